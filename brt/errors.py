@@ -1,0 +1,40 @@
+"""Errors that end a command with one sentence and an exit code.
+
+Anything else that escapes is a bug in brt and keeps its traceback.
+"""
+
+
+class BrtError(Exception):
+    """Base class; `exit_code` is what the command returns."""
+
+    exit_code = 1
+
+
+class ConfigError(BrtError, ValueError):
+    """A flag, binding or combination of settings that cannot work."""
+
+    exit_code = 2
+
+
+class DataError(BrtError, ValueError):
+    """A document, corpus or tokenizer that cannot be read as asked."""
+
+    exit_code = 3
+
+
+class CheckpointError(BrtError):
+    """A checkpoint that is missing, damaged or of another run; or a save that failed."""
+
+    exit_code = 4
+
+
+class NonFiniteError(BrtError):
+    """Loss or gradients became NaN or infinite."""
+
+    exit_code = 5
+
+
+class Preempted(BrtError):
+    """SIGTERM or Ctrl-C: all finished work is saved, run the same command again."""
+
+    exit_code = 75

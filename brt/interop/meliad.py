@@ -1,0 +1,153 @@
+"""Parameters and caches of the original code (google-research/meliad, generation A)."""
+
+import re
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from brt.config import Model
+from brt.errors import DataError
+from brt.layers.stack import runs
+from brt.layers.state import LayerState, RecurrentState, WindowState
+
+Arrays = Mapping[str, np.ndarray]
+
+_TOKENS = {
+    "norm": "tbase/_kvq/pre_attn_layernorm/scale",
+    "queries": "tbase/_kvq/queries_layer/kernel",
+    "keys": "tbase/_kvq/keys_layer/kernel",
+    "values": "tbase/_kvq/values_layer/kernel",
+    "scale": "tbase/_kvq/attention_scale",
+    "cross_queries": "tbase/_kvq/queries2_layer/kernel",
+    "cross_scale": "tbase/attention_scale2",
+    "relative_bias": "relative_positions/rel_embedding",
+    "output": "tbase/post_attn_mlp/output_layer/kernel",
+    "mlp_norm": "tbase/pre_ffn_layernorm/scale",
+    "mlp_in": "tbase/ffn/hidden0/kernel",
+    "mlp_out": "tbase/ffn/output_layer/kernel",
+}
+_CELL = {
+    "initial": "recurrent_initial_state",
+    "norm": "recurrent_tbase/_kvq/pre_attn_layernorm/scale",
+    "ids": "recurrent_tbase/_kvq/position_embeddings",
+    "keys": "recurrent_tbase/_kvq/keys_layer/kernel",
+    "values": "recurrent_tbase/_kvq/values_layer/kernel",
+    "queries": "recurrent_tbase/_kvq/queries_layer/kernel",
+    "cross_queries": "recurrent_tbase/_kvq/queries2_layer/kernel",
+    "scale": "recurrent_tbase/_kvq/attention_scale",
+    "cross_scale": "recurrent_tbase/attention_scale2",
+    "output": "recurrent_tbase/post_attn_mlp/output_layer/kernel",
+    "mlp_norm": "recurrent_tbase/pre_ffn_layernorm/scale",
+    "mlp_in": "recurrent_tbase/ffn/hidden0/kernel",
+    "mlp_out": "recurrent_tbase/ffn/output_layer/kernel",
+}
+_GATE = {
+    "bias": ("gate_bias", "gate_layer/bias"),
+    "kernel": ("gate_layer/kernel",),
+    "forget_bias": ("forget_gate/bias",),
+    "forget_kernel": ("forget_gate/kernel",),
+    "input_bias": ("input_gate/bias",),
+    "input_kernel": ("input_gate/kernel",),
+}
+for _ours, _theirs in (("output_gate", "post_attn_mlp"), ("mlp_gate", "ffn")):
+    for _part, _names in _GATE.items():
+        for _name in _names:
+            _CELL[f"{_ours}_{_part}|{_name}"] = f"recurrent_tbase/{_theirs}/{_name}"
+
+
+def layer_parameters(arrays: Arrays) -> dict[str, dict[str, np.ndarray]]:
+    """One layer's parameters by the names of `TokenLayer` and `StateCell`.
+
+    Raises:
+      DataError: an array whose name is not known.
+    """
+    tables = {"tokens": _TOKENS, "cell": _CELL}
+    named = {
+        theirs: (part, ours.split("|")[0])
+        for part, table in tables.items()
+        for ours, theirs in table.items()
+    }
+    result: dict[str, dict[str, np.ndarray]] = {}
+    for name, value in arrays.items():
+        if name not in named:
+            raise DataError(f"meliad parameter {name!r} has no counterpart in brt")
+        part, ours = named[name]
+        result.setdefault(part, {})[ours] = value
+    return result
+
+
+def _subtree(arrays: Arrays, prefix: str) -> dict[str, np.ndarray]:
+    return {k[len(prefix) :]: v for k, v in arrays.items() if k.startswith(prefix)}
+
+
+def _stacked(layers: list[dict[str, dict[str, np.ndarray]]]) -> dict[str, dict[str, Array]]:
+    return {
+        part: {name: jnp.stack([layer[part][name] for layer in layers]) for name in layers[0][part]}
+        for part in layers[0]
+    }
+
+
+def decoder_parameters(arrays: Arrays, model: Model) -> dict[str, object]:
+    """A whole stack's parameters as a `Decoder` tree."""
+    stack, first = {}, 0
+    for name, _, count in runs(model):
+        layers = [
+            layer_parameters(_subtree(arrays, f"transformer{first + i}/")) for i in range(count)
+        ]
+        stack[name] = _stacked(layers)
+        first += count
+    return {
+        "embedding": jnp.asarray(arrays["embed/embedding"]),
+        "norm": jnp.asarray(arrays["final_layernorm/scale"]),
+        "stack": stack,
+    }
+
+
+def layer_state(arrays: Arrays, valid: np.ndarray) -> LayerState:
+    """One layer's training caches."""
+    window = WindowState(
+        jnp.asarray(arrays["previous_keys_train"]),
+        jnp.asarray(arrays["previous_values_train"]),
+        jnp.asarray(valid),
+    )
+    if "recurrent_state_train" not in arrays:
+        return window
+    return RecurrentState(window, jnp.asarray(arrays["recurrent_state_train"]), window.valid)
+
+
+def model_of(arrays: Arrays, *, window: int) -> Model:
+    """The `parity` model whose parameters these are; sizes and gates are read off them."""
+    layers = sorted({int(m[1]) for k in arrays if (m := re.match(r"transformer(\d+)/", k))})
+    prefixes = [f"transformer{i}/" for i in layers] or [""]
+    parts = [_subtree(arrays, prefix) for prefix in prefixes]
+    recurrent = [i for i, part in enumerate(parts) if "recurrent_initial_state" in part]
+    first = parts[0]
+    heads = first["relative_positions/rel_embedding"].shape[0]
+    model_dim, width = first["tbase/_kvq/keys_layer/kernel"].shape
+    sizes = {
+        "layers": len(parts),
+        "recurrent_layers": tuple(recurrent),
+        "model_dim": model_dim,
+        "heads": heads,
+        "head_dim": width // heads,
+        "mlp_dim": first["tbase/ffn/hidden0/kernel"].shape[1],
+        "window": window,
+        "normalize_qk": "tbase/_kvq/attention_scale" in first,
+        "vocab_size": arrays["embed/embedding"].shape[0] if "embed/embedding" in arrays else 1,
+        "dtype": "float32",
+    }
+    if recurrent:
+        sizes |= _gates_of(parts[recurrent[0]])
+    return Model(**sizes).parity()
+
+
+def _gates_of(part: Arrays) -> dict[str, object]:
+    cell = _subtree(part, "recurrent_tbase/")
+    projects, has_mlp = "post_attn_mlp/output_layer/kernel" in cell, "ffn/hidden0/kernel" in cell
+    layout = "skip" if not has_mlp else "dual" if projects else "single"
+    gated = _subtree(cell, "post_attn_mlp/" if projects else "ffn/")
+    gate = "fixed" if "gate_bias" in gated else "gru" if "gate_layer/bias" in gated else "lstm"
+    states = part["recurrent_initial_state"].shape[0]
+    return {"gate": gate, "gate_layout": layout, "states": states}

@@ -1,0 +1,218 @@
+"""The vertical direction: what a layer does to its tokens."""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import Model
+from brt.layers.basic import ONES, dense, dropout, parameter
+from brt.layers.state import OpenBlock, WindowState, zero_where_invalid
+from brt.ops.normalization import l2_normalize, rms_norm
+from brt.ops.positions import relative_bias
+from brt.ops.recurrent_attention import StateMemory, attend
+from brt.ops.window_attention import window_attention, window_attention_step
+
+
+class TokenProjections(NamedTuple):
+    """What tokens attend with; scales are folded into the queries.
+
+    Attributes:
+      queries, keys, values: [B, T, H, K].
+      cross_queries: [B, T, H, K] for the recurrent states, or None.
+    """
+
+    queries: Float[Array, "B T H K"]
+    keys: Float[Array, "B T H K"]
+    values: Float[Array, "B T H K"]
+    cross_queries: Float[Array, "B T H K"] | None
+
+
+class TokenLayer(nn.Module):
+    """Pre-norm attention over the window, beside it over recurrent states, then an MLP.
+
+    `project` and `attend` are apart because the recurrent states read the tokens' keys
+    and values in between.
+    """
+
+    model: Model
+    cross_attends: bool = False
+    training: bool = False
+
+    def setup(self) -> None:
+        m = self.model
+        width = m.heads * m.head_dim
+        into, out = ("embed", "heads"), ("heads", "embed")
+        self.norm = parameter(self, "norm", (m.model_dim,), ("embed",), ONES)
+        self.queries = parameter(self, "queries", (m.model_dim, width), into)
+        self.keys = parameter(self, "keys", (m.model_dim, width), into)
+        self.values = parameter(self, "values", (m.model_dim, width), into)
+        scale = nn.initializers.constant(m.scale_init)
+        if m.normalize_qk:
+            self.scale = parameter(self, "scale", (m.heads,), ("heads",), scale)
+        if self.cross_attends:
+            self.cross_queries = parameter(self, "cross_queries", (m.model_dim, width), into)
+            if m.normalize_qk:
+                self.cross_scale = parameter(self, "cross_scale", (m.heads,), ("heads",), scale)
+        self.relative_bias = parameter(
+            self, "relative_bias", (m.heads, m.relative_buckets), ("heads", "buckets"),
+            nn.initializers.normal(m.relative_buckets**-0.5),
+        )  # fmt: skip
+        attended = 2 * width if self.cross_attends else width
+        self.output = parameter(self, "output", (attended, m.model_dim), out)
+        self.mlp_norm = parameter(self, "mlp_norm", (m.model_dim,), ("embed",), ONES)
+        self.mlp_in = parameter(self, "mlp_in", (m.model_dim, m.mlp_dim), ("embed", "mlp"))
+        self.mlp_out = parameter(self, "mlp_out", (m.mlp_dim, m.model_dim), ("mlp", "embed"))
+
+    def project(self, x: Float[Array, "B T D"]) -> TokenProjections:
+        """Keys, values and queries of the tokens, by one product."""
+        m = self.model
+        h = dropout(self, rms_norm(x, self.norm), m.dropout)
+        kernels = [self.queries, self.keys, self.values]
+        scales = [jnp.abs(self.scale)] if m.normalize_qk else [m.head_dim**-0.5]
+        if self.cross_attends:
+            kernels.append(self.cross_queries)
+            scales.append(jnp.abs(self.cross_scale) if m.normalize_qk else m.head_dim**-0.5)
+        parts = jnp.split(dense(h, jnp.concatenate(kernels, axis=1)), len(kernels), axis=-1)
+        heads = [part.reshape(*part.shape[:-1], m.heads, m.head_dim) for part in parts]
+        if m.normalize_qk:
+            heads = [z if i == 2 else l2_normalize(z) for i, z in enumerate(heads)]
+        for i, scale in zip((0, 3), scales, strict=False):
+            heads[i] = heads[i] * jnp.reshape(jnp.asarray(scale, x.dtype), (1, 1, -1, 1))
+        return TokenProjections(*heads[:3], heads[3] if self.cross_attends else None)
+
+    def _bias(self) -> Float[Array, "H W"]:
+        m = self.model
+        bias = relative_bias(
+            self.relative_bias, window=m.window, attend_to_self=m.attend_to_self,
+            max_distance=m.relative_max_distance,
+        )  # fmt: skip
+        if m.bias_before_scale and m.normalize_qk:
+            bias = bias * jnp.abs(self.scale)[:, None]
+        return bias
+
+    def attend(
+        self,
+        x: Float[Array, "B T D"],
+        projections: TokenProjections,
+        keys: Float[Array, "B Z H K"],
+        values: Float[Array, "B Z H K"],
+        readable: Bool[Array, "B N"],
+        memory: StateMemory | None,
+    ) -> Float[Array, "B T D"]:
+        """The layer's output for a segment; `memory` is [B, N, S, H, K] where it recurs."""
+        m = self.model
+        batch, tokens = x.shape[:2]
+        mask = None
+        if m.dropout and self.training:
+            # Shared by lanes and blocks as in the original: one tile to draw and to read.
+            mask = dropout(self, jnp.ones((m.heads, m.window, m.window)), m.dropout)
+        attended = window_attention(
+            projections.queries, keys, values, self._bias(), readable, mask,
+            attend_to_self=m.attend_to_self, null_keys=not m.mask_empty_cache,
+        )  # fmt: skip
+        if memory is not None:
+            blocked = (batch, -1, m.window, m.heads, m.head_dim)
+            crossed = attend(projections.cross_queries.reshape(blocked), *memory)
+            attended = jnp.concatenate([attended, crossed.reshape(attended.shape)], axis=2)
+        return self._finish(x, attended.reshape(batch, tokens, -1))
+
+    def attend_step(
+        self,
+        x: Float[Array, "B 1 D"],
+        window: WindowState,
+        block: OpenBlock,
+        position: Int[Array, ""],
+    ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
+        """The same for one token, at `position` in its block; writes it into the block."""
+        m = self.model
+        projections = self.project(x)
+
+        def written(ring: Float[Array, "B W H K"], z: Float[Array, "B 1 H K"]) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(ring, z, position, axis=1)
+
+        after = block._replace(
+            keys=written(block.keys, projections.keys),
+            values=written(block.values, projections.values),
+        )
+        ring = after if m.attend_to_self else block
+        attended = window_attention_step(
+            projections.queries[:, 0], ring.keys, ring.values, self._bias(), window.valid,
+            position, attend_to_self=m.attend_to_self, null_keys=not m.mask_empty_cache,
+        )[:, None]  # fmt: skip
+        if block.memory is not None:
+            crossed = attend(projections.cross_queries, *block.memory)
+            attended = jnp.concatenate([attended, crossed], axis=2)
+        return self._finish(x, attended.reshape(*x.shape[:2], -1)), after
+
+    def _finish(
+        self, x: Float[Array, "B T D"], attended: Float[Array, "B T A"]
+    ) -> Float[Array, "B T D"]:
+        """Residual of the attention, then the MLP and its residual."""
+        x = x + dense(attended, self.output)
+        hidden = jax.nn.relu(dense(rms_norm(x, self.mlp_norm), self.mlp_in))
+        return x + dropout(self, dense(hidden, self.mlp_out), self.model.dropout)
+
+
+def with_cache(
+    model: Model,
+    state: WindowState,
+    projections: TokenProjections,
+    document_start: Bool[Array, "B N"],
+) -> tuple[Array, Array, Array, WindowState]:
+    """Joins the cached block and the segment.
+
+    Returns:
+      keys and values [B, W+T, H, K], readable [B, N], and the next state.
+    """
+    rows = state.valid & ~document_start[:, 0]
+    state = state._replace(valid=rows)
+    if not model.mask_empty_cache:
+        state = zero_where_invalid(state)
+    keys = jnp.concatenate([state.keys, projections.keys], axis=1)
+    values = jnp.concatenate([state.values, projections.values], axis=1)
+    readable = jnp.concatenate([rows[:, None], ~document_start[:, 1:]], axis=1)
+    last = WindowState(
+        keys[:, -model.window :], values[:, -model.window :], jnp.ones_like(state.valid)
+    )
+    return keys, values, readable, last
+
+
+class WindowLayer(nn.Module):
+    """A sliding-window layer: (x, state) -> (y, state)."""
+
+    model: Model
+    training: bool = False
+
+    def setup(self) -> None:
+        self.tokens = TokenLayer(self.model, training=self.training)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], state: WindowState, document_start: Bool[Array, "B N"]
+    ) -> tuple[Float[Array, "B T D"], WindowState]:
+        """A segment."""
+        projections = self.tokens.project(x)
+        keys, values, readable, state = with_cache(self.model, state, projections, document_start)
+        return self.tokens.attend(x, projections, keys, values, readable, None), state
+
+    def open(self, x: None, state: WindowState, _: None) -> tuple[None, OpenBlock]:
+        """An empty block behind `state`."""
+        return x, OpenBlock(state.keys, state.values, None)
+
+    def step(
+        self,
+        x: Float[Array, "B 1 D"],
+        carried: tuple[WindowState, OpenBlock],
+        position: Int[Array, ""],
+    ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
+        """One token of the open block."""
+        return self.tokens.attend_step(x, *carried, position)
+
+    def close(
+        self, x: None, carried: tuple[WindowState, OpenBlock], _: None
+    ) -> tuple[None, WindowState]:
+        """The state after a full block."""
+        state, block = carried
+        return x, WindowState(block.keys, block.values, jnp.ones_like(state.valid))

@@ -1,0 +1,39 @@
+"""Parameters with logical axis names, initialised as in the original code, and dropout."""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+Initializer = Callable[..., Array]
+
+KERNEL = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+GATE_KERNEL = nn.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
+GATE_BIAS = nn.initializers.normal(0.1)
+ONES = nn.initializers.ones
+
+
+def parameter(
+    module: nn.Module,
+    name: str,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    init: Initializer = KERNEL,
+) -> Array:
+    """A float32 parameter of `module` whose axes carry names for sharding."""
+    return module.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
+
+
+def dense(x: Float[Array, "*B M"], kernel: Float[Array, "M D"]) -> Float[Array, "*B D"]:
+    """x @ kernel in x's dtype."""
+    return jnp.einsum("...m,md->...d", x, kernel.astype(x.dtype))
+
+
+def dropout(module: nn.Module, x: Float[Array, "*B"], rate: float) -> Float[Array, "*B"]:
+    """Inverted dropout; the identity at rate 0 or where the module is not training."""
+    if rate == 0.0 or not module.training:
+        return x
+    keep = jax.random.bernoulli(module.make_rng("dropout"), 1 - rate, x.shape)
+    return jnp.where(keep, x / jnp.asarray(1 - rate, x.dtype), 0)

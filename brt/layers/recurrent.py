@@ -1,0 +1,159 @@
+"""The recurrent layer: a token layer that reads state vectors which read its tokens."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import Model
+from brt.layers.attention import TokenLayer, with_cache
+from brt.layers.basic import GATE_BIAS, GATE_KERNEL, ONES, parameter
+from brt.layers.state import OpenBlock, RecurrentState, WindowState, zero_where_invalid
+from brt.ops.gates import GateWeights
+from brt.ops.recurrent_attention import CellWeights, state_memory, state_scan, state_update
+
+
+class StateCell(nn.Module):
+    """Owns the weights of the horizontal direction and the states a document starts from."""
+
+    model: Model
+
+    def setup(self) -> None:
+        m = self.model
+        width = m.heads * m.head_dim
+        self.initial = parameter(
+            self, "initial", (m.states, m.model_dim), ("states", "embed"),
+            nn.initializers.normal(0.1),
+        )  # fmt: skip
+        self.weights = self._weights(m, width)
+
+    def _weights(self, m: Model, width: int) -> CellWeights:
+        into, scale = ("embed", "heads"), nn.initializers.constant(m.scale_init)
+        weights = CellWeights(
+            norm=parameter(self, "norm", (m.model_dim,), ("embed",), ONES),
+            ids=parameter(
+                self, "ids", (m.states, m.model_dim), ("states", "embed"),
+                nn.initializers.normal(1.0),
+            ),
+            keys=parameter(self, "keys", (m.model_dim, width), into),
+            values=parameter(self, "values", (m.model_dim, width), into),
+            queries=parameter(self, "queries", (m.model_dim, width), into),
+            cross_queries=parameter(self, "cross_queries", (m.model_dim, width), into),
+            scale=self._scale("scale", scale),
+            cross_scale=self._scale("cross_scale", scale),
+        )  # fmt: skip
+        if m.gate_layout == "single":
+            return self._mlp(weights, 2 * width)
+        weights = weights._replace(
+            output=parameter(self, "output", (2 * width, m.model_dim), ("heads", "embed")),
+            output_gate=self._gate("output_gate", 2 * width, "heads"),
+        )
+        if m.gate_layout == "skip":
+            return weights
+        norm = parameter(self, "mlp_norm", (m.model_dim,), ("embed",), ONES)
+        return self._mlp(weights._replace(mlp_norm=norm), m.model_dim)
+
+    def _scale(self, name: str, init: nn.initializers.Initializer) -> Float[Array, " H"]:
+        m = self.model
+        if not m.normalize_qk:
+            return jnp.full((m.heads,), m.head_dim**-0.5)
+        return jnp.abs(parameter(self, name, (m.heads,), ("heads",), init))
+
+    def _mlp(self, weights: CellWeights, inputs: int) -> CellWeights:
+        m = self.model
+        axis = "embed" if inputs == m.model_dim else "heads"
+        return weights._replace(
+            mlp_in=parameter(self, "mlp_in", (inputs, m.mlp_dim), (axis, "mlp")),
+            mlp_out=parameter(self, "mlp_out", (m.mlp_dim, m.model_dim), ("mlp", "embed")),
+            mlp_gate=self._gate("mlp_gate", m.mlp_dim, "mlp"),
+        )
+
+    def _gate(self, name: str, inputs: int, axis: str) -> GateWeights:
+        kind, width = self.model.gate, self.model.model_dim
+
+        def bias(part: str) -> Float[Array, " D"]:
+            return parameter(self, f"{name}_{part}bias", (width,), ("embed",), GATE_BIAS)
+
+        def kernel(part: str) -> Float[Array, "M D"]:
+            shape, axes = (inputs, width), (axis, "embed")
+            return parameter(self, f"{name}_{part}kernel", shape, axes, GATE_KERNEL)
+
+        if kind == "fixed":
+            return GateWeights(bias(""))
+        if kind == "gru":
+            return GateWeights(bias(""), kernel(""))
+        return GateWeights(
+            bias("forget_"), kernel("forget_"), bias("input_"), kernel("input_")
+        )
+
+
+class RecurrentLayer(nn.Module):
+    """A block-recurrent layer: (x, state) -> (y, state)."""
+
+    model: Model
+    training: bool = False
+
+    def setup(self) -> None:
+        self.tokens = TokenLayer(self.model, cross_attends=True, training=self.training)
+        self.cell = StateCell(self.model)
+
+    def _options(self) -> dict[str, object]:
+        m = self.model
+        return {
+            "kind": m.gate,
+            "tanh": m.gate_tanh,
+            "normalize_qk": m.normalize_qk,
+            "null_keys": not m.mask_empty_cache,
+        }
+
+    def _vectors(self, state: RecurrentState) -> Float[Array, "B S D"]:
+        """The states to read: the learned ones where nothing was read yet."""
+        valid = state.valid[:, None, None]
+        return jnp.where(valid, state.vectors, self.cell.initial[None])
+
+    def __call__(
+        self, x: Float[Array, "B T D"], state: RecurrentState, document_start: Bool[Array, "B N"]
+    ) -> tuple[Float[Array, "B T D"], RecurrentState]:
+        """A segment, in two phases: the states of all blocks, then the tokens of all blocks."""
+        projections = self.tokens.project(x)
+        keys, values, readable, window = with_cache(
+            self.model, state.window, projections, document_start
+        )
+        vectors, memory = state_scan(
+            self.cell.weights, self.cell.initial, self._vectors(state), keys, values, readable,
+            document_start, unroll=self.model.block_unroll, **self._options(),
+        )  # fmt: skip
+        y = self.tokens.attend(x, projections, keys, values, readable, memory)
+        return y, RecurrentState(window, vectors, window.valid)
+
+    def open(self, x: None, state: RecurrentState, _: None) -> tuple[None, OpenBlock]:
+        """An empty block behind `state`, with what its tokens read of the recurrent states."""
+        memory = state_memory(
+            self.cell.weights, self._vectors(state), normalize_qk=self.model.normalize_qk,
+            dtype=state.window.keys.dtype,
+        )  # fmt: skip
+        return x, OpenBlock(state.window.keys, state.window.values, memory)
+
+    def step(
+        self,
+        x: Float[Array, "B 1 D"],
+        carried: tuple[RecurrentState, OpenBlock],
+        position: Int[Array, ""],
+    ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
+        """One token of the open block; the recurrent states stand still."""
+        state, block = carried
+        return self.tokens.attend_step(x, state.window, block, position)
+
+    def close(
+        self, x: None, carried: tuple[RecurrentState, OpenBlock], _: None
+    ) -> tuple[None, RecurrentState]:
+        """The state after a full block: the recurrent states have read it."""
+        state, block = carried
+        window = state.window
+        if not self.model.mask_empty_cache:
+            window = zero_where_invalid(window)
+        vectors, _ = state_update(
+            self.cell.weights, self._vectors(state), (window.keys, block.keys),
+            (window.values, block.values), window.valid, **self._options(),
+        )  # fmt: skip
+        after = WindowState(block.keys, block.values, jnp.ones_like(window.valid))
+        return x, RecurrentState(after, vectors, after.valid)

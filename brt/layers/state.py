@@ -1,0 +1,98 @@
+"""What a layer carries from segment to segment, and from token to token.
+
+Every sequence layer is `(x, state) -> (y, state)`. The state of a layer is a NamedTuple
+of arrays with the batch on axis 0; a new one needs no parameters. While tokens are read
+one at a time, an `OpenBlock` holds the block that is being filled; the state itself
+changes at block borders only, exactly as in training.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from brt.config import Model
+from brt.ops.recurrent_attention import StateMemory
+
+
+class WindowState(NamedTuple):
+    """Keys and values of the last block (the Transformer-XL cache).
+
+    Attributes:
+      keys: [B, W, H, K], normalised, in the compute dtype.
+      values: [B, W, H, K].
+      valid: bool [B], False before the first block of a document.
+    """
+
+    keys: Float[Array, "B W H K"]
+    values: Float[Array, "B W H K"]
+    valid: Bool[Array, " B"]
+
+
+class RecurrentState(NamedTuple):
+    """The cache and the recurrent states.
+
+    Attributes:
+      window: as of a sliding-window layer.
+      vectors: float32 [B, S, D].
+      valid: bool [B], False where the learned initial states are to be read instead.
+    """
+
+    window: WindowState
+    vectors: Float[Array, "B S D"]
+    valid: Bool[Array, " B"]
+
+
+LayerState = WindowState | RecurrentState
+
+
+class OpenBlock(NamedTuple):
+    """A block that is being filled token by token.
+
+    Attributes:
+      keys: [B, W, H, K], a ring: the open block up to the current token, behind it what
+        is left of the previous block.
+      values: [B, W, H, K].
+      memory: keys and values of the recurrent states [B, S, H, K], or None.
+    """
+
+    keys: Float[Array, "B W H K"]
+    values: Float[Array, "B W H K"]
+    memory: StateMemory | None
+
+
+def new_window_state(model: Model, batch: int, dtype: jnp.dtype) -> WindowState:
+    """The state of a sliding-window layer that has read nothing."""
+    cache = jnp.zeros((batch, model.window, model.heads, model.head_dim), dtype)
+    return WindowState(cache, jnp.zeros_like(cache), jnp.zeros((batch,), bool))
+
+
+def new_layer_state(model: Model, kind: str, batch: int, dtype: jnp.dtype) -> LayerState:
+    """The state of a layer of that kind that has read nothing."""
+    window = new_window_state(model, batch, dtype)
+    if kind == "window":
+        return window
+    vectors = jnp.zeros((batch, model.states, model.model_dim), jnp.float32)
+    return RecurrentState(window, vectors, jnp.zeros((batch,), bool))
+
+
+def forget(state: LayerState, *, cache: bool = True, vectors: bool = True) -> LayerState:
+    """The state as if nothing had been read, in every lane; or only a part of it."""
+    if isinstance(state, RecurrentState):
+        window = forget(state.window, cache=cache)
+        return state._replace(window=window, valid=state.valid & (not vectors))
+    return state._replace(valid=state.valid & (not cache))
+
+
+def zero_where_invalid(window: WindowState) -> WindowState:
+    """Zero keys and values where nothing was read (the original's null keys)."""
+    keep = window.valid[:, None, None, None]
+    return window._replace(
+        keys=jnp.where(keep, window.keys, 0), values=jnp.where(keep, window.values, 0)
+    )
+
+
+def cut_gradient(state: LayerState) -> LayerState:
+    """The state as a constant: the one place where a train step cuts the gradient."""
+    return jax.tree.map(jax.lax.stop_gradient, state)

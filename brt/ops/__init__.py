@@ -1,0 +1,1 @@
+"""The papers' arithmetic as pure functions, one folder per kind of attention."""

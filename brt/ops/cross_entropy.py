@@ -1,0 +1,116 @@
+"""Cross-entropy over a tied embedding, without ever holding all logits.
+
+[B, T, V] float32 logits of a long segment would be the largest array of a training step.
+The tokens are cut into chunks; under differentiation each chunk's gradients are computed
+while its logits exist, so nothing is computed twice.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def _chunk_length(tokens: int, limit: int) -> int:
+    """The largest divisor of `tokens` up to `limit`."""
+    return next(n for n in range(min(limit, tokens), 0, -1) if tokens % n == 0)
+
+
+def _chunked(x: Array, chunk: int) -> Array:
+    """[B, T, ...] -> [T / chunk, B, chunk, ...]; lanes stay whole, and on their device."""
+    batch, tokens = x.shape[:2]
+    return jnp.moveaxis(x.reshape(batch, tokens // chunk, chunk, *x.shape[2:]), 1, 0)
+
+
+def _joined(x: Array) -> Array:
+    """The inverse of `_chunked`."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _chunk_nats(
+    hidden: Float[Array, "B C D"],
+    embedding: Float[Array, "V D"],
+    targets: Int[Array, "B C"],
+    scale: float,
+) -> tuple[Float[Array, "B C"], Float[Array, "B C V"], Float[Array, "B C"]]:
+    """Nats of each target, the float32 logits and their log-sum-exp."""
+    logits = scale * jnp.einsum(
+        "bcd,vd->bcv", hidden, embedding.astype(hidden.dtype), preferred_element_type=jnp.float32
+    )
+    total = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return total - chosen, logits, total
+
+
+def token_nats(
+    hidden: Float[Array, "B T D"],
+    embedding: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    *,
+    scale: float,
+    chunk: int,
+) -> Float[Array, "B T"]:
+    """-log p(target) of every token, float32. For evaluation: not made for gradients."""
+    chunk = _chunk_length(hidden.shape[1], chunk)
+
+    def nats(piece: tuple[Array, Array]) -> Float[Array, "B C"]:
+        return _chunk_nats(piece[0], embedding, piece[1], scale)[0]
+
+    return _joined(jax.lax.map(nats, (_chunked(hidden, chunk), _chunked(targets, chunk))))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def cross_entropy(
+    hidden: Float[Array, "B T D"],
+    embedding: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    scored: Bool[Array, "B T"],
+    scale: float,
+    chunk: int,
+) -> Float[Array, ""]:
+    """The summed nats of the scored targets, float32.
+
+    Args:
+      hidden: logits are scale * hidden @ embedding.T.
+      scored: False where a target does not count.
+      chunk: at most so many tokens of a lane have logits at a time.
+    """
+    nats = token_nats(hidden, embedding, targets, scale=scale, chunk=chunk)
+    return jnp.sum(jnp.where(scored, nats, 0.0))
+
+
+def _forward(
+    hidden: Array, embedding: Array, targets: Array, scored: Array, scale: float, chunk: int
+) -> tuple[Array, tuple[Array, Array]]:
+    chunk = _chunk_length(hidden.shape[1], chunk)
+
+    def body(carry: tuple[Array, Array], piece: tuple[Array, ...]) -> tuple[tuple, Array]:
+        total, d_embedding = carry
+        h, target, counts = piece
+        nats, logits, log_sum = _chunk_nats(h, embedding, target, scale)
+        probabilities = jnp.exp(logits - log_sum[..., None])
+        is_target = jnp.arange(logits.shape[-1]) == target[..., None]
+        d_logits = jnp.where(counts[..., None], probabilities - is_target, 0.0) * scale
+        d_logits = d_logits.astype(h.dtype)
+        d_hidden = jnp.einsum("bcv,vd->bcd", d_logits, embedding.astype(h.dtype))
+        d_embedding += jnp.einsum(
+            "bcv,bcd->vd", d_logits, h, preferred_element_type=jnp.float32
+        ).astype(embedding.dtype)
+        return (total + jnp.sum(jnp.where(counts, nats, 0.0)), d_embedding), d_hidden
+
+    pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, scored))
+    start = (jnp.zeros((), jnp.float32), jnp.zeros_like(embedding))
+    (total, d_embedding), d_hidden = jax.lax.scan(body, start, pieces)
+    return total, (_joined(d_hidden), d_embedding)
+
+
+def _backward(
+    scale: float, chunk: int, gradients: tuple[Array, Array], cotangent: Array
+) -> tuple[Array, Array, None, None]:
+    d_hidden, d_embedding = gradients
+    return d_hidden * cotangent.astype(d_hidden.dtype), d_embedding * cotangent, None, None
+
+
+cross_entropy.defvjp(_forward, _backward)

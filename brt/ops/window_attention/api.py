@@ -1,0 +1,93 @@
+"""Sliding-window attention (Block-Recurrent Transformers, section 3.1).
+
+A segment is read in blocks of W tokens. A token attends to the W tokens that end with
+itself (or with the one before it), wherever its block begins: keys of the block before
+the segment come from the cache. XL is the case of one block a segment.
+"""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.ops.softmax import MASKED, safe_softmax
+from brt.ops.window_attention import reference, xla
+
+Implementation = Literal["reference", "xla"]
+_IMPLEMENTATIONS = {"reference": reference.window_attention, "xla": xla.window_attention}
+
+
+def window_attention(
+    queries: Float[Array, "B T H K"],
+    keys: Float[Array, "B Z H K"],
+    values: Float[Array, "B Z H K"],
+    bias: Float[Array, "H W"],
+    readable: Bool[Array, "B N"],
+    dropout: Float[Array, "H W W"] | None = None,
+    *,
+    attend_to_self: bool = True,
+    null_keys: bool = False,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T H K"]:
+    """Attention of every token to its window; logits are q.k + bias, unscaled.
+
+    Args:
+      queries: with any scale folded in.
+      keys, values: those of the cached block, then those of the segment.
+      bias: float32, by distance: column 0 is the nearest key that a token sees.
+      readable: whether block n may read the block before it (False where a document
+        starts at n, or where the cache holds nothing).
+      dropout: multiplied into the softmax of every block (slot c of row r: see `xla`).
+      attend_to_self: whether the nearest key is the token itself.
+      null_keys: unreadable keys count as zero keys with zero values, instead of not at
+        all (the original's behaviour at a document's start).
+      implementation: a named one runs or raises; None takes the fastest that can.
+
+    Returns:
+      In the dtype of `values`; softmax in float32. Zeros where a token sees no key.
+
+    Raises:
+      NotImplementedError: an implementation that does not exist.
+    """
+    name = implementation or "xla"
+    if name not in _IMPLEMENTATIONS:
+        raise NotImplementedError(
+            f"window_attention has no implementation {name!r}; it has {list(_IMPLEMENTATIONS)}"
+        )
+    return _IMPLEMENTATIONS[name](
+        queries, keys, values, bias, readable, dropout,
+        attend_to_self=attend_to_self, null_keys=null_keys,
+    )  # fmt: skip
+
+
+def window_attention_step(
+    query: Float[Array, "B H K"],
+    keys: Float[Array, "B W H K"],
+    values: Float[Array, "B W H K"],
+    bias: Float[Array, "H W"],
+    readable: Bool[Array, " B"],
+    position: Int[Array, ""],
+    *,
+    attend_to_self: bool = True,
+    null_keys: bool = False,
+) -> Float[Array, "B H K"]:
+    """Row `position` of a block: the same as `window_attention`, for one token.
+
+    `keys` and `values` are a ring: slots up to `position` hold the open block, with the
+    token's own key in its slot, the others still hold the previous block, which is
+    `readable` or not. A strictly-past token's own slot still holds the previous block.
+    """
+    window = bias.shape[1]
+    slots = jnp.arange(window)
+    nearest = 0 if attend_to_self else 1
+    own = slots <= position - nearest
+    usable = (own[None] | readable[:, None])[:, None]  # [B, 1, W]
+    logits = jnp.einsum("bhk,bshk->bhs", query, keys, preferred_element_type=jnp.float32)
+    row = jnp.take(bias, (position - nearest - slots) % window, axis=1)[None]
+    if null_keys:
+        logits = jnp.where(usable, logits, 0.0) + row
+        values = jnp.where(usable[:, 0, :, None, None], values, 0)
+    else:
+        logits = jnp.where(usable, logits + row, MASKED)
+    weights = safe_softmax(logits).astype(values.dtype)
+    return jnp.einsum("bhs,bshk->bhk", weights, values)

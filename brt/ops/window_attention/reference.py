@@ -1,0 +1,48 @@
+"""The meaning of window attention: every block beside the W x 2W logits it could see."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from brt.ops.softmax import MASKED, safe_softmax
+
+
+def window_attention(
+    queries: Float[Array, "B T H K"],
+    keys: Float[Array, "B Z H K"],
+    values: Float[Array, "B Z H K"],
+    bias: Float[Array, "H W"],
+    readable: Bool[Array, "B N"],
+    dropout: Float[Array, "H W W"] | None,
+    *,
+    attend_to_self: bool,
+    null_keys: bool,
+) -> Float[Array, "B T H K"]:
+    """See `api.window_attention`."""
+    window, blocks = bias.shape[1], readable.shape[1]
+    nearest = 0 if attend_to_self else 1
+    # Rows: queries of a block. Columns: keys of the previous block, then of this one.
+    distance = np.arange(window)[:, None] + window - np.arange(2 * window)[None, :]
+    seen = (distance >= nearest) & (distance < window + nearest)
+    tile = bias[:, np.where(seen, distance - nearest, 0)]
+    previous = np.arange(2 * window) < window
+    slot = np.arange(2 * window) % window
+
+    outputs = []
+    for n in range(blocks):
+        q = queries[:, n * window : (n + 1) * window]
+        k = keys[:, n * window : (n + 2) * window]
+        v = values[:, n * window : (n + 2) * window]
+        usable = readable[:, n, None] | ~previous[None]  # [B, 2W]
+        logits = jnp.einsum("bqhk,bshk->bhqs", q, k, preferred_element_type=jnp.float32)
+        if null_keys:
+            logits = jnp.where(usable[:, None, None], logits, 0.0)
+            v = jnp.where(usable[:, :, None, None], v, 0)
+            mask = seen[None, None]
+        else:
+            mask = seen[None, None] & usable[:, None, None]
+        weights = safe_softmax(jnp.where(mask, logits + tile[None], MASKED))
+        if dropout is not None:
+            weights = weights * dropout[None][:, :, :, slot]
+        outputs.append(jnp.einsum("bhqs,bshk->bqhk", weights.astype(v.dtype), v))
+    return jnp.concatenate(outputs, axis=1)

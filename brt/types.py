@@ -1,0 +1,35 @@
+"""The axis glossary, and the array types that several modules share.
+
+    B  batch: lanes, each reading its own sequence of documents
+    T  tokens of a segment            N  blocks of a segment (T = N * W)
+    W  window: tokens of a block, and keys that a token attends to
+    S  recurrent states               L  layers
+    H  heads                          K  size of a head
+    D  model width                    F  hidden width of the feed-forward layer
+    V  vocabulary                     Z  the cached block and the segment (W + T)
+
+The same letters stand in jaxtyping annotations, in einsums and in docstrings.
+"""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Bool, Int
+
+Tokens = Int[Array, "B T"]
+DocumentStart = Bool[Array, "B N"]
+
+
+class Batch(NamedTuple):
+    """One segment of every lane. NumPy on the host, jax arrays in a step.
+
+    Attributes:
+      inputs: int32 [B, T], the token before each target (BOS at a document's start).
+      targets: int32 [B, T], the token to predict; 0 where there is none.
+      scored: bool [B, T], False on padding.
+      document_start: bool [B, N], True on blocks that begin without a past.
+    """
+
+    inputs: Tokens
+    targets: Tokens
+    scored: Bool[Array, "B T"]
+    document_start: DocumentStart

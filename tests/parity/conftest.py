@@ -1,0 +1,31 @@
+"""`--golden_dir=DIR`: arrays of the original code to compare with."""
+
+from pathlib import Path
+
+import pytest
+
+DEFAULT = Path(__file__).parent.parent / "data" / "golden"
+
+
+def golden_files(config: pytest.Config) -> list[Path]:
+    directory = Path(config.getoption("--golden_dir") or DEFAULT)
+    return sorted(directory.rglob("*.npz"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests with an argument `<kind>_file` run over the files of that kind."""
+    patterns = {
+        "layer_file": ("sliding_layer_", "xl_layer_", "recurrent_layer_"),
+        "stack_file": ("stack_",),
+        "optimizer_file": ("opt_adafactor",),
+        "schedule_file": ("lr_schedules",),
+        "bias_file": ("t5_bias",),
+    }
+    for name, prefixes in patterns.items():
+        if name in metafunc.fixturenames:
+            files = [f for f in golden_files(metafunc.config) if f.name.startswith(prefixes)]
+            metafunc.parametrize(name, files, ids=[f.stem for f in files])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--golden_dir", help="directory of the original code's arrays (.npz)")

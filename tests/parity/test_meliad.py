@@ -1,0 +1,178 @@
+"""Layers and stacks equal the original code's: outputs, next states and gradients."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.config import Optimizer
+from brt.interop import meliad
+from brt.layers.attention import WindowLayer
+from brt.layers.recurrent import RecurrentLayer
+from brt.layers.state import RecurrentState
+from brt.models import decoder
+from brt.ops.positions import relative_bias, t5_buckets
+from brt.training import optimizer as optimizers
+
+TOLERANCE = 1e-5  # relative to the largest magnitude of the array, float32
+
+
+class Golden(dict):
+    """The arrays of one file; `under` gives those of a folder by their names within it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(np.load(path))
+        self.meta = json.loads(str(self.pop("meta")))
+
+    def under(self, folder: str) -> dict[str, np.ndarray]:
+        return {k[len(folder) + 1 :]: v for k, v in self.items() if k.startswith(folder + "/")}
+
+
+def assert_close(actual: jax.Array, expected: np.ndarray, name: str) -> None:
+    scale = max(float(np.abs(expected).max()), 1e-3)
+    error = float(np.abs(np.asarray(actual) - expected).max()) / scale
+    assert error <= TOLERANCE, f"{name}: relative error {error:.2e}"
+
+
+def supported(golden: Golden) -> bool:
+    """Other positions than T5, and feedback, are other kinds of layer."""
+    names = set(golden.under("params"))
+    t5 = any(n.endswith("relative_positions/rel_embedding") for n in names)
+    return t5 and "feedback" not in golden.meta["config"]
+
+
+def check_state(state: object, golden: dict[str, np.ndarray], name: str) -> None:
+    recurrent = isinstance(state, RecurrentState)
+    window = state.window if recurrent else state
+    assert_close(window.keys, golden["previous_keys_train"], f"{name} keys")
+    assert_close(window.values, golden["previous_values_train"], f"{name} values")
+    if recurrent:
+        assert_close(state.vectors, golden["recurrent_state_train"], f"{name} states")
+
+
+def check_gradients(actual: dict, golden: Golden, flatten: callable) -> None:
+    expected = flatten(golden.under("grad_params"))
+    for (path, a), e in zip(
+        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        assert_close(a, e, f"gradient of {jax.tree_util.keystr(path)}")
+
+
+def test_layer(layer_file: Path) -> None:
+    golden = Golden(layer_file)
+    if not supported(golden):
+        pytest.skip("another kind of layer")
+    cfg = golden.meta["cfg"]
+    window = min(cfg["window"], cfg["seq"])
+    model = meliad.model_of(golden.under("params"), window=window)
+    layer = (RecurrentLayer if model.recurrent_layers else WindowLayer)(model)
+    params = jax.tree.map(jnp.asarray, meliad.layer_parameters(golden.under("params")))
+    blocks = golden["xs"].shape[1] // window
+
+    def start(flags: np.ndarray) -> jax.Array:
+        return jnp.zeros((len(flags), blocks), bool).at[:, 0].set(flags)
+
+    def loss(params: dict, xs: jax.Array) -> tuple[jax.Array, tuple]:
+        state = meliad.layer_state(golden.under("state_in"), np.ones_like(golden["start"]))
+        ys, state = layer.apply({"params": params}, xs, state, start(golden["start"]))
+        value = jnp.sum(ys * golden["ct"])
+        if isinstance(state, RecurrentState):
+            value += jnp.sum(state.vectors * golden["cst"])
+        return value, (ys, state)
+
+    value_and_grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    (value, (ys, state)), (grads, grad_xs) = value_and_grad(params, jnp.asarray(golden["xs"]))
+    assert_close(ys, golden["ys"], "ys")
+    check_state(state, golden.under("state_out"), "state")
+    assert_close(value, golden["loss"], "loss")
+    assert_close(grad_xs, golden["grad_xs"], "gradient of xs")
+    check_gradients(grads, golden, meliad.layer_parameters)
+
+    ys2, state2 = layer.apply({"params": params}, jnp.asarray(golden["xs2"]), state, start(golden["start2"]))
+    assert_close(ys2, golden["ys2"], "ys of segment 2")
+    check_state(state2, golden.under("state_out2"), "state of segment 2")
+
+
+def test_stack(stack_file: Path) -> None:
+    golden = Golden(stack_file)
+    if not supported(golden):
+        pytest.skip("another kind of stack")
+    window = min(golden.meta["cfg"]["window"], golden["tokens1"].shape[1])
+    model = meliad.model_of(golden.under("params"), window=window)
+    module = decoder.Decoder(model)
+    params = meliad.decoder_parameters(golden.under("params"), model)
+    blocks = golden["tokens1"].shape[1] // window
+    initial = decoder.new_state(model, len(golden["start1"]))
+
+    def loss(params: dict, state: tuple, segment: int) -> tuple[jax.Array, tuple]:
+        tokens, flags = jnp.asarray(golden[f"tokens{segment}"]), golden[f"start{segment}"]
+        start = jnp.zeros((len(flags), blocks), bool).at[:, 0].set(flags)
+        hidden, state = module.apply({"params": params}, tokens, state, start)
+        logits = decoder.logits(model, params["embedding"], hidden)
+        targets = jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], axis=1)
+        scored = (tokens > 0) & (targets > 0)
+        nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
+        return jnp.sum(nats[..., 0] * scored), (logits, state)
+
+    value_and_grad = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=2)
+    state = initial
+    for segment in (1, 2):
+        (value, (logits, state)), grads = value_and_grad(params, state, segment)
+        assert_close(logits, golden[f"logits{segment}"], f"logits {segment}")
+        assert_close(value, golden[f"loss{segment}"], f"loss {segment}")
+        first = 0
+        for run_state in state:
+            for i in range(jax.tree.leaves(run_state)[0].shape[1]):
+                layer = jax.tree.map(lambda leaf, i=i: leaf[:, i], run_state)
+                name = f"state{segment}/transformer{first + i}"
+                check_state(layer, golden.under(name), name)
+            first += jax.tree.leaves(run_state)[0].shape[1]
+        if segment == 1:
+            check_gradients(grads, golden, lambda a: meliad.decoder_parameters(a, model))
+
+
+def test_relative_bias(bias_file: Path) -> None:
+    golden = Golden(bias_file)
+    rel, expected = golden["rel"], golden["bucket_causal"]
+    np.testing.assert_array_equal(t5_buckets(-rel, buckets=32, max_distance=128), expected)
+    table = jnp.asarray(golden["rel_embedding"])
+    bias = relative_bias(table, window=64, attend_to_self=False, max_distance=128)
+    last = golden["bias_64_128"][0, :, -1]  # of the last query: distances 127 .. 0
+    np.testing.assert_array_equal(bias, last[:, ::-1][:, 1:65])
+
+
+def test_adafactor(optimizer_file: Path) -> None:
+    golden = Golden(optimizer_file)
+    rates = golden.meta["lrs"]
+    optimizer = optimizers.build(Optimizer(schedule="constant", warmup_steps=0), steps=len(rates))
+    params = jax.tree.map(jnp.asarray, golden.under("init"))
+    for step, rate in enumerate(rates):
+        optimizer = optimizers.build(
+            Optimizer(schedule="constant", warmup_steps=0, learning_rate=rate), steps=len(rates)
+        )
+        if step == 0:
+            state = optimizer.init(params)
+        gradients = jax.tree.map(jnp.asarray, golden.under(f"grad{step}"))
+        updates, state = optimizer.update(gradients, state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        for name, expected in golden.under(f"step{step}").items():
+            assert_close(params[name], expected, f"{name} after step {step}")
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        ("rsqrt_std", {"schedule": "rsqrt", "learning_rate": 1.0}),
+        ("cosine", {"schedule": "cosine", "learning_rate": 0.01, "final_learning_rate": 0.001}),
+        ("linear", {"schedule": "linear", "learning_rate": 0.01, "final_learning_rate": 0.001}),
+    ],
+)
+def test_schedule(schedule_file: Path, key: str, settings: dict) -> None:
+    golden = Golden(schedule_file)
+    rate = optimizers.learning_rate(Optimizer(warmup_steps=1000, **settings), steps=100_000)
+    within = golden["steps"] <= 100_000
+    actual = np.array([float(rate(jnp.asarray(s))) for s in golden["steps"][within]])
+    np.testing.assert_allclose(actual, golden[key][within], rtol=1e-5, atol=1e-8)
