@@ -106,8 +106,8 @@ class Model:
 class Data:
     """Where documents come from and how they become tokens.
 
-    A source is a file, a directory (its *.txt files), a glob, `corpus:NAME` (embedded),
-    `tfds:NAME[/SPLIT]`, or a directory that `brt.prepare` wrote.
+    A source is a file, a directory (its *.txt files), a glob, `corpus:NAME/SPLIT` (embedded),
+    or `tfds:NAME/SPLIT` (prepared on this machine). Files may be compressed (.gz, .xz, .zst).
     """
 
     train: tuple[str, ...] = ("corpus:novels/train",)

@@ -21,7 +21,11 @@ def learning_rate(
     rsqrt is the paper's 1 / sqrt(step); cosine and linear go down to
     `final_learning_rate` at `steps` and stay there.
     """
-    top, low, warmup = optimizer.learning_rate, optimizer.final_learning_rate, optimizer.warmup_steps
+    top, low, warmup = (
+        optimizer.learning_rate,
+        optimizer.final_learning_rate,
+        optimizer.warmup_steps,
+    )
     shapes = {
         "rsqrt": lambda t: top / jnp.sqrt(t),
         "cosine": lambda t: low + (top - low) * 0.5 * (1 + jnp.cos(jnp.pi * t / steps)),

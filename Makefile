@@ -1,0 +1,61 @@
+# make help lists the targets. PYTHON, VENV and PYTEST_FLAGS can be set: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_FLAGS ?= -n auto --maxprocesses=4
+WORKDIR ?= runs/quickstart
+PROMPT ?= It was late in the evening when
+
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check install --quiet
+
+.PHONY: help quickstart test lint wheel clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make quickstart  install, train a small model on three novels, evaluate it, sample from it'
+	@echo 'make test        run the tests'
+	@echo 'make lint        check style and formatting'
+	@echo 'make wheel       build dist/brt-*.whl'
+	@echo 'make clean       remove what was built; $(VENV) and runs/ stay'
+
+quickstart: $(VENV)/installed
+	$(RUN) -m brt.train --gin_file=configs/runs/quickstart.gin --workdir=$(WORKDIR)
+	$(RUN) -m brt.evaluate --workdir=$(WORKDIR) --split=test
+	$(RUN) -m brt.generate --workdir=$(WORKDIR) --prompt='$(PROMPT)' --max_tokens=400
+
+test: $(VENV)/installed-test
+	$(RUN) -m pytest $(PYTEST_FLAGS)
+
+lint: $(VENV)/installed-test
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+wheel: $(VENV)/created
+	$(RUN) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir=dist .
+	@ls dist/*.whl
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	find brt tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps are written last, so an interrupted install is done again.
+$(VENV)/created:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo 'brt: $(PYTHON) is not installed; install Python 3.11 or newer (Debian: apt install python3 python3-venv)' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "brt: $(PYTHON) is $$($(PYTHON) -V 2>&1), but brt needs 3.11 or newer; name one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo 'brt: $(PYTHON) lacks its venv module (Debian: apt install python3-venv)' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/installed: $(VENV)/created setup.py pyproject.toml
+	@echo 'Installing brt into $(VENV); the first time this takes a minute or two.'
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/installed-test: $(VENV)/created setup.py pyproject.toml
+	@echo 'Installing brt and what its tests need into $(VENV).'
+	$(PIP) --editable '.[test]'
+	@touch $@ $(VENV)/installed

@@ -1,0 +1,199 @@
+"""What .gin files and the command line bind, resolved into a Config.
+
+Order never matters. A file beats the files that it includes, at any depth; the command
+line beats all files; files that do not include each other must not disagree. Every
+binding is checked, also one that another beats.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from brt.config import SECTIONS, Config
+from brt.config_io import FIELDS, checked_value, suggestion, unknown_name
+from brt.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Macro:
+    """`%NAME` inside a value."""
+
+    name: str
+
+
+class Binding(NamedTuple):
+    """`name = value`, where name is `Section.field` or, for a macro, `NAME`."""
+
+    name: str
+    value: Any  # a literal, with Macro where the text has %NAME
+    origin: str  # path:line, or the flag
+
+
+class Source(NamedTuple):
+    """A file, or the command line; `includes` are keys of the other sources."""
+
+    bindings: list[Binding]
+    includes: list[str]
+
+
+class Resolved(NamedTuple):
+    """A config, and for each `Section.field`: default, saved, path:line, or --gin_bindings."""
+
+    config: Config
+    origins: dict[str, str]
+
+
+def resolve(sources: Mapping[str, Source], *, base: Config | None = None) -> Resolved:
+    """The config that `sources` bind on top of `base`, a saved config, or of the defaults.
+
+    Raises:
+      ConfigError: an unknown name, a wrong type, an undefined or unused macro, a
+        duplicate, or settings that clash. The sentence begins with file and line.
+    """
+    _check_names(sources)
+    below = {key: _included(key, sources) for key in sources}
+    definitions = {
+        key: [b for b in source.bindings if "." not in b.name] for key, source in sources.items()
+    }
+    macros = _winners(definitions, below)
+    _check_macros(macros, sources)
+    fields = {
+        key: [_evaluated(b, macros) for b in source.bindings if "." in b.name]
+        for key, source in sources.items()
+    }
+    return _build(_winners(fields, below), base)
+
+
+def _check_names(sources: Mapping[str, Source]) -> None:
+    for name, _, origin in _all_bindings(sources):
+        if "." in name and name not in FIELDS:
+            raise ConfigError(f"{origin}: {unknown_name(name)}")
+        if "." not in name and not re.fullmatch("[A-Z][A-Z0-9_]*", name):
+            homes = [field for field in FIELDS if field.endswith(f".{name}")]
+            guess = f"; did you mean {homes[0]!r}?" if homes else ""
+            raise ConfigError(
+                f"{origin}: {name!r} is neither Section.field nor a MACRO in upper case{guess}"
+            )
+
+
+def _winners(
+    bindings: Mapping[str, list[Binding]], below: Mapping[str, set[str]]
+) -> dict[str, Binding]:
+    """The binding of each name that no other beats; refuses two."""
+    candidates: dict[str, dict[str, Binding]] = {}
+    for key, own in bindings.items():
+        for binding in own:
+            rivals = candidates.setdefault(binding.name, {})
+            if key in rivals:
+                raise _duplicate(rivals[key], binding)
+            rivals[key] = binding
+    winners = {}
+    for name, rivals in candidates.items():
+        best = [b for key, b in rivals.items() if not any(key in below[other] for other in rivals)]
+        for other in best[1:]:
+            if other.value != best[0].value:
+                raise _duplicate(best[0], other)
+        winners[name] = best[0]
+    return winners
+
+
+def _duplicate(first: Binding, second: Binding) -> ConfigError:
+    return ConfigError(
+        f"{second.origin}: {second.name} is bound twice, to {_text(first.value)} by {first.origin} "
+        f"and to {_text(second.value)} here; keep one"
+    )
+
+
+def _check_macros(macros: Mapping[str, Binding], sources: Mapping[str, Source]) -> None:
+    used = {}
+    for binding in _all_bindings(sources):
+        used |= dict.fromkeys(_macros_in(binding.value), binding)
+    for name, user in used.items():
+        if name not in macros:
+            guess = suggestion(name, macros)
+            raise ConfigError(
+                f"{user.origin}: {user.name} uses %{name}, which is not defined{guess}"
+            )
+    for name, binding in macros.items():
+        if name not in used:
+            guess = suggestion(name, used)
+            raise ConfigError(f"{binding.origin}: macro {name} is never used{guess}")
+        _substituted(binding.value, macros, (name,), binding.origin)  # refuses a circle
+
+
+def _evaluated(binding: Binding, macros: Mapping[str, Binding]) -> Binding:
+    value = _substituted(binding.value, macros, (), binding.origin)
+    try:
+        return binding._replace(value=checked_value(binding.name, value))
+    except ConfigError as error:
+        raise ConfigError(f"{binding.origin}: {error}") from error
+
+
+def _substituted(
+    value: Any, macros: Mapping[str, Binding], inside: tuple[str, ...], origin: str
+) -> Any:
+    if isinstance(value, Macro):
+        if value.name in inside:
+            raise ConfigError(f"{origin}: macro {value.name} is defined by itself; give it a value")
+        return _substituted(macros[value.name].value, macros, (*inside, value.name), origin)
+    if isinstance(value, list | tuple):
+        return type(value)(_substituted(item, macros, inside, origin) for item in value)
+    return value
+
+
+def _build(winners: Mapping[str, Binding], base: Config | None) -> Resolved:
+    origins = dict.fromkeys(FIELDS, "default" if base is None else "saved")
+    origins |= {name: binding.origin for name, binding in winners.items()}
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for name, binding in winners.items():
+        section, _, field = name.partition(".")
+        values[section][field] = binding.value
+    start = Config() if base is None else base
+    try:
+        sections = {
+            attribute: dataclasses.replace(getattr(start, attribute), **values[section])
+            for section, attribute in SECTIONS.items()
+        }
+        return Resolved(Config(**sections), origins)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_whence(str(error), winners)}") from error
+
+
+def _whence(message: str, winners: Mapping[str, Binding]) -> str:
+    """` (Model.window set at a.gin:3, ...)` for the bound fields that a message names."""
+    names = dict.fromkeys(re.findall(r"\b[A-Z]\w*\.\w+", message))
+    places = [
+        f"{name} set {'at' if ':' in winners[name].origin else 'by'} {winners[name].origin}"
+        for name in names
+        if name in winners
+    ]
+    return f" ({', '.join(places)})" if places else ""
+
+
+def _included(key: str, sources: Mapping[str, Source]) -> set[str]:
+    found: set[str] = set()
+    waiting = list(sources[key].includes)
+    while waiting:
+        other = waiting.pop()
+        if other not in found:
+            found.add(other)
+            waiting += sources[other].includes
+    return found
+
+
+def _all_bindings(sources: Mapping[str, Source]) -> Iterator[Binding]:
+    for source in sources.values():
+        yield from source.bindings
+
+
+def _macros_in(value: Any) -> Iterator[str]:
+    if isinstance(value, Macro):
+        yield value.name
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _macros_in(item)
+
+
+def _text(value: Any) -> str:
+    return f"%{value.name}" if isinstance(value, Macro) else repr(value)

@@ -1,0 +1,276 @@
+"""Flags, .gin files, exit codes. The only file that imports gin, and only its grammar.
+
+Gin files are data here: `Section.field = value`, `NAME = value` with `%NAME`, and
+`include 'path'`. Nothing in them is imported or called; brt/bindings.py gives them meaning.
+"""
+
+import argparse
+import errno
+import json
+import os
+import re
+import select
+import sys
+import tokenize
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gin import config_parser
+
+from brt import bindings
+from brt.bindings import Binding, Macro, Resolved, Source
+from brt.config import Config
+from brt.config_io import annotated_text, find_gin_file, shown_path, suggestion
+from brt.errors import BrtError, CheckpointError, ConfigError, Preempted
+
+BINDINGS_FLAG = "--gin_bindings"
+
+
+class _Parser(argparse.ArgumentParser):
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        arguments = sys.argv[1:] if args is None else args
+        arguments = [re.sub(r"^--gin\.(?=[^=]+=)", f"{BINDINGS_FLAG}=", item) for item in arguments]
+        namespace, unknown = self.parse_known_args(arguments, namespace)
+        if unknown:
+            self.error(self._unknown(unknown[0]))
+        return namespace
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (--help lists the flags)")
+
+    def _unknown(self, argument: str) -> str:
+        if not argument.startswith("-"):
+            hint = f"; did you mean --gin_file={argument}?" if argument.endswith(".gin") else ""
+            return f"unexpected argument {argument!r}{hint}"
+        flag = argument.partition("=")[0]
+        return f"unknown flag {flag}{suggestion(flag, self._option_string_actions)}"
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser that takes flags as they are spelt and raises ConfigError for all others."""
+    return _Parser(
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds --workdir, --gin_file, --gin_bindings and --print_config, which `resolve` reads."""
+    parser.add_argument("--workdir", metavar="DIR", help="where the run lives")
+    parser.add_argument(
+        "--gin_file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a .gin file, here or among those that come with brt; repeatable",
+    )
+    parser.add_argument(
+        BINDINGS_FLAG,
+        "--gin_param",
+        action="append",
+        default=[],
+        metavar="'Section.field = value'",
+        help="beats the files; repeatable; --gin.Section.field=value is the same",
+    )
+    parser.add_argument(
+        "--print_config",
+        action="store_true",
+        help="print every setting with its origin and stop",
+    )
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds --json, for `print_figures`."""
+    parser.add_argument("--json", metavar="FILE", help="write the figures to this file as well")
+
+
+def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
+    """The config that the flags of `add_config_flags` ask for; --print_config ends here.
+
+    Args:
+      args: parsed flags.
+      base: the saved config that the flags change; None: the defaults.
+
+    Raises:
+      ConfigError: anything in a file or flag that is not understood.
+    """
+    resolved = bindings.resolve(_sources(args.gin_file, args.gin_bindings), base=base)
+    if args.print_config:
+        print(annotated_text(*resolved), end="")
+        raise SystemExit(0)
+    return resolved
+
+
+def main(
+    function: Callable[[argparse.Namespace], int | None], parser: argparse.ArgumentParser
+) -> NoReturn:
+    """Runs a command and exits: a BrtError as one sentence and its code, bugs with a traceback."""
+    try:
+        code = function(parser.parse_args()) or 0
+        sys.stdout.flush()
+    except Preempted as stop:
+        code = _say(str(stop), stop.exit_code)
+    except BrtError as error:
+        code = _say(f"error: {error}", error.exit_code)
+    except KeyboardInterrupt:
+        code = _say("interrupted", Preempted.exit_code)
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        code = 128 + 13  # what a shell reports for SIGPIPE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" at {error.filename}" if error.filename else ""
+        message = f"error: the disk is full{where}; free some space and run the same command again"
+        code = _say(message, CheckpointError.exit_code)
+    sys.exit(code)
+
+
+def print_figures(figures: Mapping[str, Any], path: str | None) -> None:
+    """Prints named figures, one a line, and writes them to `path` (--json) if there is one."""
+    width = max(map(len, figures))
+    for name, value in figures.items():
+        shown = f"{value:,}" if isinstance(value, int) else value
+        print(f"{name:<{width}}  {f'{value:.4f}' if isinstance(value, float) else shown}")
+    if path:
+        write_json(path, figures)
+
+
+def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
+    """Writes `content` for --json=FILE, whole or not at all.
+
+    Raises:
+      ConfigError: the directory does not exist or cannot be written.
+    """
+    text = json.dumps(content, indent=2, default=lambda array: array.tolist()) + "\n"
+    partial = Path(f"{path}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigError(f"--json={path} cannot be written: {error.strerror}") from error
+
+
+def _say(message: str, code: int) -> int:
+    print(f"brt: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def _reader_is_gone() -> bool:
+    """Whether `| head` has read enough; then nothing more is written, not even at exit."""
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, select.POLLERR)
+    gone = bool(poll.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return gone
+
+
+def _sources(files: Sequence[str], texts: Sequence[str]) -> dict[str, Source]:
+    """The command line as a source that includes every --gin_file, and all files by their path."""
+    sources = {BINDINGS_FLAG: Source([], [])}
+    for file in files:
+        path = find_gin_file(file, asked=f"--gin_file={file}")
+        sources[BINDINGS_FLAG].includes.append(_read_file(path, sources, ()))
+    for text in texts:
+        for statement, origin in _statements(text, BINDINGS_FLAG):
+            _add(statement, origin, BINDINGS_FLAG, Path(), sources, ())
+    return sources
+
+
+def _read_file(path: Path, sources: dict[str, Source], including: tuple[str, ...]) -> str:
+    """Adds a file and what it includes to `sources`; returns its key."""
+    key, shown = str(path.resolve()), shown_path(path)
+    if key in including:
+        circle = " includes ".join(shown_path(Path(file)) for file in (*including, key))
+        raise ConfigError(f"{shown}: files include each other in a circle: {circle}")
+    if key not in sources:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{shown} cannot be read: {error}") from error
+        sources[key] = Source([], [])
+        for statement, origin in _statements(text, shown):
+            _add(statement, origin, key, path.parent, sources, (*including, key))
+    return key
+
+
+def _add(
+    statement: Any,
+    origin: str,
+    key: str,
+    directory: Path,
+    sources: dict[str, Source],
+    including: tuple[str, ...],
+) -> None:
+    """Adds a statement to the source `key`, and the file that it includes to `sources`."""
+    match statement:
+        case config_parser.BindingStatement():
+            sources[key].bindings.append(_binding(statement, origin))
+        case config_parser.IncludeStatement(filename=file):
+            asked = f"{origin}: include {file!r}"
+            path = find_gin_file(file, asked=asked, beside=directory)
+            sources[key].includes.append(_read_file(path, sources, including))
+        case config_parser.ImportStatement():
+            raise ConfigError(
+                f"{origin}: {statement.format()!r} is refused; gin files are data here, and every "
+                "setting of brt is known without an import"
+            )
+        case config_parser.BlockDeclaration():
+            pass  # its bindings follow
+
+
+def _binding(statement: config_parser.BindingStatement, origin: str) -> Binding:
+    name = ".".join(filter(None, (statement.selector, statement.arg_name)))
+    if statement.scope:
+        raise ConfigError(f"{origin}: {statement.scope}/{name} has a scope; bind {name} itself")
+    return Binding(name, statement.value, origin)
+
+
+class _Values(config_parser.ParserDelegate):
+    """Keeps %NAME; notes @name, which `_statements` refuses with its line."""
+
+    def __init__(self) -> None:
+        self.references: list[str] = []
+
+    def configurable_reference(self, name: str, evaluate: bool) -> None:
+        self.references.append(f"@{name}{'()' if evaluate else ''}")
+
+    def macro(self, name: str) -> Macro:
+        return Macro(name)
+
+
+def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
+    """The statements of gin's grammar, each with its origin."""
+
+    def origin(line: int | None) -> str:
+        return f"{shown}:{line}" if line and shown != BINDINGS_FLAG else shown
+
+    values = _Values()
+    try:
+        for statement in config_parser.ConfigParser(text, values):
+            place = origin(statement.location.line_num)
+            if values.references:
+                raise ConfigError(
+                    f"{place}: {values.references[0]} is refused; gin files are data here and "
+                    "call nothing, so write the value itself"
+                )
+            yield statement, place
+    except SyntaxError as error:
+        raise ConfigError(f"{origin(error.lineno)}: {_reason(error.msg, error.text)}") from error
+    except (tokenize.TokenError, TypeError) as error:  # TypeError: a list as a dictionary's key
+        raise ConfigError(f"{origin(None)}: {_reason(str(error.args[0]), None)}") from error
+
+
+def _reason(message: str, line: str | None) -> str:
+    if word := re.search("Failed to parse token '(.*)'", message):
+        reason = f"{word[1]} is no value; text needs quotes ({word[1]!r}), booleans are True, False"
+    else:
+        reason = " ".join(message.split()).rstrip(".")
+    return f"cannot read {line.strip()!r}: {reason}" if line else f"cannot read it: {reason}"

@@ -1,0 +1,225 @@
+"""A Config as text, as JSON, and the checks that both share. Knows nothing of gin's parser."""
+
+import dataclasses
+import difflib
+import inspect
+import os
+import re
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from brt.config import SECTIONS, Config
+from brt.errors import ConfigError
+
+SECTION_TYPES = {section: typing.get_type_hints(Config)[name] for section, name in SECTIONS.items()}
+FIELDS = {
+    f"{section}.{name}": annotation
+    for section, cls in SECTION_TYPES.items()
+    for name, annotation in typing.get_type_hints(cls).items()
+}  # {"Model.layers": int, ...}
+
+
+def config_text(config: Config) -> str:
+    """A gin file that says every field; reading it gives the same config."""
+    return "\n".join(f"{name} = {value!r}" for name, value in _values(config)) + "\n"
+
+
+def annotated_text(config: Config, origins: Mapping[str, str]) -> str:
+    """`config_text`, aligned, with each value's origin and documentation as a comment."""
+    comments = _field_comments()
+    values = {name: repr(value) for name, value in _values(config)}
+    name_width = max(map(len, values))
+    value_width = min(max(map(len, values.values())), 32)
+    lines, section = [], None
+    for name, value in values.items():
+        if section not in (None, name.partition(".")[0]):
+            lines.append("")
+        section = name.partition(".")[0]
+        about = f" | {comments[name]}" if name in comments else ""
+        lines.append(f"{name:{name_width}} = {value:{value_width}}  # {origins[name]}{about}")
+    return "\n".join(lines) + "\n"
+
+
+def config_json(config: Config) -> dict[str, dict[str, Any]]:
+    """`{"Model": {"layers": 12, ...}, ...}` of what JSON has: tuples are lists."""
+    result: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for name, value in _values(config):
+        section, _, field = name.partition(".")
+        result[section][field] = list(value) if isinstance(value, tuple) else value
+    return result
+
+
+def config_from_json(saved: Mapping[str, Any]) -> Config:
+    """The config that `config_json` wrote; fields it lacks take their defaults.
+
+    Raises:
+      ConfigError: a name that no section has, a wrong type, or settings that clash.
+    """
+    sections = {}
+    for section, fields in saved.items():
+        if section not in SECTIONS:
+            raise ConfigError(f"the saved config has {unknown_name(section)}")
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"the saved config has {section} = {fields!r}, not its fields")
+        values = {}
+        for field, value in fields.items():
+            name = f"{section}.{field}"
+            if name not in FIELDS:
+                raise ConfigError(f"the saved config has {unknown_name(name)}")
+            values[field] = checked_value(name, value)
+        sections[SECTIONS[section]] = SECTION_TYPES[section](**values)
+    return Config(**sections)
+
+
+def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
+    """`(name, old value, new value)` of every field that differs."""
+    pairs = zip(_values(old), _values(new), strict=True)
+    return [(name, before, after) for (name, before), (_, after) in pairs if before != after]
+
+
+def checked_value(name: str, value: Any) -> Any:
+    """`value` as the type that the field `name` ("Section.field") declares.
+
+    Raises:
+      ConfigError: the value has another type.
+    """
+    return _checked(name, FIELDS[name], value)
+
+
+def unknown_name(name: str) -> str:
+    """A phrase for a section or field that does not exist, with the nearest that does."""
+    section, _, field = name.partition(".")
+    if section not in SECTIONS:
+        guess = suggestion(name, FIELDS) if field else suggestion(section, SECTIONS)
+        return f"no section {section!r}{guess or '; there are ' + ', '.join(SECTIONS)}"
+    own = {full.partition(".")[2]: full for full in FIELDS if full.startswith(f"{section}.")}
+    everywhere = {full.partition(".")[2]: full for full in FIELDS}
+    for known in (own, everywhere):
+        if near := nearest(field, known):
+            return f"no field {name!r}; did you mean {known[near]!r}?"
+    return f"no field {name!r}; {section} has {', '.join(own)}"
+
+
+def suggestion(wrong: str, known: Iterable[str]) -> str:
+    """`; did you mean 'right'?`, or nothing where no known name is near."""
+    near = nearest(wrong, known)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def nearest(wrong: str, known: Iterable[str]) -> str | None:
+    """The known name that differs least, whatever its case."""
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(wrong.lower(), by_lower, n=1)
+    return by_lower[near[0]] if near else None
+
+
+def configs_directory() -> Path:
+    """The .gin files that come with brt: inside an installed package, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def find_gin_file(path: str, *, asked: str, beside: Path | None = None) -> Path:
+    """Looks for a .gin file: in `beside`, the current directory, then what comes with brt.
+
+    Raises:
+      ConfigError: none of them has it; the sentence begins with `asked`.
+    """
+    packaged = Path(path)
+    if packaged.parts[:1] == ("configs",):
+        packaged = packaged.relative_to("configs")
+    candidates = [Path(path), configs_directory() / packaged]
+    if beside is not None:
+        candidates.insert(0, beside / path)
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    directory = configs_directory()
+    known = [str(Path("configs", f.relative_to(directory))) for f in directory.rglob("*.gin")]
+    guess = suggestion(path, known) or f", neither here nor in {directory}"
+    raise ConfigError(f"{asked}: no such file{guess}")
+
+
+def shown_path(path: Path) -> str:
+    """A path as a message names it: short where it lies below the current directory."""
+    absolute = Path(os.path.abspath(path))
+    return str(
+        absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute
+    )
+
+
+def _values(config: Config) -> Iterator[tuple[str, Any]]:
+    for section, attribute in SECTIONS.items():
+        for field in dataclasses.fields(SECTION_TYPES[section]):
+            yield f"{section}.{field.name}", getattr(getattr(config, attribute), field.name)
+
+
+def _field_comments() -> dict[str, str]:
+    comments = {}
+    for section, cls in SECTION_TYPES.items():
+        for line in inspect.getsource(cls).splitlines():
+            if match := re.fullmatch(r"    (\w+): .+?  # (.+)", line):
+                comments[f"{section}.{match[1]}"] = match[2]
+    return comments
+
+
+def _checked(name: str, annotation: Any, value: Any) -> Any:
+    if typing.get_origin(annotation) is Literal:
+        choices = typing.get_args(annotation)
+        if value in choices:
+            return value
+        guess = suggestion(value, choices) if isinstance(value, str) else ""
+        listing = ", ".join(map(repr, choices))
+        raise ConfigError(f"{name} = {value!r} must be one of {listing}{guess}")
+    if typing.get_origin(annotation) is tuple:
+        return _checked_tuple(name, typing.get_args(annotation)[0], value)
+    return _SCALARS[annotation](name, value)
+
+
+def _checked_tuple(name: str, item: Any, value: Any) -> tuple[Any, ...]:
+    if item is str and isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list | tuple):
+        remedy = f"; write ({value!r},)" if type(value) is item else ""
+        raise ConfigError(f"{name} = {value!r} must be a tuple of {item.__name__}{remedy}")
+    return tuple(_checked(f"{name}[{i}]", item, element) for i, element in enumerate(value))
+
+
+def _integer(name: str, value: Any) -> int:
+    if type(value) is int:
+        return value
+    whole = isinstance(value, float) and value.is_integer()
+    raise ConfigError(f"{name} = {value!r} must be an int{f'; write {value:.0f}' if whole else ''}")
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) not in (int, float):
+        raise ConfigError(f"{name} = {value!r} must be a float{_without_quotes(value)}")
+    if not abs(value) <= 1e308:  # also NaN, and ints that no float holds
+        raise ConfigError(f"{name} = {value!r} must be finite")
+    return float(value)
+
+
+def _without_quotes(value: Any) -> str:
+    try:
+        return f"; write {float(value)!r} without quotes" if isinstance(value, str) else ""
+    except ValueError:
+        return ""
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if type(value) is not bool:
+        raise ConfigError(f"{name} = {value!r} must be a bool; write True or False")
+    return value
+
+
+def _string(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} = {value!r} must be a str; write {str(value)!r} in quotes")
+    return value
+
+
+_SCALARS = {int: _integer, float: _number, bool: _boolean, str: _string}

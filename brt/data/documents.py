@@ -1,0 +1,146 @@
+"""Documents, streamed: a name and its text in chunks, so that a book may exceed the memory."""
+
+import codecs
+import gzip
+import lzma
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from io import BufferedIOBase
+from typing import NamedTuple
+
+from brt.data import records, sources
+from brt.data.sources import File
+from brt.errors import DataError
+
+CHUNK = 1 << 20  # bytes read at a time
+
+
+class Document(NamedTuple):
+    """One text. `chunks` can be read once, before the next document is asked for."""
+
+    name: str
+    chunks: Iterator[str]
+
+
+def read(
+    names: Sequence[str], *, text_field: str = "text", errors: str = "strict"
+) -> Iterator[Document]:
+    """Yields the documents of the sources (see `brt.data.sources`) in order.
+
+    Text is kept as it is, newlines included; only a byte order mark at the start is dropped.
+
+    Args:
+      text_field: the field of a JSONL line, a JSON record or a TFDS example.
+      errors: "replace" reads bytes that are not UTF-8 as U+FFFD.
+
+    Raises:
+      DataError: names the file and what is wrong with it; while chunks are read, too.
+    """
+    for source in names:
+        if source.startswith("tfds:"):
+            for name, text in records.tfds(source, field=text_field, errors=errors):
+                yield Document(name, _with_text(name, [text]))
+            continue
+        for file in sources.files(source):
+            yield from _read_file(file, text_field, errors)
+
+
+def _read_file(file: File, field: str, errors: str) -> Iterator[Document]:
+    name = file.path.name
+    for ending in sources.COMPRESSED:
+        name = name.removesuffix(ending)
+    if name.endswith(".jsonl"):
+        pairs = records.jsonl(file, _content(file), field=field, errors=errors)
+    elif ".array_record" in name:
+        pairs = records.array_record(file, field=field, errors=errors)
+    else:
+        yield Document(file.name, _with_text(file.name, _text(file, errors)))
+        return
+    found = False
+    for document, text in pairs:
+        found = True
+        yield Document(document, _with_text(document, [text]))
+    if not found:
+        raise DataError(f"{file.name} has no text")
+
+
+def _with_text(name: str, chunks: Iterable[str]) -> Iterator[str]:
+    """The same chunks; refuses a document of nothing but whitespace."""
+    blank = True
+    for chunk in chunks:
+        blank = blank and not chunk.strip()
+        yield chunk
+    if blank:
+        raise DataError(f"{name} has no text")
+
+
+def _text(file: File, errors: str) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")(errors)
+    offset = 0  # of the first byte that the decoder has not turned into text yet
+    first = True
+    for data in _ended(_content(file)):
+        pending = decoder.getstate()[0]
+        try:
+            text = decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            bad = (pending + data)[error.start]
+            raise records.undecodable(file.name, offset + error.start, bad) from error
+        offset += len(pending) + len(data) - len(decoder.getstate()[0])
+        if text:
+            yield text.removeprefix("\ufeff") if first else text
+            first = False
+
+
+def _ended(data: Iterable[bytes]) -> Iterator[bytes]:
+    """Non-empty chunks, then an empty one."""
+    yield from filter(None, data)
+    yield b""
+
+
+def _content(file: File) -> Iterator[bytes]:
+    """The decompressed bytes of a file."""
+    try:
+        with open(file.path, "rb") as raw:
+            yield from _decompressed(file, raw)
+    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+        raise DataError(
+            f"{file.name} is truncated or damaged ({error}); fetch or compress it again"
+        ) from error
+    except OSError as error:
+        raise DataError(f"{file.name} cannot be read: {error.strerror}") from error
+
+
+def _decompressed(file: File, raw: BufferedIOBase) -> Iterator[bytes]:
+    match file.path.suffix:
+        case ".zst":
+            yield from _zstd(file, raw)
+        case ".gz":
+            yield from _reads(gzip.GzipFile(fileobj=raw))
+        case ".xz":
+            yield from _reads(lzma.LZMAFile(raw))
+        case _:
+            yield from _reads(raw)
+
+
+def _reads(stream: BufferedIOBase) -> Iterator[bytes]:
+    while data := stream.read(CHUNK):
+        yield data
+
+
+def _zstd(file: File, raw: BufferedIOBase) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise DataError(f"{file.name} needs a library: pip install zstandard") from error
+    try:
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        for data in _reads(raw):
+            while data:
+                if frame.eof:
+                    frame = zstandard.ZstdDecompressor().decompressobj()
+                yield frame.decompress(data)
+                data = frame.unused_data
+    except zstandard.ZstdError as error:
+        raise EOFError(error) from error
+    if not frame.eof:
+        raise EOFError("the last frame has no end")

@@ -1,0 +1,193 @@
+"""Batches: documents laid out in lanes that read on from step to step.
+
+A document of n tokens takes ceil(n / window) blocks; the rest of its last block is
+padding. Its inputs are BOS and all tokens but the last, its targets all tokens: every
+token is scored once. In each epoch the documents, in a new order, make one row of blocks
+that is cut into equal slices, one per lane. A lane may begin inside a document: its first
+block then starts without a past, but its first input is the token before.
+
+Where a step lies is computed, never searched by reading: any step costs the same.
+"""
+
+import dataclasses
+import functools
+import heapq
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from brt.data import blocks
+from brt.data.token_store import TokenStore
+from brt.errors import ConfigError
+from brt.types import Batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LaneReader:
+    """`reader[step]` is the batch of that step, with the rows of `lanes`.
+
+    Attributes:
+      batch_size: lanes in all, also where `lanes` asks for some of them.
+      segment_length: tokens of a lane per step, a multiple of `window`.
+      window: tokens of a block.
+      lanes: the rows to build, so that each host builds its own; None: all.
+    """
+
+    store: TokenStore
+    batch_size: int
+    segment_length: int
+    window: int
+    seed: int = 0
+    shuffle: bool = True
+    lanes: range | None = None
+
+    def __post_init__(self) -> None:
+        blocks.per_segment(self.segment_length, self.window)
+
+    def __len__(self) -> int:
+        """As good as endless."""
+        return 1 << 62
+
+    def __getitem__(self, step: int) -> Batch:
+        epoch, segment = divmod(step, self.segments_per_epoch)
+        order, begins = self._layout(epoch)
+        rows = range(self.batch_size) if self.lanes is None else self.lanes
+        lane, total = np.array(rows, np.int64)[:, None], begins[-1]
+        count = self.segment_length // self.window
+        in_lane = segment * count + np.arange(count)
+        place = lane * total // self.batch_size + in_lane  # in the epoch's row of blocks
+        real = place < (lane + 1) * total // self.batch_size
+        place = np.where(real, place, 0)
+        index = np.searchsorted(begins, place, side="right") - 1
+        document = np.where(real, order[index], -1)
+        batch = blocks.gather(self.store, document, place - begins[index], window=self.window)
+        return batch._replace(document_start=batch.document_start | (in_lane == 0))
+
+    @functools.cached_property
+    def segments_per_epoch(self) -> int:
+        """Steps that read every document once."""
+        total = int(blocks.block_counts(self.store.lengths, self.window).sum())
+        per_lane = -(-total // self.batch_size)
+        return -(-per_lane * self.window // self.segment_length)
+
+    def epoch(self, step: int) -> float:
+        """How often the documents have been read before `step`."""
+        return step / self.segments_per_epoch
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that decides what a step reads; `lanes` only chooses rows."""
+        names = ("batch_size", "segment_length", "window", "seed", "shuffle")
+        return {"store": self.store.fingerprint, **{name: getattr(self, name) for name in names}}
+
+    def _layout(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The epoch's document order, and the block at which each begins (and the last ends)."""
+        cached = self.__dict__.get("_last_layout")
+        if cached and cached[0] == epoch:
+            return cached[1]
+        counts = blocks.block_counts(self.store.lengths, self.window)
+        order = np.arange(len(counts))
+        if self.shuffle:
+            # Sorting raw bits: NumPy promises their stream, not that of its permutations.
+            bits = np.random.PCG64(np.random.SeedSequence([self.seed % 2**64, epoch]))
+            order = np.argsort(bits.random_raw(len(counts)), kind="stable")
+        layout = order, np.r_[0, np.cumsum(counts[order])]
+        self.__dict__["_last_layout"] = epoch, layout  # one assignment: safe between threads
+        return layout
+
+
+class BatchIterator(Iterator[Batch]):
+    """Batches from a step on, built ahead in a thread; its state is small JSON."""
+
+    def __init__(self, reader: LaneReader, start_step: int, prefetch: int):
+        import grain  # a second and a half: not for commands that only evaluate
+
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
+        self._reader = reader
+        self._batches = iter(grain.MapDataset.source(reader).to_iter_dataset(options))
+        self._batches.set_state({"next_index": start_step})
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def get_state(self) -> dict[str, Any]:
+        """The next step, and what its reader was built with."""
+        return {"step": self._batches.get_state()["next_index"], **self._reader.identity}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes to the state's step.
+
+        Raises:
+          ConfigError: the state is of a reader that reads something else.
+        """
+        different = [
+            f"{name} was {state.get(name)} and is {value}"
+            for name, value in self._reader.identity.items()
+            if state.get(name) != value
+        ]
+        if different:
+            raise ConfigError(
+                f"the data position cannot be restored: {', '.join(different)}; "
+                "use the settings and documents that it was saved with"
+            )
+        self._batches.set_state({"next_index": state["step"]})
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._batches.close()
+
+
+def iterate(reader: LaneReader, start_step: int = 0, prefetch: int = 2) -> BatchIterator:
+    """The batches of `reader` from `start_step` on, `prefetch` of them built ahead."""
+    return BatchIterator(reader, start_step, prefetch)
+
+
+def evaluation_batches(
+    store: TokenStore,
+    *,
+    batch_size: int,
+    segment_length: int,
+    window: int,
+    tokens_per_document: int = 0,
+) -> Iterator[tuple[Batch, np.ndarray]]:
+    """Reads every document once and whole, side by side in lanes.
+
+    Args:
+      tokens_per_document: only the first so many of each; 0: all.
+
+    Yields:
+      A batch, and int32 [B, N]: the document of each block, -1 for padding.
+    """
+    count = blocks.per_segment(segment_length, window)
+    limit = tokens_per_document or np.iinfo(np.int64).max
+    lengths = np.minimum(store.lengths, limit)
+    counts = blocks.block_counts(lengths, window)
+    lanes = [_row(documents, counts) for documents in _assign(counts, batch_size)]
+    steps = -(-max(len(document) for document, _ in lanes) // count)
+    for start in range(0, steps * count, count):
+        document = np.full((batch_size, count), -1, np.int32)
+        block = np.zeros((batch_size, count), np.int64)
+        for lane, row in enumerate(lanes):
+            part = slice(start, start + count)
+            size = len(row[0][part])
+            document[lane, :size], block[lane, :size] = row[0][part], row[1][part]
+        yield blocks.gather(store, document, block, window=window, lengths=lengths), document
+
+
+def _assign(counts: np.ndarray, batch_size: int) -> list[list[int]]:
+    """Documents of each lane: the longest first, to the lane that has least to read."""
+    lanes: list[list[int]] = [[] for _ in range(batch_size)]
+    loads = [(0, lane) for lane in range(batch_size)]
+    for document in np.argsort(-counts, kind="stable").tolist():
+        load, lane = heapq.heappop(loads)
+        lanes[lane].append(document)
+        heapq.heappush(loads, (load + int(counts[document]), lane))
+    return lanes
+
+
+def _row(documents: list[int], counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The document, and the place in it, of each block that a lane reads."""
+    sizes = counts[documents] if documents else np.zeros(0, np.int64)
+    first = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return np.repeat(np.array(documents, np.int32), sizes), np.arange(sizes.sum()) - first

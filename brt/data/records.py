@@ -1,0 +1,112 @@
+"""Documents out of records: JSONL lines, ArrayRecord files, TensorFlow datasets.
+
+One record is one document and is held in memory whole.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from brt.data import sources
+from brt.data.sources import File
+from brt.errors import DataError
+
+READ_RECORDS = 64  # ArrayRecord records fetched at a time
+
+
+def jsonl(file: File, data: Iterable[bytes], *, field: str, errors: str) -> Iterator[tuple]:
+    """Yields (name, text) of every line of the file's content; empty lines are skipped."""
+    for number, line in enumerate(_lines(data), 1):
+        if line.strip():
+            name = f"{file.name}:{number}"
+            yield name, _json_text(name, line, field, errors)
+
+
+def array_record(file: File, *, field: str, errors: str) -> Iterator[tuple]:
+    """Yields (name, text) of every record: UTF-8 text, or a JSON object with `field`."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    try:
+        reader = ArrayRecordReader(str(file.path))
+        count = reader.num_records()
+        if count == 0:
+            raise DataError(f"{file.name} is no ArrayRecord file, or has no record")
+        for start in range(0, count, READ_RECORDS):
+            for i, record in enumerate(reader.read(start, min(start + READ_RECORDS, count)), start):
+                name = f"{file.name}:{i}"
+                is_json = record.lstrip()[:1] == b"{"
+                read = _json_text if is_json else _plain_text
+                yield name, read(name, record, field, errors)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{file.name} is damaged: {str(error).partition(';')[0]}") from error
+
+
+def tfds(source: str, *, field: str, errors: str) -> Iterator[tuple]:
+    """Yields (name, text) of every example of `tfds:NAME/SPLIT`."""
+    for i, example in enumerate(sources.tfds_data(source).examples):
+        name = f"{source}:{i}"
+        value = _field(name, example, field)
+        yield name, _plain_text(name, value, field, errors) if isinstance(value, bytes) else value
+
+
+def decode(name: str, data: bytes, errors: str) -> str:
+    """UTF-8 to text.
+
+    Raises:
+      DataError: the bytes are not UTF-8; says at which byte.
+    """
+    try:
+        return data.decode("utf-8", errors)
+    except UnicodeDecodeError as error:
+        raise undecodable(name, error.start, data[error.start]) from error
+
+
+def undecodable(name: str, offset: int, byte: int) -> DataError:
+    """The sentence about bytes that are not UTF-8."""
+    return DataError(
+        f"{name} is not UTF-8 at byte {offset} (0x{byte:02x}); convert it, or read such bytes as "
+        "U+FFFD with Data.errors = 'replace'"
+    )
+
+
+def _plain_text(name: str, data: bytes, field: str, errors: str) -> str:
+    return decode(name, data, errors).removeprefix("\ufeff")
+
+
+def _json_text(name: str, data: bytes, field: str, errors: str) -> str:
+    try:
+        example = json.loads(_plain_text(name, data, field, errors))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{name} is not JSON: {error.msg} at column {error.colno}") from error
+    text = _field(name, example, field)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{name} has half a surrogate pair at character {error.start}") from error
+    return text
+
+
+def _field(name: str, example: Any, field: str) -> str | bytes:
+    if not isinstance(example, dict):
+        raise DataError(f"{name} is no object with a field '{field}'")
+    if field not in example:
+        raise DataError(
+            f"{name} has no field '{field}'; set Data.text_field to one of {sorted(example)}"
+        )
+    value = example[field]
+    if not isinstance(value, str | bytes):
+        raise DataError(f"{name}: the field '{field}' is {type(value).__name__}, not text")
+    return value
+
+
+def _lines(data: Iterable[bytes]) -> Iterator[bytes]:
+    parts: list[bytes] = []  # of a line that is not complete yet
+    for chunk in data:
+        first, *rest = chunk.split(b"\n")
+        parts.append(first)
+        for line in rest:
+            yield b"".join(parts)
+            parts = [line]
+    yield b"".join(parts)

@@ -1,0 +1,122 @@
+"""From the name of a source to the files behind it, and their hashes.
+
+    books/a.txt  books/  'books/*.txt'   a file, a directory (its *.txt, recursively), a glob
+    corpus:novels/train                  a corpus that comes with brt
+    tfds:NAME[/CONFIG][:VERSION]/SPLIT   a prepared TensorFlow dataset, in ArrayRecord format
+
+Any text or JSONL file may be compressed (.gz, .xz, .zst).
+"""
+
+import glob
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from brt.errors import DataError
+
+CORPORA = Path(__file__).parent / "corpora"
+COMPRESSED = (".gz", ".xz", ".zst")
+
+
+class File(NamedTuple):
+    """A file and the name under which it is reported."""
+
+    name: str
+    path: Path
+
+
+class FileHash(NamedTuple):
+    """What tells one content from another."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+def files(source: str) -> list[File]:
+    """The files behind `source`, in reading order.
+
+    Raises:
+      DataError: there is none.
+    """
+    if source.startswith("corpus:"):
+        return _corpus_files(source)
+    if source.startswith("tfds:"):
+        return [
+            File(f"{source} {path.name}", path) for path in map(Path, tfds_data(source).filepaths)
+        ]
+    path = Path(source).expanduser()
+    if path.exists():
+        return _path_files(path)
+    if not glob.has_magic(source):
+        raise DataError(f"{source} does not exist")
+    matches = sorted(glob.glob(str(path), recursive=True))
+    if not matches:
+        raise DataError(f"the pattern {source} matches no file")
+    return [file for match in matches for file in _path_files(Path(match))]
+
+
+def sha256(path: Path) -> str:
+    """The hexadecimal sha256 of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hashes(sources: Sequence[str]) -> list[FileHash]:
+    """Reads every file of `sources` once; a changed file has another hash."""
+    result = []
+    for file in (file for source in sources for file in files(source)):
+        try:
+            result.append(FileHash(file.name, file.path.stat().st_size, sha256(file.path)))
+        except OSError as error:
+            raise DataError(f"{file.name} cannot be read: {error.strerror}") from error
+    return result
+
+
+class TfdsData(NamedTuple):
+    """A split of a TensorFlow dataset: its examples and the files they lie in."""
+
+    examples: Sequence[dict[str, Any]]
+    filepaths: list[str]
+
+
+def tfds_data(source: str) -> TfdsData:
+    """Opens `tfds:NAME/SPLIT` without TensorFlow; downloads nothing."""
+    name, slash, split = source.removeprefix("tfds:").rpartition("/")
+    if not slash:
+        raise DataError(f"{source} names no split; write {source}/train")
+    import tensorflow_datasets as tfds  # half a second, and only this kind of source needs it
+
+    try:
+        examples = tfds.data_source(name, split=split, download=False)
+        filepaths = [str(path) for path in examples.dataset_info.splits[split].filepaths]
+    except (KeyError, ValueError, NotImplementedError, OSError) as error:
+        reason = (str(error.args[0]) if error.args else str(error)).strip().partition("\n")[0]
+        raise DataError(
+            f"{source} cannot be read ({reason}); if it is not prepared yet, run "
+            f"`tfds build {name} --file_format=array_record`"
+        ) from error
+    return TfdsData(examples, filepaths)
+
+
+def _corpus_files(source: str) -> list[File]:
+    directory = CORPORA / source.removeprefix("corpus:")
+    paths = sorted(directory.glob("*.txt")) if directory.is_relative_to(CORPORA) else []
+    if not paths:
+        known = sorted({path.parent for path in CORPORA.rglob("*.txt")})
+        names = ", ".join(f"corpus:{path.relative_to(CORPORA).as_posix()}" for path in known)
+        raise DataError(f"{source} does not exist; there are {names}")
+    return [File(f"{source}/{path.name}", path) for path in paths]
+
+
+def _path_files(path: Path) -> list[File]:
+    if not path.is_dir():
+        return [File(str(path), path)]
+    endings = (".txt", *(f".txt{ending}" for ending in COMPRESSED))
+    paths = sorted(p for p in path.rglob("*") if p.name.endswith(endings) and p.is_file())
+    if not paths:
+        prepared = (path / "corpus.json").exists()
+        remedy = f"set Data.store = '{path}'" if prepared else f"name its files, as '{path}/*.md'"
+        raise DataError(f"the directory {path} has no *.txt file; {remedy}")
+    return [File(str(p), p) for p in paths]

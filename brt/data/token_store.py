@@ -1,0 +1,207 @@
+"""The tokens of a split on disk: memory-mapped, with counts per document and a manifest.
+
+A store is a directory:
+
+    tokens.bin      little-endian uint8, uint16 or uint32, documents one after another
+    documents.npz   offsets int64 [documents + 1]; bytes, characters, words int64 [documents];
+                    names, a JSON list in UTF-8
+    manifest.json   written last: what the store was made of, and hashes
+
+It is written under another name and renamed, so a store that exists is complete.
+"""
+
+import dataclasses
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from brt.data import manifests, sources
+from brt.data.documents import Document
+from brt.data.tokenizers import Tokenizer
+from brt.errors import DataError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TokenStore:
+    """Documents as tokens.
+
+    Attributes:
+      tokens: uint [tokens], memory-mapped.
+      offsets: int64 [documents + 1]; document d is tokens[offsets[d]:offsets[d + 1]].
+      bytes: int64 [documents], of the UTF-8 text.
+      characters: int64 [documents], Unicode code points.
+      words: int64 [documents], separated by whitespace, as PG-19 counts them.
+      names: [documents].
+    """
+
+    directory: Path
+    manifest: Mapping[str, Any]
+    tokens: np.ndarray
+    offsets: np.ndarray
+    bytes: np.ndarray
+    characters: np.ndarray
+    words: np.ndarray
+    names: tuple[str, ...]
+
+    @classmethod
+    def open(cls, directory: Path | str) -> "TokenStore":
+        """Opens a finished store.
+
+        Raises:
+          DataError: it is missing, unfinished, of another format, or its sizes do not fit.
+        """
+        directory = Path(directory)
+        manifest = manifests.read(directory / "manifest.json")
+        dtype = np.dtype(manifest["dtype"])
+        try:
+            if (directory / "tokens.bin").stat().st_size != manifest["tokens"] * dtype.itemsize:
+                raise ValueError("tokens.bin has another size than its manifest says")
+            tokens = np.memmap(directory / "tokens.bin", dtype, mode="r")
+            with np.load(directory / "documents.npz", allow_pickle=False) as arrays:
+                columns = {name: arrays[name] for name in _COLUMNS}
+                names = tuple(json.loads(arrays["names"].tobytes()))
+            if len(names) != manifest["documents"]:
+                raise ValueError("documents.npz has another length than its manifest says")
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise DataError(
+                f"the token store {directory} is damaged ({error}); delete it and prepare it again"
+            ) from error
+        return cls(directory=directory, manifest=manifest, tokens=tokens, names=names, **columns)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the tokens, where documents begin, and the tokenizer; not of names."""
+        return self.manifest["fingerprint"]
+
+    @property
+    def bos_id(self) -> int:
+        return self.manifest["bos_id"]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.manifest["vocab_size"]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [documents], in tokens."""
+        return np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        """How many documents."""
+        return len(self.names)
+
+    def document(self, index: int) -> np.ndarray:
+        """The tokens of a document, a view."""
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    def verify(self) -> None:
+        """Compares the files with their hashes.
+
+        Raises:
+          DataError: names the file that differs.
+        """
+        for name, expected in self.manifest["sha256"].items():
+            if (found := sources.sha256(self.directory / name)) != expected:
+                raise DataError(
+                    f"{self.directory / name} is damaged: its sha256 is {found[:12]}, not "
+                    f"{expected[:12]}; delete the directory and prepare it again"
+                )
+
+
+def write(
+    directory: Path | str,
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    progress: Callable[[int], Any] = lambda size: None,
+) -> TokenStore:
+    """Tokenizes documents into a new store, chunk by chunk.
+
+    Args:
+      settings: what the manifest keeps beside the counts: sources, and how they were read.
+      progress: called with the number of UTF-8 bytes of each chunk.
+
+    Raises:
+      DataError: there is no document, a document cannot be read, or `directory` is in use.
+    """
+    directory = Path(directory)
+    if directory.exists() and any(directory.iterdir()):
+        raise DataError(f"{directory} is not empty; name another directory")
+    with manifests.atomic_directory(directory) as temporary:
+        dtype = _dtype(tokenizer.vocab_size)
+        rows, names = [], []
+        with open(temporary / "tokens.bin", "wb") as file:
+            for document in documents:
+                count = _Counter(progress)
+                tokens = 0
+                for ids in tokenizer.encode_chunks(count.through(document.chunks)):
+                    file.write(np.asarray(ids, dtype).data)
+                    tokens += len(ids)
+                rows.append((tokens, count.bytes, count.characters, count.words))
+                names.append(document.name)
+        if not rows:
+            raise DataError(f"there is no document for {directory.name}")
+        lengths, *counts = np.array(rows, np.int64).T
+        columns = dict(zip(_COLUMNS, [np.r_[0, np.cumsum(lengths)], *counts], strict=True))
+        encoded = np.frombuffer(json.dumps(names).encode(), np.uint8)
+        np.savez(temporary / "documents.npz", names=encoded, **columns)
+        manifest = _manifest(temporary, columns, tokenizer, dtype, settings or {})
+        manifests.write(temporary / "manifest.json", manifest)
+    return TokenStore.open(directory)
+
+
+_COLUMNS = ("offsets", "bytes", "characters", "words")
+
+
+class _Counter:
+    """Counts text as it passes."""
+
+    def __init__(self, progress: Callable[[int], Any]):
+        self.bytes = self.characters = self.words = 0
+        self._progress = progress
+
+    def through(self, chunks: Iterable[str]) -> Iterator[str]:
+        in_word = False  # the text so far ends in a word, which may go on
+        for chunk in filter(None, chunks):
+            size = len(chunk.encode())
+            self.bytes += size
+            self.characters += len(chunk)
+            self.words += len(chunk.split()) - (in_word and not chunk[0].isspace())
+            in_word = not chunk[-1].isspace()
+            yield chunk
+            self._progress(size)
+
+
+def _dtype(vocab_size: int) -> np.dtype:
+    sizes = {"<u1": 1 << 8, "<u2": 1 << 16, "<u4": 1 << 32}
+    return np.dtype(next(name for name, limit in sizes.items() if vocab_size <= limit))
+
+
+def _manifest(
+    directory: Path,
+    columns: Mapping[str, np.ndarray],
+    tokenizer: Tokenizer,
+    dtype: np.dtype,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    hashes = {name: sources.sha256(directory / name) for name in ("tokens.bin", "documents.npz")}
+    identity = hashes["tokens.bin"].encode() + columns["offsets"].astype("<i8").tobytes()
+    identity += tokenizer.fingerprint.encode()
+    return {
+        "fingerprint": hashlib.sha256(identity).hexdigest(),
+        "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
+        "vocab_size": tokenizer.vocab_size,
+        "bos_id": tokenizer.bos_id,
+        "dtype": dtype.str,
+        "documents": len(columns["bytes"]),
+        "tokens": int(columns["offsets"][-1]),
+        **{name: int(columns[name].sum()) for name in ("bytes", "characters", "words")},
+        "sha256": hashes,
+        **settings,
+    }

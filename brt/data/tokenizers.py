@@ -1,0 +1,217 @@
+"""Text to token ids and back: bytes, or a sentencepiece model.
+
+Text is encoded in chunks that `cut` makes, so a document of any length takes little memory.
+Where the chunks end depends on the text only, not on how it arrived.
+"""
+
+import codecs
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import sentencepiece
+
+from brt.errors import ConfigError, DataError
+
+CHUNK = 4096  # characters of a chunk at most; sentencepiece slows down on longer ones
+BATCH = 64  # chunks that sentencepiece encodes in parallel
+MAX_MODEL_BYTES = 64 << 20
+SPACE = "\u2581"  # how sentencepiece spells a space
+
+Ids = Sequence[int | np.integer] | np.ndarray
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What the rest of brt knows of a tokenizer.
+
+    Attributes:
+      name: what Data.tokenizer says, without directories.
+      vocab_size: ids are below it.
+      bos_id: the input before a document's first token; never a target.
+      fingerprint: sha256 of all that decides the ids.
+    """
+
+    name: str
+    vocab_size: int
+    bos_id: int
+    fingerprint: str
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids (int32) of a whole text."""
+
+    def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
+        """The same ids in parts, of a text that comes in parts."""
+
+    def decode_bytes(self, ids: Ids) -> bytes:
+        """The text's UTF-8 bytes; the bytes of parts of `ids` can be joined."""
+
+
+def decode(tokenizer: Tokenizer, ids: Ids) -> str:
+    """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+    return tokenizer.decode_bytes(ids).decode("utf-8", "replace")
+
+
+class StreamDecoder:
+    """Decodes token by token: a character comes out with its last byte."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def decode(self, ids: Ids, *, final: bool = False) -> str:
+        """The text that `ids` complete; with `final`, also of bytes that nothing completed."""
+        return self._decoder.decode(self._tokenizer.decode_bytes(ids), final)
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are the ids. BOS is NUL, which does not occur in text."""
+
+    name = "bytes"
+    vocab_size = 256
+    bos_id = 0
+    fingerprint = hashlib.sha256(b"bytes").hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
+        return map(self.encode, chunks)
+
+    def decode_bytes(self, ids: Ids) -> bytes:
+        return np.asarray(ids, np.uint8).tobytes()
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece model, without its dummy prefix and whitespace removal.
+
+    Those two would act on every chunk. Without them, and with a model that has byte
+    fallback and identity normalisation (as `train_sentencepiece` makes), decoding gives
+    back the text exactly. A piece never crosses the end of a chunk.
+    """
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self.name = self.path.name
+        data = _read_model(self.path)
+        self.fingerprint = hashlib.sha256(data).hexdigest()
+        self._processor = _processor(self.path, data)
+        self.vocab_size = self._processor.vocab_size()
+        # T5's models have no BOS; their decoders start with the padding id.
+        ids = self._processor.bos_id(), self._processor.pad_id()
+        self.bos_id = next((i for i in ids if i >= 0), -1)
+        if self.bos_id < 0:
+            raise DataError(f"the tokenizer {path} has no BOS piece; train it with bos_id=1")
+        self._bytes = [_piece_bytes(self._processor, i) for i in range(self.vocab_size)]
+        spelt = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
+        has_bytes = all(map(self._processor.is_byte, spelt))
+        self._space = np.array(spelt if has_bytes else [self._processor.unk_id()], np.int32)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.concatenate([np.zeros(0, np.int32), *self.encode_chunks([text])])
+
+    def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
+        batch: list[str] = []
+        for chunk in cut(chunks, CHUNK):
+            batch.append(chunk)
+            if len(batch) == BATCH:
+                yield from self._encode(batch)
+                batch = []
+        yield from self._encode(batch)
+
+    def decode_bytes(self, ids: Ids) -> bytes:
+        return b"".join(self._bytes[i] for i in ids)
+
+    def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:
+        if not any(SPACE in text for text in batch):
+            yield from self._processor.encode(batch, return_type="numpy")
+            return
+        for text in batch:  # the character itself, not a space: spelt in bytes
+            for i, part in enumerate(text.split(SPACE)):
+                if i:
+                    yield self._space
+                yield self._processor.encode(part, return_type="numpy")
+
+
+def load(name: str) -> Tokenizer:
+    """The tokenizer that `name` names: "bytes" or the path of a sentencepiece model.
+
+    Raises:
+      DataError: the file is missing or no sentencepiece model.
+      ConfigError: `name` is neither.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    if name.endswith(".model"):
+        return SentencePieceTokenizer(name)
+    raise ConfigError(
+        f"Data.tokenizer = '{name}' is none of 'bytes', 'path/to/file.model', 'train:VOCAB_SIZE'"
+    )
+
+
+def cut(chunks: Iterable[str], size: int) -> Iterator[str]:
+    """The same text in chunks of at most `size` characters, however it was cut before.
+
+    A chunk ends behind the last newline within its reach, else before the last space that
+    follows another character, else (no whitespace at all) at `size`.
+    """
+    text = ""
+    for chunk in chunks:
+        text += chunk
+        start = 0
+        while len(text) - start > size:
+            end = _end(text, start, start + size)
+            yield text[start:end]
+            start = end
+        text = text[start:]
+    if text:
+        yield text
+
+
+def _end(text: str, start: int, stop: int) -> int:
+    newline = text.rfind("\n", start, stop)
+    if newline >= 0:
+        return newline + 1
+    space = text.rfind(" ", start + 1, stop)
+    while space > start and text[space - 1] == " ":
+        space -= 1
+    return space if space > start else stop
+
+
+def _read_model(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > MAX_MODEL_BYTES:
+            raise DataError(f"the tokenizer {path} is larger than {MAX_MODEL_BYTES >> 20} MiB")
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"the tokenizer {path} cannot be read: {error.strerror}") from error
+
+
+def _processor(path: Path, data: bytes) -> sentencepiece.SentencePieceProcessor:
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()
+    try:
+        model.ParseFromString(data)
+        model.normalizer_spec.add_dummy_prefix = False
+        model.normalizer_spec.remove_extra_whitespaces = False
+        processor = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+        if processor.vocab_size() == 0:
+            raise DecodeError("it has no pieces")
+    except (DecodeError, RuntimeError) as error:
+        raise DataError(f"the tokenizer {path} is no sentencepiece model ({error})") from error
+    return processor
+
+
+def _piece_bytes(processor: sentencepiece.SentencePieceProcessor, i: int) -> bytes:
+    piece = processor.id_to_piece(i)
+    if processor.is_control(i) or processor.is_unused(i):
+        return b""
+    if processor.is_unknown(i):
+        return "\ufffd".encode()
+    if processor.is_byte(i):
+        return bytes([int(piece[1:-1], 16)])  # <0x0A>
+    return piece.replace(SPACE, " ").encode()

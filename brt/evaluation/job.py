@@ -1,0 +1,97 @@
+"""An evaluation from a workdir to a report."""
+
+import json
+from typing import Any
+
+from tqdm import tqdm
+
+from brt.data import preparation
+from brt.data.token_store import TokenStore
+from brt.evaluation.language_modeling import Ablation, Evaluator, Result, figures
+from brt.evaluation.saved import SavedModel, check_tokenizer
+from brt.training import workdir as workdirs
+
+
+def evaluate(model: SavedModel, split: str, ablate: Ablation | None) -> dict[str, Any]:
+    """Reads a split, and once more with a part of the memory taken away; writes the reports.
+
+    Writes evaluations/<step>/<split>.json and <split>_documents.jsonl into the workdir.
+
+    Returns:
+      The figures, with the protocol; those of the ablation under `ablation`.
+
+    Raises:
+      DataError: the corpus has no such split.
+      CheckpointError: the model knows another tokenizer.
+    """
+    corpus = preparation.prepare(model.config.data)
+    check_tokenizer(model, corpus.tokenizer)
+    store = corpus.split(split)
+    evaluator = Evaluator(model.config, corpus.tokenizer)
+    results = [_read(evaluator, model, store, split, None)]
+    if ablate:
+        results.append(_read(evaluator, model, store, split, ablate))
+    report = {"step": model.step, **_report(results[0])}
+    if ablate:
+        report["ablation"] = _report(results[1])
+        difference = results[1].totals["bits_per_byte"] - results[0].totals["bits_per_byte"]
+        report["ablation_costs_bits_per_byte"] = difference
+    _write(model, split, report, results)
+    return report
+
+
+def _read(
+    evaluator: Evaluator, model: SavedModel, store: TokenStore, split: str, ablate: Ablation | None
+) -> Result:
+    limit = model.config.evaluation.tokens_per_document
+    lengths = [min(int(n), limit) if limit else int(n) for n in store.lengths]
+    name = f"reading {split}" + (f" without {ablate}" if ablate else "")
+    with tqdm(total=sum(lengths), desc=name, unit="tok", unit_scale=True, disable=None) as bar:
+        return evaluator(
+            model.params, store, split, ablate=ablate, tokens_per_document=limit,
+            progress=bar.update,
+        )  # fmt: skip
+
+
+def _report(result: Result) -> dict[str, Any]:
+    return {**result.totals, "protocol": result.protocol}
+
+
+def _write(model: SavedModel, split: str, report: dict[str, Any], results: list[Result]) -> None:
+    directory = model.workdir.evaluations / str(model.step)
+    directory.mkdir(parents=True, exist_ok=True)
+    workdirs.write_json(directory / f"{split}.json", report)
+    lines = []
+    for i, score in enumerate(results[0].documents):
+        row = {"document": score.name, **figures(*score[1:])}
+        if len(results) > 1:
+            ablated = figures(*results[1].documents[i][1:])
+            row["ablated_bits_per_byte"] = ablated["bits_per_byte"]
+        lines.append(json.dumps(row))
+    workdirs.write_text(directory / f"{split}_documents.jsonl", "\n".join(lines) + "\n")
+
+
+def text(model: SavedModel, split: str, report: dict[str, Any]) -> str:
+    """The report as people read it, protocol first."""
+    p = report["protocol"]
+    lines = [
+        f"{model.workdir.path}, step {report['step']}, {split}: {report['documents']} documents, "
+        f"{report['tokens']:,} tokens, {report['bytes']:,} bytes, {report['words']:,} words",
+        f"window {p['window']}, segment {p['segment_length']}, state carried from segment to "
+        f"segment, first token scored from BOS, {p['tokens_per_document']} tokens per document, "
+        f"tokenizer {p['tokenizer']}",
+        "",
+    ]
+    columns = {"": report} | (
+        {f"without {report['ablation']['protocol']['ablate']}": report["ablation"]}
+        if "ablation" in report
+        else {}
+    )
+    names = ("bits_per_byte", "bits_per_token", "bits_per_character", "word_perplexity")
+    lines.append(f"{'':20}" + "".join(f"{name:>16}" for name in columns))
+    for name in names:
+        values = [column[name] for column in columns.values()]
+        cells = ["-" if v is None else f"{v:.4f}" if v < 1e6 else f"{v:.3e}" for v in values]
+        lines.append(f"{name.replace('_', ' '):20}" + "".join(f"{cell:>16}" for cell in cells))
+    lines.append(f"{report['tokens_per_second']:,.0f} tokens per second")
+    return "\n".join(lines)

@@ -1,0 +1,179 @@
+"""What a run leaves for people: plots, a yardstick, and a summary."""
+
+import lzma
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from brt.errors import DataError
+from brt.training.checkpoint import steps
+from brt.training.metrics import read_metrics
+from brt.training.progress import clock, short
+from brt.training.workdir import Workdir
+
+_TRAIN, _HELD_OUT, _YARDSTICK = "#4c78a8", ("#e4572e", "#2a9d62", "#a05195"), "#767676"
+
+
+def xz_bits_per_byte(documents: Iterable[bytes]) -> float:
+    """Size of `xz -9e` of the documents, each on its own, in bits per byte of all of them."""
+    compressed = total = 0
+    for document in documents:
+        compressed += len(lzma.compress(document, preset=9 | lzma.PRESET_EXTREME))
+        total += len(document)
+    if not total:
+        raise DataError("there is no text to compress: all documents are empty")
+    return 8 * compressed / total
+
+
+def plot_training(
+    workdir: Workdir, *, bytes_per_token: float, xz_bits_per_byte: float | None = None
+) -> list[Path]:
+    """Draws plots/ from metrics.jsonl.
+
+    Args:
+      workdir: the run's.
+      bytes_per_token: of the training documents; turns bits per token into bits per byte.
+      xz_bits_per_byte: what `xz -9e` makes of the held-out documents; drawn as a line.
+
+    Raises:
+      DataError: no training step is recorded.
+    """
+    records = read_metrics(workdir.metrics)
+    if not any(record.get("train/bits_per_token") is not None for record in records):
+        raise DataError(f"{workdir.metrics} records no training step, so there is nothing to draw")
+    bits = _bits_figure(records, bytes_per_token, xz_bits_per_byte)
+    figures = {"bits_per_byte.png": bits, "optimization.png": _optimization_figure(records)}
+    workdir.plots.mkdir(parents=True, exist_ok=True)
+    for name, figure in figures.items():
+        figure.savefig(workdir.plots / name, dpi=150)
+    return [workdir.plots / name for name in figures]
+
+
+def summary(
+    workdir: Workdir,
+    *,
+    tokens: int,
+    seconds: float,
+    bits_per_byte: Mapping[str, float],
+    xz_bits_per_byte: float | None = None,
+) -> str:
+    """Where everything is and what to type next.
+
+    Args:
+      workdir: the run's.
+      tokens: trained on, over all restarts.
+      seconds: since this start.
+      bits_per_byte: the last figure of each split.
+      xz_bits_per_byte: of the same documents.
+    """
+    step = (steps(workdir.checkpoints) or [0])[-1]
+    lines = [f"Step {step}, {short(tokens)} tokens, {clock(seconds)} since the start."]
+    for split, value in bits_per_byte.items():
+        yardstick = f" (xz -9e: {xz_bits_per_byte:.3f})" if xz_bits_per_byte is not None else ""
+        lines.append(f"{split}: {value:.3f} bits per byte{yardstick}")
+    places = {
+        "checkpoints": workdir.checkpoints,
+        "metrics": workdir.metrics,
+        "plots": workdir.plots,
+        "samples": workdir.samples,
+        "log": workdir.log,
+    }
+    lines += ["", "Where it is:"]
+    lines += [f"  {name:<12} {path}" for name, path in places.items()]
+    path = shlex.quote(str(workdir.path))
+    lines += [
+        "",
+        "What to type next:",
+        f"  python -m brt.evaluate --workdir={path} --split=test",
+        f"  python -m brt.generate --workdir={path} --prompt='It was a dark night' "
+        f"--max_tokens=500",
+        f"  python -m brt.inspect --workdir={path}",
+        f"  tensorboard --logdir={shlex.quote(str(workdir.tensorboard))}",
+    ]
+    return "\n".join(lines)
+
+
+def _bits_figure(
+    records: Sequence[Mapping[str, Any]], bytes_per_token: float, xz: float | None
+) -> Figure:
+    figure, (axes,) = _new_figure(1)
+    tokens, train = _curve(records, "train/bits_per_token")
+    train = train / bytes_per_token
+    smooth = _smoothed(train)
+    axes.plot(tokens, train, color=_TRAIN, alpha=0.25, linewidth=1)
+    axes.plot(tokens, smooth, color=_TRAIN, linewidth=2, label="train (smoothed)")
+    shown = [smooth[len(smooth) // 20 :]]  # the first steps would squash the rest
+    splits = sorted({tag for r in records for tag in r if tag.endswith("/bits_per_byte")})
+    for number, tag in enumerate(splits):
+        tokens, values = _curve(records, tag)
+        color = _HELD_OUT[number % len(_HELD_OUT)]
+        axes.plot(tokens, values, "o-", color=color, markersize=4, label=tag.split("/")[1])
+        shown.append(values[len(values) // 20 :])
+    if xz is not None:
+        axes.axhline(
+            xz, color=_YARDSTICK, linestyle="--", label=f"xz -9e of the held-out text ({xz:.2f})"
+        )
+        shown.append(np.array([xz]))
+    low, high = np.min(np.concatenate(shown)), np.max(np.concatenate(shown))
+    margin = 0.06 * (high - low) or 0.1
+    axes.set(
+        xlabel="training tokens",
+        ylabel="bits per byte",
+        title="How well the model predicts text",
+        ylim=(low - margin, high + margin),
+    )
+    axes.legend(frameon=False)
+    return figure
+
+
+def _optimization_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
+    figure, (upper, lower) = _new_figure(2)
+    upper.plot(*_curve(records, "train/learning_rate"), color=_TRAIN, linewidth=2)
+    upper.set(ylabel="learning rate", title="Learning rate and gradient norm")
+    tokens, norms = _curve(records, "train/gradient_norm")
+    lower.plot(tokens, norms, color=_TRAIN, alpha=0.25, linewidth=1)
+    lower.plot(tokens, _smoothed(norms), color=_TRAIN, linewidth=2)
+    lower.set(xlabel="training tokens", ylabel="gradient norm")
+    if norms.size and norms.min() > 0:
+        lower.set_yscale("log")
+    return figure
+
+
+def _new_figure(rows: int) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(8, 3.2 + 1.6 * rows), layout="constrained")
+    axes = list(figure.subplots(rows, sharex=True, squeeze=False)[:, 0])
+    for panel in axes:
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+    return figure, axes
+
+
+def _curve(records: Sequence[Mapping[str, Any]], tag: str) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and finite values of a tag; steps that count no tokens lie between those that do."""
+    counted = [r for r in records if r.get("data/tokens") is not None]
+    found = [r for r in records if r.get(tag) is not None]
+    tokens = np.interp(
+        [r["step"] for r in found],
+        [0, *(r["step"] for r in counted)],
+        [0, *(r["data/tokens"] for r in counted)],
+    )
+    return tokens, np.array([r[tag] for r in found], float)
+
+
+def _smoothed(values: np.ndarray) -> np.ndarray:
+    """Exponential moving average over about a fortieth of the run, without a bias at its start."""
+    decay = 1 - 1 / max(1.0, len(values) / 40)
+    average = weight = 0.0
+    smooth = []
+    for value in values:
+        average = decay * average + (1 - decay) * value
+        weight = decay * weight + (1 - decay)
+        smooth.append(average / weight)
+    return np.array(smooth)

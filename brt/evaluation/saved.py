@@ -1,0 +1,67 @@
+"""A trained model from its workdir."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+from jaxtyping import Array, PyTree
+
+from brt.config import Config
+from brt.config_io import config_from_json
+from brt.data.tokenizers import Tokenizer
+from brt.errors import CheckpointError, ConfigError
+from brt.training import checkpoint
+from brt.training.run import check_resumable
+from brt.training.state import initial_params
+from brt.training.workdir import Workdir
+
+
+class SavedModel(NamedTuple):
+    """Parameters of a step, and what they were trained with.
+
+    Attributes:
+      meta: of the checkpoint.
+    """
+
+    workdir: Workdir
+    step: int
+    config: Config
+    meta: dict[str, Any]
+    params: PyTree[Array]
+
+
+def load_config(workdir: Path, step: int | None = None) -> tuple[Workdir, checkpoint.Found, Config]:
+    """What a checkpoint says of its model, without reading the arrays.
+
+    Raises:
+      ConfigError: the workdir does not exist.
+      CheckpointError: it has no whole checkpoint, or not that one.
+    """
+    if not workdir.is_dir():
+        raise ConfigError(f"--workdir={workdir} does not exist")
+    place = Workdir(workdir)
+    found = checkpoint.find(place.checkpoints, step)
+    return place, found, config_from_json(found.meta["config"])
+
+
+def load(workdir: Workdir, found: checkpoint.Found, config: Config) -> SavedModel:
+    """Reads the parameters. `config` may differ from the saved one where that makes sense.
+
+    Raises:
+      ConfigError: it differs where it must not.
+    """
+    check_resumable(config_from_json(found.meta["config"]), config)
+    target = {"params": jax.eval_shape(lambda: nn.meta.unbox(initial_params(config)))}
+    restored = checkpoint.restore(workdir.checkpoints, target, found.step, partial=True)
+    return SavedModel(workdir, found.step, config, found.meta, restored.state["params"])
+
+
+def check_tokenizer(model: SavedModel, tokenizer: Tokenizer) -> None:
+    """Raises CheckpointError where the model was trained with another tokenizer."""
+    if tokenizer.fingerprint != model.meta["tokenizer"]:
+        raise CheckpointError(
+            f"checkpoint {model.step} of {model.workdir.path} was trained with another tokenizer "
+            f"than {tokenizer.name} ({model.meta['tokenizer'][:12]}, not "
+            f"{tokenizer.fingerprint[:12]}); evaluate it with the one it knows"
+        )

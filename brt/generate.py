@@ -1,0 +1,58 @@
+"""Continues a text with a trained model, with a memory of constant size.
+
+    python -m brt.generate --workdir=runs/quickstart --prompt='It was late' --max_tokens=500
+    python -m brt.generate --workdir=runs/a --prompt_file=chapter1.txt --save_state=s.npz
+    python -m brt.generate --workdir=runs/a --load_state=s.npz --max_tokens=2000
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from brt import command_line
+from brt.errors import ConfigError
+
+
+def main(args: argparse.Namespace) -> None:
+    if not args.workdir:
+        raise ConfigError("--workdir says which model is to write; name a run's directory")
+    if args.max_tokens < 0:
+        raise ConfigError(f"--max_tokens={args.max_tokens} must not be negative")
+    from brt.data import preparation
+    from brt.evaluation import saved
+    from brt.generation import job
+
+    prompt = job.read_prompt(args.prompt, args.prompt_file, bool(args.load_state))
+    workdir, found, config = saved.load_config(Path(args.workdir), args.step)
+    config = command_line.resolve(args, base=config).config
+    sampling = job.sampling_with(
+        config.sampling, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p
+    )
+    model = saved.load(workdir, found, dataclasses.replace(config, sampling=sampling))
+    tokenizer = preparation.prepare(config.data).tokenizer
+    saved.check_tokenizer(model, tokenizer)
+    job.generate(
+        model, tokenizer, prompt, max_tokens=args.max_tokens, seed=args.seed,
+        load_state=args.load_state, save_state=args.save_state,
+    )  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = command_line.parser(__doc__)
+    command_line.add_config_flags(flags)
+    flags.add_argument("--step", type=int, help="of the checkpoint; the newest")
+    text = flags.add_mutually_exclusive_group()
+    text.add_argument("--prompt", help="the text to continue")
+    text.add_argument("--prompt_file", help="a UTF-8 file of any length, or - for standard input")
+    flags.add_argument("--max_tokens", type=int, default=500)
+    flags.add_argument("--temperature", type=float, help="0: greedy; Sampling.temperature")
+    flags.add_argument("--top_k", type=int, help="0: all; Sampling.top_k")
+    flags.add_argument("--top_p", type=float, help="Sampling.top_p")
+    flags.add_argument("--seed", type=int, default=0, help="another seed, another text")
+    flags.add_argument("--save_state", metavar="FILE", help="write the memory at the end (.npz)")
+    flags.add_argument("--load_state", metavar="FILE", help="go on from a saved memory")
+    return flags
+
+
+if __name__ == "__main__":
+    command_line.main(main, parser())

@@ -1,0 +1,35 @@
+"""How the next token is chosen."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brt.config import Sampling
+from brt.ops.softmax import MASKED
+
+
+def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
+    """Masks all but the `top_k` tokens, then all but the fewest that hold `top_p` of the mass.
+
+    Logits are divided by the temperature first; ties at a border stay in.
+    """
+    logits = logits / sampling.temperature
+    if sampling.top_k:
+        best = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0]
+        logits = jnp.where(logits < best[:, -1:], MASKED, logits)
+    if sampling.top_p < 1.0:
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        mass = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
+        # A token stays if those before it hold less than top_p: so the first always does.
+        last = jnp.sum(mass < sampling.top_p, axis=-1, keepdims=True)
+        last = jnp.minimum(last, logits.shape[-1] - 1)
+        border = jnp.take_along_axis(ordered, last, axis=-1)
+        logits = jnp.where(logits < border, MASKED, logits)
+    return logits
+
+
+def choose(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[Array, " B"]:
+    """The next token of every lane; greedy at temperature 0."""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return jax.random.categorical(key, restrict(logits, sampling), axis=-1).astype(jnp.int32)

@@ -1,0 +1,82 @@
+"""A continuation from a workdir to standard output."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TextIO
+
+import jax
+
+from brt.config import Sampling
+from brt.config_io import config_json
+from brt.data.tokenizers import StreamDecoder, Tokenizer
+from brt.errors import DataError
+from brt.evaluation.saved import SavedModel
+from brt.generation.session import Session
+
+
+def read_prompt(prompt: str | None, prompt_file: str | None, resumed: bool) -> str:
+    """The text to continue.
+
+    Raises:
+      DataError: it is empty, or the file cannot be read; a loaded state needs no prompt.
+    """
+    if prompt_file:
+        try:
+            prompt = (
+                sys.stdin.read() if prompt_file == "-" else Path(prompt_file).read_text("utf-8")
+            )
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"--prompt_file={prompt_file} is not UTF-8 at byte {error.start}"
+            ) from error
+        except OSError as error:
+            raise DataError(f"--prompt_file={prompt_file}: {error.strerror}") from error
+    if not prompt and not resumed:
+        raise DataError(
+            "the prompt is empty; give some text with --prompt or --prompt_file, or go on from "
+            "--load_state"
+        )
+    return prompt or ""
+
+
+def generate(
+    model: SavedModel,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_tokens: int,
+    seed: int,
+    load_state: str | None = None,
+    save_state: str | None = None,
+    out: TextIO | None = None,
+) -> None:
+    """Reads the prompt, then streams what the model writes.
+
+    Raises:
+      DataError: `load_state` is not a state of this model.
+    """
+    out = out or sys.stdout
+    session = Session(model.config, model.params, bos_id=tokenizer.bos_id)
+    identity = {"step": model.step, "model": config_json(model.config)["Model"],
+                "tokenizer": tokenizer.fingerprint}  # fmt: skip
+    if load_state:
+        session.load(Path(load_state), identity)
+    out.write(prompt)
+    out.flush()
+    if prompt:
+        session.read(tokenizer.encode(prompt))
+    decoder = StreamDecoder(tokenizer)
+    key = jax.random.key(seed)
+    for tokens in session.write(max_tokens, model.config.sampling, key):
+        out.write(decoder.decode(tokens[0]))
+        out.flush()
+    out.write(decoder.decode([], final=True) + "\n")
+    out.flush()
+    if save_state:
+        session.save(Path(save_state), identity)
+
+
+def sampling_with(sampling: Sampling, **changes: float | int | None) -> Sampling:
+    """The config's sampling with the flags that were given."""
+    return dataclasses.replace(sampling, **{k: v for k, v in changes.items() if v is not None})

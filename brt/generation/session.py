@@ -1,0 +1,215 @@
+"""A reader and writer with a memory of constant size, which can be put on disk.
+
+It reads text in segments and writes token by token. Caches and recurrent states advance at
+block borders, exactly as in training, so its logits are those of one long segment.
+"""
+
+import json
+import zipfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from brt.config import Config, Sampling
+from brt.errors import DataError
+from brt.generation.decoding import choose
+from brt.layers.stack import StackBlock, StackState
+from brt.models.decoder import Decoder, logits, new_state
+
+CHUNK = 16  # tokens written between two looks of the host
+
+
+class Memory(NamedTuple):
+    """All that a session knows. Its size depends on neither what was read nor written.
+
+    Attributes:
+      state: as training carries it, after the last full block.
+      block: the open block.
+      position: int32, tokens in the open block, below the window.
+      logits: float32 [B, V], of the next token.
+      count: int32, tokens read and written, BOS included; randomness is folded with it.
+    """
+
+    state: StackState
+    block: StackBlock
+    position: Int[Array, ""]
+    logits: Float[Array, "B V"]
+    count: Int[Array, ""]
+
+
+def _advance(
+    decoder: Decoder, params: PyTree[Array], memory: Memory, tokens: Int[Array, " B"]
+) -> Memory:
+    """Reads one token of every lane; closes the block where it is full."""
+    variables = {"params": params}
+    next_logits, block = decoder.apply(
+        variables, tokens, memory.state, memory.block, memory.position, method="step"
+    )
+
+    def close(memory: Memory) -> Memory:
+        state = decoder.apply(variables, memory.state, memory.block, method="close")
+        block = decoder.apply(variables, state, method="open")
+        return memory._replace(state=state, block=block, position=jnp.zeros_like(memory.position))
+
+    memory = Memory(
+        memory.state, block, memory.position + 1, next_logits, memory.count + 1
+    )
+    return jax.lax.cond(
+        memory.position == decoder.model.window, close, lambda memory: memory, memory
+    )
+
+
+def _read_segment(
+    decoder: Decoder, params: PyTree[Array], memory: Memory, tokens: Int[Array, "B T"]
+) -> Memory:
+    """Reads whole blocks at once; only at a block border."""
+    variables = {"params": params}
+    start = jnp.zeros((tokens.shape[0], tokens.shape[1] // decoder.model.window), bool)
+    hidden, state = decoder.apply(variables, tokens, memory.state, start)
+    return memory._replace(
+        state=state,
+        block=decoder.apply(variables, state, method="open"),
+        logits=logits(decoder.model, params["embedding"], hidden[:, -1:])[:, 0],
+        count=memory.count + tokens.shape[1],
+    )
+
+
+def _new_memory(decoder: Decoder, lanes: int, params: PyTree[Array]) -> Memory:
+    state = new_state(decoder.model, lanes)
+    return Memory(
+        state=state,
+        block=decoder.apply({"params": params}, state, method="open"),
+        position=jnp.zeros((), jnp.int32),
+        logits=jnp.zeros((lanes, decoder.model.vocab_size), jnp.float32),
+        count=jnp.zeros((), jnp.int32),
+    )
+
+
+def _write(
+    decoder: Decoder,
+    params: PyTree[Array],
+    memory: Memory,
+    key: Array,
+    *,
+    sampling: Sampling,
+    steps: int,
+) -> tuple[Memory, Int[Array, "B T"]]:
+    """Chooses and reads `steps` tokens."""
+
+    def body(memory: Memory, _: None) -> tuple[Memory, Int[Array, " B"]]:
+        tokens = choose(memory.logits, jax.random.fold_in(key, memory.count), sampling)
+        return _advance(decoder, params, memory, tokens), tokens
+
+    memory, tokens = jax.lax.scan(body, memory, length=steps)
+    return memory, tokens.T
+
+
+class Session:
+    """Reads and writes with one set of parameters.
+
+    Args:
+      config: with the vocabulary size set.
+      params: as trained.
+      bos_id: read before anything else.
+      lanes: texts written side by side, all after what was read.
+    """
+
+    def __init__(
+        self, config: Config, params: PyTree[Array], *, bos_id: int, lanes: int = 1
+    ) -> None:
+        decoder = Decoder(config.model)
+        self._config, self._bos_id, self._lanes = config, bos_id, lanes
+        self._advance = jax.jit(partial(_advance, decoder), donate_argnums=1)
+        self._read_segment = jax.jit(partial(_read_segment, decoder), donate_argnums=1)
+        self._write = jax.jit(
+            partial(_write, decoder), static_argnames=("sampling", "steps"), donate_argnums=1
+        )
+        self._new_memory = jax.jit(partial(_new_memory, decoder, lanes))
+        self.restart(params)
+
+    def restart(self, params: PyTree[Array]) -> None:
+        """Forgets everything; goes on with these parameters."""
+        self._params = params
+        self.memory: Memory = self._new_memory(params)
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Reads a text, the same in all lanes: in segments where it can, else by tokens."""
+        window, length = self._config.model.window, self._config.evaluation_segment_length
+        tokens = np.asarray(tokens, np.int32)
+        if self.memory.count == 0:
+            tokens = np.concatenate([np.array([self._bos_id], np.int32), tokens])
+        place, position = 0, int(self.memory.position)
+        while place < len(tokens):
+            left = len(tokens) - place
+            if position == 0 and left >= window:
+                size = length if left >= length else window
+                piece = np.tile(tokens[place : place + size], (self._lanes, 1))
+                self.memory = self._read_segment(self._params, self.memory, piece)
+                place += size
+            else:
+                token = np.full(self._lanes, tokens[place], np.int32)
+                self.memory = self._advance(self._params, self.memory, token)
+                place, position = place + 1, (position + 1) % window
+
+    def write(
+        self, count: int, sampling: Sampling, key: Array
+    ) -> Iterator[Int[np.ndarray, "B T"]]:
+        """Yields `count` new tokens of every lane, a few at a time, int32 [B, T].
+
+        What is written depends on the key and on the place, not on how it was cut into calls.
+        """
+        if self.memory.count == 0:
+            self.read([])
+        while count > 0:
+            steps = CHUNK if count >= CHUNK else 1
+            self.memory, tokens = self._write(
+                self._params, self.memory, key, sampling=sampling, steps=steps
+            )
+            yield np.asarray(tokens)
+            count -= steps
+
+    def save(self, path: Path, identity: dict[str, object]) -> None:
+        """Writes the memory as .npz; `identity` says what model it belongs to, as JSON."""
+        leaves = jax.tree.leaves(self.memory)
+        arrays = {f"leaf{i}": np.asarray(leaf, _stored(leaf.dtype)) for i, leaf in enumerate(leaves)}
+        temporary = path.with_name(path.name + ".partial")
+        with temporary.open("wb") as file:
+            np.savez_compressed(file, identity=np.array(json.dumps(identity)), **arrays)
+        temporary.replace(path)
+
+    def load(self, path: Path, identity: dict[str, object]) -> None:
+        """Takes up a saved memory.
+
+        Raises:
+          DataError: the file is missing, damaged, or of another model.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                found = json.loads(str(file["identity"]))
+                leaves = [file[f"leaf{i}"] for i in range(len(jax.tree.leaves(self.memory)))]
+        except FileNotFoundError as error:
+            raise DataError(f"there is no state file {path}") from error
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise DataError(f"{path} is no state that --save_state wrote ({error})") from error
+        different = [k for k in identity if found.get(k) != identity[k]]
+        if different:
+            raise DataError(
+                f"{path} belongs to another model: "
+                + ", ".join(f"{k} was {found.get(k)} and is {identity[k]}" for k in different)
+            )
+        structure = jax.tree.structure(self.memory)
+        old = jax.tree.leaves(self.memory)
+        self.memory = jax.tree.unflatten(
+            structure, [jnp.asarray(new, leaf.dtype) for new, leaf in zip(leaves, old, strict=True)]
+        )
+
+
+def _stored(dtype: np.dtype) -> np.dtype:
+    """NumPy's own file format has no bfloat16; float32 holds it exactly."""
+    return np.dtype("float32") if dtype == jnp.bfloat16 else dtype

@@ -1,0 +1,42 @@
+"""Trains a language model; started again on the same workdir, it goes on where it stopped.
+
+    python -m brt.train --gin_file=configs/runs/quickstart.gin --workdir=runs/quickstart
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+from brt import command_line
+from brt.errors import ConfigError
+
+
+def main(args: argparse.Namespace) -> None:
+    begin = time.perf_counter()
+    from brt.training import closing, loop, run, workdir
+
+    base = workdir.saved_config(args.workdir) if args.workdir and not args.gin_file else None
+    config = command_line.resolve(args, base=base).config
+    if not args.workdir and not args.dry_run:
+        raise ConfigError("--workdir says where the run lives; name a directory")
+    built = run.build(config)
+    if args.dry_run:
+        figures = closing.dry_run(built, args.workdir)
+        command_line.print_figures(figures, args.json)
+        return
+    place = loop.train(built, Path(args.workdir))
+    print(closing.finish(built, place, begin))
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = command_line.parser(__doc__)
+    command_line.add_config_flags(flags)
+    flags.add_argument(
+        "--dry_run", action="store_true", help="shape everything, report sizes, train nothing"
+    )
+    command_line.add_json_flag(flags)
+    return flags
+
+
+if __name__ == "__main__":
+    command_line.main(main, parser())

@@ -1,0 +1,75 @@
+"""What a run says before it starts and after it ends."""
+
+import shutil
+import time
+from typing import Any
+
+import jax
+
+from brt.data.token_store import TokenStore
+from brt.data.tokenizers import Tokenizer
+from brt.evaluation import report
+from brt.training import leaves, run as runs
+from brt.training.metrics import read_metrics
+from brt.training.run import Run
+from brt.training.state import parameter_counts
+from brt.training.workdir import Workdir
+
+# Compressing more than this takes longer than people wait at the end of a run.
+_XZ_LIMIT_BYTES = 20 << 20
+
+
+def dry_run(run: Run, directory: str | None) -> dict[str, Any]:
+    """Counts and sizes of a run, from shapes alone."""
+    total, non_embedding = parameter_counts(run.abstract.params)
+    carried = leaves.required_bytes(run.abstract.carried)
+    return {
+        "parameters": total,
+        "parameters_non_embedding": non_embedding,
+        "parameter_bytes": leaves.required_bytes(run.abstract.params),
+        "optimizer_bytes": leaves.required_bytes(run.abstract.optimizer),
+        "state_bytes": carried,
+        "checkpoint_bytes": leaves.required_bytes(run.abstract),
+        "free_disk_bytes": shutil.disk_usage(_existing(directory)).free,
+        "tokens_per_step": runs.batch_tokens(run.config),
+        "steps_per_epoch": run.reader.segments_per_epoch,
+        "devices": run.mesh.size,
+        "platform": jax.default_backend(),
+    }
+
+
+def _existing(directory: str | None) -> str:
+    from pathlib import Path
+
+    path = Path(directory or ".").absolute()
+    return str(next(p for p in (path, *path.parents) if p.exists()))
+
+
+def xz_of(store: TokenStore, tokenizer: Tokenizer) -> float | None:
+    """Bits per byte of `xz -9e` on a split's documents; None for more than it is worth."""
+    if int(store.bytes.sum()) > _XZ_LIMIT_BYTES:
+        return None
+    texts = (tokenizer.decode_bytes(store.document(i)) for i in range(len(store)))
+    return report.xz_bits_per_byte(texts)
+
+
+def finish(run: Run, workdir: Workdir, begin: float) -> str:
+    """Draws the plots and returns the summary."""
+    corpus, records = run.corpus, read_metrics(workdir.metrics)
+    held_out = corpus.splits.get("validation")
+    xz = xz_of(held_out, corpus.tokenizer) if held_out else None
+    train = corpus.split("train").manifest
+    if run.config.training.plots:
+        report.plot_training(
+            workdir, bytes_per_token=train["bytes"] / train["tokens"], xz_bits_per_byte=xz
+        )
+    bits: dict[str, float] = {}
+    for record in records:
+        for tag, value in record.items():
+            if tag.endswith("/bits_per_byte") and value is not None:
+                bits[tag.split("/")[1]] = value
+    tokens = next((r["data/tokens"] for r in reversed(records) if "data/tokens" in r), 0)
+    return report.summary(
+        workdir, tokens=tokens, seconds=time.perf_counter() - begin, bits_per_byte=bits,
+        xz_bits_per_byte=xz,
+    )  # fmt: skip

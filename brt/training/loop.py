@@ -1,0 +1,212 @@
+"""The training loop: step, report, evaluate, sample, save; stop cleanly when asked."""
+
+import contextlib
+import itertools
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from brt.config_io import config_from_json, config_json, config_text
+from brt.data.lanes import BatchIterator, iterate
+from brt.errors import Preempted
+from brt.evaluation.language_modeling import Evaluator
+from brt.evaluation.samples import Sampler
+from brt.training import checkpoint, leaves, optimizer, run as runs, workdir as workdirs
+from brt.training.checkpoint_writer import CheckpointWriter, check_disk
+from brt.training.meter import Meter
+from brt.training.metrics import MetricsWriter, Throughput
+from brt.training.preemption import StopSignal
+from brt.training.progress import Progress
+from brt.training.run import Run
+from brt.training.state import TrainState
+from brt.training.workdir import Workdir
+
+
+class Tools(NamedTuple):
+    """What the loop works with."""
+
+    run: Run
+    workdir: Workdir
+    writer: CheckpointWriter
+    metrics: MetricsWriter
+    progress: Progress
+    throughput: Throughput
+    stop: StopSignal
+    batches: BatchIterator
+    meter: Meter
+    evaluator: Evaluator
+    sampler: Sampler
+    provenance: dict[str, object]
+
+
+def train(run: Run, path: Path) -> Workdir:
+    """Trains in a workdir, from its newest checkpoint if it has one, to Training.steps.
+
+    Raises:
+      Preempted: SIGTERM or Ctrl-C came; everything is saved.
+      BrtError: anything else that a person can mend.
+    """
+    with StopSignal() as stop, contextlib.ExitStack() as stack:
+        workdir = workdirs.create(path)
+        stack.enter_context(workdirs.lock(workdir, checkpoint.warn_on_stderr))
+        state, tools = _set_up(run, workdir, stop, stack)
+        _loop(state, tools)
+    return workdir
+
+
+def _set_up(
+    run: Run, workdir: Workdir, stop: StopSignal, stack: contextlib.ExitStack
+) -> tuple[TrainState, Tools]:
+    """Restores or starts the run, and opens everything that has to be closed."""
+    c = run.config
+    saved = _saved(run, workdir)
+    check_disk(workdir.checkpoints, leaves.required_bytes(run.abstract) * min(c.checkpoint.keep, 2))
+    start = saved.step if saved else 0
+    progress = stack.enter_context(Progress(c.training.steps, initial_step=start, log=workdir.log))
+    batches = iterate(run.reader, start)
+    stack.callback(batches.close)
+    if saved:
+        batches.set_state(saved.meta["data"])
+        progress.message(f"resuming {workdir.path} from step {start}")
+    workdirs.write_text(workdir.config_gin, config_text(c))
+    workdirs.write_json(workdir.config_json, config_json(c))
+    provenance = workdirs.provenance()
+    workdirs.write_json(workdir.provenance, provenance)
+    _warn_of_idle_devices(run, progress)
+    writer = stack.enter_context(
+        CheckpointWriter(
+            workdir.checkpoints, keep=c.checkpoint.keep, keep_every=c.checkpoint.keep_every
+        )
+    )
+    metrics = MetricsWriter(workdir, start, progress.message)
+    stack.callback(metrics.close)
+    tokenizer = run.corpus.tokenizer
+    tools = Tools(
+        run, workdir, writer, metrics, progress, Throughput(), stop, batches,
+        Meter(saved.meta["meter"] if saved else None),
+        Evaluator(c, tokenizer), Sampler(c, run.corpus), provenance,
+    )  # fmt: skip
+    return saved.state if saved else runs.new_state(run), tools
+
+
+def _saved(run: Run, workdir: Workdir) -> checkpoint.Restored | None:
+    """The newest whole checkpoint, if it is one of this run."""
+    if not checkpoint.steps(workdir.checkpoints):
+        return None
+    found = checkpoint.find(workdir.checkpoints)
+    for line in runs.check_resumable(config_from_json(found.meta["config"]), run.config):
+        checkpoint.warn_on_stderr(f"the checkpoint has another {line}")
+    return checkpoint.restore(workdir.checkpoints, run.abstract, found.step)
+
+
+def _warn_of_idle_devices(run: Run, progress: Progress) -> None:
+    there, used = len(jax.devices()), run.mesh.size
+    if there > used:
+        progress.message(f"using {used} of {there} devices; Mesh.data = {there} would use all")
+
+
+def _loop(state: TrainState, tools: Tools) -> None:
+    """Steps until the end or until asked to stop."""
+    run, progress = tools.run, tools.progress
+    t, every = run.config.training, run.config.checkpoint.every
+    first = int(state.step)
+    if first >= t.steps:
+        progress.message(
+            f"step {first} of {t.steps} is done already; raise Training.steps to go on"
+        )
+        return state
+    with progress.phase("compiling"), tools.throughput.pause():
+        step_function = runs.compiled_step(run)
+    rate = jax.jit(optimizer.learning_rate(run.config.optimizer, t.steps))
+    for step in itertools.count(first):
+        if tools.stop.requested:
+            _save(state, tools)
+            tools.writer.wait()
+            raise Preempted(f"saved at step {step}; run the same command again to go on")
+        if step == t.steps:
+            break
+        state, metrics = step_function(state, runs.put(run, next(tools.batches)))
+        done = step + 1
+        tools.meter.add(done, metrics)
+        tools.throughput.step(runs.batch_tokens(run.config))
+        tools.writer.check()
+        progress.step(done)
+        last = done == t.steps
+        if last or done % t.log_every == 0:
+            _report(done, float(rate(done)), tools)
+        if t.evaluate_every and (last or done % t.evaluate_every == 0):
+            _evaluate(done, state, tools)
+        if t.sample_every and (last or done % t.sample_every == 0):
+            _sample(done, state, tools)
+        if last or (every and done % every == 0):
+            _save(state, tools)
+
+
+def _report(step: int, rate: float, tools: Tools) -> None:
+    """Adds an interval to metrics.jsonl and the progress bar."""
+    tools.meter.flush()
+    values, speed = tools.meter.report(), tools.throughput.rate()
+    tools.metrics.write(
+        step,
+        {
+            **values,
+            "train/learning_rate": rate,
+            "perf/tokens_per_second": speed.tokens_per_second,
+            "perf/step_seconds": speed.step_seconds,
+            "data/epoch": tools.run.reader.epoch(step),
+        },
+    )
+    tools.progress.report(
+        step,
+        bits_per_token=values["train/bits_per_token"],
+        tokens_per_second=speed.tokens_per_second,
+        seconds_left=tools.throughput.seconds_left(tools.run.config.training.steps - step),
+    )
+
+
+def _evaluate(step: int, state: TrainState, tools: Tools) -> None:
+    """Reads the validation documents, or as much of each as the config says."""
+    store = tools.run.corpus.splits.get("validation")
+    if store is None:
+        return
+    tools.meter.flush()
+    with tools.throughput.pause():
+        result = tools.evaluator(
+            state.params, store, "validation", stop=lambda: tools.stop.requested,
+            tokens_per_document=tools.run.config.evaluation.tokens_per_document,
+        )  # fmt: skip
+    if result is None:
+        return
+    names = ("bits_per_byte", "bits_per_token")
+    values = {f"eval/validation/{name}": result.totals[name] for name in names}
+    tools.metrics.write(step, values)
+    tools.progress.evaluation(step, "validation", result.totals["bits_per_byte"])
+
+
+def _sample(step: int, state: TrainState, tools: Tools) -> None:
+    """Writes a text into samples/."""
+    tools.meter.flush()
+    with tools.throughput.pause():
+        text = tools.sampler(state.params, step, stop=lambda: tools.stop.requested)
+    if text is not None:
+        workdirs.write_text(tools.workdir.samples / f"{step:08d}.txt", text)
+
+
+def _save(state: TrainState, tools: Tools) -> None:
+    """Starts a checkpoint of everything that a resumed run needs."""
+    tools.meter.flush()
+    with tools.throughput.pause():
+        tools.writer.save(int(state.step), state, _meta(tools))
+
+
+def _meta(tools: Tools) -> dict[str, object]:
+    run = tools.run
+    return {
+        "seed": run.config.training.seed,
+        "data": tools.batches.get_state(),
+        "meter": tools.meter.state(),
+        "config": config_json(run.config),
+        "tokenizer": run.corpus.tokenizer.fingerprint,
+        "provenance": tools.provenance,
+    }

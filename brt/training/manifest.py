@@ -1,0 +1,82 @@
+"""MANIFEST.sha256: the checksum of every file of a directory, as `sha256sum` writes it.
+
+The array store notices missing files but not flipped bits, so checksums are ours.
+"""
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+NAME = "MANIFEST.sha256"
+_LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
+
+
+def write(directory: Path) -> None:
+    """Checksums every file below `directory` and makes all of it durable, the manifest last."""
+    lines = []
+    for path in _files(directory):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+        lines.append(f"{digest}  {path.relative_to(directory).as_posix()}\n")
+    with (directory / NAME).open("w") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    for path, _, _ in os.walk(directory):
+        sync_directory(Path(path))
+
+
+def verify(directory: Path) -> list[str]:
+    """What is wrong with the files of `directory`, one sentence each; empty if all is well."""
+    try:
+        text = (directory / NAME).read_bytes().decode("ascii")
+    except FileNotFoundError:
+        return [f"{NAME} is missing"]
+    except UnicodeDecodeError:
+        return [f"{NAME} is damaged: it is not plain text"]
+    expected = {}
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        match = _LINE.fullmatch(line.removesuffix("\n"))
+        if not match or not line.endswith("\n") or match[2] in expected:
+            return [f"{NAME} is damaged: line {number} is not 'sha256  path'"]
+        expected[match[2]] = match[1]
+    found = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    problems += [f"{name} is not in {NAME}" for name in found if name not in expected]
+    for name in sorted(expected.keys() & found.keys()):
+        problems += _verify_file(found[name], name, expected[name])
+    return problems
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in a directory durable: what was created, renamed or removed there."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _files(directory: Path) -> list[Path]:
+    """All files but the manifest; links to directories count as files and are never followed."""
+    paths = [
+        Path(root) / name
+        for root, directories, names in os.walk(directory)
+        for name in [*names, *(d for d in directories if (Path(root) / d).is_symlink())]
+    ]
+    return sorted(path for path in paths if path != directory / NAME)
+
+
+def _verify_file(path: Path, name: str, expected: str) -> list[str]:
+    if path.is_symlink():
+        return [f"{name} is a symbolic link"]
+    try:
+        with path.open("rb") as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return [f"{name} cannot be read ({error.strerror})"]
+    if actual == expected:
+        return []
+    return [f"{name} is damaged: sha256 {actual[:12]}, expected {expected[:12]}"]

@@ -1,0 +1,77 @@
+"""Sums of an interval's metrics, fetched one step late so that the device never waits."""
+
+import math
+from typing import Any
+
+import jax
+
+from brt.errors import NonFiniteError
+from brt.training.step import StepMetrics
+
+
+class Meter:
+    """Totals since the last report and since step 0.
+
+    Its state goes into checkpoints, so that a resumed run reports the same numbers.
+    """
+
+    def __init__(self, saved: dict[str, Any] | None = None) -> None:
+        self.tokens_seen = 0
+        self._nats = self._tokens = self._norms = 0.0
+        self._steps = 0
+        if saved:
+            self.tokens_seen, self._nats, self._tokens = (
+                saved["tokens_seen"], saved["nats"], saved["tokens"],
+            )  # fmt: skip
+            self._norms, self._steps = saved["norms"], saved["steps"]
+        self._pending: tuple[int, StepMetrics] | None = None
+
+    def add(self, step: int, metrics: StepMetrics) -> None:
+        """Takes the metrics of a step in flight, and counts those of the step before.
+
+        Raises:
+          NonFiniteError: a loss or gradient was NaN or infinite.
+        """
+        self.flush()
+        self._pending = step, metrics
+
+    def flush(self) -> None:
+        """Waits for the step in flight and counts it."""
+        if self._pending is None:
+            return
+        (step, metrics), self._pending = self._pending, None
+        nats, tokens, norm = (float(x) for x in jax.device_get(metrics))
+        if not (math.isfinite(nats) and math.isfinite(norm)):
+            raise NonFiniteError(
+                f"step {step}: the loss ({nats} nats) or the gradient norm ({norm}) is not finite; "
+                "lower Optimizer.learning_rate, lengthen Optimizer.warmup_steps, or set "
+                "Optimizer.clip_norm, and run again to go on from the newest checkpoint"
+            )
+        self._nats += nats
+        self._tokens += tokens
+        self._norms += norm
+        self._steps += 1
+        self.tokens_seen += int(tokens)
+
+    def report(self) -> dict[str, float]:
+        """Averages over the interval; starts the next one."""
+        tokens = max(self._tokens, 1.0)
+        values = {
+            "train/loss": self._nats / tokens,
+            "train/bits_per_token": self._nats / tokens / math.log(2),
+            "train/gradient_norm": self._norms / max(self._steps, 1),
+            "data/tokens": self.tokens_seen,
+        }
+        self._nats = self._tokens = self._norms = 0.0
+        self._steps = 0
+        return values
+
+    def state(self) -> dict[str, Any]:
+        """JSON that `__init__` takes up again; nothing may be in flight."""
+        return {
+            "tokens_seen": self.tokens_seen,
+            "nats": self._nats,
+            "tokens": self._tokens,
+            "norms": self._norms,
+            "steps": self._steps,
+        }

@@ -1,0 +1,216 @@
+"""Numbers of a run: metrics.jsonl, TensorBoard, and how fast it goes."""
+
+import contextlib
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from jax.typing import ArrayLike
+from tensorboardX import summary
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import RecordWriter
+
+from brt.errors import CheckpointError
+from brt.training.workdir import Workdir
+
+_TENSORBOARD_FLUSH_SECONDS = 10
+
+
+class MetricsWriter:
+    """Appends to metrics.jsonl, one line a step whatever restarts, and to TensorBoard.
+
+    Numbers beyond `resume_step` come from a run that was lost and are dropped. TensorBoard
+    is a convenience: where it fails, training goes on after one warning.
+
+    Args:
+      workdir: the run's.
+      resume_step: step of the checkpoint that the run resumes from; 0 for a new run.
+      warn: told when TensorBoard fails.
+
+    Raises:
+      CheckpointError: metrics.jsonl cannot be written.
+    """
+
+    def __init__(self, workdir: Workdir, resume_step: int, warn: Callable[[str], None]):
+        self._path = workdir.metrics
+        with self._explained():
+            self._line = _drop_beyond(self._path, resume_step)
+            self._file: BinaryIO = self._path.open("r+b")
+            self._offset = self._file.seek(0, os.SEEK_END)
+        if self._line:  # the last line may still grow
+            self._offset -= len(_encode(self._line))
+        self._tensorboard = _TensorBoard(workdir.tensorboard, resume_step, warn)
+
+    def write(self, step: int, values: Mapping[str, ArrayLike]) -> None:
+        """Adds numbers to a step, the last one written or a later one; a kill loses none.
+
+        What is not finite becomes null in metrics.jsonl.
+        """
+        last = self._line.get("step", -1)
+        if step < last:
+            raise ValueError(f"step {step} is written after step {last}")
+        numbers = {tag: _number(value) for tag, value in values.items()}
+        with self._explained():
+            if step > last:
+                self._offset = self._file.seek(0, os.SEEK_END)
+                self._line = {"step": step}
+            self._line = {**self._line, **numbers}
+            self._file.seek(self._offset)
+            self._file.write(_encode(self._line))
+            self._file.truncate()
+            self._file.flush()
+        self._tensorboard.write(step, numbers)
+
+    def close(self) -> None:
+        """Closes both files."""
+        self._tensorboard.close()
+        with self._explained():
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {self._path}: {error.strerror}; make room, then run again to go on "
+                f"from the newest checkpoint"
+            ) from error
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl by step; a line torn by a crash is left out."""
+    records = {}
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                record = json.loads(line)
+                records[record["step"]] = record
+    return [records[step] for step in sorted(records)]
+
+
+class Rate(NamedTuple):
+    """Speed over an interval, pauses excluded."""
+
+    tokens_per_second: float
+    step_seconds: float
+
+
+class Throughput:
+    """Tokens of an interval over its seconds, without the pauses in it.
+
+    Steps run asynchronously, so read the rate after waiting for the last step's result.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._created = self._started = clock()
+        self._paused = 0.0
+        self._tokens = self._steps = self._all_steps = 0
+
+    def step(self, tokens: int) -> None:
+        """Counts a step."""
+        self._tokens += tokens
+        self._steps += 1
+        self._all_steps += 1
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """A time that is not training: compiling, evaluation, saving, sampling."""
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._paused += self._clock() - begin
+
+    def rate(self) -> Rate:
+        """The rate since the last call; starts the next interval. Needs a step in between."""
+        now = self._clock()
+        seconds = now - self._started - self._paused
+        rate = Rate(self._tokens / seconds, seconds / self._steps)
+        self._started, self._paused = now, 0.0
+        self._tokens = self._steps = 0
+        return rate
+
+    def seconds_left(self, steps: int) -> float:
+        """Expected time of so many more steps, pauses included as they were so far."""
+        return (self._clock() - self._created) / self._all_steps * steps
+
+
+class _TensorBoard:
+    """Writes events without tensorboardX's thread, whose death would block the trainer."""
+
+    def __init__(self, directory: Path, resume_step: int, warn: Callable[[str], None]):
+        self._warn = warn
+        self._directory = directory
+        self._flushed = -math.inf
+        self._writer: RecordWriter | None = None
+        with self._tolerated():
+            directory.mkdir(exist_ok=True)
+            name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
+            self._writer = RecordWriter(str(directory / name))
+            self._add(Event(file_version="brain.Event:2"))
+            purge = SessionLog(status=SessionLog.START)  # hides what a lost run wrote beyond
+            self._add(Event(step=resume_step + 1, session_log=purge))
+
+    def write(self, step: int, numbers: Mapping[str, float | int | None]) -> None:
+        with self._tolerated():
+            for tag, value in numbers.items():
+                value = math.nan if value is None else value
+                self._add(Event(step=step, summary=summary.scalar(tag, value)))
+            if self._writer and time.monotonic() - self._flushed > _TENSORBOARD_FLUSH_SECONDS:
+                self._writer.flush()
+                self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        with self._tolerated():
+            if self._writer:
+                self._writer.close()
+
+    def _add(self, event: Event) -> None:
+        if self._writer:
+            event.wall_time = time.time()
+            self._writer.write(event.SerializeToString())
+
+    @contextlib.contextmanager
+    def _tolerated(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            writer, self._writer = self._writer, None
+            if writer:
+                with contextlib.suppress(OSError):
+                    writer.close()
+            self._warn(
+                f"TensorBoard is off, because {self._directory} cannot be written: "
+                f"{error.strerror}; metrics.jsonl goes on"
+            )
+
+
+def _drop_beyond(path: Path, step: int) -> dict[str, Any]:
+    """Rewrites the file if it holds later steps or torn lines; returns its last record."""
+    text = path.read_bytes() if path.exists() else b""
+    kept = [record for record in read_metrics(path) if record["step"] <= step]
+    wanted = b"".join(map(_encode, kept))
+    if text != wanted or not path.exists():
+        temporary = path.with_name(f".{path.name}.partial")
+        with temporary.open("wb") as file:
+            file.write(wanted)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    return kept[-1] if kept else {}
+
+
+def _encode(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, allow_nan=False).encode() + b"\n"
+
+
+def _number(value: Any) -> float | int | None:
+    number = value if isinstance(value, int) else float(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,79 @@
+"""SIGTERM and Ctrl-C become a request to stop at the next step."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+QUIT_AT_ONCE = 130  # the shell's code for a program ended by Ctrl-C
+
+
+def _announce(message: str) -> None:
+    print(f"\n{message}", file=sys.stderr, flush=True)
+
+
+class StopSignal:
+    """A context in which the first signal asks to stop and a Ctrl-C after it quits at once.
+
+    Signals are answered by a thread: Python's own handlers wait until the main thread is
+    back from compiling or computing, which may take minutes. Outside the main thread no
+    signal can be caught, and nothing is changed.
+
+    Args:
+      announce: told once, in that thread, what happens now.
+    """
+
+    def __init__(self, announce: Callable[[str], None] = _announce):
+        self._announce = announce
+        self._requested: str | None = None
+
+    @property
+    def requested(self) -> str | None:
+        """The first signal's name, None before it."""
+        return self._requested
+
+    def __enter__(self) -> "StopSignal":
+        self._active = threading.current_thread() is threading.main_thread()
+        if self._active:
+            self._reader, self._writer = socket.socketpair()
+            self._writer.setblocking(False)
+            self._old_wakeup = signal.set_wakeup_fd(
+                self._writer.fileno(), warn_on_full_buffer=False
+            )
+            self._old_handlers = {
+                number: signal.signal(number, lambda *_: None) for number in _SIGNALS
+            }
+            self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._active:
+            for number, handler in self._old_handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self._old_wakeup)
+            self._writer.close()  # ends the thread
+            self._thread.join()
+            self._reader.close()
+
+    def _watch(self) -> None:
+        while received := self._reader.recv(1):  # the system writes the signal's number
+            if received[0] not in _SIGNALS:
+                continue
+            if self._requested is None:
+                self._requested = signal.Signals(received[0]).name
+                self._announce(
+                    f"{self._requested}: saving at the next step boundary (Ctrl-C quits at once)"
+                )
+            elif received[0] == signal.SIGINT:
+                self._announce("SIGINT: quitting without saving")
+                os._exit(QUIT_AT_ONCE)

@@ -1,0 +1,151 @@
+"""What a person sees of a run: a bar on a terminal, plain lines elsewhere, all in log.txt."""
+
+import contextlib
+import datetime
+import io
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from tqdm import tqdm
+
+
+class Progress:
+    """Shows where a run is.
+
+    Args:
+      steps: of the whole run.
+      initial_step: the step that the run resumes from.
+      log: the file that receives every line, with its time.
+      stream: where to show it.
+      bar: a moving bar; None: where the stream is a terminal.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        initial_step: int = 0,
+        log: Path,
+        stream: io.TextIOBase | None = None,
+        bar: bool | None = None,
+    ):
+        self._steps = steps
+        self._stream = stream or sys.stderr
+        self._evaluation = ""
+        self._tail = ""
+        self._bar: tqdm | None = None
+        self._log: TextIO | None = None
+        try:
+            self._log = log.open("a", encoding="utf-8")
+        except OSError as error:
+            self.message(f"warning: {log} cannot be written: {error.strerror}")
+        if bar if bar is not None else self._stream.isatty():
+            self._bar = tqdm(
+                total=steps,
+                initial=initial_step,
+                file=self._stream,
+                dynamic_ncols=True,
+                bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
+            )
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def step(self, step: int) -> None:
+        """Moves the bar; cheap, for every step."""
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def report(
+        self, step: int, *, bits_per_token: float, tokens_per_second: float, seconds_left: float
+    ) -> None:
+        """The figures of an interval: in the bar, or as a line."""
+        figures = (
+            f"train {bits_per_token:.2f} bits/token  {short(tokens_per_second)} tokens/s  "
+            f"ETA {clock(seconds_left)}"
+        )
+        self._tail = figures
+        self._write_log(f"step {step}/{self._steps}  {figures}")
+        if self._bar is None:
+            self._show(f"step {step}/{self._steps}  {figures}")
+        else:
+            self._refresh_bar(step)
+
+    def evaluation(self, step: int, split: str, bits_per_byte: float) -> None:
+        """The newest figure on held-out documents; stays in the bar until the next one."""
+        self._evaluation = f"{split} {bits_per_byte:.3f} bits/byte"
+        self.message(f"step {step}/{self._steps}  {self._evaluation}")
+        if self._bar is not None:
+            self._refresh_bar(step)
+
+    def message(self, text: str) -> None:
+        """A line that stays, above the bar."""
+        self._show(text)
+        self._write_log(text)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Says what is going on ("compiling") before it starts, and what it took."""
+        begin = time.perf_counter()
+        self.message(f"{name} ...")
+        yield
+        self.message(f"{name}: {time.perf_counter() - begin:.1f} s")
+
+    def close(self) -> None:
+        """Leaves the bar as it stands and closes the log."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _refresh_bar(self, step: int) -> None:
+        self.step(step)
+        self._bar.set_postfix_str("  ".join(filter(None, (self._tail, self._evaluation))))
+
+    def _show(self, text: str) -> None:
+        if self._bar is None:
+            print(text, file=self._stream, flush=True)
+        else:
+            self._bar.write(text, file=self._stream)
+
+    def _write_log(self, text: str) -> None:
+        if self._log is None:
+            return
+        now = datetime.datetime.now().isoformat(sep=" ", timespec="seconds")
+        try:
+            self._log.write("".join(f"{now}  {line}\n" for line in text.splitlines()))
+            self._log.flush()
+        except OSError as error:
+            log, self._log = self._log, None
+            with contextlib.suppress(OSError):
+                log.close()
+            self._show(f"warning: log.txt cannot be written: {error.strerror}")
+
+
+def short(number: float | int) -> str:
+    """A number as people say it: 950, 41.2k, 3.1M."""
+    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.1f}{unit}"
+    return f"{number:.0f}"
+
+
+def clock(seconds: float | int) -> str:
+    """Seconds as 1:20 or 2:05:09."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

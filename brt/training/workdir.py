@@ -1,0 +1,218 @@
+"""The directory of a run: its layout, its lock, and where the run came from."""
+
+import contextlib
+import dataclasses
+import datetime
+import errno
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+
+import brt
+from brt.config import Config
+from brt.config_io import config_from_json
+from brt.errors import ConfigError
+
+_LIBRARIES = ("brt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Workdir:
+    """Paths of a run; nothing is created here."""
+
+    path: Path
+
+    @property
+    def config_gin(self) -> Path:
+        return self.path / "config.gin"
+
+    @property
+    def config_json(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def provenance(self) -> Path:
+        return self.path / "provenance.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / "evaluations"
+
+    @property
+    def plots(self) -> Path:
+        return self.path / "plots"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.txt"
+
+
+def create(path: Path) -> Workdir:
+    """Makes the directories of a run, new or resumed; ConfigError if that cannot be."""
+    workdir = Workdir(path)
+    try:
+        for directory in (
+            workdir.checkpoints,
+            workdir.tensorboard,
+            workdir.samples,
+            workdir.evaluations,
+            workdir.plots,
+        ):
+            directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(_cannot_write(path, error)) from error
+    return workdir
+
+
+def saved_config(path: Path | str) -> Config | None:
+    """The config of the run in a workdir, None where there is none."""
+    file = Workdir(Path(path)).config_json
+    try:
+        return config_from_json(json.loads(file.read_text()))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        raise ConfigError(f"{file} is no config that brt wrote: {error}") from error
+
+
+@contextlib.contextmanager
+def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
+    """Holds the workdir for one trainer; the system lets go of it however the process ends.
+
+    Raises:
+      ConfigError: another trainer holds it, or the directory is not writable.
+    """
+    path = workdir.path / ".lock"
+    try:
+        file = path.open("a+")
+    except OSError as error:
+        raise ConfigError(_cannot_write(workdir.path, error)) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{workdir.path} is in use by another trainer ({_holder(file) or 'starting'}); "
+                f"wait for it, stop it, or choose another --workdir"
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise
+            warn(f"{path} cannot be locked on this file system; do not start a second trainer here")
+        if holder := _holder(file):
+            warn(_takeover(holder))
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, started {_now()}")
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)
+
+
+def provenance() -> dict[str, Any]:
+    """What runs where, as JSON: versions, machine, devices, command, commit, time."""
+    return {
+        "command": sys.argv,
+        "started": _now(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _LIBRARIES},
+        "git": _git(Path(brt.__file__).parent.parent),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "devices": [
+            f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()
+        ],
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes a JSON file that is never seen half written."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file that is never seen half written; ConfigError if it cannot be."""
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(_cannot_write(path, error)) from error
+
+
+def _holder(file: TextIO) -> str:
+    file.seek(0)
+    return file.read().strip()
+
+
+def _takeover(holder: str) -> str:
+    message = f"taking over from a trainer that ended without goodbye ({holder})"
+    if f" on {socket.gethostname()}, " not in holder:
+        message += "; it ran on another host, so make sure that it is gone"
+    return message
+
+
+def _cannot_write(path: Path, error: OSError) -> str:
+    return f"cannot write to {path}: {error.strerror}; choose another --workdir or make room there"
+
+
+def _now() -> str:
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(checkout: Path) -> dict[str, Any] | None:
+    """Commit of the checkout that brt runs from; None where it is installed or git is missing."""
+    if not (checkout / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(checkout), *arguments],
+            capture_output=True, text=True, check=True, timeout=10,
+        ).stdout.strip()  # fmt: skip
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,64 @@
+"""The package: pure Python, with the .gin files and the embedded books inside.
+
+Every dependency has a lower bound (the oldest that the tests ran with) and an upper one
+(the next release that may break), so that an install of today still works in a year.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "brt/__init__.py").read_text())[1]
+README = ROOT / "README.md"
+
+INSTALL = [
+    "jax>=0.10.2,<0.13",  # arrays, compilation, gradients
+    "flax>=0.12.8,<0.13",  # Linen modules own the parameters
+    "optax>=0.2.8,<0.3",  # Adafactor, AdamW, schedules
+    "orbax-checkpoint>=0.12,<0.13",  # asynchronous, atomic checkpoints
+    "grain>=0.2.18,<0.3",  # prefetching with a state that can be saved
+    "tensorflow-datasets>=4.9.10,<5",  # PG-19 and others by name; needs no TensorFlow
+    "array_record>=0.8,<1",  # the files that tensorflow-datasets reads without TensorFlow
+    "sentencepiece>=0.2.3,<0.3",  # subword tokenizers; older ones crash on crafted models
+    "gin-config>=0.5,<0.6",  # the grammar of the .gin files
+    "clu>=0.0.12,<0.1",  # parameter overview, metrics, profiler hooks
+    "tensorboardX>=2.6,<3",  # event files without TensorFlow
+    "tqdm>=4.66,<5",  # progress bars
+    "matplotlib>=3.9,<4",  # plots/
+    "jaxtyping>=0.3,<0.4",  # shapes in signatures
+    "numpy>=2,<3",  # arrays on the host
+]
+
+EXTRAS = {
+    "zstd": ["zstandard>=0.23,<1"],  # documents in .zst
+    "test": [
+        "pytest>=8.3,<10",
+        "pytest-xdist>=3.6,<4",  # several processes
+        "beartype>=0.21,<1",  # checks the annotations, shapes included, while tests run
+        "ruff>=0.12,<1",  # make lint
+        "setuptools>=77,<90",  # tests build the wheel without asking the network
+        "zstandard>=0.23,<1",  # tests read .zst
+    ],
+}
+
+setup(
+    name="brt",
+    version=VERSION,
+    description="Train, evaluate and sample language models on long documents, in JAX and Flax",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    install_requires=INSTALL,
+    extras_require=EXTRAS,
+    # configs/ stands beside brt/ in the tree, and inside it once installed.
+    packages=[*find_packages(include=["brt", "brt.*"]), "brt.configs"],
+    package_dir={"brt.configs": "configs"},
+    package_data={
+        "brt.configs": ["**/*.gin"],
+        "brt.data": ["corpora/**/*.*"],
+    },
+    zip_safe=False,
+)

@@ -1,0 +1,288 @@
+import json
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from brt.data import lanes, token_store, tokenizers
+from brt.data.documents import Document
+from brt.data.lanes import LaneReader
+from brt.errors import ConfigError
+
+WINDOW = 4
+LENGTHS = {
+    "mixed": [1, 4, 5, 23, 8, 3, 40, 2, 16, 1],
+    "one token": [1],
+    "one document": [37],
+    "fewer documents than lanes": [9, 30],
+    "one-token documents": [1] * 9,
+    "exactly a window": [4] * 6,
+}
+
+
+def make(directory, lengths):
+    """A store whose tokens tell document and place: no two are equal."""
+
+    class Numbers(tokenizers.ByteTokenizer):
+        vocab_size = 10_000
+        bos_id = 9_999
+
+        def encode(self, text):
+            document, length = map(int, text.split())
+            return np.arange(length, dtype=np.int32) + 100 * document + 1
+
+    found = [Document(f"{i}", iter([f"{i} {length}"])) for i, length in enumerate(lengths)]
+    return token_store.write(directory, found, Numbers())
+
+
+@pytest.fixture(params=LENGTHS)
+def store(request, tmp_path):
+    return make(tmp_path / "s", LENGTHS[request.param])
+
+
+def reader(store, **settings):
+    settings = {"batch_size": 3, "segment_length": 8, "window": WINDOW, "seed": 5, **settings}
+    return LaneReader(store=store, **settings)
+
+
+def equal(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def epoch_targets(read, epoch):
+    steps = range(epoch * read.segments_per_epoch, (epoch + 1) * read.segments_per_epoch)
+    return np.concatenate([read[step].targets[read[step].scored] for step in steps])
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("segment_length", [4, 12])
+def test_every_token_is_scored_once_per_epoch(store, batch_size, segment_length):
+    read = reader(store, batch_size=batch_size, segment_length=segment_length)
+    for epoch in (0, 1, 7):
+        assert sorted(epoch_targets(read, epoch)) == sorted(store.tokens.tolist())
+
+
+def test_shapes_and_padding(store):
+    for step in range(20):
+        batch = reader(store)[step]
+        assert batch.inputs.shape == batch.targets.shape == batch.scored.shape == (3, 8)
+        assert batch.document_start.shape == (3, 2)
+        assert batch.inputs.dtype == batch.targets.dtype == np.int32
+        assert batch.scored.dtype == batch.document_start.dtype == bool
+        assert (batch.targets[~batch.scored] == 0).all()
+        assert (batch.inputs[~batch.scored] == store.bos_id).all()
+        blocks = batch.scored.reshape(3, 2, WINDOW)
+        assert batch.document_start[~blocks.any(-1)].all()
+        # A block's padding is at its end.
+        assert (np.diff(blocks.astype(int), axis=-1) <= 0).all()
+
+
+def test_an_input_is_the_token_before_its_target(store):
+    """BOS before a document's first token, also where a lane begins in a document."""
+    firsts = set(store.tokens[store.offsets[:-1]].tolist())
+    for step in range(20):
+        batch = reader(store)[step]
+        for x, y in zip(batch.inputs[batch.scored], batch.targets[batch.scored], strict=True):
+            assert x == (store.bos_id if y in firsts else y - 1)
+
+
+def test_blocks_follow_each_other_within_a_lane(store):
+    """Where no document starts, a block goes on where the lane's last one ended."""
+    read = reader(store)
+    last = np.full(3, -1)
+    for step in range(3 * read.segments_per_epoch):
+        batch = read[step]
+        if step % read.segments_per_epoch == 0:
+            assert batch.document_start[:, 0].all()
+        for lane in range(3):
+            for n in range(2):
+                block = batch.targets[lane, n * WINDOW : (n + 1) * WINDOW]
+                if not batch.document_start[lane, n]:
+                    assert block[0] == last[lane] + 1
+                last[lane] = block[-1]
+
+
+def test_a_document_starts_without_a_past(store):
+    firsts = set(store.tokens[store.offsets[:-1]].tolist())
+    for step in range(20):
+        batch = reader(store)[step]
+        for block, start in zip(
+            batch.targets.reshape(-1, WINDOW), batch.document_start.ravel(), strict=True
+        ):
+            assert start or block[0] not in firsts
+
+
+def test_the_order_depends_on_seed_and_epoch_only(tmp_path):
+    store = make(tmp_path / "s", [1] * 30)
+    order = epoch_targets(reader(store, batch_size=1), 0).tolist()
+    assert epoch_targets(reader(store, batch_size=1, segment_length=16), 0).tolist() == order
+    assert epoch_targets(reader(store, batch_size=1), 1).tolist() != order
+    assert epoch_targets(reader(store, batch_size=1, seed=-6), 0).tolist() != order
+    straight = reader(store, batch_size=1, shuffle=False)
+    assert epoch_targets(straight, 0).tolist() == store.tokens.tolist()
+    assert epoch_targets(straight, 3).tolist() == store.tokens.tolist()
+    # Pinned: a data position saved today must mean the same tomorrow.
+    assert [(token - 1) // 100 for token in order[:8]] == [29, 7, 8, 4, 19, 23, 26, 11]
+
+
+@pytest.mark.parametrize("rows", [range(0, 1), range(1, 3), range(2, 3), range(0)])
+def test_some_lanes_are_rows_of_all(store, rows):
+    for step in range(12):
+        part, whole = reader(store, lanes=rows)[step], reader(store)[step]
+        assert equal(part, [array[rows.start : rows.stop] for array in whole])
+
+
+def test_epochs_are_counted(store):
+    read = reader(store)
+    assert read.epoch(0) == 0
+    assert read.epoch(3 * read.segments_per_epoch) == 3
+
+
+def test_far_steps_cost_nothing_more(store):
+    far = 10**12 // reader(store).segments_per_epoch * reader(store).segments_per_epoch
+    assert reader(store)[far].document_start[:, 0].all()
+
+
+def test_a_segment_of_broken_blocks_is_refused(store):
+    with pytest.raises(ConfigError, match="segment length 10 must be a multiple of the window 4"):
+        reader(store, segment_length=10)
+    with pytest.raises(ConfigError, match="segment length 6 must be a multiple"):
+        next(lanes.evaluation_batches(store, batch_size=1, segment_length=6, window=WINDOW))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("mixed") / "s", LENGTHS["mixed"])
+
+
+def test_iterating_equals_random_access_and_restores_everywhere(mixed):
+    read = reader(mixed)
+    steps = 3 * read.segments_per_epoch
+    batches, states = [], []
+    iterator = lanes.iterate(read)
+    for _ in range(steps):
+        states.append(json.loads(json.dumps(iterator.get_state())))
+        batches.append(next(iterator))
+    iterator.close()
+    assert all(equal(batch, read[step]) for step, batch in enumerate(batches))
+    again = lanes.iterate(read)
+    for step, state in enumerate(states):
+        assert state["step"] == step
+        again.set_state(state)
+        for expected in batches[step:]:
+            assert equal(next(again), expected)
+        assert again.get_state()["step"] == steps
+    again.close()
+
+
+def test_iterating_from_a_step(mixed):
+    iterator = lanes.iterate(reader(mixed), start_step=5)
+    assert iterator.get_state()["step"] == 5
+    assert equal(next(iterator), reader(mixed)[5])
+    iterator.close()
+
+
+def test_a_state_of_another_reader_is_refused(mixed, tmp_path):
+    state = lanes.iterate(reader(mixed)).get_state()
+    other = make(tmp_path / "s", [5, 6])
+    for read, message in (
+        (reader(mixed, batch_size=2), "batch_size was 3 and is 2"),
+        (reader(mixed, seed=1), "seed was 5 and is 1"),
+        (reader(mixed, segment_length=4), "segment_length was 8 and is 4"),
+        (reader(mixed, window=8), "window was 4 and is 8"),
+        (reader(mixed, shuffle=False), "shuffle was True and is False"),
+        (reader(other), "store was [0-9a-f]{64} and is [0-9a-f]{64}"),
+    ):
+        iterator = lanes.iterate(read)
+        with pytest.raises(ConfigError, match=f"data position cannot be restored: {message}; "):
+            iterator.set_state(state)
+        iterator.close()
+    iterator = lanes.iterate(reader(mixed, lanes=range(1)))  # another host's rows
+    iterator.set_state({**state, "step": 3})
+    assert iterator.get_state()["step"] == 3
+    iterator.close()
+
+
+def test_errors_reach_the_consumer_and_the_thread_ends(mixed, monkeypatch):
+    before = set(threading.enumerate())
+    read = reader(mixed)
+    whole = LaneReader.__getitem__
+
+    def broken(self, step):
+        if step == 4:
+            raise OSError("the disk is gone")
+        return whole(self, step)
+
+    monkeypatch.setattr(LaneReader, "__getitem__", broken)
+    iterator = lanes.iterate(read)
+    for _ in range(4):
+        next(iterator)
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(iterator)
+    iterator.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+
+
+def evaluated(store, **settings):
+    """{document: the (inputs, targets) of its scored positions}, and who read it."""
+    settings = {"batch_size": 3, "segment_length": 8, "window": WINDOW, **settings}
+    read, readers = {}, {}
+    for batch, documents in lanes.evaluation_batches(store, **settings):
+        assert documents.shape == batch.document_start.shape
+        assert documents.dtype == np.int32
+        assert batch.inputs.shape == (settings["batch_size"], settings["segment_length"])
+        for lane, n in np.ndindex(documents.shape):
+            block = slice(n * WINDOW, (n + 1) * WINDOW)
+            scored = batch.scored[lane, block]
+            d = int(documents[lane, n])
+            assert scored.any() == (d >= 0)
+            if d < 0:
+                assert batch.document_start[lane, n]
+                continue
+            assert batch.document_start[lane, n] == (d not in read)
+            pairs = np.stack([batch.inputs[lane, block], batch.targets[lane, block]])[:, scored]
+            read.setdefault(d, []).append(pairs)
+            readers.setdefault(d, set()).add(lane)
+    assert all(len(lanes) == 1 for lanes in readers.values())
+    return {d: np.concatenate(pairs, axis=1) for d, pairs in read.items()}
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 20])
+@pytest.mark.parametrize("segment_length", [4, 8, 40])
+def test_evaluation_reads_every_document_once_whole_in_one_lane(store, batch_size, segment_length):
+    found = evaluated(store, batch_size=batch_size, segment_length=segment_length)
+    assert sorted(found) == [*range(len(store))]
+    for d, (inputs, targets) in found.items():
+        document = store.document(d).tolist()
+        assert targets.tolist() == document
+        assert inputs.tolist() == [store.bos_id, *document[:-1]]
+
+
+@pytest.mark.parametrize("limit", [1, 4, 6, 1000])
+def test_evaluation_reads_the_first_tokens_of_each(store, limit):
+    found = evaluated(store, tokens_per_document=limit)
+    assert sorted(found) == [*range(len(store))]
+    for d, (_, targets) in found.items():
+        assert targets.tolist() == store.document(d)[:limit].tolist()
+
+
+def test_evaluation_blocks_do_not_depend_on_the_segment_length(mixed):
+    def rows(segment_length):
+        found = lanes.evaluation_batches(
+            mixed, batch_size=3, segment_length=segment_length, window=WINDOW
+        )
+        batches = [(*batch, documents) for batch, documents in found]
+        return [np.concatenate(arrays, axis=1) for arrays in zip(*batches, strict=True)]
+
+    for short, long in zip(rows(4), rows(64), strict=True):
+        assert np.array_equal(short, long[:, : short.shape[1]])
+
+
+def test_evaluation_shares_the_work(tmp_path):
+    store = make(tmp_path / "s", [40, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4])
+    found = lanes.evaluation_batches(store, batch_size=2, segment_length=4, window=WINDOW)
+    steps = Counter(int((documents >= 0).sum()) for _, documents in found)
+    assert steps == {2: 10}

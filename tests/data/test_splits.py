@@ -1,0 +1,37 @@
+from collections import Counter
+
+import pytest
+
+from brt.data import splits
+from brt.errors import ConfigError
+
+BOTH = {"validation": 0.05, "test": 0.05}
+NAMES = [f"books/{i}.txt" for i in range(100)]
+
+
+def test_fractions_are_kept():
+    assert Counter(splits.assign(NAMES, BOTH)) == {"train": 90, "validation": 5, "test": 5}
+    assert Counter(splits.assign(NAMES, {"test": 0.3})) == {"train": 70, "test": 30}
+
+
+@pytest.mark.parametrize("count", range(3, 12))
+def test_every_split_gets_a_document(count):
+    for fractions in (BOTH, {"validation": 0.9, "test": 0.9}):
+        assert set(splits.assign(NAMES[:count], fractions)) == {"train", "validation", "test"}
+
+
+def test_the_file_name_decides_not_the_place():
+    found = dict(zip(NAMES, splits.assign(NAMES, BOTH), strict=True))
+    moved = [name.replace("books", "/elsewhere") for name in reversed(NAMES)]
+    for name, split in zip(moved, splits.assign(moved, BOTH), strict=True):
+        assert found[name.replace("/elsewhere", "books")] == split
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_too_few_documents_are_refused(count):
+    message = (
+        rf"{count} document\(s\) cannot be shared by train and validation and test; name files "
+        "with Data.validation and Data.test, or set Data.validation_fraction and .* to 0"
+    )
+    with pytest.raises(ConfigError, match=message):
+        splits.assign(NAMES[:count], BOTH)

@@ -1,0 +1,121 @@
+import json
+import re
+
+import numpy as np
+import pytest
+
+from brt.data import token_store, tokenizers
+from brt.data.documents import Document
+from brt.data.token_store import TokenStore
+from brt.errors import DataError
+
+TEXTS = ["One  two\nthree", "é 日本", "x", " word" * 1000]
+BYTES = tokenizers.load("bytes")
+
+
+def write(directory, texts=TEXTS, size=10**9):
+    found = (
+        Document(f"text {i}", iter([text[j : j + size] for j in range(0, len(text), size)]))
+        for i, text in enumerate(texts)
+    )
+    return token_store.write(directory, found, BYTES)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+def test_a_store_holds_the_documents_and_their_counts(tmp_path, size):
+    store = write(tmp_path / "s", size=size)
+    assert [bytes(store.document(i)).decode() for i in range(len(store))] == TEXTS
+    assert store.bytes.tolist() == [len(text.encode()) for text in TEXTS]
+    assert store.characters.tolist() == [len(text) for text in TEXTS]
+    assert store.words.tolist() == [len(text.split()) for text in TEXTS]
+    assert store.lengths.tolist() == store.bytes.tolist()
+    assert store.names == tuple(f"text {i}" for i in range(4))
+    assert (store.vocab_size, store.bos_id, store.manifest["tokens"]) == (256, 0, store.tokens.size)
+    store.verify()
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(256, "u1"), (257, "<u2"), (65536, "<u2"), (65537, "<u4")]
+)
+def test_ids_take_as_few_bytes_as_the_vocabulary_needs(tmp_path, vocab_size, dtype):
+    class Tokenizer(tokenizers.ByteTokenizer):
+        def encode(self, text):
+            return np.array([0, self.vocab_size - 1], np.int32)
+
+    tokenizer = Tokenizer()
+    tokenizer.vocab_size = vocab_size
+    store = token_store.write(tmp_path / "s", [Document("a", iter(["text"]))], tokenizer)
+    assert store.tokens.dtype == np.dtype(dtype)
+    assert store.tokens.tolist() == [0, vocab_size - 1]
+
+
+def test_the_same_documents_make_the_same_store(tmp_path):
+    first, second = write(tmp_path / "a"), write(tmp_path / "b", size=2)
+    assert first.manifest == second.manifest
+    assert write(tmp_path / "c", TEXTS[:3]).fingerprint != first.fingerprint
+    # The same tokens, other documents.
+    assert write(tmp_path / "d", [*TEXTS[:2], "x" + TEXTS[3]]).fingerprint != first.fingerprint
+
+
+def test_progress_is_told_every_byte(tmp_path):
+    sizes = []
+    found = [Document("a", iter(TEXTS))]
+    token_store.write(tmp_path / "s", found, BYTES, progress=sizes.append)
+    assert sizes == [len(text.encode()) for text in TEXTS]
+
+
+def test_a_failure_leaves_nothing(tmp_path):
+    def chunks():
+        yield "text"
+        raise DataError("bad file")
+
+    with pytest.raises(DataError, match="bad file"):
+        token_store.write(tmp_path / "s", [Document("a", chunks())], BYTES)
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(DataError, match="there is no document for s"):
+        token_store.write(tmp_path / "s", [], BYTES)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_directory_in_use_is_refused(tmp_path):
+    write(tmp_path / "s")
+    with pytest.raises(DataError, match="s is not empty; name another directory"):
+        write(tmp_path / "s")
+
+
+def test_a_store_that_is_not_whole_is_refused(tmp_path):
+    write(tmp_path / "s")
+    manifest = tmp_path / "s" / "manifest.json"
+    good = manifest.read_text()
+
+    def refused(message):
+        with pytest.raises(DataError, match=message):
+            TokenStore.open(tmp_path / "s")
+
+    manifest.write_text(json.dumps({**json.loads(good), "format": 99}))
+    refused(r"manifest\.json has format 99, this brt reads 1; prepare .*s again")
+    manifest.write_text("[1]")
+    refused("has format None")
+    manifest.write_text(good[:50])
+    refused(r"manifest\.json is damaged")
+    manifest.unlink()
+    refused(r"s holds no finished preparation \(manifest.json is missing\)")
+    manifest.write_text(good)
+    tokens = (tmp_path / "s" / "tokens.bin").read_bytes()
+    (tmp_path / "s" / "tokens.bin").write_bytes(tokens[:-1])
+    refused(r"s is damaged \(tokens\.bin has another size than its manifest says\)")
+    (tmp_path / "s" / "tokens.bin").write_bytes(tokens)
+    (tmp_path / "s" / "documents.npz").write_bytes(b"PK broken")
+    refused("s is damaged .*; delete it and prepare it again")
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.npz"])
+def test_a_flipped_bit_is_found(tmp_path, name):
+    write(tmp_path / "s").verify()
+    path = tmp_path / "s" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 4] ^= 1
+    store = TokenStore.open(tmp_path / "s") if name == "tokens.bin" else None
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"{re.escape(name)} is damaged|s is damaged"):
+        (store or TokenStore.open(tmp_path / "s")).verify()

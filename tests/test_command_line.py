@@ -1,0 +1,336 @@
+"""Whatever a .gin file or a flag says is understood or refused in one sentence with its place."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from brt import command_line
+from brt.bindings import Resolved
+from brt.config import Config, Training
+from brt.config_io import configs_directory
+from brt.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(**texts: str) -> None:
+    for name, text in texts.items():
+        Path(f"{name}.gin").write_text(text, encoding="utf-8")
+
+
+def resolve(*flags: str, base: Config | None = None) -> Resolved:
+    parser = command_line.parser("A command.")
+    command_line.add_config_flags(parser)
+    return command_line.resolve(parser.parse_args(flags), base)
+
+
+def refusal(*flags: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(*flags)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_bindings_blocks_macros_comments_and_continued_lines() -> None:
+    write(
+        a="# sizes\nWIDTH = 64  # shared\nModel.model_dim = %WIDTH\nModel.recurrent_layers = [\n"
+        "    0,  # the first\n    -1,\n]\nModel:\n  heads = 2\n  head_dim = 32\n"
+        "Data.train = 'books/' '*.txt'\n"
+    )
+    resolved = resolve("--gin_file=a.gin")
+    model = resolved.config.model
+    assert (model.model_dim, model.heads, model.head_dim) == (64, 2, 32)
+    assert model.recurrent_layers == (0, -1)
+    assert resolved.config.data.train == ("books/*.txt",)
+    assert resolved.origins["Model.model_dim"] == "a.gin:3"
+    assert resolved.origins["Model.head_dim"] == "a.gin:10"
+    assert resolved.origins["Model.layers"] == "default"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--gin_bindings=Training.steps = 7"],
+        ["--gin_bindings", "Training.steps=7\nTraining.seed = 3"],
+        ["--gin_param=Training.steps = 7"],
+        ["--gin.Training.steps=7"],
+        ["--gin_bindings=STEPS = 7", "--gin_bindings=Training.steps = %STEPS"],
+    ],
+)
+def test_the_command_line_beats_files(flags: list[str]) -> None:
+    write(a="Training.steps = 5")
+    for order in (["--gin_file=a.gin", *flags], [*flags, "--gin_file=a.gin"]):
+        resolved = resolve(*order)
+        assert resolved.config.training.steps == 7
+        assert resolved.origins["Training.steps"] == "--gin_bindings"
+
+
+def test_a_file_beats_what_it_includes_wherever_the_include_stands() -> None:
+    write(
+        base="Training.steps = 1\nTraining.seed = 1", middle="include 'base.gin'\nTraining.seed = 2"
+    )
+    for text in (
+        "include 'middle.gin'\nTraining.steps = 3",
+        "Training.steps = 3\ninclude 'middle.gin'",
+    ):
+        write(top=text)
+        training = resolve("--gin_file=top.gin").config.training
+        assert (training.steps, training.seed) == (3, 2)
+
+
+def test_an_override_beats_the_base_that_a_neighbour_includes_too() -> None:
+    write(
+        base="Training.steps = 1",
+        small="include 'base.gin'\nTraining.steps = 2",
+        wide="include 'base.gin'\nModel.heads = 4",
+    )
+    for files in (["small", "wide"], ["wide", "small"]):
+        resolved = resolve(*(f"--gin_file={name}.gin" for name in files))
+        assert resolved.config.training.steps == 2
+        assert resolved.origins["Training.steps"] == "small.gin:2"
+
+
+def test_a_macro_can_be_set_from_above() -> None:
+    write(base="W = 64\nModel.window = %W\nModel.states = %W")
+    resolved = resolve("--gin_file=base.gin", "--gin.W=128")
+    assert (resolved.config.model.window, resolved.config.model.states) == (128, 128)
+    assert resolved.origins["Model.window"] == "base.gin:2"
+
+
+def test_includes_are_found_beside_the_file_here_and_in_the_package(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    write(here="Training.seed = 1")
+    Path("deep/near.gin").write_text("Checkpoint.keep = 7")
+    Path("deep/top.gin").write_text(
+        "include 'near.gin'\ninclude 'here.gin'\ninclude 'configs/base/paper.gin'"
+    )
+    config = resolve("--gin_file=deep/top.gin").config
+    assert (config.checkpoint.keep, config.training.seed, config.training.steps) == (7, 1, 500_000)
+    assert resolve("--gin_file=base/paper.gin").config.training.steps == 500_000
+
+
+def test_every_file_that_comes_with_brt_is_understood() -> None:
+    for file in configs_directory().rglob("*.gin"):
+        resolve(f"--gin_file={file}")
+
+
+def test_a_saved_config_is_what_flags_change() -> None:
+    saved = Config(training=Training(steps=7, seed=3))
+    resolved = resolve("--gin.Training.steps=9", base=saved)
+    assert resolved.config == Config(training=Training(steps=9, seed=3))
+    assert resolved.origins["Training.steps"] == "--gin_bindings"
+    assert resolved.origins["Training.seed"] == "saved"
+
+
+def test_print_config_prints_gin_with_origins_and_exits(capsys: pytest.CaptureFixture) -> None:
+    write(a="Training.steps = 7")
+    with pytest.raises(SystemExit) as stop:
+        resolve("--gin_file=a.gin", "--gin.Training.seed=3", "--print_config")
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    lines = {line.split(" ")[0]: line for line in text.splitlines() if line}
+    assert "# a.gin:1" in lines["Training.steps"]
+    assert "# --gin_bindings" in lines["Training.seed"]
+    assert "# default" in lines["Model.gate"]
+    write(printed=text)
+    assert resolve("--gin_file=printed.gin").config == Config(training=Training(steps=7, seed=3))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\nModle.layers = 2", "a.gin:2: no section 'Modle'; did you mean 'Model.layers'?"),
+        ("Model.layer = 2", "a.gin:1: no field 'Model.layer'; did you mean 'Model.layers'?"),
+        ("brt.config.Model.layers = 2", "a.gin:1: no section 'brt'; did you mean 'Model.layers'?"),
+        ("Model:\n  layer = 2", "a.gin:2: no field 'Model.layer'; did you mean 'Model.layers'?"),
+        (
+            "learning_rate = 2",
+            "a.gin:1: 'learning_rate' is neither Section.field nor a MACRO in upper case; "
+            "did you mean 'Optimizer.learning_rate'?",
+        ),
+        ("Training.steps = '7'", "a.gin:1: Training.steps = '7' must be an int"),
+        ("STEPS = 'x'\nTraining.steps = %STEPS", "a.gin:2: Training.steps = 'x' must be an int"),
+        (
+            "STEPS = 7\nSTEPPS = 8\nTraining.steps = %STEPS",
+            "a.gin:2: macro STEPPS is never used; did you mean 'STEPS'?",
+        ),
+        (
+            "STEPS = 7\nTraining.seed = %STEPS\nTraining.steps = %STEPPS",
+            "a.gin:3: Training.steps uses %STEPPS, which is not defined; did you mean 'STEPS'?",
+        ),
+        ("A = %B\nB = %A\nTraining.steps = %A", "macro A is defined by itself"),
+        ("Training.steps = (1, %B)", "a.gin:1: Training.steps uses %B, which is not defined"),
+        (
+            "Training.steps = 7\n\nTraining.steps = 8",
+            "a.gin:3: Training.steps is bound twice, to 7 by a.gin:1 and to 8 here; keep one",
+        ),
+        ("import os", "a.gin:1: 'import os' is refused; gin files are data here"),
+        (
+            "from __gin__ import dynamic_registration",
+            "a.gin:1: 'from __gin__ import dynamic_registration' is refused",
+        ),
+        ("Training.steps = @os.getpid()", "a.gin:1: @os.getpid() is refused; gin files are data"),
+        ("Data.train = ('a', @b)", "a.gin:1: @b is refused; gin files are data here"),
+        ("train/Model.layers = 2", "a.gin:1: train/Model.layers has a scope; bind Model.layers"),
+        ("STEPS/macro.value = 2", "a.gin:1: STEPS/macro.value has a scope"),
+        (
+            "\nModel.gate = lstm",
+            "a.gin:2: cannot read 'Model.gate = lstm': lstm is no value; text needs quotes "
+            "('lstm'), booleans are True, False",
+        ),
+        ("Model.layers 2", "a.gin:1: cannot read 'Model.layers 2': Couldn't parse statement"),
+        ("Model.layers = 2 3", "a.gin:1: cannot read 'Model.layers = 2 3': Expected newline"),
+        ("Model.layers = (2,\n", "a.gin: cannot read it: "),
+        ("Model.layers = {[1]: 2}", "a.gin: cannot read it: unhashable"),
+        ("include 'b.gin'", "a.gin:1: include 'b.gin': no such file"),
+        (
+            "include 'base/papre.gin'",
+            "include 'base/papre.gin': no such file; did you mean 'configs",
+        ),
+        ("include 'a.gin'", "a.gin: files include each other in a circle: a.gin includes a.gin"),
+        (
+            "Training.segment_length = 500\nModel.window = 64",
+            "set it to 448 (Training.segment_length set at a.gin:1, Model.window set at a.gin:2)",
+        ),
+        (
+            "\nModel.dropout = 1.5",
+            "Model.dropout = 1.5 must be in [0, 1) (Model.dropout set at a.gin:2)",
+        ),
+    ],
+)
+def test_a_file_is_refused_with_line_and_remedy(text: str, message: str) -> None:
+    write(a=text)
+    assert message in refusal("--gin_file=a.gin")
+
+
+@pytest.mark.parametrize("first, second", [("a", "b"), ("b", "a")])
+def test_files_that_do_not_include_each_other_must_agree(first: str, second: str) -> None:
+    write(a="Training.steps = 7", b="\nTraining.steps = 8", c="Training.steps = 7")
+    message = "Training.steps is bound twice"
+    assert message in refusal(f"--gin_file={first}.gin", f"--gin_file={second}.gin")
+    write(top=f"include '{first}.gin'\ninclude '{second}.gin'")
+    assert message in refusal("--gin_file=top.gin")
+    write(top=f"include '{first}.gin'\ninclude '{second}.gin'\nTraining.steps = 9")
+    assert resolve("--gin_file=top.gin").config.training.steps == 9
+    assert resolve("--gin_file=a.gin", "--gin_file=c.gin").config.training.steps == 7
+    assert resolve("--gin_file=a.gin", "--gin_file=./a.gin").config.training.steps == 7
+
+
+def test_a_longer_circle_names_its_files() -> None:
+    write(a="include 'b.gin'", b="include 'c.gin'", c="include 'b.gin'")
+    assert "b.gin includes c.gin includes b.gin" in refusal("--gin_file=a.gin")
+
+
+def test_a_binding_that_another_beats_is_checked_too() -> None:
+    write(base="Training.steps = 7.5", top="include 'base.gin'\nTraining.steps = 8")
+    assert "base.gin:1: Training.steps = 7.5 must be an int" in refusal("--gin_file=top.gin")
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    Path("a.gin").write_bytes(b"Training.steps = 7 # \xff")
+    assert "a.gin cannot be read: 'utf-8' codec" in refusal("--gin_file=a.gin")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--gin_file=nothing.gin"], "--gin_file=nothing.gin: no such file"),
+        (["--gin_file=configs/base/papper.gin"], "did you mean 'configs/base/paper.gin'?"),
+        (["--gin_bindings=Model.gate = lstm"], "--gin_bindings: cannot read 'Model.gate = lstm'"),
+        (["--gin.Model.gaet='lstm'"], "no field 'Model.gaet'; did you mean 'Model.gate'?"),
+        (["--gin.Training.steps=1", "--gin.Training.steps=2"], "Training.steps is bound twice"),
+        (["--gin.Training.batch_size=0"], "(Training.batch_size set by --gin_bindings)"),
+        (["--wrkdir=x"], "unknown flag --wrkdir; did you mean '--workdir'?"),
+        (["--gin_fil=x"], "unknown flag --gin_fil; did you mean '--gin_file'?"),
+        (["--gin_file"], "expected one argument (--help lists the flags)"),
+        (["a.gin"], "unexpected argument 'a.gin'; did you mean --gin_file=a.gin?"),
+    ],
+)
+def test_a_flag_is_refused_with_its_remedy(flags: list[str], message: str) -> None:
+    assert message in refusal(*flags)
+
+
+SCRIPT = """
+import errno, sys
+from brt import command_line, errors
+
+def command(args):
+    match args.do:
+        case "nothing": return None
+        case "interrupt": raise KeyboardInterrupt
+        case "full": raise OSError(errno.ENOSPC, "No space left on device", "/run/x")
+        case "bug": raise RuntimeError("a bug")
+        case "pipe": raise BrokenPipeError(errno.EPIPE, "a worker is gone")
+        case "print":
+            while True: print("line")
+        case name: raise getattr(errors, name)("because.")
+
+parser = command_line.parser("Test.")
+parser.add_argument("--do", default="nothing")
+command_line.main(command, parser)
+"""
+
+
+def run(*flags: str, after: str = "") -> subprocess.CompletedProcess:
+    Path("script.py").write_text(SCRIPT)
+    root = Path(command_line.__file__).resolve().parent.parent
+    shell = f'set -o pipefail; "$0" script.py "$@" {after}'
+    return subprocess.run(
+        ["bash", "-c", shell, sys.executable, *flags],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        ([], 0, ""),
+        (["--do=ConfigError"], 2, "brt: error: because.\n"),
+        (["--do=DataError"], 3, "brt: error: because.\n"),
+        (["--do=CheckpointError"], 4, "brt: error: because.\n"),
+        (["--do=NonFiniteError"], 5, "brt: error: because.\n"),
+        (["--do=Preempted"], 75, "brt: because.\n"),
+        (["--do=interrupt"], 75, "brt: interrupted\n"),
+        (["--od=x"], 2, "brt: error: unknown flag --od; did you mean '--do'? (--help lists"),
+        (["--do=full"], 4, "brt: error: the disk is full at /run/x; free some space"),
+    ],
+)
+def test_a_command_ends_with_one_sentence_and_its_code(
+    flags: list[str], code: int, message: str
+) -> None:
+    done = run(*flags)
+    assert done.returncode == code
+    assert done.stderr.startswith(message) and done.stderr.count("\n") == (1 if message else 0)
+
+
+@pytest.mark.parametrize(
+    "name, last", [("bug", "RuntimeError: a bug"), ("pipe", "BrokenPipeError")]
+)
+def test_a_bug_keeps_its_traceback(name: str, last: str) -> None:
+    done = run(f"--do={name}")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback") and last in done.stderr.splitlines()[-1]
+
+
+def test_a_closed_reader_ends_a_command_quietly() -> None:
+    done = run("--do=print", after="| head -n 2")
+    assert (done.returncode, done.stdout, done.stderr) == (141, "line\nline\n", "")
+
+
+def test_json_is_written_whole_and_takes_arrays() -> None:
+    command_line.write_json("figures.json", {"bits": np.float32(0.5), "each": np.arange(2)})
+    assert json.loads(Path("figures.json").read_text()) == {"bits": 0.5, "each": [0, 1]}
+    assert [path.name for path in Path().iterdir()] == ["figures.json"]
+    with pytest.raises(ConfigError, match="--json=none/x.json cannot be written: No such file"):
+        command_line.write_json("none/x.json", {})

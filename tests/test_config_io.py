@@ -1,0 +1,150 @@
+"""A config survives text and JSON; what a saved one must not hold is refused by name."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from brt import command_line
+from brt.config import Config, Data, Evaluation, Model, Optimizer, Training
+from brt.config_io import (
+    FIELDS,
+    annotated_text,
+    checked_value,
+    config_from_json,
+    config_json,
+    config_text,
+    configs_directory,
+    difference,
+    unknown_name,
+)
+from brt.errors import ConfigError
+
+UNUSUAL = Config(
+    model=Model(layers=4, recurrent_layers=(-3, 0), gate="lstm", remat=True, window=256),
+    data=Data(train=('it\'s "a" \\ file\n.txt', "b*.txt"), test=(), tokenizer="träin:4000"),
+    training=Training(steps=7, segment_length=512),
+    optimizer=Optimizer(learning_rate=4e-05, clip_norm=1e300, final_learning_rate=0.1),
+    evaluation=Evaluation(segment_length=1024),
+)
+
+
+@pytest.mark.parametrize("config", [Config(), UNUSUAL])
+def test_text_reads_back_as_the_same_config(config: Config, tmp_path: Any) -> None:
+    file = tmp_path / "saved.gin"
+    for text in (config_text(config), annotated_text(config, dict.fromkeys(FIELDS, "default"))):
+        file.write_text(text, encoding="utf-8")
+        parser = command_line.parser(None)
+        command_line.add_config_flags(parser)
+        resolved = command_line.resolve(parser.parse_args([f"--gin_file={file}"]))
+        assert resolved.config == config
+        assert set(resolved.origins) == set(FIELDS)
+
+
+@pytest.mark.parametrize("config", [Config(), UNUSUAL])
+def test_json_reads_back_as_the_same_config(config: Config) -> None:
+    saved = config_json(config)
+    assert json.loads(json.dumps(saved)) == saved
+    assert config_from_json(saved) == config
+
+
+def test_fields_that_json_lacks_take_their_defaults() -> None:
+    assert config_from_json({"Training": {"steps": 7}}) == Config(training=Training(steps=7))
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"Training": {"stepps": 7}}, "no field 'Training.stepps'; did you mean 'Training.steps'"),
+        ({"training": {"steps": 7}}, "no section 'training'; did you mean 'Training'"),
+        ({"Training": 7}, "the saved config has Training = 7, not its fields"),
+        ({"Training": {"steps": "7"}}, "Training.steps = '7' must be an int"),
+        ({"Model": {"window": 500}}, "must be a multiple of Model.window = 500"),
+    ],
+)
+def test_json_of_another_shape_is_refused(saved: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from_json(saved)
+
+
+def test_difference_names_what_changed_and_nothing_else() -> None:
+    new = dataclasses.replace(Config(), training=Training(steps=7, seed=3))
+    assert difference(Config(), Config()) == []
+    assert difference(Config(), new) == [("Training.steps", 100_000, 7), ("Training.seed", 0, 3)]
+
+
+def test_annotated_text_shows_value_origin_and_documentation() -> None:
+    text = annotated_text(UNUSUAL, dict.fromkeys(FIELDS, "a.gin:3"))
+    line = next(line for line in text.splitlines() if line.startswith("Model.window "))
+    value, _, comment = line.partition("#")
+    assert value.split() == ["Model.window", "=", "256"]
+    assert comment.startswith(" a.gin:3 | tokens a token attends to")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("Training.steps", 7, 7),
+        ("Optimizer.learning_rate", 1, 1.0),
+        ("Model.recurrent_layers", [-3], (-3,)),
+        ("Model.recurrent_layers", (), ()),
+        ("Data.train", "a.txt", ("a.txt",)),
+        ("Data.train", ["a.txt", "b.txt"], ("a.txt", "b.txt")),
+        ("Model.gate", "gru", "gru"),
+    ],
+)
+def test_values_take_the_type_of_their_field(name: str, value: Any, expected: Any) -> None:
+    checked = checked_value(name, value)
+    assert checked == expected and type(checked) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("Training.steps", True, "Training.steps = True must be an int"),
+        ("Training.steps", 3.0, "Training.steps = 3.0 must be an int; write 3"),
+        ("Training.steps", 3.5, "Training.steps = 3.5 must be an int"),
+        ("Training.steps", None, "Training.steps = None must be an int"),
+        ("Optimizer.b1", "0.9", "Optimizer.b1 = '0.9' must be a float; write 0.9 without quotes"),
+        ("Optimizer.b1", "fast", "Optimizer.b1 = 'fast' must be a float"),
+        ("Optimizer.b1", False, "Optimizer.b1 = False must be a float"),
+        ("Optimizer.b1", float("nan"), "Optimizer.b1 = nan must be finite"),
+        ("Optimizer.clip_norm", 10**400, "must be finite"),
+        ("Model.remat", 1, "Model.remat = 1 must be a bool; write True or False"),
+        ("Data.tokenizer", 4000, "Data.tokenizer = 4000 must be a str; write '4000' in quotes"),
+        ("Model.gate", "lstn", "must be one of 'fixed', 'lstm', 'gru'; did you mean 'lstm'?"),
+        ("Model.gate", 3, "Model.gate = 3 must be one of 'fixed', 'lstm', 'gru'"),
+        (
+            "Model.recurrent_layers",
+            9,
+            "Model.recurrent_layers = 9 must be a tuple of int; write (9,)",
+        ),
+        ("Model.recurrent_layers", (0, 1.5), "Model.recurrent_layers[1] = 1.5 must be an int"),
+        ("Model.recurrent_layers", "9", "Model.recurrent_layers = '9' must be a tuple of int"),
+        ("Data.train", (1,), "Data.train[0] = 1 must be a str; write '1' in quotes"),
+    ],
+)
+def test_values_of_another_type_are_refused(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        checked_value(name, value)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "phrase"),
+    [
+        ("Modle.layers", "no section 'Modle'; did you mean 'Model.layers'?"),
+        ("model.layers", "no section 'model'; did you mean 'Model.layers'?"),
+        ("Training.learning_rate", "did you mean 'Optimizer.learning_rate'?"),
+        ("Model.num_layers", "did you mean 'Model.layers'?"),
+        ("Checkpoint.zzz", "no field 'Checkpoint.zzz'; Checkpoint has every, keep, keep_every"),
+        ("Zzzzz", "no section 'Zzzzz'; there are Model, Data, Training"),
+    ],
+)
+def test_unknown_names_come_with_the_right_one(name: str, phrase: str) -> None:
+    assert phrase in unknown_name(name)
+
+
+def test_configs_are_found() -> None:
+    assert list(configs_directory().rglob("*.gin"))

@@ -1,0 +1,83 @@
+"""The order of imports, and other rules that a reader relies on, read from the source."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = {"train", "evaluate", "generate", "prepare", "inspect", "sweep", "plan"}
+LAYERS = (
+    {"errors", "types"},
+    {"config"},
+    {"config_io"},
+    {"bindings"},
+    {"ops", "data"},
+    {"layers"},
+    {"models"},
+    {"training", "evaluation", "generation", "interop"},
+    {"command_line"},
+    COMMANDS,
+)
+RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+FILES = sorted((ROOT / "brt").rglob("*.py"))
+MODULES = {
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for file in FILES
+}
+MAX_LINES = 400
+
+each_file = pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+
+
+def imports(source: str) -> set[str]:
+    """Every module that a source imports, at any depth; `from a import b` gives a.b if a module."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute"
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inside & MODULES or {node.module}
+    return found
+
+
+def part(module: str) -> str:
+    """`data` of brt.data.lanes; an empty string for brt itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+@each_file
+def test_imports_point_downwards(file: Path) -> None:
+    importer = part(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    if importer == "__init__":
+        assert not {name for name in imports(file.read_text()) if name.startswith("brt")}
+        return
+    assert importer in RANKS, f"{importer} has no place in LAYERS"
+    for module in imports(file.read_text()):
+        imported = part(module) if module.split(".")[0] == "brt" else ""
+        if not imported or imported == importer:
+            continue
+        assert imported in RANKS, f"{imported} has no place in LAYERS"
+        assert RANKS[imported] <= RANKS[importer], f"{importer} must not import {module}"
+        assert imported not in COMMANDS, f"{module} is a command, which nothing imports"
+
+
+@each_file
+def test_gin_stays_in_one_file_and_heavy_frameworks_stay_out(file: Path) -> None:
+    names = {module.split(".")[0] for module in imports(file.read_text())}
+    assert not names & {"tensorflow", "torch"}
+    assert "gin" not in names or file == ROOT / "brt/command_line.py"
+
+
+@each_file
+def test_files_are_short(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= MAX_LINES
+
+
+def test_imports_are_found_in_every_form() -> None:
+    source = (
+        "import os, brt.config\ndef f():\n  from brt import errors\n  from brt.types import Batch"
+    )
+    assert imports(source) == {"os", "brt.config", "brt.errors", "brt.types"}

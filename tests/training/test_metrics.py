@@ -1,0 +1,194 @@
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from brt.errors import CheckpointError
+from brt.training import workdir
+from brt.training.metrics import MetricsWriter, Throughput, read_metrics
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> workdir.Workdir:
+    return workdir.create(tmp_path)
+
+
+def fail(message: str) -> None:
+    raise AssertionError(message)
+
+
+def lines(run: workdir.Workdir) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+
+
+def write(run: workdir.Workdir, *steps: int, resume: int = 0) -> None:
+    writer = MetricsWriter(run, resume, fail)
+    for step in steps:
+        writer.write(step, {"train/loss": step / 2})
+    writer.close()
+
+
+def test_one_line_a_step_however_many_calls(run: workdir.Workdir) -> None:
+    writer = MetricsWriter(run, 0, fail)
+    writer.write(10, {"train/loss": np.float32(0.5), "data/epoch": 1})
+    writer.write(10, {"eval/test/bits_per_byte": 2.0, "train/loss": 7})
+    assert lines(run) == [
+        {"step": 10, "train/loss": 7, "data/epoch": 1, "eval/test/bits_per_byte": 2.0}
+    ], "and at once on disk"
+    writer.write(20, {"train/loss": 0.25})
+    assert [line["step"] for line in lines(run)] == [10, 20]
+    with pytest.raises(ValueError, match="step 10 is written after step 20"):
+        writer.write(10, {})
+    writer.close()
+    assert read_metrics(run.metrics) == lines(run)
+
+
+def test_a_restart_drops_what_was_lost_and_continues_the_last_line(run: workdir.Workdir) -> None:
+    write(run, 10, 20, 30, 40)
+    writer = MetricsWriter(run, 20, fail)
+    assert [line["step"] for line in lines(run)] == [10, 20]
+    writer.write(20, {"eval/test/bits_per_byte": 2.0})
+    writer.write(30, {"train/loss": 9})
+    writer.close()
+    assert lines(run) == [
+        {"step": 10, "train/loss": 5.0},
+        {"step": 20, "train/loss": 10.0, "eval/test/bits_per_byte": 2.0},
+        {"step": 30, "train/loss": 9},
+    ]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 30, "train/l', "\n", '{"step": 30', "\0\0\0", "7"])
+def test_a_torn_last_line_is_dropped(run: workdir.Workdir, torn: str) -> None:
+    write(run, 10, 20)
+    with run.metrics.open("a") as file:
+        file.write(torn)
+    assert [record["step"] for record in read_metrics(run.metrics)] == [10, 20]
+    write(run, 30, resume=20)
+    assert [line["step"] for line in lines(run)] == [10, 20, 30]
+
+
+def test_a_last_line_that_only_lacks_its_end_is_kept(run: workdir.Workdir) -> None:
+    write(run, 10)
+    run.metrics.write_bytes(run.metrics.read_bytes().rstrip(b"\n"))
+    write(run, 20, resume=10)
+    assert [line["step"] for line in lines(run)] == [10, 20]
+
+
+def test_what_is_not_finite_becomes_null(run: workdir.Workdir) -> None:
+    writer = MetricsWriter(run, 0, fail)
+    writer.write(1, {"a": math.nan, "b": math.inf, "c": 1.5})
+    writer.close()
+    assert lines(run) == [{"step": 1, "a": None, "b": None, "c": 1.5}]
+
+
+def test_a_run_without_metrics_has_none(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def events(run: workdir.Workdir) -> list[Event]:
+    """The events of all files, oldest file first; the length frames each of them."""
+    found = []
+    for path in sorted(run.tensorboard.iterdir(), key=lambda path: path.stat().st_mtime_ns):
+        content = path.read_bytes()
+        while content:
+            size = int.from_bytes(content[:8], "little")
+            found.append(Event.FromString(content[12 : 12 + size]))
+            content = content[16 + size :]
+    return found
+
+
+def test_tensorboard_gets_the_same_numbers_and_hides_lost_steps(run: workdir.Workdir) -> None:
+    write(run, 10, 20)
+    write(run, 20, 30, resume=10)
+    scalars = [
+        (event.step, value.tag, value.simple_value)
+        for event in events(run)
+        for value in event.summary.value
+    ]
+    assert scalars == [(step, "train/loss", step / 2) for step in (10, 20, 20, 30)]
+    starts = [event.step for event in events(run) if event.HasField("session_log")]
+    assert starts == [1, 11]
+    assert all(event.wall_time > 1e9 for event in events(run))
+
+
+def test_training_goes_on_without_tensorboard(run: workdir.Workdir) -> None:
+    run.tensorboard.rmdir()
+    run.tensorboard.touch()
+    warnings: list[str] = []
+    writer = MetricsWriter(run, 0, warnings.append)
+    for step in (1, 2):
+        writer.write(step, {"a": 1})
+    writer.close()
+    assert len(warnings) == 1
+    assert "TensorBoard is off" in warnings[0] and "metrics.jsonl goes on" in warnings[0]
+    assert len(lines(run)) == 2
+
+
+def test_tensorboard_may_fail_later_too(
+    run: workdir.Workdir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    writer = MetricsWriter(run, 0, warnings.append)
+
+    def full(data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer._tensorboard._writer, "write", full)
+    writer.write(1, {"a": 1})
+    writer.write(2, {"a": 1})
+    writer.close()
+    assert len(warnings) == 1 and "No space left on device" in warnings[0]
+    assert len(lines(run)) == 2
+
+
+def test_metrics_that_cannot_be_written_stop_the_run(run: workdir.Workdir) -> None:
+    run.metrics.mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"^cannot write .*metrics.jsonl: Is a directory; make room, then"
+    ):
+        MetricsWriter(run, 0, fail)
+    run.metrics.rmdir()
+    writer = MetricsWriter(run, 0, fail)
+    writer._file.close()
+    writer._file = open("/dev/full", "r+b", buffering=0)
+    with pytest.raises(CheckpointError, match=r"cannot write .*: No space left on device; make"):
+        writer.write(1, {"a": 1})
+    writer.close()
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_throughput_is_tokens_over_seconds_of_the_interval() -> None:
+    clock = Clock()
+    throughput = Throughput(clock)
+    for _ in range(4):
+        throughput.step(500)
+        clock.now += 0.25
+    assert throughput.rate() == (2000.0, 0.25)
+    for _ in range(2):
+        throughput.step(500)
+        clock.now += 1
+    assert throughput.rate() == (500.0, 1.0), "the interval before does not count"
+
+
+def test_pauses_do_not_count_except_for_the_time_left() -> None:
+    clock = Clock()
+    throughput = Throughput(clock)
+    throughput.step(1000)
+    clock.now += 2
+    with throughput.pause():
+        clock.now += 6
+    assert throughput.rate() == (500.0, 2.0)
+    assert throughput.seconds_left(10) == 80
+    throughput.step(1000)
+    clock.now += 1
+    assert throughput.rate() == (1000.0, 1.0), "the pause belongs to the first interval"

@@ -1,0 +1,92 @@
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from brt.training.preemption import QUIT_AT_ONCE, StopSignal
+
+# The main thread is deaf for a while, as in a compilation: sleep in C, retried after signals.
+WAIT = """
+import sys, time
+from brt.training.preemption import StopSignal
+with StopSignal() as stop:
+    print("ready", flush=True)
+    begin = time.monotonic()
+    while time.monotonic() - begin < float(sys.argv[1]):
+        time.sleep(float(sys.argv[1]))
+        if stop.requested:
+            break
+    print("saved after", stop.requested, flush=True)
+"""
+
+
+def start(seconds: float) -> subprocess.Popen:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAIT, str(seconds)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_asks_and_says_so_at_once(number: signal.Signals) -> None:
+    with start(0.5) as process:
+        process.send_signal(number)
+        assert process.stderr.readline() == "\n"
+        assert process.stderr.readline() == (
+            f"{number.name}: saving at the next step boundary (Ctrl-C quits at once)\n"
+        )
+        assert process.wait() == 0
+        assert process.stdout.read() == f"saved after {number.name}\n"
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_ctrl_c_after_it_quits_even_where_python_does_not_listen(first: signal.Signals) -> None:
+    with start(60) as process:
+        begin = time.monotonic()
+        process.send_signal(first)
+        process.stderr.readline(), process.stderr.readline()
+        process.send_signal(signal.SIGTERM)  # schedulers repeat themselves
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == QUIT_AT_ONCE
+        assert time.monotonic() - begin < 5
+        assert process.stdout.read() == ""
+        assert "SIGINT: quitting without saving" in process.stderr.read()
+
+
+def test_handlers_are_restored() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with StopSignal() as stop:
+        assert stop.requested is None
+        assert signal.getsignal(signal.SIGTERM) != before[0]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_the_message_goes_where_it_is_asked_to_go() -> None:
+    messages: list[str] = []
+    with StopSignal(messages.append) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        while not messages:
+            time.sleep(0.01)
+        assert stop.requested == "SIGTERM"
+    assert messages == ["SIGTERM: saving at the next step boundary (Ctrl-C quits at once)"]
+
+
+def test_other_threads_change_nothing() -> None:
+    seen = []
+
+    def run() -> None:
+        with StopSignal() as stop:
+            seen.append((stop.requested, signal.getsignal(signal.SIGTERM)))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [(None, signal.getsignal(signal.SIGTERM))]

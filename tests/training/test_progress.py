@@ -1,0 +1,87 @@
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from brt.training.progress import Progress, clock, short
+
+
+def figures(progress: Progress, step: int) -> None:
+    progress.report(step, bits_per_token=3.2149, tokens_per_second=41234.0, seconds_left=80.2)
+
+
+def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with Progress(900, log=tmp_path / "log.txt", stream=stream) as progress:
+        with progress.phase("compiling"):
+            assert stream.getvalue() == "compiling ...\n", "said before, not after"
+        for step in (99, 100):
+            progress.step(step)
+        figures(progress, 100)
+        progress.evaluation(100, "validation", 2.3456)
+    shown = stream.getvalue().splitlines()
+    assert re.fullmatch(r"compiling: \d+\.\d s", shown[1])
+    assert shown[2:] == [
+        "step 100/900  train 3.21 bits/token  41.2k tokens/s  ETA 1:20",
+        "step 100/900  validation 2.346 bits/byte",
+    ]
+    logged = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line[21:] for line in logged] == shown
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", line) for line in logged)
+
+
+def test_a_bar_on_a_terminal_with_lines_above_it(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with Progress(
+        900, initial_step=50, log=tmp_path / "log.txt", stream=stream, bar=True
+    ) as progress:
+        progress.step(99)
+        figures(progress, 100)
+        progress.evaluation(100, "validation", 2.3456)
+        progress.message("saved")
+    shown = stream.getvalue()
+    assert "50/900" in shown and "100/900" in shown
+    assert "train 3.21 bits/token  41.2k tokens/s  ETA 1:20  validation 2.346 bits/byte" in shown
+    assert "saved\n" in shown
+    log = (tmp_path / "log.txt").read_text()
+    assert "step 100/900  train 3.21" in log and log.endswith("  saved\n")
+
+
+def test_a_failed_phase_claims_no_time(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    progress = Progress(9, log=tmp_path / "log.txt", stream=stream)
+    with pytest.raises(KeyError), progress.phase("restoring"):
+        raise KeyError
+    progress.close()
+    assert stream.getvalue() == "restoring ...\n"
+
+
+def test_the_log_continues_after_a_restart(tmp_path: Path) -> None:
+    for text in ("one", "two\nthree"):
+        with Progress(9, log=tmp_path / "log.txt", stream=io.StringIO()) as progress:
+            progress.message(text)
+    assert [line[21:] for line in (tmp_path / "log.txt").read_text().splitlines()] == [
+        "one", "two", "three",
+    ]  # fmt: skip
+
+
+def test_a_log_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with Progress(9, log=tmp_path, stream=stream) as progress:
+        progress.message("on")
+    assert stream.getvalue() == f"warning: {tmp_path} cannot be written: Is a directory\non\n"
+    stream = io.StringIO()
+    with Progress(9, log=Path("/dev/full"), stream=stream) as progress:
+        progress.message("on")
+        progress.message("and on")
+    assert stream.getvalue() == (
+        "on\nwarning: log.txt cannot be written: No space left on device\nand on\n"
+    )
+
+
+def test_numbers_and_times_for_people() -> None:
+    assert [short(n) for n in (7.4, 950, 41234, 3.14e6, 2e9)] == [
+        "7", "950", "41.2k", "3.1M", "2.0G",
+    ]  # fmt: skip
+    assert [clock(s) for s in (0, 59.6, 80, 7509)] == ["0:00", "1:00", "1:20", "2:05:09"]

@@ -1,0 +1,177 @@
+"""Milliseconds per train step of XL, Slide and block-recurrent models, in one run.
+
+    python tools/benchmark/lm_step.py [--size=small|mid|all] [--rounds=40] [--json=FILE]
+
+Forward and backward of the language-model loss (no optimizer, no dropout), float32, the
+sizes at which the original code was measured (google-research/meliad on two shared CPU
+cores). The models take turns, so that whatever else the machine does hits them alike;
+the figure is each model's fastest round, with the median beside it.
+"""
+
+import argparse
+import json
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from brt.config import Config, Model, Training
+from brt.models.decoder import new_state
+from brt.training.state import initial_params, parameter_counts
+from brt.training.step import _loss
+from brt.types import Batch
+
+
+class Size(NamedTuple):
+    model: dict[str, int]
+    tokens: int
+    rounds: int
+    original: dict[str, float]  # milliseconds per step of the original code
+
+
+SIZES = {
+    "small": Size(
+        dict(model_dim=128, heads=4, head_dim=32, mlp_dim=512, window=64, states=64, vocab_size=256),
+        tokens=512,
+        rounds=40,
+        original={"XL": 25.9, "Slide": 31.5, "Rec:fixed:skip": 41.9},
+    ),
+    "mid": Size(
+        dict(
+            model_dim=256, heads=4, head_dim=64, mlp_dim=1024, window=256, states=256,
+            vocab_size=1024,
+        ),
+        tokens=2048,
+        rounds=8,
+        original={"XL": 390.0, "Slide": 438.0, "Rec:fixed:skip": 541.0},
+    ),
+}  # fmt: skip
+
+
+def models(size: Size, unroll: int) -> dict[str, tuple[Model, int, int]]:
+    """Name -> (model, lanes, segment length); all read `size.tokens` tokens a step."""
+
+    def model(layers: int, recurrent: tuple[int, ...] = ()) -> Model:
+        return Model(
+            layers=layers, recurrent_layers=recurrent, dtype="float32",
+            layer_unroll=unroll, block_unroll=unroll, **size.model,
+        )  # fmt: skip
+
+    window = size.model["window"]
+    return {
+        "XL": (model(4), size.tokens // window, window),
+        "Slide": (model(4), 1, size.tokens),
+        "Slide:+1": (model(5), 1, size.tokens),
+        "Rec:fixed:skip": (model(4, (2,)), 1, size.tokens),
+    }
+
+
+class Contestant:
+    """One compiled step and its times."""
+
+    def __init__(self, model: Model, lanes: int, segment: int) -> None:
+        config = Config(model=model, training=Training(batch_size=lanes, segment_length=segment))
+        self.params = jax.tree.map(jnp.asarray, _unboxed(initial_params(config)))
+        tokens = jax.random.randint(jax.random.key(1), (lanes, segment), 0, model.vocab_size)
+        batch = Batch(
+            inputs=tokens,
+            targets=jnp.roll(tokens, -1, axis=1),
+            scored=jnp.ones(tokens.shape, bool),
+            document_start=jnp.zeros((lanes, segment // model.window), bool),
+        )
+        args = (self.params, new_state(model, lanes), batch, jax.random.key(2))
+
+        def loss(params, carried, batch, key):
+            return _loss(params, carried, batch, key, config)
+
+        begin = time.perf_counter()
+        lowered = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(*args)
+        self.step = lowered.compile()
+        self.compile_seconds = time.perf_counter() - begin
+        self.temporary_mib = self.step.memory_analysis().temp_size_in_bytes / 2**20
+        self.args, self.times = args, []
+        self.run()
+        self.times.clear()
+
+    def run(self) -> None:
+        begin = time.perf_counter()
+        jax.block_until_ready(self.step(*self.args))
+        self.times.append((time.perf_counter() - begin) * 1e3)
+
+
+def _unboxed(params):
+    import flax.linen as nn
+
+    return nn.meta.unbox(params)
+
+
+def measure(name: str, rounds: int, unroll: int) -> list[dict[str, object]]:
+    """The rows of one size."""
+    size = SIZES[name]
+    contestants = {k: Contestant(*v) for k, v in models(size, unroll).items()}
+    for _ in range(rounds or size.rounds):
+        for contestant in contestants.values():
+            contestant.run()
+    rows = []
+    for key, c in contestants.items():
+        best, median = min(c.times), sorted(c.times)[len(c.times) // 2]
+        total, non_embedding = parameter_counts(c.params)
+        rows.append(
+            {
+                "size": name,
+                "model": key,
+                "parameters": total,
+                "parameters_non_embedding": non_embedding,
+                "milliseconds_per_step": best,
+                "median_milliseconds_per_step": median,
+                "tokens_per_second": size.tokens / best * 1e3,
+                "compile_seconds": c.compile_seconds,
+                "temporary_mib": c.temporary_mib,
+                "original_milliseconds_per_step": size.original.get(key),
+            }
+        )
+    return rows
+
+
+def show(rows: list[dict[str, object]]) -> None:
+    """A table, and the ratios that the paper speaks of."""
+    print(
+        f"{'size':6} {'model':15} {'parameters':>10} {'ms/step':>8} {'median':>8} "
+        f"{'tokens/s':>9} {'compile s':>9} {'temp MiB':>8} {'original ms':>11}"
+    )
+    for r in rows:
+        original = r["original_milliseconds_per_step"]
+        print(
+            f"{r['size']:6} {r['model']:15} {r['parameters']:>10,} "
+            f"{r['milliseconds_per_step']:>8.1f} {r['median_milliseconds_per_step']:>8.1f} "
+            f"{r['tokens_per_second']:>9,.0f} {r['compile_seconds']:>9.1f} "
+            f"{r['temporary_mib']:>8.0f} {original if original else '-':>11}"
+        )
+    for size in dict.fromkeys(r["size"] for r in rows):
+        ms = {r["model"]: r["milliseconds_per_step"] for r in rows if r["size"] == size}
+        print(
+            f"{size}: Rec:fixed:skip / Slide:+1 = {ms['Rec:fixed:skip'] / ms['Slide:+1']:.2f}, "
+            f"Slide / XL = {ms['Slide'] / ms['XL']:.2f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--size", choices=[*SIZES, "all"], default="all")
+    parser.add_argument("--rounds", type=int, default=0, help="0: 40 of small, 8 of mid")
+    parser.add_argument("--unroll", type=int, default=1, help="layers and blocks per iteration")
+    parser.add_argument("--json", help="write the rows to this file")
+    args = parser.parse_args()
+    device = jax.devices()[0]
+    print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}")
+    names = list(SIZES) if args.size == "all" else [args.size]
+    rows = [row for name in names for row in measure(name, args.rounds, args.unroll)]
+    show(rows)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
