@@ -43,14 +43,10 @@ def evaluate(model: SavedModel, split: str, ablate: Ablation | None) -> dict[str
 def _read(
     evaluator: Evaluator, model: SavedModel, store: TokenStore, split: str, ablate: Ablation | None
 ) -> Result:
-    limit = model.config.evaluation.tokens_per_document
-    lengths = [min(int(n), limit) if limit else int(n) for n in store.lengths]
     name = f"reading {split}" + (f" without {ablate}" if ablate else "")
-    with tqdm(total=sum(lengths), desc=name, unit="tok", unit_scale=True, disable=None) as bar:
-        return evaluator(
-            model.params, store, split, ablate=ablate, tokens_per_document=limit,
-            progress=bar.update,
-        )  # fmt: skip
+    total = int(store.lengths.sum())
+    with tqdm(total=total, desc=name, unit="tok", unit_scale=True, disable=None) as bar:
+        return evaluator(model.params, store, split, ablate=ablate, progress=bar.update)
 
 
 def _report(result: Result) -> dict[str, Any]:
@@ -78,8 +74,7 @@ def text(model: SavedModel, split: str, report: dict[str, Any]) -> str:
         f"{model.workdir.path}, step {report['step']}, {split}: {report['documents']} documents, "
         f"{report['tokens']:,} tokens, {report['bytes']:,} bytes, {report['words']:,} words",
         f"window {p['window']}, segment {p['segment_length']}, state carried from segment to "
-        f"segment, first token scored from BOS, {p['tokens_per_document']} tokens per document, "
-        f"tokenizer {p['tokenizer']}",
+        f"segment, whole documents, first token scored from BOS, tokenizer {p['tokenizer']}",
         "",
     ]
     columns = {"": report} | (

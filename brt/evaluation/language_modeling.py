@@ -135,7 +135,8 @@ class Evaluator:
           progress: told how many tokens were read.
         """
         config = self._config
-        batch_size, length = config.evaluation.batch_size, config.evaluation_segment_length
+        batch_size = min(config.evaluation.batch_size, len(store))  # a lane needs a document
+        length = config.evaluation_segment_length
         nats = np.zeros(len(store))
         carried = new_state(config.model, batch_size)
         begin = None

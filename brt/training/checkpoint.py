@@ -89,7 +89,8 @@ def find(
     """
     problems: dict[int, str] = {}
     while True:  # a trainer may remove old checkpoints meanwhile, so look again every time
-        present = _present(directory)
+        # A listing taken while a trainer replaces its only checkpoint may show neither.
+        present = _present(directory) or _present(directory)
         candidates = [s for s in present if s not in problems and step in (None, s)]
         if not candidates:
             raise CheckpointError(_nothing_found(directory, step, present, problems))
