@@ -9,9 +9,10 @@ from jaxtyping import Array, PyTree
 
 from brt.config import Config
 from brt.config_io import config_from_json
+from brt.data.preparation import cache_directory
 from brt.data.tokenizers import Tokenizer
 from brt.errors import CheckpointError, ConfigError
-from brt.training import checkpoint
+from brt.training import checkpoint, compilation
 from brt.training.run import check_resumable
 from brt.training.state import initial_params
 from brt.training.workdir import Workdir
@@ -51,6 +52,7 @@ def load(workdir: Workdir, found: checkpoint.Found, config: Config) -> SavedMode
     Raises:
       ConfigError: it differs where it must not.
     """
+    compilation.use_cache(cache_directory(config.data))
     check_resumable(config_from_json(found.meta["config"]), config)
     target = {"params": jax.eval_shape(lambda: nn.meta.unbox(initial_params(config)))}
     restored = checkpoint.restore(workdir.checkpoints, target, found.step, partial=True)

@@ -91,7 +91,7 @@ def _forward(
         h, target, counts = piece
         nats, logits, log_sum = _chunk_nats(h, embedding, target, scale)
         probabilities = jnp.exp(logits - log_sum[..., None])
-        is_target = jnp.arange(logits.shape[-1]) == target[..., None]
+        is_target = jnp.arange(logits.shape[-1])[None, None] == target[..., None]
         d_logits = jnp.where(counts[..., None], probabilities - is_target, 0.0) * scale
         d_logits = d_logits.astype(h.dtype)
         d_hidden = jnp.einsum("bcv,vd->bcd", d_logits, embedding.astype(h.dtype))

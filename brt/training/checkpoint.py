@@ -49,9 +49,22 @@ class Restored(NamedTuple):
     problems: list[str]
 
 
+def present(directory: Path) -> list[int]:
+    """Steps that have something in their directory, whole or not, oldest first."""
+    if not directory.is_dir():
+        return []
+    return sorted(
+        int(path.name)
+        for path in directory.iterdir()
+        if re.fullmatch(r"0|[1-9][0-9]*", path.name)
+        and not path.is_symlink()
+        and _has_content(path)
+    )
+
+
 def steps(directory: Path) -> list[int]:
     """Steps of the complete checkpoints, oldest first; not verified."""
-    return [s for s in _present(directory) if (directory / str(s) / manifest.NAME).is_file()]
+    return [s for s in present(directory) if (directory / str(s) / manifest.NAME).is_file()]
 
 
 def verify(directory: Path, step: int) -> list[str]:
@@ -90,10 +103,10 @@ def find(
     problems: dict[int, str] = {}
     while True:  # a trainer may remove old checkpoints meanwhile, so look again every time
         # A listing taken while a trainer replaces its only checkpoint may show neither.
-        present = _present(directory) or _present(directory)
-        candidates = [s for s in present if s not in problems and step in (None, s)]
+        there = present(directory) or present(directory)
+        candidates = [s for s in there if s not in problems and step in (None, s)]
         if not candidates:
-            raise CheckpointError(_nothing_found(directory, step, present, problems))
+            raise CheckpointError(_nothing_found(directory, step, there, problems))
         newest = candidates[-1]
         try:
             damage = verify(directory, newest)
@@ -101,7 +114,7 @@ def find(
                 return Found(newest, read_meta(directory, newest), list(problems.values()))
         except CheckpointError as error:
             damage = [str(error)]
-        if newest in _present(directory):
+        if newest in present(directory):
             problems[newest] = f"checkpoint {newest} is damaged: {join(damage)}"
             if step is None:
                 warn(f"{directory}: {problems[newest]}; trying the next older one")
@@ -143,24 +156,11 @@ def restore(
         try:
             arrays = _read_arrays(directory / str(found.step) / STATE, wanted)
         except Exception:
-            if found.step in _present(directory):
+            if found.step in present(directory):
                 raise
             continue  # removed by the trainer while we read it
         state = jax.tree.unflatten(jax.tree.structure(tree), arrays.values())
         return Restored(found.step, state, found.meta, found.problems)
-
-
-def _present(directory: Path) -> list[int]:
-    """Steps that have something in their directory, whole or not, oldest first."""
-    if not directory.is_dir():
-        return []
-    return sorted(
-        int(path.name)
-        for path in directory.iterdir()
-        if re.fullmatch(r"0|[1-9][0-9]*", path.name)
-        and not path.is_symlink()
-        and _has_content(path)
-    )
 
 
 def _has_content(path: Path) -> bool:
@@ -181,7 +181,7 @@ def _read_arrays(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
     stored = {name: leaf for name, leaf in item.items() if leaf.size}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         arrays = checkpointer.restore(
-            path,
+            path.absolute(),
             args=ocp.args.PyTreeRestore(
                 item=stored,
                 restore_args=ocp.checkpoint_utils.construct_restore_args(stored),
@@ -197,14 +197,14 @@ def _read_arrays(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 
 def _nothing_found(
-    directory: Path, step: int | None, present: list[int], problems: Mapping[int, str]
+    directory: Path, step: int | None, there: list[int], problems: Mapping[int, str]
 ) -> str:
     if step is not None and problems:
-        return f"{directory}: {problems[step]}; choose another of {present}"
+        return f"{directory}: {problems[step]}; choose another of {there}"
     if step is not None and (directory / str(step)).is_symlink():
         return f"{directory / str(step)} is a symbolic link, which is not followed"
-    if step is not None and present:
-        return f"{directory} has no checkpoint of step {step}; it has {present}"
+    if step is not None and there:
+        return f"{directory} has no checkpoint of step {step}; it has {there}"
     if problems:
         return f"{directory} holds no whole checkpoint: {'; '.join(problems.values())}"
     if not directory.is_dir():

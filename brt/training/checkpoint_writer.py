@@ -102,7 +102,7 @@ class CheckpointWriter:
             partial.mkdir()
             # Orbax refuses arrays without elements; `restore` makes them from their shape.
             arrays = {name: leaf for name, leaf in named.items() if leaf.size}
-            self._orbax.save(partial / STATE, args=ocp.args.PyTreeSave(arrays))
+            self._orbax.save((partial / STATE).absolute(), args=ocp.args.PyTreeSave(arrays))
         except Exception as error:  # a full disk has many names
             raise self._failure(step, error) from error
         self._last_step = step

@@ -1,7 +1,6 @@
 """The training loop: step, report, evaluate, sample, save; stop cleanly when asked."""
 
 import contextlib
-import itertools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,6 +59,11 @@ def _set_up(
 ) -> tuple[TrainState, Tools]:
     """Restores or starts the run, and opens everything that has to be closed."""
     c = run.config
+    writer = stack.enter_context(  # first, for it removes what a killed run left behind
+        CheckpointWriter(
+            workdir.checkpoints, keep=c.checkpoint.keep, keep_every=c.checkpoint.keep_every
+        )
+    )
     saved = _saved(run, workdir)
     check_disk(workdir.checkpoints, leaves.required_bytes(run.abstract) * min(c.checkpoint.keep, 2))
     start = saved.step if saved else 0
@@ -74,11 +78,6 @@ def _set_up(
     provenance = workdirs.provenance()
     workdirs.write_json(workdir.provenance, provenance)
     _warn_of_idle_devices(run, progress)
-    writer = stack.enter_context(
-        CheckpointWriter(
-            workdir.checkpoints, keep=c.checkpoint.keep, keep_every=c.checkpoint.keep_every
-        )
-    )
     metrics = MetricsWriter(workdir, start, progress.message)
     stack.callback(metrics.close)
     tokenizer = run.corpus.tokenizer
@@ -92,7 +91,7 @@ def _set_up(
 
 def _saved(run: Run, workdir: Workdir) -> checkpoint.Restored | None:
     """The newest whole checkpoint, if it is one of this run."""
-    if not checkpoint.steps(workdir.checkpoints):
+    if not checkpoint.present(workdir.checkpoints):
         return None
     found = checkpoint.find(workdir.checkpoints)
     for line in runs.check_resumable(config_from_json(found.meta["config"]), run.config):
@@ -115,17 +114,15 @@ def _loop(state: TrainState, tools: Tools) -> None:
         progress.message(
             f"step {first} of {t.steps} is done already; raise Training.steps to go on"
         )
-        return state
+        return
     with progress.phase("compiling"), tools.throughput.pause():
         step_function = runs.compiled_step(run)
     rate = jax.jit(optimizer.learning_rate(run.config.optimizer, t.steps))
-    for step in itertools.count(first):
+    for step in range(first, t.steps):
         if tools.stop.requested:
             _save(state, tools)
             tools.writer.wait()
             raise Preempted(f"saved at step {step}; run the same command again to go on")
-        if step == t.steps:
-            break
         state, metrics = step_function(state, runs.put(run, next(tools.batches)))
         done = step + 1
         tools.meter.add(done, metrics)

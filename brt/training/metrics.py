@@ -126,7 +126,10 @@ class Throughput:
         try:
             yield
         finally:
-            self._paused += self._clock() - begin
+            now = self._clock()
+            self._paused += now - begin
+            if not self._all_steps:  # compiling happens once and says nothing about what is left
+                self._created, self._started, self._paused = now, now, 0.0
 
     def rate(self) -> Rate:
         """The rate since the last call; starts the next interval. Needs a step in between."""
@@ -138,7 +141,7 @@ class Throughput:
         return rate
 
     def seconds_left(self, steps: int) -> float:
-        """Expected time of so many more steps, pauses included as they were so far."""
+        """Expected time of so many more steps, with pauses as there were since the first step."""
         return (self._clock() - self._created) / self._all_steps * steps
 
 

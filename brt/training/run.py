@@ -17,6 +17,7 @@ from brt.data.lanes import LaneReader
 from brt.data.preparation import Corpus
 from brt.data.tokenizers import Tokenizer
 from brt.errors import ConfigError
+from brt.training import compilation
 from brt.training import optimizer as optimizers
 from brt.training.sharding import by_lane, make_mesh, replicated, state_shardings
 from brt.training.state import TrainState, initial_state
@@ -72,6 +73,7 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
 
 def build(config: Config, *, progress: bool = True) -> Run:
     """Prepares the data and shapes everything."""
+    compilation.use_cache(preparation.cache_directory(config.data))
     mesh = make_mesh(config.mesh)
     corpus = preparation.prepare(config.data, progress=progress)
     config = with_vocabulary(config, corpus.tokenizer)

@@ -154,7 +154,7 @@ def test_litter_is_no_checkpoint(directory: Path) -> None:
     for name in ("9", "5.partial/state", "007", "-4", "8.deleted", "x"):
         (directory / name).mkdir(parents=True)
     (directory / "10").symlink_to(directory / "3")
-    assert checkpoint.steps(directory) == [1, 2, 3]
+    assert checkpoint.steps(directory) == checkpoint.present(directory) == [1, 2, 3]
     assert checkpoint.find(directory).step == 3
     assert (directory / "5.partial").exists(), "readers remove nothing"
 
@@ -169,6 +169,15 @@ def test_a_step_asked_for_by_name_must_be_whole(directory: Path) -> None:
     with pytest.raises(CheckpointError, match="5 is a symbolic link, which is not followed"):
         checkpoint.restore(directory, abstract(state()), 5)
     assert checkpoint.verify(directory, 5) == ["it is a symbolic link"]
+
+
+def test_a_checkpoint_without_its_manifest_is_present_but_does_not_count(directory: Path) -> None:
+    for step in (1, 2, 3):
+        (directory / str(step) / manifest.NAME).unlink()
+    assert checkpoint.steps(directory) == []
+    assert checkpoint.present(directory) == [1, 2, 3]
+    with pytest.raises(CheckpointError, match="3 is damaged: MANIFEST.sha256 is missing; check"):
+        checkpoint.find(directory, warn=lambda _: None)
 
 
 def test_a_renamed_checkpoint_is_noticed(directory: Path) -> None:

@@ -192,3 +192,15 @@ def test_pauses_do_not_count_except_for_the_time_left() -> None:
     throughput.step(1000)
     clock.now += 1
     assert throughput.rate() == (1000.0, 1.0), "the pause belongs to the first interval"
+
+
+def test_compiling_before_the_first_step_does_not_spoil_the_time_left() -> None:
+    clock = Clock()
+    throughput = Throughput(clock)
+    with throughput.pause():
+        clock.now += 30
+    for _ in range(4):
+        clock.now += 0.5
+        throughput.step(100)
+    assert throughput.seconds_left(10) == 5
+    assert throughput.rate() == (200.0, 0.5)

@@ -1,34 +1,43 @@
-"""Window attention in plain XLA: the window folds into one W x W softmax per block.
+"""Window attention in plain XLA: the window folds, and tiles are finer than blocks.
 
-A token sees exactly W keys, so slot c of its row holds the key c of its own block where
-that is not in its future, else the key c of the previous block. That halves the softmax
-and makes the bias one circulant W x W tile, shared by all blocks.
+A token sees exactly W keys: those after the start of its window up to itself. A tile of w
+rows sees W + w - 1 of them, in m + 1 stretches of w keys (m = W / w). Of the first and of
+the last stretch a row sees complementary parts, so both fold into one, chosen by a
+triangle: the logits are w x W, the softmax does no idle work, and the bias of every tile is
+the same w rows of a circulant matrix. The backward pass is written out: it keeps the
+softmax only, and reads each array once.
 """
 
+from functools import partial
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from brt.ops.reductions import sum_leading
 from brt.ops.softmax import MASKED, safe_softmax
 
+# Products cost (m + 1) / m of the keys that count, but smaller ones run less well.
+_TILES_PER_BLOCK = 2
 
-def circulant(bias: Float[Array, "H W"]) -> Float[Array, "H W W"]:
-    """Tile [h, r, c] = bias[h, (r - c) mod W], without a gather (nor a scatter back)."""
+
+class _Static(NamedTuple):
+    """What is known when tracing."""
+
+    attend_to_self: bool
+    null_keys: bool
+    tiles: int  # per block: m
+
+
+def circulant(bias: Float[Array, "H W"], rows: int) -> Float[Array, "H R W"]:
+    """Tile [h, r, c] = bias[h, (r - c) mod W] of the first rows; no gather, no scatter back."""
     heads, window = bias.shape
-    # Row r of a vector repeated with period W and cut every W + 1 is shifted by r.
-    rows = jnp.tile(jnp.roll(bias, -1, axis=1), (1, window + 1))
-    shifted = rows.reshape(heads, window, window + 1)[:, :, :window]
+    # A vector repeated with period W and cut every W + 1 is shifted by one a row.
+    repeated = jnp.tile(jnp.roll(bias, -1, axis=1), (1, window + 1))
+    shifted = repeated.reshape(heads, window, window + 1)[:, :rows, :window]
     return jnp.flip(shifted, axis=2)
-
-
-def own_slots(window: int, attend_to_self: bool) -> np.ndarray:
-    """Bool [W, W]: True where slot c of row r holds a key of the query's own block."""
-    return np.tri(window, k=0 if attend_to_self else -1, dtype=bool)
-
-
-def folded_bias(bias: Float[Array, "H W"], attend_to_self: bool) -> Float[Array, "H W W"]:
-    """The bias of every slot. Slot c is (r - c) mod W back, or that of r - c - 1, plus 1."""
-    return circulant(bias if attend_to_self else jnp.roll(bias, 1, axis=1))
 
 
 def window_attention(
@@ -43,32 +52,159 @@ def window_attention(
     null_keys: bool,
 ) -> Float[Array, "B T H K"]:
     """See `api.window_attention`."""
-    batch, tokens, heads, size = queries.shape
-    window, blocks = bias.shape[1], readable.shape[1]
+    heads, window = bias.shape
+    tiles = _TILES_PER_BLOCK if window % _TILES_PER_BLOCK == 0 else 1
+    rows = window // tiles
 
-    def blocked(x: Float[Array, "B T H K"]) -> Float[Array, "B N W H K"]:
-        return x.reshape(batch, blocks, window, heads, size)
+    def tiled(x: Float[Array, "B T H K"]) -> Float[Array, "B M H R K"]:
+        batch, tokens, _, size = x.shape
+        return x.reshape(batch, tokens // rows, rows, heads, size).transpose(0, 1, 3, 2, 4)
 
-    q = blocked(queries)
-    k, k_previous = blocked(keys[:, window:]), blocked(keys[:, :tokens])
-    v, v_previous = blocked(values[:, window:]), blocked(values[:, :tokens])
-    own = own_slots(window, attend_to_self)[None, None, None]
-    usable = readable[:, :, None, None, None]
+    nearest = bias if attend_to_self else jnp.roll(bias, 1, axis=1)
+    y = _attend(
+        tiled(queries), tiled(keys), tiled(values), circulant(nearest, rows),
+        _usable(readable, tiles), _dropout_tiles(dropout, readable.shape[1], tiles),
+        _Static(attend_to_self, null_keys, tiles),
+    )  # fmt: skip
+    return y.transpose(0, 1, 3, 2, 4).reshape(queries.shape)
 
-    logits_own = jnp.einsum("bnqhk,bnshk->bnhqs", q, k, preferred_element_type=jnp.float32)
-    logits_previous = jnp.einsum(
-        "bnqhk,bnshk->bnhqs", q, k_previous, preferred_element_type=jnp.float32
+
+def _usable(readable: Bool[Array, "B N"], tiles: int) -> Bool[Array, "B M J"]:
+    """Whether a tile may read stretch j < m: it may, if that is of its own block."""
+    place = np.arange(tiles)
+    own_block = (place[:, None] + place[None, :]) >= tiles  # [tile of the block, stretch]
+    usable = readable[:, :, None, None] | own_block
+    return usable.reshape(readable.shape[0], -1, tiles)
+
+
+def _dropout_tiles(
+    dropout: Float[Array, "H W W"] | None, blocks: int, tiles: int
+) -> Float[Array, "M H R W"] | None:
+    """Dropout of slot c, in the order of the stretches of each tile."""
+    if dropout is None:
+        return None
+    heads, window, _ = dropout.shape
+    rows = window // tiles
+    cut = dropout.reshape(heads, tiles, rows, tiles, rows)
+    ordered = [jnp.roll(cut[:, i], -i, axis=2).reshape(heads, rows, window) for i in range(tiles)]
+    return jnp.tile(jnp.stack(ordered), (blocks, 1, 1, 1))
+
+
+def _triangle(rows: int, static: _Static) -> np.ndarray:
+    """Bool [R, R]: where a row sees the last stretch (its own tile), not the first one."""
+    return np.tri(rows, k=0 if static.attend_to_self else -1, dtype=bool)
+
+
+def _unfolded(
+    x: Float[Array, "B M H R W"], usable: Bool[Array, "B M J"], static: _Static
+) -> list[Float[Array, "B M H R R"]]:
+    """The m + 1 stretches of folded weights, zero where a row sees nothing."""
+    first, *middle = jnp.split(x, static.tiles, axis=-1)
+    own = _triangle(first.shape[-1], static)
+    stretches = [jnp.where(own, 0, first), *middle]
+    if static.null_keys:  # else the softmax is zero there already
+        stretches = [
+            jnp.where(usable[:, :, j, None, None, None], part, 0)
+            for j, part in enumerate(stretches)
+        ]
+    return [*stretches, jnp.where(own, first, 0)]
+
+
+def _product(spec: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+
+
+def _logits(
+    q: Float[Array, "B M H R K"],
+    k: Float[Array, "B Z H R K"],
+    usable: Bool[Array, "B M J"],
+    static: _Static,
+) -> Float[Array, "B M H R W"]:
+    """The folded logits, without the bias."""
+    count = q.shape[1]
+    parts = [
+        _product("bnhqk,bnhsk->bnhqs", q, k[:, j : j + count]) for j in range(static.tiles + 1)
+    ]
+    unseen = 0.0 if static.null_keys else MASKED
+    parts[:-1] = [
+        jnp.where(usable[:, :, j, None, None, None], part, unseen)
+        for j, part in enumerate(parts[:-1])
+    ]
+    parts[0] = jnp.where(_triangle(q.shape[3], static), parts.pop(), parts[0])
+    return jnp.concatenate(parts, axis=-1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attend(
+    q: Float[Array, "B M H R K"],
+    k: Float[Array, "B Z H R K"],
+    v: Float[Array, "B Z H R K"],
+    tile: Float[Array, "H R W"],
+    usable: Bool[Array, "B M J"],
+    dropout: Float[Array, "M H R W"] | None,
+    static: _Static,
+) -> Float[Array, "B M H R K"]:
+    """Attention of M tiles of R rows to their stretches of keys."""
+    return _forward(q, k, v, tile, usable, dropout, static)[0]
+
+
+def _forward(
+    q: Array, k: Array, v: Array, tile: Array, usable: Array, dropout: Array | None, static: _Static
+) -> tuple[Array, tuple]:
+    weights = safe_softmax(_logits(q, k, usable, static) + tile[None, None])
+    kept = weights if dropout is None else weights * dropout[None]
+    count = q.shape[1]
+    y = sum(
+        _product("bnhqs,bnhsk->bnhqk", part, v[:, j : j + count])
+        for j, part in enumerate(_unfolded(kept.astype(v.dtype), usable, static))
+    ).astype(v.dtype)
+    return y, (q, k, v, usable, dropout, weights, y)
+
+
+def _backward(static: _Static, saved: tuple, gradient: Array) -> tuple:
+    q, k, v, usable, dropout, weights, y = saved
+    count = q.shape[1]
+    # The softmax's own term, from the output: the same sum, over K numbers instead of W.
+    along = jnp.sum(
+        gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True
     )
-    tile = folded_bias(bias, attend_to_self)[None, None]
-    if null_keys:
-        v_previous = jnp.where(usable, v_previous, 0)
-        past = jnp.where(usable, logits_previous, 0.0) + tile
-    else:
-        past = jnp.where(usable, logits_previous + tile, MASKED)
-    weights = safe_softmax(jnp.where(own, logits_own + tile, past))
+    parts = [
+        _product("bnhqk,bnhsk->bnhqs", gradient, v[:, j : j + count])
+        for j in range(static.tiles + 1)
+    ]
+    if static.null_keys:
+        parts[:-1] = [
+            jnp.where(usable[:, :, j, None, None, None], part, 0)
+            for j, part in enumerate(parts[:-1])
+        ]
+    parts[0] = jnp.where(_triangle(q.shape[3], static), parts.pop(), parts[0])
+    d_weights = jnp.concatenate(parts, axis=-1)
+    kept = weights
     if dropout is not None:
-        weights = weights * dropout[None, None]
-    weights = weights.astype(v.dtype)
-    y = jnp.einsum("bnhqs,bnshk->bnqhk", jnp.where(own, weights, 0), v)
-    y += jnp.einsum("bnhqs,bnshk->bnqhk", jnp.where(own, 0, weights), v_previous)
-    return y.reshape(batch, tokens, heads, size)
+        d_weights, kept = d_weights * dropout[None], weights * dropout[None]
+    d_logits = weights * (d_weights - along)
+    d_parts = _unfolded(d_logits.astype(q.dtype), usable, static)
+    kept_parts = _unfolded(kept.astype(v.dtype), usable, static)
+    d_q = sum(
+        _product("bnhqs,bnhsk->bnhqk", part, k[:, j : j + count])
+        for j, part in enumerate(d_parts)
+    )
+    d_k, d_v = (
+        _overlapped([_product("bnhqs,bnhqk->bnhsk", part, x) for part in weighted])
+        for weighted, x in ((d_parts, q), (kept_parts, gradient))
+    )
+    none = None if dropout is None else jnp.zeros_like(dropout)
+    d_tile = sum_leading(d_logits, 2)
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_tile, None, none
+
+
+def _overlapped(stretches: list[Float[Array, "B M H R K"]]) -> Float[Array, "B Z H R K"]:
+    """Adds up what each stretch got: stretch j of a tile lies j tiles further on."""
+    last = len(stretches) - 1
+    return sum(
+        jnp.pad(part, ((0, 0), (j, last - j), (0, 0), (0, 0), (0, 0)))
+        for j, part in enumerate(stretches)
+    )
+
+
+_attend.defvjp(_forward, _backward)

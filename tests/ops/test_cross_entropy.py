@@ -1,0 +1,90 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.ops.cross_entropy import cross_entropy, token_nats
+
+# Relative to the largest magnitude of an array.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
+LANES, TOKENS, WIDTH, VOCABULARY, SCALE = 2, 12, 8, 11, 0.5
+
+
+def arrays(dtype: str = "float32") -> tuple[jax.Array, ...]:
+    """Hidden vectors, embedding, targets, and which of them are scored."""
+    rng = np.random.default_rng(0)
+    return (
+        jnp.asarray(rng.normal(size=(LANES, TOKENS, WIDTH)), dtype),
+        jnp.asarray(rng.normal(size=(VOCABULARY, WIDTH)), jnp.float32),
+        jnp.asarray(rng.integers(VOCABULARY, size=(LANES, TOKENS)), jnp.int32),
+        jnp.asarray(rng.random((LANES, TOKENS)) < 0.7),
+    )
+
+
+@jax.jit
+def plain(hidden: jax.Array, embedding: jax.Array, targets: jax.Array, scored: jax.Array) -> tuple:
+    """Sum and gradients by the formula, in float32."""
+
+    def nats(hidden: jax.Array, embedding: jax.Array) -> jax.Array:
+        logits = SCALE * jnp.einsum("btd,vd->btv", hidden.astype(jnp.float32), embedding)
+        log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], 2)[..., 0]
+        return -jnp.sum(log_p * scored)
+
+    return jax.value_and_grad(nats, argnums=(0, 1))(hidden, embedding)
+
+
+def chunked(chunk: int) -> callable:
+    return jax.jit(jax.value_and_grad(lambda *a: cross_entropy(*a, SCALE, chunk), argnums=(0, 1)))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> callable:
+    return chunked(4)
+
+
+def assert_close(actual: object, expected: object, dtype: str) -> None:
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+        assert np.abs(a - e).max() <= TOLERANCE[dtype] * np.abs(e).max()
+
+
+def test_nats_are_those_of_a_float64_log_softmax() -> None:
+    hidden, embedding, targets, _ = arrays()
+    logits = SCALE * np.asarray(hidden, np.float64) @ np.asarray(embedding, np.float64).T
+    log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    expected = -np.take_along_axis(log_p, np.asarray(targets)[..., None], axis=2)[..., 0]
+    nats = token_nats(hidden, embedding, targets, scale=SCALE, chunk=4)
+    assert_close(nats, expected, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sum_and_gradients_are_those_of_the_formula(compiled: callable, dtype: str) -> None:
+    value, gradients = compiled(*arrays(dtype))
+    assert value.dtype == gradients[1].dtype == jnp.float32 and gradients[0].dtype == dtype
+    assert_close((value, gradients), plain(*arrays(dtype)), dtype)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 100])  # 5 is no divisor of 12 tokens
+def test_the_chunk_changes_nothing(compiled: callable, chunk: int) -> None:
+    assert_close(chunked(chunk)(*arrays()), compiled(*arrays()), "float32")
+
+
+def test_unscored_tokens_count_for_nothing(compiled: callable) -> None:
+    hidden, embedding, targets, scored = arrays()
+    value, (d_hidden, d_embedding) = compiled(hidden, embedding, targets, scored)
+    assert not np.any(d_hidden[~scored]) and np.all(np.any(d_hidden[scored], axis=-1))
+    other = jnp.where(scored, targets, 0), hidden + jnp.where(scored, 0.0, 9.0)[..., None]
+    again, (_, d_embedding_again) = compiled(other[1], embedding, other[0], scored)
+    np.testing.assert_array_equal(value, again)
+    np.testing.assert_array_equal(d_embedding, d_embedding_again)
+
+
+def test_the_logits_never_exist_whole() -> None:
+    shape = jax.ShapeDtypeStruct
+    tokens, vocabulary = 256, 1000
+    lowered = chunked(16).lower(
+        shape((1, tokens, WIDTH), jnp.float32), shape((vocabulary, WIDTH), jnp.float32),
+        shape((1, tokens), jnp.int32), shape((1, tokens), jnp.bool_),
+    )  # fmt: skip
+    temporary = lowered.compile().memory_analysis().temp_size_in_bytes
+    assert temporary < 4 * tokens * vocabulary

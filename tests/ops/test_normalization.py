@@ -1,0 +1,31 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from brt.ops.normalization import EPSILON, l2_normalize, rms_norm
+
+X = np.random.default_rng(0).normal(size=(2, 3, 8))
+SCALE = np.linspace(0.5, 2.0, 8)
+
+
+def test_rms_norm_and_l2_normalize_are_their_formulas() -> None:
+    rms = X / np.sqrt((X**2).mean(-1, keepdims=True) + EPSILON) * SCALE
+    unit = X / np.sqrt((X**2).sum(-1, keepdims=True) + EPSILON)
+    x, scale = jnp.asarray(X, jnp.float32), jnp.asarray(SCALE, jnp.float32)
+    np.testing.assert_allclose(rms_norm(x, scale), rms, rtol=1e-5)
+    np.testing.assert_allclose(l2_normalize(x), unit, rtol=1e-5)
+
+
+def test_the_dtype_stays_and_statistics_are_float32() -> None:
+    # 3e20 squared is beyond float32's range as well, 3e15 squared is within it.
+    x = jnp.full((1, 4), 3e15, jnp.bfloat16)
+    assert rms_norm(x, jnp.ones(4)).dtype == l2_normalize(x).dtype == jnp.bfloat16
+    np.testing.assert_allclose(rms_norm(x, jnp.ones(4)).astype(jnp.float32), 1.0)
+    np.testing.assert_allclose(l2_normalize(x).astype(jnp.float32), 0.5)
+
+
+def test_zero_vectors_stay_zero_with_finite_gradients() -> None:
+    zeros = jnp.zeros((1, 4))
+    for normalize in (l2_normalize, lambda x: rms_norm(x, jnp.ones(4))):
+        np.testing.assert_array_equal(normalize(zeros), 0)
+        assert np.all(np.isfinite(jax.grad(lambda x, f=normalize: jnp.sum(f(x)))(zeros)))
