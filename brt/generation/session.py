@@ -176,8 +176,10 @@ class Session:
 
     def save(self, path: Path, identity: dict[str, object]) -> None:
         """Writes the memory as .npz; `identity` says what model it belongs to, as JSON."""
-        leaves = jax.tree.leaves(self.memory)
-        arrays = {f"leaf{i}": np.asarray(leaf, _stored(leaf.dtype)) for i, leaf in enumerate(leaves)}
+        arrays = {
+            f"leaf{i}": np.asarray(leaf, _stored(leaf.dtype))
+            for i, leaf in enumerate(jax.tree.leaves(self.memory))
+        }
         temporary = path.with_name(path.name + ".partial")
         with temporary.open("wb") as file:
             np.savez_compressed(file, identity=np.array(json.dumps(identity)), **arrays)

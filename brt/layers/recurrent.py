@@ -9,7 +9,13 @@ from brt.layers.attention import TokenLayer, with_cache
 from brt.layers.basic import GATE_BIAS, GATE_KERNEL, ONES, parameter
 from brt.layers.state import OpenBlock, RecurrentState, WindowState, zero_where_invalid
 from brt.ops.gates import GateWeights
-from brt.ops.recurrent_attention import CellWeights, state_memory, state_scan, state_update
+from brt.ops.recurrent_attention import (
+    CellWeights,
+    state_memory,
+    state_scan,
+    state_update,
+    two_blocks,
+)
 
 
 class StateCell(nn.Module):
@@ -81,9 +87,7 @@ class StateCell(nn.Module):
             return GateWeights(bias(""))
         if kind == "gru":
             return GateWeights(bias(""), kernel(""))
-        return GateWeights(
-            bias("forget_"), kernel("forget_"), bias("input_"), kernel("input_")
-        )
+        return GateWeights(bias("forget_"), kernel("forget_"), bias("input_"), kernel("input_"))
 
 
 class RecurrentLayer(nn.Module):
@@ -151,9 +155,12 @@ class RecurrentLayer(nn.Module):
         window = state.window
         if not self.model.mask_empty_cache:
             window = zero_where_invalid(window)
+        keys, values = (
+            two_blocks(jnp.concatenate(pair, axis=1), blocks=1)[0]
+            for pair in ((window.keys, block.keys), (window.values, block.values))
+        )
         vectors, _ = state_update(
-            self.cell.weights, self._vectors(state), (window.keys, block.keys),
-            (window.values, block.values), window.valid, **self._options(),
-        )  # fmt: skip
+            self.cell.weights, self._vectors(state), keys, values, window.valid, **self._options()
+        )
         after = WindowState(block.keys, block.values, jnp.ones_like(window.valid))
         return x, RecurrentState(after, vectors, after.valid)

@@ -98,4 +98,6 @@ class Stack(nn.Module):
     def close(self, state: StackState, block: StackBlock) -> StackState:
         """The state after full blocks."""
         pairs = zip(state, block, strict=True)
-        return tuple(run.close(None, pair, None)[1] for run, pair in zip(self.runs, pairs, strict=True))
+        return tuple(
+            run.close(None, pair, None)[1] for run, pair in zip(self.runs, pairs, strict=True)
+        )

@@ -6,3 +6,4 @@ from brt.ops.recurrent_attention.api import attend as attend
 from brt.ops.recurrent_attention.api import state_memory as state_memory
 from brt.ops.recurrent_attention.api import state_scan as state_scan
 from brt.ops.recurrent_attention.api import state_update as state_update
+from brt.ops.recurrent_attention.api import two_blocks as two_blocks

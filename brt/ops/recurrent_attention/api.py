@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from brt.ops import deferred
+from brt.ops.deferred import Tap
 from brt.ops.gates import GateWeights, gate
 from brt.ops.normalization import l2_normalize, rms_norm
-from brt.ops.softmax import MASKED, safe_softmax
+from brt.ops.softmax import MASKED
 
 
 class CellWeights(NamedTuple):
@@ -65,40 +67,43 @@ def attend(
     return jnp.einsum("...hqs,...shk->...qhk", weights, values)
 
 
-def _attend_two_blocks(
+class _Kernels(NamedTuple):
+    """The large products of a state update: kernels, or their taps (`brt.ops.deferred`)."""
+
+    projection: Array | Tap
+    output: Array | Tap | None
+    mlp_in: Array | Tap | None
+    mlp_out: Array | Tap | None
+
+
+def _kernels(weights: CellWeights) -> _Kernels:
+    """Keys, values and both queries by one product."""
+    parts = (weights.keys, weights.values, weights.queries, weights.cross_queries)
+    return _Kernels(jnp.concatenate(parts, axis=1), weights.output, weights.mlp_in, weights.mlp_out)
+
+
+def _dense(x: Float[Array, "B S M"], kernel: Array, tap: Tap | None) -> Float[Array, "B S D"]:
+    if tap is not None:
+        return deferred.dot(x, kernel, tap)
+    return jnp.einsum("bsm,md->bsd", x, kernel.astype(x.dtype))
+
+
+def _attend_to_tokens(
     queries: Float[Array, "B S H K"],
-    keys: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
-    values: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
+    keys: Float[Array, "B H X K"],
+    values: Float[Array, "B H X K"],
     readable: Bool[Array, " B"],
     null_keys: bool,
 ) -> Float[Array, "B S H K"]:
-    """States attend to the previous block, where it is readable, and to this one."""
-    usable = readable[:, None, None, None]
-    previous, own = (
-        jnp.einsum("bshk,bwhk->bhsw", queries, k, preferred_element_type=jnp.float32) for k in keys
-    )
-    previous = jnp.where(usable, previous, 0.0 if null_keys else MASKED)
-    v_previous = jnp.where(usable, values[0], 0) if null_keys else values[0]
-    weights = safe_softmax(jnp.concatenate([previous, own], axis=-1)).astype(values[1].dtype)
-    window = keys[0].shape[1]
-    return jnp.einsum("bhsw,bwhk->bshk", weights[..., :window], v_previous) + jnp.einsum(
-        "bhsw,bwhk->bshk", weights[..., window:], values[1]
-    )
-
-
-def _project(
-    weights: CellWeights,
-    vectors: Float[Array, "B S D"],
-    kernels: tuple[Float[Array, "D A"], ...],
-    dtype: jnp.dtype,
-) -> tuple[Float[Array, "B S H K"], ...]:
-    """Norm, state ids, and one product for all the kernels."""
-    h = rms_norm(vectors, weights.norm) + weights.ids[None]
-    kernel = jnp.concatenate(kernels, axis=1).astype(dtype)
-    heads = weights.scale.shape[0]
-    product = jnp.einsum("bsd,da->bsa", h.astype(dtype), kernel)
-    parts = jnp.split(product, len(kernels), axis=-1)
-    return tuple(part.reshape(*part.shape[:-1], heads, -1) for part in parts)
+    """States attend to X = 2W tokens: the previous block, where it is readable, and this one."""
+    window = keys.shape[2] // 2
+    usable = readable[:, None] | (jnp.arange(2 * window) >= window)[None]  # [B, 2W]
+    logits = jnp.einsum("bshk,bhxk->bhsx", queries, keys, preferred_element_type=jnp.float32)
+    logits = jnp.where(usable[:, None, None], logits, 0.0 if null_keys else MASKED)
+    weights = jax.nn.softmax(logits, axis=-1).astype(values.dtype)
+    if null_keys:
+        weights = jnp.where(usable[:, None, None], weights, 0)
+    return jnp.einsum("bhsx,bhxk->bshk", weights, values)
 
 
 def state_memory(
@@ -109,16 +114,23 @@ def state_memory(
     dtype: jnp.dtype = jnp.float32,
 ) -> StateMemory:
     """The keys and values that the tokens of a block read; dtype as given."""
-    keys, values = _project(weights, vectors, (weights.keys, weights.values), dtype)
+    h = (rms_norm(vectors, weights.norm) + weights.ids[None]).astype(dtype)
+    heads = weights.scale.shape[0]
+    keys, values = (
+        _dense(h, kernel, None).reshape(*h.shape[:2], heads, -1)
+        for kernel in (weights.keys, weights.values)
+    )
     return StateMemory(l2_normalize(keys) if normalize_qk else keys, values)
 
 
 def state_update(
     weights: CellWeights,
     vectors: Float[Array, "B S D"],
-    keys: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
-    values: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
+    keys: Float[Array, "B H X K"],
+    values: Float[Array, "B H X K"],
     readable: Bool[Array, " B"],
+    kernels: _Kernels | None = None,
+    taps: _Kernels | None = None,
     *,
     kind: str,
     tanh: str,
@@ -129,54 +141,64 @@ def state_update(
 
     Args:
       vectors: float32.
-      keys, values: of the previous block and of this one.
+      keys, values: of the previous block and of this one, X = 2W.
       readable: whether the previous block may be read.
+      kernels, taps: given by `state_scan` only.
       kind: 'fixed', 'lstm' or 'gru'.
       tanh: 'original' (on the update of the single layout) or 'paper' (of lstm gates).
       null_keys: an unreadable block counts as zero keys with zero values.
     """
-    dtype = keys[1].dtype
-    k, v, q, q_cross = _project(
-        weights, vectors, (weights.keys, weights.values, weights.queries, weights.cross_queries),
-        dtype,
-    )  # fmt: skip
+    kernels = kernels or _kernels(weights)
+    taps = taps or _Kernels(None, None, None, None)
+    dtype, heads = keys.dtype, weights.scale.shape[0]
+    h = rms_norm(vectors, weights.norm) + weights.ids[None]
+    product = _dense(h.astype(dtype), kernels.projection, taps.projection)
+    k, v, q, q_cross = (
+        part.reshape(*part.shape[:2], heads, -1) for part in jnp.split(product, 4, axis=-1)
+    )
     if normalize_qk:
         k, q, q_cross = l2_normalize(k), l2_normalize(q), l2_normalize(q_cross)
     q = q * weights.scale.astype(dtype)[None, None, :, None]
     q_cross = q_cross * weights.cross_scale.astype(dtype)[None, None, :, None]
-    attended = jnp.concatenate(
-        [attend(q, k, v), _attend_two_blocks(q_cross, keys, values, readable, null_keys)], axis=2
-    )
+    crossed = _attend_to_tokens(q_cross, keys, values, readable, null_keys)
+    attended = jnp.concatenate([attend(q, k, v), crossed], axis=2)
     attended = attended.reshape(*attended.shape[:2], -1)
-    return _gated(weights, vectors, attended, kind, tanh), StateMemory(k, v)
+    return _gated(weights, vectors, attended, kernels, taps, kind, tanh), StateMemory(k, v)
 
 
 def _gated(
     weights: CellWeights,
     vectors: Float[Array, "B S D"],
     attended: Float[Array, "B S M"],
+    kernels: _Kernels,
+    taps: _Kernels,
     kind: str,
     tanh: str,
 ) -> Float[Array, "B S D"]:
     """The dual, single or skip layout (section 3.6), told apart by the weights present."""
-
-    def dense(x: Float[Array, "B S M"], kernel: Float[Array, "M D"]) -> Float[Array, "B S D"]:
-        return jnp.einsum("bsm,md->bsd", x, kernel.astype(x.dtype))
-
     single = weights.output is None
     bounded = single if tanh == "original" else kind == "lstm"
     bound = jnp.tanh if bounded else lambda z: z
+
+    def after_mlp(x: Float[Array, "B S M"]) -> Float[Array, "B S D"]:
+        hidden = jax.nn.relu(_dense(x, kernels.mlp_in, taps.mlp_in))
+        z = bound(_dense(hidden, kernels.mlp_out, taps.mlp_out))
+        return gate(kind, weights.mlp_gate, vectors, z, hidden)
+
     if single:
-        hidden = jax.nn.relu(dense(attended, weights.mlp_in))
-        return gate(kind, weights.mlp_gate, vectors, bound(dense(hidden, weights.mlp_out)), hidden)
-    vectors = gate(
-        kind, weights.output_gate, vectors, bound(dense(attended, weights.output)), attended
-    )
+        return after_mlp(attended)
+    z = bound(_dense(attended, kernels.output, taps.output))
+    vectors = gate(kind, weights.output_gate, vectors, z, attended)
     if weights.mlp_in is None:
         return vectors
-    normed = rms_norm(vectors, weights.mlp_norm).astype(attended.dtype)
-    hidden = jax.nn.relu(dense(normed, weights.mlp_in))
-    return gate(kind, weights.mlp_gate, vectors, bound(dense(hidden, weights.mlp_out)), hidden)
+    return after_mlp(rms_norm(vectors, weights.mlp_norm).astype(attended.dtype))
+
+
+def two_blocks(x: Float[Array, "B Z H K"], blocks: int) -> Float[Array, "N B H X K"]:
+    """Of each block of the segment, the tokens of the block before it and its own: X = 2W."""
+    batch, _, heads, size = x.shape
+    cut = x.reshape(batch, blocks + 1, -1, heads, size).transpose(1, 0, 3, 2, 4)
+    return jnp.concatenate([cut[:-1], cut[1:]], axis=3)
 
 
 def state_scan(
@@ -188,11 +210,8 @@ def state_scan(
     readable: Bool[Array, "B N"],
     document_start: Bool[Array, "B N"],
     *,
-    kind: str,
-    tanh: str = "original",
-    normalize_qk: bool = True,
-    null_keys: bool = False,
     unroll: int = 1,
+    **options: str | bool,
 ) -> tuple[Float[Array, "B S D"], StateMemory]:
     """Runs the state update over the blocks of a segment.
 
@@ -203,29 +222,26 @@ def state_scan(
       readable: whether block n may read the block before it.
       document_start: where the states begin anew.
       unroll: blocks per iteration of the scan.
+      options: of `state_update`.
 
     Returns:
       The states after the last block, and the memory that each block's tokens read,
       [B, N, S, H, K].
     """
-    blocks = readable.shape[1]
-
-    def blocked(x: Float[Array, "B Z H K"]) -> Float[Array, "_ B W H K"]:
-        batch, _, heads, size = x.shape
-        return jnp.moveaxis(x.reshape(batch, blocks + 1, -1, heads, size), 1, 0)
-
-    k, v = blocked(keys), blocked(values)
+    batch, blocks = readable.shape
+    kernels, rows = _kernels(weights), (blocks, batch, vectors.shape[1])
+    taps = _Kernels(*(k if k is None else deferred.tap(k, rows, keys.dtype) for k in kernels))
+    kernels = jax.tree.map(jax.lax.stop_gradient, kernels)  # their gradients go by the taps
 
     def body(
-        s: Float[Array, "B S D"], block: tuple[Array, ...]
+        s: Float[Array, "B S D"], block: tuple[Array | _Kernels, ...]
     ) -> tuple[Float[Array, "B S D"], StateMemory]:
-        k_previous, k_own, v_previous, v_own, may_read, starts = block
+        k, v, may_read, starts, block_taps = block
         s = jnp.where(starts[:, None, None], initial[None], s)
-        return state_update(
-            weights, s, (k_previous, k_own), (v_previous, v_own), may_read,
-            kind=kind, tanh=tanh, normalize_qk=normalize_qk, null_keys=null_keys,
-        )  # fmt: skip
+        return state_update(weights, s, k, v, may_read, kernels, block_taps, **options)
 
-    xs = (k[:-1], k[1:], v[:-1], v[1:], readable.T, document_start.T)
+    xs = (
+        two_blocks(keys, blocks), two_blocks(values, blocks), readable.T, document_start.T, taps,
+    )  # fmt: skip
     vectors, memory = jax.lax.scan(body, vectors, xs, unroll=min(unroll, blocks))
     return vectors, StateMemory(*(jnp.moveaxis(m, 0, 1) for m in memory))

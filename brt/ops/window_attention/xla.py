@@ -73,7 +73,7 @@ def _usable(readable: Bool[Array, "B N"], tiles: int) -> Bool[Array, "B M J"]:
     """Whether a tile may read stretch j < m: it may, if that is of its own block."""
     place = np.arange(tiles)
     own_block = (place[:, None] + place[None, :]) >= tiles  # [tile of the block, stretch]
-    usable = readable[:, :, None, None] | own_block
+    usable = readable[:, :, None, None] | own_block[None, None]
     return usable.reshape(readable.shape[0], -1, tiles)
 
 
@@ -91,8 +91,8 @@ def _dropout_tiles(
 
 
 def _triangle(rows: int, static: _Static) -> np.ndarray:
-    """Bool [R, R]: where a row sees the last stretch (its own tile), not the first one."""
-    return np.tri(rows, k=0 if static.attend_to_self else -1, dtype=bool)
+    """Bool [1, 1, 1, R, R]: where a row sees the last stretch (its own tile), not the first."""
+    return np.tri(rows, k=0 if static.attend_to_self else -1, dtype=bool)[None, None, None]
 
 
 def _unfolded(
@@ -165,9 +165,7 @@ def _backward(static: _Static, saved: tuple, gradient: Array) -> tuple:
     q, k, v, usable, dropout, weights, y = saved
     count = q.shape[1]
     # The softmax's own term, from the output: the same sum, over K numbers instead of W.
-    along = jnp.sum(
-        gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True
-    )
+    along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
     parts = [
         _product("bnhqk,bnhsk->bnhqs", gradient, v[:, j : j + count])
         for j in range(static.tiles + 1)
@@ -186,8 +184,7 @@ def _backward(static: _Static, saved: tuple, gradient: Array) -> tuple:
     d_parts = _unfolded(d_logits.astype(q.dtype), usable, static)
     kept_parts = _unfolded(kept.astype(v.dtype), usable, static)
     d_q = sum(
-        _product("bnhqs,bnhsk->bnhqk", part, k[:, j : j + count])
-        for j, part in enumerate(d_parts)
+        _product("bnhqs,bnhsk->bnhqk", part, k[:, j : j + count]) for j, part in enumerate(d_parts)
     )
     d_k, d_v = (
         _overlapped([_product("bnhqs,bnhqk->bnhsk", part, x) for part in weighted])
