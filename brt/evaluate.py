@@ -1,6 +1,6 @@
 """Evaluates a trained model on whole documents.
 
-    python -m brt.evaluate --workdir=runs/quickstart --split=test --ablate=state
+python -m brt.evaluate --workdir=runs/quickstart --split=test --ablate=state
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Continues a text with a trained model, with a memory of constant size.
 
-    python -m brt.generate --workdir=runs/quickstart --prompt='It was late' --max_tokens=500
-    python -m brt.generate --workdir=runs/a --prompt_file=chapter1.txt --save_state=s.npz
-    python -m brt.generate --workdir=runs/a --load_state=s.npz --max_tokens=2000
+python -m brt.generate --workdir=runs/quickstart --prompt='It was late' --max_tokens=500
+python -m brt.generate --workdir=runs/a --prompt_file=chapter1.txt --save_state=s.npz
+python -m brt.generate --workdir=runs/a --load_state=s.npz --max_tokens=2000
 """
 
 import argparse

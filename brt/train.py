@@ -1,6 +1,6 @@
 """Trains a language model; started again on the same workdir, it goes on where it stopped.
 
-    python -m brt.train --gin_file=configs/runs/quickstart.gin --workdir=runs/quickstart
+python -m brt.train --gin_file=configs/runs/quickstart.gin --workdir=runs/quickstart
 """
 
 import argparse
@@ -9,9 +9,15 @@ from pathlib import Path
 
 from brt import command_line
 from brt.errors import ConfigError
+from brt.training import preemption
 
 
 def main(args: argparse.Namespace) -> None:
+    with preemption.stop_at_once():
+        _train(args)
+
+
+def _train(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
     from brt.training import closing, loop, run, workdir
 

@@ -1,6 +1,7 @@
 """Every test runs on eight fake CPU devices, in a cache and with settings of its own."""
 
 import os
+from importlib.metadata import version
 
 # Before jax starts; commands that tests run as processes inherit them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -9,13 +10,49 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_force_host_platform_device_count=8"
     + " --xla_backend_optimization_level=0"  # tests compile far longer than they compute
 )
+if version("jaxlib").startswith("0.10."):  # halves it again; later ones do not know it and abort
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 os.environ["MPLBACKEND"] = "Agg"
 
+from collections.abc import Callable  # noqa: E402
+from typing import Any  # noqa: E402
+
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _cache_of_these_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def random_params() -> Callable[..., Any]:
+    """(model, seed) -> parameters of a `Decoder`, none of them at a special value.
+
+    Drawn without compiling anything, which `Decoder.init` does for a second or two.
+    """
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+
+    from brt.config import Config
+    from brt.training.state import initial_params
+
+    def draw(model: Any, seed: int = 0) -> Any:
+        rng = np.random.default_rng(seed)
+
+        def leaf(path: tuple, shape: jax.ShapeDtypeStruct) -> jax.Array:
+            name, x = path[-1].key, rng.normal(size=shape.shape)
+            if name.endswith(("norm", "scale")):
+                x = 1 + 0.3 * x
+            elif name not in ("embedding", "ids", "initial"):
+                x = x * (0.5 if name.endswith("bias") else shape.shape[-2] ** -0.5)
+            return jnp.asarray(x, shape.dtype)
+
+        shapes = nn.meta.unbox(jax.eval_shape(lambda: initial_params(Config(model=model))))
+        return jax.tree.map_with_path(leaf, shapes)
+
+    return draw

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brt.config import Sampling
-from brt.ops.softmax import MASKED
 
 
 def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
@@ -16,7 +15,7 @@ def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B
     logits = logits / sampling.temperature
     if sampling.top_k:
         best = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0]
-        logits = jnp.where(logits < best[:, -1:], MASKED, logits)
+        logits = jnp.where(logits < best[:, -1:], -jnp.inf, logits)
     if sampling.top_p < 1.0:
         ordered = jnp.sort(logits, axis=-1, descending=True)
         mass = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
@@ -24,7 +23,7 @@ def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B
         last = jnp.sum(mass < sampling.top_p, axis=-1, keepdims=True)
         last = jnp.minimum(last, logits.shape[-1] - 1)
         border = jnp.take_along_axis(ordered, last, axis=-1)
-        logits = jnp.where(logits < border, MASKED, logits)
+        logits = jnp.where(logits < border, -jnp.inf, logits)
     return logits
 
 

@@ -57,9 +57,7 @@ def _advance(
         block = decoder.apply(variables, state, method="open")
         return memory._replace(state=state, block=block, position=jnp.zeros_like(memory.position))
 
-    memory = Memory(
-        memory.state, block, memory.position + 1, next_logits, memory.count + 1
-    )
+    memory = Memory(memory.state, block, memory.position + 1, next_logits, memory.count + 1)
     return jax.lax.cond(
         memory.position == decoder.model.window, close, lambda memory: memory, memory
     )
@@ -157,9 +155,7 @@ class Session:
                 self.memory = self._advance(self._params, self.memory, token)
                 place, position = place + 1, (position + 1) % window
 
-    def write(
-        self, count: int, sampling: Sampling, key: Array
-    ) -> Iterator[Int[np.ndarray, "B T"]]:
+    def write(self, count: int, sampling: Sampling, key: Array) -> Iterator[Int[np.ndarray, "B T"]]:
         """Yields `count` new tokens of every lane, a few at a time, int32 [B, T].
 
         What is written depends on the key and on the place, not on how it was cut into calls.
@@ -192,7 +188,8 @@ class Session:
           DataError: the file is missing, damaged, or of another model.
         """
         try:
-            with np.load(path, allow_pickle=False) as file:
+            # NumPy leaves a damaged archive open if it opened it.
+            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 found = json.loads(str(file["identity"]))
                 leaves = [file[f"leaf{i}"] for i in range(len(jax.tree.leaves(self.memory)))]
         except FileNotFoundError as error:
@@ -205,8 +202,9 @@ class Session:
                 f"{path} belongs to another model: "
                 + ", ".join(f"{k} was {found.get(k)} and is {identity[k]}" for k in different)
             )
-        structure = jax.tree.structure(self.memory)
-        old = jax.tree.leaves(self.memory)
+        old, structure = jax.tree.flatten(self.memory)
+        if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in old]:
+            raise DataError(f"{path} holds arrays of other shapes; load it with as many lanes")
         self.memory = jax.tree.unflatten(
             structure, [jnp.asarray(new, leaf.dtype) for new, leaf in zip(leaves, old, strict=True)]
         )

@@ -2,14 +2,15 @@
 
 import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
-from brt.evaluation import report
-from brt.training import leaves, run as runs
+from brt.training import leaves
+from brt.training import run as runs
 from brt.training.metrics import read_metrics
 from brt.training.run import Run
 from brt.training.state import parameter_counts
@@ -39,8 +40,6 @@ def dry_run(run: Run, directory: str | None) -> dict[str, Any]:
 
 
 def _existing(directory: str | None) -> str:
-    from pathlib import Path
-
     path = Path(directory or ".").absolute()
     return str(next(p for p in (path, *path.parents) if p.exists()))
 
@@ -49,12 +48,16 @@ def xz_of(store: TokenStore, tokenizer: Tokenizer) -> float | None:
     """Bits per byte of `xz -9e` on a split's documents; None for more than it is worth."""
     if int(store.bytes.sum()) > _XZ_LIMIT_BYTES:
         return None
+    from brt.evaluation import report
+
     texts = (tokenizer.decode_bytes(store.document(i)) for i in range(len(store)))
     return report.xz_bits_per_byte(texts)
 
 
 def finish(run: Run, workdir: Workdir, begin: float) -> str:
     """Draws the plots and returns the summary."""
+    from brt.evaluation import report  # matplotlib takes most of a second: not before training
+
     corpus, records = run.corpus, read_metrics(workdir.metrics)
     held_out = corpus.splits.get("validation")
     xz = xz_of(held_out, corpus.tokenizer) if held_out else None

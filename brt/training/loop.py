@@ -11,7 +11,9 @@ from brt.data.lanes import BatchIterator, iterate
 from brt.errors import Preempted
 from brt.evaluation.language_modeling import Evaluator
 from brt.evaluation.samples import Sampler
-from brt.training import checkpoint, leaves, optimizer, run as runs, workdir as workdirs
+from brt.training import checkpoint, leaves, optimizer
+from brt.training import run as runs
+from brt.training import workdir as workdirs
 from brt.training.checkpoint_writer import CheckpointWriter, check_disk
 from brt.training.meter import Meter
 from brt.training.metrics import MetricsWriter, Throughput
@@ -20,6 +22,8 @@ from brt.training.progress import Progress
 from brt.training.run import Run
 from brt.training.state import TrainState
 from brt.training.workdir import Workdir
+
+_VALIDATION = "eval/validation"
 
 
 class Tools(NamedTuple):
@@ -107,15 +111,24 @@ def _warn_of_idle_devices(run: Run, progress: Progress) -> None:
 
 def _loop(state: TrainState, tools: Tools) -> None:
     """Steps until the end or until asked to stop."""
-    run, progress = tools.run, tools.progress
-    t, every = run.config.training, run.config.checkpoint.every
+    progress, steps = tools.progress, tools.run.config.training.steps
     first = int(state.step)
-    if first >= t.steps:
-        progress.message(
-            f"step {first} of {t.steps} is done already; raise Training.steps to go on"
-        )
-        return
-    with progress.phase("compiling"), tools.throughput.pause():
+    complete = not first or _look(first, state, tools, resumed=True)
+    if first < steps:
+        complete = _steps(first, state, tools)
+    else:
+        progress.message(f"step {first} of {steps} is done already; raise Training.steps to go on")
+    tools.writer.wait()
+    if not complete:
+        raise Preempted(f"saved at step {max(first, steps)}, not evaluated; run the same again")
+
+
+def _steps(first: int, state: TrainState, tools: Tools) -> bool:
+    """Trains from step `first` to the last; False where the look at that was cut short."""
+    run = tools.run
+    t, every = run.config.training, run.config.checkpoint.every
+    complete = True
+    with tools.progress.phase("compiling"), tools.throughput.pause():
         step_function = runs.compiled_step(run)
     rate = jax.jit(optimizer.learning_rate(run.config.optimizer, t.steps))
     for step in range(first, t.steps):
@@ -128,16 +141,14 @@ def _loop(state: TrainState, tools: Tools) -> None:
         tools.meter.add(done, metrics)
         tools.throughput.step(runs.batch_tokens(run.config))
         tools.writer.check()
-        progress.step(done)
+        tools.progress.step(done)
         last = done == t.steps
         if last or done % t.log_every == 0:
             _report(done, float(rate(done)), tools)
-        if t.evaluate_every and (last or done % t.evaluate_every == 0):
-            _evaluate(done, state, tools)
-        if t.sample_every and (last or done % t.sample_every == 0):
-            _sample(done, state, tools)
+        complete = _look(done, state, tools)
         if last or (every and done % every == 0):
             _save(state, tools)
+    return complete
 
 
 def _report(step: int, rate: float, tools: Tools) -> None:
@@ -162,11 +173,33 @@ def _report(step: int, rate: float, tools: Tools) -> None:
     )
 
 
-def _evaluate(step: int, state: TrainState, tools: Tools) -> None:
+def _look(step: int, state: TrainState, tools: Tools, *, resumed: bool = False) -> bool:
+    """Evaluates and samples where it is time to; False where a stop cut that short.
+
+    Args:
+      resumed: do only what an earlier stop cut short.
+    """
+    t = tools.run.config.training
+    sample = tools.workdir.samples / f"{step:08d}.txt"
+    evaluated = resumed and tools.metrics.has(step, f"{_VALIDATION}/bits_per_byte")
+    sampled = resumed and sample.exists()
+    complete = True
+    if _is_time(step, t.evaluate_every, t.steps) and not evaluated:
+        complete = _evaluate(step, state, tools)
+    if _is_time(step, t.sample_every, t.steps) and not sampled:
+        complete = _sample(step, state, sample, tools) and complete
+    return complete
+
+
+def _is_time(step: int, every: int, steps: int) -> bool:
+    return bool(every) and (step >= steps or step % every == 0)
+
+
+def _evaluate(step: int, state: TrainState, tools: Tools) -> bool:
     """Reads the validation documents, or as much of each as the config says."""
     store = tools.run.corpus.splits.get("validation")
     if store is None:
-        return
+        return True
     tools.meter.flush()
     with tools.throughput.pause():
         result = tools.evaluator(
@@ -174,20 +207,22 @@ def _evaluate(step: int, state: TrainState, tools: Tools) -> None:
             tokens_per_document=tools.run.config.evaluation.tokens_per_document,
         )  # fmt: skip
     if result is None:
-        return
+        return False
     names = ("bits_per_byte", "bits_per_token")
-    values = {f"eval/validation/{name}": result.totals[name] for name in names}
+    values = {f"{_VALIDATION}/{name}": result.totals[name] for name in names}
     tools.metrics.write(step, values)
     tools.progress.evaluation(step, "validation", result.totals["bits_per_byte"])
+    return True
 
 
-def _sample(step: int, state: TrainState, tools: Tools) -> None:
-    """Writes a text into samples/."""
+def _sample(step: int, state: TrainState, path: Path, tools: Tools) -> bool:
+    """Writes a text that the model draws."""
     tools.meter.flush()
     with tools.throughput.pause():
         text = tools.sampler(state.params, step, stop=lambda: tools.stop.requested)
     if text is not None:
-        workdirs.write_text(tools.workdir.samples / f"{step:08d}.txt", text)
+        workdirs.write_text(path, text)
+    return text is not None
 
 
 def _save(state: TrainState, tools: Tools) -> None:

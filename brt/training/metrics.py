@@ -66,6 +66,10 @@ class MetricsWriter:
             self._file.flush()
         self._tensorboard.write(step, numbers)
 
+    def has(self, step: int, tag: str) -> bool:
+        """Whether `tag` is written for `step`, the last one written."""
+        return self._line.get("step") == step and tag in self._line
+
     def close(self) -> None:
         """Closes both files."""
         self._tensorboard.close()

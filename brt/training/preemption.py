@@ -1,12 +1,15 @@
 """SIGTERM and Ctrl-C become a request to stop at the next step."""
 
+import contextlib
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
+
+from brt.errors import Preempted
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 QUIT_AT_ONCE = 130  # the shell's code for a program ended by Ctrl-C
@@ -14,6 +17,20 @@ QUIT_AT_ONCE = 130  # the shell's code for a program ended by Ctrl-C
 
 def _announce(message: str) -> None:
     print(f"\n{message}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def stop_at_once() -> Iterator[None]:
+    """Where there is nothing to save, SIGTERM raises Preempted, as Ctrl-C raises its own error."""
+
+    def stop(*_: object) -> None:
+        raise Preempted("SIGTERM: stopped outside of training; run the same command again")
+
+    old = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
 
 
 class StopSignal:

@@ -49,7 +49,7 @@ def initial_state(config: Config, optimizer: optax.GradientTransformation) -> Tr
     )
 
 
-def parameter_counts(params: PyTree[Array]) -> tuple[int, int]:
-    """All parameters, and those that are not the embedding."""
+def parameter_counts(params: PyTree) -> tuple[int, int]:
+    """All parameters, and those that are not the embedding; of arrays or of their shapes."""
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
     return total, total - params["embedding"].size

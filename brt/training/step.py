@@ -85,11 +85,11 @@ def train_step(
     key = jax.random.fold_in(
         jax.random.fold_in(jax.random.key(config.training.seed), DROPOUT), state.step
     )
-    carried = cut_gradient(state.carried)
+    carried = tuple(cut_gradient(s) for s in state.carried)
     nats, carried, gradients = _accumulated(state.params, carried, batch, key, config)
     tokens = jnp.sum(batch.scored).astype(jnp.float32)
     gradients = jax.tree.map(lambda g: g / jnp.maximum(tokens, 1.0), gradients)
     updates, after = optimizer.update(gradients, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = StepMetrics(nats, tokens, optax.global_norm(gradients))
+    metrics = StepMetrics(nats, tokens, optax.tree.norm(gradients))
     return TrainState(state.step + 1, params, after, carried), metrics

@@ -23,7 +23,7 @@ def test_a_row_of_masked_logits_gives_zeros_and_no_gradient() -> None:
 
 
 def test_large_logits_do_not_overflow() -> None:
-    actual = safe_softmax(jnp.array([[500.0, 499.0, -500.0]], jnp.bfloat16))
+    actual = safe_softmax(jnp.array([[256.0, 255.0, -256.0]], jnp.bfloat16))
     assert actual.dtype == jnp.float32
-    np.testing.assert_allclose(actual, jax.nn.softmax(jnp.array([[500.0, 500.0, -500.0]])), atol=0.3)
-    np.testing.assert_allclose(jnp.sum(actual), 1.0, rtol=1e-6)
+    e = np.exp(-1.0)
+    np.testing.assert_allclose(actual, [[1 / (1 + e), e / (1 + e), 0]], rtol=1e-6)

@@ -91,7 +91,9 @@ def test_layer(layer_file: Path) -> None:
     assert_close(grad_xs, golden["grad_xs"], "gradient of xs")
     check_gradients(grads, golden, meliad.layer_parameters)
 
-    ys2, state2 = layer.apply({"params": params}, jnp.asarray(golden["xs2"]), state, start(golden["start2"]))
+    ys2, state2 = layer.apply(
+        {"params": params}, jnp.asarray(golden["xs2"]), state, start(golden["start2"])
+    )
     assert_close(ys2, golden["ys2"], "ys of segment 2")
     check_state(state2, golden.under("state_out2"), "state of segment 2")
 

@@ -1,0 +1,145 @@
+"""What a workdir holds: its checkpoints and whether they are whole, its config, its numbers."""
+
+import contextlib
+import math
+from pathlib import Path
+from typing import Any
+
+from brt.config import Config
+from brt.config_io import config_from_json, difference
+from brt.errors import CheckpointError, ConfigError
+from brt.training import checkpoint, leaves
+from brt.training.metrics import read_metrics
+from brt.training.progress import short
+from brt.training.workdir import Workdir
+
+
+def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
+    """Verifies every checkpoint and describes the newest whole one, or that of `step`.
+
+    Returns:
+      JSON. `steps` are all checkpoints, `checkpoints` says of each whether it is whole; what
+      describes one of them (`step`, `parameters`, `config` ...) is missing if none is whole.
+
+    Raises:
+      ConfigError: the workdir does not exist.
+    """
+    if not workdir.path.is_dir():
+        raise ConfigError(f"--workdir={workdir.path} does not exist")
+    directory = workdir.checkpoints
+    checkpoints = [_verified(directory, found) for found in checkpoint.present(directory)]
+    left = checkpoint.present(directory)  # a trainer may have removed some meanwhile
+    checkpoints = [entry for entry in checkpoints if entry["step"] in left]
+    whole = [c["step"] for c in checkpoints if c["whole"] and step in (None, c["step"])]
+    found: dict[str, Any] = {
+        "workdir": str(workdir.path),
+        "steps": [entry["step"] for entry in checkpoints],
+        "checkpoints": checkpoints,
+        "metrics": _last_metrics(workdir.metrics),
+    }
+    return found | (_described(directory, whole[-1]) if whole else {})
+
+
+def state_hash(workdir: Workdir, step: int) -> str:
+    """One sha256 over all that a resume from `step` restores: equal hashes, equal runs."""
+    restored = checkpoint.restore(workdir.checkpoints, step=step)
+    return leaves.state_hash(restored.state, restored.meta)
+
+
+def check(found: dict[str, Any], step: int | None = None) -> None:
+    """Raises CheckpointError if the newest checkpoint, or that of `step`, is not whole."""
+    steps, directory = found["steps"], Workdir(Path(found["workdir"])).checkpoints
+    if not steps or step not in (None, *steps):
+        checkpoint.find(directory, step)  # says what is there instead
+    wanted = found["checkpoints"][-1 if step is None else steps.index(step)]
+    if not wanted["whole"]:
+        raise CheckpointError(
+            f"checkpoint {wanted['step']} of {directory} is damaged: "
+            f"{checkpoint.join(wanted['problems'])}; " + _remedy(found, step)
+        )
+
+
+def text(found: dict[str, Any]) -> str:
+    """A survey as people read it."""
+    lines = [found["workdir"], ""]
+    for entry in found["checkpoints"]:
+        state = "whole" if entry["whole"] else "DAMAGED: " + checkpoint.join(entry["problems"])
+        lines.append(f"  step {entry['step']:>10,}  {short(entry['bytes']):>7} bytes  {state}")
+    if "step" in found:
+        lines += ["", *_description(found)]
+    if found["metrics"]:
+        lines += ["", f"metrics, the last of each (step {found['metrics']['step']})"]
+        shown = {name: value for name, value in found["metrics"].items() if name != "step"}
+        lines += [f"  {name:28} {_figure(value)}" for name, value in shown.items()]
+    return "\n".join(lines)
+
+
+def _verified(directory: Path, step: int) -> dict[str, Any]:
+    try:
+        problems = checkpoint.verify(directory, step)
+    except CheckpointError as error:
+        problems = [str(error)]
+    size = 0
+    with contextlib.suppress(FileNotFoundError):  # removed by a trainer just now
+        for path in (directory / str(step)).rglob("*"):
+            size += path.lstat().st_size * path.is_file()
+    return {"step": step, "bytes": size, "whole": not problems, "problems": problems}
+
+
+def _described(directory: Path, step: int) -> dict[str, Any]:
+    meta = checkpoint.read_meta(directory, step)
+    sizes = {name: math.prod(entry["shape"]) for name, entry in meta["arrays"].items()}
+    parameters = sum(size for name, size in sizes.items() if name.startswith("params/"))
+    return {
+        "step": step,
+        "parameters": parameters,
+        "parameters_non_embedding": parameters - sizes["params/embedding"],
+        "seed": meta["seed"],
+        "data": meta["data"],
+        "tokenizer": meta["tokenizer"],
+        "config": meta["config"],
+        "provenance": meta["provenance"],
+    }
+
+
+def _last_metrics(path: Path) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for record in read_metrics(path):
+        merged |= record
+    return merged
+
+
+def _remedy(found: dict[str, Any], step: int | None) -> str:
+    if step is None and "step" in found:
+        return f"training would go on from {found['step']}"
+    whole = [entry["step"] for entry in found["checkpoints"] if entry["whole"]]
+    return f"whole are {whole}" if whole else "no other one is whole"
+
+
+def _description(found: dict[str, Any]) -> list[str]:
+    provenance, git = found["provenance"], found["provenance"]["git"]
+    versions = {name: v for name, v in provenance["versions"].items() if v}
+    lines = [
+        f"step {found['step']:,}: {found['parameters']:,} parameters, "
+        f"{found['parameters_non_embedding']:,} without the embedding; seed {found['seed']}, "
+        f"the data goes on at step {found['data']['step']:,}",
+        "",
+        "config, where it is not the default",
+    ]
+    changed = difference(Config(), config_from_json(found["config"]))
+    lines += [f"  {name} = {value!r}" for name, _, value in changed]
+    return lines + [
+        "",
+        "written by",
+        f"  {' '.join(provenance['command'])}",
+        f"  started {provenance['started']} on {provenance['host']}, {provenance['platform']}",
+        f"  {', '.join(provenance['devices'])}",
+        f"  python {provenance['python']}, {', '.join(f'{n} {v}' for n, v in versions.items())}",
+        *([f"  commit {git['commit']}{' and changes' * git['dirty']}"] if git else []),
+    ]
+
+
+def _figure(value: Any) -> str:
+    if value is None:
+        return "not finite"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"

@@ -1,0 +1,153 @@
+"""The real commands as processes of their own, on a model that compiles in seconds."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from brt.training import checkpoint, inspection
+from brt.training.workdir import Workdir
+
+# Documents of one token and of many; most begin in the middle of a segment and of a lane.
+LENGTHS = {"a": 1, "b": 70, "c": 333, "d": 500, "e": 41}
+CONFIG = """
+Model.layers = 2
+Model.recurrent_layers = (1,)
+Model.model_dim = 16
+Model.heads = 2
+Model.head_dim = 8
+Model.mlp_dim = 16
+Model.window = 8
+Model.states = 8
+Model.dropout = 0.1
+Training.steps = 24
+Training.batch_size = 4
+Training.segment_length = 16
+Training.gradient_accumulation = 2
+Training.log_every = 5
+Training.evaluate_every = 12
+Training.sample_every = 0
+Training.plots = False
+Optimizer.name = 'adamw'
+Optimizer.learning_rate = 0.01
+Optimizer.warmup_steps = 5
+Checkpoint.every = 4
+Sampling.max_tokens = 4
+Sampling.temperature = 0.0
+Data.train = '{train}'
+Data.validation = '{validation}'
+Data.test = '{test}'
+"""
+STEPS_PER_EPOCH = 16  # 121 blocks in four lanes, two a step
+
+# Runs before the command, in its process: does something when a function is called.
+_HOOK = """
+import importlib, os, runpy, signal, sys, threading, time
+
+def hook(place, call, action):
+    module, name = place.rsplit(".", 1)
+    owner = importlib.import_module(module)
+    function, calls = getattr(owner, name), []
+    def hooked(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == call:
+            action()
+        return function(*args, **kwargs)
+    setattr(owner, name, hooked)
+
+def send(*signals):
+    def action():
+        for number in signals:
+            os.kill(os.getpid(), number)
+            time.sleep(0.2)
+    return action
+
+def disk_full():
+    raise OSError(28, "No space left on device")
+
+{hook}
+sys.argv[0] = {module!r}
+runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
+"""
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+class Commands:
+    """Starts commands. They share what they compile, and nothing else."""
+
+    def __init__(self, directory: Path, compiled: Path):
+        self.directory = directory
+        self.config = directory / "tiny.gin"
+        splits = {"train": ".", "validation": "!", "test": "?"}
+        books = {name: write_books(directory / name, last) for name, last in splits.items()}
+        self.config.write_text(CONFIG.format(**books))
+        self._environment = os.environ | {
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiles three times as fast
+            "JAX_ENABLE_COMPILATION_CACHE": "true",
+            "JAX_COMPILATION_CACHE_DIR": str(compiled),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "XDG_CACHE_HOME": str(directory / "cache"),
+        }
+
+    def run(self, name: str, *flags: str, hook: str = "", code: int = 0) -> Result:
+        """A command to its end, which is to be `code`; `hook` is Python, run before it."""
+        module = f"brt.{name}"
+        start = ["-c", _HOOK.format(hook=hook, module=module)] if hook else ["-m", module]
+        done = subprocess.run(
+            [sys.executable, *start, *flags],
+            capture_output=True, text=True, env=self._environment, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout + done.stderr
+        assert code == 1 or "Traceback" not in done.stderr, done.stderr
+        return Result(done.returncode, done.stdout, done.stderr)
+
+    def train(self, workdir: Path, *bindings: str, hook: str = "", code: int = 0) -> Result:
+        flags = [f"--gin_file={self.config}", f"--workdir={workdir}"]
+        flags += [f"--gin_bindings={binding}" for binding in bindings]
+        return self.run("train", *flags, hook=hook, code=code)
+
+
+def write_books(directory: Path, last: str) -> Path:
+    draw = random.Random(last)
+    directory.mkdir()
+    for name, length in LENGTHS.items():
+        text = "".join(draw.choices("etaoin shrdlu\n", k=length - 1)) + last
+        (directory / f"{name}.txt").write_text(text)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    return Commands(tmp_path_factory.mktemp("commands"), shared / "compiled")
+
+
+@pytest.fixture(scope="session")
+def trained(commands: Commands) -> Path:
+    """The workdir of a run that nothing interrupted; read only."""
+    workdir = commands.directory / "trained"
+    commands.train(workdir, "Training.sample_every = 12")
+    return workdir
+
+
+@pytest.fixture(scope="session")
+def state_hash() -> Callable[[Path], str]:
+    """The hash of a workdir's newest checkpoint."""
+
+    def newest(path: Path) -> str:
+        workdir = Workdir(path)
+        return inspection.state_hash(workdir, checkpoint.steps(workdir.checkpoints)[-1])
+
+    return newest

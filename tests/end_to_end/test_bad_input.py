@@ -1,0 +1,148 @@
+"""Bad input ends with one sentence that names it, and the exit code of its kind."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from brt import evaluate, generate, train
+from brt.errors import BrtError, CheckpointError, ConfigError, DataError
+from brt.training import checkpoint
+from brt.training import workdir as workdirs
+
+from .conftest import Commands
+
+
+def refusal(command: ModuleType, error: type[BrtError], *flags: str) -> str:
+    """The sentence with which a command refuses its flags."""
+    with pytest.raises(error) as caught:
+        command.main(command.parser().parse_args(flags))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture
+def refused(commands: Commands, tmp_path: Path) -> Callable[..., str]:
+    """The sentence with which training refuses bindings."""
+
+    def train_refuses(error: type[BrtError], *bindings: str, workdir: Path | None = None) -> str:
+        flags = [f"--gin_file={commands.config}", f"--workdir={workdir or tmp_path / 'run'}"]
+        flags += [f"--gin_bindings={binding}" for binding in bindings]
+        return refusal(train, error, *flags)
+
+    return train_refuses
+
+
+@pytest.fixture
+def resumed(trained: Path, tmp_path: Path) -> Path:
+    """A copy of a finished run."""
+    return Path(shutil.copytree(trained, tmp_path / "resumed"))
+
+
+def test_exit_codes() -> None:
+    assert (ConfigError.exit_code, DataError.exit_code, CheckpointError.exit_code) == (2, 3, 4)
+
+
+def test_documents_that_are_not_there(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "nothing.txt" in refused(DataError, "Data.train = 'nothing.txt'")
+    glob = f"{tmp_path}/*.text"
+    assert glob in refused(DataError, f"Data.train = '{glob}'")
+    (tmp_path / "empty.txt").write_text("")
+    message = refused(DataError, f"Data.train = '{tmp_path}/empty.txt'")
+    assert "empty.txt" in message and "no text" in message
+    (tmp_path / "books").mkdir()
+    assert f"{tmp_path}/books" in refused(DataError, f"Data.train = '{tmp_path}/books'")
+
+
+def test_undecodable_bytes_are_named_by_file_and_place(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 noir")
+    message = refused(DataError, f"Data.train = '{tmp_path}/latin.txt'")
+    assert "latin.txt" in message and "byte 3" in message and "0xe9" in message
+    assert "Data.errors" in message or "errors" in message
+
+
+def test_configs_that_cannot_work(refused: Callable[..., str]) -> None:
+    message = refused(ConfigError, "Training.segment_length = 20")
+    assert "Training.segment_length = 20 must be a multiple of Model.window = 8" in message
+    message = refused(ConfigError, "Model.vocab_size = 100")
+    assert "Model.vocab_size = 100 is too small" in message and "256" in message
+    assert "did you mean 'Training.steps'" in refused(ConfigError, "Training.step = 3")
+    message = refusal(train, ConfigError, "--gin_file=configs/runs/quickstrat.gin", "--workdir=x")
+    assert "quickstrat.gin: no such file; did you mean 'configs/runs/quickstart.gin'?" in message
+    assert "--workdir" in refusal(train, ConfigError)
+
+
+def test_a_workdir_in_use(refused: Callable[..., str], tmp_path: Path) -> None:
+    workdir = workdirs.create(tmp_path)
+    with workdirs.lock(workdir, print):
+        message = refused(ConfigError, workdir=tmp_path)
+    assert f"{tmp_path} is in use by another trainer (process " in message
+
+
+def test_a_disk_without_room_is_noticed_before_training(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 1000))
+    message = refused(CheckpointError)
+    assert "checkpoints need" in message and "1.0 kB are free" in message
+
+
+def test_what_a_resumed_run_must_not_change(
+    refused: Callable[..., str], resumed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for binding, difference in {
+        "Model.window = 4": "Model.window was 8 and is 4",
+        "Training.seed = 1": "Training.seed was 0 and is 1",
+        "Training.batch_size = 8": "Training.batch_size was 4 and is 8",
+        "Optimizer.name = 'adafactor'": "Optimizer.name was 'adamw' and is 'adafactor'",
+    }.items():
+        message = refused(ConfigError, binding, workdir=resumed)
+        assert difference in message and "choose another --workdir" in message
+    other = resumed / "other.txt"
+    other.write_text("other documents")
+    message = refused(ConfigError, f"Data.train = '{other}'", workdir=resumed)
+    assert "the data position cannot be restored: store was" in message
+    assert "has another Data.train" in capsys.readouterr().err
+    assert checkpoint.steps(resumed / "checkpoints") == [16, 20, 24], "nothing is lost"
+
+
+def test_a_resumed_run_may_change_the_learning_rate_but_says_so(
+    resumed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [f"--workdir={resumed}", "--gin.Optimizer.learning_rate=0.5"]
+    train.main(train.parser().parse_args(flags))
+    assert "Optimizer.learning_rate: 0.01 -> 0.5" in capsys.readouterr().err
+
+
+def test_another_tokenizer_than_the_model_knows(refused: Callable[..., str], trained: Path) -> None:
+    other = "Data.tokenizer = 'train:300'"
+    assert "Model.vocab_size" in refused(ConfigError, other, workdir=trained)
+    message = refusal(evaluate, BrtError, f"--workdir={trained}", f"--gin_bindings={other}")
+    assert "was trained with another tokenizer than tokenizer.model" in message
+
+
+def test_models_that_are_not_there(trained: Path, tmp_path: Path) -> None:
+    for command in (evaluate, generate):
+        flags = ["--prompt=x"] if command is generate else []
+        message = refusal(command, ConfigError, f"--workdir={tmp_path}/no", *flags)
+        assert message == f"--workdir={tmp_path}/no does not exist"
+        message = refusal(command, CheckpointError, f"--workdir={tmp_path}", *flags)
+        assert "there are no checkpoints" in message
+        message = refusal(command, CheckpointError, f"--workdir={trained}", "--step=7", *flags)
+        assert message.endswith("has no checkpoint of step 7; it has [16, 20, 24]")
+
+
+def test_prompts(trained: Path, tmp_path: Path) -> None:
+    workdir = f"--workdir={trained}"
+    assert "the prompt is empty" in refusal(generate, DataError, workdir, "--prompt=")
+    (tmp_path / "p.txt").write_bytes(b"")
+    message = refusal(generate, DataError, workdir, f"--prompt_file={tmp_path}/p.txt")
+    assert "the prompt is empty" in message
+    (tmp_path / "p.txt").write_bytes(b"\xff")
+    message = refusal(generate, DataError, workdir, f"--prompt_file={tmp_path}/p.txt")
+    assert message.endswith("p.txt is not UTF-8 at byte 0")

@@ -1,0 +1,156 @@
+"""One model from text files to a continuation of a text, by the commands that people type."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from brt import command_line, inspect, train
+from brt.errors import CheckpointError, NonFiniteError
+from brt.training import checkpoint, leaves
+from brt.training.metrics import read_metrics
+
+from .conftest import LENGTHS, Commands
+
+TOKENS = sum(LENGTHS.values())
+
+
+def test_training_leaves_what_its_summary_names(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = read_metrics(trained / "metrics.jsonl")
+    assert [r["step"] for r in records] == [5, 10, 12, 15, 20, 24]
+    assert records[-1]["train/loss"] < records[0]["train/loss"]
+    evaluated = [r["step"] for r in records if "eval/validation/bits_per_byte" in r]
+    assert evaluated == [12, 24]
+    samples = sorted(path.name for path in (trained / "samples").iterdir())
+    assert samples == ["00000012.txt", "00000024.txt"]
+    assert checkpoint.steps(trained / "checkpoints") == [16, 20, 24]
+    train.main(train.parser().parse_args([f"--workdir={trained}"]))  # the config is the saved one
+    again = capsys.readouterr()
+    assert "step 24 of 24 is done already" in again.err
+    for line in ("Step 24", "python -m brt.evaluate", "python -m brt.generate"):
+        assert line in again.out
+
+
+def test_evaluation_reports_every_token(commands: Commands, trained: Path, tmp_path: Path) -> None:
+    done = commands.run(
+        "evaluate", f"--workdir={trained}", "--ablate=state", f"--json={tmp_path}/e.json"
+    )
+    report = json.loads((tmp_path / "e.json").read_text())
+    assert (report["step"], report["tokens"], report["bytes"]) == (24, TOKENS, TOKENS)
+    assert report["bits_per_byte"] == report["bits_per_token"]
+    assert 2 < report["bits_per_byte"] < 8, "it has learned which letters there are"
+    assert report["ablation_costs_bits_per_byte"] == pytest.approx(
+        report["ablation"]["bits_per_byte"] - report["bits_per_byte"]
+    )
+    assert f"{report['bits_per_byte']:.4f}" in done.out and "window 8, segment 16" in done.out
+    rows = (trained / "evaluations/24/test_documents.jsonl").read_text().splitlines()
+    assert sum(json.loads(row)["bits"] for row in rows) == pytest.approx(report["bits"])
+    assert done.err == "", "progress is for terminals"
+
+
+def test_a_text_can_be_continued_another_day(
+    commands: Commands, trained: Path, tmp_path: Path
+) -> None:
+    def write(*flags: str) -> str:
+        done = commands.run("generate", f"--workdir={trained}", *flags)
+        assert done.err == ""
+        return done.out.removesuffix("\n")
+
+    saved = tmp_path / "s.npz"
+    whole = write("--prompt=the rain", "--max_tokens=12")
+    begin = write("--prompt=the rain", "--max_tokens=5", f"--save_state={saved}")
+    end = write("--max_tokens=7", f"--load_state={saved}")
+    assert whole.startswith("the rain") and begin + end == whole
+
+
+def test_inspection_shows_a_run(
+    trained: Path,
+    state_hash: Callable[[Path], str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def show(workdir: Path, *flags: str) -> str:
+        inspect.main(inspect.parser().parse_args([f"--workdir={workdir}", *flags]))
+        return capsys.readouterr().out
+
+    shown = show(trained, f"--json={tmp_path}/i.json")
+    for line in ("step         24", "whole", "Model.window = 8", "train/loss", "commit"):
+        assert line in shown
+    assert "Training.seed" not in shown, "that is the default"
+    found = json.loads((tmp_path / "i.json").read_text())
+    assert (found["steps"], found["step"], found["seed"]) == ([16, 20, 24], 24, 0)
+    assert found["parameters"] - found["parameters_non_embedding"] == 256 * 16
+    assert all(entry["whole"] for entry in found["checkpoints"])
+    newest = show(trained, "--state_hash")
+    assert newest == state_hash(trained) + "\n"
+    assert show(trained, "--state_hash", "--step=20") != newest
+
+    damaged = tmp_path / "damaged"
+    shutil.copytree(trained, damaged)
+    (damaged / "checkpoints/24/meta.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="24 of .* is damaged: meta.json is .* from 20$"):
+        show(damaged, f"--json={tmp_path}/d.json")
+    shown = capsys.readouterr().out
+    assert "DAMAGED: meta.json is damaged" in shown and "step 20: " in shown
+    found = json.loads((tmp_path / "d.json").read_text())
+    assert [entry["whole"] for entry in found["checkpoints"]] == [True, True, False]
+    assert found["step"] == 20
+    with pytest.raises(CheckpointError, match=r"whole are \[16, 20\]$"):
+        show(damaged, "--state_hash", "--step=24")
+    assert capsys.readouterr().out == "", "no hash of another step"
+    assert "step 16: " in show(damaged, "--step=16")
+    with pytest.raises(
+        CheckpointError, match=r"has no checkpoint of step 7; it has \[16, 20, 24\]"
+    ):
+        show(trained, "--step=7")
+
+
+def test_a_dry_run_sizes_the_checkpoint_and_writes_nothing(
+    commands: Commands, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--dry_run", f"--gin_file={commands.config}", f"--workdir={tmp_path}/run"]
+    train.main(train.parser().parse_args([*flags, f"--json={tmp_path}/dry.json"]))
+    figures = json.loads((tmp_path / "dry.json").read_text())
+    arrays = checkpoint.read_meta(trained / "checkpoints", 24)["arrays"]
+    expected = leaves.required_bytes(leaves.abstract(arrays))
+    assert figures["checkpoint_bytes"] == expected
+    assert f"checkpoint_bytes          {expected:,}" in capsys.readouterr().out
+    assert figures["tokens_per_step"] == 64 and figures["steps_per_epoch"] == 16
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_printed_config_is_the_one_asked_for(
+    commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--print_config", f"--gin_file={commands.config}", "--gin.Training.steps=7"]
+    with pytest.raises(SystemExit) as stop:
+        train.main(train.parser().parse_args(flags))
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    lines = {line.split(" ")[0]: line for line in shown.splitlines()}
+    assert "# --gin_bindings" in lines["Training.steps"]
+    assert "tiny.gin:8" in lines["Model.window"]
+    assert "# default" in lines["Training.seed"]
+
+
+def test_a_run_that_explodes_stops_and_saves_nothing_of_it(
+    commands: Commands, tmp_path: Path
+) -> None:
+    done = commands.train(
+        tmp_path, "Optimizer.learning_rate = 1e30", "Checkpoint.every = 1", "Model.layers = 1",
+        "Model.recurrent_layers = ()", "Model.dropout = 0.0", code=NonFiniteError.exit_code,
+    )  # fmt: skip
+    assert "NaN or infinity" in done.err or "is not finite" in done.err
+    for step in checkpoint.steps(tmp_path / "checkpoints"):
+        state = checkpoint.restore(tmp_path / "checkpoints", step=step).state
+        assert leaves.not_finite(state) == []
+
+
+def test_help_is_quick(commands: Commands) -> None:
+    for name in ("train", "evaluate", "generate", "inspect", "prepare"):
+        assert f"python -m brt.{name}" in commands.run(name, "--help").out
+    assert "jax" not in vars(command_line)

@@ -1,0 +1,139 @@
+"""However a run is stopped or struck, it ends as if nothing had been."""
+
+import json
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from brt import train
+from brt.data import preparation
+from brt.errors import Preempted
+from brt.training import checkpoint, manifest
+
+from .conftest import STEPS_PER_EPOCH, Commands
+
+COMPILING = "brt.training.run.compiled_step"
+STEP = "brt.training.run.put"
+EVALUATING = "brt.evaluation.language_modeling.evaluation_batches"
+CLOSING = "brt.training.checkpoint_writer.verify"
+SAVING = "brt.training.manifest.write"
+
+
+def at(place: str, call: int, action: str) -> str:
+    return f"hook({place!r}, {call}, {action})"
+
+
+def metrics(workdir: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl without what depends on the clock."""
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines]
+
+
+def flip_a_bit(step: Path) -> None:
+    """In the largest file, which holds parameters."""
+    largest = max(step.rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+
+def test_signals_a_full_disk_and_a_damaged_checkpoint_change_nothing(
+    commands: Commands, trained: Path, state_hash: Callable[[Path], str], tmp_path: Path
+) -> None:
+    def train(hook: str = "", code: int = 0) -> str:
+        return commands.train(tmp_path, hook=hook, code=code).err
+
+    def saved() -> list[int]:
+        return checkpoint.steps(tmp_path / "checkpoints")
+
+    terminate, interrupt = "send(signal.SIGTERM)", "send(signal.SIGINT)"
+    said = train(at(COMPILING, 1, terminate), code=75)
+    assert "SIGTERM: saving at the next step boundary (Ctrl-C quits at once)" in said
+    assert "brt: saved at step 0; run the same command again to go on" in said
+    said = train(at(STEP, 3, terminate), code=75)
+    assert "from step 0" in said and "saved at step 3;" in said, "in the middle of an interval"
+    said = train(at(EVALUATING, 1, interrupt), code=75)
+    assert "from step 3" in said and "saved at step 12;" in said
+    assert "validation" not in said, "half an evaluation counts for nothing"
+    said = train(at(STEP, STEPS_PER_EPOCH - 12, interrupt), code=75)
+    assert "step 12/24  validation" in said, "the next run makes up for it"
+    assert "saved at step 16;" in said, "at the border of an epoch"
+    assert saved() == [8, 12, 16]
+    said = train(at(SAVING, 1, "disk_full"), code=4)
+    assert "brt: error: saving step 20" in said and "the disk is full" in said
+    assert saved() == [8, 12, 16]
+    flip_a_bit(tmp_path / "checkpoints/16")
+    said = train(at(STEP, 11, terminate), code=75)
+    assert "checkpoint 16 is damaged" in said and "trying the next older one" in said
+    assert "from step 12" in said and "saved at step 23;" in said
+    said = train(at(EVALUATING, 1, terminate), code=75)
+    assert "saved at step 24, not evaluated" in said
+    assert "step 24 of 24 is done already" in train()
+    assert state_hash(tmp_path) == state_hash(trained)
+    assert metrics(tmp_path) == metrics(trained)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGTERM, Preempted), (signal.SIGINT, KeyboardInterrupt)]
+)
+def test_before_training_a_signal_stops_at_once(
+    number: signal.Signals,
+    error: type[BaseException],
+    commands: Commands,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preparation, "prepare", lambda *_, **__: signal.raise_signal(number))
+    flags = [f"--gin_file={commands.config}", f"--workdir={tmp_path}/run"]
+    with pytest.raises(error):
+        train.main(train.parser().parse_args(flags))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_ctrl_c_quits_at_once(commands: Commands, tmp_path: Path) -> None:
+    twice = at(COMPILING, 1, "send(signal.SIGINT, signal.SIGINT)")
+    done = commands.train(tmp_path, hook=twice, code=130)
+    assert done.err.endswith("SIGINT: quitting without saving\n")
+    assert checkpoint.steps(tmp_path / "checkpoints") == []
+
+
+def kill_and_restart(
+    commands: Commands, workdir: Path, kills: int, seconds: float, *bindings: str
+) -> None:
+    """Saves every step and is killed at random moments, then may finish."""
+    bindings = ("Checkpoint.every = 1", *bindings)
+    for _ in range(kills):
+        delay = random.uniform(0, seconds)
+        kill = f"lambda: threading.Timer({delay}, os.kill, (os.getpid(), signal.SIGKILL)).start()"
+        commands.train(workdir, *bindings, hook=at(STEP, 1, kill), code=-9)
+        for step in checkpoint.steps(workdir / "checkpoints"):
+            assert manifest.verify(workdir / f"checkpoints/{step}") == [], f"killed at {delay} s"
+    done = commands.train(workdir, *bindings, hook=at(CLOSING, 1, "send(signal.SIGTERM)"))
+    assert "SIGTERM" in done.err, "it came, but too late to stop anything"
+    left = {path.name for path in (workdir / "checkpoints").iterdir()}
+    assert left == set(map(str, checkpoint.steps(workdir / "checkpoints"))), "no litter"
+
+
+def test_kills_lose_nothing(
+    commands: Commands, trained: Path, state_hash: Callable[[Path], str], tmp_path: Path
+) -> None:
+    kill_and_restart(commands, tmp_path, 1, 1.0)
+    assert state_hash(tmp_path) == state_hash(trained)
+    assert metrics(tmp_path) == metrics(trained)
+
+
+@pytest.mark.slow
+def test_many_kills_lose_nothing(
+    commands: Commands, state_hash: Callable[[Path], str], tmp_path: Path
+) -> None:
+    longer = "Training.steps = 200"
+    commands.train(tmp_path / "whole", longer)
+    kill_and_restart(commands, tmp_path / "killed", 8, 6.0, longer)
+    assert state_hash(tmp_path / "killed") == state_hash(tmp_path / "whole")
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+    commands.train(tmp_path / "other", longer, "Training.seed = 1")
+    assert state_hash(tmp_path / "other") != state_hash(tmp_path / "whole")

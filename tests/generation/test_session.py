@@ -1,0 +1,178 @@
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.config import Config, Model, Sampling, Training
+from brt.errors import DataError
+from brt.generation.session import CHUNK, Session
+from brt.models import decoder
+from brt.models.decoder import Decoder
+
+TOLERANCE = 1e-4  # of logits and states of magnitude 1, float32
+WINDOW, SEGMENT, BOS, VOCABULARY, LANES = 4, 8, 0, 32, 2
+WINDOWED = Model(
+    layers=2, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=WINDOW, states=6,
+    vocab_size=VOCABULARY, dtype="float32",
+)  # fmt: skip
+MODELS = {
+    "window": WINDOWED,
+    "recurrent": dataclasses.replace(WINDOWED, recurrent_layers=(0,)),
+    "bfloat16": dataclasses.replace(WINDOWED, layers=1, recurrent_layers=(0,), dtype="bfloat16"),
+}
+TEXT = np.random.default_rng(0).integers(1, VOCABULARY, 29).tolist()  # with BOS 7.5 blocks
+IDENTITY = {"model": "a", "step": 3}
+KEY = jax.random.key(1)
+RANDOM, GREEDY = Sampling(), Sampling(temperature=0.0)
+
+
+class Case(NamedTuple):
+    """A session, what it was made of, and the logits of a whole text in one segment."""
+
+    session: Session
+    params: Any
+    whole: Callable[[list[int]], np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def build(random_params: Callable) -> Callable[[str], Case]:
+    @functools.cache
+    def case(name: str) -> Case:
+        model = MODELS[name]
+        params = random_params(model)
+        config = Config(model=model, training=Training(batch_size=1, segment_length=SEGMENT))
+
+        @jax.jit
+        def read(ids: jax.Array) -> jax.Array:
+            state, start = decoder.new_state(model, 1), jnp.zeros((1, ids.shape[1] // WINDOW), bool)
+            hidden, _ = Decoder(model).apply({"params": params}, ids, state, start)
+            return decoder.logits(model, params["embedding"], hidden)
+
+        def whole(text: list[int]) -> np.ndarray:
+            ids = np.zeros((1, 48), np.int32)
+            ids[0, : len(text) + 1] = [BOS, *text]
+            return np.asarray(read(ids))[0, : len(text) + 1]
+
+        return Case(Session(config, params, bos_id=BOS, lanes=LANES), params, whole)
+
+    return case
+
+
+@pytest.fixture(params=["window", "recurrent"])
+def case(request: pytest.FixtureRequest, build: Callable[[str], Case]) -> Case:
+    found = build(request.param)
+    found.session.restart(found.params)
+    return found
+
+
+@pytest.fixture
+def recurrent(build: Callable[[str], Case]) -> Case:
+    found = build("recurrent")
+    found.session.restart(found.params)
+    return found
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), actual, expected)
+
+
+def copy(session: Session) -> Any:
+    """The next call takes the memory's buffers over."""
+    return jax.device_get(session.memory)
+
+
+def written(session: Session, *counts: int, sampling: Sampling) -> np.ndarray:
+    pieces = [piece for count in counts for piece in session.write(count, sampling, KEY)]
+    return np.concatenate(pieces, axis=1)
+
+
+def test_logits_are_those_of_the_whole_text_at_every_position(case: Case) -> None:
+    session, expected = case.session, case.whole(TEXT)
+    session.read([])
+    for place, token in enumerate([*TEXT, None]):  # token by token, over block borders
+        assert_close(session.memory.logits[0], expected[place])
+        if token is not None:
+            session.read([token])
+
+
+def test_the_memory_is_the_same_however_a_text_is_cut(case: Case) -> None:
+    session, expected = case.session, case.whole(TEXT)
+    session.read(TEXT)  # segments, then a block, then tokens
+    together = copy(session)
+    assert_close(together.logits[0], expected[-1])
+    assert together.count == len(TEXT) + 1 and together.position == (len(TEXT) + 1) % WINDOW
+    for cuts in ([3, 7], [1, 2, 8, 12, 20], [11, 27]):
+        session.restart(case.params)
+        for begin, end in zip([0, *cuts], [*cuts, len(TEXT)], strict=True):
+            session.read(TEXT[begin:end])
+            assert_close(session.memory.logits[0], expected[end])
+        assert_close(copy(session), together)
+
+
+def test_greedy_writing_takes_the_whole_texts_best_tokens(case: Case) -> None:
+    case.session.read(TEXT[:10])
+    text = TEXT[:10] + written(case.session, 30, sampling=GREEDY)[0].tolist()
+    best = np.argmax(case.whole(text), axis=-1)
+    assert text[10:] == best[10:-1].tolist()
+
+
+def test_what_is_written_does_not_depend_on_how_calls_are_cut(recurrent: Case) -> None:
+    texts = []
+    for counts in ([CHUNK + 9], [9, CHUNK], [3, 5, 17]):
+        recurrent.session.restart(recurrent.params)
+        texts.append(written(recurrent.session, *counts, sampling=RANDOM))
+    assert texts[0].shape == (LANES, CHUNK + 9) and texts[0].dtype == np.int32
+    np.testing.assert_array_equal(texts[0], texts[1])
+    np.testing.assert_array_equal(texts[0], texts[2])
+    assert np.any(texts[0][0] != texts[0][1]), "every lane draws its own"
+
+
+def test_the_memory_does_not_grow(recurrent: Case) -> None:
+    def shapes() -> Any:
+        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), recurrent.session.memory)
+
+    before = shapes()
+    recurrent.session.read(TEXT)
+    written(recurrent.session, 40, sampling=RANDOM)
+    assert shapes() == before
+
+
+@pytest.mark.parametrize("name", ["recurrent", "bfloat16"])
+def test_a_loaded_session_goes_on_as_if_it_had_not_stopped(
+    build: Callable[[str], Case], name: str, tmp_path: Path
+) -> None:
+    session, params, _ = build(name)
+    session.restart(params)
+    session.read(TEXT[:9])
+    before = copy(session)
+    session.save(tmp_path / "state.npz", IDENTITY)
+    expected = written(session, CHUNK, sampling=RANDOM)
+
+    session.restart(params)
+    session.load(tmp_path / "state.npz", IDENTITY)
+    jax.tree.map(np.testing.assert_array_equal, copy(session), before)
+    np.testing.assert_array_equal(written(session, CHUNK, sampling=RANDOM), expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["state.npz"]
+
+
+def test_a_state_that_does_not_fit_is_refused(recurrent: Case, tmp_path: Path) -> None:
+    session, path = recurrent.session, tmp_path / "state.npz"
+    session.save(path, IDENTITY)
+    with pytest.raises(DataError, match=r"npz belongs to another model: step was 3 and is 4$"):
+        session.load(path, {**IDENTITY, "step": 4})
+    with pytest.raises(DataError, match=r"^there is no state file .*none.npz$"):
+        session.load(tmp_path / "none.npz", IDENTITY)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"state.npz is no state that --save_state wrote"):
+        session.load(path, IDENTITY)
+    leaves = {f"leaf{i}": np.zeros(3) for i, _ in enumerate(jax.tree.leaves(session.memory))}
+    np.savez(path, identity=np.array(json.dumps(IDENTITY)), **leaves)
+    with pytest.raises(DataError, match=r"state.npz holds arrays of other shapes"):
+        session.load(path, IDENTITY)

@@ -1,0 +1,47 @@
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.layers.basic import KERNEL, dense, dropout, parameter
+
+
+class Dropped(nn.Module):
+    rate: float
+    training: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return dropout(self, x, self.rate)
+
+
+def test_dropout_keeps_the_mean_and_follows_its_key() -> None:
+    x = jnp.ones((100, 100), jnp.bfloat16)
+    y, again, other = (
+        Dropped(0.25, True).apply({}, x, rngs={"dropout": jax.random.key(k)}) for k in (0, 0, 1)
+    )
+    assert y.dtype == x.dtype and np.unique(y).tolist() == [0.0, float(jnp.asarray(4 / 3, x.dtype))]
+    assert np.mean(y == 0) == pytest.approx(0.25, abs=0.02)
+    np.testing.assert_array_equal(y, again)
+    assert np.any(y != other)
+
+
+@pytest.mark.parametrize(("rate", "training"), [(0.0, True), (0.25, False)])
+def test_dropout_is_the_identity_without_need_of_a_key(rate: float, training: bool) -> None:
+    x = jnp.ones((2, 3))
+    np.testing.assert_array_equal(Dropped(rate, training).apply({}, x), x)
+
+
+def test_parameters_are_float32_with_named_axes() -> None:
+    class Product(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return dense(x, parameter(self, "kernel", (400, 100), ("embed", "mlp"), KERNEL))
+
+    x = jnp.ones((2, 3, 400), jnp.bfloat16)
+    y, variables = Product().init_with_output(jax.random.key(0), x)
+    kernel = variables["params"]["kernel"]
+    assert y.dtype == jnp.bfloat16 and kernel.value.dtype == jnp.float32
+    assert kernel.names == ("embed", "mlp")
+    assert np.std(kernel.value) == pytest.approx(400**-0.5, rel=0.05)

@@ -1,0 +1,77 @@
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.config import Model
+from brt.layers.recurrent import RecurrentLayer
+from brt.layers.state import new_layer_state
+
+TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
+LANES, WINDOW, BLOCKS = 2, 4, 3
+# Every gate and every layout once, with all the options that change arithmetic.
+CASES = {
+    "fixed-skip": Model(),
+    "lstm-dual": Model().parity(),
+    "gru-single": Model(normalize_qk=False, gate_tanh="paper", attend_to_self=False),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def both_ways(request: pytest.FixtureRequest, random_params: Callable) -> tuple:
+    """(output, state) of a segment and of its tokens one by one, and the segment's gradients."""
+    gate, layout = request.param.split("-")
+    model = dataclasses.replace(
+        CASES[request.param], gate=gate, gate_layout=layout, layers=1, recurrent_layers=(0,),
+        states=6, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=WINDOW, vocab_size=8,
+        relative_buckets=4, relative_max_distance=16,
+    )  # fmt: skip
+    layer = RecurrentLayer(model)
+    params = jax.tree.map(lambda x: x[0], random_params(model)["stack"]["recurrent_0"])
+    state = new_layer_state(model, "recurrent", LANES, jnp.dtype("float32"))
+    rng, shape = np.random.default_rng(0), (LANES, BLOCKS * WINDOW, model.model_dim)
+    x, cotangent = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
+
+    def segment(params: Any) -> tuple[jax.Array, tuple]:
+        y, after = layer.apply({"params": params}, x, state, jnp.zeros((LANES, BLOCKS), bool))
+        return jnp.sum(y * cotangent), (y, after)
+
+    def by_token(params: Any) -> tuple[jax.Array, Any]:
+        variables = {"params": params}
+
+        def block(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+            def step(opened: Any, place: tuple) -> tuple[Any, jax.Array]:
+                y, opened = layer.apply(
+                    variables, place[1], (state, opened), place[0], method="step"
+                )
+                return opened, y
+
+            _, opened = layer.apply(variables, None, state, None, method="open")
+            opened, y = jax.lax.scan(step, opened, (jnp.arange(WINDOW), x))
+            return layer.apply(variables, None, (state, opened), None, method="close")[1], y
+
+        tokens = jnp.moveaxis(x, 1, 0)[:, :, None].reshape(BLOCKS, WINDOW, LANES, 1, -1)
+        after, y = jax.lax.scan(block, state, tokens)
+        return jnp.moveaxis(y.reshape(-1, *y.shape[2:])[:, :, 0], 0, 1), after
+
+    gradients, whole = jax.jit(jax.grad(segment, has_aux=True))(params)
+    return whole, jax.jit(by_token)(params), gradients
+
+
+def test_token_by_token_equals_the_whole_segment(both_ways: tuple) -> None:
+    whole, by_token, _ = both_ways
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), by_token, whole)
+
+
+def test_every_parameter_gets_a_gradient(both_ways: tuple) -> None:
+    _, _, gradients = both_ways
+    small = [
+        jax.tree_util.keystr(path)
+        for path, gradient in jax.tree.leaves_with_path(gradients)
+        if not np.abs(gradient).max() > 1e-6
+    ]
+    assert small == []

@@ -1,0 +1,177 @@
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.config import Model
+from brt.layers.state import forget
+from brt.models import decoder
+from brt.models.decoder import Decoder
+from brt.ops.cross_entropy import cross_entropy
+
+TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
+WINDOW, LANES, BLOCKS, VOCABULARY = 4, 2, 4, 32
+TOKENS = WINDOW * BLOCKS
+MODEL = Model(
+    layers=3, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=WINDOW, states=6,
+    vocab_size=VOCABULARY, relative_buckets=4, relative_max_distance=16, dtype="float32",
+)  # fmt: skip
+POSITIONS = [(), (0,), (1, 2), (0, 2), (0, 1, 2)]
+EDGES = (0, 2)  # recurrent, window, recurrent
+
+
+class Compiled(NamedTuple):
+    """A model with parameters; `read` gives hidden vectors and the state after a segment."""
+
+    model: Model
+    params: Any
+    read: Callable
+
+
+@pytest.fixture(scope="module")
+def compiled(random_params: Callable) -> Callable[[tuple[int, ...]], Compiled]:
+    @functools.cache
+    def build(recurrent_layers: tuple[int, ...]) -> Compiled:
+        model = dataclasses.replace(MODEL, recurrent_layers=recurrent_layers)
+        params = random_params(model)
+        read = jax.jit(lambda *args: Decoder(model).apply({"params": params}, *args))
+        return Compiled(model, params, read)
+
+    return build
+
+
+def tokens(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(VOCABULARY, size=(LANES, TOKENS)).astype(np.int32)
+
+
+def starts(*places: tuple[int, int]) -> jax.Array:
+    """Bool [B, N], True at these (lane, block)."""
+    result = np.zeros((LANES, BLOCKS), bool)
+    for place in places:
+        result[place] = True
+    return jnp.asarray(result)
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("recurrent_layers", "blocks"),
+    [*((positions, 2) for positions in POSITIONS), ((), 1)],
+    ids=[*map(str, POSITIONS), "XL: a block is a segment"],
+)
+def test_segments_with_carried_state_equal_one_long_segment(
+    compiled: Callable, recurrent_layers: tuple[int, ...], blocks: int
+) -> None:
+    model, _, read = compiled(recurrent_layers)
+    document_start = starts((0, 0), (1, 0), (1, 3))
+    expected, state_after = read(tokens(), decoder.new_state(model, LANES), document_start)
+    state, hidden = decoder.new_state(model, LANES), []
+    for n in range(0, BLOCKS, blocks):
+        segment = tokens()[:, n * WINDOW : (n + blocks) * WINDOW]
+        part, state = read(segment, state, document_start[:, n : n + blocks])
+        hidden.append(part)
+    assert_close(jnp.concatenate(hidden, axis=1), expected)
+    assert_close(state, state_after)
+
+
+@pytest.mark.parametrize("recurrent_layers", [(), EDGES])
+def test_nothing_reads_the_future_or_another_lane(
+    compiled: Callable, recurrent_layers: tuple[int, ...]
+) -> None:
+    model, params, _ = compiled(recurrent_layers)
+    ids = jnp.arange(LANES * TOKENS).reshape(LANES, TOKENS)  # each a row of the embedding
+    cotangents = np.random.default_rng(0).normal(size=(TOKENS, model.model_dim))
+
+    @jax.jit
+    def sensitivity(embedding: jax.Array) -> jax.Array:
+        """[t, token]: how much the output t of lane 0 depends on each input."""
+
+        def output(embedding: jax.Array) -> jax.Array:
+            variables = {"params": {**params, "embedding": embedding}}
+            state = decoder.new_state(model, LANES)
+            return Decoder(model).apply(variables, ids, state, starts((0, 0)))[0][0]
+
+        _, back = jax.vjp(output, embedding)
+        places = jnp.eye(TOKENS)[:, :, None] * jnp.asarray(cotangents, jnp.float32)[None]
+        return jnp.abs(jax.vmap(lambda c: back(c)[0])(places)).sum(axis=-1)
+
+    depends = np.asarray(sensitivity(params["embedding"])) > 0
+    assert not depends[:, TOKENS:].any()
+    reach = model.layers * (WINDOW - 1)
+    distance = np.arange(TOKENS)[:, None] - np.arange(TOKENS)[None, :]
+    if recurrent_layers:  # the past of earlier blocks, too, through the recurrent states
+        np.testing.assert_array_equal(depends[:, :TOKENS], distance >= 0)
+    else:
+        np.testing.assert_array_equal(depends[:, :TOKENS], (distance >= 0) & (distance <= reach))
+
+
+@pytest.mark.parametrize("recurrent_layers", [(), EDGES])
+@pytest.mark.parametrize("block", [0, 2])
+def test_a_document_does_not_depend_on_what_was_read_before_it(
+    compiled: Callable, recurrent_layers: tuple[int, ...], block: int
+) -> None:
+    model, _, read = compiled(recurrent_layers)
+    first = block * WINDOW
+    results = []
+    for past in (1, 2):  # two pasts, in other segments and in this one
+        _, state = read(tokens(past), decoder.new_state(model, LANES), starts((0, 0)))
+        both = np.concatenate([tokens(past)[:, :first], tokens()[:, first:]], axis=1)
+        results.append(read(both, state, starts((0, block), (1, block))))
+    (hidden, state), (other_hidden, other_state) = results
+    np.testing.assert_array_equal(hidden[:, first:], other_hidden[:, first:])
+    jax.tree.map(np.testing.assert_array_equal, state, other_state)
+    again, _ = read(both, state, starts((0, block)))  # in lane 1 no document starts
+    assert np.abs(again[1, first:] - hidden[1, first:]).max() > 0.01
+
+
+def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(compiled: Callable) -> None:
+    model, params, _ = compiled(EDGES)
+    first, second = (
+        {"ids": tokens(seed)[0, :8], "targets": tokens(seed)[1, :8]} for seed in (1, 2)
+    )
+
+    @jax.jit
+    def value_and_grad(ids: jax.Array, targets: jax.Array, scored: jax.Array) -> tuple:
+        def loss(params: Any) -> jax.Array:
+            state, start = decoder.new_state(model, LANES), starts((0, 0), (0, 2), (1, 0), (1, 2))
+            hidden, _ = Decoder(model).apply({"params": params}, ids, state, start)
+            nats = cross_entropy(hidden, params["embedding"], targets, scored, 0.25, TOKENS)
+            return nats / TOKENS
+
+        return jax.value_and_grad(loss)(params)
+
+    def lanes(*documents: list[dict]) -> dict[str, np.ndarray]:
+        """The documents of each lane, then padding."""
+        rows = {"ids": tokens(3), "targets": tokens(4), "scored": np.zeros((LANES, TOKENS), bool)}
+        for lane, in_lane in enumerate(documents):
+            for i, document in enumerate(in_lane):
+                for name, values in document.items():
+                    rows[name][lane, 8 * i : 8 * (i + 1)] = values
+                rows["scored"][lane, 8 * i : 8 * (i + 1)] = True
+        return rows
+
+    loss, gradients = value_and_grad(**lanes([first, second]))
+    assert_close(value_and_grad(**lanes([first], [second])), (loss, gradients))
+    without = [
+        jax.tree_util.keystr(path)
+        for path, gradient in jax.tree.leaves_with_path(gradients)
+        if not np.any(gradient)
+    ]
+    assert without == []
+
+
+@pytest.mark.parametrize("part", ["cache", "vectors"])
+def test_each_part_of_the_carried_state_matters(compiled: Callable, part: str) -> None:
+    model, _, read = compiled(EDGES)
+    _, state = read(tokens(1), decoder.new_state(model, LANES), starts((0, 0)))
+    forgotten = tuple(forget(s, cache=part == "cache", vectors=part == "vectors") for s in state)
+    hidden, _ = read(tokens(), state, starts())
+    without, _ = read(tokens(), forgotten, starts())
+    assert np.abs(hidden - without).max() > 0.01

@@ -1,0 +1,120 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from brt.config import Optimizer
+from brt.training import optimizer as optimizers
+from brt.training.optimizer import learning_rate
+
+TOLERANCE = 1e-5  # float32, relative to the largest magnitude of an array
+
+
+def params(seed: int) -> dict:
+    """A stack of three layers, an embedding large enough to be factored, and a scale."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    layer = {"kernel": normal(3, 8, 4), "norm": normal(3, 8) * jnp.arange(1.0, 4.0)[:, None]}
+    return {"embedding": normal(128, 130), "norm": normal(8), "stack": {"window_0": layer}}
+
+
+def updated(optimizer: optax.GradientTransformation, start: dict, gradients: list[dict]) -> dict:
+    state = optimizer.init(start)
+    update = jax.jit(optimizer.update)
+    for gradient in gradients:
+        updates, state = update(gradient, state, start)
+        start = optax.apply_updates(start, updates)
+    return start
+
+
+def assert_close(actual: dict, expected: dict) -> None:
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        e = np.asarray(e, np.float64)
+        assert np.abs(np.asarray(a, np.float64) - e).max() <= TOLERANCE * np.abs(e).max()
+
+
+def adafactor(x: np.ndarray, gradients: list[np.ndarray], rates: list[float]) -> np.ndarray:
+    """Shazeer & Stern 2018 with the original's constants and momentum, float64."""
+    x, momentum = x.astype(np.float64), np.zeros(x.shape)
+    factored = x.ndim == 2 and min(x.shape) >= 128
+    full, rows, columns = np.zeros(x.shape), np.zeros(x.shape[:1]), np.zeros(x.shape[1:])
+    for t, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
+        decay, g = 1 - t**-0.8, gradient.astype(np.float64)
+        square = g**2 + 1e-30
+        if factored:
+            rows = decay * rows + (1 - decay) * square.mean(axis=1)
+            columns = decay * columns + (1 - decay) * square.mean(axis=0)
+            second = rows[:, None] * columns[None] / rows.mean()
+        else:
+            second = full = decay * full + (1 - decay) * square
+        u = g / np.sqrt(second)
+        u /= max(1.0, np.sqrt((u**2).mean()))
+        u *= rate * max(1e-3, np.sqrt((x**2).mean()))
+        momentum = 0.9 * momentum + 0.1 * u
+        x = x - momentum
+    return x
+
+
+def test_adafactor_is_the_papers_for_every_layer_on_its_own() -> None:
+    start, gradients = params(0), [params(seed) for seed in (1, 2, 3)]
+    rates = [0.5 * 2**-0.5, 2**-0.5, 3**-0.5]  # rsqrt with two steps of warm-up
+    actual = updated(optimizers.build(Optimizer(warmup_steps=2), steps=3), start, gradients)
+
+    def expected(leaf: jax.Array, *gradients: jax.Array) -> np.ndarray:
+        return adafactor(np.asarray(leaf), [np.asarray(g) for g in gradients], rates)
+
+    def stacked(leaf: jax.Array, *gradients: jax.Array) -> np.ndarray:
+        layers = range(len(leaf))
+        return np.stack([expected(leaf[i], *(g[i] for g in gradients)) for i in layers])
+
+    stacks = [tree.pop("stack") for tree in (start, *gradients)]
+    assert_close(actual.pop("stack"), jax.tree.map(stacked, *stacks))
+    assert_close(actual, jax.tree.map(expected, start, *gradients))
+
+
+def test_adamw_decays_matrices_only() -> None:
+    settings = {"name": "adamw", "schedule": "constant", "learning_rate": 0.1, "warmup_steps": 0}
+    optimizer = optimizers.build(Optimizer(**settings, weight_decay=0.5), steps=1)
+    start = params(0)
+    after = updated(optimizer, start, [jax.tree.map(jnp.zeros_like, start)])
+    decayed = jax.tree.map(lambda x: 0.95 * x, start)
+    layer, before = decayed["stack"]["window_0"], start["stack"]["window_0"]
+    layer["norm"], decayed["norm"] = before["norm"], start["norm"]
+    assert_close(after, decayed)
+
+
+def test_clip_norm_scales_the_gradients_of_all_parameters_together() -> None:
+    settings = {"name": "adamw", "schedule": "constant", "learning_rate": 0.1, "warmup_steps": 0}
+    gradients = [params(seed) for seed in (1, 2)]
+    scaled = [optax.tree.scale(0.5 / optax.tree.norm(tree), tree) for tree in gradients]
+    clipping = optimizers.build(Optimizer(**settings, clip_norm=0.5), steps=2)
+    plain = optimizers.build(Optimizer(**settings), steps=2)
+    expected = updated(plain, params(0), scaled)
+    assert_close(updated(clipping, params(0), gradients), expected)
+    within = [optax.tree.scale(0.9, tree) for tree in scaled]  # below it: untouched
+    assert_close(updated(clipping, params(0), within), updated(plain, params(0), within))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("rsqrt", {1: 0.2 / 4 / 2, 2: 0.2 / 2 / 2, 4: 0.2 / 2, 100: 0.2 / 10, 400: 0.2 / 20}),
+        ("constant", {1: 0.2 / 4, 4: 0.2, 100: 0.2, 400: 0.2}),
+        ("linear", {4: 0.2 - 0.1 * 0.04, 50: 0.15, 100: 0.1, 400: 0.1}),
+        ("cosine", {50: 0.15, 75: 0.15 - 0.05 * 2**-0.5, 100: 0.1, 400: 0.1}),
+    ],
+)
+def test_schedules_warm_up_then_go_down(schedule: str, expected: dict) -> None:
+    settings = {"learning_rate": 0.2, "final_learning_rate": 0.1, "warmup_steps": 4}
+    rate = learning_rate(Optimizer(schedule=schedule, **settings), steps=100)
+    for step, value in expected.items():
+        assert float(rate(jnp.int32(step))) == pytest.approx(value, rel=1e-5), step
+
+
+def test_the_first_step_moves_without_warm_up() -> None:
+    rate = learning_rate(Optimizer(warmup_steps=0), steps=100)
+    assert [float(rate(jnp.int32(step))) for step in (1, 4)] == [1.0, 0.5]

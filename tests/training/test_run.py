@@ -1,0 +1,140 @@
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.config import Config, Data, Mesh, Model, Optimizer, Training
+from brt.data.tokenizers import ByteTokenizer
+from brt.errors import ConfigError
+from brt.training import run as runs
+from brt.training.run import Run, check_resumable, with_vocabulary
+
+TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
+STEPS = 3
+CONFIG = Config(
+    model=Model(
+        layers=1, recurrent_layers=(0,), model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=4,
+        states=6,
+    ),
+    training=Training(steps=100, batch_size=16, segment_length=8, loss_chunk=4),
+    optimizer=Optimizer(warmup_steps=2, learning_rate=0.1),
+)  # fmt: skip
+
+
+class Trained(NamedTuple):
+    """A run, its compiled step, and what it started from, on the host."""
+
+    run: Run
+    step: Callable
+    start: Any
+
+    def state(self, **changes: object) -> Any:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.run.abstract)
+        return jax.device_put(self.start._replace(**changes), shardings)
+
+    def results(self) -> tuple:
+        """The state after some steps, and the metrics of each."""
+        state, metrics = self.state(), []
+        for batch in (self.run.reader[step] for step in range(STEPS)):
+            state, values = self.step(state, runs.put(self.run, batch))
+            metrics.append(values)
+        return jax.device_get((state, metrics))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
+    documents = tmp_path_factory.mktemp("documents")
+    text = np.random.default_rng(0).integers(97, 123, 2000).astype(np.uint8).tobytes().decode()
+    for i, place in enumerate(range(0, 2000, 250)):
+        (documents / f"{i}.txt").write_text(text[place : place + 250 - 20 * i])
+
+    @functools.cache
+    def build(optimizer: str, devices: int, accumulation: int = 1, dropout: float = 0.0) -> Trained:
+        train, validation, test = (
+            (str(documents / names),) for names in ("[0-5].txt", "6.txt", "7.txt")
+        )
+        config = dataclasses.replace(
+            CONFIG,
+            model=dataclasses.replace(CONFIG.model, dropout=dropout),
+            data=Data(train=train, validation=validation, test=test),
+            optimizer=dataclasses.replace(CONFIG.optimizer, name=optimizer),
+            training=dataclasses.replace(CONFIG.training, gradient_accumulation=accumulation),
+            mesh=Mesh(data=devices),
+        )
+        run = runs.build(config, progress=False)
+        if optimizer == "adafactor":
+            start = jax.device_get(runs.new_state(run))
+        else:  # from the same parameters, which spares a compilation
+            start = build("adafactor", 1, dropout=0.1).start
+            state = run.optimizer.init(jax.tree.map(jnp.asarray, start.params))
+            start = start._replace(optimizer=jax.device_get(state))
+        return Trained(run, runs.compiled_step(run), start)
+
+    return build
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    def close(a: Any, e: Any) -> None:
+        np.testing.assert_allclose(a, e, atol=TOLERANCE, rtol=TOLERANCE)
+
+    jax.tree.map(close, actual, expected)
+
+
+def test_eight_devices_equal_one_device(trained: Callable) -> None:
+    one = trained("adafactor", 1, dropout=0.1)
+    eight = trained("adafactor", 8, dropout=0.1)
+    assert_close(eight.start, one.start)
+    carried = jax.tree.leaves(eight.state().carried)[0]
+    assert [shard.data.shape[0] for shard in carried.addressable_shards] == [2] * 8
+    assert_close(eight.results(), one.results())
+
+
+def test_accumulated_gradients_on_eight_devices_equal_one_pass_on_one(trained: Callable) -> None:
+    assert_close(trained("adamw", 8, accumulation=2).results(), trained("adamw", 1).results())
+
+
+def test_dropout_is_decided_by_the_step(trained: Callable) -> None:
+    one = trained("adafactor", 1, dropout=0.1)
+    batch = runs.put(one.run, one.run.reader[0])
+    again, first, other = (
+        float(one.step(one.state(step=np.int32(step)), batch)[1].nats) for step in (0, 0, 1)
+    )
+    assert again == first and abs(other - first) > 1e-3
+
+
+def test_a_step_counts_scored_tokens_and_learns(trained: Callable) -> None:
+    one = trained("adamw", 1)
+    state, metrics = one.results()
+    assert state.step == STEPS
+    for step, values in enumerate(metrics):
+        assert values.tokens == one.run.reader[step].scored.sum()
+    losses = [float(values.nats / values.tokens) for values in metrics]
+    assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.parametrize(("setting", "size"), [(0, 256), (300, 300)])
+def test_the_vocabulary_is_the_tokenizers_or_larger(setting: int, size: int) -> None:
+    model = dataclasses.replace(CONFIG.model, vocab_size=setting)
+    config = with_vocabulary(dataclasses.replace(CONFIG, model=model), ByteTokenizer())
+    assert config.model.vocab_size == size
+
+
+def test_a_vocabulary_too_small_for_the_tokenizer_is_refused() -> None:
+    model = dataclasses.replace(CONFIG.model, vocab_size=200)
+    with pytest.raises(ConfigError, match=r"^Model.vocab_size = 200 is too small .* with 256 ids"):
+        with_vocabulary(dataclasses.replace(CONFIG, model=model), ByteTokenizer())
+
+
+def test_a_checkpoint_goes_on_with_free_settings_only() -> None:
+    longer = dataclasses.replace(CONFIG.training, steps=200)
+    assert check_resumable(CONFIG, dataclasses.replace(CONFIG, training=longer)) == [
+        "Training.steps: 100 -> 200"
+    ]
+    other = dataclasses.replace(CONFIG.training, seed=1)
+    with pytest.raises(ConfigError, match=r"another run: Training.seed was 0 and is 1; set"):
+        check_resumable(CONFIG, dataclasses.replace(CONFIG, training=other))

@@ -1,0 +1,61 @@
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import pytest
+
+from brt.config import Config, Model
+from brt.training.state import initial_params, parameter_counts
+
+GOLDEN = Path(__file__).parent.parent / "data" / "parameters.json"
+PAPER = Model(vocab_size=32128)  # 12 layers of width 1024, 8 heads of 128, window 512
+EMBEDDING = 32128 * 1024
+
+
+def recurrent(gate: str, layout: str) -> Model:
+    return dataclasses.replace(
+        PAPER, recurrent_layers=(-3,), states=512, gate=gate, gate_layout=layout
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (PAPER, 151_023_712),
+        (dataclasses.replace(PAPER, layers=13), 163_608_936),
+        (recurrent("fixed", "skip"), 160_462_968),
+        (recurrent("fixed", "dual"), 168_853_624),
+        (recurrent("fixed", "single"), 170_948_728),
+        (recurrent("lstm", "skip"), 164_658_296),
+        (recurrent("lstm", "single"), 179_338_360),
+        (recurrent("lstm", "dual"), 181_438_584),
+    ],
+    ids=lambda x: f"{x:,}" if isinstance(x, int) else "-",
+)
+def test_the_papers_models_have_the_papers_sizes(model: Model, expected: int) -> None:
+    shapes = jax.eval_shape(lambda: initial_params(Config(model=model.parity())))
+    assert parameter_counts(nn.meta.unbox(shapes)) == (expected + EMBEDDING, expected)
+
+
+def test_parameters_have_their_names_shapes_and_axes() -> None:
+    """UPDATE_GOLDEN=1 writes what is there now: names are part of every checkpoint."""
+    model = Model(
+        layers=4, recurrent_layers=(1,), model_dim=16, heads=2, head_dim=4, mlp_dim=24, window=4,
+        states=6, vocab_size=32, gate="lstm", gate_layout="dual",
+    )  # fmt: skip
+    shapes = jax.eval_shape(lambda: initial_params(Config(model=model)))
+    leaves = jax.tree.leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+    found = {
+        "/".join(key.key for key in path): {
+            "shape": list(leaf.value.shape),
+            "axes": list(leaf.names),
+        }
+        for path, leaf in leaves
+    }
+    if os.environ.get("UPDATE_GOLDEN"):
+        rows = (f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(found.items()))
+        GOLDEN.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+    assert found == json.loads(GOLDEN.read_text())
