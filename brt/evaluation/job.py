@@ -88,5 +88,6 @@ def text(model: SavedModel, split: str, report: dict[str, Any]) -> str:
         values = [column[name] for column in columns.values()]
         cells = ["-" if v is None else f"{v:.4f}" if v < 1e6 else f"{v:.3e}" for v in values]
         lines.append(f"{name.replace('_', ' '):20}" + "".join(f"{cell:>16}" for cell in cells))
-    lines.append(f"{report['tokens_per_second']:,.0f} tokens per second")
+    if report["tokens_per_second"]:
+        lines.append(f"{report['tokens_per_second']:,.0f} tokens per second")
     return "\n".join(lines)

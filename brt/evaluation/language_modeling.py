@@ -66,20 +66,19 @@ class Result:
     Attributes:
       protocol: how it was read: all that a number must be quoted with.
       documents: in the order of the store.
-      seconds: without compilation.
+      tokens_per_second: after the first segment, which compiles; None if there is no other.
     """
 
     protocol: dict[str, Any]
     documents: list[DocumentScore]
-    seconds: float
+    tokens_per_second: float | None
 
     @property
     def totals(self) -> dict[str, Any]:
         """`figures` of all documents together, and the speed."""
         sums = [sum(column) for column in zip(*(d[1:] for d in self.documents), strict=True)]
-        total = figures(*sums)
-        speed = total["tokens"] / max(self.seconds, 1e-9)
-        return {**total, "documents": len(self.documents), "tokens_per_second": speed}
+        speed = {"tokens_per_second": self.tokens_per_second}
+        return {**figures(*sums), "documents": len(self.documents), **speed}
 
 
 class Evaluator:
@@ -139,7 +138,7 @@ class Evaluator:
         length = config.evaluation_segment_length
         nats = np.zeros(len(store))
         carried = new_state(config.model, batch_size)
-        begin = None
+        begin, timed = None, 0
         for batch, document in evaluation_batches(
             store, batch_size=batch_size, segment_length=length, window=config.model.window,
             tokens_per_document=tokens_per_document,
@@ -149,8 +148,10 @@ class Evaluator:
             block_nats, carried = self._step(params, carried, batch, ablate=ablate)
             real = document >= 0
             np.add.at(nats, document[real], np.asarray(block_nats, np.float64)[real])
+            tokens = int(np.sum(batch.scored))
+            timed += tokens if begin else 0
             begin = begin or time.perf_counter()  # the first segment compiles
-            progress(int(np.sum(batch.scored)))
+            progress(tokens)
         scores = [self._score(store, d, nats[d], tokens_per_document) for d in range(len(store))]
         protocol = {
             "split": split,
@@ -162,8 +163,8 @@ class Evaluator:
             "tokens_per_document": tokens_per_document or "all",
             "tokenizer": self._tokenizer.name,
         }
-        seconds = time.perf_counter() - (begin or time.perf_counter())
-        return Result(protocol=protocol, documents=scores, seconds=seconds)
+        speed = timed / (time.perf_counter() - begin) if timed else None
+        return Result(protocol=protocol, documents=scores, tokens_per_second=speed)
 
     def _score(self, store: TokenStore, index: int, nats: float, limit: int) -> DocumentScore:
         tokens, name = int(store.lengths[index]), store.names[index]

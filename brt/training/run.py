@@ -17,6 +17,7 @@ from brt.data.lanes import LaneReader
 from brt.data.preparation import Corpus
 from brt.data.tokenizers import Tokenizer
 from brt.errors import ConfigError
+from brt.models.decoder import compute_dtype
 from brt.training import compilation
 from brt.training import optimizer as optimizers
 from brt.training.sharding import by_lane, make_mesh, replicated, state_shardings
@@ -55,8 +56,8 @@ class Run(NamedTuple):
     abstract: TrainState
 
 
-def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
-    """The config with Model.vocab_size set to the tokenizer's, where it is not set.
+def written_out(config: Config, tokenizer: Tokenizer) -> Config:
+    """The config with what depends on tokenizer and machine written out: vocabulary and dtype.
 
     Raises:
       ConfigError: it is set, and too small.
@@ -67,7 +68,8 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
             f"Model.vocab_size = {wanted} is too small for the tokenizer {tokenizer.name} with "
             f"{size} ids; set it to 0 to take the tokenizer's"
         )
-    model = dataclasses.replace(config.model, vocab_size=wanted or size)
+    dtype = compute_dtype(config.model).name
+    model = dataclasses.replace(config.model, vocab_size=wanted or size, dtype=dtype)
     return dataclasses.replace(config, model=model)
 
 
@@ -76,7 +78,7 @@ def build(config: Config, *, progress: bool = True) -> Run:
     compilation.use_cache(preparation.cache_directory(config.data))
     mesh = make_mesh(config.mesh)
     corpus = preparation.prepare(config.data, progress=progress)
-    config = with_vocabulary(config, corpus.tokenizer)
+    config = written_out(config, corpus.tokenizer)
     t = config.training
     reader = LaneReader(
         store=corpus.split("train"), batch_size=t.batch_size, segment_length=t.segment_length,

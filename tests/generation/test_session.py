@@ -150,7 +150,8 @@ def test_a_loaded_session_goes_on_as_if_it_had_not_stopped(
 ) -> None:
     session, params, _ = build(name)
     session.restart(params)
-    session.read(TEXT[:9])
+    session.read(TEXT[:2])
+    written(session, CHUNK, sampling=RANDOM)
     before = copy(session)
     session.save(tmp_path / "state.npz", IDENTITY)
     expected = written(session, CHUNK, sampling=RANDOM)

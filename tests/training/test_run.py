@@ -4,21 +4,22 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from brt.config import Config, Data, Mesh, Model, Optimizer, Training
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
+from brt.models.decoder import new_state
 from brt.training import run as runs
 from brt.training.run import Run, check_resumable, with_vocabulary
+from brt.training.state import TrainState
 
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
 STEPS = 3
 CONFIG = Config(
     model=Model(
-        layers=1, recurrent_layers=(0,), model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=4,
+        layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=4,
         states=6,
     ),
     training=Training(steps=100, batch_size=16, segment_length=8, loss_chunk=4),
@@ -47,7 +48,10 @@ class Trained(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, random_params: Callable
+) -> Callable[..., Trained]:
+    """(optimizer, devices) -> a window model with Adafactor, a recurrent one with AdamW."""
     documents = tmp_path_factory.mktemp("documents")
     text = np.random.default_rng(0).integers(97, 123, 2000).astype(np.uint8).tobytes().decode()
     for i, place in enumerate(range(0, 2000, 250)):
@@ -60,7 +64,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
         )
         config = dataclasses.replace(
             CONFIG,
-            model=dataclasses.replace(CONFIG.model, dropout=dropout),
+            model=dataclasses.replace(
+                CONFIG.model, dropout=dropout, recurrent_layers=(0,) * (optimizer == "adamw")
+            ),
             data=Data(train=train, validation=validation, test=test),
             optimizer=dataclasses.replace(CONFIG.optimizer, name=optimizer),
             training=dataclasses.replace(CONFIG.training, gradient_accumulation=accumulation),
@@ -68,12 +74,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
         )
         run = runs.build(config, progress=False)
         if optimizer == "adafactor":
-            start = jax.device_get(runs.new_state(run))
-        else:  # from the same parameters, which spares a compilation
-            start = build("adafactor", 1, dropout=0.1).start
-            state = run.optimizer.init(jax.tree.map(jnp.asarray, start.params))
-            start = start._replace(optimizer=jax.device_get(state))
-        return Trained(run, runs.compiled_step(run), start)
+            start = runs.new_state(run)
+        else:  # not as new, which spares a compilation
+            params = random_params(run.config.model)
+            carried = new_state(run.config.model, CONFIG.training.batch_size)
+            start = TrainState(np.int32(0), params, run.optimizer.init(params), carried)
+        return Trained(run, runs.compiled_step(run), jax.device_get(start))
 
     return build
 

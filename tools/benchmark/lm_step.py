@@ -32,7 +32,9 @@ class Size(NamedTuple):
 
 SIZES = {
     "small": Size(
-        dict(model_dim=128, heads=4, head_dim=32, mlp_dim=512, window=64, states=64, vocab_size=256),
+        dict(
+            model_dim=128, heads=4, head_dim=32, mlp_dim=512, window=64, states=64, vocab_size=256
+        ),
         tokens=512,
         rounds=40,
         original={"XL": 25.9, "Slide": 31.5, "Rec:fixed:skip": 41.9},
