@@ -67,21 +67,28 @@ class TokenLayer(nn.Module):
         self.mlp_out = parameter(self, "mlp_out", (m.mlp_dim, m.model_dim), ("mlp", "embed"))
 
     def project(self, x: Float[Array, "B T D"]) -> TokenProjections:
-        """Keys, values and queries of the tokens, by one product."""
+        """Queries, keys and values of the tokens, by one product and one normalisation."""
         m = self.model
         h = dropout(self, rms_norm(x, self.norm), m.dropout)
-        kernels = [self.queries, self.keys, self.values]
-        scales = [jnp.abs(self.scale)] if m.normalize_qk else [m.head_dim**-0.5]
+        kernels, scales = [self.queries, self.keys], [self._scale("scale"), jnp.ones((m.heads,))]
         if self.cross_attends:
             kernels.append(self.cross_queries)
-            scales.append(jnp.abs(self.cross_scale) if m.normalize_qk else m.head_dim**-0.5)
-        parts = jnp.split(dense(h, jnp.concatenate(kernels, axis=1)), len(kernels), axis=-1)
-        heads = [part.reshape(*part.shape[:-1], m.heads, m.head_dim) for part in parts]
+            scales.append(self._scale("cross_scale"))
+        product = dense(h, jnp.concatenate([*kernels, self.values], axis=1))
+        parts = product.reshape(*x.shape[:2], -1, m.head_dim)
+        scaled, values = parts[:, :, : -m.heads], parts[:, :, -m.heads :]
         if m.normalize_qk:
-            heads = [z if i == 2 else l2_normalize(z) for i, z in enumerate(heads)]
-        for i, scale in zip((0, 3), scales, strict=False):
-            heads[i] = heads[i] * jnp.reshape(jnp.asarray(scale, x.dtype), (1, 1, -1, 1))
-        return TokenProjections(*heads[:3], heads[3] if self.cross_attends else None)
+            scaled = l2_normalize(scaled)
+        scaled = scaled * jnp.concatenate(scales).astype(x.dtype)[None, None, :, None]
+        queries, keys, *cross = jnp.split(scaled, len(kernels), axis=2)
+        return TokenProjections(queries, keys, values, cross[0] if cross else None)
+
+    def _scale(self, name: str) -> Float[Array, " H"]:
+        """The learned scale of queries, or the usual one of unnormalised queries."""
+        m = self.model
+        if m.normalize_qk:
+            return jnp.abs(getattr(self, name))
+        return jnp.full((m.heads,), m.head_dim**-0.5)
 
     def _bias(self) -> Float[Array, "H W"]:
         m = self.model

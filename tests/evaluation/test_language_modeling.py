@@ -154,7 +154,7 @@ def test_figures_are_the_same_nats_over_different_counts() -> None:
     names = ("bits_per_token", "bits_per_byte", "bits_per_character", "word_perplexity")
     assert [values[name] for name in names] == pytest.approx([2, 1, 8 / 6, 16])
     no_words = dataclasses.replace(
-        Result(protocol={}, documents=[score._replace(words=0)], seconds=2.0)
+        Result(protocol={}, documents=[score._replace(words=0)], tokens_per_second=None)
     )
     assert no_words.totals["word_perplexity"] is None and no_words.totals["tokens_per_second"] == 2
     assert figures(1, 1, 1, 1, 1e4)["word_perplexity"] == math.inf

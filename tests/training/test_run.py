@@ -12,7 +12,7 @@ from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
 from brt.models.decoder import new_state
 from brt.training import run as runs
-from brt.training.run import Run, check_resumable, with_vocabulary
+from brt.training.run import Run, check_resumable, written_out
 from brt.training.state import TrainState
 
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
@@ -126,14 +126,14 @@ def test_a_step_counts_scored_tokens_and_learns(trained: Callable) -> None:
 @pytest.mark.parametrize(("setting", "size"), [(0, 256), (300, 300)])
 def test_the_vocabulary_is_the_tokenizers_or_larger(setting: int, size: int) -> None:
     model = dataclasses.replace(CONFIG.model, vocab_size=setting)
-    config = with_vocabulary(dataclasses.replace(CONFIG, model=model), ByteTokenizer())
+    config = written_out(dataclasses.replace(CONFIG, model=model), ByteTokenizer())
     assert config.model.vocab_size == size
 
 
 def test_a_vocabulary_too_small_for_the_tokenizer_is_refused() -> None:
     model = dataclasses.replace(CONFIG.model, vocab_size=200)
     with pytest.raises(ConfigError, match=r"^Model.vocab_size = 200 is too small .* with 256 ids"):
-        with_vocabulary(dataclasses.replace(CONFIG, model=model), ByteTokenizer())
+        written_out(dataclasses.replace(CONFIG, model=model), ByteTokenizer())
 
 
 def test_a_checkpoint_goes_on_with_free_settings_only() -> None:

@@ -77,8 +77,8 @@ class _Kernels(NamedTuple):
 
 
 def _kernels(weights: CellWeights) -> _Kernels:
-    """Keys, values and both queries by one product."""
-    parts = (weights.keys, weights.values, weights.queries, weights.cross_queries)
+    """Keys, both queries and values by one product."""
+    parts = (weights.keys, weights.queries, weights.cross_queries, weights.values)
     return _Kernels(jnp.concatenate(parts, axis=1), weights.output, weights.mlp_in, weights.mlp_out)
 
 
@@ -153,13 +153,13 @@ def state_update(
     dtype, heads = keys.dtype, weights.scale.shape[0]
     h = rms_norm(vectors, weights.norm) + weights.ids[None]
     product = _dense(h.astype(dtype), kernels.projection, taps.projection)
-    k, v, q, q_cross = (
-        part.reshape(*part.shape[:2], heads, -1) for part in jnp.split(product, 4, axis=-1)
-    )
+    parts = product.reshape(*product.shape[:2], 4 * heads, -1)
+    scaled, v = parts[:, :, : 3 * heads], parts[:, :, 3 * heads :]
     if normalize_qk:
-        k, q, q_cross = l2_normalize(k), l2_normalize(q), l2_normalize(q_cross)
-    q = q * weights.scale.astype(dtype)[None, None, :, None]
-    q_cross = q_cross * weights.cross_scale.astype(dtype)[None, None, :, None]
+        scaled = l2_normalize(scaled)
+    scales = jnp.concatenate([jnp.ones_like(weights.scale), weights.scale, weights.cross_scale])
+    scaled = scaled * scales.astype(dtype)[None, None, :, None]
+    k, q, q_cross = jnp.split(scaled, 3, axis=2)
     crossed = _attend_to_tokens(q_cross, keys, values, readable, null_keys)
     attended = jnp.concatenate([attend(q, k, v), crossed], axis=2)
     attended = attended.reshape(*attended.shape[:2], -1)

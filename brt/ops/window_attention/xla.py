@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float
 from brt.ops.reductions import sum_leading
 from brt.ops.softmax import MASKED, safe_softmax
 
-# Products cost (m + 1) / m of the keys that count, but smaller ones run less well.
-_TILES_PER_BLOCK = 2
+# Products cost (m + 1) / m of the keys that count, but smaller tiles run less well.
+_TILE_ROWS = 128
 
 
 class _Static(NamedTuple):
@@ -53,7 +53,7 @@ def window_attention(
 ) -> Float[Array, "B T H K"]:
     """See `api.window_attention`."""
     heads, window = bias.shape
-    tiles = _TILES_PER_BLOCK if window % _TILES_PER_BLOCK == 0 else 1
+    tiles = window // _TILE_ROWS if window % _TILE_ROWS == 0 else 1
     rows = window // tiles
 
     def tiled(x: Float[Array, "B T H K"]) -> Float[Array, "B M H R K"]:
