@@ -21,7 +21,7 @@ help:
 
 quickstart: $(VENV)/installed
 	$(RUN) -m brt.train --gin_file=configs/runs/quickstart.gin --workdir=$(WORKDIR)
-	$(RUN) -m brt.evaluate --workdir=$(WORKDIR) --split=test
+	$(RUN) -m brt.evaluate --workdir=$(WORKDIR) --split=test --ablate=state
 	$(RUN) -m brt.generate --workdir=$(WORKDIR) --prompt='$(PROMPT)' --max_tokens=400
 
 test: $(VENV)/installed-test

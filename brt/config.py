@@ -203,7 +203,7 @@ class Evaluation:
 
     batch_size: int = 8  # documents read side by side
     segment_length: int = 0  # tokens at a time; 0: Training.segment_length
-    tokens_per_document: int = 0  # while training: read only the first so many; 0: all
+    tokens_per_document: int = 0  # before the last step: read only the first so many; 0: all
 
     def __post_init__(self) -> None:
         _check_positive(self, "batch_size")

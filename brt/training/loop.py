@@ -196,15 +196,17 @@ def _is_time(step: int, every: int, steps: int) -> bool:
 
 
 def _evaluate(step: int, state: TrainState, tools: Tools) -> bool:
-    """Reads the validation documents, or as much of each as the config says."""
+    """Reads the validation documents; before the last step as much as the config says."""
     store = tools.run.corpus.splits.get("validation")
     if store is None:
         return True
     tools.meter.flush()
+    config = tools.run.config
+    limit = 0 if step >= config.training.steps else config.evaluation.tokens_per_document
     with tools.throughput.pause():
         result = tools.evaluator(
             state.params, store, "validation", stop=lambda: tools.stop.requested,
-            tokens_per_document=tools.run.config.evaluation.tokens_per_document,
+            tokens_per_document=limit,
         )  # fmt: skip
     if result is None:
         return False
