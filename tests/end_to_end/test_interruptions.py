@@ -89,8 +89,13 @@ def test_before_training_a_signal_stops_at_once(
 ) -> None:
     monkeypatch.setattr(preparation, "prepare", lambda *_, **__: signal.raise_signal(number))
     flags = [f"--gin_file={commands.config}", f"--workdir={tmp_path}/run"]
-    with pytest.raises(error):
-        train.main(train.parser().parse_args(flags))
+    # A shell starts jobs in the background with Ctrl-C ignored; the tests may be one.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(error):
+            train.main(train.parser().parse_args(flags))
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert not (tmp_path / "run").exists()
 
 
