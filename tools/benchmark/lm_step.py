@@ -3,9 +3,10 @@
     python tools/benchmark/lm_step.py [--size=small|mid|all] [--rounds=40] [--json=FILE]
 
 Forward and backward of the language-model loss (no optimizer, no dropout), float32, the
-sizes at which the original code was measured (google-research/meliad on two shared CPU
-cores). The models take turns, so that whatever else the machine does hits them alike;
-the figure is each model's fastest round, with the median beside it.
+sizes at which the original code was measured (google-research/meliad, on two shared CPU
+cores of a faster machine; docs/performance.md has both in one run). The models take
+turns, so that whatever else the machine does hits them alike; the figure is
+each model's fastest round, with the median beside it.
 """
 
 import argparse
