@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from gin import config_parser
 
-from brt import bindings
+from brt import allocator, bindings
 from brt.bindings import Binding, Macro, Resolved, Source
 from brt.config import Config
 from brt.config_io import annotated_text, find_gin_file, shown_path, suggestion
@@ -107,6 +107,7 @@ def main(
     function: Callable[[argparse.Namespace], int | None], parser: argparse.ArgumentParser
 ) -> NoReturn:
     """Runs a command and exits: a BrtError as one sentence and its code, bugs with a traceback."""
+    allocator.keep_memory()
     try:
         code = function(parser.parse_args()) or 0
         sys.stdout.flush()

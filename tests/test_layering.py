@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {"train", "evaluate", "generate", "prepare", "inspect", "sweep", "plan"}
 LAYERS = (
-    {"errors", "types"},
+    {"allocator", "errors", "types"},
     {"config"},
     {"config_io"},
     {"bindings"},

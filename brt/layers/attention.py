@@ -12,7 +12,8 @@ from brt.layers.basic import ONES, dense, dropout, parameter
 from brt.layers.state import OpenBlock, WindowState, zero_where_invalid
 from brt.ops.normalization import l2_normalize, rms_norm
 from brt.ops.positions import relative_bias
-from brt.ops.recurrent_attention import StateMemory, attend
+from brt.ops.recurrent_attention import StateMemory
+from brt.ops.softmax_attention import attend
 from brt.ops.window_attention import window_attention, window_attention_step
 
 

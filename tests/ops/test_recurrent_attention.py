@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from brt.ops.gates import GateWeights
-from brt.ops.recurrent_attention import CellWeights, StateMemory, attend, state_scan
+from brt.ops.recurrent_attention import CellWeights, StateMemory, state_scan
+from brt.ops.softmax_attention import attend
 
 TOLERANCE = 1e-5  # float32, relative to the largest magnitude of an array
 LANES, STATES, WIDTH, HEADS, SIZE, HIDDEN, WINDOW, BLOCKS = 2, 3, 8, 2, 4, 12, 4, 3

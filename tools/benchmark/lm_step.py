@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from brt import allocator
 from brt.config import Config, Model, Training
 from brt.models.decoder import new_state
 from brt.training.state import initial_params, parameter_counts
@@ -166,6 +167,7 @@ def main() -> None:
     parser.add_argument("--unroll", type=int, default=1, help="layers and blocks per iteration")
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
+    allocator.keep_memory()  # as the commands do
     device = jax.devices()[0]
     print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}")
     names = list(SIZES) if args.size == "all" else [args.size]

@@ -2,7 +2,6 @@
 
 from brt.ops.recurrent_attention.api import CellWeights as CellWeights
 from brt.ops.recurrent_attention.api import StateMemory as StateMemory
-from brt.ops.recurrent_attention.api import attend as attend
 from brt.ops.recurrent_attention.api import state_memory as state_memory
 from brt.ops.recurrent_attention.api import state_scan as state_scan
 from brt.ops.recurrent_attention.api import state_update as state_update

@@ -16,7 +16,7 @@ from brt.ops import deferred
 from brt.ops.deferred import Tap
 from brt.ops.gates import GateWeights, gate
 from brt.ops.normalization import l2_normalize, rms_norm
-from brt.ops.softmax import MASKED
+from brt.ops.softmax_attention import attend, attend_by_head
 
 
 class CellWeights(NamedTuple):
@@ -56,17 +56,6 @@ class StateMemory(NamedTuple):
     values: Float[Array, "*B S H K"]
 
 
-def attend(
-    queries: Float[Array, "*B Q H K"],
-    keys: Float[Array, "*B S H K"],
-    values: Float[Array, "*B S H K"],
-) -> Float[Array, "*B Q H K"]:
-    """Softmax attention without mask or bias; any scale is folded into the queries."""
-    logits = jnp.einsum("...qhk,...shk->...hqs", queries, keys, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(logits, axis=-1).astype(values.dtype)
-    return jnp.einsum("...hqs,...shk->...qhk", weights, values)
-
-
 class _Kernels(NamedTuple):
     """The large products of a state update: kernels, or their taps (`brt.ops.deferred`)."""
 
@@ -98,12 +87,8 @@ def _attend_to_tokens(
     """States attend to X = 2W tokens: the previous block, where it is readable, and this one."""
     window = keys.shape[2] // 2
     usable = readable[:, None] | (jnp.arange(2 * window) >= window)[None]  # [B, 2W]
-    logits = jnp.einsum("bshk,bhxk->bhsx", queries, keys, preferred_element_type=jnp.float32)
-    logits = jnp.where(usable[:, None, None], logits, 0.0 if null_keys else MASKED)
-    weights = jax.nn.softmax(logits, axis=-1).astype(values.dtype)
-    if null_keys:
-        weights = jnp.where(usable[:, None, None], weights, 0)
-    return jnp.einsum("bhsx,bhxk->bshk", weights, values)
+    by_head = attend_by_head(queries.swapaxes(1, 2), keys, values, usable, null_keys=null_keys)
+    return by_head.swapaxes(1, 2)
 
 
 def state_memory(

@@ -1,0 +1,77 @@
+"""Softmax attention over all keys, without positions; its backward pass is written out.
+
+Autodiff keeps three arrays of Q x S, of which a scan stacks each; this keeps one, and takes
+the softmax's own gradient term from the output, which is K wide instead of S.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from brt.ops.softmax import MASKED
+
+
+def attend(
+    queries: Float[Array, "*B Q H K"],
+    keys: Float[Array, "*B S H K"],
+    values: Float[Array, "*B S H K"],
+) -> Float[Array, "*B Q H K"]:
+    """Attention to every key; any scale is folded into the queries."""
+    by_head = (x.swapaxes(-3, -2) for x in (queries, keys, values))
+    return attend_by_head(*by_head, None, null_keys=False).swapaxes(-3, -2)
+
+
+def attend_by_head(
+    queries: Float[Array, "*B H Q K"],
+    keys: Float[Array, "*B H S K"],
+    values: Float[Array, "*B H S K"],
+    usable: Bool[Array, "*B S"] | None,
+    *,
+    null_keys: bool,
+) -> Float[Array, "*B H Q K"]:
+    """Attention to the usable keys.
+
+    Args:
+      usable: None stands for all; a row must have at least one.
+      null_keys: keys out of use count as zero keys with zero values.
+    """
+    return _attend(queries, keys, values, usable, null_keys)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q: Array, k: Array, v: Array, usable: Array | None, null_keys: bool) -> Array:
+    return _forward(q, k, v, usable, null_keys)[0]
+
+
+def _product(spec: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+
+
+def _forward(
+    q: Array, k: Array, v: Array, usable: Array | None, null_keys: bool
+) -> tuple[Array, tuple]:
+    logits = _product("...qk,...sk->...qs", q, k)
+    seen = None if usable is None else usable[..., None, None, :]
+    if seen is not None:
+        logits = jnp.where(seen, logits, 0.0 if null_keys else MASKED)
+    weights = jax.nn.softmax(logits, axis=-1)
+    if seen is not None and null_keys:
+        weights = jnp.where(seen, weights, 0)
+    weights = weights.astype(v.dtype)
+    y = _product("...qs,...sk->...qk", weights, v).astype(v.dtype)
+    return y, (q, k, v, weights, y)
+
+
+def _backward(null_keys: bool, saved: tuple, gradient: Array) -> tuple:
+    q, k, v, weights, y = saved
+    along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
+    d_logits = (weights * (_product("...qk,...sk->...qs", gradient, v) - along)).astype(q.dtype)
+    d_q = _product("...qs,...sk->...qk", d_logits, k).astype(q.dtype)
+    d_k = _product("...qs,...qk->...sk", d_logits, q).astype(k.dtype)
+    d_v = _product("...qs,...qk->...sk", weights, gradient).astype(v.dtype)
+    return d_q, d_k, d_v, None
+
+
+_attend.defvjp(_forward, _backward)
