@@ -43,7 +43,14 @@ class Model:
     gate: Literal["fixed", "lstm", "gru"] = "fixed"
     gate_layout: Literal["dual", "single", "skip"] = "skip"
     gate_tanh: Literal["original", "paper"] = "original"  # original: single layout; paper: lstm
+    feedback: bool = False  # every layer reads the (last) recurrent layer's states
+    memorizing_layers: tuple[int, ...] = ()  # which layers look up a memory of past tokens
+    memory_size: int = 32768  # tokens that a memorizing layer remembers
+    memory_neighbors: int = 128  # tokens that a query finds in the memory
+    memory_search: Literal["exact", "bucketed"] = "exact"  # bucketed: the original's, approximate
+    cache: bool = True  # False: a block reads only itself (a vanilla transformer)
     vocab_size: int = 0  # 0: the tokenizer's
+    positions: Literal["t5", "rotary", "alibi", "none"] = "t5"
     relative_buckets: int = 32  # T5 relative position bias
     relative_max_distance: int = 128
     normalize_qk: bool = True  # L2-normalised queries and keys with a learned scale per head
@@ -71,23 +78,57 @@ class Model:
             f"Model.relative_max_distance = {self.relative_max_distance} must be above half of "
             f"Model.relative_buckets = {self.relative_buckets}",
         )
-        for index in self.recurrent_layers:
-            _check(
-                -self.layers <= index < self.layers,
-                f"Model.recurrent_layers = {self.recurrent_layers} names layer {index}, but "
-                f"Model.layers = {self.layers} has layers 0 to {self.layers - 1}",
-            )
-        places = [index % self.layers for index in self.recurrent_layers]
+        self._check_places()
+        self._check_memory()
+
+    def _check_places(self) -> None:
+        """Every layer has one kind."""
+        taken: dict[int, str] = {}
+        for name in ("recurrent_layers", "memorizing_layers"):
+            indices = getattr(self, name)
+            for index in indices:
+                _check(
+                    -self.layers <= index < self.layers,
+                    f"Model.{name} = {indices} names layer {index}, but "
+                    f"Model.layers = {self.layers} has layers 0 to {self.layers - 1}",
+                )
+                place = index % self.layers
+                _check(taken.get(place) != name, f"Model.{name} = {indices} names a layer twice")
+                _check(
+                    place not in taken,
+                    f"Model.{name} = {indices} and Model.recurrent_layers = "
+                    f"{self.recurrent_layers} both name layer {place}",
+                )
+                taken[place] = name
         _check(
-            len(set(places)) == len(places),
-            f"Model.recurrent_layers = {self.recurrent_layers} names a layer twice",
+            not self.feedback or bool(self.recurrent_layers),
+            "Model.feedback = True needs a recurrent layer; name one in Model.recurrent_layers",
+        )
+
+    def _check_memory(self) -> None:
+        _check_positive(self, "memory_size", "memory_neighbors")
+        _check(
+            self.memory_neighbors <= self.memory_size,
+            f"Model.memory_neighbors = {self.memory_neighbors} must not be above "
+            f"Model.memory_size = {self.memory_size}",
+        )
+        _check(
+            self.memory_search == "exact" or self.memory_size % self.memory_neighbors == 0,
+            f"Model.memory_size = {self.memory_size} must be a multiple of Model.memory_neighbors "
+            f"= {self.memory_neighbors} where Model.memory_search = 'bucketed'",
         )
 
     @property
-    def layer_types(self) -> tuple[Literal["window", "recurrent"], ...]:
+    def layer_types(self) -> tuple[Literal["window", "recurrent", "memorizing"], ...]:
         """The kind of every layer, lowest first."""
-        recurrent = {index % self.layers for index in self.recurrent_layers}
-        return tuple("recurrent" if i in recurrent else "window" for i in range(self.layers))
+        kinds = ["window"] * self.layers
+        for kind, indices in (
+            ("recurrent", self.recurrent_layers),
+            ("memorizing", self.memorizing_layers),
+        ):
+            for index in indices:
+                kinds[index] = kind
+        return tuple(kinds)
 
     def parity(self) -> "Model":
         """The same model with the original code's arithmetic (google-research/meliad)."""
@@ -264,6 +305,14 @@ class Config:
                 length % window == 0,
                 f"{name} = {length} must be a multiple of Model.window = {window}; "
                 f"set it to {max(length // window, 1) * window}",
+            )
+        for name, length in (
+            ("Training.segment_length", self.training.segment_length),
+            ("Evaluation.segment_length", self.evaluation_segment_length),
+        ):
+            _check(
+                not self.model.memorizing_layers or self.model.memory_size >= length,
+                f"Model.memory_size = {self.model.memory_size} must not be below {name} = {length}",
             )
         lanes = self.training.batch_size // self.training.gradient_accumulation
         _check(
