@@ -1,44 +1,71 @@
-"""RMS and L2 normalisation, computed in float32."""
+"""RMS and L2 normalisation, computed in float32.
 
-from functools import partial
+The backward passes are written out: they keep the input and one number per vector.
+"""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brt.ops.reductions import scale_last
+from brt.ops.reductions import sum_leading
 
 EPSILON = 1e-6
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _normalize(x: Float[Array, "..."], weight: float) -> Float[Array, "..."]:
-    """x / sqrt(weight * sum(x^2) + epsilon) over the last axis, float32."""
-    return _forward(x, weight)[0]
+def _inverse(x: Float[Array, "*B D"], weight: float) -> Float[Array, "*B 1"]:
+    """1 / sqrt(weight * sum(x^2) + epsilon) over the last axis, float32."""
+    squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+    return jax.lax.rsqrt(weight * squares + EPSILON)
 
 
-def _forward(x: Array, weight: float) -> tuple[Array, tuple[Array, Array]]:
-    x = x.astype(jnp.float32)
-    squares = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
-    inverse = jax.lax.rsqrt(weight * squares + EPSILON)
-    return x * inverse, (x * inverse, inverse)
-
-
-def _backward(weight: float, saved: tuple[Array, Array], gradient: Array) -> tuple[Array]:
-    y, inverse = saved
+def _input_gradient(y: Array, inverse: Array, gradient: Array, weight: float) -> Array:
+    """Gradient of x, given that of y = x * inverse."""
     along = weight * jnp.sum(gradient * y, axis=-1, keepdims=True)
-    return ((gradient - along * y) * inverse,)
+    return (gradient - along * y) * inverse
 
 
-_normalize.defvjp(_forward, _backward)
-
-
+@jax.custom_vjp
 def rms_norm(x: Float[Array, "*B D"], scale: Float[Array, " D"]) -> Float[Array, "*B D"]:
     """x / rms(x) * scale over the last axis, in x's dtype (Zhang & Sennrich 2019)."""
-    normed = _normalize(x.astype(jnp.float32), 1 / x.shape[-1])
-    return scale_last(normed, scale).astype(x.dtype)
+    return _rms_forward(x, scale)[0]
 
 
+def _along_last(scale: Float[Array, " D"], like: Array) -> Array:
+    return scale.reshape((1,) * (like.ndim - 1) + scale.shape)
+
+
+def _rms_forward(x: Array, scale: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    inverse = _inverse(x, 1 / x.shape[-1])
+    y = x.astype(jnp.float32) * inverse * _along_last(scale, x)
+    return y.astype(x.dtype), (x, scale, inverse)
+
+
+def _rms_backward(saved: tuple[Array, Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, scale, inverse = saved
+    y, gradient = x.astype(jnp.float32) * inverse, gradient.astype(jnp.float32)
+    dx = _input_gradient(y, inverse, gradient * _along_last(scale, x), 1 / x.shape[-1])
+    return dx.astype(x.dtype), sum_leading(gradient * y, x.ndim - 1)
+
+
+rms_norm.defvjp(_rms_forward, _rms_backward)
+
+
+@jax.custom_vjp
 def l2_normalize(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
     """x / |x| over the last axis, in x's dtype."""
-    return _normalize(x.astype(jnp.float32), 1.0).astype(x.dtype)
+    return _l2_forward(x)[0]
+
+
+def _l2_forward(x: Array) -> tuple[Array, tuple[Array, Array]]:
+    inverse = _inverse(x, 1.0)
+    y = (x.astype(jnp.float32) * inverse).astype(x.dtype)
+    return y, (y, inverse)
+
+
+def _l2_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array]:
+    y, inverse = saved
+    dx = _input_gradient(y.astype(jnp.float32), inverse, gradient.astype(jnp.float32), 1.0)
+    return (dx.astype(y.dtype),)
+
+
+l2_normalize.defvjp(_l2_forward, _l2_backward)

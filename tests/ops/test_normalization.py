@@ -29,3 +29,18 @@ def test_zero_vectors_stay_zero_with_finite_gradients() -> None:
     for normalize in (l2_normalize, lambda x: rms_norm(x, jnp.ones(4))):
         np.testing.assert_array_equal(normalize(zeros), 0)
         assert np.all(np.isfinite(jax.grad(lambda x, f=normalize: jnp.sum(f(x)))(zeros)))
+
+
+def test_gradients_are_those_of_the_formulas() -> None:
+    def rms(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + EPSILON) * scale
+
+    def unit(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return x / jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True) + EPSILON) * scale
+
+    x, scale = jnp.asarray(X, jnp.float32), jnp.asarray(SCALE, jnp.float32)
+    ct = jnp.asarray(np.random.default_rng(1).normal(size=X.shape), jnp.float32)
+    for ours, plain in ((rms_norm, rms), (lambda x, s: l2_normalize(x) * s, unit)):
+        found, expected = (jax.vjp(f, x, scale)[1](ct) for f in (ours, plain))
+        for a, e in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5)

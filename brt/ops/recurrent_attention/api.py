@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from brt.ops import deferred
+from brt.ops.activations import relu
 from brt.ops.deferred import Tap
 from brt.ops.gates import GateWeights, gate
 from brt.ops.normalization import l2_normalize, rms_norm
@@ -166,7 +167,7 @@ def _gated(
     bound = jnp.tanh if bounded else lambda z: z
 
     def after_mlp(x: Float[Array, "B S M"]) -> Float[Array, "B S D"]:
-        hidden = jax.nn.relu(_dense(x, kernels.mlp_in, taps.mlp_in))
+        hidden = relu(_dense(x, kernels.mlp_in, taps.mlp_in))
         z = bound(_dense(hidden, kernels.mlp_out, taps.mlp_out))
         return gate(kind, weights.mlp_gate, vectors, z, hidden)
 
