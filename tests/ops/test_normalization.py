@@ -33,14 +33,14 @@ def test_zero_vectors_stay_zero_with_finite_gradients() -> None:
 
 def test_gradients_are_those_of_the_formulas() -> None:
     def rms(x: jax.Array, scale: jax.Array) -> jax.Array:
-        return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + EPSILON) * scale
+        return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + EPSILON) * scale[None, None]
 
     def unit(x: jax.Array, scale: jax.Array) -> jax.Array:
-        return x / jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True) + EPSILON) * scale
+        return x / jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True) + EPSILON) * scale[None, None]
 
     x, scale = jnp.asarray(X, jnp.float32), jnp.asarray(SCALE, jnp.float32)
     ct = jnp.asarray(np.random.default_rng(1).normal(size=X.shape), jnp.float32)
-    for ours, plain in ((rms_norm, rms), (lambda x, s: l2_normalize(x) * s, unit)):
+    for ours, plain in ((rms_norm, rms), (lambda x, s: l2_normalize(x) * s[None, None], unit)):
         found, expected = (jax.vjp(f, x, scale)[1](ct) for f in (ours, plain))
         for a, e in zip(found, expected, strict=True):
             np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5)
