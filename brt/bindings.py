@@ -7,7 +7,7 @@ binding is checked, also one that another beats.
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from brt.config import SECTIONS, Config
@@ -44,29 +44,69 @@ class Resolved(NamedTuple):
     origins: dict[str, str]
 
 
-def resolve(sources: Mapping[str, Source], *, base: Config | None = None) -> Resolved:
+def resolve(
+    sources: Mapping[str, Source], *, base: Config | None = None, beside: str = ""
+) -> Resolved:
     """The config that `sources` bind on top of `base`, a saved config, or of the defaults.
+
+    Args:
+      beside: a section that is no part of a config and is left aside; see `section`.
 
     Raises:
       ConfigError: an unknown name, a wrong type, an undefined or unused macro, a
         duplicate, or settings that clash. The sentence begins with file and line.
     """
-    _check_names(sources)
-    below = {key: _included(key, sources) for key in sources}
+    _check_names(sources, beside)
+    macros = _macros(sources)
+    _check_macros(macros, sources)
+    fields = {
+        key: [
+            _evaluated(b, macros)
+            for b in source.bindings
+            if "." in b.name and not _belongs(b, beside)
+        ]
+        for key, source in sources.items()
+    }
+    return _build(_winners(fields, _below(sources)), base)
+
+
+def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
+    """What `sources` bind in a section that is no part of a config, by field, unchecked.
+
+    Raises:
+      ConfigError: an undefined macro or a duplicate. The sentence begins with file and line.
+    """
+    macros = _macros(sources)
+    found = {key: [b for b in s.bindings if _belongs(b, name)] for key, s in sources.items()}
+    _check_defined(macros, [*macros.values(), *(b for own in found.values() for b in own)])
+    fields = {
+        key: [b._replace(value=_substituted(b.value, macros, (), b.origin)) for b in own]
+        for key, own in found.items()
+    }
+    winners = _winners(fields, _below(sources))
+    return {full.partition(".")[2]: binding for full, binding in winners.items()}
+
+
+def _belongs(binding: Binding, section: str) -> bool:
+    return binding.name.partition(".")[0] == section
+
+
+def _below(sources: Mapping[str, Source]) -> dict[str, set[str]]:
+    return {key: _included(key, sources) for key in sources}
+
+
+def _macros(sources: Mapping[str, Source]) -> dict[str, Binding]:
     definitions = {
         key: [b for b in source.bindings if "." not in b.name] for key, source in sources.items()
     }
-    macros = _winners(definitions, below)
-    _check_macros(macros, sources)
-    fields = {
-        key: [_evaluated(b, macros) for b in source.bindings if "." in b.name]
-        for key, source in sources.items()
-    }
-    return _build(_winners(fields, below), base)
+    return _winners(definitions, _below(sources))
 
 
-def _check_names(sources: Mapping[str, Source]) -> None:
-    for name, _, origin in _all_bindings(sources):
+def _check_names(sources: Mapping[str, Source], beside: str) -> None:
+    for binding in _all_bindings(sources):
+        name, _, origin = binding
+        if beside and _belongs(binding, beside):
+            continue
         if "." in name and name not in FIELDS:
             raise ConfigError(f"{origin}: {unknown_name(name)}")
         if "." not in name and not re.fullmatch("[A-Z][A-Z0-9_]*", name):
@@ -106,8 +146,20 @@ def _duplicate(first: Binding, second: Binding) -> ConfigError:
 
 
 def _check_macros(macros: Mapping[str, Binding], sources: Mapping[str, Source]) -> None:
-    used = {}
-    for binding in _all_bindings(sources):
+    used = _check_defined(macros, _all_bindings(sources))
+    for name, binding in macros.items():
+        if name not in used:
+            guess = suggestion(name, used)
+            raise ConfigError(f"{binding.origin}: macro {name} is never used{guess}")
+        _substituted(binding.value, macros, (name,), binding.origin)  # refuses a circle
+
+
+def _check_defined(
+    macros: Mapping[str, Binding], bindings: Iterable[Binding]
+) -> dict[str, Binding]:
+    """One user of each macro that `bindings` use."""
+    used: dict[str, Binding] = {}
+    for binding in bindings:
         used |= dict.fromkeys(_macros_in(binding.value), binding)
     for name, user in used.items():
         if name not in macros:
@@ -115,11 +167,7 @@ def _check_macros(macros: Mapping[str, Binding], sources: Mapping[str, Source]) 
             raise ConfigError(
                 f"{user.origin}: {user.name} uses %{name}, which is not defined{guess}"
             )
-    for name, binding in macros.items():
-        if name not in used:
-            guess = suggestion(name, used)
-            raise ConfigError(f"{binding.origin}: macro {name} is never used{guess}")
-        _substituted(binding.value, macros, (name,), binding.origin)  # refuses a circle
+    return used
 
 
 def _evaluated(binding: Binding, macros: Mapping[str, Binding]) -> Binding:
@@ -139,6 +187,8 @@ def _substituted(
         return _substituted(macros[value.name].value, macros, (*inside, value.name), origin)
     if isinstance(value, list | tuple):
         return type(value)(_substituted(item, macros, inside, origin) for item in value)
+    if isinstance(value, dict):
+        return {k: _substituted(item, macros, inside, origin) for k, item in value.items()}
     return value
 
 
@@ -193,6 +243,8 @@ def _macros_in(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _macros_in(item)
+    elif isinstance(value, dict):
+        yield from _macros_in(list(value.values()))
 
 
 def _text(value: Any) -> str:

@@ -103,6 +103,39 @@ def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
     return resolved
 
 
+def variants(
+    args: argparse.Namespace, section: str
+) -> tuple[dict[str, Binding], Callable[[Sequence[Binding], Sequence[str]], Resolved]]:
+    """What the flags bind in a section of its own, and a function that resolves their config anew.
+
+    The function takes bindings that beat the files, and the paths of files that the files beat
+    as if they included them.
+
+    Raises:
+      ConfigError: anything in a file or flag that is not understood.
+    """
+    sources = _sources(args.gin_file, args.gin_bindings)
+    files = sources[BINDINGS_FLAG].includes
+
+    def resolve_variant(more: Sequence[Binding], includes: Sequence[str]) -> Resolved:
+        fixed = {binding.name for binding in sources[BINDINGS_FLAG].bindings}
+        for name, _, origin in more:
+            if name in fixed:
+                raise ConfigError(f"{BINDINGS_FLAG} binds {name}, and so does {origin}; keep one")
+        own = {key: Source(list(s.bindings), list(s.includes)) for key, s in sources.items()}
+        for include in includes:
+            path = find_gin_file(
+                include, asked=f"include {include!r}", beside=Path(files[0]).parent
+            )
+            key = _read_file(path, own, tuple(files))
+            for file in files:
+                own[file].includes.append(key)
+        own["variant"] = Source(list(more), [BINDINGS_FLAG])
+        return bindings.resolve(own, beside=section)
+
+    return bindings.section(sources, section), resolve_variant
+
+
 def main(
     function: Callable[[argparse.Namespace], int | None], parser: argparse.ArgumentParser
 ) -> NoReturn:
@@ -234,6 +267,25 @@ def _binding(statement: config_parser.BindingStatement, origin: str) -> Binding:
     return Binding(name, statement.value, origin)
 
 
+class _Grammar(config_parser.ConfigParser):
+    """Gin's, but a dictionary with a key twice is refused, of which Python keeps the last."""
+
+    _keys: set[Any] = set()
+
+    def _maybe_parse_container(self) -> tuple[bool, Any]:
+        outer, self._keys = self._keys, set()
+        result = super()._maybe_parse_container()
+        self._keys = outer
+        return result
+
+    def _parse_dict_item(self) -> tuple[Any, Any]:
+        key, value = super()._parse_dict_item()
+        if key in self._keys:
+            self._raise_syntax_error(f"the key {key!r} is there twice")
+        self._keys.add(key)
+        return key, value
+
+
 class _Values(config_parser.ParserDelegate):
     """Keeps %NAME; notes @name, which `_statements` refuses with its line."""
 
@@ -255,7 +307,7 @@ def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
 
     values = _Values()
     try:
-        for statement in config_parser.ConfigParser(text, values):
+        for statement in _Grammar(text, values):
             place = origin(statement.location.line_num)
             if values.references:
                 raise ConfigError(

@@ -78,6 +78,10 @@ class Model:
             f"Model.relative_max_distance = {self.relative_max_distance} must be above half of "
             f"Model.relative_buckets = {self.relative_buckets}",
         )
+        _check(
+            self.positions != "rotary" or self.head_dim % 2 == 0,
+            f"Model.head_dim = {self.head_dim} must be even where Model.positions = 'rotary'",
+        )
         self._check_places()
         self._check_memory()
 
@@ -183,6 +187,7 @@ class Training:
     log_every: int = 50  # steps
     evaluate_every: int = 1000  # steps; 0: never
     sample_every: int = 1000  # steps; 0: never
+    probe_every: int = 1000  # steps; figures of the recurrent states, at next to no cost; 0: never
     plots: bool = True  # draw plots/ at the end
 
     def __post_init__(self) -> None:
@@ -190,7 +195,7 @@ class Training:
             self, "steps", "batch_size", "segment_length", "gradient_accumulation", "loss_chunk",
             "log_every",
         )  # fmt: skip
-        _check_not_negative(self, "evaluate_every", "sample_every")
+        _check_not_negative(self, "evaluate_every", "sample_every", "probe_every")
         _check(
             self.batch_size % self.gradient_accumulation == 0,
             f"Training.batch_size = {self.batch_size} must be a multiple of "

@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,13 +23,13 @@ FIELDS = {
 
 def config_text(config: Config) -> str:
     """A gin file that says every field; reading it gives the same config."""
-    return "\n".join(f"{name} = {value!r}" for name, value in _values(config)) + "\n"
+    return "\n".join(f"{name} = {value!r}" for name, value in config_values(config).items()) + "\n"
 
 
 def annotated_text(config: Config, origins: Mapping[str, str]) -> str:
     """`config_text`, aligned, with each value's origin and documentation as a comment."""
     comments = _field_comments()
-    values = {name: repr(value) for name, value in _values(config)}
+    values = {name: repr(value) for name, value in config_values(config).items()}
     name_width = max(map(len, values))
     value_width = min(max(map(len, values.values())), 32)
     lines, section = [], None
@@ -45,7 +45,7 @@ def annotated_text(config: Config, origins: Mapping[str, str]) -> str:
 def config_json(config: Config) -> dict[str, dict[str, Any]]:
     """`{"Model": {"layers": 12, ...}, ...}` of what JSON has: tuples are lists."""
     result: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for name, value in _values(config):
+    for name, value in config_values(config).items():
         section, _, field = name.partition(".")
         result[section][field] = list(value) if isinstance(value, tuple) else value
     return result
@@ -75,8 +75,17 @@ def config_from_json(saved: Mapping[str, Any]) -> Config:
 
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     """`(name, old value, new value)` of every field that differs."""
-    pairs = zip(_values(old), _values(new), strict=True)
-    return [(name, before, after) for (name, before), (_, after) in pairs if before != after]
+    before, after = config_values(old), config_values(new)
+    return [(name, before[name], after[name]) for name in before if before[name] != after[name]]
+
+
+def config_values(config: Config) -> dict[str, Any]:
+    """`{"Model.layers": 12, ...}`: every field, in the order of the sections."""
+    return {
+        f"{section}.{field.name}": getattr(getattr(config, attribute), field.name)
+        for section, attribute in SECTIONS.items()
+        for field in dataclasses.fields(SECTION_TYPES[section])
+    }
 
 
 def checked_value(name: str, value: Any) -> Any:
@@ -91,6 +100,8 @@ def checked_value(name: str, value: Any) -> Any:
 def unknown_name(name: str) -> str:
     """A phrase for a section or field that does not exist, with the nearest that does."""
     section, _, field = name.partition(".")
+    if section == "Sweep":
+        return f"{name} describes a sweep; run it with python -m brt.sweep"
     if section not in SECTIONS:
         guess = suggestion(name, FIELDS) if field else suggestion(section, SECTIONS)
         return f"no section {section!r}{guess or '; there are ' + ', '.join(SECTIONS)}"
@@ -149,12 +160,6 @@ def shown_path(path: Path) -> str:
     return str(
         absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute
     )
-
-
-def _values(config: Config) -> Iterator[tuple[str, Any]]:
-    for section, attribute in SECTIONS.items():
-        for field in dataclasses.fields(SECTION_TYPES[section]):
-            yield f"{section}.{field.name}", getattr(getattr(config, attribute), field.name)
 
 
 def _field_comments() -> dict[str, str]:

@@ -1,20 +1,27 @@
 """Evaluates a trained model on whole documents.
 
 python -m brt.evaluate --workdir=runs/quickstart --split=test --ablate=state
+python -m brt.evaluate --workdir=runs/quickstart --split=validation --follow   # while it trains
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from brt import command_line
 from brt.errors import ConfigError
+from brt.training import preemption
 
 
 def main(args: argparse.Namespace) -> None:
-    from brt.evaluation import job, saved
-
     if not args.workdir:
         raise ConfigError("--workdir says which model to evaluate; name a run's directory")
+    if args.follow:
+        with preemption.stop_at_once():
+            _follow(args)
+        return
+    from brt.evaluation import job, saved
+
     workdir, found, config = saved.load_config(Path(args.workdir), args.step)
     config = command_line.resolve(args, base=config).config
     model = saved.load(workdir, found, config)
@@ -24,14 +31,47 @@ def main(args: argparse.Namespace) -> None:
         command_line.write_json(args.json, report)
 
 
+def _follow(args: argparse.Namespace) -> None:
+    """Ends with 0 when training has ended; stopped before, with 75: the same command goes on."""
+    from brt.evaluation import follow
+    from brt.training.workdir import Workdir
+
+    if args.step is not None:
+        raise ConfigError("--follow evaluates every checkpoint; leave --step away")
+
+    def say(message: str) -> None:
+        print(f"brt: {message}", file=sys.stderr, flush=True)
+
+    workdir = Workdir(Path(args.workdir))
+    patience = follow.Patience(args.poll_seconds, args.timeout_minutes, say)
+    config = follow.wait_for_config(workdir.path, patience)
+    config = command_line.resolve(args, base=config).config
+    follower = follow.Follower(workdir, config, args.split, args.ablate, say)
+    for report in follower.reports(patience):
+        print(follow.line(args.split, report), flush=True)
+        if args.json:
+            command_line.write_json(args.json, report)
+
+
 def parser() -> argparse.ArgumentParser:
     flags = command_line.parser(__doc__)
     command_line.add_config_flags(flags)
     flags.add_argument("--split", choices=["train", "validation", "test"], default="test")
     flags.add_argument("--step", type=int, help="of the checkpoint; the newest")
     flags.add_argument(
-        "--ablate", choices=["state", "cache", "both"],
+        "--ablate", choices=["state", "cache", "memory", "both"],
         help="read once more, forgetting this at every segment: what is the memory worth?",
+    )  # fmt: skip
+    flags.add_argument(
+        "--follow", action="store_true",
+        help="evaluate every checkpoint of a running trainer, until training ends",
+    )  # fmt: skip
+    flags.add_argument(
+        "--poll_seconds", type=float, default=30.0, metavar="S", help="how often --follow looks; 30"
+    )
+    flags.add_argument(
+        "--timeout_minutes", type=float, default=0.0, metavar="M",
+        help="--follow gives up where no checkpoint comes for so long; 0: never",
     )  # fmt: skip
     command_line.add_json_flag(flags)
     return flags

@@ -2,6 +2,7 @@
 
 python -m brt.inspect --workdir=runs/quickstart
 python -m brt.inspect --workdir=runs/quickstart --state_hash   # equal hashes, equal runs
+python -m brt.inspect --workdir=runs/quickstart --probe        # what is its memory worth?
 """
 
 import argparse
@@ -14,6 +15,11 @@ from brt.errors import ConfigError
 def main(args: argparse.Namespace) -> None:
     if not args.workdir:
         raise ConfigError("--workdir says which run to show; name its directory")
+    if args.probe:
+        _probe(args)
+        return
+    if args.split is not None or args.tokens is not None:
+        raise ConfigError("--split and --tokens say what --probe reads; add --probe")
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # a trainer may have the accelerator
@@ -34,6 +40,22 @@ def main(args: argparse.Namespace) -> None:
             command_line.write_json(args.json, found)
 
 
+def _probe(args: argparse.Namespace) -> None:
+    from brt.evaluation import saved
+    from brt.evaluation.probe import job, text
+
+    if args.state_hash:
+        raise ConfigError("--probe and --state_hash are two questions; ask them one by one")
+    if args.tokens is not None and args.tokens < 0:
+        raise ConfigError(f"--tokens={args.tokens} must not be negative; 0 reads all")
+    tokens = job.TOKENS if args.tokens is None else args.tokens
+    model = saved.load(*saved.load_config(Path(args.workdir), args.step))
+    found = job.probe(model, args.split or "validation", tokens)
+    print(text.text(found))
+    if args.json:
+        command_line.write_json(args.json, found)
+
+
 def parser() -> argparse.ArgumentParser:
     flags = command_line.parser(__doc__)
     flags.add_argument("--workdir", metavar="DIR", help="where the run lives")
@@ -42,6 +64,16 @@ def parser() -> argparse.ArgumentParser:
         "--state_hash", action="store_true",
         help="print only a sha256 of all that a resume restores",
     )  # fmt: skip
+    flags.add_argument(
+        "--probe", action="store_true",
+        help="measure what the model does with its memory; draws plots/probe_*.png",
+    )  # fmt: skip
+    flags.add_argument(
+        "--split", choices=["train", "validation", "test"], help="to probe on; validation"
+    )
+    flags.add_argument(
+        "--tokens", type=int, metavar="N", help="to probe on; 1000000; 0: all of the split"
+    )
     command_line.add_json_flag(flags)
     return flags
 

@@ -38,7 +38,7 @@ def random_params() -> Callable[..., Any]:
     import jax
     import jax.numpy as jnp
 
-    from brt.config import Config
+    from brt.config import Config, Training
     from brt.training.state import initial_params
 
     def draw(model: Any, seed: int = 0) -> Any:
@@ -52,7 +52,8 @@ def random_params() -> Callable[..., Any]:
                 x = x * (0.5 if name.endswith("bias") else shape.shape[-2] ** -0.5)
             return jnp.asarray(x, shape.dtype)
 
-        shapes = nn.meta.unbox(jax.eval_shape(lambda: initial_params(Config(model=model))))
+        config = Config(model=model, training=Training(segment_length=model.window))
+        shapes = nn.meta.unbox(jax.eval_shape(lambda: initial_params(config)))
         return jax.tree.map_with_path(leaf, shapes)
 
     return draw

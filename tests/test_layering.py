@@ -16,6 +16,7 @@ LAYERS = (
     {"layers"},
     {"models"},
     {"training", "evaluation", "generation", "interop"},
+    {"sweeping"},
     {"command_line"},
     COMMANDS,
 )

@@ -5,6 +5,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from brt.config import Config
 from brt.data import preparation
 from brt.data.token_store import TokenStore
 from brt.evaluation.language_modeling import Ablation, Evaluator, Result, figures
@@ -12,32 +13,49 @@ from brt.evaluation.saved import SavedModel, check_tokenizer
 from brt.training import workdir as workdirs
 
 
-def evaluate(model: SavedModel, split: str, ablate: Ablation | None) -> dict[str, Any]:
-    """Reads a split, and once more with a part of the memory taken away; writes the reports.
+class Reader:
+    """Evaluates checkpoints of one run on one split; prepared and compiled once.
 
-    Writes evaluations/<step>/<split>.json and <split>_documents.jsonl into the workdir.
-
-    Returns:
-      The figures, with the protocol; those of the ablation under `ablation`.
+    Args:
+      config: of the run, with its vocabulary size.
+      ablate: what to take away in a second reading.
 
     Raises:
       DataError: the corpus has no such split.
-      CheckpointError: the model knows another tokenizer.
     """
-    corpus = preparation.prepare(model.config.data)
-    check_tokenizer(model, corpus.tokenizer)
-    store = corpus.split(split)
-    evaluator = Evaluator(model.config, corpus.tokenizer)
-    results = [_read(evaluator, model, store, split, None)]
-    if ablate:
-        results.append(_read(evaluator, model, store, split, ablate))
-    report = {"step": model.step, **_report(results[0])}
-    if ablate:
-        report["ablation"] = _report(results[1])
-        difference = results[1].totals["bits_per_byte"] - results[0].totals["bits_per_byte"]
-        report["ablation_costs_bits_per_byte"] = difference
-    _write(model, split, report, results)
-    return report
+
+    def __init__(self, config: Config, split: str, ablate: Ablation | None):
+        corpus = preparation.prepare(config.data)
+        self._tokenizer, self._store = corpus.tokenizer, corpus.split(split)
+        self._split, self._ablate = split, ablate
+        self._evaluator = Evaluator(config, corpus.tokenizer)
+
+    def __call__(self, model: SavedModel) -> dict[str, Any]:
+        """Reads the split, and once more with a part of the memory taken away.
+
+        Writes evaluations/<step>/<split>.json and <split>_documents.jsonl into the workdir.
+
+        Returns:
+          The figures, with the protocol; those of the ablation under `ablation`.
+
+        Raises:
+          CheckpointError: the model knows another tokenizer.
+        """
+        check_tokenizer(model, self._tokenizer)
+        readings = [None, self._ablate] if self._ablate else [None]
+        results = [_read(self._evaluator, model, self._store, self._split, a) for a in readings]
+        report = {"step": model.step, **_report(results[0])}
+        if self._ablate:
+            report["ablation"] = _report(results[1])
+            difference = results[1].totals["bits_per_byte"] - results[0].totals["bits_per_byte"]
+            report["ablation_costs_bits_per_byte"] = difference
+        _write(model, self._split, report, results)
+        return report
+
+
+def evaluate(model: SavedModel, split: str, ablate: Ablation | None) -> dict[str, Any]:
+    """One checkpoint's `Reader`."""
+    return Reader(model.config, split, ablate)(model)
 
 
 def _read(
@@ -56,7 +74,6 @@ def _report(result: Result) -> dict[str, Any]:
 def _write(model: SavedModel, split: str, report: dict[str, Any], results: list[Result]) -> None:
     directory = model.workdir.evaluations / str(model.step)
     directory.mkdir(parents=True, exist_ok=True)
-    workdirs.write_json(directory / f"{split}.json", report)
     lines = []
     for i, score in enumerate(results[0].documents):
         row = {"document": score.name, **figures(*score[1:])}
@@ -65,6 +82,7 @@ def _write(model: SavedModel, split: str, report: dict[str, Any], results: list[
             row["ablated_bits_per_byte"] = ablated["bits_per_byte"]
         lines.append(json.dumps(row))
     workdirs.write_text(directory / f"{split}_documents.jsonl", "\n".join(lines) + "\n")
+    workdirs.write_json(directory / f"{split}.json", report)  # last: it says that all is done
 
 
 def text(model: SavedModel, split: str, report: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ from brt.models.decoder import Decoder, logit_scale, new_state
 from brt.ops.cross_entropy import token_nats
 from brt.types import Batch
 
-Ablation = Literal["state", "cache", "both"]
+Ablation = Literal["state", "cache", "memory", "both"]  # both: all that there is
 
 
 class DocumentScore(NamedTuple):
@@ -81,6 +81,22 @@ class Result:
         return {**figures(*sums), "documents": len(self.documents), **speed}
 
 
+def block_nats(
+    config: Config, params: PyTree[Array], carried: StackState, batch: Batch
+) -> tuple[Float[Array, "B N"], StackState]:
+    """Nats of every block of a segment, and the state after it."""
+    model = config.model
+    hidden, carried = Decoder(model).apply(
+        {"params": params}, batch.inputs, carried, batch.document_start
+    )
+    nats = token_nats(
+        hidden, params["embedding"], batch.targets,
+        scale=logit_scale(model), chunk=config.training.loss_chunk,
+    )  # fmt: skip
+    nats = jnp.where(batch.scored, nats, 0.0)
+    return jnp.sum(nats.reshape(nats.shape[0], -1, model.window), axis=2), carried
+
+
 class Evaluator:
     """Reads splits with parameters that may change between calls; compiled once.
 
@@ -96,21 +112,15 @@ class Evaluator:
     def _read(
         self, params: PyTree[Array], carried: StackState, batch: Batch, *, ablate: Ablation | None
     ) -> tuple[Float[Array, "B N"], StackState]:
-        """Nats of every block of a segment, and the state after it."""
-        model = self._config.model
         if ablate:
-            carried = tuple(
-                forget(s, cache=ablate != "state", vectors=ablate != "cache") for s in carried
-            )
-        hidden, carried = Decoder(model).apply(
-            {"params": params}, batch.inputs, carried, batch.document_start
-        )
-        nats = token_nats(
-            hidden, params["embedding"], batch.targets,
-            scale=logit_scale(model), chunk=self._config.training.loss_chunk,
-        )  # fmt: skip
-        nats = jnp.where(batch.scored, nats, 0.0)
-        return jnp.sum(nats.reshape(nats.shape[0], -1, model.window), axis=2), carried
+            parts = {
+                argument: ablate in (part, "both")
+                for argument, part in (
+                    ("cache", "cache"), ("vectors", "state"), ("memory", "memory")
+                )
+            }  # fmt: skip
+            carried = tuple(forget(s, **parts) for s in carried)
+        return block_nats(self._config, params, carried, batch)
 
     def __call__(
         self,
@@ -128,7 +138,7 @@ class Evaluator:
         Args:
           split: its name, for the protocol.
           ablate: what every segment begins without: the recurrent states, the cached keys
-            and values, or both (as if a document started there).
+            and values, the memory, or all of them (as if a document started there).
           tokens_per_document: only the first so many; 0: all.
           stop: asked before every segment; if true the reading ends and counts for nothing.
           progress: told how many tokens were read.
@@ -157,7 +167,7 @@ class Evaluator:
             "split": split,
             "window": config.model.window,
             "segment_length": length,
-            "carry": f"all but {ablate}" if ablate in ("state", "cache") else not ablate,
+            "carry": not ablate if ablate in (None, "both") else f"all but {ablate}",
             "ablate": ablate,
             "first_token": "scored, from BOS",
             "tokens_per_document": tokens_per_document or "all",

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
 
 from brt.errors import DataError
+from brt.evaluation.drawing import curve, new_figure, smoothed
 from brt.training.checkpoint import steps
 from brt.training.metrics import read_metrics
 from brt.training.progress import clock, short
@@ -102,16 +101,16 @@ def summary(
 def _bits_figure(
     records: Sequence[Mapping[str, Any]], bytes_per_token: float, xz: float | None
 ) -> Figure:
-    figure, (axes,) = _new_figure(1)
-    tokens, train = _curve(records, "train/bits_per_token")
+    figure, (axes,) = new_figure(1)
+    tokens, train = curve(records, "train/bits_per_token")
     train = train / bytes_per_token
-    smooth = _smoothed(train)
+    smooth = smoothed(train)
     axes.plot(tokens, train, color=_TRAIN, alpha=0.25, linewidth=1)
     axes.plot(tokens, smooth, color=_TRAIN, linewidth=2, label="train (smoothed)")
     shown = [smooth[len(smooth) // 20 :]]  # the first steps would squash the rest
     splits = sorted({tag for r in records for tag in r if tag.endswith("/bits_per_byte")})
     for number, tag in enumerate(splits):
-        tokens, values = _curve(records, tag)
+        tokens, values = curve(records, tag)
         color = _HELD_OUT[number % len(_HELD_OUT)]
         axes.plot(tokens, values, "o-", color=color, markersize=4, label=tag.split("/")[1])
         shown.append(values[len(values) // 20 :])
@@ -133,47 +132,13 @@ def _bits_figure(
 
 
 def _optimization_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
-    figure, (upper, lower) = _new_figure(2)
-    upper.plot(*_curve(records, "train/learning_rate"), color=_TRAIN, linewidth=2)
+    figure, (upper, lower) = new_figure(2)
+    upper.plot(*curve(records, "train/learning_rate"), color=_TRAIN, linewidth=2)
     upper.set(ylabel="learning rate", title="Learning rate and gradient norm")
-    tokens, norms = _curve(records, "train/gradient_norm")
+    tokens, norms = curve(records, "train/gradient_norm")
     lower.plot(tokens, norms, color=_TRAIN, alpha=0.25, linewidth=1)
-    lower.plot(tokens, _smoothed(norms), color=_TRAIN, linewidth=2)
+    lower.plot(tokens, smoothed(norms), color=_TRAIN, linewidth=2)
     lower.set(xlabel="training tokens", ylabel="gradient norm")
     if norms.size and norms.min() > 0:
         lower.set_yscale("log")
     return figure
-
-
-def _new_figure(rows: int) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(8, 3.2 + 1.6 * rows), layout="constrained")
-    axes = list(figure.subplots(rows, sharex=True, squeeze=False)[:, 0])
-    for panel in axes:
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.xaxis.set_major_formatter(EngFormatter(sep=""))
-    return figure, axes
-
-
-def _curve(records: Sequence[Mapping[str, Any]], tag: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and finite values of a tag; steps that count no tokens lie between those that do."""
-    counted = [r for r in records if r.get("data/tokens") is not None]
-    found = [r for r in records if r.get(tag) is not None]
-    tokens = np.interp(
-        [r["step"] for r in found],
-        [0, *(r["step"] for r in counted)],
-        [0, *(r["data/tokens"] for r in counted)],
-    )
-    return tokens, np.array([r[tag] for r in found], float)
-
-
-def _smoothed(values: np.ndarray) -> np.ndarray:
-    """Exponential moving average over about a fortieth of the run, without a bias at its start."""
-    decay = 1 - 1 / max(1.0, len(values) / 40)
-    average = weight = 0.0
-    smooth = []
-    for value in values:
-        average = decay * average + (1 - decay) * value
-        weight = decay * weight + (1 - decay)
-        smooth.append(average / weight)
-    return np.array(smooth)

@@ -23,6 +23,8 @@ _TOKENS = {
     "cross_queries": "tbase/_kvq/queries2_layer/kernel",
     "cross_scale": "tbase/attention_scale2",
     "relative_bias": "relative_positions/rel_embedding",
+    "alibi_scale": "relative_positions/_wrapped_module/scale",
+    "alibi_bound": "relative_positions/_wrapped_module/bound",
     "output": "tbase/post_attn_mlp/output_layer/kernel",
     "mlp_norm": "tbase/pre_ffn_layernorm/scale",
     "mlp_in": "tbase/ffn/hidden0/kernel",
@@ -117,14 +119,21 @@ def layer_state(arrays: Arrays, valid: np.ndarray) -> LayerState:
     return RecurrentState(window, jnp.asarray(arrays["recurrent_state_train"]), window.valid)
 
 
-def model_of(arrays: Arrays, *, window: int) -> Model:
-    """The `parity` model whose parameters these are; sizes and gates are read off them."""
+def model_of(arrays: Arrays, *, window: int, rotary: bool = False) -> Model:
+    """The `parity` model whose parameters these are; sizes and kinds are read off them.
+
+    Args:
+      rotary: whether keys are rotated, which leaves no parameters.
+
+    Raises:
+      DataError: positions of a kind that has no counterpart.
+    """
     layers = sorted({int(m[1]) for k in arrays if (m := re.match(r"transformer(\d+)/", k))})
     prefixes = [f"transformer{i}/" for i in layers] or [""]
     parts = [_subtree(arrays, prefix) for prefix in prefixes]
     recurrent = [i for i, part in enumerate(parts) if "recurrent_initial_state" in part]
     first = parts[0]
-    heads = first["relative_positions/rel_embedding"].shape[0]
+    heads = _any_of(first, "tbase/_kvq/attention_scale", _TOKENS["relative_bias"]).shape[0]
     model_dim, width = first["tbase/_kvq/keys_layer/kernel"].shape
     sizes = {
         "layers": len(parts),
@@ -134,6 +143,12 @@ def model_of(arrays: Arrays, *, window: int) -> Model:
         "head_dim": width // heads,
         "mlp_dim": first["tbase/ffn/hidden0/kernel"].shape[1],
         "window": window,
+        "positions": "rotary" if rotary else _positions_of(first),
+        "feedback": any(
+            "tbase/_kvq/queries2_layer/kernel" in part
+            for i, part in enumerate(parts)
+            if i not in recurrent
+        ),
         "normalize_qk": "tbase/_kvq/attention_scale" in first,
         "vocab_size": arrays["embed/embedding"].shape[0] if "embed/embedding" in arrays else 1,
         "dtype": "float32",
@@ -141,6 +156,21 @@ def model_of(arrays: Arrays, *, window: int) -> Model:
     if recurrent:
         sizes |= _gates_of(parts[recurrent[0]])
     return Model(**sizes).parity()
+
+
+def _any_of(arrays: Arrays, *names: str) -> np.ndarray:
+    return next(arrays[name] for name in names if name in arrays)
+
+
+def _positions_of(part: Arrays) -> str:
+    names = [name for name in part if name.startswith("relative_positions/")]
+    if not names:
+        return "none"
+    if _TOKENS["relative_bias"] in names:
+        return "t5"
+    if _TOKENS["alibi_bound"] in names:
+        return "alibi"
+    raise DataError(f"meliad positions with {names} have no counterpart in brt")
 
 
 def _gates_of(part: Arrays) -> dict[str, object]:

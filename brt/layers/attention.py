@@ -1,5 +1,6 @@
 """The vertical direction: what a layer does to its tokens."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -10,11 +11,15 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.config import Model
 from brt.layers.basic import ONES, dense, dropout, parameter
 from brt.layers.state import OpenBlock, WindowState, zero_where_invalid
+from brt.ops.activations import relu
 from brt.ops.normalization import l2_normalize, rms_norm
-from brt.ops.positions import relative_bias
+from brt.ops.positions import Rotation, alibi_bias, relative_bias, rotate, rotations
 from brt.ops.recurrent_attention import StateMemory
 from brt.ops.softmax_attention import attend
 from brt.ops.window_attention import window_attention, window_attention_step
+
+# (queries, what they read in the window) -> that mixed with something else; all [B, T, H, K]
+Mix = Callable[[Array, Array], Array]
 
 
 class TokenProjections(NamedTuple):
@@ -57,10 +62,14 @@ class TokenLayer(nn.Module):
             self.cross_queries = parameter(self, "cross_queries", (m.model_dim, width), into)
             if m.normalize_qk:
                 self.cross_scale = parameter(self, "cross_scale", (m.heads,), ("heads",), scale)
-        self.relative_bias = parameter(
-            self, "relative_bias", (m.heads, m.relative_buckets), ("heads", "buckets"),
-            nn.initializers.normal(m.relative_buckets**-0.5),
-        )  # fmt: skip
+        if m.positions == "t5":
+            self.relative_bias = parameter(
+                self, "relative_bias", (m.heads, m.relative_buckets), ("heads", "buckets"),
+                nn.initializers.normal(m.relative_buckets**-0.5),
+            )  # fmt: skip
+        if m.positions == "alibi":
+            self.alibi_scale = parameter(self, "alibi_scale", (), (), ONES)
+            self.alibi_bound = parameter(self, "alibi_bound", (1,), ("buckets",), ONES)
         attended = 2 * width if self.cross_attends else width
         self.output = parameter(self, "output", (attended, m.model_dim), out)
         self.mlp_norm = parameter(self, "mlp_norm", (m.model_dim,), ("embed",), ONES)
@@ -91,12 +100,20 @@ class TokenLayer(nn.Module):
             return jnp.abs(getattr(self, name))
         return jnp.full((m.heads,), m.head_dim**-0.5)
 
-    def _bias(self) -> Float[Array, "H W"]:
+    def _bias(self) -> Float[Array, "H W"] | None:
         m = self.model
-        bias = relative_bias(
-            self.relative_bias, window=m.window, attend_to_self=m.attend_to_self,
-            max_distance=m.relative_max_distance,
-        )  # fmt: skip
+        if m.positions == "t5":
+            bias = relative_bias(
+                self.relative_bias, window=m.window, attend_to_self=m.attend_to_self,
+                max_distance=m.relative_max_distance,
+            )  # fmt: skip
+        elif m.positions == "alibi":
+            bias = alibi_bias(
+                self.alibi_scale, self.alibi_bound, heads=m.heads, window=m.window,
+                attend_to_self=m.attend_to_self,
+            )  # fmt: skip
+        else:
+            return None
         if m.bias_before_scale and m.normalize_qk:
             bias = bias * jnp.abs(self.scale)[:, None]
         return bias
@@ -109,18 +126,25 @@ class TokenLayer(nn.Module):
         values: Float[Array, "B Z H K"],
         readable: Bool[Array, "B N"],
         memory: StateMemory | None,
+        mix: Mix | None = None,
     ) -> Float[Array, "B T D"]:
-        """The layer's output for a segment; `memory` is [B, N, S, H, K] where it recurs."""
+        """The layer's output for a segment; `memory` [B, N, S, H, K] is the states' or None."""
         m = self.model
         batch, tokens = x.shape[:2]
-        mask = None
+        mask, queries = None, projections.queries
+        if m.positions == "rotary":  # here, so that caches and states keep keys as they are
+            table = rotations(-m.window, m.window + tokens, m.head_dim)
+            keys = rotate(keys, table)
+            queries = rotate(queries, Rotation(*(part[m.window :] for part in table)))
         if m.dropout and self.training:
             # Shared by lanes and blocks as in the original: one tile to draw and to read.
             mask = dropout(self, jnp.ones((m.heads, m.window, m.window)), m.dropout)
         attended = window_attention(
-            projections.queries, keys, values, self._bias(), readable, mask,
-            attend_to_self=m.attend_to_self, null_keys=not m.mask_empty_cache,
+            queries, keys, values, self._bias(), readable, mask,
+            attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
         )  # fmt: skip
+        if mix is not None:
+            attended = mix(projections.queries, attended)
         if memory is not None:
             blocked = (batch, -1, m.window, m.heads, m.head_dim)
             crossed = attend(projections.cross_queries.reshape(blocked), *memory)
@@ -133,8 +157,13 @@ class TokenLayer(nn.Module):
         window: WindowState,
         block: OpenBlock,
         position: Int[Array, ""],
+        memory: StateMemory | None,
+        mix: Mix | None = None,
     ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
-        """The same for one token, at `position` in its block; writes it into the block."""
+        """The same for one token, at `position` in its block; writes it into the block.
+
+        `memory` is [B, S, H, K] or None.
+        """
         m = self.model
         projections = self.project(x)
 
@@ -146,22 +175,55 @@ class TokenLayer(nn.Module):
             values=written(block.values, projections.values),
         )
         ring = after if m.attend_to_self else block
+        queries, keys = projections.queries, ring.keys
+        if m.positions == "rotary":
+            queries, keys = self._rotate_step(queries, keys, position)
         attended = window_attention_step(
-            projections.queries[:, 0], ring.keys, ring.values, self._bias(), window.valid,
-            position, attend_to_self=m.attend_to_self, null_keys=not m.mask_empty_cache,
+            queries[:, 0], keys, ring.values, self._bias(), cache_is_readable(m, window),
+            position, attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
         )[:, None]  # fmt: skip
-        if block.memory is not None:
-            crossed = attend(projections.cross_queries, *block.memory)
+        if mix is not None:
+            attended = mix(projections.queries, attended)
+        if memory is not None:
+            crossed = attend(projections.cross_queries, *memory)
             attended = jnp.concatenate([attended, crossed], axis=2)
         return self._finish(x, attended.reshape(*x.shape[:2], -1)), after
+
+    def _rotate_step(
+        self,
+        queries: Float[Array, "B 1 H K"],
+        keys: Float[Array, "B W H K"],
+        position: Int[Array, ""],
+    ) -> tuple[Float[Array, "B 1 H K"], Float[Array, "B W H K"]]:
+        """A token and its ring of keys, of which those not yet overwritten are W back."""
+        m = self.model
+        table = rotations(-m.window, 2 * m.window, m.head_dim)
+        slots = jnp.arange(m.window)
+        own = slots <= position - (0 if m.attend_to_self else 1)
+
+        def rows(places: Int[Array, " P"]) -> Rotation:
+            return Rotation(*(jnp.take(jnp.asarray(part), places, axis=0) for part in table))
+
+        of_queries, of_keys = rows(position[None] + m.window), rows(slots + m.window * own)
+        return rotate(queries, of_queries), rotate(keys, of_keys)
 
     def _finish(
         self, x: Float[Array, "B T D"], attended: Float[Array, "B T A"]
     ) -> Float[Array, "B T D"]:
         """Residual of the attention, then the MLP and its residual."""
         x = x + dense(attended, self.output)
-        hidden = jax.nn.relu(dense(rms_norm(x, self.mlp_norm), self.mlp_in))
+        hidden = relu(dense(rms_norm(x, self.mlp_norm), self.mlp_in))
         return x + dropout(self, dense(hidden, self.mlp_out), self.model.dropout)
+
+
+def cache_is_readable(model: Model, state: WindowState) -> Bool[Array, " B"]:
+    """Whether the open block of each lane may read the block before it."""
+    return state.valid & model.cache
+
+
+def has_null_keys(model: Model) -> bool:
+    """Whether an empty cache counts as zero keys; one that is never read does not."""
+    return model.cache and not model.mask_empty_cache
 
 
 def with_cache(
@@ -181,7 +243,7 @@ def with_cache(
         state = zero_where_invalid(state)
     keys = jnp.concatenate([state.keys, projections.keys], axis=1)
     values = jnp.concatenate([state.values, projections.values], axis=1)
-    readable = jnp.concatenate([rows[:, None], ~document_start[:, 1:]], axis=1)
+    readable = jnp.concatenate([rows[:, None], ~document_start[:, 1:]], axis=1) & model.cache
     last = WindowState(
         keys[:, -model.window :], values[:, -model.window :], jnp.ones_like(state.valid)
     )
@@ -195,17 +257,23 @@ class WindowLayer(nn.Module):
     training: bool = False
 
     def setup(self) -> None:
-        self.tokens = TokenLayer(self.model, training=self.training)
+        self.tokens = TokenLayer(
+            self.model, cross_attends=self.model.feedback, training=self.training
+        )
 
     def __call__(
-        self, x: Float[Array, "B T D"], state: WindowState, document_start: Bool[Array, "B N"]
+        self,
+        x: Float[Array, "B T D"],
+        state: WindowState,
+        document_start: Bool[Array, "B N"],
+        feedback: StateMemory | None = None,
     ) -> tuple[Float[Array, "B T D"], WindowState]:
-        """A segment."""
+        """A segment; with feedback its one block."""
         projections = self.tokens.project(x)
         keys, values, readable, state = with_cache(self.model, state, projections, document_start)
-        return self.tokens.attend(x, projections, keys, values, readable, None), state
+        return self.tokens.attend(x, projections, keys, values, readable, feedback), state
 
-    def open(self, x: None, state: WindowState, _: None) -> tuple[None, OpenBlock]:
+    def open(self, x: None, state: WindowState, *_: None) -> tuple[None, OpenBlock]:
         """An empty block behind `state`."""
         return x, OpenBlock(state.keys, state.values, None)
 
@@ -214,12 +282,13 @@ class WindowLayer(nn.Module):
         x: Float[Array, "B 1 D"],
         carried: tuple[WindowState, OpenBlock],
         position: Int[Array, ""],
+        feedback: StateMemory | None = None,
     ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
         """One token of the open block."""
-        return self.tokens.attend_step(x, *carried, position)
+        return self.tokens.attend_step(x, *carried, position, feedback)
 
     def close(
-        self, x: None, carried: tuple[WindowState, OpenBlock], _: None
+        self, x: None, carried: tuple[WindowState, OpenBlock], *_: None
     ) -> tuple[None, WindowState]:
         """The state after a full block."""
         state, block = carried

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Model
-from brt.layers.attention import TokenLayer, with_cache
+from brt.layers.attention import TokenLayer, cache_is_readable, has_null_keys, with_cache
 from brt.layers.basic import GATE_BIAS, GATE_KERNEL, ONES, parameter
 from brt.layers.state import OpenBlock, RecurrentState, WindowState, zero_where_invalid
 from brt.ops.gates import GateWeights
 from brt.ops.recurrent_attention import (
     CellWeights,
+    StateMemory,
     state_memory,
     state_scan,
     state_update,
@@ -106,7 +107,7 @@ class RecurrentLayer(nn.Module):
             "kind": m.gate,
             "tanh": m.gate_tanh,
             "normalize_qk": m.normalize_qk,
-            "null_keys": not m.mask_empty_cache,
+            "null_keys": has_null_keys(m),
         }
 
     def _vectors(self, state: RecurrentState) -> Float[Array, "B S D"]:
@@ -115,7 +116,11 @@ class RecurrentLayer(nn.Module):
         return jnp.where(valid, state.vectors, self.cell.initial[None])
 
     def __call__(
-        self, x: Float[Array, "B T D"], state: RecurrentState, document_start: Bool[Array, "B N"]
+        self,
+        x: Float[Array, "B T D"],
+        state: RecurrentState,
+        document_start: Bool[Array, "B N"],
+        _: StateMemory | None = None,
     ) -> tuple[Float[Array, "B T D"], RecurrentState]:
         """A segment, in two phases: the states of all blocks, then the tokens of all blocks."""
         projections = self.tokens.project(x)
@@ -129,7 +134,7 @@ class RecurrentLayer(nn.Module):
         y = self.tokens.attend(x, projections, keys, values, readable, memory)
         return y, RecurrentState(window, vectors, window.valid)
 
-    def open(self, x: None, state: RecurrentState, _: None) -> tuple[None, OpenBlock]:
+    def open(self, x: None, state: RecurrentState, *_: None) -> tuple[None, OpenBlock]:
         """An empty block behind `state`, with what its tokens read of the recurrent states."""
         memory = state_memory(
             self.cell.weights, self._vectors(state), normalize_qk=self.model.normalize_qk,
@@ -142,13 +147,14 @@ class RecurrentLayer(nn.Module):
         x: Float[Array, "B 1 D"],
         carried: tuple[RecurrentState, OpenBlock],
         position: Int[Array, ""],
+        _: StateMemory | None = None,
     ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
         """One token of the open block; the recurrent states stand still."""
         state, block = carried
-        return self.tokens.attend_step(x, state.window, block, position)
+        return self.tokens.attend_step(x, state.window, block, position, block.memory)
 
     def close(
-        self, x: None, carried: tuple[RecurrentState, OpenBlock], _: None
+        self, x: None, carried: tuple[RecurrentState, OpenBlock], *_: None
     ) -> tuple[None, RecurrentState]:
         """The state after a full block: the recurrent states have read it."""
         state, block = carried
@@ -159,8 +165,9 @@ class RecurrentLayer(nn.Module):
             two_blocks(jnp.concatenate(pair, axis=1), blocks=1)[0]
             for pair in ((window.keys, block.keys), (window.values, block.values))
         )
+        readable = cache_is_readable(self.model, window)
         vectors, _ = state_update(
-            self.cell.weights, self._vectors(state), keys, values, window.valid, **self._options()
+            self.cell.weights, self._vectors(state), keys, values, readable, **self._options()
         )
         after = WindowState(block.keys, block.values, jnp.ones_like(window.valid))
         return x, RecurrentState(after, vectors, after.valid)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Model
 from brt.ops.recurrent_attention import StateMemory
@@ -44,7 +44,26 @@ class RecurrentState(NamedTuple):
     valid: Bool[Array, " B"]
 
 
-LayerState = WindowState | RecurrentState
+class MemoryState(NamedTuple):
+    """The cache and the memory: keys and values of the last M tokens, by head, oldest first.
+
+    Attributes:
+      window: as of a sliding-window layer.
+      keys: [B, H, M, K], as in the cache. Heads come first, because each is searched by itself.
+      values: [B, H, M, K].
+      length: int32 [B], tokens of the document in the memory: the last so many.
+    """
+
+    window: WindowState
+    keys: Float[Array, "B H M K"]
+    values: Float[Array, "B H M K"]
+    length: Int[Array, " B"]
+
+
+LayerState = WindowState | RecurrentState | MemoryState
+
+# What the arrays are that a state holds itself; a state within it has a name of its own.
+_PARTS = {WindowState: "cache", RecurrentState: "state", MemoryState: "memory"}
 
 
 class OpenBlock(NamedTuple):
@@ -73,16 +92,41 @@ def new_layer_state(model: Model, kind: str, batch: int, dtype: jnp.dtype) -> La
     window = new_window_state(model, batch, dtype)
     if kind == "window":
         return window
+    if kind == "memorizing":
+        shape = (batch, model.heads, model.memory_size, model.head_dim)
+        keys, values = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+        return MemoryState(window, keys, values, jnp.zeros((batch,), jnp.int32))
     vectors = jnp.zeros((batch, model.states, model.model_dim), jnp.float32)
     return RecurrentState(window, vectors, jnp.zeros((batch,), bool))
 
 
-def forget(state: LayerState, *, cache: bool = True, vectors: bool = True) -> LayerState:
+def forget(
+    state: LayerState, *, cache: bool = True, vectors: bool = True, memory: bool = True
+) -> LayerState:
     """The state as if nothing had been read, in every lane; or only a part of it."""
     if isinstance(state, RecurrentState):
         window = forget(state.window, cache=cache)
         return state._replace(window=window, valid=state.valid & (not vectors))
+    if isinstance(state, MemoryState):
+        window = forget(state.window, cache=cache)
+        return state._replace(window=window, length=state.length * (not memory))
     return state._replace(valid=state.valid & (not cache))
+
+
+def parts(state: LayerState) -> set[str]:
+    """What the state consists of: "cache", "state", "memory"."""
+    return {_PARTS[type(state)]}.union(
+        *(parts(field) for field in state if isinstance(field, tuple))
+    )
+
+
+def graft(state: LayerState, donor: LayerState, part: str) -> LayerState:
+    """`state` with one of its `parts` taken from `donor`."""
+    own = _PARTS[type(state)] == part
+    pairs = zip(state, donor, strict=True)
+    return type(state)(
+        *(graft(a, b, part) if isinstance(a, tuple) else b if own else a for a, b in pairs)
+    )
 
 
 def zero_where_invalid(window: WindowState) -> WindowState:

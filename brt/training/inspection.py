@@ -40,6 +40,13 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
     return found | (_described(directory, whole[-1]) if whole else {})
 
 
+def parameter_counts(meta: dict[str, Any]) -> tuple[int, int]:
+    """All parameters of a checkpoint, and those that are not the embedding; from its metadata."""
+    sizes = {name: math.prod(entry["shape"]) for name, entry in meta["arrays"].items()}
+    total = sum(size for name, size in sizes.items() if name.startswith("params/"))
+    return total, total - sizes["params/embedding"]
+
+
 def state_hash(workdir: Workdir, step: int) -> str:
     """One sha256 over all that a resume from `step` restores: equal hashes, equal runs."""
     restored = checkpoint.restore(workdir.checkpoints, step=step)
@@ -88,12 +95,11 @@ def _verified(directory: Path, step: int) -> dict[str, Any]:
 
 def _described(directory: Path, step: int) -> dict[str, Any]:
     meta = checkpoint.read_meta(directory, step)
-    sizes = {name: math.prod(entry["shape"]) for name, entry in meta["arrays"].items()}
-    parameters = sum(size for name, size in sizes.items() if name.startswith("params/"))
+    parameters, non_embedding = parameter_counts(meta)
     return {
         "step": step,
         "parameters": parameters,
-        "parameters_non_embedding": parameters - sizes["params/embedding"],
+        "parameters_non_embedding": non_embedding,
         "seed": meta["seed"],
         "data": meta["data"],
         "tokenizer": meta["tokenizer"],

@@ -10,6 +10,7 @@ from brt.config_io import config_from_json, config_json, config_text
 from brt.data.lanes import BatchIterator, iterate
 from brt.errors import Preempted
 from brt.evaluation.language_modeling import Evaluator
+from brt.evaluation.probe.states import StateProbe
 from brt.evaluation.samples import Sampler
 from brt.training import checkpoint, leaves, optimizer
 from brt.training import run as runs
@@ -40,6 +41,7 @@ class Tools(NamedTuple):
     meter: Meter
     evaluator: Evaluator
     sampler: Sampler
+    probe: StateProbe
     provenance: dict[str, object]
 
 
@@ -88,7 +90,7 @@ def _set_up(
     tools = Tools(
         run, workdir, writer, metrics, progress, Throughput(), stop, batches,
         Meter(saved.meta["meter"] if saved else None),
-        Evaluator(c, tokenizer), Sampler(c, run.corpus), provenance,
+        Evaluator(c, tokenizer), Sampler(c, run.corpus), StateProbe(c), provenance,
     )  # fmt: skip
     return saved.state if saved else runs.new_state(run), tools
 
@@ -145,6 +147,8 @@ def _steps(first: int, state: TrainState, tools: Tools) -> bool:
         last = done == t.steps
         if last or done % t.log_every == 0:
             _report(done, float(rate(done)), tools)
+        if _is_time(done, t.probe_every, t.steps):
+            _probe(done, state, tools)
         complete = _look(done, state, tools)
         if last or (every and done % every == 0):
             _save(state, tools)
@@ -171,6 +175,14 @@ def _report(step: int, rate: float, tools: Tools) -> None:
         tokens_per_second=speed.tokens_per_second,
         seconds_left=tools.throughput.seconds_left(tools.run.config.training.steps - step),
     )
+
+
+def _probe(step: int, state: TrainState, tools: Tools) -> None:
+    """Adds figures of the recurrent states and gates to metrics.jsonl."""
+    tools.meter.flush()
+    with tools.throughput.pause():
+        if values := tools.probe(state.params, state.carried):
+            tools.metrics.write(step, values)
 
 
 def _look(step: int, state: TrainState, tools: Tools, *, resumed: bool = False) -> bool:

@@ -44,7 +44,7 @@ class MetricsWriter:
             self._offset = self._file.seek(0, os.SEEK_END)
         if self._line:  # the last line may still grow
             self._offset -= len(_encode(self._line))
-        self._tensorboard = _TensorBoard(workdir.tensorboard, resume_step, warn)
+        self._tensorboard = TensorBoard(workdir.tensorboard, resume_step, warn)
 
     def write(self, step: int, values: Mapping[str, ArrayLike]) -> None:
         """Adds numbers to a step, the last one written or a later one; a kill loses none.
@@ -149,8 +149,14 @@ class Throughput:
         return (self._clock() - self._created) / self._all_steps * steps
 
 
-class _TensorBoard:
-    """Writes events without tensorboardX's thread, whose death would block the trainer."""
+class TensorBoard:
+    """Writes events without tensorboardX's thread, whose death would block the trainer.
+
+    Args:
+      directory: of one writer; made if missing.
+      resume_step: events of later steps, from an earlier writer, are hidden.
+      warn: told once when writing fails, after which nothing more is written.
+    """
 
     def __init__(self, directory: Path, resume_step: int, warn: Callable[[str], None]):
         self._warn = warn
@@ -158,7 +164,7 @@ class _TensorBoard:
         self._flushed = -math.inf
         self._writer: RecordWriter | None = None
         with self._tolerated():
-            directory.mkdir(exist_ok=True)
+            directory.mkdir(parents=True, exist_ok=True)
             name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
             self._writer = RecordWriter(str(directory / name))
             self._add(Event(file_version="brain.Event:2"))
@@ -166,6 +172,7 @@ class _TensorBoard:
             self._add(Event(step=resume_step + 1, session_log=purge))
 
     def write(self, step: int, numbers: Mapping[str, float | int | None]) -> None:
+        """Adds numbers to a step."""
         with self._tolerated():
             for tag, value in numbers.items():
                 value = math.nan if value is None else value
@@ -175,6 +182,7 @@ class _TensorBoard:
                 self._flushed = time.monotonic()
 
     def close(self) -> None:
+        """Closes the file."""
         with self._tolerated():
             if self._writer:
                 self._writer.close()

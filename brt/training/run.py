@@ -31,7 +31,8 @@ _FREE_SECTIONS = ("Checkpoint.", "Evaluation.", "Sampling.", "Mesh.")
 _FREE_FIELDS = {
     "Model.layer_unroll", "Model.block_unroll", "Model.remat", "Model.dropout",
     "Training.steps", "Training.gradient_accumulation", "Training.loss_chunk",
-    "Training.log_every", "Training.evaluate_every", "Training.sample_every", "Training.plots",
+    "Training.log_every", "Training.evaluate_every", "Training.sample_every",
+    "Training.probe_every", "Training.plots",
     "Optimizer.learning_rate", "Optimizer.schedule", "Optimizer.warmup_steps",
     "Optimizer.final_learning_rate", "Optimizer.weight_decay",
     "Data.cache_dir", "Data.store", "Data.train", "Data.validation", "Data.test",
@@ -99,7 +100,7 @@ def new_state(run: Run) -> TrainState:
     """The state at step 0, made on the devices where it belongs."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract)
     init = partial(initial_state, run.config, run.optimizer)
-    return jax.jit(init, out_shardings=shardings)()
+    return jax.jit(init, out_shardings=shardings)(_key(run))
 
 
 def put(run: Run, batch: Batch) -> Batch:
@@ -125,7 +126,14 @@ def compiled_step(run: Run) -> Callable[[TrainState, Batch], tuple[TrainState, S
     metrics = StepMetrics(*[replicated(run.mesh)] * len(StepMetrics._fields))
     step = partial(train_step, config=run.config, optimizer=run.optimizer)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, metrics))
-    return jitted.lower(run.abstract, batch).compile()
+    key = jax.device_put(_key(run), replicated(run.mesh))
+    compiled = jitted.lower(run.abstract, batch, key).compile()
+    return lambda state, batch: compiled(state, batch, key)
+
+
+def _key(run: Run) -> jax.Array:
+    """Of the run's seed; an argument of what is compiled, so that seeds share programs."""
+    return jax.random.key(run.config.training.seed)
 
 
 def check_resumable(saved: Config, wanted: Config) -> list[str]:

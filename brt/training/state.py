@@ -29,18 +29,20 @@ class TrainState(NamedTuple):
     carried: StackState
 
 
-def initial_params(config: Config) -> PyTree[Array]:
-    """Parameters from the run's seed, each boxed with the names of its axes."""
+def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:
+    """Parameters, each boxed with the names of its axes; `key` is that of the run's seed."""
     model = config.model
     tokens = jnp.zeros((1, model.window), jnp.int32)
     start = jnp.ones((1, 1), bool)
-    key = jax.random.key(config.training.seed)
+    key = jax.random.key(config.training.seed) if key is None else key
     return Decoder(model).init(key, tokens, new_state(model, 1), start)["params"]
 
 
-def initial_state(config: Config, optimizer: optax.GradientTransformation) -> TrainState:
+def initial_state(
+    config: Config, optimizer: optax.GradientTransformation, key: Array | None = None
+) -> TrainState:
     """Step 0. Traceable: `eval_shape` gives the shapes, `jit` the sharded arrays."""
-    params = nn.meta.unbox(initial_params(config))
+    params = nn.meta.unbox(initial_params(config, key))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,

@@ -20,8 +20,8 @@ RELATIVE = 1e-6  # of float32 sums
 LENGTHS = [1, 23, 4, 40, 9, 1]
 WINDOW = 4
 MODEL = Model(
-    layers=1, recurrent_layers=(0,), model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=WINDOW,
-    states=6, vocab_size=256,
+    layers=2, recurrent_layers=(0,), memorizing_layers=(1,), model_dim=16, heads=2, head_dim=8,
+    mlp_dim=32, window=WINDOW, states=6, memory_size=48, memory_neighbors=3, vocab_size=256,
 )  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def test_ablations_take_away_what_they_name(
     two_lanes: Evaluator, params: Any, store: token_store.TokenStore, token_nats: Callable
 ) -> None:
     whole = document_nats(two_lanes(params, store, "test"))
-    names = ("state", "cache", "both")
+    names = ("state", "cache", "memory", "both")
     ablated = {name: two_lanes(params, store, "test", ablate=name) for name in names}
     in_one_segment = store.lengths <= 8
     for name, result in ablated.items():
@@ -132,10 +132,10 @@ def test_ablations_take_away_what_they_name(
         assert np.all(nats[in_one_segment] == whole[in_one_segment])
         assert np.all(np.abs(nats - whole)[~in_one_segment] > 1e-3)
         assert result.protocol["ablate"] == name
-    assert len({result.totals["bits"] for result in ablated.values()}) == 3
+    assert len({result.totals["bits"] for result in ablated.values()}) == 4
     carried = [result.protocol["carry"] for result in ablated.values()]
-    assert carried == ["all but state", "all but cache", False]
-    # Without both, every segment is read alone. (All long documents begin with a segment.)
+    assert carried == ["all but state", "all but cache", "all but memory", False]
+    # Without any, every segment is read alone. (All long documents begin with a segment.)
     alone = [document.sum() for document in token_nats(forget=8)]
     np.testing.assert_allclose(document_nats(ablated["both"]), alone, rtol=RELATIVE)
 

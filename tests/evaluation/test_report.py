@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from brt.errors import DataError
-from brt.evaluation import report
+from brt.evaluation import drawing, report
 from brt.training import workdir
 from brt.training.metrics import MetricsWriter
 
@@ -71,9 +71,9 @@ def test_the_figure_shows_bits_per_byte_against_tokens(run: workdir.Workdir) -> 
 
 
 def test_smoothing_keeps_constants_and_stays_between() -> None:
-    np.testing.assert_allclose(report._smoothed(np.full(300, 3.0)), 3.0)
+    np.testing.assert_allclose(drawing.smoothed(np.full(300, 3.0)), 3.0)
     noisy = np.random.default_rng(0).normal(size=400)
-    smooth = report._smoothed(noisy)
+    smooth = drawing.smoothed(noisy)
     assert smooth.std() < 0.5 * noisy.std()
     assert noisy.min() <= smooth.min() and smooth.max() <= noisy.max()
 

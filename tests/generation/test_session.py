@@ -25,6 +25,16 @@ WINDOWED = Model(
 MODELS = {
     "window": WINDOWED,
     "recurrent": dataclasses.replace(WINDOWED, recurrent_layers=(0,)),
+    "feedback, rotary": dataclasses.replace(
+        WINDOWED, recurrent_layers=(1,), feedback=True, positions="rotary"
+    ),
+    "alibi": dataclasses.replace(WINDOWED, layers=1, positions="alibi"),
+    "no cache, no positions": dataclasses.replace(
+        WINDOWED, layers=1, recurrent_layers=(0,), cache=False, positions="none"
+    ),
+    "memorizing": dataclasses.replace(
+        WINDOWED, memorizing_layers=(1,), memory_size=10, memory_neighbors=3
+    ),
     "bfloat16": dataclasses.replace(WINDOWED, layers=1, recurrent_layers=(0,), dtype="bfloat16"),
 }
 TEXT = np.random.default_rng(0).integers(1, VOCABULARY, 29).tolist()  # with BOS 7.5 blocks
@@ -65,7 +75,7 @@ def build(random_params: Callable) -> Callable[[str], Case]:
     return case
 
 
-@pytest.fixture(params=["window", "recurrent"])
+@pytest.fixture(params=[name for name in MODELS if name != "bfloat16"])
 def case(request: pytest.FixtureRequest, build: Callable[[str], Case]) -> Case:
     found = build(request.param)
     found.session.restart(found.params)

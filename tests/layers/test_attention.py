@@ -1,11 +1,14 @@
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from brt.config import Model
-from brt.layers.attention import TokenProjections, with_cache
-from brt.layers.state import WindowState
+from brt.errors import ConfigError
+from brt.layers.attention import TokenProjections, WindowLayer, with_cache
+from brt.layers.state import WindowState, new_window_state
 
 MODEL = Model(window=2, heads=1, head_dim=1)
 
@@ -24,6 +27,35 @@ def test_the_cache_is_read_where_a_document_goes_on_and_kept_for_the_next_segmen
     np.testing.assert_array_equal(after.values, -tokens[:, 4:])
     assert after.valid.all()
 
+    vanilla = dataclasses.replace(MODEL, cache=False, mask_empty_cache=False)
+    _, _, readable, same = with_cache(vanilla, state, projections, start)
+    assert not readable.any()
+    jax.tree.map(np.testing.assert_array_equal, same, after)
+
     parity = dataclasses.replace(MODEL, mask_empty_cache=False)
     keys, values, _, _ = with_cache(parity, state, projections, start)
     assert keys[0, :2].all() and not keys[1, :2].any() and not values[1, :2].any()
+
+
+@pytest.mark.parametrize(
+    ("positions", "shapes"),
+    [
+        ("t5", {"relative_bias": (3, 32)}),
+        ("alibi", {"alibi_scale": (), "alibi_bound": (1,)}),
+        ("rotary", {}),
+        ("none", {}),
+    ],
+)
+def test_positions_have_parameters_of_their_own(positions: str, shapes: dict) -> None:
+    model = Model(window=4, model_dim=8, heads=3, head_dim=2, mlp_dim=8, positions=positions)
+    x, state = jnp.zeros((1, 4, 8)), new_window_state(model, 1, jnp.dtype("float32"))
+    key, start = jax.random.key(0), jnp.ones((1, 1), bool)
+    tree = jax.eval_shape(lambda: WindowLayer(model).init(key, x, state, start))
+    tokens = {name: leaf.value.shape for name, leaf in tree["params"]["tokens"].items()}
+    found = {n: s for n, s in tokens.items() if n.startswith(("relative", "alibi"))}
+    assert found == shapes and len(tokens) == 9 + len(found)
+
+
+def test_channels_that_make_no_pairs_cannot_be_rotated() -> None:
+    with pytest.raises(ConfigError, match=r"^Model.head_dim = 3 must be even where .* 'rotary'$"):
+        Model(head_dim=3, positions="rotary")

@@ -15,9 +15,11 @@ TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
 LANES, WINDOW, BLOCKS = 2, 4, 3
 # Every gate and every layout once, with all the options that change arithmetic.
 CASES = {
-    "fixed-skip": Model(),
-    "lstm-dual": Model().parity(),
+    "fixed-skip": Model(positions="none", cache=False),
+    "lstm-dual": Model(positions="alibi").parity(),
     "gru-single": Model(normalize_qk=False, gate_tanh="paper", attend_to_self=False),
+    "fixed-dual": Model(positions="rotary", cache=False, attend_to_self=False),
+    "lstm-skip": Model(positions="rotary").parity(),
 }
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from brt.config import Model
-from brt.layers.stack import Stack, new_stack_state, runs
+from brt.layers.attention import WindowLayer
+from brt.layers.recurrent import RecurrentLayer
+from brt.layers.stack import Stack, StackState, new_stack_state, runs
+from brt.ops.recurrent_attention import CellWeights, state_memory
 
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
 LANES, BLOCKS = 2, 3
@@ -34,24 +38,94 @@ def test_a_new_state_has_the_batch_first_and_has_read_nothing() -> None:
     assert not (window.valid.any() or recurrent.valid.any() or recurrent.window.valid.any())
 
 
-def test_unrolling_and_recomputing_change_nothing(random_params: Callable) -> None:
-    scanned = dataclasses.replace(MODEL, layers=2, recurrent_layers=(0, 1))
-    params = random_params(scanned)["stack"]
+def results(model: Model, params: Any, read: Callable | None = None) -> Any:
+    """Gradients, output and state of a segment; `read` stands in for the stack."""
     rng, shape = np.random.default_rng(0), (LANES, BLOCKS * MODEL.window, MODEL.model_dim)
     x, cotangent = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
     start = jnp.array([[True, False, False], [False, False, True]])
+    state = new_stack_state(model, LANES, jnp.dtype("float32"))
+    read = read or (lambda params, *args: Stack(model).apply({"params": params}, *args))
 
-    def results(model: Model) -> Any:
-        state = new_stack_state(model, LANES, jnp.dtype("float32"))
+    def loss(params: Any) -> tuple[jax.Array, tuple]:
+        y, after = read(params, x, state, start)
+        return jnp.mean(y * cotangent), (y, after)
 
-        def loss(params: Any) -> tuple[jax.Array, tuple]:
-            y, after = Stack(model).apply({"params": params}, x, state, start)
-            return jnp.mean(y * cotangent), (y, after)
+    return jax.jit(jax.grad(loss, has_aux=True))(params)
 
-        return jax.jit(jax.grad(loss, has_aux=True))(params)
 
+def assert_close(actual: Any, expected: Any) -> None:
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), actual, expected)
+
+
+def test_unrolling_and_recomputing_change_nothing(random_params: Callable) -> None:
+    scanned = dataclasses.replace(MODEL, layers=2, recurrent_layers=(0, 1))
+    params = random_params(scanned)["stack"]
     changed = dataclasses.replace(scanned, layer_unroll=2, remat=True)
-    jax.tree.map(
-        lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE),
-        results(changed), results(scanned),
-    )  # fmt: skip
+    assert_close(results(changed, params), results(scanned, params))
+
+
+def test_feedback_is_a_loop_over_blocks_and_layers(random_params: Callable) -> None:
+    """The last of the recurrent layers speaks; the recurrent ones read their own states."""
+    model = dataclasses.replace(MODEL, feedback=True)
+    params, window = random_params(model)["stack"], model.window
+    places = [("window_0", 0), ("recurrent_1", 0), ("recurrent_1", 1)]
+
+    def loop(params: Any, x: jax.Array, state: StackState, start: jax.Array) -> tuple:
+        names = [name for name, _, _ in runs(model)]
+        layers = [jax.tree.map(lambda leaf, i=i: leaf[i], params[name]) for name, i in places]
+        states = [
+            jax.tree.map(lambda leaf, i=i: leaf[:, i], state[names.index(name)])
+            for name, i in places
+        ]
+        outputs = []
+        for n in range(BLOCKS):
+            y, starts = x[:, n * window : (n + 1) * window], start[:, n]
+            cell, speaker = layers[2]["cell"], states[2]
+            known = (speaker.valid & ~starts)[:, None, None]
+            weights = CellWeights(**{k: v for k, v in cell.items() if k in CellWeights._fields})
+            vectors = jnp.where(known, speaker.vectors, cell["initial"][None])
+            memory = state_memory(weights, vectors, normalize_qk=True)
+            memory = type(memory)(*(part[:, None] for part in memory))
+            for i, (name, _) in enumerate(places):
+                layer = RecurrentLayer(model) if "recurrent" in name else WindowLayer(model)
+                heard = () if "recurrent" in name else (memory,)
+                variables = {"params": layers[i]}
+                y, states[i] = layer.apply(variables, y, states[i], starts[:, None], *heard)
+            outputs.append(y)
+        grouped = [
+            [s for (name, _), s in zip(places, states, strict=True) if name == n] for n in names
+        ]
+        after = [jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *run) for run in grouped]
+        return jnp.concatenate(outputs, axis=1), tuple(after)
+
+    changed = dataclasses.replace(model, block_unroll=2, remat=True)
+    assert_close(results(changed, params), results(model, params, loop))
+
+
+def test_with_feedback_every_block_draws_its_own_dropout(random_params: Callable) -> None:
+    model = dataclasses.replace(MODEL, layers=1, recurrent_layers=(0,), feedback=True, dropout=0.5)
+    params = random_params(model)["stack"]
+    state = new_stack_state(model, LANES, jnp.dtype("float32"))
+    x, start = jnp.ones((LANES, BLOCKS * model.window, 16)), jnp.ones((LANES, BLOCKS), bool)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def blocks(training: bool) -> jax.Array:
+        rngs = {"dropout": jax.random.key(0)}
+        y, _ = Stack(model, training).apply({"params": params}, x, state, start, rngs=rngs)
+        return y.reshape(LANES, BLOCKS, model.window, 16)
+
+    np.testing.assert_allclose(blocks(False)[:, 0], blocks(False)[:, 1], atol=TOLERANCE)
+    assert np.abs(blocks(True)[:, 0] - blocks(True)[:, 1]).max() > 0.1
+
+
+def test_what_is_compiled_for_feedback_does_not_grow_with_blocks(random_params: Callable) -> None:
+    model = dataclasses.replace(MODEL, feedback=True)
+    params = random_params(model)["stack"]
+    state = new_stack_state(model, LANES, jnp.dtype("float32"))
+
+    def lines(blocks: int) -> int:
+        x, start = jnp.zeros((LANES, blocks * 4, 16)), jnp.zeros((LANES, blocks), bool)
+        read = jax.jit(lambda *args: Stack(model).apply({"params": params}, *args))
+        return len(read.lower(x, state, start).as_text().splitlines())
+
+    assert lines(9) < 1.02 * lines(2)

@@ -21,8 +21,27 @@ MODEL = Model(
     layers=3, model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=WINDOW, states=6,
     vocab_size=VOCABULARY, relative_buckets=4, relative_max_distance=16, dtype="float32",
 )  # fmt: skip
-POSITIONS = [(), (0,), (1, 2), (0, 2), (0, 1, 2)]
-EDGES = (0, 2)  # recurrent, window, recurrent
+MODELS = {
+    "window": {},
+    "first": {"recurrent_layers": (0,)},
+    "upper": {"recurrent_layers": (1, 2)},
+    "edges": {"recurrent_layers": (0, 2)},
+    "all": {"recurrent_layers": (0, 1, 2)},
+    "feedback": {"recurrent_layers": (1,), "feedback": True},
+    "feedback of the last": {
+        "recurrent_layers": (0, 2), "feedback": True, "gate": "lstm", "gate_layout": "single",
+    },
+    "rotary": {"positions": "rotary"},
+    "alibi": {"positions": "alibi"},
+    "no positions": {"positions": "none"},
+    "no cache": {"cache": False},
+    "no cache, recurrent": {"cache": False, "recurrent_layers": (1,), "positions": "rotary"},
+    "memorizing": {"memorizing_layers": (1,), "memory_size": 10, "memory_neighbors": 3},
+    "memorizing, recurrent": {
+        "memorizing_layers": (0, 1), "memory_size": 12, "memory_neighbors": 3,
+        "memory_search": "bucketed", "recurrent_layers": (2,), "feedback": True,
+    },
+}  # fmt: skip
 
 
 class Compiled(NamedTuple):
@@ -34,10 +53,10 @@ class Compiled(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def compiled(random_params: Callable) -> Callable[[tuple[int, ...]], Compiled]:
+def compiled(random_params: Callable) -> Callable[[str], Compiled]:
     @functools.cache
-    def build(recurrent_layers: tuple[int, ...]) -> Compiled:
-        model = dataclasses.replace(MODEL, recurrent_layers=recurrent_layers)
+    def build(name: str) -> Compiled:
+        model = dataclasses.replace(MODEL, **MODELS[name])
         params = random_params(model)
         read = jax.jit(lambda *args: Decoder(model).apply({"params": params}, *args))
         return Compiled(model, params, read)
@@ -62,14 +81,14 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recurrent_layers", "blocks"),
-    [*((positions, 2) for positions in POSITIONS), ((), 1)],
-    ids=[*map(str, POSITIONS), "XL: a block is a segment"],
+    ("name", "blocks"),
+    [*((name, 2) for name in MODELS), ("window", 1)],
+    ids=[*MODELS, "XL: a block is a segment"],
 )
 def test_segments_with_carried_state_equal_one_long_segment(
-    compiled: Callable, recurrent_layers: tuple[int, ...], blocks: int
+    compiled: Callable, name: str, blocks: int
 ) -> None:
-    model, _, read = compiled(recurrent_layers)
+    model, _, read = compiled(name)
     document_start = starts((0, 0), (1, 0), (1, 3))
     expected, state_after = read(tokens(), decoder.new_state(model, LANES), document_start)
     state, hidden = decoder.new_state(model, LANES), []
@@ -81,11 +100,12 @@ def test_segments_with_carried_state_equal_one_long_segment(
     assert_close(state, state_after)
 
 
-@pytest.mark.parametrize("recurrent_layers", [(), EDGES])
-def test_nothing_reads_the_future_or_another_lane(
-    compiled: Callable, recurrent_layers: tuple[int, ...]
-) -> None:
-    model, params, _ = compiled(recurrent_layers)
+@pytest.mark.parametrize(
+    "name",
+    ["window", "edges", "feedback", "rotary", "no cache", "no cache, recurrent", "memorizing"],
+)
+def test_nothing_reads_the_future_or_another_lane(compiled: Callable, name: str) -> None:
+    model, params, _ = compiled(name)
     ids = jnp.arange(LANES * TOKENS).reshape(LANES, TOKENS)  # each a row of the embedding
     cotangents = np.random.default_rng(0).normal(size=(TOKENS, model.model_dim))
 
@@ -104,20 +124,23 @@ def test_nothing_reads_the_future_or_another_lane(
 
     depends = np.asarray(sensitivity(params["embedding"])) > 0
     assert not depends[:, TOKENS:].any()
-    reach = model.layers * (WINDOW - 1)
-    distance = np.arange(TOKENS)[:, None] - np.arange(TOKENS)[None, :]
-    if recurrent_layers:  # the past of earlier blocks, too, through the recurrent states
-        np.testing.assert_array_equal(depends[:, :TOKENS], distance >= 0)
-    else:
-        np.testing.assert_array_equal(depends[:, :TOKENS], (distance >= 0) & (distance <= reach))
+    place = np.arange(TOKENS)
+    distance = place[:, None] - place[None, :]
+    # The past of earlier blocks, too, through recurrent states; a memory is a constant.
+    seen = distance >= 0
+    if not model.recurrent_layers:
+        seen &= distance <= model.layers * (WINDOW - 1)
+        if not model.cache:
+            seen &= place[:, None] // WINDOW == place[None, :] // WINDOW
+    np.testing.assert_array_equal(depends[:, :TOKENS], seen)
 
 
-@pytest.mark.parametrize("recurrent_layers", [(), EDGES])
+@pytest.mark.parametrize("name", ["window", "edges", "feedback", "memorizing"])
 @pytest.mark.parametrize("block", [0, 2])
 def test_a_document_does_not_depend_on_what_was_read_before_it(
-    compiled: Callable, recurrent_layers: tuple[int, ...], block: int
+    compiled: Callable, name: str, block: int
 ) -> None:
-    model, _, read = compiled(recurrent_layers)
+    model, _, read = compiled(name)
     first = block * WINDOW
     results = []
     for past in (1, 2):  # two pasts, in other segments and in this one
@@ -131,8 +154,11 @@ def test_a_document_does_not_depend_on_what_was_read_before_it(
     assert np.abs(again[1, first:] - hidden[1, first:]).max() > 0.01
 
 
-def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(compiled: Callable) -> None:
-    model, params, _ = compiled(EDGES)
+@pytest.mark.parametrize("name", ["edges", "feedback of the last", "rotary", "alibi", "memorizing"])
+def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(
+    compiled: Callable, name: str
+) -> None:
+    model, params, _ = compiled(name)
     first, second = (
         {"ids": tokens(seed)[0, :8], "targets": tokens(seed)[1, :8]} for seed in (1, 2)
     )
@@ -169,7 +195,7 @@ def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(compiled:
 
 @pytest.mark.parametrize("part", ["cache", "vectors"])
 def test_each_part_of_the_carried_state_matters(compiled: Callable, part: str) -> None:
-    model, _, read = compiled(EDGES)
+    model, _, read = compiled("edges")
     _, state = read(tokens(1), decoder.new_state(model, LANES), starts((0, 0)))
     forgotten = tuple(forget(s, cache=part == "cache", vectors=part == "vectors") for s in state)
     hidden, _ = read(tokens(), state, starts())

@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.ops.positions import relative_bias, t5_buckets
+from brt.ops.positions import alibi_bias, relative_bias, rotate, rotations, t5_buckets
 
 
 def test_near_distances_have_their_own_bucket_and_far_ones_share() -> None:
@@ -19,3 +19,41 @@ def test_bias_is_the_table_by_distance(attend_to_self: bool) -> None:
     # By hand: distances 0 1 2 3 are exact, 4 and 5 share the first wide bucket, 6 the next.
     buckets = [0, 1, 2, 3, 4, 5, 6] if attend_to_self else [1, 2, 3, 4, 5, 6]
     np.testing.assert_array_equal(bias, table[:, np.array(buckets[:6])])
+
+
+@pytest.mark.parametrize("attend_to_self", [True, False])
+def test_alibi_falls_with_the_distance_down_to_its_bound(attend_to_self: bool) -> None:
+    options = {"heads": 2, "window": 5, "attend_to_self": attend_to_self}
+    distances = np.arange(5) + (not attend_to_self)
+    for sign in (1, -1):
+        bias = alibi_bias(jnp.asarray(sign * 4.0), jnp.array([sign * 0.5]), **options)
+        slopes = 4.0 * np.array([2.0**-4, 2.0**-8])  # 2 ** (-8 i / heads), scaled
+        np.testing.assert_allclose(bias, np.maximum(-slopes[:, None] * distances, -0.5))
+
+
+def test_rotated_products_depend_on_the_distance_alone() -> None:
+    q, k = np.random.default_rng(0).normal(size=(2, 1, 1, 2, 8)).astype(np.float32)
+
+    def product(of_query: int, of_key: int) -> np.ndarray:
+        rotated = (
+            rotate(jnp.asarray(x), rotations(place, 1, 8))
+            for x, place in ((q, of_query), (k, of_key))
+        )
+        return np.sum(np.multiply(*rotated), axis=-1)
+
+    for place in (0, 3, 50_000):  # far into a long segment, too
+        np.testing.assert_allclose(product(place, place - 5), product(0, -5), atol=2e-6)
+    np.testing.assert_allclose(product(7, 7), np.sum(q * k, axis=-1), atol=2e-6)
+    assert np.abs(product(0, -4) - product(0, -5)).max() > 0.1
+
+
+def test_channels_i_and_half_plus_i_turn_together_each_pair_more_slowly() -> None:
+    x = jnp.eye(4, dtype=jnp.bfloat16)[None, :, None]  # [B, T, H, K]: a channel per token
+    y = rotate(x, rotations(0, 4, 4))
+    assert y.dtype == x.dtype
+    slow = np.pi * np.arange(4) / 100  # 10000 ** (i / 2)
+    expected = np.array([
+        [1, 0, 0, 0], [0, np.cos(slow[1]), 0, np.sin(slow[1])],
+        [0, 0, 1, 0], [0, -np.sin(slow[3]), 0, np.cos(slow[3])],
+    ])  # fmt: skip
+    np.testing.assert_allclose(y[0, :, 0].astype(jnp.float32), expected, atol=4e-3)

@@ -118,10 +118,12 @@ def test_matches_reference_and_itself(case: tuple, dtype: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, (y_xla, gradients_xla), again)
 
 
+@pytest.mark.parametrize("biased", [True, False])
 @each_case
-def test_a_step_is_a_row_of_a_block(case: tuple) -> None:
+def test_a_step_is_a_row_of_a_block(case: tuple, biased: bool) -> None:
     window, blocks, attend_to_self, null_keys = case
     inputs = {**arrays(window, blocks), "dropout": None}
+    bias = inputs["bias"] if biased else None
     options = {"attend_to_self": attend_to_self, "null_keys": null_keys}
 
     @jax.jit
@@ -135,12 +137,28 @@ def test_a_step_is_a_row_of_a_block(case: tuple) -> None:
             return jnp.where(written[None, :, None, None], own, previous)
 
         return window_attention_step(
-            inputs["queries"][:, t], ring(inputs["keys"]), ring(inputs["values"]), inputs["bias"],
+            inputs["queries"][:, t], ring(inputs["keys"]), ring(inputs["values"]), bias,
             inputs["readable"][:, t // window], position, **options,
         )  # fmt: skip
 
     rows = jnp.stack([step(t) for t in jnp.arange(window * blocks)], axis=1)
+    if not biased:
+        inputs["bias"] = jnp.zeros_like(inputs["bias"])
     assert_close(rows, attended(inputs, case), "float32")
+
+
+@pytest.mark.parametrize("case", [CASES["self"], CASES["past, null keys"]])
+def test_no_bias_is_a_bias_of_zeros(case: tuple) -> None:
+    inputs = arrays(*case[:2])
+    for implementation in ("reference", "xla"):
+        run = attention_and_gradients(implementation, case)
+        weights = np.ones_like(inputs["queries"])
+        y, gradients = run({**inputs, "bias": None}, weights)
+        expected, of_zeros = run({**inputs, "bias": jnp.zeros_like(inputs["bias"])}, weights)
+        assert_close(y, expected, "float32", implementation)
+        assert gradients.pop("bias") is None
+        for name, gradient in gradients.items():
+            assert_close(gradient, of_zeros[name], "float32", name)
 
 
 def test_a_token_that_sees_no_key_gives_zeros() -> None:

@@ -20,6 +20,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         "optimizer_file": ("opt_adafactor",),
         "schedule_file": ("lr_schedules",),
         "bias_file": ("t5_bias",),
+        "knn_file": ("knn_memory",),
+        "external_file": ("external_attention",),
     }
     for name, prefixes in patterns.items():
         if name in metafunc.fixturenames:

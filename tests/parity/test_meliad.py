@@ -37,11 +37,10 @@ def assert_close(actual: jax.Array, expected: np.ndarray, name: str) -> None:
     assert error <= TOLERANCE, f"{name}: relative error {error:.2e}"
 
 
-def supported(golden: Golden) -> bool:
-    """Other positions than T5, and feedback, are other kinds of layer."""
-    names = set(golden.under("params"))
-    t5 = any(n.endswith("relative_positions/rel_embedding") for n in names)
-    return t5 and "feedback" not in golden.meta["config"]
+def positions(golden: Golden) -> str:
+    """The original's name of them."""
+    bindings = dict(b.split(" = ") for b in golden.meta["cfg"].get("bindings", []))
+    return bindings.get("RELATIVE_POSITION_TYPE", "t5").strip("'")
 
 
 def check_state(state: object, golden: dict[str, np.ndarray], name: str) -> None:
@@ -63,11 +62,11 @@ def check_gradients(actual: dict, golden: Golden, flatten: callable) -> None:
 
 def test_layer(layer_file: Path) -> None:
     golden = Golden(layer_file)
-    if not supported(golden):
-        pytest.skip("another kind of layer")
-    cfg = golden.meta["cfg"]
+    kind, cfg = positions(golden), golden.meta["cfg"]
+    if kind in ("fourier", "nn"):
+        pytest.skip(f"positions of kind {kind!r} are not among Model.positions")
     window = min(cfg["window"], cfg["seq"])
-    model = meliad.model_of(golden.under("params"), window=window)
+    model = meliad.model_of(golden.under("params"), window=window, rotary=kind == "rotary")
     layer = (RecurrentLayer if model.recurrent_layers else WindowLayer)(model)
     params = jax.tree.map(jnp.asarray, meliad.layer_parameters(golden.under("params")))
     blocks = golden["xs"].shape[1] // window
@@ -100,8 +99,6 @@ def test_layer(layer_file: Path) -> None:
 
 def test_stack(stack_file: Path) -> None:
     golden = Golden(stack_file)
-    if not supported(golden):
-        pytest.skip("another kind of stack")
     window = min(golden.meta["cfg"]["window"], golden["tokens1"].shape[1])
     model = meliad.model_of(golden.under("params"), window=window)
     module = decoder.Decoder(model)

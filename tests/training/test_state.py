@@ -32,6 +32,8 @@ def recurrent(gate: str, layout: str) -> Model:
         (recurrent("lstm", "skip"), 164_658_296),
         (recurrent("lstm", "single"), 179_338_360),
         (recurrent("lstm", "dual"), 181_438_584),
+        (dataclasses.replace(recurrent("fixed", "skip"), feedback=True), 183_531_728),
+        (dataclasses.replace(recurrent("lstm", "single"), feedback=True), 202_407_120),
     ],
     ids=lambda x: f"{x:,}" if isinstance(x, int) else "-",
 )

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from brt import allocator
 from brt.config import Config, Model, Training
 from brt.models.decoder import new_state
+from brt.training import step
 from brt.training.state import initial_params, parameter_counts
-from brt.training.step import _loss
 from brt.types import Batch
 
 
@@ -87,7 +87,7 @@ class Contestant:
         args = (self.params, new_state(model, lanes), batch, jax.random.key(2))
 
         def loss(params, carried, batch, key):
-            return _loss(params, carried, batch, key, config)
+            return step.loss(params, carried, batch, key, config)
 
         begin = time.perf_counter()
         lowered = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(*args)

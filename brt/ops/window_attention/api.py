@@ -21,7 +21,7 @@ def window_attention(
     queries: Float[Array, "B T H K"],
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
-    bias: Float[Array, "H W"],
+    bias: Float[Array, "H W"] | None,
     readable: Bool[Array, "B N"],
     dropout: Float[Array, "H W W"] | None = None,
     *,
@@ -34,7 +34,7 @@ def window_attention(
     Args:
       queries: with any scale folded in.
       keys, values: those of the cached block, then those of the segment.
-      bias: float32, by distance: column 0 is the nearest key that a token sees.
+      bias: float32, by distance: column 0 is the nearest key that a token sees; None: none.
       readable: whether block n may read the block before it (False where a document
         starts at n, or where the cache holds nothing).
       dropout: multiplied into the softmax of every block (slot c of row r: see `xla`).
@@ -64,7 +64,7 @@ def window_attention_step(
     query: Float[Array, "B H K"],
     keys: Float[Array, "B W H K"],
     values: Float[Array, "B W H K"],
-    bias: Float[Array, "H W"],
+    bias: Float[Array, "H W"] | None,
     readable: Bool[Array, " B"],
     position: Int[Array, ""],
     *,
@@ -77,17 +77,18 @@ def window_attention_step(
     token's own key in its slot, the others still hold the previous block, which is
     `readable` or not. A strictly-past token's own slot still holds the previous block.
     """
-    window = bias.shape[1]
+    window = keys.shape[1]
     slots = jnp.arange(window)
     nearest = 0 if attend_to_self else 1
     own = slots <= position - nearest
     usable = (own[None] | readable[:, None])[:, None]  # [B, 1, W]
     logits = jnp.einsum("bhk,bshk->bhs", query, keys, preferred_element_type=jnp.float32)
-    row = jnp.take(bias, (position - nearest - slots) % window, axis=1)[None]
     if null_keys:
-        logits = jnp.where(usable, logits, 0.0) + row
+        logits = jnp.where(usable, logits, 0.0)
         values = jnp.where(usable[:, 0, :, None, None], values, 0)
-    else:
-        logits = jnp.where(usable, logits + row, MASKED)
+    if bias is not None:
+        logits += jnp.take(bias, (position - nearest - slots) % window, axis=1)[None]
+    if not null_keys:
+        logits = jnp.where(usable, logits, MASKED)
     weights = safe_softmax(logits).astype(values.dtype)
     return jnp.einsum("bhs,bshk->bhk", weights, values)

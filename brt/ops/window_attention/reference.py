@@ -11,7 +11,7 @@ def window_attention(
     queries: Float[Array, "B T H K"],
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
-    bias: Float[Array, "H W"],
+    bias: Float[Array, "H W"] | None,
     readable: Bool[Array, "B N"],
     dropout: Float[Array, "H W W"] | None,
     *,
@@ -19,12 +19,12 @@ def window_attention(
     null_keys: bool,
 ) -> Float[Array, "B T H K"]:
     """See `api.window_attention`."""
-    window, blocks = bias.shape[1], readable.shape[1]
+    window, blocks = keys.shape[1] - queries.shape[1], readable.shape[1]
     nearest = 0 if attend_to_self else 1
     # Rows: queries of a block. Columns: keys of the previous block, then of this one.
     distance = np.arange(window)[:, None] + window - np.arange(2 * window)[None, :]
     seen = (distance >= nearest) & (distance < window + nearest)
-    tile = bias[:, np.where(seen, distance - nearest, 0)]
+    tile = 0.0 if bias is None else bias[None, :, np.where(seen, distance - nearest, 0)]
     previous = np.arange(2 * window) < window
     slot = np.arange(2 * window) % window
 
@@ -41,7 +41,7 @@ def window_attention(
             mask = seen[None, None]
         else:
             mask = seen[None, None] & usable[:, None, None]
-        weights = safe_softmax(jnp.where(mask, logits + tile[None], MASKED))
+        weights = safe_softmax(jnp.where(mask, logits + tile, MASKED))
         if dropout is not None:
             weights = weights * dropout[None][:, :, :, slot]
         outputs.append(jnp.einsum("bhqs,bshk->bqhk", weights.astype(v.dtype), v))

@@ -29,6 +29,7 @@ class _Static(NamedTuple):
     attend_to_self: bool
     null_keys: bool
     tiles: int  # per block: m
+    biased: bool
 
 
 def circulant(bias: Float[Array, "H W"], rows: int) -> Float[Array, "H R W"]:
@@ -44,7 +45,7 @@ def window_attention(
     queries: Float[Array, "B T H K"],
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
-    bias: Float[Array, "H W"],
+    bias: Float[Array, "H W"] | None,
     readable: Bool[Array, "B N"],
     dropout: Float[Array, "H W W"] | None,
     *,
@@ -52,7 +53,7 @@ def window_attention(
     null_keys: bool,
 ) -> Float[Array, "B T H K"]:
     """See `api.window_attention`."""
-    heads, window = bias.shape
+    heads, window = queries.shape[2], keys.shape[1] - queries.shape[1]
     tiles = window // _TILE_ROWS if window % _TILE_ROWS == 0 else 1
     rows = window // tiles
 
@@ -60,11 +61,13 @@ def window_attention(
         batch, tokens, _, size = x.shape
         return x.reshape(batch, tokens // rows, rows, heads, size).transpose(0, 1, 3, 2, 4)
 
-    nearest = bias if attend_to_self else jnp.roll(bias, 1, axis=1)
+    tile = None
+    if bias is not None:
+        tile = circulant(bias if attend_to_self else jnp.roll(bias, 1, axis=1), rows)
     y = _attend(
-        tiled(queries), tiled(keys), tiled(values), circulant(nearest, rows),
+        tiled(queries), tiled(keys), tiled(values), tile,
         _usable(readable, tiles), _dropout_tiles(dropout, readable.shape[1], tiles),
-        _Static(attend_to_self, null_keys, tiles),
+        _Static(attend_to_self, null_keys, tiles, bias is not None),
     )  # fmt: skip
     return y.transpose(0, 1, 3, 2, 4).reshape(queries.shape)
 
@@ -139,7 +142,7 @@ def _attend(
     q: Float[Array, "B M H R K"],
     k: Float[Array, "B Z H R K"],
     v: Float[Array, "B Z H R K"],
-    tile: Float[Array, "H R W"],
+    tile: Float[Array, "H R W"] | None,
     usable: Bool[Array, "B M J"],
     dropout: Float[Array, "M H R W"] | None,
     static: _Static,
@@ -149,9 +152,16 @@ def _attend(
 
 
 def _forward(
-    q: Array, k: Array, v: Array, tile: Array, usable: Array, dropout: Array | None, static: _Static
+    q: Array,
+    k: Array,
+    v: Array,
+    tile: Array | None,
+    usable: Array,
+    dropout: Array | None,
+    static: _Static,
 ) -> tuple[Array, tuple]:
-    weights = safe_softmax(_logits(q, k, usable, static) + tile[None, None])
+    logits = _logits(q, k, usable, static)
+    weights = safe_softmax(logits if tile is None else logits + tile[None, None])
     kept = weights if dropout is None else weights * dropout[None]
     count = q.shape[1]
     y = sum(
@@ -191,7 +201,7 @@ def _backward(static: _Static, saved: tuple, gradient: Array) -> tuple:
         for weighted, x in ((d_parts, q), (kept_parts, gradient))
     )
     none = None if dropout is None else jnp.zeros_like(dropout)
-    d_tile = sum_leading(d_logits, 2)
+    d_tile = sum_leading(d_logits, 2) if static.biased else None
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_tile, None, none
 
 

@@ -1,0 +1,44 @@
+"""How plots look, and curves from metrics.jsonl."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+
+def new_figure(rows: int, height: float | None = None) -> tuple[Figure, list[Axes]]:
+    """Panels above each other that share their x axis; `height` is in inches."""
+    figure = Figure(figsize=(8, height or 3.2 + 1.6 * rows), layout="constrained")
+    axes = list(figure.subplots(rows, sharex=True, squeeze=False)[:, 0])
+    for panel in axes:
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+    return figure, axes
+
+
+def curve(records: Sequence[Mapping[str, Any]], tag: str) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and finite values of a tag; steps that count no tokens lie between those that do."""
+    counted = [r for r in records if r.get("data/tokens") is not None]
+    found = [r for r in records if r.get(tag) is not None]
+    tokens = np.interp(
+        [r["step"] for r in found],
+        [0, *(r["step"] for r in counted)],
+        [0, *(r["data/tokens"] for r in counted)],
+    )
+    return tokens, np.array([r[tag] for r in found], float)
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Exponential moving average over about a fortieth of the run, without a bias at its start."""
+    decay = 1 - 1 / max(1.0, len(values) / 40)
+    average = weight = 0.0
+    smooth = []
+    for value in values:
+        average = decay * average + (1 - decay) * value
+        weight = decay * weight + (1 - decay)
+        smooth.append(average / weight)
+    return np.array(smooth)

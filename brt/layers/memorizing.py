@@ -1,0 +1,140 @@
+"""The memorizing layer: sliding-window attention beside attention to a memory of past tokens."""
+
+import dataclasses
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import Model
+from brt.layers.attention import Mix, TokenLayer, with_cache
+from brt.layers.basic import parameter
+from brt.layers.state import MemoryState, OpenBlock, WindowState
+from brt.ops.memory_attention import memory_attention
+from brt.ops.recurrent_attention import StateMemory
+
+
+def tokens_before(
+    length: Int[Array, " B"], document_start: Bool[Array, "B N"], *, window: int, size: int
+) -> Int[Array, "B N+1"]:
+    """How many tokens of its document each block finds in a memory of `size` tokens.
+
+    The last column is for the block after these; `length` is for the first, if no document
+    starts there.
+    """
+    blocks = jnp.arange(document_start.shape[1] + 1)[None]
+    starts = jnp.pad(document_start, ((0, 0), (0, 1)))
+    last = jax.lax.cummax(jnp.where(starts, blocks, -1), axis=1)
+    carried = length[:, None] + blocks * window
+    return jnp.minimum(jnp.where(last < 0, carried, (blocks - last) * window), size)
+
+
+class Past(NamedTuple):
+    """Keys and values [B, H, Z, K] of what is remembered, and of tokens that come after it."""
+
+    keys: Float[Array, "B H Z K"]
+    values: Float[Array, "B H Z K"]
+
+
+def extended(
+    state: MemoryState, keys: Float[Array, "B T H K"], values: Float[Array, "B T H K"]
+) -> Past:
+    """The memory with a segment behind it."""
+    pairs = (state.keys, keys), (state.values, values)
+    return Past(*(jnp.concatenate([old, new.swapaxes(1, 2)], axis=2) for old, new in pairs))
+
+
+def remembered(
+    past: Past, length: Int[Array, " B"], window: WindowState, *, size: int
+) -> MemoryState:
+    """The state that keeps the last `length` tokens of the past; zeros stand before them."""
+    kept = jnp.arange(size)[None] >= size - length[:, None]
+    parts = (jnp.where(kept[:, None, :, None], part[:, :, -size:], 0) for part in past)
+    return MemoryState(window, *parts, length)
+
+
+class MemorizingLayer(nn.Module):
+    """A Memorizing Transformer layer: (x, state) -> (y, state).
+
+    A token attends to its window, and to what it finds in the memory of the tokens before its
+    block (Memorizing Transformers, section 3); a learned gate per head mixes the two. As in
+    the original's recipe the layer has no positions.
+    """
+
+    model: Model
+    training: bool = False
+
+    def setup(self) -> None:
+        m = self.model
+        self.tokens = TokenLayer(
+            dataclasses.replace(m, positions="none"), cross_attends=m.feedback,
+            training=self.training,
+        )  # fmt: skip
+        self.memory_gate = parameter(
+            self, "memory_gate", (m.heads,), ("heads",), nn.initializers.zeros
+        )
+
+    def _mix(self, past: Past, counts: Int[Array, "B N"]) -> Mix:
+        """Adds to what the tokens of N blocks read in their window what they find here."""
+        m = self.model
+        null_keys = not m.mask_empty_cache
+
+        def mix(
+            queries: Float[Array, "B T H K"], local: Float[Array, "B T H K"]
+        ) -> Float[Array, "B T H K"]:
+            found = memory_attention(
+                queries, *past, counts, size=m.memory_size, neighbors=m.memory_neighbors,
+                search=m.memory_search, null_keys=null_keys,
+            )  # fmt: skip
+            open_gate = (counts > 0) | null_keys  # an empty memory has no say
+            gate = jnp.where(open_gate[:, :, None], jax.nn.sigmoid(self.memory_gate)[None, None], 0)
+            gate = jnp.repeat(gate, local.shape[1] // counts.shape[1], axis=1)
+            gate = gate.astype(local.dtype)[..., None]
+            return local * (1 - gate) + found * gate
+
+        return mix
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        state: MemoryState,
+        document_start: Bool[Array, "B N"],
+        feedback: StateMemory | None = None,
+    ) -> tuple[Float[Array, "B T D"], MemoryState]:
+        """A segment; with feedback its one block."""
+        m = self.model
+        projections = self.tokens.project(x)
+        keys, values, readable, window = with_cache(m, state.window, projections, document_start)
+        past = extended(state, projections.keys, projections.values)
+        counts = tokens_before(state.length, document_start, window=m.window, size=m.memory_size)
+        mix = self._mix(past, counts[:, :-1])
+        y = self.tokens.attend(x, projections, keys, values, readable, feedback, mix)
+        return y, remembered(past, counts[:, -1], window, size=m.memory_size)
+
+    def open(self, x: None, state: MemoryState, *_: None) -> tuple[None, OpenBlock]:
+        """An empty block behind `state`."""
+        return x, OpenBlock(state.window.keys, state.window.values, None)
+
+    def step(
+        self,
+        x: Float[Array, "B 1 D"],
+        carried: tuple[MemoryState, OpenBlock],
+        position: Int[Array, ""],
+        feedback: StateMemory | None = None,
+    ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
+        """One token of the open block; the memory stands still."""
+        state, block = carried
+        mix = self._mix(Past(state.keys, state.values), state.length[:, None])
+        return self.tokens.attend_step(x, state.window, block, position, feedback, mix)
+
+    def close(
+        self, x: None, carried: tuple[MemoryState, OpenBlock], *_: None
+    ) -> tuple[None, MemoryState]:
+        """The state after a full block, which the memory takes in."""
+        (state, block), m = carried, self.model
+        past = extended(state, block.keys, block.values)
+        length = jnp.minimum(state.length + m.window, m.memory_size)
+        window = WindowState(block.keys, block.values, jnp.ones_like(state.window.valid))
+        return x, remembered(past, length, window, size=m.memory_size)

@@ -1,0 +1,76 @@
+"""What a query finds, and attention to it.
+
+exact     the keys with the largest products with the query
+bucketed  the best key of each bucket; tokens take turns in joining one of as many buckets
+          as there are neighbours (the original's approximate search)
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.ops.softmax import MASKED, safe_softmax
+from brt.ops.top_k import top_k
+
+Search = Literal["exact", "bucketed"]
+
+
+class Found(NamedTuple):
+    """The neighbours of every query, in no particular order.
+
+    Attributes:
+      indices: of keys, int32 [B, H, Q, R].
+      there: bool [B, H, Q, R], False where there were too few keys, or a bucket was empty.
+    """
+
+    indices: Int[Array, "B H Q R"]
+    there: Bool[Array, "B H Q R"]
+
+
+def find(
+    queries: Float[Array, "B H Q K"],
+    keys: Float[Array, "B H M K"],
+    count: Int[Array, " B"],
+    *,
+    neighbors: int,
+    search: Search,
+) -> Found:
+    """Searches the last `count` keys of every lane; all [B, H, Q, M] scores exist at once."""
+    scores = jnp.einsum("bhqk,bhmk->bhqm", queries, keys, preferred_element_type=jnp.float32)
+    size = keys.shape[2]
+    usable = jnp.arange(size)[None] >= size - count[:, None]
+    scores = jnp.where(usable[:, None, None], scores, -jnp.inf)
+    best, indices = (top_k if search == "exact" else _top_of_buckets)(scores, neighbors)
+    return Found(indices, best > -jnp.inf)
+
+
+def _top_of_buckets(scores: Float[Array, "B H Q M"], buckets: int) -> tuple[Array, Array]:
+    by_bucket = scores.reshape(*scores.shape[:3], -1, buckets)
+    place = jnp.argmax(by_bucket, axis=3).astype(jnp.int32)
+    return jnp.max(by_bucket, axis=3), place * buckets + jnp.arange(buckets)[None, None, None]
+
+
+def take(x: Float[Array, "B H Z K"], indices: Int[Array, "B H Q R"]) -> Float[Array, "B H Q R K"]:
+    """The vectors of every head that its indices name."""
+
+    def of_head(x: Array, indices: Array) -> Array:
+        return x.at[indices].get(mode="promise_in_bounds")
+
+    return jax.vmap(jax.vmap(of_head))(x, indices)
+
+
+def attend_to_found(
+    queries: Float[Array, "B H Q K"],
+    keys: Float[Array, "B H Q R K"],
+    values: Float[Array, "B H Q R K"],
+    there: Bool[Array, "B H Q R"],
+    *,
+    null_keys: bool,
+) -> Float[Array, "B H Q K"]:
+    """Attention of every query to keys of its own; see `api.memory_attention`."""
+    logits = jnp.einsum("bhqk,bhqrk->bhqr", queries, keys, preferred_element_type=jnp.float32)
+    weights = safe_softmax(jnp.where(there, logits, 0.0 if null_keys else MASKED))
+    weights = jnp.where(there, weights, 0).astype(values.dtype)
+    return jnp.einsum("bhqr,bhqrk->bhqk", weights, values)

@@ -1,0 +1,103 @@
+"""The processes of a point: brt.train, then brt.evaluate, and what their ends mean."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from brt.errors import Preempted
+from brt.sweeping.directory import Directory
+
+_KINDS = {2: "config", 3: "data", 4: "checkpoint", 5: "diverged", 70: "hung"}
+_OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|MemoryError|std::bad_alloc|out of memory", re.I)
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+_TAIL_BYTES = 20_000
+
+
+class Command(NamedTuple):
+    """A running command; `offset` is where its part of the point's output begins."""
+
+    process: subprocess.Popen
+    output: Path
+    offset: int
+
+
+def start(
+    arguments: list[str], directory: Directory, slot: int, jobs: int, lock: BinaryIO
+) -> Command:
+    """Starts `python -m` with these arguments; its output goes to the point's file."""
+    with directory.output.open("ab") as output:
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  python -m {' '.join(arguments)}\n"
+        output.write(line.encode())
+        output.flush()
+        offset = output.tell()
+        process = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            env=environment(os.environ, slot, jobs),
+            process_group=0,  # Ctrl-C reaches the sweep only, which passes it on once
+            pass_fds=(lock.fileno(),),  # so that the point stays taken if the sweep is killed
+        )  # fmt: skip
+    return Command(process, directory.output, offset)
+
+
+def threads(jobs: int) -> int:
+    """Threads for each of so many jobs; 0: no limit."""
+    return 0 if jobs == 1 else max(1, cores() // jobs)
+
+
+def cores() -> int:
+    """That this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def environment(base: Mapping[str, str], slot: int, jobs: int) -> dict[str, str]:
+    """The variables of the job in a slot: its share of the cores, and of GPUs that are listed.
+
+    What the user has set for XLA's threads stays. GPUs are shared out where
+    CUDA_VISIBLE_DEVICES lists them.
+    """
+    result = dict(base)
+    if jobs > 1:
+        result.setdefault("PJRT_NPROC", str(threads(jobs)))
+        gpus = [gpu for gpu in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+        if gpus:
+            result["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slot % len(gpus) :: jobs])
+    return result
+
+
+def preempted(command: Command) -> bool:
+    """Whether the command ended because it was asked to, and can go on later."""
+    return command.process.returncode in (Preempted.exit_code, -signal.SIGTERM)
+
+
+def reason(command: Command) -> str:
+    """Why a command failed, in one line, from its exit code and its last words."""
+    with command.output.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(command.offset, size - _TAIL_BYTES))
+        text = file.read().decode(errors="replace")
+    return explain(command.process.returncode, text)
+
+
+def explain(code: int, text: str) -> str:
+    """Why a command failed that ended with `code` and printed `text`."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = [line.removeprefix("brt: error: ") for line in lines if line.startswith("brt: error: ")]
+    last = (said or lines or ["it printed nothing"])[-1]
+    if code in _KINDS:
+        return f"{_KINDS[code]}: {last}"
+    if code in _KILLED:
+        return "killed, probably out of memory"
+    if _OUT_OF_MEMORY.search(text):
+        return "out of memory"
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"crashed (exit code {code}): {last}"

@@ -1,0 +1,137 @@
+"""What a sweep keeps in a point's run directory, beside what the run keeps there.
+
+point.gin    the whole config, for brt.train
+point.json   the same, with the point's name, bindings and how far it is
+output.txt   what the commands printed, start after start
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from brt.config import Config
+from brt.config_io import config_from_json, config_json, config_text, difference
+from brt.errors import ConfigError
+from brt.sweeping.points import Point
+from brt.training.workdir import Workdir, write_json, write_text
+
+Status = Literal["waiting", "unfinished", "trained", "finished", "failed"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a point is.
+
+    Attributes:
+      reason: why it failed, or was stopped.
+      seconds: that its commands took, over all starts.
+      threads: that each of them had at most; 0: all of the machine's.
+    """
+
+    status: Status = "waiting"
+    reason: str = ""
+    seconds: float = 0.0
+    threads: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Directory:
+    """Paths of a point; nothing is created here."""
+
+    path: Path
+
+    @property
+    def gin(self) -> Path:
+        return self.path / "point.gin"
+
+    @property
+    def json(self) -> Path:
+        return self.path / "point.json"
+
+    @property
+    def output(self) -> Path:
+        return self.path / "output.txt"
+
+    @property
+    def run(self) -> Workdir:
+        return Workdir(self.path)
+
+    def evaluation(self, steps: int, split: str) -> Path:
+        """Where brt.evaluate writes its figures."""
+        return self.run.evaluations / str(steps) / f"{split}.json"
+
+    def progress(self) -> Progress:
+        """How far the point is; `waiting` where it was never started."""
+        saved = self._saved()
+        return Progress(**saved["progress"]) if saved else Progress()
+
+    def config(self) -> Config | None:
+        """The config that the directory was made for, None for a new one."""
+        saved = self._saved()
+        return config_from_json(saved["config"]) if saved else None
+
+    def write(self, point: Point, progress: Progress) -> None:
+        """Notes how far the point is; the first time, also what it is."""
+        if not self.gin.exists():
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_text(self.gin, config_text(point.config))
+        content = {
+            "name": point.name,
+            "bindings": {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in point.bindings.items()
+            },
+            "progress": dataclasses.asdict(progress),
+            "config": config_json(point.config),
+        }
+        write_json(self.json, content)
+
+    def lock(self) -> BinaryIO | None:
+        """Takes the point for this process and for those that inherit the file.
+
+        Returns:
+          An open file that holds the lock until every process has closed it; None while
+          another start of the sweep, or a command that outlived one, has it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = (self.path / ".sweep.lock").open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise  # brt.train warns of a file system without locks
+        return file
+
+    def _saved(self) -> dict[str, Any] | None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            try:
+                return json.loads(self.json.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ConfigError(f"{self.json} is no point that brt wrote: {error}") from error
+        return None
+
+
+def check_unchanged(workdir: Path, points: Sequence[Point]) -> None:
+    """Refuses a workdir in which a point's directory was made for another config."""
+    for point in points:
+        directory = Directory(workdir / point.directory)
+        saved = directory.config()
+        if saved is None:
+            continue
+        changed = [
+            f"{name} was {old!r} and is {new!r}"
+            for name, old, new in difference(saved, point.config)
+        ]
+        if changed:
+            raise ConfigError(
+                f"{directory.path} was made for another sweep: {'; '.join(changed)}; set it back, "
+                "or choose another --workdir"
+            )

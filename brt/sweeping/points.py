@@ -1,0 +1,164 @@
+"""The points of a sweep: their names, directories and configs, all known before one runs."""
+
+import hashlib
+import itertools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from brt.bindings import Binding, Resolved
+from brt.config import Config
+from brt.config_io import config_values, suggestion
+from brt.errors import ConfigError
+from brt.sweeping.settings import NamedPoint, Sweep
+
+SEED = "Training.seed"  # points that differ in it only are one group
+RESERVED = ("plots", "slurm")  # what a sweep has in its workdir besides points
+_LONGEST = 96  # characters of a directory's name
+_HASH = 8
+
+Resolve = Callable[[Sequence[Binding], Sequence[str]], Resolved]
+
+
+class Point(NamedTuple):
+    """One run of a sweep.
+
+    Attributes:
+      name: for people; the values that set it apart.
+      directory: the name, as every file system takes it.
+      group: the name without the seed.
+      bindings: `Section.field` to value, of all that is not the same in every point.
+    """
+
+    index: int
+    name: str
+    directory: str
+    group: str
+    bindings: dict[str, Any]
+    resolved: Resolved
+
+    @property
+    def config(self) -> Config:
+        return self.resolved.config
+
+
+def expand(sweep: Sweep, resolve: Resolve) -> list[Point]:
+    """Every point of a sweep: named ones outermost, then samples, then the grid in its order.
+
+    Args:
+      resolve: a config of more bindings, which beat all others, and of files to include.
+
+    Raises:
+      ConfigError: a point's config cannot work, two are the same or would share a directory,
+        or the baseline is none of them.
+    """
+    named = sweep.points or (NamedPoint("", (), {}),)
+    samples = [sweep.sample(i) for i in range(sweep.samples)] or [{}]
+    cells = [
+        dict(zip(sweep.grid, values, strict=True))
+        for values in itertools.product(*sweep.grid.values())
+    ]
+    short = _short_names([*sweep.random, *sweep.grid])
+    points = []
+    for (name, include, own), sample, cell in itertools.product(named, samples, cells):
+        parts = {
+            field: f"{short[field]}={_text(value)}" for field, value in (sample | cell).items()
+        }
+        full = ",".join(filter(None, [name, *parts.values()]))
+        group = ",".join(filter(None, [name, *(p for f, p in parts.items() if f != SEED)]))
+        more = [
+            Binding(field, value, sweep.origins[source])
+            for source, values in (("points", own), ("random", sample), ("grid", cell))
+            for field, value in values.items()
+        ]
+        try:
+            resolved = resolve(more, [*sweep.base, *include])
+        except ConfigError as error:
+            raise ConfigError(f"point {full}: {error}") from error
+        points.append(Point(len(points), full, _directory(full), group or "all", {}, resolved))
+    _check_distinct(points)
+    _check_baseline(sweep.baseline, points)
+    return _with_bindings(points)
+
+
+def choose(points: Sequence[Point], index: int | None) -> list[Point]:
+    """All points, or that of --array_index; ConfigError where there is no such point."""
+    if index is None:
+        return list(points)
+    if not 0 <= index < len(points):
+        raise ConfigError(
+            f"--array_index={index} is no point of this sweep, which has 0 to {len(points) - 1}"
+        )
+    return [points[index]]
+
+
+def listing(points: Iterable[Point]) -> str:
+    """A line per point: its index, its directory and its bindings."""
+    points = list(points)
+    width = max(len(point.directory) for point in points)
+    return "\n".join(
+        f"{point.index:>4}  {point.directory:<{width}}  "
+        + ", ".join(f"{name} = {value!r}" for name, value in point.bindings.items())
+        for point in points
+    )
+
+
+def _with_bindings(points: Sequence[Point]) -> list[Point]:
+    """The points, told what is not the same in all of them."""
+    values = [config_values(point.config) for point in points]
+    varied = [name for name in values[0] if any(v[name] != values[0][name] for v in values)]
+    return [
+        point._replace(bindings={name: own[name] for name in varied})
+        for point, own in zip(points, values, strict=True)
+    ]
+
+
+def _short_names(fields: Sequence[str]) -> dict[str, str]:
+    """Field names without their section, where that says which is meant."""
+    tails = [field.partition(".")[2] for field in fields]
+    return {f: t if tails.count(t) == 1 else f for f, t in zip(fields, tails, strict=True)}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "+".join(map(_text, value)) or "none"
+    if isinstance(value, float):
+        return repr(value).removesuffix(".0")
+    return str(value)
+
+
+def _directory(name: str) -> str:
+    """A name that is also fit for shells; a hash stands for what is too long."""
+    safe = re.sub(r"[^A-Za-z0-9._=,+-]+", "-", name).strip("-.") or "point"
+    if len(safe) <= _LONGEST:
+        return safe
+    digest = hashlib.sha256(name.encode()).hexdigest()[:_HASH]
+    return f"{safe[: _LONGEST - _HASH - 1]}-{digest}"
+
+
+def _check_distinct(points: Iterable[Point]) -> None:
+    directories: dict[str, Point] = {}
+    configs: dict[Config, Point] = {}
+    for point in points:
+        if point.directory.lower() in RESERVED:
+            raise ConfigError(f"a point cannot be named {point.name!r}; choose another name")
+        other = directories.setdefault(point.directory.lower(), point)
+        if other is not point:
+            raise ConfigError(
+                f"two points are named {point.name!r}; give them other names"
+                if other.name == point.name
+                else f"the points {other.name!r} and {point.name!r} would share the directory "
+                f"{point.directory}; give them other names"
+            )
+        other = configs.setdefault(point.config, point)
+        if other is not point:
+            raise ConfigError(
+                f"the points {other.name!r} and {point.name!r} are the same run; leave one out"
+            )
+
+
+def _check_baseline(baseline: str, points: Sequence[Point]) -> None:
+    known = {point.group for point in points} | {point.name for point in points}
+    if baseline and not any(f"{name},".startswith(f"{baseline},") for name in known):
+        guess = suggestion(baseline, known) or f"; the first is {points[0].group!r}"
+        raise ConfigError(f"Sweep.baseline = {baseline!r} is no point{guess}")

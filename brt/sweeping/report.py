@@ -1,0 +1,158 @@
+"""report.md, report.csv and plots/ of a sweep, whole or under way."""
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from brt.sweeping import plots, results
+from brt.sweeping.points import Point
+from brt.sweeping.results import Group, Row
+from brt.sweeping.settings import Sweep
+from brt.training.workdir import write_text
+
+_NONE = "-"
+
+
+def write(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
+    """Writes the report into the sweep's workdir and returns the table of the groups."""
+    rows = results.read(workdir, points, sweep.split)
+    groups = results.group(rows, sweep.baseline)
+    pictures = plots.draw(groups, workdir / "plots")
+    write_text(workdir / "report.csv", table_csv(rows, groups))
+    write_text(workdir / "report.md", text(workdir, rows, groups, pictures, sweep))
+    return "\n".join(group_table(groups))
+
+
+def text(
+    workdir: Path, rows: Sequence[Row], groups: Sequence[Group], pictures: list[str], sweep: Sweep
+) -> str:
+    """The report, in Markdown."""
+    counts = Counter(row.status for row in rows)
+    states = ", ".join(f"{count} {status}" for status, count in counts.items())
+    baseline = results.reference(groups, sweep.baseline).name
+    lines = [
+        f"# {workdir.name}",
+        "",
+        f"{len(rows)} points: {states}. Bits are those of all {sweep.split} documents, from their "
+        "first byte to their last. Step times are medians of training, relative to "
+        f"{_cell(baseline)}{_sharing(rows)}.",
+        "",
+        *group_table(groups),
+        "",
+        *(f"![{name}](plots/{name})" for name in pictures),
+        "",
+        "## Every point",
+        "",
+        *point_table(rows),
+    ]
+    reasons = [row for row in rows if row.reason]
+    if reasons:
+        lines += ["", "## Not finished, because", ""]
+        lines += [f"- {row.point.name}: {row.reason} ({_output(row)})" for row in reasons]
+    return "\n".join(lines) + "\n"
+
+
+def group_table(groups: Sequence[Group]) -> list[str]:
+    """A line per group: the means over its finished points."""
+    head = (
+        "", "runs", "bits per byte", "max - min", "bits per token", "step ms", "relative",
+        "tokens/s", "parameters", "without embedding",
+    )  # fmt: skip
+    lines = [
+        (
+            _cell(g.name),
+            f"{g.runs}" if g.runs == g.planned else f"{g.runs} of {g.planned}",
+            _number(g.bits_per_byte, ".4f"),
+            _number(g.spread, ".4f"),
+            _number(g.bits_per_token, ".4f"),
+            _milliseconds(g.step_seconds),
+            _number(g.relative_step_time, ".2f"),
+            _number(g.tokens_per_second, ",.0f"),
+            _number(g.parameters, ","),
+            _number(g.parameters_non_embedding, ","),
+        )
+        for g in groups
+    ]
+    return _table(head, lines)
+
+
+def point_table(rows: Sequence[Row]) -> list[str]:
+    """A line per point."""
+    head = ("", "status", "bits per byte", "bits per token", "step ms", "tokens/s", "steps")
+    lines = [
+        (
+            _cell(row.point.name),
+            row.status,
+            _number(row.bits_per_byte, ".4f"),
+            _number(row.bits_per_token, ".4f"),
+            _milliseconds(row.step_seconds),
+            _number(row.tokens_per_second, ",.0f"),
+            f"{row.steps:,}",
+        )
+        for row in rows
+    ]
+    return _table(head, lines)
+
+
+def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
+    """Every point with all its figures and bindings; what it lacks is empty."""
+    relative = {g.name: (g.step_seconds, g.relative_step_time) for g in groups}
+    fields = list(dict.fromkeys(name for row in rows for name in row.point.bindings))
+    figures = (
+        "bits_per_byte", "bits_per_token", "step_seconds", "tokens_per_second", "parameters",
+        "parameters_non_embedding", "steps", "seconds", "threads", "reason",
+    )  # fmt: skip
+    file = io.StringIO()
+    out = csv.writer(file, lineterminator="\n")
+    out.writerow(["point", "group", "status", *figures, "relative_step_time", *fields])
+    for row in rows:
+        group_seconds, times = relative[row.point.group]
+        own = row.step_seconds * times / group_seconds if row.step_seconds and times else None
+        bindings = [row.point.bindings.get(name, "") for name in fields]
+        values = [getattr(row, name) for name in figures]
+        out.writerow([row.point.name, row.point.group, row.status, *values, own, *bindings])
+    return file.getvalue()
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table that is also readable as it is: first column left, the others right."""
+    cells = [head, *lines]
+    widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(head))]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return [
+        "| "
+        + " | ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        + " |"
+        for line in (head, rule, *cells[1:])
+    ]
+
+
+def _sharing(rows: Sequence[Row]) -> str:
+    """What a reader must know where points had to share the machine."""
+    threads = {row.threads for row in rows if row.status != "waiting"}
+    if threads <= {0}:
+        return ""
+    if len(threads) == 1:
+        return f", measured side by side with {threads.pop()} threads each"
+    return ", measured with different --jobs, so compare them with care"
+
+
+def _output(row: Row) -> str:
+    return f"{row.point.directory}/output.txt"
+
+
+def _number(value: float | int | None, form: str) -> str:
+    return _NONE if value is None else format(value, form)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return _NONE if seconds is None else f"{1000 * seconds:.1f}"
+
+
+def _cell(name: str) -> str:
+    return name.replace("|", "\\|")

@@ -1,0 +1,236 @@
+"""A sweep file is an ordinary .gin file that also binds `Sweep`. Every field of a run can vary:
+
+  Sweep.base = 'configs/base/tiny.gin'    # the run that varies, as if included here
+  Sweep.points = (
+      {'name': 'Slide'},
+      {'name': 'Rec', 'include': 'configs/models/rec_fixed_skip.gin', 'Model.states': 16},
+  )
+  Sweep.grid = {'Model.window': (32, 64), 'Training.seed': (0, 1)}
+  Sweep.random = {'Optimizer.learning_rate': ('log_uniform', 1e-4, 1e-2)}
+  Sweep.samples = 8
+  Sweep.seed = 0                          # the samples depend on nothing else
+  Sweep.split = 'validation'              # documents on which points are compared
+  Sweep.baseline = 'Slide'                # whose step time is 1; else the first point's
+
+There is a run for every named point, with every sample, with every combination of the grid;
+any of the three may be missing. Bindings of a point beat the file, and the file beats what a
+point includes. Random values are ('uniform' | 'log_uniform' | 'integer', low, high) or
+('choice', value, ...). Points that differ in Training.seed only are compared as one.
+"""
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from brt.bindings import Binding
+from brt.config_io import FIELDS, checked_value, nearest, suggestion, unknown_name
+from brt.errors import ConfigError
+
+_SAMPLED_DIGITS = 4  # significant ones of a random number, so that names stay readable
+_SPLITS = ("train", "validation", "test")
+_DISTRIBUTIONS = ("uniform", "log_uniform", "integer", "choice")
+
+
+class NamedPoint(NamedTuple):
+    """`{'name': 'XL', 'include': 'configs/models/xl.gin', 'Model.window': 256}`."""
+
+    name: str
+    include: tuple[str, ...]
+    bindings: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Points: every named one, with every random sample, with every point of the grid."""
+
+    base: tuple[str, ...] = ()  # .gin files of the run that is varied, as if included
+    points: tuple[NamedPoint, ...] = ()  # by name
+    grid: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    random: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    samples: int = 0  # of all fields in `random` together
+    seed: int = 0  # of the samples; a run's is Training.seed
+    split: str = "validation"  # of the documents that points are compared on
+    baseline: str = ""  # whose step time is 1; "": the first point's
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)  # where each is bound
+
+    def __post_init__(self) -> None:
+        if not (self.points or self.grid or self.random):
+            raise ConfigError(
+                "the sweep has no points; bind Sweep.grid, Sweep.points or Sweep.random"
+            )
+        if bool(self.random) != (self.samples > 0):
+            raise ConfigError(
+                f"Sweep.samples = {self.samples} says how often to draw from Sweep.random, which "
+                f"has {len(self.random)} fields; bind both or none"
+            )
+        for name in self.grid:
+            if name in self.random:
+                raise ConfigError(f"{name} is in Sweep.grid and in Sweep.random; keep one")
+        for point in self.points:
+            for name in point.bindings:
+                if name in self.grid or name in self.random:
+                    where = "grid" if name in self.grid else "random"
+                    raise ConfigError(
+                        f"{name} is in Sweep.{where} and in the point {point.name!r}; keep one"
+                    )
+
+    def sample(self, index: int) -> dict[str, Any]:
+        """Random values that depend on Sweep.seed, the field and the index only."""
+        return {
+            name: checked_value(name, _draw(rule, random.Random(f"{self.seed}/{name}/{index}")))
+            for name, rule in self.random.items()
+        }
+
+
+def from_bindings(bound: Mapping[str, Binding]) -> Sweep:
+    """The sweep that the bindings of its section, by field, describe.
+
+    Raises:
+      ConfigError: a field, name or value that is not understood. The sentence begins with
+        file and line where it is about a single binding.
+    """
+    values = {}
+    for field, binding in bound.items():
+        try:
+            if field not in _CHECKS:
+                guess = nearest(field, _CHECKS)
+                hint = f"did you mean 'Sweep.{guess}'?" if guess else f"it has {', '.join(_CHECKS)}"
+                raise ConfigError(f"no field 'Sweep.{field}'; {hint}")
+            values[field] = _CHECKS[field](f"Sweep.{field}", binding.value)
+        except ConfigError as error:
+            raise ConfigError(f"{binding.origin}: {error}") from error
+    return Sweep(**values, origins={field: binding.origin for field, binding in bound.items()})
+
+
+def _draw(rule: tuple[Any, ...], source: random.Random) -> Any:
+    kind, *arguments = rule
+    if kind == "choice":
+        return source.choice(arguments)
+    low, high = arguments
+    if kind == "integer":
+        return source.randint(low, high)
+    if kind == "log_uniform":
+        value = low * (high / low) ** source.random()
+    else:
+        value = source.uniform(low, high)
+    return float(f"{value:.{_SAMPLED_DIGITS}g}")
+
+
+def _known(where: str, name: Any) -> str:
+    if not isinstance(name, str) or name not in FIELDS:
+        raise ConfigError(f"{where} has {unknown_name(str(name))}")
+    return name
+
+
+def _mapping(where: str, value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} = {value!r} must be a dictionary {{'Section.field': ...}}")
+    return value
+
+
+def _sequence(where: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{where} = {value!r} must be a tuple; write ({value!r},)")
+    if not value:
+        raise ConfigError(f"{where} = {value!r} is empty; give it values or leave it out")
+    return tuple(value)
+
+
+def _grid(where: str, value: Any) -> dict[str, tuple[Any, ...]]:
+    grid = {}
+    for name, choices in _mapping(where, value).items():
+        values = _sequence(f"{where}: {_known(where, name)}", choices)
+        grid[name] = tuple(_value(where, name, item) for item in values)
+    return grid
+
+
+def _value(where: str, name: str, value: Any) -> Any:
+    try:
+        return checked_value(name, value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _points(where: str, value: Any) -> tuple[NamedPoint, ...]:
+    points = []
+    for item in _sequence(where, value):
+        if not isinstance(item, dict) or not isinstance(item.get("name"), str) or not item["name"]:
+            raise ConfigError(f"{where}: {item!r} must be a dictionary with a 'name' in quotes")
+        inside = f"{where}: {item['name']}"
+        include = item.get("include", ())
+        bindings = {
+            _known(inside, name): _value(inside, name, setting)
+            for name, setting in item.items()
+            if name not in ("name", "include")
+        }
+        points.append(NamedPoint(item["name"], _files(f"{inside}: include", include), bindings))
+    return tuple(points)
+
+
+def _random(where: str, value: Any) -> dict[str, tuple[Any, ...]]:
+    rules = {}
+    for name, rule in _mapping(where, value).items():
+        inside = f"{where}: {_known(where, name)}"
+        kind, *arguments = _sequence(inside, rule)
+        if kind not in _DISTRIBUTIONS:
+            guess = suggestion(str(kind), _DISTRIBUTIONS)
+            raise ConfigError(
+                f"{inside} = {rule!r} must begin with one of {', '.join(_DISTRIBUTIONS)}{guess}"
+            )
+        arguments = tuple(_value(where, name, argument) for argument in arguments)
+        if kind == "choice":
+            _sequence(f"{inside}: choice", arguments)
+        else:
+            _check_range(inside, name, kind, arguments)
+        rules[name] = (kind, *arguments)
+    return rules
+
+
+def _check_range(where: str, name: str, kind: str, arguments: tuple[Any, ...]) -> None:
+    wanted = int if kind == "integer" else float
+    if FIELDS[name] is not wanted:
+        raise ConfigError(f"{where}: {kind} draws {wanted.__name__}s, which {name} is not")
+    if len(arguments) != 2 or not arguments[0] < arguments[1]:
+        raise ConfigError(f"{where}: {kind} needs a lower and a higher bound, not {arguments}")
+    if kind == "log_uniform" and arguments[0] <= 0:
+        raise ConfigError(f"{where}: log_uniform needs bounds above 0, not {arguments}")
+
+
+def _files(where: str, value: Any) -> tuple[str, ...]:
+    files = (value,) if isinstance(value, str) else value
+    if not isinstance(files, list | tuple) or not all(isinstance(file, str) for file in files):
+        raise ConfigError(
+            f"{where} = {value!r} must be the path of a .gin file, or a tuple of them"
+        )
+    return tuple(files)
+
+
+def _count(where: str, value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ConfigError(f"{where} = {value!r} must be an int that is not negative")
+    return value
+
+
+def _split(where: str, value: Any) -> str:
+    if value not in _SPLITS:
+        raise ConfigError(f"{where} = {value!r} must be one of {', '.join(map(repr, _SPLITS))}")
+    return value
+
+
+def _text(where: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{where} = {value!r} must be the name of a point in quotes")
+    return value
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "base": _files,
+    "points": _points,
+    "grid": _grid,
+    "random": _random,
+    "samples": _count,
+    "seed": _count,
+    "split": _split,
+    "baseline": _text,
+}

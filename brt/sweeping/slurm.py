@@ -1,0 +1,99 @@
+"""A sweep as one SLURM job array, a task for each point."""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from brt.errors import ConfigError
+
+# launch/slurm/sweep.sh ends in the same lines.
+BODY = """\
+# A task gets SIGTERM two minutes before its time is over, saves, ends with exit code 75 and is
+# queued again; it goes on from its checkpoint.
+stopped=
+trap 'stopped=yes; kill -TERM "$child"' TERM
+"${PYTHON:-python}" -m brt.sweep "$@" --array_index="$SLURM_ARRAY_TASK_ID" &
+child=$!
+wait "$child"
+code=$?
+while [ -n "$stopped" ]; do # the signal has ended the wait, not the child
+  stopped=
+  wait "$child"
+  code=$?
+done
+if [ "$code" -eq 75 ]; then
+  scontrol requeue "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
+fi
+exit "$code"
+"""
+
+
+def script(
+    points: int, workdir: Path, files: Sequence[str], bindings: Sequence[str], options: str
+) -> str:
+    """A script for sbatch that runs every point.
+
+    Args:
+      points: how many there are.
+      files: of --gin_file.
+      bindings: of --gin_bindings.
+      options: more for sbatch, as on its command line.
+
+    Raises:
+      ConfigError: `options` are no options.
+    """
+    flags = [f"--gin_file={file}" for file in files]
+    flags += [f"--gin_bindings={binding}" for binding in bindings]
+    flags += [f"--workdir={workdir}"]
+    logs = workdir.absolute() / "slurm"
+    try:
+        more = shlex.split(options)
+    except ValueError as error:
+        raise ConfigError(f"--slurm={options!r} cannot be read: {error}") from error
+    if stray := [word for word in more if not word.startswith("--")]:
+        raise ConfigError(
+            f"--slurm={options!r}: {stray[0]!r} is no option of sbatch; write --NAME=VALUE"
+        )
+    directives = [
+        f"--job-name={workdir.name}",
+        f"--array=0-{points - 1}",
+        f"--output={logs}/%a.txt",
+        "--open-mode=append",
+        "--requeue",
+        "--signal=B:TERM@120",
+        *more,
+    ]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {shlex.quote(directive)}" for directive in directives),
+            "",
+            f"cd {shlex.quote(os.getcwd())} || exit 2",
+            f"PYTHON={shlex.quote(sys.executable)}",
+            f"set -- {shlex.join(flags)}",
+            "",
+            BODY,
+        ]
+    )
+
+
+def submit(text: str, workdir: Path) -> str:
+    """Hands a script to sbatch and returns what that says.
+
+    Raises:
+      ConfigError: there is no sbatch, or it refuses.
+    """
+    (workdir / "slurm").mkdir(parents=True, exist_ok=True)  # sbatch does not make it
+    try:
+        done = subprocess.run(["sbatch"], input=text, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "--submit needs sbatch, which is not on this machine; print the script with --slurm "
+            "and submit it where it is"
+        ) from error
+    if done.returncode:
+        raise ConfigError(f"sbatch refuses the job: {' '.join(done.stderr.split())}")
+    return done.stdout.strip()

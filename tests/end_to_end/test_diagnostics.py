@@ -1,0 +1,84 @@
+"""Probing a trained model, and evaluating beside a trainer, by the commands."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from brt import inspect
+from brt.errors import ConfigError
+from brt.evaluation.probe.reading import HOWS, PARTS
+from brt.training.metrics import read_metrics
+
+from .conftest import LENGTHS, Commands, Result
+
+PROBED = {"state_norm", "state_rank", "state_similarity", "gate_half_life_tokens"}
+
+
+def test_a_probe_says_what_the_memory_is_worth(
+    commands: Commands, trained: Path, tmp_path: Path
+) -> None:
+    flags = (f"--workdir={trained}", "--probe", "--split=test", f"--json={tmp_path}/p.json")
+    done = commands.run("inspect", *flags)
+    found = json.loads((tmp_path / "p.json").read_text())
+    assert found == json.loads((trained / "evaluations/24/test_probe.json").read_text())
+    assert found["step"] == 24 and found["protocol"]["tokens"] == sum(LENGTHS.values())
+    replaced = [(row["part"], row["how"]) for row in found["memory"]]
+    assert replaced == [(part, how) for part in PARTS for how in HOWS]
+    assert [(row["from"], row["to"]) for row in found["positions"]] == [(0, 1000)]
+    assert found["gradients"]["starved"] == [] and len(found["gradients"]["states"]) == 1
+    (layer,) = found["layers"]
+    assert layer["layer"] == 1 and layer["state"].keys() == {"norm", "rank", "similarity"}
+    assert 1 <= layer["state"]["rank"] <= 8 and len(layer["retention"]) == 16
+    assert 0 < layer["gate"]["openness"]["median"] < 1
+    for name in ("memory", "positions", "horizon", "gradients"):
+        assert (trained / f"plots/probe_{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert done.err == "" and done.out.splitlines()[-1] == found["gradients"]["verdict"]
+    for line in found["verdicts"]:
+        assert line in done.out
+
+
+def test_training_logs_its_states(trained: Path) -> None:
+    last = read_metrics(trained / "metrics.jsonl")[-1]
+    assert {tag for tag in last if tag.startswith("probe/")} == {
+        f"probe/layer_1/{name}" for name in PROBED
+    }
+
+
+@pytest.mark.parametrize("flags", [["--tokens=5"], ["--probe", "--tokens=-1"]])
+def test_flags_of_the_probe_are_checked(flags: list[str], trained: Path) -> None:
+    with pytest.raises(ConfigError, match="--tokens"):
+        inspect.main(inspect.parser().parse_args([f"--workdir={trained}", *flags]))
+
+
+def test_a_follower_that_is_stopped_goes_on_later(
+    commands: Commands, trained: Path, tmp_path: Path
+) -> None:
+    flags = (f"--workdir={trained}", "--split=validation", "--follow", "--poll_seconds=0.1")
+    stop = "hook('brt.training.workdir.write_json', 2, send(signal.SIGTERM))"
+    done = commands.run("evaluate", *flags, hook=stop, code=75)
+    assert done.out.startswith("step 16: validation ") and "step 20" not in done.out
+    assert "SIGTERM" in done.err
+    again = commands.run("evaluate", *flags)
+    assert [line.split(":")[0] for line in again.out.splitlines()] == ["step 20", "step 24"]
+
+
+@pytest.mark.slow
+def test_a_follower_beside_a_trainer(commands: Commands, tmp_path: Path) -> None:
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    results: list[Result] = []
+
+    def follow() -> None:
+        flags = (f"--workdir={workdir}", "--split=test", "--follow", "--poll_seconds=0.05")
+        results.append(commands.run("evaluate", *flags))
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    commands.train(workdir, "Training.steps = 60", "Checkpoint.every = 2", "Checkpoint.keep = 1")
+    thread.join(timeout=120)
+    (done,) = results
+    steps = [int(line.split()[1].rstrip(":")) for line in done.out.splitlines()]
+    assert steps == sorted(set(steps)) and steps[-1] == 60
+    assert {int(p.name) for p in (workdir / "evaluations").iterdir()} == set(steps)

@@ -1,0 +1,59 @@
+"""A tiny model with random parameters, and documents to read."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from brt.config import Config, Evaluation, Model, Training
+from brt.data import token_store
+from brt.data.documents import Document
+from brt.data.token_store import TokenStore
+from brt.data.tokenizers import ByteTokenizer
+
+WINDOW, SEGMENT = 4, 8
+LENGTHS = [61, 23, 14, 5, 70]
+CONFIG = Config(
+    model=Model(
+        layers=1, recurrent_layers=(0,), model_dim=16, heads=2, head_dim=8, mlp_dim=32,
+        window=WINDOW, states=6, vocab_size=256, relative_buckets=4, relative_max_distance=16,
+        dtype="float32",
+    ),
+    training=Training(batch_size=1, segment_length=SEGMENT, loss_chunk=8),
+    evaluation=Evaluation(batch_size=2),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Config:
+    return CONFIG
+
+
+@pytest.fixture(scope="session")
+def params(random_params: Callable) -> Any:
+    return random_params(CONFIG.model)
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[str]], TokenStore]:
+    """Texts -> a store of them."""
+
+    def write(texts: Sequence[str]) -> TokenStore:
+        directory: Path = tmp_path_factory.mktemp("corpus") / "split"
+        documents = [Document(f"{i}.txt", iter([text])) for i, text in enumerate(texts)]
+        return token_store.write(directory, documents, ByteTokenizer())
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    rng = np.random.default_rng(0)
+    return ["".join(rng.choice(list("abc \n"), length)) for length in LENGTHS]
+
+
+@pytest.fixture(scope="session")
+def store(written: Callable, texts: list[str]) -> TokenStore:
+    return written(texts)

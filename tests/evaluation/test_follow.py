@@ -1,0 +1,169 @@
+"""A trainer is imitated: whenever the follower sleeps, checkpoints come and go."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from brt import evaluate
+from brt.config import Checkpoint, Config, Data, Evaluation, Model, Training
+from brt.config_io import config_json
+from brt.data import preparation
+from brt.errors import CheckpointError, ConfigError
+from brt.evaluation import follow
+from brt.training import workdir as workdirs
+from brt.training.checkpoint_writer import CheckpointWriter
+from brt.training.run import written_out
+from brt.training.workdir import Workdir
+
+STEPS = [10, 20, 30]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, random_params: Callable) -> Workdir:
+    """A finished run; its checkpoints are what a trainer saves."""
+    directory = tmp_path_factory.mktemp("run")
+    names = ("train", "validation", "test")
+    for name in names:
+        (directory / name).write_text(f"some text to read for {name}")
+    config = Config(
+        model=Model(
+            layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=16, window=4,
+            relative_buckets=4, relative_max_distance=16,
+        ),
+        data=Data(**{name: (str(directory / name),) for name in names}),
+        training=Training(steps=STEPS[-1], batch_size=1, segment_length=8),
+        checkpoint=Checkpoint(keep=9),
+        evaluation=Evaluation(batch_size=1),
+    )  # fmt: skip
+    tokenizer = preparation.prepare(config.data).tokenizer
+    config = written_out(config, tokenizer)
+    workdir = workdirs.create(directory / "workdir")
+    workdirs.write_json(workdir.config_json, config_json(config))
+    meta = {"config": config_json(config), "tokenizer": tokenizer.fingerprint}
+    with CheckpointWriter(workdir.checkpoints, keep=9) as writer:
+        for step in STEPS:
+            writer.save(step, {"params": random_params(config.model, seed=step)}, meta)
+    return workdir
+
+
+class Followed:
+    """A copy of the run without its checkpoints, and what a follower made of it."""
+
+    def __init__(self, run: Workdir, path: Path, monkeypatch: pytest.MonkeyPatch):
+        self.run, self.workdir = run, workdirs.create(path)
+        shutil.copy(run.config_json, self.workdir.config_json)
+        self.said: list[str] = []
+        self.events: list[Callable[[], object]] = []
+        monkeypatch.setattr(follow.time, "sleep", lambda seconds: self.events.pop(0)())
+
+    def add(self, *steps: int) -> None:
+        for step in steps:
+            partial = self.workdir.checkpoints / f"{step}.partial"
+            shutil.copytree(self.run.checkpoints / str(step), partial)
+            partial.rename(partial.with_suffix(""))
+
+    def remove(self, step: int) -> None:
+        shutil.rmtree(self.workdir.checkpoints / str(step))
+
+    def reports(self, ablate: Any = None) -> list[int]:
+        """Steps of the reports of a follower, run to its end."""
+        patience = follow.Patience(1.0, 0.0, self.said.append)
+        config = follow.wait_for_config(self.workdir.path, patience)
+        follower = follow.Follower(self.workdir, config, "test", ablate, self.said.append)
+        return [report["step"] for report in follower.reports(patience)]
+
+
+@pytest.fixture
+def followed(run: Workdir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Followed:
+    return Followed(run, tmp_path / "workdir", monkeypatch)
+
+
+def test_each_checkpoint_is_evaluated_once_and_the_last_one_ends_it(followed: Followed) -> None:
+    partial = followed.workdir.checkpoints / "10.partial"
+    followed.events = [partial.mkdir, partial.rmdir, *(lambda s=s: followed.add(s) for s in STEPS)]
+    assert followed.reports() == STEPS and not followed.events
+    waiting = f"waiting for the next checkpoint in {followed.workdir.checkpoints}"
+    assert followed.said == [waiting] * 3, "once for each"
+    for step in STEPS:
+        report = json.loads((followed.workdir.evaluations / f"{step}/test.json").read_text())
+        assert report["step"] == step and report["tokens"] == len("some text to read for test")
+    assert followed.reports() == [], "there is nothing left after a restart"
+    events = b"".join(
+        path.read_bytes() for path in (followed.workdir.tensorboard / "evaluation").iterdir()
+    )
+    assert events.count(b"eval/test/bits_per_byte") == len(STEPS)
+    assert followed.reports("cache") == STEPS, "those had no ablation"
+    assert not (followed.workdir.path / ".lock").exists()
+
+
+def test_checkpoints_that_vanish_or_are_damaged_are_passed_over(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = follow.saved.load
+
+    def trainer_removes_it(workdir: Workdir, found: Any, config: Config) -> Any:
+        if found.step == 10:
+            followed.remove(10)
+        if found.step == 20:
+            followed.remove(30)
+            followed.add(40)
+        return load(workdir, found, config)
+
+    monkeypatch.setattr(follow.saved, "load", trainer_removes_it)
+    shutil.copytree(followed.run.checkpoints / "20", followed.run.checkpoints / "40")
+    try:
+        followed.add(*STEPS)
+        assert followed.reports() == [20]
+    finally:
+        shutil.rmtree(followed.run.checkpoints / "40")
+    assert followed.said[:2] == [
+        "checkpoint 10 was removed while it was read; going on with the next",
+        "checkpoint 30 was removed before its turn came; going on with the next",
+    ]
+    assert "checkpoint 40 is damaged: meta.json is of step 20" in followed.said[2]
+
+
+def test_a_follower_waits_for_a_trainer_but_not_for_ever(
+    followed: Followed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = followed.workdir.config_json.read_bytes()
+    followed.workdir.config_json.unlink()
+    followed.events = [lambda: followed.workdir.config_json.write_bytes(content)]
+    followed.add(STEPS[-1])
+    assert followed.reports() == STEPS[-1:]
+    assert followed.said == [f"waiting for a trainer to start in {followed.workdir.path}"]
+    now = [0.0]
+    monkeypatch.setattr(follow.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(follow.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    patience = follow.Patience(20.0, 1.0, followed.said.append)
+    with pytest.raises(CheckpointError, match="waited 1 minutes for a trainer to start in "):
+        follow.wait_for_config(tmp_path, patience)
+    assert now == [60]
+    with pytest.raises(ConfigError, match="--workdir=.*nowhere does not exist"):
+        follow.wait_for_config(tmp_path / "nowhere", patience)
+
+
+def test_a_run_that_goes_on_further_is_followed_further(followed: Followed) -> None:
+    saved = workdirs.saved_config(followed.workdir.path)
+    longer = dataclasses.replace(saved, training=dataclasses.replace(saved.training, steps=30))
+    shorter = dataclasses.replace(saved, training=dataclasses.replace(saved.training, steps=20))
+    workdirs.write_json(followed.workdir.config_json, config_json(shorter))
+    followed.add(10)
+
+    def restart() -> None:
+        workdirs.write_json(followed.workdir.config_json, config_json(longer))
+        followed.add(20)
+
+    followed.events = [restart, lambda: followed.add(30)]
+    assert followed.reports() == STEPS
+
+
+@pytest.mark.parametrize("flags", [["--step=3"], ["--poll_seconds=0"], ["--timeout_minutes=-1"]])
+def test_flags_that_make_no_sense_are_refused(flags: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="leave --step away|must be above 0"):
+        evaluate.main(evaluate.parser().parse_args([f"--workdir={tmp_path}", "--follow", *flags]))

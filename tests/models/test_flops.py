@@ -1,0 +1,36 @@
+import dataclasses
+
+import pytest
+
+from brt.config import Model
+from brt.models.flops import forward_flops_per_token
+
+PAPER = Model(vocab_size=32000)
+REC = dataclasses.replace(PAPER, recurrent_layers=(-3,))
+
+
+@pytest.mark.parametrize(
+    ("model", "millions"),  # counted by hand from the paper's sizes
+    [
+        (PAPER, 392.7),
+        (dataclasses.replace(PAPER, window=1024), 417.9),
+        (dataclasses.replace(PAPER, window=2048), 468.2),
+        (dataclasses.replace(PAPER, layers=13), 420.0),
+        (REC, 417.9),
+        (dataclasses.replace(REC, gate_layout="dual"), 434.6),
+        (dataclasses.replace(REC, feedback=True), 487.1),
+    ],
+)
+def test_the_papers_models(model: Model, millions: float) -> None:
+    assert forward_flops_per_token(model) / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+def test_gates_and_memories_cost() -> None:
+    def of(**changes: object) -> int:
+        return forward_flops_per_token(dataclasses.replace(PAPER, **changes))
+
+    recurrent = {"recurrent_layers": (-3,)}
+    fixed, gru, lstm = (of(**recurrent, gate=gate) for gate in ("fixed", "gru", "lstm"))
+    assert lstm - gru == gru - fixed == 2 * 2 * 1024 * 1024  # a kernel [2A, D], one state a token
+    found = of(memorizing_layers=(-4,)) - of()
+    assert found == 2 * 1024 * 32768 + 4 * 1024 * 128

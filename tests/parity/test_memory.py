@@ -1,0 +1,59 @@
+"""Search and attention over a memory equal the original code's."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from brt.config import Model
+from brt.layers.memorizing import extended, remembered
+from brt.layers.state import MemoryState, new_layer_state
+from brt.ops.memory_attention.retrieval import attend_to_found, find, take
+
+TOLERANCE = 1e-5  # absolute, float32; what is compared is of magnitude 1
+
+
+def assert_the_same_sets(actual: np.ndarray, expected: np.ndarray) -> None:
+    """[B, H, Q, R, K]: of every query the same vectors, in any order."""
+
+    def ordered(vectors: np.ndarray) -> np.ndarray:
+        rows = vectors.reshape(-1, *vectors.shape[-2:])
+        return np.stack([row[np.lexsort(row.round(4).T)] for row in rows])
+
+    np.testing.assert_allclose(ordered(actual), ordered(expected), atol=TOLERANCE)
+
+
+def test_bucketed_search(knn_file: Path) -> None:
+    golden = np.load(knn_file)
+    written, heads, width = golden["k1"].shape[1:]
+    lanes, neighbors = len(golden["q"]), golden["keys"].shape[3]
+    model = Model(
+        heads=heads, head_dim=width, window=written, memory_size=3 * written,
+        memory_neighbors=neighbors, memory_search="bucketed",
+    )  # fmt: skip
+    state = new_layer_state(model, "memorizing", lanes, jnp.dtype("float32"))
+    for n in (1, 2):
+        past = extended(state, jnp.asarray(golden[f"k{n}"]), jnp.asarray(golden[f"v{n}"]))
+        state = remembered(past, state.length + written, state.window, size=model.memory_size)
+
+    def check(state: MemoryState, keys: np.ndarray, values: np.ndarray) -> None:
+        queries = jnp.asarray(golden["q"]).swapaxes(1, 2)
+        found = find(queries, state.keys, state.length, neighbors=neighbors, search="bucketed")
+        pairs = zip((state.keys, state.values), (keys, values), strict=True)
+        for ours, theirs in pairs:
+            vectors = np.where(found.there[..., None], take(ours, found.indices), 0)
+            assert_the_same_sets(vectors, theirs.swapaxes(1, 2))
+
+    check(state, golden["keys"], golden["values"])
+    reset = jnp.asarray(golden["reset"].reshape(lanes, heads)[:, 0])
+    forgotten = state._replace(length=jnp.where(reset, 0, state.length))
+    check(forgotten, golden["keys_after_reset"], golden["values_after_reset"])
+
+
+def test_attention_to_what_was_found(external_file: Path) -> None:
+    golden = np.load(external_file)
+    queries = jnp.asarray(golden["q"] * golden["scale"][:, None]).swapaxes(1, 2)
+    keys, values = (jnp.asarray(golden[name]).swapaxes(1, 2) for name in ("ek", "ev"))
+    there = jnp.ones(keys.shape[:-1], bool)
+    y = attend_to_found(queries, keys, values, there, null_keys=False)
+    np.testing.assert_allclose(y.swapaxes(1, 2), golden["y"], atol=TOLERANCE)

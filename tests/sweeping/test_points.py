@@ -1,0 +1,216 @@
+"""Which points a sweep has, and what is refused before one of them runs."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from brt import command_line, sweep
+from brt.errors import ConfigError
+from brt.sweeping import points, settings
+
+from .conftest import ROOT, RUN, Sweeps
+
+SWEEPS = sorted((ROOT / "configs/sweeps").glob("*.gin"))
+Names = Callable[..., list[str]]
+
+
+def expanded(sweeps: Sweeps, text: str, *flags: str) -> list[points.Point]:
+    sweeps.write(text)
+    args = sweep.parser().parse_args(["--gin_file=sweep.gin", *flags])
+    bound, resolve = command_line.variants(args, "Sweep")
+    return points.expand(settings.from_bindings(bound), resolve)
+
+
+def test_a_grid_is_every_combination_the_last_field_fastest(names: Names) -> None:
+    assert names("Sweep.grid = {'Model.gate': ('fixed', 'lstm'), 'Training.seed': (0, 1)}") == [
+        "gate=fixed,seed=0",
+        "gate=fixed,seed=1",
+        "gate=lstm,seed=0",
+        "gate=lstm,seed=1",
+    ]
+
+
+def test_named_points_take_files_bindings_and_the_grid(sweeps: Sweeps) -> None:
+    (sweeps.directory / "rec.gin").write_text(
+        "Model.recurrent_layers = (-1,)\nModel.states = 32\nTraining.steps = 99"
+    )
+    text = """
+Sweep.points = (
+    {'name': 'Slide'},
+    {'name': 'Rec:fixed', 'include': 'rec.gin', 'Model.window': 4},
+)
+Sweep.grid = {'Training.seed': %SEEDS}
+SEEDS = (0, 1)
+"""
+    found = expanded(sweeps, text)
+    assert [point.name for point in found] == [
+        "Slide,seed=0", "Slide,seed=1", "Rec:fixed,seed=0", "Rec:fixed,seed=1",
+    ]  # fmt: skip
+    assert [point.directory for point in found][2] == "Rec-fixed,seed=0"
+    assert [point.group for point in found] == ["Slide", "Slide", "Rec:fixed", "Rec:fixed"]
+    rec = found[3].config
+    assert (rec.model.recurrent_layers, rec.model.window, rec.training.seed) == ((-1,), 4, 1)
+    assert (rec.model.states, rec.training.steps) == (8, 5), "the sweep file beats what is included"
+    assert found[3].bindings == {
+        "Model.recurrent_layers": (-1,), "Model.window": 4, "Training.seed": 1,
+    }  # fmt: skip
+    assert len(expanded(sweeps, text, "--gin_bindings=SEEDS = (3,)")) == 2
+
+
+def test_the_command_line_changes_the_base_and_what_is_not_varied(sweeps: Sweeps) -> None:
+    for seed in (1, 2):
+        (sweeps.directory / f"base{seed}.gin").write_text(f"Optimizer.clip_norm = {seed}.0")
+    text = "Sweep.base = 'base1.gin'\nSweep.grid = {'Training.seed': (0, 1)}"
+    assert expanded(sweeps, text)[0].config.optimizer.clip_norm == 1
+    flags = ["--gin_bindings=Sweep.base = 'base2.gin'", "--gin_bindings=Training.steps = 7"]
+    changed = expanded(sweeps, text, *flags)[1].config
+    assert (changed.optimizer.clip_norm, changed.training.steps) == (2, 7)
+
+
+def test_random_samples_depend_on_the_seed_of_the_sweep_only(sweeps: Sweeps) -> None:
+    def rates(samples: int, seed: int = 0, more: str = "") -> list[float]:
+        text = f"""
+Sweep.random = {{'Optimizer.learning_rate': ('log_uniform', 1e-4, 1e-2){more}}}
+Sweep.samples = {samples}
+Sweep.seed = {seed}
+"""
+        return [p.config.optimizer.learning_rate for p in expanded(sweeps, text)]
+
+    first = rates(4)
+    assert len(set(first)) == 4 and all(1e-4 <= rate <= 1e-2 for rate in first)
+    assert rates(6)[:4] == first, "more samples leave the first ones as they are"
+    more = ", 'Model.states': ('integer', 1, 64), 'Model.gate': ('choice', 'gru', 'lstm')"
+    assert rates(4, more=more) == first
+    assert rates(4, seed=1) != first
+    assert first == [float(f"{rate:.4g}") for rate in first], "names stay readable"
+
+
+def test_names_are_short_and_fit_for_file_systems(names: Names) -> None:
+    assert names("Sweep.grid = {'Model.recurrent_layers': ((), (0, -1))}") == [
+        "recurrent_layers=none",
+        "recurrent_layers=0+-1",
+    ]
+    assert names(
+        "Sweep.grid = {'Evaluation.batch_size': (2,), 'Training.batch_size': (2, 4), "
+        "'Optimizer.learning_rate': (1, 1e-05)}"
+    )[1] == ("Evaluation.batch_size=2,Training.batch_size=2,learning_rate=1e-05")
+    assert names("Sweep.points = ({'name': 'a/b: \"c\"'},)") == ["a-b-c"]
+    long = [f"{'x' * 200}{i}" for i in range(2)]
+    found = names(f"Sweep.grid = {{'Data.text_field': {tuple(long)}}}")
+    assert len(set(found)) == 2 and all(len(name) <= 96 for name in found)
+    assert found == names(f"Sweep.grid = {{'Data.text_field': {tuple(long)}}}"), "stable"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "the sweep has no points; bind Sweep.grid, Sweep.points or Sweep.random"),
+        ("Sweep.grid = {}", "the sweep has no points"),
+        ("Sweep.grid = {'Training.seed': ()}", "Training.seed = () is empty"),
+        ("Sweep.grid = {'Training.seed': 3}", "Training.seed = 3 must be a tuple; write (3,)"),
+        ("Sweep.grid = {'Model.gat': (1,)}", "no field 'Model.gat'; did you mean 'Model.gate'?"),
+        ("Sweep.grid = {'Model.gate': ('lsmt',)}", "must be one of 'fixed', 'lstm', 'gru'; did"),
+        ("Sweep.grid = {'Training.steps': (1.0,)}", "Training.steps = 1.0 must be an int; write 1"),
+        ("Sweep.grid = {'Training.seed': (0, 0)}", "two points are named 'seed=0'"),
+        ("Sweep.points = ({'name': 'a'}, {'name': 'a'})", "two points are named 'a'"),
+        ("Sweep.points = ({'name': 'a/b'}, {'name': 'A-b'})", "would share the directory"),
+        ("Sweep.points = ({'name': 'a'}, {'name': 'b'})", "'a' and 'b' are the same run"),
+        ("Sweep.points = ({'name': 'plots'},)", "a point cannot be named 'plots'"),
+        ("Sweep.points = ({'Model.window': 8},)", "must be a dictionary with a 'name' in quotes"),
+        ("Sweep.points = ({'name': 'a', 'window': 8},)", "a has no section 'window'"),
+        ("Sweep.points = ({'name': 'a', 'include': 3},)", "must be the path of a .gin file"),
+        ("Sweep.points = ({'name': 'a', 'include': 'x.gin'},)", "include 'x.gin': no such file"),
+        ("Sweep.points = ({'name': 'a', 'include': 'sweep.gin'},)", "in a circle"),
+        ("Sweep.random = {'Training.seed': ('integer', 0, 9)}", "Sweep.samples = 0 says how often"),
+        ("Sweep.random = {'Training.seed': ('uniform', 0, 9)}", "uniform draws floats, which"),
+        ("Sweep.random = {'Model.dropout': ('uniform', 1, 0)}", "a lower and a higher bound"),
+        ("Sweep.random = {'Model.dropout': ('log_uniform', 0, 1)}", "needs bounds above 0"),
+        ("Sweep.random = {'Model.dropout': ('loguniform', 0, 1)}", "did you mean 'log_uniform'?"),
+        ("Sweep.gird = {'Training.seed': (0,)}", "'Sweep.gird'; did you mean 'Sweep.grid'?"),
+        ("Sweep.split = 'valid'", "must be one of 'train', 'validation', 'test'"),
+        ("Sweep.grid = {'Training.seed': (0,)}\nSweep.baseline = 'XL'", "'XL' is no point"),
+        ("Sweep.grid = {'Training.seed': %SEED}", "uses %SEED, which is not defined"),
+        ("Sweep.grid = {'Training.seed': (0,), 'Training.seed': (1,)}", "is there twice"),
+        ("Sweep.grid = {'Training.seed': (0,)}\nSweep.grid = {}", "Sweep.grid is bound twice"),
+        ("Sweep.grid = {'Model.recurrent_layers': ((0,), (2,))}", "recurrent_layers=2: "),
+        ("Sweep.grid = {'Model.feedback': (True,)}", "needs a recurrent layer"),
+        (
+            "Sweep.points = ({'name': 'a', 'Model.window': 4},)\n"
+            "Sweep.grid = {'Model.window': (8,)}",
+            "Model.window is in Sweep.grid and in the point 'a'; keep one",
+        ),
+        (
+            "Sweep.grid = {'Model.memorizing_layers': ((0,),), 'Model.memory_size': (8,), "
+            "'Model.memory_neighbors': (8,)}",
+            "Model.memory_size = 8 must not be below",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_runs(
+    text: str, said: str, sweeps: Sweeps
+) -> None:
+    assert said in sweeps.refusal(text, error=ConfigError)
+
+
+def test_refusals_name_the_file_the_line_and_the_point(sweeps: Sweeps) -> None:
+    line = RUN.count("\n") + 1
+    message = sweeps.refusal("Sweep.grid = {'Model.gat': (1,)}")
+    assert message.startswith(f"sweep.gin:{line}: Sweep.grid has no field 'Model.gat'")
+    message = sweeps.refusal("Sweep.grid = {'Model.recurrent_layers': ((0,), (2,))}")
+    assert message.startswith("point recurrent_layers=2: Model.recurrent_layers = (2,) names layer")
+    assert f"Model.recurrent_layers set at sweep.gin:{line}" in message
+
+
+GRID = "Sweep.grid = {'Training.seed': (0, 1)}"
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--jobs=0", "--jobs=0 must be at least 1"),
+        ("--array_index=2", "--array_index=2 is no point of this sweep, which has 0 to 1"),
+        ("--array_index=-1", "--array_index=-1 is no point"),
+        ("--gin_bindings=Training.seed = 1", "binds Training.seed, and so does sweep.gin:"),
+        ("--gin_bindings=Model.gat = 1", "no field 'Model.gat'"),
+        ("--report", "--workdir=out does not exist, so there is nothing to report"),
+        ("--slurm=gpu", "'gpu' is no option of sbatch"),
+    ],
+)
+def test_flags_that_make_no_sense(flag: str, said: str, sweeps: Sweeps) -> None:
+    assert said in sweeps.refusal(GRID, flag, error=ConfigError)
+
+
+@pytest.mark.parametrize("file", SWEEPS, ids=lambda file: file.stem)
+def test_every_sweep_that_comes_with_brt_has_points(file: Path, sweeps: Sweeps) -> None:
+    sweeps("--list", f"--gin_file={file}")
+
+
+def test_the_gates_are_six_and_the_model_without_one_in_every_size(
+    sweeps: Sweeps, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--list", "--gin_file=configs/sweeps/gates.gin"]
+    for size in ("tiny", "small"):
+        sweeps(*flags, f"--gin_bindings=Sweep.base = 'configs/base/{size}.gin'")
+        lines = capsys.readouterr().out.splitlines()
+        gates = {tuple(re.findall("gate(?:_layout)? = '([a-z]+)'", line)) for line in lines[2:]}
+        assert len(lines) == 14 and len(gates) == 6
+
+
+def test_a_sweep_is_no_run(sweeps: Sweeps) -> None:
+    sweeps.write(GRID)
+    args = sweep.parser().parse_args(["--gin_file=sweep.gin"])
+    with pytest.raises(ConfigError, match="Sweep.grid describes a sweep; run it with python -m"):
+        command_line.resolve(args)
+    with pytest.raises(ConfigError, match="--gin_file says what to sweep"):
+        sweep.main(sweep.parser().parse_args([]))
+
+
+def test_the_config_of_a_point_is_shown_with_origins(
+    sweeps: Sweeps, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweeps.write(GRID)
+    sweeps("--print_config", "--array_index=1")
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("Training.seed ")]
+    assert line.split("#")[0].split() == ["Training.seed", "=", "1"] and "sweep.gin:" in line

@@ -1,0 +1,172 @@
+"""What the report says of directories that are as runs leave them."""
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from brt.bindings import Resolved
+from brt.config import Config, Training
+from brt.sweeping import plots, report, results
+from brt.sweeping.directory import Directory, Progress
+from brt.sweeping.points import Point
+from brt.sweeping.settings import Sweep
+from brt.training.metrics import MetricsWriter
+from brt.training.workdir import create
+
+ARRAYS = {
+    "params/embedding": {"shape": [256, 4]},
+    "params/layer": {"shape": [3, 5]},
+    "optimizer/layer": {"shape": [3, 5]},
+}
+
+
+def point(index: int, group: str, seed: int) -> Point:
+    config = Config(training=Training(steps=300, seed=seed))
+    name = f"{group},seed={seed}"
+    return Point(index, name, name, group, {"Training.seed": seed}, Resolved(config, {}))
+
+
+def leave(workdir: Path, point: Point, bits: float, seconds: list[float], **progress: str) -> None:
+    """A point's directory after 300 steps."""
+    directory = Directory(workdir / point.directory)
+    directory.write(point, Progress(**{"status": "finished", "seconds": 60.0, **progress}))
+    writer = MetricsWriter(create(directory.path), 0, print)
+    for i, step in enumerate((100, 200, 300)):
+        values = {
+            "data/tokens": step * 10,
+            "train/bits_per_token": 8 - i,
+            "perf/step_seconds": seconds[i],
+            "perf/tokens_per_second": 10 / seconds[i],
+        }
+        writer.write(step, values)
+    writer.close()
+    saved = directory.run.checkpoints / "300"
+    saved.mkdir()
+    (saved / "MANIFEST.sha256").touch()
+    (saved / "meta.json").write_text(json.dumps({"step": 300, "arrays": ARRAYS}))
+    evaluation = directory.evaluation(300, "validation")
+    evaluation.parent.mkdir()
+    evaluation.write_text(json.dumps({"bits_per_byte": bits, "bits_per_token": 4 * bits}))
+
+
+@pytest.fixture
+def points(tmp_path: Path) -> list[Point]:
+    """Two groups of two seeds, of which one point failed, and a group that has not begun."""
+    found = [
+        point(i, group, seed)
+        for i, (group, seed) in enumerate(
+            [("Slide", 0), ("Slide", 1), ("Rec|skip", 0), ("Rec|skip", 1), ("XL", 0)]
+        )
+    ]
+    leave(tmp_path, found[0], 2.5, [0.5, 0.25, 0.25])
+    leave(tmp_path, found[1], 2.25, [0.5, 0.5, 0.5])
+    leave(tmp_path, found[2], 2.125, [0.75, 0.75, 1.0])
+    leave(tmp_path, found[3], 9.9, [1.0, 1.0, 1.0], status="failed", reason="diverged: step 3")
+    return found
+
+
+def sweep(**fields: str) -> Sweep:
+    return Sweep(grid={"Training.seed": (0, 1)}, **fields)
+
+
+def test_groups_are_exact_means_over_finished_seeds(points: list[Point], tmp_path: Path) -> None:
+    rows = results.read(tmp_path, points, "validation")
+    assert [row.step_seconds for row in rows] == [0.25, 0.5, 0.75, 1.0, None]
+    slide, rec, xl = results.group(rows, "")
+    assert (slide.runs, slide.planned, rec.runs, rec.planned) == (2, 2, 1, 2)
+    assert (slide.bits_per_byte, slide.spread, slide.bits_per_token) == (2.375, 0.25, 9.5)
+    assert (rec.bits_per_byte, rec.spread) == (2.125, None), "a failed run has no figure"
+    assert (slide.step_seconds, slide.relative_step_time) == (0.375, 1.0)
+    assert (rec.step_seconds, rec.relative_step_time) == (0.75, 2.0)
+    assert (rec.parameters, rec.parameters_non_embedding) == (1024 + 15, 15)
+    assert (xl.runs, xl.bits_per_byte, xl.relative_step_time) == (0, None, None)
+
+
+@pytest.mark.parametrize("baseline", ["Rec|skip", "Rec|skip,seed=1"])
+def test_the_baseline_is_a_group_or_a_point_in_it(
+    baseline: str, points: list[Point], tmp_path: Path
+) -> None:
+    groups = results.group(results.read(tmp_path, points, "validation"), baseline)
+    assert [g.relative_step_time for g in groups] == [0.5, 1.0, None]
+
+
+def test_a_named_point_as_baseline_is_its_first_group(tmp_path: Path) -> None:
+    found = [
+        point(i, group, 0) for i, group in enumerate(["XL", "Slide,window=8", "Slide,window=4"])
+    ]
+    groups = results.group(results.read(tmp_path, found, "validation"), "")
+    assert results.reference(groups, "Slide").name == "Slide,window=8"
+    assert results.reference(groups, "").name == "XL"
+
+
+def test_the_report_has_a_line_per_group_and_per_point(points: list[Point], tmp_path: Path) -> None:
+    table = report.write(tmp_path, points, sweep())
+    text = (tmp_path / "report.md").read_text()
+    assert table in text
+    assert "5 points: 3 finished, 1 failed, 1 waiting." in text
+    assert "Bits are those of all validation documents" in text
+    cells = [[c.strip() for c in line.split(" | ")] for line in table.splitlines()]
+    assert cells[2] == [
+        "| Slide", "2", "2.3750", "0.2500", "9.5000", "375.0", "1.00", "30", "1,039", "15 |",
+    ]  # fmt: skip
+    assert cells[3][:5] == ["| Rec\\|skip", "1 of 2", "2.1250", "-", "8.5000"]
+    assert len({line.count("|") - line.count("\\|") for line in table.splitlines()}) == 1
+    assert "- Rec|skip,seed=1: diverged: step 3 (Rec|skip,seed=1/output.txt)" in text
+    for name in ("bits_against_step_time.png", "bits.png", "training_curves.png"):
+        assert f"![{name}](plots/{name})" in text
+        pixels = matplotlib.image.imread(tmp_path / "plots" / name)
+        assert min(pixels.shape[:2]) > 200
+        assert len(np.unique(pixels[..., :3] @ [1, 256, 65536])) > 50
+
+
+def test_the_csv_has_every_figure_in_full(points: list[Point], tmp_path: Path) -> None:
+    report.write(tmp_path, points, sweep(baseline="Rec|skip"))
+    with (tmp_path / "report.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["Training.seed"] for row in rows] == ["0", "1", "0", "1", "0"]
+    assert [row["relative_step_time"] for row in rows[:2]] == [str(0.25 / 0.75), str(0.5 / 0.75)]
+    assert (rows[1]["bits_per_byte"], rows[1]["parameters"]) == ("2.25", "1039")
+    assert (rows[3]["status"], rows[3]["reason"]) == ("failed", "diverged: step 3")
+    assert (rows[4]["status"], rows[4]["bits_per_byte"], rows[4]["steps"]) == ("waiting", "", "0")
+
+
+def test_plots_show_groups_with_their_seeds(points: list[Point], tmp_path: Path) -> None:
+    groups = results.group(results.read(tmp_path, points, "validation"), "")
+    (axes,) = plots.trade_off(groups[:2]).axes
+    assert [text.get_text() for text in axes.texts] == ["Slide", "Rec|skip"]
+    assert [line.get_xdata()[0] for line in axes.get_lines()[::3]] == [375.0, 750.0]
+    (axes,) = plots.bars(groups[:2]).axes
+    assert [bar.get_width() for bar in axes.patches] == [2.375, 2.125]
+    assert list(axes.get_lines()[0].get_xdata()) == [2.5, 2.25], "a dot for each seed"
+    low, high = axes.get_xlim()
+    assert 0 < low < 2.125 and high > 2.5
+    (axes,) = plots.training_curves(groups[:2]).axes
+    assert len(axes.get_lines()) == 4 and len(axes.get_legend().get_texts()) == 2
+    assert axes.get_lines()[0].get_xdata()[-1] == 3000
+
+
+def test_nothing_begun_is_a_report_too(tmp_path: Path) -> None:
+    report.write(tmp_path, [point(0, "XL", 0)], sweep())
+    assert "1 points: 1 waiting." in (tmp_path / "report.md").read_text()
+    assert list((tmp_path / "plots").iterdir()) == []
+
+
+def test_points_measured_with_different_jobs_are_marked(
+    points: list[Point], tmp_path: Path
+) -> None:
+    directory = Directory(tmp_path / points[0].directory)
+    assert "jobs" not in report.text(tmp_path, *_read(tmp_path, points), [], sweep())
+    directory.write(points[0], dataclasses.replace(directory.progress(), threads=1))
+    assert "measured with different --jobs" in report.text(
+        tmp_path, *_read(tmp_path, points), [], sweep()
+    )
+
+
+def _read(workdir: Path, points: list[Point]) -> tuple[list[results.Row], list[results.Group]]:
+    rows = results.read(workdir, points, "validation")
+    return rows, results.group(rows, "")

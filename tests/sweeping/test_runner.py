@@ -1,0 +1,225 @@
+"""Points run side by side, fail alone, stop together, and are never run twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from brt.errors import BrtError, ConfigError, Preempted
+from brt.sweeping import commands
+
+from .conftest import ROOT, Sweeps
+
+GRID = "Sweep.grid = {'Training.seed': (0, 1, 2)}"
+ALL = [f"{name} seed={seed}" for seed in range(3) for name in ("train", "evaluate")]
+
+
+@pytest.fixture(autouse=True)
+def _plain_ctrl_c() -> Iterator[None]:
+    """A shell starts jobs in the background with Ctrl-C ignored; the tests may be one."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, inherited)
+
+
+def status(sweeps: Sweeps, seed: int) -> tuple[str, str]:
+    saved = json.loads((sweeps.directory / f"out/seed={seed}/point.json").read_text())["progress"]
+    return saved["status"], saved["reason"]
+
+
+def behave(sweeps: Sweeps, seed: int, script: str) -> None:
+    (sweeps.directory / f"seed={seed}.py").write_text(script)
+
+
+def when(condition: Callable[[], bool], action: Callable[[], object]) -> None:
+    """Does something as soon as a condition holds, while the test goes on."""
+
+    def wait() -> None:
+        for _ in range(1500):
+            if condition():
+                action()
+                return
+            time.sleep(0.02)
+
+    threading.Thread(target=wait).start()
+
+
+def test_every_point_is_trained_then_evaluated_and_never_again(
+    quick: Sweeps, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick.write(GRID)
+    quick()
+    assert quick.starts() == ALL
+    said = capsys.readouterr()
+    assert "1/3  seed=0  training\n" in said.err and "3/3  seed=2  finished in 0:0" in said.err
+    assert said.out.rstrip().endswith("report: out/report.md")
+    assert "Training.seed = 1\n" in Path("out/seed=1/point.gin").read_text()
+    assert (
+        "python -m brt.train --gin_file=out/seed=1/point.gin"
+        in Path("out/seed=1/output.txt").read_text()
+    )
+    quick()
+    assert quick.starts() == []
+    assert "3 of 3 points are finished already" in capsys.readouterr().err
+    quick("--gin_bindings=Sweep.split = 'test'")
+    assert quick.starts() == [f"evaluate seed={seed}" for seed in range(3)], "trained already"
+
+
+def test_a_changed_sweep_does_not_touch_the_old_points(quick: Sweeps) -> None:
+    quick.write(GRID)
+    quick()
+    quick.starts()
+    with pytest.raises(
+        ConfigError, match="out/seed=0 was made for another sweep: Model.window was"
+    ):
+        quick("--gin_bindings=Model.window = 4")
+    quick.write("Sweep.grid = {'Training.seed': (1, 2, 3)}")
+    quick()
+    assert quick.starts() == ["train seed=3", "evaluate seed=3"], "points may come and go"
+
+
+def test_failures_are_told_apart_and_the_others_go_on(
+    quick: Sweeps, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick.write(GRID)
+    behave(quick, 0, "print('brt: error: step 3: the loss is not finite'); sys.exit(5)")
+    behave(quick, 1, "os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(BrtError, match="2 of 3 points failed: seed=0, seed=1; out/report.md"):
+        quick()
+    assert quick.starts() == ["train seed=0", "train seed=1", "train seed=2", "evaluate seed=2"]
+    assert status(quick, 0) == ("failed", "diverged: step 3: the loss is not finite")
+    assert status(quick, 1) == ("failed", "killed, probably out of memory")
+    assert "1/3  seed=0  failed: diverged: step 3: the loss" in capsys.readouterr().err
+    report = Path("out/report.md").read_text()
+    assert "3 points: 2 failed, 1 finished." in report
+    assert "- seed=1: killed, probably out of memory (seed=1/output.txt)" in report
+    (quick.directory / "seed=0.py").unlink()
+    behave(quick, 1, "if name == 'evaluate': raise ValueError('no such thing')")
+    with pytest.raises(BrtError, match="1 of 3 points failed: seed=1"):
+        quick()
+    assert status(quick, 0) == ("finished", "")
+    assert status(quick, 1)[1] == "crashed (exit code 1): ValueError: no such thing"
+
+
+def test_points_run_side_by_side_with_a_share_of_the_cores(
+    quick: Sweeps, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick.write(GRID)
+    monkeypatch.setattr(commands, "cores", lambda: 2)
+    for seed in range(3):  # each waits until all have begun
+        behave(
+            quick, seed,
+            "print('threads', os.environ.get('PJRT_NPROC'))\n"
+            "while name == 'train' and len(open('starts.txt').readlines()) < 3: time.sleep(0.02)",
+        )  # fmt: skip
+    quick("--jobs=3")
+    assert sorted(quick.starts()[:3]) == [f"train seed={seed}" for seed in range(3)]
+    assert "threads 1" in Path("out/seed=2/output.txt").read_text()
+    assert "warning: --jobs=3 is more than the 2 cores" in capsys.readouterr().err
+    assert "measured side by side with 1 threads each" in Path("out/report.md").read_text()
+
+
+def test_shares_of_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "cores", lambda: 16)
+    assert commands.environment({}, 0, 1) == {}
+    assert commands.environment({}, 2, 3) == {"PJRT_NPROC": "5"}
+    base = {"CUDA_VISIBLE_DEVICES": "0,2,3", "PJRT_NPROC": "1"}
+    shares = [commands.environment(base, slot, 2) for slot in range(2)]
+    assert [share["CUDA_VISIBLE_DEVICES"] for share in shares] == ["0,3", "2"]
+    assert shares[0]["PJRT_NPROC"] == "1", "what the user sets stays"
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "reason"),
+    [
+        (2, "warning: x\nbrt: error: Model.vocab_size = 3 is too small\n", "config: Model.vocab"),
+        (3, "brt: error: a.txt does not exist", "data: a.txt does not exist"),
+        (4, "brt: error: the disk is full", "checkpoint: the disk is full"),
+        (137, "", "killed, probably out of memory"),
+        (1, "jaxlib.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory\n", "out of memory"),
+        (-11, "", "ended by SIGSEGV"),
+        (1, "", "crashed (exit code 1): it printed nothing"),
+        (5, "", "diverged: it printed nothing"),
+    ],
+)
+def test_what_exit_codes_mean(code: int, text: str, reason: str) -> None:
+    assert commands.explain(code, text).startswith(reason)
+
+
+SLOW = "time.sleep(0 if pathlib.Path('go_on').exists() else 60)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_what_runs_and_the_next_start_goes_on(
+    number: signal.Signals, quick: Sweeps, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick.write(GRID)
+    behave(
+        quick,
+        1,
+        f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nready = open('up', 'w')\n{SLOW}",
+    )
+    when(Path("up").exists, lambda: os.kill(os.getpid(), number))
+    with pytest.raises(Preempted, match="1 of 3 points are finished; run the same command again"):
+        quick()
+    assert f"{number.name}: saving at the next step boundary" in capsys.readouterr().err
+    assert quick.starts() == ALL[:3]
+    assert status(quick, 1) == ("unfinished", "stopped by a signal")
+    assert "| seed=1 | unfinished |" in Path("out/report.md").read_text()
+    Path("go_on").touch()
+    quick()
+    assert quick.starts() == ALL[2:]
+    assert "seed=1  training goes on" in capsys.readouterr().err
+
+
+def test_a_killed_sweep_leaves_nothing_that_confuses_the_next(
+    quick: Sweeps, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick.write(GRID)
+    behave(quick, 0, "while not pathlib.Path('go_on').exists(): time.sleep(0.02)")
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from brt import sweep\n"
+        "sweep.main(sweep.parser().parse_args(['--gin_file=sweep.gin', '--workdir=out']))"
+    )
+    first = subprocess.Popen([sys.executable, "-c", code])
+    while not Path("starts.txt").exists():
+        assert first.poll() is None
+        time.sleep(0.05)
+    first.kill()
+    first.wait()
+    when(lambda: "train seed=2" in Path("starts.txt").read_text(), Path("go_on").touch)
+    quick()
+    assert (
+        quick.starts()
+        == [
+            "train seed=0",  # of the first start; it outlives it
+            *ALL[2:],
+            *ALL[:2],  # of the second, when that has ended
+        ]
+    )
+    said = capsys.readouterr().err
+    assert said.count("seed=0  is still run by another process") == 1
+    assert "seed=0  training goes on" in said
+
+
+def test_the_task_of_an_array_runs_its_point_only(quick: Sweeps) -> None:
+    quick.write(GRID)
+    quick("--array_index=1")
+    assert quick.starts() == ALL[2:4]
+    assert "3 points: 2 waiting, 1 finished." in Path("out/report.md").read_text()
+
+
+def test_documents_are_read_before_anything_runs(quick: Sweeps) -> None:
+    message = quick.refusal("Data.validation = 'no.txt'\n" + GRID, error=BrtError)
+    assert "bound twice" in message
+    message = quick.refusal(GRID, "--gin_bindings=Data.validation = 'no.txt'")
+    assert message == "no.txt does not exist"
+    assert quick.starts() == []

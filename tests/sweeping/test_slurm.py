@@ -1,0 +1,86 @@
+"""The job array that a sweep becomes."""
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from brt.errors import ConfigError
+from brt.sweeping import slurm
+
+from .conftest import ROOT, Sweeps
+
+GRID = "Sweep.grid = {'Training.seed': (0, 1, 2)}"
+
+
+def tool(directory: Path, name: str, script: str) -> None:
+    """A command that the tests find instead of SLURM's."""
+    path = directory / "tools" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def test_the_script_is_printed_and_nothing_is_written(
+    sweeps: Sweeps, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweeps.write(GRID)
+    sweeps("--slurm=--time=2:00:00 --gres=gpu:1", "--gin.Data.text_field='a b'")
+    script = capsys.readouterr().out
+    assert script.startswith("#!/bin/bash\n#SBATCH --job-name=out\n#SBATCH --array=0-2\n")
+    assert "\n#SBATCH --time=2:00:00\n#SBATCH --gres=gpu:1\n" in script
+    assert f"\ncd {sweeps.directory} || exit 2\n" in script
+    assert (
+        """set -- --gin_file=sweep.gin '--gin_bindings=Data.text_field='"'"'a b'"'"'' """
+        "--workdir=out\n"
+    ) in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert not Path("out").exists()
+
+
+def test_the_script_for_copying_runs_the_same() -> None:
+    assert (ROOT / "launch/slurm/sweep.sh").read_text().endswith(slurm.BODY)
+
+
+@pytest.mark.parametrize("code", [0, 1, 75])
+def test_a_task_passes_the_signal_on_and_queues_itself_again(
+    code: int, sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = sweeps.directory
+    tool(here, "scontrol", 'echo "$@" > requeued')
+    tool(
+        here, "python",
+        f'echo "$@" > started; trap "sleep 0.2; exit {code}" TERM; sleep 0.1; kill -TERM "$PPID"; '
+        "for i in {1..100}; do sleep 0.05; done; exit 9",
+    )  # fmt: skip
+    environment = os.environ | {
+        "PATH": f"{here}/tools:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "2",
+        "SLURM_ARRAY_JOB_ID": "17",
+    }  # fmt: skip
+    script = str(ROOT / "launch/slurm/sweep.sh")
+    done = subprocess.run(["bash", script, "--gin_file=a b.gin"], env=environment)
+    assert done.returncode == code
+    assert Path("started").read_text() == "-m brt.sweep --gin_file=a b.gin --array_index=2\n"
+    assert Path("requeued").exists() == (code == 75)
+    if code == 75:
+        assert Path("requeued").read_text() == "requeue 17_2\n"
+
+
+def test_submitting_needs_sbatch_and_says_what_it_says(
+    sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweeps.write(GRID)
+    tool(sweeps.directory, "sbatch", "cat > submitted; echo Submitted batch job 17")
+    monkeypatch.setenv("PATH", f"{sweeps.directory}/tools:{os.environ['PATH']}")
+    sweeps("--submit", "--slurm=--mem=8G")
+    assert capsys.readouterr().out == "Submitted batch job 17\n"
+    assert "#SBATCH --mem=8G\n" in Path("submitted").read_text()
+    assert Path("out/slurm").is_dir(), "sbatch writes the tasks' output there"
+    tool(sweeps.directory, "sbatch", "echo invalid partition >&2; exit 1")
+    with pytest.raises(ConfigError, match="sbatch refuses the job: invalid partition"):
+        sweeps("--submit")
+    monkeypatch.setenv("PATH", str(sweeps.directory))
+    with pytest.raises(ConfigError, match="--submit needs sbatch, which is not on this machine"):
+        sweeps("--submit")

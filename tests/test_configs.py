@@ -1,0 +1,119 @@
+"""Every file under configs/runs builds, with the sizes and the training that it promises."""
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import pytest
+
+from brt import command_line
+from brt.config import Config, Model, Training
+from brt.training.state import initial_params, parameter_counts
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+RUNS = sorted((CONFIGS / "runs").rglob("*.gin"))
+DATASETS = ("pg19_bytes", "pg19_tokens", "arxiv", "github")
+VOCABULARY = 32128  # T5's, as in the original's counts
+# Parameters without the embedding, from the original code's own shapes.
+PINNED = {
+    "xl_512": 151_023_712,
+    "xl_1024": 151_023_712,
+    "xl_2048": 151_023_712,
+    "vanilla": 151_023_712,
+    "slide_12": 151_023_712,
+    "slide_13": 163_608_936,
+    "rec_fixed_skip": 160_462_968,
+    "rec_fixed_single": 170_948_728,
+    "rec_fixed_dual": 168_853_624,
+    "rec_lstm_skip": 164_658_296,
+    "rec_lstm_single": 179_338_360,
+    "rec_lstm_dual": 181_438_584,
+    "feedback_fixed_skip": 183_531_728,
+    "feedback_lstm_single": 202_407_120,
+    "slide_13_large": 327_190_224,
+    "rec_lstm_single_large": 374_376_688,
+    "rec_fixed_skip_large": 319_849_712,
+    # XL:512 with a gate per head in place of one layer's position bias.
+    "memorizing": 151_023_712 - 8 * 32 + 8,
+}
+PAPER_MILLIONS = {  # sections 4.1 and 4.5; it rounds 374.4 up
+    "slide_12": 151,
+    "slide_13": 164,
+    "slide_13_large": 327,
+    "rec_lstm_single_large": 375,
+    "rec_fixed_skip_large": 320,
+}
+
+
+def resolved(file: Path) -> Config:
+    parser = command_line.parser("test")
+    command_line.add_config_flags(parser)
+    return command_line.resolve(parser.parse_args([f"--gin_file={file}"])).config
+
+
+@cache
+def parameters(model: Model) -> tuple[int, int]:
+    """In all, and without the embedding."""
+    config = Config(model=model, training=Training(segment_length=model.window))
+    shapes = jax.eval_shape(lambda: initial_params(config))
+    return parameter_counts(nn.meta.unbox(shapes))
+
+
+def of_paper(file: Path) -> bool:
+    return file.parent.name in DATASETS
+
+
+each_run = pytest.mark.parametrize("file", RUNS, ids=lambda f: str(f.relative_to(CONFIGS / "runs")))
+
+
+@each_run
+def test_builds(file: Path) -> None:
+    model = resolved(file).model
+    vocabulary = VOCABULARY if file.parent.name in (*DATASETS, "ablations") else 256
+    model = dataclasses.replace(model, vocab_size=vocabulary)
+    total, non_embedding = parameters(model)
+    assert total == non_embedding + vocabulary * model.model_dim
+    if of_paper(file):
+        assert parameters(model.parity()) == (total, non_embedding)
+        assert non_embedding == PINNED[file.stem]
+
+
+@pytest.mark.parametrize(("name", "millions"), PAPER_MILLIONS.items())
+def test_the_papers_rounded_sizes(name: str, millions: int) -> None:
+    assert abs(PINNED[name] / 1e6 - millions) < 0.7
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_every_row_of_table_1_reads_the_same_tokens(dataset: str) -> None:
+    files = [file for file in RUNS if file.parent.name == dataset and "large" not in file.stem]
+    assert set(PINNED) - {f.stem for f in files} <= {name for name in PINNED if "large" in name} | {
+        "vanilla"
+    }
+    training = [resolved(file).training for file in files]
+    tokens = 131_072 * (8 if dataset == "github" else 1)  # sections 4 and 4.2
+    assert {t.batch_size * t.segment_length for t in training} == {tokens}
+    assert {t.steps for t in training} == {250_000 if dataset == "github" else 500_000}
+    rates = {"pg19_bytes": 1.0, "pg19_tokens": 1.0, "arxiv": 0.5, "github": 0.25}
+    assert {resolved(file).optimizer.learning_rate for file in files} == {rates[dataset]}
+
+
+@pytest.mark.parametrize("size", ["tiny", "small"])
+def test_every_row_exists_at_small_sizes_and_reads_the_same_tokens(size: str) -> None:
+    files = [file for file in RUNS if file.parent.name == size]
+    smaller = {"xl_512": "xl_1", "xl_1024": "xl_2", "xl_2048": "xl_4",
+               "slide_12": "slide", "slide_13": "slide_plus_1"}  # fmt: skip
+    rows = {smaller.get(name, name) for name in PINNED if "large" not in name}
+    assert {file.stem for file in files} == rows
+    training = [resolved(file).training for file in files]
+    assert len({t.batch_size * t.segment_length for t in training}) == 1
+    assert len({t.steps for t in training}) == 1
+
+
+def test_large_runs_read_four_times_the_batch() -> None:
+    for file in RUNS:
+        if "large" in file.stem:
+            training = resolved(file).training
+            assert training.batch_size * training.segment_length == 4 * 131_072
+            assert training.steps == 200_000
