@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Model
-from brt.layers.basic import ONES, dense, dropout, parameter
+from brt.layers.basic import ONES, dropout, parameter
 from brt.layers.state import OpenBlock, WindowState, zero_where_invalid
 from brt.ops.activations import relu
+from brt.ops.dense import dense
 from brt.ops.normalization import l2_normalize, rms_norm
 from brt.ops.positions import Rotation, alibi_bias, relative_bias, rotate, rotations
 from brt.ops.recurrent_attention import StateMemory

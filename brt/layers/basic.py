@@ -26,11 +26,6 @@ def parameter(
     return module.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
 
 
-def dense(x: Float[Array, "*B M"], kernel: Float[Array, "M D"]) -> Float[Array, "*B D"]:
-    """x @ kernel in x's dtype."""
-    return jnp.einsum("...m,md->...d", x, kernel.astype(x.dtype))
-
-
 def dropout(module: nn.Module, x: Float[Array, "*B"], rate: float) -> Float[Array, "*B"]:
     """Inverted dropout; the identity at rate 0 or where the module is not training."""
     if rate == 0.0 or not module.training:

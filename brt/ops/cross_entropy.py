@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from brt.ops.dense import weight_gradient
+
 
 def _chunk_length(tokens: int, limit: int) -> int:
     """The largest divisor of `tokens` up to `limit`."""
@@ -95,9 +97,7 @@ def _forward(
         d_logits = jnp.where(counts[..., None], probabilities - is_target, 0.0) * scale
         d_logits = d_logits.astype(h.dtype)
         d_hidden = jnp.einsum("bcv,vd->bcd", d_logits, embedding.astype(h.dtype))
-        d_embedding += jnp.einsum(
-            "bcv,bcd->vd", d_logits, h, preferred_element_type=jnp.float32
-        ).astype(embedding.dtype)
+        d_embedding += weight_gradient(d_logits, h).astype(embedding.dtype)
         return (total + jnp.sum(jnp.where(counts, nats, 0.0)), d_embedding), d_hidden
 
     pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, scored))

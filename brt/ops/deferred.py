@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from brt.ops.dense import weight_gradient
+
 
 class Tap(NamedTuple):
     """Per step of the scan, where the pairs of a product come out: the scan's `xs`."""
@@ -43,9 +45,7 @@ def _tap_forward(kernel: Array, like: Array) -> tuple[Tap, tuple[Array, Array]]:
 
 def _tap_backward(saved: tuple[Array, Array], pair: Tap) -> tuple[Array, Array]:
     like, kind = saved
-    x, dy = (leaf.reshape(-1, leaf.shape[-1]) for leaf in pair)
-    gradient = jnp.einsum("nm,nd->md", x, dy, preferred_element_type=jnp.float32)
-    return gradient.astype(kind.dtype), like
+    return weight_gradient(*pair).astype(kind.dtype), like
 
 
 _tap.defvjp(_tap_forward, _tap_backward)

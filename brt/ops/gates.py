@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from brt.ops.dense import dense
+
 
 class GateWeights(NamedTuple):
     """Weights of one gate; what a kind of gate does not use is None.
@@ -29,7 +31,7 @@ def _sigmoid(
     bias: Float[Array, " D"],
     shift: float,
 ) -> Float[Array, "B S D"]:
-    logits = jnp.einsum("bsm,md->bsd", h, kernel.astype(h.dtype)).astype(jnp.float32)
+    logits = dense(h, kernel).astype(jnp.float32)
     return jax.nn.sigmoid(logits + bias[None, None] + shift)
 
 

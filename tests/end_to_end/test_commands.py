@@ -133,7 +133,7 @@ def test_the_printed_config_is_the_one_asked_for(
     shown = capsys.readouterr().out
     lines = {line.split(" ")[0]: line for line in shown.splitlines()}
     assert "# --gin_bindings" in lines["Training.steps"]
-    assert "tiny.gin:8" in lines["Model.window"]
+    assert "tiny.gin:11" in lines["Model.window"]
     assert "# default" in lines["Training.seed"]
 
 
@@ -142,7 +142,8 @@ def test_a_run_that_explodes_stops_and_saves_nothing_of_it(
 ) -> None:
     done = commands.train(
         tmp_path, "Optimizer.learning_rate = 1e30", "Checkpoint.every = 1", "Model.layers = 1",
-        "Model.recurrent_layers = ()", "Model.dropout = 0.0", code=NonFiniteError.exit_code,
+        "Model.recurrent_layers = ()", "Model.memorizing_layers = ()", "Model.dropout = 0.0",
+        code=NonFiniteError.exit_code,
     )  # fmt: skip
     assert "NaN or infinity" in done.err or "is not finite" in done.err
     for step in checkpoint.steps(tmp_path / "checkpoints"):

@@ -6,11 +6,12 @@ Forward and backward of the language-model loss (no optimizer, no dropout), floa
 sizes at which the original code was measured (google-research/meliad, on two shared CPU
 cores of a faster machine; docs/performance.md has both in one run). The models take
 turns, so that whatever else the machine does hits them alike; the figure is
-each model's fastest round, with the median beside it.
+each model's fastest round, with the median beside it; ratios are medians over rounds.
 """
 
 import argparse
 import json
+import statistics
 import time
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ SIZES = {
             vocab_size=1024,
         ),
         tokens=2048,
-        rounds=8,
+        rounds=16,
         original={"XL": 390.0, "Slide": 438.0, "Rec:fixed:skip": 541.0},
     ),
 }  # fmt: skip
@@ -130,6 +131,7 @@ def measure(name: str, rounds: int, unroll: int) -> list[dict[str, object]]:
                 "milliseconds_per_step": best,
                 "median_milliseconds_per_step": median,
                 "tokens_per_second": size.tokens / best * 1e3,
+                "times": c.times,
                 "compile_seconds": c.compile_seconds,
                 "temporary_mib": c.temporary_mib,
                 "original_milliseconds_per_step": size.original.get(key),
@@ -153,17 +155,21 @@ def show(rows: list[dict[str, object]]) -> None:
             f"{r['temporary_mib']:>8.0f} {original if original else '-':>11}"
         )
     for size in dict.fromkeys(r["size"] for r in rows):
-        ms = {r["model"]: r["milliseconds_per_step"] for r in rows if r["size"] == size}
-        print(
-            f"{size}: Rec:fixed:skip / Slide:+1 = {ms['Rec:fixed:skip'] / ms['Slide:+1']:.2f}, "
-            f"Slide / XL = {ms['Slide'] / ms['XL']:.2f}"
-        )
+        times = {r["model"]: r["times"] for r in rows if r["size"] == size}
+        pairs = (("Rec:fixed:skip", "Slide:+1"), ("Slide", "XL"))
+        ratios = (f"{a} / {b} = {_ratio(times[a], times[b]):.2f}" for a, b in pairs)
+        print(f"{size}, median over rounds: {', '.join(ratios)}")
+
+
+def _ratio(a: list[float], b: list[float]) -> float:
+    """The median ratio of neighbours in time, which a slow moment hits alike."""
+    return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=[*SIZES, "all"], default="all")
-    parser.add_argument("--rounds", type=int, default=0, help="0: 40 of small, 8 of mid")
+    parser.add_argument("--rounds", type=int, default=0, help="0: 40 of small, 16 of mid")
     parser.add_argument("--unroll", type=int, default=1, help="layers and blocks per iteration")
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 from brt.ops import deferred
 from brt.ops.activations import relu
 from brt.ops.deferred import Tap
+from brt.ops.dense import dense
 from brt.ops.gates import GateWeights, gate
 from brt.ops.normalization import l2_normalize, rms_norm
 from brt.ops.softmax_attention import attend, attend_by_head
@@ -75,7 +76,7 @@ def _kernels(weights: CellWeights) -> _Kernels:
 def _dense(x: Float[Array, "B S M"], kernel: Array, tap: Tap | None) -> Float[Array, "B S D"]:
     if tap is not None:
         return deferred.dot(x, kernel, tap)
-    return jnp.einsum("bsm,md->bsd", x, kernel.astype(x.dtype))
+    return dense(x, kernel)
 
 
 def _attend_to_tokens(

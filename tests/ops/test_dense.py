@@ -1,0 +1,29 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.ops.dense import dense, weight_gradient
+
+
+@pytest.mark.parametrize("rows", [(6,), (2, 3), (2, 3, 2)])
+def test_dense_and_its_gradients_are_those_of_the_plain_product(rows: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(*rows, 5)), jnp.float32)
+    kernel = jnp.asarray(rng.normal(size=(5, 4)), jnp.float32)
+    ct = jnp.asarray(rng.normal(size=(*rows, 4)), jnp.float32)
+    y, backward = jax.vjp(dense, x, kernel)
+    np.testing.assert_allclose(y, x @ kernel, rtol=1e-5, atol=1e-6)
+    dx, dk = backward(ct)
+    flat_x, flat_ct = (np.asarray(a, np.float64).reshape(-1, a.shape[-1]) for a in (x, ct))
+    np.testing.assert_allclose(dx, ct @ kernel.T, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dk, flat_x.T @ flat_ct, rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_of_a_float32_kernel_is_summed_in_float32() -> None:
+    x = jnp.ones((4096, 1), jnp.bfloat16)  # in bfloat16 the sum would stop at 256
+    assert weight_gradient(x, x).dtype == jnp.float32
+    assert float(weight_gradient(x, x)[0, 0]) == 4096.0
+    gradient = jax.grad(lambda k: jnp.sum(dense(x, k).astype(jnp.float32)))(jnp.ones((1, 1)))
+    assert gradient.dtype == jnp.float32
+    assert float(gradient[0, 0]) == 4096.0
