@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.layers.basic import KERNEL, dense, dropout, parameter
+from brt.layers.basic import KERNEL, dropout, parameter
+from brt.ops.dense import dense
 
 
 class Dropped(nn.Module):
