@@ -3,16 +3,15 @@
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from brt.bindings import Binding, Resolved
 from brt.config import Config
 from brt.config_io import config_values, suggestion
 from brt.errors import ConfigError
-from brt.sweeping.settings import NamedPoint, Sweep
+from brt.sweeping.settings import SEED, NamedPoint, Sweep
 
-SEED = "Training.seed"  # points that differ in it only are one group
 RESERVED = ("plots", "slurm")  # what a sweep has in its workdir besides points
 _LONGEST = 96  # characters of a directory's name
 _HASH = 8
@@ -54,22 +53,20 @@ def expand(sweep: Sweep, resolve: Resolve) -> list[Point]:
     """
     named = sweep.points or (NamedPoint("", (), {}),)
     samples = [sweep.sample(i) for i in range(sweep.samples)] or [{}]
-    cells = [
-        dict(zip(sweep.grid, values, strict=True))
-        for values in itertools.product(*sweep.grid.values())
-    ]
-    short = _short_names([*sweep.random, *sweep.grid])
+    short = _short_names(dict.fromkeys([*sweep.random, *sweep.grid, SEED]))
     points = []
-    for (name, include, own), sample, cell in itertools.product(named, samples, cells):
+    for point, sample, cell in _cells(named, samples, sweep.grid):
+        name, include, own, _ = point
         parts = {
             field: f"{short[field]}={_text(value)}" for field, value in (sample | cell).items()
         }
         full = ",".join(filter(None, [name, *parts.values()]))
         group = ",".join(filter(None, [name, *(p for f, p in parts.items() if f != SEED)]))
+        sources = dict.fromkeys(cell, "grid") | dict.fromkeys(sample, "random")
+        sources |= dict.fromkeys([*own, *([SEED] if point.seeds else [])], "points")
         more = [
-            Binding(field, value, sweep.origins[source])
-            for source, values in (("points", own), ("random", sample), ("grid", cell))
-            for field, value in values.items()
+            Binding(field, value, sweep.origins[sources[field]])
+            for field, value in {**own, **sample, **cell}.items()
         ]
         try:
             resolved = resolve(more, [*sweep.base, *include])
@@ -79,6 +76,18 @@ def expand(sweep: Sweep, resolve: Resolve) -> list[Point]:
     _check_distinct(points)
     _check_baseline(sweep.baseline, points)
     return _with_bindings(points)
+
+
+def _cells(
+    named: Iterable[NamedPoint],
+    samples: Iterable[dict[str, Any]],
+    grid: Mapping[str, tuple[Any, ...]],
+) -> Iterator[tuple[NamedPoint, dict[str, Any], dict[str, Any]]]:
+    """(point, sample, values of the grid) in order."""
+    for point, sample in itertools.product(named, samples):
+        own = point.grid(grid)
+        for values in itertools.product(*own.values()):
+            yield point, sample, dict(zip(own, values, strict=True))
 
 
 def choose(points: Sequence[Point], index: int | None) -> list[Point]:
@@ -113,8 +122,9 @@ def _with_bindings(points: Sequence[Point]) -> list[Point]:
     ]
 
 
-def _short_names(fields: Sequence[str]) -> dict[str, str]:
+def _short_names(fields: Iterable[str]) -> dict[str, str]:
     """Field names without their section, where that says which is meant."""
+    fields = list(fields)
     tails = [field.partition(".")[2] for field in fields]
     return {f: t if tails.count(t) == 1 else f for f, t in zip(fields, tails, strict=True)}
 

@@ -3,7 +3,8 @@
   Sweep.base = 'configs/base/tiny.gin'    # the run that varies, as if included here
   Sweep.points = (
       {'name': 'Slide'},
-      {'name': 'Rec', 'include': 'configs/models/rec_fixed_skip.gin', 'Model.states': 16},
+      {'name': 'Rec', 'include': 'configs/models/rec_fixed_skip.gin', 'Model.states': 16,
+       'seeds': (0, 1, 2)},               # in place of the grid's
   )
   Sweep.grid = {'Model.window': (32, 64), 'Training.seed': (0, 1)}
   Sweep.random = {'Optimizer.learning_rate': ('log_uniform', 1e-4, 1e-2)}
@@ -27,6 +28,7 @@ from brt.bindings import Binding
 from brt.config_io import FIELDS, checked_value, nearest, suggestion, unknown_name
 from brt.errors import ConfigError
 
+SEED = "Training.seed"  # points that differ in it only are one group
 _SAMPLED_DIGITS = 4  # significant ones of a random number, so that names stay readable
 _SPLITS = ("train", "validation", "test")
 _DISTRIBUTIONS = ("uniform", "log_uniform", "integer", "choice")
@@ -38,6 +40,11 @@ class NamedPoint(NamedTuple):
     name: str
     include: tuple[str, ...]
     bindings: dict[str, Any]
+    seeds: tuple[int, ...] = ()
+
+    def grid(self, common: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+        """The sweep's grid, with the point's own seeds where it has them."""
+        return {**common, SEED: self.seeds} if self.seeds else dict(common)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +75,8 @@ class Sweep:
             if name in self.random:
                 raise ConfigError(f"{name} is in Sweep.grid and in Sweep.random; keep one")
         for point in self.points:
+            if point.seeds and SEED in point.bindings:
+                raise ConfigError(f"the point {point.name!r} has seeds and {SEED}; keep one")
             for name in point.bindings:
                 if name in self.grid or name in self.random:
                     where = "grid" if name in self.grid else "random"
@@ -162,9 +171,11 @@ def _points(where: str, value: Any) -> tuple[NamedPoint, ...]:
         bindings = {
             _known(inside, name): _value(inside, name, setting)
             for name, setting in item.items()
-            if name not in ("name", "include")
+            if name not in ("name", "include", "seeds")
         }
-        points.append(NamedPoint(item["name"], _files(f"{inside}: include", include), bindings))
+        seeds = _grid(inside, {SEED: item["seeds"]})[SEED] if "seeds" in item else ()
+        files = _files(f"{inside}: include", include)
+        points.append(NamedPoint(item["name"], files, bindings, seeds))
     return tuple(points)
 
 

@@ -59,6 +59,13 @@ SEEDS = (0, 1)
     assert len(expanded(sweeps, text, "--gin_bindings=SEEDS = (3,)")) == 2
 
 
+def test_a_point_has_seeds_of_its_own(names: Names) -> None:
+    points = "Sweep.points = ({'name': 'A', 'seeds': (1, 2)}, {'name': 'B'})\n"
+    own = ["A,seed=1", "A,seed=2"]
+    assert names(points) == [*own, "B"]
+    assert names(points + "Sweep.grid = {'Training.seed': (0,)}\n") == [*own, "B,seed=0"]
+
+
 def test_the_command_line_changes_the_base_and_what_is_not_varied(sweeps: Sweeps) -> None:
     for seed in (1, 2):
         (sweeps.directory / f"base{seed}.gin").write_text(f"Optimizer.clip_norm = {seed}.0")
@@ -131,6 +138,10 @@ def test_names_are_short_and_fit_for_file_systems(names: Names) -> None:
         ("Sweep.gird = {'Training.seed': (0,)}", "'Sweep.gird'; did you mean 'Sweep.grid'?"),
         ("Sweep.split = 'valid'", "must be one of 'train', 'validation', 'test'"),
         ("Sweep.grid = {'Training.seed': (0,)}\nSweep.baseline = 'XL'", "'XL' is no point"),
+        (
+            "Sweep.points = ({'name': 'A', 'seeds': (0,), 'Training.seed': 1},)",
+            "the point 'A' has seeds and Training.seed; keep one",
+        ),
         ("Sweep.grid = {'Training.seed': %SEED}", "uses %SEED, which is not defined"),
         ("Sweep.grid = {'Training.seed': (0,), 'Training.seed': (1,)}", "is there twice"),
         ("Sweep.grid = {'Training.seed': (0,)}\nSweep.grid = {}", "Sweep.grid is bound twice"),

@@ -11,6 +11,7 @@ does not hide the layers. The models take turns; the ratio is of the fastest rou
 import argparse
 import dataclasses
 import json
+import sys
 
 import jax
 from lm_step import Contestant
@@ -71,9 +72,11 @@ def main() -> None:
     allocator.keep_memory()
     size = dataclasses.replace(SIZES[args.size], dtype=args.dtype)
     contestants = {name: Contestant(*row(name, size, args.tokens)) for name in names}
-    for _ in range(args.rounds):
-        for contestant in contestants.values():
+    for i in range(args.rounds):
+        for name, contestant in contestants.items():
             contestant.run()
+            seconds = contestant.times[-1] / 1e3
+            print(f"round {i + 1}: {name:22} {seconds:7.1f} s", file=sys.stderr)
     rows = [figures(name, contestants, size, args.tokens) for name in names]
     device = jax.devices()[0]
     print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}, {size.dtype}")

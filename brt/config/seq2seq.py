@@ -1,0 +1,215 @@
+"""The encoder-decoder that summarises: its model, its pairs of texts, its beam search."""
+
+import dataclasses
+from typing import Literal
+
+from brt.config.checks import check, check_not_negative, check_positive
+from brt.errors import ConfigError
+
+SMALLEST_THRESHOLD = 1e-3  # of recurrent accumulate-and-fire with bounded parameters
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seq2Seq:
+    """The encoder-decoder. T5, its gated successors, LongT5 and BART differ in data."""
+
+    family: Literal["t5", "bart"] = "t5"  # t5: RMS norm before, relative bias; bart: norm after
+    encoder_layers: int = 6
+    decoder_layers: int = 6
+    model_dim: int = 512
+    heads: int = 8
+    head_dim: int = 64
+    mlp_dim: int = 2048
+    vocab_size: int = 0  # 0: the tokenizer's
+    activation: Literal["relu", "gated_gelu", "gelu"] = "relu"  # gated: tanh's gelu; gelu: exact
+    tied_logits: bool = True  # logits from the embedding; False: a matrix of their own
+    scale_logits: bool = True  # T5 v1.0 with tied logits: hidden times model_dim ** -0.5
+    # sliding and local are the same window; local is LongT5's name for it
+    encoder_attention: Literal["full", "sliding", "local", "transient_global"] = "full"
+    encoder_radius: int = 127  # positions to each side that attention reaches where it is not full
+    global_block: int = 16  # tokens that one transient global token sums
+    relative_buckets: int = 32  # T5 relative position bias
+    relative_max_distance: int = 128
+    max_positions: int = 1024  # BART's learned positions: no longer source or target
+    norm_epsilon: float = 1e-6  # BART: 1e-5
+    dropout: float = 0.1  # on embeddings, attention weights, MLP and residuals
+    attention_dropout: float = -1.0  # on attention weights; -1: as dropout
+    activation_dropout: float = -1.0  # inside the MLP; -1: as dropout
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 except on CPUs
+    remat: bool = False  # recompute a layer's activations in the backward pass
+
+    def __post_init__(self) -> None:
+        check_positive(
+            self, "encoder_layers", "decoder_layers", "model_dim", "heads", "head_dim", "mlp_dim",
+            "encoder_radius", "global_block", "max_positions", "norm_epsilon",
+        )  # fmt: skip
+        check_not_negative(self, "vocab_size")
+        check(0 <= self.dropout < 1, f"Seq2Seq.dropout = {self.dropout} must be in [0, 1)")
+        for name in ("attention_dropout", "activation_dropout"):
+            value = getattr(self, name)
+            check(
+                value == -1 or 0 <= value < 1,
+                f"Seq2Seq.{name} = {value} must be in [0, 1), or -1 for that of Seq2Seq.dropout",
+            )
+        check(
+            self.family == "t5" or self.encoder_attention != "transient_global",
+            "Seq2Seq.encoder_attention = 'transient_global' needs Seq2Seq.family = 't5'; bart has "
+            "no bias for global tokens",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CrossAttention:
+    """How the decoder reads the source (segmented recurrent transformer, section 3)."""
+
+    kind: Literal["full", "segmented", "srformer", "xl_memory", "local_global"] = "full"
+    segment_size: int = 64  # source tokens a decoder position attends to
+    q_ref: int = 128  # target length over which the segments are spread, always the same
+    index_mode: Literal["fixed", "batch", "stride"] = "fixed"  # batch: the original's, in training
+    stride: int = 8  # target tokens per segment where index_mode is stride
+    segment_count: Literal["per_example", "static"] = "per_example"  # static: of the padded batch
+    allow_skipped_segments: bool = False  # more segments than q_ref: some are never attended
+    use_segment: bool = True  # ablation I: only the recurrence
+    use_raf: bool = True  # ablation III: False: no recurrent accumulate-and-fire
+    kv_source: Literal["remaining", "segment"] = "remaining"  # ablation IV: segment
+    norm: Literal["feature", "none"] = "feature"  # ablation II: none
+    norm_epsilon: float = 1e-6
+    clamp: float = 0.0  # 0: none; the original's BART: 2
+    mix: Literal["sum", "sigma"] = "sum"  # sigma: a learned share for each part
+    leak_init: float = 0.1  # BART: 0.5
+    threshold_init: float = 0.1
+    raf_parameters: Literal["raw", "bounded"] = "raw"  # bounded: leak in (0, 1), threshold above 0
+    kernel_init: Literal["uniform", "normal"] = "uniform"  # +-head_dim ** -0.5; BART: normal, 0.02
+    raf_bias: bool = False
+    mask_kv: bool = True  # padding adds nothing to the sums; False: the original
+    memory: Literal["rnn", "identity"] = "rnn"  # of xl_memory; identity: Transformer-XL's
+    training_form: Literal["auto", "dense", "slots"] = "auto"
+    cache: Literal["auto", "table", "carry"] = "auto"  # what a decode step reads the states from
+
+    def __post_init__(self) -> None:
+        check_positive(self, "segment_size", "q_ref", "stride", "threshold_init")
+        check_not_negative(self, "norm_epsilon", "clamp")
+        check(
+            self.use_segment or self.mix == "sum",
+            "CrossAttention.use_segment = False leaves nothing to mix; "
+            "set CrossAttention.mix = 'sum'",
+        )
+        check(
+            self.raf_parameters == "raw" or 0 < self.leak_init < 1,
+            f"CrossAttention.leak_init = {self.leak_init} must be above 0 and below 1 where "
+            "CrossAttention.raf_parameters = 'bounded'",
+        )
+        check(
+            self.raf_parameters == "raw" or self.threshold_init > SMALLEST_THRESHOLD,
+            f"CrossAttention.threshold_init = {self.threshold_init} must be above "
+            f"{SMALLEST_THRESHOLD} where CrossAttention.raf_parameters = 'bounded'",
+        )
+
+    def check_lengths(self, max_source_length: int, max_target_length: int) -> None:
+        """Refuses lengths that leave segments unread, or positions behind the last segment.
+
+        Args:
+          max_source_length, max_target_length: in tokens, of the longest pair.
+
+        Raises:
+          ConfigError: naming the setting to change.
+        """
+        if self.kind == "full":
+            return
+        check(
+            self.index_mode == "stride" or max_target_length <= self.q_ref,
+            f"a target of {max_target_length} tokens is longer than CrossAttention.q_ref = "
+            f"{self.q_ref}, over which the segments are spread; set CrossAttention.q_ref = "
+            f"{max_target_length}, or Pairs.max_target_length = {self.q_ref}",
+        )
+        positions = self.q_ref
+        if self.index_mode == "stride":
+            positions = -(-max_target_length // self.stride)
+        segments = -(-max_source_length // self.segment_size)
+        if segments <= positions or self.allow_skipped_segments:
+            return
+        size = -(-max_source_length // positions)
+        stride = self.index_mode == "stride"
+        more = "a smaller CrossAttention.stride" if stride else f"CrossAttention.q_ref = {segments}"
+        raise ConfigError(
+            f"a source of {max_source_length} tokens has {segments} segments, of which the "
+            f"decoder would read only {positions}; set CrossAttention.segment_size = {size} or "
+            f"{more}, or allow it by CrossAttention.allow_skipped_segments = True"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """Where documents with their summaries come from and how they become tokens.
+
+    A source is a .jsonl, .csv or .parquet file (the first two also as .gz, .xz, .zst), a
+    directory or glob of them, `corpus:NAME/SPLIT` (embedded), or `tfds:NAME/SPLIT` (prepared
+    on this machine, see `brt.prepare --pairs`).
+    """
+
+    train: tuple[str, ...] = ("corpus:summaries/train",)
+    validation: tuple[str, ...] = ("corpus:summaries/validation",)
+    test: tuple[str, ...] = ("corpus:summaries/test",)
+    source_field: str = ""  # the column of documents; "": one of the usual names
+    target_field: str = ""  # the column of summaries; "": one of the usual names
+    id_field: str = ""  # the column of ids; "": `id` where there is one, else the row's number
+    tokenizer: str = "train:4000"  # path/to/spiece.model | path/to/tokenizer.json | train:SIZE
+    prefix: str = ""  # put before every document; T5's is "summarize: "
+    max_source_length: int = 1024  # tokens, the end included
+    max_target_length: int = 128
+    truncation: Literal["error", "head", "head_tail"] = (
+        "head"  # of longer documents; summaries: head
+    )
+    buckets: tuple[int, ...] = ()  # source lengths that batches are padded to; (): one
+    errors: Literal["refuse", "skip"] = "refuse"  # rows that are empty, damaged or not UTF-8
+    cache_dir: str = ""  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
+    shuffle: bool = True  # pairs in a new order every epoch
+
+    def __post_init__(self) -> None:
+        check(bool(self.train), "Pairs.train names no source")
+        for name in ("max_source_length", "max_target_length"):
+            value = getattr(self, name)
+            check(value >= 3, f"Pairs.{name} = {value} must be at least 3: begin, a token, end")
+        check(
+            not self.buckets
+            or (min(self.buckets) > 0 and list(self.buckets) == sorted({*self.buckets})),
+            f"Pairs.buckets = {self.buckets} must ascend and be above 0",
+        )
+        check(
+            not self.buckets or self.buckets[-1] == self.max_source_length,
+            f"Pairs.buckets = {self.buckets} must end with Pairs.max_source_length = "
+            f"{self.max_source_length}",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How summaries are written: greedy with one beam, beam search with more.
+
+    Lengths count the start token, as in Hugging Face's `generate`. `early_stopping` says when a
+    document is done, once it has `beams` finished texts: `yes` at once, `heuristic` when no
+    unfinished one has a better score at its present length, `never` when none could have one at
+    any length; the names there are True, False and "never".
+    """
+
+    beams: int = 1
+    penalty: Literal["hf", "t5x"] = "hf"  # score: log p / n ** p | log p / ((5 + n) / 6) ** p
+    length_penalty: float = 1.0  # p above; n counts written tokens; above 0 favours longer texts
+    early_stopping: Literal["yes", "heuristic", "never"] = "yes"
+    max_length: int = 128  # tokens at most
+    min_length: int = 0  # tokens at least, the end not counted
+    no_repeat_ngram: int = 0  # a text never repeats so many tokens; 0: it may
+    batch_size: int = 16  # documents side by side
+
+    def __post_init__(self) -> None:
+        check_positive(self, "beams", "max_length", "batch_size")
+        check_not_negative(self, "min_length", "no_repeat_ngram")
+        check(
+            self.max_length > 1,
+            f"Decoding.max_length = {self.max_length} must be above 1: it counts the start token",
+        )
+        check(
+            self.min_length < self.max_length,
+            f"Decoding.min_length = {self.min_length} must be below "
+            f"Decoding.max_length = {self.max_length}",
+        )

@@ -1,0 +1,119 @@
+"""Training, what is done with the result, and the devices."""
+
+import dataclasses
+from typing import Literal
+
+from brt.config.checks import check, check_not_negative, check_positive
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """How long, how much at a time, and what happens on the way."""
+
+    steps: int = 100_000
+    batch_size: int = 32  # lanes, over all devices and hosts
+    segment_length: int = 4096  # tokens of a lane per step; a multiple of Model.window
+    gradient_accumulation: int = 1  # parts into which the lanes of a step are cut
+    loss_chunk: int = 1024  # tokens of a lane whose logits exist at a time
+    seed: int = 0
+    log_every: int = 50  # steps
+    evaluate_every: int = 1000  # steps; 0: never
+    sample_every: int = 1000  # steps; 0: never
+    probe_every: int = 1000  # steps; figures of the recurrent states, at next to no cost; 0: never
+    plots: bool = True  # draw plots/ at the end
+
+    def __post_init__(self) -> None:
+        check_positive(
+            self, "steps", "batch_size", "segment_length", "gradient_accumulation", "loss_chunk",
+            "log_every",
+        )  # fmt: skip
+        check_not_negative(self, "evaluate_every", "sample_every", "probe_every")
+        check(
+            self.batch_size % self.gradient_accumulation == 0,
+            f"Training.batch_size = {self.batch_size} must be a multiple of "
+            f"Training.gradient_accumulation = {self.gradient_accumulation}",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Adafactor as in the paper, or AdamW; and the learning rate over time."""
+
+    name: Literal["adafactor", "adamw"] = "adafactor"
+    learning_rate: float = 1.0  # Adafactor: relative to a parameter's own scale
+    schedule: Literal["rsqrt", "cosine", "linear", "constant"] = "rsqrt"
+    warmup_steps: int = 1000
+    final_learning_rate: float = 0.0  # where cosine and linear end, at Training.steps
+    momentum: float = 0.9  # Adafactor; 0: none
+    second_moment_decay: float = 0.8  # Adafactor: 1 - t ** -decay
+    min_dim_size_to_factor: int = 128  # Adafactor: smaller matrices keep full second moments
+    b1: float = 0.9  # AdamW
+    b2: float = 0.98  # AdamW
+    weight_decay: float = 0.0  # AdamW, on matrices
+    clip_norm: float = 0.0  # global gradient norm; 0: no clipping
+
+    def __post_init__(self) -> None:
+        check_positive(self, "learning_rate", "min_dim_size_to_factor")
+        check_not_negative(
+            self, "warmup_steps", "final_learning_rate", "momentum", "weight_decay", "clip_norm"
+        )
+        for name in ("momentum", "second_moment_decay", "b1", "b2"):
+            value = getattr(self, name)
+            check(0 <= value < 1, f"Optimizer.{name} = {value} must be in [0, 1)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """When to save and what to keep. The last step is always saved."""
+
+    every: int = 1000  # steps; 0: only the last
+    keep: int = 3  # newest checkpoints kept
+    keep_every: int = 0  # steps; checkpoints at its multiples are kept for good; 0: none
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "every", "keep_every")
+        check_positive(self, "keep")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """How held-out documents are read."""
+
+    batch_size: int = 8  # documents read side by side
+    segment_length: int = 0  # tokens at a time; 0: Training.segment_length
+    tokens_per_document: int = 0  # before the last step: read only the first so many; 0: all
+
+    def __post_init__(self) -> None:
+        check_positive(self, "batch_size")
+        check_not_negative(self, "segment_length", "tokens_per_document")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How text is drawn from the model."""
+
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    max_tokens: int = 256  # of the samples drawn while training
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "temperature", "top_k")
+        check_positive(self, "max_tokens")
+        check(0 < self.top_p <= 1, f"Sampling.top_p = {self.top_p} must be in (0, 1]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Devices along each axis of the mesh."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    sequence: int = 1
+
+    def __post_init__(self) -> None:
+        check_positive(self, "data", "fsdp", "tensor", "sequence")
+        for name in ("fsdp", "tensor", "sequence"):
+            value = getattr(self, name)
+            check(value == 1, f"Mesh.{name} = {value} is not built yet; use Mesh.data")
