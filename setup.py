@@ -1,4 +1,4 @@
-"""The package: pure Python, with the .gin files and the embedded books inside.
+"""The package: pure Python, with the .gin files and the embedded texts inside.
 
 Every dependency has a lower bound (the oldest that the tests ran with) and an upper one
 (the next release that may break), so that an install of today still works in a year.
@@ -22,8 +22,10 @@ INSTALL = [
     "tensorflow-datasets>=4.9.10,<5",  # PG-19 and others by name; needs no TensorFlow
     "array_record>=0.8,<1",  # the files that tensorflow-datasets reads without TensorFlow
     "sentencepiece>=0.2.3,<0.3",  # subword tokenizers; older ones crash on crafted models
+    "tokenizers>=0.23,<0.24",  # tokenizer.json files: BART's byte-level BPE, T5's
     "protobuf>=4.21,<8",  # sentencepiece models are edited through it; it does not declare it
     "importlib_resources>=6,<8",  # tensorflow-datasets builds some datasets with it, undeclared
+    "safetensors>=0.8,<0.9",  # checkpoints of Hugging Face, read and written without torch
     "gin-config>=0.5,<0.6",  # the grammar of the .gin files
     "clu>=0.0.12,<0.1",  # parameter overview, metrics, profiler hooks
     "tensorboardX>=2.6,<3",  # event files without TensorFlow
@@ -35,6 +37,7 @@ INSTALL = [
 
 EXTRAS = {
     "zstd": ["zstandard>=0.23,<1"],  # documents in .zst
+    "parquet": ["pyarrow>=20,<27"],  # pairs in .parquet
     "test": [
         "pytest>=8.3,<10",
         "pytest-xdist>=3.6,<4",  # several processes
@@ -42,6 +45,8 @@ EXTRAS = {
         "ruff>=0.12,<1",  # make lint
         "setuptools>=77,<90",  # tests build the wheel without asking the network
         "zstandard>=0.23,<1",  # tests read .zst
+        "pyarrow>=20,<27",  # tests read .parquet
+        "rouge-score>=0.1.2,<0.2",  # the oracle of our own ROUGE; built from source
     ],
 }
 

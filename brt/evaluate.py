@@ -25,8 +25,8 @@ def main(args: argparse.Namespace) -> None:
     workdir, found, config = saved.load_config(Path(args.workdir), args.step)
     config = command_line.resolve(args, base=config).config
     model = saved.load(workdir, found, config)
-    report = job.evaluate(model, args.split, args.ablate)
-    print(job.text(model, args.split, report))
+    report, text = job.evaluate(model, args.split, args.ablate)
+    print(text)
     if args.json:
         command_line.write_json(args.json, report)
 

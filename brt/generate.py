@@ -1,8 +1,9 @@
-"""Continues a text with a trained model, with a memory of constant size.
+"""Continues a text with a trained model, with a memory of constant size; a summariser's summary.
 
 python -m brt.generate --workdir=runs/quickstart --prompt='It was late' --max_tokens=500
 python -m brt.generate --workdir=runs/a --prompt_file=chapter1.txt --save_state=s.npz
 python -m brt.generate --workdir=runs/a --load_state=s.npz --max_tokens=2000
+python -m brt.generate --workdir=runs/summaries --prompt_file=report.txt   # Decoding.* says how
 """
 
 import argparse
@@ -25,6 +26,10 @@ def main(args: argparse.Namespace) -> None:
     prompt = job.read_prompt(args.prompt, args.prompt_file, bool(args.load_state))
     workdir, found, config = saved.load_config(Path(args.workdir), args.step)
     config = command_line.resolve(args, base=config).config
+    if config.training.objective == "seq2seq":
+        _refuse_sampling(args)
+        print(job.summary(saved.load(workdir, found, config), prompt))
+        return
     sampling = job.sampling_with(
         config.sampling, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p
     )
@@ -35,6 +40,15 @@ def main(args: argparse.Namespace) -> None:
         model, tokenizer, prompt, max_tokens=args.max_tokens, seed=args.seed,
         load_state=args.load_state, save_state=args.save_state,
     )  # fmt: skip
+
+
+def _refuse_sampling(args: argparse.Namespace) -> None:
+    for name in ("temperature", "top_k", "top_p", "save_state", "load_state"):
+        if getattr(args, name) is not None:
+            raise ConfigError(
+                f"--{name} is for language models; a summary is written as Decoding says: "
+                "--gin_bindings='Decoding.beams = 4'"
+            )
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,46 +1,149 @@
-"""Turns documents into token stores that training reads.
+"""Turns documents into token stores, and published summaries into TensorFlow datasets.
 
-python -m brt.prepare --documents 'books/*.txt' --tokenizer train:32000 --output data/books
+Documents, for language models:
+  python -m brt.prepare --documents 'books/*.txt' --tokenizer train:32000 --output data/books
+
+Documents with summaries, from what their makers publish, read from this machine:
+  python -m brt.prepare --pairs cnn_dailymail --raw downloads/cnn_dailymail
+
+One's own, from .jsonl, .csv or .parquet (which training also reads as they are):
+  python -m brt.prepare --pairs files --name minutes --train a.jsonl b.csv --test c.parquet
+
+What --raw has to hold:
+  cnn_dailymail  cnn/stories/ dailymail/stories/ all_train.txt all_val.txt all_test.txt
+  xsum           XSum-TRAINING-DEV-TEST-SPLIT-90-5-5.json, and bbc-summary-data/ or
+                 xsum-extracts-from-downloads/; or train.jsonl validation.jsonl test.jsonl
+  arxiv, pubmed  train.txt val.txt test.txt (lines with article_text, abstract_text)
+  media_sum      news_dialogue.json train_val_test_split.json
 """
 
 import argparse
+import re
+import shlex
+from pathlib import Path
 
 from brt import command_line, config
 from brt.data import preparation
+from brt.data.pairs import sources
+from brt.data.pairs.columns import Columns
+from brt.data.pairs.raw import datasets, tables
+from brt.data.pairs.raw.datasets import Dataset
+from brt.errors import ConfigError
+
+KINDS = (*datasets.RAW, "files")
+COMMON = {"validation", "test", "output", "errors"}
+DOCUMENTS = COMMON | {
+    "documents", "tokenizer", "text_field", "validation_fraction", "test_fraction",
+}  # fmt: skip
+FILES = COMMON | {"pairs", "name", "train", "source_field", "target_field", "id_field"}
+RAW = {"pairs", "raw", "output", "errors"}
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """The flags; those that are not given are absent."""
     defaults = config.Data()
     flags = command_line.parser(__doc__)
-    flags.add_argument("--documents", nargs="+", required=True, metavar="SOURCE",
-                       help="file, directory, glob, corpus:NAME or tfds:NAME/SPLIT")  # fmt: skip
-    flags.add_argument("--validation", nargs="+", default=[], metavar="SOURCE",
-                       help="default: a part of --documents")  # fmt: skip
-    flags.add_argument("--test", nargs="+", default=[], metavar="SOURCE", help="the same")
-    flags.add_argument("--tokenizer", default=defaults.tokenizer,
-                       help="bytes, path/to/file.model or train:VOCAB_SIZE")  # fmt: skip
-    flags.add_argument("--output", required=True, metavar="DIRECTORY")
-    flags.add_argument("--text_field", default=defaults.text_field)
-    flags.add_argument("--errors", choices=["strict", "replace"], default=defaults.errors)
-    flags.add_argument("--validation_fraction", type=float, default=defaults.validation_fraction)
-    flags.add_argument("--test_fraction", type=float, default=defaults.test_fraction)
+    flags.argument_default = argparse.SUPPRESS
+    what = flags.add_mutually_exclusive_group(required=True)
+    what.add_argument("--documents", nargs="+", metavar="SOURCE",
+                      help="file, directory, glob, corpus:NAME or tfds:NAME/SPLIT")  # fmt: skip
+    what.add_argument("--pairs", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
+    both = flags.add_argument_group("both")
+    both.add_argument("--validation", nargs="+", metavar="SOURCE",
+                      help="default: a part of --documents; with --pairs: none")  # fmt: skip
+    both.add_argument("--test", nargs="+", metavar="SOURCE", help="the same")
+    both.add_argument("--output", metavar="DIRECTORY",
+                      help="default with --pairs: $TFDS_DATA_DIR, else TFDS's own")  # fmt: skip
+    both.add_argument("--errors", choices=["strict", "replace", "refuse", "skip"],
+                      help="documents that are not UTF-8: strict (default) or replace; bad pairs: "
+                      "refuse (default) or skip")  # fmt: skip
+    documents = flags.add_argument_group("with --documents")
+    documents.add_argument("--tokenizer", help="bytes (default), path/to/file.model or "
+                           "train:VOCAB_SIZE")  # fmt: skip
+    documents.add_argument("--text_field", help=f"default: {defaults.text_field}")
+    for split in ("validation", "test"):
+        default = getattr(defaults, f"{split}_fraction")
+        documents.add_argument(f"--{split}_fraction", type=float, help=f"default: {default}")
+    pairs = flags.add_argument_group("with --pairs")
+    pairs.add_argument("--raw", metavar="DIRECTORY", help="what was downloaded, unpacked")
+    pairs.add_argument("--name", help="of the dataset that --pairs files makes")
+    pairs.add_argument("--train", nargs="+", metavar="SOURCE", help="for --pairs files")
+    for field, what_for in (("source", "documents"), ("target", "summaries"), ("id", "ids")):
+        pairs.add_argument(f"--{field}_field", metavar="COLUMN",
+                           help=f"of {what_for}; default: a usual name")  # fmt: skip
     return flags
 
 
 def main(args: argparse.Namespace) -> None:
-    """Prepares the corpus and prints what it is made of."""
-    data = config.Data(
-        train=tuple(args.documents), validation=tuple(args.validation), test=tuple(args.test),
-        tokenizer=args.tokenizer, text_field=args.text_field, errors=args.errors,
-        validation_fraction=args.validation_fraction, test_fraction=args.test_fraction,
-    )  # fmt: skip
-    corpus = preparation.prepare(data, args.output)
+    """Prepares what is asked for and prints what it is made of."""
+    if "documents" in args:
+        _check(args, "--documents", DOCUMENTS, needed=("output",), errors=("strict", "replace"))
+        _documents(args)
+        return
+    raw = args.pairs != "files"
+    needed = ("raw",) if raw else ("name", "train")
+    _check(args, f"--pairs {args.pairs}", RAW if raw else FILES, needed, ("refuse", "skip"))
+    if raw:
+        dataset = datasets.RAW[args.pairs]
+        splits = dataset.read(Path(args.raw).expanduser())
+    else:
+        if not re.fullmatch("[a-z][a-z0-9_]*", args.name):
+            raise ConfigError(f"--name {args.name} must be small letters, digits and underscores")
+        dataset = Dataset(args.name, "1.0.0")
+        columns = Columns(*(getattr(args, f"{f}_field", "") for f in ("source", "target", "id")))
+        splits = {
+            split: map(tables.example, sources.read(getattr(args, split), columns))
+            for split in ("train", "validation", "test")
+            if split in args
+        }
+    _pairs(args, dataset, splits)
+
+
+def _check(
+    args: argparse.Namespace,
+    mode: str,
+    known: set[str],
+    needed: tuple[str, ...],
+    errors: tuple[str, ...],
+) -> None:
+    """Refuses flags that this kind of preparation would not look at."""
+    for flag in vars(args):
+        if flag not in known:
+            raise ConfigError(f"--{flag} has no meaning with {mode} (--help lists the flags)")
+    for flag in needed:
+        if flag not in args:
+            raise ConfigError(f"{mode} needs --{flag} (--help lists the flags)")
+    if getattr(args, "errors", errors[0]) not in errors:
+        raise ConfigError(f"--errors with {mode} is {' or '.join(errors)}, not {args.errors}")
+
+
+def _documents(args: argparse.Namespace) -> None:
+    given = {
+        flag: value for flag, value in vars(args).items() if flag not in ("documents", "output")
+    }
+    for split in ("validation", "test"):
+        given[split] = tuple(given.get(split, ()))
+    corpus = preparation.prepare(config.Data(train=tuple(args.documents), **given), args.output)
     print(preparation.summary(corpus))
     print(
         f"\nTrain on it with\n  python -m brt.train --gin_file=FILE --workdir=DIRECTORY "
         f"--gin_bindings='Data.store = \"{args.output}\"'"
     )
+
+
+def _pairs(args: argparse.Namespace, dataset: Dataset, splits: datasets.Splits) -> None:
+    directory = Path(getattr(args, "output", "") or datasets.default_directory()).expanduser()
+    errors = getattr(args, "errors", "refuse")
+    tallies = datasets.write(dataset, splits, directory, errors=errors)
+    for split, tally in tallies.items():
+        left_out = f" ({tally.described()})" if tally.bad else ""
+        print(f"{split}: {tally.rows - tally.bad:,} pairs{left_out}")
+    print(f"\nwritten to {directory / dataset.path}; a .gin file reads it with\n")
+    for split in tallies:
+        setting = "validation" if split == "val" else split
+        print(f'  Pairs.{setting} = ("tfds:{dataset.tfds_name}/{split}",)')
+    if directory != datasets.default_directory():
+        print(f"\nwhile TFDS_DATA_DIR={shlex.quote(str(directory.absolute()))} is exported")
 
 
 if __name__ == "__main__":

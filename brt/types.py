@@ -7,6 +7,7 @@
     H  heads                          K  size of a head
     D  model width                    F  hidden width of the feed-forward layer
     V  vocabulary                     Z  the cached block and the segment (W + T)
+    X  tokens of a document that is summarised (its summary: T)
 
 The same letters stand in jaxtyping annotations, in einsums and in docstrings.
 """
@@ -33,3 +34,23 @@ class Batch(NamedTuple):
     targets: Tokens
     scored: Bool[Array, "B T"]
     document_start: DocumentStart
+
+
+class PairBatch(NamedTuple):
+    """Documents with their summaries. NumPy on the host, jax arrays in a step.
+
+    Attributes:
+      source: int32 [B, X], the document, its end token included; the padding id behind.
+      source_mask: bool [B, X], False on padding; nowhere True in an empty row.
+      target_in: int32 [B, T], the decoder's inputs: the start token, then `target_out`.
+      target_out: int32 [B, T], the summary, its end token included; the padding id behind.
+      scored: bool [B, T], False on padding.
+      row: int32 [B], the pair's place in its store; -1 in an empty row.
+    """
+
+    source: Int[Array, "B X"]
+    source_mask: Bool[Array, "B X"]
+    target_in: Tokens
+    target_out: Tokens
+    scored: Bool[Array, "B T"]
+    row: Int[Array, " B"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = {"train", "evaluate", "generate", "prepare", "inspect", "sweep", "plan"}
+COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "sweep", "plan"}
 LAYERS = (
     {"allocator", "errors", "types"},
     {"config"},

@@ -37,24 +37,10 @@ class Config:
     decoding: Decoding = Decoding()
 
     def __post_init__(self) -> None:
-        window = self.model.window
-        for name, length in (
-            ("Training.segment_length", self.training.segment_length),
-            ("Evaluation.segment_length", self.evaluation_segment_length),
-        ):
-            check(
-                length % window == 0,
-                f"{name} = {length} must be a multiple of Model.window = {window}; "
-                f"set it to {max(length // window, 1) * window}",
-            )
-        for name, length in (
-            ("Training.segment_length", self.training.segment_length),
-            ("Evaluation.segment_length", self.evaluation_segment_length),
-        ):
-            check(
-                not self.model.memorizing_layers or self.model.memory_size >= length,
-                f"Model.memory_size = {self.model.memory_size} must not be below {name} = {length}",
-            )
+        if self.training.objective == "seq2seq":
+            self._check_pairs()
+        else:
+            self._check_segments()
         lanes = self.training.batch_size // self.training.gradient_accumulation
         check(
             lanes % self.mesh.data == 0,
@@ -63,10 +49,47 @@ class Config:
         )
         check(
             self.optimizer.schedule not in ("cosine", "linear")
+            or bool(self.training.epochs)  # the steps are not known yet
             or self.optimizer.warmup_steps < self.training.steps,
             f"Optimizer.warmup_steps = {self.optimizer.warmup_steps} must be below "
             f"Training.steps = {self.training.steps}",
         )
+
+    def _check_segments(self) -> None:
+        model = self.model
+        check(
+            not self.training.init_from,
+            f"Training.init_from = {self.training.init_from!r} is for Training.objective = "
+            "'seq2seq'; a language model starts from random weights",
+        )
+        for name, length in (
+            ("Training.segment_length", self.training.segment_length),
+            ("Evaluation.segment_length", self.evaluation_segment_length),
+        ):
+            check(
+                length % model.window == 0,
+                f"{name} = {length} must be a multiple of Model.window = {model.window}; "
+                f"set it to {max(length // model.window, 1) * model.window}",
+            )
+            check(
+                not model.memorizing_layers or model.memory_size >= length,
+                f"Model.memory_size = {model.memory_size} must not be below {name} = {length}",
+            )
+
+    def _check_pairs(self) -> None:
+        pairs, model = self.pairs, self.seq2seq
+        self.cross_attention.check_lengths(pairs.max_source_length, pairs.max_target_length)
+        for name, length in (
+            ("Pairs.max_source_length", pairs.max_source_length),
+            ("Pairs.max_target_length", pairs.max_target_length),
+            ("Decoding.max_length", self.decoding.max_length),
+        ):
+            check(
+                model.family != "bart" or length <= model.max_positions,
+                f"{name} = {length} is above Seq2Seq.max_positions = {model.max_positions}, the "
+                "positions that BART knows; lower it, or raise that (brt.convert extends the "
+                "positions of weights with --extend_positions)",
+            )
 
     @property
     def evaluation_segment_length(self) -> int:

@@ -10,10 +10,14 @@ from brt.config.checks import check, check_not_negative, check_positive
 class Training:
     """How long, how much at a time, and what happens on the way."""
 
+    objective: Literal["language_modeling", "seq2seq"] = "language_modeling"  # what is learned
     steps: int = 100_000
+    epochs: float = 0.0  # passes over the training data, in place of steps; 0: as steps say
+    init_from: str = ""  # seq2seq: weights that brt.convert wrote; "": random ones
     batch_size: int = 32  # lanes, over all devices and hosts
     segment_length: int = 4096  # tokens of a lane per step; a multiple of Model.window
     gradient_accumulation: int = 1  # parts into which the lanes of a step are cut
+    label_smoothing: float = 0.0  # of each target's probability, divided over all tokens
     loss_chunk: int = 1024  # tokens of a lane whose logits exist at a time
     seed: int = 0
     log_every: int = 50  # steps
@@ -27,7 +31,11 @@ class Training:
             self, "steps", "batch_size", "segment_length", "gradient_accumulation", "loss_chunk",
             "log_every",
         )  # fmt: skip
-        check_not_negative(self, "evaluate_every", "sample_every", "probe_every")
+        check_not_negative(self, "epochs", "evaluate_every", "sample_every", "probe_every")
+        check(
+            0 <= self.label_smoothing < 1,
+            f"Training.label_smoothing = {self.label_smoothing} must be in [0, 1)",
+        )
         check(
             self.batch_size % self.gradient_accumulation == 0,
             f"Training.batch_size = {self.batch_size} must be a multiple of "
@@ -81,6 +89,7 @@ class Evaluation:
 
     batch_size: int = 8  # documents read side by side
     segment_length: int = 0  # tokens at a time; 0: Training.segment_length
+    rouge: Literal["hf", "t5", "longt5"] = "hf"  # how summaries are scored
     tokens_per_document: int = 0  # before the last step: read only the first so many; 0: all
 
     def __post_init__(self) -> None:

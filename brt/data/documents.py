@@ -50,7 +50,7 @@ def _read_file(file: File, field: str, errors: str) -> Iterator[Document]:
     for ending in sources.COMPRESSED:
         name = name.removesuffix(ending)
     if name.endswith(".jsonl"):
-        pairs = records.jsonl(file, _content(file), field=field, errors=errors)
+        pairs = records.jsonl(file, content(file), field=field, errors=errors)
     elif ".array_record" in name:
         pairs = records.array_record(file, field=field, errors=errors)
     else:
@@ -78,7 +78,7 @@ def _text(file: File, errors: str) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     offset = 0  # of the first byte that the decoder has not turned into text yet
     first = True
-    for data in _ended(_content(file)):
+    for data in _ended(content(file)):
         pending = decoder.getstate()[0]
         try:
             text = decoder.decode(data, final=not data)
@@ -97,7 +97,7 @@ def _ended(data: Iterable[bytes]) -> Iterator[bytes]:
     yield b""
 
 
-def _content(file: File) -> Iterator[bytes]:
+def content(file: File) -> Iterator[bytes]:
     """The decompressed bytes of a file."""
     try:
         with open(file.path, "rb") as raw:

@@ -13,14 +13,14 @@ import dataclasses
 import functools
 import heapq
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from brt.data import blocks
 from brt.data.token_store import TokenStore
 from brt.errors import ConfigError
-from brt.types import Batch
+from brt.types import Batch, PairBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,7 +50,7 @@ class LaneReader:
         return 1 << 62
 
     def __getitem__(self, step: int) -> Batch:
-        epoch, segment = divmod(step, self.segments_per_epoch)
+        epoch, segment = divmod(step, self.steps_per_epoch)
         order, begins = self._layout(epoch)
         rows = range(self.batch_size) if self.lanes is None else self.lanes
         lane, total = np.array(rows, np.int64)[:, None], begins[-1]
@@ -65,7 +65,7 @@ class LaneReader:
         return batch._replace(document_start=batch.document_start | (in_lane == 0))
 
     @functools.cached_property
-    def segments_per_epoch(self) -> int:
+    def steps_per_epoch(self) -> int:
         """Steps that read every document once."""
         total = int(blocks.block_counts(self.store.lengths, self.window).sum())
         per_lane = -(-total // self.batch_size)
@@ -73,7 +73,7 @@ class LaneReader:
 
     def epoch(self, step: int) -> float:
         """How often the documents have been read before `step`."""
-        return step / self.segments_per_epoch
+        return step / self.steps_per_epoch
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -97,10 +97,23 @@ class LaneReader:
         return layout
 
 
-class BatchIterator(Iterator[Batch]):
+@runtime_checkable
+class Reader(Protocol):
+    """What can be iterated: `reader[step]` is a pure function of the step and `identity`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, step: int) -> Batch | PairBatch: ...
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that decides what a step reads; JSON."""
+
+
+class BatchIterator(Iterator[Batch | PairBatch]):
     """Batches from a step on, built ahead in a thread; its state is small JSON."""
 
-    def __init__(self, reader: LaneReader, start_step: int, prefetch: int):
+    def __init__(self, reader: Reader, start_step: int, prefetch: int):
         import grain  # a second and a half: not for commands that only evaluate
 
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
@@ -108,7 +121,7 @@ class BatchIterator(Iterator[Batch]):
         self._batches = iter(grain.MapDataset.source(reader).to_iter_dataset(options))
         self._batches.set_state({"next_index": start_step})
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Batch | PairBatch:
         return next(self._batches)
 
     def get_state(self) -> dict[str, Any]:
@@ -138,7 +151,7 @@ class BatchIterator(Iterator[Batch]):
         self._batches.close()
 
 
-def iterate(reader: LaneReader, start_step: int = 0, prefetch: int = 2) -> BatchIterator:
+def iterate(reader: Reader, start_step: int = 0, prefetch: int = 2) -> BatchIterator:
     """The batches of `reader` from `start_step` on, `prefetch` of them built ahead."""
     return BatchIterator(reader, start_step, prefetch)
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,15 +66,27 @@ def prepare(data: config.Data, output: Path | str | None = None, progress: bool 
     if data.store:
         return open_corpus(Path(data.store))
     hashes = {split: sources.hashes(getattr(data, split)) for split in SPLITS}
-    _refuse_shared(hashes)
+    refuse_shared(hashes)
     key = _key(data, hashes)
     directory = cache_directory(data) / key[:32] if output is None else Path(output)
+    make(directory, key, lambda temporary: _build(data, temporary, key, hashes, progress))
+    return open_corpus(directory)
+
+
+def make(directory: Path, key: str, build: Callable[[Path], Any]) -> None:
+    """Makes a prepared corpus with this key, unless it exists.
+
+    Args:
+      build: fills the directory that it is given; writes the key into the manifest.
+
+    Raises:
+      DataError: `directory` holds something else.
+    """
     if not _occupied(directory):
         with manifests.atomic_directory(directory) as temporary:
-            _build(data, temporary, key, hashes, progress)
+            build(temporary)
     if _existing_key(directory) != key:
         raise DataError(f"{directory} holds something else; delete it or name another directory")
-    return open_corpus(directory)
 
 
 def open_corpus(directory: Path) -> Corpus:
@@ -101,7 +113,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifests.read(directory / MANIFEST)
 
 
-def cache_directory(data: config.Data) -> Path:
+def cache_directory(data: config.Data | config.Pairs) -> Path:
     """Where corpora are kept that nobody gave a place."""
     if data.cache_dir:
         return Path(data.cache_dir).expanduser()
@@ -137,16 +149,16 @@ def _existing_key(directory: Path) -> str | None:
         return None
 
 
-def _refuse_shared(hashes: Mapping[str, Sequence[FileHash]]) -> None:
-    """A text in two splits makes every held-out number wrong."""
+def refuse_shared(hashes: Mapping[str, Sequence[FileHash]], section: str = "Data") -> None:
+    """Raises DataError for a file in two splits, which makes every held-out number wrong."""
     seen: dict[str, tuple[str, str]] = {}
     for split, files in hashes.items():
         for file in files:
             other, name = seen.setdefault(file.sha256, (split, file.name))
             if other != split and not file.name.startswith("tfds:"):
                 raise DataError(
-                    f"{file.name} of Data.{split} has the same content as {name} of Data.{other}; "
-                    "take it out of one of them"
+                    f"{file.name} of {section}.{split} has the same content as {name} of "
+                    f"{section}.{other}; take it out of one of them"
                 )
 
 
@@ -171,7 +183,7 @@ def _build(
                 directory / split, found, tokenizer, settings=settings, progress=bar.update
             )
         counts = store.manifest
-        _say(
+        say(
             f"prepared {split}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, "
             f"{counts['tokens']:,} tokens",
             progress and not sys.stderr.isatty(),
@@ -185,7 +197,8 @@ def _bar(text: str, size: int | None, progress: bool) -> tqdm:
     return tqdm(desc=text, total=size, unit="B", unit_scale=True, disable=hidden)
 
 
-def _say(text: str, progress: bool) -> None:
+def say(text: str, progress: bool) -> None:
+    """A line on stderr."""
     if progress:
         print(text, file=sys.stderr, flush=True)
 
@@ -197,7 +210,7 @@ def _make_tokenizer(
     coverage = None
     path = directory / "tokenizer.model"
     if size := tokenizer_training.vocabulary_size(data.tokenizer):
-        _say(f"training a tokenizer of {size} pieces", progress)
+        say(f"training a tokenizer of {size} pieces", progress)
         texts = (document.chunks for document in plan.documents("train"))
         coverage = tokenizer_training.train_sentencepiece(texts, size, path, seed=SEED)
         tokenizer = tokenizers.load(str(path))

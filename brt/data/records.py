@@ -16,7 +16,7 @@ READ_RECORDS = 64  # ArrayRecord records fetched at a time
 
 def jsonl(file: File, data: Iterable[bytes], *, field: str, errors: str) -> Iterator[tuple]:
     """Yields (name, text) of every line of the file's content; empty lines are skipped."""
-    for number, line in enumerate(_lines(data), 1):
+    for number, line in enumerate(lines(data), 1):
         if line.strip():
             name = f"{file.name}:{number}"
             yield name, _json_text(name, line, field, errors)
@@ -101,7 +101,8 @@ def _field(name: str, example: Any, field: str) -> str | bytes:
     return value
 
 
-def _lines(data: Iterable[bytes]) -> Iterator[bytes]:
+def lines(data: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of what comes in parts, without their newlines; the last may be empty."""
     parts: list[bytes] = []  # of a line that is not complete yet
     for chunk in data:
         first, *rest = chunk.split(b"\n")

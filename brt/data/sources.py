@@ -9,7 +9,7 @@ Any text or JSONL file may be compressed (.gz, .xz, .zst).
 
 import glob
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,27 +34,30 @@ class FileHash(NamedTuple):
     sha256: str
 
 
-def files(source: str) -> list[File]:
+def files(source: str, endings: Sequence[str] = (".txt",)) -> list[File]:
     """The files behind `source`, in reading order.
+
+    Args:
+      endings: of the files that are taken out of directories.
 
     Raises:
       DataError: there is none.
     """
     if source.startswith("corpus:"):
-        return _corpus_files(source)
+        return _corpus_files(source, endings)
     if source.startswith("tfds:"):
         return [
             File(f"{source} {path.name}", path) for path in map(Path, tfds_data(source).filepaths)
         ]
     path = Path(source).expanduser()
     if path.exists():
-        return _path_files(path)
+        return _path_files(path, endings)
     if not glob.has_magic(source):
         raise DataError(f"{source} does not exist")
     matches = sorted(glob.glob(str(path), recursive=True))
     if not matches:
         raise DataError(f"the pattern {source} matches no file")
-    return [file for match in matches for file in _path_files(Path(match))]
+    return [file for match in matches for file in _path_files(Path(match), endings)]
 
 
 def sha256(path: Path) -> str:
@@ -63,10 +66,10 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def hashes(sources: Sequence[str]) -> list[FileHash]:
+def hashes(sources: Sequence[str], endings: Sequence[str] = (".txt",)) -> list[FileHash]:
     """Reads every file of `sources` once; a changed file has another hash."""
     result = []
-    for file in (file for source in sources for file in files(source)):
+    for file in (file for source in sources for file in files(source, endings)):
         try:
             result.append(FileHash(file.name, file.path.stat().st_size, sha256(file.path)))
         except OSError as error:
@@ -95,28 +98,34 @@ def tfds_data(source: str) -> TfdsData:
         reason = (str(error.args[0]) if error.args else str(error)).strip().partition("\n")[0]
         raise DataError(
             f"{source} cannot be read ({reason}); if it is not prepared yet, run "
-            f"`tfds build {name} --file_format=array_record`"
+            f"`tfds build {name} --file_format=array_record`, or, where there are summaries, "
+            "`python -m brt.prepare --pairs=KIND`"
         ) from error
     return TfdsData(examples, filepaths)
 
 
-def _corpus_files(source: str) -> list[File]:
+def _corpus_files(source: str, endings: Sequence[str]) -> list[File]:
     directory = CORPORA / source.removeprefix("corpus:")
-    paths = sorted(directory.glob("*.txt")) if directory.is_relative_to(CORPORA) else []
+    paths = _ending(directory.glob("*"), endings) if directory.is_relative_to(CORPORA) else []
     if not paths:
-        known = sorted({path.parent for path in CORPORA.rglob("*.txt")})
+        known = sorted({path.parent for path in _ending(CORPORA.rglob("*"), endings)})
         names = ", ".join(f"corpus:{path.relative_to(CORPORA).as_posix()}" for path in known)
         raise DataError(f"{source} does not exist; there are {names}")
     return [File(f"{source}/{path.name}", path) for path in paths]
 
 
-def _path_files(path: Path) -> list[File]:
+def _path_files(path: Path, endings: Sequence[str]) -> list[File]:
     if not path.is_dir():
         return [File(str(path), path)]
-    endings = (".txt", *(f".txt{ending}" for ending in COMPRESSED))
-    paths = sorted(p for p in path.rglob("*") if p.name.endswith(endings) and p.is_file())
+    paths = _ending(path.rglob("*"), endings)
     if not paths:
         prepared = (path / "corpus.json").exists()
         remedy = f"set Data.store = '{path}'" if prepared else f"name its files, as '{path}/*.md'"
-        raise DataError(f"the directory {path} has no *.txt file; {remedy}")
+        kinds = " or ".join(f"*{ending}" for ending in endings)
+        raise DataError(f"the directory {path} has no {kinds} file; {remedy}")
     return [File(str(p), p) for p in paths]
+
+
+def _ending(paths: Iterable[Path], endings: Sequence[str]) -> list[Path]:
+    every = tuple(ending + packed for ending in endings for packed in ("", *COMPRESSED))
+    return sorted(path for path in paths if path.name.endswith(every) and path.is_file())

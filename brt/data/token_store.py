@@ -134,7 +134,7 @@ def write(
     if directory.exists() and any(directory.iterdir()):
         raise DataError(f"{directory} is not empty; name another directory")
     with manifests.atomic_directory(directory) as temporary:
-        dtype = _dtype(tokenizer.vocab_size)
+        dtype = ids_dtype(tokenizer.vocab_size)
         rows, names = [], []
         with open(temporary / "tokens.bin", "wb") as file:
             for document in documents:
@@ -178,7 +178,8 @@ class _Counter:
             self._progress(size)
 
 
-def _dtype(vocab_size: int) -> np.dtype:
+def ids_dtype(vocab_size: int) -> np.dtype:
+    """The smallest unsigned integers that hold all ids, little-endian."""
     sizes = {"<u1": 1 << 8, "<u2": 1 << 16, "<u4": 1 << 32}
     return np.dtype(next(name for name, limit in sizes.items() if vocab_size <= limit))
 

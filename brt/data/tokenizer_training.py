@@ -28,13 +28,26 @@ class Coverage(NamedTuple):
         return self.seen / self.total
 
 
-def vocabulary_size(tokenizer: str) -> int | None:
-    """N of "train:N"; None for other tokenizers."""
+class Special(NamedTuple):
+    """Ids of pieces that no text has; -1: there is none."""
+
+    unk_id: int
+    bos_id: int
+    eos_id: int
+    pad_id: int
+
+
+LANGUAGE_MODEL = Special(unk_id=0, bos_id=1, eos_id=-1, pad_id=-1)
+T5 = Special(unk_id=2, bos_id=-1, eos_id=1, pad_id=0)
+
+
+def vocabulary_size(tokenizer: str, setting: str = "Data.tokenizer") -> int | None:
+    """N of "train:N", the value of `setting`; None for other tokenizers."""
     if not tokenizer.startswith("train:"):
         return None
     size = tokenizer.removeprefix("train:")
     if not (size.isdecimal() and size.isascii() and int(size) > 0):
-        raise ConfigError(f"Data.tokenizer = '{tokenizer}' must name a size, as train:32000")
+        raise ConfigError(f"{setting} = '{tokenizer}' must name a size, as train:32000")
     return int(size)
 
 
@@ -45,6 +58,8 @@ def train_sentencepiece(
     *,
     seed: int = 0,
     max_bytes: int = MAX_BYTES,
+    special: Special = LANGUAGE_MODEL,
+    setting: str = "Data.tokenizer",
 ) -> Coverage:
     """Trains a byte-fallback BPE model that reproduces text exactly; writes it to `output`.
 
@@ -54,6 +69,7 @@ def train_sentencepiece(
     Args:
       texts: each document's chunks. Above `max_bytes` in all, a random part of their
         pieces (of up to 1024 characters) is used, chosen by `seed`.
+      setting: where "train:VOCAB_SIZE" was said.
 
     Raises:
       DataError: the corpus is too small for `vocab_size`, or has no text.
@@ -63,9 +79,9 @@ def train_sentencepiece(
     if not sample:
         raise DataError("there is no text to train a tokenizer on")
     try:
-        model = _train(iter(sample), vocab_size)
+        model = _train(iter(sample), vocab_size, special)
     except RuntimeError as error:
-        raise _explained(error, vocab_size) from error
+        raise _explained(error, f"{setting} = 'train:{vocab_size}'") from error
     output.write_bytes(model)
     return coverage
 
@@ -90,7 +106,7 @@ def _sample(
     return [piece for _, piece in kept], Coverage(seen, total)
 
 
-def _train(pieces: Iterator[bytes], vocab_size: int) -> bytes:
+def _train(pieces: Iterator[bytes], vocab_size: int, special: Special) -> bytes:
     model = io.BytesIO()
     reserved = RESERVED.encode()
     sentencepiece.SentencePieceTrainer.train(
@@ -104,10 +120,7 @@ def _train(pieces: Iterator[bytes], vocab_size: int) -> bytes:
         byte_fallback=True,
         user_defined_symbols=["\n"],
         allow_whitespace_only_pieces=True,  # indentation
-        unk_id=0,
-        bos_id=1,
-        eos_id=-1,
-        pad_id=-1,
+        **special._asdict(),
         max_sentence_length=4 * PIECE,
         num_threads=1,  # recorded in the model: another number is another fingerprint
         minloglevel=2,
@@ -115,15 +128,14 @@ def _train(pieces: Iterator[bytes], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
-def _explained(error: RuntimeError, vocab_size: int) -> Exception:
+def _explained(error: RuntimeError, asked: str) -> Exception:
     if limit := re.search(r"value <= (\d+)", str(error)):
         return DataError(
-            f"Data.tokenizer = 'train:{vocab_size}' asks for more pieces than this corpus "
-            f"yields; use train:{limit[1]} or less"
+            f"{asked} asks for more pieces than this corpus yields; use train:{limit[1]} or less"
         )
     if limit := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):
         return DataError(
-            f"Data.tokenizer = 'train:{vocab_size}' is too small for the bytes and characters "
+            f"{asked} is too small for the bytes and characters "
             f"of this corpus; use at least train:{limit[1]}"
         )
     return error

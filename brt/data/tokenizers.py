@@ -95,7 +95,7 @@ class SentencePieceTokenizer:
     def __init__(self, path: Path | str):
         self.path = Path(path)
         self.name = self.path.name
-        data = _read_model(self.path)
+        data = read_file(self.path)
         self.fingerprint = hashlib.sha256(data).hexdigest()
         self._processor = _processor(self.path, data)
         self.vocab_size = self._processor.vocab_size()
@@ -180,7 +180,12 @@ def _end(text: str, start: int, stop: int) -> int:
     return space if space > start else stop
 
 
-def _read_model(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
+    """The content of a tokenizer's file.
+
+    Raises:
+      DataError: it is missing, or too large to be one.
+    """
     try:
         if path.stat().st_size > MAX_MODEL_BYTES:
             raise DataError(f"the tokenizer {path} is larger than {MAX_MODEL_BYTES >> 20} MiB")

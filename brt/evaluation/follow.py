@@ -14,8 +14,7 @@ from typing import Any
 
 from brt.config import Config
 from brt.errors import CheckpointError, ConfigError
-from brt.evaluation import saved
-from brt.evaluation.job import Reader
+from brt.evaluation import job, saved
 from brt.evaluation.language_modeling import Ablation
 from brt.training import checkpoint
 from brt.training import workdir as workdirs
@@ -92,7 +91,7 @@ class Follower:
     ):
         self._workdir, self._config = workdir, config
         self._split, self._ablate, self._say = split, ablate, say
-        self._reader = Reader(config, split, ablate)
+        self._reader = job.reader(config, split, ablate)
         self._passed: set[int] = set()
         self._due: set[int] = set()
 
@@ -161,7 +160,9 @@ class Follower:
     def _scalars(self, report: dict[str, Any]) -> dict[str, float | None]:
         names = ("bits_per_byte", "bits_per_token", "word_perplexity")
         names += ("ablation_costs_bits_per_byte",) if self._ablate else ()
-        return {f"eval/{self._split}/{name}": report[name] for name in names}
+        figures = {name: report[name] for name in names if name in report}
+        figures |= {name: found["f1"] for name, found in report.get("rouge", {}).items()}
+        return {f"eval/{self._split}/{name}": value for name, value in figures.items()}
 
 
 def line(split: str, report: dict[str, Any]) -> str:
@@ -170,4 +171,7 @@ def line(split: str, report: dict[str, Any]) -> str:
     if "ablation" in report:
         part = report["ablation"]["protocol"]["ablate"]
         text += f", {report['ablation_costs_bits_per_byte']:+.4f} without {part}"
+    if "rouge" in report:
+        name = report["protocol"]["name"]
+        text += f", ROUGE-L {report['rouge']['rougeL']['f1']:.2f} ({name})"
     return text

@@ -10,6 +10,7 @@ from brt.data import preparation
 from brt.data.token_store import TokenStore
 from brt.evaluation.language_modeling import Ablation, Evaluator, Result, figures
 from brt.evaluation.saved import SavedModel, check_tokenizer
+from brt.evaluation.summary_job import SummaryReader
 from brt.training import workdir as workdirs
 
 
@@ -53,9 +54,19 @@ class Reader:
         return report
 
 
-def evaluate(model: SavedModel, split: str, ablate: Ablation | None) -> dict[str, Any]:
-    """One checkpoint's `Reader`."""
-    return Reader(model.config, split, ablate)(model)
+def reader(config: Config, split: str, ablate: Ablation | None) -> Reader | SummaryReader:
+    """What evaluates checkpoints of a run, as its objective asks."""
+    kind = SummaryReader if config.training.objective == "seq2seq" else Reader
+    return kind(config, split, ablate)
+
+
+def evaluate(model: SavedModel, split: str, ablate: Ablation | None) -> tuple[dict[str, Any], str]:
+    """The figures of one checkpoint, and the same as people read them."""
+    chosen = reader(model.config, split, ablate)
+    if isinstance(chosen, SummaryReader):
+        return chosen.read(model)
+    report = chosen(model)
+    return report, text(model, split, report)
 
 
 def _read(

@@ -61,6 +61,7 @@ def summary(
     seconds: float,
     bits_per_byte: Mapping[str, float],
     xz_bits_per_byte: float | None = None,
+    summarises: bool = False,
 ) -> str:
     """Where everything is and what to type next.
 
@@ -70,6 +71,7 @@ def summary(
       seconds: since this start.
       bits_per_byte: the last figure of each split.
       xz_bits_per_byte: of the same documents.
+      summarises: whether the model is an encoder-decoder.
     """
     step = (steps(workdir.checkpoints) or [0])[-1]
     lines = [f"Step {step}, {short(tokens)} tokens, {clock(seconds)} since the start."]
@@ -89,13 +91,32 @@ def summary(
     lines += [
         "",
         "What to type next:",
-        f"  python -m brt.evaluate --workdir={path} --split=test",
-        f"  python -m brt.generate --workdir={path} --prompt='It was a dark night' "
-        f"--max_tokens=500",
+        *(_next_with_pairs(path) if summarises else _next_with_documents(path)),
         f"  python -m brt.inspect --workdir={path}",
         f"  tensorboard --logdir={shlex.quote(str(workdir.tensorboard))}",
     ]
     return "\n".join(lines)
+
+
+def _next_with_documents(path: str) -> list[str]:
+    return [
+        f"  python -m brt.evaluate --workdir={path} --split=test",
+        f"  python -m brt.generate --workdir={path} --prompt='It was a dark night' "
+        f"--max_tokens=500",
+    ]
+
+
+def _next_with_pairs(path: str) -> list[str]:
+    own = "\"Pairs.{} = 'my_{}.jsonl'\""  # lines of {"document": ..., "summary": ...}
+    train, validation = (f"--gin_bindings={own.format(s, s)}" for s in ("train", "validation"))
+    return [
+        f"  python -m brt.evaluate --workdir={path} --split=test "
+        f"--gin_bindings='Decoding.beams = 4'",
+        f"  python -m brt.generate --workdir={path} --prompt_file=document.txt",
+        '  with your own pairs, a line of {"document": ..., "summary": ...} each:',
+        f"  python -m brt.train --gin_file=configs/runs/summarize_quickstart.gin "
+        f"--workdir=runs/mine {train} {validation}",
+    ]
 
 
 def _bits_figure(

@@ -9,6 +9,7 @@ from jaxtyping import Array, PyTree
 
 from brt.config import Config
 from brt.config_io import config_from_json
+from brt.data.pairs.tokenization import PairTokenizer
 from brt.data.preparation import cache_directory
 from brt.data.tokenizers import Tokenizer
 from brt.errors import CheckpointError, ConfigError
@@ -59,7 +60,7 @@ def load(workdir: Workdir, found: checkpoint.Found, config: Config) -> SavedMode
     return SavedModel(workdir, found.step, config, found.meta, restored.state["params"])
 
 
-def check_tokenizer(model: SavedModel, tokenizer: Tokenizer) -> None:
+def check_tokenizer(model: SavedModel, tokenizer: Tokenizer | PairTokenizer) -> None:
     """Raises CheckpointError where the model was trained with another tokenizer."""
     if tokenizer.fingerprint != model.meta["tokenizer"]:
         raise CheckpointError(

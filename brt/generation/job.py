@@ -11,7 +11,7 @@ from brt.config import Sampling
 from brt.config_io import config_json
 from brt.data.tokenizers import StreamDecoder, Tokenizer
 from brt.errors import DataError
-from brt.evaluation.saved import SavedModel
+from brt.evaluation.saved import SavedModel, check_tokenizer
 from brt.generation.session import Session
 
 
@@ -75,6 +75,28 @@ def generate(
     out.flush()
     if save_state:
         session.save(Path(save_state), identity)
+
+
+def summary(model: SavedModel, document: str) -> str:
+    """What a summariser makes of a document.
+
+    Raises:
+      CheckpointError: the model knows another tokenizer.
+    """
+    from brt.data.pairs import preparation
+    from brt.data.pairs.encoding import Encoder
+    from brt.generation.summaries import Summarizer
+
+    tokenizer = preparation.prepare(model.config.pairs).tokenizer
+    check_tokenizer(model, tokenizer)
+    (source,) = Encoder.of(model.config.pairs, tokenizer).sources([document])
+    if source.uncut > len(source.ids):
+        print(
+            f"brt: read {len(source.ids):,} of the document's {source.uncut:,} tokens; "
+            "Pairs.max_source_length is the limit",
+            file=sys.stderr,
+        )
+    return Summarizer(model.config, tokenizer).summary(model.params, source.ids)
 
 
 def sampling_with(sampling: Sampling, **changes: float | int | None) -> Sampling:

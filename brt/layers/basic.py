@@ -19,7 +19,7 @@ def parameter(
     module: nn.Module,
     name: str,
     shape: tuple[int, ...],
-    axes: tuple[str, ...],
+    axes: tuple[str | None, ...],
     init: Initializer = KERNEL,
 ) -> Array:
     """A float32 parameter of `module` whose axes carry names for sharding."""

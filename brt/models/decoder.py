@@ -5,14 +5,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Model
+from brt.config import Model, Seq2Seq
 from brt.layers.basic import ONES, dropout, parameter
 from brt.layers.stack import Stack, StackBlock, StackState, new_stack_state
 from brt.ops.normalization import rms_norm
 from brt.types import Tokens
 
 
-def compute_dtype(model: Model) -> jnp.dtype:
+def compute_dtype(model: Model | Seq2Seq) -> jnp.dtype:
     """The dtype of activations and caches; `auto` is float32 on CPUs, else bfloat16."""
     if model.dtype == "auto":
         return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")

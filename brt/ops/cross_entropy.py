@@ -63,7 +63,6 @@ def token_nats(
     return _joined(jax.lax.map(nats, (_chunked(hidden, chunk), _chunked(targets, chunk))))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def cross_entropy(
     hidden: Float[Array, "B T D"],
     embedding: Float[Array, "V D"],
@@ -79,13 +78,58 @@ def cross_entropy(
       scored: False where a target does not count.
       chunk: at most so many tokens of a lane have logits at a time.
     """
-    nats = token_nats(hidden, embedding, targets, scale=scale, chunk=chunk)
-    return jnp.sum(jnp.where(scored, nats, 0.0))
+    return smoothed_cross_entropy(hidden, embedding, targets, scored, scale, chunk, 0.0)[0]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def smoothed_cross_entropy(
+    hidden: Float[Array, "B T D"],
+    embedding: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    scored: Bool[Array, "B T"],
+    scale: float,
+    chunk: int,
+    smoothing: float,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """`cross_entropy` with smoothed labels (Szegedy et al. 2016, section 7).
+
+    Args:
+      smoothing: the share of each target's probability that all tokens divide equally.
+
+    Returns:
+      The summed loss, and the summed nats of the targets alone, which have no gradient.
+    """
+    chunk = _chunk_length(hidden.shape[1], chunk)
+
+    def body(total: Array, piece: tuple[Array, ...]) -> tuple[Array, None]:
+        h, target, counts = piece
+        nats, logits, log_sum = _chunk_nats(h, embedding, target, scale)
+        return total + _sums(nats, logits, log_sum, counts, smoothing), None
+
+    pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, scored))
+    total, _ = jax.lax.scan(body, jnp.zeros((2,), jnp.float32), pieces)
+    return total[0], total[1]
+
+
+def _sums(
+    nats: Array, logits: Array, log_sum: Array, counts: Array, smoothing: float
+) -> Float[Array, "2"]:
+    """Summed loss and nats of a chunk."""
+    loss = nats
+    if smoothing:
+        loss = (1 - smoothing) * nats + smoothing * (log_sum - jnp.mean(logits, axis=-1))
+    return jnp.stack([jnp.sum(jnp.where(counts, x, 0.0)) for x in (loss, nats)])
 
 
 def _forward(
-    hidden: Array, embedding: Array, targets: Array, scored: Array, scale: float, chunk: int
-) -> tuple[Array, tuple[Array, Array]]:
+    hidden: Array,
+    embedding: Array,
+    targets: Array,
+    scored: Array,
+    scale: float,
+    chunk: int,
+    smoothing: float,
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     chunk = _chunk_length(hidden.shape[1], chunk)
 
     def body(carry: tuple[Array, Array], piece: tuple[Array, ...]) -> tuple[tuple, Array]:
@@ -94,23 +138,28 @@ def _forward(
         nats, logits, log_sum = _chunk_nats(h, embedding, target, scale)
         probabilities = jnp.exp(logits - log_sum[..., None])
         is_target = jnp.arange(logits.shape[-1])[None, None] == target[..., None]
-        d_logits = jnp.where(counts[..., None], probabilities - is_target, 0.0) * scale
+        wanted = (1 - smoothing) * is_target + smoothing / logits.shape[-1]
+        d_logits = jnp.where(counts[..., None], probabilities - wanted, 0.0) * scale
         d_logits = d_logits.astype(h.dtype)
         d_hidden = jnp.einsum("bcv,vd->bcd", d_logits, embedding.astype(h.dtype))
         d_embedding += weight_gradient(d_logits, h).astype(embedding.dtype)
-        return (total + jnp.sum(jnp.where(counts, nats, 0.0)), d_embedding), d_hidden
+        return (total + _sums(nats, logits, log_sum, counts, smoothing), d_embedding), d_hidden
 
     pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, scored))
-    start = (jnp.zeros((), jnp.float32), jnp.zeros_like(embedding))
+    start = (jnp.zeros((2,), jnp.float32), jnp.zeros_like(embedding))
     (total, d_embedding), d_hidden = jax.lax.scan(body, start, pieces)
-    return total, (_joined(d_hidden), d_embedding)
+    return (total[0], total[1]), (_joined(d_hidden), d_embedding)
 
 
 def _backward(
-    scale: float, chunk: int, gradients: tuple[Array, Array], cotangent: Array
+    scale: float,
+    chunk: int,
+    smoothing: float,
+    gradients: tuple[Array, Array],
+    cotangents: tuple[Array, Array],
 ) -> tuple[Array, Array, None, None]:
-    d_hidden, d_embedding = gradients
+    (d_hidden, d_embedding), (cotangent, _) = gradients, cotangents
     return d_hidden * cotangent.astype(d_hidden.dtype), d_embedding * cotangent, None, None
 
 
-cross_entropy.defvjp(_forward, _backward)
+smoothed_cross_entropy.defvjp(_forward, _backward)

@@ -1,7 +1,10 @@
-"""RMS and L2 normalisation, computed in float32.
+"""RMS, L2 and layer normalisation, computed in float32.
 
-The backward passes are written out: they keep the input and one number per vector.
+The backward passes of the first two are written out: they keep the input and one number per
+vector.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +15,12 @@ from brt.ops.reductions import sum_leading
 EPSILON = 1e-6
 
 
-def _inverse(x: Float[Array, "*B D"], weight: float) -> Float[Array, "*B 1"]:
+def _inverse(
+    x: Float[Array, "*B D"], weight: float, epsilon: float = EPSILON
+) -> Float[Array, "*B 1"]:
     """1 / sqrt(weight * sum(x^2) + epsilon) over the last axis, float32."""
     squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
-    return jax.lax.rsqrt(weight * squares + EPSILON)
+    return jax.lax.rsqrt(weight * squares + epsilon)
 
 
 def _input_gradient(y: Array, inverse: Array, gradient: Array, weight: float) -> Array:
@@ -24,23 +29,29 @@ def _input_gradient(y: Array, inverse: Array, gradient: Array, weight: float) ->
     return (gradient - along * y) * inverse
 
 
-@jax.custom_vjp
-def rms_norm(x: Float[Array, "*B D"], scale: Float[Array, " D"]) -> Float[Array, "*B D"]:
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rms_norm(
+    x: Float[Array, "*B D"], scale: Float[Array, " D"], epsilon: float = EPSILON
+) -> Float[Array, "*B D"]:
     """x / rms(x) * scale over the last axis, in x's dtype (Zhang & Sennrich 2019)."""
-    return _rms_forward(x, scale)[0]
+    return _rms_forward(x, scale, epsilon)[0]
 
 
 def _along_last(scale: Float[Array, " D"], like: Array) -> Array:
     return scale.reshape((1,) * (like.ndim - 1) + scale.shape)
 
 
-def _rms_forward(x: Array, scale: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    inverse = _inverse(x, 1 / x.shape[-1])
+def _rms_forward(
+    x: Array, scale: Array, epsilon: float
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    inverse = _inverse(x, 1 / x.shape[-1], epsilon)
     y = x.astype(jnp.float32) * inverse * _along_last(scale, x)
     return y.astype(x.dtype), (x, scale, inverse)
 
 
-def _rms_backward(saved: tuple[Array, Array, Array], gradient: Array) -> tuple[Array, Array]:
+def _rms_backward(
+    epsilon: float, saved: tuple[Array, Array, Array], gradient: Array
+) -> tuple[Array, Array]:
     x, scale, inverse = saved
     y, gradient = x.astype(jnp.float32) * inverse, gradient.astype(jnp.float32)
     dx = _input_gradient(y, inverse, gradient * _along_last(scale, x), 1 / x.shape[-1])
@@ -48,6 +59,20 @@ def _rms_backward(saved: tuple[Array, Array, Array], gradient: Array) -> tuple[A
 
 
 rms_norm.defvjp(_rms_forward, _rms_backward)
+
+
+def layer_norm(
+    x: Float[Array, "*B D"],
+    scale: Float[Array, " D"],
+    bias: Float[Array, " D"],
+    epsilon: float,
+) -> Float[Array, "*B D"]:
+    """(x - mean) / deviation * scale + bias over the last axis, in x's dtype (Ba et al. 2016)."""
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    y = centred * jax.lax.rsqrt(variance + epsilon)
+    return (y * _along_last(scale, x) + _along_last(bias, x)).astype(x.dtype)
 
 
 @jax.custom_vjp

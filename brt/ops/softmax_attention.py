@@ -27,7 +27,8 @@ def attend_by_head(
     queries: Float[Array, "*B H Q K"],
     keys: Float[Array, "*B H S K"],
     values: Float[Array, "*B H S K"],
-    usable: Bool[Array, "*B S"] | None,
+    usable: Bool[Array, "*B S"] | Bool[Array, "*B Q S"] | None,
+    dropout: Float[Array, "*B H Q S"] | None = None,
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
@@ -35,14 +36,17 @@ def attend_by_head(
 
     Args:
       usable: None stands for all; a row must have at least one.
+      dropout: multiplied into the softmax.
       null_keys: keys out of use count as zero keys with zero values.
     """
-    return _attend(queries, keys, values, usable, null_keys)
+    return _attend(queries, keys, values, usable, dropout, null_keys)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: Array, k: Array, v: Array, usable: Array | None, null_keys: bool) -> Array:
-    return _forward(q, k, v, usable, null_keys)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(
+    q: Array, k: Array, v: Array, usable: Array | None, dropout: Array | None, null_keys: bool
+) -> Array:
+    return _forward(q, k, v, usable, dropout, null_keys)[0]
 
 
 def _product(spec: str, a: Array, b: Array) -> Array:
@@ -50,28 +54,35 @@ def _product(spec: str, a: Array, b: Array) -> Array:
 
 
 def _forward(
-    q: Array, k: Array, v: Array, usable: Array | None, null_keys: bool
+    q: Array, k: Array, v: Array, usable: Array | None, dropout: Array | None, null_keys: bool
 ) -> tuple[Array, tuple]:
     logits = _product("...qk,...sk->...qs", q, k)
-    seen = None if usable is None else usable[..., None, None, :]
+    seen = usable
+    if seen is not None:  # [*B, 1, 1 or Q, S]
+        seen = seen[..., None, :, :] if seen.ndim == q.ndim - 1 else seen[..., None, None, :]
     if seen is not None:
         logits = jnp.where(seen, logits, 0.0 if null_keys else MASKED)
     weights = jax.nn.softmax(logits, axis=-1)
     if seen is not None and null_keys:
         weights = jnp.where(seen, weights, 0)
     weights = weights.astype(v.dtype)
-    y = _product("...qs,...sk->...qk", weights, v).astype(v.dtype)
-    return y, (q, k, v, weights, y)
+    kept = weights if dropout is None else weights * dropout.astype(v.dtype)
+    y = _product("...qs,...sk->...qk", kept, v).astype(v.dtype)
+    return y, (q, k, v, weights, dropout, y)
 
 
 def _backward(null_keys: bool, saved: tuple, gradient: Array) -> tuple:
-    q, k, v, weights, y = saved
+    q, k, v, weights, dropout, y = saved
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
-    d_logits = (weights * (_product("...qk,...sk->...qs", gradient, v) - along)).astype(q.dtype)
+    d_weights, kept = _product("...qk,...sk->...qs", gradient, v), weights
+    if dropout is not None:
+        d_weights, kept = d_weights * dropout, weights * dropout.astype(weights.dtype)
+    d_logits = (weights * (d_weights - along)).astype(q.dtype)
     d_q = _product("...qs,...sk->...qk", d_logits, k).astype(q.dtype)
     d_k = _product("...qs,...qk->...sk", d_logits, q).astype(k.dtype)
-    d_v = _product("...qs,...qk->...sk", weights, gradient).astype(v.dtype)
-    return d_q, d_k, d_v, None
+    d_v = _product("...qs,...qk->...sk", kept, gradient).astype(v.dtype)
+    none = None if dropout is None else jnp.zeros_like(dropout)
+    return d_q, d_k, d_v, None, none
 
 
 _attend.defvjp(_forward, _backward)

@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 
+from brt.data.pairs.preparation import PairCorpus
+from brt.data.pairs.store import PairStore
+from brt.data.preparation import Corpus
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
-from brt.training import leaves
-from brt.training import run as runs
+from brt.training import leaves, reading
 from brt.training.metrics import read_metrics
 from brt.training.run import Run
 from brt.training.state import parameter_counts
@@ -32,8 +34,8 @@ def dry_run(run: Run, directory: str | None) -> dict[str, Any]:
         "state_bytes": carried,
         "checkpoint_bytes": leaves.required_bytes(run.abstract),
         "free_disk_bytes": shutil.disk_usage(_existing(directory)).free,
-        "tokens_per_step": runs.batch_tokens(run.config),
-        "steps_per_epoch": run.reader.segments_per_epoch,
+        "tokens_per_step": reading.positions(reading.largest_batch(run.reader)),
+        "steps_per_epoch": run.reader.steps_per_epoch,
         "devices": run.mesh.size,
         "platform": jax.default_backend(),
     }
@@ -58,21 +60,41 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
     """Draws the plots and returns the summary."""
     from brt.evaluation import report  # matplotlib takes most of a second: not before training
 
-    corpus, records = run.corpus, read_metrics(workdir.metrics)
-    held_out = corpus.splits.get("validation")
-    xz = xz_of(held_out, corpus.tokenizer) if held_out else None
-    train = corpus.split("train").manifest
+    summarises = run.config.training.objective == "seq2seq"
+    xz = None if summarises else _xz_of_held_out(run.corpus)
     if run.config.training.plots:
         report.plot_training(
-            workdir, bytes_per_token=train["bytes"] / train["tokens"], xz_bits_per_byte=xz
+            workdir, bytes_per_token=_bytes_per_token(run.corpus), xz_bits_per_byte=xz
         )
+    records = read_metrics(workdir.metrics)
     bits: dict[str, float] = {}
     for record in records:
         for tag, value in record.items():
             if tag.endswith("/bits_per_byte") and value is not None:
                 bits[tag.split("/")[1]] = value
     tokens = next((r["data/tokens"] for r in reversed(records) if "data/tokens" in r), 0)
-    return report.summary(
+    summary = report.summary(
         workdir, tokens=tokens, seconds=time.perf_counter() - begin, bits_per_byte=bits,
-        xz_bits_per_byte=xz,
+        xz_bits_per_byte=xz, summarises=summarises,
     )  # fmt: skip
+    return f"{_summaries(run, workdir)}{summary}" if summarises else summary
+
+
+def _xz_of_held_out(corpus: Corpus) -> float | None:
+    held_out = corpus.splits.get("validation")
+    return xz_of(held_out, corpus.tokenizer) if held_out else None
+
+
+def _bytes_per_token(corpus: Corpus | PairCorpus) -> float:
+    train = corpus.split("train")
+    if isinstance(train, PairStore):
+        return len(train.reference.values) / len(train.target.values)
+    return train.manifest["bytes"] / train.manifest["tokens"]
+
+
+def _summaries(run: Run, workdir: Workdir) -> str:
+    """The report on the held-out documents, where there are any."""
+    from brt.evaluation.summary_job import text_file
+
+    path = text_file(workdir, run.config.training.steps, "validation")
+    return f"{path.read_text()}\n" if path.exists() else ""

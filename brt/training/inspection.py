@@ -11,6 +11,7 @@ from brt.errors import CheckpointError, ConfigError
 from brt.training import checkpoint, leaves
 from brt.training.metrics import read_metrics
 from brt.training.progress import short
+from brt.training.state import counts
 from brt.training.workdir import Workdir
 
 
@@ -42,9 +43,13 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
 
 def parameter_counts(meta: dict[str, Any]) -> tuple[int, int]:
     """All parameters of a checkpoint, and those that are not the embedding; from its metadata."""
-    sizes = {name: math.prod(entry["shape"]) for name, entry in meta["arrays"].items()}
-    total = sum(size for name, size in sizes.items() if name.startswith("params/"))
-    return total, total - sizes["params/embedding"]
+    return counts(
+        {
+            name.removeprefix("params/"): math.prod(entry["shape"])
+            for name, entry in meta["arrays"].items()
+            if name.startswith("params/")
+        }
+    )
 
 
 def state_hash(workdir: Workdir, step: int) -> str:

@@ -9,13 +9,11 @@ import jax
 from brt.config_io import config_from_json, config_json, config_text
 from brt.data.lanes import BatchIterator, iterate
 from brt.errors import Preempted
-from brt.evaluation.language_modeling import Evaluator
-from brt.evaluation.probe.states import StateProbe
-from brt.evaluation.samples import Sampler
-from brt.training import checkpoint, leaves, optimizer
+from brt.training import checkpoint, leaves, looks, optimizer, reading
 from brt.training import run as runs
 from brt.training import workdir as workdirs
 from brt.training.checkpoint_writer import CheckpointWriter, check_disk
+from brt.training.looks import Looks
 from brt.training.meter import Meter
 from brt.training.metrics import MetricsWriter, Throughput
 from brt.training.preemption import StopSignal
@@ -23,8 +21,6 @@ from brt.training.progress import Progress
 from brt.training.run import Run
 from brt.training.state import TrainState
 from brt.training.workdir import Workdir
-
-_VALIDATION = "eval/validation"
 
 
 class Tools(NamedTuple):
@@ -39,9 +35,7 @@ class Tools(NamedTuple):
     stop: StopSignal
     batches: BatchIterator
     meter: Meter
-    evaluator: Evaluator
-    sampler: Sampler
-    probe: StateProbe
+    looks: Looks
     provenance: dict[str, object]
 
 
@@ -86,11 +80,10 @@ def _set_up(
     _warn_of_idle_devices(run, progress)
     metrics = MetricsWriter(workdir, start, progress.message)
     stack.callback(metrics.close)
-    tokenizer = run.corpus.tokenizer
     tools = Tools(
         run, workdir, writer, metrics, progress, Throughput(), stop, batches,
-        Meter(saved.meta["meter"] if saved else None),
-        Evaluator(c, tokenizer), Sampler(c, run.corpus), StateProbe(c), provenance,
+        Meter(saved.meta["meter"] if saved else None), looks.build(run, workdir),
+        provenance,
     )  # fmt: skip
     return saved.state if saved else runs.new_state(run), tools
 
@@ -138,10 +131,14 @@ def _steps(first: int, state: TrainState, tools: Tools) -> bool:
             _save(state, tools)
             tools.writer.wait()
             raise Preempted(f"saved at step {step}; run the same command again to go on")
-        state, metrics = step_function(state, runs.put(run, next(tools.batches)))
+        batch = next(tools.batches)
+        if not step_function.prepared(batch):
+            with tools.progress.phase("compiling for another length"), tools.throughput.pause():
+                step_function.prepare(batch)
+        state, metrics = step_function(state, runs.put(run, batch))
         done = step + 1
         tools.meter.add(done, metrics)
-        tools.throughput.step(runs.batch_tokens(run.config))
+        tools.throughput.step(reading.positions(batch))
         tools.writer.check()
         tools.progress.step(done)
         last = done == t.steps
@@ -181,7 +178,7 @@ def _probe(step: int, state: TrainState, tools: Tools) -> None:
     """Adds figures of the recurrent states and gates to metrics.jsonl."""
     tools.meter.flush()
     with tools.throughput.pause():
-        if values := tools.probe(state.params, state.carried):
+        if values := tools.looks.probe(state.params, state.carried):
             tools.metrics.write(step, values)
 
 
@@ -193,7 +190,7 @@ def _look(step: int, state: TrainState, tools: Tools, *, resumed: bool = False) 
     """
     t = tools.run.config.training
     sample = tools.workdir.samples / f"{step:08d}.txt"
-    evaluated = resumed and tools.metrics.has(step, f"{_VALIDATION}/bits_per_byte")
+    evaluated = resumed and tools.metrics.has(step, tools.looks.evaluated)
     sampled = resumed and sample.exists()
     complete = True
     if _is_time(step, t.evaluate_every, t.steps) and not evaluated:
@@ -208,24 +205,20 @@ def _is_time(step: int, every: int, steps: int) -> bool:
 
 
 def _evaluate(step: int, state: TrainState, tools: Tools) -> bool:
-    """Reads the validation documents; before the last step as much as the config says."""
-    store = tools.run.corpus.splits.get("validation")
-    if store is None:
-        return True
+    """Looks at held-out data; False where a stop cut that short."""
     tools.meter.flush()
-    config = tools.run.config
-    limit = 0 if step >= config.training.steps else config.evaluation.tokens_per_document
     with tools.throughput.pause():
-        result = tools.evaluator(
-            state.params, store, "validation", stop=lambda: tools.stop.requested,
-            tokens_per_document=limit,
-        )  # fmt: skip
-    if result is None:
+        found = tools.looks.evaluate(
+            state.params,
+            last=step >= tools.run.config.training.steps,
+            stop=lambda: tools.stop.requested,
+        )
+    if found is None:
         return False
-    names = ("bits_per_byte", "bits_per_token")
-    values = {f"{_VALIDATION}/{name}": result.totals[name] for name in names}
-    tools.metrics.write(step, values)
-    tools.progress.evaluation(step, "validation", result.totals["bits_per_byte"])
+    figures, headline = found
+    if figures:
+        tools.metrics.write(step, figures)
+        tools.progress.evaluation(step, headline)
     return True
 
 
@@ -233,7 +226,7 @@ def _sample(step: int, state: TrainState, path: Path, tools: Tools) -> bool:
     """Writes a text that the model draws."""
     tools.meter.flush()
     with tools.throughput.pause():
-        text = tools.sampler(state.params, step, stop=lambda: tools.stop.requested)
+        text = tools.looks.sample(state.params, step, stop=lambda: tools.stop.requested)
     if text is not None:
         workdirs.write_text(path, text)
     return text is not None

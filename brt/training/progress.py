@@ -83,9 +83,9 @@ class Progress:
         else:
             self._refresh_bar(step)
 
-    def evaluation(self, step: int, split: str, bits_per_byte: float) -> None:
-        """The newest figure on held-out documents; stays in the bar until the next one."""
-        self._evaluation = f"{split} {bits_per_byte:.3f} bits/byte"
+    def evaluation(self, step: int, headline: str) -> None:
+        """The newest figure on held-out data; stays in the bar until the next one."""
+        self._evaluation = headline
         self.message(f"step {step}/{self._steps}  {self._evaluation}")
         if self._bar is not None:
             self._refresh_bar(step)

@@ -1,36 +1,34 @@
 """A run made of its config: corpus, devices, optimizer, shapes. Nothing is trained here."""
 
-import dataclasses
-from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
 from brt.config import Config
 from brt.config_io import difference
 from brt.data import preparation
 from brt.data.lanes import LaneReader
+from brt.data.pairs.batches import PairReader
+from brt.data.pairs.preparation import PairCorpus
 from brt.data.preparation import Corpus
-from brt.data.tokenizers import Tokenizer
 from brt.errors import ConfigError
-from brt.models.decoder import compute_dtype
-from brt.training import compilation
+from brt.training import compilation, reading
 from brt.training import optimizer as optimizers
 from brt.training.sharding import by_lane, make_mesh, replicated, state_shardings
 from brt.training.state import TrainState, initial_state
 from brt.training.step import StepMetrics, train_step
-from brt.types import Batch
+from brt.types import Batch, PairBatch
 
 # Fields that may change between a checkpoint and its resumption; all others decide what the
 # arrays are or what they mean.
-_FREE_SECTIONS = ("Checkpoint.", "Evaluation.", "Sampling.", "Mesh.")
+_FREE_SECTIONS = ("Checkpoint.", "Evaluation.", "Sampling.", "Mesh.", "Decoding.")
 _FREE_FIELDS = {
     "Model.layer_unroll", "Model.block_unroll", "Model.remat", "Model.dropout",
-    "Training.steps", "Training.gradient_accumulation", "Training.loss_chunk",
+    "Training.steps", "Training.epochs", "Training.label_smoothing", "Training.init_from",
+    "Training.gradient_accumulation", "Training.loss_chunk",
     "Training.log_every", "Training.evaluate_every", "Training.sample_every",
     "Training.probe_every", "Training.plots",
     "Optimizer.learning_rate", "Optimizer.schedule", "Optimizer.warmup_steps",
@@ -38,6 +36,9 @@ _FREE_FIELDS = {
     "Data.cache_dir", "Data.store", "Data.train", "Data.validation", "Data.test",
     "Data.validation_fraction", "Data.test_fraction", "Data.tokenizer", "Data.errors",
     "Data.text_field",
+    "Pairs.cache_dir", "Pairs.train", "Pairs.validation", "Pairs.test", "Pairs.errors",
+    "Pairs.source_field", "Pairs.target_field", "Pairs.id_field", "Pairs.tokenizer",
+    "Seq2Seq.dropout", "Seq2Seq.remat",
 }  # fmt: skip
 
 
@@ -45,47 +46,24 @@ class Run(NamedTuple):
     """What training and a dry run need.
 
     Attributes:
-      config: with the vocabulary size set.
+      config: with what depends on data and machine written out.
       abstract: shapes, dtypes and shardings of the train state.
     """
 
     config: Config
-    corpus: Corpus
-    reader: LaneReader
+    corpus: Corpus | PairCorpus
+    reader: LaneReader | PairReader
     mesh: jax.sharding.Mesh
     optimizer: optax.GradientTransformation
     abstract: TrainState
-
-
-def written_out(config: Config, tokenizer: Tokenizer) -> Config:
-    """The config with what depends on tokenizer and machine written out: vocabulary and dtype.
-
-    Raises:
-      ConfigError: it is set, and too small.
-    """
-    wanted, size = config.model.vocab_size, tokenizer.vocab_size
-    if wanted and wanted < size:
-        raise ConfigError(
-            f"Model.vocab_size = {wanted} is too small for the tokenizer {tokenizer.name} with "
-            f"{size} ids; set it to 0 to take the tokenizer's"
-        )
-    dtype = compute_dtype(config.model).name
-    model = dataclasses.replace(config.model, vocab_size=wanted or size, dtype=dtype)
-    return dataclasses.replace(config, model=model)
 
 
 def build(config: Config, *, progress: bool = True) -> Run:
     """Prepares the data and shapes everything."""
     compilation.use_cache(preparation.cache_directory(config.data))
     mesh = make_mesh(config.mesh)
-    corpus = preparation.prepare(config.data, progress=progress)
-    config = written_out(config, corpus.tokenizer)
-    t = config.training
-    reader = LaneReader(
-        store=corpus.split("train"), batch_size=t.batch_size, segment_length=t.segment_length,
-        window=config.model.window, seed=t.seed, shuffle=config.data.shuffle,
-    )  # fmt: skip
-    optimizer = optimizers.build(config.optimizer, t.steps)
+    config, corpus, reader = reading.prepare(config, progress=progress)
+    optimizer = optimizers.build(config.optimizer, config.training.steps)
     shapes = jax.eval_shape(partial(initial_state, config, optimizer))
     shardings = state_shardings(mesh, shapes)
     abstract = jax.tree.map(
@@ -97,38 +75,70 @@ def build(config: Config, *, progress: bool = True) -> Run:
 
 
 def new_state(run: Run) -> TrainState:
-    """The state at step 0, made on the devices where it belongs."""
+    """The state at step 0, made on the devices where it belongs.
+
+    Raises:
+      CheckpointError: the weights of Training.init_from cannot be read.
+    """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract)
     init = partial(initial_state, run.config, run.optimizer)
-    return jax.jit(init, out_shardings=shardings)(_key(run))
+    state = jax.jit(init, out_shardings=shardings)(_key(run))
+    if not run.config.training.init_from:
+        return state
+    from brt.interop import pretrained
+
+    where = Path(run.config.training.init_from)
+    params = pretrained.load(where, run.config.cross_attention).params
+    return state._replace(params=jax.device_put(params, shardings.params))
 
 
-def put(run: Run, batch: Batch) -> Batch:
+def put(run: Run, batch: Batch | PairBatch) -> Batch | PairBatch:
     """A host batch on the devices, by lanes."""
     return jax.device_put(batch, by_lane(run.mesh))
 
 
-def compiled_step(run: Run) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
-    """The train step, compiled; it takes the state's memory over."""
-    t, window = run.config.training, run.config.model.window
-    lanes = by_lane(run.mesh)
+class CompiledStep:
+    """The train step, compiled once for each shape of batch; it takes the state's memory over."""
 
-    def array(length: int, dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((t.batch_size, length), dtype, sharding=lanes)
+    def __init__(self, run: Run):
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract)
+        metrics = StepMetrics(*[replicated(run.mesh)] * len(StepMetrics._fields))
+        step = partial(train_step, config=run.config, optimizer=run.optimizer)
+        self._jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, metrics))
+        self._key = jax.device_put(_key(run), replicated(run.mesh))
+        self._run = run
+        self._compiled: dict[tuple, Any] = {}
 
-    batch = Batch(
-        inputs=array(t.segment_length, jnp.int32),
-        targets=array(t.segment_length, jnp.int32),
-        scored=array(t.segment_length, jnp.bool_),
-        document_start=array(t.segment_length // window, jnp.bool_),
-    )
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract)
-    metrics = StepMetrics(*[replicated(run.mesh)] * len(StepMetrics._fields))
-    step = partial(train_step, config=run.config, optimizer=run.optimizer)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, metrics))
-    key = jax.device_put(_key(run), replicated(run.mesh))
-    compiled = jitted.lower(run.abstract, batch, key).compile()
-    return lambda state, batch: compiled(state, batch, key)
+    def prepare(self, batch: Batch | PairBatch) -> None:
+        """Compiles for batches of this shape, if that was not done yet."""
+        if (shape := _shape(batch)) not in self._compiled:
+            lanes = by_lane(self._run.mesh)
+            abstract = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lanes), batch
+            )
+            lowered = self._jitted.lower(self._run.abstract, abstract, self._key)
+            self._compiled[shape] = lowered.compile()
+
+    def prepared(self, batch: Batch | PairBatch) -> bool:
+        """Whether `prepare` has nothing to do."""
+        return _shape(batch) in self._compiled
+
+    def __call__(
+        self, state: TrainState, batch: Batch | PairBatch
+    ) -> tuple[TrainState, StepMetrics]:
+        self.prepare(batch)
+        return self._compiled[_shape(batch)](state, batch, self._key)
+
+
+def compiled_step(run: Run) -> CompiledStep:
+    """The train step, compiled for the largest batch."""
+    step = CompiledStep(run)
+    step.prepare(reading.largest_batch(run.reader))
+    return step
+
+
+def _shape(batch: Batch | PairBatch) -> tuple[tuple[int, ...], ...]:
+    return tuple(x.shape for x in batch)
 
 
 def _key(run: Run) -> jax.Array:
@@ -154,8 +164,3 @@ def check_resumable(saved: Config, wanted: Config) -> list[str]:
             "--workdir"
         )
     return [f"{name}: {old!r} -> {new!r}" for name, old, new in differences]
-
-
-def batch_tokens(config: Config) -> int:
-    """Positions that a step reads, padding included."""
-    return int(np.prod((config.training.batch_size, config.training.segment_length)))

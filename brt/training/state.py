@@ -1,5 +1,6 @@
 """What a run carries from step to step, and what it starts from."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -9,8 +10,9 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from brt.config import Config
-from brt.layers.stack import StackState
-from brt.models.decoder import Decoder, new_state
+from brt.training import objectives
+
+EMBEDDINGS = ("embedding", "token_embed/embedding")  # where models keep it
 
 
 class TrainState(NamedTuple):
@@ -18,24 +20,21 @@ class TrainState(NamedTuple):
 
     Attributes:
       step: int32, finished steps.
-      params: float32, as `Decoder` names them.
+      params: float32, as the model names them.
       optimizer: of `params`.
-      carried: caches and recurrent states of the lanes.
+      carried: caches and recurrent states of the lanes, where the model has any.
     """
 
     step: Int[Array, ""]
     params: PyTree[Array]
     optimizer: PyTree[Array]
-    carried: StackState
+    carried: PyTree[Array]
 
 
 def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:
     """Parameters, each boxed with the names of its axes; `key` is that of the run's seed."""
-    model = config.model
-    tokens = jnp.zeros((1, model.window), jnp.int32)
-    start = jnp.ones((1, 1), bool)
     key = jax.random.key(config.training.seed) if key is None else key
-    return Decoder(model).init(key, tokens, new_state(model, 1), start)["params"]
+    return objectives.of(config).initial_params(config, key)
 
 
 def initial_state(
@@ -47,11 +46,18 @@ def initial_state(
         step=jnp.zeros((), jnp.int32),
         params=params,
         optimizer=optimizer.init(params),
-        carried=new_state(config.model, config.training.batch_size),
+        carried=objectives.of(config).initial_carried(config, config.training.batch_size),
     )
 
 
 def parameter_counts(params: PyTree) -> tuple[int, int]:
     """All parameters, and those that are not the embedding; of arrays or of their shapes."""
-    total = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return total, total - params["embedding"].size
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    sizes = {jax.tree_util.keystr(path, simple=True, separator="/"): x.size for path, x in leaves}
+    return counts(sizes)
+
+
+def counts(sizes: Mapping[str, int]) -> tuple[int, int]:
+    """The same, of sizes by name."""
+    total = sum(sizes.values())
+    return total, total - next(sizes[name] for name in EMBEDDINGS if name in sizes)

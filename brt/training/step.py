@@ -8,12 +8,9 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.layers.stack import StackState
-from brt.layers.state import cut_gradient
-from brt.models.decoder import Decoder, logit_scale
-from brt.ops.cross_entropy import cross_entropy
+from brt.training import objectives
 from brt.training.state import TrainState
-from brt.types import Batch
+from brt.types import Batch, PairBatch
 
 # Purposes that randomness is folded with; numbers are part of a run's identity.
 DROPOUT = 1
@@ -33,38 +30,27 @@ class StepMetrics(NamedTuple):
     gradient_norm: Float[Array, ""]
 
 
-def loss(
-    params: PyTree[Array], carried: StackState, batch: Batch, key: Array, config: Config
-) -> tuple[Float[Array, ""], StackState]:
-    """Summed nats of a batch, and the state after it."""
-    model = config.model
-    hidden, carried = Decoder(model, training=True).apply(
-        {"params": params}, batch.inputs, carried, batch.document_start, rngs={"dropout": key}
-    )
-    nats = cross_entropy(
-        hidden, params["embedding"], batch.targets, batch.scored,
-        logit_scale(model), config.training.loss_chunk,
-    )  # fmt: skip
-    return nats, carried
-
-
 def _accumulated(
-    params: PyTree[Array], carried: StackState, batch: Batch, key: Array, config: Config
-) -> tuple[Float[Array, ""], StackState, PyTree[Array]]:
+    params: PyTree[Array],
+    carried: PyTree[Array],
+    batch: Batch | PairBatch,
+    key: Array,
+    config: Config,
+) -> tuple[Float[Array, ""], PyTree[Array], PyTree[Array]]:
     """Nats, next state and gradients, from parts of the lanes one after another."""
     parts = config.training.gradient_accumulation
-    value_and_grad = jax.value_and_grad(loss, has_aux=True)
+    value_and_grad = jax.value_and_grad(objectives.of(config).loss, has_aux=True)
     if parts == 1:
-        (nats, carried), gradients = value_and_grad(params, carried, batch, key, config)
+        (_, (nats, carried)), gradients = value_and_grad(params, carried, batch, key, config)
         return nats, carried, gradients
 
     def cut(x: Array) -> Array:  # part i takes lanes i::parts, so every device has its share
         return jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)
 
-    def body(sums: tuple, part: tuple) -> tuple[tuple, StackState]:
+    def body(sums: tuple, part: tuple) -> tuple[tuple, PyTree[Array]]:
         index, state, piece = part
         part_key = jax.random.fold_in(key, index)
-        (nats, state), gradients = value_and_grad(params, state, piece, part_key, config)
+        (_, (nats, state)), gradients = value_and_grad(params, state, piece, part_key, config)
         return jax.tree.map(jnp.add, sums, (nats, gradients)), state
 
     zeros = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
@@ -76,20 +62,20 @@ def _accumulated(
 
 def train_step(
     state: TrainState,
-    batch: Batch,
+    batch: Batch | PairBatch,
     key: Array,
     *,
     config: Config,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, StepMetrics]:
-    """Reads one segment of every lane and updates the parameters.
+    """Reads one segment of every lane, or a batch of pairs, and updates the parameters.
 
     The loss is the mean over the scored tokens of the whole batch. Gradients end where the
     carried state comes in. `key` is that of the run's seed at every step; as an argument it
     leaves runs that differ in nothing else with the same program, compiled once.
     """
     key = jax.random.fold_in(jax.random.fold_in(key, DROPOUT), state.step)
-    carried = tuple(cut_gradient(s) for s in state.carried)
+    carried = objectives.of(config).cut_gradient(state.carried)
     nats, carried, gradients = _accumulated(state.params, carried, batch, key, config)
     tokens = jnp.sum(batch.scored).astype(jnp.float32)
     gradients = jax.tree.map(lambda g: g / jnp.maximum(tokens, 1.0), gradients)

@@ -51,7 +51,7 @@ def equal(a, b):
 
 
 def epoch_targets(read, epoch):
-    steps = range(epoch * read.segments_per_epoch, (epoch + 1) * read.segments_per_epoch)
+    steps = range(epoch * read.steps_per_epoch, (epoch + 1) * read.steps_per_epoch)
     return np.concatenate([read[step].targets[read[step].scored] for step in steps])
 
 
@@ -91,9 +91,9 @@ def test_blocks_follow_each_other_within_a_lane(store):
     """Where no document starts, a block goes on where the lane's last one ended."""
     read = reader(store)
     last = np.full(3, -1)
-    for step in range(3 * read.segments_per_epoch):
+    for step in range(3 * read.steps_per_epoch):
         batch = read[step]
-        if step % read.segments_per_epoch == 0:
+        if step % read.steps_per_epoch == 0:
             assert batch.document_start[:, 0].all()
         for lane in range(3):
             for n in range(2):
@@ -136,11 +136,11 @@ def test_some_lanes_are_rows_of_all(store, rows):
 def test_epochs_are_counted(store):
     read = reader(store)
     assert read.epoch(0) == 0
-    assert read.epoch(3 * read.segments_per_epoch) == 3
+    assert read.epoch(3 * read.steps_per_epoch) == 3
 
 
 def test_far_steps_cost_nothing_more(store):
-    far = 10**12 // reader(store).segments_per_epoch * reader(store).segments_per_epoch
+    far = 10**12 // reader(store).steps_per_epoch * reader(store).steps_per_epoch
     assert reader(store)[far].document_start[:, 0].all()
 
 
@@ -158,7 +158,7 @@ def mixed(tmp_path_factory):
 
 def test_iterating_equals_random_access_and_restores_everywhere(mixed):
     read = reader(mixed)
-    steps = 3 * read.segments_per_epoch
+    steps = 3 * read.steps_per_epoch
     batches, states = [], []
     iterator = lanes.iterate(read)
     for _ in range(steps):

@@ -65,3 +65,13 @@ def test_the_novels_are_those_that_the_readme_lists():
     for file in found:
         assert f"{file.sha256}  {file.name.removeprefix('corpus:novels/')}" in listed
         assert f"| {file.bytes} |" in listed
+
+
+def test_the_summaries_are_those_that_the_readme_lists():
+    listed = (sources.CORPORA / "summaries" / "README.md").read_text()
+    found = [file for split in ("train", "validation", "test")
+             for file in sources.hashes([f"corpus:summaries/{split}"], [".jsonl"])]  # fmt: skip
+    assert len(found) == 3
+    for file in found:
+        assert f"{file.sha256}  {file.name.removeprefix('corpus:summaries/')}" in listed
+        assert f"| {file.bytes} |" in listed

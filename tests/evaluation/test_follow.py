@@ -17,7 +17,7 @@ from brt.errors import CheckpointError, ConfigError
 from brt.evaluation import follow
 from brt.training import workdir as workdirs
 from brt.training.checkpoint_writer import CheckpointWriter
-from brt.training.run import written_out
+from brt.training.reading import written_out
 from brt.training.workdir import Workdir
 
 STEPS = [10, 20, 30]

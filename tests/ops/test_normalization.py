@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from brt.ops.normalization import EPSILON, l2_normalize, rms_norm
+from brt.ops.normalization import EPSILON, l2_normalize, layer_norm, rms_norm
 
 X = np.random.default_rng(0).normal(size=(2, 3, 8))
 SCALE = np.linspace(0.5, 2.0, 8)
@@ -44,3 +44,17 @@ def test_gradients_are_those_of_the_formulas() -> None:
         found, expected = (jax.vjp(f, x, scale)[1](ct) for f in (ours, plain))
         for a, e in zip(found, expected, strict=True):
             np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5)
+
+
+def test_layer_norm_centres_scales_and_shifts() -> None:
+    rng = np.random.default_rng(0)
+    x, scale, bias = 3 + rng.normal(size=(2, 5, 8)), rng.normal(size=8), rng.normal(size=8)
+    y = layer_norm(*(jnp.asarray(a, jnp.float32) for a in (x, scale, bias)), 1e-2)
+    centred = x - x.mean(axis=-1, keepdims=True)
+    deviation = np.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-2)
+    np.testing.assert_allclose(y, centred / deviation * scale + bias, atol=1e-5)
+
+
+def test_the_epsilon_of_rms_norm_can_be_chosen() -> None:
+    x, scale = jnp.full((1, 4), 0.1), jnp.ones(4)
+    np.testing.assert_allclose(rms_norm(x, scale, 0.03), 0.1 / np.sqrt(0.01 + 0.03), rtol=1e-6)

@@ -19,7 +19,7 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
         for step in (99, 100):
             progress.step(step)
         figures(progress, 100)
-        progress.evaluation(100, "validation", 2.3456)
+        progress.evaluation(100, "validation 2.346 bits/byte")
     shown = stream.getvalue().splitlines()
     assert re.fullmatch(r"compiling: \d+\.\d s", shown[1])
     assert shown[2:] == [
@@ -38,7 +38,7 @@ def test_a_bar_on_a_terminal_with_lines_above_it(tmp_path: Path) -> None:
     ) as progress:
         progress.step(99)
         figures(progress, 100)
-        progress.evaluation(100, "validation", 2.3456)
+        progress.evaluation(100, "validation 2.346 bits/byte")
         progress.message("saved")
     shown = stream.getvalue()
     assert "50/900" in shown and "100/900" in shown

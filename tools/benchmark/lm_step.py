@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from brt import allocator
 from brt.config import Config, Model, Training
 from brt.models.decoder import new_state
-from brt.training import step
+from brt.training.objectives import language_modeling
 from brt.training.state import initial_params, parameter_counts
 from brt.types import Batch
 
@@ -88,7 +88,7 @@ class Contestant:
         args = (self.params, new_state(model, lanes), batch, jax.random.key(2))
 
         def loss(params, carried, batch, key):
-            return step.loss(params, carried, batch, key, config)
+            return language_modeling.loss(params, carried, batch, key, config)
 
         begin = time.perf_counter()
         lowered = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(*args)

@@ -19,7 +19,7 @@ from brt.layers.stack import StackState, runs
 from brt.layers.state import cut_gradient
 from brt.models.decoder import new_state
 from brt.training import leaves
-from brt.training.step import loss
+from brt.training.objectives.language_modeling import loss
 from brt.types import Batch
 
 
@@ -117,7 +117,8 @@ def _backward(
     """Gradients of a step, and the state after it."""
     carried = tuple(cut_gradient(state) for state in carried)
     key = jax.random.key(0)  # of a dropout that is off
-    return jax.grad(loss, has_aux=True)(params, carried, batch, key, config)
+    gradients, (_, after) = jax.grad(loss, has_aux=True)(params, carried, batch, key, config)
+    return gradients, after
 
 
 def _state_reach(

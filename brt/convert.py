@@ -1,0 +1,54 @@
+"""Converts T5, LongT5 and BART checkpoints between Hugging Face's form and ours.
+
+python -m brt.convert --from=hf t5-small --to=brt models/t5-small --verify
+python -m brt.convert --from=brt models/my-summariser --to=hf exported --dtype=bfloat16
+
+DIR in Hugging Face's form holds config.json and model.safetensors (or its parts and index).
+"""
+
+import argparse
+from pathlib import Path
+
+from brt import command_line
+from brt.errors import ConfigError
+
+
+def main(args: argparse.Namespace) -> None:
+    if args.source_form == args.target_form:
+        raise ConfigError(f"--from and --to are both {args.source_form}; one of them must be hf")
+    if args.dtype and args.target_form != "hf":
+        raise ConfigError("--dtype is of what --to=hf writes; ours is always float32")
+    if not Path(args.source).is_dir():
+        raise ConfigError(f"{args.source} is no directory; download the checkpoint first")
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    from brt.interop.huggingface import convert
+
+    source, target = Path(args.source), Path(args.target)
+    if args.source_form == "hf":
+        lines = convert.from_hf(source, target, verified=args.verify)
+    else:
+        dtype = args.dtype or "float32"
+        lines = convert.to_hf(source, target, verified=args.verify, dtype=dtype)
+    for line in lines:
+        print(line, flush=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = command_line.parser(__doc__)
+    forms = ["hf", "brt"]
+    flags.add_argument("--from", choices=forms, required=True, dest="source_form", help="of DIR")
+    flags.add_argument("source", metavar="DIR")
+    flags.add_argument("--to", choices=forms, required=True, dest="target_form", help="of OUT")
+    flags.add_argument("target", metavar="OUT", help="a new directory")
+    flags.add_argument(
+        "--verify", action="store_true",
+        help="read it back and compare every array, and logits; also with transformers, if there",
+    )  # fmt: skip
+    flags.add_argument("--dtype", choices=["float32", "bfloat16"], help="of exported weights")
+    return flags
+
+
+if __name__ == "__main__":
+    command_line.main(main, parser())

@@ -1,0 +1,1 @@
+"""Documents with their summaries: read, tokenized, stored, batched."""

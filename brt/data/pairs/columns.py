@@ -1,0 +1,142 @@
+"""Which columns hold the document and the summary, and the text in them."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from brt.data.pairs import rows
+from brt.data.pairs.rows import Row
+from brt.errors import DataError
+
+USUAL = (
+    ("document", "summary"),  # XSum, Multi-News, the embedded ones
+    ("article", "highlights"),  # CNN/DailyMail
+    ("article", "abstract"),  # scientific papers
+    ("dialogue", "summary"),  # SAMSum
+    ("text", "summary"),  # BillSum
+    ("report", "summary"),  # GovReport, and the names of its parts in TFDS
+    ("report", "highlight"),
+    ("reports", "summary"),
+    ("utt", "summary"),  # MediaSum
+    ("description", "abstract"),  # BigPatent
+    ("article_text", "abstract_text"),  # scientific papers as their authors publish them
+    ("article", "summary"),
+    ("transcript", "summary"),
+    ("body", "summary"),
+    ("chapter", "summary_text"),  # BookSum
+    ("extract_text", "summary_text"),
+    ("news_body", "news_title"),
+    ("source", "target"),
+    ("input", "output"),
+)
+SPEAKER = "speaker"  # a list beside a list of utterances
+
+
+class Columns(NamedTuple):
+    """Names of columns; "" stands for the usual one, and for no column of ids."""
+
+    source: str = ""
+    target: str = ""
+    id: str = ""
+
+
+ANY = Columns()
+
+
+class Pair(NamedTuple):
+    """A document and its summary; `name` is file:row, `id` what the predictions call it."""
+
+    name: str
+    id: str
+    source: str
+    target: str
+
+
+class BadRow(NamedTuple):
+    """A row without a usable pair, and why, as "has an empty summary"."""
+
+    name: str
+    problem: str
+
+
+def choose(table: str, there: Collection[str], asked: Columns = ANY) -> Columns:
+    """The columns that are asked for, else the first of the usual ones that are there.
+
+    Raises:
+      DataError: there are none; names the columns that exist.
+    """
+    exist = f"its columns are {', '.join(there)}"
+    for field, name in zip(("source_field", "target_field", "id_field"), asked, strict=True):
+        if name and name not in there:
+            raise DataError(f"{table} has no column '{name}' as {field} says; {exist}")
+    for usual_source, usual_target in USUAL:
+        source, target = asked.source or usual_source, asked.target or usual_target
+        if source in there and target in there and source != target:
+            return Columns(source, target, asked.id or ("id" if "id" in there else ""))
+    raise DataError(
+        f"{table} has no document and summary under a usual name; {exist}: name two of them with "
+        "source_field and target_field"
+    )
+
+
+def pair(row: Row, columns: Columns, number: int) -> Pair | BadRow:
+    """The row's document and summary; its number is the id where there is no column of ids."""
+    try:
+        _check(row.problem)
+        source = _source(row.values, columns)
+        target = _text(row.values, columns.target)
+        _check("" if source.strip() else "has an empty document")
+        _check("" if target.strip() else "has an empty summary")
+        name = _id(row.values, columns.id) if columns.id else str(number)
+    except _Problem as problem:
+        return BadRow(row.name, str(problem))
+    return Pair(row.name, name, source, target)
+
+
+class _Problem(ValueError):
+    """What is wrong with a row."""
+
+
+def _check(problem: str) -> None:
+    if problem:
+        raise _Problem(problem)
+
+
+def _source(values: Mapping[str, Any], columns: Columns) -> str:
+    utterances, speakers = values.get(columns.source), values.get(SPEAKER)
+    if not (isinstance(utterances, list) and isinstance(speakers, list)):
+        return _text(values, columns.source)
+    if len(utterances) != len(speakers):
+        raise _Problem(f"has {len(utterances)} utterances and {len(speakers)} speakers")
+    said = zip(speakers, utterances, strict=True)
+    return " ".join(f"{_decoded(who, SPEAKER)}: {_decoded(what, 'utt')}" for who, what in said)
+
+
+def _text(values: Mapping[str, Any], column: str) -> str:
+    if column not in values:
+        raise _Problem(f"has no column '{column}'")
+    value = values[column]
+    if isinstance(value, list):  # paragraphs or sentences
+        return "\n".join(_decoded(part, column) for part in value)
+    return _decoded(value, column)
+
+
+def _id(values: Mapping[str, Any], column: str) -> str:
+    value = values.get(column)
+    return str(value) if isinstance(value, int) else _decoded(value, column)
+
+
+def _decoded(value: Any, column: str) -> str:
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise _Problem(f"{rows.not_utf8(error)} of '{column}'") from error
+    if not isinstance(value, str):
+        found = "nothing" if value is None else f"{type(value).__name__}, not text,"
+        raise _Problem(f"has {found} in '{column}'")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        half = f"has half a surrogate pair at character {error.start} of '{column}'"
+        raise _Problem(half) from error
+    return value

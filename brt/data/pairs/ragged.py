@@ -1,0 +1,68 @@
+"""Rows of different lengths in one memory-mapped file; any row is found at once."""
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ragged:
+    """Row i is values[offsets[i]:offsets[i + 1]].
+
+    Attributes:
+      values: memory-mapped.
+      offsets: int64 [rows + 1].
+    """
+
+    values: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int | np.integer) -> np.ndarray:
+        """A view of a row."""
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [rows]."""
+        return np.diff(self.offsets)
+
+
+class Writer:
+    """Appends rows to a file; a context that closes it."""
+
+    def __init__(self, path: Path, dtype: np.dtype):
+        self._file, self._dtype = open(path, "wb"), dtype
+        self._lengths: list[int] = []
+
+    def extend(self, rows: Iterable[np.ndarray]) -> None:
+        for row in rows:
+            self._file.write(np.ascontiguousarray(row, self._dtype).data)
+            self._lengths.append(len(row))
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """int64 [rows + 1], where each row begins and the last one ends."""
+        return np.concatenate([[0], np.cumsum(np.array(self._lengths, np.int64))])
+
+
+def read(path: Path, dtype: np.dtype, offsets: np.ndarray) -> Ragged:
+    """Opens a file that `Writer` wrote.
+
+    Raises:
+      ValueError: it has another size than `offsets` says.
+      OSError: it cannot be read.
+    """
+    if path.stat().st_size != offsets[-1] * dtype.itemsize:
+        raise ValueError(f"{path.name} has another size than its rows")
+    return Ragged(np.memmap(path, dtype, mode="r"), offsets)

@@ -1,0 +1,13 @@
+"""One's own pairs, from any source that training reads."""
+
+from brt.data.pairs.columns import BadRow, Pair
+from brt.data.pairs.raw.examples import Example
+
+
+def example(pair: Pair | BadRow) -> Example | BadRow:
+    """The features document, summary, id; the row, which nothing else shares, is the key."""
+    if isinstance(pair, BadRow):
+        return pair
+    return Example(
+        pair.name, pair.name, {"document": pair.source, "summary": pair.target, "id": pair.id}
+    )

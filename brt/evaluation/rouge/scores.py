@@ -1,0 +1,97 @@
+"""ROUGE-N, ROUGE-L and ROUGE-Lsum of two lists of words (Lin 2004, sections 2 and 3).
+
+The numbers are those of the package rouge-score 0.1.2, which follows ROUGE-1.5.5.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+Words = Sequence[str]
+
+
+class Score(NamedTuple):
+    """Shares in [0, 1] of the prediction, of the reference, and their harmonic mean."""
+
+    precision: float
+    recall: float
+    f1: float
+
+
+def _score(hits: int, reference: int, prediction: int) -> Score:
+    if not hits:
+        return Score(0.0, 0.0, 0.0)
+    precision, recall = hits / prediction, hits / reference
+    return Score(precision, recall, 2 * precision * recall / (precision + recall))
+
+
+def rouge_n(reference: Words, prediction: Words, n: int) -> Score:
+    """Common n-grams, each as often as it is in both."""
+    grams = [
+        Counter(zip(*(words[i:] for i in range(n)), strict=False))
+        for words in (reference, prediction)
+    ]
+    return _score((grams[0] & grams[1]).total(), grams[0].total(), grams[1].total())
+
+
+def rouge_l(reference: Words, prediction: Words) -> Score:
+    """The longest common subsequence."""
+    length = _rises(reference, prediction)[-1].bit_count()
+    return _score(length, len(reference), len(prediction))
+
+
+def rouge_l_sum(reference: Sequence[Words], prediction: Sequence[Words]) -> Score:
+    """Texts as lists of sentences: for each of the reference's, the union over the prediction's.
+
+    A word counts no more often than it is in either text, as in ROUGE-1.5.5.
+    """
+    left = [Counter(word for words in text for word in words) for text in (reference, prediction)]
+    totals = [counts.total() for counts in left]
+    hits = 0
+    for sentence in reference:
+        found = set().union(*(_common(sentence, other) for other in prediction))
+        for index in sorted(found):
+            word = sentence[index]
+            if left[0][word] > 0 and left[1][word] > 0:
+                hits += 1
+                left[0][word] -= 1
+                left[1][word] -= 1
+    return _score(hits, *totals)
+
+
+def _rises(a: Words, b: Words) -> list[int]:
+    """Where in `b` the longest common subsequence grows, for each beginning of `a`.
+
+    Bit j of entry i is set if it is longer for a[:i], b[:j + 1] than for a[:i], b[:j]; so the
+    ones below bit j count its length (Hyyrö 2004: a whole row of the table in a few operations).
+    """
+    where: dict[str, int] = {}
+    for j, word in enumerate(b):
+        where[word] = where.get(word, 0) | 1 << j
+    everything = (1 << len(b)) - 1
+    flat = everything  # where it does not grow
+    rises = [0]
+    for word in a:
+        matches = flat & where.get(word, 0)
+        flat = ((flat + matches) | (flat - matches)) & everything
+        rises.append(everything & ~flat)
+    return rises
+
+
+def _length(rises: int, j: int) -> int:
+    """Of the longest common subsequence with the first j words."""
+    return (rises & ((1 << j) - 1)).bit_count()
+
+
+def _common(a: Words, b: Words) -> list[int]:
+    """Indices into `a` of one longest common subsequence: of those there are, rouge-score's."""
+    rises, i, j, found = _rises(a, b), len(a), len(b), []
+    while i and j:
+        if a[i - 1] == b[j - 1]:
+            i, j = i - 1, j - 1
+            found.append(i)
+        elif _length(rises[i], j - 1) > _length(rises[i - 1], j):
+            j -= 1
+        else:
+            i -= 1
+    return found

@@ -1,0 +1,72 @@
+"""The likeliest token at every step."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from brt.config import Decoding
+from brt.generation.constraints import constrain
+from brt.generation.hypotheses import Hypotheses, SpecialIds, Step, length_penalties
+
+
+class _Text(NamedTuple):
+    """One text for each source.
+
+    Attributes:
+      length: int32, tokens of the texts that are not done.
+      state: the model's, as of `length - 1` tokens read.
+      sequences: int32 [B, 1, L].
+      lengths: int32 [B, 1].
+      log_probs: float32 [B, 1], sums.
+      done: bool [B, 1].
+    """
+
+    length: Int[Array, ""]
+    state: PyTree[Array]
+    sequences: Int[Array, "B 1 L"]
+    lengths: Int[Array, "B 1"]
+    log_probs: Float[Array, "B 1"]
+    done: Bool[Array, "B 1"]
+
+
+def greedy_search(
+    step: Step, state: PyTree[Array], *, batch: int, decoding: Decoding, ids: SpecialIds
+) -> Hypotheses:
+    """One text for each source, N = 1; see `brt.generation.search.search`."""
+
+    def going_on(text: _Text) -> Bool[Array, ""]:
+        return (text.length < decoding.max_length) & ~jnp.all(text.done)
+
+    def extend(text: _Text) -> _Text:
+        last = jax.lax.dynamic_index_in_dim(text.sequences, text.length - 1, -1, keepdims=False)
+        logits, state = step(last, text.state)
+        log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+        broken = jnp.isnan(log_probs[..., 0])
+        log_probs = constrain(log_probs, text.sequences, text.length, decoding, ids)
+        token = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
+        gain = jnp.where(broken, jnp.nan, jnp.max(log_probs, axis=-1))
+        written = jnp.where(text.done, ids.pad, token)
+        sequences = jax.lax.dynamic_update_index_in_dim(text.sequences, written, text.length, -1)
+        return _Text(
+            length=text.length + 1,
+            state=state,
+            sequences=sequences,
+            lengths=text.lengths + ~text.done,
+            log_probs=text.log_probs + jnp.where(text.done, 0.0, gain),
+            done=text.done | (token == ids.eos) | broken,
+        )
+
+    sequences = jnp.full((batch, 1, decoding.max_length), ids.pad, jnp.int32)
+    first = _Text(
+        length=jnp.array(1, jnp.int32),
+        state=state,
+        sequences=sequences.at[..., 0].set(ids.start),
+        lengths=jnp.ones((batch, 1), jnp.int32),
+        log_probs=jnp.zeros((batch, 1), jnp.float32),
+        done=jnp.zeros((batch, 1), bool),
+    )
+    text = jax.lax.while_loop(going_on, extend, first)
+    penalties = jnp.asarray(length_penalties(decoding))
+    return Hypotheses(text.sequences, text.lengths, text.log_probs / penalties[text.lengths - 1])

@@ -1,0 +1,59 @@
+"""What a search writes, and how texts of different lengths are compared."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from brt.config import Decoding
+
+# Of a model, as `brt.generation.search.search` describes them; a state is any tree of arrays.
+Step = Callable[[Array, Any], tuple[Array, Any]]
+Reorder = Callable[[Any, Array], Any]
+
+
+class SpecialIds(NamedTuple):
+    """Tokens that are not text.
+
+    T5: start 0, eos 1, pad 0. BART: start 2, eos 2, pad 1, forced_bos 0, forced_eos 2.
+
+    Attributes:
+      start: read before anything is written; the first token of every sequence.
+      eos: ends a text.
+      pad: stands behind the end.
+      forced_bos: the only choice for the first written token, for nothing; None: no such rule.
+      forced_eos: the only choice for the last token that fits; None: texts are cut there.
+    """
+
+    start: int
+    eos: int
+    pad: int
+    forced_bos: int | None = None
+    forced_eos: int | None = None
+
+
+class Hypotheses(NamedTuple):
+    """N texts for each of B sources, best first.
+
+    Attributes:
+      sequences: int32 [B, N, L], from the start token to the end, then padding.
+      lengths: int32 [B, N], tokens before the padding; 1 where there is no such text.
+      scores: float32 [B, N], the sum of log probabilities over the length penalty; -inf where
+        there are fewer than N possible texts, NaN for all of a source whose logits were NaN.
+    """
+
+    sequences: Int[Array, "B N L"]
+    lengths: Int[Array, "B N"]
+    scores: Float[Array, "B N"]
+
+
+def length_penalties(decoding: Decoding) -> Float[np.ndarray, " L"]:
+    """What a sum of log probabilities is divided by, by the number of written tokens; float32.
+
+    `hf`: n ** p; `t5x`: ((5 + n) / 6) ** p (Wu et al. 2016, equation 14). Entry 0 is unused.
+    """
+    written = np.arange(decoding.max_length, dtype=np.float64)
+    written[0] = 1
+    base = written if decoding.penalty == "hf" else (5 + written) / 6
+    return (base**decoding.length_penalty).astype(np.float32)

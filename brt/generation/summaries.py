@@ -1,0 +1,112 @@
+"""Summaries of documents, batch after batch."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Int, PyTree
+
+from brt.config import Config
+from brt.data.pairs.batches import evaluation_batches, gather
+from brt.data.pairs.store import PairStore
+from brt.data.pairs.tokenization import PairTokenizer
+from brt.evaluation.summarization import Summary
+from brt.generation.hypotheses import Hypotheses, SpecialIds
+from brt.generation.search import search
+from brt.models import seq2seq
+from brt.training.objectives.seq2seq import network
+from brt.types import PairBatch
+
+
+class Summarizer:
+    """Writes as `Decoding` says; compiled once for each padded length of documents."""
+
+    def __init__(self, config: Config, tokenizer: PairTokenizer):
+        self._config, self._tokenizer = config, tokenizer
+        self._ids = special_ids(tokenizer)
+        self._write = jax.jit(partial(written, config=config, ids=self._ids))
+
+    def __call__(
+        self,
+        params: PyTree[Array],
+        store: PairStore,
+        *,
+        limit: int = 0,
+        stop: Callable[[], object] = lambda: None,
+        progress: Callable[[int], object] = lambda count: None,
+    ) -> list[Summary] | None:
+        """A summary of each document of a store, in its order; None if asked to stop.
+
+        Args:
+          limit: only of so many, spread evenly, as one batch; 0: of all.
+          progress: called with the number of documents done since the last call.
+        """
+        found: dict[int, Summary] = {}
+        for batch in self._batches(store, limit):
+            if stop():
+                return None
+            best = jax.device_get(self._write(params, batch.source, batch.source_mask))
+            for i in np.flatnonzero(batch.row >= 0):
+                row = int(batch.row[i])
+                length = int(best.lengths[i, 0])
+                found[row] = self._summary(store, row, best.sequences[i, 0, 1:length])
+            progress(int((batch.row >= 0).sum()))
+        return [found[row] for row in sorted(found)]
+
+    def summary(self, params: PyTree[Array], source: Int[np.ndarray, " X"]) -> str:
+        """The summary of one document, given as ids."""
+        best = self._write(params, source[None], np.ones((1, len(source)), bool))
+        return self._tokenizer.decode(jax.device_get(best.sequences)[0, 0, 1:])
+
+    def _batches(self, store: PairStore, limit: int) -> Iterator[PairBatch]:
+        size, buckets = self._config.decoding.batch_size, self._config.pairs.buckets
+        if not 0 < limit < len(store):
+            yield from evaluation_batches(store, batch_size=size, buckets=buckets)
+            return
+        rows = np.linspace(0, len(store) - 1, limit).astype(np.int32)
+        yield gather(store, rows, store.max_source_length)
+
+    def _summary(self, store: PairStore, row: int, written: Int[np.ndarray, " L"]) -> Summary:
+        decode, source = self._tokenizer.decode, store.source[row]
+        special = {self._ids.eos, self._ids.forced_bos}
+        return Summary(
+            id=store.ids[row],
+            source=decode(source),
+            reference=store.summary(row),
+            prediction=decode(written),
+            source_tokens=int(store.source_uncut[row]),
+            cut_tokens=int(store.source_uncut[row]) - len(source),
+            prediction_tokens=sum(int(token) not in special for token in written),
+        )
+
+
+def special_ids(tokenizer: PairTokenizer) -> SpecialIds:
+    """What a search must know. Where texts begin with a token, as BART's, it is forced, as is
+    the end of a text that is cut."""
+    begin = tokenizer.begin
+    return SpecialIds(
+        start=tokenizer.decoder_start_id,
+        eos=tokenizer.eos_id,
+        pad=tokenizer.pad_id,
+        forced_bos=begin[0] if begin else None,
+        forced_eos=tokenizer.eos_id if begin else None,
+    )
+
+
+def written(
+    params: PyTree[Array],
+    source: Int[Array, "B X"],
+    mask: Bool[Array, "B X"],
+    *,
+    config: Config,
+    ids: SpecialIds,
+) -> Hypotheses:
+    """The texts that a search finds for some sources; to be compiled."""
+    model, decoding = network(config), config.decoding
+    encoded = seq2seq.encode(model, params, source, mask)
+    state = seq2seq.prefill(model, params, encoded, mask, decoding.beams, decoding.max_length)
+    return search(
+        partial(seq2seq.step, model, params), seq2seq.reorder, state, batch=source.shape[0],
+        decoding=decoding, ids=ids,
+    )  # fmt: skip

@@ -1,0 +1,240 @@
+"""config.json and generation_config.json, from and to our settings."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from brt.config import Config, CrossAttention, Decoding, Seq2Seq
+from brt.config_io import config_from_json, config_json
+from brt.errors import CheckpointError
+from brt.models.targets import SpecialTokens
+
+CROSS_KEY = "brt_cross_attention"  # ours in their config.json, which keeps what it does not know
+GENERATION = (
+    "num_beams", "length_penalty", "early_stopping", "max_length", "min_length",
+    "no_repeat_ngram_size",
+)  # fmt: skip
+_SPECIAL = {
+    "pad": "pad_token_id",
+    "start": "decoder_start_token_id",
+    "eos": "eos_token_id",
+    "bos": "bos_token_id",
+    "forced_bos": "forced_bos_token_id",
+    "forced_eos": "forced_eos_token_id",
+}
+_T5 = {
+    "encoder_layers": "num_layers", "decoder_layers": "num_decoder_layers",
+    "model_dim": "d_model", "heads": "num_heads", "head_dim": "d_kv", "mlp_dim": "d_ff",
+    "vocab_size": "vocab_size", "relative_buckets": "relative_attention_num_buckets",
+    "relative_max_distance": "relative_attention_max_distance",
+    "norm_epsilon": "layer_norm_epsilon", "dropout": "dropout_rate",
+}  # fmt: skip
+_BART = {
+    "encoder_layers": "encoder_layers", "decoder_layers": "decoder_layers",
+    "model_dim": "d_model", "heads": "encoder_attention_heads", "mlp_dim": "encoder_ffn_dim",
+    "vocab_size": "vocab_size", "max_positions": "max_position_embeddings", "dropout": "dropout",
+    "attention_dropout": "attention_dropout", "activation_dropout": "activation_dropout",
+}  # fmt: skip
+# What their classes assume where config.json is silent.
+_T5_DEFAULTS = {
+    "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128,
+    "layer_norm_epsilon": 1e-6, "dropout_rate": 0.1, "feed_forward_proj": "relu",
+    "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "local_radius": 127,
+    "global_block_size": 16, "encoder_attention_type": "local",
+}  # fmt: skip
+_BART_DEFAULTS = {
+    "dropout": 0.1, "attention_dropout": 0.0, "activation_dropout": 0.0,
+    "activation_function": "gelu", "max_position_embeddings": 1024,
+    "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2,
+    "forced_eos_token_id": 2,
+}  # fmt: skip
+_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gated-gelu": "gated_gelu"}
+_ENCODERS = {"local": "local", "transient-global": "transient_global"}
+
+
+class Described(NamedTuple):
+    """A model without its parameters.
+
+    Attributes:
+      generation: defaults by Hugging Face's names.
+      tasks: the same for named tasks, with `prefix`; used only where they are asked for.
+    """
+
+    model: Seq2Seq
+    cross: CrossAttention
+    special: SpecialTokens
+    generation: dict[str, Any]
+    tasks: dict[str, dict[str, Any]]
+
+
+def from_theirs(
+    config: Mapping[str, Any], generation: Mapping[str, Any], *, tied: bool
+) -> Described:
+    """Their settings as ours.
+
+    Args:
+      config: of config.json.
+      generation: of generation_config.json, which beats it; may be empty.
+      tied: whether logits come from the embedding: the file of weights knows, config.json not.
+
+    Raises:
+      CheckpointError: another architecture, or a setting that ours lacks.
+    """
+    kind = check_type(config)
+    config = {**(_BART_DEFAULTS if kind == "bart" else _T5_DEFAULTS), **config}
+    try:
+        fields = _bart_fields(config) if kind == "bart" else _t5_fields(config)
+    except KeyError as error:
+        raise CheckpointError(f"config.json has no {error.args[0]!r}") from error
+    saved = config.get(CROSS_KEY, {})
+    cross = config_from_json({"CrossAttention": saved}).cross_attention
+    both = {**config, **{k: v for k, v in generation.items() if v is not None}}
+    return Described(
+        Seq2Seq(**fields, tied_logits=tied),
+        cross,
+        _special(both),
+        {name: both[name] for name in GENERATION if both.get(name) is not None},
+        dict(config.get("task_specific_params") or {}),
+    )
+
+
+def check_type(config: Mapping[str, Any]) -> str:
+    """The architecture.
+
+    Raises:
+      CheckpointError: one that is not supported.
+    """
+    kind = config.get("model_type")
+    if kind not in ("t5", "longt5", "bart"):
+        raise CheckpointError(
+            f"config.json says model_type = {kind!r}; only t5, longt5 and bart can be read"
+        )
+    return kind
+
+
+def _t5_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    config = {**config, "num_decoder_layers": config.get("num_decoder_layers")}
+    if config["num_decoder_layers"] is None:
+        config["num_decoder_layers"] = config["num_layers"]
+    fields = {ours: config[theirs] for ours, theirs in _T5.items()}
+    fields["activation"] = _chosen(config, "feed_forward_proj", _ACTIVATIONS)
+    scaled = config.get("scale_decoder_outputs")
+    # Before transformers 5, T5 1.1 was told from 1.0 by this flag.
+    fields["scale_logits"] = (
+        config.get("tie_word_embeddings") is not False if scaled is None else bool(scaled)
+    )
+    if config["model_type"] == "longt5":
+        fields["encoder_attention"] = _chosen(config, "encoder_attention_type", _ENCODERS)
+        fields["encoder_radius"] = config["local_radius"]
+        fields["global_block"] = config["global_block_size"]
+    return fields
+
+
+def _bart_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    for name in ("scale_embedding", "normalize_before", "add_final_layer_norm"):
+        if config.get(name):
+            raise CheckpointError(f"config.json sets {name}, which BART itself does not have")
+    for name in ("attention_heads", "ffn_dim"):
+        encoder, decoder = config[f"encoder_{name}"], config[f"decoder_{name}"]
+        if encoder != decoder:
+            raise CheckpointError(
+                f"encoder_{name} = {encoder} and decoder_{name} = {decoder} must be equal"
+            )
+    fields = {ours: config[theirs] for ours, theirs in _BART.items()}
+    activations = {name: name for name in ("gelu", "relu")}
+    fields["activation"] = _chosen(config, "activation_function", activations)
+    fields["head_dim"] = fields["model_dim"] // fields["heads"]
+    return {"family": "bart", "norm_epsilon": 1e-5, "scale_logits": False, **fields}
+
+
+def _chosen(config: Mapping[str, Any], name: str, known: Mapping[str, str]) -> str:
+    if config[name] not in known:
+        raise CheckpointError(f"{name} = {config[name]!r} is not supported; {list(known)} are")
+    return known[config[name]]
+
+
+def _special(config: Mapping[str, Any]) -> SpecialTokens:
+    ids = {ours: config.get(theirs) for ours, theirs in _SPECIAL.items()}
+    if ids["start"] is None:
+        ids["start"] = ids["pad"]
+    lists = [name for name, value in ids.items() if isinstance(value, list)]
+    if lists:
+        raise CheckpointError(f"{_SPECIAL[lists[0]]} = {ids[lists[0]]} must be one id")
+    return SpecialTokens(**ids)
+
+
+def to_theirs(described: Described, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json and generation_config.json; `dtype` is that of the weights.
+
+    Raises:
+      CheckpointError: a setting that theirs lack.
+    """
+    model = described.model
+    if model.family == "bart" and model.encoder_attention != "full":
+        raise CheckpointError(
+            f"Seq2Seq.encoder_attention = {model.encoder_attention!r} has no counterpart in "
+            "Hugging Face's BART"
+        )
+    config = _to_bart(model) if model.family == "bart" else _to_t5(model)
+    special = {
+        theirs: getattr(described.special, ours)
+        for ours, theirs in _SPECIAL.items()
+        if getattr(described.special, ours) is not None
+    }
+    config |= special | {"is_encoder_decoder": True, "use_cache": True, "dtype": dtype}
+    if described.cross.kind != "full":
+        saved = config_json(Config(cross_attention=described.cross))
+        config[CROSS_KEY] = saved["CrossAttention"]
+    if described.tasks:
+        config["task_specific_params"] = described.tasks
+    return config, {**special, **described.generation}
+
+
+def _to_t5(model: Seq2Seq) -> dict[str, Any]:
+    config = {theirs: getattr(model, ours) for ours, theirs in _T5.items()}
+    theirs_of = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+    config["feed_forward_proj"] = theirs_of[model.activation]
+    # Transformers 5 reads the first, earlier ones only the second.
+    config["scale_decoder_outputs"] = config["tie_word_embeddings"] = model.scale_logits
+    if model.encoder_attention == "full":
+        return {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], **config}
+    long = {
+        "encoder_attention_type": model.encoder_attention.replace("_", "-").replace(
+            "sliding", "local"
+        ),
+        "local_radius": model.encoder_radius,
+        "global_block_size": model.global_block,
+    }
+    names = {"model_type": "longt5", "architectures": ["LongT5ForConditionalGeneration"]}
+    return {**names, **config, **long}
+
+
+def _to_bart(model: Seq2Seq) -> dict[str, Any]:
+    config = {theirs: getattr(model, ours) for ours, theirs in _BART.items()}
+    for name in ("attention_dropout", "activation_dropout"):
+        if config[name] == -1:
+            config[name] = model.dropout
+    names = {"model_type": "bart", "architectures": ["BartForConditionalGeneration"]}
+    return {
+        **names, **config, "decoder_attention_heads": model.heads, "decoder_ffn_dim": model.mlp_dim,
+        "activation_function": model.activation, "scale_embedding": False,
+        "tie_word_embeddings": model.tied_logits,
+    }  # fmt: skip
+
+
+def decoding(described: Described, task: str = "") -> Decoding:
+    """How the checkpoint wants its texts to be written; `task` is one of `described.tasks`.
+
+    Raises:
+      CheckpointError: an unknown task.
+    """
+    if task and task not in described.tasks:
+        raise CheckpointError(f"no task {task!r}; the checkpoint knows {list(described.tasks)}")
+    wanted = {**described.generation, **described.tasks.get(task, {})}
+    ours = {
+        "num_beams": "beams", "length_penalty": "length_penalty", "max_length": "max_length",
+        "min_length": "min_length", "no_repeat_ngram_size": "no_repeat_ngram",
+    }  # fmt: skip
+    fields = {ours[name]: value for name, value in wanted.items() if name in ours}
+    stopping = {True: "yes", False: "heuristic", "never": "never"}
+    # Where nothing is said, theirs stops by a heuristic.
+    return Decoding(**fields, early_stopping=stopping[wanted.get("early_stopping", False)])

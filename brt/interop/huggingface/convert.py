@@ -1,0 +1,144 @@
+"""A checkpoint of Hugging Face as a directory that training starts from, and back."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from brt.errors import CheckpointError, ConfigError
+from brt.interop import pretrained
+from brt.interop.huggingface import config, files, verify, weights
+from brt.interop.pretrained import Pretrained
+
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+
+
+def read(directory: Path) -> tuple[Pretrained, dict[str, np.ndarray], weights.Imported]:
+    """Hugging Face's checkpoint as ours, its own arrays, and what did not match.
+
+    Raises:
+      CheckpointError: damaged, incomplete, or of an architecture that is not supported.
+    """
+    settings = files.read_json(directory / "config.json")
+    path = directory / "generation_config.json"
+    generation = files.read_json(path) if path.is_file() else {}
+    family = "bart" if config.check_type(settings) == "bart" else "t5"
+    arrays = weights.normalised(files.read_tensors(directory), family)
+    described = config.from_theirs(settings, generation, tied="lm_head.weight" not in arrays)
+    imported = weights.import_arrays(arrays, described.model, described.cross)
+    return Pretrained(imported.params, described), arrays, imported
+
+
+def from_hf(source: Path, target: Path, *, verified: bool) -> Iterator[str]:
+    """Converts, and yields lines that say what was done.
+
+    Raises:
+      ConfigError: `target` has something in it.
+      CheckpointError: `source` cannot be converted, or with `verified` the result differs.
+    """
+    model, arrays, imported = read(source)
+    with _new_directory(target) as directory:
+        pretrained.save(directory, model)
+        copied = pretrained.copy_tokenizer(source, directory)
+        yield _summary(model, source)
+        yield from _mismatches(imported)
+        yield f"tokenizer: {', '.join(copied) or 'no files'}"
+        if verified:
+            again = pretrained.load(directory)
+            yield from _verified(model, again, arrays, source)
+    yield f"wrote {target}"
+
+
+def to_hf(source: Path, target: Path, *, verified: bool, dtype: str = "float32") -> Iterator[str]:
+    """The other way; raises as `from_hf`."""
+    model = pretrained.load(source)
+    settings, generation = config.to_theirs(model.described, dtype)
+    exported = weights.export_arrays(model.params, model.described.model)
+    with _new_directory(target) as directory:
+        rounded = {name: array.astype(DTYPES[dtype]) for name, array in exported.items()}
+        files.write_tensors(directory, rounded)
+        files.write_json(directory / "config.json", settings)
+        files.write_json(directory / "generation_config.json", generation)
+        copied = pretrained.copy_tokenizer(source, directory)
+        yield _summary(model, source)
+        if model.described.cross.kind != "full":
+            yield (
+                "note: transformers will read the source by full attention, not as "
+                f"CrossAttention.kind = {model.described.cross.kind!r}; --from=hf will"
+            )
+        yield f"tokenizer: {', '.join(copied) or 'no files'}"
+        if verified:
+            again, arrays, _ = read(directory)
+            compared = {name: exported[name] for name in arrays}
+            yield from _verified(model, again, compared, directory, arrays)
+    yield f"wrote {target}"
+
+
+def _verified(
+    model: Pretrained,
+    again: Pretrained,
+    before: dict[str, np.ndarray],
+    theirs: Path,
+    after: dict[str, np.ndarray] | None = None,
+) -> Iterator[str]:
+    """The report; `theirs` is the directory in Hugging Face's form."""
+    if after is None:
+        after = weights.export_arrays(again.params, again.described.model)
+    # What the file never had was initialised; what ours never reads was reported.
+    checks = verify.tensor_checks({k: v for k, v in before.items() if k in after}, after)
+    yield verify.text(checks)
+    verify.check(checks)
+    rounding = max(verify.ROUNDING.get(check.dtype, 0.0) for check in checks)
+    x = verify.inputs(model.described)
+    found = verify.logits(again.params, again.described, x)
+    expected = verify.logits(model.params, model.described, x)
+    yield verify.check_logits(found, expected, "the model before it was written", rounding)
+    if model.described.cross.kind != "full":
+        return
+    reference = verify.transformers_logits(theirs, x)
+    if reference is None:
+        yield "logits against transformers: not compared; it is not installed"
+    else:
+        yield verify.check_logits(found, reference, "transformers")
+
+
+def _summary(model: Pretrained, source: Path) -> str:
+    settings, count = model.described.model, pretrained.parameter_count(model.params)
+    return (
+        f"{source}: {settings.family}, {settings.encoder_layers} + {settings.decoder_layers} "
+        f"layers, width {settings.model_dim}, encoder attention {settings.encoder_attention}, "
+        f"cross-attention {model.described.cross.kind}, {count:,} parameters"
+    )
+
+
+def _mismatches(imported: weights.Imported) -> Iterator[str]:
+    for what, found in (
+        ("initialised, as the checkpoint lacks them", imported.initialised),
+        ("not read, as the model has no use for them", imported.unexpected),
+    ):
+        if found:
+            yield f"{what}: {', '.join(found)}"
+
+
+@contextmanager
+def _new_directory(target: Path) -> Iterator[Path]:
+    """A directory that takes its name when all is written; else nothing is left of it."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists and is not empty; name another directory")
+    partial = target.with_name(target.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{partial} cannot be made: {error.strerror}") from error
+    try:
+        yield partial
+        if target.exists():
+            target.rmdir()
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

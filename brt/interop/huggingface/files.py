@@ -1,0 +1,101 @@
+"""safetensors in one file or in several with an index; no torch, bfloat16 included."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401  # registers bfloat16 with NumPy, which safetensors asks for
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from brt.errors import CheckpointError
+
+FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+
+
+def read_tensors(directory: Path) -> dict[str, np.ndarray]:
+    """All arrays of a checkpoint, in the dtypes they have there.
+
+    Raises:
+      CheckpointError: no safetensors (perhaps only `pytorch_model.bin`), or damaged ones.
+    """
+    if (directory / INDEX).is_file():
+        files = set(read_json(directory / INDEX).get("weight_map", {}).values())
+        return {
+            name: array
+            for file in sorted(files)
+            for name, array in read_file(directory / file).items()
+        }
+    if (directory / FILE).is_file():
+        return read_file(directory / FILE)
+    if any(directory.glob("pytorch_model*.bin*")):
+        raise CheckpointError(
+            f"{directory} has pytorch_model.bin, a pickle that can run code, and no {FILE}; where "
+            "torch is installed, AutoModelForSeq2SeqLM.from_pretrained(DIR).save_pretrained(OUT) "
+            "of transformers writes it as safetensors"
+        )
+    raise CheckpointError(f"{directory} has no {FILE}")
+
+
+def read_file(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of one file.
+
+    Raises:
+      CheckpointError: it is missing or damaged.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def write_tensors(
+    directory: Path, tensors: Mapping[str, np.ndarray], shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Writes one file, or several of at most `shard_bytes` each (a larger array: alone)."""
+    shards: list[dict[str, np.ndarray]] = [{}]
+    for name, array in tensors.items():
+        held = sum(other.nbytes for other in shards[-1].values())
+        if shards[-1] and held + array.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = array
+    if len(shards) == 1:
+        write_file(directory / FILE, tensors)
+        return
+    places = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_file(directory / file, shard)
+        places |= dict.fromkeys(shard, file)
+    total = sum(array.nbytes for array in tensors.values())
+    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes one file. `format` is what transformers looks for in it."""
+    contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}
+    save_file(contiguous, path, metadata={"format": "pt"})
+
+
+def read_json(path: Path) -> dict:
+    """An object from a file.
+
+    Raises:
+      CheckpointError: it is missing or is no JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object")
+    return content
+
+
+def write_json(path: Path, content: Mapping) -> None:
+    """Writes an object as others do: two spaces, a line at the end."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,129 @@
+"""One table of names for both directions, and how arrays lie under them.
+
+Theirs are matrices [out, in]; ours are kernels [*in, *out] with heads as an axis of their own.
+"""
+
+import math
+import re
+
+import numpy as np
+
+from brt.config import Seq2Seq
+
+# Left out of newer files, or of no use; `decoder...` is of the first T5 files.
+TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+
+# The recurrence is not Hugging Face's: names of the authors of SRformer.
+_RAF = {
+    "raf/kernel": "SNN_kv.weight",
+    "raf/bias": "SNN_kv.bias",
+    "raf/leak": "leak",
+    "raf/threshold": "threshold",
+    "raf/sigma": "sigma",
+}
+_LONG = {"local": "Local", "sliding": "Local", "transient_global": "TransientGlobal"}
+
+
+def table(model: Seq2Seq) -> dict[str, str]:
+    """{our name: theirs}; {i} stands for a layer's index."""
+    return _bart(model) if model.family == "bart" else _t5(model)
+
+
+def _t5(model: Seq2Seq) -> dict[str, str]:
+    names = {"token_embed/embedding": "shared.weight"}
+    if not model.tied_logits:
+        names["lm_head/embedding"] = "lm_head.weight"
+    own = f"{_LONG.get(model.encoder_attention, '')}SelfAttention"
+    for side, attention, last in (("encoder", own, 1), ("decoder", "SelfAttention", 2)):
+        ours, theirs = f"{side}/layers_{{i}}", f"{side}.block.{{i}}.layer"
+        for part in "qkvo":
+            names[f"{ours}/self_attn/{part}/kernel"] = f"{theirs}.0.{attention}.{part}.weight"
+        names[f"{ours}/self_attn_norm/scale"] = f"{theirs}.0.layer_norm.weight"
+        for part in ("wi", "wi_0", "wi_1", "wo"):
+            names[f"{ours}/mlp/{part}/kernel"] = f"{theirs}.{last}.DenseReluDense.{part}.weight"
+        names[f"{ours}/mlp_norm/scale"] = f"{theirs}.{last}.layer_norm.weight"
+        first = f"{side}.block.0.layer.0.{attention}"
+        names[f"{side}/rel_bias/embedding"] = f"{first}.relative_attention_bias.weight"
+        names[f"{side}/final_norm/scale"] = f"{side}.final_layer_norm.weight"
+    attention = f"encoder.block.{{i}}.layer.0.{own}"
+    names["encoder/layers_{i}/self_attn/global_norm/scale"] = (
+        f"{attention}.global_input_layer_norm.weight"
+    )
+    names["encoder/global_rel_bias/embedding"] = (
+        f"{attention.format(i=0)}.global_relative_attention_bias.weight"
+    )
+    ours, theirs = "decoder/layers_{i}/cross_attn", "decoder.block.{i}.layer.1"
+    for part in "qkvo":
+        names[f"{ours}/{part}/kernel"] = f"{theirs}.EncDecAttention.{part}.weight"
+    names[f"{ours}_norm/scale"] = f"{theirs}.layer_norm.weight"
+    for part, name in _RAF.items():
+        names[f"{ours}/{part}"] = f"{theirs}.EncDecAttention.{name}"
+    return names
+
+
+def _bart(model: Seq2Seq) -> dict[str, str]:
+    names = {"token_embed/embedding": "model.shared.weight", "logits_bias": "final_logits_bias"}
+    if not model.tied_logits:
+        names["lm_head/embedding"] = "lm_head.weight"
+    leaves = {"kernel": "weight", "bias": "bias"}
+    for side in ("encoder", "decoder"):
+        ours, theirs = f"{side}/layers_{{i}}", f"model.{side}.layers.{{i}}"
+        for part, name in {"self_attn": "self_attn", "cross_attn": "encoder_attn"}.items():
+            for leaf, suffix in leaves.items():
+                for p, q in {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}.items():
+                    names[f"{ours}/{part}/{p}/{leaf}"] = f"{theirs}.{name}.{q}.{suffix}"
+        for leaf, suffix in leaves.items():
+            names[f"{ours}/mlp/wi/{leaf}"] = f"{theirs}.fc1.{suffix}"
+            names[f"{ours}/mlp/wo/{leaf}"] = f"{theirs}.fc2.{suffix}"
+        for leaf, suffix in {"scale": "weight", "bias": "bias"}.items():
+            names[f"{ours}/self_attn_norm/{leaf}"] = f"{theirs}.self_attn_layer_norm.{suffix}"
+            names[f"{ours}/cross_attn_norm/{leaf}"] = f"{theirs}.encoder_attn_layer_norm.{suffix}"
+            names[f"{ours}/mlp_norm/{leaf}"] = f"{theirs}.final_layer_norm.{suffix}"
+            names[f"{side}/embed_norm/{leaf}"] = f"model.{side}.layernorm_embedding.{suffix}"
+        names[f"{side}/pos_embed"] = f"model.{side}.embed_positions.weight"
+    for part, name in _RAF.items():
+        names[f"decoder/layers_{{i}}/cross_attn/{part}"] = (
+            f"model.decoder.layers.{{i}}.encoder_attn.{name}"
+        )
+    return names
+
+
+def their_name(names: dict[str, str], ours: str) -> str | None:
+    """The name of one of our parameters; None: Hugging Face has nothing like it."""
+    layer = re.search(r"layers_(\d+)", ours)
+    pattern = names.get(re.sub(r"layers_\d+", "layers_{i}", ours))
+    return None if pattern is None else pattern.format(i=layer[1] if layer else "")
+
+
+def is_optional(ours: str) -> bool:
+    """Whether a file may lack it: the recurrence is ours, and BartModel has no bias of logits."""
+    if ours == "logits_bias":
+        return True
+    inside = re.fullmatch(r"decoder/layers_\d+/cross_attn/(.+)", ours)
+    return bool(inside) and not re.fullmatch("[qkvo]/(kernel|bias)", inside[1])
+
+
+def their_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """How an array of ours lies in their files."""
+    if ours.endswith("kernel"):
+        inputs = 2 if ours.endswith("/o/kernel") else 1
+        return math.prod(shape[inputs:]), math.prod(shape[:inputs])
+    if ours == "logits_bias":
+        return (1, *shape)
+    if len(shape) == 0 or ours.endswith("/bias"):
+        return (math.prod(shape),)
+    return shape
+
+
+def to_theirs(ours: str, array: np.ndarray) -> np.ndarray:
+    """Our array as theirs."""
+    shape = their_shape(ours, array.shape)
+    if ours.endswith("kernel"):
+        return np.ascontiguousarray(array.reshape(shape[::-1]).T)
+    return array.reshape(shape)
+
+
+def to_ours(ours: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Their array as ours, of this shape."""
+    return (array.T if ours.endswith("kernel") else array).reshape(shape)

@@ -1,0 +1,137 @@
+"""Whether a conversion kept the model: array by array, and by the logits that come out."""
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from brt.errors import CheckpointError
+from brt.interop.huggingface.config import Described
+from brt.models import seq2seq
+from brt.models.targets import shift_right
+
+LOGIT_TOLERANCE = 1e-4  # relative to the largest logit, float32
+# Of the largest magnitude of an array: what rounding to a dtype may change.
+ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-10}
+
+
+class TensorCheck(NamedTuple):
+    """One array before and after: the largest difference, and what it may be."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    difference: float
+    allowed: float
+
+
+class Inputs(NamedTuple):
+    """Random pairs, always the same; the second source is half as long as the first."""
+
+    source: np.ndarray
+    mask: np.ndarray
+    targets_in: np.ndarray
+
+
+def inputs(described: Described) -> Inputs:
+    """Two pairs of at most 64 and 16 tokens."""
+    model, special = described.model, described.special
+    rng = np.random.default_rng(0)
+    known = model.max_positions if model.family == "bart" else 64
+    lengths = np.array([min(known, 64), max(min(known, 64) // 2, 1)])
+    mask = np.arange(lengths[0])[None] < lengths[:, None]
+    source = rng.integers(model.vocab_size, size=mask.shape)
+    labels = rng.integers(model.vocab_size, size=(2, min(known, 16)))
+    source = np.where(mask, source, special.pad)
+    return Inputs(source.astype(np.int32), mask, shift_right(labels, special).astype(np.int32))
+
+
+def logits(params: Mapping[str, Any], described: Described, x: Inputs) -> np.ndarray:
+    """Float32 [2, T, V] of our model."""
+    network = seq2seq.Seq2Seq(described.model, described.cross)
+    mask = jnp.asarray(x.mask)
+    encoded = seq2seq.encode(network, params, jnp.asarray(x.source), mask)
+    hidden = seq2seq.decode(network, params, encoded, mask, jnp.asarray(x.targets_in))
+    return np.asarray(seq2seq.logits(seq2seq.readout(described.model, params), hidden))
+
+
+def transformers_logits(directory: Path, x: Inputs) -> np.ndarray | None:
+    """The same of Hugging Face's model in `directory`; None where it is not installed."""
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
+        return None
+    torch = importlib.import_module("torch")
+    classes = importlib.import_module("transformers").AutoModelForSeq2SeqLM
+    model = classes.from_pretrained(directory, torch_dtype=torch.float32).eval()
+    with torch.no_grad():
+        out = model(
+            input_ids=torch.tensor(x.source, dtype=torch.long),
+            attention_mask=torch.tensor(x.mask, dtype=torch.long),
+            decoder_input_ids=torch.tensor(x.targets_in, dtype=torch.long),
+        )
+    return out.logits.numpy()
+
+
+def tensor_checks(
+    before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]
+) -> list[TensorCheck]:
+    """Every array of `before` beside that of `after`.
+
+    Raises:
+      CheckpointError: one is missing.
+    """
+    checks = []
+    for name, array in before.items():
+        if name not in after:
+            raise CheckpointError(f"{name} is gone after the conversion")
+        wide, other = (np.asarray(x, np.float64) for x in (array, after[name]))
+        largest = float(np.abs(wide).max(initial=0.0))
+        dtype = str(after[name].dtype)
+        difference = float(np.abs(wide - other).max(initial=0.0))
+        allowed = ROUNDING.get(dtype, 0.0) * largest if dtype != str(array.dtype) else 0.0
+        checks.append(TensorCheck(name, array.shape, dtype, difference, allowed))
+    return checks
+
+
+def text(checks: list[TensorCheck]) -> str:
+    """A line for each array."""
+    width = max(len(check.name) for check in checks)
+    lines = [
+        f"{check.name:<{width}}  {'x'.join(map(str, check.shape)) or 'scalar':>14}  "
+        f"{check.dtype:<9} {check.difference:.1e}"
+        for check in checks
+    ]
+    head = f"{'array':<{width}}  {'shape':>14}  {'dtype':<9} largest difference"
+    return "\n".join([head, *lines])
+
+
+def check(checks: list[TensorCheck]) -> None:
+    """Raises CheckpointError where an array changed by more than rounding."""
+    wrong = [c for c in checks if not c.difference <= c.allowed]
+    if wrong:
+        worst = max(wrong, key=lambda c: c.difference)
+        raise CheckpointError(
+            f"{len(wrong)} arrays changed in the conversion, most of all {worst.name} "
+            f"by {worst.difference:.1e}"
+        )
+
+
+def check_logits(found: np.ndarray, expected: np.ndarray, of: str, rounding: float = 0.0) -> str:
+    """A line with the largest difference.
+
+    Args:
+      of: what `expected` comes from.
+      rounding: of the weights between the two; logits may differ by it many times over.
+
+    Raises:
+      CheckpointError: they differ by more than arithmetic and rounding explain.
+    """
+    largest = float(np.abs(expected).max())
+    difference = float(np.abs(found - expected).max())
+    line = f"logits against {of}: largest difference {difference:.1e} (largest logit {largest:.1f})"
+    if not difference <= (LOGIT_TOLERANCE + 32 * rounding) * max(largest, 1.0):
+        raise CheckpointError(line)
+    return line

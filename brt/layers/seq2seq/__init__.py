@@ -1,0 +1,1 @@
+"""Layers of encoder-decoders: T5's with norms before, BART's with norms after."""

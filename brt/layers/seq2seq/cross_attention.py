@@ -1,0 +1,74 @@
+"""The decoder's attention to the source; how it reads it is data (`CrossAttention.kind`)."""
+
+import flax.linen as nn
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import CrossAttention, Seq2Seq
+from brt.layers.basic import parameter
+from brt.layers.seq2seq.attention import Projections
+from brt.layers.seq2seq.mlp import attention_dropout
+from brt.ops import cross_attention
+from brt.ops.cross_attention import CrossCache
+
+
+class Learned(nn.Module):
+    """Arrays that a kind of cross-attention learns beside its projections, under one name."""
+
+    model: Seq2Seq
+    cross: CrossAttention
+
+    @nn.compact
+    def __call__(self) -> dict[str, Array]:
+        parts = cross_attention.specifications(self.cross, self.model.heads, self.model.head_dim)
+        return {
+            name: parameter(self, name, spec.shape, spec.axes, spec.initializer)
+            for name, spec in parts[self.name].items()
+        }
+
+
+class SourceAttention(Projections):
+    """Queries of the target, keys and values of the source; `raf` where neurons accumulate."""
+
+    cross: CrossAttention = CrossAttention()
+
+    def setup(self) -> None:
+        super().setup()
+        m = self.model
+        for part in cross_attention.specifications(self.cross, m.heads, m.head_dim):
+            setattr(self, part, Learned(m, self.cross))
+
+    def _learned(self) -> cross_attention.Parameters:
+        m = self.model
+        parts = cross_attention.specifications(self.cross, m.heads, m.head_dim)
+        return cross_attention.parameters_from({part: getattr(self, part)() for part in parts})
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        encoded: Float[Array, "B S D"],
+        mask: Bool[Array, "B S"],
+    ) -> Float[Array, "B T D"]:
+        """Whole targets. What there is to log goes to the collection `intermediates`."""
+        rate, dropped = attention_dropout(self.model), None
+        if self.training and rate:
+            dropped = cross_attention.Dropout(self.make_rng("dropout"), rate)
+        y, aux = cross_attention.attend(
+            self.queries(x), self.k(encoded), self.v(encoded), mask, self._learned(), self.cross,
+            target_length=x.shape[1] if self.training else None, dropout=dropped,
+        )  # fmt: skip
+        if aux.firing_rate is not None:
+            self.sow("intermediates", "neurons", aux)
+        return self.o(y)
+
+    def prefill(self, encoded: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> CrossCache:
+        """What steps read: once per source, whatever the beams."""
+        keys, values = self.k(encoded), self.v(encoded)
+        return cross_attention.prefill(keys, values, mask, self._learned(), self.cross)
+
+    def step(
+        self, x: Float[Array, "B N D"], cache: CrossCache, position: Int[Array, ""]
+    ) -> tuple[Float[Array, "B N D"], CrossCache]:
+        """One token of every beam, at `position` of the targets."""
+        cache = cross_attention.advance(cache, position, self.cross)
+        y = cross_attention.step(self.queries(x)[:, :, None], cache, position, self.cross)
+        return self.o(y[:, :, 0]), cache

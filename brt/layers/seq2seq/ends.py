@@ -1,0 +1,71 @@
+"""What lies before the first layer of a stack and after its last one."""
+
+import flax.linen as nn
+import jax
+from jaxtyping import Array, Float, Int
+
+from brt.config import Seq2Seq
+from brt.errors import ConfigError
+from brt.layers.basic import dropout, parameter
+from brt.layers.seq2seq.linear import BART_DEVIATION, Norm, RelativeBias
+
+POSITION_OFFSET = 2  # BART's table has two rows that no token uses
+
+
+class Ends(nn.Module):
+    """BART: `pos_embed` and `embed_norm` before; T5: `final_norm` after, and `rel_bias`."""
+
+    model: Seq2Seq
+    training: bool = False
+
+    def setup(self) -> None:
+        m = self.model
+        if m.family == "t5":
+            self.rel_bias = RelativeBias(m)
+            self.final_norm = Norm(m)
+            return
+        self.pos_embed = parameter(
+            self, "pos_embed", (m.max_positions + POSITION_OFFSET, m.model_dim),
+            ("positions", "embed"), nn.initializers.normal(BART_DEVIATION),
+        )  # fmt: skip
+        self.embed_norm = Norm(m)
+
+    def enter(
+        self, x: Float[Array, "B T D"], first: Int[Array, ""] | int = 0
+    ) -> Float[Array, "B T D"]:
+        """Embedded tokens, the first of which is at position `first`, for the first layer."""
+        if self.model.family == "bart":
+            rows = jax.lax.dynamic_slice_in_dim(
+                self.pos_embed, first + POSITION_OFFSET, x.shape[1], axis=0
+            )
+            x = self.embed_norm(x + rows[None].astype(x.dtype))
+        return dropout(self, x, self.model.dropout)
+
+    def leave(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """What the last layer gives, for the readers of the stack."""
+        if self.model.family == "bart":
+            return x
+        return dropout(self, self.final_norm(x), self.model.dropout)
+
+
+def check_length(model: Seq2Seq, length: int, what: str) -> None:
+    """Raises ConfigError where `what` ("source", "target") is longer than BART's positions."""
+    if model.family == "bart" and length > model.max_positions:
+        raise ConfigError(
+            f"a {what} of {length} tokens is longer than Seq2Seq.max_positions = "
+            f"{model.max_positions}; lower Pairs.max_{what}_length or Decoding.max_length, or "
+            "extend the positions (brt.models.seq2seq.extend_positions)"
+        )
+
+
+def before(module: nn.Module, norm: Norm, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    """What a part of a layer reads: T5 normalises here, BART in `after`."""
+    return norm(x) if module.model.family == "t5" else x
+
+
+def after(
+    module: nn.Module, norm: Norm, x: Float[Array, "*B D"], y: Float[Array, "*B D"]
+) -> Float[Array, "*B D"]:
+    """x and y, which a part of a layer made of it."""
+    total = x + dropout(module, y, module.model.dropout)
+    return total if module.model.family == "t5" else norm(total)

@@ -1,0 +1,245 @@
+"""The encoder-decoder: T5 (1.0, 1.1), LongT5's encoders and BART are one; settings tell them apart.
+
+Training: `encode`, then `decode` over whole targets. Generation: `encode`, `prefill`, then
+`step` for one token of every beam. The encoded source and what is read of it exist once per
+source, not per beam.
+"""
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from brt import config
+from brt.errors import ConfigError
+from brt.layers.basic import parameter
+from brt.layers.seq2seq.attention import SelfCache
+from brt.layers.seq2seq.decoder import Decoder
+from brt.layers.seq2seq.encoder import Encoder
+from brt.layers.seq2seq.ends import POSITION_OFFSET
+from brt.layers.seq2seq.linear import ZEROS, Embedding
+from brt.ops.cross_attention import CrossCache
+
+Params = dict[str, Any]
+
+
+class DecodeState(NamedTuple):
+    """What generation carries from token to token.
+
+    Attributes:
+      position: int32, target tokens read so far.
+      own: of each layer, the beams' own keys and values.
+      source: of each layer, what it reads of the source; the same for all beams.
+    """
+
+    position: Int[Array, ""]
+    own: tuple[SelfCache, ...]
+    source: tuple[CrossCache, ...]
+
+
+class Readout(NamedTuple):
+    """How hidden vectors become logits: scale * hidden @ embedding.T + bias.
+
+    Attributes:
+      bias: None: none; else a constant (BART's is not trained).
+    """
+
+    embedding: Float[Array, "V D"]
+    bias: Float[Array, " V"] | None
+    scale: float
+
+
+class Seq2Seq(nn.Module):
+    """The parameters and what is computed with them.
+
+    Attributes:
+      model: with its vocabulary size set.
+      cross: how the decoder reads the source.
+      training: whether dropout is on (needs the rng 'dropout').
+    """
+
+    model: config.Seq2Seq
+    cross: config.CrossAttention = config.CrossAttention()
+    training: bool = False
+
+    def setup(self) -> None:
+        m = self.model
+        self.token_embed = Embedding(m)
+        self.encoder = Encoder(m, self.training)
+        self.decoder = Decoder(m, self.training, cross=self.cross)
+        if not m.tied_logits:
+            self.lm_head = Embedding(m)
+        if m.family == "bart":
+            self.logits_bias = parameter(self, "logits_bias", (m.vocab_size,), ("vocab",), ZEROS)
+
+    def __call__(
+        self,
+        source: Int[Array, "B S"],
+        mask: Bool[Array, "B S"],
+        targets_in: Int[Array, "B T"],
+    ) -> Float[Array, "B T D"]:
+        """Hidden vectors of a batch of pairs (see `logits`)."""
+        if self.is_initializing() and not self.model.tied_logits:
+            self.lm_head(targets_in)  # which only `readout` reads
+        return self.decode(self.encode(source, mask), mask, targets_in)
+
+    def encode(self, source: Int[Array, "B S"], mask: Bool[Array, "B S"]) -> Float[Array, "B S D"]:
+        """Reads sources; `mask` is False on padding, which is at the end of a row."""
+        return self.encoder(self.token_embed(source), mask)
+
+    def decode(
+        self,
+        encoded: Float[Array, "B S D"],
+        mask: Bool[Array, "B S"],
+        targets_in: Int[Array, "B T"],
+    ) -> Float[Array, "B T D"]:
+        """Hidden vectors of whole targets, each token given those before it."""
+        return self.decoder(self.token_embed(targets_in), encoded, mask)
+
+    def prefill(
+        self,
+        encoded: Float[Array, "B S D"],
+        mask: Bool[Array, "B S"],
+        beams: int,
+        max_length: int,
+    ) -> DecodeState:
+        """Before the first target token, for up to `max_length` of them (the start included)."""
+        own = self.decoder.new_caches(encoded.shape[0], beams, max_length)
+        return DecodeState(jnp.zeros((), jnp.int32), own, self.decoder.prefill(encoded, mask))
+
+    def step(
+        self, tokens: Int[Array, "B N"], state: DecodeState
+    ) -> tuple[Float[Array, "B N D"], DecodeState]:
+        """Reads the next token of every beam: its hidden vector and the state after it."""
+        x = self.token_embed(tokens)
+        x, own, source = self.decoder.step(x, state.own, state.source, state.position)
+        return x, DecodeState(state.position + 1, own, source)
+
+
+def init(network: Seq2Seq, key: Array) -> Params:
+    """Initial parameters, each boxed with the names of its axes."""
+    tokens, mask = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
+    return network.init(key, tokens, mask, tokens)["params"]
+
+
+def encode(
+    network: Seq2Seq, params: Params, source: Int[Array, "B S"], mask: Bool[Array, "B S"]
+) -> Float[Array, "B S D"]:
+    """`Seq2Seq.encode` without dropout."""
+    return network.apply({"params": params}, source, mask, method="encode")
+
+
+def decode(
+    network: Seq2Seq,
+    params: Params,
+    encoded: Float[Array, "B S D"],
+    mask: Bool[Array, "B S"],
+    targets_in: Int[Array, "B T"],
+) -> Float[Array, "B T D"]:
+    """`Seq2Seq.decode` without dropout; `logits` of it are those of the next tokens."""
+    return network.apply({"params": params}, encoded, mask, targets_in, method="decode")
+
+
+def prefill(
+    network: Seq2Seq,
+    params: Params,
+    encoded: Float[Array, "B S D"],
+    mask: Bool[Array, "B S"],
+    beams: int,
+    max_length: int,
+) -> DecodeState:
+    """`Seq2Seq.prefill`."""
+    return network.apply({"params": params}, encoded, mask, beams, max_length, method="prefill")
+
+
+def step(
+    network: Seq2Seq, params: Params, tokens: Int[Array, "B N"], state: DecodeState
+) -> tuple[Float[Array, "B N V"], DecodeState]:
+    """Reads the next token of every beam: float32 logits of the one after it, and the state."""
+    hidden, state = network.apply({"params": params}, tokens, state, method="step")
+    return logits(readout(network.model, params), hidden), state
+
+
+def reorder(state: DecodeState, beams: Int[Array, "B N"]) -> DecodeState:
+    """The state whose beam n goes on from beam `beams[:, n]`; what is of the source stays."""
+
+    def taken(cache: Float[Array, "B N T H K"]) -> Array:
+        return jnp.take_along_axis(cache, beams[:, :, None, None, None], axis=1)
+
+    return state._replace(own=jax.tree.map(taken, state.own))
+
+
+def readout(model: config.Seq2Seq, params: Params) -> Readout:
+    """What turns hidden vectors into logits."""
+    where = "token_embed" if model.tied_logits else "lm_head"
+    scaled = model.family == "t5" and model.scale_logits
+    bias = jax.lax.stop_gradient(params["logits_bias"]) if model.family == "bart" else None
+    scale = model.model_dim**-0.5 if scaled else 1.0
+    return Readout(params[where]["embedding"], bias, scale)
+
+
+def logits(out: Readout, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+    """Float32 logits."""
+    product = out.scale * jnp.einsum(
+        "...d,vd->...v", hidden, out.embedding.astype(hidden.dtype),
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    if out.bias is None:
+        return product
+    return product + out.bias.reshape((1,) * (product.ndim - 1) + out.bias.shape)
+
+
+def without_bias(
+    out: Readout, hidden: Float[Array, "B T D"]
+) -> tuple[Float[Array, "B T E"], Float[Array, "V E"]]:
+    """Hidden vectors and embedding with the same logits and no bias, for `cross_entropy`.
+
+    The bias becomes one more column of the embedding, which a one in every hidden vector
+    picks; without a bias both stay as they are.
+    """
+    if out.bias is None:
+        return hidden, out.embedding
+    ones = jnp.ones((*hidden.shape[:-1], 1), hidden.dtype)
+    column = out.bias[:, None] / out.scale
+    return jnp.concatenate([hidden, ones], -1), jnp.concatenate([out.embedding, column], -1)
+
+
+def extend_positions(params: Params, length: int, method: str = "copy") -> Params:
+    """BART's parameters with positions for `length` tokens; set Seq2Seq.max_positions to it.
+
+    Args:
+      length: at least as many as there are.
+      method: "copy": the table again and again from its start (Longformer, Beltagy et al.
+        2020); "interpolate": the table stretched.
+
+    Raises:
+      ConfigError: an unknown method, fewer positions, or a model without any.
+    """
+    if method not in ("copy", "interpolate"):
+        raise ConfigError(f"extend_positions knows 'copy' and 'interpolate', not {method!r}")
+    if "pos_embed" not in params["encoder"]:
+        raise ConfigError("there are no positions to extend: only BART learns a table of them")
+    sides = {}
+    for side in ("encoder", "decoder"):
+        table = np.asarray(params[side]["pos_embed"])
+        extended = _extended(table[POSITION_OFFSET:], length, method)
+        joined = np.concatenate([table[:POSITION_OFFSET], extended])
+        sides[side] = {**params[side], "pos_embed": jnp.asarray(joined, table.dtype)}
+    return {**params, **sides}
+
+
+def _extended(table: np.ndarray, length: int, method: str) -> np.ndarray:
+    known = len(table)
+    if length < known:
+        raise ConfigError(
+            f"{known} positions cannot be extended to {length}; a shorter source needs no change"
+        )
+    if method == "copy":
+        return table[np.arange(length) % known]
+    places = np.linspace(0, known - 1, length)
+    low = np.minimum(places.astype(int), known - 2) if known > 1 else np.zeros(length, int)
+    share = (places - low)[:, None]
+    return table[low] * (1 - share) + table[np.minimum(low + 1, known - 1)] * share

@@ -1,0 +1,14 @@
+"""How a decoder reads its source: five kinds behind one interface."""
+
+from brt.ops.cross_attention.api import Aux as Aux
+from brt.ops.cross_attention.api import CrossCache as CrossCache
+from brt.ops.cross_attention.api import Dropout as Dropout
+from brt.ops.cross_attention.api import advance as advance
+from brt.ops.cross_attention.api import attend as attend
+from brt.ops.cross_attention.api import prefill as prefill
+from brt.ops.cross_attention.api import step as step
+from brt.ops.cross_attention.parameters import Parameters as Parameters
+from brt.ops.cross_attention.parameters import Specification as Specification
+from brt.ops.cross_attention.parameters import initial_parameters as initial_parameters
+from brt.ops.cross_attention.parameters import parameters_from as parameters_from
+from brt.ops.cross_attention.parameters import specifications as specifications

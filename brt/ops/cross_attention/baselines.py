@@ -1,0 +1,82 @@
+"""What the paper compares with: segments that also read a memory, or the means of segments.
+
+xl_memory     the segment before (Transformer-XL): as an RNN over the source left it (the
+              original's code), or as it is, without a gradient
+local_global  the mean of every segment's keys and values (the original's LongT5)
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from brt.ops import deferred
+from brt.ops.dense import dense
+from brt.ops.segmented_recurrent_attention import Shared
+
+
+class Rnn(NamedTuple):
+    """h_z = tanh(x_z input_kernel + h_{z-1} kernel + bias), over all heads side by side.
+
+    A = H * K.
+    """
+
+    input_kernel: Float[Array, "A A"]
+    kernel: Float[Array, "A A"]
+    bias: Float[Array, " A"]
+
+
+def rnn(x: Float[Array, "B X H K"], weights: Rnn) -> Float[Array, "B X H K"]:
+    """h at every position, from zeros."""
+    batch, length, heads, width = x.shape
+    inputs = dense(x.reshape(batch, length, heads * width), weights.input_kernel)
+    inputs = inputs + weights.bias.astype(x.dtype)[None, None]
+    taps = deferred.tap(weights.kernel, (length, batch), x.dtype)
+    kernel = jax.lax.stop_gradient(weights.kernel)  # its gradient goes by the taps
+
+    def body(
+        h: Float[Array, "B A"], xs: tuple[Float[Array, "B A"], deferred.Tap]
+    ) -> tuple[Float[Array, "B A"], Float[Array, "B A"]]:
+        h = jnp.tanh(xs[0] + deferred.dot(h, kernel, xs[1]))
+        return h, h
+
+    _, states = jax.lax.scan(body, jnp.zeros_like(inputs[:, 0]), (inputs.swapaxes(0, 1), taps))
+    return states.swapaxes(0, 1).reshape(x.shape)
+
+
+def with_previous(
+    own: Float[Array, "M B H S K"], memory: Float[Array, "M B H S K"] | None
+) -> Float[Array, "M B H Y K"]:
+    """Each segment behind the memory of the one before it; Y = 2S.
+
+    The first segment is behind its own memory (the original). Without a memory it is the
+    segment before as it is, and in front of the first one, which `previous_usable` masks, zeros.
+    """
+    if memory is None:
+        memory = jax.lax.stop_gradient(own)
+        first = jnp.zeros_like(memory[:1])
+    else:
+        first = memory[:1]
+    return jnp.concatenate([jnp.concatenate([first, memory[:-1]]), own], axis=3)
+
+
+def previous_usable(usable: Bool[Array, "M B S"], *, first: bool) -> Bool[Array, "M B Y"]:
+    """Which keys of `with_previous` hold something; `first`: whether the first one's memory may."""
+    front = usable[:1] & first
+    return jnp.concatenate([jnp.concatenate([front, usable[:-1]]), usable], axis=2)
+
+
+def segment_means(
+    keys: Float[Array, "M B H S K"],
+    values: Float[Array, "M B H S K"],
+    counted: Bool[Array, "M B S"],
+) -> Shared:
+    """The mean of every segment over its positions that count, if any does."""
+    numbers = jnp.maximum(jnp.sum(counted, axis=2), 1)  # [M, B]
+
+    def mean(x: Float[Array, "M B H S K"]) -> Float[Array, "B H M K"]:
+        sums = jnp.einsum("mbs,mbhsk->mbhk", counted.astype(x.dtype), x)
+        return jnp.moveaxis(sums / numbers[:, :, None, None].astype(x.dtype), 0, 2)
+
+    return Shared(mean(keys), mean(values), jnp.any(counted, axis=2).T)

@@ -1,0 +1,82 @@
+"""What cross-attention costs one head: products of two numbers, and numbers kept.
+
+As the paper counts (Table 1, Figure 5), and as the matrix products really are: the paper
+leaves out the product of softmax weights and values, W, and Q R.
+"""
+
+from typing import Literal
+
+PaperKind = Literal["full", "segmented", "srformer"]
+Kind = Literal["full", "segmented", "srformer", "xl_memory", "local_global"]
+
+
+def paper_multiplications(
+    kind: PaperKind, *, targets: int, sources: int, head_dim: int, segment_size: int
+) -> int:
+    """qkd | qsd | qsd + kd^2 for q target and k source positions."""
+    q, k, d, s = targets, sources, head_dim, segment_size
+    return {"full": q * k * d, "segmented": q * s * d, "srformer": q * s * d + k * d**2}[kind]
+
+
+def paper_memory(
+    kind: PaperKind, *, targets: int, sources: int, head_dim: int, segment_size: int
+) -> int:
+    """qk + kd | qs + kd | qs + kd + md^2, in numbers."""
+    q, k, d, s = targets, sources, head_dim, segment_size
+    segments = -(-k // s)
+    return {
+        "full": q * k + k * d,
+        "segmented": q * s + k * d,
+        "srformer": q * s + k * d + segments * d**2,
+    }[kind]
+
+
+def multiplications(
+    kind: Kind,
+    *,
+    targets: int,
+    sources: int,
+    head_dim: int,
+    segment_size: int,
+    w_on: Literal["values", "products"] = "values",
+    heads: int = 0,
+) -> int:
+    """All products between matrices, of one pass over all targets.
+
+    Args:
+      w_on: what W is applied to: the values (kd^2, as in brt), or every P (md^3, as in the paper).
+      heads: for `xl_memory`, the heads that its RNN mixes; 0: a memory without an RNN.
+    """
+    q, k, d, s = targets, sources, head_dim, segment_size
+    segments = -(-k // s)
+    if kind == "srformer":
+        w = k * d**2 if w_on == "values" else segments * d**3
+        return 2 * q * s * d + k * d**2 + w + q * d**2
+    window = {"full": k, "segmented": s, "xl_memory": 2 * s, "local_global": s + segments}[kind]
+    recurrent = 4 * heads * k * d**2 if kind == "xl_memory" else 0  # two RNNs, two products each
+    return 2 * q * window * d + recurrent
+
+
+def step_multiplications(kind: Kind, *, sources: int, head_dim: int, segment_size: int) -> int:
+    """Those of one target position, from a cache (with the table of states)."""
+    if kind == "srformer":
+        return 2 * segment_size * head_dim + head_dim**2
+    return multiplications(
+        kind, targets=1, sources=sources, head_dim=head_dim, segment_size=segment_size
+    )
+
+
+def cache_memory(
+    kind: Kind, *, sources: int, head_dim: int, segment_size: int, form: str = "table"
+) -> int:
+    """Numbers that decoding keeps for a source; `form` is that of srformer: table or carry."""
+    k, d, s = sources, head_dim, segment_size
+    segments = -(-k // s)
+    more = {
+        "full": 0,
+        "segmented": 0,
+        "srformer": segments * d**2 if form == "table" else 3 * d**2,
+        "xl_memory": 2 * k * d,
+        "local_global": 2 * segments * d,
+    }[kind]
+    return 2 * k * d + more

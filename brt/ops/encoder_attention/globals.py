@@ -1,0 +1,59 @@
+"""Transient global tokens (LongT5, Guo et al. 2022, section 3.1.2): sums of short blocks.
+
+The tail that fills no block joins the last full one; a source shorter than a block has no
+global token. Letters beside the glossary's: G global tokens.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.ops.relative_bias import relative_buckets
+
+
+class GlobalBlocks(NamedTuple):
+    """Which block a token belongs to.
+
+    Attributes:
+      ids: int32 [B, T]; -1 for padding and in a source without global tokens.
+      exist: bool [B, G], False for blocks that no source token fills.
+    """
+
+    ids: Int[Array, "B T"]
+    exist: Bool[Array, "B G"]
+
+
+def global_blocks(mask: Bool[Array, "B T"], size: int) -> GlobalBlocks:
+    """Blocks of `size` tokens. Padding is at the end of a row."""
+    tokens = mask.shape[1]
+    full = jnp.sum(mask, axis=1, dtype=jnp.int32)[:, None] // size
+    place = jnp.asarray(np.arange(tokens, dtype=np.int32) // size)[None]
+    ids = jnp.where(mask, jnp.minimum(place, full - 1), -1)
+    return GlobalBlocks(ids, jnp.arange(tokens // size)[None] < full)
+
+
+def block_sums(x: Float[Array, "B T D"], blocks: GlobalBlocks) -> Float[Array, "B G D"]:
+    """The sum (not the mean) of each block's tokens, in x's dtype."""
+    members = blocks.ids[:, :, None] == jnp.arange(blocks.exist.shape[1])[None, None]
+    sums = jnp.einsum(
+        "btg,btd->bgd", members.astype(x.dtype), x, preferred_element_type=jnp.float32
+    )
+    return sums.astype(x.dtype)
+
+
+def side_bias(
+    table: Float[Array, "R H"], blocks: GlobalBlocks, *, max_distance: int
+) -> Float[Array, "B H T G"]:
+    """The bias of each token and global token: by how many blocks they are apart."""
+    count = blocks.exist.shape[1]
+    if not count:  # nothing to take rows of
+        return jnp.zeros((blocks.ids.shape[0], table.shape[1], blocks.ids.shape[1], 0))
+    offsets = np.arange(count)[None, :] - np.arange(count)[:, None]
+    rows = relative_buckets(
+        offsets, buckets=table.shape[0], max_distance=max_distance, both_ways=True
+    )
+    by_block = jnp.take(table, rows, axis=0)  # [block of the token, G, H]
+    own = jnp.take(by_block, jnp.maximum(blocks.ids, 0), axis=0, mode="clip")
+    return own.transpose(0, 3, 1, 2)

@@ -1,0 +1,40 @@
+"""The meaning of local attention: all T x T logits, most of them masked."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from brt.ops.encoder_attention.api import Side
+from brt.ops.masked_attention import masked_softmax
+
+
+def local_attention(
+    queries: Float[Array, "B T H K"],
+    keys: Float[Array, "B T H K"],
+    values: Float[Array, "B T H K"],
+    bias: Float[Array, "H W X"] | None,
+    mask: Bool[Array, "B T"],
+    side: Side | None = None,
+    *,
+    radius: int,
+) -> Float[Array, "B T H K"]:
+    """See `api.local_attention`; without dropout."""
+    place = np.arange(queries.shape[1])
+    offset = place[None, :] - place[:, None]
+    near = np.abs(offset) <= radius
+    logits = jnp.einsum("bqhk,bshk->bhqs", queries, keys, preferred_element_type=jnp.float32)
+    if bias is not None:
+        # A tile's last row sees radius keys before the block, and its first radius after it.
+        within = np.clip(offset, -radius, radius)
+        row = np.where(within < 0, radius, 0)
+        logits += bias[:, row, within + row + radius + 1][None]
+    seen = jnp.broadcast_to((mask[:, None] & near[None])[:, None], logits[:, :1].shape)
+    if side is not None:
+        more = jnp.einsum("bqhk,bghk->bhqg", queries, side.keys)
+        more = more if side.bias is None else more + side.bias
+        logits = jnp.concatenate([logits, more], axis=-1)
+        exist = jnp.broadcast_to(side.exist[:, None, None], more[:, :1].shape)
+        seen = jnp.concatenate([seen, exist], axis=-1)
+        values = jnp.concatenate([values, side.values], axis=1)
+    weights = masked_softmax(logits, seen).astype(values.dtype)
+    return jnp.einsum("bhqs,bshk->bqhk", weights, values)

@@ -1,0 +1,94 @@
+"""Segmented recurrent attention (SRformer, section 3).
+
+A target position attends to one segment of the source by softmax, and to all other segments
+by linear attention, whose states pass through accumulate-and-fire neurons:
+
+    O[t] = softmax(Q[t] K_i^T) V_i + Q[t] R_i / norm(K),  i the segment of t
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brt.config import CrossAttention
+from brt.ops.segmented_recurrent_attention import cache, xla
+from brt.ops.segmented_recurrent_attention.cache import Cache as Cache
+from brt.ops.segmented_recurrent_attention.recurrence import Parameters as Parameters
+from brt.ops.segmented_recurrent_attention.recurrence import effective, recurrence
+from brt.ops.segmented_recurrent_attention.segments import pace
+from brt.ops.segmented_recurrent_attention.windows import Dropout as Dropout
+from brt.ops.segmented_recurrent_attention.windows import Shared as Shared
+from brt.ops.segmented_recurrent_attention.windows import Windows as Windows
+
+
+class Aux(NamedTuple):
+    """What to log; None where there are no neurons. Float32."""
+
+    firing_rate: Float[Array, ""] | None = None
+    leak: Float[Array, ""] | None = None
+    threshold: Float[Array, ""] | None = None
+
+
+def attend(
+    queries: Float[Array, "B T H K"],
+    windows: Windows,
+    parameters: Parameters,
+    config: CrossAttention,
+    *,
+    t0: int | Int[Array, ""] = 0,
+    target_length: int | None = None,
+    dropout: Dropout | None = None,
+) -> tuple[Float[Array, "B T H K"], Aux]:
+    """Target positions t0 to t0 + T of every source.
+
+    Args:
+      queries: with any scale folded in.
+      t0: an array computes the dense form, as then no slots can be planned.
+      target_length: that of the batch, for `index_mode = "batch"`; None: as in decoding.
+      dropout: of the softmax weights.
+
+    Returns:
+      The output, in the dtype of the keys, and what to log.
+    """
+    aux, recurrent = Aux(), None
+    if config.kind == "srformer":
+        recurrent = recurrence(windows.keys, windows.values, windows.counts, parameters, config)
+        if config.use_raf:
+            aux = Aux(recurrent.firing_rate, *effective(parameters, config))
+    y = xla.attend(
+        queries, windows, recurrent, parameters.sigma, config,
+        t0=t0, pace=pace(config, target_length), dropout=dropout,
+    )  # fmt: skip
+    return y, aux
+
+
+def prefill(windows: Windows, parameters: Parameters, config: CrossAttention) -> Cache:
+    """What `step` reads, made once for each source.
+
+    `config.cache` names the form; "auto" takes the table of all states where that is no
+    larger than keys and values (S >= K / 2), else carries the neurons.
+    """
+    return cache.prefill(windows, parameters, config)
+
+
+def advance(cache_: Cache, t: int | Int[Array, ""], config: CrossAttention) -> Cache:
+    """The cache, with carried neurons taken on to target position t, which never decreases.
+
+    `step` does that by itself but keeps nothing of it: without `advance`, each step with
+    `carry` begins where the cache stands. A cache with a table comes back as it is.
+    """
+    return cache.advance(cache_, jnp.asarray(t, jnp.int32), config)
+
+
+def step(
+    queries: Float[Array, "B N T H K"],
+    cache_: Cache,
+    t: int | Int[Array, ""],
+    config: CrossAttention,
+) -> Float[Array, "B N T H K"]:
+    """Target positions t to t + T of N beams, which share the cache of their source.
+
+    The same as `attend` at t0 = t (with `index_mode = "batch"`: without a target length).
+    """
+    return cache.step(queries, cache_, jnp.asarray(t, jnp.int32), config)

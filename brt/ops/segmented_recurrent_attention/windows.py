@@ -1,0 +1,95 @@
+"""What queries read, a window of keys for each segment, and how they read it."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.ops.softmax_attention import attend_by_head
+
+
+class Shared(NamedTuple):
+    """Keys that the queries of every segment read beside their window."""
+
+    keys: Float[Array, "B H Y K"]
+    values: Float[Array, "B H Y K"]
+    usable: Bool[Array, "B Y"]
+
+
+class Windows(NamedTuple):
+    """Of each segment the keys that its queries attend to; S may be larger than a segment.
+
+    Attributes:
+      keys, values: segments first, so that the recurrence runs over them as they are.
+      usable: False on padding; a query without a usable key gets zeros.
+      counts: segments of each source, 1 to M.
+      shared: or None.
+    """
+
+    keys: Float[Array, "M B H S K"]
+    values: Float[Array, "M B H S K"]
+    usable: Bool[Array, "M B S"]
+    counts: Int[Array, " B"]
+    shared: Shared | None = None
+
+
+class Dropout(NamedTuple):
+    """Of softmax weights: each is dropped with probability `rate`, the others are scaled up."""
+
+    rng: Array
+    rate: float
+
+
+def with_shared(
+    keys: Float[Array, "*B H S K"],
+    values: Float[Array, "*B H S K"],
+    usable: Bool[Array, "*B S"],
+    shared: Shared | None,
+    axis: int,
+) -> tuple[Float[Array, "*B H Y K"], Float[Array, "*B H Y K"], Bool[Array, "*B Y"]]:
+    """The shared keys behind those of every window; `axis` is that of the windows."""
+    if shared is None:
+        return keys, values, usable
+
+    def joined(own: Array, of_all: Array, behind: int) -> Array:
+        of_all = jnp.expand_dims(of_all, axis)
+        of_all = jnp.broadcast_to(of_all, (*usable.shape[:-1], *of_all.shape[usable.ndim - 1 :]))
+        return jnp.concatenate([own, of_all], axis=behind)
+
+    return (
+        joined(keys, shared.keys, -2),
+        joined(values, shared.values, -2),
+        joined(usable, shared.usable, -1),
+    )
+
+
+def read_window(
+    queries: Float[Array, "*B H Q K"],
+    keys: Float[Array, "*B H S K"],
+    values: Float[Array, "*B H S K"],
+    usable: Bool[Array, "*B S"] | Bool[Array, "*B Q S"],
+    dropout: Dropout | None = None,
+) -> Float[Array, "*B H Q K"]:
+    """O_S: softmax attention, zeros where no key is usable."""
+    kept = None
+    if dropout is not None and dropout.rate:
+        shape, share = (*queries.shape[:-1], keys.shape[-2]), 1 - dropout.rate
+        kept = jax.random.bernoulli(dropout.rng, share, shape).astype(values.dtype)
+        kept = kept / jnp.asarray(share, values.dtype)
+    y = attend_by_head(queries, keys, values, usable, kept, null_keys=False)
+    some = jnp.any(usable, axis=-1, keepdims=True)
+    some = some[..., None, :, :] if usable.ndim == queries.ndim - 1 else some[..., None, None, :]
+    return jnp.where(some, y, 0)
+
+
+def mixed(
+    attended: Float[Array, "*B"] | None, recurrent: Float[Array, "*B"] | None, sigma: Array | None
+) -> Float[Array, "*B"]:
+    """O of O_S and O_R, of which one may be missing: their sum, or shares sigma and 1 - sigma."""
+    if attended is None or recurrent is None:
+        return recurrent if attended is None else attended
+    if sigma is None:
+        return attended + recurrent
+    sigma = sigma.astype(attended.dtype)
+    return sigma * attended + (1 - sigma) * recurrent

@@ -1,0 +1,133 @@
+"""A summariser from a file of pairs to its summaries, by the commands that people type."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import Commands
+
+WORDS = "the ship sails at dawn over cold water while old men sing of gold and storms".split()
+CONFIG = """
+Training.objective = 'seq2seq'
+Training.steps = 12
+Training.batch_size = 4
+Training.gradient_accumulation = 2
+Training.log_every = 4
+Training.evaluate_every = 6
+Training.sample_every = 6
+Training.label_smoothing = 0.1
+Training.plots = False
+Seq2Seq.encoder_layers = 1
+Seq2Seq.decoder_layers = 1
+Seq2Seq.model_dim = 16
+Seq2Seq.heads = 2
+Seq2Seq.head_dim = 8
+Seq2Seq.mlp_dim = 32
+CrossAttention.kind = 'srformer'
+CrossAttention.segment_size = 8
+CrossAttention.q_ref = 12
+Pairs.train = '{train}'
+Pairs.validation = '{validation}'
+Pairs.test = '{test}'
+Pairs.tokenizer = 'train:300'
+Pairs.max_source_length = 48
+Pairs.max_target_length = 12
+Pairs.buckets = (24, 48)
+Decoding.max_length = 8
+Decoding.beams = 2
+Decoding.batch_size = 4
+Evaluation.batch_size = 4
+Optimizer.name = 'adamw'
+Optimizer.learning_rate = 0.01
+Optimizer.schedule = 'constant'
+Optimizer.warmup_steps = 2
+Checkpoint.every = 3
+"""
+COUNTS = {"train": 22, "validation": 5, "test": 6}
+
+
+@pytest.fixture(scope="module")
+def gin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory, draw = tmp_path_factory.mktemp("pairs"), random.Random(0)
+    for split, count in COUNTS.items():
+        rows = []
+        for i in range(count):
+            text = draw.choices(WORDS, k=draw.choice([6, 12, 30]))
+            row = {"id": f"{split}-{i}", "document": " ".join(text), "summary": text[0]}
+            rows.append(json.dumps(row))
+        (directory / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
+    path = directory / "summarise.gin"
+    path.write_text(CONFIG.format(**{s: directory / f"{s}.jsonl" for s in COUNTS}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def summariser(commands: Commands, gin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workdir = tmp_path_factory.mktemp("summariser") / "run"
+    done = commands.run("train", f"--gin_file={gin}", f"--workdir={workdir}")
+    assert "compiling for another length" in done.err, "there are two lengths of documents"
+    assert "5 documents; ROUGE, protocol hf" in done.out, "summaries beside their references"
+    assert "reference" in done.out and "my_train.jsonl" in done.out
+    return workdir
+
+
+def test_a_resumed_summariser_is_bit_identical(
+    commands: Commands, gin: Path, summariser: Path, state_hash: Callable, tmp_path: Path
+) -> None:
+    hook = 'hook("brt.training.run.put", 8, send(signal.SIGKILL))'
+    flags = f"--gin_file={gin}", f"--workdir={tmp_path / 'run'}"
+    commands.run("train", *flags, hook=hook, code=-9)
+    done = commands.run("train", *flags)
+    assert "from step 6" in done.err or "from step 3" in done.err
+    assert state_hash(tmp_path / "run") == state_hash(summariser)
+
+
+def test_the_loss_falls_and_the_looks_are_recorded(summariser: Path) -> None:
+    records = [json.loads(line) for line in (summariser / "metrics.jsonl").read_text().splitlines()]
+    losses = [r["train/loss"] for r in records if "train/loss" in r]
+    assert losses[-1] < losses[0]
+    last = records[-1] | records[-2]
+    assert {"eval/validation/rougeL", "eval/validation/bits_per_token"} <= set(last)
+    assert (summariser / "samples/00000006.txt").read_text().startswith("validation-0\n")
+
+
+def test_evaluation_writes_a_prediction_for_every_pair(
+    commands: Commands, summariser: Path, tmp_path: Path
+) -> None:
+    flags = f"--workdir={summariser}", "--split=test", f"--json={tmp_path}/report.json"
+    done = commands.run("evaluate", *flags, "--gin_bindings=Decoding.beams = 1")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["pairs"], report["step"], report["decoding"]["beams"]) == (6, 12, 1)
+    assert report["protocol"]["name"] == "hf" and "greedy" in done.out
+    lines = (summariser / "evaluations/12/test_predictions.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["id"] for row in rows] == [f"test-{i}" for i in range(6)]
+    assert all(row["prediction_tokens"] <= 7 for row in rows), "the start counts"
+    assert report["truncation"]["documents"] == sum(row["cut_tokens"] > 0 for row in rows)
+
+
+def test_one_document_is_summarised(commands: Commands, summariser: Path) -> None:
+    text = " ".join(WORDS * 8)
+    done = commands.run("generate", f"--workdir={summariser}", f"--prompt={text}")
+    assert done.out.count("\n") == 1
+    assert "Pairs.max_source_length is the limit" in done.err
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "code", "said"),
+    [
+        ("generate", ["--prompt=a", "--temperature=1"], 2, "--temperature is for language models"),
+        ("evaluate", ["--ablate=state"], 2, "--ablate=state is for language models"),
+        ("evaluate", ["--gin_bindings=CrossAttention.kind = 'full'"], 2, "another run"),
+        ("evaluate", ["--gin_bindings=CrossAttention.q_ref = 5"], 2, "is longer than CrossAttent"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    commands: Commands, summariser: Path, command: str, flags: list[str], code: int, said: str
+) -> None:
+    done = commands.run(command, f"--workdir={summariser}", *flags, code=code)
+    assert said in done.err
+    assert done.err.count("\n") == 1

@@ -1,0 +1,296 @@
+"""Beams and greedy texts equal Hugging Face's, and those of searches that leave nothing out."""
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.config import Decoding
+from brt.errors import ConfigError
+from brt.generation.beam import beam_search
+from brt.generation.constraints import repeating
+from brt.generation.greedy import greedy_search
+from brt.generation.hypotheses import Hypotheses, SpecialIds
+from brt.generation.search import search
+
+TOLERANCE = 1e-5  # of scores, float32
+RECORDED = np.load(Path(__file__).parent.parent / "data" / "beam_search.npz")
+CASES = json.loads(str(RECORDED["cases"]))
+T5, BART = SpecialIds(start=0, eos=1, pad=0), SpecialIds(2, 2, 1, forced_bos=0, forced_eos=2)
+SMALL = 4  # tokens of the vocabulary that is searched through as a whole
+
+
+class Tables(NamedTuple):
+    """Logits as sums; see record_beam_search.py, which holds the same model."""
+
+    last: Any  # [B, V, V]
+    before: Any  # [V, V]
+    position: Any  # [L, V]
+
+
+class State(NamedTuple):
+    """What a beam knows, what a source knows, and the time."""
+
+    before: jax.Array  # int32 [B, N]
+    last: jax.Array  # [B, V, V], not widened by beams
+    position: jax.Array  # int32
+
+
+def tables(recorded: dict | None = None, *, sources: int = 5, seed: int = 0) -> Tables:
+    if recorded is not None:
+        return Tables(*(np.asarray(recorded[name], np.float32) for name in Tables._fields))
+    shapes = ((sources, SMALL, SMALL), (SMALL, SMALL), (6, SMALL))
+    rng = np.random.default_rng(seed)
+    return Tables(*(rng.normal(size=shape).astype(np.float32) for shape in shapes))
+
+
+def write(tables: Tables, decoding: Decoding, ids: SpecialIds, how: Any = search) -> Hypotheses:
+    """Compiled; NumPy."""
+    batch = len(tables.last)
+
+    def step(tokens: jax.Array, state: State) -> tuple[jax.Array, State]:
+        assert tokens.shape == (batch, decoding.beams) and tokens.dtype == jnp.int32
+        logits = state.last[jnp.arange(batch)[:, None], tokens] + before[state.before]
+        return logits + position[state.position][None, None], State(
+            tokens, state.last, state.position + 1
+        )
+
+    def reorder(state: State, beams: jax.Array) -> State:
+        assert beams.shape == (batch, decoding.beams)
+        return state._replace(before=jnp.take_along_axis(state.before, beams, axis=1))
+
+    @jax.jit
+    def run(state: State) -> Hypotheses:
+        arguments = (step, state) if how is greedy_search else (step, reorder, state)
+        return how(*arguments, batch=batch, decoding=decoding, ids=ids)
+
+    before, position = jnp.asarray(tables.before), jnp.asarray(tables.position)
+    zeros = jnp.zeros((batch, decoding.beams), jnp.int32)
+    return jax.device_get(run(State(zeros, jnp.asarray(tables.last), jnp.array(0))))
+
+
+def described(case: dict) -> str:
+    words = [f"{k}={v}" for k, v in case["decoding"].items()]
+    return ",".join([*words, "bart" if case["ids"]["start"] else "t5"])
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[described(case) for case in CASES])
+def test_texts_and_scores_equal_hugging_face(number: int) -> None:
+    decoding, ids = Decoding(**CASES[number]["decoding"]), SpecialIds(**CASES[number]["ids"])
+    ours = write(tables(RECORDED), decoding, ids)
+    sequences, scores = RECORDED[f"sequences{number}"], RECORDED[f"scores{number}"]
+    assert ours.sequences.shape == sequences.shape and ours.sequences.dtype == np.int32
+    there = ~(scores < -1e6)  # where there are fewer texts than beams theirs are placeholders
+    assert there[:, 0].all()
+    np.testing.assert_array_equal(ours.sequences[there], sequences[there])
+    np.testing.assert_array_equal(ours.scores > -np.inf, there)
+    if decoding.beams > 1:
+        np.testing.assert_allclose(
+            ours.scores[there], scores[there], rtol=TOLERANCE, atol=TOLERANCE
+        )
+
+
+@pytest.mark.slow
+def test_the_recording_is_what_transformers_writes() -> None:
+    pytest.importorskip("transformers")
+    path = Path(__file__).with_name("record_beam_search.py")
+    module = importlib.util.module_from_spec(
+        spec := importlib.util.spec_from_file_location(path.stem, path)
+    )
+    spec.loader.exec_module(module)
+    arrays = {name: np.float32(RECORDED[name]) for name in Tables._fields}
+    for number, (sequences, scores) in enumerate(module.record(arrays)):
+        np.testing.assert_array_equal(sequences, RECORDED[f"sequences{number}"])
+        np.testing.assert_allclose(scores, RECORDED[f"scores{number}"], rtol=TOLERANCE)
+    assert number + 1 == len(CASES)
+
+
+def test_the_recorded_cases_reach_every_rule() -> None:
+    decodings = [Decoding(**case["decoding"]) for case in CASES]
+    assert {d.beams for d in decodings} == {1, 2, 4, 6}
+    assert {d.early_stopping for d in decodings} == {"yes", "heuristic", "never"}
+    assert {d.no_repeat_ngram for d in decodings} == {0, 1, 2, 3}
+    assert {d.length_penalty for d in decodings} == {-1.0, -0.5, 0.0, 0.6, 1.0, 2.0}
+    # Every way to stop comes to its own texts.
+    one = {"beams": 4, "max_length": 20, "length_penalty": 2.0}
+    written = [
+        write(tables(RECORDED), Decoding(**one, early_stopping=rule), T5).sequences.tolist()
+        for rule in ("yes", "heuristic", "never")
+    ]
+    assert written[0] != written[1] != written[2] != written[0]
+
+
+def all_texts(
+    tables: Tables, source: int, decoding: Decoding, ids: SpecialIds
+) -> list[tuple[float, tuple[int, ...]]]:
+    """Every possible text with its score, best first; float64, one token after the other."""
+    found = []
+
+    def go_on(text: tuple[int, ...], total: float) -> None:
+        if len(text) > 1 and text[-1] == ids.eos or len(text) == decoding.max_length:
+            written = len(text) - 1
+            base = written if decoding.penalty == "hf" else (5 + written) / 6
+            found.append((total / base**decoding.length_penalty, text))
+            return
+        before = text[-2] if len(text) > 1 else 0
+        logits = np.float64(tables.last[source, text[-1]]) + tables.before[before]
+        logits = logits + tables.position[len(text) - 1]
+        log_probs = logits - np.log(np.sum(np.exp(logits)))
+        for token in range(SMALL):
+            longer = (*text, token)
+            if token == ids.eos and len(text) < decoding.min_length:
+                continue
+            if (n := decoding.no_repeat_ngram) and len(longer) >= n:
+                grams = [longer[i : i + n] for i in range(len(longer) - n + 1)]
+                if grams[-1] in grams[:-1]:
+                    continue
+            go_on(longer, total + log_probs[token])
+
+    go_on((ids.start,), 0.0)
+    return sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"length_penalty": 2.0},
+        {"length_penalty": -0.5, "early_stopping": "heuristic"},
+        {"penalty": "t5x", "length_penalty": 3.0, "min_length": 3},
+        {"no_repeat_ngram": 2, "min_length": 2},
+        {"no_repeat_ngram": 5, "penalty": "t5x"},
+    ],
+    ids=str,
+)
+def test_enough_beams_find_every_text(changes: dict) -> None:
+    decoding = Decoding(**{"beams": 44, "max_length": 4, "early_stopping": "never", **changes})
+    model = tables()
+    found = write(model, decoding, T5)
+    for source in range(len(model.last)):
+        expected = all_texts(model, source, decoding, T5)
+        assert len(expected) <= decoding.beams
+        written = [
+            tuple(sequence[:length])
+            for sequence, length in zip(found.sequences[source], found.lengths[source], strict=True)
+        ]
+        count = len(expected)
+        assert written[:count] == [text for _, text in expected]
+        np.testing.assert_allclose(
+            found.scores[source, :count], [score for score, _ in expected], atol=TOLERANCE
+        )
+        assert np.all(found.scores[source, count:] == -np.inf)
+        assert set(written[count:]) <= {(T5.start,)}
+
+
+def test_a_t5x_score_is_not_hugging_faces() -> None:
+    model = tables()
+    hf, t5x = (
+        write(model, Decoding(beams=2, max_length=5, length_penalty=0.6, penalty=name), T5)
+        for name in ("hf", "t5x")
+    )
+    written = hf.lengths - 1
+    ratio = written**0.6 / ((5 + written) / 6) ** 0.6
+    same = (hf.sequences == t5x.sequences).all(axis=-1)
+    assert same.any() and np.any(ratio != 1)
+    np.testing.assert_allclose((t5x.scores / hf.scores)[same], ratio[same], rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("ids", [T5, BART], ids=["t5", "bart"])
+def test_one_beam_is_greedy(ids: SpecialIds) -> None:
+    model = tables(RECORDED)
+    for extra in ({}, {"no_repeat_ngram": 2, "min_length": 9, "length_penalty": 0.5}):
+        decoding = Decoding(max_length=16, **extra)
+        beam, greedy = (write(model, decoding, ids, how) for how in (beam_search, greedy_search))
+        np.testing.assert_array_equal(beam.sequences, greedy.sequences)
+        np.testing.assert_array_equal(beam.lengths, greedy.lengths)
+        np.testing.assert_allclose(beam.scores, greedy.scores, rtol=TOLERANCE)
+        assert len(set(greedy.lengths.ravel())) > 3
+
+
+@pytest.mark.parametrize("early_stopping", ["yes", "heuristic", "never"])
+def test_a_source_does_not_see_its_neighbours(early_stopping: str) -> None:
+    model = tables(RECORDED)
+    decoding = Decoding(
+        beams=3, max_length=18, early_stopping=early_stopping, length_penalty=2.0,
+    )  # fmt: skip
+    whole = write(model, decoding, T5)
+    order = np.random.default_rng(1).permutation(len(model.last))[:7]
+    shuffled = write(model._replace(last=model.last[order]), decoding, T5)
+    alone = write(model._replace(last=model.last[3:4]), decoding, T5)
+    for a, b, c in zip(whole, shuffled, alone, strict=True):
+        np.testing.assert_array_equal(a[order], b)
+        np.testing.assert_array_equal(a[3:4], c)
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+def test_texts_end_with_their_first_end_and_padding(beams: int) -> None:
+    found = write(tables(RECORDED), Decoding(beams=beams, max_length=14), BART)
+    for sequence, length in zip(
+        found.sequences.reshape(-1, 14), found.lengths.ravel(), strict=True
+    ):
+        assert sequence[0] == BART.start and sequence[1] == BART.forced_bos
+        assert (np.flatnonzero(sequence[1:] == BART.eos) + 2).tolist() == [length]
+        assert np.all(sequence[length:] == BART.pad)
+    assert len(set(found.lengths.ravel())) > 3
+    assert np.all(np.diff(found.scores, axis=1) <= 0)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_nan_logits_show_in_the_scores_of_their_source_alone(beams: int) -> None:
+    model = tables(RECORDED)
+    decoding = Decoding(beams=beams, max_length=12, min_length=6)
+    expected = write(model, decoding, T5)
+    model.last[4, expected.sequences[4, 0, 3]] = np.nan
+    found = write(model, decoding, T5)
+    assert np.isnan(found.scores[4]).all()
+    others = np.arange(len(model.last)) != 4
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(a[others], b[others])
+
+
+def test_only_what_reorder_reorders_moves_and_sources_are_not_widened() -> None:
+    """The loop carries the model's state as it is given: no array grows a beam axis."""
+    decoding = Decoding(beams=4, max_length=8)
+    seen = []
+
+    def step(tokens: jax.Array, state: dict) -> tuple[jax.Array, dict]:
+        seen.append(jax.tree.map(jnp.shape, state))
+        logits = jnp.zeros((3, 4, 9)).at[..., 5].set(state["source"][:, None])
+        return logits, state
+
+    def reorder(state: dict, beams: jax.Array) -> dict:
+        return state
+
+    state = {"source": jnp.ones(3), "cache": jnp.ones((3, 50, 2))}
+    jax.eval_shape(lambda s: search(step, reorder, s, batch=3, decoding=decoding, ids=T5), state)
+    assert seen and all(shapes == {"source": (3,), "cache": (3, 50, 2)} for shapes in seen)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_repeats_are_found(size: int) -> None:
+    rng = np.random.default_rng(0)
+    sequences = rng.integers(0, 3, (2, 3, 8)).astype(np.int32)
+    for length in range(1, 9):
+        found = repeating(jnp.asarray(sequences), jnp.array(length), size, 4)
+        for b, n, token in itertools.product(range(2), range(3), range(4)):
+            text = [*sequences[b, n, :length].tolist(), token]
+            grams = [tuple(text[i : i + size]) for i in range(len(text) - size + 1)]
+            assert found[b, n, token] == (len(grams) > 0 and grams[-1] in grams[:-1])
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    for changes, message in (
+        ({"max_length": 1}, r"Decoding.max_length = 1 must be above 1: it counts the start token"),
+        ({"beams": 0}, r"Decoding.beams = 0 must be above 0"),
+        ({"min_length": 9, "max_length": 9}, r"min_length = 9 must be below .*max_length = 9"),
+        ({"no_repeat_ngram": -1}, r"Decoding.no_repeat_ngram = -1 must not be negative"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            dataclasses.replace(Decoding(), **changes)

@@ -1,0 +1,29 @@
+"""The tiny models of tests/data/huggingface."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+MODELS = ("t5", "t5_gated", "longt5_local", "longt5_tglobal", "bart")
+
+
+@pytest.fixture(scope="session")
+def directory() -> Callable[[str], Path]:
+    """Where a model's files are."""
+    root = Path(__file__).resolve().parents[2] / "data/huggingface"
+    return lambda name: root / name
+
+
+@pytest.fixture(scope="session")
+def read(directory: Callable[[str], Path]) -> Callable:
+    """(name) -> what `convert.read` gives."""
+    from brt.interop.huggingface import convert
+
+    return functools.cache(lambda name: convert.read(directory(name)))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "name" in metafunc.fixturenames:
+        metafunc.parametrize("name", MODELS)

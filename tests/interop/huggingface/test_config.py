@@ -1,0 +1,124 @@
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from brt.config import CrossAttention, Decoding
+from brt.errors import CheckpointError
+from brt.interop.huggingface import config, files
+from brt.models.targets import SpecialTokens
+
+# As on the hub: generation among the settings, and task_specific_params.
+BART_BASE = {
+    "model_type": "bart", "vocab_size": 50265, "d_model": 768, "encoder_layers": 6,
+    "decoder_layers": 6, "encoder_attention_heads": 12, "decoder_attention_heads": 12,
+    "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072, "max_position_embeddings": 1024,
+    "activation_function": "gelu", "activation_dropout": 0.1, "attention_dropout": 0.1,
+    "dropout": 0.1, "scale_embedding": False, "normalize_before": False,
+    "add_final_layer_norm": False, "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 2, "forced_bos_token_id": 0, "forced_eos_token_id": 2,
+    "num_beams": 4, "no_repeat_ngram_size": 3, "early_stopping": True,
+    "task_specific_params": {
+        "summarization_cnn": {
+            "length_penalty": 2.0, "max_length": 142, "min_length": 56, "num_beams": 4,
+        },
+    },
+}  # fmt: skip
+T5_SMALL = {
+    "model_type": "t5", "vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048,
+    "num_heads": 8, "num_layers": 6, "relative_attention_num_buckets": 32, "dropout_rate": 0.1,
+    "layer_norm_epsilon": 1e-06, "decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def theirs(settings: dict[str, Any], tied: bool = True, **changes: Any) -> config.Described:
+    return config.from_theirs({**settings, **changes}, {}, tied=tied)
+
+
+def test_bart_base_is_read_with_its_generation() -> None:
+    found = theirs(BART_BASE)
+    model = found.model
+    assert (model.family, model.model_dim, model.heads, model.head_dim) == ("bart", 768, 12, 64)
+    assert (model.activation, model.norm_epsilon, model.max_positions) == ("gelu", 1e-5, 1024)
+    assert found.special == SpecialTokens(1, 2, 2, bos=0, forced_bos=0, forced_eos=2)
+    plain = config.decoding(found)
+    assert plain == Decoding(beams=4, no_repeat_ngram=3, early_stopping="yes")
+    cnn = config.decoding(found, "summarization_cnn")
+    assert cnn == dataclasses.replace(plain, length_penalty=2.0, max_length=142, min_length=56)
+    with pytest.raises(CheckpointError, match="no task 'xsum'; .*summarization_cnn"):
+        config.decoding(found, "xsum")
+
+
+def test_generation_config_beats_config() -> None:
+    found = config.from_theirs(BART_BASE, {"num_beams": 2, "early_stopping": None}, tied=True)
+    assert config.decoding(found).beams == 2
+    assert config.decoding(found).early_stopping == "yes"
+
+
+@pytest.mark.parametrize(
+    ("changes", "scaled"),
+    [
+        ({}, True),
+        ({"tie_word_embeddings": True}, True),
+        ({"tie_word_embeddings": False}, False),
+        ({"tie_word_embeddings": True, "scale_decoder_outputs": False}, False),
+        ({"tie_word_embeddings": False, "scale_decoder_outputs": True}, True),
+    ],
+)
+def test_scaling_of_logits_is_read_as_transformers_reads_it(changes: dict, scaled: bool) -> None:
+    for tied in (True, False):
+        model = theirs(T5_SMALL, tied, **changes).model
+        assert (model.scale_logits, model.tied_logits) == (scaled, tied)
+
+
+def test_a_silent_config_takes_their_defaults() -> None:
+    model = theirs(T5_SMALL).model
+    assert (model.decoder_layers, model.activation, model.relative_max_distance) == (6, "relu", 128)
+    longt5 = theirs({**T5_SMALL, "model_type": "longt5"}).model
+    assert (longt5.encoder_attention, longt5.encoder_radius, longt5.global_block) == (
+        "local", 127, 16,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "sentence"),
+    [
+        (T5_SMALL, {"model_type": "pegasus"}, "model_type = 'pegasus'; only t5, longt5 and bart"),
+        (T5_SMALL, {"feed_forward_proj": "gated-silu"}, "'gated-silu' is not supported; .*relu"),
+        (T5_SMALL, {"eos_token_id": [1, 2]}, r"eos_token_id = \[1, 2\] must be one id"),
+        (BART_BASE, {"scale_embedding": True}, "sets scale_embedding"),
+        (BART_BASE, {"decoder_ffn_dim": 64}, "encoder_ffn_dim = 3072 and decoder_ffn_dim = 64"),
+    ],
+)
+def test_what_ours_lacks_is_refused(settings: dict, changes: dict, sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        theirs(settings, **changes)
+
+
+def test_a_missing_size_is_named() -> None:
+    with pytest.raises(CheckpointError, match="config.json has no 'd_model'"):
+        config.from_theirs({k: v for k, v in T5_SMALL.items() if k != "d_model"}, {}, tied=True)
+
+
+def test_what_is_written_is_read_again(read: Callable, name: str) -> None:
+    cross = CrossAttention(kind="srformer", segment_size=4, leak_init=0.5)
+    described = read(name)[0].described._replace(cross=cross)
+    settings, generation = config.to_theirs(described, "float32")
+    again = config.from_theirs(settings, generation, tied=described.model.tied_logits)
+    assert again == described
+
+
+def test_settings_that_were_there_are_written_as_they_were(
+    read: Callable, directory: Callable, name: str
+) -> None:
+    settings, _ = config.to_theirs(read(name)[0].described, "float32")
+    saved = files.read_json(directory(name) / "config.json")
+    assert {k: v for k, v in settings.items() if k in saved and v != saved[k]} == {}
+
+
+def test_a_windowed_bart_cannot_be_written(read: Callable) -> None:
+    described = read("bart")[0].described
+    windowed = dataclasses.replace(described.model, encoder_attention="sliding")
+    with pytest.raises(CheckpointError, match="'sliding' has no counterpart"):
+        config.to_theirs(described._replace(model=windowed), "float32")

@@ -1,0 +1,57 @@
+"""Against the library itself, where it is installed: both ways, for every architecture."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from brt.interop import pretrained
+from brt.interop.huggingface import convert, verify
+
+SIZES = {
+    "vocab_size": 40, "d_model": 24, "d_kv": 4, "d_ff": 20, "num_layers": 2, "num_heads": 3,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+BART = {
+    "vocab_size": 40, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 3, "decoder_attention_heads": 3, "encoder_ffn_dim": 20,
+    "decoder_ffn_dim": 20, "max_position_embeddings": 80, "init_std": 0.3,
+}  # fmt: skip
+LIVE = {
+    "t5": ("T5", SIZES),
+    "t5 gated": ("T5", {**SIZES, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "longt5 local": ("LongT5", {**SIZES, "encoder_attention_type": "local", "local_radius": 9}),
+    "longt5 global": (
+        "LongT5",
+        {
+            **SIZES, "encoder_attention_type": "transient-global", "local_radius": 9,
+            "global_block_size": 8, "feed_forward_proj": "gated-gelu",
+        },
+    ),
+    "bart": ("Bart", BART),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's and transformers' own
+@pytest.mark.parametrize("model", LIVE)
+def test_logits_agree_both_ways(model: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    family, settings = LIVE[model]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**settings)
+    theirs: Any = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs.save_pretrained(tmp_path / "theirs")
+        lines = list(convert.from_hf(tmp_path / "theirs", tmp_path / "ours", verified=True))
+        assert any(line.startswith("logits against transformers") for line in lines)
+        list(convert.to_hf(tmp_path / "ours", tmp_path / "again", verified=True))
+        loaded = pretrained.load(tmp_path / "ours")
+        x = verify.inputs(loaded.described)
+        found = verify.logits(loaded.params, loaded.described, x)
+        reference = verify.transformers_logits(tmp_path / "again", x)
+    np.testing.assert_allclose(found, reference, atol=1e-5 * np.abs(reference).max())

@@ -1,0 +1,137 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+from brt.config import CrossAttention
+from brt.errors import CheckpointError
+from brt.interop.huggingface import files, names, weights
+
+SRFORMER = CrossAttention(kind="srformer", segment_size=4, raf_bias=True, mix="sigma")
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_what_is_imported_is_exported_again(read: Callable, directory: Callable, name: str) -> None:
+    model, _, imported = read(name)
+    saved = files.read_tensors(directory(name))
+    exported = weights.export_arrays(model.params, model.described.model)
+    assert exported.keys() == saved.keys()
+    assert_equal(exported, saved)
+    assert imported.initialised == [] and imported.unexpected == []
+
+
+def test_names_are_those_of_the_table(read: Callable) -> None:
+    t5, bart = (flatten_dict(read(name)[0].params, sep="/") for name in ("t5", "bart"))
+    assert t5["encoder/layers_1/self_attn/q/kernel"].shape == (16, 2, 8)
+    assert t5["decoder/layers_2/cross_attn/o/kernel"].shape == (2, 8, 16)
+    assert t5["encoder/rel_bias/embedding"].shape == (8, 2)
+    assert bart["decoder/layers_2/cross_attn/v/bias"].shape == (2, 8)
+    assert bart["encoder/pos_embed"].shape == (34, 16)
+    assert bart["logits_bias"].shape == (64,)
+
+
+def test_the_recurrence_has_the_names_of_its_authors(read: Callable) -> None:
+    model, arrays, _ = read("t5")
+    settings = model.described.model
+    imported = weights.import_arrays(arrays, settings, SRFORMER)
+    prefix = "decoder/layers_{}/cross_attn/raf/"
+    parts = ("kernel", "bias", "leak", "threshold", "sigma")
+    expected = [prefix.format(i) + part for i in range(3) for part in parts]
+    assert sorted(imported.initialised) == sorted(expected)
+    exported = weights.export_arrays(imported.params, settings)
+    theirs = "decoder.block.2.layer.1.EncDecAttention."
+    raf = imported.params["decoder"]["layers_2"]["cross_attn"]["raf"]
+    assert_equal(exported[theirs + "SNN_kv.weight"], np.asarray(raf["kernel"]).T)
+    assert exported[theirs + "leak"].shape == exported[theirs + "threshold"].shape == (1,)
+    again = weights.import_arrays(exported, settings, SRFORMER)
+    assert again.initialised == []
+    assert_equal(again.params, imported.params)
+
+
+def test_another_cross_attention_keeps_all_it_shares(read: Callable) -> None:
+    model = read("bart")[0]
+    settings = model.described.model
+    params = weights.with_cross_attention(model.params, settings, SRFORMER)
+    assert "raf" in params["decoder"]["layers_0"]["cross_attn"]
+    back = weights.with_cross_attention(params, settings, CrossAttention())
+    assert_equal(back, model.params)
+
+
+@pytest.mark.parametrize("source", ["t5", "bart"])
+def test_copies_prefixes_and_relics_are_understood(
+    read: Callable, directory: Callable, source: str
+) -> None:
+    model, expected, _ = read(source)
+    arrays = files.read_tensors(directory(source))
+    prefix = "model." if source == "bart" else ""
+    embedding = arrays[f"{prefix}shared.weight"]
+    for copy in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"):
+        arrays[prefix + copy] = embedding
+    arrays["lm_head.weight"] = embedding
+    arrays[names.UNUSED] = np.zeros((8, 2), np.float32)
+    assert_equal(weights.normalised(arrays, source), expected)
+    bare = {name.removeprefix("model."): array for name, array in arrays.items()}
+    assert_equal(weights.normalised(bare, source), expected)
+    del bare["shared.weight"]
+    assert_equal(weights.normalised(bare, source), expected)
+    different = {**arrays, prefix + "encoder.embed_tokens.weight": embedding + 1}
+    with pytest.raises(CheckpointError, match="only one embedding is supported"):
+        weights.normalised(different, source)
+
+
+def test_a_missing_bias_of_logits_is_zero(read: Callable) -> None:
+    model, arrays, _ = read("bart")
+    without = {name: array for name, array in arrays.items() if name != "final_logits_bias"}
+    imported = weights.import_arrays(without, model.described.model, CrossAttention())
+    assert imported.initialised == ["logits_bias"]
+    assert not np.any(imported.params["logits_bias"])
+
+
+def test_what_does_not_match_is_named(read: Callable) -> None:
+    model, arrays, _ = read("t5")
+    settings, full = model.described.model, CrossAttention()
+    name = "encoder.block.1.layer.0.SelfAttention.k.weight"
+    imported = weights.import_arrays({**arrays, "more.weight": arrays[name]}, settings, full)
+    assert imported.unexpected == ["more.weight"]
+    with pytest.raises(CheckpointError, match=f"lacks {name}$"):
+        weights.import_arrays({k: v for k, v in arrays.items() if k != name}, settings, full)
+    with pytest.raises(CheckpointError, match=rf"{name} is \(16, 15\), not \(16, 16\)"):
+        weights.import_arrays({**arrays, name: arrays[name][:, 1:]}, settings, full)
+    memory = CrossAttention(kind="xl_memory", segment_size=4)
+    params = weights.with_cross_attention(model.params, settings, memory)
+    with pytest.raises(CheckpointError, match="no names for decoder/layers_0/cross_attn/memory"):
+        weights.export_arrays(params, settings)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_files_in_parts_hold_the_same(tmp_path: Path, read: Callable, dtype: Any) -> None:
+    arrays = {name: array.astype(dtype) for name, array in read("t5")[1].items()}
+    files.write_tensors(tmp_path, arrays, shard_bytes=6000)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
+    assert not (tmp_path / files.FILE).exists()
+    found = files.read_tensors(tmp_path)
+    assert {array.dtype for array in found.values()} == {np.dtype(dtype)}
+    assert_equal(found, arrays)
+
+
+def test_pickles_and_damaged_files_are_refused(tmp_path: Path, directory: Callable) -> None:
+    with pytest.raises(CheckpointError, match="has no model.safetensors"):
+        files.read_tensors(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"pickle.*save_pretrained\(OUT\)"):
+        files.read_tensors(tmp_path)
+    whole = (directory("t5") / files.FILE).read_bytes()
+    (tmp_path / files.FILE).write_bytes(whole[:-100])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        files.read_tensors(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="holds a list, not an object"):
+        files.read_json(tmp_path / "config.json")

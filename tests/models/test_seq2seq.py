@@ -1,0 +1,310 @@
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from brt.config import CrossAttention, Seq2Seq
+from brt.errors import ConfigError
+from brt.models import seq2seq
+from brt.models.targets import SpecialTokens, shift_right
+from brt.ops.cross_entropy import token_nats
+
+TOLERANCE = 1e-5  # float32; what is compared is of magnitude 1
+SOURCE, TARGET = 11, 6
+T5 = Seq2Seq(
+    encoder_layers=1, decoder_layers=2, model_dim=16, heads=2, head_dim=4, mlp_dim=24,
+    vocab_size=24, relative_buckets=8, relative_max_distance=16, dropout=0.0, dtype="float32",
+)  # fmt: skip
+BART = dataclasses.replace(
+    T5, family="bart", head_dim=8, activation="gelu", scale_logits=False, max_positions=16,
+    norm_epsilon=1e-5,
+)  # fmt: skip
+KINDS = {
+    "full": {},
+    "segmented": {"kind": "segmented"},
+    "srformer": {"kind": "srformer"},
+    "srformer, carried": {"kind": "srformer", "cache": "carry", "mix": "sigma"},
+    "xl_memory": {"kind": "xl_memory"},
+    "xl_memory, identity": {"kind": "xl_memory", "memory": "identity"},
+    "local_global": {"kind": "local_global"},
+}
+MODELS = {
+    "t5": T5,
+    "untied, gated": dataclasses.replace(
+        T5, activation="gated_gelu", tied_logits=False, scale_logits=False
+    ),
+    "sliding": dataclasses.replace(T5, encoder_attention="sliding", encoder_radius=2),
+    "transient global": dataclasses.replace(
+        T5, encoder_attention="transient_global", encoder_radius=2, global_block=3
+    ),
+    "bart": BART,
+    "bart, sliding": dataclasses.replace(BART, encoder_attention="sliding", encoder_radius=2),
+}
+
+
+class Pairs(NamedTuple):
+    source: jax.Array
+    mask: jax.Array
+    targets_in: jax.Array
+
+
+def pairs(seed: int = 0) -> Pairs:
+    rng = np.random.default_rng(seed)
+    mask = np.arange(SOURCE)[None] < np.array([[SOURCE], [5]])
+    source = rng.integers(1, 24, size=(2, SOURCE)) * mask
+    targets = rng.integers(1, 24, size=(2, TARGET))
+    return Pairs(jnp.asarray(source, jnp.int32), jnp.asarray(mask), jnp.asarray(targets, jnp.int32))
+
+
+def network(model: Seq2Seq = T5, kind: str = "full", training: bool = False) -> seq2seq.Seq2Seq:
+    cross = CrossAttention(**{"segment_size": 3, "q_ref": TARGET, **KINDS[kind]})
+    return seq2seq.Seq2Seq(model, cross, training)
+
+
+@functools.cache
+def params(net: seq2seq.Seq2Seq) -> Any:
+    """None of them at a special value; drawn without compiling `init`."""
+    rng = np.random.default_rng(0)
+
+    def leaf(name: str, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        x = rng.normal(size=shape.shape)
+        if name.endswith(("scale", "leak", "threshold", "sigma")):
+            return jnp.asarray(np.abs(0.6 + 0.1 * x), jnp.float32)
+        size = 1 if "embed" in name or "bias" in name else shape.shape[0]
+        return jnp.asarray(x * size**-0.5, jnp.float32)
+
+    shapes = jax.eval_shape(lambda: nn.meta.unbox(seq2seq.init(net, jax.random.key(0))))
+    flat = flatten_dict(shapes, sep="/")
+    return unflatten_dict({name: leaf(name, shape) for name, shape in flat.items()}, sep="/")
+
+
+@functools.cache
+def compiled(net: seq2seq.Seq2Seq) -> tuple[Callable, Callable]:
+    """(params, *pairs) -> hidden vectors; and one step."""
+
+    def whole(params: Any, *x: Any) -> jax.Array:
+        return net.apply({"params": params}, *x)
+
+    return jax.jit(whole), jax.jit(functools.partial(seq2seq.step, net))
+
+
+def logits(net: seq2seq.Seq2Seq, hidden: jax.Array) -> jax.Array:
+    return seq2seq.logits(seq2seq.readout(net.model, params(net)), hidden)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [*(("t5", kind) for kind in KINDS), ("bart", "srformer"), ("transient global", "segmented")],
+)
+def test_steps_give_what_whole_targets_give(model: str, kind: str) -> None:
+    net, x = network(MODELS[model], kind), pairs()
+    whole, step = compiled(net)
+    expected = logits(net, whole(params(net), *x))
+    encoded = seq2seq.encode(net, params(net), x.source, x.mask)
+    state = seq2seq.prefill(net, params(net), encoded, x.mask, 3, TARGET)
+    for t in range(TARGET):
+        tokens = jnp.repeat(x.targets_in[:, t : t + 1], 3, axis=1)
+        found, state = step(params(net), tokens, state)
+        for beam in range(3):
+            np.testing.assert_allclose(found[:, beam], expected[:, t], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_padding_and_other_pairs_change_nothing(model: str) -> None:
+    net, x = network(MODELS[model], "srformer"), pairs()
+    whole, _ = compiled(net)
+    hidden = whole(params(net), *x)
+    noise = x._replace(source=jnp.where(x.mask, x.source, 17))
+    noise = noise._replace(source=noise.source.at[0].set(3))
+    again = whole(params(net), *noise)
+    np.testing.assert_allclose(again[1], hidden[1], atol=TOLERANCE)
+    assert np.abs(again[0] - hidden[0]).max() > 0.01
+    shorter = Pairs(x.source[1:, :5], x.mask[1:, :5], x.targets_in[1:])
+    np.testing.assert_allclose(whole(params(net), *shorter)[0], hidden[1], atol=TOLERANCE)
+
+
+def test_no_target_reads_those_after_it() -> None:
+    net, x = network(T5, "srformer"), pairs()
+    whole, _ = compiled(net)
+    changed = x._replace(targets_in=x.targets_in.at[:, 3:].set(1))
+    before, after = (whole(params(net), *p) for p in (x, changed))
+    np.testing.assert_array_equal(before[:, :3], after[:, :3])
+    assert np.all(np.abs(before[:, 3:] - after[:, 3:]).max(axis=-1) > 1e-4)
+
+
+@pytest.mark.parametrize(("model", "kind"), [("transient global", "srformer"), ("bart", "full")])
+def test_every_parameter_learns_and_remat_changes_nothing(model: str, kind: str) -> None:
+    x, weights = pairs(), np.random.default_rng(1).normal(size=(2, TARGET, 24))
+    gradients = []
+    for remat in (False, True) if kind == "srformer" else (False,):
+        net = network(dataclasses.replace(MODELS[model], remat=remat), kind)
+
+        @jax.jit
+        def gradient(params: Any, net: Any = net) -> Any:
+            def loss(params: Any) -> jax.Array:
+                hidden = net.apply({"params": params}, *x)
+                out = seq2seq.readout(net.model, params)
+                return jnp.sum(seq2seq.logits(out, hidden) * weights)
+
+            return jax.grad(loss)(params)
+
+        gradients.append(gradient(params(net)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4),
+        gradients[0], gradients[-1],
+    )  # fmt: skip
+    flat = flatten_dict(gradients[0], sep="/")
+    still = {name for name, gradient in flat.items() if not np.any(gradient)}
+    # The bias of logits is a constant in BART; keys' biases cancel in the softmax.
+    assert {name for name in still if not name.endswith("k/bias")} <= {"logits_bias"}
+
+
+def test_the_bias_of_logits_can_ride_in_the_embedding() -> None:
+    net, x = network(BART), pairs()
+    hidden = compiled(net)[0](params(net), *x)
+    out = seq2seq.readout(net.model, params(net))
+    wide, embedding = seq2seq.without_bias(out, hidden)
+    nats = token_nats(wide, embedding, x.targets_in, scale=out.scale, chunk=4)
+    expected = -jax.nn.log_softmax(logits(net, hidden))
+    expected = jnp.take_along_axis(expected, x.targets_in[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(nats, expected, atol=TOLERANCE)
+    plain = seq2seq.readout(T5, params(network(T5)))
+    assert plain.scale == 16**-0.5
+    assert seq2seq.without_bias(plain, hidden)[0] is hidden
+
+
+@pytest.mark.parametrize("model", ["t5", "bart"])
+def test_dropout_is_random_only_in_training(model: str) -> None:
+    wet = dataclasses.replace(MODELS[model], dropout=0.3)
+    x, net = pairs(), network(wet, "srformer", training=True)
+    own = params(network(MODELS[model], "srformer"))
+
+    @jax.jit
+    def hidden(key: jax.Array) -> jax.Array:
+        return net.apply({"params": own}, *x, rngs={"dropout": key})
+
+    first, second = hidden(jax.random.key(0)), hidden(jax.random.key(1))
+    np.testing.assert_array_equal(first, hidden(jax.random.key(0)))
+    assert np.abs(first - second).max() > 0.1
+    dry = compiled(network(wet, "srformer"))[0](own, *x)
+    same = compiled(network(MODELS[model], "srformer"))[0](own, *x)
+    np.testing.assert_array_equal(dry, same)
+
+
+@pytest.mark.parametrize("rate", ["attention_dropout", "activation_dropout"])
+def test_inner_dropout_has_rates_of_its_own(rate: str) -> None:
+    x, own, rngs = pairs(), params(network(T5)), {"dropout": jax.random.key(0)}
+
+    def hidden(**rates: float) -> jax.Array:
+        net = network(dataclasses.replace(T5, **rates), training=True)
+        apply = jax.jit(lambda own: net.apply({"params": own}, *x, rngs=rngs))
+        return apply(own)
+
+    still = hidden()
+    assert np.abs(hidden(**{rate: 0.5}) - still).max() > 0.01
+    none = {"attention_dropout": 0.0, "activation_dropout": 0.0, "dropout": 0.0}
+    np.testing.assert_array_equal(hidden(**none), still)
+
+
+def test_neurons_can_be_logged() -> None:
+    net, x = network(T5, "srformer"), pairs()
+    logging = jax.jit(lambda p: net.apply({"params": p}, *x, mutable=["intermediates"]))
+    _, logged = logging(params(net))
+    (aux,) = logged["intermediates"]["decoder"]["layers_1"]["cross_attn"]["neurons"]
+    assert 0 < aux.firing_rate < 1
+
+
+def test_bfloat16_is_near() -> None:
+    net, x = network(MODELS["transient global"], "srformer"), pairs()
+    low = network(dataclasses.replace(net.model, dtype="bfloat16"), "srformer")
+    hidden = compiled(low)[0](params(net), *x)
+    assert hidden.dtype == jnp.bfloat16
+    expected = compiled(net)[0](params(net), *x)
+    error = np.abs(np.asarray(hidden, np.float32) - expected).max()
+    assert error < 0.15 * np.abs(expected).max()
+
+
+def test_reordering_moves_what_belongs_to_beams() -> None:
+    net, x = network(T5, "srformer"), pairs()
+    encoded = seq2seq.encode(net, params(net), x.source, x.mask)
+    state = seq2seq.prefill(net, params(net), encoded, x.mask, 2, TARGET)
+    _, state = compiled(net)[1](params(net), jnp.asarray([[1, 2], [3, 4]]), state)
+    moved = seq2seq.reorder(state, jnp.asarray([[1, 1], [1, 0]]))
+    keys, after = state.own[1].keys, moved.own[1].keys
+    np.testing.assert_array_equal(after[0], keys[0, [1, 1]])
+    np.testing.assert_array_equal(after[1], keys[1, [1, 0]])
+    jax.tree.map(np.testing.assert_array_equal, moved.source, state.source)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_initial_parameters_are_named_and_of_their_shapes(model: str) -> None:
+    net = network(MODELS[model], "srformer")
+    boxed = jax.eval_shape(lambda: seq2seq.init(net, jax.random.key(0)))
+    flat = flatten_dict(nn.meta.unbox(boxed), sep="/")
+    assert flat["decoder/layers_1/cross_attn/raf/leak"].shape == ()
+    assert ("lm_head/embedding" in flat) != net.model.tied_logits
+    assert ("encoder/global_rel_bias/embedding" in flat) == (model == "transient global")
+    axes = flatten_dict(nn.get_partition_spec(boxed), sep="/")
+    assert tuple(axes["decoder/layers_0/self_attn/q/kernel"]) == ("embed", "heads", "head")
+
+
+def test_sources_and_targets_longer_than_the_positions_are_refused() -> None:
+    net, x = network(BART), pairs()
+    source, mask = jnp.ones((1, 17), jnp.int32), jnp.ones((1, 17), bool)
+    with pytest.raises(ConfigError, match="source of 17 tokens .*max_positions = 16; .*extend"):
+        seq2seq.encode(net, params(net), source, mask)
+    encoded = seq2seq.encode(net, params(net), x.source, x.mask)
+    with pytest.raises(ConfigError, match="target of 17 tokens"):
+        seq2seq.prefill(net, params(net), encoded, x.mask, 1, 17)
+    with pytest.raises(ConfigError, match="target of 17 tokens"):
+        seq2seq.decode(net, params(net), encoded[:1], x.mask[:1], source)
+
+
+@pytest.mark.parametrize("method", ["copy", "interpolate"])
+def test_extended_positions_begin_as_the_old_ones(method: str) -> None:
+    old = params(network(BART))
+    extended = seq2seq.extend_positions(old, 31, method)
+    table, wide = (np.asarray(p["encoder"]["pos_embed"]) for p in (old, extended))
+    assert wide.shape == (33, 16)
+    np.testing.assert_array_equal(wide[:3], table[:3])  # two unused rows and position 0
+    if method == "copy":
+        np.testing.assert_array_equal(wide[18:], table[2:17])
+    else:
+        np.testing.assert_allclose(wide[2::2], table[2:], atol=1e-6)
+        np.testing.assert_allclose(wide[3], (table[2] + table[3]) / 2, atol=1e-6)
+    longer = network(dataclasses.replace(BART, max_positions=31))
+    source, mask = jnp.ones((1, 31), jnp.int32), jnp.ones((1, 31), bool)
+    assert np.isfinite(seq2seq.encode(longer, extended, source, mask)).all()
+
+
+def test_positions_that_cannot_be_extended_are_refused() -> None:
+    old = params(network(BART))
+    with pytest.raises(ConfigError, match="16 positions cannot be extended to 8"):
+        seq2seq.extend_positions(old, 8)
+    with pytest.raises(ConfigError, match="'copy' and 'interpolate', not 'repeat'"):
+        seq2seq.extend_positions(old, 32, "repeat")
+    with pytest.raises(ConfigError, match="only BART learns"):
+        seq2seq.extend_positions(params(network(T5)), 32)
+
+
+def test_targets_are_shifted_behind_the_start() -> None:
+    labels = np.array([[5, 6, 1, -100], [7, 1, 0, 0]])
+    t5 = shift_right(labels, SpecialTokens(pad=0, start=0, eos=1))
+    np.testing.assert_array_equal(t5, [[0, 5, 6, 1], [0, 7, 1, 0]])
+    labels = np.array([[0, 5, 2, -100, -100]])
+    bart = shift_right(labels, SpecialTokens(pad=1, start=2, eos=2, bos=0))
+    np.testing.assert_array_equal(bart, [[2, 0, 5, 2, 1]])
+
+
+def test_settings_that_clash_are_refused() -> None:
+    with pytest.raises(ConfigError, match="attention_dropout = 1.5 must be in"):
+        dataclasses.replace(T5, attention_dropout=1.5)
+    with pytest.raises(ConfigError, match="needs Seq2Seq.family = 't5'"):
+        dataclasses.replace(BART, encoder_attention="transient_global")

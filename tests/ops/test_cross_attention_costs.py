@@ -1,0 +1,78 @@
+"""Table 1 and Figure 5 of the paper, and the products that it leaves out."""
+
+import pytest
+
+from brt.ops.cross_attention import costs
+
+# targets, sources, head_dim, segment_size; thousands, as printed
+ROWS = {
+    (128, 1024, 64, 64): {
+        "multiplications": (8389, 524, 4719), "memory": (197, 74, 139),
+        "real": (16777, 9961, 9961),
+    },
+    (128, 1024, 64, 16): {
+        "multiplications": (8389, 131, 4325), "memory": (197, 68, 330),
+        "real": (16777, 21758, 9175),
+    },
+    (128, 1024, 64, 8): {
+        "multiplications": (8389, 66, 4260), "memory": (197, 67, 591),
+        "real": (16777, 38404, 9044),
+    },
+    (1024, 8192, 64, 64): {
+        "multiplications": (536871, 4194, 37749), "memory": (8913, 590, 1114),
+        "real": (1073742, 79692, 79692),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", ROWS, ids=str)
+def test_the_table(sizes: tuple) -> None:
+    named = dict(zip(("targets", "sources", "head_dim", "segment_size"), sizes, strict=True))
+    row, kinds = ROWS[sizes], ("full", "segmented", "srformer")
+    for name in ("multiplications", "memory"):
+        count = getattr(costs, f"paper_{name}")
+        assert tuple(round(count(kind, **named) / 1e3) for kind in kinds) == row[name]
+    real = (
+        costs.multiplications("full", **named),
+        costs.multiplications("srformer", **named, w_on="products"),
+        costs.multiplications("srformer", **named),
+    )
+    assert tuple(round(number / 1e3) for number in real) == row["real"]
+
+
+def test_the_papers_savings() -> None:
+    paper = {"targets": 128, "sources": 1024, "head_dim": 64}
+
+    def saving(count: object, **sizes: int) -> float:
+        return 100 * (1 - count("srformer", **sizes) / count("full", **sizes))
+
+    for size, expected in ((64, 43.8), (16, 48.4), (8, 49.2)):
+        found = saving(costs.paper_multiplications, **paper, segment_size=size)
+        assert round(found, 1) == expected
+    assert round(saving(costs.paper_memory, **paper, segment_size=64), 1) == 29.2
+    assert round(saving(costs.paper_memory, **paper, segment_size=8)) == -201  # larger than full
+    long = {"targets": 1024, "sources": 8192, "head_dim": 64, "segment_size": 64}
+    assert round(saving(costs.paper_multiplications, **long), 1) == 93.0  # Figure 5
+    assert round(saving(costs.paper_memory, **long), 1) == 87.5
+
+
+def test_a_decoding_step() -> None:
+    sizes = {"sources": 1024, "head_dim": 64, "segment_size": 64}
+    assert costs.step_multiplications("full", **sizes) == 131_072
+    assert costs.step_multiplications("srformer", **sizes) == 12_288
+    assert costs.step_multiplications("local_global", **sizes) == 2 * (64 + 16) * 64
+    keys_and_values = costs.cache_memory("full", **sizes)
+    assert costs.cache_memory("srformer", **sizes) == 1.5 * keys_and_values
+    sizes["segment_size"] = 8
+    assert costs.cache_memory("srformer", **sizes) == 5 * keys_and_values
+    assert costs.cache_memory("srformer", **sizes, form="carry") < 1.1 * keys_and_values
+
+
+def test_the_baselines_read_a_wider_window() -> None:
+    sizes = {"targets": 128, "sources": 1024, "head_dim": 64, "segment_size": 64}
+    segmented = costs.multiplications("segmented", **sizes)
+    assert costs.multiplications("xl_memory", **sizes) == 2 * segmented
+    assert costs.multiplications("local_global", **sizes) == segmented * (64 + 16) // 64
+    recurrent = costs.multiplications("xl_memory", **sizes, heads=8)
+    # Two RNNs of 512 features, two products at each of 1024 positions, shared by 8 heads.
+    assert recurrent - 2 * segmented == 2 * 2 * 1024 * 512 * 512 // 8

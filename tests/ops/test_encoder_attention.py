@@ -1,0 +1,126 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.ops import encoder_attention
+from brt.ops.encoder_attention import Side, block_sums, global_blocks, reference, side_bias
+from brt.ops.relative_bias import bias_tile, relative_buckets
+
+HEADS, SIZE, GLOBALS = 2, 4, 3
+
+
+def local_attention(**x: np.ndarray | int | None) -> jax.Array:
+    radius = x.pop("radius")
+    compiled = jax.jit(lambda x: encoder_attention.local_attention(**x, radius=radius))
+    return compiled(x)
+
+
+def arrays(tokens: int, radius: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(tokens)
+    shape = (2, tokens, HEADS, SIZE)
+    mask = np.arange(tokens)[None] < np.array([[tokens], [max(tokens - 4, 1)]])
+    return {
+        **{name: rng.normal(size=shape).astype(np.float32) for name in ("queries", "keys")},
+        "values": rng.normal(size=shape).astype(np.float32),
+        "bias": rng.normal(size=(HEADS, radius + 1, 3 * radius + 3)).astype(np.float32),
+        "mask": mask,
+    }
+
+
+def toeplitz(x: dict[str, np.ndarray], radius: int) -> dict[str, np.ndarray]:
+    """With a bias that depends on the distance alone, as all of them do."""
+    table = np.random.default_rng(9).normal(size=(8, HEADS)).astype(np.float32)
+    tile = bias_tile(
+        jnp.asarray(table),
+        radius + 1,
+        3 * radius + 3,
+        first=-radius - 1,
+        max_distance=8,
+        both_ways=True,
+    )
+    return {**x, "bias": np.asarray(tile)}
+
+
+def sides(tokens: int) -> Side:
+    rng = np.random.default_rng(1)
+    keys, values = (rng.normal(size=(2, GLOBALS, HEADS, SIZE)).astype(np.float32) for _ in "kv")
+    bias = rng.normal(size=(2, HEADS, tokens, GLOBALS)).astype(np.float32)
+    exist = np.array([[True, True, False], [True, False, False]])
+    return Side(*map(jnp.asarray, (keys, values, bias, exist)))
+
+
+@pytest.mark.parametrize("with_side", [False, True])
+@pytest.mark.parametrize(("tokens", "radius"), [(3, 5), (17, 5), (8, 1)])
+def test_blocks_give_what_the_masked_square_gives(
+    tokens: int, radius: int, with_side: bool
+) -> None:
+    x = toeplitz(arrays(tokens, radius), radius)
+    side = sides(tokens) if with_side else None
+    weights = np.random.default_rng(2).normal(size=x["queries"].shape)
+
+    def loss(function: callable) -> callable:
+        def value(learned: dict) -> tuple[jax.Array, jax.Array]:
+            y = function(**x | learned, side=side, radius=radius)
+            return jnp.sum(y * weights), y
+
+        return jax.jit(jax.grad(value, has_aux=True))
+
+    x = jax.tree.map(jnp.asarray, x)
+    learned = {name: x[name] for name in ("queries", "keys", "values")}
+    gradients, y = loss(encoder_attention.local_attention)(learned)
+    expected_gradients, expected = loss(reference.local_attention)(learned)
+    np.testing.assert_allclose(y, expected, atol=2e-6)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(gradient, expected_gradients[name], atol=1e-5, err_msg=name)
+
+
+def test_tokens_see_neighbours_within_the_radius() -> None:
+    """Token by token in float64."""
+    radius, tokens = 3, 11
+    x = {**arrays(tokens, radius), "bias": None}
+    q, k, v = (x[name].astype(np.float64) for name in ("queries", "keys", "values"))
+    y = np.asarray(local_attention(**x, radius=radius))
+    for b, t, h in np.ndindex(2, tokens, HEADS):
+        near = [s for s in range(tokens) if abs(s - t) <= radius and x["mask"][b, s]]
+        weights = np.exp(k[b, near, h] @ q[b, t, h])
+        if near:
+            expected = weights / weights.sum() @ v[b, near, h]
+            np.testing.assert_allclose(y[b, t, h], expected, atol=1e-6)
+
+
+def test_padding_and_its_length_change_nothing() -> None:
+    radius, x = 3, toeplitz(arrays(13, 3), 3)
+    y = local_attention(**x, radius=radius)
+    longer = {
+        name: np.pad(x[name], ((0, 0), (0, 8)) + ((0, 0),) * (x[name].ndim - 2))
+        for name in ("queries", "keys", "values", "mask")
+    }
+    for name in ("keys", "values"):
+        longer[name][~longer["mask"]] = 77.0
+    longer["queries"][:, :13] = x["queries"]
+    again = local_attention(**longer, bias=x["bias"], radius=radius)[:, :13]
+    np.testing.assert_allclose(again[x["mask"]], y[x["mask"]], atol=1e-6)
+
+
+def test_the_tail_joins_the_last_full_block() -> None:
+    lengths = np.array([11, 8, 3, 4])
+    blocks = global_blocks(jnp.asarray(np.arange(11)[None] < lengths[:, None]), 4)
+    pads = [[-1] * (11 - n) for n in lengths]
+    np.testing.assert_array_equal(blocks.ids[0], [0] * 4 + [1] * 7)
+    np.testing.assert_array_equal(blocks.ids[1], [0] * 4 + [1] * 4 + pads[1])
+    np.testing.assert_array_equal(blocks.ids[2], [-1] * 11)
+    np.testing.assert_array_equal(blocks.ids[3], [0] * 4 + pads[3])
+    np.testing.assert_array_equal(blocks.exist, [[1, 1], [1, 1], [0, 0], [1, 0]])
+
+
+def test_blocks_are_summed_and_biased_by_their_distance() -> None:
+    x = np.random.default_rng(0).normal(size=(1, 11, 5)).astype(np.float32)
+    blocks = global_blocks(jnp.ones((1, 11), bool), 4)
+    sums = np.stack([x[:, :4].sum(axis=1), x[:, 4:].sum(axis=1)], axis=1)
+    np.testing.assert_allclose(block_sums(jnp.asarray(x), blocks), sums, atol=1e-6)
+    table = np.random.default_rng(1).normal(size=(8, HEADS)).astype(np.float32)
+    bias = side_bias(jnp.asarray(table), blocks, max_distance=8)
+    offset = np.arange(2)[None] - np.asarray(blocks.ids[0])[:, None]
+    rows = relative_buckets(offset, buckets=8, max_distance=8, both_ways=True)
+    np.testing.assert_array_equal(bias[0], table[rows].transpose(2, 0, 1))

@@ -1,0 +1,137 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.config import CrossAttention
+from brt.ops import cross_attention
+from brt.ops.segmented_recurrent_attention import accumulate_fire as neurons
+from brt.ops.segmented_recurrent_attention import reference, segments, xla
+from brt.ops.segmented_recurrent_attention.segments import Pace
+
+SPREAD, STRIDE = Pace(12, spread=True), Pace(3, spread=False)
+
+
+@pytest.mark.parametrize("target", [1, 7, 64, 128, 299])
+def test_indices_are_those_of_exact_arithmetic(target: int) -> None:
+    counts, positions = np.arange(1, 130), np.arange(target + 9)
+    found = segments.segment_index(jnp.asarray(positions), jnp.asarray(counts), Pace(target, True))
+    expected = [[min(t * m // target, m - 1) for t in positions.tolist()] for m in counts.tolist()]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_indices_of_long_sources_fit_into_int32() -> None:
+    pace, counts = Pace(16384, spread=True), np.array([1, 3, 2047, 16384])
+    positions = np.array([0, 1, 8191, 16383, 2**31 - 1])
+    found = jax.jit(lambda t, m: segments.segment_index(t, m, pace))(positions, counts)
+    assert found.dtype == jnp.int32
+    expected = [[min(t * m // 16384, m - 1) for t in positions.tolist()] for m in counts.tolist()]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_more_segments_than_positions_skip_some() -> None:
+    counts = jnp.array([16])
+    found = segments.segment_index(jnp.arange(10), counts, Pace(10, spread=True))
+    assert found[0].tolist() == [0, 1, 3, 4, 6, 8, 9, 11, 12, 14]
+
+
+@pytest.mark.parametrize("pace", [SPREAD, STRIDE])
+def test_a_segment_starts_where_its_index_is_reached(pace: Pace) -> None:
+    for count in range(1, 12):
+        index = segments.segment_index(jnp.arange(60), jnp.array([count]), pace)[0].tolist()
+        assert [pace.start(j, count) for j in range(count)] == [
+            next(t for t, i in enumerate(index) if i >= j) for j in range(count)
+        ]
+
+
+def test_counts_end_with_the_last_valid_position() -> None:
+    valid = np.zeros((4, 10), bool)
+    valid[1, 0] = valid[2, :4] = valid[3, 8] = True
+    config = CrossAttention(kind="segmented")
+    assert segments.segment_counts(jnp.asarray(valid), config, 4).tolist() == [1, 1, 1, 3]
+    static = dataclasses.replace(config, segment_count="static")
+    assert segments.segment_counts(jnp.asarray(valid), static, 4).tolist() == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("pace", [SPREAD, STRIDE, Pace(5, spread=True)])
+@pytest.mark.parametrize(("length", "t0"), [(12, 0), (7, 0), (6, 4), (20, 0), (1, 9)])
+def test_every_query_has_a_slot_of_its_own(pace: Pace, length: int, t0: int) -> None:
+    """In a row that holds its segment, for all segment counts of a batch at once."""
+    rows = 9
+    counts = jnp.arange(1, rows + 1, dtype=jnp.int32)
+    plan = jax.tree.map(np.asarray, xla.plan(counts, rows, length, t0, pace))
+    size = xla.row_size(rows, length, t0, pace)
+    index = segments.segment_index(t0 + jnp.arange(length), counts, pace)
+    for b in range(rows):
+        slots = plan.slot[b]
+        assert len(set(slots.tolist())) == length and slots.max() < rows * size
+        np.testing.assert_array_equal(plan.held[b, slots], np.arange(length))
+        np.testing.assert_array_equal(plan.segment[b, slots // size], index[b])
+
+
+def test_rows_are_as_short_as_they_can_be() -> None:
+    """Never more than twice the slots that there are queries, in the paper's case."""
+    assert xla.row_size(16, 128, 0, Pace(128, spread=True)) == 15  # of 9 segments, 128 / 9
+    assert xla.row_size(1, 128, 0, Pace(128, spread=True)) == 128
+
+
+def test_neurons_and_their_gradients_are_autodiffs() -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(5, 2, 2, 3, 3)), jnp.float32)
+    counts, weights = jnp.array([5, 2]), jnp.asarray(rng.normal(size=x.shape), jnp.float32)
+
+    def plain(x: jax.Array, leak: jax.Array, threshold: jax.Array) -> jax.Array:
+        membrane, outputs = jnp.zeros_like(x[0]), []
+        for row in x:
+            membrane = leak * membrane + row
+            y = membrane / threshold - 1
+            membrane = membrane - threshold * (y > 0)
+            outputs.append(jax.nn.relu(y))
+        return jnp.stack(outputs)
+
+    for leak, threshold in ((0.1, 0.1), (1.0, 0.4), (0.5, -0.3)):
+        inputs = (x, jnp.float32(leak), jnp.float32(threshold))
+        expected, backward = jax.vjp(plain, *inputs)
+        found, our_backward, rate = jax.vjp(
+            lambda x, *p: neurons.accumulate_fire(x, counts, *p), *inputs, has_aux=True
+        )
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        for ours, theirs in zip(our_backward(weights), backward(weights), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+        fired = np.asarray(expected > 0)
+        expected_rate = (fired[:, 0].mean() + fired[:2, 1].mean()) / 2
+        np.testing.assert_allclose(rate, expected_rate, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"kind": "segmented"},
+        {"use_segment": False, "norm": "none"},
+        {"use_raf": False, "kv_source": "segment"},
+        {"clamp": 2.0, "mix": "sigma", "raf_bias": True, "raf_parameters": "bounded"},
+        {"index_mode": "batch", "segment_count": "static", "mask_kv": False, "norm_epsilon": 0.0},
+        {"index_mode": "stride", "stride": 2},
+    ],
+    ids=str,
+)
+def test_the_reference_means_the_same(changes: dict) -> None:
+    config = dataclasses.replace(
+        CrossAttention(kind="srformer", segment_size=3, q_ref=6), **changes
+    )
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(2, length, 2, 4)).astype(np.float32) for length in (5, 10, 10))
+    valid = np.arange(10)[None] < np.array([[10], [4]])
+    parameters = cross_attention.initial_parameters(jax.random.key(0), config, 2, 4)
+    y, _ = jax.jit(
+        lambda *x: cross_attention.attend(*x, parameters, config, t0=1, target_length=7)
+    )(q, k, v, valid)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (q, k, v, parameters.raf))
+        expected = reference.attend(*wide[:3], valid, wide[3], config, t0=1, target_length=7)
+        assert expected.dtype == jnp.float64
+        expected = np.asarray(expected)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
