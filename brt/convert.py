@@ -1,9 +1,11 @@
 """Converts T5, LongT5 and BART checkpoints between Hugging Face's form and ours.
 
 python -m brt.convert --from=hf t5-small --to=brt models/t5-small --verify
-python -m brt.convert --from=brt models/my-summariser --to=hf exported --dtype=bfloat16
+python -m brt.convert --from=brt runs/summaries --to=hf exported --dtype=bfloat16
+python -m brt.convert --from=hf bart-base --to=brt models/bart-4k --extend_positions=4096
 
-DIR in Hugging Face's form holds config.json and model.safetensors (or its parts and index).
+DIR in Hugging Face's form holds config.json and model.safetensors (or its parts and index); in
+ours it is what --to=brt wrote, or the workdir of a run.
 """
 
 import argparse
@@ -18,6 +20,8 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigError(f"--from and --to are both {args.source_form}; one of them must be hf")
     if args.dtype and args.target_form != "hf":
         raise ConfigError("--dtype is of what --to=hf writes; ours is always float32")
+    if args.extend_positions and args.source_form != "hf":
+        raise ConfigError("--extend_positions is of what --to=brt writes")
     if not Path(args.source).is_dir():
         raise ConfigError(f"{args.source} is no directory; download the checkpoint first")
     import jax
@@ -27,7 +31,10 @@ def main(args: argparse.Namespace) -> None:
 
     source, target = Path(args.source), Path(args.target)
     if args.source_form == "hf":
-        lines = convert.from_hf(source, target, verified=args.verify)
+        lines = convert.from_hf(
+            source, target, verified=args.verify, positions=args.extend_positions,
+            method=args.extend_method,
+        )  # fmt: skip
     else:
         dtype = args.dtype or "float32"
         lines = convert.to_hf(source, target, verified=args.verify, dtype=dtype)
@@ -45,6 +52,14 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--verify", action="store_true",
         help="read it back and compare every array, and logits; also with transformers, if there",
+    )  # fmt: skip
+    flags.add_argument(
+        "--extend_positions", type=int, default=0, metavar="N",
+        help="let BART read N tokens in place of 1024",
+    )  # fmt: skip
+    flags.add_argument(
+        "--extend_method", choices=["copy", "interpolate"], default="copy",
+        help="the table of positions again and again, or stretched",
     )  # fmt: skip
     flags.add_argument("--dtype", choices=["float32", "bfloat16"], help="of exported weights")
     return flags

@@ -49,7 +49,10 @@ def _probe(args: argparse.Namespace) -> None:
     if args.tokens is not None and args.tokens < 0:
         raise ConfigError(f"--tokens={args.tokens} must not be negative; 0 reads all")
     tokens = job.TOKENS if args.tokens is None else args.tokens
-    model = saved.load(*saved.load_config(Path(args.workdir), args.step))
+    workdir, checkpoint, config = saved.load_config(Path(args.workdir), args.step)
+    if config.training.objective != "language_modeling":
+        raise ConfigError("--probe is for language models; a summariser carries no memory on")
+    model = saved.load(workdir, checkpoint, config)
     found = job.probe(model, args.split or "validation", tokens)
     print(text.text(found))
     if args.json:

@@ -70,7 +70,11 @@ each_run = pytest.mark.parametrize("file", RUNS, ids=lambda f: str(f.relative_to
 
 @each_run
 def test_builds(file: Path) -> None:
-    model = resolved(file).model
+    config = resolved(file)
+    if config.training.objective == "seq2seq":
+        assert seq2seq_parameters(config) > 0
+        return
+    model = config.model
     vocabulary = VOCABULARY if file.parent.name in (*DATASETS, "ablations") else 256
     model = dataclasses.replace(model, vocab_size=vocabulary)
     total, non_embedding = parameters(model)
@@ -78,6 +82,31 @@ def test_builds(file: Path) -> None:
     if of_paper(file):
         assert parameters(model.parity()) == (total, non_embedding)
         assert non_embedding == PINNED[file.stem]
+
+
+def seq2seq_parameters(config: Config, **changes: object) -> int:
+    model = dataclasses.replace(config.seq2seq, vocab_size=config.seq2seq.vocab_size or 4000)
+    config = dataclasses.replace(config, seq2seq=dataclasses.replace(model, **changes))
+    return parameter_counts(nn.meta.unbox(jax.eval_shape(lambda: initial_params(config))))[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "vocabulary", "count", "of_recurrence"),
+    [("t5_small", 32128, 60_506_624, 6 * 4098), ("bart_base", 50265, 139_420_416, 6 * 4098)],
+)
+def test_summarisers_have_the_sizes_of_the_pretrained_ones(
+    model: str, vocabulary: int, count: int, of_recurrence: int
+) -> None:
+    files = [f for f in RUNS if f.parent.name == "summarization" and f.stem.startswith(model)]
+    assert len(files) == 4
+    for file in files:
+        config = resolved(file)
+        assert config.training.epochs == 25
+        bias = vocabulary if model == "bart_base" else 0  # of logits: a buffer, not trained
+        assert seq2seq_parameters(config, vocab_size=vocabulary) == count + bias
+        srformer = dataclasses.replace(config.cross_attention, kind="srformer")
+        config = dataclasses.replace(config, cross_attention=srformer)
+        assert seq2seq_parameters(config, vocab_size=vocabulary) == count + bias + of_recurrence
 
 
 @pytest.mark.parametrize(("name", "millions"), PAPER_MILLIONS.items())

@@ -87,8 +87,8 @@ class Config:
             check(
                 model.family != "bart" or length <= model.max_positions,
                 f"{name} = {length} is above Seq2Seq.max_positions = {model.max_positions}, the "
-                "positions that BART knows; lower it, or raise that (brt.convert extends the "
-                "positions of weights with --extend_positions)",
+                "positions that BART knows; lower it, or raise that (of pretrained weights: with "
+                "brt.convert --extend_positions)",
             )
 
     @property

@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Decoding
 from brt.generation.constraints import constrain
-from brt.generation.hypotheses import Hypotheses, Reorder, SpecialIds, Step, length_penalties
+from brt.generation.hypotheses import Hypotheses, Reorder, Step, length_penalties
+from brt.models.targets import SpecialTokens
 from brt.ops.top_k import top_k
 
 
@@ -62,7 +63,7 @@ def beam_search(
     *,
     batch: int,
     decoding: Decoding,
-    ids: SpecialIds,
+    ids: SpecialTokens,
 ) -> Hypotheses:
     """The best `decoding.beams` texts for each source; see `brt.generation.search.search`."""
     penalties = length_penalties(decoding)
@@ -96,7 +97,7 @@ def beam_search(
     return search.finished
 
 
-def _start(state: PyTree[Array], batch: int, decoding: Decoding, ids: SpecialIds) -> _Search:
+def _start(state: PyTree[Array], batch: int, decoding: Decoding, ids: SpecialTokens) -> _Search:
     """N equal texts, of which one counts."""
     shape = (batch, decoding.beams)
     sequences = jnp.full((*shape, decoding.max_length), ids.pad, jnp.int32)
@@ -113,7 +114,7 @@ def _start(state: PyTree[Array], batch: int, decoding: Decoding, ids: SpecialIds
 
 
 def _continued(
-    search: _Search, log_probs: Float[Array, "B N V"], decoding: Decoding, ids: SpecialIds
+    search: _Search, log_probs: Float[Array, "B N V"], decoding: Decoding, ids: SpecialTokens
 ) -> _Candidates:
     """The 2N likeliest continuations."""
     batch, beams, vocabulary = log_probs.shape

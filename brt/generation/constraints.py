@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Decoding
-from brt.generation.hypotheses import SpecialIds
+from brt.models.targets import SpecialTokens
 
 
 def constrain(
@@ -13,7 +13,7 @@ def constrain(
     sequences: Int[Array, "B N L"],
     length: Int[Array, ""],
     decoding: Decoding,
-    ids: SpecialIds,
+    ids: SpecialTokens,
 ) -> Float[Array, "B N V"]:
     """Log probabilities with -inf for what is banned; what is left is not renormalised.
 

@@ -8,7 +8,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Decoding
 from brt.generation.constraints import constrain
-from brt.generation.hypotheses import Hypotheses, SpecialIds, Step, length_penalties
+from brt.generation.hypotheses import Hypotheses, Step, length_penalties
+from brt.models.targets import SpecialTokens
 
 
 class _Text(NamedTuple):
@@ -32,7 +33,7 @@ class _Text(NamedTuple):
 
 
 def greedy_search(
-    step: Step, state: PyTree[Array], *, batch: int, decoding: Decoding, ids: SpecialIds
+    step: Step, state: PyTree[Array], *, batch: int, decoding: Decoding, ids: SpecialTokens
 ) -> Hypotheses:
     """One text for each source, N = 1; see `brt.generation.search.search`."""
 

@@ -13,26 +13,6 @@ Step = Callable[[Array, Any], tuple[Array, Any]]
 Reorder = Callable[[Any, Array], Any]
 
 
-class SpecialIds(NamedTuple):
-    """Tokens that are not text.
-
-    T5: start 0, eos 1, pad 0. BART: start 2, eos 2, pad 1, forced_bos 0, forced_eos 2.
-
-    Attributes:
-      start: read before anything is written; the first token of every sequence.
-      eos: ends a text.
-      pad: stands behind the end.
-      forced_bos: the only choice for the first written token, for nothing; None: no such rule.
-      forced_eos: the only choice for the last token that fits; None: texts are cut there.
-    """
-
-    start: int
-    eos: int
-    pad: int
-    forced_bos: int | None = None
-    forced_eos: int | None = None
-
-
 class Hypotheses(NamedTuple):
     """N texts for each of B sources, best first.
 

@@ -5,7 +5,8 @@ from jaxtyping import Array, PyTree
 from brt.config import Decoding
 from brt.generation.beam import beam_search
 from brt.generation.greedy import greedy_search
-from brt.generation.hypotheses import Hypotheses, Reorder, SpecialIds, Step
+from brt.generation.hypotheses import Hypotheses, Reorder, Step
+from brt.models.targets import SpecialTokens
 
 
 def search(
@@ -15,7 +16,7 @@ def search(
     *,
     batch: int,
     decoding: Decoding,
-    ids: SpecialIds,
+    ids: SpecialTokens,
 ) -> Hypotheses:
     """Writes texts with a model that reads one token of every beam at a time.
 

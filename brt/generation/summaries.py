@@ -12,9 +12,10 @@ from brt.data.pairs.batches import evaluation_batches, gather
 from brt.data.pairs.store import PairStore
 from brt.data.pairs.tokenization import PairTokenizer
 from brt.evaluation.summarization import Summary
-from brt.generation.hypotheses import Hypotheses, SpecialIds
+from brt.generation.hypotheses import Hypotheses
 from brt.generation.search import search
 from brt.models import seq2seq
+from brt.models.targets import SpecialTokens
 from brt.training.objectives.seq2seq import network
 from brt.types import PairBatch
 
@@ -24,7 +25,7 @@ class Summarizer:
 
     def __init__(self, config: Config, tokenizer: PairTokenizer):
         self._config, self._tokenizer = config, tokenizer
-        self._ids = special_ids(tokenizer)
+        self._ids = special_tokens(tokenizer)
         self._write = jax.jit(partial(written, config=config, ids=self._ids))
 
     def __call__(
@@ -81,14 +82,15 @@ class Summarizer:
         )
 
 
-def special_ids(tokenizer: PairTokenizer) -> SpecialIds:
+def special_tokens(tokenizer: PairTokenizer) -> SpecialTokens:
     """What a search must know. Where texts begin with a token, as BART's, it is forced, as is
     the end of a text that is cut."""
     begin = tokenizer.begin
-    return SpecialIds(
+    return SpecialTokens(
         start=tokenizer.decoder_start_id,
         eos=tokenizer.eos_id,
         pad=tokenizer.pad_id,
+        bos=begin[0] if begin else None,
         forced_bos=begin[0] if begin else None,
         forced_eos=tokenizer.eos_id if begin else None,
     )
@@ -100,7 +102,7 @@ def written(
     mask: Bool[Array, "B X"],
     *,
     config: Config,
-    ids: SpecialIds,
+    ids: SpecialTokens,
 ) -> Hypotheses:
     """The texts that a search finds for some sources; to be compiled."""
     model, decoding = network(config), config.decoding

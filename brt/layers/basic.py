@@ -1,4 +1,4 @@
-"""Parameters with logical axis names, initialised as in the original code, and dropout."""
+"""Parameters with logical axis names, initialised as in the original code; dtypes and dropout."""
 
 from collections.abc import Callable
 
@@ -7,12 +7,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from brt.config import Model, Seq2Seq
+
 Initializer = Callable[..., Array]
 
 KERNEL = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 GATE_KERNEL = nn.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
 GATE_BIAS = nn.initializers.normal(0.1)
 ONES = nn.initializers.ones
+
+
+def compute_dtype(model: Model | Seq2Seq) -> jnp.dtype:
+    """The dtype of activations and caches; `auto` is float32 on CPUs, else bfloat16."""
+    if model.dtype == "auto":
+        return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    return jnp.dtype(model.dtype)
 
 
 def parameter(

@@ -1,22 +1,14 @@
 """The decoder: XL, sliding-window and block-recurrent models are one; `layer_types` is data."""
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Model, Seq2Seq
-from brt.layers.basic import ONES, dropout, parameter
+from brt.config import Model
+from brt.layers.basic import ONES, compute_dtype, dropout, parameter
 from brt.layers.stack import Stack, StackBlock, StackState, new_stack_state
 from brt.ops.normalization import rms_norm
 from brt.types import Tokens
-
-
-def compute_dtype(model: Model | Seq2Seq) -> jnp.dtype:
-    """The dtype of activations and caches; `auto` is float32 on CPUs, else bfloat16."""
-    if model.dtype == "auto":
-        return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    return jnp.dtype(model.dtype)
 
 
 class Decoder(nn.Module):

@@ -16,10 +16,11 @@ from brt.data.pairs.tokenization import PairTokenizer
 from brt.data.preparation import Corpus
 from brt.data.tokenizers import Tokenizer
 from brt.errors import ConfigError
-from brt.models.decoder import compute_dtype
+from brt.layers.basic import compute_dtype
 from brt.types import Batch, PairBatch
 
-OWN = ("dropout", "dtype", "remat")  # of Seq2Seq: not the weights' business
+# Of Seq2Seq, what is not the weights' business.
+OWN = ("dropout", "attention_dropout", "activation_dropout", "dtype", "remat")
 
 
 def prepare(

@@ -38,7 +38,7 @@ _FREE_FIELDS = {
     "Data.text_field",
     "Pairs.cache_dir", "Pairs.train", "Pairs.validation", "Pairs.test", "Pairs.errors",
     "Pairs.source_field", "Pairs.target_field", "Pairs.id_field", "Pairs.tokenizer",
-    "Seq2Seq.dropout", "Seq2Seq.remat",
+    "Seq2Seq.dropout", "Seq2Seq.attention_dropout", "Seq2Seq.activation_dropout", "Seq2Seq.remat",
 }  # fmt: skip
 
 

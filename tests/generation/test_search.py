@@ -17,13 +17,17 @@ from brt.errors import ConfigError
 from brt.generation.beam import beam_search
 from brt.generation.constraints import repeating
 from brt.generation.greedy import greedy_search
-from brt.generation.hypotheses import Hypotheses, SpecialIds
+from brt.generation.hypotheses import Hypotheses
 from brt.generation.search import search
+from brt.models.targets import SpecialTokens
 
 TOLERANCE = 1e-5  # of scores, float32
 RECORDED = np.load(Path(__file__).parent.parent / "data" / "beam_search.npz")
 CASES = json.loads(str(RECORDED["cases"]))
-T5, BART = SpecialIds(start=0, eos=1, pad=0), SpecialIds(2, 2, 1, forced_bos=0, forced_eos=2)
+T5, BART = (
+    SpecialTokens(start=0, eos=1, pad=0),
+    SpecialTokens(start=2, eos=2, pad=1, forced_bos=0, forced_eos=2),
+)
 SMALL = 4  # tokens of the vocabulary that is searched through as a whole
 
 
@@ -51,7 +55,7 @@ def tables(recorded: dict | None = None, *, sources: int = 5, seed: int = 0) -> 
     return Tables(*(rng.normal(size=shape).astype(np.float32) for shape in shapes))
 
 
-def write(tables: Tables, decoding: Decoding, ids: SpecialIds, how: Any = search) -> Hypotheses:
+def write(tables: Tables, decoding: Decoding, ids: SpecialTokens, how: Any = search) -> Hypotheses:
     """Compiled; NumPy."""
     batch = len(tables.last)
 
@@ -83,7 +87,7 @@ def described(case: dict) -> str:
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[described(case) for case in CASES])
 def test_texts_and_scores_equal_hugging_face(number: int) -> None:
-    decoding, ids = Decoding(**CASES[number]["decoding"]), SpecialIds(**CASES[number]["ids"])
+    decoding, ids = Decoding(**CASES[number]["decoding"]), SpecialTokens(**CASES[number]["ids"])
     ours = write(tables(RECORDED), decoding, ids)
     sequences, scores = RECORDED[f"sequences{number}"], RECORDED[f"scores{number}"]
     assert ours.sequences.shape == sequences.shape and ours.sequences.dtype == np.int32
@@ -128,7 +132,7 @@ def test_the_recorded_cases_reach_every_rule() -> None:
 
 
 def all_texts(
-    tables: Tables, source: int, decoding: Decoding, ids: SpecialIds
+    tables: Tables, source: int, decoding: Decoding, ids: SpecialTokens
 ) -> list[tuple[float, tuple[int, ...]]]:
     """Every possible text with its score, best first; float64, one token after the other."""
     found = []
@@ -203,7 +207,7 @@ def test_a_t5x_score_is_not_hugging_faces() -> None:
 
 
 @pytest.mark.parametrize("ids", [T5, BART], ids=["t5", "bart"])
-def test_one_beam_is_greedy(ids: SpecialIds) -> None:
+def test_one_beam_is_greedy(ids: SpecialTokens) -> None:
     model = tables(RECORDED)
     for extra in ({}, {"no_repeat_ngram": 2, "min_length": 9, "length_penalty": 0.5}):
         decoding = Decoding(max_length=16, **extra)

@@ -1,5 +1,6 @@
 """A checkpoint of Hugging Face as a directory that training starts from, and back."""
 
+import dataclasses
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +10,10 @@ import ml_dtypes
 import numpy as np
 
 from brt.errors import CheckpointError, ConfigError
-from brt.interop import pretrained
+from brt.interop import pretrained, trained
 from brt.interop.huggingface import config, files, verify, weights
 from brt.interop.pretrained import Pretrained
+from brt.models import seq2seq
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
@@ -32,11 +34,16 @@ def read(directory: Path) -> tuple[Pretrained, dict[str, np.ndarray], weights.Im
     return Pretrained(imported.params, described), arrays, imported
 
 
-def from_hf(source: Path, target: Path, *, verified: bool) -> Iterator[str]:
+def from_hf(
+    source: Path, target: Path, *, verified: bool, positions: int = 0, method: str = "copy"
+) -> Iterator[str]:
     """Converts, and yields lines that say what was done.
 
+    Args:
+      positions: BART's table is extended to so many by `method`; 0: as it is.
+
     Raises:
-      ConfigError: `target` has something in it.
+      ConfigError: `target` has something in it, or the positions cannot be extended so.
       CheckpointError: `source` cannot be converted, or with `verified` the result differs.
     """
     model, arrays, imported = read(source)
@@ -49,12 +56,15 @@ def from_hf(source: Path, target: Path, *, verified: bool) -> Iterator[str]:
         if verified:
             again = pretrained.load(directory)
             yield from _verified(model, again, arrays, source)
+        if positions:  # after the comparison with what they were made of
+            pretrained.save(directory, _extended(model, positions, method))
+            yield f"extended to {positions:,} positions ({method})"
     yield f"wrote {target}"
 
 
 def to_hf(source: Path, target: Path, *, verified: bool, dtype: str = "float32") -> Iterator[str]:
     """The other way; raises as `from_hf`."""
-    model = pretrained.load(source)
+    model = _own(source)
     settings, generation = config.to_theirs(model.described, dtype)
     exported = weights.export_arrays(model.params, model.described.model)
     with _new_directory(target) as directory:
@@ -62,7 +72,7 @@ def to_hf(source: Path, target: Path, *, verified: bool, dtype: str = "float32")
         files.write_tensors(directory, rounded)
         files.write_json(directory / "config.json", settings)
         files.write_json(directory / "generation_config.json", generation)
-        copied = pretrained.copy_tokenizer(source, directory)
+        copied = _copied_tokenizer(source, directory)
         yield _summary(model, source)
         if model.described.cross.kind != "full":
             yield (
@@ -75,6 +85,22 @@ def to_hf(source: Path, target: Path, *, verified: bool, dtype: str = "float32")
             compared = {name: exported[name] for name in arrays}
             yield from _verified(model, again, compared, directory, arrays)
     yield f"wrote {target}"
+
+
+def _own(source: Path) -> Pretrained:
+    """A directory that --to=brt wrote, or the newest checkpoint of a run."""
+    return trained.load(source) if trained.is_run(source) else pretrained.load(source)
+
+
+def _copied_tokenizer(source: Path, directory: Path) -> list[str]:
+    copy = trained.copy_tokenizer if trained.is_run(source) else pretrained.copy_tokenizer
+    return copy(source, directory)
+
+
+def _extended(model: Pretrained, positions: int, method: str) -> Pretrained:
+    settings = dataclasses.replace(model.described.model, max_positions=positions)
+    params = seq2seq.extend_positions(model.params, positions, method)
+    return Pretrained(params, model.described._replace(model=settings))
 
 
 def _verified(

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import CrossAttention, Seq2Seq
+from brt.layers.basic import compute_dtype
 from brt.layers.seq2seq.attention import DecoderAttention, SelfCache
 from brt.layers.seq2seq.cross_attention import SourceAttention
 from brt.layers.seq2seq.ends import Ends, after, before, check_length
-from brt.layers.seq2seq.linear import Norm, activation_dtype
+from brt.layers.seq2seq.linear import Norm
 from brt.layers.seq2seq.mlp import Mlp
 from brt.ops.cross_attention import CrossCache
 from brt.ops.relative_bias import bias_row, bias_tile
@@ -114,7 +115,7 @@ class Decoder(Ends):
         """
         m = self.model
         check_length(m, length, "target")
-        zeros = jnp.zeros((batch, beams, length, m.heads, m.head_dim), activation_dtype(m))
+        zeros = jnp.zeros((batch, beams, length, m.heads, m.head_dim), compute_dtype(m))
         return tuple(SelfCache(zeros, zeros) for _ in range(m.decoder_layers))
 
     def step(

@@ -3,24 +3,16 @@
 import math
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brt.config import Seq2Seq
-from brt.layers.basic import ONES, parameter
+from brt.layers.basic import ONES, compute_dtype, parameter
 from brt.ops.dense import dense
 from brt.ops.normalization import layer_norm, rms_norm
 
 BART_DEVIATION = 0.02
 ZEROS = nn.initializers.zeros
-
-
-def activation_dtype(model: Seq2Seq) -> jnp.dtype:
-    """The dtype of activations and caches; `auto` is float32 on CPUs, else bfloat16."""
-    if model.dtype == "auto":
-        return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    return jnp.dtype(model.dtype)
 
 
 class Linear(nn.Module):
@@ -84,7 +76,7 @@ class Embedding(nn.Module):
 
     def __call__(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
         """The tokens' rows in the dtype of activations."""
-        return jnp.take(self.embedding, tokens, axis=0).astype(activation_dtype(self.model))
+        return jnp.take(self.embedding, tokens, axis=0).astype(compute_dtype(self.model))
 
 
 class RelativeBias(nn.Module):
