@@ -1,0 +1,195 @@
+"""What each kind of cross-attention costs: computed, and measured in one interleaved run.
+
+    python tools/benchmark/cross_attention.py [--sources=1024,4096,16384,65536] [--rounds=20]
+        [--segment_size=64] [--beams=1] [--train] [--json=FILE]
+
+The paper's Table 1 and Figure 5 as it counts them and as the products really are; then, of one
+layer of T5-small's shape (8 heads of 64), the milliseconds of a decode step and the memory that
+it reads, for each length of source. `--train` measures a whole training step of a small T5
+(2 + 2 layers of T5-small's width, 1,024 source and 128 target tokens) with each kind, too.
+Models take turns; ratios to full attention are medians over the rounds.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, get_args
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from brt import allocator
+from brt.config import Config, CrossAttention, Pairs, Seq2Seq, Training
+from brt.ops import cross_attention
+from brt.ops.cross_attention import costs
+from brt.training.objectives import seq2seq
+from brt.types import PairBatch
+
+KINDS = get_args(costs.Kind)
+HEADS, HEAD_DIM, TARGETS = 8, 64, 128
+PAPER_SIZES = ((128, 1024, 64), (128, 1024, 16), (128, 1024, 8), (1024, 8192, 64))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sources", default="1024,4096,16384,65536", help="source tokens")
+    parser.add_argument("--segment_size", type=int, default=64)
+    parser.add_argument("--beams", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--train", action="store_true", help="measure training steps, too")
+    parser.add_argument("--json", help="write the rows to this file")
+    args = parser.parse_args()
+    allocator.keep_memory()
+    device = jax.devices()[0]
+    print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}, float32\n")
+    found = {"computed": computed(), "decode": [], "train": []}
+    show("Computed for one head of 64 (the paper's Table 1 and Figure 5)", found["computed"])
+    for sources in map(int, args.sources.split(",")):
+        rows = decode_steps(sources, args.segment_size, args.beams, args.rounds)
+        show(f"A decode step, {sources:,} source tokens, {args.beams} beams", rows)
+        found["decode"] += rows
+    if args.train:
+        found["train"] = train_steps(args.segment_size, max(args.rounds // 4, 3))
+        show("A training step of a small T5, 8 x (1,024 + 128) tokens", found["train"])
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(found, file, indent=1)
+
+
+def computed() -> list[dict[str, Any]]:
+    """Thousands of multiplications and of numbers kept."""
+    rows = []
+    for targets, sources, segment in PAPER_SIZES:
+        shape = {"targets": targets, "sources": sources, "head_dim": 64, "segment_size": segment}
+        for kind in ("full", "segmented", "srformer"):
+            row = {"q": targets, "k": sources, "s": segment, "kind": kind}
+            row["paper mult. (K)"] = costs.paper_multiplications(kind, **shape) / 1e3
+            row["paper memory (K)"] = costs.paper_memory(kind, **shape) / 1e3
+            row["real mult. (K)"] = costs.multiplications(kind, **shape) / 1e3
+            row["W on P (K)"] = costs.multiplications(kind, **shape, w_on="products") / 1e3
+            rows.append(row)
+    return rows
+
+
+def decode_steps(sources: int, segment: int, beams: int, rounds: int) -> list[dict[str, Any]]:
+    """One layer's cross-attention of one target position, from its cache."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    k, v = (jax.random.normal(key, (1, sources, HEADS, HEAD_DIM)) for key in keys[:2])
+    q = jax.random.normal(keys[2], (1, beams, 1, HEADS, HEAD_DIM))
+    valid = jnp.ones((1, sources), bool)
+    segments = -(-sources // segment)
+    functions, kept = {}, {}
+    for kind in KINDS:
+        config = CrossAttention(kind=kind, segment_size=segment, q_ref=max(TARGETS, segments))
+        parameters = cross_attention.initial_parameters(keys[0], config, HEADS, HEAD_DIM)
+        prefill = jax.jit(partial(cross_attention.prefill, config=config))
+        cache = jax.block_until_ready(prefill(k, v, valid, parameters))
+        kept[kind] = sum(x.nbytes for x in jax.tree.leaves(cache))
+        step = jax.jit(partial(cross_attention.step, config=config))
+        functions[kind] = partial(step, q, cache, jnp.array(TARGETS // 2))
+    times = interleaved(functions, rounds, repeats=20)
+    return [
+        {
+            "kind": kind,
+            "source": sources,
+            "ms": min(times[kind]),
+            "median ms": statistics.median(times[kind]),
+            "of full": ratio(times, kind),
+            "cache MiB": kept[kind] / 2**20,
+            "K mult./head": costs.step_multiplications(
+                kind, sources=sources, head_dim=HEAD_DIM, segment_size=segment
+            )
+            / 1e3,
+        }
+        for kind in KINDS
+    ]
+
+
+def train_steps(segment: int, rounds: int) -> list[dict[str, Any]]:
+    """Forward and backward of the loss, without the optimizer."""
+    model = Seq2Seq(encoder_layers=2, decoder_layers=2, vocab_size=4000, dropout=0.0)
+    functions, temporary = {}, {}
+    for kind in KINDS:
+        config = Config(
+            seq2seq=model,
+            cross_attention=CrossAttention(kind=kind, segment_size=segment, q_ref=TARGETS),
+            training=Training(objective="seq2seq"),
+            pairs=Pairs(max_source_length=1024, max_target_length=TARGETS),
+        )
+        step = training_step(config)
+        functions[kind], temporary[kind] = step
+        print(f"compiled {kind}", file=sys.stderr)
+    times = interleaved(functions, rounds)
+    return [
+        {
+            "kind": kind,
+            "ms": min(times[kind]),
+            "median ms": statistics.median(times[kind]),
+            "of full": ratio(times, kind),
+            "temporary MiB": temporary[kind],
+        }
+        for kind in KINDS
+    ]
+
+
+def training_step(config: Config) -> tuple[Callable[[], Any], float]:
+    """A compiled step on random pairs, and the memory it takes besides its arguments."""
+    key, pairs = jax.random.key(0), config.pairs
+    params = nn.meta.unbox(seq2seq.initial_params(config, key))
+    source = jax.random.randint(key, (8, pairs.max_source_length), 2, config.seq2seq.vocab_size)
+    target = source[:, : pairs.max_target_length]
+    batch = PairBatch(
+        source=source, source_mask=jnp.ones(source.shape, bool), target_in=target,
+        target_out=target, scored=jnp.ones(target.shape, bool), row=jnp.arange(8),
+    )  # fmt: skip
+
+    def loss(params: Any, batch: PairBatch) -> Any:
+        return seq2seq.loss(params, (), batch, key, config)
+
+    compiled = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(params, batch).compile()
+    return partial(compiled, params, batch), compiled.memory_analysis().temp_size_in_bytes / 2**20
+
+
+def interleaved(
+    functions: dict[str, Callable[[], Any]], rounds: int, repeats: int = 1
+) -> dict[str, list[float]]:
+    """Milliseconds of each function in each round; a first round is thrown away."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds + 1):
+        for name, function in functions.items():
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                out = function()
+            jax.block_until_ready(out)
+            times[name].append((time.perf_counter() - begin) * 1e3 / repeats)
+    return {name: own[1:] for name, own in times.items()}
+
+
+def ratio(times: dict[str, list[float]], kind: str) -> float:
+    """The median over rounds of a kind's time to full attention's."""
+    return statistics.median(a / b for a, b in zip(times[kind], times["full"], strict=True))
+
+
+def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """A table."""
+    widths = {name: max(len(name), 10) for name in rows[0]} | {"kind": 12}
+    print(title)
+    print("  ".join(f"{name:>{widths[name]}}" for name in rows[0]))
+    for row in rows:
+        cells = [
+            f"{value:>{widths[name]}}"
+            if not isinstance(value, float)
+            else f"{value:>{widths[name]},.{3 if value < 10 else 1}f}"
+            for name, value in row.items()
+        ]
+        print("  ".join(cells))
+    print()
+
+
+if __name__ == "__main__":
+    main()
