@@ -17,7 +17,7 @@ from brt.config import Decoding
 from brt.generation.search import search
 from brt.models import seq2seq
 
-SCORE = 2e-5  # absolute, of a sum of log probabilities over its length; theirs are as exact
+SCORE = 1e-5  # float32, relative; what is compared is of magnitude 0.1 to 20
 RECORDED = np.load(Path(__file__).resolve().parents[2] / "data/huggingface/generation.npz")
 CASES = json.loads(str(RECORDED["cases"]))
 
@@ -52,4 +52,4 @@ def test_texts_and_scores_are_theirs(
     assert (np.asarray(found.lengths) <= length).all()
     if decoding.beams > 1:
         scores = RECORDED[f"{model_name}/{number}/scores"]
-        np.testing.assert_allclose(found.scores, scores, atol=SCORE, rtol=0)
+        np.testing.assert_allclose(found.scores, scores, atol=SCORE, rtol=SCORE)
