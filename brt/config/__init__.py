@@ -7,6 +7,7 @@ are checked in `Config.__post_init__`.
 
 import dataclasses
 
+from brt.config.attention import Attention
 from brt.config.checks import check
 from brt.config.data import Data
 from brt.config.model import Model
@@ -14,8 +15,8 @@ from brt.config.seq2seq import CrossAttention, Decoding, Pairs, Seq2Seq
 from brt.config.training import Checkpoint, Evaluation, Mesh, Optimizer, Sampling, Training
 
 __all__ = [
-    "SECTIONS", "Checkpoint", "Config", "CrossAttention", "Data", "Decoding", "Evaluation",
-    "Mesh", "Model", "Optimizer", "Pairs", "Sampling", "Seq2Seq", "Training",
+    "SECTIONS", "Attention", "Checkpoint", "Config", "CrossAttention", "Data", "Decoding",
+    "Evaluation", "Mesh", "Model", "Optimizer", "Pairs", "Sampling", "Seq2Seq", "Training",
 ]  # fmt: skip
 
 
@@ -35,6 +36,7 @@ class Config:
     cross_attention: CrossAttention = CrossAttention()
     pairs: Pairs = Pairs()
     decoding: Decoding = Decoding()
+    attention: Attention = Attention()
 
     def __post_init__(self) -> None:
         if self.training.objective == "seq2seq":

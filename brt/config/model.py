@@ -20,6 +20,7 @@ class Model:
     states: int = 512  # recurrent state vectors of a recurrent layer
     gate: Literal["fixed", "lstm", "gru"] = "fixed"
     gate_layout: Literal["dual", "single", "skip"] = "skip"
+    gate_bias: float = 0.0  # mean of the gate's initial bias; above 0 a state lasts longer
     gate_tanh: Literal["original", "paper"] = "original"  # original: single layout; paper: lstm
     feedback: bool = False  # every layer reads the (last) recurrent layer's states
     memorizing_layers: tuple[int, ...] = ()  # which layers look up a memory of past tokens

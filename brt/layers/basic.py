@@ -13,7 +13,6 @@ Initializer = Callable[..., Array]
 
 KERNEL = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 GATE_KERNEL = nn.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
-GATE_BIAS = nn.initializers.normal(0.1)
 ONES = nn.initializers.ones
 
 
@@ -22,6 +21,12 @@ def compute_dtype(model: Model | Seq2Seq) -> jnp.dtype:
     if model.dtype == "auto":
         return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
     return jnp.dtype(model.dtype)
+
+
+def gate_bias(mean: float) -> Initializer:
+    """Normal with the original's deviation; its mean is 0."""
+    normal = nn.initializers.normal(0.1)
+    return lambda key, shape, dtype: mean + normal(key, shape, dtype)
 
 
 def parameter(

@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Model
 from brt.layers.attention import TokenLayer, cache_is_readable, has_null_keys, with_cache
-from brt.layers.basic import GATE_BIAS, GATE_KERNEL, ONES, parameter
+from brt.layers.basic import GATE_KERNEL, ONES, gate_bias, parameter
 from brt.layers.state import OpenBlock, RecurrentState, WindowState, zero_where_invalid
 from brt.ops.gates import GateWeights
 from brt.ops.recurrent_attention import (
@@ -77,8 +77,9 @@ class StateCell(nn.Module):
     def _gate(self, name: str, inputs: int, axis: str) -> GateWeights:
         kind, width = self.model.gate, self.model.model_dim
 
-        def bias(part: str) -> Float[Array, " D"]:
-            return parameter(self, f"{name}_{part}bias", (width,), ("embed",), GATE_BIAS)
+        def bias(part: str, keeps: bool = True) -> Float[Array, " D"]:
+            init = gate_bias(self.model.gate_bias) if keeps else gate_bias(0.0)
+            return parameter(self, f"{name}_{part}bias", (width,), ("embed",), init)
 
         def kernel(part: str) -> Float[Array, "M D"]:
             shape, axes = (inputs, width), (axis, "embed")
@@ -88,7 +89,9 @@ class StateCell(nn.Module):
             return GateWeights(bias(""))
         if kind == "gru":
             return GateWeights(bias(""), kernel(""))
-        return GateWeights(bias("forget_"), kernel("forget_"), bias("input_"), kernel("input_"))
+        return GateWeights(
+            bias("forget_"), kernel("forget_"), bias("input_", False), kernel("input_")
+        )
 
 
 class RecurrentLayer(nn.Module):

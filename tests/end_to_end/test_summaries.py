@@ -131,3 +131,27 @@ def test_what_makes_no_sense_is_refused(
     done = commands.run(command, f"--workdir={summariser}", *flags, code=code)
     assert said in done.err
     assert done.err.count("\n") == 1
+
+
+def test_a_trained_summariser_goes_to_hugging_face_and_back(
+    commands: Commands, gin: Path, summariser: Path, tmp_path: Path
+) -> None:
+    there, back = tmp_path / "hf", tmp_path / "brt"
+    done = commands.run("convert", "--from=brt", str(summariser), "--to=hf", str(there), "--verify")
+    assert "srformer" in done.out and (there / "spiece.model").is_file()
+    commands.run("convert", "--from=hf", str(there), "--to=brt", str(back), "--verify")
+    flags = [
+        f"--gin_file={gin}", f"--gin_bindings=Training.init_from = '{back}'",
+        f"--gin_bindings=Pairs.tokenizer = '{back}/spiece.model'",
+        "--gin_bindings=Training.label_smoothing = 0.0", "--gin_bindings=Training.steps = 3",
+        "--gin_bindings=Training.log_every = 3", "--gin_bindings=Training.evaluate_every = 0",
+        "--gin_bindings=Training.sample_every = 0",
+    ]  # fmt: skip
+    commands.run("train", *flags, f"--workdir={tmp_path}/on")
+    first = json.loads((tmp_path / "on/metrics.jsonl").read_text().splitlines()[0])
+    before = [json.loads(x) for x in (summariser / "metrics.jsonl").read_text().splitlines()]
+    assert first["train/loss"] < before[0]["train/loss"] - 0.5, "it begins where the other ended"
+    wrong = commands.run(
+        "train", *flags, f"--workdir={tmp_path}/no", "--gin_bindings=Seq2Seq.heads = 4", code=2
+    )
+    assert "Seq2Seq.heads = 4, but the weights" in wrong.err

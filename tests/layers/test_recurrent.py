@@ -2,14 +2,16 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.config import Model
+from brt.config import Config, Model, Training
 from brt.layers.recurrent import RecurrentLayer
 from brt.layers.state import new_layer_state
+from brt.training.state import initial_params
 
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
 LANES, WINDOW, BLOCKS = 2, 4, 3
@@ -77,3 +79,21 @@ def test_every_parameter_gets_a_gradient(both_ways: tuple) -> None:
         if not np.abs(gradient).max() > 1e-6
     ]
     assert small == []
+
+
+@pytest.mark.parametrize("gate", ["fixed", "lstm"])
+def test_the_gate_begins_with_the_bias_asked_for(gate: str) -> None:
+    model = Model(
+        layers=1, recurrent_layers=(0,), gate=gate, gate_bias=3.0, states=4, model_dim=64,
+        heads=2, head_dim=8, mlp_dim=32, window=WINDOW, vocab_size=8,
+    )  # fmt: skip
+    config = Config(model=model, training=Training(segment_length=WINDOW))
+    params = nn.meta.unbox(initial_params(config))
+    names = {
+        jax.tree_util.keystr(path): float(jnp.mean(leaf))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    keeps = [v for k, v in names.items() if "gate_bias" in k or "forget_bias" in k]
+    takes = [v for k, v in names.items() if "input_bias" in k]
+    assert keeps and all(abs(value - 3) < 0.2 for value in keeps)
+    assert len(takes) == (gate == "lstm") * len(keeps) and all(abs(v) < 0.2 for v in takes)

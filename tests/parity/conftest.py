@@ -22,6 +22,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         "bias_file": ("t5_bias",),
         "knn_file": ("knn_memory",),
         "external_file": ("external_attention",),
+        "exact_file": ("full", "exact_topk"),
+        "reformer_file": ("reformer_",),
+        "hash_file": ("hash_",),
+        "kmeans_file": ("kmeans_",),
+        "clustered_file": ("clustered_", "iclustered_"),
     }
     for name, prefixes in patterns.items():
         if name in metafunc.fixturenames:

@@ -167,3 +167,18 @@ def test_the_command(
     assert done.returncode == code, done.stderr
     assert sentence in (done.stderr if code else done.stdout)
     assert (tmp_path / "out").exists() == (code == 0)
+
+
+def test_positions_are_extended_on_the_way_in(directory: Callable, tmp_path: Path) -> None:
+    lines = list(convert.from_hf(directory("bart"), tmp_path / "long", verified=True, positions=50))
+    assert "extended to 50 positions (copy)" in lines
+    long = pretrained.load(tmp_path / "long")
+    assert long.described.model.max_positions == 50
+    short, table = (
+        np.asarray(m.params["encoder"]["pos_embed"])
+        for m in (convert.read(directory("bart"))[0], long)
+    )
+    offset = 2
+    assert table.shape[0] == 50 + offset
+    np.testing.assert_array_equal(table[: short.shape[0]], short)
+    np.testing.assert_array_equal(table[short.shape[0] :], short[offset : 50 - 32 + offset])

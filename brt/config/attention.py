@@ -1,0 +1,64 @@
+"""How the queries of an encoder attend to its keys: exactly, or by one of the approximations."""
+
+import dataclasses
+from typing import Literal
+
+from brt.config.checks import check, check_positive
+
+MAX_BITS = 63  # of a hash, as in the original, where it is one integer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+    """The kind of attention. Weights trained with one kind can be evaluated with any other.
+
+    full                exact softmax attention
+    shared_full         the same, with the queries' projection for the keys too
+    clustered           queries of one cluster share their centroid's attention
+    improved_clustered  the same, but exact on the keys that the centroid attends to most
+    reformer            keys of nearby chunks, after sorting by hash; queries are the keys
+    oracle_top_k        every query's keys with the largest products
+    """
+
+    kind: Literal[
+        "full", "shared_full", "clustered", "improved_clustered", "reformer", "oracle_top_k"
+    ] = "full"
+    clusters: int = 100  # of the queries of a head, at most; clustered and improved_clustered
+    bits: int = 63  # of a query's hash, which clusters are found by
+    iterations: int = 5  # of k-means; the original: 10
+    hash_offsets: bool = True  # hash by planes anywhere; False: through the origin (by angle)
+    fit_queries: int = 0  # queries that k-means learns from, drawn at random; 0: all
+    top_k: int = 32  # exact keys of a cluster (improved_clustered) or of a query (oracle_top_k)
+    mass_rule: Literal["paper", "lse_jensen"] = "paper"  # weight of these keys against the others
+    mass_stop_gradient: bool = False  # True: that of the paper's rule is a constant (original)
+    tile: int = 0  # queries of a cluster that are computed together; 0: chosen by their number
+    rounds: int = 1  # of hashing; reformer
+    buckets: int = 64  # of a round of hashing; reformer
+    chunk: int = 32  # sorted queries that see their own chunk and the one before; reformer
+
+    def __post_init__(self) -> None:
+        check_positive(
+            self, "clusters", "bits", "iterations", "top_k", "rounds", "buckets", "chunk"
+        )
+        check(
+            self.bits <= MAX_BITS,
+            f"Attention.bits = {self.bits} must not be above {MAX_BITS}",
+        )
+        check(
+            self.tile >= 0,
+            f"Attention.tile = {self.tile} must not be negative; 0 leaves the choice to brt",
+        )
+        check(
+            self.fit_queries == 0 or self.fit_queries >= self.clusters,
+            f"Attention.fit_queries = {self.fit_queries} must not be below Attention.clusters = "
+            f"{self.clusters}; 0 takes all queries",
+        )
+        check(
+            self.buckets % 2 == 0,
+            f"Attention.buckets = {self.buckets} must be even: a hash has two signs",
+        )
+        check(
+            not self.mass_stop_gradient or self.mass_rule == "paper",
+            f"Attention.mass_stop_gradient = True needs Attention.mass_rule = 'paper', not "
+            f"{self.mass_rule!r}",
+        )

@@ -1,0 +1,13 @@
+"""Clustered attention (Vyas et al. 2020, "Fast Transformers with Clustered Attention").
+
+Letters beside the glossary's: C clusters, P planes of a hash (its bits), R best keys of a
+cluster, E width of a head's values, N tiles of M slots.
+"""
+
+from brt.ops.clustered_attention.api import attend as attend
+from brt.ops.clustered_attention.api import attend_by_label as attend_by_label
+from brt.ops.clustered_attention.clustering import cluster_queries as cluster_queries
+from brt.ops.clustered_attention.clustering import kmeans as kmeans
+from brt.ops.clustered_attention.hashing import Planes as Planes
+from brt.ops.clustered_attention.hashing import hash_codes as hash_codes
+from brt.ops.clustered_attention.hashing import random_planes as random_planes

@@ -1,0 +1,115 @@
+"""Clustered and improved clustered attention (sections 3.2 and 3.3 of the paper).
+
+Not causal: which queries share a cluster, and which keys count as its best, depends on the
+whole sequence, so a causal mask could not make it so.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import Attention
+from brt.ops.clustered_attention import reference, xla
+from brt.ops.clustered_attention.clustering import cluster_queries
+from brt.ops.masked_attention import Dropout
+
+Implementation = Literal["reference", "xla"]
+_IMPLEMENTATIONS = {
+    "reference": {
+        "clustered": reference.clustered,
+        "improved_clustered": reference.improved_clustered,
+    },
+    "xla": {"clustered": xla.clustered, "improved_clustered": xla.improved_clustered},
+}
+
+
+def attend(
+    queries: Float[Array, "B T H K"],
+    keys: Float[Array, "B X H K"],
+    values: Float[Array, "B X H E"],
+    valid: Bool[Array, "B X"],
+    config: Attention,
+    key: jax.Array,
+    dropout: Dropout | None = None,
+    *,
+    scale: float,
+    queries_valid: Bool[Array, "B T"] | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T H E"]:
+    """Attention of clusters of queries; logits are scale * q.k.
+
+    The same key gives the same result, bit by bit; evaluate with one fixed key.
+
+    Args:
+      valid: False on padding, which nothing sees and which changes nothing.
+      config: its `kind` is "clustered" or "improved_clustered". More clusters than queries
+        stand for as many as there are queries, more best keys than keys for all of them.
+      key: of the random planes and of the queries that k-means starts from.
+      dropout: of the weights [B, H, C, X] of clusters, and of those of queries for their
+        cluster's best keys; all members of a cluster share the first.
+      queries_valid: None: that of the keys, which belong to the same tokens (T = X).
+      implementation: a named one runs or raises; None takes the fastest that can.
+
+    Returns:
+      In the dtype of `values`; softmax in float32. Zeros for padding, and for a query whose
+      example has no key.
+
+    Raises:
+      NotImplementedError: a kind or an implementation that does not exist.
+      ValueError: `queries_valid` is missing where keys and queries differ in number.
+    """
+    _implementation(config.kind, implementation)  # raises before any work
+    if queries_valid is None:
+        if queries.shape[1] != valid.shape[1]:
+            raise ValueError(
+                f"{queries.shape[1]} queries of {valid.shape[1]} keys need queries_valid"
+            )
+        queries_valid = valid
+    labels = cluster_queries(queries.swapaxes(1, 2), queries_valid, config, key)
+    return attend_by_label(
+        queries, keys, values, valid, labels, config, dropout,
+        scale=scale, implementation=implementation,
+    )  # fmt: skip
+
+
+def attend_by_label(
+    queries: Float[Array, "B T H K"],
+    keys: Float[Array, "B X H K"],
+    values: Float[Array, "B X H E"],
+    valid: Bool[Array, "B X"],
+    labels: Int[Array, "B H T"],
+    config: Attention,
+    dropout: Dropout | None = None,
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T H E"]:
+    """`attend` for known clusters.
+
+    Args:
+      labels: int32, from 0 on; min(`config.clusters`, T) stands for padding.
+    """
+    run = _implementation(config.kind, implementation)
+    if dropout is not None and implementation == "reference":
+        raise NotImplementedError("the reference of clustered attention has no dropout")
+    there = (labels[:, 0] < min(config.clusters, labels.shape[-1]))[..., None, None]
+    q = jnp.where(there, queries * scale, 0)
+    k, v = (jnp.where(valid[..., None, None], x, 0) for x in (keys, values))
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    return run(q, k, v, valid, labels, config, dropout).swapaxes(1, 2)
+
+
+def _implementation(kind: str, name: str | None) -> Callable[..., Array]:
+    kinds = _IMPLEMENTATIONS.get(name or "xla")
+    if kinds is None:
+        raise NotImplementedError(
+            f"clustered attention has no implementation {name!r}; it has {list(_IMPLEMENTATIONS)}"
+        )
+    if kind not in kinds:
+        raise NotImplementedError(
+            f"Attention.kind = {kind!r} is no clustered attention; those are {list(kinds)}"
+        )
+    return kinds[kind]

@@ -1,0 +1,115 @@
+"""The meaning of clustered attention, of its hash and of its k-means: every query by itself.
+
+All [B, H, T, X] weights exist at once; float64 where JAX has it on. No dropout.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import Attention
+
+
+def clustered(
+    queries: Float[Array, "B H T K"],
+    keys: Float[Array, "B H X K"],
+    values: Float[Array, "B H X E"],
+    valid: Bool[Array, "B X"],
+    labels: Int[Array, "B H T"],
+    config: Attention,
+    dropout: None = None,
+) -> Float[Array, "B H T E"]:
+    """See `xla.clustered`."""
+    together, real = _together(labels, config)
+    own_centroid = _mean(queries, together)
+    weights = _softmax(_logits(own_centroid, keys), valid[:, None, None])
+    return jnp.where(real, weights @ values, 0)
+
+
+def improved_clustered(
+    queries: Float[Array, "B H T K"],
+    keys: Float[Array, "B H X K"],
+    values: Float[Array, "B H X E"],
+    valid: Bool[Array, "B X"],
+    labels: Int[Array, "B H T"],
+    config: Attention,
+    dropout: None = None,
+) -> Float[Array, "B H T E"]:
+    """See `xla.improved_clustered`."""
+    together, real = _together(labels, config)
+    own_centroid = _mean(queries, together)
+    seen = valid[:, None, None]
+    exact, logits = _logits(queries, keys), _logits(own_centroid, keys)
+    best = seen & (_rank(jnp.where(seen, logits, -jnp.inf)) < config.top_k)
+    if config.mass_rule == "paper":
+        weights = _softmax(logits, seen)
+        mass = jnp.sum(jnp.where(best, weights, 0), axis=-1, keepdims=True)
+        mass = jax.lax.stop_gradient(mass) if config.mass_stop_gradient else mass
+        weights = jnp.where(best, mass * _softmax(exact, best), weights)
+    else:
+        away = jnp.mean((queries - own_centroid) ** 2, axis=-1, keepdims=True)
+        jensen = _mean(away, together) * jnp.sum(keys**2, axis=-1)[:, :, None] / 2
+        weights = _softmax(jnp.where(best, exact, logits + jensen), seen)
+    return jnp.where(real, weights @ values, 0)
+
+
+def hash_codes(
+    x: Float[Array, "*B K"], normals: Float[Array, "P K"], offsets: Float[Array, " P"]
+) -> Float[Array, "*B P"]:
+    """See `hashing.hash_codes`: bit by bit."""
+    bits = [x @ n > b for n, b in zip(normals, offsets, strict=True)]
+    return jnp.where(jnp.stack(bits, axis=-1), 1.0, -1.0)
+
+
+def kmeans(
+    codes: Float[Array, "T P"],
+    valid: Bool[Array, " T"],
+    centroids: Float[Array, "C P"],
+    active: Bool[Array, " C"],
+    *,
+    iterations: int,
+) -> tuple[Int[Array, " T"], Float[Array, "C P"]]:
+    """See `clustering.kmeans`, for one head: bits are counted one by one."""
+    clusters = len(centroids)
+    for i in range(iterations):
+        distance = jnp.sum(codes[:, None] != centroids[None], axis=-1)
+        labels = jnp.argmin(jnp.where(active[None], distance, jnp.iinfo(jnp.int32).max), axis=-1)
+        labels = jnp.where(valid, labels, clusters)
+        if i == iterations - 1:
+            break
+        for c in range(clusters):
+            ones = jnp.sum((codes > 0) & (labels == c)[:, None], axis=0)
+            members = jnp.sum(labels == c)
+            majority = jnp.where(2 * ones > members, 1.0, -1.0)
+            centroids = centroids.at[c].set(jnp.where(members > 0, majority, centroids[c]))
+    return labels, centroids
+
+
+def _together(
+    labels: Int[Array, "B H T"], config: Attention
+) -> tuple[Bool[Array, "B H T T"], Bool[Array, "B H T 1"]]:
+    """Which queries share a cluster, and which are no padding."""
+    real = labels < min(config.clusters, labels.shape[-1])
+    same = labels[..., :, None] == labels[..., None, :]
+    return same & real[..., None, :], real[..., None]
+
+
+def _mean(x: Float[Array, "B H T K"], together: Bool[Array, "B H T T"]) -> Array:
+    """Of every query, the mean over its cluster."""
+    count = jnp.maximum(jnp.sum(together, axis=-1, keepdims=True), 1)
+    return together.astype(x.dtype) @ x / count.astype(x.dtype)
+
+
+def _logits(queries: Float[Array, "B H T K"], keys: Float[Array, "B H X K"]) -> Array:
+    return queries @ keys.swapaxes(-2, -1)
+
+
+def _rank(x: Float[Array, "B H T X"]) -> Int[Array, "B H T X"]:
+    """0 for the largest; of equal ones the first is the larger."""
+    x = jax.lax.stop_gradient(x)
+    return jnp.argsort(jnp.argsort(-x, axis=-1, stable=True), axis=-1)
+
+
+def _softmax(logits: Float[Array, "B H T X"], seen: Bool[Array, "B #H #T X"]) -> Array:
+    weights = jax.nn.softmax(jnp.where(seen, logits, jnp.finfo(logits.dtype).min), axis=-1)
+    return jnp.where(seen, weights, 0)

@@ -1,0 +1,142 @@
+import typing
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.config import Attention
+from brt.errors import ConfigError
+from brt.ops import attention, attention_baselines
+
+KINDS = typing.get_args(typing.get_type_hints(Attention)["kind"])
+TOKENS, LENGTHS = 14, (14, 9, 0)
+OWN_KEYS = [kind for kind in KINDS if kind not in attention.KEYS_ARE_QUERIES]
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def section(kind: str, **options: int) -> Attention:
+    small = {"clusters": 3, "top_k": 4, "rounds": 2, "buckets": 8, "chunk": 4, "bits": 16}
+    return Attention(kind=kind, **{**small, **options})
+
+
+def arrays(lengths: tuple[int, ...] = LENGTHS, tokens: int = TOKENS) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    shape = (len(lengths), tokens, 2, 4)
+    x = {n: jnp.asarray(rng.normal(size=shape), jnp.float32) for n in ("queries", "keys", "values")}
+    return {**x, "valid": jnp.asarray(np.arange(tokens)[None] < np.array(lengths)[:, None])}
+
+
+def attend(config: Attention, x: dict[str, jax.Array], seed: int = 0, **options: float) -> Any:
+    return _compiled(x, jax.random.key(seed), config=config, **options)
+
+
+@partial(jax.jit, static_argnames=("config", "scale", "causal"))
+def _compiled(x: dict[str, jax.Array], key: jax.Array, **options: Any) -> jax.Array:
+    return attention.attend(**x, key=key, **options)
+
+
+@each_kind
+def test_weights_sum_to_one_and_padding_gives_zeros(kind: str) -> None:
+    """Seen through values of ones."""
+    x = arrays()
+    y = attend(section(kind), {**x, "values": jnp.ones_like(x["values"])})
+    valid = jnp.broadcast_to(x["valid"][..., None, None], y.shape)
+    np.testing.assert_allclose(y, valid, atol=1e-6)
+
+
+@each_kind
+def test_only_hashed_kinds_depend_on_the_key(kind: str) -> None:
+    x, drawn = arrays(), kind in ("clustered", "improved_clustered", "reformer")
+    y = attend(section(kind), x, seed=1)
+    np.testing.assert_array_equal(attend(section(kind), x, seed=1), y)
+    others = [np.array_equal(attend(section(kind), x, seed=seed), y) for seed in (2, 3)]
+    assert all(others) != drawn
+
+
+@each_kind
+def test_padding_and_the_rest_of_the_batch_change_nothing(kind: str) -> None:
+    x = arrays()
+    y = np.asarray(attend(section(kind), x))
+    alone = {name: array[1:2, : LENGTHS[1]] for name, array in x.items()}
+    np.testing.assert_allclose(attend(section(kind), alone)[0], y[1, : LENGTHS[1]], atol=1e-6)
+    noisy = {
+        name: array.at[1, LENGTHS[1] :].set(9.0) if name != "valid" else array
+        for name, array in x.items()
+    }
+    np.testing.assert_allclose(attend(section(kind), noisy), y, atol=1e-6)
+
+
+@each_kind
+def test_empty_and_single_token_examples_leave_finite_gradients(kind: str) -> None:
+    for tokens, lengths in ((1, (1, 0)), (TOKENS, (1, 0, 2))):
+        x = arrays(lengths, tokens)
+        valid = x.pop("valid")
+
+        def loss(x: dict, valid: jax.Array = valid) -> jax.Array:
+            y = attention.attend(**x, valid=valid, config=section(kind), key=jax.random.key(0))
+            return jnp.sum(y**2)
+
+        gradients = jax.jit(jax.grad(loss))(x)
+        assert all(np.isfinite(gradient).all() for gradient in gradients.values())
+        assert np.any(gradients["values"][0]) and not np.any(gradients["values"][1])
+
+
+@pytest.mark.parametrize("kind", OWN_KEYS)
+def test_another_sequence_can_be_read(kind: str) -> None:
+    x = arrays()
+    few = {**x, "queries": x["queries"][:, :6]}
+    with pytest.raises(ValueError, match="6 queries of 14 keys need queries_valid"):
+        attend(section(kind), few)
+    there = jnp.asarray(np.arange(6)[None] < np.array([6, 3, 6])[:, None])
+    y = np.asarray(attend(section(kind, clusters=6, top_k=14), {**few, "queries_valid": there}))
+    assert not np.any(y[2]) and not np.any(y[1, 3:])
+    if kind != "clustered":  # exact with so many keys
+        full = attend(section("full"), {**few, "queries_valid": there})
+        np.testing.assert_allclose(y, full, atol=1e-5)
+
+
+@each_kind
+def test_causal_kinds_see_no_later_token_and_others_are_refused(kind: str) -> None:
+    x = arrays((TOKENS,))
+    if kind not in attention.CAUSAL:
+        with pytest.raises(ConfigError, match=f"'{kind}' lets later tokens.*needs one of 'full'"):
+            attend(section(kind), x, causal=True)
+        return
+    y = attend(section(kind), x, causal=True)
+    changed = {name: x[name].at[:, 8:].multiply(2) for name in ("queries", "keys", "values")} | {
+        "valid": x["valid"].at[:, -1].set(False)
+    }
+    np.testing.assert_array_equal(attend(section(kind), changed, causal=True)[:, :8], y[:, :8])
+    np.testing.assert_allclose(y[:, 0], x["values"][:, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", attention.KEYS_ARE_QUERIES)
+def test_keys_are_the_queries_or_the_kind_is_refused(kind: str) -> None:
+    x = arrays()
+    np.testing.assert_array_equal(
+        attend(section(kind), {**x, "keys": x["values"]}), attend(section(kind), x)
+    )
+    few = {**x, "queries": x["queries"][:, :6], "queries_valid": x["valid"][:, :6]}
+    with pytest.raises(ConfigError, match="6 queries cannot attend to 14 keys; another sequence"):
+        attend(section(kind), few)
+
+
+def test_settings_reach_their_kind() -> None:
+    x = arrays()
+    full = attend(section("full"), x)
+    np.testing.assert_allclose(attend(section("oracle_top_k", top_k=TOKENS), x), full, atol=1e-6)
+    assert np.abs(np.asarray(attend(section("oracle_top_k"), x) - full)).max() > 1e-2
+    shared = attend(section("full"), {**x, "keys": x["queries"]})
+    np.testing.assert_allclose(attend(section("shared_full"), x), shared, atol=1e-6)
+    scaled = attend(section("full"), x, scale=1.0)  # default: K ** -0.5 = 0.5
+    doubled = attend(section("full"), {**x, "queries": 2 * x["queries"]})
+    np.testing.assert_allclose(scaled, doubled, atol=1e-6)
+    planes = attention_baselines.random_planes(jax.random.key(0), rounds=2, buckets=8, width=4)
+    without = {name: array for name, array in x.items() if name != "keys"}
+    y = attention_baselines.reformer(**without, planes=planes, chunk=4, scale=0.5)
+    y = jnp.where(x["valid"][..., None, None], y, 0)
+    np.testing.assert_allclose(attend(section("reformer"), x), y, atol=1e-6)

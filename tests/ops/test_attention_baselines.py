@@ -1,0 +1,335 @@
+"""Shapes are tiny; T is never a multiple of the chunk, so that padding is always at work."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.ops import attention_baselines as baselines
+from brt.ops.attention_baselines import reference
+
+BATCH, TOKENS, HEADS, WIDTH = 3, 21, 2, 4
+SCALE = WIDTH**-0.5
+LENGTHS = (TOKENS, 13, 0)
+COUNT, CHUNK, ROUNDS, BUCKETS = 5, 4, 2, 8
+PLANES = baselines.random_planes(jax.random.key(7), rounds=ROUNDS, buckets=BUCKETS, width=WIDTH)
+
+Arrays = dict[str, jax.Array]
+compiled = partial(jax.jit, static_argnames=("causal", "dropout"))
+
+
+@compiled
+def full(x: Arrays, **options: Any) -> jax.Array:
+    return baselines.full(**x, scale=SCALE, **options)
+
+
+@compiled
+def shared_full(x: Arrays, **options: Any) -> jax.Array:
+    return baselines.shared_full(**without_keys(x), scale=SCALE, **options)
+
+
+@compiled
+def oracle_top_k(x: Arrays, **options: Any) -> jax.Array:
+    return baselines.oracle_top_k(**x, scale=SCALE, count=COUNT, **options)
+
+
+@compiled
+def reformer(x: Arrays, **options: Any) -> jax.Array:
+    return baselines.reformer(**without_keys(x), planes=PLANES, chunk=CHUNK, scale=SCALE, **options)
+
+
+each_kind = pytest.mark.parametrize("kind", [full, shared_full, oracle_top_k, reformer])
+each_causal_kind = pytest.mark.parametrize("kind", [full, shared_full, oracle_top_k])
+
+
+def without_keys(x: Arrays) -> Arrays:
+    return {name: array for name, array in x.items() if name != "keys"}
+
+
+def arrays(tokens: int = TOKENS, lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> Arrays:
+    rng = np.random.default_rng(seed)
+    shape = (len(lengths), tokens, HEADS, WIDTH)
+    x = {name: rng.normal(size=shape) for name in ("queries", "keys", "values")}
+    x = {name: jnp.asarray(array, jnp.float32) for name, array in x.items()}
+    return {**x, "valid": jnp.asarray(np.arange(tokens)[None] < np.array(lengths)[:, None])}
+
+
+def float_arrays(x: Arrays) -> Arrays:
+    return {name: array for name, array in x.items() if name != "valid"}
+
+
+def sorted_chunks(ids: np.ndarray) -> np.ndarray:
+    """The chunk of every token of one head, by Python's own (stable) sort."""
+    order = sorted(range(len(ids)), key=lambda t: ids[t])
+    chunk = np.empty(len(ids), int)
+    chunk[order] = np.arange(len(ids)) // CHUNK
+    return chunk
+
+
+def visible(kind: Callable, q: np.ndarray, k: np.ndarray, there: np.ndarray) -> list[list]:
+    """[rounds][query] -> the keys it sees, of one head; by the definitions, one at a time."""
+    places = np.flatnonzero(there)
+    if kind is oracle_top_k:
+        return [[[*sorted(places, key=lambda s: -(k[s] @ row))[:COUNT]] for row in q]]
+    if kind is not reformer:
+        return [[[*places] for _ in q]]
+    rounds = []
+    for planes in np.asarray(PLANES, np.float64):
+        ids = np.argmax(np.concatenate([q @ planes.T, -q @ planes.T], axis=1), axis=1)
+        chunk = sorted_chunks(np.where(there, ids, BUCKETS))
+        rounds.append([[s for s in places if 0 <= chunk[t] - chunk[s] <= 1] for t in range(len(q))])
+    return rounds
+
+
+def oracle(kind: Callable, x: dict[str, np.ndarray]) -> np.ndarray:
+    """Query by query in float64."""
+    q, k, v = (np.asarray(x[name], np.float64) for name in ("queries", "keys", "values"))
+    if kind is shared_full:
+        k = q
+    elif kind is reformer:
+        k = q / np.linalg.norm(q, axis=-1, keepdims=True)
+    y, valid = np.zeros(q.shape), np.asarray(x["valid"])
+    for b, h in np.ndindex(q.shape[0], q.shape[2]):
+        rounds = visible(kind, q[b, :, h], k[b, :, h], valid[b])
+        for seen in rounds:
+            for t, places in enumerate(seen):
+                weights = np.exp(SCALE * k[b, places, h] @ q[b, t, h])
+                if len(weights):
+                    y[b, t, h] += weights / weights.sum() @ v[b, places, h] / len(rounds)
+    return y
+
+
+@each_kind
+def test_equals_the_definition_and_its_derivative(kind: Callable) -> None:
+    """The derivative along a random direction, by central differences in float64."""
+    x, valid = arrays(), np.asarray(arrays()["valid"])[..., None, None]
+    rng = np.random.default_rng(1)
+    weights = rng.normal(size=x["queries"].shape) * valid
+    along = {name: rng.normal(size=array.shape) for name, array in float_arrays(x).items()}
+
+    def value(step: float) -> float:
+        moved = {name: np.asarray(x[name], np.float64) + step * along[name] for name in along}
+        return float(np.sum(oracle(kind, {**moved, "valid": x["valid"]}) * weights))
+
+    def loss(floats: Arrays) -> tuple[jax.Array, jax.Array]:
+        y = kind({**floats, "valid": x["valid"]})
+        return jnp.sum(y * jnp.asarray(weights, jnp.float32)), y
+
+    gradients, y = jax.jit(jax.grad(loss, has_aux=True))(float_arrays(x))
+    np.testing.assert_allclose(np.where(valid, y, 0), oracle(kind, x) * valid, atol=1e-6)
+    expected = (value(1e-6) - value(-1e-6)) / 2e-6
+    actual = sum(float(np.sum(np.asarray(g) * along[name])) for name, g in gradients.items())
+    np.testing.assert_allclose(actual, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunk", "attend_to_self", "causal"),
+    [
+        (21, 4, True, False), (21, 4, False, False), (21, 4, False, True), (1, 4, False, True),
+        (9, 16, True, True),
+    ],
+)  # fmt: skip
+def test_sorted_chunks_equal_the_reference(
+    tokens: int, chunk: int, attend_to_self: bool, causal: bool
+) -> None:
+    x = without_keys(arrays(tokens, (tokens, tokens // 2)))
+    ids = np.random.default_rng(2).integers(0, 3, (ROUNDS, 2, HEADS, tokens)).astype(np.int32)
+    ids = jnp.where(x["valid"][None, :, None], ids, 3)
+
+    def run(function: Callable) -> tuple[jax.Array, Arrays]:
+        def loss(floats: Arrays) -> tuple[jax.Array, jax.Array]:
+            y = function(
+                **floats, valid=x["valid"], ids=ids, chunk=chunk, scale=SCALE,
+                attend_to_self=attend_to_self, causal=causal,
+            )  # fmt: skip
+            y = jnp.where(x["valid"][..., None, None], y, 0)
+            return jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)), y
+
+        return jax.jit(jax.grad(loss, has_aux=True))(float_arrays(x))
+
+    gradients, y = run(baselines.attend_in_chunks)
+    expected_gradients, expected = run(reference.attend_in_chunks)
+    np.testing.assert_allclose(y, expected, atol=2e-6)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(gradient, expected_gradients[name], atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("count", [1, COUNT, 2 * TOKENS])
+def test_exact_kinds_equal_the_reference(count: int, causal: bool) -> None:
+    x, options = arrays(), {"scale": SCALE, "causal": causal}
+
+    @jax.jit
+    def both(x: Arrays) -> list[tuple[jax.Array, jax.Array]]:
+        return [
+            (module.full(**x, **options), module.oracle_top_k(**x, count=count, **options))
+            for module in (baselines, reference)
+        ]
+
+    actual, expected = both(x)
+    np.testing.assert_allclose(actual[0], expected[0], atol=1e-6)
+    np.testing.assert_allclose(actual[1], expected[1], atol=1e-6)
+
+
+def test_as_many_keys_as_there_are_give_full_attention_at_every_length() -> None:
+    x = arrays(COUNT + 1, tuple(range(COUNT + 1)))
+    np.testing.assert_allclose(oracle_top_k(x), full(x), atol=1e-6)
+
+
+def test_one_chunk_is_full_attention_to_normalised_queries() -> None:
+    x = arrays(tokens=CHUNK, lengths=(CHUNK, 2))
+    keys = x["queries"] / jnp.linalg.norm(x["queries"], axis=-1, keepdims=True)
+    valid = x["valid"][..., None, None]
+    np.testing.assert_allclose(
+        jnp.where(valid, reformer(x), 0), jnp.where(valid, full({**x, "keys": keys}), 0), atol=1e-6
+    )
+
+
+@each_kind
+def test_padding_and_its_length_change_nothing(kind: Callable) -> None:
+    x, valid = arrays(), np.asarray(arrays()["valid"])
+    longer = arrays(tokens=TOKENS + 6, seed=5)
+    longer = {
+        name: longer[name].at[:, :TOKENS].set(
+            jnp.where(x["valid"][..., None, None], x[name], 77 * longer[name][:, :TOKENS])
+        )
+        for name in float_arrays(x)
+    } | {"valid": longer["valid"]}  # fmt: skip
+    again = np.asarray(kind(longer))[:, :TOKENS]
+    np.testing.assert_allclose(again[valid], np.asarray(kind(x))[valid], atol=1e-6)
+
+
+@each_kind
+def test_padding_may_be_anywhere(kind: Callable) -> None:
+    x, kept = arrays(lengths=(TOKENS,)), np.arange(TOKENS) % 3 > 0
+    x["valid"] = jnp.asarray(kept[None])
+    alone = {name: array[:, kept] for name, array in x.items()}
+    np.testing.assert_allclose(kind(x)[:, kept], kind(alone), atol=1e-6)
+
+
+@each_kind
+def test_an_example_alone_gives_what_it_gives_in_a_batch(kind: Callable) -> None:
+    x = arrays()
+    y = kind(x)
+    for b in range(BATCH):
+        alone = kind({name: array[b : b + 1] for name, array in x.items()})
+        np.testing.assert_allclose(alone[0], y[b], atol=1e-6)
+
+
+@each_kind
+def test_weights_are_not_negative_and_sum_to_one(kind: Callable) -> None:
+    """Seen through values of ones; a row of nothing but padding gives zeros."""
+    x = arrays()
+    valid = np.asarray(x["valid"])
+    ones = np.asarray(kind({**x, "values": jnp.ones_like(x["values"])}))
+    np.testing.assert_allclose(ones[valid], 1, atol=1e-6)
+    assert not np.any(ones[2])
+    y, values = np.asarray(kind(x)), np.asarray(x["values"])
+    for b, length in enumerate(LENGTHS[:2]):
+        low, high = values[b, :length].min(axis=0), values[b, :length].max(axis=0)
+        assert np.all((y[b, :length] >= low - 1e-6) & (y[b, :length] <= high + 1e-6))
+
+
+@each_kind
+def test_repeating_changes_no_bit_and_recomputing_nothing(kind: Callable) -> None:
+    x = arrays()
+
+    def loss(floats: Arrays) -> jax.Array:
+        return jnp.sum(jnp.sin(kind({**floats, "valid": x["valid"]})))
+
+    plain = jax.jit(jax.grad(loss))
+    gradients, repeated = plain(float_arrays(x)), plain(float_arrays(x))
+    recomputed = jax.jit(jax.grad(jax.checkpoint(loss)))(float_arrays(x))
+    for name, gradient in gradients.items():
+        np.testing.assert_array_equal(gradient, repeated[name])
+        np.testing.assert_allclose(gradient, recomputed[name], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [full, oracle_top_k])
+def test_order_of_keys_does_not_matter_and_outputs_follow_queries(kind: Callable) -> None:
+    x, rng = arrays(), np.random.default_rng(3)
+    x["keys"] = x["keys"].at[:, 1].set(x["keys"][:, 0])  # ties
+    keys_order, order = rng.permutation(TOKENS), rng.permutation(TOKENS)
+    shuffled = {name: array[:, keys_order] for name, array in x.items()}
+    shuffled["queries"] = x["queries"][:, order]
+    np.testing.assert_allclose(kind(shuffled), kind(x)[:, order], atol=1e-6)
+
+
+@each_causal_kind
+def test_later_tokens_change_no_bit_of_earlier_outputs(kind: Callable) -> None:
+    causal = partial(kind, causal=True)
+    x, other = arrays(lengths=(TOKENS,)), arrays(lengths=(TOKENS,), seed=1)
+    y = causal(x)
+    for t in (1, 4, TOKENS - 1):
+        changed = {
+            name: x[name].at[:, t:].set(3 * other[name][:, t:]) for name in float_arrays(x)
+        } | {"valid": x["valid"].at[:, -1].set(False)}
+        np.testing.assert_array_equal(causal(changed)[:, :t], y[:, :t])
+    prefix = {name: array[:, :7] for name, array in x.items()}
+    np.testing.assert_allclose(causal(prefix), y[:, :7], atol=1e-6)
+    assert np.abs(np.asarray(y - kind(x))[:, :-1]).max() > 1e-2
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_extreme_inputs_leave_finite_gradients(kind: Callable, dtype: str) -> None:
+    x = arrays()
+    floats = {name: (100 * array).astype(dtype) for name, array in float_arrays(x).items()}
+    floats["queries"] = floats["queries"].at[:, 3].set(0)
+
+    def loss(floats: Arrays) -> jax.Array:
+        return jnp.sum(kind({**floats, "valid": x["valid"]}).astype(jnp.float32))
+
+    y, gradients = jax.jit(jax.value_and_grad(loss))(floats)
+    for array in (y, *jax.tree.leaves(gradients)):
+        assert np.isfinite(np.asarray(array, np.float32)).all()
+    assert not any(np.asarray(g, np.float32)[2].any() for g in gradients.values())
+
+
+@each_kind
+def test_bfloat16_is_near_float32(kind: Callable) -> None:
+    """Of the same rounded inputs, so that hashes and the best keys are the same."""
+    x = arrays()
+    small = {name: array.astype(jnp.bfloat16) for name, array in float_arrays(x).items()}
+    wide = {name: array.astype(jnp.float32) for name, array in small.items()}
+    y = kind({**small, "valid": x["valid"]})
+    assert y.dtype == jnp.bfloat16
+    expected = kind({**wide, "valid": x["valid"]})
+    np.testing.assert_allclose(y.astype(jnp.float32), expected, atol=0.05)
+
+
+@each_kind
+def test_dropout_acts_on_the_weights(kind: Callable) -> None:
+    halved = kind(arrays(), dropout=lambda weights: weights * 0.5)
+    np.testing.assert_allclose(halved, 0.5 * kind(arrays()), atol=1e-6)
+
+
+@each_kind
+def test_devices_may_share_examples_and_heads(kind: Callable) -> None:
+    x = arrays(lengths=(TOKENS, 13))
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spread = jax.NamedSharding(mesh, jax.P("data", None, "tensor"))
+    placed = {name: jax.device_put(array, spread) for name, array in float_arrays(x).items()}
+    valid = jax.device_put(x["valid"], jax.NamedSharding(mesh, jax.P("data")))
+    y = kind({**placed, "valid": valid})
+    np.testing.assert_allclose(y, kind(x), atol=1e-6)
+
+
+def test_planes_follow_the_key_and_hash_by_direction() -> None:
+    def draw(seed: int) -> np.ndarray:
+        key = jax.random.key(seed)
+        return baselines.random_planes(key, rounds=ROUNDS, buckets=BUCKETS, width=WIDTH)
+
+    np.testing.assert_array_equal(draw(7), PLANES)
+    assert np.abs(np.asarray(draw(8) - PLANES)).min() > 0
+    x = arrays()["queries"]
+    ids = np.asarray(baselines.bucket_ids(x, PLANES))
+    assert ids.shape == (ROUNDS, BATCH, HEADS, TOKENS) and ids.dtype == np.int32
+    np.testing.assert_array_equal(baselines.bucket_ids(100 * x, PLANES), ids)
+    opposite = np.asarray(baselines.bucket_ids(-x, PLANES))
+    np.testing.assert_array_equal(opposite, (ids + BUCKETS // 2) % BUCKETS)
+    assert set(ids.flat) == set(range(BUCKETS))

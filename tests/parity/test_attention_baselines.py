@@ -1,0 +1,55 @@
+"""Full, oracle top-k and Reformer attention equal the original code's.
+
+It pads at the end of a row; what it gives for padded queries means nothing.
+"""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from brt.ops import attention_baselines
+
+TOLERANCE = 1e-5  # absolute, float32; what is compared is of magnitude 1
+
+
+def tokens_first(x: np.ndarray) -> jnp.ndarray:
+    """The original's [B, H, T, K] as [B, T, H, K]."""
+    return jnp.asarray(x.swapaxes(1, 2))
+
+
+def assert_the_same(actual: jnp.ndarray, golden: dict, valid: np.ndarray) -> None:
+    rows, expected = np.asarray(actual)[valid], golden["out"].swapaxes(1, 2)[valid]
+    assert len(rows)
+    np.testing.assert_allclose(rows, expected, atol=TOLERANCE, rtol=0)
+
+
+def validity(golden: dict) -> np.ndarray:
+    return np.arange(golden["q"].shape[2])[None] < golden["lengths"][:, None]
+
+
+def test_full_and_oracle_top_k(exact_file: Path) -> None:
+    golden = np.load(exact_file)
+    q, k, v = (tokens_first(golden[name]) for name in "qkv")
+    valid, scale = validity(golden), q.shape[-1] ** -0.5
+    if "topk" in golden:
+        y = attention_baselines.oracle_top_k(
+            q, k, v, jnp.asarray(valid), count=int(golden["topk"]), scale=scale
+        )
+    else:
+        causal = "causal" in exact_file.stem
+        y = attention_baselines.full(q, k, v, jnp.asarray(valid), scale=scale, causal=causal)
+    assert_the_same(y, golden, valid)
+
+
+def test_reformer(reformer_file: Path) -> None:
+    golden = np.load(reformer_file)
+    q, v = (tokens_first(golden[name]) for name in "qv")
+    valid = validity(golden)
+    ids = attention_baselines.bucket_ids(q, jnp.asarray(golden["planes"]))
+    ids = jnp.where(valid[None, :, None], ids, 0)  # where a zero vector is hashed to
+    y = attention_baselines.attend_in_chunks(
+        q, v, jnp.asarray(valid), ids, chunk=int(golden["chunk"]), scale=q.shape[-1] ** -0.5,
+        attend_to_self=not golden["masked"], causal=bool(golden["causal"]),
+    )  # fmt: skip
+    assert_the_same(y, golden, golden["valid"])

@@ -1,0 +1,40 @@
+import dataclasses
+
+import pytest
+
+from brt.config import Attention, Config
+from brt.config_io import config_from_json, config_json
+from brt.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bits": 64}, "Attention.bits = 64 must not be above 63"),
+        ({"bits": 0}, "Attention.bits = 0 must be above 0"),
+        ({"clusters": 0}, "Attention.clusters = 0 must be above 0"),
+        ({"top_k": -1}, "Attention.top_k = -1 must be above 0"),
+        ({"iterations": 0}, "Attention.iterations = 0 must be above 0"),
+        ({"tile": -1}, "Attention.tile = -1 must not be negative; 0 leaves"),
+        (
+            {"fit_queries": 50},
+            "Attention.fit_queries = 50 must not be below Attention.clusters = 100",
+        ),
+        ({"buckets": 7}, "Attention.buckets = 7 must be even"),
+        (
+            {"mass_rule": "lse_jensen", "mass_stop_gradient": True},
+            "Attention.mass_stop_gradient = True needs Attention.mass_rule = 'paper'",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Attention(**settings)
+
+
+def test_is_saved_with_the_config() -> None:
+    config = Config(attention=Attention(kind="improved_clustered", clusters=25, fit_queries=64))
+    saved = config_json(config)
+    assert config_from_json(saved) == config
+    del saved["Attention"]  # of a run before there was one
+    assert config_from_json(saved) == dataclasses.replace(config, attention=Attention())
