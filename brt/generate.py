@@ -13,11 +13,13 @@ from pathlib import Path
 from brt import command_line
 from brt.errors import ConfigError
 
+_MAX_TOKENS = 500
+
 
 def main(args: argparse.Namespace) -> None:
     if not args.workdir:
         raise ConfigError("--workdir says which model is to write; name a run's directory")
-    if args.max_tokens < 0:
+    if args.max_tokens is not None and args.max_tokens < 0:
         raise ConfigError(f"--max_tokens={args.max_tokens} must not be negative")
     from brt.data import preparation
     from brt.evaluation import saved
@@ -37,13 +39,14 @@ def main(args: argparse.Namespace) -> None:
     tokenizer = preparation.prepare(config.data).tokenizer
     saved.check_tokenizer(model, tokenizer)
     job.generate(
-        model, tokenizer, prompt, max_tokens=args.max_tokens, seed=args.seed,
+        model, tokenizer, prompt, seed=args.seed or 0,
+        max_tokens=_MAX_TOKENS if args.max_tokens is None else args.max_tokens,
         load_state=args.load_state, save_state=args.save_state,
     )  # fmt: skip
 
 
 def _refuse_sampling(args: argparse.Namespace) -> None:
-    for name in ("temperature", "top_k", "top_p", "save_state", "load_state"):
+    for name in ("max_tokens", "seed", "temperature", "top_k", "top_p", "save_state", "load_state"):
         if getattr(args, name) is not None:
             raise ConfigError(
                 f"--{name} is for language models; a summary is written as Decoding says: "
@@ -58,11 +61,11 @@ def parser() -> argparse.ArgumentParser:
     text = flags.add_mutually_exclusive_group()
     text.add_argument("--prompt", help="the text to continue")
     text.add_argument("--prompt_file", help="a UTF-8 file of any length, or - for standard input")
-    flags.add_argument("--max_tokens", type=int, default=500)
+    flags.add_argument("--max_tokens", type=int, help=f"{_MAX_TOKENS}")
     flags.add_argument("--temperature", type=float, help="0: greedy; Sampling.temperature")
     flags.add_argument("--top_k", type=int, help="0: all; Sampling.top_k")
     flags.add_argument("--top_p", type=float, help="Sampling.top_p")
-    flags.add_argument("--seed", type=int, default=0, help="another seed, another text")
+    flags.add_argument("--seed", type=int, help="another seed, another text; 0")
     flags.add_argument("--save_state", metavar="FILE", help="write the memory at the end (.npz)")
     flags.add_argument("--load_state", metavar="FILE", help="go on from a saved memory")
     return flags

@@ -11,6 +11,7 @@ from brt.config import Config
 from brt.data.pairs.batches import evaluation_batches, gather
 from brt.data.pairs.store import PairStore
 from brt.data.pairs.tokenization import PairTokenizer
+from brt.errors import NonFiniteError
 from brt.evaluation.summarization import Summary
 from brt.generation.hypotheses import Hypotheses
 from brt.generation.search import search
@@ -47,7 +48,7 @@ class Summarizer:
         for batch in self._batches(store, limit):
             if stop():
                 return None
-            best = jax.device_get(self._write(params, batch.source, batch.source_mask))
+            best = self._best(params, batch.source, batch.source_mask)
             for i in np.flatnonzero(batch.row >= 0):
                 row = int(batch.row[i])
                 length = int(best.lengths[i, 0])
@@ -57,8 +58,15 @@ class Summarizer:
 
     def summary(self, params: PyTree[Array], source: Int[np.ndarray, " X"]) -> str:
         """The summary of one document, given as ids."""
-        best = self._write(params, source[None], np.ones((1, len(source)), bool))
-        return self._tokenizer.decode(jax.device_get(best.sequences)[0, 0, 1:])
+        best = self._best(params, source[None], np.ones((1, len(source)), bool))
+        return self._tokenizer.decode(best.sequences[0, 0, 1:])
+
+    def _best(self, params: PyTree[Array], source: np.ndarray, mask: np.ndarray) -> Hypotheses:
+        """On the host; NonFiniteError where the model's logits are NaN."""
+        best = jax.device_get(self._write(params, source, mask))
+        if np.isnan(best.scores).any():
+            raise NonFiniteError("the model's logits are NaN; take an earlier checkpoint (--step)")
+        return best
 
     def _batches(self, store: PairStore, limit: int) -> Iterator[PairBatch]:
         size, buckets = self._config.decoding.batch_size, self._config.pairs.buckets

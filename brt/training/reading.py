@@ -122,4 +122,10 @@ def _with_steps(config: Config, reader: LaneReader | PairReader) -> Config:
     if not t.epochs:
         return config
     steps = max(math.ceil(t.epochs * reader.steps_per_epoch), 1)
+    warmup, schedule = config.optimizer.warmup_steps, config.optimizer.schedule
+    if schedule in ("cosine", "linear") and warmup >= steps:
+        raise ConfigError(
+            f"Optimizer.warmup_steps = {warmup} must be below the {steps} steps that "
+            f"Training.epochs = {t.epochs} makes of these data"
+        )
     return dataclasses.replace(config, training=dataclasses.replace(t, steps=steps))

@@ -120,6 +120,7 @@ def test_one_document_is_summarised(commands: Commands, summariser: Path) -> Non
     ("command", "flags", "code", "said"),
     [
         ("generate", ["--prompt=a", "--temperature=1"], 2, "--temperature is for language models"),
+        ("generate", ["--prompt=a", "--max_tokens=9"], 2, "--max_tokens is for language models"),
         ("evaluate", ["--ablate=state"], 2, "--ablate=state is for language models"),
         ("evaluate", ["--gin_bindings=CrossAttention.kind = 'full'"], 2, "another run"),
         ("evaluate", ["--gin_bindings=CrossAttention.q_ref = 5"], 2, "is longer than CrossAttent"),
