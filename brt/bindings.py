@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from brt.config import SECTIONS, Config
-from brt.config_io import FIELDS, checked_value, suggestion, unknown_name
+from brt.config import SECTIONS, UNREAD, Config
+from brt.config_io import FIELDS, checked_value, config_values, suggestion, unknown_name
 from brt.errors import ConfigError
 
 
@@ -205,9 +205,26 @@ def _build(winners: Mapping[str, Binding], base: Config | None) -> Resolved:
             attribute: dataclasses.replace(getattr(start, attribute), **values[section])
             for section, attribute in SECTIONS.items()
         }
-        return Resolved(Config(**sections), origins)
+        config = Config(**sections)
     except ConfigError as error:
         raise ConfigError(f"{error}{_whence(str(error), winners)}") from error
+    _check_read(config, winners)
+    return Resolved(config, origins)
+
+
+def _check_read(config: Config, winners: Mapping[str, Binding]) -> None:
+    """Refuses a setting that nothing would ever read; to say a default is no harm."""
+    objective, defaults = config.training.objective, config_values(Config())
+    for name, binding in winners.items():
+        section, _, field = name.partition(".")
+        unread = section in UNREAD[objective] and field != "cache_dir"
+        if unread and binding.value != defaults[name]:
+            others = [other for other in UNREAD if section not in UNREAD[other]]
+            remedy = f"; set Training.objective = {others[0]!r}, or leave it out" if others else ""
+            raise ConfigError(
+                f"{binding.origin}: {name} means nothing where Training.objective = "
+                f"{objective!r}{remedy}"
+            )
 
 
 def _whence(message: str, winners: Mapping[str, Binding]) -> str:

@@ -29,7 +29,8 @@ def preset(name: str) -> CrossAttention:
     parser = command_line.parser("test")
     command_line.add_config_flags(parser)
     file = f"--gin_file={PRESETS / name}.gin"
-    return command_line.resolve(parser.parse_args([file])).config.cross_attention
+    flags = [file, "--gin_bindings=Training.objective = 'seq2seq'"]
+    return command_line.resolve(parser.parse_args(flags)).config.cross_attention
 
 
 def test_presets() -> None:
@@ -143,3 +144,19 @@ def test_lengths_that_fit() -> None:
     dataclasses.replace(config, allow_skipped_segments=True).check_lengths(16384, 128)
     dataclasses.replace(config, index_mode="stride").check_lengths(1024, 999)
     CrossAttention(kind="full").check_lengths(10**6, 10**6)
+
+
+def test_settings_that_nothing_reads_are_refused() -> None:
+    parser = command_line.parser("test")
+    command_line.add_config_flags(parser)
+
+    def resolve(*bindings: str) -> None:
+        command_line.resolve(parser.parse_args([f"--gin_bindings={b}" for b in bindings]))
+
+    forgotten = "Pairs.train means nothing where Training.objective = 'language_modeling'; set"
+    with pytest.raises(ConfigError, match=forgotten):
+        resolve("Pairs.train = 'mine.jsonl'")
+    with pytest.raises(ConfigError, match="Model.layers means nothing where Training.objective"):
+        resolve("Training.objective = 'seq2seq'", "Model.layers = 2")
+    resolve("Pairs.max_target_length = 128", "Decoding.beams = 1")  # the defaults, said aloud
+    resolve("Training.objective = 'seq2seq'", "Data.cache_dir = 'cache'", "Decoding.beams = 4")

@@ -15,7 +15,7 @@ from brt.config.seq2seq import CrossAttention, Decoding, Pairs, Seq2Seq
 from brt.config.training import Checkpoint, Evaluation, Mesh, Optimizer, Sampling, Training
 
 __all__ = [
-    "SECTIONS", "Attention", "Checkpoint", "Config", "CrossAttention", "Data", "Decoding",
+    "SECTIONS", "UNREAD", "Attention", "Checkpoint", "Config", "CrossAttention", "Data", "Decoding",
     "Evaluation", "Mesh", "Model", "Optimizer", "Pairs", "Sampling", "Seq2Seq", "Training",
 ]  # fmt: skip
 
@@ -104,3 +104,8 @@ SECTIONS = {
     for field in dataclasses.fields(Config)
     if isinstance(field.type, type)
 }  # {"Model": "model", ...}: the names that a .gin file uses
+
+UNREAD = {
+    "language_modeling": ("Seq2Seq", "CrossAttention", "Pairs", "Decoding", "Attention"),
+    "seq2seq": ("Model", "Data", "Sampling", "Attention"),
+}  # sections that mean nothing, by Training.objective
