@@ -27,6 +27,10 @@ class Model:
     memory_size: int = 32768  # tokens that a memorizing layer remembers
     memory_neighbors: int = 128  # tokens that a query finds in the memory
     memory_search: Literal["exact", "bucketed"] = "exact"  # bucketed: the original's, approximate
+    clustered_layers: tuple[int, ...] = ()  # which layers read all of the past, by clusters
+    clusters: int = 64  # centroids of a head that a clustered layer's queries are shared out to
+    cluster_top_k: int = 16  # keys of the past that a centroid keeps; the others it sums up
+    cluster_jensen: bool = True  # count in how far queries lie from their centroid
     cache: bool = True  # False: a block reads only itself (a vanilla transformer)
     vocab_size: int = 0  # 0: the tokenizer's
     positions: Literal["t5", "rotary", "alibi", "none"] = "t5"
@@ -63,11 +67,12 @@ class Model:
         )
         self._check_places()
         self._check_memory()
+        self._check_clusters()
 
     def _check_places(self) -> None:
         """Every layer has one kind."""
         taken: dict[int, str] = {}
-        for name in ("recurrent_layers", "memorizing_layers"):
+        for name in ("recurrent_layers", "memorizing_layers", "clustered_layers"):
             indices = getattr(self, name)
             for index in indices:
                 check(
@@ -77,10 +82,11 @@ class Model:
                 )
                 place = index % self.layers
                 check(taken.get(place) != name, f"Model.{name} = {indices} names a layer twice")
+                other = taken.get(place, name)
                 check(
                     place not in taken,
-                    f"Model.{name} = {indices} and Model.recurrent_layers = "
-                    f"{self.recurrent_layers} both name layer {place}",
+                    f"Model.{name} = {indices} and Model.{other} = {getattr(self, other)} both "
+                    f"name layer {place}",
                 )
                 taken[place] = name
         check(
@@ -101,13 +107,27 @@ class Model:
             f"= {self.memory_neighbors} where Model.memory_search = 'bucketed'",
         )
 
+    def _check_clusters(self) -> None:
+        check_positive(self, "clusters", "cluster_top_k")
+        check(
+            not self.clustered_layers or self.positions != "rotary",
+            f"Model.positions = 'rotary' turns apart the queries that Model.clustered_layers = "
+            f"{self.clustered_layers} share out to clusters; take 't5', 'alibi' or 'none'",
+        )
+        check(
+            not self.clustered_layers or self.cache,
+            f"Model.clustered_layers = {self.clustered_layers} read what leaves the window, which "
+            "needs Model.cache = True",
+        )
+
     @property
-    def layer_types(self) -> tuple[Literal["window", "recurrent", "memorizing"], ...]:
+    def layer_types(self) -> tuple[Literal["window", "recurrent", "memorizing", "clustered"], ...]:
         """The kind of every layer, lowest first."""
         kinds = ["window"] * self.layers
         for kind, indices in (
             ("recurrent", self.recurrent_layers),
             ("memorizing", self.memorizing_layers),
+            ("clustered", self.clustered_layers),
         ):
             for index in indices:
                 kinds[index] = kind

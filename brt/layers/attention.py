@@ -14,13 +14,14 @@ from brt.layers.state import OpenBlock, WindowState, zero_where_invalid
 from brt.ops.activations import relu
 from brt.ops.dense import dense
 from brt.ops.normalization import l2_normalize, rms_norm
+from brt.ops.partial_attention import Part
 from brt.ops.positions import Rotation, alibi_bias, relative_bias, rotate, rotations
 from brt.ops.recurrent_attention import StateMemory
 from brt.ops.softmax_attention import attend
-from brt.ops.window_attention import window_attention, window_attention_step
+from brt.ops.window_attention import window_part, window_part_step
 
-# (queries, what they read in the window) -> that mixed with something else; all [B, T, H, K]
-Mix = Callable[[Array, Array], Array]
+# (queries [B, T, H, K], what they read in the window) -> that mixed with something else
+Mix = Callable[[Array, Part], Array]
 
 
 class TokenProjections(NamedTuple):
@@ -119,6 +120,15 @@ class TokenLayer(nn.Module):
             bias = bias * jnp.abs(self.scale)[:, None]
         return bias
 
+    def far_bias(self) -> Float[Array, " H"]:
+        """Of keys that lie beyond the window: that of its farthest."""
+        bias = self._bias()
+        return jnp.zeros((self.model.heads,)) if bias is None else bias[:, -1]
+
+    def query_scale(self) -> Float[Array, " H"]:
+        """What is folded into the queries."""
+        return self._scale("scale")
+
     def attend(
         self,
         x: Float[Array, "B T D"],
@@ -140,12 +150,11 @@ class TokenLayer(nn.Module):
         if m.dropout and self.training:
             # Shared by lanes and blocks as in the original: one tile to draw and to read.
             mask = dropout(self, jnp.ones((m.heads, m.window, m.window)), m.dropout)
-        attended = window_attention(
+        part = window_part(
             queries, keys, values, self._bias(), readable, mask,
             attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
         )  # fmt: skip
-        if mix is not None:
-            attended = mix(projections.queries, attended)
+        attended = part.values if mix is None else mix(projections.queries, part)
         if memory is not None:
             blocked = (batch, -1, m.window, m.heads, m.head_dim)
             crossed = attend(projections.cross_queries.reshape(blocked), *memory)
@@ -179,12 +188,12 @@ class TokenLayer(nn.Module):
         queries, keys = projections.queries, ring.keys
         if m.positions == "rotary":
             queries, keys = self._rotate_step(queries, keys, position)
-        attended = window_attention_step(
+        part = window_part_step(
             queries[:, 0], keys, ring.values, self._bias(), cache_is_readable(m, window),
             position, attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
-        )[:, None]  # fmt: skip
-        if mix is not None:
-            attended = mix(projections.queries, attended)
+        )  # fmt: skip
+        part = Part(part.values[:, None], part.totals[:, None])
+        attended = part.values if mix is None else mix(projections.queries, part)
         if memory is not None:
             crossed = attend(projections.cross_queries, *memory)
             attended = jnp.concatenate([attended, crossed], axis=2)

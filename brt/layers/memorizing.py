@@ -13,6 +13,7 @@ from brt.layers.attention import Mix, TokenLayer, with_cache
 from brt.layers.basic import parameter
 from brt.layers.state import MemoryState, OpenBlock, WindowState
 from brt.ops.memory_attention import memory_attention
+from brt.ops.partial_attention import Part
 from brt.ops.recurrent_attention import StateMemory
 
 
@@ -81,9 +82,8 @@ class MemorizingLayer(nn.Module):
         m = self.model
         null_keys = not m.mask_empty_cache
 
-        def mix(
-            queries: Float[Array, "B T H K"], local: Float[Array, "B T H K"]
-        ) -> Float[Array, "B T H K"]:
+        def mix(queries: Float[Array, "B T H K"], window: Part) -> Float[Array, "B T H K"]:
+            local = window.values
             found = memory_attention(
                 queries, *past, counts, size=m.memory_size, neighbors=m.memory_neighbors,
                 search=m.memory_search, null_keys=null_keys,

@@ -9,12 +9,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Model
 from brt.layers.attention import WindowLayer
+from brt.layers.clustered import ClusteredLayer
 from brt.layers.memorizing import MemorizingLayer
 from brt.layers.recurrent import RecurrentLayer
 from brt.layers.state import LayerState, OpenBlock, new_layer_state
 from brt.ops.recurrent_attention import StateMemory
 
-_LAYERS = {"window": WindowLayer, "recurrent": RecurrentLayer, "memorizing": MemorizingLayer}
+_LAYERS = {
+    "window": WindowLayer, "recurrent": RecurrentLayer, "memorizing": MemorizingLayer,
+    "clustered": ClusteredLayer,
+}  # fmt: skip
 # All of the form (carry, of each layer, two of all layers) -> (carry, of each layer).
 _METHODS = ("__call__", "open", "step", "close")
 

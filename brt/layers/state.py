@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Model
+from brt.ops.causal_clustered_attention import Past
 from brt.ops.recurrent_attention import StateMemory
 
 
@@ -60,10 +61,36 @@ class MemoryState(NamedTuple):
     length: Int[Array, " B"]
 
 
-LayerState = WindowState | RecurrentState | MemoryState
+class ClusteredState(NamedTuple):
+    """The cache, and what every centroid has of all blocks before it: see `Past`.
+
+    Attributes:
+      window: as of a sliding-window layer.
+      keys: [B, H, C, R, K], as in the cache.
+      values: [B, H, C, R, K].
+      rest: float32 [B, H, C, K].
+      totals: float32 [B, H, C].
+      filled: int32 [B].
+    """
+
+    window: WindowState
+    keys: Float[Array, "B H C R K"]
+    values: Float[Array, "B H C R K"]
+    rest: Float[Array, "B H C K"]
+    totals: Float[Array, "B H C"]
+    filled: Int[Array, " B"]
+
+    @property
+    def past(self) -> Past:
+        return Past(*self[1:])
+
+
+LayerState = WindowState | RecurrentState | MemoryState | ClusteredState
 
 # What the arrays are that a state holds itself; a state within it has a name of its own.
-_PARTS = {WindowState: "cache", RecurrentState: "state", MemoryState: "memory"}
+_PARTS = {
+    WindowState: "cache", RecurrentState: "state", MemoryState: "memory", ClusteredState: "memory",
+}  # fmt: skip
 
 
 class OpenBlock(NamedTuple):
@@ -96,6 +123,12 @@ def new_layer_state(model: Model, kind: str, batch: int, dtype: jnp.dtype) -> La
         shape = (batch, model.heads, model.memory_size, model.head_dim)
         keys, values = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
         return MemoryState(window, keys, values, jnp.zeros((batch,), jnp.int32))
+    if kind == "clustered":
+        shape = (batch, model.heads, model.clusters, model.cluster_top_k, model.head_dim)
+        keys, values = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+        rest = jnp.zeros((*shape[:3], model.head_dim), jnp.float32)
+        totals = jnp.zeros(shape[:3], jnp.float32)
+        return ClusteredState(window, keys, values, rest, totals, jnp.zeros((batch,), jnp.int32))
     vectors = jnp.zeros((batch, model.states, model.model_dim), jnp.float32)
     return RecurrentState(window, vectors, jnp.zeros((batch,), bool))
 
@@ -110,6 +143,9 @@ def forget(
     if isinstance(state, MemoryState):
         window = forget(state.window, cache=cache)
         return state._replace(window=window, length=state.length * (not memory))
+    if isinstance(state, ClusteredState):
+        window = forget(state.window, cache=cache)
+        return state._replace(window=window, filled=state.filled * (not memory))
     return state._replace(valid=state.valid & (not cache))
 
 

@@ -22,7 +22,21 @@ def forward_flops_per_token(model: Model) -> int:
             flops += reading
         if kind == "memorizing":
             flops += 2 * width * m.memory_size + attention * m.memory_neighbors
+        if kind == "clustered":
+            flops += _clustered(m)
     return flops
+
+
+def _clustered(m: Model) -> int:
+    """Beside the window, per token: its centroid, what left the window, what the centroid has.
+
+    Every centroid looks at a key once, and at what it keeps once a block.
+    """
+    attention = 4 * m.heads * m.head_dim
+    left = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2  # on average
+    reading = attention // 2 * m.clusters + attention * (left + m.cluster_top_k)
+    taking_in = attention * m.clusters * (m.window + m.cluster_top_k) // m.window
+    return reading + taking_in
 
 
 def _state_update(m: Model) -> int:

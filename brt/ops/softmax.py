@@ -7,13 +7,21 @@ from jaxtyping import Array, Float
 MASKED = -1e6
 # A virtual logit far below real ones and far above MASKED: it takes all the mass of a
 # row without keys and none of any other (the original's `safe_softmax`).
-_FLOOR = -1000.0
+FLOOR = -1000.0
 
 
 def safe_softmax(logits: Float[Array, "*B S"]) -> Float[Array, "*B S"]:
     """Softmax over the last axis in float32; rows of only MASKED logits give zeros."""
+    return safe_softmax_with_total(logits)[0]
+
+
+def safe_softmax_with_total(
+    logits: Float[Array, "*B S"],
+) -> tuple[Float[Array, "*B S"], Float[Array, "*B"]]:
+    """The same, and the logarithm of the sum of exp(logit); FLOOR of only MASKED logits."""
     logits = logits.astype(jnp.float32)
-    top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), _FLOOR)
+    top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), FLOOR)
     top = jax.lax.stop_gradient(top)
     weights = jnp.exp(logits - top)
-    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(_FLOOR - top))
+    sums = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(FLOOR - top)
+    return weights / sums, (top + jnp.log(sums))[..., 0]

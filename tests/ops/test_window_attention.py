@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.ops.window_attention import window_attention, window_attention_step
+from brt.ops.window_attention import window_attention, window_attention_step, window_part
 
 # Relative to the largest magnitude of an array.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
@@ -172,6 +172,6 @@ def test_a_token_that_sees_no_key_gives_zeros() -> None:
 
 def test_an_unknown_implementation_is_refused() -> None:
     inputs = {**arrays(4, 1), "implementation": "cuda"}
-    unchecked = inspect.unwrap(window_attention)  # the suite's type checks would come first
+    unchecked = inspect.unwrap(window_part)  # the suite's type checks would come first
     with pytest.raises(NotImplementedError, match="no implementation 'cuda'; it has .*'xla'"):
         unchecked(**inputs)

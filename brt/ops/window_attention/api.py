@@ -10,7 +10,8 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.softmax import MASKED, safe_softmax
+from brt.ops.partial_attention import Part
+from brt.ops.softmax import MASKED, safe_softmax_with_total
 from brt.ops.window_attention import reference, xla
 
 Implementation = Literal["reference", "xla"]
@@ -49,14 +50,38 @@ def window_attention(
     Raises:
       NotImplementedError: an implementation that does not exist.
     """
+    return window_part(
+        queries, keys, values, bias, readable, dropout, attend_to_self=attend_to_self,
+        null_keys=null_keys, implementation=implementation,
+    ).values  # fmt: skip
+
+
+def window_part(
+    queries: Float[Array, "B T H K"],
+    keys: Float[Array, "B Z H K"],
+    values: Float[Array, "B Z H K"],
+    bias: Float[Array, "H W"] | None,
+    readable: Bool[Array, "B N"],
+    dropout: Float[Array, "H W W"] | None = None,
+    *,
+    attend_to_self: bool = True,
+    null_keys: bool = False,
+    implementation: Implementation | None = None,
+) -> Part:
+    """`window_attention` as one part of an attention that reads more: [B, T, H, K], [B, T, H].
+
+    The totals know nothing of dropout.
+    """
     name = implementation or "xla"
     if name not in _IMPLEMENTATIONS:
         raise NotImplementedError(
             f"window_attention has no implementation {name!r}; it has {list(_IMPLEMENTATIONS)}"
         )
-    return _IMPLEMENTATIONS[name](
-        queries, keys, values, bias, readable, dropout,
-        attend_to_self=attend_to_self, null_keys=null_keys,
+    return Part(
+        *_IMPLEMENTATIONS[name](
+            queries, keys, values, bias, readable, dropout,
+            attend_to_self=attend_to_self, null_keys=null_keys,
+        )
     )  # fmt: skip
 
 
@@ -77,6 +102,24 @@ def window_attention_step(
     token's own key in its slot, the others still hold the previous block, which is
     `readable` or not. A strictly-past token's own slot still holds the previous block.
     """
+    return window_part_step(
+        query, keys, values, bias, readable, position,
+        attend_to_self=attend_to_self, null_keys=null_keys,
+    ).values  # fmt: skip
+
+
+def window_part_step(
+    query: Float[Array, "B H K"],
+    keys: Float[Array, "B W H K"],
+    values: Float[Array, "B W H K"],
+    bias: Float[Array, "H W"] | None,
+    readable: Bool[Array, " B"],
+    position: Int[Array, ""],
+    *,
+    attend_to_self: bool = True,
+    null_keys: bool = False,
+) -> Part:
+    """`window_attention_step` as one part of an attention that reads more: [B, H, K], [B, H]."""
     window = keys.shape[1]
     slots = jnp.arange(window)
     nearest = 0 if attend_to_self else 1
@@ -90,5 +133,5 @@ def window_attention_step(
         logits += jnp.take(bias, (position - nearest - slots) % window, axis=1)[None]
     if not null_keys:
         logits = jnp.where(usable, logits, MASKED)
-    weights = safe_softmax(logits).astype(values.dtype)
-    return jnp.einsum("bhs,bshk->bhk", weights, values)
+    weights, totals = safe_softmax_with_total(logits)
+    return Part(jnp.einsum("bhs,bshk->bhk", weights.astype(values.dtype), values), totals)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.softmax import MASKED, safe_softmax
+from brt.ops.softmax import MASKED, safe_softmax_with_total
 
 
 def window_attention(
@@ -17,8 +17,8 @@ def window_attention(
     *,
     attend_to_self: bool,
     null_keys: bool,
-) -> Float[Array, "B T H K"]:
-    """See `api.window_attention`."""
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
+    """See `api.window_part`."""
     window, blocks = keys.shape[1] - queries.shape[1], readable.shape[1]
     nearest = 0 if attend_to_self else 1
     # Rows: queries of a block. Columns: keys of the previous block, then of this one.
@@ -28,7 +28,7 @@ def window_attention(
     previous = np.arange(2 * window) < window
     slot = np.arange(2 * window) % window
 
-    outputs = []
+    outputs, totals = [], []
     for n in range(blocks):
         q = queries[:, n * window : (n + 1) * window]
         k = keys[:, n * window : (n + 2) * window]
@@ -41,8 +41,9 @@ def window_attention(
             mask = seen[None, None]
         else:
             mask = seen[None, None] & usable[:, None, None]
-        weights = safe_softmax(jnp.where(mask, logits + tile, MASKED))
+        weights, total = safe_softmax_with_total(jnp.where(mask, logits + tile, MASKED))
+        totals.append(total.swapaxes(1, 2))
         if dropout is not None:
             weights = weights * dropout[None][:, :, :, slot]
         outputs.append(jnp.einsum("bhqs,bshk->bqhk", weights.astype(v.dtype), v))
-    return jnp.concatenate(outputs, axis=1)
+    return jnp.concatenate(outputs, axis=1), jnp.concatenate(totals, axis=1)

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from brt.ops.reductions import sum_leading
-from brt.ops.softmax import MASKED, safe_softmax
+from brt.ops.softmax import MASKED, safe_softmax_with_total
 
 # Products cost (m + 1) / m of the keys that count, but smaller tiles run less well.
 _TILE_ROWS = 128
@@ -51,8 +51,8 @@ def window_attention(
     *,
     attend_to_self: bool,
     null_keys: bool,
-) -> Float[Array, "B T H K"]:
-    """See `api.window_attention`."""
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
+    """See `api.window_part`."""
     heads, window = queries.shape[2], keys.shape[1] - queries.shape[1]
     tiles = window // _TILE_ROWS if window % _TILE_ROWS == 0 else 1
     rows = window // tiles
@@ -64,12 +64,13 @@ def window_attention(
     tile = None
     if bias is not None:
         tile = circulant(bias if attend_to_self else jnp.roll(bias, 1, axis=1), rows)
-    y = _attend(
+    y, totals = _attend(
         tiled(queries), tiled(keys), tiled(values), tile,
         _usable(readable, tiles), _dropout_tiles(dropout, readable.shape[1], tiles),
         _Static(attend_to_self, null_keys, tiles, bias is not None),
     )  # fmt: skip
-    return y.transpose(0, 1, 3, 2, 4).reshape(queries.shape)
+    y = y.transpose(0, 1, 3, 2, 4).reshape(queries.shape)
+    return y, totals.swapaxes(2, 3).reshape(queries.shape[:-1])
 
 
 def _usable(readable: Bool[Array, "B N"], tiles: int) -> Bool[Array, "B M J"]:
@@ -146,8 +147,8 @@ def _attend(
     usable: Bool[Array, "B M J"],
     dropout: Float[Array, "M H R W"] | None,
     static: _Static,
-) -> Float[Array, "B M H R K"]:
-    """Attention of M tiles of R rows to their stretches of keys."""
+) -> tuple[Float[Array, "B M H R K"], Float[Array, "B M H R"]]:
+    """Attention of M tiles of R rows to their stretches of keys, and its totals."""
     return _forward(q, k, v, tile, usable, dropout, static)[0]
 
 
@@ -159,23 +160,25 @@ def _forward(
     usable: Array,
     dropout: Array | None,
     static: _Static,
-) -> tuple[Array, tuple]:
+) -> tuple[tuple[Array, Array], tuple]:
     logits = _logits(q, k, usable, static)
-    weights = safe_softmax(logits if tile is None else logits + tile[None, None])
+    weights, totals = safe_softmax_with_total(logits if tile is None else logits + tile[None, None])
     kept = weights if dropout is None else weights * dropout[None]
     count = q.shape[1]
     y = sum(
         _product("bnhqs,bnhsk->bnhqk", part, v[:, j : j + count])
         for j, part in enumerate(_unfolded(kept.astype(v.dtype), usable, static))
     ).astype(v.dtype)
-    return y, (q, k, v, usable, dropout, weights, y)
+    return (y, totals), (q, k, v, usable, dropout, weights, y)
 
 
-def _backward(static: _Static, saved: tuple, gradient: Array) -> tuple:
+def _backward(static: _Static, saved: tuple, gradients: tuple[Array, Array]) -> tuple:
     q, k, v, usable, dropout, weights, y = saved
+    gradient, d_totals = gradients
     count = q.shape[1]
     # The softmax's own term, from the output: the same sum, over K numbers instead of W.
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
+    along -= d_totals[..., None]
     parts = [
         _product("bnhqk,bnhsk->bnhqs", gradient, v[:, j : j + count])
         for j in range(static.tiles + 1)

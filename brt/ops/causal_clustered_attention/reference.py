@@ -1,0 +1,139 @@
+"""The meaning of causal clustered attention: every block looks at its whole past anew.
+
+Of each query there exist the logits of all that its head's centroids keep; float32.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from brt.ops.causal_clustered_attention.past import Centroids, Past
+from brt.ops.partial_attention import Part
+from brt.ops.softmax import FLOOR
+
+
+def past_scan(
+    keys: Float[Array, "B Z H K"],
+    values: Float[Array, "B Z H K"],
+    readable: Bool[Array, "B N"],
+    past: Past,
+    centroids: Centroids,
+) -> tuple[Past, Past]:
+    """See `api.past_scan`."""
+    by_head = [x.astype(jnp.float32).swapaxes(1, 2) for x in (keys, values)]
+    found = [
+        _found(*by_head, readable, past, centroids, block) for block in range(readable.shape[1] + 1)
+    ]
+    found = [
+        past._replace(keys=past.keys.astype(keys.dtype), values=past.values.astype(values.dtype))
+        for past in found
+    ]
+    return found[-1], jax.tree.map(lambda *leaves: jnp.stack(leaves), *found[:-1])
+
+
+def causal_clustered_attention(
+    queries: Float[Array, "B T H K"],
+    window: Part,
+    keys: Float[Array, "B Z H K"],
+    values: Float[Array, "B Z H K"],
+    readable: Bool[Array, "B N"],
+    pasts: Past,
+    centroids: Centroids,
+    bias: Float[Array, " H"],
+    *,
+    attend_to_self: bool,
+) -> Float[Array, "B T H K"]:
+    """See `api.causal_clustered_attention`."""
+    blocks = readable.shape[1]
+    width = queries.shape[1] // blocks
+    left = np.tri(width, k=0 if attend_to_self else -1, dtype=bool)[None]
+    outputs = []
+    for n in range(blocks):
+        own = slice(n * width, (n + 1) * width)  # of the keys: the block before
+        q, k, v = (x[:, own].astype(jnp.float32).swapaxes(1, 2) for x in (queries, keys, values))
+        part = Part(*(x[:, own].astype(jnp.float32).swapaxes(1, 2) for x in window))
+        seen = left & readable[:, n, None, None]
+        past = jax.tree.map(lambda leaf, n=n: leaf[n], pasts)
+        outputs.append(_read(q, part, k, v, seen, past, centroids, bias))
+    y = jnp.concatenate(outputs, axis=2)
+    return y.swapaxes(1, 2).astype(values.dtype)
+
+
+def _found(
+    keys: Float[Array, "B H Z K"],
+    values: Float[Array, "B H Z K"],
+    readable: Bool[Array, "B N"],
+    past: Past,
+    centroids: Centroids,
+    block: int,
+) -> Past:
+    """What a block finds, of the past that the segment takes in and of all blocks since then."""
+    blocks, slots = readable.shape[1], past.keys.shape[3]
+    width = keys.shape[2] // (blocks + 1)
+    linked = readable[:, : block + 1]
+    same = jnp.stack([jnp.all(linked[:, i:], axis=1) for i in range(max(block, 1))], axis=1)
+    known = same[:, :1] & (jnp.arange(slots)[None] < past.filled[:, None])
+    there = jnp.concatenate([known, jnp.repeat(same[:, :block], width, axis=1)], axis=1)
+    there = there[:, None, None]
+
+    def all_of(of_past: Array, of_keys: Array) -> Float[Array, "B H C M K"]:
+        since = of_keys[:, :, None, : block * width]
+        since = jnp.broadcast_to(since, (*of_past.shape[:3], *since.shape[3:]))
+        return jnp.concatenate([of_past.astype(jnp.float32), since], axis=3)
+
+    all_keys, all_values = all_of(past.keys, keys), all_of(past.values, values)
+    logits = jnp.einsum("hck,bhcmk->bhcm", centroids.vectors, all_keys)
+    order = jnp.argsort(jnp.where(there, -jax.lax.stop_gradient(logits), jnp.inf), axis=-1)
+    others = there & (jnp.argsort(order, axis=-1) >= slots)
+    jensen = centroids.variances[None, :, :, None] * jnp.sum(all_keys**2, axis=-1) / 2
+    empty = ~same[:, :1] | (past.filled == 0)[:, None]
+    before = jnp.where(empty[..., None], FLOOR, past.totals)[..., None]
+    expected = jnp.concatenate([jnp.where(others, logits + jensen, -jnp.inf), before], axis=-1)
+    rest_before = jnp.where(empty[..., None, None], 0, past.rest)[:, :, :, None]
+    rest = jnp.einsum(
+        "bhcm,bhcmk->bhck", jax.nn.softmax(expected, axis=-1),
+        jnp.concatenate([all_values, rest_before], axis=3),
+    )  # fmt: skip
+    filled = jnp.minimum(jnp.sum(there[:, 0, 0], axis=-1, dtype=jnp.int32), slots)
+    best = order[..., :slots, None]
+    is_key = (jnp.arange(slots)[None] < filled[:, None])[:, None, None, :, None]
+    kept_keys, kept_values = (
+        jnp.where(is_key, jnp.take_along_axis(x, best, axis=3), 0) for x in (all_keys, all_values)
+    )
+    return Past(kept_keys, kept_values, rest, jax.nn.logsumexp(expected, axis=-1), filled)
+
+
+def _read(
+    queries: Float[Array, "B H W K"],
+    window: Part,
+    keys: Float[Array, "B H W K"],
+    values: Float[Array, "B H W K"],
+    seen: Bool[Array, "B W W"],
+    past: Past,
+    centroids: Centroids,
+    bias: Float[Array, " H"],
+) -> Float[Array, "B H W K"]:
+    """One softmax: the window's keys as one, those that left it, the centroid's, and the rest."""
+    away = queries[:, :, :, None] - centroids.vectors[None, :, None]
+    label = jnp.argmin(jnp.sum(jax.lax.stop_gradient(away) ** 2, axis=-1), axis=-1)
+
+    def of_centroid(x: Array) -> Array:
+        return jnp.take_along_axis(x, label.reshape(*label.shape, *[1] * (x.ndim - 3)), axis=2)
+
+    best_keys, best_values = of_centroid(past.keys), of_centroid(past.values)
+    rest, total = of_centroid(past.rest), of_centroid(past.totals)
+    of_head = bias[None, :, None, None]
+    nearby = jnp.einsum("bhqk,bhsk->bhqs", queries, keys) + of_head
+    best = jnp.einsum("bhqk,bhqrk->bhqr", queries, best_keys) + of_head
+    there = jnp.arange(best.shape[-1])[None] < past.filled[:, None]
+    columns = [
+        window.totals[..., None], jnp.where(seen[:, None], nearby, -jnp.inf),
+        jnp.where(there[:, None, None], best, -jnp.inf), total[..., None] + of_head,
+    ]  # fmt: skip
+    weights = jax.nn.softmax(jnp.concatenate(columns, axis=-1), axis=-1)
+    sizes = np.cumsum([column.shape[-1] for column in columns[:-1]])
+    of_window, of_nearby, of_best, of_rest = jnp.split(weights, sizes, axis=-1)
+    y = of_window * window.values + of_rest * rest
+    y += jnp.einsum("bhqs,bhsk->bhqk", of_nearby, values)
+    return y + jnp.einsum("bhqr,bhqrk->bhqk", of_best, best_values)

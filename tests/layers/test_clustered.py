@@ -1,0 +1,175 @@
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.config import Attention, Config, Model
+from brt.errors import ConfigError
+from brt.layers.clustered import ClusteredLayer
+from brt.layers.state import ClusteredState, cut_gradient, forget, graft, new_layer_state, parts
+
+TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
+LANES, WINDOW, BLOCKS = 2, 4, 4
+TOKENS = WINDOW * BLOCKS
+MODEL = Model(
+    layers=1, clustered_layers=(0,), model_dim=16, heads=2, head_dim=8, mlp_dim=32,
+    window=WINDOW, clusters=3, cluster_top_k=2, vocab_size=8,
+)  # fmt: skip
+NOWHERE = np.zeros((LANES, BLOCKS), bool)
+
+
+@pytest.fixture(scope="module")
+def params(random_params: Callable) -> Any:
+    found = random_params(MODEL)["stack"]["clustered_0"]
+    return jax.tree.map(lambda leaf: leaf[0], found)
+
+
+def new_state(model: Model = MODEL) -> ClusteredState:
+    return new_layer_state(model, "clustered", LANES, jnp.dtype("float32"))
+
+
+def inputs(seed: int = 0) -> jax.Array:
+    shape = (LANES, TOKENS, MODEL.model_dim)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+@functools.cache
+def compiled(model: Model) -> Callable:
+    return jax.jit(ClusteredLayer(model).apply)
+
+
+def read(
+    params: Any, x: jax.Array, state: ClusteredState, model: Model = MODEL
+) -> tuple[jax.Array, ClusteredState]:
+    return compiled(model)({"params": params}, x, state, jnp.asarray(NOWHERE))
+
+
+@pytest.mark.parametrize("normalize_qk", [True, False])
+def test_centroids_begin_as_queries_do(normalize_qk: bool) -> None:
+    """In length, and with the variance of queries that are spread evenly around them."""
+    model = dataclasses.replace(
+        MODEL, normalize_qk=normalize_qk, clusters=512, scale_init=3.0, head_dim=32
+    )
+
+    def begin(layer: ClusteredLayer, x: jax.Array) -> tuple:
+        return layer._centroids(), layer.tokens.project(x).queries
+
+    init = jax.jit(functools.partial(ClusteredLayer(model).init_with_output, method=begin))
+    (centroids, queries), _ = init(jax.random.key(0), inputs())
+    of_queries = np.mean(np.sum(queries**2, axis=-1))
+    of_centroids = np.mean(np.sum(centroids.vectors**2, axis=-1))
+    np.testing.assert_allclose(of_centroids, of_queries, rtol=0.2)
+    np.testing.assert_allclose(centroids.variances, of_centroids / 32, rtol=0.2)
+
+
+@pytest.mark.parametrize("positions", ["t5", "alibi"])
+def test_a_window_of_the_whole_text_and_centroids_that_keep_all_agree(
+    random_params: Callable, positions: str
+) -> None:
+    """As far as keys beyond the window count as its farthest key: those of T5 all do."""
+    wide = dataclasses.replace(
+        MODEL, positions=positions, window=TOKENS, cluster_top_k=TOKENS,
+        relative_buckets=4, relative_max_distance=WINDOW - 1,
+    )  # fmt: skip
+    params = jax.tree.map(lambda x: x[0], random_params(wide)["stack"]["clustered_0"])
+    if positions == "alibi":
+        params["tokens"]["alibi_bound"] = jnp.full((1,), 0.01)  # reached next to the token
+    narrow = dataclasses.replace(wide, window=WINDOW)
+    start = jnp.zeros((LANES, 1), bool)
+    expected, _ = compiled(wide)({"params": params}, inputs(), new_state(wide), start)
+    y, _ = read(params, inputs(), new_state(narrow), narrow)
+    np.testing.assert_allclose(y, expected, atol=TOLERANCE)
+
+
+def test_the_loss_trains_centroids_and_their_variances_but_not_through_the_state(
+    params: Any,
+) -> None:
+    @jax.jit
+    def gradients(params: Any, state: ClusteredState) -> tuple:
+        def loss(params: Any, state: ClusteredState) -> jax.Array:
+            state = cut_gradient(state)
+            return jnp.sum(read(params, inputs(), state)[0] ** 2)
+
+        return jax.grad(loss, argnums=(0, 1), allow_int=True)(params, state)
+
+    of_params, of_state = gradients(params, read(params, inputs(1), new_state())[1])
+    assert np.all(np.any(of_params["centroids"], axis=-1)) and np.all(of_params["deviations"])
+    floats = [g for g in jax.tree.leaves(of_state) if g.dtype == jnp.float32]
+    assert len(floats) == 6 and not any(map(np.any, floats))
+
+
+def test_without_jensens_term_there_is_no_variance(params: Any) -> None:
+    model = dataclasses.replace(MODEL, cluster_jensen=False)
+    without = {name: leaf for name, leaf in params.items() if name != "deviations"}
+    y, _ = read(without, inputs(), new_state(), model)
+    zero, _ = read({**params, "deviations": 0 * params["deviations"]}, inputs(), new_state())
+    np.testing.assert_allclose(y, zero, atol=TOLERANCE)
+    assert np.abs(read(params, inputs(), new_state())[0] - y).max() > 1e-3
+
+
+def test_the_past_is_a_part_of_the_state_by_itself(params: Any) -> None:
+    _, one = read(params, inputs(1), new_state())
+    _, other = read(params, inputs(2), new_state())
+    assert parts(one) == {"cache", "memory"}
+    assert forget(one, cache=False, vectors=False).window.valid.all()
+    grafted = graft(one, other, "memory")
+    np.testing.assert_array_equal(grafted.rest, other.rest)
+    np.testing.assert_array_equal(grafted.window.values, one.window.values)
+    y, _ = read(params, inputs(), one)
+    for changed in (forget(one, cache=False), grafted):
+        assert np.abs(read(params, inputs(), changed)[0] - y).max() > 0.001
+    without, _ = read(params, inputs(), forget(one))
+    fresh, _ = read(params, inputs(), new_state())
+    np.testing.assert_array_equal(without, fresh)
+
+
+def test_lanes_on_many_devices_stay_where_they_are(params: Any) -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_lane = jax.NamedSharding(mesh, jax.P("data"))
+    arguments = inputs(), read(params, inputs(1), new_state())[1], jnp.asarray(NOWHERE)
+    placed = jax.device_put(arguments, by_lane)
+
+    @jax.jit
+    def value_and_grad(params: Any, *arguments: Any) -> tuple:
+        def total(params: Any) -> tuple:
+            y, after = ClusteredLayer(MODEL).apply({"params": params}, *arguments)
+            return jnp.sum(y**2), (y, after)
+
+        return jax.grad(total, has_aux=True)(params)
+
+    spread = value_and_grad.lower(params, *placed).compile()
+    _, found = spread(params, *placed)
+    expected = read(params, *arguments[:2])
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), found, expected)
+    text = spread.as_text()
+    assert "all-reduce" in text and "all-gather" not in text and "all-to-all" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"positions": "rotary"}, "'rotary' turns apart the queries .* take 't5', 'alibi' or 'n"),
+        ({"cache": False}, "which needs Model.cache = True"),
+        ({"clusters": 0}, "Model.clusters = 0 must be above 0"),
+        ({"cluster_top_k": 0}, "Model.cluster_top_k = 0 must be above 0"),
+        ({"clustered_layers": (1,)}, r"names layer 1, but Model.layers = 1 has layers 0 to 0"),
+        (
+            {"memorizing_layers": (-1,)},
+            r"Model.clustered_layers = \(0,\) and Model.memorizing_layers = \(-1,\) both name",
+        ),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(MODEL, **changes)
+
+
+def test_a_causal_model_is_refused_attention_that_looks_ahead() -> None:
+    message = "'improved_clustered' looks at the whole .* name layers in Model.clustered_layers"
+    with pytest.raises(ConfigError, match=message):
+        Config(attention=Attention(kind="improved_clustered"))
