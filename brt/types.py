@@ -7,14 +7,15 @@
     H  heads                          K  size of a head
     D  model width                    F  hidden width of the feed-forward layer
     V  vocabulary                     Z  the cached block and the segment (W + T)
-    X  tokens of a document that is summarised (its summary: T)
+    X  tokens of a document that is summarised (its summary: T), or frames of an utterance (its
+       transcript: T)
 
 The same letters stand in jaxtyping annotations, in einsums and in docstrings.
 """
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 Tokens = Int[Array, "B T"]
 DocumentStart = Bool[Array, "B N"]
@@ -54,3 +55,24 @@ class PairBatch(NamedTuple):
     target_out: Tokens
     scored: Bool[Array, "B T"]
     row: Int[Array, " B"]
+
+
+class SpeechBatch(NamedTuple):
+    """Utterances with their transcripts. NumPy on the host, jax arrays in a step.
+
+    Attributes:
+      features: float32 [B, X, width], frames; 0 behind them.
+      valid: bool [B, X], False on padding; nowhere True in an empty row.
+      targets: int32 [B, T], tokens of the transcript; 0 behind them.
+      scored: bool [B, T], False on padding.
+      row: int32 [B], the utterance's place in its store; -1 in an empty row.
+    """
+
+    features: Float[Array, "B X width"]
+    valid: Bool[Array, "B X"]
+    targets: Tokens
+    scored: Bool[Array, "B T"]
+    row: Int[Array, " B"]
+
+
+AnyBatch = Batch | PairBatch | SpeechBatch

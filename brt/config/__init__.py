@@ -10,13 +10,16 @@ import dataclasses
 from brt.config.attention import Attention
 from brt.config.checks import check
 from brt.config.data import Data
+from brt.config.encoder import Encoder
 from brt.config.model import Model
 from brt.config.seq2seq import CrossAttention, Decoding, Pairs, Seq2Seq
+from brt.config.speech import Speech
 from brt.config.training import Checkpoint, Evaluation, Mesh, Optimizer, Sampling, Training
 
 __all__ = [
     "SECTIONS", "UNREAD", "Attention", "Checkpoint", "Config", "CrossAttention", "Data", "Decoding",
-    "Evaluation", "Mesh", "Model", "Optimizer", "Pairs", "Sampling", "Seq2Seq", "Training",
+    "Encoder", "Evaluation", "Mesh", "Model", "Optimizer", "Pairs", "Sampling", "Seq2Seq",
+    "Speech", "Training",
 ]  # fmt: skip
 
 
@@ -36,13 +39,19 @@ class Config:
     cross_attention: CrossAttention = CrossAttention()
     pairs: Pairs = Pairs()
     decoding: Decoding = Decoding()
+    encoder: Encoder = Encoder()
     attention: Attention = Attention()
+    speech: Speech = Speech()
 
     def __post_init__(self) -> None:
         if self.training.objective == "seq2seq":
             self._check_pairs()
-        else:
+        elif self.training.objective == "language_modeling":
             self._check_segments()
+        elif self.training.objective == "masked_language_modeling":
+            self._check_masked_segments()
+        elif self.training.objective == "ctc":
+            self._check_speech()
         lanes = self.training.batch_size // self.training.gradient_accumulation
         check(
             lanes % self.mesh.data == 0,
@@ -64,6 +73,11 @@ class Config:
             f"Training.init_from = {self.training.init_from!r} is for Training.objective = "
             "'seq2seq'; a language model starts from random weights",
         )
+        check(
+            self.attention.kind == "full",
+            f"Attention.kind = {self.attention.kind!r} looks at the whole of a sequence, which a "
+            "causal model must not; leave it out, and name layers in Model.clustered_layers",
+        )
         for name, length in (
             ("Training.segment_length", self.training.segment_length),
             ("Evaluation.segment_length", self.evaluation_segment_length),
@@ -77,6 +91,41 @@ class Config:
                 not model.memorizing_layers or model.memory_size >= length,
                 f"Model.memory_size = {model.memory_size} must not be below {name} = {length}",
             )
+
+    def _check_masked_segments(self) -> None:
+        encoder = self.encoder
+        check(
+            not self.training.init_from,
+            f"Training.init_from = {self.training.init_from!r} is for Training.objective = "
+            "'seq2seq'; a masked language model starts from random weights",
+        )
+        check(
+            encoder.features == 0,
+            f"Encoder.features = {encoder.features} must be 0 where Training.objective = "
+            "'masked_language_modeling': it reads tokens",
+        )
+        for name, length in (
+            ("Training.segment_length", self.training.segment_length),
+            ("Evaluation.segment_length", self.evaluation_segment_length),
+        ):
+            check(
+                encoder.positions != "learned" or length <= encoder.max_positions,
+                f"{name} = {length} is above Encoder.max_positions = {encoder.max_positions}; "
+                "lower it, or raise that",
+            )
+
+    def _check_speech(self) -> None:
+        training = self.training
+        check(
+            training.label_smoothing == 0,
+            f"Training.label_smoothing = {training.label_smoothing} means nothing to CTC; leave it "
+            "out",
+        )
+        check(
+            not training.init_from,
+            f"Training.init_from = {training.init_from!r} is for models that read tokens; one that "
+            "reads speech starts from random weights",
+        )
 
     def _check_pairs(self) -> None:
         pairs, model = self.pairs, self.seq2seq
@@ -105,7 +154,14 @@ SECTIONS = {
     if isinstance(field.type, type)
 }  # {"Model": "model", ...}: the names that a .gin file uses
 
+_READ = {
+    "language_modeling": ("Model", "Data", "Sampling"),
+    "seq2seq": ("Seq2Seq", "CrossAttention", "Pairs", "Decoding"),
+    "masked_language_modeling": ("Encoder", "Attention", "Data"),
+    "ctc": ("Encoder", "Attention", "Speech"),
+}  # beside what all objectives read
+
 UNREAD = {
-    "language_modeling": ("Seq2Seq", "CrossAttention", "Pairs", "Decoding", "Attention"),
-    "seq2seq": ("Model", "Data", "Sampling", "Attention"),
+    objective: tuple({name: None for own in _READ.values() for name in own if name not in read})
+    for objective, read in _READ.items()
 }  # sections that mean nothing, by Training.objective

@@ -23,6 +23,7 @@ class Attention:
     kind: Literal[
         "full", "shared_full", "clustered", "improved_clustered", "reformer", "oracle_top_k"
     ] = "full"
+    min_length: int = 0  # sequences shorter than this, padding included: exact attention
     clusters: int = 100  # of the queries of a head, at most; clustered and improved_clustered
     bits: int = 63  # of a query's hash, which clusters are found by
     iterations: int = 5  # of k-means; the original: 10
@@ -39,6 +40,10 @@ class Attention:
     def __post_init__(self) -> None:
         check_positive(
             self, "clusters", "bits", "iterations", "top_k", "rounds", "buckets", "chunk"
+        )
+        check(
+            self.min_length >= 0,
+            f"Attention.min_length = {self.min_length} must not be negative; 0: the kind always",
         )
         check(
             self.bits <= MAX_BITS,

@@ -10,7 +10,9 @@ from brt.config.checks import check, check_not_negative, check_positive
 class Training:
     """How long, how much at a time, and what happens on the way."""
 
-    objective: Literal["language_modeling", "seq2seq"] = "language_modeling"  # what is learned
+    objective: Literal["language_modeling", "seq2seq", "masked_language_modeling", "ctc"] = (
+        "language_modeling"  # what is learned
+    )
     steps: int = 100_000
     epochs: float = 0.0  # passes over the training data, in place of steps; 0: as steps say
     init_from: str = ""  # seq2seq: weights that brt.convert wrote; "": random ones
@@ -18,6 +20,7 @@ class Training:
     segment_length: int = 4096  # tokens of a lane per step; a multiple of Model.window
     gradient_accumulation: int = 1  # parts into which the lanes of a step are cut
     label_smoothing: float = 0.0  # of each target's probability, divided over all tokens
+    mask_share: float = 0.15  # masked_language_modeling: of the tokens, which are to be predicted
     loss_chunk: int = 1024  # tokens of a lane whose logits exist at a time
     seed: int = 0
     log_every: int = 50  # steps
@@ -35,6 +38,10 @@ class Training:
         check(
             0 <= self.label_smoothing < 1,
             f"Training.label_smoothing = {self.label_smoothing} must be in [0, 1)",
+        )
+        check(
+            0 < self.mask_share <= 1,
+            f"Training.mask_share = {self.mask_share} must be above 0 and at most 1",
         )
         check(
             self.batch_size % self.gradient_accumulation == 0,

@@ -20,7 +20,7 @@ import numpy as np
 from brt.data import blocks
 from brt.data.token_store import TokenStore
 from brt.errors import ConfigError
-from brt.types import Batch, PairBatch
+from brt.types import AnyBatch, Batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,14 +103,14 @@ class Reader(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, step: int) -> Batch | PairBatch: ...
+    def __getitem__(self, step: int) -> AnyBatch: ...
 
     @property
     def identity(self) -> dict[str, Any]:
         """All that decides what a step reads; JSON."""
 
 
-class BatchIterator(Iterator[Batch | PairBatch]):
+class BatchIterator(Iterator[AnyBatch]):
     """Batches from a step on, built ahead in a thread; its state is small JSON."""
 
     def __init__(self, reader: Reader, start_step: int, prefetch: int):
@@ -121,7 +121,7 @@ class BatchIterator(Iterator[Batch | PairBatch]):
         self._batches = iter(grain.MapDataset.source(reader).to_iter_dataset(options))
         self._batches.set_state({"next_index": start_step})
 
-    def __next__(self) -> Batch | PairBatch:
+    def __next__(self) -> AnyBatch:
         return next(self._batches)
 
     def get_state(self) -> dict[str, Any]:

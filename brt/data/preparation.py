@@ -113,7 +113,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifests.read(directory / MANIFEST)
 
 
-def cache_directory(data: config.Data | config.Pairs) -> Path:
+def cache_directory(data: config.Data | config.Pairs | config.Speech) -> Path:
     """Where corpora are kept that nobody gave a place."""
     if data.cache_dir:
         return Path(data.cache_dir).expanduser()

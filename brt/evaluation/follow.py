@@ -158,7 +158,10 @@ class Follower:
         self._say(f"{reason}; going on with the next")
 
     def _scalars(self, report: dict[str, Any]) -> dict[str, float | None]:
-        names = ("bits_per_byte", "bits_per_token", "word_perplexity")
+        names = (
+            "bits_per_byte", "bits_per_token", "word_perplexity", "bits_per_masked_token",
+            "accuracy", "token_error_rate", "word_error_rate",
+        )  # fmt: skip
         names += ("ablation_costs_bits_per_byte",) if self._ablate else ()
         figures = {name: report[name] for name in names if name in report}
         figures |= {name: found["f1"] for name, found in report.get("rouge", {}).items()}
@@ -167,7 +170,8 @@ class Follower:
 
 def line(split: str, report: dict[str, Any]) -> str:
     """A report as one line."""
-    text = f"step {report['step']}: {split} {report['bits_per_byte']:.4f} bits per byte"
+    measure = "bits_per_byte" if "bits_per_byte" in report else "bits_per_masked_token"
+    text = f"step {report['step']}: {split} {report[measure]:.4f} {measure.replace('_', ' ')}"
     if "ablation" in report:
         part = report["ablation"]["protocol"]["ablate"]
         text += f", {report['ablation_costs_bits_per_byte']:+.4f} without {part}"

@@ -9,7 +9,9 @@ from brt.config import Config
 from brt.data import preparation
 from brt.data.token_store import TokenStore
 from brt.evaluation.language_modeling import Ablation, Evaluator, Result, figures
+from brt.evaluation.masked_job import MaskedReader
 from brt.evaluation.saved import SavedModel, check_tokenizer
+from brt.evaluation.speech_job import TranscriptReader
 from brt.evaluation.summary_job import SummaryReader
 from brt.training import workdir as workdirs
 
@@ -32,12 +34,17 @@ class Reader:
         self._evaluator = Evaluator(config, corpus.tokenizer)
 
     def __call__(self, model: SavedModel) -> dict[str, Any]:
+        """The figures; see `read`."""
+        return self.read(model)[0]
+
+    def read(self, model: SavedModel) -> tuple[dict[str, Any], str]:
         """Reads the split, and once more with a part of the memory taken away.
 
         Writes evaluations/<step>/<split>.json and <split>_documents.jsonl into the workdir.
 
         Returns:
-          The figures, with the protocol; those of the ablation under `ablation`.
+          The figures, with the protocol; those of the ablation under `ablation`. And the same
+          as people read them.
 
         Raises:
           CheckpointError: the model knows another tokenizer.
@@ -51,22 +58,27 @@ class Reader:
             difference = results[1].totals["bits_per_byte"] - results[0].totals["bits_per_byte"]
             report["ablation_costs_bits_per_byte"] = difference
         _write(model, self._split, report, results)
-        return report
+        return report, text(model, self._split, report)
 
 
-def reader(config: Config, split: str, ablate: Ablation | None) -> Reader | SummaryReader:
+_READERS = {
+    "language_modeling": Reader,
+    "seq2seq": SummaryReader,
+    "masked_language_modeling": MaskedReader,
+    "ctc": TranscriptReader,
+}
+
+
+def reader(
+    config: Config, split: str, ablate: Ablation | None
+) -> Reader | SummaryReader | MaskedReader | TranscriptReader:
     """What evaluates checkpoints of a run, as its objective asks."""
-    kind = SummaryReader if config.training.objective == "seq2seq" else Reader
-    return kind(config, split, ablate)
+    return _READERS[config.training.objective](config, split, ablate)
 
 
 def evaluate(model: SavedModel, split: str, ablate: Ablation | None) -> tuple[dict[str, Any], str]:
     """The figures of one checkpoint, and the same as people read them."""
-    chosen = reader(model.config, split, ablate)
-    if isinstance(chosen, SummaryReader):
-        return chosen.read(model)
-    report = chosen(model)
-    return report, text(model, split, report)
+    return reader(model.config, split, ablate).read(model)
 
 
 def _read(

@@ -16,6 +16,7 @@ from brt.training.metrics import read_metrics
 from brt.training.progress import clock, short
 from brt.training.workdir import Workdir
 
+BITS_PER_BYTE = "bits per byte"
 _TRAIN, _HELD_OUT, _YARDSTICK = "#4c78a8", ("#e4572e", "#2a9d62", "#a05195"), "#767676"
 
 
@@ -30,8 +31,17 @@ def xz_bits_per_byte(documents: Iterable[bytes]) -> float:
     return 8 * compressed / total
 
 
+def tag(measure: str) -> str:
+    """What a measure is called in metrics, behind the name of its split."""
+    return measure.replace(" ", "_")
+
+
 def plot_training(
-    workdir: Workdir, *, bytes_per_token: float, xz_bits_per_byte: float | None = None
+    workdir: Workdir,
+    *,
+    bytes_per_token: float,
+    xz_bits_per_byte: float | None = None,
+    measure: str = BITS_PER_BYTE,
 ) -> list[Path]:
     """Draws plots/ from metrics.jsonl.
 
@@ -39,6 +49,7 @@ def plot_training(
       workdir: the run's.
       bytes_per_token: of the training documents; turns bits per token into bits per byte.
       xz_bits_per_byte: what `xz -9e` makes of the held-out documents; drawn as a line.
+      measure: of how well the model predicts; as a tag, with underscores, that of held-out data.
 
     Raises:
       DataError: no training step is recorded.
@@ -46,8 +57,8 @@ def plot_training(
     records = read_metrics(workdir.metrics)
     if not any(record.get("train/bits_per_token") is not None for record in records):
         raise DataError(f"{workdir.metrics} records no training step, so there is nothing to draw")
-    bits = _bits_figure(records, bytes_per_token, xz_bits_per_byte)
-    figures = {"bits_per_byte.png": bits, "optimization.png": _optimization_figure(records)}
+    bits = _bits_figure(records, bytes_per_token, xz_bits_per_byte, measure)
+    figures = {f"{tag(measure)}.png": bits, "optimization.png": _optimization_figure(records)}
     workdir.plots.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
         figure.savefig(workdir.plots / name, dpi=150)
@@ -61,7 +72,8 @@ def summary(
     seconds: float,
     bits_per_byte: Mapping[str, float],
     xz_bits_per_byte: float | None = None,
-    summarises: bool = False,
+    measure: str = BITS_PER_BYTE,
+    objective: str = "language_modeling",
 ) -> str:
     """Where everything is and what to type next.
 
@@ -69,15 +81,16 @@ def summary(
       workdir: the run's.
       tokens: trained on, over all restarts.
       seconds: since this start.
-      bits_per_byte: the last figure of each split.
+      bits_per_byte: the last figure of each split, or of another measure.
       xz_bits_per_byte: of the same documents.
-      summarises: whether the model is an encoder-decoder.
+      measure: what the figures are.
+      objective: what was learned.
     """
     step = (steps(workdir.checkpoints) or [0])[-1]
     lines = [f"Step {step}, {short(tokens)} tokens, {clock(seconds)} since the start."]
     for split, value in bits_per_byte.items():
         yardstick = f" (xz -9e: {xz_bits_per_byte:.3f})" if xz_bits_per_byte is not None else ""
-        lines.append(f"{split}: {value:.3f} bits per byte{yardstick}")
+        lines.append(f"{split}: {value:.3f} {measure}{yardstick}")
     places = {
         "checkpoints": workdir.checkpoints,
         "metrics": workdir.metrics,
@@ -91,7 +104,7 @@ def summary(
     lines += [
         "",
         "What to type next:",
-        *(_next_with_pairs(path) if summarises else _next_with_documents(path)),
+        *_NEXT[objective](path),
         f"  python -m brt.inspect --workdir={path}",
         f"  tensorboard --logdir={shlex.quote(str(workdir.tensorboard))}",
     ]
@@ -119,8 +132,39 @@ def _next_with_pairs(path: str) -> list[str]:
     ]
 
 
+def _next_with_masks(path: str) -> list[str]:
+    return [
+        f"  python -m brt.evaluate --workdir={path} --split=test",
+        f"  python -m brt.evaluate --workdir={path} --split=test "
+        "--gin_bindings=\"Attention.kind = 'full'\"",
+    ]
+
+
+def _next_with_speech(path: str) -> list[str]:
+    own = "--gin_bindings=\"Speech.{0} = '{0}.tsv'\""
+    splits = " ".join(own.format(split) for split in ("train", "validation"))
+    return [
+        *_next_with_masks(path),
+        f"  python -m brt.evaluate --workdir={path} --split=test --gin_bindings='Speech.beams = 8'",
+        "  with your own speech, a table of wav files with the columns file and transcript each:",
+        f"  python -m brt.train --gin_file=configs/runs/speech_quickstart.gin --workdir=runs/mine "
+        f"{splits} --gin_bindings='Speech.test = ()'",
+    ]
+
+
+_NEXT = {
+    "language_modeling": _next_with_documents,
+    "seq2seq": _next_with_pairs,
+    "masked_language_modeling": _next_with_masks,
+    "ctc": _next_with_speech,
+}
+
+
 def _bits_figure(
-    records: Sequence[Mapping[str, Any]], bytes_per_token: float, xz: float | None
+    records: Sequence[Mapping[str, Any]],
+    bytes_per_token: float,
+    xz: float | None,
+    measure: str = BITS_PER_BYTE,
 ) -> Figure:
     figure, (axes,) = new_figure(1)
     tokens, train = curve(records, "train/bits_per_token")
@@ -129,11 +173,11 @@ def _bits_figure(
     axes.plot(tokens, train, color=_TRAIN, alpha=0.25, linewidth=1)
     axes.plot(tokens, smooth, color=_TRAIN, linewidth=2, label="train (smoothed)")
     shown = [smooth[len(smooth) // 20 :]]  # the first steps would squash the rest
-    splits = sorted({tag for r in records for tag in r if tag.endswith("/bits_per_byte")})
-    for number, tag in enumerate(splits):
-        tokens, values = curve(records, tag)
+    splits = sorted({name for r in records for name in r if name.endswith(f"/{tag(measure)}")})
+    for number, name in enumerate(splits):
+        tokens, values = curve(records, name)
         color = _HELD_OUT[number % len(_HELD_OUT)]
-        axes.plot(tokens, values, "o-", color=color, markersize=4, label=tag.split("/")[1])
+        axes.plot(tokens, values, "o-", color=color, markersize=4, label=name.split("/")[1])
         shown.append(values[len(values) // 20 :])
     if xz is not None:
         axes.axhline(
@@ -144,7 +188,7 @@ def _bits_figure(
     margin = 0.06 * (high - low) or 0.1
     axes.set(
         xlabel="training tokens",
-        ylabel="bits per byte",
+        ylabel=measure,
         title="How well the model predicts text",
         ylim=(low - margin, high + margin),
     )

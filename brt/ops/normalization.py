@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brt.ops.reductions import sum_leading
+from brt.ops.reductions import add_shared, scale_shared, sum_leading
 
 EPSILON = 1e-6
 
@@ -72,7 +72,7 @@ def layer_norm(
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
     y = centred * jax.lax.rsqrt(variance + epsilon)
-    return (y * _along_last(scale, x) + _along_last(bias, x)).astype(x.dtype)
+    return add_shared(scale_shared(y, scale), bias).astype(x.dtype)
 
 
 @jax.custom_vjp

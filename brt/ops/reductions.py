@@ -5,6 +5,7 @@ than the product, and it is the gradient of every bias and scale. HIGHEST keeps 
 full float32 where matrix units would round.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -15,3 +16,39 @@ def sum_leading(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
     flat = rows.reshape(rows.shape[0], -1)
     total = jnp.matmul(jnp.ones((1, flat.shape[0]), x.dtype), flat, precision="highest")
     return total.reshape(x.shape[axes:])
+
+
+def _along(shared: Array, x: Array) -> Array:
+    """With axes of one in front, and in x's dtype."""
+    return shared.astype(x.dtype).reshape((1,) * (x.ndim - shared.ndim) + shared.shape)
+
+
+def _gradient(shared: Array, terms: Array) -> Array:
+    terms = terms.astype(jnp.float32)
+    return sum_leading(terms, terms.ndim - shared.ndim).astype(shared.dtype)
+
+
+@jax.custom_vjp
+def add_shared(x: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x + bias in x's dtype; the bias lacks leading axes of x, over which its gradient sums."""
+    return x + _along(bias, x)
+
+
+add_shared.defvjp(
+    lambda x, bias: (add_shared(x, bias), bias),
+    lambda bias, gradient: (gradient, _gradient(bias, gradient)),
+)
+
+
+@jax.custom_vjp
+def scale_shared(x: Float[Array, "..."], scale: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x * scale in x's dtype; the scale lacks leading axes of x, over which its gradient sums."""
+    return x * _along(scale, x)
+
+
+def _scale_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, scale = saved
+    return gradient * _along(scale, x), _gradient(scale, gradient * x)
+
+
+scale_shared.defvjp(lambda x, scale: (scale_shared(x, scale), (x, scale)), _scale_backward)

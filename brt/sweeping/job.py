@@ -6,13 +6,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from brt.data import preparation
 from brt.errors import BrtError, ConfigError, Preempted
 from brt.sweeping import commands, report
 from brt.sweeping.directory import Directory, check_unchanged
 from brt.sweeping.points import Point
 from brt.sweeping.runner import Runner
 from brt.sweeping.settings import Sweep
+from brt.training import reading
 
 
 def run(
@@ -72,8 +72,10 @@ def _check_jobs(jobs: int) -> None:
 
 def _prepare(points: Sequence[Point], split: str) -> None:
     """Makes every corpus once, before points would do so side by side."""
-    for data in dict.fromkeys(point.config.data for point in points):
-        preparation.prepare(data).split(split)
+    configs = (point.config for point in points)
+    read = {(c.training.objective, c.data, c.pairs, c.speech): c for c in configs}
+    for config in read.values():
+        reading.open_corpus(config).split(split)
 
 
 def _make(workdir: Path) -> None:

@@ -75,7 +75,7 @@ def group_table(groups: Sequence[Group]) -> list[str]:
         )
         for g in groups
     ]
-    return _table(head, lines)
+    return _table(*_with_errors(head, lines, [g.token_error_rate for g in groups]))
 
 
 def point_table(rows: Sequence[Row]) -> list[str]:
@@ -93,7 +93,7 @@ def point_table(rows: Sequence[Row]) -> list[str]:
         )
         for row in rows
     ]
-    return _table(head, lines)
+    return _table(*_with_errors(head, lines, [row.token_error_rate for row in rows]))
 
 
 def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
@@ -101,8 +101,9 @@ def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
     relative = {g.name: (g.step_seconds, g.relative_step_time) for g in groups}
     fields = list(dict.fromkeys(name for row in rows for name in row.point.bindings))
     figures = (
-        "bits_per_byte", "bits_per_token", "step_seconds", "tokens_per_second", "parameters",
-        "parameters_non_embedding", "steps", "seconds", "threads", "reason",
+        "bits_per_byte", "bits_per_token", "token_error_rate", "step_seconds",
+        "tokens_per_second", "parameters", "parameters_non_embedding", "steps", "seconds",
+        "threads", "reason",
     )  # fmt: skip
     file = io.StringIO()
     out = csv.writer(file, lineterminator="\n")
@@ -114,6 +115,16 @@ def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
         values = [getattr(row, name) for name in figures]
         out.writerow([row.point.name, row.point.group, row.status, *values, own, *bindings])
     return file.getvalue()
+
+
+def _with_errors(
+    head: Sequence[str], lines: Sequence[Sequence[str]], rates: Sequence[float | None]
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """A table with a column of token errors, where the models write transcripts."""
+    if not any(rate is not None for rate in rates):
+        return head, lines
+    more = [(*line, _number(rate, ".2f")) for line, rate in zip(lines, rates, strict=True)]
+    return (*head, "token errors %"), more
 
 
 def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:

@@ -16,9 +16,11 @@ class Row(NamedTuple):
     """A point. What it has not come to is None.
 
     Attributes:
+      bits_per_token: of the masked ones alone, where those are predicted.
       step_seconds: median over the intervals of training.
       tokens_per_second: of training, the same.
       steps: in the newest checkpoint.
+      token_error_rate: in percent, of models that write transcripts.
       records: metrics.jsonl.
     """
 
@@ -27,6 +29,7 @@ class Row(NamedTuple):
     reason: str
     bits_per_byte: float | None
     bits_per_token: float | None
+    token_error_rate: float | None
     step_seconds: float | None
     tokens_per_second: float | None
     parameters: int | None
@@ -52,6 +55,7 @@ class Group(NamedTuple):
     bits_per_byte: float | None
     spread: float | None
     bits_per_token: float | None
+    token_error_rate: float | None
     step_seconds: float | None
     relative_step_time: float | None
     tokens_per_second: float | None
@@ -107,7 +111,8 @@ def _row(point: Point, directory: Directory, split: str) -> Row:
         status="trained" if status == "finished" and not finished else status,
         reason=progress.reason,
         bits_per_byte=figures.get("bits_per_byte"),
-        bits_per_token=figures.get("bits_per_token"),
+        bits_per_token=figures.get("bits_per_token", figures.get("bits_per_masked_token")),
+        token_error_rate=figures.get("token_error_rate"),
         step_seconds=_median(records, "perf/step_seconds"),
         tokens_per_second=_median(records, "perf/tokens_per_second"),
         parameters=total,
@@ -140,6 +145,7 @@ def _group(name: str, rows: list[Row]) -> Group:
         bits_per_byte=mean(lambda row: row.bits_per_byte),
         spread=max(bits) - min(bits) if len(bits) > 1 else None,
         bits_per_token=mean(lambda row: row.bits_per_token),
+        token_error_rate=mean(lambda row: row.token_error_rate),
         step_seconds=mean(lambda row: row.step_seconds),
         relative_step_time=None,
         tokens_per_second=mean(lambda row: row.tokens_per_second),

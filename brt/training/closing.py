@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from brt.data.pairs.preparation import PairCorpus
 from brt.data.pairs.store import PairStore
 from brt.data.preparation import Corpus
+from brt.data.speech.store import SpeechStore
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
 from brt.training import leaves, reading
@@ -20,6 +20,9 @@ from brt.training.workdir import Workdir
 
 # Compressing more than this takes longer than people wait at the end of a run.
 _XZ_LIMIT_BYTES = 20 << 20
+
+# How well a model predicts, where that is not bits per byte.
+_MEASURES = {"masked_language_modeling": "bits per masked token"}
 
 
 def dry_run(run: Run, directory: str | None) -> dict[str, Any]:
@@ -60,24 +63,26 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
     """Draws the plots and returns the summary."""
     from brt.evaluation import report  # matplotlib takes most of a second: not before training
 
-    summarises = run.config.training.objective == "seq2seq"
-    xz = None if summarises else _xz_of_held_out(run.corpus)
+    objective = run.config.training.objective
+    measure = _MEASURES.get(objective, report.BITS_PER_BYTE)
+    xz = _xz_of_held_out(run.corpus) if objective == "language_modeling" else None
     if run.config.training.plots:
         report.plot_training(
-            workdir, bytes_per_token=_bytes_per_token(run.corpus), xz_bits_per_byte=xz
-        )
+            workdir, xz_bits_per_byte=xz, measure=measure,
+            bytes_per_token=1.0 if objective in _MEASURES else _bytes_per_token(run.corpus),
+        )  # fmt: skip
     records = read_metrics(workdir.metrics)
     bits: dict[str, float] = {}
     for record in records:
         for tag, value in record.items():
-            if tag.endswith("/bits_per_byte") and value is not None:
+            if tag.endswith(f"/{report.tag(measure)}") and value is not None:
                 bits[tag.split("/")[1]] = value
     tokens = next((r["data/tokens"] for r in reversed(records) if "data/tokens" in r), 0)
     summary = report.summary(
         workdir, tokens=tokens, seconds=time.perf_counter() - begin, bits_per_byte=bits,
-        xz_bits_per_byte=xz, summarises=summarises,
+        xz_bits_per_byte=xz, measure=measure, objective=objective,
     )  # fmt: skip
-    return f"{_summaries(run, workdir)}{summary}" if summarises else summary
+    return f"{_held_out_report(run, workdir)}{summary}"
 
 
 def _xz_of_held_out(corpus: Corpus) -> float | None:
@@ -85,15 +90,17 @@ def _xz_of_held_out(corpus: Corpus) -> float | None:
     return xz_of(held_out, corpus.tokenizer) if held_out else None
 
 
-def _bytes_per_token(corpus: Corpus | PairCorpus) -> float:
+def _bytes_per_token(corpus: reading.AnyCorpus) -> float:
     train = corpus.split("train")
+    if isinstance(train, SpeechStore):
+        return train.transcript_bytes / max(len(train.targets.values), 1)
     if isinstance(train, PairStore):
         return len(train.reference.values) / len(train.target.values)
     return train.manifest["bytes"] / train.manifest["tokens"]
 
 
-def _summaries(run: Run, workdir: Workdir) -> str:
-    """The report on the held-out documents, where there are any."""
+def _held_out_report(run: Run, workdir: Workdir) -> str:
+    """What the last look wrote on held-out pairs or utterances, where it did."""
     from brt.evaluation.summary_job import text_file
 
     path = text_file(workdir, run.config.training.steps, "validation")

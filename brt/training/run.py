@@ -10,21 +10,18 @@ import optax
 from brt.config import Config
 from brt.config_io import difference
 from brt.data import preparation
-from brt.data.lanes import LaneReader
-from brt.data.pairs.batches import PairReader
-from brt.data.pairs.preparation import PairCorpus
-from brt.data.preparation import Corpus
 from brt.errors import ConfigError
 from brt.training import compilation, reading
 from brt.training import optimizer as optimizers
+from brt.training.reading import AnyCorpus, AnyReader
 from brt.training.sharding import by_lane, make_mesh, replicated, state_shardings
 from brt.training.state import TrainState, initial_state
 from brt.training.step import StepMetrics, train_step
-from brt.types import Batch, PairBatch
+from brt.types import AnyBatch
 
 # Fields that may change between a checkpoint and its resumption; all others decide what the
 # arrays are or what they mean.
-_FREE_SECTIONS = ("Checkpoint.", "Evaluation.", "Sampling.", "Mesh.", "Decoding.")
+_FREE_SECTIONS = ("Checkpoint.", "Evaluation.", "Sampling.", "Mesh.", "Decoding.", "Attention.")
 _FREE_FIELDS = {
     "Model.layer_unroll", "Model.block_unroll", "Model.remat", "Model.dropout",
     "Training.steps", "Training.epochs", "Training.label_smoothing", "Training.init_from",
@@ -38,7 +35,11 @@ _FREE_FIELDS = {
     "Data.text_field",
     "Pairs.cache_dir", "Pairs.train", "Pairs.validation", "Pairs.test", "Pairs.errors",
     "Pairs.source_field", "Pairs.target_field", "Pairs.id_field", "Pairs.tokenizer",
+    "Speech.cache_dir", "Speech.train", "Speech.validation", "Speech.test", "Speech.errors",
+    "Speech.beams", "Speech.time_masks", "Speech.time_mask_frames", "Speech.feature_masks",
+    "Speech.feature_mask_width",
     "Seq2Seq.dropout", "Seq2Seq.attention_dropout", "Seq2Seq.activation_dropout", "Seq2Seq.remat",
+    "Encoder.dropout", "Encoder.attention_dropout", "Encoder.remat",
 }  # fmt: skip
 
 
@@ -51,8 +52,8 @@ class Run(NamedTuple):
     """
 
     config: Config
-    corpus: Corpus | PairCorpus
-    reader: LaneReader | PairReader
+    corpus: AnyCorpus
+    reader: AnyReader
     mesh: jax.sharding.Mesh
     optimizer: optax.GradientTransformation
     abstract: TrainState
@@ -92,7 +93,7 @@ def new_state(run: Run) -> TrainState:
     return state._replace(params=jax.device_put(params, shardings.params))
 
 
-def put(run: Run, batch: Batch | PairBatch) -> Batch | PairBatch:
+def put(run: Run, batch: AnyBatch) -> AnyBatch:
     """A host batch on the devices, by lanes."""
     return jax.device_put(batch, by_lane(run.mesh))
 
@@ -109,7 +110,7 @@ class CompiledStep:
         self._run = run
         self._compiled: dict[tuple, Any] = {}
 
-    def prepare(self, batch: Batch | PairBatch) -> None:
+    def prepare(self, batch: AnyBatch) -> None:
         """Compiles for batches of this shape, if that was not done yet."""
         if (shape := _shape(batch)) not in self._compiled:
             lanes = by_lane(self._run.mesh)
@@ -119,13 +120,11 @@ class CompiledStep:
             lowered = self._jitted.lower(self._run.abstract, abstract, self._key)
             self._compiled[shape] = lowered.compile()
 
-    def prepared(self, batch: Batch | PairBatch) -> bool:
+    def prepared(self, batch: AnyBatch) -> bool:
         """Whether `prepare` has nothing to do."""
         return _shape(batch) in self._compiled
 
-    def __call__(
-        self, state: TrainState, batch: Batch | PairBatch
-    ) -> tuple[TrainState, StepMetrics]:
+    def __call__(self, state: TrainState, batch: AnyBatch) -> tuple[TrainState, StepMetrics]:
         self.prepare(batch)
         return self._compiled[_shape(batch)](state, batch, self._key)
 
@@ -137,7 +136,7 @@ def compiled_step(run: Run) -> CompiledStep:
     return step
 
 
-def _shape(batch: Batch | PairBatch) -> tuple[tuple[int, ...], ...]:
+def _shape(batch: AnyBatch) -> tuple[tuple[int, ...], ...]:
     return tuple(x.shape for x in batch)
 
 

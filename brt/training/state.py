@@ -12,7 +12,9 @@ from jaxtyping import Array, Int, PyTree
 from brt.config import Config
 from brt.training import objectives
 
-EMBEDDINGS = ("embedding", "token_embed/embedding")  # where models keep it
+EMBEDDINGS = (  # where models keep it
+    "embedding", "token_embed/embedding", "encoder/inputs/token_embed/embedding",
+)  # fmt: skip
 
 
 class TrainState(NamedTuple):
@@ -60,4 +62,4 @@ def parameter_counts(params: PyTree) -> tuple[int, int]:
 def counts(sizes: Mapping[str, int]) -> tuple[int, int]:
     """The same, of sizes by name."""
     total = sum(sizes.values())
-    return total, total - next(sizes[name] for name in EMBEDDINGS if name in sizes)
+    return total, total - next((sizes[name] for name in EMBEDDINGS if name in sizes), 0)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PyTree
 from brt.config import Config
 from brt.training import objectives
 from brt.training.state import TrainState
-from brt.types import Batch, PairBatch
+from brt.types import AnyBatch
 
 # Purposes that randomness is folded with; numbers are part of a run's identity.
 DROPOUT = 1
@@ -33,7 +33,7 @@ class StepMetrics(NamedTuple):
 def _accumulated(
     params: PyTree[Array],
     carried: PyTree[Array],
-    batch: Batch | PairBatch,
+    batch: AnyBatch,
     key: Array,
     config: Config,
 ) -> tuple[Float[Array, ""], PyTree[Array], PyTree[Array]]:
@@ -62,7 +62,7 @@ def _accumulated(
 
 def train_step(
     state: TrainState,
-    batch: Batch | PairBatch,
+    batch: AnyBatch,
     key: Array,
     *,
     config: Config,
@@ -77,7 +77,7 @@ def train_step(
     key = jax.random.fold_in(jax.random.fold_in(key, DROPOUT), state.step)
     carried = objectives.of(config).cut_gradient(state.carried)
     nats, carried, gradients = _accumulated(state.params, carried, batch, key, config)
-    tokens = jnp.sum(batch.scored).astype(jnp.float32)
+    tokens = objectives.of(config).scored(batch, config).astype(jnp.float32)
     gradients = jax.tree.map(lambda g: g / jnp.maximum(tokens, 1.0), gradients)
     updates, after = optimizer.update(gradients, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)

@@ -35,6 +35,9 @@ MODELS = {
     "memorizing": dataclasses.replace(
         WINDOWED, memorizing_layers=(1,), memory_size=10, memory_neighbors=3
     ),
+    "clustered": dataclasses.replace(
+        WINDOWED, clustered_layers=(1,), clusters=3, cluster_top_k=2, positions="alibi"
+    ),
     "bfloat16": dataclasses.replace(WINDOWED, layers=1, recurrent_layers=(0,), dtype="bfloat16"),
 }
 TEXT = np.random.default_rng(0).integers(1, VOCABULARY, 29).tolist()  # with BOS 7.5 blocks

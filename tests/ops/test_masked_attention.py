@@ -1,25 +1,28 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from brt.ops import masked_attention
+from brt.ops.dropout import Dropout
 from brt.ops.masked_attention import masked_softmax
 
-
-def attend(seen: np.ndarray, dropout: callable = None, **x: np.ndarray) -> jax.Array:
-    compiled = jax.jit(lambda x: masked_attention.attend(**x, dropout=dropout))
-    return compiled({**x, "seen": seen})
+KEY = jax.random.key(0)
 
 
-def arrays(seed: int = 0) -> dict[str, np.ndarray]:
+def attend(seen: np.ndarray, **x: np.ndarray) -> jax.Array:
+    return jax.jit(lambda x: masked_attention.attend(**x))({**x, "seen": seen})
+
+
+def arrays(seed: int = 0, keys: int = 5) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return {
-        "queries": rng.normal(size=(2, 3, 2, 4)).astype(np.float32),
-        "keys": rng.normal(size=(2, 5, 2, 4)).astype(np.float32),
-        "values": rng.normal(size=(2, 5, 2, 4)).astype(np.float32),
-        "bias": rng.normal(size=(2, 3, 5)).astype(np.float32),
-    }
+    shapes = {
+        "queries": (2, 3, 2, 4), "keys": (2, keys, 2, 4), "values": (2, keys, 2, 4),
+        "bias": (2, 3, keys),
+    }  # fmt: skip
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def attended(x: dict[str, np.ndarray], seen: np.ndarray) -> np.ndarray:
@@ -65,10 +68,59 @@ def test_huge_and_unseen_logits_leave_finite_gradients(dtype: str) -> None:
     assert np.any(gradients["values"][:, 2]) and not np.any(gradients["values"][:, 1])
 
 
-def test_dropout_acts_on_the_weights() -> None:
-    x, seen = arrays(), np.ones((2, 1, 5), bool)
-    halved = attend(**x, seen=seen, dropout=lambda weights: weights * 0.5)
-    np.testing.assert_allclose(halved, 0.5 * attend(**x, seen=seen), atol=1e-6)
+@pytest.mark.parametrize("tile", [masked_attention.TILE, 25])
+def test_dropout_acts_on_the_weights_alike_in_both_passes(tile: int) -> None:
+    """Values of one key each make the output the weights; then the values' gradient is known."""
+    x, seen = arrays(keys=4), jnp.ones((2, 1, 4), bool)
+    x["values"] = np.broadcast_to(np.eye(4, dtype=np.float32)[:, None], (2, 4, 2, 4))
+    weights = np.asarray(attend(**x, seen=seen))
+    gradient = np.random.default_rng(1).normal(size=weights.shape).astype(np.float32)
+
+    def loss(x: dict) -> tuple[jax.Array, jax.Array]:
+        y = masked_attention.attend(**x, seen=seen, dropout=Dropout(KEY, 0.5), tile=tile)
+        return jnp.sum(y * gradient), y
+
+    gradients, y = jax.jit(jax.grad(loss, has_aux=True))(x)
+    factors = np.round(y / weights)
+    np.testing.assert_allclose(y, factors * weights, atol=1e-6)
+    assert set(np.unique(factors)) == {0, 2} and len(np.unique(factors, axis=1)) > 1
+    np.testing.assert_allclose(
+        gradients["values"], np.einsum("bqhs,bqhk->bshk", y, gradient), atol=1e-6
+    )
+    d_weights = gradient * factors - np.sum(gradient * y, axis=-1, keepdims=True)
+    d_bias = np.einsum("bqhs->hqs", weights * d_weights)
+    np.testing.assert_allclose(gradients["bias"], d_bias, atol=1e-5)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("own_masks", [True, False])
+def test_tiles_of_queries_change_nothing(biased: bool, own_masks: bool) -> None:
+    """Three queries in tiles of two: the last tile is not full."""
+    x, rng = arrays(), np.random.default_rng(2)
+    bias = jnp.asarray(x.pop("bias"))
+    bias = bias if biased else None
+    seen = rng.random((2, 3 if own_masks else 1, 5)) < 0.6
+    seen[0, 0] = False
+    seen = jnp.asarray(seen)
+    gradient = rng.normal(size=x["queries"].shape).astype(np.float32)
+
+    def plain(x: dict, bias: jax.Array | None) -> jax.Array:
+        logits = jnp.einsum("bqhk,bshk->bhqs", x["queries"], x["keys"])
+        logits = logits if bias is None else logits + bias[None]
+        weights = masked_softmax(logits, seen[:, None])
+        return jnp.einsum("bhqs,bshk->bqhk", weights, x["values"])
+
+    def both(attend: callable) -> tuple:
+        def loss(x: dict, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+            y = attend(x, bias)
+            return jnp.sum(y * gradient), y
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1) if biased else 0, has_aux=True))(x, bias)
+
+    expected = both(plain)
+    for tile in (40, masked_attention.TILE):  # 2 x 2 x 5 logits of a query
+        found = both(lambda x, b: masked_attention.attend(**x, bias=b, seen=seen, tile=tile))  # noqa: B023
+        jax.tree.map(partial(np.testing.assert_allclose, atol=2e-6), found, expected)
 
 
 def test_rows_of_nothing_are_zero_and_others_sum_to_one() -> None:

@@ -1,8 +1,12 @@
+from collections.abc import Callable
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.ops.reductions import sum_leading
+from brt.ops.reductions import add_shared, scale_shared, sum_leading
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), jnp.float32)
 
@@ -11,3 +15,17 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), jnp.float32)
 def test_sum_leading_is_the_sum(axes: int) -> None:
     expected = np.asarray(X, np.float64).sum(axis=tuple(range(axes)))
     np.testing.assert_allclose(sum_leading(X, axes), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4)])
+def test_what_is_shared_by_leading_axes_has_the_usual_gradients(shape: tuple[int, ...]) -> None:
+    shared = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
+
+    def gradients(operation: Callable) -> tuple[jax.Array, ...]:
+        return jax.grad(lambda *a: jnp.sum(jnp.sin(operation(*a))), argnums=(0, 1))(X, shared)
+
+    for own, plain in ((add_shared, jnp.add), (scale_shared, jnp.multiply)):
+        jax.tree.map(
+            partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+            gradients(own), gradients(lambda x, y: plain(x, jnp.broadcast_to(y, x.shape))),  # noqa: B023
+        )  # fmt: skip

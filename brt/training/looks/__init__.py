@@ -41,6 +41,14 @@ def build(run: Run, workdir: Workdir) -> Looks:
         from brt.training.looks import seq2seq
 
         return seq2seq.Looks(run, workdir)
+    if run.config.training.objective == "masked_language_modeling":
+        from brt.training.looks import masked_language_modeling
+
+        return masked_language_modeling.Looks(run)
+    if run.config.training.objective == "ctc":
+        from brt.training.looks import ctc
+
+        return ctc.Looks(run, workdir)
     from brt.training.looks import language_modeling
 
     return language_modeling.Looks(run)

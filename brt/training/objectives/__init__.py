@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxtyping import Array, Float, PyTree
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
 
 from brt.config import Config
-from brt.training.objectives import language_modeling, seq2seq
-from brt.types import Batch, PairBatch
+from brt.training.objectives import ctc, language_modeling, masked_language_modeling, seq2seq
+from brt.types import AnyBatch
 
 
 class Objective(NamedTuple):
@@ -18,15 +19,21 @@ class Objective(NamedTuple):
       initial_carried: of a number of lanes; what is carried from step to step, without a past.
       cut_gradient: of what is carried: the same, where gradients end.
       loss: the summed loss of a batch; its summed nats, and what is carried on.
+      scored: how many tokens of a batch these are the sums of.
     """
 
     initial_params: Callable[[Config, Array], PyTree[Array]]
     initial_carried: Callable[[Config, int], PyTree[Array]]
     cut_gradient: Callable[[PyTree[Array]], PyTree[Array]]
     loss: Callable[
-        [PyTree[Array], PyTree[Array], Batch | PairBatch, Array, Config],
+        [PyTree[Array], PyTree[Array], AnyBatch, Array, Config],
         tuple[Float[Array, ""], tuple[Float[Array, ""], PyTree[Array]]],
     ]
+    scored: Callable[[AnyBatch, Config], Int[Array, ""]]
+
+
+def _all_scored(batch: AnyBatch, config: Config) -> Int[Array, ""]:
+    return jnp.sum(batch.scored)
 
 
 _OBJECTIVES = {
@@ -35,12 +42,28 @@ _OBJECTIVES = {
         language_modeling.initial_carried,
         language_modeling.cut_gradients,
         language_modeling.loss,
+        _all_scored,
     ),
     "seq2seq": Objective(
         seq2seq.initial_params,
         seq2seq.initial_carried,
         lambda carried: carried,
         seq2seq.loss,
+        _all_scored,
+    ),
+    "masked_language_modeling": Objective(
+        masked_language_modeling.initial_params,
+        masked_language_modeling.initial_carried,
+        lambda carried: carried,
+        masked_language_modeling.loss,
+        masked_language_modeling.scored,
+    ),
+    "ctc": Objective(
+        ctc.initial_params,
+        ctc.initial_carried,
+        lambda carried: carried,
+        ctc.loss,
+        _all_scored,
     ),
 }
 

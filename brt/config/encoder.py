@@ -1,0 +1,66 @@
+"""An encoder that reads tokens or feature vectors in both directions."""
+
+import dataclasses
+from typing import Literal
+
+from brt.config.checks import check, check_not_negative, check_positive
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """The encoder, but for how it attends (`Attention`). RoBERTa is one of them.
+
+    norm_first False is RoBERTa's order: what a part of a layer adds is normalised with the sum.
+    """
+
+    layers: int = 6
+    model_dim: int = 512
+    heads: int = 8
+    mlp_dim: int = 2048
+    features: int = 0  # width of an input vector; 0: the inputs are tokens
+    vocab_size: int = 0  # of inputs or outputs; 0: as the data have it
+    token_types: int = 0  # kinds of tokens with a vector of their own; RoBERTa: 1
+    classes: int = 2  # of whole sequences; of the classification head
+    positions: Literal["learned", "sinusoidal", "none"] = "learned"
+    max_positions: int = 4096  # tokens that learned positions reach
+    norm_first: bool = True  # normalise what a part of a layer reads; False: what it leaves
+    norm_epsilon: float = 1e-5
+    activation: Literal["gelu", "relu"] = "gelu"  # gelu: exact
+    shared_queries_keys: bool = False  # one projection for both, as shared_full and reformer do
+    dropout: float = 0.1  # on inputs and on what a part of a layer adds
+    attention_dropout: float = -1.0  # on attention weights; -1: as dropout
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 except on CPUs
+    remat: bool = False  # recompute a layer's activations in the backward pass
+
+    def __post_init__(self) -> None:
+        check_positive(
+            self, "layers", "model_dim", "heads", "mlp_dim", "classes", "max_positions",
+            "norm_epsilon",
+        )  # fmt: skip
+        check_not_negative(self, "features", "vocab_size", "token_types")
+        check(
+            self.model_dim % self.heads == 0,
+            f"Encoder.model_dim = {self.model_dim} must be a multiple of Encoder.heads = "
+            f"{self.heads}",
+        )
+        check(
+            self.positions != "sinusoidal" or self.model_dim % 2 == 0,
+            f"Encoder.model_dim = {self.model_dim} must be even where Encoder.positions = "
+            "'sinusoidal'",
+        )
+        check(0 <= self.dropout < 1, f"Encoder.dropout = {self.dropout} must be in [0, 1)")
+        check(
+            self.attention_dropout == -1 or 0 <= self.attention_dropout < 1,
+            f"Encoder.attention_dropout = {self.attention_dropout} must be in [0, 1), or -1 for "
+            "that of Encoder.dropout",
+        )
+        check(
+            not (self.features and self.token_types),
+            f"Encoder.token_types = {self.token_types} are of tokens; Encoder.features = "
+            f"{self.features} reads vectors",
+        )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.model_dim // self.heads

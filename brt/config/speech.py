@@ -1,0 +1,57 @@
+"""Utterances with their transcripts, for an encoder that learns by CTC."""
+
+import dataclasses
+from typing import Literal
+
+from brt.config.checks import check, check_not_negative, check_positive
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speech:
+    """Where utterances come from, what becomes frames and tokens, how transcripts are written.
+
+    A source is one of
+
+        PATH.npz              arrays `features` (frames, width), `lengths`, `ids`, `transcripts`,
+                              perhaps `speakers`: utterances one after another
+        PATH.tsv[:SPLIT]      a table of wav files with the columns `file` and `transcript`,
+                              perhaps `speaker`; of its rows those with this `split`
+        PATH                  a Kaldi-style directory: `text`, `wav.scp` or `feats.scp`, perhaps
+                              `utt2spk`
+        generated:NAME/COUNT  made up, as brt/data/speech/generated.py says
+    """
+
+    train: tuple[str, ...] = ("generated:train/1000",)
+    validation: tuple[str, ...] = ("generated:validation/100",)
+    test: tuple[str, ...] = ("generated:test/100",)
+    unit: Literal["characters", "words"] = "characters"  # of transcripts: what is a token
+    mel_bands: int = 40  # of a wav file's frame
+    window_ms: float = 25.0  # of a wav file that a frame describes
+    shift_ms: float = 10.0  # from frame to frame, also where features are read from files
+    normalization: Literal["none", "utterance", "speaker"] = (
+        "utterance"  # each feature's mean is 0, its deviation 1, within what is named
+    )
+    stack: int = 1  # frames side by side that become one, after normalization
+    stride: int = 1  # only every so many-th of these is kept
+    buckets: tuple[int, ...] = ()  # numbers of kept frames that batches are padded to; (): one
+    errors: Literal["refuse", "skip"] = "refuse"  # utterances too short for CTC, or too long
+    time_masks: int = 0  # SpecAugment: how many times are masked in training
+    time_mask_frames: int = 20  # the longest
+    feature_masks: int = 0  # SpecAugment: how many bands of features
+    feature_mask_width: int = 8  # the widest
+    beams: int = 1  # 1: the best token of every frame; more: prefix beam search
+    cache_dir: str = ""  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
+    shuffle: bool = True  # utterances in a new order every epoch
+
+    def __post_init__(self) -> None:
+        check(bool(self.train), "Speech.train names no source")
+        check_positive(
+            self, "mel_bands", "window_ms", "shift_ms", "stack", "stride", "time_mask_frames",
+            "feature_mask_width", "beams",
+        )  # fmt: skip
+        check_not_negative(self, "time_masks", "feature_masks")
+        check(
+            not self.buckets
+            or (min(self.buckets) > 0 and list(self.buckets) == sorted({*self.buckets})),
+            f"Speech.buckets = {self.buckets} must ascend and be above 0",
+        )

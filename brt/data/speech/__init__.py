@@ -1,0 +1,1 @@
+"""Utterances: features with transcripts, from files to batches."""

@@ -1,0 +1,71 @@
+"""Tokens of transcripts: characters or words."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Int
+
+from brt.errors import DataError
+
+UNKNOWN = "\ufffd"  # id 0: a token of held-out transcripts that training does not have
+
+Unit = Literal["characters", "words"]
+
+
+def units(transcript: str, unit: Unit) -> list[str]:
+    """The tokens of a transcript."""
+    return list(transcript) if unit == "characters" else transcript.split()
+
+
+class Vocabulary:
+    """Ids of tokens: `UNKNOWN`, then the tokens. CTC's blank is none of them.
+
+    Attributes:
+      name: as messages call it.
+      fingerprint: sha256 of all that decides ids.
+    """
+
+    def __init__(self, unit: Unit, tokens: Iterable[str]):
+        self.unit: Unit = unit
+        self.tokens = (UNKNOWN, *tokens)
+        self.name = f"the {unit} of the transcripts"
+        self.fingerprint = hashlib.sha256(json.dumps([unit, self.tokens]).encode()).hexdigest()
+        self._ids = {token: i for i, token in enumerate(self.tokens)}
+
+    @classmethod
+    def of(cls, unit: Unit, transcripts: Iterable[str]) -> "Vocabulary":
+        """What the transcripts have, in sorted order."""
+        return cls(unit, sorted({token for text in transcripts for token in units(text, unit)}))
+
+    @classmethod
+    def load(cls, path: Path) -> "Vocabulary":
+        """Raises DataError for a file that `save` did not write."""
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            return cls(saved["unit"], saved["tokens"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path} is damaged ({error}); delete {path.parent} and prepare it again"
+            ) from error
+
+    def save(self, path: Path) -> None:
+        saved = {"unit": self.unit, "tokens": self.tokens[1:]}
+        path.write_text(json.dumps(saved), encoding="utf-8")
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.tokens)
+
+    def encode(self, transcript: str) -> Int[np.ndarray, " T"]:
+        """int32 ids."""
+        found = [self._ids.get(token, 0) for token in units(transcript, self.unit)]
+        return np.array(found, np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The transcript of ids; those beyond the vocabulary are unknown."""
+        tokens = [self.tokens[i] if i < len(self.tokens) else UNKNOWN for i in map(int, ids)]
+        return ("" if self.unit == "characters" else " ").join(tokens)

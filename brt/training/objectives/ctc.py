@@ -1,0 +1,48 @@
+"""Utterances with their transcripts: tokens in order, wherever in the frames they are."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from brt.config import Config
+from brt.models import encoder
+from brt.ops.ctc import ctc_nats
+from brt.ops.spec_augment import spec_augment
+from brt.types import SpeechBatch
+
+_DROPOUT, _ATTENTION, _MASKS = 0, 1, 2  # what the key of a step is folded with
+
+
+def network(config: Config, *, training: bool = False) -> encoder.EncoderWithHead:
+    """The encoder that a config describes; its head's last token is the blank."""
+    return encoder.EncoderWithHead(config.encoder, config.attention, "ctc", training)
+
+
+def initial_params(config: Config, key: Array) -> PyTree[Array]:
+    """Of the encoder and its head."""
+    return encoder.init(network(config), key)
+
+
+def initial_carried(config: Config, lanes: int) -> tuple[()]:
+    """Nothing: each step reads whole utterances."""
+    return ()
+
+
+def loss(
+    params: PyTree[Array], carried: tuple[()], batch: SpeechBatch, key: Array, config: Config
+) -> tuple[Float[Array, ""], tuple[Float[Array, ""], tuple[()]]]:
+    """The summed nats of the transcripts."""
+    speech = config.speech
+    dropout, attention, masks = (jax.random.fold_in(key, i) for i in (_DROPOUT, _ATTENTION, _MASKS))
+    features = batch.features
+    if speech.time_masks or speech.feature_masks:
+        features = spec_augment(
+            features, batch.valid, masks,
+            time_masks=speech.time_masks, time_mask_frames=speech.time_mask_frames,
+            feature_masks=speech.feature_masks, feature_mask_width=speech.feature_mask_width,
+        )  # fmt: skip
+    logits = network(config, training=True).apply(
+        {"params": params}, features, batch.valid, attention, rngs={"dropout": dropout}
+    )
+    nats = jnp.sum(ctc_nats(logits, batch.valid, batch.targets, batch.scored))
+    return nats, (nats, carried)

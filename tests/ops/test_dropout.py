@@ -1,0 +1,32 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.ops.dropout import Dropout
+
+KEY = jax.random.key(0)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_entries_are_dropped_at_the_rate_and_the_mean_stays(rate: float) -> None:
+    factors = np.asarray(Dropout(KEY, rate).factors((100, 1001), jnp.dtype("float32")))
+    assert len(np.unique(factors)) == 2 and factors.min() == 0
+    assert np.mean(factors == 0) == pytest.approx(rate, abs=1 / 512 + 0.005)
+    assert factors.mean() == pytest.approx(1, abs=0.01)
+    along = (factors[:, 1:] == 0) & (factors[:, :-1] == 0)  # neighbours: of one word, or not
+    assert along.mean() == pytest.approx(np.mean(factors == 0) ** 2, abs=0.005)
+
+
+@pytest.mark.parametrize(("rate", "kept"), [(1e-9, 255 / 256), (1 - 1e-9, 1 / 256)])
+def test_a_rate_is_never_rounded_to_nothing_or_all(rate: float, kept: float) -> None:
+    assert Dropout(KEY, rate).factors((1000,), jnp.dtype("float32")).max() == pytest.approx(
+        1 / kept
+    )
+
+
+def test_the_key_decides_and_parts_differ() -> None:
+    x, dropout = jnp.ones((3, 7, 5)), Dropout(KEY, 0.5)
+    np.testing.assert_array_equal(dropout(x), dropout(x))
+    assert np.any(dropout(x) != dropout.part(1)(x))
+    assert dropout(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
