@@ -1,4 +1,4 @@
-"""Converts T5, LongT5 and BART checkpoints between Hugging Face's form and ours.
+"""Converts T5, LongT5, BART and RoBERTa checkpoints between Hugging Face's form and ours.
 
 python -m brt.convert --from=hf t5-small --to=brt models/t5-small --verify
 python -m brt.convert --from=brt runs/summaries --to=hf exported --dtype=bfloat16
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     flags.add_argument(
         "--extend_positions", type=int, default=0, metavar="N",
-        help="let BART read N tokens in place of 1024",
+        help="let BART or RoBERTa read N tokens in place of 1024 or 512",
     )  # fmt: skip
     flags.add_argument(
         "--extend_method", choices=["copy", "interpolate"], default="copy",

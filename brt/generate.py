@@ -28,6 +28,12 @@ def main(args: argparse.Namespace) -> None:
     prompt = job.read_prompt(args.prompt, args.prompt_file, bool(args.load_state))
     workdir, found, config = saved.load_config(Path(args.workdir), args.step)
     config = command_line.resolve(args, base=config).config
+    if config.training.objective not in ("language_modeling", "seq2seq"):
+        raise ConfigError(
+            f"--workdir={args.workdir} holds an encoder (Training.objective = "
+            f"{config.training.objective!r}), which writes no text; python -m brt.evaluate shows "
+            "what it does"
+        )
     if config.training.objective == "seq2seq":
         _refuse_sampling(args)
         print(job.summary(saved.load(workdir, found, config), prompt))

@@ -51,7 +51,7 @@ def _probe(args: argparse.Namespace) -> None:
     tokens = job.TOKENS if args.tokens is None else args.tokens
     workdir, checkpoint, config = saved.load_config(Path(args.workdir), args.step)
     if config.training.objective != "language_modeling":
-        raise ConfigError("--probe is for language models; a summariser carries no memory on")
+        raise ConfigError("--probe is for language models; this one carries no memory on")
     model = saved.load(workdir, checkpoint, config)
     found = job.probe(model, args.split or "validation", tokens)
     print(text.text(found))

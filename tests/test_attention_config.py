@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from brt.config import Attention, Config
+from brt.config import Attention, Config, Training
 from brt.config_io import config_from_json, config_json
 from brt.errors import ConfigError
 
@@ -15,6 +15,7 @@ from brt.errors import ConfigError
         ({"clusters": 0}, "Attention.clusters = 0 must be above 0"),
         ({"top_k": -1}, "Attention.top_k = -1 must be above 0"),
         ({"iterations": 0}, "Attention.iterations = 0 must be above 0"),
+        ({"min_length": -1}, "Attention.min_length = -1 must not be negative; 0: the kind always"),
         ({"tile": -1}, "Attention.tile = -1 must not be negative; 0 leaves"),
         (
             {"fit_queries": 50},
@@ -33,7 +34,9 @@ def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> 
 
 
 def test_is_saved_with_the_config() -> None:
-    config = Config(attention=Attention(kind="improved_clustered", clusters=25, fit_queries=64))
+    attention = Attention(kind="improved_clustered", clusters=25, fit_queries=64)
+    training = Training(objective="masked_language_modeling")
+    config = Config(training=training, attention=attention)
     saved = config_json(config)
     assert config_from_json(saved) == config
     del saved["Attention"]  # of a run before there was one

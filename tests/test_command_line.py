@@ -123,7 +123,9 @@ def test_every_file_that_comes_with_brt_is_understood() -> None:
         if file.parent.name == "sweeps":  # which are no runs
             continue
         of_pairs = re.search("^(Seq2Seq|CrossAttention|Pairs)", file.read_text(), re.M)
-        parts = ["--gin_bindings=Training.objective = 'seq2seq'"] if of_pairs else []
+        of_speech = re.search("^Speech", file.read_text(), re.M) or file.parent.name == "attention"
+        objective = "seq2seq" if of_pairs else "ctc" if of_speech else ""
+        parts = [f"--gin_bindings=Training.objective = '{objective}'"] if objective else []
         resolve(f"--gin_file={file}", *parts)
 
 

@@ -9,12 +9,13 @@ import jax
 import pytest
 
 from brt import command_line
-from brt.config import Config, Model, Training
+from brt.config import Config, Encoder, Model, Training
 from brt.training.state import initial_params, parameter_counts
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 RUNS = sorted((CONFIGS / "runs").rglob("*.gin"))
 DATASETS = ("pg19_bytes", "pg19_tokens", "arxiv", "github")
+ONE_PROJECTION = {"shared_queries_keys": True}
 VOCABULARY = 32128  # T5's, as in the original's counts
 # Parameters without the embedding, from the original code's own shapes.
 PINNED = {
@@ -74,6 +75,9 @@ def test_builds(file: Path) -> None:
     if config.training.objective == "seq2seq":
         assert seq2seq_parameters(config) > 0
         return
+    if config.training.objective in ("ctc", "masked_language_modeling"):
+        assert encoder_parameters(config.encoder, config.training) > 0
+        return
     model = config.model
     vocabulary = VOCABULARY if file.parent.name in (*DATASETS, "ablations") else 256
     model = dataclasses.replace(model, vocab_size=vocabulary)
@@ -88,6 +92,31 @@ def seq2seq_parameters(config: Config, **changes: object) -> int:
     model = dataclasses.replace(config.seq2seq, vocab_size=config.seq2seq.vocab_size or 4000)
     config = dataclasses.replace(config, seq2seq=dataclasses.replace(model, **changes))
     return parameter_counts(nn.meta.unbox(jax.eval_shape(lambda: initial_params(config))))[0]
+
+
+@cache
+def encoder_parameters(encoder: Encoder, training: Training) -> int:
+    features = 40 if training.objective == "ctc" else 0
+    encoder = dataclasses.replace(encoder, features=features, vocab_size=32)
+    config = Config(encoder=encoder, training=training)
+    return parameter_counts(nn.meta.unbox(jax.eval_shape(lambda: initial_params(config))))[0]
+
+
+def test_attention_is_all_that_recognisers_of_a_dataset_differ_in() -> None:
+    exact = {"full", "clustered", "improved_clustered"}
+    shared = {"shared_full", "reformer_1", "reformer_4"}
+    for data, kinds in {
+        "an4": exact | shared, "fsdd": exact | shared, "wsj": exact | shared, "switchboard": exact,
+    }.items():  # fmt: skip
+        found = {k: resolved(CONFIGS / f"runs/speech/{data}_{k}.gin") for k in kinds}
+        alike = {
+            (c.training, c.optimizer, c.speech, dataclasses.replace(c.encoder, **ONE_PROJECTION))
+            for c in found.values()
+        }
+        assert len(alike) == 1
+        for kind, config in found.items():
+            assert kind.startswith(config.attention.kind)
+            assert config.encoder.shared_queries_keys == (kind in shared)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ generation.json      special tokens, and how texts are to be written
 ...                  the tokenizer's files, as they came
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from shutil import copyfile
 from typing import Any, NamedTuple
@@ -75,8 +76,23 @@ def load(directory: Path, cross: CrossAttention | None = None) -> Pretrained:
       ConfigError: settings that this version does not know.
     """
     described = describe(directory)
+    params = read_params(directory, template(described.model, described.cross))
+    if cross is not None:
+        params = with_cross_attention(params, described.model, cross)
+        described = described._replace(cross=cross)
+    return Pretrained(params, described)
+
+
+def read_params(directory: Path, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+    """The parameters of a directory, float32.
+
+    Args:
+      expected: what they must be, by names as "encoder/layers_0/mlp/wi/kernel".
+
+    Raises:
+      CheckpointError: they are missing, damaged or others.
+    """
     arrays = files.read_file(directory / PARAMS)
-    expected = template(described.model, described.cross)
     shapes = {name: array.shape for name, array in arrays.items()}
     for name in sorted(shapes.keys() | expected.keys()):
         wanted = expected[name].shape if name in expected else None
@@ -86,11 +102,7 @@ def load(directory: Path, cross: CrossAttention | None = None) -> Pretrained:
                 f"{'nothing' if wanted is None else wanted} by {MODEL}"
             )
     flat = {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}
-    params = unflatten_dict(flat, sep="/")
-    if cross is not None:
-        params = with_cross_attention(params, described.model, cross)
-        described = described._replace(cross=cross)
-    return Pretrained(params, described)
+    return unflatten_dict(flat, sep="/")
 
 
 def describe(directory: Path) -> Described:
@@ -104,11 +116,9 @@ def describe(directory: Path) -> Described:
             f"{directory} has no {MODEL}; python -m brt.convert --from=hf DIR --to=brt OUT writes "
             "one"
         )
-    content = files.read_json(directory / MODEL)
-    if (version := content.pop("format", None)) != FORMAT:
-        raise CheckpointError(
-            f"{directory / MODEL} has format {version!r}; this version of brt reads {FORMAT}"
-        )
+    content = read_model(directory)
+    if "Encoder" in content:
+        raise CheckpointError(f"{directory} holds an encoder alone, which writes no summaries")
     config = config_from_json(content)
     saved = files.read_json(directory / GENERATION)
     try:
@@ -118,6 +128,20 @@ def describe(directory: Path) -> Described:
         )
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{directory / GENERATION} is not of brt: {error}") from error
+
+
+def read_model(directory: Path) -> dict[str, Any]:
+    """The content of model.json.
+
+    Raises:
+      CheckpointError: it is damaged or of a newer format.
+    """
+    content = files.read_json(directory / MODEL)
+    if (version := content.pop("format", None)) != FORMAT:
+        raise CheckpointError(
+            f"{directory / MODEL} has format {version!r}; this version of brt reads {FORMAT}"
+        )
+    return content
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:

@@ -27,7 +27,7 @@ def load(directory: Path) -> Pretrained:
     workdir, found, config = saved.load_config(directory)
     if config.training.objective != "seq2seq":
         raise CheckpointError(
-            f"{directory} is a language model's run; only summarisers have a form of Hugging Face"
+            f"{directory} is the run of another model; only summarisers have a form of Hugging Face"
         )
     model = saved.load(workdir, found, config)
     tokenizer = preparation.prepare(config.pairs).tokenizer

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brt.config import Model, Seq2Seq
+from brt.config import Encoder, Model, Seq2Seq
+from brt.ops.dropout import Dropout
 
 Initializer = Callable[..., Array]
 
@@ -16,7 +17,7 @@ GATE_KERNEL = nn.initializers.variance_scaling(0.1, "fan_in", "truncated_normal"
 ONES = nn.initializers.ones
 
 
-def compute_dtype(model: Model | Seq2Seq) -> jnp.dtype:
+def compute_dtype(model: Model | Seq2Seq | Encoder) -> jnp.dtype:
     """The dtype of activations and caches; `auto` is float32 on CPUs, else bfloat16."""
     if model.dtype == "auto":
         return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
@@ -44,5 +45,4 @@ def dropout(module: nn.Module, x: Float[Array, "*B"], rate: float) -> Float[Arra
     """Inverted dropout; the identity at rate 0 or where the module is not training."""
     if rate == 0.0 or not module.training:
         return x
-    keep = jax.random.bernoulli(module.make_rng("dropout"), 1 - rate, x.shape)
-    return jnp.where(keep, x / jnp.asarray(1 - rate, x.dtype), 0)
+    return Dropout(module.make_rng("dropout"), rate)(x)

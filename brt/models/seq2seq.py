@@ -218,17 +218,29 @@ def extend_positions(params: Params, length: int, method: str = "copy") -> Param
     Raises:
       ConfigError: an unknown method, fewer positions, or a model without any.
     """
-    if method not in ("copy", "interpolate"):
-        raise ConfigError(f"extend_positions knows 'copy' and 'interpolate', not {method!r}")
     if "pos_embed" not in params["encoder"]:
         raise ConfigError("there are no positions to extend: only BART learns a table of them")
     sides = {}
     for side in ("encoder", "decoder"):
-        table = np.asarray(params[side]["pos_embed"])
-        extended = _extended(table[POSITION_OFFSET:], length, method)
-        joined = np.concatenate([table[:POSITION_OFFSET], extended])
-        sides[side] = {**params[side], "pos_embed": jnp.asarray(joined, table.dtype)}
+        sides[side] = {
+            **params[side],
+            "pos_embed": extended(params[side]["pos_embed"], length, method),
+        }
     return {**params, **sides}
+
+
+def extended(
+    table: Float[Array | np.ndarray, "P D"], length: int, method: str
+) -> Float[Array, "R D"]:
+    """A table of positions, two unused rows first, with `length` rows behind these.
+
+    See `extend_positions`.
+    """
+    if method not in ("copy", "interpolate"):
+        raise ConfigError(f"extend_positions knows 'copy' and 'interpolate', not {method!r}")
+    table = np.asarray(table)
+    longer = _extended(table[POSITION_OFFSET:], length, method)
+    return jnp.asarray(np.concatenate([table[:POSITION_OFFSET], longer]), table.dtype)
 
 
 def _extended(table: np.ndarray, length: int, method: str) -> np.ndarray:

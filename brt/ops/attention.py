@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float
 from brt.config import Attention
 from brt.errors import ConfigError
 from brt.ops import attention_baselines, clustered_attention
-from brt.ops.masked_attention import Dropout
+from brt.ops.dropout import Dropout
 
 KEYS_ARE_QUERIES = ("shared_full", "reformer")  # kinds that read no keys of their own
 CAUSAL = ("full", "shared_full", "oracle_top_k")  # in the others, later tokens choose what is seen
@@ -49,6 +49,7 @@ def attend(
       ValueError: `queries_valid` is missing where keys and queries differ in number.
     """
     _check(config.kind, queries.shape[1], keys.shape[1], causal)
+    kind = kind_of_length(config, max(queries.shape[1], keys.shape[1]))
     if queries_valid is None:
         if queries.shape[1] != keys.shape[1]:
             raise ValueError(
@@ -56,23 +57,23 @@ def attend(
             )
         queries_valid = valid
     scale = queries.shape[-1] ** -0.5 if scale is None else scale
-    if config.kind in ("clustered", "improved_clustered"):
+    if kind in ("clustered", "improved_clustered"):
         return clustered_attention.attend(
             queries, keys, values, valid, config, key, dropout,
             scale=scale, queries_valid=queries_valid,
         )  # fmt: skip
-    if config.kind == "reformer":
+    if kind == "reformer":
         planes = attention_baselines.random_planes(
             key, rounds=config.rounds, buckets=config.buckets, width=queries.shape[-1]
         )
         y = attention_baselines.reformer(
             queries, values, valid, planes, dropout, chunk=config.chunk, scale=scale
         )
-    elif config.kind == "oracle_top_k":
+    elif kind == "oracle_top_k":
         y = attention_baselines.oracle_top_k(
             queries, keys, values, valid, dropout, count=config.top_k, scale=scale, causal=causal
         )
-    elif config.kind == "shared_full":
+    elif kind == "shared_full":
         y = attention_baselines.shared_full(
             queries, values, valid, dropout, scale=scale, causal=causal
         )
@@ -81,6 +82,13 @@ def attend(
             queries, keys, values, valid, dropout, scale=scale, causal=causal
         )
     return jnp.where(queries_valid[..., None, None], y, 0)
+
+
+def kind_of_length(config: Attention, length: int) -> str:
+    """The kind for so many tokens, padding included: exact below `config.min_length`."""
+    if length >= config.min_length:
+        return config.kind
+    return "shared_full" if config.kind in KEYS_ARE_QUERIES else "full"
 
 
 def _check(kind: str, queries: int, keys: int, causal: bool) -> None:

@@ -55,13 +55,15 @@ def test_cut_gradient_lets_none_through() -> None:
     assert not np.any(gradient(jnp.ones((2, 3, 4)), True))
 
 
-@pytest.mark.parametrize("kind", ["window", "recurrent", "memorizing"])
+@pytest.mark.parametrize("kind", ["window", "recurrent", "memorizing", "clustered"])
 def test_the_parts_are_all_that_a_state_is_and_can_be_exchanged_one_by_one(kind: str) -> None:
     model = Model(model_dim=4, heads=1, head_dim=4, window=3, states=3, memory_size=128)
     state = new_layer_state(model, kind, 2, jnp.dtype("float32"))
     donor = jax.tree.map(lambda x: x + 1 if x.dtype != bool else ~x, state)
     named = parts(state)
-    assert named == {"cache"} | {"recurrent": {"state"}, "memorizing": {"memory"}}.get(kind, set())
+    assert named == {"cache"} | {
+        "recurrent": {"state"}, "memorizing": {"memory"}, "clustered": {"memory"}
+    }.get(kind, set())  # fmt: skip
     changed = [
         {i for i, (a, b) in enumerate(zip(*map(jax.tree.leaves, pair), strict=True)) if a is not b}
         for pair in ((state, graft(state, donor, part)) for part in sorted(named))

@@ -37,6 +37,10 @@ MODELS = {
     "no cache": {"cache": False},
     "no cache, recurrent": {"cache": False, "recurrent_layers": (1,), "positions": "rotary"},
     "memorizing": {"memorizing_layers": (1,), "memory_size": 10, "memory_neighbors": 3},
+    "clustered, recurrent": {
+        "clustered_layers": (0, 1), "clusters": 3, "cluster_top_k": 2, "positions": "alibi",
+        "recurrent_layers": (2,), "feedback": True,
+    },
     "memorizing, recurrent": {
         "memorizing_layers": (0, 1), "memory_size": 12, "memory_neighbors": 3,
         "memory_search": "bucketed", "recurrent_layers": (2,), "feedback": True,
@@ -102,7 +106,16 @@ def test_segments_with_carried_state_equal_one_long_segment(
 
 @pytest.mark.parametrize(
     "name",
-    ["window", "edges", "feedback", "rotary", "no cache", "no cache, recurrent", "memorizing"],
+    [
+        "window",
+        "edges",
+        "feedback",
+        "rotary",
+        "no cache",
+        "no cache, recurrent",
+        "memorizing",
+        "clustered",
+    ],
 )
 def test_nothing_reads_the_future_or_another_lane(compiled: Callable, name: str) -> None:
     model, params, _ = compiled(name)

@@ -25,7 +25,7 @@ def test_the_papers_models(model: Model, millions: float) -> None:
     assert forward_flops_per_token(model) / 1e6 == pytest.approx(millions, abs=0.1)
 
 
-def test_gates_and_memories_cost() -> None:
+def test_gates_memories_and_centroids_cost() -> None:
     def of(**changes: object) -> int:
         return forward_flops_per_token(dataclasses.replace(PAPER, **changes))
 
@@ -34,3 +34,7 @@ def test_gates_and_memories_cost() -> None:
     assert lstm - gru == gru - fixed == 2 * 2 * 1024 * 1024  # a kernel [2A, D], one state a token
     found = of(memorizing_layers=(-4,)) - of()
     assert found == 2 * 1024 * 32768 + 4 * 1024 * 128
+    clustered = of(clustered_layers=(-4,), clusters=64, cluster_top_k=16) - of()
+    reading = 2 * 1024 * 64 + 4 * 1024 * (256 + 16)  # its centroid, what left the window, and 16
+    taking_in = 4 * 1024 * 64  # of every key by every centroid, and once a block of the 16
+    assert clustered == reading + taking_in + taking_in * 16 // 512

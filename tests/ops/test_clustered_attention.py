@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from brt.config import Attention
 from brt.ops.clustered_attention import attend, attend_by_label
 from brt.ops.clustered_attention.members import tiles_of
+from brt.ops.dropout import Dropout
 
 BATCH, TOKENS, HEADS, WIDTH, SCALE = 3, 24, 2, 8, 0.5
 LENGTHS = np.array([24, 17, 0])
@@ -268,11 +269,15 @@ def test_shards_make_no_difference() -> None:
 
 @each_config
 def test_dropout_reaches_all_weights(config: Attention) -> None:
-    """A "dropout" that doubles them doubles the output."""
-    x, labels = arrays(), random_labels()
-    doubled = jax.jit(partial(attend_by_label, config=config, dropout=lambda w: 2 * w, scale=SCALE))
-    once = run_by_label(*x, VALID, labels, config)
-    np.testing.assert_allclose(doubled(*x, VALID, labels), 2 * once, atol=TOLERANCE)
+    """Each is gone or twice as large, half of them each."""
+    (q, k, _), v, labels = arrays(), identity(), random_labels()
+    dropout = Dropout(jax.random.key(0), 0.5)
+    dropped = jax.jit(partial(attend_by_label, config=config, dropout=dropout, scale=SCALE))
+    weights = np.asarray(run_by_label(q, k, v, VALID, labels, config))
+    ratio = np.asarray(dropped(q, k, v, VALID, labels))[weights > 1e-3] / weights[weights > 1e-3]
+    gone = np.abs(ratio) < 1e-6
+    np.testing.assert_allclose(ratio[~gone], 2, rtol=1e-4)
+    assert 0.4 < gone.mean() < 0.6
 
 
 def test_a_constant_mass_changes_only_gradients() -> None:
@@ -352,6 +357,6 @@ def test_bad_arguments_are_refused() -> None:
         NotImplementedError, match="reference of clustered attention has no dropout"
     ):
         attend_by_label(
-            *x, valid, labels, CONFIGS["paper"], lambda w: w,
+            *x, valid, labels, CONFIGS["paper"], Dropout(key, 0.5),
             scale=SCALE, implementation="reference",
         )  # fmt: skip

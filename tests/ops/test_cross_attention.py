@@ -12,7 +12,8 @@ import pytest
 
 from brt.config import CrossAttention
 from brt.ops import cross_attention
-from brt.ops.cross_attention import Dropout, Parameters
+from brt.ops.cross_attention import Parameters
+from brt.ops.dropout import Dropout
 
 BATCH, HEADS, WIDTH, SOURCE, TARGET, SEGMENT = 4, 2, 4, 21, 12, 4
 LENGTHS = (21, 9, 1, 16)  # segments: 6, 3, 1, 4

@@ -106,7 +106,7 @@ def check_type(config: Mapping[str, Any]) -> str:
     kind = config.get("model_type")
     if kind not in ("t5", "longt5", "bart"):
         raise CheckpointError(
-            f"config.json says model_type = {kind!r}; only t5, longt5 and bart can be read"
+            f"config.json says model_type = {kind!r}; only t5, longt5, bart and roberta can be read"
         )
     return kind
 

@@ -1,21 +1,16 @@
 """A checkpoint of Hugging Face as a directory that training starts from, and back."""
 
 import dataclasses
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
-from brt.errors import CheckpointError, ConfigError
-from brt.interop import pretrained, trained
+from brt.interop import pretrained, pretrained_encoder, trained
 from brt.interop.huggingface import config, files, verify, weights
+from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.pretrained import Pretrained
 from brt.models import seq2seq
-
-DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
 
 def read(directory: Path) -> tuple[Pretrained, dict[str, np.ndarray], weights.Imported]:
@@ -46,12 +41,17 @@ def from_hf(
       ConfigError: `target` has something in it, or the positions cannot be extended so.
       CheckpointError: `source` cannot be converted, or with `verified` the result differs.
     """
+    if roberta.is_theirs(source):
+        yield from roberta.from_hf(
+            source, target, verified=verified, positions=positions, method=method
+        )
+        return
     model, arrays, imported = read(source)
-    with _new_directory(target) as directory:
+    with files.new_directory(target) as directory:
         pretrained.save(directory, model)
         copied = pretrained.copy_tokenizer(source, directory)
         yield _summary(model, source)
-        yield from _mismatches(imported)
+        yield from weights.mismatches(imported)
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
         if verified:
             again = pretrained.load(directory)
@@ -64,11 +64,14 @@ def from_hf(
 
 def to_hf(source: Path, target: Path, *, verified: bool, dtype: str = "float32") -> Iterator[str]:
     """The other way; raises as `from_hf`."""
+    if pretrained_encoder.is_one(source):
+        yield from roberta.to_hf(source, target, verified=verified, dtype=dtype)
+        return
     model = _own(source)
     settings, generation = config.to_theirs(model.described, dtype)
     exported = weights.export_arrays(model.params, model.described.model)
-    with _new_directory(target) as directory:
-        rounded = {name: array.astype(DTYPES[dtype]) for name, array in exported.items()}
+    with files.new_directory(target) as directory:
+        rounded = {name: array.astype(files.DTYPES[dtype]) for name, array in exported.items()}
         files.write_tensors(directory, rounded)
         files.write_json(directory / "config.json", settings)
         files.write_json(directory / "generation_config.json", generation)
@@ -138,33 +141,3 @@ def _summary(model: Pretrained, source: Path) -> str:
         f"layers, width {settings.model_dim}, encoder attention {settings.encoder_attention}, "
         f"cross-attention {model.described.cross.kind}, {count:,} parameters"
     )
-
-
-def _mismatches(imported: weights.Imported) -> Iterator[str]:
-    for what, found in (
-        ("initialised, as the checkpoint lacks them", imported.initialised),
-        ("not read, as the model has no use for them", imported.unexpected),
-    ):
-        if found:
-            yield f"{what}: {', '.join(found)}"
-
-
-@contextmanager
-def _new_directory(target: Path) -> Iterator[Path]:
-    """A directory that takes its name when all is written; else nothing is left of it."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} exists and is not empty; name another directory")
-    partial = target.with_name(target.name + ".partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise CheckpointError(f"{partial} cannot be made: {error.strerror}") from error
-    try:
-        yield partial
-        if target.exists():
-            target.rmdir()
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -1,19 +1,22 @@
 """safetensors in one file or in several with an index; no torch, bfloat16 included."""
 
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-import ml_dtypes  # noqa: F401  # registers bfloat16 with NumPy, which safetensors asks for
+import ml_dtypes  # also registers bfloat16 with NumPy, which safetensors asks for
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from brt.errors import CheckpointError
+from brt.errors import CheckpointError, ConfigError
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}  # of written weights
 
 
 def read_tensors(directory: Path) -> dict[str, np.ndarray]:
@@ -34,8 +37,8 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
     if any(directory.glob("pytorch_model*.bin*")):
         raise CheckpointError(
             f"{directory} has pytorch_model.bin, a pickle that can run code, and no {FILE}; where "
-            "torch is installed, AutoModelForSeq2SeqLM.from_pretrained(DIR).save_pretrained(OUT) "
-            "of transformers writes it as safetensors"
+            "torch is installed, from_pretrained(DIR).save_pretrained(OUT) of its class in "
+            "transformers writes it as safetensors"
         )
     raise CheckpointError(f"{directory} has no {FILE}")
 
@@ -99,3 +102,24 @@ def read_json(path: Path) -> dict:
 def write_json(path: Path, content: Mapping) -> None:
     """Writes an object as others do: two spaces, a line at the end."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """A directory that takes its name when all is written; else nothing is left of it."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists and is not empty; name another directory")
+    partial = target.with_name(target.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{partial} cannot be made: {error.strerror}") from error
+    try:
+        yield partial
+        if target.exists():
+            target.rmdir()
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,6 +1,6 @@
 """Parameters from and to Hugging Face's arrays."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -89,7 +89,7 @@ def import_arrays(arrays: Arrays, model: Seq2Seq, cross: CrossAttention) -> Impo
             raise CheckpointError(f"{theirs} is {array.shape}, not {shape} as config.json has it")
         found[ours] = jnp.asarray(names.to_ours(ours, array, leaf.shape), jnp.float32)
     if missing:
-        raise CheckpointError(f"the checkpoint lacks {_listed(missing)}")
+        raise CheckpointError(f"the checkpoint lacks {listed(missing)}")
     if initialised:
         found = {**found, **_initial(model, cross, initialised)}
     return Imported(unflatten_dict(found, sep="/"), initialised, sorted(left))
@@ -131,13 +131,24 @@ def export_arrays(params: Mapping[str, Any], model: Seq2Seq) -> dict[str, np.nda
         else:
             result[theirs] = names.to_theirs(ours, np.asarray(array))
     if nameless:
-        raise CheckpointError(f"Hugging Face has no names for {_listed(nameless)}")
+        raise CheckpointError(f"Hugging Face has no names for {listed(nameless)}")
     if model.family == "t5" and model.tied_logits and not model.scale_logits:
         # Transformers before 5 takes unscaled logits for a sign that this is not the embedding.
         result["lm_head.weight"] = result["shared.weight"].copy()
     return result
 
 
-def _listed(found: list[str]) -> str:
+def mismatches(imported: Imported) -> Iterator[str]:
+    """Lines that name what did not match."""
+    for what, found in (
+        ("initialised, as the checkpoint lacks them", imported.initialised),
+        ("not read, as the model has no use for them", imported.unexpected),
+    ):
+        if found:
+            yield f"{what}: {', '.join(found)}"
+
+
+def listed(found: list[str]) -> str:
+    """The first few names, and how many there are besides."""
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return ", ".join(found[:_SHOWN]) + more

@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Seq2Seq
-from brt.layers.basic import dropout
 from brt.layers.seq2seq.linear import Linear, Norm
 from brt.layers.seq2seq.mlp import attention_dropout
+from brt.ops.dropout import Dropout
 from brt.ops.encoder_attention import GlobalBlocks, Side, block_sums, local_attention
-from brt.ops.masked_attention import Dropout, attend
+from brt.ops.masked_attention import attend
 
 
 class SourceBias(NamedTuple):
@@ -63,7 +63,7 @@ class Projections(nn.Module):
         rate = attention_dropout(self.model)
         if not self.training or rate == 0:
             return None
-        return lambda weights: dropout(self, weights, rate)
+        return Dropout(self.make_rng("dropout"), rate)
 
 
 class EncoderAttention(Projections):

@@ -6,7 +6,6 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.config import CrossAttention, Seq2Seq
 from brt.layers.basic import parameter
 from brt.layers.seq2seq.attention import Projections
-from brt.layers.seq2seq.mlp import attention_dropout
 from brt.ops import cross_attention
 from brt.ops.cross_attention import CrossCache
 
@@ -49,12 +48,9 @@ class SourceAttention(Projections):
         mask: Bool[Array, "B S"],
     ) -> Float[Array, "B T D"]:
         """Whole targets. What there is to log goes to the collection `intermediates`."""
-        rate, dropped = attention_dropout(self.model), None
-        if self.training and rate:
-            dropped = cross_attention.Dropout(self.make_rng("dropout"), rate)
         y, aux = cross_attention.attend(
             self.queries(x), self.k(encoded), self.v(encoded), mask, self._learned(), self.cross,
-            target_length=x.shape[1] if self.training else None, dropout=dropped,
+            target_length=x.shape[1] if self.training else None, dropout=self.drop(),
         )  # fmt: skip
         if aux.firing_rate is not None:
             self.sow("intermediates", "neurons", aux)

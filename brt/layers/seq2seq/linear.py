@@ -10,6 +10,7 @@ from brt.config import Seq2Seq
 from brt.layers.basic import ONES, compute_dtype, parameter
 from brt.ops.dense import dense
 from brt.ops.normalization import layer_norm, rms_norm
+from brt.ops.reductions import add_shared
 
 BART_DEVIATION = 0.02
 ZEROS = nn.initializers.zeros
@@ -43,7 +44,7 @@ class Linear(nn.Module):
             return y
         axes = self.axes[len(self.inputs) :]
         bias = parameter(self, "bias", self.outputs, axes, ZEROS)
-        return y + bias.astype(y.dtype).reshape((1,) * len(rows) + self.outputs)
+        return add_shared(y, bias)
 
 
 class Norm(nn.Module):

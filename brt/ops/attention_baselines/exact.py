@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from brt.ops import masked_attention
-from brt.ops.masked_attention import Dropout, masked_softmax
+from brt.ops.dropout import Dropout
+from brt.ops.masked_attention import masked_softmax
 from brt.ops.top_k import top_k
 
 

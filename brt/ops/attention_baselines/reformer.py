@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.masked_attention import Dropout, masked_softmax
+from brt.ops.dropout import Dropout
+from brt.ops.masked_attention import masked_softmax
 from brt.ops.normalization import l2_normalize
 
 SELF = -1e9  # a token's logit for itself where it attends to itself only for want of others
@@ -96,8 +97,9 @@ def attend_in_chunks(
         ids, ((0, 0), (0, 0), (0, 0), (0, more)), constant_values=jnp.iinfo(ids.dtype).max
     )
     total = jnp.zeros_like(v)
-    for of_round in ids:
-        total += _round(q, k, v, valid, of_round, dropout, chunk, attend_to_self, causal)
+    for i, of_round in enumerate(ids):
+        dropped = dropout.part(i) if dropout else None
+        total += _round(q, k, v, valid, of_round, dropped, chunk, attend_to_self, causal)
     return (total / len(ids))[:, :, :tokens].swapaxes(1, 2)
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.config import Attention
 from brt.ops.clustered_attention import reference, xla
 from brt.ops.clustered_attention.clustering import cluster_queries
-from brt.ops.masked_attention import Dropout
+from brt.ops.dropout import Dropout
 
 Implementation = Literal["reference", "xla"]
 _IMPLEMENTATIONS = {

@@ -18,7 +18,8 @@ from brt.ops.clustered_attention.members import (
     tiles_of,
     to_tiles,
 )
-from brt.ops.masked_attention import Dropout, masked_softmax
+from brt.ops.dropout import Dropout
+from brt.ops.masked_attention import masked_softmax
 from brt.ops.memory_attention.retrieval import take
 from brt.ops.top_k import top_k
 
@@ -79,9 +80,10 @@ def improved_clustered(
         spread = _spread(queries, labels, centroids)
         expected = logits + spread[..., None] * _half_squares(keys)[:, :, None]
         parts = _by_total(exact, there, expected, seen, best, tiles)
-    of_rest = _product("bhcx,bhxe->bhce", _dropped(parts.rest, dropout, values), values)
-    y = _product("bhnmr,bhnre->bhnme", _dropped(parts.best, dropout, values), best_values)
-    y += parts.share * of_tile(of_rest, tiles)[..., None, :]
+    of_best, of_rest = (dropout.part(0), dropout.part(1)) if dropout else (None, None)
+    rest = _product("bhcx,bhxe->bhce", _dropped(parts.rest, of_rest, values), values)
+    y = _product("bhnmr,bhnre->bhnme", _dropped(parts.best, of_best, values), best_values)
+    y += parts.share * of_tile(rest, tiles)[..., None, :]
     return from_tiles(y.astype(values.dtype), tiles)
 
 

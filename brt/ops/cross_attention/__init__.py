@@ -2,7 +2,6 @@
 
 from brt.ops.cross_attention.api import Aux as Aux
 from brt.ops.cross_attention.api import CrossCache as CrossCache
-from brt.ops.cross_attention.api import Dropout as Dropout
 from brt.ops.cross_attention.api import advance as advance
 from brt.ops.cross_attention.api import attend as attend
 from brt.ops.cross_attention.api import prefill as prefill

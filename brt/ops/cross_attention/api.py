@@ -14,9 +14,9 @@ from brt.config import CrossAttention
 from brt.ops import segmented_recurrent_attention as segmented
 from brt.ops.cross_attention import baselines
 from brt.ops.cross_attention.parameters import Parameters
+from brt.ops.dropout import Dropout
 from brt.ops.segmented_recurrent_attention import Aux as Aux
 from brt.ops.segmented_recurrent_attention import Cache as CrossCache
-from brt.ops.segmented_recurrent_attention import Dropout as Dropout
 from brt.ops.segmented_recurrent_attention.segments import cut, segment_counts
 
 

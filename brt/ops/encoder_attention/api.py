@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.masked_attention import Dropout, masked_softmax
+from brt.ops.dropout import Dropout
+from brt.ops.masked_attention import masked_softmax
+from brt.ops.reductions import add_shared
 
 
 class Side(NamedTuple):
@@ -54,7 +56,7 @@ def local_attention(
     q, near_k, near_v = _blocks(queries, block), _windows(keys, block), _windows(values, block)
     logits = jnp.einsum("bnqhk,bnshk->bnhqs", q, near_k, preferred_element_type=jnp.float32)
     if bias is not None:
-        logits += bias[None, None]
+        logits = add_shared(logits, bias)
     # |key - query| <= radius, with keys counted from the block before the query's.
     offsets = np.arange(3 * block)[None, :] - block - np.arange(block)[:, None]
     near = np.abs(offsets) <= radius

@@ -2,7 +2,6 @@
 
 from brt.ops.segmented_recurrent_attention.api import Aux as Aux
 from brt.ops.segmented_recurrent_attention.api import Cache as Cache
-from brt.ops.segmented_recurrent_attention.api import Dropout as Dropout
 from brt.ops.segmented_recurrent_attention.api import Parameters as Parameters
 from brt.ops.segmented_recurrent_attention.api import Shared as Shared
 from brt.ops.segmented_recurrent_attention.api import Windows as Windows

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brt.config import CrossAttention
+from brt.ops.dropout import Dropout
 from brt.ops.segmented_recurrent_attention import cache, xla
 from brt.ops.segmented_recurrent_attention.cache import Cache as Cache
 from brt.ops.segmented_recurrent_attention.recurrence import Parameters as Parameters
 from brt.ops.segmented_recurrent_attention.recurrence import effective, recurrence
 from brt.ops.segmented_recurrent_attention.segments import pace
-from brt.ops.segmented_recurrent_attention.windows import Dropout as Dropout
 from brt.ops.segmented_recurrent_attention.windows import Shared as Shared
 from brt.ops.segmented_recurrent_attention.windows import Windows as Windows
 

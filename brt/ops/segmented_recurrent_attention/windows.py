@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from brt.ops.dropout import Dropout
 from brt.ops.softmax_attention import attend_by_head
 
 
@@ -32,13 +32,6 @@ class Windows(NamedTuple):
     usable: Bool[Array, "M B S"]
     counts: Int[Array, " B"]
     shared: Shared | None = None
-
-
-class Dropout(NamedTuple):
-    """Of softmax weights: each is dropped with probability `rate`, the others are scaled up."""
-
-    rng: Array
-    rate: float
 
 
 def with_shared(
@@ -72,12 +65,10 @@ def read_window(
     dropout: Dropout | None = None,
 ) -> Float[Array, "*B H Q K"]:
     """O_S: softmax attention, zeros where no key is usable."""
-    kept = None
-    if dropout is not None and dropout.rate:
-        shape, share = (*queries.shape[:-1], keys.shape[-2]), 1 - dropout.rate
-        kept = jax.random.bernoulli(dropout.rng, share, shape).astype(values.dtype)
-        kept = kept / jnp.asarray(share, values.dtype)
-    y = attend_by_head(queries, keys, values, usable, kept, null_keys=False)
+    factors = None
+    if dropout is not None:
+        factors = dropout.factors((*queries.shape[:-1], keys.shape[-2]), values.dtype)
+    y = attend_by_head(queries, keys, values, usable, factors, null_keys=False)
     some = jnp.any(usable, axis=-1, keepdims=True)
     some = some[..., None, :, :] if usable.ndim == queries.ndim - 1 else some[..., None, None, :]
     return jnp.where(some, y, 0)

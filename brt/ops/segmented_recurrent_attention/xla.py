@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from brt.config import CrossAttention
+from brt.ops.dropout import Dropout
 from brt.ops.segmented_recurrent_attention.recurrence import Recurrence
 from brt.ops.segmented_recurrent_attention.segments import Pace, segment_index
 from brt.ops.segmented_recurrent_attention.windows import (
-    Dropout,
     Windows,
     mixed,
     read_window,

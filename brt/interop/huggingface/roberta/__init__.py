@@ -1,0 +1,1 @@
+"""RoBERTa's checkpoints (model_type `roberta`) from and to our encoder."""

@@ -1,0 +1,113 @@
+"""config.json, from and to our settings."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from brt.config import Encoder
+from brt.errors import CheckpointError
+from brt.layers.encoder.inputs import POSITION_OFFSET
+from brt.models.encoder import Task
+
+MODEL_TYPE = "roberta"
+_FIELDS = {
+    "layers": "num_hidden_layers", "model_dim": "hidden_size", "heads": "num_attention_heads",
+    "mlp_dim": "intermediate_size", "vocab_size": "vocab_size", "token_types": "type_vocab_size",
+    "norm_epsilon": "layer_norm_eps", "dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob", "activation": "hidden_act",
+}  # fmt: skip
+# What their classes assume where config.json is silent.
+_DEFAULTS = {
+    "type_vocab_size": 2, "layer_norm_eps": 1e-12, "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu", "max_position_embeddings": 512,
+    "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
+_KEPT = ("pad_token_id", "bos_token_id", "eos_token_id", "id2label", "label2id")
+# A name that only a class's head has, and that class.
+HEADS: dict[Task, tuple[str, str]] = {
+    "masked_language_modeling": ("lm_head.dense.weight", "RobertaForMaskedLM"),
+    "classification": ("classifier.out_proj.weight", "RobertaForSequenceClassification"),
+    "spans": ("qa_outputs.weight", "RobertaForQuestionAnswering"),
+}
+
+
+class Described(NamedTuple):
+    """An encoder without its parameters.
+
+    Attributes:
+      kept: of config.json, what ours has no use for: ids of special tokens, names of classes.
+    """
+
+    model: Encoder
+    task: Task
+    kept: dict[str, Any]
+
+
+def from_theirs(config: Mapping[str, Any], names: Iterable[str]) -> Described:
+    """Their settings as ours.
+
+    Args:
+      config: of config.json.
+      names: of the arrays, which tell the head; without one it is that of the masked model.
+
+    Raises:
+      CheckpointError: a setting that ours lacks.
+    """
+    config = {**_DEFAULTS, **config}
+    for name, wanted in (
+        ("position_embedding_type", "absolute"), ("is_decoder", False),
+        ("add_cross_attention", False), ("pad_token_id", POSITION_OFFSET - 1),
+    ):  # fmt: skip
+        if config.get(name, wanted) != wanted:
+            raise CheckpointError(
+                f"config.json says {name} = {config[name]!r}; only {wanted!r} is supported"
+            )
+    if config["hidden_act"] not in ("gelu", "relu"):
+        raise CheckpointError(
+            f"hidden_act = {config['hidden_act']!r} is not supported; 'gelu' and 'relu' are"
+        )
+    names = set(names)
+    tasks = [task for task, (name, _) in HEADS.items() if name in names]
+    try:
+        fields = {ours: config[theirs] for ours, theirs in _FIELDS.items()}
+    except KeyError as error:
+        raise CheckpointError(f"config.json has no {error.args[0]!r}") from error
+    model = Encoder(
+        **fields,
+        max_positions=config["max_position_embeddings"] - POSITION_OFFSET,
+        classes=len(config["id2label"]) if config.get("id2label") else 2,
+        norm_first=False,
+        positions="learned",
+    )
+    kept = {name: config[name] for name in _KEPT if config.get(name) is not None}
+    return Described(model, tasks[0] if tasks else "masked_language_modeling", kept)
+
+
+def to_theirs(described: Described, dtype: str) -> dict[str, Any]:
+    """config.json; `dtype` is that of the weights.
+
+    Raises:
+      CheckpointError: a setting that theirs lack.
+    """
+    model = described.model
+    for name, wanted in (
+        ("features", 0), ("norm_first", False), ("positions", "learned"),
+        ("shared_queries_keys", False),
+    ):  # fmt: skip
+        if getattr(model, name) != wanted:
+            raise CheckpointError(
+                f"Encoder.{name} = {getattr(model, name)!r} has no counterpart in RoBERTa, which "
+                f"needs {wanted!r}"
+            )
+    if not model.token_types or described.task not in HEADS:
+        raise CheckpointError(
+            f"RoBERTa has Encoder.token_types of 1 or more and a head for one of {list(HEADS)}, "
+            f"not {model.token_types} and {described.task!r}"
+        )
+    config = {theirs: getattr(model, ours) for ours, theirs in _FIELDS.items()}
+    if model.attention_dropout == -1:
+        config["attention_probs_dropout_prob"] = model.dropout
+    return {
+        "model_type": MODEL_TYPE, "architectures": [HEADS[described.task][1]], **config,
+        "max_position_embeddings": model.max_positions + POSITION_OFFSET, "dtype": dtype,
+        **{name: _DEFAULTS[name] for name in _KEPT if name in _DEFAULTS}, **described.kept,
+    }  # fmt: skip

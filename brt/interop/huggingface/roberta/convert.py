@@ -1,0 +1,107 @@
+"""A checkpoint of RoBERTa as a directory that training starts from, and back."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from brt.interop import pretrained_encoder
+from brt.interop.huggingface import files
+from brt.interop.huggingface import verify as reports
+from brt.interop.huggingface.roberta import config, verify, weights
+from brt.interop.huggingface.weights import Imported, mismatches
+from brt.interop.pretrained import copy_tokenizer, parameter_count
+from brt.interop.pretrained_encoder import PretrainedEncoder
+
+
+def is_theirs(directory: Path) -> bool:
+    """Whether config.json is RoBERTa's."""
+    return files.read_json(directory / "config.json").get("model_type") == config.MODEL_TYPE
+
+
+def read(directory: Path) -> tuple[PretrainedEncoder, dict[str, np.ndarray], Imported]:
+    """RoBERTa's checkpoint as ours, its own arrays, and what did not match.
+
+    Raises:
+      CheckpointError: damaged, incomplete, or with settings that are not supported.
+    """
+    settings = files.read_json(directory / "config.json")
+    arrays = weights.normalised(files.read_tensors(directory))
+    described = config.from_theirs(settings, arrays)
+    imported = weights.import_arrays(arrays, described)
+    return PretrainedEncoder(imported.params, described), arrays, imported
+
+
+def from_hf(
+    source: Path, target: Path, *, verified: bool, positions: int = 0, method: str = "copy"
+) -> Iterator[str]:
+    """As `brt.interop.huggingface.convert.from_hf`."""
+    model, arrays, imported = read(source)
+    with files.new_directory(target) as directory:
+        pretrained_encoder.save(directory, model)
+        copied = copy_tokenizer(source, directory)
+        yield _summary(model, source)
+        yield from mismatches(imported)
+        yield f"tokenizer: {', '.join(copied) or 'no files'}"
+        if verified:
+            again = pretrained_encoder.load(directory)
+            exported = weights.export_arrays(again.params, again.described)
+            complete = source if not imported.initialised else None  # else theirs draws a head
+            yield from _verified(model, again, arrays, exported, complete)
+        if positions:  # after the comparison with what they were made of
+            longer = pretrained_encoder.extend_positions(model, positions, method)
+            pretrained_encoder.save(directory, longer)
+            yield f"extended to {positions:,} positions ({method})"
+    yield f"wrote {target}"
+
+
+def to_hf(source: Path, target: Path, *, verified: bool, dtype: str = "float32") -> Iterator[str]:
+    """The other way, of a directory that `from_hf` wrote; raises as that."""
+    model = pretrained_encoder.load(source)
+    settings = config.to_theirs(model.described, dtype)
+    exported = weights.export_arrays(model.params, model.described)
+    with files.new_directory(target) as directory:
+        rounded = {name: array.astype(files.DTYPES[dtype]) for name, array in exported.items()}
+        files.write_tensors(directory, rounded)
+        files.write_json(directory / "config.json", settings)
+        copied = copy_tokenizer(source, directory)
+        yield _summary(model, source)
+        yield f"tokenizer: {', '.join(copied) or 'no files'}"
+        if verified:
+            again, arrays, _ = read(directory)
+            yield from _verified(model, again, exported, arrays, directory)
+    yield f"wrote {target}"
+
+
+def _verified(
+    model: PretrainedEncoder,
+    again: PretrainedEncoder,
+    before: Mapping[str, np.ndarray],
+    after: Mapping[str, np.ndarray],
+    theirs: Path | None,
+) -> Iterator[str]:
+    """The report; `theirs` is the directory in Hugging Face's form."""
+    # What the file never had was initialised; what ours never reads was reported.
+    checks = reports.tensor_checks({k: v for k, v in before.items() if k in after}, after)
+    yield reports.text(checks)
+    reports.check(checks)
+    rounding = max(reports.ROUNDING.get(check.dtype, 0.0) for check in checks)
+    x = verify.inputs(model.described)
+    found = verify.logits(again.params, again.described, x)
+    expected = verify.logits(model.params, model.described, x)
+    yield reports.check_logits(found, expected, "the model before it was written", rounding)
+    if theirs is None:
+        return
+    reference = verify.transformers_logits(theirs, model.described, x)
+    if reference is None:
+        yield "logits against transformers: not compared; it is not installed"
+    else:
+        yield reports.check_logits(found, reference, "transformers")
+
+
+def _summary(model: PretrainedEncoder, source: Path) -> str:
+    settings, count = model.described.model, parameter_count(model.params)
+    return (
+        f"{source}: roberta for {model.described.task}, {settings.layers} layers, width "
+        f"{settings.model_dim}, {settings.max_positions} positions, {count:,} parameters"
+    )

@@ -1,0 +1,72 @@
+"""What the head of an encoder computes, here and in transformers."""
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from brt.config import Attention
+from brt.interop.huggingface.roberta.config import HEADS, Described
+from brt.models import encoder, seq2seq
+
+
+class Inputs(NamedTuple):
+    """Random token ids, always the same; the second row is half as long as the first."""
+
+    tokens: np.ndarray
+    valid: np.ndarray
+
+
+def inputs(described: Described) -> Inputs:
+    """Two rows of at most 64 tokens."""
+    model, pad = described.model, described.kept.get("pad_token_id", 1)
+    rng = np.random.default_rng(0)
+    longest = min(model.max_positions, 64)
+    lengths = np.array([longest, max(longest // 2, 1)])
+    valid = np.arange(longest)[None] < lengths[:, None]
+    tokens = rng.integers(model.vocab_size - 1, size=valid.shape)
+    tokens += tokens >= pad  # their positions pass over padding, wherever it is
+    return Inputs(np.where(valid, tokens, pad).astype(np.int32), valid)
+
+
+def logits(
+    params: Mapping[str, Any], described: Described, x: Inputs, attention: Attention | None = None
+) -> np.ndarray:
+    """Float32 logits of our model: [2, T, V], [2, classes] or [2, T, 2]; zeros on padding.
+
+    Args:
+      attention: None: exact.
+    """
+    network = encoder.EncoderWithHead(described.model, attention or Attention(), described.task)
+    found = network.apply(
+        {"params": params}, jnp.asarray(x.tokens), jnp.asarray(x.valid), jax.random.key(0)
+    )
+    if described.task == "masked_language_modeling":
+        found = seq2seq.logits(encoder.readout(dict(params)), found)
+    return _without_padding(np.asarray(found), x)
+
+
+def transformers_logits(directory: Path, described: Described, x: Inputs) -> np.ndarray | None:
+    """The same of Hugging Face's model in `directory`; None where it is not installed."""
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
+        return None
+    torch = importlib.import_module("torch")
+    kind = getattr(importlib.import_module("transformers"), HEADS[described.task][1])
+    model = kind.from_pretrained(directory, torch_dtype=torch.float32).eval()
+    with torch.no_grad():
+        out = model(
+            input_ids=torch.tensor(x.tokens, dtype=torch.long),
+            attention_mask=torch.tensor(x.valid, dtype=torch.long),
+        )
+    if described.task == "spans":
+        return _without_padding(np.stack([out.start_logits, out.end_logits], axis=-1), x)
+    return _without_padding(out.logits.numpy(), x)
+
+
+def _without_padding(found: np.ndarray, x: Inputs) -> np.ndarray:
+    return found if found.ndim == 2 else np.where(x.valid[..., None], found, 0.0)

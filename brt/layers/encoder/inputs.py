@@ -1,0 +1,91 @@
+"""What lies before the first layer: tokens or feature vectors, their kinds and positions."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import Encoder
+from brt.errors import ConfigError
+from brt.layers.basic import compute_dtype, dropout, parameter
+from brt.layers.encoder.linear import DEVIATION, Embedding, Linear, Norm
+
+POSITION_OFFSET = 2  # RoBERTa's table has two rows that no token uses
+
+
+class Inputs(nn.Module):
+    """`token_embed` or `feature_proj`, `type_embed`, `pos_embed`; then `embed_norm`."""
+
+    model: Encoder
+    training: bool = False
+
+    def setup(self) -> None:
+        m = self.model
+        if m.features:
+            self.feature_proj = Linear((m.features,), (m.model_dim,), (None, "embed"))
+        else:
+            self.token_embed = Embedding(m, m.vocab_size, "vocab")
+        if m.token_types:
+            self.type_embed = Embedding(m, m.token_types, "types")
+        if m.positions == "learned":
+            self.pos_embed = parameter(
+                self, "pos_embed", (m.max_positions + POSITION_OFFSET, m.model_dim),
+                ("positions", "embed"), nn.initializers.normal(DEVIATION),
+            )  # fmt: skip
+        self.embed_norm = Norm(m)
+
+    def __call__(
+        self,
+        inputs: Int[Array, "B T"] | Float[Array, "B T F"],
+        valid: Bool[Array, "B T"],
+        types: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Args: types: the kind of each token; None: the first.
+
+        Raises:
+          ConfigError: vectors of another width, or more of them than learned positions.
+        """
+        m = self.model
+        check_inputs(m, inputs)
+        dtype = compute_dtype(m)
+        x = self.feature_proj(inputs.astype(dtype)) if m.features else self.token_embed(inputs)
+        if m.token_types:
+            x = x + self.type_embed(jnp.zeros_like(inputs) if types is None else types)
+        if m.positions != "none":
+            places = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)  # padding takes no position
+            x = x + jnp.take(self._positions(inputs.shape[1]), places, axis=0).astype(dtype)
+        x = dropout(self, self.embed_norm(x), m.dropout)
+        return jnp.where(valid[..., None], x, 0)
+
+    def _positions(self, length: int) -> Float[Array, "P D"]:
+        m = self.model
+        if m.positions == "learned":
+            return self.pos_embed[POSITION_OFFSET:]
+        size = 1.0 if m.features else DEVIATION  # as large as what they are added to
+        return jnp.asarray(size * sinusoids(length, m.model_dim))
+
+
+def sinusoids(length: int, width: int) -> Float[np.ndarray, "T D"]:
+    """Positions of Vaswani et al. (2017, section 3.5), sines first, with a mean square of 1."""
+    speeds = 10_000.0 ** (-np.arange(width // 2) / (width // 2))
+    angles = np.outer(np.arange(length), speeds)
+    both = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    return (np.sqrt(2) * both).astype(np.float32)
+
+
+def check_inputs(model: Encoder, inputs: Array) -> None:
+    """Raises ConfigError where the model cannot read inputs of this shape."""
+    if model.features and (inputs.ndim != 3 or inputs.shape[-1] != model.features):
+        raise ConfigError(
+            f"inputs are {inputs.dtype} {inputs.shape}, but Encoder.features = {model.features} "
+            "reads vectors of that width"
+        )
+    if not model.features and inputs.ndim != 2:
+        raise ConfigError(
+            f"inputs are vectors of width {inputs.shape[-1]}; set Encoder.features to that"
+        )
+    if model.positions == "learned" and inputs.shape[1] > model.max_positions:
+        raise ConfigError(
+            f"{inputs.shape[1]} inputs are more than Encoder.max_positions = "
+            f"{model.max_positions}; raise that, or set Encoder.positions = 'sinusoidal'"
+        )

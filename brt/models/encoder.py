@@ -1,0 +1,121 @@
+"""The encoder: tokens or feature vectors to hidden vectors, and a head for each task.
+
+How it attends is no part of its parameters: weights trained with one kind of attention can be
+read with any other.
+"""
+
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt import config
+from brt.layers.encoder import heads
+from brt.layers.encoder.inputs import Inputs
+from brt.layers.encoder.layer import EncoderLayer
+from brt.layers.encoder.linear import Norm
+from brt.models.seq2seq import Readout
+
+Params = dict[str, Any]
+Task = Literal["ctc", "classification", "spans", "masked_language_modeling"]
+HEADS = {
+    "ctc": heads.Ctc,
+    "classification": heads.Classification,
+    "spans": heads.Spans,
+    "masked_language_modeling": heads.MaskedLanguageModel,
+}
+
+
+class Encoder(nn.Module):
+    """`inputs`, `layers_0` and on, and `final_norm` where norms come first.
+
+    Attributes:
+      model: with its vocabulary size set, where it reads tokens.
+      training: whether dropout is on (needs the rng 'dropout').
+    """
+
+    model: config.Encoder
+    attention: config.Attention = config.Attention()
+    training: bool = False
+
+    def setup(self) -> None:
+        m = self.model
+        self.inputs = Inputs(m, self.training)
+        layer = nn.remat(EncoderLayer) if m.remat else EncoderLayer
+        self.layers = [layer(m, self.attention, self.training) for _ in range(m.layers)]
+        if m.norm_first:
+            self.final_norm = Norm(m)
+
+    def __call__(
+        self,
+        inputs: Int[Array, "B T"] | Float[Array, "B T F"],
+        valid: Bool[Array, "B T"],
+        key: jax.Array,
+        types: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Hidden vectors; those of padding mean nothing.
+
+        An example's depend on its own valid inputs and on the key.
+
+        Args:
+          valid: False on padding.
+          key: of what attention draws at random; evaluate with one fixed key.
+          types: the kind of each token, where the model knows several; None: the first.
+
+        Raises:
+          ConfigError: inputs that the model has no positions for, or of another width.
+        """
+        x = self.inputs(inputs, valid, types)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, valid, jax.random.fold_in(key, i))
+        return self.final_norm(x) if self.model.norm_first else x
+
+
+class EncoderWithHead(nn.Module):
+    """`encoder` and `head`."""
+
+    model: config.Encoder
+    attention: config.Attention = config.Attention()
+    task: Task = "masked_language_modeling"
+    training: bool = False
+
+    def setup(self) -> None:
+        self.encoder = Encoder(self.model, self.attention, self.training)
+        self.head = HEADS[self.task](self.model, self.training)
+
+    def __call__(
+        self,
+        inputs: Int[Array, "B T"] | Float[Array, "B T F"],
+        valid: Bool[Array, "B T"],
+        key: jax.Array,
+        types: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "..."]:
+        """What the head gives of the hidden vectors (see `Encoder`)."""
+        return self.head(self.encoder(inputs, valid, key, types), valid)
+
+    def at(
+        self,
+        inputs: Int[Array, "B T"],
+        valid: Bool[Array, "B T"],
+        key: jax.Array,
+        positions: Int[Array, "B R"],
+    ) -> Float[Array, "B R D"]:
+        """The head's vectors of some positions alone."""
+        hidden = self.encoder(inputs, valid, key)
+        chosen = jnp.take_along_axis(hidden, positions[..., None], axis=1)
+        return self.head(chosen, jnp.take_along_axis(valid, positions, axis=1))
+
+
+def init(network: Encoder | EncoderWithHead, key: Array) -> Params:
+    """Initial parameters, each boxed with the names of its axes."""
+    features = network.model.features
+    inputs = jnp.zeros((1, 1, features)) if features else jnp.zeros((1, 1), jnp.int32)
+    return network.init(key, inputs, jnp.ones((1, 1), bool), key)["params"]
+
+
+def readout(params: Params) -> Readout:
+    """What turns the vectors of the masked language model's head into logits."""
+    embedding = params["encoder"]["inputs"]["token_embed"]["embedding"]
+    return Readout(embedding, params["head"]["logits_bias"], 1.0)

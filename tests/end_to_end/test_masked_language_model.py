@@ -1,0 +1,81 @@
+"""A masked language model from documents to its evaluation, by the commands that people type."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .conftest import Commands
+
+CONFIG = """
+Training.objective = 'masked_language_modeling'
+Training.steps = 8
+Training.batch_size = 4
+Training.segment_length = 32
+Training.log_every = 4
+Training.evaluate_every = 4
+Training.sample_every = 8
+Encoder.layers = 1
+Encoder.model_dim = 16
+Encoder.heads = 2
+Encoder.mlp_dim = 32
+Encoder.max_positions = 32
+Encoder.dropout = 0.0
+Attention.kind = 'improved_clustered'
+Attention.clusters = 4
+Attention.top_k = 8
+Optimizer.name = 'adamw'
+Optimizer.learning_rate = 0.01
+Optimizer.warmup_steps = 2
+Checkpoint.every = 4
+"""
+
+
+@pytest.fixture(scope="module")
+def gin(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("masked") / "masked.gin"
+    data = [line for line in commands.config.read_text().splitlines() if line.startswith("Data.")]
+    path.write_text("\n".join([CONFIG, *data, ""]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def workdir(commands: Commands, gin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "masked"
+    done = commands.run("train", f"--gin_file={gin}", f"--workdir={path}")
+    assert "bits per masked token" in done.out
+    return path
+
+
+def test_training_leaves_figures_a_sample_and_plots(workdir: Path) -> None:
+    records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    bits = [r["eval/validation/bits_per_masked_token"] for r in records if "eval" in str(r)]
+    assert len(bits) == 2 and 2 < bits[1] < bits[0] < 9
+    assert [r["data/tokens"] for r in records if "data/tokens" in r][-1] < 8 * 4 * 6
+    assert "[" in (workdir / "samples/00000008.txt").read_text()
+    assert (workdir / "plots/bits_per_masked_token.png").is_file()
+
+
+def test_evaluation_by_another_attention(commands: Commands, workdir: Path) -> None:
+    done = commands.run(
+        "evaluate", f"--workdir={workdir}", "--gin_bindings=Attention.kind = 'full'"
+    )
+    assert "attention full, trained with improved_clustered" in done.out
+    report = json.loads((workdir / "evaluations/8/test.json").read_text())
+    assert report["protocol"]["attention"]["kind"] == "full"
+    assert 2 < report["bits_per_masked_token"] < 9
+    rows = (workdir / "evaluations/8/test_documents.jsonl").read_text().splitlines()
+    assert len(rows) == report["documents"] == 5
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "sentence"),
+    [
+        ("generate", ["--prompt=a"], "which writes no text; python -m brt.evaluate shows what it"),
+        ("evaluate", ["--gin_bindings=Encoder.heads = 4"], "Encoder.heads was 2 and is 4"),
+    ],
+)
+def test_what_means_nothing_is_one_sentence(
+    commands: Commands, workdir: Path, command: str, flags: list[str], sentence: str
+) -> None:
+    assert sentence in commands.run(command, f"--workdir={workdir}", *flags, code=2).err

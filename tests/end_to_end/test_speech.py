@@ -1,0 +1,97 @@
+"""A speech recogniser from made-up utterances to its transcripts, by the commands people type."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .conftest import Commands
+
+CONFIG = """
+Training.objective = 'ctc'
+Training.steps = 8
+Training.batch_size = 4
+Training.log_every = 2
+Training.evaluate_every = 8
+Training.sample_every = 8
+Training.plots = False
+Encoder.layers = 1
+Encoder.model_dim = 16
+Encoder.heads = 2
+Encoder.mlp_dim = 32
+Encoder.positions = 'sinusoidal'
+Encoder.dropout = 0.1
+Attention.kind = 'improved_clustered'
+Attention.clusters = 4
+Attention.iterations = 2
+Attention.top_k = 4
+Speech.train = 'generated:train/10'
+Speech.validation = 'generated:validation/3'
+Speech.test = 'generated:test/5'
+Speech.stack = 3
+Speech.stride = 3
+Speech.time_masks = 1
+Speech.feature_masks = 1
+Evaluation.batch_size = 3
+Optimizer.name = 'adamw'
+Optimizer.learning_rate = 0.01
+Optimizer.schedule = 'constant'
+Optimizer.warmup_steps = 2
+Checkpoint.every = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def gin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("speech") / "speech.gin"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture(scope="module")
+def recogniser(commands: Commands, gin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The workdir of a run that was stopped on the way and went on."""
+    workdir = tmp_path_factory.mktemp("recogniser")
+    stop = "hook('brt.training.run.put', 5, send(signal.SIGTERM))"
+    flags = f"--gin_file={gin}", f"--workdir={workdir}"
+    commands.run("train", *flags, hook=stop, code=75)
+    done = commands.run("train", *flags)
+    assert "resuming" in done.err and "improved_clustered" in done.out
+    table = [line.split()[0] for line in done.out.splitlines() if line.count("%") == 2]
+    assert table == ["improved_clustered", "full"], "both attentions, the same weights"
+    return workdir
+
+
+def test_training_leaves_figures_and_a_transcript(recogniser: Path) -> None:
+    records = [json.loads(line) for line in (recogniser / "metrics.jsonl").read_text().splitlines()]
+    losses = [r["train/loss"] for r in records if "train/loss" in r]
+    assert losses[-1] < losses[0]
+    tags = {tag for record in records for tag in record if tag.startswith("eval/")}
+    assert tags == {
+        f"eval/validation/{name}"
+        for name in ("token_error_rate", "word_error_rate", "bits_per_token", "bits_per_byte",
+                     "token_error_rate_full")
+    }  # fmt: skip
+    sample = (recogniser / "samples/00000008.txt").read_text()
+    assert sample.startswith("validation-00000: ") and "said:" in sample and "heard:" in sample
+
+
+def test_evaluation_with_another_attention_and_beams(
+    commands: Commands, recogniser: Path, tmp_path: Path
+) -> None:
+    done = commands.run(
+        "evaluate", f"--workdir={recogniser}", "--split=test", f"--json={tmp_path}/report",
+        "--gin_bindings=Attention.kind = 'oracle_top_k'", "--gin_bindings=Speech.beams = 3",
+    )  # fmt: skip
+    report = json.loads((tmp_path / "report").read_text())
+    assert "3 beams, trained with improved_clustered attention" in done.out
+    assert (report["attention"], report["trained_with"]) == ("oracle_top_k", "improved_clustered")
+    assert report["audio_seconds"] > 5 and report["seconds"] > 0
+    directory = recogniser / "evaluations/8"
+    assert json.loads((directory / "test_oracle_top_k.json").read_text()) == report
+    lines = (directory / "test_oracle_top_k_predictions.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["id"] for row in rows] == [f"test-{i:05}" for i in range(5)]
+    assert report["token_errors"] == {
+        key: sum(row["token_errors"][key] for row in rows) for key in report["token_errors"]
+    }

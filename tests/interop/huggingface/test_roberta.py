@@ -1,0 +1,216 @@
+"""RoBERTa's checkpoints: ours computes what transformers 5.23.0 does (tests/data/huggingface)."""
+
+import dataclasses
+import functools
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.config import Attention
+from brt.errors import CheckpointError, ConfigError
+from brt.interop import pretrained, pretrained_encoder
+from brt.interop.huggingface import convert, files
+from brt.interop.huggingface.roberta import config, verify, weights
+from brt.interop.huggingface.roberta import convert as roberta
+from brt.models import encoder, seq2seq
+
+TASKS = {
+    "roberta": "masked_language_modeling",
+    "roberta_classification": "classification",
+    "roberta_spans": "spans",
+}
+TOLERANCE = 5e-6  # relative to the largest magnitude, float32
+
+each_model = pytest.mark.parametrize("model", TASKS)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if "slow" not in request.keywords:  # others do not depend on what else is installed
+        monkeypatch.setattr(verify, "transformers_logits", lambda *_: None)
+
+
+@pytest.fixture
+def source(tmp_path: Path, directory: Callable) -> Path:
+    """The masked language model with a tokenizer beside it."""
+    shutil.copytree(directory("roberta"), tmp_path / "theirs")
+    (tmp_path / "theirs/vocab.json").write_bytes(b"{}")
+    (tmp_path / "theirs/merges.txt").write_bytes(b"m")
+    return tmp_path / "theirs"
+
+
+@functools.cache
+def loaded(directory: Path) -> tuple[Any, dict[str, np.ndarray]]:
+    return roberta.read(directory)[0], dict(np.load(directory / "expected.npz"))
+
+
+@functools.cache
+def computed(directory: Path, attention: Attention) -> tuple[np.ndarray, np.ndarray]:
+    """Hidden vectors and logits of the recorded inputs."""
+    (params, described), x = loaded(directory)
+    arrays = [jnp.asarray(x[name]) for name in ("tokens", "mask", "types")]
+
+    @jax.jit
+    def run(params: Any, tokens: Any, mask: Any, types: Any) -> tuple[jax.Array, jax.Array]:
+        of_head = encoder.EncoderWithHead(described.model, attention, described.task)
+        key = jax.random.key(0)
+        hidden = of_head.apply(
+            {"params": params}, tokens, mask, key, types,
+            method=lambda network, *inputs: network.encoder(*inputs),
+        )  # fmt: skip
+        y = of_head.apply({"params": params}, tokens, mask, key, types)
+        if described.task == "masked_language_modeling":
+            y = seq2seq.logits(encoder.readout(params), y)
+        return hidden, y
+
+    return tuple(map(np.asarray, run(params, *arrays)))
+
+
+@each_model
+def test_hidden_vectors_and_logits(directory: Callable, model: str) -> None:
+    (_, described), x = loaded(directory(model))
+    assert described.task == TASKS[model]
+    hidden, logits = computed(directory(model), Attention())
+    there = x["mask"][..., None]
+    for found, expected in ((hidden, x["hidden"]), (logits, x["logits"])):
+        where = there if found.ndim == 3 else True
+        difference = np.abs(np.where(where, found - expected, 0)).max()
+        assert difference <= TOLERANCE * np.abs(expected).max(), f"{difference:.1e}"
+
+
+def test_a_loaded_model_reads_with_clusters(directory: Callable) -> None:
+    """With as many best keys as there are it is exact; with few and 25 clusters it is near."""
+    x = loaded(directory("roberta"))[1]
+    exact, there = computed(directory("roberta"), Attention())[1], x["mask"]
+    logits = {}
+    for name, attention in (
+        ("all keys", Attention(kind="improved_clustered", clusters=2, top_k=20)),
+        ("near", Attention(kind="improved_clustered", clusters=25, top_k=12)),
+    ):
+        logits[name] = computed(directory("roberta"), attention)[1][there] - exact[there]
+    size = np.abs(exact[there]).max()
+    assert np.abs(logits["all keys"]).max() < 1e-5 * size
+    assert 0 < np.sqrt(np.mean(logits["near"] ** 2)) < 0.05 * exact[there].std()
+
+
+@each_model
+def test_there_and_back_is_the_same_checkpoint(
+    directory: Callable, tmp_path: Path, model: str
+) -> None:
+    there = list(convert.from_hf(directory(model), tmp_path / "ours", verified=True))
+    back = list(convert.to_hf(tmp_path / "ours", tmp_path / "again", verified=True))
+    for lines in (there, back):
+        assert any("logits against the model before it was written: largest difference 0.0e+00"
+                   in line for line in lines)  # fmt: skip
+        assert any("attention.self.query.weight" in line and "16x16" in line for line in lines)
+    before, after = (files.read_tensors(d) for d in (directory(model), tmp_path / "again"))
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    old, new = (files.read_json(d / "config.json") for d in (directory(model), tmp_path / "again"))
+    assert {name: old[name] for name in new} == new
+    assert new["architectures"] == old["architectures"]
+
+
+def test_the_tokenizer_comes_along_and_positions_can_be_extended(
+    source: Path, tmp_path: Path
+) -> None:
+    lines = list(convert.from_hf(source, tmp_path / "ours", verified=True, positions=50))
+    assert "tokenizer: vocab.json, merges.txt" in lines
+    assert "extended to 50 positions (copy)" in lines
+    short, long = roberta.read(source)[0], pretrained_encoder.load(tmp_path / "ours")
+    assert long.described.model.max_positions == 50
+    tables = [m.params["encoder"]["inputs"]["pos_embed"] for m in (short, long)]
+    np.testing.assert_array_equal(tables[1], np.concatenate([tables[0], tables[0][2:20]]))
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        list(convert.from_hf(source, tmp_path / "ours", verified=False))
+    with pytest.raises(CheckpointError, match="holds an encoder alone, which writes no summaries"):
+        pretrained.load(tmp_path / "ours")
+
+
+def test_copies_prefixes_and_relics_are_understood(directory: Callable) -> None:
+    arrays = files.read_tensors(directory("roberta"))
+    expected = dict(arrays)
+    embedding = "roberta.embeddings.word_embeddings.weight"
+    arrays["lm_head.decoder.weight"] = arrays[embedding]
+    arrays["lm_head.decoder.bias"] = arrays["lm_head.bias"]
+    arrays["roberta.embeddings.position_ids"] = np.arange(34)[None]
+    jax.tree.map(np.testing.assert_array_equal, weights.normalised(arrays), expected)
+    bare = {name.removeprefix("roberta."): array for name, array in arrays.items()}
+    jax.tree.map(np.testing.assert_array_equal, weights.normalised(bare), expected)
+    with pytest.raises(CheckpointError, match="only tied logits are supported"):
+        weights.normalised({**arrays, "lm_head.decoder.weight": arrays[embedding] + 1})
+
+
+def test_a_bare_encoder_gets_a_new_head(source: Path, tmp_path: Path) -> None:
+    arrays = files.read_tensors(source)
+    bare = {name: array for name, array in arrays.items() if not name.startswith("lm_head")}
+    bare["pooler.dense.weight"] = np.zeros((16, 16), np.float32)
+    files.write_tensors(source, bare)
+    lines = list(convert.from_hf(source, tmp_path / "ours", verified=True))
+    assert any("initialised" in line and "head/logits_bias" in line for line in lines)
+    assert any("not read" in line and "pooler.dense.weight" in line for line in lines)
+    old, new = roberta.read(source)[0].params, pretrained_encoder.load(tmp_path / "ours").params
+    jax.tree.map(np.testing.assert_array_equal, new["encoder"], old["encoder"])
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"position_embedding_type": "relative_key"}, "= 'relative_key'; only 'absolute' is"),
+        ({"is_decoder": True}, "is_decoder = True; only False is supported"),
+        ({"pad_token_id": 0}, "pad_token_id = 0; only 1 is supported"),
+        ({"hidden_act": "silu"}, "hidden_act = 'silu' is not supported"),
+        ({"hidden_size": None}, "config.json has no 'hidden_size'"),
+        ({"intermediate_size": 20}, r"24.*, not .*20.* as config.json has it"),
+    ],
+)
+def test_what_ours_lacks_is_refused(source: Path, change: dict, sentence: str) -> None:
+    theirs = {**files.read_json(source / "config.json"), **change}
+    theirs = {name: value for name, value in theirs.items() if value is not None}
+    (source / "config.json").write_text(json.dumps(theirs))
+    with pytest.raises(CheckpointError, match=sentence):
+        roberta.read(source)
+
+
+def test_pickles_missing_arrays_and_other_encoders_are_refused(source: Path) -> None:
+    described = roberta.read(source)[0].described
+    other = dataclasses.replace(described.model, positions="sinusoidal")
+    with pytest.raises(CheckpointError, match="positions = 'sinusoidal' has no counterpart in"):
+        config.to_theirs(described._replace(model=other), "float32")
+    arrays = files.read_tensors(source)
+    name = "roberta.encoder.layer.1.output.dense.bias"
+    files.write_tensors(source, {k: v for k, v in arrays.items() if k != name})
+    with pytest.raises(CheckpointError, match=f"the checkpoint lacks {name}"):
+        roberta.read(source)
+    (source / files.FILE).rename(source / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="a pickle that can run code"):
+        roberta.read(source)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's and transformers' own
+@each_model
+def test_logits_agree_both_ways(model: str, tmp_path: Path) -> None:
+    """Against the library itself, where it is installed."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    settings = transformers.RobertaConfig(
+        vocab_size=40, hidden_size=24, num_hidden_layers=2, num_attention_heads=3,
+        intermediate_size=20, max_position_embeddings=66, initializer_range=0.3,
+        type_vocab_size=1, pad_token_id=1, num_labels=3 if model == "roberta_classification" else 2,
+    )  # fmt: skip
+    theirs = getattr(transformers, config.HEADS[TASKS[model]][1])(settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs.save_pretrained(tmp_path / "theirs")
+        lines = list(convert.from_hf(tmp_path / "theirs", tmp_path / "ours", verified=True))
+        lines += convert.to_hf(tmp_path / "ours", tmp_path / "again", verified=True)
+    assert sum(line.startswith("logits against transformers: largest") for line in lines) == 2

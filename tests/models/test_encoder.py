@@ -1,0 +1,232 @@
+import dataclasses
+import typing
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.config import Attention, Encoder
+from brt.errors import ConfigError
+from brt.models import encoder, seq2seq
+from brt.ops.attention import KEYS_ARE_QUERIES, kind_of_length
+
+KINDS = typing.get_args(typing.get_type_hints(Attention)["kind"])
+TOKENS = Encoder(
+    layers=1, model_dim=8, heads=2, mlp_dim=12, vocab_size=20, max_positions=16, token_types=2,
+    dropout=0.1,
+)  # fmt: skip
+FEATURES = dataclasses.replace(
+    TOKENS, features=3, token_types=0, vocab_size=5, positions="sinusoidal", norm_first=False,
+    activation="relu",
+)  # fmt: skip
+LENGTHS = (12, 7)
+LOWEST = np.finfo(np.float32).min
+
+
+def attention(kind: str, **options: int) -> Attention:
+    small = {"clusters": 3, "top_k": 4, "rounds": 2, "buckets": 8, "chunk": 4, "bits": 16}
+    return Attention(kind=kind, **{**small, **options})
+
+
+def random_params(network: nn.Module, seed: int = 0) -> Any:
+    """None of them at a special value; drawn without compiling anything."""
+    rng = np.random.default_rng(seed)
+    shapes = nn.meta.unbox(jax.eval_shape(lambda: encoder.init(network, jax.random.key(0))))
+
+    def leaf(path: tuple, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        x = rng.normal(size=shape.shape)
+        scale = {"scale": 0.3, "bias": 0.5, "kernel": 0.4}.get(path[-1].key, 1.0)
+        return jnp.asarray(scale * x + (path[-1].key == "scale"), jnp.float32)
+
+    return jax.tree.map_with_path(leaf, shapes)
+
+
+def inputs(model: Encoder, seed: int, length: int = 12) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    if model.features:
+        return rng.normal(size=(2, length, model.features)).astype(np.float32)
+    return rng.integers(model.vocab_size, size=(2, length)).astype(np.int32)
+
+
+def valid(length: int = 12) -> np.ndarray:
+    return np.arange(length)[None] < np.array(LENGTHS)[:, None]
+
+
+@partial(jax.jit, static_argnames="network")
+def hidden_and_gradients(
+    network: encoder.Encoder, params: Any, x: Any, there: Any, key: Any, rng: Any
+) -> tuple[jax.Array, Any]:
+    """Of the mean square of what is valid, weighted so that no norm makes it constant."""
+
+    def loss(params: Any) -> tuple[jax.Array, jax.Array]:
+        y = network.apply({"params": params}, x, there, key, rngs={"dropout": rng})
+        weights = jnp.cos(jnp.arange(y.shape[-1]))[None, None]
+        return jnp.sum(jnp.where(there[..., None], weights * y**3, 0)), y
+
+    return jax.grad(loss, has_aux=True)(params)[::-1]
+
+
+@partial(jax.jit, static_argnames="network")
+def forward(network: nn.Module, params: Any, x: Any, there: Any, key: Any) -> jax.Array:
+    return network.apply({"params": params}, x, there, key)
+
+
+def run(
+    network: encoder.Encoder, params: Any, x: Any, there: Any, seed: int = 0, dropped: int = 0
+) -> Any:
+    keys = jax.random.key(seed), jax.random.key(dropped)
+    return hidden_and_gradients(network, params, x, there, *keys)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_valid_alone_decides(kind: str) -> None:
+    """Neither padding, nor the rest of the batch; the same key gives the same bits.
+
+    That the amount of padding changes nothing is a property of attention, which its own tests
+    check for every kind.
+    """
+    model = dataclasses.replace(TOKENS, shared_queries_keys=kind in KEYS_ARE_QUERIES)
+    network = encoder.Encoder(model, attention(kind))
+    params, x, there = random_params(network), inputs(model, 1), valid()
+    y, gradients = run(network, params, x, there)
+    again = run(network, params, x, there)
+    jax.tree.map(np.testing.assert_array_equal, (y, gradients), again)
+    for path, leaf in jax.tree.leaves_with_path(gradients):
+        assert np.any(leaf), jax.tree_util.keystr(path)
+
+    neighbours = inputs(model, 2)
+    neighbours[1, :7] = x[1, :7]
+    other, _ = run(network, params, neighbours, there)
+    np.testing.assert_allclose(other[1, :7], y[1, :7], atol=2e-5)
+    assert np.abs(other[0] - y[0]).max() > 0.1
+
+
+def test_how_much_padding_there_is_changes_nothing() -> None:
+    network = encoder.Encoder(TOKENS, attention("improved_clustered"))
+    params, there, results = random_params(network), valid(), []
+    for length in (12, 15):
+        x = inputs(TOKENS, length, length)
+        x[:, :12] = np.where(there, inputs(TOKENS, 1), x[:, :12])
+        y = forward(network, params, x, valid(length), jax.random.key(0))
+        results.append(np.asarray(y)[:, :12][there])
+    np.testing.assert_allclose(*results, atol=2e-5)
+
+
+def test_padding_may_be_anything_and_anywhere() -> None:
+    network = encoder.Encoder(FEATURES, attention("full"))
+    params, x, there = random_params(network), inputs(FEATURES, 1), valid()
+    y, gradients = run(network, params, x, there)
+    wild = np.where(there[..., None], x, np.nan)
+    np.testing.assert_array_equal(run(network, params, wild, there)[0][there], y[there])
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(gradients))
+    before = np.roll(wild, 5, axis=1), np.roll(there, 5, axis=1)  # in front of the second row
+    moved, _ = run(network, params, *before)
+    np.testing.assert_allclose(np.roll(moved, -5, axis=1)[1, :7], y[1, :7], atol=1e-5)
+
+
+def test_remat_changes_nothing() -> None:
+    """Dropout and what attention draws are the same when a layer is computed again."""
+    kind = attention("improved_clustered")
+    networks = [
+        encoder.Encoder(dataclasses.replace(TOKENS, remat=remat), kind, training=True)
+        for remat in (False, True)
+    ]
+    params, x = random_params(networks[0]), inputs(TOKENS, 1)
+    results = [run(network, params, x, valid()) for network in networks]
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), *results)
+    others = (
+        run(networks[1], params, x, valid(), dropped=8)[0],
+        run(networks[1], params, x, valid(), 1)[0],
+    )
+    for other in others:  # both do draw something
+        assert np.abs(other - results[1][0])[valid()].max() > 0.1
+
+
+def test_any_kind_reads_weights_of_any_other() -> None:
+    """Trained with shared projections they have all the parameters that a kind asks for."""
+    for shared in (False, True):
+        model = dataclasses.replace(TOKENS, shared_queries_keys=shared)
+        trees = {
+            kind: jax.tree.map(jnp.shape, random_params(encoder.Encoder(model, attention(kind))))
+            for kind in KINDS
+        }
+        assert all(tree == trees["full"] for tree in trees.values())
+        assert ("k" in trees["full"]["layers_0"]["self_attn"]) != shared
+    assert kind_of_length(attention("clustered", min_length=13), 12) == "full"
+    assert kind_of_length(attention("reformer", min_length=13), 12) == "shared_full"
+    assert kind_of_length(attention("reformer", min_length=12), 12) == "reformer"
+
+
+@pytest.mark.parametrize(
+    ("task", "shape"),
+    [
+        ("ctc", (2, 12, 21)),
+        ("classification", (2, 4)),
+        ("spans", (2, 12, 2)),
+        ("masked_language_modeling", (2, 12, 8)),
+    ],
+)
+def test_heads(task: encoder.Task, shape: tuple[int, ...]) -> None:
+    model = dataclasses.replace(TOKENS, classes=4)
+    network = encoder.EncoderWithHead(model, attention("full"), task)
+    params, x, there = random_params(network), inputs(TOKENS, 1), valid()
+    key = jax.random.key(0)
+    y = forward(network, params, x, there, key)
+    assert y.shape == shape and y.dtype == jnp.float32
+    if task == "spans":
+        np.testing.assert_array_equal(y[1, 7:], np.full((5, 2), LOWEST))
+    if task == "classification":  # of the first token's vector, by hand
+        below = encoder.Encoder(model, attention("full"))
+        hidden = forward(below, params["encoder"], x, there, key)
+        head = jax.tree.map(np.float64, params["head"])
+        dense, out = head["dense"], head["out"]
+        first = np.tanh(np.asarray(hidden[:, 0], np.float64) @ dense["kernel"] + dense["bias"])
+        np.testing.assert_allclose(y, first @ out["kernel"] + out["bias"], atol=1e-5)
+    if task == "masked_language_modeling":
+        places = jnp.asarray([[3, 0, 3], [6, 1, 2]])
+        arrays = jnp.asarray(x), jnp.asarray(there), key, places
+        found = jax.jit(partial(network.apply, method="at"))({"params": params}, *arrays)
+        np.testing.assert_allclose(found, np.take_along_axis(y, places[..., None], 1), atol=1e-6)
+        logits = seq2seq.logits(encoder.readout(params), y)
+        table = params["encoder"]["inputs"]["token_embed"]["embedding"]
+        expected = np.asarray(y) @ np.asarray(table).T + np.asarray(params["head"]["logits_bias"])
+        np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "sentence"),
+    [
+        (TOKENS, (2, 17), "17 inputs are more than Encoder.max_positions = 16; raise that"),
+        (TOKENS, (2, 5, 3), "vectors of width 3; set Encoder.features"),
+        (FEATURES, (2, 5, 4), r"\(2, 5, 4\), but Encoder.features = 3 reads vectors"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(
+    model: Encoder, shape: tuple[int, ...], sentence: str
+) -> None:
+    network = encoder.Encoder(model)
+    x = jnp.zeros(shape, jnp.int32 if len(shape) == 2 else jnp.float32)
+    with pytest.raises(ConfigError, match=sentence):
+        network.apply(
+            {"params": random_params(network)}, x, jnp.ones(shape[:2], bool), jax.random.key(0)
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"heads": 3}, "Encoder.model_dim = 512 must be a multiple of Encoder.heads = 3"),
+        ({"model_dim": 7, "heads": 7, "positions": "sinusoidal"}, "7 must be even where"),
+        ({"dropout": 1.0}, r"Encoder.dropout = 1.0 must be in \[0, 1\)"),
+        ({"attention_dropout": -2.0}, "or -1 for that of Encoder.dropout"),
+        ({"features": 4, "token_types": 1}, "Encoder.token_types = 1 are of tokens"),
+        ({"layers": 0}, "Encoder.layers = 0 must be above 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        Encoder(**settings)
