@@ -14,14 +14,14 @@ import argparse
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, get_args
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from timing import interleaved, ratio, show
 
 from brt import allocator
 from brt.config import Config, CrossAttention, Pairs, Seq2Seq, Training
@@ -99,7 +99,7 @@ def decode_steps(sources: int, segment: int, beams: int, rounds: int) -> list[di
             "source": sources,
             "ms": min(times[kind]),
             "median ms": statistics.median(times[kind]),
-            "of full": ratio(times, kind),
+            "of full": ratio(times, kind, "full"),
             "cache MiB": kept[kind] / 2**20,
             "K mult./head": costs.step_multiplications(
                 kind, sources=sources, head_dim=HEAD_DIM, segment_size=segment
@@ -130,7 +130,7 @@ def train_steps(segment: int, rounds: int) -> list[dict[str, Any]]:
             "kind": kind,
             "ms": min(times[kind]),
             "median ms": statistics.median(times[kind]),
-            "of full": ratio(times, kind),
+            "of full": ratio(times, kind, "full"),
             "temporary MiB": temporary[kind],
         }
         for kind in KINDS
@@ -153,42 +153,6 @@ def training_step(config: Config) -> tuple[Callable[[], Any], float]:
 
     compiled = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(params, batch).compile()
     return partial(compiled, params, batch), compiled.memory_analysis().temp_size_in_bytes / 2**20
-
-
-def interleaved(
-    functions: dict[str, Callable[[], Any]], rounds: int, repeats: int = 1
-) -> dict[str, list[float]]:
-    """Milliseconds of each function in each round; a first round is thrown away."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds + 1):
-        for name, function in functions.items():
-            begin = time.perf_counter()
-            for _ in range(repeats):
-                out = function()
-            jax.block_until_ready(out)
-            times[name].append((time.perf_counter() - begin) * 1e3 / repeats)
-    return {name: own[1:] for name, own in times.items()}
-
-
-def ratio(times: dict[str, list[float]], kind: str) -> float:
-    """The median over rounds of a kind's time to full attention's."""
-    return statistics.median(a / b for a, b in zip(times[kind], times["full"], strict=True))
-
-
-def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """A table."""
-    widths = {name: max(len(name), 10) for name in rows[0]} | {"kind": 12}
-    print(title)
-    print("  ".join(f"{name:>{widths[name]}}" for name in rows[0]))
-    for row in rows:
-        cells = [
-            f"{value:>{widths[name]}}"
-            if not isinstance(value, float)
-            else f"{value:>{widths[name]},.{3 if value < 10 else 1}f}"
-            for name, value in row.items()
-        ]
-        print("  ".join(cells))
-    print()
 
 
 if __name__ == "__main__":
