@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from brt import command_line
-from brt.config import Config, Encoder, Model, Training
+from brt.config import Config, Encoder, Model, Pairs, Training
 from brt.training.state import initial_params, parameter_counts
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -90,7 +90,16 @@ def test_builds(file: Path) -> None:
 
 def seq2seq_parameters(config: Config, **changes: object) -> int:
     model = dataclasses.replace(config.seq2seq, vocab_size=config.seq2seq.vocab_size or 4000)
-    config = dataclasses.replace(config, seq2seq=dataclasses.replace(model, **changes))
+    model = dataclasses.replace(model, **changes)
+    config = Config(
+        training=Training(objective="seq2seq"), seq2seq=model,
+        cross_attention=dataclasses.replace(config.cross_attention, q_ref=Pairs().max_target_length),
+    )  # fmt: skip
+    return count_of(config)
+
+
+@cache
+def count_of(config: Config) -> int:
     return parameter_counts(nn.meta.unbox(jax.eval_shape(lambda: initial_params(config))))[0]
 
 

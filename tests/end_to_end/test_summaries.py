@@ -134,6 +134,7 @@ def test_what_makes_no_sense_is_refused(
     assert done.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_trained_summariser_goes_to_hugging_face_and_back(
     commands: Commands, gin: Path, summariser: Path, tmp_path: Path
 ) -> None:

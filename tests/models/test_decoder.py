@@ -114,7 +114,7 @@ def test_segments_with_carried_state_equal_one_long_segment(
         "no cache",
         "no cache, recurrent",
         "memorizing",
-        "clustered",
+        "clustered, recurrent",
     ],
 )
 def test_nothing_reads_the_future_or_another_lane(compiled: Callable, name: str) -> None:
