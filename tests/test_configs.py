@@ -91,11 +91,9 @@ def test_builds(file: Path) -> None:
 def seq2seq_parameters(config: Config, **changes: object) -> int:
     model = dataclasses.replace(config.seq2seq, vocab_size=config.seq2seq.vocab_size or 4000)
     model = dataclasses.replace(model, **changes)
-    config = Config(
-        training=Training(objective="seq2seq"), seq2seq=model,
-        cross_attention=dataclasses.replace(config.cross_attention, q_ref=Pairs().max_target_length),
-    )  # fmt: skip
-    return count_of(config)
+    cross = dataclasses.replace(config.cross_attention, q_ref=Pairs().max_target_length)
+    training = Training(objective="seq2seq")
+    return count_of(Config(training=training, seq2seq=model, cross_attention=cross))
 
 
 @cache
