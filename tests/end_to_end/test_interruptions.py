@@ -41,6 +41,7 @@ def flip_a_bit(step: Path) -> None:
     largest.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_signals_a_full_disk_and_a_damaged_checkpoint_change_nothing(
     commands: Commands, trained: Path, state_hash: Callable[[Path], str], tmp_path: Path
 ) -> None:

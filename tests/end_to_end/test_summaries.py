@@ -74,6 +74,7 @@ def summariser(commands: Commands, gin: Path, tmp_path_factory: pytest.TempPathF
     return workdir
 
 
+@pytest.mark.slow
 def test_a_resumed_summariser_is_bit_identical(
     commands: Commands, gin: Path, summariser: Path, state_hash: Callable, tmp_path: Path
 ) -> None:

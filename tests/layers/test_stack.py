@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from brt.config import Model
 from brt.layers.attention import WindowLayer
@@ -64,6 +65,7 @@ def test_unrolling_and_recomputing_change_nothing(random_params: Callable) -> No
     assert_close(results(changed, params), results(scanned, params))
 
 
+@pytest.mark.slow
 def test_feedback_is_a_loop_over_blocks_and_layers(random_params: Callable) -> None:
     """The last of the recurrent layers speaks; the recurrent ones read their own states."""
     model = dataclasses.replace(MODEL, feedback=True)
