@@ -26,7 +26,7 @@ from brt.data.pairs.sources import Tally
 from brt.data.pairs.store import PairStore
 from brt.data.pairs.tokenization import PairTokenizer
 from brt.data.sources import FileHash
-from brt.data.splits import SPLITS
+from brt.data.splits import SPLITS, split_named
 from brt.errors import DataError
 
 SKIP = "Pairs.errors = 'skip'"
@@ -44,17 +44,8 @@ class PairCorpus(NamedTuple):
     splits: dict[str, PairStore]
 
     def split(self, name: str) -> PairStore:
-        """The store of a split.
-
-        Raises:
-          DataError: there is no such split.
-        """
-        if name not in self.splits:
-            raise DataError(
-                f"there are no {name} pairs, only {', '.join(self.splits)}; name some with "
-                f"Pairs.{name}"
-            )
-        return self.splits[name]
+        """The store of a split; raises DataError where there is none."""
+        return split_named(self.splits, name, "pairs", "Pairs")
 
 
 def prepare(pairs: config.Pairs, progress: bool = True) -> PairCorpus:

@@ -24,7 +24,7 @@ from brt.data.speech.frames import Moments
 from brt.data.speech.store import SpeechStore
 from brt.data.speech.utterances import Features, Utterance
 from brt.data.speech.vocabulary import Vocabulary, units
-from brt.data.splits import SPLITS
+from brt.data.splits import SPLITS, split_named
 from brt.errors import DataError
 
 SKIP = "Speech.errors = 'skip'"
@@ -41,17 +41,8 @@ class SpeechCorpus(NamedTuple):
     splits: dict[str, SpeechStore]
 
     def split(self, name: str) -> SpeechStore:
-        """The store of a split.
-
-        Raises:
-          DataError: there is no such split.
-        """
-        if name not in self.splits:
-            raise DataError(
-                f"there are no {name} utterances, only {', '.join(self.splits)}; name some with "
-                f"Speech.{name}"
-            )
-        return self.splits[name]
+        """The store of a split; raises DataError where there is none."""
+        return split_named(self.splits, name, "utterances", "Speech")
 
     @property
     def width(self) -> int:
