@@ -59,6 +59,7 @@ def test_first_values_of_the_presets() -> None:
         ({"kind": "xl_memory", "memory": "identity"}, {}),
         ({"use_raf": False}, {}),
         ({"use_raf": False, "mix": "sigma"}, {"raf": ["sigma"]}),
+        ({"use_raf": False, "mix": "gated"}, {"raf": ["gate"]}),
         ({"raf_bias": True}, {"raf": ["kernel", "leak", "threshold", "bias"]}),
         (
             {"kind": "xl_memory"},

@@ -75,7 +75,8 @@ class CrossAttention:
     norm: Literal["feature", "none"] = "feature"  # ablation II: none
     norm_epsilon: float = 1e-6
     clamp: float = 0.0  # 0: none; the original's BART: 2
-    mix: Literal["sum", "sigma"] = "sum"  # sigma: a learned share for each part
+    # sigma: a learned share for each part; gated: the recurrence times a gate that begins at 0
+    mix: Literal["sum", "sigma", "gated"] = "sum"
     leak_init: float = 0.1  # BART: 0.5
     threshold_init: float = 0.1
     raf_parameters: Literal["raw", "bounded"] = "raw"  # bounded: leak in (0, 1), threshold above 0

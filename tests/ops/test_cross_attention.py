@@ -27,6 +27,8 @@ VARIANTS = {
     "III: no neurons": {"use_raf": False},
     "IV: own segment": {"kv_source": "segment"},
     "sigma": {"mix": "sigma"},
+    "gated": {"mix": "gated"},
+    "gated, no norm": {"mix": "gated", "norm": "none", "cache": "carry"},
     "clamp": {"clamp": 2.0, "leak_init": 0.5},
     "bounded, bias": {"raf_parameters": "bounded", "raf_bias": True},
     "stride": {"index_mode": "stride", "stride": 3},
@@ -92,6 +94,7 @@ def oracle(
                     attended = weights @ values[:, h] / weights.sum()
                 recurrent = q[b, t, h] @ states[i][h] if config.kind == "srformer" else 0
                 share = (1, 1) if p.raf.sigma is None else (p.raf.sigma, 1 - p.raf.sigma)
+                share = share if p.raf.gate is None else (1, p.raf.gate)
                 out[b, t, h] = share[0] * attended * config.use_segment + share[1] * recurrent
     return out
 
@@ -486,3 +489,13 @@ def test_slots_hold_no_more_than_the_keys() -> None:
         return best
 
     assert largest(jax.make_jaxpr(jax.grad(loss, (0, 1)))(q, k).jaxpr) == k.size
+
+
+def test_behind_a_new_gate_is_the_segment_alone() -> None:
+    gated, segmented = config_of("gated"), config_of("segmented")
+    initial = cross_attention.initial_parameters(jax.random.key(0), gated, HEADS, WIDTH)
+    assert initial.raf.gate == 0
+    q, k, v, valid = arrays()
+    y, _ = cross_attention.attend(q, k, v, valid, initial, gated)
+    expected, _ = cross_attention.attend(q, k, v, valid, Parameters(), segmented)
+    np.testing.assert_array_equal(y, expected)

@@ -21,6 +21,7 @@ _RAF = {
     "raf/leak": "leak",
     "raf/threshold": "threshold",
     "raf/sigma": "sigma",
+    "raf/gate": "gate",
 }
 _LONG = {"local": "Local", "sliding": "Local", "transient_global": "TransientGlobal"}
 

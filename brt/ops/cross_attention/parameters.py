@@ -100,6 +100,8 @@ def _raf(config: CrossAttention, head_dim: int) -> dict[str, Specification]:
             found["bias"] = Specification((head_dim,), (None,), zeros)
     if config.mix == "sigma":
         found["sigma"] = Specification((), (), constant(0.5))
+    if config.mix == "gated":
+        found["gate"] = Specification((), (), constant(0.0))
     return found
 
 

@@ -19,8 +19,8 @@ from brt.ops.segmented_recurrent_attention.accumulate_fire import accumulate, fi
 from brt.ops.segmented_recurrent_attention.recurrence import (
     Parameters,
     effective,
-    inverse_norm,
     neuron_inputs,
+    output_scale,
     own_sums,
     recurrence,
     sum_segments,
@@ -85,7 +85,7 @@ def prefill(windows: Windows, parameters: Parameters, config: CrossAttention) ->
     carry = Carry(
         jnp.full_like(windows.counts, -1), zeros, zeros.astype(keys.dtype), total, parameters
     )
-    return cache._replace(carry=carry, scale=inverse_norm(windows.keys, config))
+    return cache._replace(carry=carry, scale=output_scale(windows.keys, parameters, config))
 
 
 def _form(config: CrossAttention, width: int) -> str:

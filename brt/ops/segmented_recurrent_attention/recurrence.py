@@ -24,6 +24,7 @@ class Parameters(NamedTuple):
       leak, threshold: [], as stored: `effective` bounds them where that is asked for.
       bias: [K], added behind W.
       sigma: [], the share of the segment's softmax attention.
+      gate: [], what the recurrence is multiplied by.
     """
 
     kernel: Float[Array, "K K"] | None = None
@@ -31,6 +32,7 @@ class Parameters(NamedTuple):
     threshold: Float[Array, ""] | None = None
     bias: Float[Array, " K"] | None = None
     sigma: Float[Array, ""] | None = None
+    gate: Float[Array, ""] | None = None
 
 
 class Recurrence(NamedTuple):
@@ -38,7 +40,7 @@ class Recurrence(NamedTuple):
 
     Attributes:
       states: R, in the dtype of the keys.
-      scale: 1 / norm(K), float32, on the feature that comes out; or None.
+      scale: gate / norm(K), float32, on the feature that comes out; or None.
       firing_rate: share of R above 0; None without neurons.
     """
 
@@ -76,7 +78,7 @@ def recurrence(
     rate = None
     if config.use_raf:
         inputs, rate = accumulate_fire(inputs, counts, *effective(parameters, config))
-    return Recurrence(inputs.astype(keys.dtype), inverse_norm(keys, config), rate)
+    return Recurrence(inputs.astype(keys.dtype), output_scale(keys, parameters, config), rate)
 
 
 def own_sums(
@@ -111,16 +113,26 @@ def neuron_inputs(
     return x
 
 
-def inverse_norm(
-    keys: Float[Array, "M B H S K"], config: CrossAttention
+def output_scale(
+    keys: Float[Array, "M B H S K"], parameters: Parameters, config: CrossAttention
 ) -> Float[Array, "B H 1 K"] | None:
+    """What O_R is multiplied by: the gate, by the inverse norm of the keys; None: neither."""
+    gate, scale = parameters.gate, None
+    if config.norm == "feature":
+        scale = inverse_norm(keys, config.norm_epsilon)
+    if gate is None:
+        return scale
+    if scale is None:
+        scale = jnp.ones((*keys.shape[1:3], 1, keys.shape[4]), jnp.float32)
+    return gate * scale
+
+
+def inverse_norm(keys: Float[Array, "M B H S K"], epsilon: float) -> Float[Array, "B H 1 K"]:
     """1 / sqrt(sum over positions of k^2 + epsilon^2), of each feature; 1 where that is 1 / 0."""
-    if config.norm == "none":
-        return None
     squares = jnp.square(keys.astype(jnp.float32))
     ones = jnp.ones((*keys.shape[:3], 1, keys.shape[3]), jnp.float32)  # as in `sum_segments`
     sums = jnp.sum(jnp.matmul(ones, squares, precision="highest"), axis=0)
-    sums += config.norm_epsilon**2
+    sums += epsilon**2
     return jnp.where(sums > 0, jax.lax.rsqrt(jnp.where(sums > 0, sums, 1.0)), 1.0)
 
 

@@ -111,4 +111,6 @@ def _row(
         return attended
     if config.mix == "sigma":
         return p.sigma * attended + (1 - p.sigma) * recurrent
+    if config.mix == "gated":
+        return attended + p.gate * recurrent
     return attended + recurrent
