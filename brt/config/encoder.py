@@ -11,6 +11,7 @@ class Encoder:
     """The encoder, but for how it attends (`Attention`). RoBERTa is one of them.
 
     norm_first False is RoBERTa's order: what a part of a layer adds is normalised with the sum.
+    Of neighbours, models learn far sooner by convolutional positions than by absolute ones.
     """
 
     layers: int = 6
@@ -20,9 +21,10 @@ class Encoder:
     features: int = 0  # width of an input vector; 0: the inputs are tokens
     vocab_size: int = 0  # of inputs or outputs; 0: as the data have it
     token_types: int = 0  # kinds of tokens with a vector of their own; RoBERTa: 1
-    classes: int = 2  # of whole sequences; of the classification head
-    positions: Literal["learned", "sinusoidal", "none"] = "learned"
+    classes: int = 2  # of whole sequences; the classification objective takes the data's
+    positions: Literal["learned", "sinusoidal", "convolution", "none"] = "learned"
     max_positions: int = 4096  # tokens that learned positions reach
+    convolution_width: int = 15  # inputs, the own in the middle, that tell convolutional positions
     norm_first: bool = True  # normalise what a part of a layer reads; False: what it leaves
     norm_epsilon: float = 1e-5
     activation: Literal["gelu", "relu"] = "gelu"  # gelu: exact
@@ -35,7 +37,7 @@ class Encoder:
     def __post_init__(self) -> None:
         check_positive(
             self, "layers", "model_dim", "heads", "mlp_dim", "classes", "max_positions",
-            "norm_epsilon",
+            "norm_epsilon", "convolution_width",
         )  # fmt: skip
         check_not_negative(self, "features", "vocab_size", "token_types")
         check(
@@ -47,6 +49,11 @@ class Encoder:
             self.positions != "sinusoidal" or self.model_dim % 2 == 0,
             f"Encoder.model_dim = {self.model_dim} must be even where Encoder.positions = "
             "'sinusoidal'",
+        )
+        check(
+            self.convolution_width % 2 == 1,
+            f"Encoder.convolution_width = {self.convolution_width} must be odd: as many inputs "
+            "before as behind",
         )
         check(0 <= self.dropout < 1, f"Encoder.dropout = {self.dropout} must be in [0, 1)")
         check(

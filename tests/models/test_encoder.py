@@ -128,6 +128,24 @@ def test_padding_may_be_anything_and_anywhere() -> None:
     np.testing.assert_allclose(np.roll(moved, -5, axis=1)[1, :7], y[1, :7], atol=1e-5)
 
 
+def test_convolutional_positions_tell_neighbours_at_whatever_place() -> None:
+    """Without any, the order of tokens means nothing to attention; padding is no neighbour."""
+    outputs = {}
+    for positions in ("none", "convolution"):
+        model = dataclasses.replace(TOKENS, positions=positions, convolution_width=3)
+        network = encoder.Encoder(model)
+        params, x, there = random_params(network), inputs(TOKENS, 1), valid()
+        arrays = [x, np.where(there, x, 7), np.roll(x, 5, axis=1), x[:, ::-1]]
+        masks = [there, there, np.roll(there, 5, axis=1), there[:, ::-1]]
+        y = forward(network, params, np.concatenate(arrays), np.concatenate(masks),
+                    jax.random.key(0)).reshape(4, 2, 12, 8)  # fmt: skip
+        outputs[positions] = y[:, 1]
+    for y, moves in (outputs["none"], False), (outputs["convolution"], True):
+        np.testing.assert_array_equal(y[1, :7], y[0, :7])
+        np.testing.assert_allclose(np.roll(y[2], -5, axis=0)[:7], y[0, :7], atol=1e-5)
+        assert (np.abs(y[3, ::-1][:7] - y[0, :7]).max() > 0.1) == moves
+
+
 def test_remat_changes_nothing() -> None:
     """Dropout and what attention draws are the same when a layer is computed again."""
     kind = attention("improved_clustered")
@@ -224,6 +242,7 @@ def test_inputs_that_do_not_fit_are_refused(
         ({"dropout": 1.0}, r"Encoder.dropout = 1.0 must be in \[0, 1\)"),
         ({"attention_dropout": -2.0}, "or -1 for that of Encoder.dropout"),
         ({"features": 4, "token_types": 1}, "Encoder.token_types = 1 are of tokens"),
+        ({"convolution_width": 4}, "Encoder.convolution_width = 4 must be odd: as many inputs b"),
         ({"layers": 0}, "Encoder.layers = 0 must be above 0"),
     ],
 )

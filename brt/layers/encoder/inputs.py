@@ -9,12 +9,17 @@ from brt.config import Encoder
 from brt.errors import ConfigError
 from brt.layers.basic import compute_dtype, dropout, parameter
 from brt.layers.encoder.linear import DEVIATION, Embedding, Linear, Norm
+from brt.ops.depthwise_convolution import depthwise_convolution
 
 POSITION_OFFSET = 2  # RoBERTa's table has two rows that no token uses
 
 
 class Inputs(nn.Module):
-    """`token_embed` or `feature_proj`, `type_embed`, `pos_embed`; then `embed_norm`."""
+    """`token_embed` or `feature_proj`, `type_embed`; `pos_embed` or `pos_conv`; `embed_norm`.
+
+    Convolutional positions (wav2vec 2.0, Baevski et al. 2020, section 2; without an activation)
+    tell a token its neighbours, and so where it is among them, at whatever place.
+    """
 
     model: Encoder
     training: bool = False
@@ -31,6 +36,11 @@ class Inputs(nn.Module):
             self.pos_embed = parameter(
                 self, "pos_embed", (m.max_positions + POSITION_OFFSET, m.model_dim),
                 ("positions", "embed"), nn.initializers.normal(DEVIATION),
+            )  # fmt: skip
+        if m.positions == "convolution":
+            self.pos_conv = parameter(
+                self, "pos_conv", (m.convolution_width, m.model_dim), (None, "embed"),
+                nn.initializers.normal(m.convolution_width**-0.5),
             )  # fmt: skip
         self.embed_norm = Norm(m)
 
@@ -51,7 +61,9 @@ class Inputs(nn.Module):
         x = self.feature_proj(inputs.astype(dtype)) if m.features else self.token_embed(inputs)
         if m.token_types:
             x = x + self.type_embed(jnp.zeros_like(inputs) if types is None else types)
-        if m.positions != "none":
+        if m.positions == "convolution":
+            x = x + depthwise_convolution(jnp.where(valid[..., None], x, 0), self.pos_conv)
+        elif m.positions != "none":
             places = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)  # padding takes no position
             x = x + jnp.take(self._positions(inputs.shape[1]), places, axis=0).astype(dtype)
         x = dropout(self, self.embed_norm(x), m.dropout)
