@@ -58,8 +58,8 @@ def parser() -> argparse.ArgumentParser:
                       help="documents that are not UTF-8: strict (default) or replace; bad pairs: "
                       "refuse (default) or skip")  # fmt: skip
     documents = flags.add_argument_group("with --documents")
-    documents.add_argument("--tokenizer", help="bytes (default), path/to/file.model or "
-                           "train:VOCAB_SIZE")  # fmt: skip
+    documents.add_argument("--tokenizer", help="bytes (default), path/to/file.model, "
+                           "path/to/tokenizer.json or train:VOCAB_SIZE")  # fmt: skip
     documents.add_argument("--text_field", help=f"default: {defaults.text_field}")
     for split in ("validation", "test"):
         default = getattr(defaults, f"{split}_fraction")

@@ -75,4 +75,22 @@ class SpeechBatch(NamedTuple):
     row: Int[Array, " B"]
 
 
-AnyBatch = Batch | PairBatch | SpeechBatch
+class TextBatch(NamedTuple):
+    """Sentences with labels, or questions with answers. NumPy on the host, jax arrays in a step.
+
+    Attributes:
+      tokens: int32 [B, T], special ids included; 0 behind them.
+      valid: bool [B, T], False on padding; nowhere True in an empty row.
+      targets: int32 [B, targets]: the label, or where the answer starts and ends (its last token).
+      scored: bool [B, targets], False in an empty row.
+      row: int32 [B], the row's place in its store; -1 in an empty row.
+    """
+
+    tokens: Tokens
+    valid: Bool[Array, "B T"]
+    targets: Int[Array, "B targets"]
+    scored: Bool[Array, "B targets"]
+    row: Int[Array, " B"]
+
+
+AnyBatch = Batch | PairBatch | SpeechBatch | TextBatch

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from brt.config import Attention, Config, Training
+from brt.config import Attention, Config, Evaluation, Training
 from brt.config_io import config_from_json, config_json
 from brt.errors import ConfigError
 
@@ -31,6 +31,44 @@ from brt.errors import ConfigError
 def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Attention(**settings)
+
+
+MASKED = Training(objective="masked_language_modeling", segment_length=64)
+
+
+@pytest.mark.parametrize("read", [Evaluation(), Evaluation(segment_length=64)])
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"kind": "clustered", "clusters": 65}, "clusters"),
+        ({"kind": "improved_clustered", "clusters": 65}, "clusters"),
+        ({"kind": "improved_clustered", "clusters": 9, "top_k": 65}, "top_k"),
+        ({"kind": "oracle_top_k", "top_k": 65}, "top_k"),
+    ],
+)
+def test_numbers_that_no_sequence_reaches_are_refused(
+    read: Evaluation, settings: dict, name: str
+) -> None:
+    """By the segments that training or evaluation reads; ops count short rows themselves."""
+    section = "Evaluation" if read.segment_length else "Training"
+    training = dataclasses.replace(MASKED, segment_length=128) if read.segment_length else MASKED
+    with pytest.raises(
+        ConfigError,
+        match=f"Attention.{name} = 65 is above {section}.segment_length = 64, the most that a "
+        "sequence has; set it to 64 at most",
+    ):
+        Config(training=training, evaluation=read, attention=Attention(**settings))
+    enough = {**settings, name: 64}
+    Config(training=training, evaluation=read, attention=Attention(**enough))
+
+
+def test_numbers_that_nothing_reads_may_be_any() -> None:
+    for settings in (
+        {"kind": "clustered", "clusters": 9, "top_k": 65},
+        {"kind": "full", "clusters": 65, "top_k": 65},
+        {"kind": "improved_clustered", "clusters": 65, "min_length": 65},  # always exact
+    ):
+        Config(training=MASKED, attention=Attention(**settings))
 
 
 def test_is_saved_with_the_config() -> None:

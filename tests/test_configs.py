@@ -10,6 +10,7 @@ import pytest
 
 from brt import command_line
 from brt.config import Config, Encoder, Model, Pairs, Training
+from brt.training.reading import MODELS
 from brt.training.state import initial_params, parameter_counts
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -75,7 +76,7 @@ def test_builds(file: Path) -> None:
     if config.training.objective == "seq2seq":
         assert seq2seq_parameters(config) > 0
         return
-    if config.training.objective in ("ctc", "masked_language_modeling"):
+    if MODELS[config.training.objective] == "encoder":
         assert encoder_parameters(config.encoder, config.training) > 0
         return
     model = config.model
@@ -124,6 +125,21 @@ def test_attention_is_all_that_recognisers_of_a_dataset_differ_in() -> None:
         for kind, config in found.items():
             assert kind.startswith(config.attention.kind)
             assert config.encoder.shared_queries_keys == (kind in shared)
+
+
+def test_fine_tuning_is_what_the_paper_and_robertas_authors_say() -> None:
+    files = [f for f in RUNS if f.parent.name in ("glue", "squad")]
+    assert {f.stem for f in files} == {"cola", "mnli", "qnli", "rte", "sst2", "v1", "v2"}
+    for config in map(resolved, files):
+        spans = config.training.objective == "spans"
+        texts = config.questions if spans else config.sentences
+        assert texts.max_length == (384 if spans else 128)  # section 4.3
+        assert (config.attention.clusters, config.attention.top_k) == (25, 32)
+        assert config.training.init_from and texts.tokenizer.startswith(config.training.init_from)
+        assert config.training.epochs == (2 if spans else 10)
+    small = [resolved(f) for f in RUNS if f.parent.name in ("glue_small", "squad_small")]
+    assert len(small) == 6 and all(config.attention.clusters == 25 for config in small)
+    assert len({(config.encoder, config.optimizer) for config in small}) == 1
 
 
 @pytest.mark.parametrize(

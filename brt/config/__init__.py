@@ -12,14 +12,16 @@ from brt.config.checks import check
 from brt.config.data import Data
 from brt.config.encoder import Encoder
 from brt.config.model import Model
+from brt.config.questions import Questions
+from brt.config.sentences import Sentences
 from brt.config.seq2seq import CrossAttention, Decoding, Pairs, Seq2Seq
 from brt.config.speech import Speech
 from brt.config.training import Checkpoint, Evaluation, Mesh, Optimizer, Sampling, Training
 
 __all__ = [
     "SECTIONS", "UNREAD", "Attention", "Checkpoint", "Config", "CrossAttention", "Data", "Decoding",
-    "Encoder", "Evaluation", "Mesh", "Model", "Optimizer", "Pairs", "Sampling", "Seq2Seq",
-    "Speech", "Training",
+    "Encoder", "Evaluation", "Mesh", "Model", "Optimizer", "Pairs", "Questions", "Sampling",
+    "Sentences", "Seq2Seq", "Speech", "Training",
 ]  # fmt: skip
 
 
@@ -42,6 +44,8 @@ class Config:
     encoder: Encoder = Encoder()
     attention: Attention = Attention()
     speech: Speech = Speech()
+    sentences: Sentences = Sentences()
+    questions: Questions = Questions()
 
     def __post_init__(self) -> None:
         if self.training.objective == "seq2seq":
@@ -52,6 +56,10 @@ class Config:
             self._check_masked_segments()
         elif self.training.objective == "ctc":
             self._check_speech()
+        elif self.training.objective == "classification":
+            self._check_encoder(("Sentences.max_length", self.sentences.max_length))
+        elif self.training.objective == "spans":
+            self._check_questions()
         lanes = self.training.batch_size // self.training.gradient_accumulation
         check(
             lanes % self.mesh.data == 0,
@@ -70,8 +78,8 @@ class Config:
         model = self.model
         check(
             not self.training.init_from,
-            f"Training.init_from = {self.training.init_from!r} is for Training.objective = "
-            "'seq2seq'; a language model starts from random weights",
+            f"Training.init_from = {self.training.init_from!r} is for encoders and for "
+            "Training.objective = 'seq2seq'; a language model starts from random weights",
         )
         check(
             self.attention.kind == "full",
@@ -93,26 +101,27 @@ class Config:
             )
 
     def _check_masked_segments(self) -> None:
-        encoder = self.encoder
-        check(
-            not self.training.init_from,
-            f"Training.init_from = {self.training.init_from!r} is for Training.objective = "
-            "'seq2seq'; a masked language model starts from random weights",
+        self._check_encoder(
+            ("Training.segment_length", self.training.segment_length),
+            ("Evaluation.segment_length", self.evaluation_segment_length),
         )
+
+    def _check_encoder(self, *lengths: tuple[str, int]) -> None:
+        """Of one that reads tokens, in sequences that are so long at most."""
+        encoder = self.encoder
         check(
             encoder.features == 0,
             f"Encoder.features = {encoder.features} must be 0 where Training.objective = "
-            "'masked_language_modeling': it reads tokens",
+            f"{self.training.objective!r}: it reads tokens",
         )
-        for name, length in (
-            ("Training.segment_length", self.training.segment_length),
-            ("Evaluation.segment_length", self.evaluation_segment_length),
-        ):
+        for name, length in lengths:
             check(
                 encoder.positions != "learned" or length <= encoder.max_positions,
                 f"{name} = {length} is above Encoder.max_positions = {encoder.max_positions}; "
-                "lower it, or raise that",
+                "lower it, or raise that (of pretrained weights: with brt.convert "
+                "--extend_positions)",
             )
+            self.attention.check_length(length, f"{name} = {length}")
 
     def _check_speech(self) -> None:
         training = self.training
@@ -121,11 +130,14 @@ class Config:
             f"Training.label_smoothing = {training.label_smoothing} means nothing to CTC; leave it "
             "out",
         )
+
+    def _check_questions(self) -> None:
+        smoothing = self.training.label_smoothing
         check(
-            not training.init_from,
-            f"Training.init_from = {training.init_from!r} is for models that read tokens; one that "
-            "reads speech starts from random weights",
+            smoothing == 0,
+            f"Training.label_smoothing = {smoothing} means nothing to spans; leave it out",
         )
+        self._check_encoder(("Questions.max_length", self.questions.max_length))
 
     def _check_pairs(self) -> None:
         pairs, model = self.pairs, self.seq2seq
@@ -159,6 +171,8 @@ _READ = {
     "seq2seq": ("Seq2Seq", "CrossAttention", "Pairs", "Decoding"),
     "masked_language_modeling": ("Encoder", "Attention", "Data"),
     "ctc": ("Encoder", "Attention", "Speech"),
+    "classification": ("Encoder", "Attention", "Sentences"),
+    "spans": ("Encoder", "Attention", "Questions"),
 }  # beside what all objectives read
 
 UNREAD = {

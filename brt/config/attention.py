@@ -67,3 +67,23 @@ class Attention:
             f"Attention.mass_stop_gradient = True needs Attention.mass_rule = 'paper', not "
             f"{self.mass_rule!r}",
         )
+
+    def check_length(self, length: int, said: str) -> None:
+        """Refuses numbers that no sequence reaches.
+
+        Args:
+          length: of the longest sequence.
+          said: this length, as a sentence has it: what it is, and where it comes from.
+        """
+        if length < self.min_length:  # exact attention
+            return
+        clustered = self.kind in ("clustered", "improved_clustered")
+        chosen = self.kind in ("improved_clustered", "oracle_top_k")
+        for name, number, read in (
+            ("clusters", self.clusters, clustered), ("top_k", self.top_k, chosen)
+        ):  # fmt: skip
+            check(
+                not read or number <= length,
+                f"Attention.{name} = {number} is above {said}, the most that a sequence has; set "
+                f"it to {length} at most",
+            )

@@ -18,7 +18,7 @@ class Data:
     validation: tuple[str, ...] = ("corpus:novels/validation",)
     test: tuple[str, ...] = ("corpus:novels/test",)
     store: str = ""  # a directory written by brt.prepare; replaces everything below and above
-    tokenizer: str = "bytes"  # bytes | path/to/file.model | train:VOCAB_SIZE
+    tokenizer: str = "bytes"  # bytes | path/to/a .model or byte-level .json | train:VOCAB_SIZE
     text_field: str = "text"  # the field of a JSONL line or of a TFDS example
     errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8
     validation_fraction: float = 0.05  # of the documents, where validation names no source

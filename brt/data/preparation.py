@@ -97,7 +97,8 @@ def open_corpus(directory: Path) -> Corpus:
     """
     manifest = read_manifest(directory)
     name = manifest["tokenizer"]["file"]
-    tokenizer = tokenizers.load(str(directory / name) if name.endswith(".model") else "bytes")
+    of_bytes = manifest["tokenizer"]["name"] == "bytes"
+    tokenizer = tokenizers.load("bytes" if of_bytes else str(directory / name))
     splits = {split: TokenStore.open(directory / split) for split in manifest["splits"]}
     for split, store in splits.items():
         if store.manifest["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
@@ -113,7 +114,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifests.read(directory / MANIFEST)
 
 
-def cache_directory(data: config.Data | config.Pairs | config.Speech) -> Path:
+def cache_directory(
+    data: config.Data | config.Pairs | config.Speech | config.Sentences | config.Questions,
+) -> Path:
     """Where corpora are kept that nobody gave a place."""
     if data.cache_dir:
         return Path(data.cache_dir).expanduser()
@@ -128,7 +131,7 @@ def _key(data: config.Data, hashes: Mapping[str, Sequence[FileHash]]) -> str:
         "files": hashes,
         "settings": _settings(data),
     }
-    if data.tokenizer.endswith(".model"):
+    if data.tokenizer.endswith((".model", ".json")):
         content["tokenizer"] = tokenizers.load(data.tokenizer).fingerprint
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -216,11 +219,12 @@ def _make_tokenizer(
         tokenizer = tokenizers.load(str(path))
     else:
         tokenizer = tokenizers.load(data.tokenizer)
-        if isinstance(tokenizer, tokenizers.SentencePieceTokenizer):
-            path.write_bytes(tokenizer.path.read_bytes())
-        else:
+        if tokenizer.name == "bytes":
             path = directory / "tokenizer.json"
             path.write_text(json.dumps({"name": tokenizer.name}) + "\n")
+        else:
+            path = path.with_suffix(Path(data.tokenizer).suffix)
+            path.write_bytes(Path(data.tokenizer).read_bytes())
     described = {
         "file": path.name,
         "name": data.tokenizer,

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or a sentencepiece model.
+"""Text to token ids and back: bytes, a sentencepiece model, or byte-level BPE.
 
 Text is encoded in chunks that `cut` makes, so a document of any length takes little memory.
 Where the chunks end depends on the text only, not on how it arrived.
@@ -136,18 +136,23 @@ class SentencePieceTokenizer:
 
 
 def load(name: str) -> Tokenizer:
-    """The tokenizer that `name` names: "bytes" or the path of a sentencepiece model.
+    """The tokenizer that `name` names: "bytes", a sentencepiece model or a tokenizer.json.
 
     Raises:
-      DataError: the file is missing or no sentencepiece model.
-      ConfigError: `name` is neither.
+      DataError: the file is missing, or not what its name says.
+      ConfigError: `name` is none of these.
     """
     if name == "bytes":
         return ByteTokenizer()
     if name.endswith(".model"):
         return SentencePieceTokenizer(name)
+    if name.endswith(".json"):
+        from brt.data.byte_level import ByteLevelTokenizer
+
+        return ByteLevelTokenizer(name)
     raise ConfigError(
-        f"Data.tokenizer = '{name}' is none of 'bytes', 'path/to/file.model', 'train:VOCAB_SIZE'"
+        f"Data.tokenizer = '{name}' is none of 'bytes', 'path/to/file.model', "
+        "'path/to/tokenizer.json', 'train:VOCAB_SIZE'"
     )
 
 

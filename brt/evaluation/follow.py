@@ -160,7 +160,8 @@ class Follower:
     def _scalars(self, report: dict[str, Any]) -> dict[str, float | None]:
         names = (
             "bits_per_byte", "bits_per_token", "word_perplexity", "bits_per_masked_token",
-            "accuracy", "token_error_rate", "word_error_rate",
+            "accuracy", "token_error_rate", "word_error_rate", "f1", "exact_match", "matthews",
+            "bits_per_label", "bits_per_place",
         )  # fmt: skip
         names += ("ablation_costs_bits_per_byte",) if self._ablate else ()
         figures = {name: report[name] for name in names if name in report}
@@ -168,9 +169,14 @@ class Follower:
         return {f"eval/{self._split}/{name}": value for name, value in figures.items()}
 
 
+_MEASURES = (
+    "bits_per_byte", "bits_per_masked_token", "bits_per_label", "bits_per_place",
+)  # fmt: skip
+
+
 def line(split: str, report: dict[str, Any]) -> str:
     """A report as one line."""
-    measure = "bits_per_byte" if "bits_per_byte" in report else "bits_per_masked_token"
+    measure = next(name for name in _MEASURES if name in report)
     text = f"step {report['step']}: {split} {report[measure]:.4f} {measure.replace('_', ' ')}"
     if "ablation" in report:
         part = report["ablation"]["protocol"]["ablate"]

@@ -8,6 +8,7 @@ from tqdm import tqdm
 from brt.config import Config
 from brt.data import preparation
 from brt.data.token_store import TokenStore
+from brt.evaluation.head_job import HeadReader
 from brt.evaluation.language_modeling import Ablation, Evaluator, Result, figures
 from brt.evaluation.masked_job import MaskedReader
 from brt.evaluation.saved import SavedModel, check_tokenizer
@@ -66,12 +67,14 @@ _READERS = {
     "seq2seq": SummaryReader,
     "masked_language_modeling": MaskedReader,
     "ctc": TranscriptReader,
+    "classification": HeadReader,
+    "spans": HeadReader,
 }
 
 
 def reader(
     config: Config, split: str, ablate: Ablation | None
-) -> Reader | SummaryReader | MaskedReader | TranscriptReader:
+) -> Reader | SummaryReader | MaskedReader | TranscriptReader | HeadReader:
     """What evaluates checkpoints of a run, as its objective asks."""
     return _READERS[config.training.objective](config, split, ablate)
 

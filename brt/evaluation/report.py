@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Integer
 from matplotlib.figure import Figure
 
 from brt.errors import DataError
@@ -17,6 +18,8 @@ from brt.training.progress import clock, short
 from brt.training.workdir import Workdir
 
 BITS_PER_BYTE = "bits per byte"
+Yardstick = tuple[str, float]  # what something simpler makes of the same text, behind its name
+_ENTROPY_TOKENS = 10_000_000  # that are counted at most
 _TRAIN, _HELD_OUT, _YARDSTICK = "#4c78a8", ("#e4572e", "#2a9d62", "#a05195"), "#767676"
 
 
@@ -31,6 +34,13 @@ def xz_bits_per_byte(documents: Iterable[bytes]) -> float:
     return 8 * compressed / total
 
 
+def token_entropy(tokens: Integer[np.ndarray, " N"]) -> float:
+    """Bits per token of whoever knows how frequent each is, and nothing of its context."""
+    counts = np.bincount(tokens[:_ENTROPY_TOKENS])
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log2(shares)).sum())
+
+
 def tag(measure: str) -> str:
     """What a measure is called in metrics, behind the name of its split."""
     return measure.replace(" ", "_")
@@ -40,7 +50,7 @@ def plot_training(
     workdir: Workdir,
     *,
     bytes_per_token: float,
-    xz_bits_per_byte: float | None = None,
+    yardstick: Yardstick | None = None,
     measure: str = BITS_PER_BYTE,
 ) -> list[Path]:
     """Draws plots/ from metrics.jsonl.
@@ -48,7 +58,7 @@ def plot_training(
     Args:
       workdir: the run's.
       bytes_per_token: of the training documents; turns bits per token into bits per byte.
-      xz_bits_per_byte: what `xz -9e` makes of the held-out documents; drawn as a line.
+      yardstick: of the held-out documents; drawn as a line.
       measure: of how well the model predicts; as a tag, with underscores, that of held-out data.
 
     Raises:
@@ -57,7 +67,7 @@ def plot_training(
     records = read_metrics(workdir.metrics)
     if not any(record.get("train/bits_per_token") is not None for record in records):
         raise DataError(f"{workdir.metrics} records no training step, so there is nothing to draw")
-    bits = _bits_figure(records, bytes_per_token, xz_bits_per_byte, measure)
+    bits = _bits_figure(records, bytes_per_token, yardstick, measure)
     figures = {f"{tag(measure)}.png": bits, "optimization.png": _optimization_figure(records)}
     workdir.plots.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
@@ -71,7 +81,7 @@ def summary(
     tokens: int,
     seconds: float,
     bits_per_byte: Mapping[str, float],
-    xz_bits_per_byte: float | None = None,
+    yardstick: Yardstick | None = None,
     measure: str = BITS_PER_BYTE,
     objective: str = "language_modeling",
 ) -> str:
@@ -82,15 +92,15 @@ def summary(
       tokens: trained on, over all restarts.
       seconds: since this start.
       bits_per_byte: the last figure of each split, or of another measure.
-      xz_bits_per_byte: of the same documents.
+      yardstick: of the same documents.
       measure: what the figures are.
       objective: what was learned.
     """
     step = (steps(workdir.checkpoints) or [0])[-1]
     lines = [f"Step {step}, {short(tokens)} tokens, {clock(seconds)} since the start."]
     for split, value in bits_per_byte.items():
-        yardstick = f" (xz -9e: {xz_bits_per_byte:.3f})" if xz_bits_per_byte is not None else ""
-        lines.append(f"{split}: {value:.3f} {measure}{yardstick}")
+        beside = f" ({yardstick[0]}: {yardstick[1]:.3f})" if yardstick else ""
+        lines.append(f"{split}: {value:.3f} {measure}{beside}")
     places = {
         "checkpoints": workdir.checkpoints,
         "metrics": workdir.metrics,
@@ -152,18 +162,44 @@ def _next_with_speech(path: str) -> list[str]:
     ]
 
 
+def _next_with_sentences(path: str) -> list[str]:
+    return [
+        *_next_with_masks(path),
+        '  with your own sentences, a line of {"sentence": ..., "label": ...} each:',
+        "  python -m brt.train --gin_file=configs/runs/classification_quickstart.gin "
+        f"--workdir=runs/mine {_own_files('Sentences', 'jsonl')}",
+    ]
+
+
+def _next_with_questions(path: str) -> list[str]:
+    return [
+        *_next_with_masks(path),
+        "  with your own questions, in files of SQuAD's form:",
+        "  python -m brt.train --gin_file=configs/runs/spans_quickstart.gin "
+        f"--workdir=runs/mine {_own_files('Questions', 'json')}",
+    ]
+
+
+def _own_files(section: str, ending: str) -> str:
+    own = "--gin_bindings=\"{0}.{1} = '{1}.{2}'\""
+    splits = " ".join(own.format(section, split, ending) for split in ("train", "validation"))
+    return f"{splits} --gin_bindings='{section}.test = ()'"
+
+
 _NEXT = {
     "language_modeling": _next_with_documents,
     "seq2seq": _next_with_pairs,
     "masked_language_modeling": _next_with_masks,
     "ctc": _next_with_speech,
+    "classification": _next_with_sentences,
+    "spans": _next_with_questions,
 }
 
 
 def _bits_figure(
     records: Sequence[Mapping[str, Any]],
     bytes_per_token: float,
-    xz: float | None,
+    yardstick: Yardstick | None,
     measure: str = BITS_PER_BYTE,
 ) -> Figure:
     figure, (axes,) = new_figure(1)
@@ -179,11 +215,11 @@ def _bits_figure(
         color = _HELD_OUT[number % len(_HELD_OUT)]
         axes.plot(tokens, values, "o-", color=color, markersize=4, label=name.split("/")[1])
         shown.append(values[len(values) // 20 :])
-    if xz is not None:
-        axes.axhline(
-            xz, color=_YARDSTICK, linestyle="--", label=f"xz -9e of the held-out text ({xz:.2f})"
-        )
-        shown.append(np.array([xz]))
+    if yardstick:
+        name, value = yardstick
+        label = f"{name} of the held-out text ({value:.2f})"
+        axes.axhline(value, color=_YARDSTICK, linestyle="--", label=label)
+        shown.append(np.array([value]))
     low, high = np.min(np.concatenate(shown)), np.max(np.concatenate(shown))
     margin = 0.06 * (high - low) or 0.1
     axes.set(

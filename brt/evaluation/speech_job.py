@@ -14,6 +14,7 @@ from brt.errors import ConfigError, DataError
 from brt.evaluation.saved import SavedModel, check_tokenizer
 from brt.evaluation.transcription import Reading, Transcriber, Transcript
 from brt.training import workdir as workdirs
+from brt.training.reading import check_attention
 from brt.training.workdir import Workdir
 
 _EXACT = {"reformer": "shared_full"}  # what a kind approximates, where that is not "full"
@@ -26,7 +27,8 @@ class TranscriptReader:
       config: of the run, with its vocabulary size and the width of its frames.
 
     Raises:
-      ConfigError: something is to be taken away that an encoder does not have.
+      ConfigError: something is to be taken away that an encoder does not have, or attention
+        has more clusters or best keys than there are frames.
       DataError: there are no utterances of that split, or of other frames.
     """
 
@@ -39,6 +41,7 @@ class TranscriptReader:
         self._config, self._split = config, split
         self._tokenizer, self._store = corpus.tokenizer, corpus.split(split)
         check_width(config, self._store, split)
+        check_attention(config, corpus)
         self._transcriber = Transcriber(config, corpus.tokenizer)
 
     def __call__(self, model: SavedModel) -> dict[str, Any]:

@@ -57,12 +57,17 @@ def load(directory: Path) -> PretrainedEncoder:
       CheckpointError: something is missing, damaged, of a newer format, or does not fit.
       ConfigError: settings that this version does not know.
     """
+    described = describe(directory)
+    return PretrainedEncoder(read_params(directory, template(described)), described)
+
+
+def describe(directory: Path) -> Described:
+    """The settings alone; raises as `load`."""
     content = read_model(directory)
     task, kept = content.get("task"), content.get("kept")
     if "Encoder" not in content or task not in HEADS or not isinstance(kept, dict):
         raise CheckpointError(f"{directory / MODEL} describes no encoder")
-    described = Described(config_from_json({"Encoder": content["Encoder"]}).encoder, task, kept)
-    return PretrainedEncoder(read_params(directory, template(described)), described)
+    return Described(config_from_json({"Encoder": content["Encoder"]}).encoder, task, kept)
 
 
 def extend_positions(

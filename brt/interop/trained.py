@@ -27,7 +27,8 @@ def load(directory: Path) -> Pretrained:
     workdir, found, config = saved.load_config(directory)
     if config.training.objective != "seq2seq":
         raise CheckpointError(
-            f"{directory} is the run of another model; only summarisers have a form of Hugging Face"
+            f"{directory} is the run of another model; only summarisers and encoders have a form "
+            "of Hugging Face"
         )
     model = saved.load(workdir, found, config)
     tokenizer = preparation.prepare(config.pairs).tokenizer

@@ -73,7 +73,10 @@ def _check_jobs(jobs: int) -> None:
 def _prepare(points: Sequence[Point], split: str) -> None:
     """Makes every corpus once, before points would do so side by side."""
     configs = (point.config for point in points)
-    read = {(c.training.objective, c.data, c.pairs, c.speech): c for c in configs}
+    read = {
+        (c.training.objective, c.data, c.pairs, c.speech, c.sentences, c.questions): c
+        for c in configs
+    }
     for config in read.values():
         reading.open_corpus(config).split(split)
 

@@ -75,7 +75,7 @@ def group_table(groups: Sequence[Group]) -> list[str]:
         )
         for g in groups
     ]
-    return _table(*_with_errors(head, lines, [g.token_error_rate for g in groups]))
+    return _table(*_with_percentages(head, lines, groups))
 
 
 def point_table(rows: Sequence[Row]) -> list[str]:
@@ -93,7 +93,7 @@ def point_table(rows: Sequence[Row]) -> list[str]:
         )
         for row in rows
     ]
-    return _table(*_with_errors(head, lines, [row.token_error_rate for row in rows]))
+    return _table(*_with_percentages(head, lines, rows))
 
 
 def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
@@ -101,7 +101,7 @@ def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
     relative = {g.name: (g.step_seconds, g.relative_step_time) for g in groups}
     fields = list(dict.fromkeys(name for row in rows for name in row.point.bindings))
     figures = (
-        "bits_per_byte", "bits_per_token", "token_error_rate", "step_seconds",
+        "bits_per_byte", "bits_per_token", "token_error_rate", "score", "step_seconds",
         "tokens_per_second", "parameters", "parameters_non_embedding", "steps", "seconds",
         "threads", "reason",
     )  # fmt: skip
@@ -117,14 +117,17 @@ def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
     return file.getvalue()
 
 
-def _with_errors(
-    head: Sequence[str], lines: Sequence[Sequence[str]], rates: Sequence[float | None]
+def _with_percentages(
+    head: Sequence[str], lines: Sequence[Sequence[str]], found: Sequence[Row] | Sequence[Group]
 ) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """A table with a column of token errors, where the models write transcripts."""
-    if not any(rate is not None for rate in rates):
-        return head, lines
-    more = [(*line, _number(rate, ".2f")) for line, rate in zip(lines, rates, strict=True)]
-    return (*head, "token errors %"), more
+    """A table with columns of what only some models have, where any of these does."""
+    for name, title in (("token_error_rate", "token errors %"), ("score", "score %")):
+        values = [getattr(one, name) for one in found]
+        if any(value is not None for value in values):
+            head = (*head, title)
+            rows = zip(lines, values, strict=True)
+            lines = [(*line, _number(value, ".2f")) for line, value in rows]
+    return head, lines
 
 
 def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:

@@ -21,6 +21,7 @@ class Row(NamedTuple):
       tokens_per_second: of training, the same.
       steps: in the newest checkpoint.
       token_error_rate: in percent, of models that write transcripts.
+      score: in percent, accuracy of labels or F1 of answers.
       records: metrics.jsonl.
     """
 
@@ -30,6 +31,7 @@ class Row(NamedTuple):
     bits_per_byte: float | None
     bits_per_token: float | None
     token_error_rate: float | None
+    score: float | None
     step_seconds: float | None
     tokens_per_second: float | None
     parameters: int | None
@@ -56,6 +58,7 @@ class Group(NamedTuple):
     spread: float | None
     bits_per_token: float | None
     token_error_rate: float | None
+    score: float | None
     step_seconds: float | None
     relative_step_time: float | None
     tokens_per_second: float | None
@@ -113,6 +116,7 @@ def _row(point: Point, directory: Directory, split: str) -> Row:
         bits_per_byte=figures.get("bits_per_byte"),
         bits_per_token=figures.get("bits_per_token", figures.get("bits_per_masked_token")),
         token_error_rate=figures.get("token_error_rate"),
+        score=figures.get("score"),
         step_seconds=_median(records, "perf/step_seconds"),
         tokens_per_second=_median(records, "perf/tokens_per_second"),
         parameters=total,
@@ -146,6 +150,7 @@ def _group(name: str, rows: list[Row]) -> Group:
         spread=max(bits) - min(bits) if len(bits) > 1 else None,
         bits_per_token=mean(lambda row: row.bits_per_token),
         token_error_rate=mean(lambda row: row.token_error_rate),
+        score=mean(lambda row: row.score),
         step_seconds=mean(lambda row: row.step_seconds),
         relative_step_time=None,
         tokens_per_second=mean(lambda row: row.tokens_per_second),

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from brt.data.pairs.store import PairStore
-from brt.data.preparation import Corpus
 from brt.data.speech.store import SpeechStore
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
@@ -22,7 +21,11 @@ from brt.training.workdir import Workdir
 _XZ_LIMIT_BYTES = 20 << 20
 
 # How well a model predicts, where that is not bits per byte.
-_MEASURES = {"masked_language_modeling": "bits per masked token"}
+_MEASURES = {
+    "masked_language_modeling": "bits per masked token",
+    "classification": "bits per label",
+    "spans": "bits per place",
+}
 
 
 def dry_run(run: Run, directory: str | None) -> dict[str, Any]:
@@ -65,10 +68,10 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
 
     objective = run.config.training.objective
     measure = _MEASURES.get(objective, report.BITS_PER_BYTE)
-    xz = _xz_of_held_out(run.corpus) if objective == "language_modeling" else None
+    yardstick = _yardstick(run)
     if run.config.training.plots:
         report.plot_training(
-            workdir, xz_bits_per_byte=xz, measure=measure,
+            workdir, yardstick=yardstick, measure=measure,
             bytes_per_token=1.0 if objective in _MEASURES else _bytes_per_token(run.corpus),
         )  # fmt: skip
     records = read_metrics(workdir.metrics)
@@ -80,14 +83,23 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
     tokens = next((r["data/tokens"] for r in reversed(records) if "data/tokens" in r), 0)
     summary = report.summary(
         workdir, tokens=tokens, seconds=time.perf_counter() - begin, bits_per_byte=bits,
-        xz_bits_per_byte=xz, measure=measure, objective=objective,
+        yardstick=yardstick, measure=measure, objective=objective,
     )  # fmt: skip
     return f"{_held_out_report(run, workdir)}{summary}"
 
 
-def _xz_of_held_out(corpus: Corpus) -> float | None:
-    held_out = corpus.splits.get("validation")
-    return xz_of(held_out, corpus.tokenizer) if held_out else None
+def _yardstick(run: Run) -> tuple[str, float] | None:
+    """What something simpler makes of the validation documents, where a run has them."""
+    from brt.evaluation import report
+
+    objective = run.config.training.objective
+    held_out = run.corpus.splits.get("validation")
+    if held_out and objective == "masked_language_modeling":
+        return "entropy of single tokens", report.token_entropy(held_out.tokens)
+    if held_out and objective == "language_modeling":
+        xz = xz_of(held_out, run.corpus.tokenizer)
+        return None if xz is None else ("xz -9e", xz)
+    return None
 
 
 def _bytes_per_token(corpus: reading.AnyCorpus) -> float:

@@ -85,7 +85,7 @@ def _set_up(
         Meter(saved.meta["meter"] if saved else None), looks.build(run, workdir),
         provenance,
     )  # fmt: skip
-    return saved.state if saved else runs.new_state(run), tools
+    return saved.state if saved else runs.new_state(run, progress.message), tools
 
 
 def _saved(run: Run, workdir: Workdir) -> checkpoint.Restored | None:

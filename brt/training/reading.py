@@ -2,9 +2,8 @@
 
 import dataclasses
 import math
-from pathlib import Path
 
-from brt.config import Config, Seq2Seq
+from brt.config import Config, Encoder
 from brt.data import preparation
 from brt.data.lanes import LaneReader
 from brt.data.pairs import preparation as pair_preparation
@@ -12,18 +11,27 @@ from brt.data.pairs.batches import PairReader
 from brt.data.pairs.preparation import PairCorpus
 from brt.data.pairs.tokenization import PairTokenizer
 from brt.data.preparation import Corpus
+from brt.data.questions import preparation as question_preparation
+from brt.data.questions.batches import QuestionReader
+from brt.data.questions.preparation import QuestionCorpus
+from brt.data.sentences import preparation as sentence_preparation
+from brt.data.sentences.batches import SentenceReader
+from brt.data.sentences.preparation import SentenceCorpus
 from brt.data.speech import preparation as speech_preparation
 from brt.data.speech.batches import SpeechReader
 from brt.data.speech.preparation import SpeechCorpus
 from brt.data.speech.vocabulary import Vocabulary
+from brt.data.texts.tokenization import TextTokenizer
 from brt.data.tokenizers import Tokenizer
 from brt.errors import ConfigError
 from brt.layers.basic import compute_dtype
 from brt.ops.attention import KEYS_ARE_QUERIES
-from brt.types import AnyBatch, Batch, SpeechBatch
+from brt.training import starting
+from brt.types import AnyBatch, Batch, SpeechBatch, TextBatch
 
-AnyCorpus = Corpus | PairCorpus | SpeechCorpus
-AnyReader = LaneReader | PairReader | SpeechReader
+AnyCorpus = Corpus | PairCorpus | SpeechCorpus | SentenceCorpus | QuestionCorpus
+AnyTokenizer = Tokenizer | PairTokenizer | Vocabulary | TextTokenizer
+AnyReader = LaneReader | PairReader | SpeechReader | SentenceReader | QuestionReader
 
 # The section of a config that describes the model.
 MODELS = {
@@ -31,9 +39,9 @@ MODELS = {
     "seq2seq": "seq2seq",
     "masked_language_modeling": "encoder",
     "ctc": "encoder",
+    "classification": "encoder",
+    "spans": "encoder",
 }
-# Of Seq2Seq, what is not the weights' business.
-OWN = ("dropout", "attention_dropout", "activation_dropout", "dtype", "remat")
 
 
 def prepare(config: Config, *, progress: bool = True) -> tuple[Config, AnyCorpus, AnyReader]:
@@ -43,10 +51,11 @@ def prepare(config: Config, *, progress: bool = True) -> tuple[Config, AnyCorpus
       ConfigError: a size is set that does not fit the data.
       DataError: the data cannot be read as asked.
     """
-    config = with_pretrained(config)
+    config = starting.with_pretrained(config)
     _check_keys(config)
     t = config.training
     corpus = open_corpus(config, progress=progress)
+    config = starting.with_vocabulary(config, corpus.tokenizer, ids(config, corpus.tokenizer))
     config = written_out(config, corpus.tokenizer)
     if t.objective == "seq2seq":
         reader = PairReader(
@@ -58,6 +67,17 @@ def prepare(config: Config, *, progress: bool = True) -> tuple[Config, AnyCorpus
         reader = SpeechReader(
             store=corpus.split("train"), batch_size=t.batch_size, buckets=config.speech.buckets,
             seed=t.seed, shuffle=config.speech.shuffle,
+        )  # fmt: skip
+    elif t.objective == "classification":
+        config = _with_labels(config, corpus)
+        reader = SentenceReader(
+            store=corpus.split("train"), batch_size=t.batch_size, buckets=config.sentences.buckets,
+            seed=t.seed, shuffle=config.sentences.shuffle, max_length=config.sentences.max_length,
+        )  # fmt: skip
+    elif t.objective == "spans":
+        reader = QuestionReader(
+            store=corpus.split("train"), batch_size=t.batch_size, buckets=config.questions.buckets,
+            seed=t.seed, shuffle=config.questions.shuffle, max_length=config.questions.max_length,
         )  # fmt: skip
     else:
         reader = LaneReader(
@@ -95,19 +115,27 @@ def open_corpus(config: Config, *, progress: bool = True) -> AnyCorpus:
         return speech_preparation.prepare(config.speech, progress)
     if config.training.objective == "seq2seq":
         return pair_preparation.prepare(config.pairs, progress)
+    if config.training.objective == "classification":
+        return sentence_preparation.prepare(config.sentences, progress)
+    if config.training.objective == "spans":
+        return question_preparation.prepare(config.questions, progress)
     return preparation.prepare(config.data, progress=progress)
 
 
-def written_out(config: Config, tokenizer: Tokenizer | PairTokenizer | Vocabulary) -> Config:
+def ids(config: Config, tokenizer: AnyTokenizer) -> int:
+    """How many a model knows: the tokenizer's, and a mask behind them where tokens are masked."""
+    return tokenizer.vocab_size + (config.training.objective == "masked_language_modeling")
+
+
+def written_out(config: Config, tokenizer: AnyTokenizer) -> Config:
     """The config with what depends on tokenizer and machine written out: vocabulary and dtype.
 
     Raises:
       ConfigError: it is set, and too small.
     """
     name = MODELS[config.training.objective]
-    masks = config.training.objective == "masked_language_modeling"  # the mask is the last id
-    model = getattr(config, name)
-    wanted, size = model.vocab_size, tokenizer.vocab_size + masks
+    model, size = getattr(config, name), ids(config, tokenizer)
+    wanted, masks = model.vocab_size, size > tokenizer.vocab_size
     if wanted and wanted < size:
         raise ConfigError(
             f"{type(model).__name__}.vocab_size = {wanted} is too small for the tokenizer "
@@ -117,31 +145,6 @@ def written_out(config: Config, tokenizer: Tokenizer | PairTokenizer | Vocabular
     dtype = compute_dtype(model).name
     written = dataclasses.replace(model, vocab_size=wanted or size, dtype=dtype)
     return dataclasses.replace(config, **{name: written})
-
-
-def with_pretrained(config: Config) -> Config:
-    """The config with the model of Training.init_from, where that names one.
-
-    Raises:
-      ConfigError: the config says something else about the model.
-    """
-    where = config.training.init_from
-    if not where:
-        return config
-    from brt.interop import pretrained
-
-    model = pretrained.describe(Path(where)).model
-    asked, default = config.seq2seq, Seq2Seq()
-    for field in dataclasses.fields(Seq2Seq):
-        own = getattr(asked, field.name)
-        if field.name in OWN:
-            model = dataclasses.replace(model, **{field.name: own})
-        elif own not in (getattr(default, field.name), getattr(model, field.name)):
-            raise ConfigError(
-                f"Seq2Seq.{field.name} = {own!r}, but the weights of Training.init_from = "
-                f"{where!r} have {getattr(model, field.name)!r}; leave it out"
-            )
-    return dataclasses.replace(config, seq2seq=model)
 
 
 def largest_batch(reader: AnyReader) -> AnyBatch:
@@ -155,7 +158,7 @@ def positions(batch: AnyBatch) -> int:
     """Tokens or frames that a step reads, padding included."""
     if isinstance(batch, Batch):
         return batch.inputs.size
-    if isinstance(batch, SpeechBatch):
+    if isinstance(batch, SpeechBatch | TextBatch):
         return batch.valid.size
     return batch.source.size + batch.target_in.size
 
@@ -168,17 +171,48 @@ def _with_width(config: Config, corpus: SpeechCorpus) -> Config:
     """
     encoder, width = config.encoder, corpus.width
     if encoder.features not in (0, width):
+        where = config.training.init_from
+        remedy = (
+            f"the weights of Training.init_from = {where!r} read no others"
+            if where else "set it to 0 to take theirs"
+        )  # fmt: skip
         raise ConfigError(
             f"Encoder.features = {encoder.features}, but the frames of Speech.train have {width} "
-            "features; set it to 0 to take theirs"
+            f"features; {remedy}"
         )
-    longest = max(int(store.lengths.max()) for store in corpus.splits.values())
+    longest = corpus.longest
     if encoder.positions == "learned" and longest > encoder.max_positions:
         raise ConfigError(
             f"the longest utterance has {longest} frames, Encoder.max_positions = "
             f"{encoder.max_positions} is below that; raise it, or join frames with Speech.stride"
         )
+    check_attention(config, corpus)
     return dataclasses.replace(config, encoder=dataclasses.replace(encoder, features=width))
+
+
+def check_attention(config: Config, corpus: SpeechCorpus) -> None:
+    """Raises ConfigError for numbers that no utterance of any split reaches."""
+    longest = corpus.longest
+    config.attention.check_length(longest, f"the {longest} frames of the longest utterance")
+
+
+def _with_labels(config: Config, corpus: SentenceCorpus) -> Config:
+    """The config with the labels of the data written out, in the order of the classifier's.
+
+    Raises:
+      ConfigError: Encoder.classes says another number.
+    """
+    labels, classes = corpus.labels, config.encoder.classes
+    if classes not in (Encoder.classes, len(labels)) and not config.training.init_from:
+        raise ConfigError(
+            f"Encoder.classes = {classes}, but Sentences.train has {len(labels)} labels, "
+            f"{', '.join(labels)}; leave it out"
+        )
+    return dataclasses.replace(
+        config,
+        encoder=dataclasses.replace(config.encoder, classes=len(labels)),
+        sentences=dataclasses.replace(config.sentences, labels=labels),
+    )
 
 
 def _with_steps(config: Config, reader: AnyReader) -> Config:

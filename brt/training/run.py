@@ -1,7 +1,7 @@
 """A run made of its config: corpus, devices, optimizer, shapes. Nothing is trained here."""
 
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ from brt.config import Config
 from brt.config_io import difference
 from brt.data import preparation
 from brt.errors import ConfigError
-from brt.training import compilation, reading
+from brt.training import compilation, reading, starting
 from brt.training import optimizer as optimizers
 from brt.training.reading import AnyCorpus, AnyReader
 from brt.training.sharding import by_lane, make_mesh, replicated, state_shardings
@@ -38,6 +38,12 @@ _FREE_FIELDS = {
     "Speech.cache_dir", "Speech.train", "Speech.validation", "Speech.test", "Speech.errors",
     "Speech.beams", "Speech.time_masks", "Speech.time_mask_frames", "Speech.feature_masks",
     "Speech.feature_mask_width",
+    "Sentences.cache_dir", "Sentences.train", "Sentences.validation", "Sentences.test",
+    "Sentences.errors", "Sentences.first_field", "Sentences.second_field", "Sentences.label_field",
+    "Sentences.id_field", "Sentences.header", "Sentences.tokenizer",
+    "Questions.cache_dir", "Questions.train", "Questions.validation", "Questions.test",
+    "Questions.errors", "Questions.tokenizer", "Questions.max_answer_length",
+    "Questions.no_answer_margin",
     "Seq2Seq.dropout", "Seq2Seq.attention_dropout", "Seq2Seq.activation_dropout", "Seq2Seq.remat",
     "Encoder.dropout", "Encoder.attention_dropout", "Encoder.remat",
 }  # fmt: skip
@@ -75,21 +81,24 @@ def build(config: Config, *, progress: bool = True) -> Run:
     return Run(config, corpus, reader, mesh, optimizer, abstract)
 
 
-def new_state(run: Run) -> TrainState:
+def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     """The state at step 0, made on the devices where it belongs.
 
+    Args:
+      say: told what the weights of Training.init_from lack, where they lack something.
+
     Raises:
-      CheckpointError: the weights of Training.init_from cannot be read.
+      CheckpointError: the weights of Training.init_from cannot be read, or do not fit.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract)
     init = partial(initial_state, run.config, run.optimizer)
     state = jax.jit(init, out_shardings=shardings)(_key(run))
-    if not run.config.training.init_from:
+    where = run.config.training.init_from
+    if not where:
         return state
-    from brt.interop import pretrained
-
-    where = Path(run.config.training.init_from)
-    params = pretrained.load(where, run.config.cross_attention).params
+    params, new = starting.params(run.config, state.params)
+    if new:
+        say(f"new, as {where} lacks them: {', '.join(new)}")
     return state._replace(params=jax.device_put(params, shardings.params))
 
 

@@ -77,6 +77,15 @@ def test_configs_that_cannot_work(refused: Callable[..., str]) -> None:
     assert "--workdir" in refusal(train, ConfigError)
 
 
+def test_attention_that_cannot_work(refused: Callable[..., str]) -> None:
+    """Each with what to do about it."""
+    message = refused(ConfigError, "Attention.kind = 'improved_clustered'")
+    assert "which a causal model must not" in message and "Model.clustered_layers" in message
+    rotary = "Model.clustered_layers = (0,)", "Model.positions = 'rotary'"
+    assert "take 't5', 'alibi' or 'none'" in refused(ConfigError, *rotary)
+    assert "bits = 64 must not be above 63" in refused(ConfigError, "Attention.bits = 64")
+
+
 def test_a_workdir_in_use(refused: Callable[..., str], tmp_path: Path) -> None:
     workdir = workdirs.create(tmp_path)
     with workdirs.lock(workdir, print):

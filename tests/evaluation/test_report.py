@@ -10,6 +10,8 @@ from brt.evaluation import drawing, report
 from brt.training import workdir
 from brt.training.metrics import MetricsWriter
 
+XZ = ("xz -9e", 2.75)
+
 
 def fail(message: str) -> None:
     raise AssertionError(message)
@@ -45,8 +47,14 @@ def test_xz_compresses_each_document_on_its_own() -> None:
         report.xz_bits_per_byte([b""])
 
 
+def test_entropy_is_of_the_shares_of_tokens() -> None:
+    tokens = np.array([3] * 4 + [0] * 2 + [9, 7], np.uint8)
+    np.testing.assert_allclose(report.token_entropy(tokens), 0.5 + 0.5 + 3 / 8 + 3 / 8)
+    assert report.token_entropy(tokens[:4]) == 0
+
+
 def test_plots_are_pictures_with_something_in_them(run: workdir.Workdir) -> None:
-    paths = report.plot_training(run, bytes_per_token=1.0, xz_bits_per_byte=2.75)
+    paths = report.plot_training(run, bytes_per_token=1.0, yardstick=XZ)
     assert [path.name for path in paths] == ["bits_per_byte.png", "optimization.png"]
     for path in paths:
         assert path.read_bytes().startswith(b"\x89PNG")
@@ -57,7 +65,7 @@ def test_plots_are_pictures_with_something_in_them(run: workdir.Workdir) -> None
 
 def test_the_figure_shows_bits_per_byte_against_tokens(run: workdir.Workdir) -> None:
     records = report.read_metrics(run.metrics)
-    (axes,) = report._bits_figure(records, 4.0, 2.75).axes
+    (axes,) = report._bits_figure(records, 4.0, XZ).axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("training tokens", "bits per byte")
     raw, smooth, validation, xz = axes.get_lines()
     assert raw.get_xdata()[-1] == 30000
@@ -91,7 +99,7 @@ def test_summary_says_where_things_are_and_what_to_type(run: workdir.Workdir) ->
         tokens=30_000,
         seconds=100.0,
         bits_per_byte={"validation": 2.3456},
-        xz_bits_per_byte=2.75,
+        yardstick=XZ,
     )
     assert "Step 300, 30.0k tokens, 1:40 since the start.\n" in text
     assert "validation: 2.346 bits per byte (xz -9e: 2.750)\n" in text

@@ -135,18 +135,23 @@ def test_the_csv_has_every_figure_in_full(points: list[Point], tmp_path: Path) -
     assert (rows[4]["status"], rows[4]["bits_per_byte"], rows[4]["steps"]) == ("waiting", "", "0")
 
 
-def test_errors_of_transcripts_have_a_column(points: list[Point], tmp_path: Path) -> None:
-    assert "token errors" not in report.write(tmp_path, points, sweep())
+@pytest.mark.parametrize(
+    ("name", "title"), [("token_error_rate", "token errors %"), ("score", "score %")]
+)
+def test_what_only_some_models_have_has_a_column(
+    points: list[Point], tmp_path: Path, name: str, title: str
+) -> None:
+    assert title not in report.write(tmp_path, points, sweep())
     for i, rate in enumerate((10.0, 15.0)):
         evaluation = Directory(tmp_path / points[i].directory).evaluation(300, "validation")
-        figures = json.loads(evaluation.read_text()) | {"token_error_rate": rate}
+        figures = json.loads(evaluation.read_text()) | {name: rate}
         evaluation.write_text(json.dumps(figures))
     table = report.write(tmp_path, points, sweep()).splitlines()
     assert [line.split(" | ")[-1].strip(" |") for line in table[:4]] == [
-        "token errors %", "-------------:", "12.50", "-",
+        title, f"{'-' * (len(title) - 1)}:", "12.50", "-",
     ]  # fmt: skip
     with (tmp_path / "report.csv").open(newline="") as file:
-        assert [row["token_error_rate"] for row in csv.DictReader(file)][:3] == ["10.0", "15.0", ""]
+        assert [row[name] for row in csv.DictReader(file)][:3] == ["10.0", "15.0", ""]
 
 
 def test_plots_show_groups_with_their_seeds(points: list[Point], tmp_path: Path) -> None:

@@ -56,13 +56,17 @@ def batch() -> Batch:
 
 
 def test_the_loss_is_of_the_masked_tokens_alone(params: Any) -> None:
-    """As from all logits; 3 + 1 tokens of 20 + 9 are masked, and all parameters learn."""
+    """As from all logits; 3 + 1 tokens of 20 + 9 are masked, and all parameters learn.
+
+    The third row is all padding.
+    """
     key, of = jax.random.key(3), objectives.of(CONFIG)
     step = jax.jit(jax.value_and_grad(lambda *x: of.loss(*x, CONFIG), has_aux=True))
     (total, (nats, carried)), gradients = step(params, (), batch(), key)
     assert carried == () and int(of.scored(batch(), CONFIG)) == 4
     np.testing.assert_allclose(total, nats)
-    assert all(np.any(leaf) for leaf in jax.tree.leaves(gradients))
+    leaves = jax.tree.leaves(gradients)
+    assert all(np.any(leaf) and np.isfinite(leaf).all() for leaf in leaves)
 
     masks, attention = (jax.random.fold_in(key, purpose) for purpose in (0, 1))
     tokens = objective.masked(batch(), jax.random.split(masks, 3), CONFIG)

@@ -52,11 +52,25 @@ def test_a_model_that_does_not_fit_is_refused(config, values, message):
         reading.prepare(changed(config, "encoder", **values), progress=False)
 
 
+def test_numbers_that_no_utterance_reaches_are_refused(config):
+    """As many clusters as the longest has frames will do: shorter ones have fewer."""
+    longest = max(
+        s.lengths.max() for s in reading.prepare(config, progress=False)[1].splits.values()
+    )
+    for name in ("clusters", "top_k"):
+        values = {"clusters": 3, "top_k": 3, "kind": "improved_clustered"}
+        allowed = changed(config, "attention", **{**values, name: int(longest)})
+        reading.prepare(allowed, progress=False)
+        with pytest.raises(ConfigError, match=f"Attention.{name} = {longest + 1} is above the "
+                           f"{longest} frames of the longest utterance"):  # fmt: skip
+            more = changed(config, "attention", **{**values, name: int(longest) + 1})
+            reading.prepare(more, progress=False)
+
+
 @pytest.mark.parametrize(
     ("section", "values", "message"),
     [
         ("training", {"label_smoothing": 0.1}, "Training.label_smoothing = 0.1 means nothing to C"),
-        ("training", {"init_from": "weights"}, "starts from random weights"),
         ("speech", {"train": ()}, "Speech.train names no source"),
         ("speech", {"buckets": (80, 40)}, r"Speech.buckets = \(80, 40\) must ascend"),
         ("speech", {"stride": 0}, "Speech.stride = 0 must be above 0"),

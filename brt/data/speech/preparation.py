@@ -49,6 +49,11 @@ class SpeechCorpus(NamedTuple):
         """Of a frame that a model reads."""
         return self.split("train").width
 
+    @property
+    def longest(self) -> int:
+        """Frames that a model reads of the longest utterance of all splits."""
+        return max(int(store.lengths.max()) for store in self.splits.values())
+
 
 def prepare(speech: config.Speech, progress: bool = True) -> SpeechCorpus:
     """Opens the utterances that `speech` describes; prepares them first where that was not done.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from brt.interop import pretrained, pretrained_encoder, trained
+from brt.interop import pretrained, pretrained_encoder, trained, trained_encoder
 from brt.interop.huggingface import config, files, verify, weights
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.pretrained import Pretrained
@@ -64,7 +64,7 @@ def from_hf(
 
 def to_hf(source: Path, target: Path, *, verified: bool, dtype: str = "float32") -> Iterator[str]:
     """The other way; raises as `from_hf`."""
-    if pretrained_encoder.is_one(source):
+    if pretrained_encoder.is_one(source) or trained_encoder.is_run(source):
         yield from roberta.to_hf(source, target, verified=verified, dtype=dtype)
         return
     model = _own(source)

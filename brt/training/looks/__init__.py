@@ -49,6 +49,10 @@ def build(run: Run, workdir: Workdir) -> Looks:
         from brt.training.looks import ctc
 
         return ctc.Looks(run, workdir)
+    if run.config.training.objective in ("classification", "spans"):
+        from brt.training.looks import heads
+
+        return heads.Looks(run, workdir)
     from brt.training.looks import language_modeling
 
     return language_modeling.Looks(run)

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from brt.config import Config
-from brt.training.objectives import ctc, language_modeling, masked_language_modeling, seq2seq
+from brt.training.objectives import (
+    classification,
+    ctc,
+    language_modeling,
+    masked_language_modeling,
+    seq2seq,
+    spans,
+)
 from brt.types import AnyBatch
 
 
@@ -63,6 +70,20 @@ _OBJECTIVES = {
         ctc.initial_carried,
         lambda carried: carried,
         ctc.loss,
+        _all_scored,
+    ),
+    "classification": Objective(
+        classification.initial_params,
+        classification.initial_carried,
+        lambda carried: carried,
+        classification.loss,
+        _all_scored,
+    ),
+    "spans": Objective(
+        spans.initial_params,
+        spans.initial_carried,
+        lambda carried: carried,
+        spans.loss,
         _all_scored,
     ),
 }

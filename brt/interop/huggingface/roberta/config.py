@@ -98,16 +98,28 @@ def to_theirs(described: Described, dtype: str) -> dict[str, Any]:
                 f"Encoder.{name} = {getattr(model, name)!r} has no counterpart in RoBERTa, which "
                 f"needs {wanted!r}"
             )
-    if not model.token_types or described.task not in HEADS:
+    if described.task not in HEADS:
         raise CheckpointError(
-            f"RoBERTa has Encoder.token_types of 1 or more and a head for one of {list(HEADS)}, "
-            f"not {model.token_types} and {described.task!r}"
+            f"RoBERTa has heads for {', '.join(HEADS)}, none for {described.task!r}"
         )
     config = {theirs: getattr(model, ours) for ours, theirs in _FIELDS.items()}
+    config["type_vocab_size"] = model.token_types or 1  # of zeros
     if model.attention_dropout == -1:
         config["attention_probs_dropout_prob"] = model.dropout
     return {
         "model_type": MODEL_TYPE, "architectures": [HEADS[described.task][1]], **config,
         "max_position_embeddings": model.max_positions + POSITION_OFFSET, "dtype": dtype,
-        **{name: _DEFAULTS[name] for name in _KEPT if name in _DEFAULTS}, **described.kept,
+        **{name: _DEFAULTS[name] for name in _KEPT if name in _DEFAULTS}, **_labels(described),
+        **described.kept,
     }  # fmt: skip
+
+
+def _labels(described: Described) -> dict[str, Any]:
+    """Names of classes as transformers makes them up; their number is told by nothing else."""
+    if described.task != "classification" or "id2label" in described.kept:
+        return {}
+    names = [f"LABEL_{i}" for i in range(described.model.classes)]
+    return {
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {name: i for i, name in enumerate(names)},
+    }

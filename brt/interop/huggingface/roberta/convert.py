@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
-from brt.interop import pretrained_encoder
+from brt.interop import pretrained, pretrained_encoder, trained_encoder
 from brt.interop.huggingface import files
 from brt.interop.huggingface import verify as reports
 from brt.interop.huggingface.roberta import config, verify, weights
 from brt.interop.huggingface.weights import Imported, mismatches
-from brt.interop.pretrained import copy_tokenizer, parameter_count
+from brt.interop.pretrained import parameter_count
 from brt.interop.pretrained_encoder import PretrainedEncoder
 
 
@@ -39,7 +39,7 @@ def from_hf(
     model, arrays, imported = read(source)
     with files.new_directory(target) as directory:
         pretrained_encoder.save(directory, model)
-        copied = copy_tokenizer(source, directory)
+        copied = pretrained.copy_tokenizer(source, directory)
         yield _summary(model, source)
         yield from mismatches(imported)
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
@@ -56,21 +56,37 @@ def from_hf(
 
 
 def to_hf(source: Path, target: Path, *, verified: bool, dtype: str = "float32") -> Iterator[str]:
-    """The other way, of a directory that `from_hf` wrote; raises as that."""
-    model = pretrained_encoder.load(source)
+    """The other way, of a directory that `from_hf` wrote or of a run; raises as that."""
+    model = trained_encoder.load(source)
     settings = config.to_theirs(model.described, dtype)
     exported = weights.export_arrays(model.params, model.described)
     with files.new_directory(target) as directory:
         rounded = {name: array.astype(files.DTYPES[dtype]) for name, array in exported.items()}
         files.write_tensors(directory, rounded)
         files.write_json(directory / "config.json", settings)
-        copied = copy_tokenizer(source, directory)
+        own = trained_encoder.is_run(source)
+        copied = (trained_encoder if own else pretrained).copy_tokenizer(source, directory)
         yield _summary(model, source)
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
+        if own:
+            yield from _notes(source, model)
         if verified:
             again, arrays, _ = read(directory)
             yield from _verified(model, again, exported, arrays, directory)
     yield f"wrote {target}"
+
+
+def _notes(source: Path, model: PretrainedEncoder) -> Iterator[str]:
+    """What others should know of a run's weights, and config.json does not tell."""
+    kind = trained_encoder.describe(source).attention
+    if kind != "full":
+        yield (
+            f"note: trained with Attention.kind = {kind!r}; transformers will read by full "
+            "attention, and so does --verify"
+        )
+    if model.described.task == "masked_language_modeling":
+        yield f"note: the mask is token {model.described.model.vocab_size - 1}"
+    yield "note: transformers takes token 1 for padding"
 
 
 def _verified(

@@ -19,6 +19,7 @@ from brt.models import encoder
 _PREFIX = "roberta."
 _OUTSIDE = ("lm_head.", "classifier.", "qa_outputs.")  # heads, which have no prefix
 _UNUSED = "roberta.embeddings.position_ids"
+_TYPES = "encoder/inputs/type_embed/embedding"
 _EMBEDDING = "roberta.embeddings.word_embeddings.weight"
 _MODULES = {
     "encoder/inputs/embed_norm": "roberta.embeddings.LayerNorm",
@@ -44,7 +45,7 @@ def table(described: Described) -> dict[str, str]:
     heads = {f"head/{ours}": theirs for ours, theirs in _HEADS[described.task].items()}
     return {
         "encoder/inputs/token_embed/embedding": _EMBEDDING,
-        "encoder/inputs/type_embed/embedding": "roberta.embeddings.token_type_embeddings.weight",
+        _TYPES: "roberta.embeddings.token_type_embeddings.weight",
         "encoder/inputs/pos_embed": "roberta.embeddings.position_embeddings.weight",
         "head/logits_bias": "lm_head.bias",
         **{
@@ -119,8 +120,11 @@ def import_arrays(arrays: Arrays, described: Described) -> Imported:
 
 def export_arrays(params: Mapping[str, Any], described: Described) -> dict[str, np.ndarray]:
     """Our parameters as their arrays, in their names."""
-    known = table(described)
-    return {
+    known, model = table(described), described.model
+    exported = {
         str(names.their_name(known, ours)): names.to_theirs(ours, np.asarray(array))
         for ours, array in flatten_dict(dict(params), sep="/").items()
     }
+    if not model.token_types:  # theirs has one at least
+        exported[known[_TYPES]] = np.zeros((1, model.model_dim), np.float32)
+    return exported

@@ -1,0 +1,48 @@
+"""Questions about texts that hold their answers, for an encoder that learns where these are."""
+
+import dataclasses
+from typing import Literal
+
+from brt.config.checks import check, check_buckets, check_not_negative, check_positive
+
+SPECIAL = 4  # ids at most that stand around a question and its text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Questions:
+    """Where questions come from, and how they become windows of tokens.
+
+    A source is one of
+
+        PATH                  .json in SQuAD's form; a directory or a glob of such files
+        generated:NAME/COUNT  made up, as brt/data/questions/generated.py says
+
+    A window is the question and a part of its text; a long text has several, which overlap.
+    """
+
+    train: tuple[str, ...] = ("generated:train/2000",)
+    validation: tuple[str, ...] = ("generated:validation/200",)
+    test: tuple[str, ...] = ("generated:test/200",)
+    tokenizer: str = "bytes"  # bytes, a .model or tokenizer.json file, or train:VOCAB_SIZE
+    max_length: int = 384  # tokens of a window
+    stride: int = 128  # tokens of a text that a window shares with the one before
+    max_question_length: int = 64  # tokens; a longer question is cut behind
+    max_answer_length: int = 30  # tokens of an answer that the model gives
+    no_answer: bool = False  # questions may have none, as in SQuAD 2.0
+    no_answer_margin: float = 0.0  # none is given where its logit is above a span's by more
+    buckets: tuple[int, ...] = ()  # lengths that batches are padded to; (): max_length
+    errors: Literal["refuse", "skip"] = "refuse"  # answers that are not where the file says
+    cache_dir: str = ""  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
+    shuffle: bool = True  # windows in a new order every epoch
+
+    def __post_init__(self) -> None:
+        check(bool(self.train), "Questions.train names no source")
+        check_positive(self, "max_length", "max_question_length", "max_answer_length")
+        check_not_negative(self, "stride")
+        taken = self.stride + self.max_question_length + SPECIAL
+        check(
+            taken < self.max_length,
+            f"Questions.max_length = {self.max_length} must be above Questions.stride + "
+            f"Questions.max_question_length + {SPECIAL} = {taken}, or windows would not advance",
+        )
+        check_buckets(self)

@@ -1,0 +1,51 @@
+"""Sentences with a label each, for an encoder that learns to tell the labels."""
+
+import dataclasses
+from typing import Literal
+
+from brt.config.checks import check, check_buckets
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sentences:
+    """Where sentences, or pairs of them, come from, and how they become tokens.
+
+    A source is one of
+
+        PATH                  JSON lines, CSV, Parquet, or tab-separated values as GLUE has them
+                              (.jsonl .csv .parquet .tsv); a directory or a glob of such files
+        tfds:NAME/SPLIT       prepared on this machine
+        generated:NAME/COUNT  made up, as brt/data/sentences/generated.py says
+    """
+
+    train: tuple[str, ...] = ("generated:train/2000",)
+    validation: tuple[str, ...] = ("generated:validation/200",)
+    test: tuple[str, ...] = ("generated:test/200",)
+    first_field: str = ""  # column of the sentence; "": a usual name, of a pair where there is one
+    second_field: str = ""  # column of what it is paired with; "" beside first_field: nothing
+    label_field: str = ""  # column of the label; "": a usual name
+    id_field: str = ""  # column that names a row in predictions; "": rows are counted
+    header: tuple[str, ...] = ()  # columns of .tsv files, where these begin without their names
+    labels: tuple[str, ...] = ()  # all of them, in the classifier's order; (): train's, sorted
+    tokenizer: str = "bytes"  # bytes, a .model or tokenizer.json file, or train:VOCAB_SIZE
+    max_length: int = 128  # tokens of a row; of a pair the longer sentence is cut first
+    buckets: tuple[int, ...] = ()  # lengths that batches are padded to; (): max_length
+    errors: Literal["refuse", "skip"] = "refuse"  # rows that hold no sentence or no known label
+    cache_dir: str = ""  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
+    shuffle: bool = True  # rows in a new order every epoch
+
+    def __post_init__(self) -> None:
+        check(bool(self.train), "Sentences.train names no source")
+        check(
+            self.max_length >= 8,
+            f"Sentences.max_length = {self.max_length} must be at least 8: some ids are special",
+        )
+        check(
+            bool(self.first_field) or not self.second_field,
+            f"Sentences.second_field = {self.second_field!r} needs Sentences.first_field",
+        )
+        check(
+            len(set(self.labels)) == len(self.labels),
+            f"Sentences.labels = {self.labels} has one of them twice",
+        )
+        check_buckets(self)

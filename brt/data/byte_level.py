@@ -1,0 +1,96 @@
+"""Byte-level BPE from a tokenizer.json, as GPT-2 and RoBERTa have it: every byte is kept."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from brt.data import tokenizers
+from brt.errors import DataError
+
+START = ("<s>", "<|endoftext|>", "[CLS]", "<bos>")  # how files spell a document's beginning
+MASK = "<mask>"
+
+
+class ByteLevelTokenizer:
+    """Ids of RoBERTa's kind of file, without special ones; see `tokenizers.Tokenizer`.
+
+    Where the file's last id is its mask's, that is no id of a text: `vocab_size` ends before it,
+    and a masked language model takes it for its own mask.
+    """
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self.name = self.path.name
+        content = tokenizers.read_file(self.path)
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+        self._tokenizer = _opened(self.path, content)
+        size = self._tokenizer.get_vocab_size()
+        self.vocab_size = size - (self._tokenizer.token_to_id(MASK) == size - 1)
+        ids = (self._tokenizer.token_to_id(piece) for piece in START)
+        self.bos_id = next((i for i in ids if i is not None), -1)
+        if self.bos_id < 0:
+            raise DataError(f"the tokenizer {path} has none of the pieces {', '.join(START)}")
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._bytes = [
+            b"" if i in added else _bytes_of(self._tokenizer.id_to_token(i)) for i in range(size)
+        ]
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.concatenate([np.zeros(0, np.int32), *self.encode_chunks([text])])
+
+    def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
+        batch: list[str] = []
+        for chunk in tokenizers.cut(chunks, tokenizers.CHUNK):
+            batch.append(chunk)
+            if len(batch) == tokenizers.BATCH:
+                yield from self._encode(batch)
+                batch = []
+        yield from self._encode(batch)
+
+    def decode_bytes(self, ids: tokenizers.Ids) -> bytes:
+        return b"".join(self._bytes[i] for i in ids)
+
+    def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:
+        for found in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+            yield np.asarray(found.ids, np.int32)
+
+
+def _opened(path: Path, content: bytes) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        settings = json.loads(content)
+        tokenizer = Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises nothing more specific
+        raise DataError(f"the tokenizer {path} is no tokenizer.json ({error})") from error
+    before, after = settings.get("pre_tokenizer") or {}, settings.get("decoder") or {}
+    if settings.get("normalizer") or {before.get("type"), after.get("type")} != {"ByteLevel"}:
+        raise DataError(
+            f"the tokenizer {path} does not keep every byte of a text; only byte-level BPE without "
+            "a normalizer does, such as RoBERTa's"
+        )
+    tokenizer.pre_tokenizer.add_prefix_space = False  # it would act on every chunk
+    tokenizer.no_truncation()  # the file may ask for both
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # `</s>` in a document is text, and ends nothing
+    return tokenizer
+
+
+def _bytes_of(piece: str) -> bytes:
+    """Of a piece that is spelt as GPT-2 does (Radford et al. 2019, section 2.2)."""
+    return bytes(_BYTES[character] for character in piece)
+
+
+def _spelt() -> dict[str, int]:
+    """{character: byte}: a printable byte is itself, the others are numbered from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = [*map(chr, printable), *(chr(256 + i) for i in range(len(others)))]
+    return dict(zip(characters, [*printable, *others], strict=True))
+
+
+_BYTES = _spelt()

@@ -1,0 +1,1 @@
+"""Questions about texts that hold their answers: from files to batches of windows."""

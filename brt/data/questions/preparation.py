@@ -1,0 +1,180 @@
+"""From `config.Questions` to stores of windows: once per content, in the cache."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from brt import config
+from brt.data import preparation as corpora
+from brt.data.pairs.columns import BadRow
+from brt.data.pairs.sources import Tally
+from brt.data.questions import generated, squad
+from brt.data.questions.squad import Question
+from brt.data.questions.store import QuestionStore, Row
+from brt.data.questions.windows import tokens_of, windows
+from brt.data.splits import split_named
+from brt.data.texts import arrays, preparation
+from brt.data.texts import generated as made_up
+from brt.data.texts.tokenization import Spelt, TextTokenizer
+
+SKIP = "Questions.errors = 'skip'"
+TOGETHER = 64  # texts that are tokenized in parallel
+
+
+class QuestionCorpus(NamedTuple):
+    """Prepared questions, opened."""
+
+    directory: Path
+    tokenizer: TextTokenizer
+    splits: dict[str, QuestionStore]
+
+    def split(self, name: str) -> QuestionStore:
+        """The store of a split; raises DataError where there is none."""
+        return split_named(self.splits, name, "questions", "Questions")
+
+
+def prepare(section: config.Questions, progress: bool = True) -> QuestionCorpus:
+    """Opens the questions that a section describes; prepares them first where that is new.
+
+    Args:
+      progress: say on stderr what is done, and what was left out.
+
+    Raises:
+      DataError: a source cannot be read as asked.
+    """
+    directory = preparation.prepare(section, KIND, progress)
+    tokenizer = preparation.open_tokenizer(directory)
+    names = corpora.read_manifest(directory)["splits"]
+    splits = {name: QuestionStore.open(directory / name, tokenizer) for name in names}
+    return QuestionCorpus(directory, tokenizer, splits)
+
+
+def read(section: config.Questions, split: str) -> Iterator[Question | BadRow]:
+    """The questions of a split; an id that was there before makes a bad one."""
+    seen: set[str] = set()
+    for found in _read(getattr(section, split), section.no_answer):
+        if isinstance(found, Question) and found.id in seen:
+            yield BadRow(found.name, "has the id of a question before it")
+        else:
+            yield found
+        if isinstance(found, Question):
+            seen.add(found.id)
+
+
+def _read(sources: tuple[str, ...], no_answer: bool) -> Iterator[Question | BadRow]:
+    for made, names in itertools.groupby(sources, lambda name: name.startswith(made_up.PREFIX)):
+        if made:
+            yield from itertools.chain.from_iterable(map(generated.questions, names))
+        else:
+            yield from squad.read(list(names), no_answer)
+
+
+def _texts(section: config.Questions) -> Iterator[str]:
+    """Every context once, and the questions."""
+    seen: set[str] = set()
+    for row in Tally("train", SKIP).usable(read(section, "train")):
+        if row.context not in seen:
+            seen.add(row.context)
+            yield row.context
+        yield row.text
+
+
+class _Contexts:
+    """Contexts, each encoded once, in the order in which questions are about them."""
+
+    def __init__(self, tokenizer: TextTokenizer):
+        self._tokenizer = tokenizer
+        self.places: dict[str, int] = {}
+        self.spelt: list[Spelt] = []
+
+    def place(self, text: str) -> int:
+        if text not in self.places:
+            self.places[text] = len(self.spelt)
+            self.spelt += self._tokenizer.encode([text])
+        return self.places[text]
+
+
+def _write(
+    section: config.Questions, split: str, tokenizer: TextTokenizer, directory: Path
+) -> tuple[str, Tally]:
+    tally, contexts = Tally(split, SKIP), _Contexts(tokenizer)
+    kept: list[Question] = []
+    places, questions, rows = [], [], []
+    cut = 0
+    placed = tally.usable(_placed(read(section, split), contexts))
+    for group in iter(lambda: list(itertools.islice(placed, TOGETHER)), []):
+        encoded = tokenizer.encode([question.text for question, *_ in group])
+        for (question, place, answer), spelt in zip(group, encoded, strict=True):
+            ids = spelt.ids[: section.max_question_length]
+            cut += len(ids) < len(spelt.ids)
+            length = len(contexts.spelt[place].ids)
+            rows += _rows(section, tokenizer, len(kept), len(ids), length, answer)
+            kept.append(question)
+            places.append(place)
+            questions.append(ids)
+    preparation.settle(tally, section, split)
+    table = np.array(rows, np.int32)
+    content = {
+        **arrays.flat("contexts", [s.ids for s in contexts.spelt], np.dtype(np.int32)),
+        **arrays.flat("spans", [s.spans for s in contexts.spelt], np.dtype(np.int32)),
+        **arrays.flat("questions", questions, np.dtype(np.int32)),
+        "context_of": np.array(places, np.int32),
+        "rows": table,
+    }
+    texts: dict[str, list[Any]] = {
+        "ids": [q.id for q in kept],
+        "asked": [q.text for q in kept],
+        "answers": [[answer.text for answer in q.answers] for q in kept],
+        "texts": list(contexts.places),
+    }
+    arrays.write(directory / split, content, texts, {"rows": tally.report(), "cut": cut})
+    without = sum(not q.answers for q in kept)
+    line = f"{len(kept):,} questions about {len(contexts.spelt):,} texts, {len(rows):,} windows"
+    line += f" ({(table[:, 3] > 0).sum():,} with the answer)"
+    line += f"; {without:,} without an answer" if without else ""
+    return line + (f"; cut {cut:,} questions" if cut else ""), tally
+
+
+def _placed(
+    rows: Iterable[Question | BadRow], contexts: _Contexts
+) -> Iterator[tuple[Question, int, tuple[int, int] | None] | BadRow]:
+    """Questions with the place of their context, and the tokens of their first answer there."""
+    for row in rows:
+        if isinstance(row, BadRow):
+            yield row
+            continue
+        place = contexts.place(row.context)
+        if not row.answers:
+            yield row, place, None
+            continue
+        text, start = row.answers[0]
+        answer = tokens_of(contexts.spelt[place].spans, start, start + len(text))
+        if answer is None:
+            yield BadRow(row.name, f"has the answer {text[: squad.SHOWN]!r}, which has no token")
+        else:
+            yield row, place, answer
+
+
+def _rows(
+    section: config.Questions,
+    tokenizer: TextTokenizer,
+    question: int,
+    question_length: int,
+    length: int,
+    answer: tuple[int, int] | None,
+) -> Iterator[Row]:
+    """The windows of a question."""
+    room = section.max_length - tokenizer.around(2) - question_length
+    first = len(tokenizer.begin) + question_length + len(tokenizer.between)
+    for start, stop in windows(length, room, section.stride):
+        target = (0, 0)
+        if answer and start <= answer[0] and answer[1] < stop:
+            target = (first + answer[0] - start, first + answer[1] - start)
+        yield Row(question, start, stop, *target)
+
+
+SETTINGS = ("tokenizer", "max_length", "stride", "max_question_length", "no_answer", "errors")
+KIND = preparation.Kind("Questions", SETTINGS, squad.ENDINGS, generated.VERSION, _texts, _write)

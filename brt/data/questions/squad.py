@@ -1,0 +1,117 @@
+"""Files in the form of SQuAD 1.1 and 2.0: data, paragraphs, qas."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from brt.data import documents, sources
+from brt.data.pairs.columns import BadRow
+from brt.data.sources import File
+from brt.errors import DataError
+
+ENDINGS = (".json",)
+SHOWN = 40  # characters of a text that a sentence quotes
+
+
+class Answer(NamedTuple):
+    """A part of a context; `start` is the place of its first character there."""
+
+    text: str
+    start: int
+
+
+class Question(NamedTuple):
+    """A question; `name` is what messages call it, `id` what predictions do.
+
+    Attributes:
+      answers: that people gave; () where the context holds none. Training learns the first.
+    """
+
+    name: str
+    id: str
+    context: str
+    text: str
+    answers: tuple[Answer, ...]
+
+
+def read(names: Sequence[str], no_answer: bool) -> Iterator[Question | BadRow]:
+    """The questions of the sources in order.
+
+    Args:
+      no_answer: whether there may be none.
+
+    Raises:
+      DataError: a source cannot be read, has no question, or is in another form.
+    """
+    for file in (file for name in names for file in sources.files(name, ENDINGS)):
+        empty = True
+        for context, where, entry in _entries(file):
+            empty = False
+            yield question(where, context, entry, no_answer)
+        if empty:
+            raise DataError(f"{file.name} has no question")
+
+
+def question(
+    where: str, context: str, entry: Mapping[str, Any], no_answer: bool
+) -> Question | BadRow:
+    """A member of `qas`, checked against its context."""
+    id, text = entry.get("id"), entry.get("question")
+    if not isinstance(id, str | int):
+        return BadRow(where, "has no id")
+    name = f"{where} ({id})"
+    if not isinstance(text, str) or not text.strip():
+        return BadRow(name, "has no question")
+    if not context.strip():
+        return BadRow(name, "has an empty context")
+    given = entry.get("answers")
+    if entry.get("is_impossible") or not given:
+        if not no_answer:
+            return BadRow(name, "has no answer, which Questions.no_answer = True would allow")
+        return Question(name, str(id), context, text, ())
+    answers = []
+    for answer in given if isinstance(given, list) else [given]:
+        if problem := _problem(answer, context):
+            return BadRow(name, problem)
+        answers.append(Answer(answer["text"], answer["answer_start"]))
+    return Question(name, str(id), context, text, tuple(answers))
+
+
+def _problem(answer: Any, context: str) -> str:
+    """What is wrong with a member of `answers`; "" for nothing."""
+    text = answer.get("text") if isinstance(answer, Mapping) else None
+    start = answer.get("answer_start") if isinstance(answer, Mapping) else None
+    if not isinstance(text, str) or not text.strip() or not isinstance(start, int):
+        return "has an answer without text or answer_start"
+    found = context[start : start + len(text)] if start >= 0 else ""
+    if found == text:
+        return ""
+    return f"has the answer {text[:SHOWN]!r} at {start}, where its context has {found[:SHOWN]!r}"
+
+
+def _entries(file: File) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Contexts with places and members of `qas`."""
+    try:
+        content = json.loads(b"".join(documents.content(file)).decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file.name} is not UTF-8 at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{file.name} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}"
+        ) from error
+    for i, article in enumerate(_list(content, "data", file.name)):
+        for j, paragraph in enumerate(_list(article, "paragraphs", f"{file.name}: data[{i}]")):
+            where = f"{file.name}: data[{i}].paragraphs[{j}]"
+            if not isinstance(paragraph, Mapping) or not isinstance(paragraph.get("context"), str):
+                raise DataError(f"{where} has no text 'context', as SQuAD's files have")
+            for k, entry in enumerate(_list(paragraph, "qas", where)):
+                if not isinstance(entry, Mapping):
+                    raise DataError(f"{where}.qas[{k}] is no JSON object, as SQuAD's files have")
+                yield paragraph["context"], f"{where}.qas[{k}]", entry
+
+
+def _list(holder: Any, name: str, where: str) -> list[Any]:
+    found = holder.get(name) if isinstance(holder, Mapping) else None
+    if not isinstance(found, list):
+        raise DataError(f"{where} has no list '{name}', as SQuAD's files have")
+    return found

@@ -1,0 +1,117 @@
+"""The questions of a split, cut into windows (see brt.data.texts.arrays)."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from brt.data.pairs.ragged import Ragged
+from brt.data.texts import arrays
+from brt.data.texts.tokenization import TextTokenizer
+
+
+class Row(NamedTuple):
+    """A window of a question: tokens of its context from `start` to before `stop`.
+
+    Attributes:
+      answer_start, answer_end: first and last token of the answer, counted in the window as a
+        model reads it; 0, the first special token, where the window does not hold all of it.
+    """
+
+    question: int
+    start: int
+    stop: int
+    answer_start: int
+    answer_end: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class QuestionStore:
+    """Contexts and questions as ids, and windows of them.
+
+    Attributes:
+      contexts: int32 ids of each context; spans: [T, 2], the characters of each id.
+      questions: int32 ids of each question, cut.
+      context_of: int32 [questions].
+      rows: int32 [rows, 5], fields of `Row`.
+      ids, asked, answers: of each question: what predictions call it, its text, what people
+        answered; () for none.
+      texts: of the contexts.
+    """
+
+    manifest: Mapping[str, Any]
+    tokenizer: TextTokenizer
+    contexts: Ragged
+    spans: Ragged
+    questions: Ragged
+    context_of: Int[np.ndarray, " questions"]
+    rows: Int[np.ndarray, "rows 5"]
+    ids: tuple[str, ...]
+    asked: tuple[str, ...]
+    answers: tuple[tuple[str, ...], ...]
+    texts: tuple[str, ...]
+
+    @classmethod
+    def open(cls, directory: Path, tokenizer: TextTokenizer) -> "QuestionStore":
+        """Raises DataError where it is missing, unfinished or damaged."""
+        found = arrays.read(directory)
+        return cls(
+            manifest=found.manifest, tokenizer=tokenizer, contexts=found.ragged("contexts"),
+            spans=found.ragged("spans"), questions=found.ragged("questions"),
+            context_of=found.arrays["context_of"], rows=found.arrays["rows"],
+            ids=tuple(found.texts["ids"]), asked=tuple(found.texts["asked"]),
+            answers=tuple(map(tuple, found.texts["answers"])), texts=tuple(found.texts["texts"]),
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        """How many windows."""
+        return len(self.rows)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of ids, windows and texts."""
+        return self.manifest["fingerprint"]
+
+    @property
+    def lengths(self) -> Int[np.ndarray, " rows"]:
+        """Tokens of each window as a model reads it."""
+        questions = self.questions.lengths[self.rows[:, 0]]
+        return questions + self.rows[:, 2] - self.rows[:, 1] + self.tokenizer.around(2)
+
+    def row(self, row: int | np.integer) -> Row:
+        """A window."""
+        return Row(*self.rows[row].tolist())
+
+    def tokens(self, row: int | np.integer) -> Int[np.ndarray, " T"]:
+        """The ids that a model reads of a window."""
+        question, start, stop = self.rows[row, :3]
+        context = self.contexts[self.context_of[question]][start:stop]
+        return self.tokenizer.wrap(self.questions[question], context)
+
+    def first(self, row: int | np.integer) -> int:
+        """Where the context begins in a window."""
+        tokenizer = self.tokenizer
+        around = len(tokenizer.begin) + len(tokenizer.between)
+        return around + len(self.questions[self.rows[row, 0]])
+
+    def inside(self, rows: np.ndarray, length: int) -> Bool[np.ndarray, "B T"]:
+        """Which tokens of some windows are of the context; -1 is an empty row."""
+        found = np.zeros((len(rows), length), bool)
+        for i, row in enumerate(rows):
+            if row >= 0:
+                first, (_, start, stop, *_) = self.first(row), self.row(row)
+                found[i, first : first + stop - start] = True
+        return found
+
+    def text(self, row: int | np.integer, start: int, end: int) -> str:
+        """The characters of tokens of a window, both included, without spaces around them."""
+        found = self.row(row)
+        if found.start == found.stop:
+            return ""
+        context = int(self.context_of[found.question])
+        move = found.start - self.first(row)
+        spans = self.spans[context]
+        return self.texts[context][spans[start + move, 0] : spans[end + move, 1]].strip()

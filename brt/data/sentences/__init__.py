@@ -1,0 +1,1 @@
+"""Sentences, or pairs of them, with labels: from files to batches."""

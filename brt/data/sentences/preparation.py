@@ -1,0 +1,147 @@
+"""From `config.Sentences` to stores of sentences: once per content, in the cache."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from brt import config
+from brt.data import preparation as corpora
+from brt.data.pairs.columns import BadRow
+from brt.data.pairs.sources import Tally
+from brt.data.sentences import examples, generated
+from brt.data.sentences.examples import Example
+from brt.data.sentences.store import SentenceStore
+from brt.data.splits import split_named
+from brt.data.texts import arrays, preparation
+from brt.data.texts import generated as made_up
+from brt.data.texts.tokenization import TextTokenizer
+from brt.errors import DataError
+
+SKIP = "Sentences.errors = 'skip'"
+TOGETHER = 512  # rows that are tokenized in parallel
+
+
+class SentenceCorpus(NamedTuple):
+    """Prepared sentences, opened; all splits number the labels alike."""
+
+    directory: Path
+    tokenizer: TextTokenizer
+    splits: dict[str, SentenceStore]
+
+    def split(self, name: str) -> SentenceStore:
+        """The store of a split; raises DataError where there is none."""
+        return split_named(self.splits, name, "sentences", "Sentences")
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self.split("train").labels
+
+
+def prepare(section: config.Sentences, progress: bool = True) -> SentenceCorpus:
+    """Opens the sentences that a section describes; prepares them first where that is new.
+
+    Args:
+      progress: say on stderr what is done, and what was left out.
+
+    Raises:
+      DataError: a source cannot be read as asked.
+      ConfigError: Sentences.labels lacks one.
+    """
+    directory = preparation.prepare(section, KIND, progress)
+    names = corpora.read_manifest(directory)["splits"]
+    splits = {name: SentenceStore.open(directory / name) for name in names}
+    if section.labels:
+        splits = {name: store.ordered(section.labels) for name, store in splits.items()}
+    return SentenceCorpus(directory, preparation.open_tokenizer(directory), splits)
+
+
+def read(section: config.Sentences, split: str) -> Iterator[Example | BadRow]:
+    """The rows of a split."""
+    for made, names in itertools.groupby(
+        getattr(section, split), lambda name: name.startswith(made_up.PREFIX)
+    ):
+        if made:
+            yield from itertools.chain.from_iterable(map(generated.examples, names))
+        else:
+            yield from examples.read(list(names), section)
+
+
+def _texts(section: config.Sentences) -> Iterator[str]:
+    for row in Tally("train", SKIP).usable(read(section, "train")):
+        yield from row.texts
+
+
+def _write(
+    section: config.Sentences, split: str, tokenizer: TextTokenizer, directory: Path
+) -> tuple[str, Tally]:
+    """Train comes first, whose labels the others share."""
+    known = None if split == "train" else SentenceStore.open(directory / "train").labels
+    tally, limit = Tally(split, SKIP), section.max_length
+    tokens, labels, ids, cut = [], [], [], 0
+    usable = tally.usable(_known(read(section, split), known))
+    for group in iter(lambda: list(itertools.islice(usable, TOGETHER)), []):
+        for row, parts in zip(group, _encoded(group, tokenizer), strict=True):
+            kept = shortened(parts, limit - tokenizer.around(len(parts)))
+            cut += sum(map(len, kept)) < sum(map(len, parts))
+            tokens.append(tokenizer.wrap(*kept))
+            labels.append(row.label)
+            ids.append(row.id)
+    preparation.settle(tally, section, split)
+    known = known or ordered(set(labels))
+    if len(known) < 2:
+        raise DataError(
+            f"Sentences.{split} = {getattr(section, split)} has one label only, {known[0]!r}; name "
+            "sources with two at least"
+        )
+    targets = np.array([known.index(label) for label in labels], np.int32)
+    content = {**arrays.flat("tokens", tokens, np.dtype(np.int32)), "targets": targets}
+    facts = {"rows": tally.report(), "cut": cut}
+    arrays.write(directory / split, content, {"ids": ids, "labels": known}, facts)
+    counts = ", ".join(f"{labels.count(label):,} {label}" for label in known)
+    text = f"{len(ids):,} sentences ({counts}), {sum(map(len, tokens)):,} tokens"
+    return text + (f"; cut {cut:,} to {limit} tokens" if cut else ""), tally
+
+
+def _known(
+    rows: Iterable[Example | BadRow], labels: tuple[str, ...] | None
+) -> Iterator[Example | BadRow]:
+    """Rows whose label train has, too."""
+    for row in rows:
+        if labels and isinstance(row, Example) and row.label not in labels:
+            there = ", ".join(labels)
+            yield BadRow(row.name, f"has the label {row.label!r}, Sentences.train only {there}")
+        else:
+            yield row
+
+
+def _encoded(rows: list[Example], tokenizer: TextTokenizer) -> Iterator[list[np.ndarray]]:
+    found = iter(tokenizer.encode([text for row in rows for text in row.texts]))
+    for row in rows:
+        yield [next(found).ids for _ in row.texts]
+
+
+def shortened(parts: list[np.ndarray], limit: int) -> list[np.ndarray]:
+    """The beginnings of one text or two, at most `limit` ids in all; the longer is cut first."""
+    if len(parts) == 1:
+        return [parts[0][:limit]]
+    first, second = map(len, parts)
+    over = max(first + second - limit, 0)
+    own = min(max(first - second, -over), over)  # by how much more the first is cut
+    return [parts[0][: first - (over + own + 1) // 2], parts[1][: second - (over - own) // 2]]
+
+
+def ordered(labels: set[str]) -> tuple[str, ...]:
+    """Numbers by their size, other names by their letters."""
+    if all(label.removeprefix("-").isdecimal() for label in labels):
+        return tuple(sorted(labels, key=int))
+    return tuple(sorted(labels))
+
+
+SETTINGS = (
+    "first_field", "second_field", "label_field", "id_field", "header", "tokenizer", "max_length",
+    "errors",
+)  # fmt: skip
+KIND = preparation.Kind("Sentences", SETTINGS, examples.ENDINGS, generated.VERSION, _texts, _write)

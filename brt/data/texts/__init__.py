@@ -1,0 +1,1 @@
+"""What readers of sentences and of questions share: tokens that know their characters, stores."""

@@ -1,0 +1,228 @@
+"""Whole texts to ids that know which characters they stand for, and the ids around them.
+
+A text is read as `begin text end`, a pair as `begin text between text end`, as RoBERTa's
+`<s> text </s></s> text </s>`. A special id that a file lacks gets a number behind its own.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import sentencepiece
+from jaxtyping import Int
+
+from brt.data import tokenizer_training, tokenizers
+from brt.data.tokenizer_training import Special
+from brt.errors import ConfigError, DataError
+
+ROBERTA = Special(unk_id=3, bos_id=0, eos_id=2, pad_id=1)
+START, END, PAD = ("<s>", "[CLS]"), ("</s>", "[SEP]"), ("<pad>", "[PAD]")
+
+
+class Spelt(NamedTuple):
+    """A text as ids.
+
+    Attributes:
+      spans: of each id, the first of its characters and the one behind the last.
+    """
+
+    ids: Int[np.ndarray, " T"]
+    spans: Int[np.ndarray, "T 2"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TextTokenizer:
+    """A tokenizer with its special ids.
+
+    Attributes:
+      name: what the setting says, without directories.
+      fingerprint: sha256 of all that decides the ids.
+      file: the name of a copy; its content.
+      vocab_size: ids, special ones included, are below it.
+      begin, between, end: around and between texts.
+      pad_id: what fills a batch.
+      spell: of many texts at once.
+    """
+
+    name: str
+    fingerprint: str
+    file: tuple[str, bytes] = dataclasses.field(repr=False)
+    vocab_size: int
+    begin: tuple[int, ...]
+    between: tuple[int, ...]
+    end: tuple[int, ...]
+    pad_id: int
+    spell: Callable[[list[str]], list[Spelt]] = dataclasses.field(repr=False)
+
+    def encode(self, texts: Sequence[str]) -> list[Spelt]:
+        """Ids without special ones, also where a text spells these out."""
+        special = [*self.begin, *self.between, *self.end, self.pad_id]
+        found = []
+        for ids, spans in self.spell(list(texts)):
+            kept = ~np.isin(ids, special)
+            found.append(Spelt(ids[kept], spans[kept]))
+        return found
+
+    def wrap(self, *texts: np.ndarray) -> Int[np.ndarray, " T"]:
+        """One text or two, with the ids around them."""
+        parts = [self.between] * (2 * len(texts) - 1)
+        parts[::2] = texts
+        return np.concatenate([self.begin, *parts, self.end]).astype(np.int32)
+
+    def around(self, count: int) -> int:
+        """How many ids `wrap` adds to so many texts."""
+        return len(self.begin) + (count - 1) * len(self.between) + len(self.end)
+
+    def save(self, directory: Path) -> None:
+        """Writes the copy that `load` opens."""
+        name, content = self.file
+        (directory / name).write_bytes(content)
+
+
+def load(name: str, setting: str) -> TextTokenizer:
+    """Opens "bytes", a sentencepiece .model or a tokenizer.json of Hugging Face's tokenizers.
+
+    Args:
+      setting: that says the name, as "Sentences.tokenizer".
+
+    Raises:
+      DataError: the file is missing or damaged.
+      ConfigError: `name` is none of these.
+    """
+    if name.removesuffix(".txt").rpartition("/")[2] == "bytes":
+        return _bytes()
+    if name.endswith(".model"):
+        return _sentencepiece(Path(name).expanduser())
+    if name.endswith(".json"):
+        return _json(Path(name).expanduser())
+    raise ConfigError(
+        f"{setting} = '{name}' is none of 'bytes', 'path/to/file.model', 'path/to/tokenizer.json', "
+        "'train:VOCAB_SIZE'"
+    )
+
+
+def make(
+    name: str, setting: str, directory: Path, texts: Callable[[], Iterable[str]], seed: int
+) -> TextTokenizer:
+    """The tokenizer that a setting names, with a copy in a directory.
+
+    Args:
+      texts: to train on, where that is asked for.
+    """
+    size = tokenizer_training.vocabulary_size(name, setting)
+    if not size:
+        tokenizer = load(name, setting)
+        tokenizer.save(directory)
+        return tokenizer
+    path = directory / "tokenizer.model"
+    tokenizer_training.train_sentencepiece(
+        ([text] for text in texts()), size, path, seed=seed, special=ROBERTA, setting=setting
+    )
+    return load(str(path), setting)
+
+
+def _bytes() -> TextTokenizer:
+    def spell(texts: list[str]) -> list[Spelt]:
+        found = []
+        for text in texts:
+            ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+            places = np.repeat(np.arange(len(text)), [len(c.encode()) for c in text])
+            found.append(Spelt(ids, np.stack([places, places + 1], axis=1).astype(np.int32)))
+        return found
+
+    digest = hashlib.sha256(b"bytes of a text, between special ids").hexdigest()
+    return _with_special("bytes", digest, ("bytes.txt", b"bytes\n"), 256, spell)
+
+
+def _sentencepiece(path: Path) -> TextTokenizer:
+    content = tokenizers.read_file(path)
+    try:
+        processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+        size = processor.vocab_size()
+    except RuntimeError as error:
+        raise DataError(f"the tokenizer {path} is no sentencepiece model ({error})") from error
+    if size == 0:
+        raise DataError(f"the tokenizer {path} is no sentencepiece model (it has no pieces)")
+
+    def spell(texts: list[str]) -> list[Spelt]:
+        found = processor.encode(texts, return_type="offset_mapping")
+        return [_spelt(row["ids"], row["offsets"]) for row in found]
+
+    special = [processor.bos_id(), processor.eos_id(), processor.pad_id()]
+    digest = hashlib.sha256(content).hexdigest()
+    file = "tokenizer.model", content
+    return _with_special(
+        path.name, digest, file, size, spell, *(i if i >= 0 else None for i in special)
+    )
+
+
+def _json(path: Path) -> TextTokenizer:
+    from tokenizers import Tokenizer
+
+    content = tokenizers.read_file(path)
+    try:
+        tokenizer = Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises nothing more specific
+        raise DataError(f"the tokenizer {path} is no tokenizer.json ({error})") from error
+    tokenizer.no_truncation()  # the file may ask for both
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # `</s>` in a text is text, and ends nothing
+
+    def spell(texts: list[str]) -> list[Spelt]:
+        found = tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [_spelt(row.ids, row.offsets) for row in found]
+
+    ids = [
+        next((i for piece in pieces if (i := tokenizer.token_to_id(piece)) is not None), None)
+        for pieces in (START, END, PAD)
+    ]
+    digest = hashlib.sha256(content).hexdigest()
+    file = "tokenizer.json", content
+    made = _with_special(path.name, digest, file, tokenizer.get_vocab_size(), spell, *ids)
+    return dataclasses.replace(made, **_template(tokenizer) or {})
+
+
+def _template(tokenizer: Any) -> dict[str, tuple[int, ...]] | None:
+    """What the file itself puts around a pair of texts; None where it puts nothing."""
+    found = tokenizer.encode("a", "b")
+    special, kinds = np.array(found.special_tokens_mask, bool), np.array(found.ids)
+    if not special.any():
+        return None
+    text = np.flatnonzero(~special)
+    (cuts,) = np.nonzero(np.diff(text) > 1)
+    if len(cuts) != 1:
+        return None
+    last, first = text[cuts[0]], text[cuts[0] + 1]
+    places = {"begin": slice(0, text[0]), "between": slice(last + 1, first),
+              "end": slice(text[-1] + 1, None)}  # fmt: skip
+    parts = {name: tuple(kinds[place].tolist()) for name, place in places.items()}
+    return parts if parts["begin"] and parts["end"] else None
+
+
+def _spelt(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> Spelt:
+    return Spelt(np.array(ids, np.int32), np.array(spans, np.int32).reshape(-1, 2))
+
+
+def _with_special(
+    name: str,
+    fingerprint: str,
+    file: tuple[str, bytes],
+    size: int,
+    spell: Callable[[list[str]], list[Spelt]],
+    begin: int | None = None,
+    end: int | None = None,
+    pad: int | None = None,
+) -> TextTokenizer:
+    """The special ids as RoBERTa has them; those that are missing behind all others."""
+    known: list[int] = []
+    for id in (begin, end, pad):
+        known.append(size if id is None else id)
+        size += id is None
+    begin, end, pad = known
+    return TextTokenizer(
+        name=name, fingerprint=fingerprint, file=file, vocab_size=size, begin=(begin,),
+        between=(end, end), end=(end,), pad_id=pad, spell=spell,
+    )  # fmt: skip

@@ -1,0 +1,50 @@
+"""Sentences, or pairs of them, with their labels."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from brt.config import Config
+from brt.models import encoder
+from brt.types import TextBatch
+
+_DROPOUT, _ATTENTION = 0, 1  # what the key of a step is folded with
+
+
+def network(config: Config, *, training: bool = False) -> encoder.EncoderWithHead:
+    """The encoder that a config describes."""
+    return encoder.EncoderWithHead(config.encoder, config.attention, "classification", training)
+
+
+def initial_params(config: Config, key: Array) -> PyTree[Array]:
+    """Of the encoder and its head."""
+    return encoder.init(network(config), key)
+
+
+def initial_carried(config: Config, lanes: int) -> tuple[()]:
+    """Nothing: each step reads whole sentences."""
+    return ()
+
+
+def loss(
+    params: PyTree[Array], carried: tuple[()], batch: TextBatch, key: Array, config: Config
+) -> tuple[Float[Array, ""], tuple[Float[Array, ""], tuple[()]]]:
+    """The summed cross-entropy of the labels, smoothed as Training.label_smoothing says."""
+    dropout, attention = (jax.random.fold_in(key, purpose) for purpose in (_DROPOUT, _ATTENTION))
+    logits = network(config, training=True).apply(
+        {"params": params}, batch.tokens, batch.valid, attention, rngs={"dropout": dropout}
+    )
+    nats = jnp.sum(label_nats(logits, batch))
+    share = config.training.label_smoothing
+    if not share:
+        return nats, (nats, carried)
+    of_all = -jnp.mean(jax.nn.log_softmax(logits), axis=-1)
+    smoothed = (1 - share) * nats + share * jnp.sum(jnp.where(batch.scored[:, 0], of_all, 0.0))
+    return smoothed, (nats, carried)
+
+
+def label_nats(logits: Float[Array, "B C"], batch: TextBatch) -> Float[Array, " B"]:
+    """-log p of each label; 0 in empty rows."""
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets[:, 0])
+    return jnp.where(batch.scored[:, 0], nats, 0.0)

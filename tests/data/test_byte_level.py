@@ -1,0 +1,93 @@
+import json
+import random
+
+import numpy as np
+import pytest
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from brt.config import Data
+from brt.data import preparation, sources, tokenizers
+from brt.errors import DataError
+
+NOVEL = sources.CORPORA / "novels/train/robert-louis-stevenson-treasure-island.txt"
+ODD = "a\tb\r\nc  d   \n\n\n \x00 x\u2581y é 日本 \U0001f600 <s> </s> <mask> \ufeff\u200b end  "
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """As RoBERTa's: special pieces first, the mask last."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator([NOVEL.read_text(encoding="utf-8")[:100_000]], trainer)
+    tokenizer.add_special_tokens(["<mask>"])
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def test_text_comes_back_exactly_and_has_no_special_ids(file):
+    tokenizer = tokenizers.load(str(file))
+    assert (tokenizer.vocab_size, tokenizer.bos_id) == (400, 0)  # and the mask, 400
+    for text in ("", " ", ODD, ODD * 300, "x" * 9000, NOVEL.read_text(encoding="utf-8")[:50_000]):
+        ids = tokenizer.encode(text)
+        assert ids.dtype == np.int32 and (len(ids) > 0) == bool(text)
+        assert tokenizers.decode(tokenizer, ids) == text
+        assert not np.isin(ids, [0, 1, 2, 3, 400]).any()
+    assert tokenizer.decode_bytes([0, 2, 400]) == b""
+
+
+def test_tokens_are_the_librarys_however_the_text_arrives(file):
+    text, draw = NOVEL.read_text(encoding="utf-8")[:20_000] + ODD, random.Random(0)
+    library = Tokenizer.from_file(str(file))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    short = text[:3000]
+    expected = library.encode(short, add_special_tokens=False).ids
+    tokenizer = tokenizers.load(str(file))
+    np.testing.assert_array_equal(tokenizer.encode(short), expected)
+    cuts = sorted(draw.sample(range(len(text)), 20))
+    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, None], strict=True)]
+    found = np.concatenate([*tokenizer.encode_chunks(iter(parts))])
+    np.testing.assert_array_equal(found, tokenizer.encode(text))
+
+
+def test_a_corpus_keeps_the_file(file, tmp_path):
+    (tmp_path / "a.txt").write_text("a text of its own")
+    data = Data(train=(f"{tmp_path}/a.txt",), validation=(), test=(), tokenizer=str(file),
+                validation_fraction=0.0, test_fraction=0.0, cache_dir=str(tmp_path))  # fmt: skip
+    corpus = preparation.prepare(data, progress=False)
+    assert corpus.tokenizer.fingerprint == tokenizers.load(str(file)).fingerprint
+    assert (corpus.directory / "tokenizer.json").read_bytes() == file.read_bytes()
+    text = corpus.tokenizer.decode_bytes(corpus.split("train").document(0))
+    assert text == b"a text of its own"
+
+
+def test_files_that_lose_bytes_are_refused(file, tmp_path):
+    settings = json.loads(file.read_bytes())
+    other = Tokenizer.from_file(str(file))
+    other.normalizer = normalizers.Lowercase()
+    for name, content, sentence in (
+        ("broken", "{", "is no tokenizer.json"),
+        ("lower", other.to_str(), "does not keep every byte of a text; only byte-level BPE"),
+        ("cut", json.dumps({**settings, "pre_tokenizer": None}), "does not keep every byte"),
+        ("nameless", file.read_text().replace("<s>", "<S>"), "has none of the pieces <s>, <|endo"),
+    ):
+        path = tmp_path / f"{name}.json"
+        path.write_text(content)
+        with pytest.raises(DataError) as caught:
+            tokenizers.load(str(path))
+        assert sentence in str(caught.value)

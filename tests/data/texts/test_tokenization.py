@@ -1,0 +1,75 @@
+"""Ids that know their characters, and the special ids around them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tokenizers
+
+from brt.data.texts import tokenization
+from brt.errors import ConfigError, DataError
+
+TEXT = "  The best caf\u00e9 \u65e5\u672c of </s> times,\nit was"
+
+
+def test_spans_ascend_over_all_characters_but_spaces(tokenizer):
+    ids, spans = tokenizer.encode([TEXT])[0]
+    assert ids.dtype == np.int32 and len(ids) == len(spans)
+    assert (spans[:, 0] <= spans[:, 1]).all() and (np.diff(spans[:, 1]) >= 0).all()
+    covered = np.zeros(len(TEXT), bool)
+    for start, stop in spans:
+        covered[start:stop] = True
+    assert all(TEXT[i].isspace() for i in np.flatnonzero(~covered))
+    best = np.flatnonzero((spans[:, 0] < 10) & (spans[:, 1] > 6))
+    assert TEXT[spans[best[0], 0] : spans[best[-1], 1]].strip() == "best"
+
+
+def test_special_ids_are_only_around_texts(tokenizer):
+    first, second = (spelt.ids for spelt in tokenizer.encode([TEXT, "it <s> [SEP] <pad>"]))
+    special = {*tokenizer.begin, *tokenizer.between, *tokenizer.end, tokenizer.pad_id}
+    assert not special & {*first.tolist(), *second.tolist()}
+    alone, both = tokenizer.wrap(first), tokenizer.wrap(first, second)
+    assert len(alone) - len(first) == tokenizer.around(1)
+    assert len(both) - len(first) - len(second) == tokenizer.around(2)
+    assert both[: len(tokenizer.begin)].tolist() == list(tokenizer.begin)
+    assert (both < tokenizer.vocab_size).all()
+    assert len({tokenizer.begin[0], tokenizer.end[0], tokenizer.pad_id}) == 3
+
+
+@pytest.mark.parametrize("name", ["roberta_json", "bert_json"])
+def test_a_pair_is_what_its_file_says(request, name):
+    path = request.getfixturevalue(name)
+    oracle = tokenizers.Tokenizer.from_file(str(path))
+    oracle.no_padding()
+    found = tokenization.load(str(path), "Sentences.tokenizer")
+    texts = ["the best of times", "it was"]
+    assert found.wrap(*(s.ids for s in found.encode(texts))).tolist() == oracle.encode(*texts).ids
+    assert found.wrap(found.encode(texts)[0].ids).tolist() == oracle.encode(texts[0]).ids
+    assert found.vocab_size == oracle.get_vocab_size()
+
+
+def test_a_copy_is_the_same(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    again = tokenization.load(str(tmp_path / tokenizer.file[0]), "")
+    names = ("fingerprint", "vocab_size", "begin", "between", "end", "pad_id")
+    assert all(getattr(again, name) == getattr(tokenizer, name) for name in names)
+    np.testing.assert_array_equal(again.encode([TEXT])[0].ids, tokenizer.encode([TEXT])[0].ids)
+
+
+def test_what_a_file_lacks_gets_ids_behind_its_own(trained_model):
+    of_bytes = tokenization.load("bytes", "")
+    assert (of_bytes.begin, of_bytes.between, of_bytes.end) == ((256,), (257, 257), (257,))
+    assert of_bytes.encode(["\u00e9a"])[0].spans.tolist() == [[0, 1], [0, 1], [1, 2]]
+    trained = tokenization.load(str(trained_model), "")
+    assert (trained.begin, trained.end, trained.pad_id) == ((0,), (2,), 1)
+    assert trained.vocab_size == 300 and dataclasses.is_dataclass(trained)
+
+
+def test_other_files_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"Sentences.tokenizer = 'x.txt' is none of 'bytes', 'p"):
+        tokenization.load("x.txt", "Sentences.tokenizer")
+    for ending, what in (("json", "tokenizer.json"), ("model", "sentencepiece model")):
+        path = tmp_path / f"bad.{ending}"
+        path.write_text("{}")
+        with pytest.raises(DataError, match=f"{path} is no {what}"):
+            tokenization.load(str(path), "")

@@ -1,0 +1,175 @@
+"""Labels and answers of small random models, against what their logits say one row at a time."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.config import Attention, Config, Encoder, Evaluation, Questions, Sentences, Training
+from brt.data.questions import preparation as question_preparation
+from brt.data.sentences import preparation as sentence_preparation
+from brt.errors import NonFiniteError
+from brt.evaluation import spans, squad
+from brt.evaluation.classification import Classifier
+from brt.evaluation.spans import Answerer, Window
+from brt.training import objectives
+from brt.training.objectives import classification
+from brt.training.objectives import spans as span_objective
+from brt.training.state import initial_params
+
+ENCODER = Encoder(
+    layers=1, model_dim=16, heads=2, mlp_dim=16, vocab_size=259, classes=3, dropout=0.0,
+    positions="sinusoidal",
+)  # fmt: skip
+
+
+def build(objective, **sections):
+    """A config, and parameters whose logits differ much."""
+    config = Config(
+        training=Training(objective=objective), encoder=ENCODER,
+        evaluation=Evaluation(batch_size=4), **sections,
+    )  # fmt: skip
+    params = jax.jit(lambda: nn.meta.unbox(initial_params(config)))()
+    return config, jax.tree.map(lambda x: 3 * x, params)
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory):
+    section = Sentences(
+        train=("generated:a/6",), validation=(), test=(), max_length=256, buckets=(192, 256),
+        labels=("stone", "animal", "plant"),
+        cache_dir=str(tmp_path_factory.mktemp("cache")),
+    )  # fmt: skip
+    config, params = build("classification", sentences=section)
+    return config, params, sentence_preparation.prepare(section, False).split("train")
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    section = Questions(
+        train=("generated:a/3",), validation=(), test=(), max_length=160, stride=40,
+        max_question_length=30, max_answer_length=9, no_answer=True,
+        cache_dir=str(tmp_path_factory.mktemp("cache")),
+    )  # fmt: skip
+    config, params = build("spans", questions=section)
+    return config, params, question_preparation.prepare(section, False).split("train")
+
+
+def test_labels_are_those_of_rows_alone_and_the_loss_is_their_sum(sentences):
+    config, params, store = sentences
+    reading = Classifier(config)(params, store)
+    forward = jax.jit(classification.network(config).apply)
+    nats = []
+    for row, found in enumerate(reading.rows):
+        ids = jnp.asarray(np.pad(store.tokens[row], (0, 256 - len(store.tokens[row]))))[None]
+        valid = (jnp.arange(256) < len(store.tokens[row]))[None]
+        logits = np.asarray(forward({"params": params}, ids, valid, jax.random.key(0)), np.float64)
+        p = np.exp(logits[0]) / np.exp(logits[0]).sum()
+        np.testing.assert_allclose(found["probabilities"], p, atol=2e-6)
+        assert found["prediction"] == store.labels[p.argmax()] and found["id"] == store.ids[row]
+        nats.append(-np.log(p[store.targets[row]]))
+        assert found["nats"] == pytest.approx(nats[-1], rel=1e-4)
+    figures = reading.figures
+    assert figures["accuracy"] == 100 * np.mean(
+        [r["label"] == r["prediction"] for r in reading.rows]
+    )
+    assert figures["bits_per_label"] == pytest.approx(np.mean(nats) / np.log(2), rel=1e-4)
+    assert np.sum(figures["confusion"]) == figures["rows"] == 6 and "f1" not in figures
+    batch = sentence_batch(config, store)
+    objective = objectives.of(config)
+    loss = jax.jit(objective.loss, static_argnums=4)
+    total, (found, _) = loss(params, (), batch, jax.random.key(1), config)
+    assert float(total) == float(found) == pytest.approx(sum(nats), rel=1e-4)
+    assert int(objective.scored(batch, config)) == 6
+
+
+def sentence_batch(config, store):
+    from brt.data.sentences.batches import SentenceReader
+
+    reader = SentenceReader(store=store, batch_size=8, max_length=256, shuffle=False)
+    return jax.tree.map(jnp.asarray, reader[0])
+
+
+def test_smoothing_is_towards_all_labels_alike(sentences):
+    config, params, store = sentences
+    batch = sentence_batch(config, store)
+    logits = jax.random.normal(jax.random.key(0), (8, 3))
+    nats = classification.label_nats(logits, batch)
+    assert not nats[6:].any() and (nats[:6] > 0).all()
+    training = dataclasses.replace(config.training, label_smoothing=0.3)
+    smooth = dataclasses.replace(config, training=training)
+    forward = jax.jit(classification.network(config).apply)
+    key = jax.random.fold_in(jax.random.key(1), 1)
+    logits = forward({"params": params}, batch.tokens, batch.valid, key)
+    log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)[:6]
+    target = 0.7 * np.eye(3)[np.asarray(batch.targets[:6, 0])] + 0.1
+    loss = jax.jit(objectives.of(smooth).loss, static_argnums=4)
+    total, _ = loss(params, (), batch, jax.random.key(1), smooth)
+    assert float(total) == pytest.approx(-(target * log_p).sum(), rel=1e-4)
+
+
+def test_answers_are_the_best_spans_of_all_windows(questions):
+    config, params, store = questions
+    assert len(store) > 2 * len(store.ids), "long contexts"
+    reading = Answerer(config)(params, store)
+    forward = jax.jit(span_objective.network(config).apply)
+    best, nothing, nats = {}, {}, 0.0
+    for row in range(len(store)):
+        question, start, stop, *targets = store.row(row)
+        size = int(store.lengths[row])
+        ids = jnp.asarray(np.pad(store.tokens(row), (0, 160 - size)))[None]
+        logits = forward({"params": params}, ids, (jnp.arange(160) < size)[None], jax.random.key(0))
+        logits = np.asarray(logits[0, :size], np.float64)
+        nats += sum(
+            np.log(np.exp(logits[:, i]).sum()) - logits[target, i]
+            for i, target in enumerate(targets)
+        )
+        first = store.first(row)
+        for i in range(first, first + stop - start):
+            for j in range(i, min(i + 9, first + stop - start)):
+                found = logits[i, 0] + logits[j, 1], store.text(row, i, j)
+                best[question] = max(best.get(question, (-np.inf, "")), found)
+        nothing[question] = min(nothing.get(question, np.inf), logits[0].sum())
+    for question, row in enumerate(reading.rows):
+        assert row["score"] == pytest.approx(best[question][0], rel=1e-4)
+        assert row["no_answer_score"] == pytest.approx(nothing[question], rel=1e-4, abs=1e-5)
+        empty = nothing[question] > best[question][0]
+        assert row["prediction"] == ("" if empty else best[question][1])
+        score = squad.score(row["prediction"], row["answers"])
+        assert (row["exact_match"], row["f1"]) == score
+    assert reading.figures["windows"] == len(store) and reading.figures["questions"] == 3
+    bits = nats / np.log(2) / (2 * len(store))
+    assert reading.figures["bits_per_place"] == pytest.approx(bits, rel=1e-4)
+
+
+def test_no_answer_needs_every_window_and_a_margin(questions):
+    _, _, store = questions
+    windows = [Window(0, 40, 41, 5.0, 7.0, 0.0), Window(1, 40, 40, 4.0, 5.5, 0.0)]
+    first = store.text(0, 40, 41)
+    assert spans.merged(store, windows, False, 0.0) == {"prediction": first, "score": 5.0}
+    assert spans.merged(store, windows, True, 0.0)["prediction"] == "", "5.5 is above 5"
+    assert spans.merged(store, windows, True, 0.6)["prediction"] == first
+    there = [*windows, Window(2, 40, 40, 1.0, 4.0, 0.0)]  # which holds an answer
+    assert spans.merged(store, there, True, 0.0)["no_answer_score"] == 4.0
+    assert spans.merged(store, there, True, 0.0)["prediction"] == first
+    rows = [{"answers": (), "exact_match": 1.0, "f1": 1.0},
+            {"answers": ("x",), "exact_match": 0.0, "f1": 0.5}]  # fmt: skip
+    found = spans.scores(rows)
+    assert (found["f1"], found["answerable_f1"], found["unanswerable_f1"]) == (75, 50, 100)
+
+
+def test_another_attention_reads_the_same_weights_and_nan_is_named(sentences):
+    config, params, store = sentences
+    exact = Classifier(config)(params, store)
+    kind = Attention(kind="improved_clustered", clusters=200, top_k=256, iterations=1)
+    other = Classifier(dataclasses.replace(config, attention=kind))(params, store)
+    for one, two in zip(exact.rows, other.rows, strict=True):  # every key is among the top_k
+        np.testing.assert_allclose(one["probabilities"], two["probabilities"], atol=1e-4)
+    assert other.kind == other.figures["attention"] == "improved_clustered"
+    assert Classifier(config)(params, store, stop=lambda: True) is None
+    bad = jax.tree.map(lambda x: x * np.nan, params)
+    with pytest.raises(NonFiniteError, match="the model's logits are not finite; take an earlier"):
+        Classifier(config)(bad, store, limit=2)

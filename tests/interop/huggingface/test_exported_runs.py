@@ -1,0 +1,137 @@
+"""Runs of encoders as RoBERTa's checkpoints."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.config import Attention, Config, Data, Encoder, Training
+from brt.config_io import config_json
+from brt.errors import CheckpointError
+from brt.interop import trained_encoder
+from brt.interop.huggingface import convert, files
+from brt.interop.huggingface.roberta import convert as roberta
+from brt.interop.huggingface.roberta import verify
+from brt.models import encoder
+from brt.training.checkpoint_writer import CheckpointWriter
+from brt.training.workdir import Workdir
+
+TYPES = "roberta.embeddings.token_type_embeddings.weight"
+SIZES = Encoder(
+    layers=1, model_dim=12, heads=3, mlp_dim=10, max_positions=30, vocab_size=257,
+    norm_first=False, dtype="bfloat16", remat=True,
+)  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., Path]:
+    """(objective, attention, settings) -> a workdir with one checkpoint, trained on two files."""
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.txt").write_text(f"the text of {split}")
+    data = Data(train=(f"{tmp_path}/train.txt",), validation=(f"{tmp_path}/validation.txt",),
+                test=(), validation_fraction=0.0, test_fraction=0.0)  # fmt: skip
+
+    def write(
+        objective: Any = "masked_language_modeling",
+        attention: Attention | None = None,
+        **settings: Any,
+    ) -> Path:
+        model = dataclasses.replace(SIZES, **settings)
+        training = Training(objective=objective, segment_length=16)
+        config = Config(
+            training=training, encoder=model, attention=attention or Attention(), data=data
+        )
+        rng, network = np.random.default_rng(0), encoder.EncoderWithHead(model, task=objective)
+        shapes = jax.eval_shape(lambda: nn.meta.unbox(encoder.init(network, jax.random.key(0))))
+        params = jax.tree.map(
+            lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), shapes
+        )
+        with CheckpointWriter(Workdir(tmp_path / "run").checkpoints) as writer:
+            meta = {"config": config_json(config), "tokenizer": "of bytes"}
+            writer.save(1, {"params": params}, meta)
+        return tmp_path / "run"
+
+    return write
+
+
+def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "transformers_logits", lambda *_: None)
+
+
+def test_a_run_becomes_a_checkpoint_of_roberta(
+    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_transformers(monkeypatch)
+    workdir = run(attention=Attention(kind="improved_clustered", clusters=4, top_k=4))
+    lines = list(convert.to_hf(workdir, tmp_path / "theirs", verified=True))
+    text = "\n".join(lines)
+    assert "roberta for masked_language_modeling, 1 layers, width 12, 30 positions" in text
+    assert "tokenizer: no files" in lines
+    assert "trained with Attention.kind = 'improved_clustered'; transformers will read by f" in text
+    assert "the mask is token 256\n" in text and "takes token 1 for padding\n" in text
+    assert "logits against the model before it was written: largest difference" in text
+
+    settings = files.read_json(tmp_path / "theirs/config.json")
+    assert settings["architectures"] == ["RobertaForMaskedLM"]
+    assert (settings["vocab_size"], settings["max_position_embeddings"]) == (257, 32)
+    own, (again, arrays, imported) = (
+        trained_encoder.load(workdir),
+        roberta.read(tmp_path / "theirs"),
+    )
+    assert imported.initialised == imported.unexpected == []
+    inputs = again.params["encoder"]["inputs"]
+    np.testing.assert_array_equal(inputs.pop("type_embed")["embedding"], np.zeros((1, 12)))
+    np.testing.assert_array_equal(arrays[TYPES], np.zeros((1, 12)))
+    jax.tree.map(np.testing.assert_array_equal, again.params, own.params)
+    assert again.described.model == dataclasses.replace(
+        own.described.model, token_types=1, attention_dropout=0.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"positions": "sinusoidal"}, "Encoder.positions = 'sinusoidal' has no counterpart in Ro"),
+        ({"norm_first": True}, "Encoder.norm_first = True has no counterpart in RoBERTa"),
+        (
+            {"objective": "ctc", "features": 4, "vocab_size": 5},
+            "Encoder.features = 4 has no counterpart in RoBERTa",
+        ),
+    ],
+)
+def test_what_roberta_lacks_is_refused_and_nothing_is_written(
+    run: Callable, tmp_path: Path, settings: dict, sentence: str
+) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        list(convert.to_hf(run(**settings), tmp_path / "theirs", verified=False))
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_a_sentencepiece_model_comes_along(
+    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workdir, corpus = run(), tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "tokenizer.model").write_bytes(b"pieces")
+    prepared = SimpleNamespace(directory=corpus, tokenizer=SimpleNamespace(name="my.model"))
+    monkeypatch.setattr(trained_encoder.reading, "open_corpus", lambda *_, **__: prepared)
+    lines = list(convert.to_hf(workdir, tmp_path / "theirs", verified=False))
+    assert "tokenizer: tokenizer.model" in lines
+    assert (tmp_path / "theirs/tokenizer.model").read_bytes() == b"pieces"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's and transformers' own
+def test_transformers_computes_the_same(run: Callable, tmp_path: Path) -> None:
+    """Where it is installed."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    lines = list(convert.to_hf(run(), tmp_path / "theirs", verified=True))
+    assert any(line.startswith("logits against transformers: largest") for line in lines)
