@@ -305,6 +305,17 @@ def test_tiles_hold_every_query_once(size: int) -> None:
             assert np.all(labels[b, h, tile[tile < TOKENS]] == cluster)
 
 
+def test_many_queries_are_sorted_as_few_are() -> None:
+    """Labels and places of so many fit in no number of 32 bits together."""
+    tokens, size = 66_000, 4096
+    labels = np.random.default_rng(0).integers(3, size=(1, 1, tokens)).astype(np.int32)
+    tiles = jax.jit(partial(tiles_of, clusters=3, size=size))(labels)
+    queries = np.asarray(tiles.queries)[0, 0].reshape(-1, size)
+    held = queries[queries < tokens]
+    np.testing.assert_array_equal(np.sort(held), np.arange(tokens))
+    np.testing.assert_array_equal(held, np.argsort(labels[0, 0], kind="stable"))
+
+
 def test_best_keys_are_never_copied_for_every_query() -> None:
     tokens, width, config = 8192, 64, Attention(kind="improved_clustered")
     x = jax.ShapeDtypeStruct((1, tokens, 1, width), jnp.float32)

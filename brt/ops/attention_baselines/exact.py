@@ -61,8 +61,8 @@ def oracle_top_k(
 ) -> Float[Array, "B T H K"]:
     """Softmax attention of every query to its own `count` best keys (section 4.1, "oracle-top").
 
-    Keys that tie with the last of them are kept, so the keys' order does not matter. With no
-    more than `count` keys in sight it is `full`, whose other arguments it shares.
+    Keys that tie with the last of them are kept, so the keys' order does not matter. A row with
+    no more than `count` keys in sight is read as `full` reads it, whose other arguments it shares.
     """
     seen = _seen(valid, queries.shape[1], causal)[:, None]
     logits = jnp.einsum(

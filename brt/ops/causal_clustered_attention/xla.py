@@ -131,7 +131,7 @@ def _far(
 
 
 def _of_tiles(x: Float[Array, "B H C *R"], tiles: Tiles) -> Float[Array, "B H N *R"]:
-    """What belongs to the centroid of every tile; the gradient is a product, not a scatter."""
+    """What belongs to the centroid of every tile."""
     flat = x.reshape(*x.shape[:3], -1)
     return of_members(flat, tiles.clusters).reshape(*tiles.clusters.shape, *x.shape[3:])
 

@@ -45,8 +45,9 @@ def attend(
 
     Args:
       valid: False on padding, which nothing sees and which changes nothing.
-      config: its `kind` is "clustered" or "improved_clustered". More clusters than queries
-        stand for as many as there are queries, more best keys than keys for all of them.
+      config: its `kind` is "clustered" or "improved_clustered". In a short batch or row there
+        are as many clusters as queries at most, and as many best keys as keys; numbers that no
+        sequence reaches are refused with the configuration (`Attention.check_length`).
       key: of the random planes and of the queries that k-means starts from.
       dropout: of the weights [B, H, C, X] of clusters, and of those of queries for their
         cluster's best keys; all members of a cluster share the first.

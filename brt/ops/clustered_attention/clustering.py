@@ -1,15 +1,16 @@
 """K-means of hash codes in Hamming space (section 3.2 of the paper).
 
-With codes of +1 and -1 the Hamming distance is (P - x.c) / 2, so both steps of k-means are
-matrix products, exact in any precision.
+Codes are packed to be compared, 32 numbers a word, so that a distance is the count of bits that
+differ: on CPUs a quarter of the time of products of +1 and -1, and as exact.
 """
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from brt.config import Attention
 from brt.ops.clustered_attention.hashing import hash_codes, random_planes, unit_scale
+from brt.ops.clustered_attention.members import cluster_sums, member_counts
 from brt.ops.top_k import top_k
 
 
@@ -30,7 +31,8 @@ def cluster_queries(
     clusters = min(config.clusters, tokens)
     of_planes, of_order = jax.random.split(key)
     planes = random_planes(of_planes, bits=config.bits, width=width, offsets=config.hash_offsets)
-    codes = hash_codes(unit_scale(queries, valid), planes).astype(queries.dtype)
+    planes = jax.tree.map(_whole_words, planes)
+    codes = hash_codes(unit_scale(queries, valid), planes)
     chosen = _random_order(of_order, valid, max(clusters, min(config.fit_queries, tokens)))
     sample = jnp.take_along_axis(codes, chosen[:, None, :, None], axis=2)
     count = jnp.sum(valid, axis=1)[:, None]
@@ -39,7 +41,7 @@ def cluster_queries(
     if config.fit_queries:
         learned, exist = sample, jnp.arange(sample.shape[2])[None] < count
     centroids = fit(learned, exist, sample[:, :, :clusters], active, steps=config.iterations - 1)
-    return assign(codes, valid, centroids, active)
+    return assign(packed(codes), valid, packed(centroids), active)
 
 
 def kmeans(
@@ -61,7 +63,7 @@ def kmeans(
       Labels, as those of `assign`, and the centroids that they were found by.
     """
     centroids = fit(codes, valid, centroids, active, steps=iterations - 1)
-    return assign(codes, valid, centroids, active), centroids
+    return assign(packed(codes), valid, packed(centroids), active), centroids
 
 
 def fit(
@@ -73,29 +75,29 @@ def fit(
     steps: int,
 ) -> Float[Array, "B H C P"]:
     """The centroids after so many steps, each an assignment and an update."""
+    words = packed(codes)
 
     def step(_: Array | int, centroids: Array) -> Array:
-        return _update(codes, assign(codes, valid, centroids, active), centroids)
+        return _update(codes, assign(words, valid, packed(centroids), active), centroids)
 
     return jax.lax.fori_loop(0, steps, step, centroids)
 
 
 def assign(
-    codes: Float[Array, "B H T P"],
+    codes: UInt32[Array, "B H W T"],
     valid: Bool[Array, "B T"],
-    centroids: Float[Array, "B H C P"],
+    centroids: UInt32[Array, "B H W C"],
     active: Bool[Array, "B C"],
 ) -> Int[Array, "B H T"]:
     """The nearest active centroid, the first of several; C for padding. int32."""
-    clusters = centroids.shape[2]
-    agreement = jnp.einsum("bhcp,bhtp->bhct", centroids, codes, preferred_element_type=jnp.float32)
-    # One maximum finds the best and, among equals, the first: both are integers. XLA's CPU
-    # backend takes many times longer for an argmax.
-    ranked = agreement * clusters - jnp.arange(clusters, dtype=jnp.float32)[None, None, :, None]
-    ranked = jnp.where(active[:, None, :, None], ranked, -jnp.inf)
-    best = jnp.max(ranked, axis=2)
-    labels = -jnp.where(jnp.isfinite(best), best, 0).astype(jnp.int32) % clusters
-    return jnp.where(valid[:, None], labels, clusters)
+    clusters = centroids.shape[-1]
+    pairs = (codes[:, :, i, None] ^ centroids[:, :, i, :, None] for i in range(codes.shape[2]))
+    distance = sum(jax.lax.population_count(pair).astype(jnp.int32) for pair in pairs)
+    # One minimum finds the nearest and, among equals, the first. XLA's CPU backend takes many
+    # times longer for an argmin.
+    ranked = distance * clusters + jnp.arange(clusters, dtype=jnp.int32)[None, None, :, None]
+    ranked = jnp.where(active[:, None, :, None], ranked, jnp.iinfo(jnp.int32).max)
+    return jnp.where(valid[:, None], jnp.min(ranked, axis=2) % clusters, clusters)
 
 
 def _update(
@@ -104,13 +106,27 @@ def _update(
     centroids: Float[Array, "B H C P"],
 ) -> Float[Array, "B H C P"]:
     """The majority of the members, bit by bit, -1 where they tie; an empty cluster stays."""
-    clusters = jnp.arange(centroids.shape[2])[None, None, :, None]
-    member = labels[:, :, None] == clusters
-    votes = jnp.einsum(
-        "bhct,bhtp->bhcp", member.astype(codes.dtype), codes, preferred_element_type=jnp.float32
+    clusters = centroids.shape[2]
+    majority = jnp.where(cluster_sums(codes, labels, clusters) > 0, 1, -1).astype(centroids.dtype)
+    return jnp.where(member_counts(labels, clusters)[..., None] > 0, majority, centroids)
+
+
+def packed(codes: Float[Array, "B H T P"]) -> UInt32[Array, "B H W T"]:
+    """32 numbers a word, a bit where they are positive, the first the lowest."""
+    return jnp.stack(
+        [_word(codes[..., i : i + 32] > 0) for i in range(0, codes.shape[-1], 32)], axis=2
     )
-    majority = jnp.where(votes > 0, 1, -1).astype(centroids.dtype)
-    return jnp.where(jnp.any(member, axis=-1, keepdims=True), majority, centroids)
+
+
+def _word(bits: Bool[Array, "B H T P"]) -> UInt32[Array, "B H T"]:
+    ones = bits.astype(jnp.uint32)
+    places = jax.lax.broadcasted_iota(jnp.uint32, ones.shape, ones.ndim - 1)
+    return jnp.sum(ones << places, axis=-1, dtype=jnp.uint32)
+
+
+def _whole_words(x: Float[Array, "P *K"]) -> Float[Array, "Q *K"]:
+    """Zeros, which nothing is beyond, up to a multiple of 32: odd widths take longer."""
+    return jnp.pad(x, ((0, -len(x) % 32), *((0, 0),) * (x.ndim - 1)))
 
 
 def _random_order(key: jax.Array, valid: Bool[Array, "B T"], count: int) -> Int[Array, "B R"]:

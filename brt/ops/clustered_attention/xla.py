@@ -8,7 +8,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Attention
 from brt.ops.clustered_attention.members import (
-    Tiles,
     cluster_sums,
     from_tiles,
     member_counts,
@@ -19,8 +18,10 @@ from brt.ops.clustered_attention.members import (
     to_tiles,
 )
 from brt.ops.dropout import Dropout
-from brt.ops.masked_attention import masked_softmax
 from brt.ops.memory_attention.retrieval import take
+from brt.ops.partial_attention import Part, attend_to_part
+from brt.ops.products import inner
+from brt.ops.softmax import MASKED, safe_softmax_with_total
 from brt.ops.top_k import top_k
 
 
@@ -48,9 +49,9 @@ def clustered(
     dropout: Dropout | None,
 ) -> Float[Array, "B H T E"]:
     """Every query gets what its centroid gets (equations 4 to 6)."""
-    logits = _product("bhck,bhxk->bhcx", _centroids(queries, labels, config), keys)
-    weights = _dropped(masked_softmax(logits, valid[:, None, None]), dropout, values)
-    return of_members(_product("bhcx,bhxe->bhce", weights, values).astype(values.dtype), labels)
+    logits = inner(_centroids(queries, labels, config), keys)
+    logits = jnp.where(valid[:, None, None], logits, MASKED)
+    return of_members(attend_to_part(logits, values, dropout).values.astype(values.dtype), labels)
 
 
 def improved_clustered(
@@ -67,79 +68,37 @@ def improved_clustered(
     size = min(config.tile or tile_size(tokens, clusters), tokens)
     tiles = tiles_of(labels, clusters=clusters, size=size)
     centroids = _centroids(queries, labels, config)
-    logits = _product("bhck,bhxk->bhcx", centroids, keys)
+    logits = inner(centroids, keys)
     seen = valid[:, None, None]
     best = _best(logits, seen, config.top_k)
-    best_keys, best_values = (of_tile(take(x, best.indices), tiles) for x in (keys, values))
-    exact = _product("bhnmk,bhnrk->bhnmr", to_tiles(queries, tiles), best_keys)
-    there = of_tile(best.there, tiles)[..., None, :]
-    if config.mass_rule == "paper":
-        constant = config.mass_stop_gradient
-        parts = _by_mass(exact, there, logits, seen, best, tiles, constant=constant)
-    else:
-        spread = _spread(queries, labels, centroids)
-        expected = logits + spread[..., None] * _half_squares(keys)[:, :, None]
-        parts = _by_total(exact, there, expected, seen, best, tiles)
+    best_keys, best_values = (take(x, best.indices) for x in (keys, values))
     of_best, of_rest = (dropout.part(0), dropout.part(1)) if dropout else (None, None)
-    rest = _product("bhcx,bhxe->bhce", _dropped(parts.rest, of_rest, values), values)
-    y = _product("bhnmr,bhnre->bhnme", _dropped(parts.best, of_best, values), best_values)
-    y += parts.share * of_tile(rest, tiles)[..., None, :]
+
+    exact = inner(to_tiles(queries, tiles), of_tile(best_keys, tiles))
+    exact = jnp.where(of_tile(best.there, tiles)[..., None, :], exact, MASKED)
+    own = attend_to_part(exact, of_tile(best_values, tiles), of_best)
+    if config.mass_rule == "lse_jensen":
+        spread = _spread(queries, labels, centroids)
+        logits += spread[..., None] * _half_squares(keys)[:, :, None]
+    rest = attend_to_part(jnp.where(seen & ~best.mask, logits, MASKED), values, of_rest)
+    rest = Part(*(of_tile(x, tiles)[:, :, :, None] for x in rest))
+    totals = own.totals
+    if config.mass_rule == "paper":
+        totals = of_tile(_totals(centroids, best_keys, best.there), tiles)[..., None]
+    mass = jax.nn.sigmoid(totals - rest.totals)[..., None]
+    share = jax.lax.stop_gradient(mass) if config.mass_stop_gradient else mass
+    y = share * own.values + (1 - mass) * rest.values
     return from_tiles(y.astype(values.dtype), tiles)
 
 
-class Parts(NamedTuple):
-    """Attention weights in two parts; float32.
-
-    Attributes:
-      best: [B, H, N, M, R], of every query for its cluster's best keys.
-      rest: [B, H, C, X], of every cluster for the others; zeros for the best.
-      share: [B, H, N, M, 1] or a one, what the rest counts for a query.
-    """
-
-    best: Float[Array, "B H N M R"]
-    rest: Float[Array, "B H C X"]
-    share: Float[Array, "B H N M 1"] | Float[Array, "1 1 1 1 1"]
-
-
-def _by_mass(
-    exact: Float[Array, "B H N M R"],
-    there: Bool[Array, "B H N 1 R"],
-    logits: Float[Array, "B H C X"],
-    seen: Bool[Array, "B 1 1 X"],
-    best: Best,
-    tiles: Tiles,
-    *,
-    constant: bool,
-) -> Parts:
-    """The best keys share what the centroid gives them together (equations 9 and 10)."""
-    rest = jnp.where(best.mask, 0, masked_softmax(logits, seen))
-    mass = 1 - jnp.sum(rest, axis=-1)
-    mass = jax.lax.stop_gradient(mass) if constant else mass
-    weights = masked_softmax(exact, there) * of_tile(mass, tiles)[..., None, None]
-    return Parts(weights, rest, jnp.ones((1, 1, 1, 1, 1)))
-
-
-def _by_total(
-    exact: Float[Array, "B H N M R"],
-    there: Bool[Array, "B H N 1 R"],
-    expected: Float[Array, "B H C X"],
-    seen: Bool[Array, "B 1 1 X"],
-    best: Best,
-    tiles: Tiles,
-) -> Parts:
-    """One softmax over the best keys and all others together, as one key with their total.
-
-    Args:
-      expected: logarithms of the mean exp(logit) of a cluster's queries.
-    """
-    others = seen & ~best.mask
-    hidden = jnp.where(others, expected, jnp.finfo(jnp.float32).min)
-    total = of_tile(jax.nn.logsumexp(hidden, axis=-1), tiles)[..., None, None]
-    some = of_tile(jnp.any(others, axis=-1), tiles)[..., None, None]
-    total = jnp.broadcast_to(total, (*exact.shape[:-1], 1))
-    seen = jnp.concatenate([there, some], axis=-1)
-    weights = masked_softmax(jnp.concatenate([exact, total], axis=-1), seen)
-    return Parts(weights[..., :-1], masked_softmax(expected, others), weights[..., -1:])
+def _totals(
+    centroids: Float[Array, "B H C K"],
+    best_keys: Float[Array, "B H C R K"],
+    there: Bool[Array, "B H C R"],
+) -> Float[Array, "B H C"]:
+    """What the best keys weigh for the centroid; the paper has them weigh as much for a member."""
+    logits = inner(centroids[..., None, :], best_keys)[..., 0, :]
+    return safe_softmax_with_total(jnp.where(there, logits, MASKED))[1]
 
 
 def _best(logits: Float[Array, "B H C X"], seen: Bool[Array, "B 1 1 X"], count: int) -> Best:
@@ -181,13 +140,4 @@ def _clusters(labels: Int[Array, "B H T"], config: Attention) -> int:
 
 
 def _divisors(labels: Int[Array, "B H T"], clusters: int) -> Float[Array, "B H C"]:
-    return jnp.maximum(member_counts(labels, clusters), 1)
-
-
-def _product(spec: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
-
-
-def _dropped(weights: Array, dropout: Dropout | None, values: Array) -> Array:
-    weights = weights.astype(values.dtype)
-    return weights if dropout is None else dropout(weights)
+    return jnp.maximum(member_counts(labels, clusters), 1).astype(jnp.float32)

@@ -1,0 +1,81 @@
+"""Reading parts of the keys, against one softmax over all of them in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from brt.ops.dropout import Dropout
+from brt.ops.partial_attention import attend_to_part, merged
+from brt.ops.softmax import FLOOR, MASKED
+
+QUERIES, KEYS, WIDTH = 5, 12, 4
+rng = np.random.default_rng(0)
+LOGITS = rng.normal(size=(2, QUERIES, KEYS)) * 3
+VALUES = rng.normal(size=(2, KEYS, WIDTH))
+D_VALUES, D_TOTALS = rng.normal(size=(2, QUERIES, WIDTH)), rng.normal(size=(2, QUERIES))
+SEEN = rng.random(size=LOGITS.shape) < 0.7
+SEEN[0, 0] = False
+
+
+def weighed(logits: np.ndarray, values: np.ndarray, factors: np.ndarray | float) -> float:
+    """The sum that is differentiated, in float64; rows without keys add nothing."""
+    weights = np.where(SEEN, np.exp(logits), 0)
+    sums = np.maximum(weights.sum(axis=-1), 1e-300)
+    read = (weights * factors) @ values / sums[..., None]
+    some = SEEN.any(axis=-1)
+    return np.sum(read * D_VALUES) + np.sum(np.where(some, np.log(sums), 0) * D_TOTALS)
+
+
+def check_gradients(dropout: Dropout | None) -> None:
+    """Against finite differences along random directions."""
+    factors = (
+        1.0 if dropout is None else np.asarray(dropout.factors(LOGITS.shape, jnp.dtype("float32")))
+    )
+
+    def run(logits: jax.Array, values: jax.Array) -> jax.Array:
+        part = attend_to_part(jnp.where(SEEN, logits, MASKED), values, dropout)
+        totals = jnp.where(jnp.asarray(SEEN.any(axis=-1)), part.totals, 0)
+        return jnp.sum(part.values * D_VALUES) + jnp.sum(totals * D_TOTALS)
+
+    x = [jnp.asarray(a, jnp.float32) for a in (LOGITS, VALUES)]
+    value, gradients = jax.jit(jax.value_and_grad(run, argnums=(0, 1)))(*x)
+    np.testing.assert_allclose(value, weighed(LOGITS, VALUES, factors), rtol=1e-5)
+    assert not np.any(np.asarray(gradients[0])[~SEEN])
+    for i, gradient in enumerate(gradients):
+        direction = rng.normal(size=gradient.shape)
+
+        def at(step: float, i: int = i, direction: np.ndarray = direction) -> float:
+            moved = [a + step * direction if j == i else a for j, a in enumerate((LOGITS, VALUES))]
+            return weighed(moved[0], moved[1], factors)
+
+        slope = (at(1e-6) - at(-1e-6)) / 2e-6
+        along = float(np.sum(np.asarray(gradient, np.float64) * direction))
+        np.testing.assert_allclose(along, slope, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    check_gradients(None)
+
+
+def test_gradients_with_dropout_drop_the_same_weights() -> None:
+    check_gradients(Dropout(jax.random.key(0), 0.25))
+
+
+def test_parts_make_one_softmax() -> None:
+    logits, values = (jnp.asarray(a, jnp.float32) for a in (LOGITS, VALUES))
+    whole = attend_to_part(logits, values)
+    parts = [
+        attend_to_part(logits[..., keys], values[:, keys]) for keys in (slice(0, 5), slice(5, KEYS))
+    ]
+    for a, b in zip(merged(parts), whole, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_query_without_keys_reads_nothing() -> None:
+    part = attend_to_part(jnp.full((1, 3), MASKED), jnp.ones((3, 2)))
+    np.testing.assert_array_equal(part.values, 0)
+    np.testing.assert_array_equal(part.totals, FLOOR)
+    gradient = jax.grad(lambda x: jnp.sum(attend_to_part(x, jnp.ones((3, 2))).values))(
+        jnp.full((1, 3), MASKED)
+    )
+    np.testing.assert_array_equal(gradient, 0)

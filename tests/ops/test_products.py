@@ -1,0 +1,39 @@
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.ops.products import combined, inner, weighted_rows
+
+LEAD, ROWS, COLUMNS, WIDTH = (2, 3), 5, 7, 4
+CASES = {
+    "inner": (inner, "...mk,...nk->...mn", (ROWS, WIDTH), (COLUMNS, WIDTH)),
+    "combined": (combined, "...mn,...nk->...mk", (ROWS, COLUMNS), (COLUMNS, WIDTH)),
+    "weighted_rows": (weighted_rows, "...nm,...nk->...mk", (COLUMNS, ROWS), (COLUMNS, WIDTH)),
+}
+
+
+@pytest.mark.parametrize(("product", "spec", "left", "right"), CASES.values(), ids=CASES)
+def test_products_and_their_gradients_are_those_of_einsum(
+    product: Callable, spec: str, left: tuple[int, ...], right: tuple[int, ...]
+) -> None:
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=(*LEAD, *shape)) for shape in (left, right))
+    expected = np.einsum(spec, a, b)
+    g = rng.normal(size=expected.shape)
+    a_axes, b_axes, y_axes = spec.replace(",", " ").replace("->", " ").split()
+    expected_a = np.einsum(f"{y_axes},{b_axes}->{a_axes}", g, b)
+    expected_b = np.einsum(f"{y_axes},{a_axes}->{b_axes}", g, a)
+    y, backward = jax.vjp(product, jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
+    d_a, d_b = backward(jnp.asarray(g, jnp.float32))
+    for actual, exact in ((y, expected), (d_a, expected_a), (d_b, expected_b)):
+        np.testing.assert_allclose(actual, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_sums_of_bfloat16_are_in_float32() -> None:
+    ones = jnp.ones((1, 4096), jnp.bfloat16)  # in bfloat16 the sum would stop at 256
+    y, backward = jax.vjp(inner, ones, ones)
+    assert y.dtype == jnp.float32 and float(y[0, 0]) == 4096.0
+    assert all(d.dtype == jnp.bfloat16 for d in backward(y))

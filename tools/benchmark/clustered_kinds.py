@@ -1,0 +1,93 @@
+"""The kinds of attention that `clustered.py` compares, and the queries it compares them on."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from brt.config import Attention
+from brt.ops.attention import attend
+from brt.ops.causal_clustered_attention import (
+    Centroids,
+    Past,
+    causal_clustered_attention,
+    past_scan,
+)
+from brt.ops.window_attention import window_part
+
+HEADS, WIDTH, WINDOW = 4, 64, 256
+REGIMES = ("random", "tight", "loose", "sharp", "retrieval")
+ALL_LOGITS = ("full", "oracle_top_k", "sdpa", "sdpa, causal")  # these exist at once
+
+Operation = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def operations(clusters: int, top_k: int) -> dict[str, Operation]:
+    """Attention of [1, T, H, K] queries, keys and values of every kind."""
+    sizes = {"clusters": clusters, "top_k": top_k}
+    return {
+        "sdpa": jax.nn.dot_product_attention,
+        "full": plain,
+        "clustered": of("clustered", **sizes),
+        "improved_clustered": of("improved_clustered", **sizes),
+        "reformer, 1 round": of("reformer"),
+        "reformer, 4 rounds": of("reformer", rounds=4),
+        "oracle_top_k": of("oracle_top_k", top_k=top_k),
+        "sdpa, causal": partial(jax.nn.dot_product_attention, is_causal=True),
+        "causal clustered": partial(causal, clusters=64, top_k=16),
+    }
+
+
+def of(kind: str, **settings: Any) -> Operation:
+    """Attention of a kind that encoders know."""
+    return partial(_attend, config=Attention(kind=kind, **settings))
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, config: Attention) -> jax.Array:
+    return attend(q, k, v, jnp.ones(q.shape[:2], bool), config, jax.random.key(0))
+
+
+def plain(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Full attention, unfused."""
+    logits = jnp.einsum("bqhk,bshk->bhqs", q * WIDTH**-0.5, k)
+    return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(logits), v)
+
+
+def causal(q: jax.Array, k: jax.Array, v: jax.Array, clusters: int, top_k: int) -> jax.Array:
+    """A decoder's: exact in a window, clustered before it."""
+    q = q * WIDTH**-0.5
+    before = ((0, 0), (WINDOW, 0), (0, 0), (0, 0))
+    k, v = jnp.pad(k, before), jnp.pad(v, before)
+    readable = jnp.arange(q.shape[1] // WINDOW)[None] > 0
+    vectors = jax.random.normal(jax.random.key(1), (HEADS, clusters, WIDTH)) * WIDTH**-0.5
+    centroids = Centroids(vectors, jnp.zeros((HEADS, clusters)))
+    best = jnp.zeros((1, HEADS, clusters, top_k, WIDTH))
+    past = Past(best, best, best[..., 0, :], best[..., 0, 0], jnp.zeros((1,), jnp.int32))
+    _, pasts = past_scan(k, v, readable, past, centroids)
+    window = window_part(q, k, v, None, readable)
+    bias = jnp.zeros((HEADS,))
+    return causal_clustered_attention(q, window, k, v, readable, pasts, centroids, bias)
+
+
+def regime(name: str, tokens: int) -> tuple[jax.Array, ...]:
+    """Queries, keys and values, float32 [1, T, H, K].
+
+    random     independent queries
+    tight      queries around 50 modes, a tenth of their distance away
+    loose      half of it
+    sharp      three tenths, and three times as long: more weight on few keys
+    retrieval  each looks for a key of its own
+    """
+    draw = np.random.default_rng(0)
+    q, k, v = draw.normal(size=(3, 1, tokens, HEADS, WIDTH))
+    modes = draw.normal(size=(1, 50, HEADS, WIDTH))
+    around = {"tight": (0.1, 1), "loose": (0.5, 1), "sharp": (0.3, 3)}
+    if name in around:
+        noise, length = around[name]
+        q = length * (modes[:, draw.integers(50, size=tokens)] + noise * q)
+    elif name == "retrieval":
+        q = 1.5 * k[:, draw.permutation(tokens)] + 0.3 * q
+    return tuple(jnp.asarray(a, jnp.float32) for a in (q, k, v))
