@@ -1,20 +1,23 @@
 """What each kind of cross-attention costs: computed, and measured in one interleaved run.
 
     python tools/benchmark/cross_attention.py [--sources=1024,4096,16384,65536] [--rounds=20]
-        [--segment_size=64] [--beams=1] [--train] [--json=FILE]
+        [--segment_size=64] [--beams=1] [--train[=wide|small]] [--json=FILE]
 
 The paper's Table 1 and Figure 5 as it counts them and as the products really are; then, of one
 layer of T5-small's shape (8 heads of 64), the milliseconds of a decode step and the memory that
-it reads, for each length of source. `--train` measures a whole training step of a small T5
-(2 + 2 layers of T5-small's width, 1,024 source and 128 target tokens) with each kind, too.
-Models take turns; ratios to full attention are medians over the rounds.
+it reads, for each length of source. `--train` measures a whole training step with each kind, too:
+2 + 2 layers of T5-small's width, 1,024 source and 128 target tokens; `--train=small` that of
+configs/base/summarization_small.gin, at segments of 64, 16 and 8. Models take turns; ratios to full
+attention are medians over the rounds.
 """
 
 import argparse
+import dataclasses
+import itertools
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -32,6 +35,14 @@ from brt.types import PairBatch
 
 KINDS = get_args(costs.Kind)
 HEADS, HEAD_DIM, TARGETS = 8, 64, 128
+SHAPES = {  # of training steps: the model, source and target tokens, segments
+    "wide": (Seq2Seq(vocab_size=4000), 1024, TARGETS, None),
+    "small": (
+        Seq2Seq(vocab_size=2000, model_dim=64, heads=4, head_dim=16, mlp_dim=256,
+                encoder_attention="sliding", encoder_radius=16),
+        128, 32, (64, 16, 8),
+    ),
+}  # fmt: skip
 PAPER_SIZES = ((128, 1024, 64), (128, 1024, 16), (128, 1024, 8), (1024, 8192, 64))
 
 
@@ -41,7 +52,9 @@ def main() -> None:
     parser.add_argument("--segment_size", type=int, default=64)
     parser.add_argument("--beams", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--train", action="store_true", help="measure training steps, too")
+    parser.add_argument(
+        "--train", nargs="?", const="wide", choices=SHAPES, help="measure training steps, too"
+    )
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
     allocator.keep_memory()
@@ -54,8 +67,10 @@ def main() -> None:
         show(f"A decode step, {sources:,} source tokens, {args.beams} beams", rows)
         found["decode"] += rows
     if args.train:
-        found["train"] = train_steps(args.segment_size, max(args.rounds // 4, 3))
-        show("A training step of a small T5, 8 x (1,024 + 128) tokens", found["train"])
+        *_, sources, targets, segments = SHAPES[args.train]
+        segments = segments or (args.segment_size,)
+        found["train"] = train_steps(args.train, segments, max(args.rounds // 4, 3))
+        show(f"A training step of a T5, 8 x ({sources:,} + {targets}) tokens", found["train"])
     if args.json:
         with open(args.json, "w") as file:
             json.dump(found, file, indent=1)
@@ -110,30 +125,33 @@ def decode_steps(sources: int, segment: int, beams: int, rounds: int) -> list[di
     ]
 
 
-def train_steps(segment: int, rounds: int) -> list[dict[str, Any]]:
-    """Forward and backward of the loss, without the optimizer."""
-    model = Seq2Seq(encoder_layers=2, decoder_layers=2, vocab_size=4000, dropout=0.0)
+def train_steps(shape: str, segments: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """Forward and backward of the loss, without the optimizer; full attention comes first."""
+    model, sources, targets, _ = SHAPES[shape]
+    model = dataclasses.replace(model, encoder_layers=2, decoder_layers=2, dropout=0.0)
     functions, temporary = {}, {}
-    for kind in KINDS:
+    for kind, segment in [("full", segments[0]), *itertools.product(KINDS, segments)]:
+        name = kind if kind == "full" else f"{kind}:{segment}"
+        if name in functions:
+            continue
         config = Config(
             seq2seq=model,
-            cross_attention=CrossAttention(kind=kind, segment_size=segment, q_ref=TARGETS),
+            cross_attention=CrossAttention(kind=kind, segment_size=segment, q_ref=targets),
             training=Training(objective="seq2seq"),
-            pairs=Pairs(max_source_length=1024, max_target_length=TARGETS),
+            pairs=Pairs(max_source_length=sources, max_target_length=targets),
         )
-        step = training_step(config)
-        functions[kind], temporary[kind] = step
-        print(f"compiled {kind}", file=sys.stderr)
+        functions[name], temporary[name] = training_step(config)
+        print(f"compiled {name}", file=sys.stderr)
     times = interleaved(functions, rounds)
     return [
         {
-            "kind": kind,
-            "ms": min(times[kind]),
-            "median ms": statistics.median(times[kind]),
-            "of full": ratio(times, kind, "full"),
-            "temporary MiB": temporary[kind],
+            "kind": name,
+            "ms": min(times[name]),
+            "median ms": statistics.median(times[name]),
+            "of full": ratio(times, name, "full"),
+            "temporary MiB": temporary[name],
         }
-        for kind in KINDS
+        for name in functions
     ]
 
 
