@@ -25,6 +25,7 @@ class Speech:
     validation: tuple[str, ...] = ("generated:validation/100",)
     test: tuple[str, ...] = ("generated:test/100",)
     unit: Literal["characters", "words"] = "characters"  # of transcripts: what is a token
+    join: int = 1  # so many recordings of a speaker, in mixed order, are one utterance
     mel_bands: int = 40  # of a wav file's frame
     window_ms: float = 25.0  # of a wav file that a frame describes
     shift_ms: float = 10.0  # from frame to frame, also where features are read from files
@@ -46,8 +47,8 @@ class Speech:
     def __post_init__(self) -> None:
         check(bool(self.train), "Speech.train names no source")
         check_positive(
-            self, "mel_bands", "window_ms", "shift_ms", "stack", "stride", "time_mask_frames",
-            "feature_mask_width", "beams",
+            self, "join", "mel_bands", "window_ms", "shift_ms", "stack", "stride",
+            "time_mask_frames", "feature_mask_width", "beams",
         )  # fmt: skip
         check_not_negative(self, "time_masks", "feature_masks")
         check(

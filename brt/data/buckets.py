@@ -11,6 +11,7 @@ Where a row goes is computed from seed and epoch: any step costs the same.
 import abc
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,13 @@ class BucketReader(abc.ABC):
     def steps_per_epoch(self) -> int:
         """Steps that read every row once."""
         return -(-len(self.store) // self.batch_size)
+
+    def once(self, limit: int = 0) -> Iterator[Any]:
+        """The batches that read every row; with a limit, the first so many rows as one batch."""
+        if limit:
+            yield self.gather(np.arange(min(limit, len(self.store))), self.longest)
+        else:
+            yield from map(self.__getitem__, range(self.steps_per_epoch))
 
     def epoch(self, step: int) -> float:
         """How often the rows have been read before `step`."""

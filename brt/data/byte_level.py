@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from brt.data import tokenizers
+from brt.data import tokenizer_files, tokenizers
 from brt.errors import DataError
 
 START = ("<s>", "<|endoftext|>", "[CLS]", "<bos>")  # how files spell a document's beginning
@@ -25,7 +25,7 @@ class ByteLevelTokenizer:
     def __init__(self, path: Path | str):
         self.path = Path(path)
         self.name = self.path.name
-        content = tokenizers.read_file(self.path)
+        content = tokenizer_files.read(self.path)
         self.fingerprint = hashlib.sha256(content).hexdigest()
         self._tokenizer = _opened(self.path, content)
         size = self._tokenizer.get_vocab_size()
@@ -60,13 +60,8 @@ class ByteLevelTokenizer:
 
 
 def _opened(path: Path, content: bytes) -> Any:
-    from tokenizers import Tokenizer
-
-    try:
-        settings = json.loads(content)
-        tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises nothing more specific
-        raise DataError(f"the tokenizer {path} is no tokenizer.json ({error})") from error
+    tokenizer = tokenizer_files.json_model(path, content)
+    settings = json.loads(content)
     before, after = settings.get("pre_tokenizer") or {}, settings.get("decoder") or {}
     if settings.get("normalizer") or {before.get("type"), after.get("type")} != {"ByteLevel"}:
         raise DataError(
@@ -74,9 +69,6 @@ def _opened(path: Path, content: bytes) -> Any:
             "a normalizer does, such as RoBERTa's"
         )
     tokenizer.pre_tokenizer.add_prefix_space = False  # it would act on every chunk
-    tokenizer.no_truncation()  # the file may ask for both
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # `</s>` in a document is text, and ends nothing
     return tokenizer
 
 

@@ -13,11 +13,11 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import sentencepiece
 
+from brt.data import tokenizer_files
 from brt.errors import ConfigError, DataError
 
 CHUNK = 4096  # characters of a chunk at most; sentencepiece slows down on longer ones
 BATCH = 64  # chunks that sentencepiece encodes in parallel
-MAX_MODEL_BYTES = 64 << 20
 SPACE = "\u2581"  # how sentencepiece spells a space
 
 Ids = Sequence[int | np.integer] | np.ndarray
@@ -95,9 +95,9 @@ class SentencePieceTokenizer:
     def __init__(self, path: Path | str):
         self.path = Path(path)
         self.name = self.path.name
-        data = read_file(self.path)
-        self.fingerprint = hashlib.sha256(data).hexdigest()
-        self._processor = _processor(self.path, data)
+        content = tokenizer_files.read(self.path)
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+        self._processor = tokenizer_files.sentencepiece_model(self.path, content, exact=True)
         self.vocab_size = self._processor.vocab_size()
         # T5's models have no BOS; their decoders start with the padding id.
         ids = self._processor.bos_id(), self._processor.pad_id()
@@ -183,37 +183,6 @@ def _end(text: str, start: int, stop: int) -> int:
     while space > start and text[space - 1] == " ":
         space -= 1
     return space if space > start else stop
-
-
-def read_file(path: Path) -> bytes:
-    """The content of a tokenizer's file.
-
-    Raises:
-      DataError: it is missing, or too large to be one.
-    """
-    try:
-        if path.stat().st_size > MAX_MODEL_BYTES:
-            raise DataError(f"the tokenizer {path} is larger than {MAX_MODEL_BYTES >> 20} MiB")
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"the tokenizer {path} cannot be read: {error.strerror}") from error
-
-
-def _processor(path: Path, data: bytes) -> sentencepiece.SentencePieceProcessor:
-    from google.protobuf.message import DecodeError
-    from sentencepiece import sentencepiece_model_pb2
-
-    model = sentencepiece_model_pb2.ModelProto()
-    try:
-        model.ParseFromString(data)
-        model.normalizer_spec.add_dummy_prefix = False
-        model.normalizer_spec.remove_extra_whitespaces = False
-        processor = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
-        if processor.vocab_size() == 0:
-            raise DecodeError("it has no pieces")
-    except (DecodeError, RuntimeError) as error:
-        raise DataError(f"the tokenizer {path} is no sentencepiece model ({error})") from error
-    return processor
 
 
 def _piece_bytes(processor: sentencepiece.SentencePieceProcessor, i: int) -> bytes:

@@ -13,7 +13,8 @@ from brt.data.sentences.batches import SentenceReader
 from brt.data.sentences.store import SentenceStore
 from brt.evaluation import confusion
 from brt.evaluation.heads import Reading, Timed, some
-from brt.training.objectives.classification import label_nats, network
+from brt.training.objectives.classification import label_nats
+from brt.training.objectives.encoders import network
 from brt.types import TextBatch
 
 
@@ -54,11 +55,7 @@ class Classifier:
             store=store, batch_size=self._config.evaluation.batch_size, buckets=section.buckets,
             max_length=section.max_length, shuffle=False,
         )  # fmt: skip
-        rows = np.arange(min(limit, len(store)))
-        batches = [reader.gather(rows, section.max_length)] if limit else map(
-            reader.__getitem__, range(reader.steps_per_epoch)
-        )  # fmt: skip
-        for batch in batches:
+        for batch in reader.once(limit):
             if stop():
                 return None
             log_probs, nats = self._read(params, batch)

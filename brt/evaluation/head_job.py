@@ -12,10 +12,9 @@ from brt.data.questions import preparation as questions
 from brt.data.questions.preparation import QuestionCorpus
 from brt.data.sentences import preparation as sentences
 from brt.data.sentences.preparation import SentenceCorpus
-from brt.errors import ConfigError
 from brt.evaluation.classification import Classifier
 from brt.evaluation.heads import Reading
-from brt.evaluation.saved import SavedModel, check_tokenizer
+from brt.evaluation.saved import SavedModel, check_tokenizer, refuse_ablation
 from brt.evaluation.spans import Answerer
 from brt.training import workdir as workdirs
 from brt.training.workdir import Workdir
@@ -64,10 +63,7 @@ class HeadReader:
     """
 
     def __init__(self, config: Config, split: str, ablate: str | None = None):
-        if ablate:
-            raise ConfigError(
-                f"--ablate={ablate} is for language models; an encoder carries no memory on"
-            )
+        refuse_ablation(ablate)
         self._task = TASKS[config.training.objective]
         corpus = self._task.prepare(config)
         self._config, self._split = config, split

@@ -8,9 +8,8 @@ from tqdm import tqdm
 
 from brt.config import Config
 from brt.data import preparation
-from brt.errors import ConfigError
 from brt.evaluation.masked_language_modeling import Evaluator
-from brt.evaluation.saved import SavedModel, check_tokenizer
+from brt.evaluation.saved import SavedModel, check_tokenizer, refuse_ablation
 from brt.training import workdir as workdirs
 
 
@@ -26,10 +25,7 @@ class MaskedReader:
     """
 
     def __init__(self, config: Config, split: str, ablate: str | None = None):
-        if ablate:
-            raise ConfigError(
-                f"--ablate={ablate} is for language models; an encoder carries no memory on"
-            )
+        refuse_ablation(ablate)
         corpus = preparation.prepare(config.data)
         self._config, self._split = config, split
         self._tokenizer, self._store = corpus.tokenizer, corpus.split(split)

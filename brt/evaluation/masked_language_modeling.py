@@ -20,7 +20,8 @@ from brt.config import Config
 from brt.data.lanes import evaluation_batches
 from brt.data.token_store import TokenStore
 from brt.models import encoder, seq2seq
-from brt.training.objectives.masked_language_modeling import masked, network
+from brt.training.objectives.encoders import network
+from brt.training.objectives.masked_language_modeling import masked
 from brt.types import Batch
 
 _MASKS, _ATTENTION = range(2)  # purposes of the one key of all evaluations

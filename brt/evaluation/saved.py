@@ -60,6 +60,14 @@ def load(workdir: Workdir, found: checkpoint.Found, config: Config) -> SavedMode
     return SavedModel(workdir, found.step, config, found.meta, restored.state["params"])
 
 
+def refuse_ablation(ablate: str | None) -> None:
+    """Raises ConfigError where a memory is named although the model has none."""
+    if ablate:
+        raise ConfigError(
+            f"--ablate={ablate} is for language models; an encoder carries no memory on"
+        )
+
+
 def check_tokenizer(model: SavedModel, tokenizer: Tokenizer | PairTokenizer) -> None:
     """Raises CheckpointError where the model was trained with another tokenizer."""
     if tokenizer.fingerprint != model.meta["tokenizer"]:

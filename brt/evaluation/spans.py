@@ -14,7 +14,7 @@ from brt.data.questions.store import QuestionStore
 from brt.evaluation import squad
 from brt.evaluation.heads import Reading, Timed, some
 from brt.ops.spans import Spans, best_spans, span_nats
-from brt.training.objectives.spans import network
+from brt.training.objectives.encoders import network
 from brt.types import TextBatch
 
 
@@ -76,11 +76,7 @@ class Answerer:
             store=store, batch_size=self._config.evaluation.batch_size, buckets=section.buckets,
             max_length=section.max_length, shuffle=False,
         )  # fmt: skip
-        rows = np.arange(min(limit, len(store)))
-        batches = [reader.gather(rows, section.max_length)] if limit else map(
-            reader.__getitem__, range(reader.steps_per_epoch)
-        )  # fmt: skip
-        for batch in batches:
+        for batch in reader.once(limit):
             if stop():
                 return None
             inside = store.inside(batch.row, batch.tokens.shape[1])

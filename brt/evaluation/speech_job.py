@@ -10,8 +10,8 @@ from brt.config import Config
 from brt.config_io import config_from_json
 from brt.data.speech import preparation
 from brt.data.speech.store import SpeechStore
-from brt.errors import ConfigError, DataError
-from brt.evaluation.saved import SavedModel, check_tokenizer
+from brt.errors import DataError
+from brt.evaluation.saved import SavedModel, check_tokenizer, refuse_ablation
 from brt.evaluation.transcription import Reading, Transcriber, Transcript
 from brt.training import workdir as workdirs
 from brt.training.reading import check_attention
@@ -33,10 +33,7 @@ class TranscriptReader:
     """
 
     def __init__(self, config: Config, split: str, ablate: str | None = None):
-        if ablate:
-            raise ConfigError(
-                f"--ablate={ablate} is for language models; an encoder carries no memory on"
-            )
+        refuse_ablation(ablate)
         corpus = preparation.prepare(config.speech)
         self._config, self._split = config, split
         self._tokenizer, self._store = corpus.tokenizer, corpus.split(split)

@@ -18,7 +18,7 @@ from brt.errors import NonFiniteError
 from brt.evaluation.error_rate import Errors, errors, total
 from brt.generation import ctc
 from brt.ops.ctc import ctc_nats
-from brt.training.objectives.ctc import network
+from brt.training.objectives.encoders import network
 from brt.types import SpeechBatch
 
 

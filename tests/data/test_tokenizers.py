@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from brt.data import sources, tokenizer_training, tokenizers
+from brt.data import sources, tokenizer_files, tokenizer_training, tokenizers
 from brt.errors import ConfigError, DataError
 
 NOVEL = sources.CORPORA / "novels/train/robert-louis-stevenson-treasure-island.txt"
@@ -125,7 +125,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path, model, monkeypatch):
         tokenizers.load(str(tmp_path / "no.model"))
     with pytest.raises(ConfigError, match="Data.tokenizer = 'byte' is none of 'bytes', 'path"):
         tokenizers.load("byte")
-    monkeypatch.setattr(tokenizers, "MAX_MODEL_BYTES", 1 << 10)
+    monkeypatch.setattr(tokenizer_files, "MAX_BYTES", 1 << 10)
     with pytest.raises(DataError, match=r"novel\.model is larger than"):
         tokenizers.load(str(model))
 

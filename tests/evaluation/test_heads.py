@@ -16,8 +16,8 @@ from brt.evaluation import spans, squad
 from brt.evaluation.classification import Classifier
 from brt.evaluation.spans import Answerer, Window
 from brt.training import objectives
-from brt.training.objectives import classification
-from brt.training.objectives import spans as span_objective
+from brt.training.objectives.classification import label_nats
+from brt.training.objectives.encoders import network
 from brt.training.state import initial_params
 
 ENCODER = Encoder(
@@ -61,7 +61,7 @@ def questions(tmp_path_factory):
 def test_labels_are_those_of_rows_alone_and_the_loss_is_their_sum(sentences):
     config, params, store = sentences
     reading = Classifier(config)(params, store)
-    forward = jax.jit(classification.network(config).apply)
+    forward = jax.jit(network(config).apply)
     nats = []
     for row, found in enumerate(reading.rows):
         ids = jnp.asarray(np.pad(store.tokens[row], (0, 256 - len(store.tokens[row]))))[None]
@@ -97,11 +97,11 @@ def test_smoothing_is_towards_all_labels_alike(sentences):
     config, params, store = sentences
     batch = sentence_batch(config, store)
     logits = jax.random.normal(jax.random.key(0), (8, 3))
-    nats = classification.label_nats(logits, batch)
+    nats = label_nats(logits, batch)
     assert not nats[6:].any() and (nats[:6] > 0).all()
     training = dataclasses.replace(config.training, label_smoothing=0.3)
     smooth = dataclasses.replace(config, training=training)
-    forward = jax.jit(classification.network(config).apply)
+    forward = jax.jit(network(config).apply)
     key = jax.random.fold_in(jax.random.key(1), 1)
     logits = forward({"params": params}, batch.tokens, batch.valid, key)
     log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)[:6]
@@ -115,7 +115,7 @@ def test_answers_are_the_best_spans_of_all_windows(questions):
     config, params, store = questions
     assert len(store) > 2 * len(store.ids), "long contexts"
     reading = Answerer(config)(params, store)
-    forward = jax.jit(span_objective.network(config).apply)
+    forward = jax.jit(network(config).apply)
     best, nothing, nats = {}, {}, 0.0
     for row in range(len(store)):
         question, start, stop, *targets = store.row(row)

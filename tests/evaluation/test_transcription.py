@@ -14,7 +14,7 @@ from brt.evaluation.error_rate import errors
 from brt.evaluation.transcription import Transcriber
 from brt.generation import ctc
 from brt.ops.ctc import ctc_nats
-from brt.training.objectives.ctc import network
+from brt.training.objectives.encoders import network
 from brt.training.state import initial_params
 
 

@@ -21,6 +21,7 @@ from brt.evaluation.masked_job import MaskedReader
 from brt.evaluation.masked_language_modeling import Evaluator
 from brt.models import encoder, seq2seq
 from brt.training import objectives, reading
+from brt.training.objectives import encoders
 from brt.training.objectives import masked_language_modeling as objective
 from brt.types import Batch
 
@@ -45,7 +46,7 @@ CONFIG = Config(
 
 @pytest.fixture(scope="module")
 def params() -> Any:
-    return nn.meta.unbox(jax.jit(lambda: objective.initial_params(CONFIG, jax.random.key(0)))())
+    return nn.meta.unbox(jax.jit(lambda: encoders.initial_params(CONFIG, jax.random.key(0)))())
 
 
 def batch() -> Batch:
@@ -70,7 +71,7 @@ def test_the_loss_is_of_the_masked_tokens_alone(params: Any) -> None:
 
     masks, attention = (jax.random.fold_in(key, purpose) for purpose in (0, 1))
     tokens = objective.masked(batch(), jax.random.split(masks, 3), CONFIG)
-    network = objective.network(CONFIG)
+    network = encoders.network(CONFIG)
     vectors = jax.jit(network.apply)({"params": params}, tokens.inputs, batch().scored, attention)
     logits = np.asarray(seq2seq.logits(encoder.readout(params), vectors), np.float64)
     expected = 0.0

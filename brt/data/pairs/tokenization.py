@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import sentencepiece
 
-from brt.data import tokenizers
+from brt.data import tokenizer_files, tokenizers
 from brt.errors import ConfigError, DataError
 
 START, END, PAD = "<s>", "</s>", "<pad>"  # how T5 and BART spell them
@@ -80,33 +79,19 @@ def load(path: str) -> PairTokenizer:
 
 
 def _sentencepiece(path: Path) -> PairTokenizer:
-    content = tokenizers.read_file(path)
-    try:
-        processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-        size = processor.vocab_size()
-    except RuntimeError as error:
-        raise DataError(f"the tokenizer {path} is no sentencepiece model ({error})") from error
-    if size == 0:
-        raise DataError(f"the tokenizer {path} is no sentencepiece model (it has no pieces)")
+    content = tokenizer_files.read(path)
+    processor = tokenizer_files.sentencepiece_model(path, content)
     pad, end = _required(path, pad=processor.pad_id(), end=processor.eos_id())
     return PairTokenizer(
         name=path.name, fingerprint=hashlib.sha256(content).hexdigest(), content=content,
-        vocab_size=size, pad_id=pad, eos_id=end, decoder_start_id=pad, begin=(),
+        vocab_size=processor.vocab_size(), pad_id=pad, eos_id=end, decoder_start_id=pad, begin=(),
         encode_all=processor.encode, decode_ids=processor.decode,
     )  # fmt: skip
 
 
 def _json(path: Path) -> PairTokenizer:
-    from tokenizers import Tokenizer
-
-    content = tokenizers.read_file(path)
-    try:
-        tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises nothing more specific
-        raise DataError(f"the tokenizer {path} is no tokenizer.json ({error})") from error
-    tokenizer.no_truncation()  # the file may ask for both
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # `</s>` in a document is text, and ends nothing
+    content = tokenizer_files.read(path)
+    tokenizer = tokenizer_files.json_model(path, content)
     begin, end = _wrapping(path, tokenizer)
     pad, end = _required(path, pad=tokenizer.token_to_id(PAD), end=end)
 

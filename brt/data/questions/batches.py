@@ -6,6 +6,7 @@ import numpy as np
 
 from brt.data.buckets import BucketReader
 from brt.data.questions.store import QuestionStore
+from brt.data.texts import arrays
 from brt.types import TextBatch
 
 
@@ -29,15 +30,4 @@ class QuestionReader(BucketReader):
         return self.max_length
 
     def gather(self, rows: np.ndarray, length: int) -> TextBatch:
-        tokens = np.zeros((len(rows), length), np.int32)
-        valid = np.zeros(tokens.shape, bool)
-        targets = np.zeros((len(rows), 2), np.int32)
-        for i, row in enumerate(rows):
-            if row >= 0:
-                ids = self.store.tokens(row)
-                tokens[i, : len(ids)] = ids
-                valid[i, : len(ids)] = True
-                targets[i] = self.store.row(row)[3:]
-        there = np.asarray(rows, np.int32)
-        scored = np.broadcast_to(there[:, None] >= 0, targets.shape).copy()
-        return TextBatch(tokens, valid, targets, scored, there)
+        return arrays.padded(rows, length, self.store.tokens, self.store.rows[:, 3:])

@@ -6,6 +6,7 @@ import numpy as np
 
 from brt.data.buckets import BucketReader
 from brt.data.sentences.store import SentenceStore
+from brt.data.texts import arrays
 from brt.types import TextBatch
 
 
@@ -29,14 +30,5 @@ class SentenceReader(BucketReader):
         return self.max_length
 
     def gather(self, rows: np.ndarray, length: int) -> TextBatch:
-        tokens = np.zeros((len(rows), length), np.int32)
-        valid = np.zeros(tokens.shape, bool)
-        targets = np.zeros((len(rows), 1), np.int32)
-        for i, row in enumerate(rows):
-            if row >= 0:
-                ids = self.store.tokens[row]
-                tokens[i, : len(ids)] = ids
-                valid[i, : len(ids)] = True
-                targets[i] = self.store.targets[row]
-        there = np.asarray(rows, np.int32)
-        return TextBatch(tokens, valid, targets, there[:, None] >= 0, there)
+        targets = self.store.targets[:, None]
+        return arrays.padded(rows, length, self.store.tokens.__getitem__, targets)

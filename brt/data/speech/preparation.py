@@ -19,7 +19,7 @@ from brt.data.pairs import ragged
 from brt.data.pairs.columns import BadRow
 from brt.data.pairs.sources import Tally
 from brt.data.sources import FileHash
-from brt.data.speech import frames, sources, store
+from brt.data.speech import frames, joining, sources, store
 from brt.data.speech.frames import Moments
 from brt.data.speech.store import SpeechStore
 from brt.data.speech.utterances import Features, Utterance
@@ -29,7 +29,8 @@ from brt.errors import DataError
 
 SKIP = "Speech.errors = 'skip'"
 SETTINGS = (
-    "unit", "mel_bands", "window_ms", "shift_ms", "normalization", "stack", "stride", "errors",
+    "unit", "join", "mel_bands", "window_ms", "shift_ms", "normalization", "stack", "stride",
+    "errors",
 )  # fmt: skip
 
 
@@ -167,7 +168,10 @@ class _Builder:
 
     def _read(self, split: str) -> Iterator[Utterance]:
         """Utterances whose frames are like those of the very first one."""
-        for recording in sources.recordings(getattr(self._speech, split), self._speech):
+        recordings = sources.recordings(getattr(self._speech, split), self._speech)
+        if self._speech.join > 1:
+            recordings = joining.joined(recordings, self._speech.join)
+        for recording in recordings:
             utterance = recording.read()
             first = self._first = self._first or utterance
             found, wanted = utterance.features.shape[1], first.features.shape[1]

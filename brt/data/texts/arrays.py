@@ -7,7 +7,7 @@ manifest.json   written last: what the split was made of, counts, hashes
 import hashlib
 import json
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 from brt.data import manifests, sources
 from brt.data.pairs.ragged import Ragged
 from brt.errors import DataError
+from brt.types import TextBatch
 
 
 class Split(NamedTuple):
@@ -42,6 +43,25 @@ def flat(name: str, rows: Sequence[np.ndarray], dtype: np.dtype) -> dict[str, np
         name: np.concatenate([empty, *rows]).astype(dtype),
         f"{name}_offsets": np.r_[0, np.cumsum(sizes)].astype(np.int64),
     }
+
+
+def padded(
+    rows: np.ndarray, length: int, tokens: Callable[[int], np.ndarray], targets: np.ndarray
+) -> TextBatch:
+    """A batch; rows of -1 are empty.
+
+    Args:
+      tokens: of a row.
+      targets: of all rows of the split, [rows, parts] (int32).
+    """
+    there = np.asarray(rows, np.int32)
+    ids = np.zeros((len(there), length), np.int32)
+    valid = np.zeros(ids.shape, bool)
+    for i in np.flatnonzero(there >= 0):
+        found = tokens(there[i])
+        ids[i, : len(found)], valid[i, : len(found)] = found, True
+    scored = np.repeat(there[:, None] >= 0, targets.shape[1], axis=1)
+    return TextBatch(ids, valid, np.where(scored, targets[there], 0), scored, there)
 
 
 def write(

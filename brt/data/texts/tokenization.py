@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import sentencepiece
 from jaxtyping import Int
 
-from brt.data import tokenizer_training, tokenizers
+from brt.data import tokenizer_files, tokenizer_training
 from brt.data.tokenizer_training import Special
-from brt.errors import ConfigError, DataError
+from brt.errors import ConfigError
 
 ROBERTA = Special(unk_id=3, bos_id=0, eos_id=2, pad_id=1)
 START, END, PAD = ("<s>", "[CLS]"), ("</s>", "[SEP]"), ("<pad>", "[PAD]")
@@ -138,14 +137,8 @@ def _bytes() -> TextTokenizer:
 
 
 def _sentencepiece(path: Path) -> TextTokenizer:
-    content = tokenizers.read_file(path)
-    try:
-        processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-        size = processor.vocab_size()
-    except RuntimeError as error:
-        raise DataError(f"the tokenizer {path} is no sentencepiece model ({error})") from error
-    if size == 0:
-        raise DataError(f"the tokenizer {path} is no sentencepiece model (it has no pieces)")
+    content = tokenizer_files.read(path)
+    processor = tokenizer_files.sentencepiece_model(path, content)
 
     def spell(texts: list[str]) -> list[Spelt]:
         found = processor.encode(texts, return_type="offset_mapping")
@@ -155,21 +148,18 @@ def _sentencepiece(path: Path) -> TextTokenizer:
     digest = hashlib.sha256(content).hexdigest()
     file = "tokenizer.model", content
     return _with_special(
-        path.name, digest, file, size, spell, *(i if i >= 0 else None for i in special)
+        path.name,
+        digest,
+        file,
+        processor.vocab_size(),
+        spell,
+        *(i if i >= 0 else None for i in special),
     )
 
 
 def _json(path: Path) -> TextTokenizer:
-    from tokenizers import Tokenizer
-
-    content = tokenizers.read_file(path)
-    try:
-        tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises nothing more specific
-        raise DataError(f"the tokenizer {path} is no tokenizer.json ({error})") from error
-    tokenizer.no_truncation()  # the file may ask for both
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # `</s>` in a text is text, and ends nothing
+    content = tokenizer_files.read(path)
+    tokenizer = tokenizer_files.json_model(path, content)
 
     def spell(texts: list[str]) -> list[Spelt]:
         found = tokenizer.encode_batch(texts, add_special_tokens=False)

@@ -6,25 +6,10 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.models import encoder
+from brt.training.objectives.encoders import network
 from brt.types import TextBatch
 
 _DROPOUT, _ATTENTION = 0, 1  # what the key of a step is folded with
-
-
-def network(config: Config, *, training: bool = False) -> encoder.EncoderWithHead:
-    """The encoder that a config describes."""
-    return encoder.EncoderWithHead(config.encoder, config.attention, "classification", training)
-
-
-def initial_params(config: Config, key: Array) -> PyTree[Array]:
-    """Of the encoder and its head."""
-    return encoder.init(network(config), key)
-
-
-def initial_carried(config: Config, lanes: int) -> tuple[()]:
-    """Nothing: each step reads whole sentences."""
-    return ()
 
 
 def loss(

@@ -5,27 +5,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.models import encoder
 from brt.ops.ctc import ctc_nats
 from brt.ops.spec_augment import spec_augment
+from brt.training.objectives.encoders import network
 from brt.types import SpeechBatch
 
 _DROPOUT, _ATTENTION, _MASKS = 0, 1, 2  # what the key of a step is folded with
-
-
-def network(config: Config, *, training: bool = False) -> encoder.EncoderWithHead:
-    """The encoder that a config describes; its head's last token is the blank."""
-    return encoder.EncoderWithHead(config.encoder, config.attention, "ctc", training)
-
-
-def initial_params(config: Config, key: Array) -> PyTree[Array]:
-    """Of the encoder and its head."""
-    return encoder.init(network(config), key)
-
-
-def initial_carried(config: Config, lanes: int) -> tuple[()]:
-    """Nothing: each step reads whole utterances."""
-    return ()
 
 
 def loss(

@@ -7,27 +7,11 @@ from brt.config import Config
 from brt.models import encoder, seq2seq
 from brt.ops.cross_entropy import smoothed_cross_entropy
 from brt.ops.token_masking import MaskedTokens, counts, mask_tokens
+from brt.training.objectives.encoders import network
 from brt.types import Batch
 
 # Purposes that a step's randomness is folded with.
 _MASKS, _ATTENTION, _DROPOUT = range(3)
-
-
-def network(config: Config, *, training: bool = False) -> encoder.EncoderWithHead:
-    """The model that a config describes."""
-    return encoder.EncoderWithHead(
-        config.encoder, config.attention, "masked_language_modeling", training
-    )
-
-
-def initial_params(config: Config, key: Array) -> PyTree[Array]:
-    """Of the encoder and its head."""
-    return encoder.init(network(config), key)
-
-
-def initial_carried(config: Config, lanes: int) -> tuple[()]:
-    """Nothing: each segment is read on its own."""
-    return ()
 
 
 def masked(batch: Batch, keys: Array, config: Config) -> MaskedTokens:

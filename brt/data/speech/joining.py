@@ -1,0 +1,39 @@
+"""Long utterances from short ones: what a speaker said, one recording after another."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from brt.data.speech.utterances import Recording
+from brt.errors import DataError
+
+
+def joined(recordings: Iterable[Recording], count: int) -> Iterator[Recording]:
+    """So many recordings of a speaker become one; what is left of each, a shorter one.
+
+    Their order is mixed, always in the same way: tables often list the same word by the same
+    speaker line after line.
+    """
+    found = list(recordings)
+    mixed = [found[i] for i in np.random.default_rng(0).permutation(len(found))]
+    mixed.sort(key=lambda recording: recording.speaker)
+    for _, group in itertools.groupby(mixed, key=lambda recording: recording.speaker):
+        own = list(group)
+        for start in range(0, len(own), count):
+            yield _one(own[start : start + count])
+
+
+def _one(parts: Sequence[Recording]) -> Recording:
+    def load() -> tuple[np.ndarray, int]:
+        loaded = [part.load() for part in parts]
+        if len(kinds := {(features.shape[1:], rate) for features, rate in loaded}) > 1:
+            raise DataError(
+                f"Speech.join cannot put {parts[0].id} and the {len(parts) - 1} after it together: "
+                f"their features and sample rates differ ({sorted(kinds)})"
+            )
+        return np.concatenate([features for features, _ in loaded]), loaded[0][1]
+
+    first, words = parts[0], (part.transcript for part in parts)
+    name = first.id if len(parts) == 1 else f"{first.id}+{len(parts) - 1}"
+    return Recording(first.file, name, first.speaker, " ".join(words), load)

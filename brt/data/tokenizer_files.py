@@ -1,0 +1,70 @@
+"""Opens the two kinds of tokenizer files, or says what is wrong with them."""
+
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+
+from brt.errors import DataError
+
+MAX_BYTES = 64 << 20
+
+
+def read(path: Path) -> bytes:
+    """The content of a tokenizer's file.
+
+    Raises:
+      DataError: it is missing, or too large to be one.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise DataError(f"the tokenizer {path} is larger than {MAX_BYTES >> 20} MiB")
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"the tokenizer {path} cannot be read: {error.strerror}") from error
+
+
+def sentencepiece_model(
+    path: Path, content: bytes, *, exact: bool = False
+) -> sentencepiece.SentencePieceProcessor:
+    """A sentencepiece model.
+
+    Args:
+      exact: without its dummy prefix and whitespace removal, which change texts.
+
+    Raises:
+      DataError: it is none.
+    """
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()
+    try:
+        model.ParseFromString(content)
+        if exact:
+            model.normalizer_spec.add_dummy_prefix = False
+            model.normalizer_spec.remove_extra_whitespaces = False
+        processor = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+        if processor.vocab_size() == 0:
+            raise DecodeError("it has no pieces")
+    except (DecodeError, RuntimeError) as error:
+        raise DataError(f"the tokenizer {path} is no sentencepiece model ({error})") from error
+    return processor
+
+
+def json_model(path: Path, content: bytes) -> Any:
+    """A tokenizer.json of Hugging Face's tokenizers that neither cuts nor pads.
+
+    Raises:
+      DataError: it is none.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises nothing more specific
+        raise DataError(f"the tokenizer {path} is no tokenizer.json ({error})") from error
+    tokenizer.no_truncation()  # the file may ask for both
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # `</s>` in a text is text, and ends nothing
+    return tokenizer
