@@ -1,0 +1,71 @@
+"""The models of a sweep, each read with several kinds of attention: Table 1 of Vyas et al. (2020).
+
+    python tools/attention_matrix.py runs/speech_an4 [--split=test] [--points=full,lsh-1]
+        [--kinds=full,clustered,improved_clustered] [--json=FILE]
+
+A row for every finished point, a column for every kind; kinds whose queries are their keys are for
+models that learned with one projection for both. Clusters, rounds and best keys are those that the
+point was trained with. Prints error rates in percent, or scores, or bits per token,
+whichever the models have.
+"""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import get_args
+
+from brt.config import Attention, Config
+from brt.errors import BrtError
+from brt.evaluation import job, saved
+from brt.ops.attention import KEYS_ARE_QUERIES
+
+KINDS = get_args(Attention.__annotations__["kind"])
+FIGURES = ("token_error_rate", "score", "bits_per_masked_token")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("sweep", type=Path, help="the workdir of a sweep")
+    parser.add_argument("--split", default="test")
+    parser.add_argument("--points", help="directories of points; all")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--json", help="write the table to this file")
+    args = parser.parse_args()
+    kinds = args.kinds.split(",")
+    found = sorted(path.parent for path in args.sweep.glob("*/point.json"))
+    if args.points:
+        found = [args.sweep / name for name in args.points.split(",")]
+    if not found:
+        parser.error(f"{args.sweep} has no points")
+    print(f"| trained with \\ read with | {' | '.join(kinds)} |\n|{'---|' * (len(kinds) + 1)}")
+    table = {}
+    for path in found:
+        row = table[path.name] = {kind: figure(path, kind, args.split) for kind in kinds}
+        cells = ("-" if value is None else f"{value:.2f}" for value in row.values())
+        print(f"| {path.name} | {' | '.join(cells)} |", flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps(table, indent=1))
+
+
+def figure(path: Path, kind: str, split: str) -> float | None:
+    """What a model comes to; None where it cannot be read like that."""
+    try:
+        workdir, found, config = saved.load_config(path)
+        if kind in KEYS_ARE_QUERIES and not config.encoder.shared_queries_keys:
+            return None
+        config = reading_with(config, kind)
+        report, _ = job.evaluate(saved.load(workdir, found, config), split, None)
+    except BrtError as error:
+        print(f"{path.name} with {kind}: {error}")
+        return None
+    return next(report[name] for name in FIGURES if name in report)
+
+
+def reading_with(config: Config, kind: str) -> Config:
+    attention = dataclasses.replace(config.attention, kind=kind)
+    return dataclasses.replace(config, attention=attention)
+
+
+if __name__ == "__main__":
+    main()
