@@ -13,6 +13,7 @@ from brt.sweeping.settings import Sweep
 from brt.training.workdir import write_text
 
 _NONE = "-"
+_PERCENTAGES = {"token_error_rate": "token errors %", "score": "score %", "rouge_l": "ROUGE-L"}
 
 
 def write(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
@@ -101,7 +102,7 @@ def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
     relative = {g.name: (g.step_seconds, g.relative_step_time) for g in groups}
     fields = list(dict.fromkeys(name for row in rows for name in row.point.bindings))
     figures = (
-        "bits_per_byte", "bits_per_token", "token_error_rate", "score", "step_seconds",
+        "bits_per_byte", "bits_per_token", "token_error_rate", "score", "rouge_l", "step_seconds",
         "tokens_per_second", "parameters", "parameters_non_embedding", "steps", "seconds",
         "threads", "reason",
     )  # fmt: skip
@@ -121,7 +122,7 @@ def _with_percentages(
     head: Sequence[str], lines: Sequence[Sequence[str]], found: Sequence[Row] | Sequence[Group]
 ) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """A table with columns of what only some models have, where any of these does."""
-    for name, title in (("token_error_rate", "token errors %"), ("score", "score %")):
+    for name, title in _PERCENTAGES.items():
         values = [getattr(one, name) for one in found]
         if any(value is not None for value in values):
             head = (*head, title)

@@ -22,6 +22,7 @@ class Row(NamedTuple):
       steps: in the newest checkpoint.
       token_error_rate: in percent, of models that write transcripts.
       score: in percent, accuracy of labels or F1 of answers.
+      rouge_l: F1 of summaries, in percent; see the protocol in the point's evaluations.
       records: metrics.jsonl.
     """
 
@@ -32,6 +33,7 @@ class Row(NamedTuple):
     bits_per_token: float | None
     token_error_rate: float | None
     score: float | None
+    rouge_l: float | None
     step_seconds: float | None
     tokens_per_second: float | None
     parameters: int | None
@@ -59,6 +61,7 @@ class Group(NamedTuple):
     bits_per_token: float | None
     token_error_rate: float | None
     score: float | None
+    rouge_l: float | None
     step_seconds: float | None
     relative_step_time: float | None
     tokens_per_second: float | None
@@ -117,6 +120,7 @@ def _row(point: Point, directory: Directory, split: str) -> Row:
         bits_per_token=figures.get("bits_per_token", figures.get("bits_per_masked_token")),
         token_error_rate=figures.get("token_error_rate"),
         score=figures.get("score"),
+        rouge_l=figures["rouge"]["rougeL"]["f1"] if "rouge" in figures else None,
         step_seconds=_median(records, "perf/step_seconds"),
         tokens_per_second=_median(records, "perf/tokens_per_second"),
         parameters=total,
@@ -151,6 +155,7 @@ def _group(name: str, rows: list[Row]) -> Group:
         bits_per_token=mean(lambda row: row.bits_per_token),
         token_error_rate=mean(lambda row: row.token_error_rate),
         score=mean(lambda row: row.score),
+        rouge_l=mean(lambda row: row.rouge_l),
         step_seconds=mean(lambda row: row.step_seconds),
         relative_step_time=None,
         tokens_per_second=mean(lambda row: row.tokens_per_second),
