@@ -26,6 +26,7 @@ class Speech:
     test: tuple[str, ...] = ("generated:test/100",)
     unit: Literal["characters", "words"] = "characters"  # of transcripts: what is a token
     join: int = 1  # so many recordings of a speaker, in mixed order, are one utterance
+    join_orders: int = 1  # training: join all of them so often, in another order each time
     mel_bands: int = 40  # of a wav file's frame
     window_ms: float = 25.0  # of a wav file that a frame describes
     shift_ms: float = 10.0  # from frame to frame, also where features are read from files
@@ -47,7 +48,7 @@ class Speech:
     def __post_init__(self) -> None:
         check(bool(self.train), "Speech.train names no source")
         check_positive(
-            self, "join", "mel_bands", "window_ms", "shift_ms", "stack", "stride",
+            self, "join", "join_orders", "mel_bands", "window_ms", "shift_ms", "stack", "stride",
             "time_mask_frames", "feature_mask_width", "beams",
         )  # fmt: skip
         check_not_negative(self, "time_masks", "feature_masks")

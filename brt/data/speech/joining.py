@@ -9,22 +9,27 @@ from brt.data.speech.utterances import Recording
 from brt.errors import DataError
 
 
-def joined(recordings: Iterable[Recording], count: int) -> Iterator[Recording]:
+def joined(recordings: Iterable[Recording], count: int, *, orders: int = 1) -> Iterator[Recording]:
     """So many recordings of a speaker become one; what is left of each, a shorter one.
 
     Their order is mixed, always in the same way: tables often list the same word by the same
     speaker line after line.
+
+    Args:
+      orders: so many times, in another order each: a model that hears few utterances often
+        learns by heart what follows what.
     """
     found = list(recordings)
-    mixed = [found[i] for i in np.random.default_rng(0).permutation(len(found))]
-    mixed.sort(key=lambda recording: recording.speaker)
-    for _, group in itertools.groupby(mixed, key=lambda recording: recording.speaker):
-        own = list(group)
-        for start in range(0, len(own), count):
-            yield _one(own[start : start + count])
+    for order in range(orders):
+        mixed = [found[i] for i in np.random.default_rng(order).permutation(len(found))]
+        mixed.sort(key=lambda recording: recording.speaker)
+        for _, group in itertools.groupby(mixed, key=lambda recording: recording.speaker):
+            own = list(group)
+            for start in range(0, len(own), count):
+                yield _one(own[start : start + count], order)
 
 
-def _one(parts: Sequence[Recording]) -> Recording:
+def _one(parts: Sequence[Recording], order: int) -> Recording:
     def load() -> tuple[np.ndarray, int]:
         loaded = [part.load() for part in parts]
         if len(kinds := {(features.shape[1:], rate) for features, rate in loaded}) > 1:
@@ -35,5 +40,5 @@ def _one(parts: Sequence[Recording]) -> Recording:
         return np.concatenate([features for features, _ in loaded]), loaded[0][1]
 
     first, words = parts[0], (part.transcript for part in parts)
-    name = first.id if len(parts) == 1 else f"{first.id}+{len(parts) - 1}"
+    name = f"{first.id}+{len(parts) - 1}" + (f"/{order}" if order else "")
     return Recording(first.file, name, first.speaker, " ".join(words), load)

@@ -29,8 +29,8 @@ from brt.errors import DataError
 
 SKIP = "Speech.errors = 'skip'"
 SETTINGS = (
-    "unit", "join", "mel_bands", "window_ms", "shift_ms", "normalization", "stack", "stride",
-    "errors",
+    "unit", "join", "join_orders", "mel_bands", "window_ms", "shift_ms", "normalization", "stack",
+    "stride", "errors",
 )  # fmt: skip
 
 
@@ -170,7 +170,8 @@ class _Builder:
         """Utterances whose frames are like those of the very first one."""
         recordings = sources.recordings(getattr(self._speech, split), self._speech)
         if self._speech.join > 1:
-            recordings = joining.joined(recordings, self._speech.join)
+            orders = self._speech.join_orders if split == "train" else 1
+            recordings = joining.joined(recordings, self._speech.join, orders=orders)
         for recording in recordings:
             utterance = recording.read()
             first = self._first = self._first or utterance

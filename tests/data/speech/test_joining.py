@@ -28,6 +28,13 @@ def test_every_recording_is_heard_once_where_it_is_written_and_by_its_speaker():
     assert [one.transcript for one in joined(recordings, 4)] == [one.transcript for one in made]
 
 
+def test_every_order_has_every_recording_and_is_another_one():
+    made = list(joined([recording(n) for n in range(12)], 4, orders=3))
+    orders = [" ".join(one.transcript for one in made[i : i + 3]).split() for i in (0, 3, 6)]
+    assert all(sorted(order) == sorted(orders[0]) for order in orders)
+    assert len(set(map(tuple, orders))) == 3 and len({one.id for one in made}) == 9
+
+
 @pytest.mark.parametrize("other", [{"width": 3}, {"rate": 16000}])
 def test_recordings_of_different_kinds_are_not_joined(other):
     (one,) = joined([recording(0), recording(1, **other)], 2)

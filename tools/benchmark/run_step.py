@@ -1,0 +1,59 @@
+"""Milliseconds and memory of a training step of language models' run files, in one run.
+
+    python tools/benchmark/run_step.py configs/runs/long_context/*.gin [--rounds=3] [--json=FILE]
+        [--gin_bindings='Training.segment_length = 4096']
+
+Forward and backward of the loss of random bytes, without the optimizer. The models take turns;
+ratios to the first one's time are medians over the rounds.
+"""
+
+import argparse
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+
+import jax
+from lm_step import Contestant
+from timing import interleaved, ratio, show
+
+from brt import allocator, command_line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("runs", nargs="+", help=".gin files")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gin_bindings", action="append", default=[], help="of all of them")
+    parser.add_argument("--json", help="write the rows to this file")
+    args = parser.parse_args()
+    allocator.keep_memory()
+    runs = {Path(file).stem: contestant(file, args.gin_bindings) for file in args.runs}
+    device = jax.devices()[0]
+    print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}\n")
+    times = interleaved(
+        {name: partial(run.step, *run.args) for name, run in runs.items()}, args.rounds
+    )
+    first = next(iter(runs))
+    rows = [
+        {
+            "run": name, "milliseconds_per_step": min(times[name]),
+            f"of {first}": ratio(times, name, first), "temporary_mib": run.temporary_mib,
+        }
+        for name, run in runs.items()
+    ]  # fmt: skip
+    show("A training step", rows)
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1))
+
+
+def contestant(file: str, bindings: list[str]) -> Contestant:
+    """The compiled step of a run file; bytes, where it leaves the vocabulary to the tokenizer."""
+    own = argparse.Namespace(gin_file=[file], gin_bindings=bindings, print_config=False)
+    config = command_line.resolve(own).config
+    model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 256)
+    return Contestant(model, config.training.batch_size, config.training.segment_length)
+
+
+if __name__ == "__main__":
+    main()
