@@ -1,7 +1,11 @@
-"""A sweep as pictures: the trade-off of bits against time, training curves, bars."""
+"""A sweep as pictures: what points come to, against time and as bars, and training curves.
+
+That is their error rate or score where they have one, else their bits per byte.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -9,24 +13,52 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
 from brt.evaluation.drawing import curve, new_figure, smoothed
-from brt.sweeping.results import Group
+from brt.sweeping.results import Group, Row
 
 _TRADE_OFF, _BARS, _CURVES = "bits_against_step_time.png", "bits.png", "training_curves.png"
+_CONVERGENCE = "convergence.png"
 _BAR, _SEED = "#4c78a8", "#222222"
 _LEGEND_LINES = 24
 
 
+class Quantity(NamedTuple):
+    """What points are compared by: a field of theirs, and how it is called."""
+
+    field: str
+    title: str
+
+    def of(self, found: Group | Row) -> float | None:
+        """A point's, or the mean of a group."""
+        return getattr(found, self.field)
+
+    def seeds(self, group: Group) -> list[float]:
+        """Of every finished point of a group."""
+        return [value for value in map(self.of, group.rows) if value is not None]
+
+
+BITS = Quantity("bits_per_byte", "bits per byte")
+_OTHERS = Quantity("token_error_rate", "% of the tokens wrong"), Quantity("score", "score, %")
+
+
+def quantity(groups: Sequence[Group]) -> Quantity:
+    """What these groups are compared by."""
+    return next((q for q in _OTHERS if any(q.of(g) is not None for g in groups)), BITS)
+
+
 def draw(groups: Sequence[Group], directory: Path) -> list[str]:
     """Draws what there is something to draw of; returns the names of the files."""
-    done = [g for g in groups if g.bits_per_byte is not None]
+    measure = quantity(groups)
+    done = [g for g in groups if measure.of(g) is not None]
     figures = {}
     if any(g.step_seconds for g in done):
-        figures[_TRADE_OFF] = trade_off([g for g in done if g.step_seconds])
+        figures[_TRADE_OFF] = trade_off([g for g in done if g.step_seconds], measure)
     if done:
-        figures[_BARS] = bars(done)
+        figures[_BARS] = bars(done, measure)
     begun = [g for g in groups if any(row.records for row in g.rows)]
     if begun:
         figures[_CURVES] = training_curves(begun)
+    if measure is not BITS and any(_validated(row, measure) for g in begun for row in g.rows):
+        figures[_CONVERGENCE] = convergence(begun, measure)
     directory.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
         temporary = directory / f".{name}.partial"
@@ -35,46 +67,45 @@ def draw(groups: Sequence[Group], directory: Path) -> list[str]:
     return list(figures)
 
 
-def trade_off(groups: Sequence[Group]) -> Figure:
-    """Bits per byte against the time of a step: below and to the left is better."""
+def trade_off(groups: Sequence[Group], measure: Quantity = BITS) -> Figure:
+    """The quantity against the time of a step."""
     figure, (axes,) = new_figure(1, height=5.5)
     for color, g in zip(_colors(len(groups)), groups, strict=True):
-        low, high = _range(g)
-        milliseconds = 1000 * g.step_seconds
+        seeds, mean, milliseconds = measure.seeds(g), measure.of(g), 1000 * g.step_seconds
         axes.errorbar(
-            milliseconds, g.bits_per_byte, fmt="o", color=color, capsize=3,
-            yerr=[[g.bits_per_byte - low], [high - g.bits_per_byte]],
+            milliseconds, mean, fmt="o", color=color, capsize=3,
+            yerr=[[mean - min(seeds)], [max(seeds) - mean]],
         )  # fmt: skip
         axes.annotate(
-            g.name, (milliseconds, g.bits_per_byte), xytext=(6, 4), textcoords="offset points",
+            g.name, (milliseconds, mean), xytext=(6, 4), textcoords="offset points",
             fontsize=8, color=color,
         )  # fmt: skip
     axes.margins(0.15)
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set(
         xlabel="milliseconds of a training step",
-        ylabel="bits per byte, held-out",
-        title="What the bits cost (bars: seeds)",
+        ylabel=f"{measure.title}, held-out",
+        title="What it costs (bars: seeds)",
     )
     return figure
 
 
-def bars(groups: Sequence[Group]) -> Figure:
-    """Bits per byte of every group, with its seeds as dots."""
+def bars(groups: Sequence[Group], measure: Quantity = BITS) -> Figure:
+    """The quantity of every group, with its seeds as dots."""
     figure, (axes,) = new_figure(1, height=1.6 + 0.35 * len(groups))
     places = range(len(groups))
-    axes.barh(places, [g.bits_per_byte for g in groups], color=_BAR, alpha=0.6, height=0.65)
+    axes.barh(places, [measure.of(g) for g in groups], color=_BAR, alpha=0.6, height=0.65)
     for place, g in zip(places, groups, strict=True):
-        bits = _bits(g)
-        axes.plot(bits, [place] * len(bits), "o", color=_SEED, markersize=4)
-    every = [bits for g in groups for bits in _bits(g)]
+        seeds = measure.seeds(g)
+        axes.plot(seeds, [place] * len(seeds), "o", color=_SEED, markersize=4)
+    every = [value for g in groups for value in measure.seeds(g)]
     low, high = min(every), max(every)
     margin = 0.15 * (high - low) or 0.1
     axes.set_yticks(places, [g.name for g in groups])
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(ScalarFormatter(useOffset=False))
     axes.set(
-        xlabel="bits per byte, held-out (dots: seeds; the axis does not begin at 0)",
+        xlabel=f"{measure.title}, held-out (dots: seeds; the axis does not begin at 0)",
         xlim=(max(low - 3 * margin, 0), high + margin),
     )
     return figure
@@ -103,6 +134,29 @@ def training_curves(groups: Sequence[Group]) -> Figure:
     return figure
 
 
+def convergence(groups: Sequence[Group], measure: Quantity) -> Figure:
+    """The quantity of the validation split against the time that training took."""
+    figure, (axes,) = new_figure(1, height=5.5)
+    for color, g in zip(_colors(len(groups)), groups, strict=True):
+        label: str | None = g.name
+        for row in g.rows:
+            found = _validated(row, measure)
+            minutes = [step * (row.step_seconds or 0) / 60 for step in found]
+            axes.plot(minutes, list(found.values()), color=color, linewidth=1.2, label=label)
+            label = None
+    _legend(axes, len(groups))
+    axes.set(
+        xlabel="minutes of training, without compilation", ylabel=f"{measure.title}, validation"
+    )
+    return figure
+
+
+def _validated(row: Row, measure: Quantity) -> dict[int, float]:
+    """{step: the quantity of the validation split}."""
+    tag = f"eval/validation/{measure.field}"
+    return {record["step"]: record[tag] for record in row.records if tag in record}
+
+
 def _legend(axes: Axes, groups: int) -> None:
     if groups <= _LEGEND_LINES:
         axes.legend(frameon=False, fontsize=8, ncols=1 + groups // 9)
@@ -113,12 +167,3 @@ def _colors(count: int) -> list[tuple[float, ...]]:
     if count <= 20:
         return [table(i) for i in range(count)]
     return [table(i / (count - 1)) for i in range(count)]
-
-
-def _bits(g: Group) -> list[float]:
-    return [row.bits_per_byte for row in g.rows if row.bits_per_byte is not None]
-
-
-def _range(g: Group) -> tuple[float, float]:
-    bits = _bits(g)
-    return min(bits), max(bits)

@@ -191,3 +191,23 @@ def test_points_measured_with_different_jobs_are_marked(
 def _read(workdir: Path, points: list[Point]) -> tuple[list[results.Row], list[results.Group]]:
     rows = results.read(workdir, points, "validation")
     return rows, results.group(rows, "")
+
+
+def test_plots_show_error_rates_where_there_are_any(points: list[Point], tmp_path: Path) -> None:
+    for i, rate in enumerate((10.0, 15.0)):
+        evaluation = Directory(tmp_path / points[i].directory).evaluation(300, "validation")
+        figures = json.loads(evaluation.read_text()) | {"token_error_rate": rate}
+        evaluation.write_text(json.dumps(figures))
+        metrics = Directory(tmp_path / points[i].directory).run.metrics
+        records = [{"step": s, "eval/validation/token_error_rate": 100.0 - s} for s in (20, 60)]
+        with metrics.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+    groups = results.group(results.read(tmp_path, points, "validation"), "")
+    measure = plots.quantity(groups)
+    (axes,) = plots.bars(groups[:1], measure).axes
+    assert [bar.get_width() for bar in axes.patches] == [12.5]
+    lines = plots.convergence(groups[:1], measure).axes[0].get_lines()
+    assert [list(line.get_ydata()) for line in lines] == [[80, 40]] * 2
+    assert [line.get_xdata()[1] for line in lines] == [0.25, 0.5], "the second trains half as fast"
+    report.write(tmp_path, points, sweep())
+    assert (tmp_path / "plots" / "convergence.png").exists()
