@@ -1,19 +1,20 @@
 """The models of a sweep, each read with several kinds of attention: Table 1 of Vyas et al. (2020).
 
     python tools/attention_matrix.py runs/speech_an4 [--split=test] [--points=full,lsh-1]
-        [--kinds=full,clustered,improved_clustered] [--json=FILE]
+        [--kinds=full,clustered,improved_clustered] [--times] [--json=FILE]
 
 A row for every finished point, a column for every kind; kinds whose queries are their keys are for
 models that learned with one projection for both. Clusters, rounds and best keys are those that the
 point was trained with. Prints error rates in percent, or scores, or bits per token,
-whichever the models have.
+whichever the models have; with --times, of recognisers, also the encoder's milliseconds for a
+second of speech.
 """
 
 import argparse
 import dataclasses
 import json
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from brt.config import Attention, Config
 from brt.errors import BrtError
@@ -30,6 +31,7 @@ def main() -> None:
     parser.add_argument("--split", default="test")
     parser.add_argument("--points", help="directories of points; all")
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--times", action="store_true", help="of recognisers, beside the errors")
     parser.add_argument("--json", help="write the table to this file")
     args = parser.parse_args()
     kinds = args.kinds.split(",")
@@ -41,25 +43,32 @@ def main() -> None:
     print(f"| trained with \\ read with | {' | '.join(kinds)} |\n|{'---|' * (len(kinds) + 1)}")
     table = {}
     for path in found:
-        row = table[path.name] = {kind: figure(path, kind, args.split) for kind in kinds}
-        cells = ("-" if value is None else f"{value:.2f}" for value in row.values())
+        row = table[path.name] = {kind: reading(path, kind, args.split) for kind in kinds}
+        cells = (cell(report, args.times) for report in row.values())
         print(f"| {path.name} | {' | '.join(cells)} |", flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(table, indent=1))
 
 
-def figure(path: Path, kind: str, split: str) -> float | None:
-    """What a model comes to; None where it cannot be read like that."""
+def reading(path: Path, kind: str, split: str) -> dict[str, Any] | None:
+    """The report of an evaluation; None where the model cannot be read like that."""
     try:
         workdir, found, config = saved.load_config(path)
         if kind in KEYS_ARE_QUERIES and not config.encoder.shared_queries_keys:
             return None
         config = reading_with(config, kind)
-        report, _ = job.evaluate(saved.load(workdir, found, config), split, None)
+        return job.evaluate(saved.load(workdir, found, config), split, None)[0]
     except BrtError as error:
         print(f"{path.name} with {kind}: {error}")
         return None
-    return next(report[name] for name in FIGURES if name in report)
+
+
+def cell(report: dict[str, Any] | None, times: bool) -> str:
+    if report is None:
+        return "-"
+    value = f"{next(report[name] for name in FIGURES if name in report):.2f}"
+    seconds = report.get("seconds_per_audio_second")
+    return f"{value}, {1000 * seconds:.1f} ms" if times and seconds is not None else value
 
 
 def reading_with(config: Config, kind: str) -> Config:
