@@ -145,6 +145,7 @@ def convergence(groups: Sequence[Group], measure: Quantity) -> Figure:
             axes.plot(minutes, list(found.values()), color=color, linewidth=1.2, label=label)
             label = None
     _legend(axes, len(groups))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set(
         xlabel="minutes of training, without compilation", ylabel=f"{measure.title}, validation"
     )

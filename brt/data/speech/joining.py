@@ -1,15 +1,19 @@
 """Long utterances from short ones: what a speaker said, one recording after another."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from brt.data.speech.utterances import Recording
+from brt.data.speech.utterances import Recording, Utterance
 from brt.errors import DataError
 
+Check = Callable[[Utterance], None]
 
-def joined(recordings: Iterable[Recording], count: int, *, orders: int = 1) -> Iterator[Recording]:
+
+def joined(
+    recordings: Iterable[Recording], count: int, *, orders: int = 1, check: Check
+) -> Iterator[Recording]:
     """So many recordings of a speaker become one; what is left of each, a shorter one.
 
     Their order is mixed, always in the same way: tables often list the same word by the same
@@ -18,6 +22,7 @@ def joined(recordings: Iterable[Recording], count: int, *, orders: int = 1) -> I
     Args:
       orders: so many times, in another order each: a model that hears few utterances often
         learns by heart what follows what.
+      check: of every recording when it is read; raises where it may not be used.
     """
     found = list(recordings)
     for order in range(orders):
@@ -26,18 +31,20 @@ def joined(recordings: Iterable[Recording], count: int, *, orders: int = 1) -> I
         for _, group in itertools.groupby(mixed, key=lambda recording: recording.speaker):
             own = list(group)
             for start in range(0, len(own), count):
-                yield _one(own[start : start + count], order)
+                yield _one(own[start : start + count], order, check)
 
 
-def _one(parts: Sequence[Recording], order: int) -> Recording:
+def _one(parts: Sequence[Recording], order: int, check: Check) -> Recording:
     def load() -> tuple[np.ndarray, int]:
-        loaded = [part.load() for part in parts]
-        if len(kinds := {(features.shape[1:], rate) for features, rate in loaded}) > 1:
+        loaded = [part.read() for part in parts]
+        if len(kinds := {(one.features.shape[1], one.rate) for one in loaded}) > 1:
             raise DataError(
                 f"Speech.join cannot put {parts[0].id} and the {len(parts) - 1} after it together: "
                 f"their features and sample rates differ ({sorted(kinds)})"
             )
-        return np.concatenate([features for features, _ in loaded]), loaded[0][1]
+        for one in loaded:
+            check(one)
+        return np.concatenate([one.features for one in loaded]), loaded[0].rate
 
     first, words = parts[0], (part.transcript for part in parts)
     name = f"{first.id}+{len(parts) - 1}" + (f"/{order}" if order else "")

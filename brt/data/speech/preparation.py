@@ -171,7 +171,10 @@ class _Builder:
         recordings = sources.recordings(getattr(self._speech, split), self._speech)
         if self._speech.join > 1:
             orders = self._speech.join_orders if split == "train" else 1
-            recordings = joining.joined(recordings, self._speech.join, orders=orders)
+            recordings = joining.joined(
+                recordings, self._speech.join, orders=orders,
+                check=lambda utterance: self._refuse_shared(utterance, split),
+            )  # fmt: skip
         for recording in recordings:
             utterance = recording.read()
             first = self._first = self._first or utterance

@@ -147,6 +147,18 @@ def test_speech_in_two_splits_is_refused(make):
             prepare(make(train=train, validation=validation))
 
 
+def test_joined_speech_is_that_of_the_files_and_in_one_split_only(make, write_npz):
+    first, second = ["abba", "cab", "a"], ["bad", "dab"]
+    train, validation = write_npz("a", first, seed=1), write_npz("b", second, seed=2)
+    corpus = prepare(make(train=train, validation=validation, join=2, join_orders=3))
+    said = [len(text.split()) for text in corpus.split("train").transcripts]
+    assert said == [2, 1] * 3 and corpus.split("train").lengths.tolist() == [40, 20] * 3
+    assert len(corpus.split("validation")) == 1
+    shared = write_npz("c", first, seed=1)  # the same recordings, which other ones stand beside
+    with pytest.raises(DataError, match="of Speech.validation .* is in Speech.train, too"):
+        prepare(make(train=train, validation=(validation, shared), join=2))
+
+
 def test_silence_is_read(make, write_npz):
     silent = {"features": np.zeros((40, 3), np.float16)}
     path, other = (write_npz(name, ["", "ab"], **silent) for name in ("s", "t"))
