@@ -77,11 +77,6 @@ class Config:
     def _check_segments(self) -> None:
         model = self.model
         check(
-            not self.training.init_from,
-            f"Training.init_from = {self.training.init_from!r} is for encoders and for "
-            "Training.objective = 'seq2seq'; a language model starts from random weights",
-        )
-        check(
             self.attention.kind == "full",
             f"Attention.kind = {self.attention.kind!r} looks at the whole of a sequence, which a "
             "causal model must not; leave it out, and name layers in Model.clustered_layers",

@@ -15,7 +15,7 @@ class Training:
     ] = "language_modeling"  # what is learned
     steps: int = 100_000
     epochs: float = 0.0  # passes over the training data, in place of steps; 0: as steps say
-    init_from: str = ""  # weights that brt.convert wrote, or an encoder's workdir; "": random ones
+    init_from: str = ""  # weights that brt.convert wrote, or a run's workdir; "": random ones
     batch_size: int = 32  # lanes, over all devices and hosts
     segment_length: int = 4096  # tokens of a lane per step; a multiple of Model.window
     gradient_accumulation: int = 1  # parts into which the lanes of a step are cut

@@ -96,9 +96,11 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     where = run.config.training.init_from
     if not where:
         return state
-    params, new = starting.params(run.config, state.params)
+    params, new, unread = starting.params(run.config, state.params)
     if new:
         say(f"new, as {where} lacks them: {', '.join(new)}")
+    if unread:
+        say(f"of {where} this model has no place for: {', '.join(unread)}")
     return state._replace(params=jax.device_put(params, shardings.params))
 
 

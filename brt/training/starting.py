@@ -8,7 +8,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, PyTree
 
-from brt.config import Config, Encoder, Seq2Seq
+from brt.config import Config, Encoder, Model, Seq2Seq
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError
 
@@ -16,7 +16,17 @@ from brt.errors import CheckpointError, ConfigError
 _OWN = {
     Seq2Seq: ("dropout", "attention_dropout", "activation_dropout", "dtype", "remat"),
     Encoder: ("dropout", "attention_dropout", "dtype", "remat", "classes"),
+    Model: ("dropout", "dtype", "remat", "layer_unroll", "block_unroll"),
 }
+# What may become something else; left at its default, it stays what it was.
+_VARIED = {
+    Model: (
+        "window", "cache", "recurrent_layers", "states", "gate", "gate_layout", "gate_bias",
+        "gate_tanh", "feedback", "memorizing_layers", "memory_size", "memory_neighbors",
+        "memory_search", "clustered_layers", "clusters", "cluster_top_k", "cluster_jensen",
+        "scale_init", "mask_empty_cache",
+    ),
+}  # fmt: skip
 _EMBEDDING = "encoder/inputs/token_embed/embedding"
 _HEAD = "head/"  # where an encoder's parameters are those of its task
 _SHOWN = 4  # names in one sentence
@@ -46,6 +56,11 @@ def with_pretrained(config: Config) -> Config:
 
         model = pretrained.describe(Path(where)).model
         return dataclasses.replace(config, seq2seq=_taken(config.seq2seq, model, where))
+    if config.training.objective == "language_modeling":
+        from brt.interop import trained_decoder
+
+        model, _ = trained_decoder.describe(Path(where))
+        return dataclasses.replace(config, model=_taken(config.model, model, where))
     from brt.interop import trained_encoder
 
     model = trained_encoder.describe(Path(where)).described.model
@@ -56,16 +71,17 @@ def with_pretrained(config: Config) -> Config:
 def _taken(asked: Any, found: Any, where: str) -> Any:
     """The section that was found, with what is the run's own business."""
     kind, default = type(asked), type(asked)()
-    for field in dataclasses.fields(kind):
-        own = getattr(asked, field.name)
-        if field.name in _OWN[kind]:
-            found = dataclasses.replace(found, **{field.name: own})
-        elif own not in (getattr(default, field.name), getattr(found, field.name)):
+    own, varied, taken = _OWN[kind], _VARIED.get(kind, ()), {}
+    for name in (field.name for field in dataclasses.fields(kind)):
+        value, usual, old = (getattr(model, name) for model in (asked, default, found))
+        if name in own or (name in varied and value != usual):
+            taken[name] = value
+        elif name not in varied and value not in (usual, old):
             raise ConfigError(
-                f"{kind.__name__}.{field.name} = {own!r}, but the weights of Training.init_from = "
-                f"{where!r} have {getattr(found, field.name)!r}; leave it out"
+                f"{kind.__name__}.{name} = {value!r}, but the weights of Training.init_from = "
+                f"{where!r} have {old!r}; leave it out"
             )
-    return found
+    return dataclasses.replace(found, **taken)
 
 
 def _check_inputs(config: Config, model: Encoder) -> None:
@@ -93,6 +109,11 @@ def with_vocabulary(config: Config, tokenizer: Named, ids: int) -> Config:
     where = config.training.init_from
     if not where or config.training.objective == "seq2seq":
         return config
+    if config.training.objective == "language_modeling":
+        from brt.interop import trained_decoder
+
+        _check_tokenizer(where, trained_decoder.describe(Path(where))[1], tokenizer)
+        return config
     from brt.interop import trained_encoder
 
     source = trained_encoder.describe(Path(where))
@@ -103,16 +124,20 @@ def with_vocabulary(config: Config, tokenizer: Named, ids: int) -> Config:
             f"the weights of Training.init_from = {where!r} know {known} ids, but the tokenizer "
             f"{tokenizer.name} makes that {ids}{masks}; take the one that they were trained with"
         )
-    if not _same(source.tokenizer, tokenizer):
-        raise ConfigError(
-            f"the weights of Training.init_from = {where!r} know another tokenizer than "
-            f"{tokenizer.name} ({str(source.tokenizer)[:12]}, not {tokenizer.fingerprint[:12]}); "
-            "take the one that they were trained with"
-        )
+    _check_tokenizer(where, source.tokenizer, tokenizer)
     if config.training.objective == "ctc":
         return config
     model = dataclasses.replace(config.encoder, vocab_size=max(known, ids))
     return dataclasses.replace(config, encoder=model)
+
+
+def _check_tokenizer(where: str, known: str | None, tokenizer: Named) -> None:
+    if not _same(known, tokenizer):
+        raise ConfigError(
+            f"the weights of Training.init_from = {where!r} know another tokenizer than "
+            f"{tokenizer.name} ({str(known)[:12]}, not {tokenizer.fingerprint[:12]}); "
+            "take the one that they were trained with"
+        )
 
 
 def _same(fingerprint: str | None, tokenizer: Named) -> bool:
@@ -121,11 +146,14 @@ def _same(fingerprint: str | None, tokenizer: Named) -> bool:
     return fingerprint in (None, tokenizer.fingerprint) or of_bytes
 
 
-def params(config: Config, initial: PyTree[Array]) -> tuple[PyTree[Array], list[str]]:
-    """The parameters of Training.init_from, and the names of those that it lacks.
+def params(config: Config, initial: PyTree[Array]) -> tuple[PyTree[Array], list[str], list[str]]:
+    """The parameters of Training.init_from, the names of those that it lacks, and of others.
 
     Args:
-      initial: new ones, of which an encoder's others are.
+      initial: new ones, of which those are that it lacks.
+
+    Returns:
+      The parameters; those of them that are new; those of its own that this model does not have.
 
     Raises:
       CheckpointError: they cannot be read, or do not fit.
@@ -134,8 +162,12 @@ def params(config: Config, initial: PyTree[Array]) -> tuple[PyTree[Array], list[
     if config.training.objective == "seq2seq":
         from brt.interop import pretrained
 
-        return pretrained.load(where, config.cross_attention).params, []
-    return encoder_params(where, config.training.objective, initial)
+        return pretrained.load(where, config.cross_attention).params, [], []
+    if config.training.objective == "language_modeling":
+        from brt.interop import trained_decoder
+
+        return trained_decoder.start(where, config.model, initial)
+    return *encoder_params(where, config.training.objective, initial), []
 
 
 def encoder_params(

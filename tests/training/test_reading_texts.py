@@ -127,8 +127,8 @@ def test_a_pretrained_encoder_gets_a_new_head_for_the_labels(sentences, tmp_path
     assert tokens == [0, 5, 6, 2, 2, 7, 3, 2, 0], "<s> w1 w2 </s></s> w3 <unk> </s>"
     initial = nn.meta.unbox(jax.eval_shape(lambda: initial_params(found)))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), initial)
-    params, lacking = starting.params(found, zeros)
-    assert lacking and all(name.startswith("head/") for name in lacking)
+    params, lacking, unread = starting.params(found, zeros)
+    assert lacking and all(name.startswith("head/") for name in lacking) and not unread
     body = jax.tree.leaves(params["encoder"])
     assert all(np.asarray(leaf).any() for leaf in body) and params["head"]["out"]["bias"].size == 3
     with pytest.raises(ConfigError, match="know 64 ids, but the tokenizer bytes makes that 259"):

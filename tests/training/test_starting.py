@@ -134,11 +134,14 @@ def test_a_run_starts_from_the_weights_and_says_what_is_new(
     assert run.config.encoder.vocab_size == 257
     load, said = starting.params, []
     lacking = ["head/a", "head/b"]
-    monkeypatch.setattr(starting, "params", lambda *given: (load(*given)[0], lacking))
+    monkeypatch.setattr(starting, "params", lambda *given: (load(*given)[0], lacking, ["old"]))
     state = runs.new_state(run, said.append)
     expected = drawn(run.config.encoder, MASKED, seed=1)
     jax.tree.map(np.testing.assert_array_equal, flat(state.params), flat(expected))
-    assert said == [f"new, as {masked} lacks them: head/a, head/b"]
+    assert said == [
+        f"new, as {masked} lacks them: head/a, head/b",
+        f"of {masked} this model has no place for: old",
+    ]
 
 
 @pytest.mark.parametrize(
