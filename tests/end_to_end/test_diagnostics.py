@@ -16,6 +16,7 @@ from .conftest import LENGTHS, Commands, Result
 PROBED = {"state_norm", "state_rank", "state_similarity", "gate_half_life_tokens"}
 
 
+@pytest.mark.slow
 def test_a_probe_says_what_the_memory_is_worth(
     commands: Commands, trained: Path, tmp_path: Path
 ) -> None:

@@ -11,6 +11,8 @@ from brt.data.sentences import generated as sentences
 
 from .conftest import Commands
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """
 Training.steps = 8
 Training.batch_size = 4
