@@ -53,6 +53,11 @@ class Speech:
         )  # fmt: skip
         check_not_negative(self, "time_masks", "feature_masks")
         check(
+            self.join > 1 or self.join_orders == 1,
+            f"Speech.join_orders = {self.join_orders} says how often recordings are joined; set "
+            "Speech.join above 1, or leave it out",
+        )
+        check(
             not self.buckets
             or (min(self.buckets) > 0 and list(self.buckets) == sorted({*self.buckets})),
             f"Speech.buckets = {self.buckets} must ascend and be above 0",

@@ -15,7 +15,7 @@ from brt.layers.stack import runs
 
 
 class Started(NamedTuple):
-    """Parameters, of which some are not those that training starts from.
+    """Parameters to start from, and where they are not simply the old ones.
 
     Attributes:
       lacking: names of new ones.

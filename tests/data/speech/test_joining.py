@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 
+from brt.config import Speech
 from brt.data.speech.joining import joined
 from brt.data.speech.utterances import Recording
-from brt.errors import DataError
+from brt.errors import ConfigError, DataError
 
 
 def recording(number, speaker="", width=2, rate=8000):
@@ -39,6 +40,11 @@ def test_every_order_has_every_recording_and_is_another_one():
     orders = [" ".join(one.transcript for one in made[i : i + 3]).split() for i in (0, 3, 6)]
     assert all(sorted(order) == sorted(orders[0]) for order in orders)
     assert len(set(map(tuple, orders))) == 3 and len({one.id for one in made}) == 9
+
+
+def test_orders_without_joining_are_refused():
+    with pytest.raises(ConfigError, match="Speech.join_orders = 3 .* set Speech.join above 1"):
+        Speech(join_orders=3)
 
 
 @pytest.mark.parametrize("other", [{"width": 3}, {"rate": 16000}])
