@@ -18,6 +18,7 @@ from brt.config import Config
 from brt.config_io import config_from_json, config_json, config_text, difference
 from brt.errors import ConfigError
 from brt.sweeping.points import Point
+from brt.training import checkpoint
 from brt.training.workdir import Workdir, write_json, write_text
 
 Status = Literal["waiting", "unfinished", "trained", "finished", "failed"]
@@ -61,9 +62,14 @@ class Directory:
     def run(self) -> Workdir:
         return Workdir(self.path)
 
-    def evaluation(self, steps: int, split: str) -> Path:
-        """Where brt.evaluate writes its figures."""
-        return self.run.evaluations / str(steps) / f"{split}.json"
+    def evaluation(self, split: str) -> Path | None:
+        """What brt.evaluate wrote of the last checkpoint; None where it has not.
+
+        Its step is not in the config of a run that is measured in epochs.
+        """
+        steps = checkpoint.steps(self.run.checkpoints)
+        file = self.run.evaluations / str(steps[-1]) / f"{split}.json" if steps else None
+        return file if file and file.exists() else None
 
     def progress(self) -> Progress:
         """How far the point is; `waiting` where it was never started."""

@@ -3,7 +3,7 @@
 import csv
 import io
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from brt.sweeping import plots, results
@@ -13,7 +13,14 @@ from brt.sweeping.settings import Sweep
 from brt.training.workdir import write_text
 
 _NONE = "-"
-_PERCENTAGES = {"token_error_rate": "token errors %", "score": "score %", "rouge_l": "ROUGE-L"}
+_MEASURES = {
+    "bits_per_byte": ("bits per byte", ".4f"),
+    "spread": ("max - min", ".4f"),  # of the bits per byte
+    "bits_per_token": ("bits per token", ".4f"),
+    "token_error_rate": ("token errors %", ".2f"),
+    "score": ("score %", ".2f"),
+    "rouge_l": ("ROUGE-L", ".2f"),
+}
 
 
 def write(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
@@ -36,8 +43,8 @@ def text(
     lines = [
         f"# {workdir.name}",
         "",
-        f"{len(rows)} points: {states}. Bits are those of all {sweep.split} documents, from their "
-        "first byte to their last. Step times are medians of training, relative to "
+        f"{len(rows)} points: {states}. Figures are those of all {sweep.split} data, from their "
+        "first token to their last. Step times are medians of training, relative to "
         f"{_cell(baseline)}{_sharing(rows)}.",
         "",
         *group_table(groups),
@@ -57,44 +64,33 @@ def text(
 
 def group_table(groups: Sequence[Group]) -> list[str]:
     """A line per group: the means over its finished points."""
-    head = (
-        "", "runs", "bits per byte", "max - min", "bits per token", "step ms", "relative",
-        "tokens/s", "parameters", "without embedding",
+    return _table(
+        {
+            "": [_cell(g.name) for g in groups],
+            "runs": [f"{g.runs}" if g.runs == g.planned else f"{g.runs} of {g.planned}"
+                     for g in groups],
+            **_measures(groups),
+            "step ms": [_milliseconds(g.step_seconds) for g in groups],
+            "relative": [_number(g.relative_step_time, ".2f") for g in groups],
+            "tokens/s": [_number(g.tokens_per_second, ",.0f") for g in groups],
+            "parameters": [_number(g.parameters, ",") for g in groups],
+            "without embedding": [_number(g.parameters_non_embedding, ",") for g in groups],
+        }
     )  # fmt: skip
-    lines = [
-        (
-            _cell(g.name),
-            f"{g.runs}" if g.runs == g.planned else f"{g.runs} of {g.planned}",
-            _number(g.bits_per_byte, ".4f"),
-            _number(g.spread, ".4f"),
-            _number(g.bits_per_token, ".4f"),
-            _milliseconds(g.step_seconds),
-            _number(g.relative_step_time, ".2f"),
-            _number(g.tokens_per_second, ",.0f"),
-            _number(g.parameters, ","),
-            _number(g.parameters_non_embedding, ","),
-        )
-        for g in groups
-    ]
-    return _table(*_with_percentages(head, lines, groups))
 
 
 def point_table(rows: Sequence[Row]) -> list[str]:
     """A line per point."""
-    head = ("", "status", "bits per byte", "bits per token", "step ms", "tokens/s", "steps")
-    lines = [
-        (
-            _cell(row.point.name),
-            row.status,
-            _number(row.bits_per_byte, ".4f"),
-            _number(row.bits_per_token, ".4f"),
-            _milliseconds(row.step_seconds),
-            _number(row.tokens_per_second, ",.0f"),
-            f"{row.steps:,}",
-        )
-        for row in rows
-    ]
-    return _table(*_with_percentages(head, lines, rows))
+    return _table(
+        {
+            "": [_cell(row.point.name) for row in rows],
+            "status": [row.status for row in rows],
+            **_measures(rows),
+            "step ms": [_milliseconds(row.step_seconds) for row in rows],
+            "tokens/s": [_number(row.tokens_per_second, ",.0f") for row in rows],
+            "steps": [f"{row.steps:,}" for row in rows],
+        }
+    )
 
 
 def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
@@ -118,24 +114,21 @@ def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
     return file.getvalue()
 
 
-def _with_percentages(
-    head: Sequence[str], lines: Sequence[Sequence[str]], found: Sequence[Row] | Sequence[Group]
-) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """A table with columns of what only some models have, where any of these does."""
-    for name, title in _PERCENTAGES.items():
-        values = [getattr(one, name) for one in found]
+def _measures(found: Sequence[Row] | Sequence[Group]) -> dict[str, list[str]]:
+    """Columns of what any of these came to: language models and classifiers share none."""
+    columns = {}
+    for name, (title, form) in _MEASURES.items():
+        values = [getattr(one, name, None) for one in found]
         if any(value is not None for value in values):
-            head = (*head, title)
-            rows = zip(lines, values, strict=True)
-            lines = [(*line, _number(value, ".2f")) for line, value in rows]
-    return head, lines
+            columns[title] = [_number(value, form) for value in values]
+    return columns
 
 
-def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+def _table(columns: Mapping[str, Sequence[str]]) -> list[str]:
     """A Markdown table that is also readable as it is: first column left, the others right."""
-    cells = [head, *lines]
-    widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(head))]
+    widths = [max(3, len(title), *map(len, cells)) for title, cells in columns.items()]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    lines = [list(columns), rule, *zip(*columns.values(), strict=True)]
     return [
         "| "
         + " | ".join(
@@ -143,7 +136,7 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         + " |"
-        for line in (head, rule, *cells[1:])
+        for line in lines
     ]
 
 

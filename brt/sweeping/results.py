@@ -103,9 +103,8 @@ def reference(groups: Sequence[Group], baseline: str) -> Group:
 
 def _row(point: Point, directory: Directory, split: str) -> Row:
     progress, run = directory.progress(), directory.run
-    evaluation = directory.evaluation(point.config.training.steps, split)
-    finished = progress.status == "finished" and evaluation.exists()
-    figures = json.loads(evaluation.read_text(encoding="utf-8")) if finished else {}
+    evaluation = directory.evaluation(split) if progress.status == "finished" else None
+    figures = json.loads(evaluation.read_text(encoding="utf-8")) if evaluation else {}
     records = read_metrics(run.metrics)
     steps = checkpoint.steps(run.checkpoints)
     total = rest = None
@@ -114,7 +113,7 @@ def _row(point: Point, directory: Directory, split: str) -> Row:
     status = progress.status
     return Row(
         point=point,
-        status="trained" if status == "finished" and not finished else status,
+        status="trained" if status == "finished" and not evaluation else status,
         reason=progress.reason,
         bits_per_byte=figures.get("bits_per_byte"),
         bits_per_token=figures.get("bits_per_token", figures.get("bits_per_masked_token")),

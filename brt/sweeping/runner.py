@@ -66,10 +66,8 @@ class Runner:
     def finished(self, point: Point) -> bool:
         """Whether nothing is left to do for a point."""
         directory = Directory(self._workdir / point.directory)
-        return directory.progress().status == "finished" and self._evaluated(point, directory)
-
-    def _evaluated(self, point: Point, directory: Directory) -> bool:
-        return directory.evaluation(point.config.training.steps, self._split).exists()
+        done = directory.progress().status == "finished"
+        return done and directory.evaluation(self._split) is not None
 
     def _start(self, waiting: list[Point]) -> list[Point]:
         """Starts the first point that no other process has; returns those still waiting."""

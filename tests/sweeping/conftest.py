@@ -44,6 +44,10 @@ with open("starts.txt", "a") as file:
 script = pathlib.Path(f"{workdir.name}.py")
 if script.exists():
     exec(script.read_text())
+if name == "train":  # in as many steps as an epoch may have
+    (workdir / "checkpoints/5").mkdir(parents=True, exist_ok=True)
+    (workdir / "checkpoints/5/MANIFEST.sha256").touch()
+    (workdir / "checkpoints/5/meta.json").write_text('{"arrays": {}}')
 if name == "evaluate":
     (workdir / "evaluations/5").mkdir(parents=True, exist_ok=True)
     figures = '{"bits_per_byte": 2.5, "bits_per_token": 2.5}'

@@ -15,7 +15,7 @@ import pytest
 from brt.errors import BrtError, ConfigError, Preempted
 from brt.sweeping import commands
 
-from .conftest import ROOT, Sweeps
+from .conftest import ROOT, RUN, Sweeps
 
 GRID = "Sweep.grid = {'Training.seed': (0, 1, 2)}"
 ALL = [f"{name} seed={seed}" for seed in range(3) for name in ("train", "evaluate")]
@@ -70,6 +70,17 @@ def test_every_point_is_trained_then_evaluated_and_never_again(
     assert "3 of 3 points are finished already" in capsys.readouterr().err
     quick("--gin_bindings=Sweep.split = 'test'")
     assert quick.starts() == [f"evaluate seed={seed}" for seed in range(3)], "trained already"
+
+
+def test_points_measured_in_epochs_have_the_steps_of_their_checkpoints(
+    quick: Sweeps, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick.write(GRID, RUN.replace("Training.steps = 5", "Training.epochs = 2.0"))
+    quick()
+    assert "| seed=1 | finished |        2.5000 |" in Path("out/report.md").read_text()
+    capsys.readouterr()
+    quick()
+    assert "3 of 3 points are finished already" in capsys.readouterr().err
 
 
 def test_a_changed_sweep_does_not_touch_the_old_points(quick: Sweeps) -> None:
