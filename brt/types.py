@@ -81,14 +81,15 @@ class TextBatch(NamedTuple):
     Attributes:
       tokens: int32 [B, T], special ids included; 0 behind them.
       valid: bool [B, T], False on padding; nowhere True in an empty row.
-      targets: int32 [B, targets]: the label, or where the answer starts and ends (its last token).
+      targets: [B, targets]: the label, or where the answer starts and ends (its last token), in
+        int32; or a number, in float32.
       scored: bool [B, targets], False in an empty row.
       row: int32 [B], the row's place in its store; -1 in an empty row.
     """
 
     tokens: Tokens
     valid: Bool[Array, "B T"]
-    targets: Int[Array, "B targets"]
+    targets: Int[Array, "B targets"] | Float[Array, "B targets"]
     scored: Bool[Array, "B targets"]
     row: Int[Array, " B"]
 

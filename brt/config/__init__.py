@@ -55,9 +55,11 @@ class Config:
         elif self.training.objective == "masked_language_modeling":
             self._check_masked_segments()
         elif self.training.objective == "ctc":
-            self._check_speech()
+            self._check_not_smoothed("CTC")
         elif self.training.objective == "classification":
             self._check_encoder(("Sentences.max_length", self.sentences.max_length))
+        elif self.training.objective == "regression":
+            self._check_numbers()
         elif self.training.objective == "spans":
             self._check_questions()
         lanes = self.training.batch_size // self.training.gradient_accumulation
@@ -118,20 +120,21 @@ class Config:
             )
             self.attention.check_length(length, f"{name} = {length}")
 
-    def _check_speech(self) -> None:
-        training = self.training
-        check(
-            training.label_smoothing == 0,
-            f"Training.label_smoothing = {training.label_smoothing} means nothing to CTC; leave it "
-            "out",
-        )
-
-    def _check_questions(self) -> None:
+    def _check_not_smoothed(self, what: str) -> None:
         smoothing = self.training.label_smoothing
         check(
             smoothing == 0,
-            f"Training.label_smoothing = {smoothing} means nothing to spans; leave it out",
+            f"Training.label_smoothing = {smoothing} means nothing to {what}; leave it out",
         )
+
+    def _check_numbers(self) -> None:
+        self._check_not_smoothed("regression")
+        labels = self.sentences.labels
+        check(not labels, f"Sentences.labels = {labels} is for classes; regression reads numbers")
+        self._check_encoder(("Sentences.max_length", self.sentences.max_length))
+
+    def _check_questions(self) -> None:
+        self._check_not_smoothed("spans")
         self._check_encoder(("Questions.max_length", self.questions.max_length))
 
     def _check_pairs(self) -> None:
@@ -167,6 +170,7 @@ _READ = {
     "masked_language_modeling": ("Encoder", "Attention", "Data"),
     "ctc": ("Encoder", "Attention", "Speech"),
     "classification": ("Encoder", "Attention", "Sentences"),
+    "regression": ("Encoder", "Attention", "Sentences"),
     "spans": ("Encoder", "Attention", "Questions"),
 }  # beside what all objectives read
 

@@ -11,7 +11,13 @@ class Training:
     """How long, how much at a time, and what happens on the way."""
 
     objective: Literal[
-        "language_modeling", "seq2seq", "masked_language_modeling", "ctc", "classification", "spans"
+        "language_modeling",
+        "seq2seq",
+        "masked_language_modeling",
+        "ctc",
+        "classification",
+        "regression",
+        "spans",
     ] = "language_modeling"  # what is learned
     steps: int = 100_000
     epochs: float = 0.0  # passes over the training data, in place of steps; 0: as steps say

@@ -1,4 +1,4 @@
-"""An evaluation of a classifier or of a finder of answers, from a workdir to a report."""
+"""An evaluation of what reads sentences or finds answers, from a workdir to a report."""
 
 import json
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from brt.data.sentences import preparation as sentences
 from brt.data.sentences.preparation import SentenceCorpus
 from brt.evaluation.classification import Classifier
 from brt.evaluation.heads import Reading
+from brt.evaluation.regression import Regressor
 from brt.evaluation.saved import SavedModel, check_tokenizer, refuse_ablation
 from brt.evaluation.spans import Answerer
 from brt.training import workdir as workdirs
@@ -21,7 +22,7 @@ from brt.training.workdir import Workdir
 
 
 class Task(NamedTuple):
-    """What the two have of their own.
+    """What each has of its own.
 
     Attributes:
       score: the figure that sums up, in percent.
@@ -29,7 +30,7 @@ class Task(NamedTuple):
     """
 
     prepare: Callable[[Config], SentenceCorpus | QuestionCorpus]
-    read: Callable[[Config], Classifier | Answerer]
+    read: Callable[[Config], Classifier | Regressor | Answerer]
     score: str
     columns: dict[str, str]
 
@@ -41,6 +42,17 @@ TASKS = {
         "accuracy",
         {"accuracy": ".2f", "f1": ".2f", "matthews": ".4f", "bits_per_label": ".4f"},
     ),
+    "regression": Task(
+        lambda config: sentences.prepare(config.sentences, numbers=True),
+        Regressor,
+        "pearson",
+        {
+            "pearson": ".2f",
+            "spearman": ".2f",
+            "root_mean_square_error": ".3f",
+            "bits_per_number": ".4f",
+        },
+    ),
     "spans": Task(
         lambda config: questions.prepare(config.questions),
         Answerer,
@@ -48,7 +60,7 @@ TASKS = {
         {"exact_match": ".2f", "f1": ".2f", "bits_per_place": ".4f"},
     ),
 }
-_PERCENT = ("accuracy", "f1", "exact_match")
+_PERCENT = ("accuracy", "f1", "exact_match", "pearson", "spearman")
 
 
 class HeadReader:

@@ -68,6 +68,7 @@ _READERS = {
     "masked_language_modeling": MaskedReader,
     "ctc": TranscriptReader,
     "classification": HeadReader,
+    "regression": HeadReader,
     "spans": HeadReader,
 }
 

@@ -171,6 +171,16 @@ def _next_with_sentences(path: str) -> list[str]:
     ]
 
 
+def _next_with_numbers(path: str) -> list[str]:
+    return [
+        *_next_with_masks(path),
+        '  with your own sentences, a line of {"sentence": ..., "score": ...} each:',
+        "  python -m brt.train --gin_file=configs/runs/classification_quickstart.gin "
+        "--gin_bindings=\"Training.objective = 'regression'\" "
+        f"--workdir=runs/mine {_own_files('Sentences', 'jsonl')}",
+    ]
+
+
 def _next_with_questions(path: str) -> list[str]:
     return [
         *_next_with_masks(path),
@@ -192,6 +202,7 @@ _NEXT = {
     "masked_language_modeling": _next_with_masks,
     "ctc": _next_with_speech,
     "classification": _next_with_sentences,
+    "regression": _next_with_numbers,
     "spans": _next_with_questions,
 }
 

@@ -19,10 +19,11 @@ from brt.layers.encoder.linear import Norm
 from brt.models.seq2seq import Readout
 
 Params = dict[str, Any]
-Task = Literal["ctc", "classification", "spans", "masked_language_modeling"]
+Task = Literal["ctc", "classification", "regression", "spans", "masked_language_modeling"]
 HEADS = {
     "ctc": heads.Ctc,
     "classification": heads.Classification,
+    "regression": heads.Classification,  # of one class, whose logit is the number
     "spans": heads.Spans,
     "masked_language_modeling": heads.MaskedLanguageModel,
 }

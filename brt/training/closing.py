@@ -24,6 +24,7 @@ _XZ_LIMIT_BYTES = 20 << 20
 _MEASURES = {
     "masked_language_modeling": "bits per masked token",
     "classification": "bits per label",
+    "regression": "bits per number",
     "spans": "bits per place",
 }
 

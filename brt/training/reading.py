@@ -40,6 +40,7 @@ MODELS = {
     "masked_language_modeling": "encoder",
     "ctc": "encoder",
     "classification": "encoder",
+    "regression": "encoder",
     "spans": "encoder",
 }
 
@@ -68,7 +69,7 @@ def prepare(config: Config, *, progress: bool = True) -> tuple[Config, AnyCorpus
             store=corpus.split("train"), batch_size=t.batch_size, buckets=config.speech.buckets,
             seed=t.seed, shuffle=config.speech.shuffle,
         )  # fmt: skip
-    elif t.objective == "classification":
+    elif t.objective in ("classification", "regression"):
         config = _with_labels(config, corpus)
         reader = SentenceReader(
             store=corpus.split("train"), batch_size=t.batch_size, buckets=config.sentences.buckets,
@@ -115,8 +116,9 @@ def open_corpus(config: Config, *, progress: bool = True) -> AnyCorpus:
         return speech_preparation.prepare(config.speech, progress)
     if config.training.objective == "seq2seq":
         return pair_preparation.prepare(config.pairs, progress)
-    if config.training.objective == "classification":
-        return sentence_preparation.prepare(config.sentences, progress)
+    if config.training.objective in ("classification", "regression"):
+        numbers = config.training.objective == "regression"
+        return sentence_preparation.prepare(config.sentences, progress, numbers=numbers)
     if config.training.objective == "spans":
         return question_preparation.prepare(config.questions, progress)
     return preparation.prepare(config.data, progress=progress)
@@ -199,10 +201,14 @@ def check_attention(config: Config, corpus: SpeechCorpus) -> None:
 def _with_labels(config: Config, corpus: SentenceCorpus) -> Config:
     """The config with the labels of the data written out, in the order of the classifier's.
 
+    A number, which has none, is the logit of one class.
+
     Raises:
       ConfigError: Encoder.classes says another number.
     """
     labels, classes = corpus.labels, config.encoder.classes
+    if config.training.objective == "regression":
+        return dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, classes=1))
     if classes not in (Encoder.classes, len(labels)) and not config.training.init_from:
         raise ConfigError(
             f"Encoder.classes = {classes}, but Sentences.train has {len(labels)} labels, "

@@ -1,4 +1,4 @@
-"""A classifier and a finder of answers, from files to predictions, by the commands people type."""
+"""What reads sentences or finds answers, from files to predictions, by the commands people type."""
 
 import json
 from pathlib import Path
@@ -49,6 +49,11 @@ def write_tsv(path: Path, source: str) -> None:
     path.write_text("sentence\tlabel\n" + "".join(rows))
 
 
+def write_numbers(path: Path, source: str) -> None:
+    rows = [{"sentence": e.texts[0], "score": len(e.label) / 2} for e in sentences.examples(source)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def write_squad(path: Path, source: str) -> None:
     data = [
         {"context": q.context, "qas": [{"id": q.id, "question": q.text, "answers": [
@@ -60,13 +65,15 @@ def write_squad(path: Path, source: str) -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the files of both tasks and a config for each."""
+    """A directory with the files of all tasks and a config for each."""
     place = tmp_path_factory.mktemp("texts")
     for split, count in (("train", 12), ("validation", 5), ("test", 6)):
         write_tsv(place / f"{split}.tsv", f"generated:{split}/{count}")
         write_squad(place / f"{split}.json", f"generated:{split}/{count}")
+        write_numbers(place / f"{split}.jsonl", f"generated:{split}/{count}")
     for objective, section, ending, more in (
         ("classification", "Sentences", "tsv", "Sentences.max_length = 64"),
+        ("regression", "Sentences", "jsonl", "Sentences.max_length = 64"),
         ("spans", "Questions", "json", CLUSTERED),
     ):
         own = [f"Training.objective = '{objective}'", more]
@@ -104,6 +111,16 @@ def test_a_classifier_from_glues_files_to_predictions(commands: Commands, files:
     report, rows = predictions(workdir, "validation")
     right = sum(row["label"] == row["prediction"] for row in rows)
     assert len(rows) == 5 and report["accuracy"] == pytest.approx(100 * right / 5)
+
+
+def test_numbers_from_lines_to_predictions(commands: Commands, files: Path) -> None:
+    workdir, tags = train(commands, files, "regression")
+    names = ("pearson", "spearman", "root_mean_square_error", "bits_per_number")
+    assert {f"eval/validation/{name}" for name in names} <= tags
+    report, rows = predictions(workdir, "validation")
+    errors = [row["number"] - row["prediction"] for row in rows]
+    rmse = (sum(error**2 for error in errors) / 5) ** 0.5
+    assert len(rows) == 5 and report["root_mean_square_error"] == pytest.approx(rmse)
 
 
 def test_answers_from_squads_files_to_predictions_with_another_attention(

@@ -11,9 +11,11 @@ import pytest
 from brt.config import Attention, Config, Encoder, Evaluation, Questions, Sentences, Training
 from brt.data.questions import preparation as question_preparation
 from brt.data.sentences import preparation as sentence_preparation
+from brt.data.sentences.batches import SentenceReader
 from brt.errors import NonFiniteError
 from brt.evaluation import spans, squad
 from brt.evaluation.classification import Classifier
+from brt.evaluation.regression import Regressor
 from brt.evaluation.spans import Answerer, Window
 from brt.training import objectives
 from brt.training.objectives.classification import label_nats
@@ -86,9 +88,44 @@ def test_labels_are_those_of_rows_alone_and_the_loss_is_their_sum(sentences):
     assert int(objective.scored(batch, config)) == 6
 
 
-def sentence_batch(config, store):
-    from brt.data.sentences.batches import SentenceReader
+def test_numbers_are_those_of_rows_alone_and_their_errors_the_loss(tmp_path):
+    rows = [("one", 1.5), ("two words", -2.0), ("three", 0.25), ("four of them", 7.0), ("5", 3.0)]
+    lines = "".join(f"{text}\t{number}\n" for text, number in rows)
+    (tmp_path / "t.tsv").write_text(f"sentence\tlabel\n{lines}")
+    section = Sentences(
+        train=(str(tmp_path / "t.tsv"),), validation=(), test=(), max_length=32,
+        cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    config = Config(
+        training=Training(objective="regression"), sentences=section,
+        encoder=dataclasses.replace(ENCODER, classes=1), evaluation=Evaluation(batch_size=4),
+    )  # fmt: skip
+    params = jax.jit(lambda: nn.meta.unbox(initial_params(config)))()
+    store = sentence_preparation.prepare(section, False, numbers=True).split("train")
+    reading = Regressor(config)(params, store)
+    forward, guesses = jax.jit(network(config).apply), []
+    for row, found in enumerate(reading.rows):
+        ids = jnp.asarray(np.pad(store.tokens[row], (0, 32 - len(store.tokens[row]))))[None]
+        valid = (jnp.arange(32) < len(store.tokens[row]))[None]
+        guesses.append(forward({"params": params}, ids, valid, jax.random.key(0)).item())
+        assert found["prediction"] == pytest.approx(guesses[-1], rel=1e-4)
+        assert (found["id"], found["number"]) == (store.ids[row], rows[row][1])
+    true = np.array([number for _, number in rows])
+    figures, errors = reading.figures, true - guesses
+    assert figures["pearson"] == pytest.approx(100 * np.corrcoef(true, guesses)[0, 1], rel=1e-3)
+    assert figures["root_mean_square_error"] == pytest.approx(np.sqrt((errors**2).mean()), rel=1e-4)
+    nats = (errors**2 + np.log(2 * np.pi)) / 2
+    assert figures["bits_per_number"] == pytest.approx(nats.mean() / np.log(2), rel=1e-4)
+    batch = jax.tree.map(
+        jnp.asarray, SentenceReader(store=store, batch_size=8, max_length=32, shuffle=False)[0]
+    )
+    total, _ = jax.jit(objectives.of(config).loss, static_argnums=4)(
+        params, (), batch, jax.random.key(1), config
+    )
+    assert float(total) == pytest.approx(nats.sum(), rel=1e-4), "three empty rows count nothing"
 
+
+def sentence_batch(config, store):
     reader = SentenceReader(store=store, batch_size=8, max_length=256, shuffle=False)
     return jax.tree.map(jnp.asarray, reader[0])
 

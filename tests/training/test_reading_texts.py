@@ -63,6 +63,16 @@ def test_labels_vocabulary_and_steps_come_from_the_data(sentences):
         reading.prepare(changed(sentences, "encoder", classes=4), progress=False)
 
 
+def test_numbers_are_one_class(sentences, tmp_path):
+    (tmp_path / "t.tsv").write_text("sentence\tlabel\na\t1.5\nb\t2.5\n")
+    numbers = changed(sentences, "sentences", train=(str(tmp_path / "t.tsv"),))
+    numbers = changed(numbers, "training", objective="regression")
+    found, _, reader = reading.prepare(numbers, progress=False)
+    assert (found.encoder.classes, found.sentences.labels) == (1, ())
+    assert reading.largest_batch(reader).targets.dtype == reader[0].targets.dtype == np.float32
+    assert reading.prepare(found, progress=False)[0] == found
+
+
 def test_windows_are_what_an_epoch_of_questions_reads(questions):
     found, corpus, reader = reading.prepare(questions, progress=False)
     windows = len(corpus.split("train"))
@@ -83,6 +93,10 @@ def test_windows_are_what_an_epoch_of_questions_reads(questions):
         ("classification", {"sentences": {"labels": ("a", "a")}}, "has one of them twice"),
         ("classification", {"sentences": {"second_field": "b"}}, "'b' needs Sentences.first_field"),
         ("classification", {"sentences": {"train": ()}}, "Sentences.train names no source"),
+        ("regression", {"sentences": {"labels": ("a", "b")}},
+         r"Sentences.labels = \('a', 'b'\) is for classes; regression reads numbers"),
+        ("regression", {"training": {"label_smoothing": 0.1}},
+         "label_smoothing = 0.1 means nothing to regression"),
         ("spans", {"training": {"label_smoothing": 0.1}}, "label_smoothing = 0.1 means nothing to"),
         ("spans", {"encoder": {"max_positions": 64}}, "Questions.max_length = 512 is above"),
         ("spans", {"attention": {"kind": "clustered", "clusters": 600}},
@@ -90,7 +104,8 @@ def test_windows_are_what_an_epoch_of_questions_reads(questions):
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused(sentences, questions, objective, changes, message):
-    config = {"classification": sentences, "spans": questions}[objective]
+    config = questions if objective == "spans" else sentences
+    config = changed(config, "training", objective=objective)
     with pytest.raises(ConfigError, match=message):
         for section, values in changes.items():
             changed(config, section, **values)

@@ -177,4 +177,6 @@ def _rows(
 
 
 SETTINGS = ("tokenizer", "max_length", "stride", "max_question_length", "no_answer", "errors")
-KIND = preparation.Kind("Questions", SETTINGS, squad.ENDINGS, generated.VERSION, _texts, _write)
+KIND = preparation.Kind(
+    "Questions", "Questions", SETTINGS, squad.ENDINGS, generated.VERSION, _texts, _write
+)

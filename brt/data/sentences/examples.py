@@ -1,6 +1,7 @@
 """Rows of tables as sentences with their labels."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from brt import config
@@ -13,7 +14,7 @@ from brt.errors import DataError
 
 ENDINGS = (*rows.FORMATS, ".tsv")
 SENTENCES = (  # GLUE's columns, in its files and elsewhere
-    ("sentence1", "sentence2"),  # RTE, WNLI
+    ("sentence1", "sentence2"),  # RTE, WNLI, STS-B
     ("premise", "hypothesis"),  # MNLI
     ("question", "sentence"),  # QNLI
     ("question1", "question2"),  # QQP
@@ -21,17 +22,20 @@ SENTENCES = (  # GLUE's columns, in its files and elsewhere
     ("sentence",),  # CoLA, SST-2
     ("text",),
 )
-LABELS = ("label", "gold_label", "is_duplicate", "Quality")
+LABELS = ("label", "gold_label", "is_duplicate", "Quality", "score")
 IDS = ("id", "idx", "index")
 
 
 class Example(NamedTuple):
-    """One sentence or two, and a label; `name` is file:row, `id` what predictions call it."""
+    """One sentence or two, and a label or a number.
+
+    `name` is file:row, `id` what predictions call it.
+    """
 
     name: str
     id: str
     texts: tuple[str, ...]
-    label: str
+    label: str | float
 
 
 class Columns(NamedTuple):
@@ -42,20 +46,30 @@ class Columns(NamedTuple):
     id: str
 
 
-def read(names: Sequence[str], section: config.Sentences) -> Iterator[Example | BadRow]:
-    """The rows of the sources in order; they are numbered through all of them.
+def read(
+    names: Sequence[str], section: config.Sentences, numbers: bool = False
+) -> Iterator[Example | BadRow]:
+    """The rows of the sources in order; they are counted through all of them.
+
+    Args:
+      numbers: labels are real numbers.
 
     Raises:
       DataError: a source cannot be read, has no row, or not the columns.
     """
-    number = 0
+    label = _number if numbers else _class
+    count = 0
     for table in (table for name in names for table in _tables(name, section)):
         chosen = row = None
         for row in table.rows:
             if chosen is None and not row.problem:
                 chosen = choose(table.name, row.values, section)
-            yield BadRow(row.name, row.problem) if row.problem else _example(row, chosen, number)
-            number += 1
+            yield (
+                BadRow(row.name, row.problem)
+                if row.problem
+                else (_example(row, chosen, count, label))
+            )
+            count += 1
         if row is None:
             raise DataError(f"{table.name} has no row")
 
@@ -83,7 +97,9 @@ def choose(table: str, there: Collection[str], section: config.Sentences) -> Col
     return Columns(texts, label, id)
 
 
-def _example(row: Row, columns: Columns, number: int) -> Example | BadRow:
+def _example(
+    row: Row, columns: Columns, count: int, read_label: Callable[[Any], str | float]
+) -> Example | BadRow:
     texts = []
     for column in columns.texts:
         text = _text(row.values.get(column))
@@ -91,14 +107,31 @@ def _example(row: Row, columns: Columns, number: int) -> Example | BadRow:
             what = "has nothing" if text == "" or column not in row.values else "has no text"
             return BadRow(row.name, f"{what} in '{column}'")
         texts.append(text)
-    label = row.values.get(columns.label)
-    if isinstance(label, float) and label.is_integer():
-        label = int(label)
-    label = str(label) if isinstance(label, int) else _text(label)
-    if not label:
-        return BadRow(row.name, f"has no label in '{columns.label}'")
-    id = row.values.get(columns.id, number)
+    try:
+        label = read_label(row.values.get(columns.label))
+    except ValueError as error:
+        return BadRow(row.name, f"{error} in '{columns.label}'")
+    id = row.values.get(columns.id, count)
     return Example(row.name, _text(id) or str(id), tuple(texts), label)
+
+
+def _class(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    label = str(value) if isinstance(value, int) else _text(value)
+    if not label:
+        raise ValueError("has no label")
+    return label
+
+
+def _number(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"has {value!r}, which is no number,")
+    return number
 
 
 def _text(value: Any) -> str | None:

@@ -1,4 +1,7 @@
-"""The sentences of a split: ids, special ones included, and labels (see brt.data.texts.arrays)."""
+"""The sentences of a split: ids, special ones included, and labels or numbers.
+
+They lie on disk as brt.data.texts.arrays says.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -6,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from brt.data.pairs.ragged import Ragged
 from brt.data.texts import arrays
@@ -15,18 +18,18 @@ from brt.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SentenceStore:
-    """Rows of ids with a label each.
+    """Rows of ids with a label each, or a number.
 
     Attributes:
       tokens: int32 ids of each row.
-      targets: int32 [rows], places of the labels in `labels`.
+      targets: int32 [rows], places of the labels in `labels`; or float32 [rows].
       ids: what predictions call the rows.
-      labels: all of them.
+      labels: all of them; none of numbers.
     """
 
     manifest: Mapping[str, Any]
     tokens: Ragged
-    targets: Int[np.ndarray, " rows"]
+    targets: Int[np.ndarray, " rows"] | Float[np.ndarray, " rows"]
     ids: tuple[str, ...]
     labels: tuple[str, ...]
 
@@ -46,7 +49,7 @@ class SentenceStore:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of ids, targets and labels."""
+        """sha256 of all rows and labels."""
         return self.manifest["fingerprint"]
 
     def ordered(self, labels: Sequence[str]) -> "SentenceStore":

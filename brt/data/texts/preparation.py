@@ -29,6 +29,7 @@ class Kind(NamedTuple):
     """Sentences or questions.
 
     Attributes:
+      name: tells kinds of one section apart.
       section: of the config.
       settings: of that section, which decide the content beside the sources.
       endings: of files in directories.
@@ -37,6 +38,7 @@ class Kind(NamedTuple):
       write: a split into its directory there; returns a line about it, and what it left out.
     """
 
+    name: str
     section: str
     settings: tuple[str, ...]
     endings: tuple[str, ...]
@@ -58,7 +60,7 @@ def prepare(section: Section, kind: Kind, progress: bool) -> Path:
     settings = {name: getattr(section, name) for name in kind.settings}
     content = {
         "format": manifests.FORMAT,
-        "kind": kind.section,
+        "kind": kind.name,
         "sources": {split: getattr(section, split) for split in SPLITS},
         "files": hashes,
         "settings": settings,

@@ -49,7 +49,7 @@ def build(run: Run, workdir: Workdir) -> Looks:
         from brt.training.looks import ctc
 
         return ctc.Looks(run, workdir)
-    if run.config.training.objective in ("classification", "spans"):
+    if run.config.training.objective in ("classification", "regression", "spans"):
         from brt.training.looks import heads
 
         return heads.Looks(run, workdir)

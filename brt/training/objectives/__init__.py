@@ -13,10 +13,17 @@ from brt.training.objectives import (
     encoders,
     language_modeling,
     masked_language_modeling,
+    regression,
     seq2seq,
     spans,
 )
 from brt.types import AnyBatch
+
+Loss = Callable[
+    [PyTree[Array], PyTree[Array], AnyBatch, Array, Config],
+    tuple[Float[Array, ""], tuple[Float[Array, ""], PyTree[Array]]],
+]
+Scored = Callable[[AnyBatch, Config], Int[Array, ""]]
 
 
 class Objective(NamedTuple):
@@ -33,15 +40,18 @@ class Objective(NamedTuple):
     initial_params: Callable[[Config, Array], PyTree[Array]]
     initial_carried: Callable[[Config, int], PyTree[Array]]
     cut_gradient: Callable[[PyTree[Array]], PyTree[Array]]
-    loss: Callable[
-        [PyTree[Array], PyTree[Array], AnyBatch, Array, Config],
-        tuple[Float[Array, ""], tuple[Float[Array, ""], PyTree[Array]]],
-    ]
-    scored: Callable[[AnyBatch, Config], Int[Array, ""]]
+    loss: Loss
+    scored: Scored
 
 
 def _all_scored(batch: AnyBatch, config: Config) -> Int[Array, ""]:
     return jnp.sum(batch.scored)
+
+
+def _of_encoder(loss: Loss, scored: Scored = _all_scored) -> Objective:
+    """An encoder's, which carries nothing."""
+    carried = encoders.initial_carried
+    return Objective(encoders.initial_params, carried, lambda nothing: nothing, loss, scored)
 
 
 _OBJECTIVES = {
@@ -59,34 +69,13 @@ _OBJECTIVES = {
         seq2seq.loss,
         _all_scored,
     ),
-    "masked_language_modeling": Objective(
-        encoders.initial_params,
-        encoders.initial_carried,
-        lambda carried: carried,
-        masked_language_modeling.loss,
-        masked_language_modeling.scored,
+    "masked_language_modeling": _of_encoder(
+        masked_language_modeling.loss, masked_language_modeling.scored
     ),
-    "ctc": Objective(
-        encoders.initial_params,
-        encoders.initial_carried,
-        lambda carried: carried,
-        ctc.loss,
-        _all_scored,
-    ),
-    "classification": Objective(
-        encoders.initial_params,
-        encoders.initial_carried,
-        lambda carried: carried,
-        classification.loss,
-        _all_scored,
-    ),
-    "spans": Objective(
-        encoders.initial_params,
-        encoders.initial_carried,
-        lambda carried: carried,
-        spans.loss,
-        _all_scored,
-    ),
+    "ctc": _of_encoder(ctc.loss),
+    "classification": _of_encoder(classification.loss),
+    "regression": _of_encoder(regression.loss),
+    "spans": _of_encoder(spans.loss),
 }
 
 

@@ -6,20 +6,15 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.training.objectives.encoders import network
+from brt.training.objectives.encoders import training_logits
 from brt.types import TextBatch
-
-_DROPOUT, _ATTENTION = 0, 1  # what the key of a step is folded with
 
 
 def loss(
     params: PyTree[Array], carried: tuple[()], batch: TextBatch, key: Array, config: Config
 ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], tuple[()]]]:
     """The summed cross-entropy of the labels, smoothed as Training.label_smoothing says."""
-    dropout, attention = (jax.random.fold_in(key, purpose) for purpose in (_DROPOUT, _ATTENTION))
-    logits = network(config, training=True).apply(
-        {"params": params}, batch.tokens, batch.valid, attention, rngs={"dropout": dropout}
-    )
+    logits = training_logits(params, batch, key, config)
     nats = jnp.sum(label_nats(logits, batch))
     share = config.training.label_smoothing
     if not share:

@@ -1,5 +1,6 @@
 """Sentences from tables of several kinds to ids and labels."""
 
+import dataclasses
 import gzip
 import json
 
@@ -175,3 +176,26 @@ def test_batches_hold_every_row_once(make):
     again = prepare(make(train="generated:t/20", max_length=64)).split("train")
     np.testing.assert_array_equal(again.tokens[19], store.tokens[19])
     assert not np.array_equal(store.tokens[0], store.tokens[1])
+
+
+def test_numbers_stay_numbers(make, tmp_path, capsys):
+    """STS-B's columns; a held-out number need not be among those of train."""
+    lines = ["sentence1\tsentence2\tscore\n", "a\tb\t3.75\n", "c\td\t0\n", "e\tf\tnan\n"]
+    (tmp_path / "train.tsv").write_text("".join(lines))
+    held = jsonl(tmp_path, "held", [{"sentence1": "g", "sentence2": "h", "label": 4.2}])
+    section = make(train=str(tmp_path / "train.tsv"), validation=held)
+    named = "train.tsv:4 has 'nan', which is no number, in 'score'"
+    with pytest.raises(DataError, match=named):
+        preparation.prepare(section, False, numbers=True)
+    section = dataclasses.replace(section, errors="skip")
+    corpus = preparation.prepare(section, numbers=True)
+    assert "2 sentences (0 to 3.75)" in capsys.readouterr().err
+    assert corpus.labels == () and texts(corpus) == ["|a||b|", "|c||d|"]
+    stores = [corpus.split(split) for split in ("train", "validation")]
+    assert [store.targets.tolist() for store in stores] == [[3.75, 0], [pytest.approx(4.2)]]
+    batch = SentenceReader(store=stores[0], batch_size=3, max_length=128, shuffle=False)[0]
+    assert batch.targets.dtype == np.float32 and batch.targets[:, 0].tolist() == [3.75, 0, 0]
+    classes = dataclasses.replace(section, validation=())
+    assert prepare(classes).labels == ("0", "3.75", "nan"), "another store of the same file"
+    with pytest.raises(DataError, match="is made up with classes for labels, but Training.obj"):
+        preparation.prepare(make(train="generated:t/3"), False, numbers=True)

@@ -101,6 +101,26 @@ def test_a_loaded_model_reads_with_clusters(directory: Callable) -> None:
     assert 0 < np.sqrt(np.mean(logits["near"] ** 2)) < 0.05 * exact[there].std()
 
 
+def test_one_class_is_a_number(directory: Callable, tmp_path: Path) -> None:
+    """As transformers reads it, and writes it again."""
+    theirs = tmp_path / "theirs"
+    shutil.copytree(directory("roberta_classification"), theirs)
+    settings = files.read_json(theirs / "config.json")
+    settings |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    files.write_json(theirs / "config.json", settings)
+    arrays = files.read_file(theirs / "model.safetensors")
+    for name in ("classifier.out_proj.weight", "classifier.out_proj.bias"):
+        arrays[name] = arrays[name][:1].copy()
+    files.write_file(theirs / "model.safetensors", arrays)
+    found = roberta.read(theirs)[0]
+    assert (found.described.task, found.described.model.classes) == ("regression", 1)
+    list(convert.from_hf(theirs, tmp_path / "ours", verified=True))
+    list(convert.to_hf(tmp_path / "ours", tmp_path / "again", verified=True))
+    again = files.read_json(tmp_path / "again/config.json")
+    assert again["architectures"] == ["RobertaForSequenceClassification"]
+    assert again["id2label"] == {"0": "LABEL_0"}
+
+
 @each_model
 def test_there_and_back_is_the_same_checkpoint(
     directory: Callable, tmp_path: Path, model: str

@@ -26,6 +26,7 @@ _KEPT = ("pad_token_id", "bos_token_id", "eos_token_id", "id2label", "label2id")
 HEADS: dict[Task, tuple[str, str]] = {
     "masked_language_modeling": ("lm_head.dense.weight", "RobertaForMaskedLM"),
     "classification": ("classifier.out_proj.weight", "RobertaForSequenceClassification"),
+    "regression": ("classifier.out_proj.weight", "RobertaForSequenceClassification"),
     "spans": ("qa_outputs.weight", "RobertaForQuestionAnswering"),
 }
 
@@ -79,7 +80,9 @@ def from_theirs(config: Mapping[str, Any], names: Iterable[str]) -> Described:
         positions="learned",
     )
     kept = {name: config[name] for name in _KEPT if config.get(name) is not None}
-    return Described(model, tasks[0] if tasks else "masked_language_modeling", kept)
+    task = tasks[0] if tasks else "masked_language_modeling"
+    one = task == "classification" and model.classes == 1  # transformers' way to say so
+    return Described(model, "regression" if one else task, kept)
 
 
 def to_theirs(described: Described, dtype: str) -> dict[str, Any]:
@@ -116,7 +119,7 @@ def to_theirs(described: Described, dtype: str) -> dict[str, Any]:
 
 def _labels(described: Described) -> dict[str, Any]:
     """Names of classes as transformers makes them up; their number is told by nothing else."""
-    if described.task != "classification" or "id2label" in described.kept:
+    if described.task not in ("classification", "regression") or "id2label" in described.kept:
         return {}
     names = [f"LABEL_{i}" for i in range(described.model.classes)]
     return {

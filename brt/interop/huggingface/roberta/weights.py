@@ -35,6 +35,7 @@ _MODULES = {
 _HEADS = {
     "masked_language_modeling": {"dense": "lm_head.dense", "norm": "lm_head.layer_norm"},
     "classification": {"dense": "classifier.dense", "out": "classifier.out_proj"},
+    "regression": {"dense": "classifier.dense", "out": "classifier.out_proj"},
     "spans": {"out": "qa_outputs"},
 }
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
