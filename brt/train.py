@@ -1,4 +1,4 @@
-"""Trains a language model; started again on the same workdir, it goes on where it stopped.
+"""Trains a model; started again on the same workdir, it goes on where it stopped.
 
 python -m brt.train --gin_file=configs/runs/quickstart.gin --workdir=runs/quickstart
 """
