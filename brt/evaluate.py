@@ -20,7 +20,8 @@ def main(args: argparse.Namespace) -> None:
         with preemption.stop_at_once():
             _follow(args)
         return
-    from brt.evaluation import job, saved
+    from brt.evaluation import job
+    from brt.training import saved
 
     workdir, found, config = saved.load_config(Path(args.workdir), args.step)
     config = command_line.resolve(args, base=config).config

@@ -22,8 +22,8 @@ def main(args: argparse.Namespace) -> None:
     if args.max_tokens is not None and args.max_tokens < 0:
         raise ConfigError(f"--max_tokens={args.max_tokens} must not be negative")
     from brt.data import preparation
-    from brt.evaluation import saved
     from brt.generation import job
+    from brt.training import saved
 
     prompt = job.read_prompt(args.prompt, args.prompt_file, bool(args.load_state))
     workdir, found, config = saved.load_config(Path(args.workdir), args.step)

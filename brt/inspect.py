@@ -41,8 +41,8 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _probe(args: argparse.Namespace) -> None:
-    from brt.evaluation import saved
     from brt.evaluation.probe import job, text
+    from brt.training import saved
 
     if args.state_hash:
         raise ConfigError("--probe and --state_hash are two questions; ask them one by one")

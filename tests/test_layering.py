@@ -1,6 +1,7 @@
 """The order of imports, and other rules that a reader relies on, read from the source."""
 
 import ast
+import graphlib
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,18 @@ def test_imports_point_downwards(file: Path) -> None:
         assert imported in RANKS, f"{imported} has no place in LAYERS"
         assert RANKS[imported] <= RANKS[importer], f"{importer} must not import {module}"
         assert imported not in COMMANDS, f"{module} is a command, which nothing imports"
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    """At any depth: an import inside a function ties files as much."""
+    name = {file: ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in FILES}
+    graph = {
+        name[file].removesuffix(".__init__"): imports(file.read_text()) & MODULES for file in FILES
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(reversed(error.args[1]))}")
 
 
 @each_file

@@ -18,8 +18,9 @@ from typing import Any, get_args
 
 from brt.config import Attention, Config
 from brt.errors import BrtError
-from brt.evaluation import job, saved
+from brt.evaluation import job
 from brt.ops.attention import KEYS_ARE_QUERIES
+from brt.training import saved
 
 KINDS = get_args(Attention.__annotations__["kind"])
 FIGURES = ("token_error_rate", "score", "bits_per_masked_token")

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from brt.data import tokenizer_files, tokenizers
+from brt.data import tokenizer_files
+from brt.data.chunks import BATCH, CHUNK, Ids, cut
 from brt.errors import DataError
 
 START = ("<s>", "<|endoftext|>", "[CLS]", "<bos>")  # how files spell a document's beginning
@@ -44,14 +45,14 @@ class ByteLevelTokenizer:
 
     def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
         batch: list[str] = []
-        for chunk in tokenizers.cut(chunks, tokenizers.CHUNK):
+        for chunk in cut(chunks, CHUNK):
             batch.append(chunk)
-            if len(batch) == tokenizers.BATCH:
+            if len(batch) == BATCH:
                 yield from self._encode(batch)
                 batch = []
         yield from self._encode(batch)
 
-    def decode_bytes(self, ids: tokenizers.Ids) -> bytes:
+    def decode_bytes(self, ids: Ids) -> bytes:
         return b"".join(self._bytes[i] for i in ids)
 
     def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:

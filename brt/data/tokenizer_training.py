@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import sentencepiece
 
-from brt.data import tokenizers
+from brt.data import chunks
 from brt.errors import ConfigError, DataError
 
 PIECE = 1024  # characters; sentencepiece silently drops lines above 4192 bytes
@@ -74,7 +74,7 @@ def train_sentencepiece(
     Raises:
       DataError: the corpus is too small for `vocab_size`, or has no text.
     """
-    pieces = (piece.encode() for text in texts for piece in tokenizers.cut(text, PIECE))
+    pieces = (piece.encode() for text in texts for piece in chunks.cut(text, PIECE))
     sample, coverage = _sample(pieces, max_bytes, random.Random(seed))
     if not sample:
         raise DataError("there is no text to train a tokenizer on")

@@ -1,12 +1,8 @@
-"""Text to token ids and back: bytes, a sentencepiece model, or byte-level BPE.
-
-Text is encoded in chunks that `cut` makes, so a document of any length takes little memory.
-Where the chunks end depends on the text only, not on how it arrived.
-"""
+"""Text to token ids and back: bytes, a sentencepiece model, or byte-level BPE."""
 
 import codecs
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -14,13 +10,11 @@ import numpy as np
 import sentencepiece
 
 from brt.data import tokenizer_files
+from brt.data.byte_level import ByteLevelTokenizer
+from brt.data.chunks import BATCH, CHUNK, Ids, cut
 from brt.errors import ConfigError, DataError
 
-CHUNK = 4096  # characters of a chunk at most; sentencepiece slows down on longer ones
-BATCH = 64  # chunks that sentencepiece encodes in parallel
 SPACE = "\u2581"  # how sentencepiece spells a space
-
-Ids = Sequence[int | np.integer] | np.ndarray
 
 
 @runtime_checkable
@@ -147,42 +141,11 @@ def load(name: str) -> Tokenizer:
     if name.endswith(".model"):
         return SentencePieceTokenizer(name)
     if name.endswith(".json"):
-        from brt.data.byte_level import ByteLevelTokenizer
-
         return ByteLevelTokenizer(name)
     raise ConfigError(
         f"Data.tokenizer = '{name}' is none of 'bytes', 'path/to/file.model', "
         "'path/to/tokenizer.json', 'train:VOCAB_SIZE'"
     )
-
-
-def cut(chunks: Iterable[str], size: int) -> Iterator[str]:
-    """The same text in chunks of at most `size` characters, however it was cut before.
-
-    A chunk ends behind the last newline within its reach, else before the last space that
-    follows another character, else (no whitespace at all) at `size`.
-    """
-    text = ""
-    for chunk in chunks:
-        text += chunk
-        start = 0
-        while len(text) - start > size:
-            end = _end(text, start, start + size)
-            yield text[start:end]
-            start = end
-        text = text[start:]
-    if text:
-        yield text
-
-
-def _end(text: str, start: int, stop: int) -> int:
-    newline = text.rfind("\n", start, stop)
-    if newline >= 0:
-        return newline + 1
-    space = text.rfind(" ", start + 1, stop)
-    while space > start and text[space - 1] == " ":
-        space -= 1
-    return space if space > start else stop
 
 
 def _piece_bytes(processor: sentencepiece.SentencePieceProcessor, i: int) -> bytes:

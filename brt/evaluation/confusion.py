@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Int
 
-from brt.data.tokenizers import Ids
+from brt.data.chunks import Ids
 
 Confusion = Int[np.ndarray, "true guessed"]
 

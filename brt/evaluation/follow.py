@@ -14,9 +14,9 @@ from typing import Any
 
 from brt.config import Config
 from brt.errors import CheckpointError, ConfigError
-from brt.evaluation import job, saved
+from brt.evaluation import job
 from brt.evaluation.language_modeling import Ablation
-from brt.training import checkpoint
+from brt.training import checkpoint, saved
 from brt.training import workdir as workdirs
 from brt.training.metrics import TensorBoard
 from brt.training.workdir import Workdir

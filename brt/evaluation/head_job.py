@@ -13,11 +13,11 @@ from brt.data.questions.preparation import QuestionCorpus
 from brt.data.sentences import preparation as sentences
 from brt.data.sentences.preparation import SentenceCorpus
 from brt.evaluation.classification import Classifier
-from brt.evaluation.heads import Reading
+from brt.evaluation.heads import Reading, refuse_ablation
 from brt.evaluation.regression import Regressor
-from brt.evaluation.saved import SavedModel, check_tokenizer, refuse_ablation
 from brt.evaluation.spans import Answerer
 from brt.training import workdir as workdirs
+from brt.training.saved import SavedModel, check_tokenizer
 from brt.training.workdir import Workdir
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from brt.errors import NonFiniteError
+from brt.errors import ConfigError, NonFiniteError
 from brt.types import TextBatch
 
 
@@ -75,6 +75,14 @@ class Timed:
             "seconds": self.seconds,
             "tokens_per_second": self.tokens / max(self.seconds, 1e-9),
         }
+
+
+def refuse_ablation(ablate: str | None) -> None:
+    """Raises ConfigError where a memory is named although the model has none."""
+    if ablate:
+        raise ConfigError(
+            f"--ablate={ablate} is for language models; an encoder carries no memory on"
+        )
 
 
 def some(count: int) -> Iterable[int]:

@@ -11,10 +11,10 @@ from brt.data.token_store import TokenStore
 from brt.evaluation.head_job import HeadReader
 from brt.evaluation.language_modeling import Ablation, Evaluator, Result, figures
 from brt.evaluation.masked_job import MaskedReader
-from brt.evaluation.saved import SavedModel, check_tokenizer
 from brt.evaluation.speech_job import TranscriptReader
 from brt.evaluation.summary_job import SummaryReader
 from brt.training import workdir as workdirs
+from brt.training.saved import SavedModel, check_tokenizer
 
 
 class Reader:

@@ -8,9 +8,10 @@ from tqdm import tqdm
 
 from brt.config import Config
 from brt.data import preparation
+from brt.evaluation.heads import refuse_ablation
 from brt.evaluation.masked_language_modeling import Evaluator
-from brt.evaluation.saved import SavedModel, check_tokenizer, refuse_ablation
 from brt.training import workdir as workdirs
+from brt.training.saved import SavedModel, check_tokenizer
 
 
 class MaskedReader:

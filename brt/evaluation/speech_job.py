@@ -11,10 +11,11 @@ from brt.config_io import config_from_json
 from brt.data.speech import preparation
 from brt.data.speech.store import SpeechStore
 from brt.errors import DataError
-from brt.evaluation.saved import SavedModel, check_tokenizer, refuse_ablation
+from brt.evaluation.heads import refuse_ablation
 from brt.evaluation.transcription import Reading, Transcriber, Transcript
 from brt.training import workdir as workdirs
 from brt.training.reading import check_attention
+from brt.training.saved import SavedModel, check_tokenizer
 from brt.training.workdir import Workdir
 
 _EXACT = {"reformer": "shared_full"}  # what a kind approximates, where that is not "full"

@@ -11,11 +11,11 @@ from brt.data.pairs import preparation
 from brt.errors import ConfigError
 from brt.evaluation import summarization
 from brt.evaluation.rouge import protocol
-from brt.evaluation.saved import SavedModel, check_tokenizer
 from brt.evaluation.summarization import ScoredSummaries
 from brt.evaluation.teacher_forcing import Bits, TeacherForcing
 from brt.generation.summaries import Summarizer
 from brt.training import workdir as workdirs
+from brt.training.saved import SavedModel, check_tokenizer
 from brt.training.workdir import Workdir
 
 

@@ -11,8 +11,8 @@ from brt.config import Sampling
 from brt.config_io import config_json
 from brt.data.tokenizers import StreamDecoder, Tokenizer
 from brt.errors import DataError
-from brt.evaluation.saved import SavedModel, check_tokenizer
 from brt.generation.session import Session
+from brt.training.saved import SavedModel, check_tokenizer
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None, resumed: bool) -> str:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from brt.data.pairs import preparation
 from brt.errors import CheckpointError
-from brt.evaluation import saved
 from brt.generation.summaries import special_tokens
 from brt.interop.huggingface.config import Described
 from brt.interop.pretrained import Pretrained
+from brt.training import saved
 from brt.training.workdir import Workdir
 
 _NAMES = {".model": "spiece.model", ".json": "tokenizer.json"}  # as others look for them

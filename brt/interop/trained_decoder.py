@@ -9,9 +9,9 @@ from jaxtyping import Array, PyTree
 
 from brt.config import Config, Model
 from brt.errors import CheckpointError
-from brt.evaluation import saved
 from brt.interop import trained
 from brt.layers.stack import runs
+from brt.training import saved
 
 
 class Started(NamedTuple):

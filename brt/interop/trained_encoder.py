@@ -7,12 +7,11 @@ from typing import NamedTuple, get_args
 from brt.config import Config
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError
-from brt.evaluation import saved
 from brt.interop import pretrained, pretrained_encoder, trained
 from brt.interop.huggingface.roberta.config import Described
 from brt.interop.pretrained_encoder import PretrainedEncoder
 from brt.models.encoder import Task
-from brt.training import reading
+from brt.training import corpora, saved
 
 
 class Source(NamedTuple):
@@ -64,7 +63,7 @@ def load(directory: Path) -> PretrainedEncoder:
 def copy_tokenizer(directory: Path, target: Path) -> list[str]:
     """Copies the file of a run's tokenizer, where it has one; returns its name."""
     config = saved.load_config(directory)[2]
-    corpus = reading.open_corpus(config, progress=False)
+    corpus = corpora.open_corpus(config, progress=False)
     if corpus.tokenizer.name == ByteTokenizer.name:
         return []
     return pretrained.copy_tokenizer(corpus.directory, target)

@@ -12,7 +12,7 @@ from brt.sweeping.directory import Directory, check_unchanged
 from brt.sweeping.points import Point
 from brt.sweeping.runner import Runner
 from brt.sweeping.settings import Sweep
-from brt.training import reading
+from brt.training import corpora
 
 
 def run(
@@ -78,7 +78,7 @@ def _prepare(points: Sequence[Point], split: str) -> None:
         for c in configs
     }
     for config in read.values():
-        reading.open_corpus(config).split(split)
+        corpora.open_corpus(config).split(split)
 
 
 def _make(workdir: Path) -> None:

@@ -12,6 +12,7 @@ from brt.data.speech.store import SpeechStore
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
 from brt.training import leaves, reading
+from brt.training.corpora import AnyCorpus
 from brt.training.metrics import read_metrics
 from brt.training.run import Run
 from brt.training.state import parameter_counts
@@ -103,7 +104,7 @@ def _yardstick(run: Run) -> tuple[str, float] | None:
     return None
 
 
-def _bytes_per_token(corpus: reading.AnyCorpus) -> float:
+def _bytes_per_token(corpus: AnyCorpus) -> float:
     train = corpus.split("train")
     if isinstance(train, SpeechStore):
         return train.transcript_bytes / max(len(train.targets.values), 1)

@@ -13,11 +13,12 @@ from brt.training import checkpoint, leaves, looks, optimizer, reading
 from brt.training import run as runs
 from brt.training import workdir as workdirs
 from brt.training.checkpoint_writer import CheckpointWriter, check_disk
-from brt.training.looks import Looks
+from brt.training.looks.protocol import Looks
 from brt.training.meter import Meter
 from brt.training.metrics import MetricsWriter, Throughput
 from brt.training.preemption import StopSignal
 from brt.training.progress import Progress
+from brt.training.resuming import check_resumable
 from brt.training.run import Run
 from brt.training.state import TrainState
 from brt.training.workdir import Workdir
@@ -93,7 +94,7 @@ def _saved(run: Run, workdir: Workdir) -> checkpoint.Restored | None:
     if not checkpoint.present(workdir.checkpoints):
         return None
     found = checkpoint.find(workdir.checkpoints)
-    for line in runs.check_resumable(config_from_json(found.meta["config"]), run.config):
+    for line in check_resumable(config_from_json(found.meta["config"]), run.config):
         checkpoint.warn_on_stderr(f"the checkpoint has another {line}")
     return checkpoint.restore(workdir.checkpoints, run.abstract, found.step)
 

@@ -4,33 +4,20 @@ import dataclasses
 import math
 
 from brt.config import Config, Encoder
-from brt.data import preparation
 from brt.data.lanes import LaneReader
-from brt.data.pairs import preparation as pair_preparation
 from brt.data.pairs.batches import PairReader
-from brt.data.pairs.preparation import PairCorpus
-from brt.data.pairs.tokenization import PairTokenizer
-from brt.data.preparation import Corpus
-from brt.data.questions import preparation as question_preparation
 from brt.data.questions.batches import QuestionReader
-from brt.data.questions.preparation import QuestionCorpus
-from brt.data.sentences import preparation as sentence_preparation
 from brt.data.sentences.batches import SentenceReader
 from brt.data.sentences.preparation import SentenceCorpus
-from brt.data.speech import preparation as speech_preparation
 from brt.data.speech.batches import SpeechReader
 from brt.data.speech.preparation import SpeechCorpus
-from brt.data.speech.vocabulary import Vocabulary
-from brt.data.texts.tokenization import TextTokenizer
-from brt.data.tokenizers import Tokenizer
 from brt.errors import ConfigError
 from brt.layers.basic import compute_dtype
 from brt.ops.attention import KEYS_ARE_QUERIES
 from brt.training import starting
+from brt.training.corpora import AnyCorpus, AnyTokenizer, open_corpus
 from brt.types import AnyBatch, Batch, SpeechBatch, TextBatch
 
-AnyCorpus = Corpus | PairCorpus | SpeechCorpus | SentenceCorpus | QuestionCorpus
-AnyTokenizer = Tokenizer | PairTokenizer | Vocabulary | TextTokenizer
 AnyReader = LaneReader | PairReader | SpeechReader | SentenceReader | QuestionReader
 
 # The section of a config that describes the model.
@@ -108,20 +95,6 @@ def _block(config: Config) -> int:
     if config.training.objective == "masked_language_modeling":
         return config.training.segment_length
     return config.model.window
-
-
-def open_corpus(config: Config, *, progress: bool = True) -> AnyCorpus:
-    """What the objective asks for; prepared first where that was not done yet."""
-    if config.training.objective == "ctc":
-        return speech_preparation.prepare(config.speech, progress)
-    if config.training.objective == "seq2seq":
-        return pair_preparation.prepare(config.pairs, progress)
-    if config.training.objective in ("classification", "regression"):
-        numbers = config.training.objective == "regression"
-        return sentence_preparation.prepare(config.sentences, progress, numbers=numbers)
-    if config.training.objective == "spans":
-        return question_preparation.prepare(config.questions, progress)
-    return preparation.prepare(config.data, progress=progress)
 
 
 def ids(config: Config, tokenizer: AnyTokenizer) -> int:

@@ -8,7 +8,7 @@ import pytest
 from brt.config import Config, Encoder, Speech, Training
 from brt.errors import ConfigError
 from brt.training import reading
-from brt.training.run import check_resumable
+from brt.training.resuming import check_resumable
 
 
 @pytest.fixture

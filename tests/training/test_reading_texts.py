@@ -15,7 +15,7 @@ from brt.config import Attention, Config, Encoder, Questions, Sentences, Trainin
 from brt.errors import ConfigError
 from brt.interop.huggingface import convert
 from brt.training import reading, starting
-from brt.training.run import check_resumable
+from brt.training.resuming import check_resumable
 from brt.training.state import initial_params
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from brt.data import tokenizer_files, tokenizers
+from brt.data import tokenizer_files
+from brt.data.chunks import Ids
 from brt.errors import ConfigError, DataError
 
 START, END, PAD = "<s>", "</s>", "<pad>"  # how T5 and BART spell them
@@ -51,7 +52,7 @@ class PairTokenizer:
         # Some models of tokenizer.json find `</s>` in a text although they were told not to.
         return [ids[~np.isin(ids, list(self._special))] for ids in found]
 
-    def decode(self, ids: tokenizers.Ids) -> str:
+    def decode(self, ids: Ids) -> str:
         """The text of `ids`, without special ones and those that the file does not know."""
         known = [int(i) for i in ids if i < self.vocab_size and int(i) not in self._special]
         return self.decode_ids(known)

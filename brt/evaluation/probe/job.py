@@ -15,8 +15,8 @@ from brt.evaluation.probe.gradients import gradient_reach
 from brt.evaluation.probe.reading import Reading, read
 from brt.evaluation.probe.retention import half_life_blocks, retention
 from brt.evaluation.probe.states import fixed_gate_decay, half_life_tokens
-from brt.evaluation.saved import SavedModel, check_tokenizer
 from brt.training import workdir as workdirs
+from brt.training.saved import SavedModel, check_tokenizer
 
 TOKENS = 1_000_000  # read by default, in every way
 # Where bins of the position in a document begin, in tokens.

@@ -6,7 +6,7 @@ from jaxtyping import Array, PyTree
 
 from brt.evaluation import speech_job
 from brt.evaluation.transcription import Transcriber
-from brt.training.looks import SPLIT, Stop
+from brt.training.looks.protocol import SPLIT, Stop
 from brt.training.run import Run
 from brt.training.workdir import Workdir
 

@@ -7,7 +7,7 @@ from jaxtyping import Array, PyTree
 from brt.evaluation.language_modeling import Evaluator
 from brt.evaluation.probe.states import StateProbe
 from brt.evaluation.samples import Sampler
-from brt.training.looks import SPLIT, Stop
+from brt.training.looks.protocol import SPLIT, Stop
 from brt.training.run import Run
 
 

@@ -7,7 +7,7 @@ from jaxtyping import Array, PyTree
 
 from brt.data.tokenizers import Tokenizer, decode
 from brt.evaluation.masked_language_modeling import Evaluator, Predictions
-from brt.training.looks import SPLIT, Stop
+from brt.training.looks.protocol import SPLIT, Stop
 from brt.training.run import Run
 
 _SHOWN = 300  # tokens of a sample

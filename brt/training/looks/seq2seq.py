@@ -10,7 +10,7 @@ from brt.evaluation import summarization, summary_job
 from brt.evaluation.rouge import protocol
 from brt.evaluation.teacher_forcing import TeacherForcing
 from brt.generation.summaries import Summarizer
-from brt.training.looks import SPLIT, Stop
+from brt.training.looks.protocol import SPLIT, Stop
 from brt.training.run import Run
 from brt.training.workdir import Workdir
 

@@ -121,7 +121,7 @@ def test_a_sentencepiece_model_comes_along(
     corpus.mkdir()
     (corpus / "tokenizer.model").write_bytes(b"pieces")
     prepared = SimpleNamespace(directory=corpus, tokenizer=SimpleNamespace(name="my.model"))
-    monkeypatch.setattr(trained_encoder.reading, "open_corpus", lambda *_, **__: prepared)
+    monkeypatch.setattr(trained_encoder.corpora, "open_corpus", lambda *_, **__: prepared)
     lines = list(convert.to_hf(workdir, tmp_path / "theirs", verified=False))
     assert "tokenizer: tokenizer.model" in lines
     assert (tmp_path / "theirs/tokenizer.model").read_bytes() == b"pieces"

@@ -14,7 +14,7 @@ from brt.data.preparation import cache_directory
 from brt.data.tokenizers import Tokenizer
 from brt.errors import CheckpointError, ConfigError
 from brt.training import checkpoint, compilation
-from brt.training.run import check_resumable
+from brt.training.resuming import check_resumable
 from brt.training.state import initial_params
 from brt.training.workdir import Workdir
 
@@ -58,14 +58,6 @@ def load(workdir: Workdir, found: checkpoint.Found, config: Config) -> SavedMode
     target = {"params": jax.eval_shape(lambda: nn.meta.unbox(initial_params(config)))}
     restored = checkpoint.restore(workdir.checkpoints, target, found.step, partial=True)
     return SavedModel(workdir, found.step, config, found.meta, restored.state["params"])
-
-
-def refuse_ablation(ablate: str | None) -> None:
-    """Raises ConfigError where a memory is named although the model has none."""
-    if ablate:
-        raise ConfigError(
-            f"--ablate={ablate} is for language models; an encoder carries no memory on"
-        )
 
 
 def check_tokenizer(model: SavedModel, tokenizer: Tokenizer | PairTokenizer) -> None:
