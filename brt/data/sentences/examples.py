@@ -64,11 +64,8 @@ def read(
         for row in table.rows:
             if chosen is None and not row.problem:
                 chosen = choose(table.name, row.values, section)
-            yield (
-                BadRow(row.name, row.problem)
-                if row.problem
-                else (_example(row, chosen, count, label))
-            )
+            bad = row.problem
+            yield BadRow(row.name, bad) if bad else _example(row, chosen, count, label)
             count += 1
         if row is None:
             raise DataError(f"{table.name} has no row")
@@ -118,6 +115,10 @@ def _example(
 def _class(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
+    if isinstance(value, float):
+        raise ValueError(
+            f"has the number {value} for a label (Training.objective = 'regression' learns numbers)"
+        )
     label = str(value) if isinstance(value, int) else _text(value)
     if not label:
         raise ValueError("has no label")
