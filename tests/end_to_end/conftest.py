@@ -16,9 +16,9 @@ from brt.training.workdir import Workdir
 # Documents of one token and of many; most begin in the middle of a segment and of a lane.
 LENGTHS = {"a": 1, "b": 70, "c": 333, "d": 500, "e": 41}
 CONFIG = """
-Model.layers = 3
+Model.layers = 2
+Model.memorizing_layers = (0,)
 Model.recurrent_layers = (1,)
-Model.memorizing_layers = (2,)
 Model.memory_size = 40
 Model.memory_neighbors = 4
 Model.model_dim = 16

@@ -7,6 +7,8 @@ import pytest
 
 from .conftest import Commands
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """
 Training.objective = 'masked_language_modeling'
 Training.steps = 8

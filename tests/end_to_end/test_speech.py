@@ -7,6 +7,8 @@ import pytest
 
 from .conftest import Commands
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """
 Training.objective = 'ctc'
 Training.steps = 8

@@ -9,6 +9,8 @@ import pytest
 
 from .conftest import Commands
 
+pytestmark = pytest.mark.slow
+
 WORDS = "the ship sails at dawn over cold water while old men sing of gold and storms".split()
 CONFIG = """
 Training.objective = 'seq2seq'
@@ -74,7 +76,6 @@ def summariser(commands: Commands, gin: Path, tmp_path_factory: pytest.TempPathF
     return workdir
 
 
-@pytest.mark.slow
 def test_a_resumed_summariser_is_bit_identical(
     commands: Commands, gin: Path, summariser: Path, state_hash: Callable, tmp_path: Path
 ) -> None:
@@ -135,7 +136,6 @@ def test_what_makes_no_sense_is_refused(
     assert done.err.count("\n") == 1
 
 
-@pytest.mark.slow
 def test_a_trained_summariser_goes_to_hugging_face_and_back(
     commands: Commands, gin: Path, summariser: Path, tmp_path: Path
 ) -> None:

@@ -38,12 +38,12 @@ MODELS = {
     "no cache, recurrent": {"cache": False, "recurrent_layers": (1,), "positions": "rotary"},
     "memorizing": {"memorizing_layers": (1,), "memory_size": 10, "memory_neighbors": 3},
     "clustered, recurrent": {
-        "clustered_layers": (0, 1), "clusters": 3, "cluster_top_k": 2, "positions": "alibi",
-        "recurrent_layers": (2,), "feedback": True,
+        "layers": 2, "clustered_layers": (0,), "clusters": 3, "cluster_top_k": 2,
+        "positions": "alibi", "recurrent_layers": (1,), "feedback": True,
     },
     "memorizing, recurrent": {
-        "memorizing_layers": (0, 1), "memory_size": 12, "memory_neighbors": 3,
-        "memory_search": "bucketed", "recurrent_layers": (2,), "feedback": True,
+        "layers": 2, "memorizing_layers": (0,), "memory_size": 12, "memory_neighbors": 3,
+        "memory_search": "bucketed", "recurrent_layers": (1,), "feedback": True,
     },
 }  # fmt: skip
 

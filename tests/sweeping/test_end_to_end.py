@@ -14,6 +14,7 @@ from brt.errors import BrtError
 
 from .conftest import ROOT, Sweeps
 
+pytestmark = pytest.mark.slow
 GATES = "Model.recurrent_layers = (-1,)\nSweep.grid = {'Model.gate': ('fixed', 'lstm')}\n"
 
 
@@ -41,7 +42,6 @@ def test_a_point_that_diverges_is_recorded_and_the_other_is_finished(sweeps: Swe
     assert Path("out/plots/bits_against_step_time.png").exists()
 
 
-@pytest.mark.slow
 def test_a_sweep_stopped_midway_and_started_again_repeats_nothing(sweeps: Sweeps) -> None:
     sweeps.write(GATES + "Training.steps = 400\n", run=_without("Training.steps"))
     command = [sys.executable, "-m", "brt.sweep", "--gin_file=sweep.gin", "--workdir=out"]
