@@ -81,8 +81,9 @@ def test_attention_that_cannot_work(refused: Callable[..., str]) -> None:
     """Each with what to do about it."""
     message = refused(ConfigError, "Attention.kind = 'improved_clustered'")
     assert "which a causal model must not" in message and "Model.clustered_layers" in message
-    rotary = "Model.clustered_layers = (0,)", "Model.positions = 'rotary'"
-    assert "take 't5', 'alibi' or 'none'" in refused(ConfigError, *rotary)
+    clustered = "Model.memorizing_layers = ()", "Model.clustered_layers = (0,)"
+    message = refused(ConfigError, *clustered, "Model.positions = 'rotary'")
+    assert "take 't5', 'alibi' or 'none'" in message
     assert "bits = 64 must not be above 63" in refused(ConfigError, "Attention.bits = 64")
 
 
