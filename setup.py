@@ -33,6 +33,9 @@ INSTALL = [
     "matplotlib>=3.9,<4",  # plots/
     "jaxtyping>=0.3,<0.4",  # shapes in signatures
     "numpy>=2,<3",  # arrays on the host
+    "scipy>=1.13,<2",  # correlations
+    "rapidfuzz>=3.9,<4",  # edit distances of transcripts
+    "absl-py>=2.1,<3",  # orbax logs through it, which we filter
 ]
 
 EXTRAS = {

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from brt.config import SECTIONS, UNREAD, Config
-from brt.config_io import FIELDS, checked_value, config_values, suggestion, unknown_name
+from brt.config import SECTIONS, Config
+from brt.config_io import FIELDS, checked_value, suggestion, unknown_name
 from brt.errors import ConfigError
 
 
@@ -38,10 +38,16 @@ class Source(NamedTuple):
 
 
 class Resolved(NamedTuple):
-    """A config, and for each `Section.field`: default, saved, path:line, or --gin_bindings."""
+    """A config, and where it comes from.
+
+    Attributes:
+      origins: of each `Section.field`: default, saved, path:line, or --gin_bindings.
+      bound: the last two of these alone.
+    """
 
     config: Config
     origins: dict[str, str]
+    bound: dict[str, str]
 
 
 def resolve(
@@ -194,7 +200,8 @@ def _substituted(
 
 def _build(winners: Mapping[str, Binding], base: Config | None) -> Resolved:
     origins = dict.fromkeys(FIELDS, "default" if base is None else "saved")
-    origins |= {name: binding.origin for name, binding in winners.items()}
+    bound = {name: binding.origin for name, binding in winners.items()}
+    origins |= bound
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, binding in winners.items():
         section, _, field = name.partition(".")
@@ -207,33 +214,22 @@ def _build(winners: Mapping[str, Binding], base: Config | None) -> Resolved:
         }
         config = Config(**sections)
     except ConfigError as error:
-        raise ConfigError(f"{error}{_whence(str(error), winners)}") from error
-    _check_read(config, winners)
-    return Resolved(config, origins)
+        raise explained(error, bound) from error
+    return Resolved(config, origins, bound)
 
 
-def _check_read(config: Config, winners: Mapping[str, Binding]) -> None:
-    """Refuses a setting that nothing would ever read; to say a default is no harm."""
-    objective, defaults = config.training.objective, config_values(Config())
-    for name, binding in winners.items():
-        section, _, field = name.partition(".")
-        unread = section in UNREAD[objective] and field != "cache_dir"
-        if unread and binding.value != defaults[name]:
-            others = [other for other in UNREAD if section not in UNREAD[other]]
-            remedy = f"; set Training.objective = {others[0]!r}, or leave it out" if others else ""
-            raise ConfigError(
-                f"{binding.origin}: {name} means nothing where Training.objective = "
-                f"{objective!r}{remedy}"
-            )
+def explained(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
+    """The error, with the places where the fields that it names are bound."""
+    return ConfigError(f"{error}{_whence(str(error), origins)}")
 
 
-def _whence(message: str, winners: Mapping[str, Binding]) -> str:
+def _whence(message: str, origins: Mapping[str, str]) -> str:
     """` (Model.window set at a.gin:3, ...)` for the bound fields that a message names."""
     names = dict.fromkeys(re.findall(r"\b[A-Z]\w*\.\w+", message))
     places = [
-        f"{name} set {'at' if ':' in winners[name].origin else 'by'} {winners[name].origin}"
+        f"{name} set {'at' if ':' in origins[name] else 'by'} {origins[name]}"
         for name in names
-        if name in winners
+        if name in origins
     ]
     return f" ({', '.join(places)})" if places else ""
 

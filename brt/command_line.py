@@ -97,8 +97,9 @@ def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
       ConfigError: anything in a file or flag that is not understood.
     """
     resolved = bindings.resolve(_sources(args.gin_file, args.gin_bindings), base=base)
+    _check_task(resolved)
     if args.print_config:
-        print(annotated_text(*resolved), end="")
+        print(annotated_text(resolved.config, resolved.origins), end="")
         raise SystemExit(0)
     return resolved
 
@@ -131,9 +132,20 @@ def variants(
             for file in files:
                 own[file].includes.append(key)
         own["variant"] = Source(list(more), [BINDINGS_FLAG])
-        return bindings.resolve(own, beside=section)
+        resolved = bindings.resolve(own, beside=section)
+        _check_task(resolved)
+        return resolved
 
     return bindings.section(sources, section), resolve_variant
+
+
+def _check_task(resolved: Resolved) -> None:
+    from brt import tasks  # and with them jax
+
+    try:
+        tasks.check(resolved.config, resolved.bound)
+    except ConfigError as error:
+        raise bindings.explained(error, resolved.bound) from error
 
 
 def main(

@@ -28,6 +28,7 @@ def main(args: argparse.Namespace) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     from brt.interop.huggingface import convert
+    from brt.training import exports
 
     source, target = Path(args.source), Path(args.target)
     if args.source_form == "hf":
@@ -37,7 +38,8 @@ def main(args: argparse.Namespace) -> None:
         )  # fmt: skip
     else:
         dtype = args.dtype or "float32"
-        lines = convert.to_hf(source, target, verified=args.verify, dtype=dtype)
+        exported = exports.of_directory(source)
+        lines = convert.to_hf(exported, target, verified=args.verify, dtype=dtype)
     for line in lines:
         print(line, flush=True)
 

@@ -26,10 +26,10 @@ def main(args: argparse.Namespace) -> None:
     workdir, found, config = saved.load_config(Path(args.workdir), args.step)
     config = command_line.resolve(args, base=config).config
     model = saved.load(workdir, found, config)
-    report, text = job.evaluate(model, args.split, args.ablate)
-    print(text)
+    found = job.evaluate(model, args.split, args.ablate)
+    print(found.text)
     if args.json:
-        command_line.write_json(args.json, report)
+        command_line.write_json(args.json, found.report)
 
 
 def _follow(args: argparse.Namespace) -> None:
@@ -48,10 +48,10 @@ def _follow(args: argparse.Namespace) -> None:
     config = follow.wait_for_config(workdir.path, patience)
     config = command_line.resolve(args, base=config).config
     follower = follow.Follower(workdir, config, args.split, args.ablate, say)
-    for report in follower.reports(patience):
-        print(follow.line(args.split, report), flush=True)
+    for found in follower.reports(patience):
+        print(found.line, flush=True)
         if args.json:
-            command_line.write_json(args.json, report)
+            command_line.write_json(args.json, found.report)
 
 
 def parser() -> argparse.ArgumentParser:

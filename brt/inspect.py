@@ -41,20 +41,17 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _probe(args: argparse.Namespace) -> None:
-    from brt.evaluation.probe import job, text
+    from brt.evaluation import job
     from brt.training import saved
 
     if args.state_hash:
         raise ConfigError("--probe and --state_hash are two questions; ask them one by one")
     if args.tokens is not None and args.tokens < 0:
         raise ConfigError(f"--tokens={args.tokens} must not be negative; 0 reads all")
-    tokens = job.TOKENS if args.tokens is None else args.tokens
     workdir, checkpoint, config = saved.load_config(Path(args.workdir), args.step)
-    if config.training.objective != "language_modeling":
-        raise ConfigError("--probe is for language models; this one carries no memory on")
     model = saved.load(workdir, checkpoint, config)
-    found = job.probe(model, args.split or "validation", tokens)
-    print(text.text(found))
+    found, text = job.inspect(model, args.split or "validation", args.tokens)
+    print(text)
     if args.json:
         command_line.write_json(args.json, found)
 

@@ -22,7 +22,7 @@ def main(args: argparse.Namespace) -> None:
     chosen = points.choose(found, args.array_index)
     workdir = Path(args.workdir or f"runs/{Path(args.gin_file[0]).stem}")
     if args.print_config:
-        print(command_line.annotated_text(*chosen[0].resolved), end="")
+        print(command_line.annotated_text(*chosen[0].resolved[:2]), end="")
     elif args.list:
         print(points.listing(chosen))
     elif args.slurm is not None or args.submit:

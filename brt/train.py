@@ -19,19 +19,18 @@ def main(args: argparse.Namespace) -> None:
 
 def _train(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
-    from brt.training import closing, loop, run, workdir
+    from brt.training import loop, run, run_summary, workdir
 
     base = workdir.saved_config(args.workdir) if args.workdir and not args.gin_file else None
     config = command_line.resolve(args, base=base).config
     if not args.workdir and not args.dry_run:
         raise ConfigError("--workdir says where the run lives; name a directory")
-    built = run.build(config)
     if args.dry_run:
-        figures = closing.dry_run(built, args.workdir)
+        figures = run_summary.dry_run(run.build(config), args.workdir)
         command_line.print_figures(figures, args.json)
         return
-    place = loop.train(built, Path(args.workdir))
-    print(closing.finish(built, place, begin))
+    trained, place = loop.train(config, Path(args.workdir))
+    print(run_summary.finish(trained, place, begin))
 
 
 def parser() -> argparse.ArgumentParser:

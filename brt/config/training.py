@@ -10,15 +10,7 @@ from brt.config.checks import check, check_not_negative, check_positive
 class Training:
     """How long, how much at a time, and what happens on the way."""
 
-    objective: Literal[
-        "language_modeling",
-        "seq2seq",
-        "masked_language_modeling",
-        "ctc",
-        "classification",
-        "regression",
-        "spans",
-    ] = "language_modeling"  # what is learned
+    objective: str = "language_modeling"  # what is learned: a name of brt.tasks.TASKS
     steps: int = 100_000
     epochs: float = 0.0  # passes over the training data, in place of steps; 0: as steps say
     init_from: str = ""  # weights that brt.convert wrote, or a run's workdir; "": random ones

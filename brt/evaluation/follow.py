@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from brt import tasks
+from brt.checkpointing import reader
 from brt.config import Config
 from brt.errors import CheckpointError, ConfigError
 from brt.evaluation import job
-from brt.evaluation.language_modeling import Ablation
-from brt.training import checkpoint, saved
+from brt.training import saved
 from brt.training import workdir as workdirs
+from brt.training.evaluations import Evaluated
 from brt.training.metrics import TensorBoard
 from brt.training.workdir import Workdir
 
@@ -86,16 +88,15 @@ class Follower:
       say: told about every checkpoint that is passed over.
     """
 
-    def __init__(
-        self, workdir: Workdir, config: Config, split: str, ablate: Ablation | None, say: Say
-    ):
+    def __init__(self, workdir: Workdir, config: Config, split: str, ablate: str | None, say: Say):
         self._workdir, self._config = workdir, config
         self._split, self._ablate, self._say = split, ablate, say
-        self._reader = job.reader(config, split, ablate)
+        self._read = job.SplitReader(config, split, ablate)
+        self._task = tasks.of(config)
         self._passed: set[int] = set()
         self._due: set[int] = set()
 
-    def reports(self, patience: Patience) -> Iterator[dict[str, Any]]:
+    def reports(self, patience: Patience) -> Iterator[Evaluated]:
         """The report of every checkpoint, the oldest first, until training has ended."""
         reports = self._workdir.evaluations.glob(f"*/{self._split}.json")
         done = [int(r.parent.name) for r in reports if r.parent.name.isdecimal()]
@@ -109,22 +110,22 @@ class Follower:
                     return
                 if step is None:
                     patience.wait(f"the next checkpoint in {self._workdir.checkpoints}")
-                elif report := self._evaluate(step):
+                elif found := self._evaluate(step):
                     patience.rewarded()
-                    tensorboard.write(step, self._scalars(report))
-                    yield report
+                    tensorboard.write(step, self._scalars(found.report))
+                    yield found
         finally:
             tensorboard.close()
 
     def _is_over(self) -> bool:
         """Whether the checkpoint of the last step is there; config.json is the trainer's."""
-        steps = checkpoint.steps(self._workdir.checkpoints)
+        steps = reader.steps(self._workdir.checkpoints)
         config = workdirs.saved_config(self._workdir.path) or self._config
         return bool(steps) and steps[-1] >= config.training.steps
 
     def _next(self) -> int | None:
         """The oldest checkpoint that is left to evaluate: the trainer removes it first."""
-        there = set(checkpoint.steps(self._workdir.checkpoints))
+        there = set(reader.steps(self._workdir.checkpoints))
         for step in sorted(self._due - there):
             self._pass(step, f"checkpoint {step} was removed before its turn came")
         self._due = {s for s in there - self._passed if not self._is_evaluated(s)}
@@ -139,49 +140,24 @@ class Follower:
         ablation = report.get("ablation", {}).get("protocol", {}).get("ablate")
         return self._ablate in (None, ablation)
 
-    def _evaluate(self, step: int) -> dict[str, Any] | None:
+    def _evaluate(self, step: int) -> Evaluated | None:
         """The report, or None where the checkpoint is damaged or was removed meanwhile."""
         directory = self._workdir.checkpoints
         try:
-            found = checkpoint.find(directory, step)
+            found = reader.find(directory, step)
             model = saved.load(self._workdir, found, self._config)
         except CheckpointError as error:
-            removed = step not in checkpoint.present(directory)
+            removed = step not in reader.present(directory)
             reason = f"checkpoint {step} was removed while it was read" if removed else str(error)
             return self._pass(step, reason)
         self._due.discard(step)
-        return self._reader(model)
+        return self._read(model)
 
     def _pass(self, step: int, reason: str) -> None:
         self._passed.add(step)
         self._due.discard(step)
         self._say(f"{reason}; going on with the next")
 
-    def _scalars(self, report: dict[str, Any]) -> dict[str, float | None]:
-        names = (
-            "bits_per_byte", "bits_per_token", "word_perplexity", "bits_per_masked_token",
-            "accuracy", "token_error_rate", "word_error_rate", "f1", "exact_match", "matthews",
-            "bits_per_label", "bits_per_place",
-        )  # fmt: skip
-        names += ("ablation_costs_bits_per_byte",) if self._ablate else ()
-        figures = {name: report[name] for name in names if name in report}
-        figures |= {name: found["f1"] for name, found in report.get("rouge", {}).items()}
+    def _scalars(self, report: dict[str, Any]) -> dict[str, float]:
+        figures = self._task.figures(report)
         return {f"eval/{self._split}/{name}": value for name, value in figures.items()}
-
-
-_MEASURES = (
-    "bits_per_byte", "bits_per_masked_token", "bits_per_label", "bits_per_place",
-)  # fmt: skip
-
-
-def line(split: str, report: dict[str, Any]) -> str:
-    """A report as one line."""
-    measure = next(name for name in _MEASURES if name in report)
-    text = f"step {report['step']}: {split} {report[measure]:.4f} {measure.replace('_', ' ')}"
-    if "ablation" in report:
-        part = report["ablation"]["protocol"]["ablate"]
-        text += f", {report['ablation_costs_bits_per_byte']:+.4f} without {part}"
-    if "rouge" in report:
-        name = report["protocol"]["name"]
-        text += f", ROUGE-L {report['rouge']['rougeL']['f1']:.2f} ({name})"
-    return text

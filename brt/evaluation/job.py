@@ -1,138 +1,81 @@
-"""An evaluation from a workdir to a report."""
+"""A trained model and a split, to a report in the workdir."""
 
-import json
 from typing import Any
 
 from tqdm import tqdm
 
+from brt import tasks
 from brt.config import Config
-from brt.data import preparation
-from brt.data.token_store import TokenStore
-from brt.evaluation.head_job import HeadReader
-from brt.evaluation.language_modeling import Ablation, Evaluator, Result, figures
-from brt.evaluation.masked_job import MaskedReader
-from brt.evaluation.speech_job import TranscriptReader
-from brt.evaluation.summary_job import SummaryReader
+from brt.config_io import config_from_json
+from brt.training import evaluations, saved
 from brt.training import workdir as workdirs
+from brt.training.evaluations import Evaluated
 from brt.training.saved import SavedModel, check_tokenizer
 
 
-class Reader:
+class SplitReader:
     """Evaluates checkpoints of one run on one split; prepared and compiled once.
 
     Args:
-      config: of the run, with its vocabulary size.
+      config: of the run, with what depends on data written out; changed where that makes sense.
       ablate: what to take away in a second reading.
 
     Raises:
+      ConfigError: something is to be taken away that the model does not have.
       DataError: the corpus has no such split.
     """
 
-    def __init__(self, config: Config, split: str, ablate: Ablation | None):
-        corpus = preparation.prepare(config.data)
-        self._tokenizer, self._store = corpus.tokenizer, corpus.split(split)
-        self._split, self._ablate = split, ablate
-        self._evaluator = Evaluator(config, corpus.tokenizer)
+    def __init__(self, config: Config, split: str, ablate: str | None):
+        self._task, self._config, self._split = tasks.of(config), config, split
+        self._ablate = ablate
+        self._corpus = self._task.open(config)
+        self._evaluator = None
 
-    def __call__(self, model: SavedModel) -> dict[str, Any]:
-        """The figures; see `read`."""
-        return self.read(model)[0]
-
-    def read(self, model: SavedModel) -> tuple[dict[str, Any], str]:
-        """Reads the split, and once more with a part of the memory taken away.
-
-        Writes evaluations/<step>/<split>.json and <split>_documents.jsonl into the workdir.
-
-        Returns:
-          The figures, with the protocol; those of the ablation under `ablation`. And the same
-          as people read them.
+    def __call__(self, model: SavedModel) -> Evaluated:
+        """Reads the split and writes the report; see `brt.training.evaluations.write`.
 
         Raises:
           CheckpointError: the model knows another tokenizer.
         """
-        check_tokenizer(model, self._tokenizer)
-        readings = [None, self._ablate] if self._ablate else [None]
-        results = [_read(self._evaluator, model, self._store, self._split, a) for a in readings]
-        report = {"step": model.step, **_report(results[0])}
-        if self._ablate:
-            report["ablation"] = _report(results[1])
-            difference = results[1].totals["bits_per_byte"] - results[0].totals["bits_per_byte"]
-            report["ablation_costs_bits_per_byte"] = difference
-        _write(model, self._split, report, results)
-        return report, text(model, self._split, report)
+        check_tokenizer(model, self._corpus.tokenizer)
+        if self._evaluator is None:
+            self._evaluator = self._task.evaluator(
+                self._config, self._corpus, self._split, ablate=self._ablate,
+                trained=config_from_json(model.meta["config"]),
+            )  # fmt: skip
+        read, name = self._evaluator, f"reading {self._split}"
+        scale = read.unit == "tok"
+        with tqdm(
+            total=read.total, desc=name, unit=read.unit, unit_scale=scale, disable=None
+        ) as bar:
+            reading = read(model.params, progress=bar.update)
+        return evaluations.write(model.workdir, model.step, self._split, reading)
 
 
-_READERS = {
-    "language_modeling": Reader,
-    "seq2seq": SummaryReader,
-    "masked_language_modeling": MaskedReader,
-    "ctc": TranscriptReader,
-    "classification": HeadReader,
-    "regression": HeadReader,
-    "spans": HeadReader,
-}
+def evaluate(model: SavedModel, split: str, ablate: str | None) -> Evaluated:
+    """The report of one checkpoint."""
+    return SplitReader(model.config, split, ablate)(model)
 
 
-def reader(
-    config: Config, split: str, ablate: Ablation | None
-) -> Reader | SummaryReader | MaskedReader | TranscriptReader | HeadReader:
-    """What evaluates checkpoints of a run, as its objective asks."""
-    return _READERS[config.training.objective](config, split, ablate)
+def inspect(model: SavedModel, split: str, tokens: int | None) -> tuple[dict[str, Any], str]:
+    """All about a model's memory; writes evaluations/<step>/<split>_probe.json and plots/.
 
+    Args:
+      tokens: read about so many; None: as many as usual; 0: all.
 
-def evaluate(model: SavedModel, split: str, ablate: Ablation | None) -> tuple[dict[str, Any], str]:
-    """The figures of one checkpoint, and the same as people read them."""
-    return reader(model.config, split, ablate).read(model)
+    Returns:
+      The figures, with `workdir` and `step`, and the same as people read them.
 
-
-def _read(
-    evaluator: Evaluator, model: SavedModel, store: TokenStore, split: str, ablate: Ablation | None
-) -> Result:
-    name = f"reading {split}" + (f" without {ablate}" if ablate else "")
-    total = int(store.lengths.sum())
-    with tqdm(total=total, desc=name, unit="tok", unit_scale=True, disable=None) as bar:
-        return evaluator(model.params, store, split, ablate=ablate, progress=bar.update)
-
-
-def _report(result: Result) -> dict[str, Any]:
-    return {**result.totals, "protocol": result.protocol}
-
-
-def _write(model: SavedModel, split: str, report: dict[str, Any], results: list[Result]) -> None:
+    Raises:
+      ConfigError: the model has no memory.
+      DataError: the corpus has no such split.
+      CheckpointError: the model knows another tokenizer.
+    """
+    task = tasks.of(model.config)
+    where = {"workdir": str(model.workdir.path), "step": model.step}
+    found = task.inspect(model.config, saved.open_corpus(model), model.params, split, tokens, where)
     directory = model.workdir.evaluations / str(model.step)
     directory.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for i, score in enumerate(results[0].documents):
-        row = {"document": score.name, **figures(*score[1:])}
-        if len(results) > 1:
-            ablated = figures(*results[1].documents[i][1:])
-            row["ablated_bits_per_byte"] = ablated["bits_per_byte"]
-        lines.append(json.dumps(row))
-    workdirs.write_text(directory / f"{split}_documents.jsonl", "\n".join(lines) + "\n")
-    workdirs.write_json(directory / f"{split}.json", report)  # last: it says that all is done
-
-
-def text(model: SavedModel, split: str, report: dict[str, Any]) -> str:
-    """The report as people read it, protocol first."""
-    p = report["protocol"]
-    lines = [
-        f"{model.workdir.path}, step {report['step']}, {split}: {report['documents']} documents, "
-        f"{report['tokens']:,} tokens, {report['bytes']:,} bytes, {report['words']:,} words",
-        f"window {p['window']}, segment {p['segment_length']}, state carried from segment to "
-        f"segment, whole documents, first token scored from BOS, tokenizer {p['tokenizer']}",
-        "",
-    ]
-    columns = {"": report} | (
-        {f"without {report['ablation']['protocol']['ablate']}": report["ablation"]}
-        if "ablation" in report
-        else {}
-    )
-    names = ("bits_per_byte", "bits_per_token", "bits_per_character", "word_perplexity")
-    lines.append(f"{'':20}" + "".join(f"{name:>16}" for name in columns))
-    for name in names:
-        values = [column[name] for column in columns.values()]
-        cells = ["-" if v is None else f"{v:.4f}" if v < 1e6 else f"{v:.3e}" for v in values]
-        lines.append(f"{name.replace('_', ' '):20}" + "".join(f"{cell:>16}" for cell in cells))
-    if report["tokens_per_second"]:
-        lines.append(f"{report['tokens_per_second']:,.0f} tokens per second")
-    return "\n".join(lines)
+    workdirs.write_json(directory / f"{split}_probe.json", found.figures)
+    found.draw(model.workdir.plots)
+    return found.figures, found.text

@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Decoding
 from brt.generation.constraints import constrain
-from brt.generation.hypotheses import Hypotheses, Reorder, Step, length_penalties
+from brt.generation.decoder import TextDecoder
+from brt.generation.hypotheses import Hypotheses, length_penalties
 from brt.models.targets import SpecialTokens
 from brt.ops.top_k import top_k
 
@@ -57,16 +58,11 @@ class _Candidates(NamedTuple):
 
 
 def beam_search(
-    step: Step,
-    reorder: Reorder,
-    state: PyTree[Array],
-    *,
-    batch: int,
-    decoding: Decoding,
-    ids: SpecialTokens,
+    decoder: TextDecoder, state: PyTree[Array], *, batch: int, decoding: Decoding
 ) -> Hypotheses:
     """The best `decoding.beams` texts for each source; see `brt.generation.search.search`."""
     penalties = length_penalties(decoding)
+    step, reorder, ids = decoder
 
     def going_on(search: _Search) -> Bool[Array, ""]:
         return (search.length < decoding.max_length) & ~jnp.all(search.done)

@@ -1,5 +1,6 @@
 """The likeliest token at every step."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -8,8 +9,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Decoding
 from brt.generation.constraints import constrain
-from brt.generation.hypotheses import Hypotheses, Step, length_penalties
-from brt.models.targets import SpecialTokens
+from brt.generation.decoder import TextDecoder
+from brt.generation.hypotheses import Hypotheses, length_penalties
 
 
 class _Text(NamedTuple):
@@ -32,10 +33,26 @@ class _Text(NamedTuple):
     done: Bool[Array, "B 1"]
 
 
+# (log probabilities [B, 1, V] of the next tokens, how many there are) -> tokens [B, 1]
+Choose = Callable[[Array, Array], Array]
+
+
 def greedy_search(
-    step: Step, state: PyTree[Array], *, batch: int, decoding: Decoding, ids: SpecialTokens
+    decoder: TextDecoder, state: PyTree[Array], *, batch: int, decoding: Decoding
 ) -> Hypotheses:
     """One text for each source, N = 1; see `brt.generation.search.search`."""
+
+    def likeliest(log_probs: Float[Array, "B 1 V"], length: Int[Array, ""]) -> Int[Array, "B 1"]:
+        return jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
+
+    return one_text(decoder, state, likeliest, batch=batch, decoding=decoding)
+
+
+def one_text(
+    decoder: TextDecoder, state: PyTree[Array], choose: Choose, *, batch: int, decoding: Decoding
+) -> Hypotheses:
+    """One text for each source, whose tokens are chosen one by one."""
+    step, _, ids = decoder
 
     def going_on(text: _Text) -> Bool[Array, ""]:
         return (text.length < decoding.max_length) & ~jnp.all(text.done)
@@ -46,8 +63,9 @@ def greedy_search(
         log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
         broken = jnp.isnan(log_probs[..., 0])
         log_probs = constrain(log_probs, text.sequences, text.length, decoding, ids)
-        token = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
-        gain = jnp.where(broken, jnp.nan, jnp.max(log_probs, axis=-1))
+        token = choose(log_probs, text.length)
+        gain = jnp.take_along_axis(log_probs, token[..., None], axis=-1)[..., 0]
+        gain = jnp.where(broken, jnp.nan, gain)
         written = jnp.where(text.done, ids.pad, token)
         sequences = jax.lax.dynamic_update_index_in_dim(text.sequences, written, text.length, -1)
         return _Text(

@@ -1,16 +1,11 @@
 """What a search writes, and how texts of different lengths are compared."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from brt.config import Decoding
-
-# Of a model, as `brt.generation.search.search` describes them; a state is any tree of arrays.
-Step = Callable[[Array, Any], tuple[Array, Any]]
-Reorder = Callable[[Any, Array], Any]
 
 
 class Hypotheses(NamedTuple):

@@ -6,7 +6,7 @@ block borders, exactly as in training, so its logits are those of one long segme
 
 import json
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -14,15 +14,20 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from brt.config import Config, Sampling
+from brt.config import Config, Decoding, Sampling
 from brt.errors import DataError
-from brt.generation.decoding import choose
+from brt.generation.decoder import TextDecoder
+from brt.generation.hypotheses import Hypotheses
+from brt.generation.sampling import choose
+from brt.generation.search import search
 from brt.layers.stack import StackBlock, StackState
 from brt.models.decoder import Decoder, logits, new_state
+from brt.models.targets import SpecialTokens
 
 CHUNK = 16  # tokens written between two looks of the host
+_NEVER = -1  # an id that no token has
 
 
 class Memory(NamedTuple):
@@ -108,6 +113,45 @@ def _write(
     return memory, tokens.T
 
 
+class _Beams(NamedTuple):
+    """Beams that go on from one memory.
+
+    Attributes:
+      begun: bool, False before the first token, whose logits the memory has already.
+    """
+
+    memory: Memory
+    begun: Bool[Array, ""]
+
+
+def _search(
+    decoder: Decoder, params: PyTree[Array], memory: Memory, *, decoding: Decoding
+) -> Hypotheses:
+    """The texts that beams of one lane come to; a language model ends none by itself."""
+
+    def lanes(memory: Memory, take: Callable[[Array], Array]) -> Memory:
+        after = jax.tree.map(take, (memory.state, memory.block, memory.logits))
+        return memory._replace(state=after[0], block=after[1], logits=after[2])
+
+    def step(tokens: Int[Array, "1 N"], beams: _Beams) -> tuple[Float[Array, "1 N V"], _Beams]:
+        def advance() -> Memory:
+            return _advance(decoder, params, beams.memory, tokens[0])
+
+        memory = jax.lax.cond(beams.begun, advance, lambda: beams.memory)
+        return memory.logits[None], _Beams(memory, jnp.ones((), bool))
+
+    def reorder(beams: _Beams, chosen: Int[Array, "1 N"]) -> _Beams:
+        taken = lanes(beams.memory, lambda x: jnp.take(x, chosen[0], axis=0))
+        return beams._replace(memory=taken)
+
+    wide = lanes(memory, lambda x: jnp.repeat(x, decoding.beams, axis=0))
+    ids = SpecialTokens(pad=0, start=0, eos=_NEVER)
+    return search(
+        TextDecoder(step, reorder, ids), _Beams(wide, jnp.zeros((), bool)), batch=1,
+        decoding=decoding,
+    )  # fmt: skip
+
+
 class Session:
     """Reads and writes with one set of parameters.
 
@@ -128,6 +172,7 @@ class Session:
         self._write = jax.jit(
             partial(_write, decoder), static_argnames=("sampling", "steps"), donate_argnums=1
         )
+        self._search = jax.jit(partial(_search, decoder), static_argnames="decoding")
         self._new_memory = jax.jit(partial(_new_memory, decoder, lanes))
         self.restart(params)
 
@@ -170,7 +215,16 @@ class Session:
             yield np.asarray(tokens)
             count -= steps
 
-    def save(self, path: Path, identity: dict[str, object]) -> None:
+    def search(self, decoding: Decoding) -> Int[np.ndarray, " T"]:
+        """Writes the text that a search finds, `decoding.max_length` - 1 tokens, and reads it."""
+        if self.memory.count == 0:
+            self.read([])
+        best = self._search(self._params, self.memory, decoding=decoding)
+        tokens = np.asarray(best.sequences[0, 0, 1:])
+        self.read(tokens)
+        return tokens
+
+    def save(self, path: Path, identity: Mapping[str, object]) -> None:
         """Writes the memory as .npz; `identity` says what model it belongs to, as JSON."""
         arrays = {
             f"leaf{i}": np.asarray(leaf, _stored(leaf.dtype))
@@ -181,7 +235,7 @@ class Session:
             np.savez_compressed(file, identity=np.array(json.dumps(identity)), **arrays)
         temporary.replace(path)
 
-    def load(self, path: Path, identity: dict[str, object]) -> None:
+    def load(self, path: Path, identity: Mapping[str, object]) -> None:
         """Takes up a saved memory.
 
         Raises:

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from brt.checkpointing import reader
 from brt.config import Config
 from brt.config_io import config_from_json, config_json, config_text, difference
 from brt.errors import ConfigError
 from brt.sweeping.points import Point
-from brt.training import checkpoint
 from brt.training.workdir import Workdir, write_json, write_text
 
 Status = Literal["waiting", "unfinished", "trained", "finished", "failed"]
@@ -67,7 +67,7 @@ class Directory:
 
         Its step is not in the config of a run that is measured in epochs.
         """
-        steps = checkpoint.steps(self.run.checkpoints)
+        steps = reader.steps(self.run.checkpoints)
         file = self.run.evaluations / str(steps[-1]) / f"{split}.json" if steps else None
         return file if file and file.exists() else None
 

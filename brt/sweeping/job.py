@@ -6,13 +6,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from brt import tasks
 from brt.errors import BrtError, ConfigError, Preempted
 from brt.sweeping import commands, report
 from brt.sweeping.directory import Directory, check_unchanged
 from brt.sweeping.points import Point
 from brt.sweeping.runner import Runner
 from brt.sweeping.settings import Sweep
-from brt.training import corpora
 
 
 def run(
@@ -72,13 +72,12 @@ def _check_jobs(jobs: int) -> None:
 
 def _prepare(points: Sequence[Point], split: str) -> None:
     """Makes every corpus once, before points would do so side by side."""
-    configs = (point.config for point in points)
-    read = {
-        (c.training.objective, c.data, c.pairs, c.speech, c.sentences, c.questions): c
-        for c in configs
-    }
-    for config in read.values():
-        corpora.open_corpus(config).split(split)
+    found = {}
+    for config in (point.config for point in points):
+        task = tasks.of(config)
+        found[task.name, getattr(config, task.data)] = task, config
+    for task, config in found.values():
+        task.open(config).split(split)
 
 
 def _make(workdir: Path) -> None:

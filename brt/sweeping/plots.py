@@ -5,15 +5,15 @@ That is their error rate or score where they have one, else their bits per byte.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
-from brt.evaluation.drawing import curve, new_figure, smoothed
-from brt.sweeping.results import Group, Row
+from brt.drawing import curve, new_figure, smoothed
+from brt.sweeping.results import Group, Row, columns
+from brt.tasks.report import BITS_PER_BYTE, Measure
 
 _TRADE_OFF, _BARS, _CURVES = "bits_against_step_time.png", "bits.png", "training_curves.png"
 _CONVERGENCE = "convergence.png"
@@ -21,34 +21,21 @@ _BAR, _SEED = "#4c78a8", "#222222"
 _LEGEND_LINES = 24
 
 
-class Quantity(NamedTuple):
-    """What points are compared by: a field of theirs, and how it is called."""
-
-    field: str
-    title: str
-
-    def of(self, found: Group | Row) -> float | None:
-        """A point's, or the mean of a group."""
-        return getattr(found, self.field)
-
-    def seeds(self, group: Group) -> list[float]:
-        """Of every finished point of a group."""
-        return [value for value in map(self.of, group.rows) if value is not None]
+def compared(groups: Sequence[Group]) -> Measure:
+    """What these groups are compared by: the first column that any of them has."""
+    found = columns([row for g in groups for row in g.rows])
+    return found[0] if found else BITS_PER_BYTE
 
 
-BITS = Quantity("bits_per_byte", "bits per byte")
-_OTHERS = Quantity("token_error_rate", "% of the tokens wrong"), Quantity("score", "score, %")
-
-
-def quantity(groups: Sequence[Group]) -> Quantity:
-    """What these groups are compared by."""
-    return next((q for q in _OTHERS if any(q.of(g) is not None for g in groups)), BITS)
+def _seeds(measure: Measure, group: Group) -> list[float]:
+    """Of every finished point of a group."""
+    return [row.figures[measure.name] for row in group.rows if measure.name in row.figures]
 
 
 def draw(groups: Sequence[Group], directory: Path) -> list[str]:
     """Draws what there is something to draw of; returns the names of the files."""
-    measure = quantity(groups)
-    done = [g for g in groups if measure.of(g) is not None]
+    measure = compared(groups)
+    done = [g for g in groups if measure.name in g.figures]
     figures = {}
     if any(g.step_seconds for g in done):
         figures[_TRADE_OFF] = trade_off([g for g in done if g.step_seconds], measure)
@@ -57,7 +44,7 @@ def draw(groups: Sequence[Group], directory: Path) -> list[str]:
     begun = [g for g in groups if any(row.records for row in g.rows)]
     if begun:
         figures[_CURVES] = training_curves(begun)
-    if measure is not BITS and any(_validated(row, measure) for g in begun for row in g.rows):
+    if measure != BITS_PER_BYTE and any(_validated(row, measure) for g in begun for row in g.rows):
         figures[_CONVERGENCE] = convergence(begun, measure)
     directory.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
@@ -67,11 +54,15 @@ def draw(groups: Sequence[Group], directory: Path) -> list[str]:
     return list(figures)
 
 
-def trade_off(groups: Sequence[Group], measure: Quantity = BITS) -> Figure:
+def trade_off(groups: Sequence[Group], measure: Measure = BITS_PER_BYTE) -> Figure:
     """The quantity against the time of a step."""
     figure, (axes,) = new_figure(1, height=5.5)
     for color, g in zip(_colors(len(groups)), groups, strict=True):
-        seeds, mean, milliseconds = measure.seeds(g), measure.of(g), 1000 * g.step_seconds
+        seeds, mean, milliseconds = (
+            _seeds(measure, g),
+            g.figures[measure.name],
+            1000 * g.step_seconds,
+        )
         axes.errorbar(
             milliseconds, mean, fmt="o", color=color, capsize=3,
             yerr=[[mean - min(seeds)], [max(seeds) - mean]],
@@ -90,15 +81,15 @@ def trade_off(groups: Sequence[Group], measure: Quantity = BITS) -> Figure:
     return figure
 
 
-def bars(groups: Sequence[Group], measure: Quantity = BITS) -> Figure:
+def bars(groups: Sequence[Group], measure: Measure = BITS_PER_BYTE) -> Figure:
     """The quantity of every group, with its seeds as dots."""
     figure, (axes,) = new_figure(1, height=1.6 + 0.35 * len(groups))
     places = range(len(groups))
-    axes.barh(places, [measure.of(g) for g in groups], color=_BAR, alpha=0.6, height=0.65)
+    axes.barh(places, [g.figures[measure.name] for g in groups], color=_BAR, alpha=0.6, height=0.65)
     for place, g in zip(places, groups, strict=True):
-        seeds = measure.seeds(g)
+        seeds = _seeds(measure, g)
         axes.plot(seeds, [place] * len(seeds), "o", color=_SEED, markersize=4)
-    every = [value for g in groups for value in measure.seeds(g)]
+    every = [value for g in groups for value in _seeds(measure, g)]
     low, high = min(every), max(every)
     margin = 0.15 * (high - low) or 0.1
     axes.set_yticks(places, [g.name for g in groups])
@@ -134,7 +125,7 @@ def training_curves(groups: Sequence[Group]) -> Figure:
     return figure
 
 
-def convergence(groups: Sequence[Group], measure: Quantity) -> Figure:
+def convergence(groups: Sequence[Group], measure: Measure) -> Figure:
     """The quantity of the validation split against the time that training took."""
     figure, (axes,) = new_figure(1, height=5.5)
     for color, g in zip(_colors(len(groups)), groups, strict=True):
@@ -152,9 +143,9 @@ def convergence(groups: Sequence[Group], measure: Quantity) -> Figure:
     return figure
 
 
-def _validated(row: Row, measure: Quantity) -> dict[int, float]:
+def _validated(row: Row, measure: Measure) -> dict[int, float]:
     """{step: the quantity of the validation split}."""
-    tag = f"eval/validation/{measure.field}"
+    tag = f"eval/validation/{measure.name}"
     return {record["step"]: record[tag] for record in row.records if tag in record}
 
 

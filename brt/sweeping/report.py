@@ -10,17 +10,10 @@ from brt.sweeping import plots, results
 from brt.sweeping.points import Point
 from brt.sweeping.results import Group, Row
 from brt.sweeping.settings import Sweep
+from brt.tasks.report import BITS_PER_BYTE
 from brt.training.workdir import write_text
 
 _NONE = "-"
-_MEASURES = {
-    "bits_per_byte": ("bits per byte", ".4f"),
-    "spread": ("max - min", ".4f"),  # of the bits per byte
-    "bits_per_token": ("bits per token", ".4f"),
-    "token_error_rate": ("token errors %", ".2f"),
-    "score": ("score %", ".2f"),
-    "rouge_l": ("ROUGE-L", ".2f"),
-}
 
 
 def write(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
@@ -69,7 +62,7 @@ def group_table(groups: Sequence[Group]) -> list[str]:
             "": [_cell(g.name) for g in groups],
             "runs": [f"{g.runs}" if g.runs == g.planned else f"{g.runs} of {g.planned}"
                      for g in groups],
-            **_measures(groups),
+            **_measures(groups, [row for g in groups for row in g.rows]),
             "step ms": [_milliseconds(g.step_seconds) for g in groups],
             "relative": [_number(g.relative_step_time, ".2f") for g in groups],
             "tokens/s": [_number(g.tokens_per_second, ",.0f") for g in groups],
@@ -85,7 +78,7 @@ def point_table(rows: Sequence[Row]) -> list[str]:
         {
             "": [_cell(row.point.name) for row in rows],
             "status": [row.status for row in rows],
-            **_measures(rows),
+            **_measures(rows, rows),
             "step ms": [_milliseconds(row.step_seconds) for row in rows],
             "tokens/s": [_number(row.tokens_per_second, ",.0f") for row in rows],
             "steps": [f"{row.steps:,}" for row in rows],
@@ -97,31 +90,34 @@ def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
     """Every point with all its figures and bindings; what it lacks is empty."""
     relative = {g.name: (g.step_seconds, g.relative_step_time) for g in groups}
     fields = list(dict.fromkeys(name for row in rows for name in row.point.bindings))
+    measures = [column.name for column in results.columns(rows)]
     figures = (
-        "bits_per_byte", "bits_per_token", "token_error_rate", "score", "rouge_l", "step_seconds",
-        "tokens_per_second", "parameters", "parameters_non_embedding", "steps", "seconds",
-        "threads", "reason",
+        "step_seconds", "tokens_per_second", "parameters", "parameters_non_embedding", "steps",
+        "seconds", "threads", "reason",
     )  # fmt: skip
     file = io.StringIO()
     out = csv.writer(file, lineterminator="\n")
-    out.writerow(["point", "group", "status", *figures, "relative_step_time", *fields])
+    names = [*measures, *figures]
+    out.writerow(["point", "group", "status", *names, "relative_step_time", *fields])
     for row in rows:
         group_seconds, times = relative[row.point.group]
         own = row.step_seconds * times / group_seconds if row.step_seconds and times else None
         bindings = [row.point.bindings.get(name, "") for name in fields]
-        values = [getattr(row, name) for name in figures]
+        values = [row.figures.get(name) for name in measures]
+        values += [getattr(row, name) for name in figures]
         out.writerow([row.point.name, row.point.group, row.status, *values, own, *bindings])
     return file.getvalue()
 
 
-def _measures(found: Sequence[Row] | Sequence[Group]) -> dict[str, list[str]]:
-    """Columns of what any of these came to: language models and classifiers share none."""
-    columns = {}
-    for name, (title, form) in _MEASURES.items():
-        values = [getattr(one, name, None) for one in found]
-        if any(value is not None for value in values):
-            columns[title] = [_number(value, form) for value in values]
-    return columns
+def _measures(found: Sequence[Row] | Sequence[Group], rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Columns of what the tasks of these rows compare runs by."""
+    cells = {}
+    for column in results.columns(rows):
+        values = [one.figures.get(column.name) for one in found]
+        cells[column.title] = [_number(value, column.form) for value in values]
+        if column == BITS_PER_BYTE and any(getattr(one, "spread", None) for one in found):
+            cells["max - min"] = [_number(getattr(one, "spread", None), ".4f") for one in found]
+    return cells
 
 
 def _table(columns: Mapping[str, Sequence[str]]) -> list[str]:

@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from brt import tasks
+from brt.checkpointing import reader
 from brt.sweeping.directory import Directory
 from brt.sweeping.points import Point
-from brt.training import checkpoint, inspection
+from brt.tasks.report import Measure
+from brt.training import inspection
 from brt.training.metrics import read_metrics
 
 
@@ -16,24 +19,17 @@ class Row(NamedTuple):
     """A point. What it has not come to is None.
 
     Attributes:
-      bits_per_token: of the masked ones alone, where those are predicted.
+      figures: that its task compares runs by, by name.
       step_seconds: median over the intervals of training.
       tokens_per_second: of training, the same.
       steps: in the newest checkpoint.
-      token_error_rate: in percent, of models that write transcripts.
-      score: in percent, accuracy of labels or F1 of answers.
-      rouge_l: F1 of summaries, in percent; see the protocol in the point's evaluations.
       records: metrics.jsonl.
     """
 
     point: Point
     status: str
     reason: str
-    bits_per_byte: float | None
-    bits_per_token: float | None
-    token_error_rate: float | None
-    score: float | None
-    rouge_l: float | None
+    figures: dict[str, float]
     step_seconds: float | None
     tokens_per_second: float | None
     parameters: int | None
@@ -49,6 +45,7 @@ class Group(NamedTuple):
 
     Attributes:
       runs: how many are finished.
+      figures: that any of them has, by name.
       spread: of their bits per byte: highest less lowest; None for fewer than two.
       relative_step_time: to the baseline's.
     """
@@ -56,12 +53,8 @@ class Group(NamedTuple):
     name: str
     runs: int
     planned: int
-    bits_per_byte: float | None
+    figures: dict[str, float]
     spread: float | None
-    bits_per_token: float | None
-    token_error_rate: float | None
-    score: float | None
-    rouge_l: float | None
     step_seconds: float | None
     relative_step_time: float | None
     tokens_per_second: float | None
@@ -104,22 +97,18 @@ def reference(groups: Sequence[Group], baseline: str) -> Group:
 def _row(point: Point, directory: Directory, split: str) -> Row:
     progress, run = directory.progress(), directory.run
     evaluation = directory.evaluation(split) if progress.status == "finished" else None
-    figures = json.loads(evaluation.read_text(encoding="utf-8")) if evaluation else {}
+    report = json.loads(evaluation.read_text(encoding="utf-8")) if evaluation else {}
     records = read_metrics(run.metrics)
-    steps = checkpoint.steps(run.checkpoints)
+    steps = reader.steps(run.checkpoints)
     total = rest = None
     if steps:
-        total, rest = inspection.parameter_counts(checkpoint.read_meta(run.checkpoints, steps[-1]))
+        total, rest = inspection.parameter_counts(reader.read_meta(run.checkpoints, steps[-1]))
     status = progress.status
     return Row(
         point=point,
         status="trained" if status == "finished" and not evaluation else status,
         reason=progress.reason,
-        bits_per_byte=figures.get("bits_per_byte"),
-        bits_per_token=figures.get("bits_per_token", figures.get("bits_per_masked_token")),
-        token_error_rate=figures.get("token_error_rate"),
-        score=figures.get("score"),
-        rouge_l=figures["rouge"]["rougeL"]["f1"] if "rouge" in figures else None,
+        figures=_compared(point, report),
         step_seconds=_median(records, "perf/step_seconds"),
         tokens_per_second=_median(records, "perf/tokens_per_second"),
         parameters=total,
@@ -129,6 +118,18 @@ def _row(point: Point, directory: Directory, split: str) -> Row:
         threads=progress.threads,
         records=records,
     )
+
+
+def _compared(point: Point, report: dict[str, Any]) -> dict[str, float]:
+    task = tasks.of(point.config)
+    found = {**report, **task.figures(report)} if report else {}
+    return {column.name: found[column.name] for column in task.columns if column.name in found}
+
+
+def columns(rows: Sequence[Row]) -> list[Measure]:
+    """What the tasks of these rows compare runs by, as far as any row has it."""
+    known = {column.name: column for row in rows for column in tasks.of(row.point.config).columns}
+    return [column for name, column in known.items() if any(name in row.figures for row in rows)]
 
 
 def _median(records: Sequence[dict[str, Any]], tag: str) -> float | None:
@@ -143,18 +144,18 @@ def _group(name: str, rows: list[Row]) -> Group:
         values = [v for v in map(value, finished) if v is not None]
         return statistics.fmean(values) if values else None
 
-    bits = [row.bits_per_byte for row in finished if row.bits_per_byte is not None]
+    def mean_figure(name: str) -> float | None:
+        return mean(lambda row: row.figures.get(name))
+
+    names = dict.fromkeys(name for row in finished for name in row.figures)
+    bits = [b for row in finished if (b := row.figures.get("bits_per_byte")) is not None]
     first = finished[0] if finished else None
     return Group(
         name=name,
         runs=len(finished),
         planned=len(rows),
-        bits_per_byte=mean(lambda row: row.bits_per_byte),
+        figures={name: value for name in names if (value := mean_figure(name)) is not None},
         spread=max(bits) - min(bits) if len(bits) > 1 else None,
-        bits_per_token=mean(lambda row: row.bits_per_token),
-        token_error_rate=mean(lambda row: row.token_error_rate),
-        score=mean(lambda row: row.score),
-        rouge_l=mean(lambda row: row.rouge_l),
         step_seconds=mean(lambda row: row.step_seconds),
         relative_step_time=None,
         tokens_per_second=mean(lambda row: row.tokens_per_second),

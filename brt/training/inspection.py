@@ -5,12 +5,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+from brt import tree_utils
+from brt.checkpointing import reader
 from brt.config import Config
 from brt.config_io import config_from_json, difference
 from brt.errors import CheckpointError, ConfigError
-from brt.training import checkpoint, leaves
+from brt.formatting import short
 from brt.training.metrics import read_metrics
-from brt.training.progress import short
 from brt.training.state import counts
 from brt.training.workdir import Workdir
 
@@ -28,8 +29,8 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
     if not workdir.path.is_dir():
         raise ConfigError(f"--workdir={workdir.path} does not exist")
     directory = workdir.checkpoints
-    checkpoints = [_verified(directory, found) for found in checkpoint.present(directory)]
-    left = checkpoint.present(directory)  # a trainer may have removed some meanwhile
+    checkpoints = [_verified(directory, found) for found in reader.present(directory)]
+    left = reader.present(directory)  # a trainer may have removed some meanwhile
     checkpoints = [entry for entry in checkpoints if entry["step"] in left]
     whole = [c["step"] for c in checkpoints if c["whole"] and step in (None, c["step"])]
     found: dict[str, Any] = {
@@ -54,20 +55,20 @@ def parameter_counts(meta: dict[str, Any]) -> tuple[int, int]:
 
 def state_hash(workdir: Workdir, step: int) -> str:
     """One sha256 over all that a resume from `step` restores: equal hashes, equal runs."""
-    restored = checkpoint.restore(workdir.checkpoints, step=step)
-    return leaves.state_hash(restored.state, restored.meta)
+    restored = reader.restore(workdir.checkpoints, step=step)
+    return tree_utils.state_hash(restored.state, restored.meta)
 
 
 def check(found: dict[str, Any], step: int | None = None) -> None:
     """Raises CheckpointError if the newest checkpoint, or that of `step`, is not whole."""
     steps, directory = found["steps"], Workdir(Path(found["workdir"])).checkpoints
     if not steps or step not in (None, *steps):
-        checkpoint.find(directory, step)  # says what is there instead
+        reader.find(directory, step)  # says what is there instead
     wanted = found["checkpoints"][-1 if step is None else steps.index(step)]
     if not wanted["whole"]:
         raise CheckpointError(
             f"checkpoint {wanted['step']} of {directory} is damaged: "
-            f"{checkpoint.join(wanted['problems'])}; " + _remedy(found, step)
+            f"{reader.join(wanted['problems'])}; " + _remedy(found, step)
         )
 
 
@@ -75,7 +76,7 @@ def text(found: dict[str, Any]) -> str:
     """A survey as people read it."""
     lines = [found["workdir"], ""]
     for entry in found["checkpoints"]:
-        state = "whole" if entry["whole"] else "DAMAGED: " + checkpoint.join(entry["problems"])
+        state = "whole" if entry["whole"] else "DAMAGED: " + reader.join(entry["problems"])
         lines.append(f"  step {entry['step']:>10,}  {short(entry['bytes']):>7} bytes  {state}")
     if "step" in found:
         lines += ["", *_description(found)]
@@ -88,7 +89,7 @@ def text(found: dict[str, Any]) -> str:
 
 def _verified(directory: Path, step: int) -> dict[str, Any]:
     try:
-        problems = checkpoint.verify(directory, step)
+        problems = reader.verify(directory, step)
     except CheckpointError as error:
         problems = [str(error)]
     size = 0
@@ -99,7 +100,7 @@ def _verified(directory: Path, step: int) -> dict[str, Any]:
 
 
 def _described(directory: Path, step: int) -> dict[str, Any]:
-    meta = checkpoint.read_meta(directory, step)
+    meta = reader.read_meta(directory, step)
     parameters, non_embedding = parameter_counts(meta)
     return {
         "step": step,

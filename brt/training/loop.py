@@ -1,19 +1,24 @@
 """The training loop: step, report, evaluate, sample, save; stop cleanly when asked."""
 
 import contextlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
+from jaxtyping import Array, PyTree
 
+from brt import tree_utils
+from brt.checkpointing import reader
+from brt.checkpointing.writer import CheckpointWriter, check_disk
+from brt.config import Config
 from brt.config_io import config_from_json, config_json, config_text
 from brt.data.lanes import BatchIterator, iterate
 from brt.errors import Preempted
-from brt.training import checkpoint, leaves, looks, optimizer, reading
+from brt.tasks.protocol import Evaluator
+from brt.training import evaluations, optimizer
 from brt.training import run as runs
 from brt.training import workdir as workdirs
-from brt.training.checkpoint_writer import CheckpointWriter, check_disk
-from brt.training.looks.protocol import Looks
 from brt.training.meter import Meter
 from brt.training.metrics import MetricsWriter, Throughput
 from brt.training.preemption import StopSignal
@@ -22,6 +27,8 @@ from brt.training.resuming import check_resumable
 from brt.training.run import Run
 from brt.training.state import TrainState
 from brt.training.workdir import Workdir
+
+SPLIT = "validation"  # that is looked at in training
 
 
 class Tools(NamedTuple):
@@ -36,23 +43,32 @@ class Tools(NamedTuple):
     stop: StopSignal
     batches: BatchIterator
     meter: Meter
-    looks: Looks
+    evaluator: Evaluator
+    probe: Callable[[PyTree[Array], PyTree[Array]], Mapping[str, float]] | None
     provenance: dict[str, object]
 
 
-def train(run: Run, path: Path) -> Workdir:
+def train(config: Config, path: Path) -> tuple[Run, Workdir]:
     """Trains in a workdir, from its newest checkpoint if it has one, to Training.steps.
 
     Raises:
       Preempted: SIGTERM or Ctrl-C came; everything is saved.
       BrtError: anything else that a person can mend.
     """
+    found = newest(path)
+    run = runs.build(config, saved=found)
     with StopSignal() as stop, contextlib.ExitStack() as stack:
         workdir = workdirs.create(path)
-        stack.enter_context(workdirs.lock(workdir, checkpoint.warn_on_stderr))
+        stack.enter_context(workdirs.lock(workdir, reader.warn_on_stderr))
         state, tools = _set_up(run, workdir, stop, stack)
         _loop(state, tools)
-    return workdir
+    return run, workdir
+
+
+def newest(path: Path) -> reader.Found | None:
+    """The newest whole checkpoint of a workdir, None where it has none at all."""
+    directory = Workdir(path).checkpoints
+    return reader.find(directory) if reader.present(directory) else None
 
 
 def _set_up(
@@ -66,7 +82,8 @@ def _set_up(
         )
     )
     saved = _saved(run, workdir)
-    check_disk(workdir.checkpoints, leaves.required_bytes(run.abstract) * min(c.checkpoint.keep, 2))
+    needed = tree_utils.required_bytes(run.abstract) * min(c.checkpoint.keep, 2)
+    check_disk(workdir.checkpoints, needed)
     start = saved.step if saved else 0
     progress = stack.enter_context(Progress(c.training.steps, initial_step=start, log=workdir.log))
     batches = iterate(run.reader, start)
@@ -83,20 +100,29 @@ def _set_up(
     stack.callback(metrics.close)
     tools = Tools(
         run, workdir, writer, metrics, progress, Throughput(), stop, batches,
-        Meter(saved.meta["meter"] if saved else None), looks.build(run, workdir),
+        Meter(saved.meta["meter"] if saved else None), _evaluator(run), run.task.probe(c),
         provenance,
     )  # fmt: skip
     return saved.state if saved else runs.new_state(run, progress.message), tools
 
 
-def _saved(run: Run, workdir: Workdir) -> checkpoint.Restored | None:
+def _saved(run: Run, workdir: Workdir) -> reader.Restored | None:
     """The newest whole checkpoint, if it is one of this run."""
-    if not checkpoint.present(workdir.checkpoints):
+    found = newest(workdir.path)
+    if found is None:
         return None
-    found = checkpoint.find(workdir.checkpoints)
     for line in check_resumable(config_from_json(found.meta["config"]), run.config):
-        checkpoint.warn_on_stderr(f"the checkpoint has another {line}")
-    return checkpoint.restore(workdir.checkpoints, run.abstract, found.step)
+        reader.warn_on_stderr(f"the checkpoint has another {line}")
+    return reader.restore(workdir.checkpoints, run.abstract, found.step, found=found)
+
+
+def _held_out(run: Run) -> str | None:
+    return SPLIT if SPLIT in run.corpus.splits else None
+
+
+def _evaluator(run: Run) -> Evaluator:
+    """Of held-out data; without any, of the training data, for samples."""
+    return run.task.evaluator(run.config, run.corpus, _held_out(run) or "train", beside=True)
 
 
 def _warn_of_idle_devices(run: Run, progress: Progress) -> None:
@@ -139,7 +165,7 @@ def _steps(first: int, state: TrainState, tools: Tools) -> bool:
         state, metrics = step_function(state, runs.put(run, batch))
         done = step + 1
         tools.meter.add(done, metrics)
-        tools.throughput.step(reading.positions(batch))
+        tools.throughput.step(tools.run.reader.positions(batch))
         tools.writer.check()
         tools.progress.step(done)
         last = done == t.steps
@@ -177,9 +203,11 @@ def _report(step: int, rate: float, tools: Tools) -> None:
 
 def _probe(step: int, state: TrainState, tools: Tools) -> None:
     """Adds figures of the recurrent states and gates to metrics.jsonl."""
+    if tools.probe is None:
+        return
     tools.meter.flush()
     with tools.throughput.pause():
-        if values := tools.looks.probe(state.params, state.carried):
+        if values := tools.probe(state.params, state.carry):
             tools.metrics.write(step, values)
 
 
@@ -191,10 +219,11 @@ def _look(step: int, state: TrainState, tools: Tools, *, resumed: bool = False) 
     """
     t = tools.run.config.training
     sample = tools.workdir.samples / f"{step:08d}.txt"
-    evaluated = resumed and tools.metrics.has(step, tools.looks.evaluated)
+    headline = f"eval/{SPLIT}/{tools.run.task.measures[0].name}"
+    evaluated = resumed and tools.metrics.has(step, headline)
     sampled = resumed and sample.exists()
     complete = True
-    if _is_time(step, t.evaluate_every, t.steps) and not evaluated:
+    if _held_out(tools.run) and _is_time(step, t.evaluate_every, t.steps) and not evaluated:
         complete = _evaluate(step, state, tools)
     if _is_time(step, t.sample_every, t.steps) and not sampled:
         complete = _sample(step, state, sample, tools) and complete
@@ -206,20 +235,18 @@ def _is_time(step: int, every: int, steps: int) -> bool:
 
 
 def _evaluate(step: int, state: TrainState, tools: Tools) -> bool:
-    """Looks at held-out data; False where a stop cut that short."""
+    """Reads held-out data, at the last step the whole; False where a stop cut that short."""
     tools.meter.flush()
+    last = step >= tools.run.config.training.steps
     with tools.throughput.pause():
-        found = tools.looks.evaluate(
-            state.params,
-            last=step >= tools.run.config.training.steps,
-            stop=lambda: tools.stop.requested,
-        )
-    if found is None:
-        return False
-    figures, headline = found
-    if figures:
-        tools.metrics.write(step, figures)
-        tools.progress.evaluation(step, headline)
+        reading = tools.evaluator(state.params, whole=last, stop=lambda: tools.stop.requested)
+        if reading is None:
+            return False
+        if last:
+            evaluations.write(tools.workdir, step, SPLIT, reading)
+    figures = tools.run.task.figures(reading.figures)
+    tools.metrics.write(step, {f"eval/{SPLIT}/{name}": x for name, x in figures.items()})
+    tools.progress.evaluation(step, f"{SPLIT} {reading.headline}")
     return True
 
 
@@ -227,7 +254,7 @@ def _sample(step: int, state: TrainState, path: Path, tools: Tools) -> bool:
     """Writes a text that the model draws."""
     tools.meter.flush()
     with tools.throughput.pause():
-        text = tools.looks.sample(state.params, step, stop=lambda: tools.stop.requested)
+        text = tools.evaluator.sample(state.params, step, stop=lambda: tools.stop.requested)
     if text is not None:
         workdirs.write_text(path, text)
     return text is not None

@@ -12,6 +12,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from brt.formatting import clock, short
+
 
 class Progress:
     """Shows where a run is.
@@ -134,18 +136,3 @@ class Progress:
             with contextlib.suppress(OSError):
                 log.close()
             self._show(f"warning: log.txt cannot be written: {error.strerror}")
-
-
-def short(number: float | int) -> str:
-    """A number as people say it: 950, 41.2k, 3.1M."""
-    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.1f}{unit}"
-    return f"{number:.0f}"
-
-
-def clock(seconds: float | int) -> str:
-    """Seconds as 1:20 or 2:05:09."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

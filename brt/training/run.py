@@ -7,16 +7,19 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from brt import tasks
+from brt.checkpointing.reader import Found
 from brt.config import Config
+from brt.config_io import config_from_json
 from brt.data import preparation
-from brt.training import compilation, reading, starting
+from brt.tasks import resolving
+from brt.tasks.protocol import Corpus, Reader, Task
+from brt.tasks.weights import Weights
+from brt.training import compilation, warm_start
 from brt.training import optimizer as optimizers
-from brt.training.corpora import AnyCorpus
-from brt.training.reading import AnyReader
 from brt.training.sharding import by_lane, make_mesh, replicated, state_shardings
 from brt.training.state import TrainState, initial_state
 from brt.training.step import StepMetrics, train_step
-from brt.types import AnyBatch
 
 
 class Run(NamedTuple):
@@ -24,31 +27,59 @@ class Run(NamedTuple):
 
     Attributes:
       config: with what depends on data and machine written out.
+      weights: that it starts from, if from any.
       abstract: shapes, dtypes and shardings of the train state.
     """
 
     config: Config
-    corpus: AnyCorpus
-    reader: AnyReader
+    task: Task
+    corpus: Corpus
+    reader: Reader
     mesh: jax.sharding.Mesh
     optimizer: optax.GradientTransformation
+    weights: Weights | None
     abstract: TrainState
 
 
-def build(config: Config, *, progress: bool = True) -> Run:
-    """Prepares the data and shapes everything."""
+def build(config: Config, *, saved: Found | None = None, progress: bool = True) -> Run:
+    """Prepares the data and shapes everything.
+
+    Args:
+      saved: the checkpoint that the run goes on from, which knows the model that it started from
+        even where Training.init_from is gone.
+
+    Raises:
+      ConfigError: settings that do not fit each other, the data or the weights.
+      CheckpointError: Training.init_from names no weights of such a model.
+      DataError: the data cannot be read as asked.
+    """
     compilation.use_cache(preparation.cache_directory(config.data))
-    mesh = make_mesh(config.mesh)
-    config, corpus, reader = reading.prepare(config, progress=progress)
+    mesh, task = make_mesh(config.mesh), tasks.of(config)
+    weights = _weights(config, saved)
+    if weights:
+        config = warm_start.with_model(config, weights)
+    tasks.check(config)
+    corpus = task.open(config, progress=progress)
+    if weights:
+        config = task.with_weights(config, weights, corpus.tokenizer)
+    config = task.resolve(config, corpus)
+    reader = task.reader(config, corpus)
+    config = resolving.with_steps(config, reader.steps_per_epoch)
     optimizer = optimizers.build(config.optimizer, config.training.steps)
     shapes = jax.eval_shape(partial(initial_state, config, optimizer))
-    shardings = state_shardings(mesh, shapes)
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
-        shardings,
+        state_shardings(mesh, shapes),
     )
-    return Run(config, corpus, reader, mesh, optimizer, abstract)
+    return Run(config, task, corpus, reader, mesh, optimizer, weights, abstract)
+
+
+def _weights(config: Config, saved: Found | None) -> Weights | None:
+    if not (config.training.init_from and saved):
+        return warm_start.find(config)
+    theirs, where = config_from_json(saved.meta["config"]), config.training.init_from
+    return warm_start.of_run(where, config, theirs, saved.meta["tokenizer"])
 
 
 def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
@@ -63,10 +94,10 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract)
     init = partial(initial_state, run.config, run.optimizer)
     state = jax.jit(init, out_shardings=shardings)(_key(run))
-    where = run.config.training.init_from
-    if not where:
+    if not run.weights:
         return state
-    params, new, unread = starting.params(run.config, state.params)
+    where = run.weights.where
+    params, new, unread = run.task.start(run.config, run.weights, state.params)
     if new:
         say(f"new, as {where} lacks them: {', '.join(new)}")
     if unread:
@@ -74,7 +105,7 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     return state._replace(params=jax.device_put(params, shardings.params))
 
 
-def put(run: Run, batch: AnyBatch) -> AnyBatch:
+def put(run: Run, batch: Any) -> Any:
     """A host batch on the devices, by lanes."""
     return jax.device_put(batch, by_lane(run.mesh))
 
@@ -84,14 +115,15 @@ class CompiledStep:
 
     def __init__(self, run: Run):
         shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract)
-        metrics = StepMetrics(*[replicated(run.mesh)] * len(StepMetrics._fields))
         step = partial(train_step, config=run.config, optimizer=run.optimizer)
-        self._jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, metrics))
+        # One sharding stands for all that there is in the metrics.
+        out = shardings, replicated(run.mesh)
+        self._jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
         self._key = jax.device_put(_key(run), replicated(run.mesh))
         self._run = run
         self._compiled: dict[tuple, Any] = {}
 
-    def prepare(self, batch: AnyBatch) -> None:
+    def prepare(self, batch: Any) -> None:
         """Compiles for batches of this shape, if that was not done yet."""
         if (shape := _shape(batch)) not in self._compiled:
             lanes = by_lane(self._run.mesh)
@@ -101,11 +133,11 @@ class CompiledStep:
             lowered = self._jitted.lower(self._run.abstract, abstract, self._key)
             self._compiled[shape] = lowered.compile()
 
-    def prepared(self, batch: AnyBatch) -> bool:
+    def prepared(self, batch: Any) -> bool:
         """Whether `prepare` has nothing to do."""
         return _shape(batch) in self._compiled
 
-    def __call__(self, state: TrainState, batch: AnyBatch) -> tuple[TrainState, StepMetrics]:
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         self.prepare(batch)
         return self._compiled[_shape(batch)](state, batch, self._key)
 
@@ -113,11 +145,11 @@ class CompiledStep:
 def compiled_step(run: Run) -> CompiledStep:
     """The train step, compiled for the largest batch."""
     step = CompiledStep(run)
-    step.prepare(reading.largest_batch(run.reader))
+    step.prepare(run.reader.largest())
     return step
 
 
-def _shape(batch: AnyBatch) -> tuple[tuple[int, ...], ...]:
+def _shape(batch: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(x.shape for x in batch)
 
 

@@ -7,13 +7,15 @@ import flax.linen as nn
 import jax
 from jaxtyping import Array, PyTree
 
+from brt import tasks
+from brt.checkpointing import reader
 from brt.config import Config
 from brt.config_io import config_from_json
-from brt.data.pairs.tokenization import PairTokenizer
 from brt.data.preparation import cache_directory
-from brt.data.tokenizers import Tokenizer
 from brt.errors import CheckpointError, ConfigError
-from brt.training import checkpoint, compilation
+from brt.tasks.protocol import Corpus
+from brt.tasks.weights import Tokenizer
+from brt.training import compilation
 from brt.training.resuming import check_resumable
 from brt.training.state import initial_params
 from brt.training.workdir import Workdir
@@ -33,7 +35,7 @@ class SavedModel(NamedTuple):
     params: PyTree[Array]
 
 
-def load_config(workdir: Path, step: int | None = None) -> tuple[Workdir, checkpoint.Found, Config]:
+def load_config(workdir: Path, step: int | None = None) -> tuple[Workdir, reader.Found, Config]:
     """What a checkpoint says of its model, without reading the arrays.
 
     Raises:
@@ -43,24 +45,44 @@ def load_config(workdir: Path, step: int | None = None) -> tuple[Workdir, checkp
     if not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir} does not exist")
     place = Workdir(workdir)
-    found = checkpoint.find(place.checkpoints, step)
+    found = reader.find(place.checkpoints, step)
     return place, found, config_from_json(found.meta["config"])
 
 
-def load(workdir: Workdir, found: checkpoint.Found, config: Config) -> SavedModel:
+def load(
+    workdir: Workdir,
+    found: reader.Found,
+    config: Config,
+    sharding: jax.sharding.Sharding | None = None,
+) -> SavedModel:
     """Reads the parameters. `config` may differ from the saved one where that makes sense.
+
+    Args:
+      sharding: where the parameters go; None: to the default device.
 
     Raises:
       ConfigError: it differs where it must not.
     """
     compilation.use_cache(cache_directory(config.data))
     check_resumable(config_from_json(found.meta["config"]), config)
-    target = {"params": jax.eval_shape(lambda: nn.meta.unbox(initial_params(config)))}
-    restored = checkpoint.restore(workdir.checkpoints, target, found.step, partial=True)
+    shapes = jax.eval_shape(lambda: nn.meta.unbox(initial_params(config)))
+    target = {
+        "params": jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+        )
+    }
+    restored = reader.restore(workdir.checkpoints, target, found.step, found=found, partial=True)
     return SavedModel(workdir, found.step, config, found.meta, restored.state["params"])
 
 
-def check_tokenizer(model: SavedModel, tokenizer: Tokenizer | PairTokenizer) -> None:
+def open_corpus(model: SavedModel) -> Corpus:
+    """The data of a model's config; raises as `check_tokenizer`."""
+    corpus = tasks.of(model.config).open(model.config)
+    check_tokenizer(model, corpus.tokenizer)
+    return corpus
+
+
+def check_tokenizer(model: SavedModel, tokenizer: Tokenizer) -> None:
     """Raises CheckpointError where the model was trained with another tokenizer."""
     if tokenizer.fingerprint != model.meta["tokenizer"]:
         raise CheckpointError(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
+from brt import tasks
 from brt.config import Config
-from brt.training import objectives
 
 EMBEDDINGS = (  # where models keep it
     "embedding", "token_embed/embedding", "encoder/inputs/token_embed/embedding",
@@ -24,31 +24,34 @@ class TrainState(NamedTuple):
       step: int32, finished steps.
       params: float32, as the model names them.
       optimizer: of `params`.
-      carried: caches and recurrent states of the lanes, where the model has any.
+      carry: caches and recurrent states of the lanes, where the model has any.
+      model_state: what is learned without gradients.
     """
 
     step: Int[Array, ""]
     params: PyTree[Array]
     optimizer: PyTree[Array]
-    carried: PyTree[Array]
+    carry: PyTree[Array]
+    model_state: PyTree[Array]
 
 
 def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:
     """Parameters, each boxed with the names of its axes; `key` is that of the run's seed."""
     key = jax.random.key(config.training.seed) if key is None else key
-    return objectives.of(config).initial_params(config, key)
+    return tasks.of(config).initial_params(config, key)
 
 
 def initial_state(
     config: Config, optimizer: optax.GradientTransformation, key: Array | None = None
 ) -> TrainState:
     """Step 0. Traceable: `eval_shape` gives the shapes, `jit` the sharded arrays."""
-    params = nn.meta.unbox(initial_params(config, key))
+    task, params = tasks.of(config), nn.meta.unbox(initial_params(config, key))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
         optimizer=optimizer.init(params),
-        carried=objectives.of(config).initial_carried(config, config.training.batch_size),
+        carry=task.initial_carry(config, config.training.batch_size),
+        model_state=task.initial_model_state(config),
     )
 
 

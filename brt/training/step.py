@@ -1,16 +1,16 @@
 """One training step: pure, of a state and a batch."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PyTree
 
+from brt import tasks
 from brt.config import Config
-from brt.training import objectives
+from brt.tasks.protocol import Aux
 from brt.training.state import TrainState
-from brt.types import AnyBatch
 
 # Purposes that randomness is folded with; numbers are part of a run's identity.
 DROPOUT = 1
@@ -23,63 +23,71 @@ class StepMetrics(NamedTuple):
       nats: summed over the scored tokens.
       tokens: how many were scored.
       gradient_norm: of the mean loss, before any clipping.
+      others: what the task has to log besides, by name.
     """
 
     nats: Float[Array, ""]
     tokens: Float[Array, ""]
     gradient_norm: Float[Array, ""]
+    others: dict[str, Float[Array, ""]]
 
 
 def _accumulated(
-    params: PyTree[Array],
-    carried: PyTree[Array],
-    batch: AnyBatch,
-    key: Array,
-    config: Config,
-) -> tuple[Float[Array, ""], PyTree[Array], PyTree[Array]]:
-    """Nats, next state and gradients, from parts of the lanes one after another."""
-    parts = config.training.gradient_accumulation
-    value_and_grad = jax.value_and_grad(objectives.of(config).loss, has_aux=True)
-    if parts == 1:
-        (_, (nats, carried)), gradients = value_and_grad(params, carried, batch, key, config)
-        return nats, carried, gradients
+    state: TrainState, carry: PyTree[Array], batch: Any, key: Array, config: Config
+) -> tuple[Aux, PyTree[Array]]:
+    """What the loss gives and its gradients, from microbatches of the lanes one after another."""
+    loss = tasks.of(config).loss
 
-    def cut(x: Array) -> Array:  # part i takes lanes i::parts, so every device has its share
-        return jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)
+    def of_microbatch(
+        carry: PyTree[Array], model_state: PyTree[Array], batch: Any, key: Array
+    ) -> tuple[Aux, PyTree[Array]]:
+        def of_params(params: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
+            return loss(config, params, carry, model_state, batch, key)
 
-    def body(sums: tuple, part: tuple) -> tuple[tuple, PyTree[Array]]:
-        index, state, piece = part
-        part_key = jax.random.fold_in(key, index)
-        (_, (nats, state)), gradients = value_and_grad(params, state, piece, part_key, config)
-        return jax.tree.map(jnp.add, sums, (nats, gradients)), state
+        (_, aux), gradients = jax.value_and_grad(of_params, has_aux=True)(state.params)
+        return aux, gradients
 
-    zeros = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
-    pieces = (jnp.arange(parts), jax.tree.map(cut, carried), jax.tree.map(cut, batch))
-    (nats, gradients), after = jax.lax.scan(body, zeros, pieces)
+    count = config.training.gradient_accumulation
+    if count == 1:
+        return of_microbatch(carry, state.model_state, batch, key)
+
+    def cut(x: Array) -> Array:  # microbatch i takes lanes i::count: every device has its share
+        return jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
+
+    def body(sums: tuple, microbatch: tuple) -> tuple[tuple, tuple]:
+        (model_state, *totals), (index, carry, piece) = sums, microbatch
+        own = jax.random.fold_in(key, index)
+        aux, gradients = of_microbatch(carry, model_state, piece, own)
+        totals = jax.tree.map(jnp.add, tuple(totals), (aux.nats, aux.count, gradients))
+        return (aux.model_state, *totals), (aux.carry, aux.metrics)
+
+    zero = jnp.zeros((), jnp.float32)
+    sums = state.model_state, zero, zero, jax.tree.map(jnp.zeros_like, state.params)
+    pieces = jnp.arange(count), jax.tree.map(cut, carry), jax.tree.map(cut, batch)
+    (model_state, nats, tokens, gradients), (after, metrics) = jax.lax.scan(body, sums, pieces)
     joined = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]), after)
-    return nats, joined, gradients
+    return Aux(nats, tokens, joined, model_state, jax.tree.map(jnp.mean, metrics)), gradients
 
 
 def train_step(
     state: TrainState,
-    batch: AnyBatch,
+    batch: Any,
     key: Array,
     *,
     config: Config,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, StepMetrics]:
-    """Reads one segment of every lane, or a batch of pairs, and updates the parameters.
+    """Reads one segment of every lane, or a batch of rows, and updates the parameters.
 
-    The loss is the mean over the scored tokens of the whole batch. Gradients end where the
-    carried state comes in. `key` is that of the run's seed at every step; as an argument it
-    leaves runs that differ in nothing else with the same program, compiled once.
+    The loss is the mean over what is scored of the whole batch. Gradients end where the carry
+    comes in, here and nowhere else. `key` is that of the run's seed at every step; as an argument
+    it leaves runs that differ in nothing else with the same program, compiled once.
     """
     key = jax.random.fold_in(jax.random.fold_in(key, DROPOUT), state.step)
-    carried = objectives.of(config).cut_gradient(state.carried)
-    nats, carried, gradients = _accumulated(state.params, carried, batch, key, config)
-    tokens = objectives.of(config).scored(batch, config).astype(jnp.float32)
-    gradients = jax.tree.map(lambda g: g / jnp.maximum(tokens, 1.0), gradients)
+    carry = jax.lax.stop_gradient(state.carry)
+    aux, gradients = _accumulated(state, carry, batch, key, config)
+    gradients = jax.tree.map(lambda g: g / jnp.maximum(aux.count, 1.0), gradients)
     updates, after = optimizer.update(gradients, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = StepMetrics(nats, tokens, optax.tree.norm(gradients))
-    return TrainState(state.step + 1, params, after, carried), metrics
+    metrics = StepMetrics(aux.nats, aux.count, optax.tree.norm(gradients), aux.metrics)
+    return TrainState(state.step + 1, params, after, aux.carry, aux.model_state), metrics

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from brt.interop import pretrained, pretrained_encoder, trained, trained_encoder
+from brt.interop import pretrained
+from brt.interop.exporting import Exported
 from brt.interop.huggingface import config, files, verify, weights
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.pretrained import Pretrained
+from brt.interop.pretrained_encoder import PretrainedEncoder
 from brt.models import seq2seq
 
 
@@ -62,12 +64,12 @@ def from_hf(
     yield f"wrote {target}"
 
 
-def to_hf(source: Path, target: Path, *, verified: bool, dtype: str = "float32") -> Iterator[str]:
+def to_hf(own: Exported, target: Path, *, verified: bool, dtype: str = "float32") -> Iterator[str]:
     """The other way; raises as `from_hf`."""
-    if pretrained_encoder.is_one(source) or trained_encoder.is_run(source):
-        yield from roberta.to_hf(source, target, verified=verified, dtype=dtype)
+    if isinstance(own.model, PretrainedEncoder):
+        yield from roberta.to_hf(own, target, verified=verified, dtype=dtype)
         return
-    model = _own(source)
+    model = own.model
     settings, generation = config.to_theirs(model.described, dtype)
     exported = weights.export_arrays(model.params, model.described.model)
     with files.new_directory(target) as directory:
@@ -75,8 +77,8 @@ def to_hf(source: Path, target: Path, *, verified: bool, dtype: str = "float32")
         files.write_tensors(directory, rounded)
         files.write_json(directory / "config.json", settings)
         files.write_json(directory / "generation_config.json", generation)
-        copied = _copied_tokenizer(source, directory)
-        yield _summary(model, source)
+        copied = own.copy_tokenizer(directory)
+        yield _summary(model, own.source)
         if model.described.cross.kind != "full":
             yield (
                 "note: transformers will read the source by full attention, not as "
@@ -88,16 +90,6 @@ def to_hf(source: Path, target: Path, *, verified: bool, dtype: str = "float32")
             compared = {name: exported[name] for name in arrays}
             yield from _verified(model, again, compared, directory, arrays)
     yield f"wrote {target}"
-
-
-def _own(source: Path) -> Pretrained:
-    """A directory that --to=brt wrote, or the newest checkpoint of a run."""
-    return trained.load(source) if trained.is_run(source) else pretrained.load(source)
-
-
-def _copied_tokenizer(source: Path, directory: Path) -> list[str]:
-    copy = trained.copy_tokenizer if trained.is_run(source) else pretrained.copy_tokenizer
-    return copy(source, directory)
 
 
 def _extended(model: Pretrained, positions: int, method: str) -> Pretrained:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from brt.interop import pretrained, pretrained_encoder, trained_encoder
+from brt.interop import pretrained, pretrained_encoder
+from brt.interop.exporting import Exported
 from brt.interop.huggingface import files
 from brt.interop.huggingface import verify as reports
 from brt.interop.huggingface.roberta import config, verify, weights
@@ -55,38 +56,23 @@ def from_hf(
     yield f"wrote {target}"
 
 
-def to_hf(source: Path, target: Path, *, verified: bool, dtype: str = "float32") -> Iterator[str]:
-    """The other way, of a directory that `from_hf` wrote or of a run; raises as that."""
-    model = trained_encoder.load(source)
+def to_hf(own: Exported, target: Path, *, verified: bool, dtype: str = "float32") -> Iterator[str]:
+    """The other way; raises as `from_hf`."""
+    model = own.model
     settings = config.to_theirs(model.described, dtype)
     exported = weights.export_arrays(model.params, model.described)
     with files.new_directory(target) as directory:
         rounded = {name: array.astype(files.DTYPES[dtype]) for name, array in exported.items()}
         files.write_tensors(directory, rounded)
         files.write_json(directory / "config.json", settings)
-        own = trained_encoder.is_run(source)
-        copied = (trained_encoder if own else pretrained).copy_tokenizer(source, directory)
-        yield _summary(model, source)
+        copied = own.copy_tokenizer(directory)
+        yield _summary(model, own.source)
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
-        if own:
-            yield from _notes(source, model)
+        yield from (f"note: {note}" for note in own.notes)
         if verified:
             again, arrays, _ = read(directory)
             yield from _verified(model, again, exported, arrays, directory)
     yield f"wrote {target}"
-
-
-def _notes(source: Path, model: PretrainedEncoder) -> Iterator[str]:
-    """What others should know of a run's weights, and config.json does not tell."""
-    kind = trained_encoder.describe(source).attention
-    if kind != "full":
-        yield (
-            f"note: trained with Attention.kind = {kind!r}; transformers will read by full "
-            "attention, and so does --verify"
-        )
-    if model.described.task == "masked_language_modeling":
-        yield f"note: the mask is token {model.described.model.vocab_size - 1}"
-    yield "note: transformers takes token 1 for padding"
 
 
 def _verified(

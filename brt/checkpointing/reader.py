@@ -1,0 +1,222 @@
+"""Checkpoints that are whole or do not count: `checkpoints/<step>/`.
+
+    state/            the arrays, by orbax
+    meta.json         step, seed, position in the data, config: whatever the trainer gives
+    MANIFEST.sha256   checksums of all of it
+
+A save is written to `<step>.partial` and renamed when it is complete, so a killed run
+leaves whole checkpoints and litter, nothing between. A checkpoint is verified before it is
+read; where the newest is damaged the next older whole one is used, and said so.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from absl import logging as absl_logging
+
+from brt import tree_utils
+from brt.checkpointing import manifest
+from brt.errors import CheckpointError
+
+META = "meta.json"
+STATE = "state"
+_SHOWN = 3  # problems named in one sentence
+
+# Orbax narrates every save and restore; what users need to know is said here.
+absl_logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname)
+
+
+class Found(NamedTuple):
+    """A whole checkpoint, and what was wrong with newer ones."""
+
+    step: int
+    meta: dict[str, Any]
+    problems: list[str]
+
+
+class Restored(NamedTuple):
+    """A restored state, its metadata, and what was wrong with newer checkpoints."""
+
+    step: int
+    state: Any
+    meta: dict[str, Any]
+    problems: list[str]
+
+
+def present(directory: Path) -> list[int]:
+    """Steps that have something in their directory, whole or not, oldest first."""
+    if not directory.is_dir():
+        return []
+    return sorted(
+        int(path.name)
+        for path in directory.iterdir()
+        if re.fullmatch(r"0|[1-9][0-9]*", path.name)
+        and not path.is_symlink()
+        and _has_content(path)
+    )
+
+
+def steps(directory: Path) -> list[int]:
+    """Steps of the complete checkpoints, oldest first; not verified."""
+    return [s for s in present(directory) if (directory / str(s) / manifest.NAME).is_file()]
+
+
+def verify(directory: Path, step: int) -> list[str]:
+    """What is wrong with a checkpoint, one phrase per file; empty if it is whole."""
+    path = directory / str(step)
+    if path.is_symlink():
+        return ["it is a symbolic link"]
+    problems = manifest.verify(path)
+    if not problems and (found := read_meta(directory, step)["step"]) != step:
+        problems = [f"{META} is of step {found}"]
+    return problems
+
+
+def read_meta(directory: Path, step: int) -> dict[str, Any]:
+    """The metadata that `save` was given, with `step` and `arrays`; not verified."""
+    path = directory / str(step) / META
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def warn_on_stderr(message: str) -> None:
+    """Prints a warning where people see it."""
+    print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+def find(
+    directory: Path, step: int | None = None, *, warn: Callable[[str], None] = warn_on_stderr
+) -> Found:
+    """The newest whole checkpoint, or `step` if that is whole.
+
+    Raises:
+      CheckpointError: there is none, or the one asked for is missing or damaged.
+    """
+    problems: dict[int, str] = {}
+    while True:  # a trainer may remove old checkpoints meanwhile, so look again every time
+        # A listing taken while a trainer replaces its only checkpoint may show neither.
+        there = present(directory) or present(directory)
+        candidates = [s for s in there if s not in problems and step in (None, s)]
+        if not candidates:
+            raise CheckpointError(_nothing_found(directory, step, there, problems))
+        newest = candidates[-1]
+        try:
+            damage = verify(directory, newest)
+            if not damage:
+                return Found(newest, read_meta(directory, newest), list(problems.values()))
+        except CheckpointError as error:
+            damage = [str(error)]
+        if newest in present(directory):
+            problems[newest] = f"checkpoint {newest} is damaged: {join(damage)}"
+            if step is None:
+                warn(f"{directory}: {problems[newest]}; trying the next older one")
+
+
+def restore(
+    directory: Path,
+    target: Any = None,
+    step: int | None = None,
+    *,
+    found: Found | None = None,
+    partial: bool = False,
+    warn: Callable[[str], None] = warn_on_stderr,
+) -> Restored:
+    """Reads the newest whole checkpoint, or `step`, bit by bit, onto any devices.
+
+    Args:
+      directory: the `checkpoints` directory of a run.
+      target: pytree of `jax.ShapeDtypeStruct` with shardings, or of arrays; without a sharding
+        a leaf goes to the default device. None restores all arrays as a dictionary by name.
+      step: a certain checkpoint; that one or an error.
+      found: what `find` gave just now, whose checksums need not be verified again.
+      partial: read only the arrays that `target` names.
+      warn: told about every damaged checkpoint that was passed over.
+
+    Raises:
+      CheckpointError: nothing whole to restore, or arrays that do not fit `target`.
+    """
+    while True:
+        found = found or find(directory, step, warn=warn)
+        tree = tree_utils.abstract(found.meta["arrays"]) if target is None else target
+        wanted = tree_utils.named(tree)
+        differences = tree_utils.differences(
+            found.meta["arrays"], tree_utils.describe(wanted), partial=partial
+        )
+        if differences:
+            raise CheckpointError(
+                f"checkpoint {found.step} of {directory} is of another model or optimizer: "
+                f"{join(differences)}"
+            )
+        try:
+            arrays = _read_arrays(directory / str(found.step) / STATE, wanted)
+        except Exception:
+            if found.step in present(directory):
+                raise
+            found = None  # removed by the trainer while we read it
+            continue
+        state = jax.tree.unflatten(jax.tree.structure(tree), arrays.values())
+        return Restored(found.step, state, found.meta, found.problems)
+
+
+def _has_content(path: Path) -> bool:
+    try:
+        return any(path.iterdir())
+    except OSError:  # not a directory, or removed by the trainer just now
+        return False
+
+
+def _read_arrays(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    item = {
+        name: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or default
+        )
+        for name, leaf in wanted.items()
+    }
+    stored = {name: leaf for name, leaf in item.items() if leaf.size}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        arrays = checkpointer.restore(
+            path.absolute(),
+            args=ocp.args.PyTreeRestore(
+                item=stored,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(stored),
+                partial_restore=True,
+            ),
+        )
+    return {
+        name: arrays[name]
+        if leaf.size
+        else jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding)
+        for name, leaf in item.items()
+    }
+
+
+def _nothing_found(
+    directory: Path, step: int | None, there: list[int], problems: Mapping[int, str]
+) -> str:
+    if step is not None and problems:
+        return f"{directory}: {problems[step]}; choose another of {there}"
+    if step is not None and (directory / str(step)).is_symlink():
+        return f"{directory / str(step)} is a symbolic link, which is not followed"
+    if step is not None and there:
+        return f"{directory} has no checkpoint of step {step}; it has {there}"
+    if problems:
+        return f"{directory} holds no whole checkpoint: {'; '.join(problems.values())}"
+    if not directory.is_dir():
+        return f"there are no checkpoints, because {directory} does not exist; is --workdir right?"
+    return f"there is no complete checkpoint in {directory}; is --workdir right?"
+
+
+def join(phrases: list[str]) -> str:
+    """The first few phrases, and how many there are besides."""
+    more = [f"and {len(phrases) - _SHOWN} more"] if len(phrases) > _SHOWN else []
+    return "; ".join([*phrases[:_SHOWN], *more])

@@ -1,0 +1,209 @@
+"""Writes checkpoints in the background and keeps the directory tidy.
+
+The trainer is the only writer; everyone else uses `brt.checkpointing.reader`.
+"""
+
+import errno
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from brt import tree_utils
+from brt.checkpointing import manifest
+from brt.checkpointing.reader import META, STATE, join, steps, verify, warn_on_stderr
+from brt.errors import CheckpointError, NonFiniteError
+
+
+def check_disk(directory: Path, needed: int) -> None:
+    """Raises CheckpointError if fewer than `needed` bytes are free at `directory`."""
+    free = _free_bytes(directory)
+    if free < needed:
+        raise CheckpointError(
+            f"checkpoints need {_size(needed)} in {directory}, where {_size(free)} are free; make "
+            f"room, or lower Checkpoint.keep or the size of the model"
+        )
+
+
+class CheckpointWriter:
+    """Saves in the background; what goes wrong there is raised by the next call.
+
+    Creating one removes what killed runs left behind, so only a trainer that holds the
+    workdir's lock may do it. As a context manager it is closed at the end.
+
+    Args:
+      directory: the `checkpoints` directory of a run, created if missing.
+      keep: how many of the newest checkpoints stay.
+      keep_every: checkpoints at multiples of so many steps stay for good; 0: none.
+    """
+
+    def __init__(self, directory: Path, *, keep: int = 3, keep_every: int = 0):
+        self._directory = directory
+        self._keep = keep
+        self._keep_every = keep_every
+        self._pending: Future[None] | None = None
+        self._last_step: int | None = None
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            _clean(directory)
+        except OSError as error:
+            raise CheckpointError(f"cannot write checkpoints to {directory}: {error}") from error
+        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError as own:
+            if error is None:
+                raise
+            warn_on_stderr(str(own))  # the first error is the one to be raised
+
+    def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
+        """Starts a save; returns when the arrays are copied and may be donated.
+
+        Waits for the save before it. Saving the same step again does nothing.
+
+        Args:
+          step: completed steps, the name of the checkpoint.
+          state: pytree of arrays.
+          meta: anything that JSON can say; `step` and `arrays` are added.
+
+        Raises:
+          NonFiniteError: an array holds NaN or infinity; nothing is saved.
+          CheckpointError: this save cannot start, or the one before it failed.
+        """
+        self.wait()
+        if step == self._last_step:
+            return
+        named = tree_utils.named(state)
+        if bad := tree_utils.not_finite(named):
+            raise NonFiniteError(
+                f"step {step} is not saved, because these hold NaN or infinity: {join(bad)}; "
+                f"the newest checkpoint is {(steps(self._directory) or ['none'])[-1]}"
+            )
+        content = {**meta, "step": step, "arrays": tree_utils.describe(named)}
+        text = json.dumps(content, indent=1, allow_nan=False)
+        partial = self._directory / f"{step}.partial"
+        try:
+            partial.mkdir()
+            # Orbax refuses arrays without elements; `restore` makes them from their shape.
+            arrays = {name: leaf for name, leaf in named.items() if leaf.size}
+            self._orbax.save((partial / STATE).absolute(), args=ocp.args.PyTreeSave(arrays))
+        except Exception as error:  # a full disk has many names
+            raise self._failure(step, error) from error
+        self._last_step = step
+        self._pending = self._thread.submit(self._finish, step, text)
+
+    def check(self) -> None:
+        """Raises the CheckpointError of a failed save; cheap, for every step."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for the save in flight; raises CheckpointError if it failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Waits, and reads the last checkpoint back; CheckpointError if it is not whole."""
+        try:
+            self.wait()
+            if self._last_step is not None and (
+                problems := verify(self._directory, self._last_step)
+            ):
+                raise CheckpointError(
+                    f"the last checkpoint, {self._last_step} in {self._directory}, is damaged: "
+                    f"{join(problems)}; check the disk, then run again"
+                )
+        finally:
+            self._last_step = None
+            self._thread.shutdown()
+            self._orbax.close()
+
+    def _finish(self, step: int, meta: str) -> None:
+        """In the background: from arrays being written to a checkpoint that counts."""
+        partial = self._directory / f"{step}.partial"
+        try:
+            self._orbax.wait_until_finished()
+            (partial / META).write_text(meta)
+            manifest.write(partial)
+            _commit(partial)
+            self._prune(step)
+        except Exception as error:
+            raise self._failure(step, error) from error
+
+    def _failure(self, step: int, error: Exception) -> CheckpointError:
+        """Makes room again and says what happened."""
+        free = _free_bytes(self._directory)
+        shutil.rmtree(self._directory / f"{step}.partial", ignore_errors=True)
+        self._last_step = None
+        text = " ".join(str(error).split())
+        cause = f"{type(error).__name__}: {text[:300]}"
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text:
+            cause = f"the disk is full ({_size(free)} were free); make room, then run again"
+        return CheckpointError(f"saving step {step} to {self._directory} failed: {cause}")
+
+    def _prune(self, newest: int) -> None:
+        old = [step for step in steps(self._directory) if step <= newest]
+        for step in old[: -self._keep]:
+            if not self._keep_every or step % self._keep_every:
+                _remove(self._directory / str(step))
+
+
+def _commit(partial: Path) -> None:
+    """Gives a complete checkpoint its name, in place of a damaged one of the same step."""
+    final = partial.with_suffix("")
+    if final.exists() or final.is_symlink():
+        _remove(final)
+    partial.rename(final)
+    manifest.sync_directory(final.parent)
+
+
+def _remove(path: Path) -> None:
+    """Removes a checkpoint so that no reader sees half of it."""
+    doomed = path.with_name(f"{path.name}.deleted")
+    path.rename(doomed)
+    if doomed.is_symlink():
+        doomed.unlink()
+    else:
+        shutil.rmtree(doomed)
+
+
+def _clean(directory: Path) -> None:
+    """Removes what a killed run left behind; a save that only lacked its name gets it."""
+    for path in sorted(directory.iterdir(), reverse=True):  # 9.partial before 9.deleted
+        if not re.fullmatch(r"[0-9]+\.(partial|deleted)", path.name):
+            continue
+        nameless = path.suffix == ".partial" and not path.with_suffix("").exists()
+        if nameless and not manifest.verify(path):
+            _commit(path)
+        else:
+            shutil.rmtree(path)
+
+
+def _free_bytes(directory: Path) -> int:
+    existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
+    return shutil.disk_usage(existing).free
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} bytes"

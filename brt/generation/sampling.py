@@ -1,0 +1,54 @@
+"""Tokens drawn from a model."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from brt.config import Decoding, Sampling
+from brt.generation.decoder import TextDecoder
+from brt.generation.greedy import one_text
+from brt.generation.hypotheses import Hypotheses
+
+
+def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
+    """Masks all but the `top_k` tokens, then all but the fewest that hold `top_p` of the mass.
+
+    Logits are divided by the temperature first; ties at a border stay in.
+    """
+    logits = logits / sampling.temperature
+    if sampling.top_k:
+        best = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0]
+        logits = jnp.where(logits < best[:, -1:], -jnp.inf, logits)
+    if sampling.top_p < 1.0:
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        mass = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
+        # A token stays if those before it hold less than top_p: so the first always does.
+        last = jnp.sum(mass < sampling.top_p, axis=-1, keepdims=True)
+        last = jnp.minimum(last, logits.shape[-1] - 1)
+        border = jnp.take_along_axis(ordered, last, axis=-1)
+        logits = jnp.where(logits < border, -jnp.inf, logits)
+    return logits
+
+
+def choose(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[Array, " B"]:
+    """The next token of every lane; greedy at temperature 0."""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return jax.random.categorical(key, restrict(logits, sampling), axis=-1).astype(jnp.int32)
+
+
+def sample(
+    decoder: TextDecoder,
+    state: PyTree[Array],
+    *,
+    batch: int,
+    decoding: Decoding,
+    sampling: Sampling,
+    key: Array,
+) -> Hypotheses:
+    """One text for each source, drawn; see `brt.generation.search.search`."""
+
+    def drawn(log_probs: Float[Array, "B 1 V"], length: Int[Array, ""]) -> Int[Array, "B 1"]:
+        return choose(log_probs[:, 0], jax.random.fold_in(key, length), sampling)[:, None]
+
+    return one_text(decoder, state, drawn, batch=batch, decoding=decoding)

@@ -1,0 +1,96 @@
+"""Questions about texts, and where in these their answers start and end."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from brt.config import Config
+from brt.data.questions import preparation
+from brt.data.questions.batches import QuestionReader
+from brt.data.questions.preparation import QuestionCorpus
+from brt.errors import ConfigError
+from brt.ops.spans import span_nats
+from brt.tasks.encoders import EncoderTask, next_of_encoder, own_files, refuse_ablation
+from brt.tasks.extractive_qa.evaluation import AnswerEvaluator
+from brt.tasks.protocol import Aux, Corpus, count_of
+from brt.tasks.report import SCORE, Measure
+from brt.types import TextBatch
+
+_DROPOUT, _ATTENTION = 0, 1  # what the key of a step is folded with
+
+
+class ExtractiveQa(EncoderTask):
+    """A window without the answer has start and end at its first token."""
+
+    name = "spans"
+    head = "spans"
+    sections = ("Encoder", "Attention", "Questions")
+    data = "questions"
+    measures = (
+        Measure("bits_per_place", "bits per place"),
+        Measure("exact_match", "exact match %", ".2f", higher_is_better=True),
+        Measure("f1", "F1 %", ".2f", higher_is_better=True),
+    )
+    columns = (SCORE,)
+
+    def check(self, config: Config) -> None:
+        """The length of windows fits the model."""
+        smoothing = config.training.label_smoothing
+        if smoothing:
+            raise ConfigError(
+                f"Training.label_smoothing = {smoothing} means nothing to spans; leave it out"
+            )
+        self.check_encoder(config, ("Questions.max_length", config.questions.max_length))
+
+    def open(self, config: Config, *, progress: bool = True) -> QuestionCorpus:
+        """Questions with their texts."""
+        return preparation.prepare(config.questions, progress)
+
+    def reader(self, config: Config, corpus: Corpus) -> QuestionReader:
+        """Windows in a new order every epoch."""
+        section, t = config.questions, config.training
+        return QuestionReader(
+            store=corpus.split("train"), batch_size=t.batch_size, buckets=section.buckets,
+            seed=t.seed, shuffle=section.shuffle, max_length=section.max_length,
+        )  # fmt: skip
+
+    def loss(
+        self,
+        config: Config,
+        params: PyTree[Array],
+        carry: PyTree[Array],
+        model_state: PyTree[Array],
+        batch: TextBatch,
+        key: Array,
+    ) -> tuple[Float[Array, ""], Aux]:
+        """The summed cross-entropy of starts and ends."""
+        logits = self.predict(
+            config, params, batch,
+            dropout=jax.random.fold_in(key, _DROPOUT),
+            attention=jax.random.fold_in(key, _ATTENTION),
+        )  # fmt: skip
+        nats = jnp.sum(span_nats(logits, batch.targets, batch.scored))
+        return nats, Aux(nats, count_of(batch.scored), carry, model_state, {})
+
+    def evaluator(
+        self,
+        config: Config,
+        corpus: Corpus,
+        split: str,
+        *,
+        trained: Config | None = None,
+        ablate: str | None = None,
+        beside: bool = False,
+    ) -> AnswerEvaluator:
+        """Answers, exact match and F1."""
+        refuse_ablation(ablate)
+        return AnswerEvaluator(self, config, corpus, split, trained, beside)
+
+    def next_steps(self, workdir: str) -> list[str]:
+        """With one's own questions."""
+        return [
+            *next_of_encoder(workdir),
+            "with your own questions, in files of SQuAD's form:",
+            "python -m brt.train --gin_file=configs/runs/spans_quickstart.gin "
+            f"--workdir=runs/mine {own_files('Questions', 'json')}",
+        ]

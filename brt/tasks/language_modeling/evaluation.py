@@ -1,0 +1,250 @@
+"""Bits per token, byte, character and word of whole documents.
+
+Every document of a split is read once, from its start to its end, with carried state; every
+token is scored, the first one from BOS. Totals are nats over exact counts.
+"""
+
+import dataclasses
+import lzma
+import math
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from brt.config import Config
+from brt.data.lanes import evaluation_batches
+from brt.data.preparation import Corpus
+from brt.data.token_store import TokenStore
+from brt.data.tokenizers import Tokenizer, decode
+from brt.layers.stack import StackState
+from brt.layers.state import forget
+from brt.models.decoder import new_state
+from brt.tasks.language_modeling.forward import block_nats
+from brt.tasks.language_modeling.samples import Sampler
+from brt.tasks.protocol import Progress, Stop
+from brt.tasks.report import Reading
+from brt.types import Batch
+
+# Compressing more than this takes longer than people wait at the end of a run.
+_XZ_LIMIT_BYTES = 20 << 20
+
+
+class DocumentScore(NamedTuple):
+    """What a document's text counts, and the nats it took."""
+
+    name: str
+    tokens: int
+    bytes: int
+    characters: int
+    words: int
+    nats: float
+
+
+def figures(tokens: int, bytes: int, characters: int, words: int, nats: float) -> dict[str, Any]:
+    """Bits by every measure; word perplexity is that of PG-19: total nats over words."""
+    bits = nats / math.log(2)
+    return {
+        "bits_per_byte": bits / bytes,
+        "bits_per_token": bits / tokens,
+        "bits_per_character": bits / characters,
+        "word_perplexity": _exp(nats / words) if words else None,
+        "bits": bits,
+        "tokens": tokens,
+        "bytes": bytes,
+        "characters": characters,
+        "words": words,
+    }
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """One reading of a split.
+
+    Attributes:
+      protocol: how it was read: all that a number must be quoted with.
+      documents: in the order of the store.
+      tokens_per_second: after the first segment, which compiles; None if there is no other.
+    """
+
+    protocol: dict[str, Any]
+    documents: list[DocumentScore]
+    tokens_per_second: float | None
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """`figures` of all documents together, and the speed."""
+        sums = [sum(column) for column in zip(*(d[1:] for d in self.documents), strict=True)]
+        speed = {"tokens_per_second": self.tokens_per_second}
+        return {**figures(*sums), "documents": len(self.documents), **speed}
+
+
+class DocumentEvaluator:
+    """See `brt.tasks.protocol.Evaluator`.
+
+    Args:
+      ablate: what every segment of a second reading begins without: the recurrent states, the
+        cached keys and values, the memory, or all of them (as if a document started there).
+    """
+
+    unit = "tok"
+
+    def __init__(self, config: Config, corpus: Corpus, split: str, ablate: str | None = None):
+        self._config, self._split, self._ablate = config, split, ablate
+        self._store, self._tokenizer = corpus.split(split), corpus.tokenizer
+        self.total = int(self._store.lengths.sum()) * (2 if ablate else 1)
+        self._sampler = Sampler(config, self._store, corpus.tokenizer)
+        self._step = jax.jit(self._segment, static_argnames="ablate", donate_argnums=1)
+
+    def __call__(
+        self,
+        params: PyTree[Array],
+        *,
+        whole: bool = True,
+        stop: Stop = lambda: None,
+        progress: Progress = lambda count: None,
+    ) -> Reading | None:
+        """Before the end of training of each document only Evaluation.tokens_per_document."""
+        limit = 0 if whole else self._config.evaluation.tokens_per_document
+        results = []
+        for ablate in (None, self._ablate) if self._ablate else (None,):
+            result = self.read(
+                params, ablate=ablate, tokens_per_document=limit, stop=stop, progress=progress
+            )
+            if result is None:
+                return None
+            results.append(result)
+        return _reading(results)
+
+    def sample(self, params: PyTree[Array], step: int, stop: Stop = lambda: None) -> str | None:
+        """Continues the beginning of the first document."""
+        return self._sampler(params, step, stop=stop)
+
+    def read(
+        self,
+        params: PyTree[Array],
+        *,
+        ablate: str | None = None,
+        tokens_per_document: int = 0,
+        stop: Stop = lambda: None,
+        progress: Progress = lambda count: None,
+    ) -> Result | None:
+        """Reads every document once.
+
+        Args:
+          tokens_per_document: only the first so many; 0: all.
+        """
+        config, store = self._config, self._store
+        batch_size = min(config.evaluation.batch_size, len(store))  # a lane needs a document
+        length = config.evaluation_segment_length
+        nats = np.zeros(len(store))
+        carry = new_state(config.model, batch_size)
+        begin, timed = None, 0
+        for batch, document in evaluation_batches(
+            store, batch_size=batch_size, segment_length=length, window=config.model.window,
+            tokens_per_document=tokens_per_document,
+        ):  # fmt: skip
+            if stop():
+                return None
+            block_nats, carry = self._step(params, carry, batch, ablate=ablate)
+            real = document >= 0
+            np.add.at(nats, document[real], np.asarray(block_nats, np.float64)[real])
+            tokens = int(np.sum(batch.scored))
+            timed += tokens if begin else 0
+            begin = begin or time.perf_counter()  # the first segment compiles
+            progress(tokens)
+        scores = [self._score(store, d, nats[d], tokens_per_document) for d in range(len(store))]
+        protocol = {
+            "split": self._split,
+            "window": config.model.window,
+            "segment_length": length,
+            "carry": not ablate if ablate in (None, "both") else f"all but {ablate}",
+            "ablate": ablate,
+            "first_token": "scored, from BOS",
+            "tokens_per_document": tokens_per_document or "all",
+            "tokenizer": self._tokenizer.name,
+        }
+        speed = timed / (time.perf_counter() - begin) if timed else None
+        return Result(protocol=protocol, documents=scores, tokens_per_second=speed)
+
+    def _segment(
+        self, params: PyTree[Array], carry: StackState, batch: Batch, *, ablate: str | None
+    ) -> tuple[Float[Array, "B N"], StackState]:
+        if ablate:
+            parts = {
+                argument: ablate in (part, "both")
+                for argument, part in (
+                    ("cache", "cache"), ("vectors", "state"), ("memory", "memory")
+                )
+            }  # fmt: skip
+            carry = tuple(forget(s, **parts) for s in carry)
+        return block_nats(self._config, params, carry, batch)
+
+    def _score(self, store: TokenStore, index: int, nats: float, limit: int) -> DocumentScore:
+        tokens, name = int(store.lengths[index]), store.names[index]
+        if not limit or tokens <= limit:
+            counts = (int(c[index]) for c in (store.bytes, store.characters, store.words))
+            return DocumentScore(name, tokens, *counts, float(nats))
+        ids = store.document(index)[:limit]
+        text = decode(self._tokenizer, ids)
+        size = len(self._tokenizer.decode_bytes(ids))
+        return DocumentScore(name, limit, size, len(text), len(text.split()), float(nats))
+
+
+def _reading(results: list[Result]) -> Reading:
+    """The first is reported; a second one is that without a part of the memory."""
+    report = {**results[0].totals, "protocol": results[0].protocol}
+    rows = [{"document": score.name, **figures(*score[1:])} for score in results[0].documents]
+    if len(results) > 1:
+        report["ablation"] = {**results[1].totals, "protocol": results[1].protocol}
+        difference = results[1].totals["bits_per_byte"] - results[0].totals["bits_per_byte"]
+        report["ablation_costs_bits_per_byte"] = difference
+        for row, score in zip(rows, results[1].documents, strict=True):
+            row["ablated_bits_per_byte"] = figures(*score[1:])["bits_per_byte"]
+    headline = f"{report['bits_per_byte']:.3f} bits/byte"
+    if len(results) > 1:
+        part = results[1].protocol["ablate"]
+        headline += f", {difference:+.4f} without {part}"
+    return Reading(report, headline, {"documents": rows}, text(report))
+
+
+def text(report: dict[str, Any]) -> str:
+    """The report as people read it, protocol first."""
+    p = report["protocol"]
+    lines = [
+        f"{report['documents']} documents, {report['tokens']:,} tokens, {report['bytes']:,} bytes, "
+        f"{report['words']:,} words",
+        f"window {p['window']}, segment {p['segment_length']}, state carried from segment to "
+        f"segment, whole documents, first token scored from BOS, tokenizer {p['tokenizer']}",
+        "",
+    ]
+    columns = {"": report} | (
+        {f"without {report['ablation']['protocol']['ablate']}": report["ablation"]}
+        if "ablation" in report
+        else {}
+    )
+    names = ("bits_per_byte", "bits_per_token", "bits_per_character", "word_perplexity")
+    lines.append(f"{'':20}" + "".join(f"{name:>16}" for name in columns))
+    for name in names:
+        values = [column[name] for column in columns.values()]
+        cells = ["-" if v is None else f"{v:.4f}" if v < 1e6 else f"{v:.3e}" for v in values]
+        lines.append(f"{name.replace('_', ' '):20}" + "".join(f"{cell:>16}" for cell in cells))
+    if report["tokens_per_second"]:
+        lines.append(f"{report['tokens_per_second']:,.0f} tokens per second")
+    return "\n".join(lines)
+
+
+def xz_bits_per_byte(store: TokenStore, tokenizer: Tokenizer) -> float | None:
+    """`xz -9e` of the documents, each on its own, in bits per byte; None where that takes long."""
+    total = int(store.bytes.sum())
+    if not 0 < total <= _XZ_LIMIT_BYTES:
+        return None
+    texts = (tokenizer.decode_bytes(store.document(i)) for i in range(len(store)))
+    level = lzma.PRESET_EXTREME | 9
+    return 8 * sum(len(lzma.compress(text, preset=level)) for text in texts) / total

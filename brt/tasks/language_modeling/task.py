@@ -1,0 +1,180 @@
+"""Documents, segment after segment: each token from those before it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from brt.config import Config
+from brt.data import preparation
+from brt.data.lanes import LaneReader
+from brt.data.preparation import Corpus
+from brt.data.tokenizers import Tokenizer
+from brt.errors import ConfigError
+from brt.layers.stack import StackState
+from brt.models.decoder import Decoder, new_state
+from brt.tasks import resolving
+from brt.tasks.language_modeling import warm_start, writing
+from brt.tasks.language_modeling.evaluation import DocumentEvaluator, xz_bits_per_byte
+from brt.tasks.language_modeling.forward import predict
+from brt.tasks.language_modeling.loss import loss
+from brt.tasks.language_modeling.probe import job
+from brt.tasks.language_modeling.probe.states import StateProbe
+from brt.tasks.protocol import Aux, Inspection, Task, WriteOptions
+from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN
+from brt.tasks.weights import Started, Weights
+from brt.types import Batch
+
+
+class LanguageModeling(Task):
+    """A decoder's; caches and recurrent states are carried from step to step."""
+
+    name = "language_modeling"
+    sections = ("Model", "Data", "Sampling", "Decoding")
+    model, data = "model", "data"
+    shows_examples, writes = False, True
+    measures = columns = (BITS_PER_BYTE, BITS_PER_TOKEN)
+
+    def check(self, config: Config) -> None:
+        """Segments of whole blocks, and a causal model."""
+        model, kind = config.model, config.attention.kind
+        if kind != "full":
+            raise ConfigError(
+                f"Attention.kind = {kind!r} looks at the whole of a sequence, which a causal model "
+                "must not; leave it out, and name layers in Model.clustered_layers"
+            )
+        for name, length in (
+            ("Training.segment_length", config.training.segment_length),
+            ("Evaluation.segment_length", config.evaluation_segment_length),
+        ):
+            if length % model.window:
+                raise ConfigError(
+                    f"{name} = {length} must be a multiple of Model.window = {model.window}; "
+                    f"set it to {max(length // model.window, 1) * model.window}"
+                )
+            if model.memorizing_layers and model.memory_size < length:
+                raise ConfigError(
+                    f"Model.memory_size = {model.memory_size} must not be below {name} = {length}"
+                )
+
+    def open(self, config: Config, *, progress: bool = True) -> Corpus:
+        """Documents."""
+        return preparation.prepare(config.data, progress=progress)
+
+    def resolve(self, config: Config, corpus: Corpus) -> Config:
+        """Vocabulary and dtype written out."""
+        tokenizer = corpus.tokenizer
+        return resolving.written_out(config, self.model, tokenizer, self.ids(tokenizer))
+
+    def reader(self, config: Config, corpus: Corpus) -> LaneReader:
+        """Lanes, each reading its own documents in a new order every epoch."""
+        t = config.training
+        return LaneReader(
+            store=corpus.split("train"), batch_size=t.batch_size, segment_length=t.segment_length,
+            window=config.model.window, seed=t.seed, shuffle=config.data.shuffle,
+        )  # fmt: skip
+
+    def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
+        """Of the decoder."""
+        model = config.model
+        tokens = jnp.zeros((1, model.window), jnp.int32)
+        start = jnp.ones((1, 1), bool)
+        return Decoder(model).init(key, tokens, new_state(model, 1), start)["params"]
+
+    def initial_carry(self, config: Config, lanes: int) -> StackState:
+        """Caches and recurrent states without a past."""
+        return new_state(config.model, lanes)
+
+    def predict(
+        self, config: Config, params: PyTree[Array], batch: Batch, **given: Any
+    ) -> tuple[Float[Array, "B T D"], StackState]:
+        """See `forward.predict`."""
+        return predict(config, params, given.pop("carry"), batch, **given)
+
+    def loss(
+        self,
+        config: Config,
+        params: PyTree[Array],
+        carry: StackState,
+        model_state: PyTree[Array],
+        batch: Batch,
+        key: Array,
+    ) -> tuple[Float[Array, ""], Aux]:
+        """See `loss.loss`."""
+        return loss(config, params, carry, model_state, batch, key)
+
+    def evaluator(
+        self,
+        config: Config,
+        corpus: Corpus,
+        split: str,
+        *,
+        trained: Config | None = None,
+        ablate: str | None = None,
+        beside: bool = False,
+    ) -> DocumentEvaluator:
+        """Bits of whole documents."""
+        return DocumentEvaluator(config, corpus, split, ablate)
+
+    def figures(self, report: Mapping[str, Any]) -> dict[str, float]:
+        """Also what a part of the memory is worth, where it was taken away."""
+        costs = {
+            name: value for name, value in report.items() if name == "ablation_costs_bits_per_byte"
+        }
+        return super().figures(report) | costs
+
+    def probe(
+        self, config: Config
+    ) -> Callable[[PyTree[Array], PyTree[Array]], Mapping[str, float]]:
+        """Of the recurrent states and gates."""
+        return StateProbe(config)
+
+    def inspect(
+        self,
+        config: Config,
+        corpus: Corpus,
+        params: PyTree[Array],
+        split: str,
+        tokens: int | None,
+        where: Mapping[str, Any],
+    ) -> Inspection:
+        """What the model does with its memory."""
+        return job.inspect(config, params, corpus, split, tokens, where)
+
+    def yardstick(self, config: Config, corpus: Corpus) -> tuple[str, float] | None:
+        """`xz -9e`."""
+        held_out = corpus.splits.get("validation")
+        xz = held_out and xz_bits_per_byte(held_out, corpus.tokenizer)
+        return ("xz -9e", xz) if xz else None
+
+    def units_per_token(self, corpus: Corpus) -> float:
+        """Bytes of a token."""
+        manifest = corpus.split("train").manifest
+        return manifest["bytes"] / manifest["tokens"]
+
+    def write(
+        self,
+        config: Config,
+        params: PyTree[Array],
+        tokenizer: Tokenizer,
+        prompt: str,
+        options: WriteOptions,
+        out: TextIO,
+        *,
+        identity: Mapping[str, Any],
+    ) -> None:
+        """Goes on from the prompt."""
+        writing.write(config, params, tokenizer, prompt, options, out, identity=identity)
+
+    def next_steps(self, workdir: str) -> list[str]:
+        """Evaluation and a text."""
+        return [
+            *super().next_steps(workdir),
+            f"python -m brt.generate --workdir={workdir} --prompt='It was a dark night' "
+            "--max_tokens=500",
+        ]
+
+    def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> Started:
+        """Layer by layer: a layer of another kind takes what it knows."""
+        return warm_start.start(config.model, weights, initial)

@@ -1,0 +1,335 @@
+"""What a task is: all that training, evaluation, generation and sweeping may ask of one.
+
+A task has a room of its own, `brt/tasks/<name>/`, and a line in `brt.tasks.TASKS`. The floors
+above find everything through these classes and compare no task's name.
+"""
+
+import abc
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol, TextIO
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from brt.config import Config, Sampling
+from brt.errors import CheckpointError, ConfigError
+from brt.interop.exporting import Exported, no_form
+from brt.tasks.report import Measure, Reading
+from brt.tasks.weights import Started, Tokenizer, Weights, check_tokenizer, matched
+
+Stop = Callable[[], object]
+Progress = Callable[[int], object]
+
+
+class Aux(NamedTuple):
+    """What a loss gives beside its value.
+
+    Attributes:
+      nats: float32, summed over what is scored; auxiliary losses are no part of it.
+      count: float32, how many tokens, labels or numbers these are the sum of.
+      carry: what the next step goes on from: caches, recurrent states.
+      model_state: what is learned without gradients, after this batch.
+      metrics: float32 scalars to log under their names, auxiliary losses among them.
+    """
+
+    nats: Float[Array, ""]
+    count: Float[Array, ""]
+    carry: PyTree[Array]
+    model_state: PyTree[Array]
+    metrics: dict[str, Float[Array, ""]]
+
+
+class Corpus(Protocol):
+    """Prepared data, opened: a tokenizer and a store for each split that there is."""
+
+    directory: Path
+    tokenizer: Any
+    splits: dict[str, Any]
+
+    def split(self, name: str) -> Any:
+        """The store of a split; raises DataError where there is none."""
+
+
+class Reader(Protocol):
+    """Batches by step, NamedTuples of NumPy arrays with the lanes on axis 0."""
+
+    steps_per_epoch: float
+
+    def __getitem__(self, step: int) -> Any: ...
+
+    def epoch(self, step: int) -> float:
+        """Passes over the data that are behind a run after so many steps."""
+
+    def largest(self) -> Any:
+        """A batch of the largest shape."""
+
+    def positions(self, batch: Any) -> int:
+        """Tokens or frames that a step reads, padding included."""
+
+
+class Evaluator(Protocol):
+    """Reads one split, with parameters that may change between calls; compiled at first use.
+
+    Attributes:
+      total: how many there are of what `progress` counts.
+      unit: what that is: "tok", "row".
+    """
+
+    total: int
+    unit: str
+
+    def __call__(
+        self,
+        params: PyTree[Array],
+        *,
+        whole: bool = True,
+        stop: Stop = ...,
+        progress: Progress = ...,
+    ) -> Reading | None:
+        """The figures of a split; None where `stop` said so on the way.
+
+        Args:
+          whole: False: only what is quick, as training does before its last step.
+        """
+
+    def sample(self, params: PyTree[Array], step: int, stop: Stop = ...) -> str | None:
+        """Something to look at that the model makes of the split; None if asked to stop."""
+
+
+class WriteOptions(NamedTuple):
+    """How a text is to be written; None: as the task usually does.
+
+    Attributes:
+      beams: search with so many beams; 1: greedily.
+      sampling: draw tokens so.
+      max_tokens: of the text.
+      load_state, save_state: files of a memory that goes on.
+    """
+
+    beams: int | None = None
+    sampling: Sampling | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    load_state: Path | None = None
+    save_state: Path | None = None
+
+
+class Task(abc.ABC):
+    """One thing that can be learned. Stateless: what it works with is in the config.
+
+    Attributes:
+      name: as Training.task has it.
+      sections: of the config, beside those that all tasks read.
+      model: the section that describes the model, as `Config` names it.
+      data: the section that names the data.
+      measures: figures that are logged; the first is its headline.
+      columns: figures that tables compare runs by; the first ones plots do, too.
+      shows_examples: its reports do, which is worth reading at the end of training.
+      writes: its models write text.
+      exports: others have a form for its models.
+    """
+
+    name: ClassVar[str]
+    sections: ClassVar[tuple[str, ...]]
+    model: ClassVar[str]
+    data: ClassVar[str]
+    measures: ClassVar[tuple[Measure, ...]]
+    columns: ClassVar[tuple[Measure, ...]]
+    shows_examples: ClassVar[bool] = True
+    writes: ClassVar[bool] = False
+    exports: ClassVar[bool] = False
+
+    # What a run reads.
+
+    def check(self, config: Config) -> None:  # noqa: B027, most tasks have nothing to refuse
+        """Raises ConfigError for settings that clash, or mean nothing here."""
+
+    @abc.abstractmethod
+    def open(self, config: Config, *, progress: bool = True) -> Corpus:
+        """The data; prepared first where that was not done yet; DataError where it cannot be."""
+
+    @abc.abstractmethod
+    def resolve(self, config: Config, corpus: Corpus) -> Config:
+        """The config with what depends on data and machine written out; see `with_vocabulary`."""
+
+    @abc.abstractmethod
+    def reader(self, config: Config, corpus: Corpus) -> Reader:
+        """Batches of the training split, by step."""
+
+    def ids(self, tokenizer: Tokenizer) -> int:
+        """How many the model knows."""
+        return tokenizer.vocab_size
+
+    # The model.
+
+    @abc.abstractmethod
+    def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
+        """Parameters, each boxed with the names of its axes."""
+
+    def initial_carry(self, config: Config, lanes: int) -> PyTree[Array]:
+        """What lanes that have read nothing carry from step to step."""
+        return ()
+
+    def initial_model_state(self, config: Config) -> PyTree[Array]:
+        """What is learned without gradients, before the first step."""
+        return ()
+
+    @abc.abstractmethod
+    def loss(
+        self,
+        config: Config,
+        params: PyTree[Array],
+        carry: PyTree[Array],
+        model_state: PyTree[Array],
+        batch: Any,
+        key: Array,
+    ) -> tuple[Float[Array, ""], Aux]:
+        """The summed loss of a batch."""
+
+    @abc.abstractmethod
+    def predict(self, config: Config, params: PyTree[Array], batch: Any, **given: Any) -> Any:
+        """The forward pass, which loss, evaluation and generation share: hidden vectors or logits.
+
+        Without the keys of a step nothing is dropped out, and what is random is always the same.
+        """
+
+    # What is looked at.
+
+    @abc.abstractmethod
+    def evaluator(
+        self,
+        config: Config,
+        corpus: Corpus,
+        split: str,
+        *,
+        trained: Config | None = None,
+        ablate: str | None = None,
+        beside: bool = False,
+    ) -> Evaluator:
+        """What reads a split.
+
+        Args:
+          trained: the config that the model was trained with, where `config` reads it otherwise.
+          ablate: what to take away in a second reading.
+          beside: read the whole also with what the model's attention only approximates.
+
+        Raises:
+          ConfigError: something is to be taken away that the model does not have.
+          DataError: there is no such split, or it does not fit the model.
+        """
+
+    def figures(self, report: Mapping[str, Any]) -> dict[str, float]:
+        """Of a report, as JSON has it, what its measures are; the first is always there."""
+        found = {measure.name: report.get(measure.name) for measure in self.measures}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def probe(
+        self, config: Config
+    ) -> Callable[[PyTree[Array], PyTree[Array]], Mapping[str, float]] | None:
+        """Of parameters and carry: figures at next to no cost, by tag; None: there are none."""
+        return None
+
+    def inspect(
+        self,
+        config: Config,
+        corpus: Corpus,
+        params: PyTree[Array],
+        split: str,
+        tokens: int | None,
+        where: Mapping[str, Any],
+    ) -> "Inspection":
+        """All about a model's memory, for `brt.inspect --probe`.
+
+        Args:
+          tokens: read about so many; None: as many as usual; 0: all.
+          where: what comes first in the figures.
+
+        Raises:
+          ConfigError: the model has none.
+        """
+        raise ConfigError("--probe is for language models; this one carries no memory on")
+
+    def yardstick(self, config: Config, corpus: Corpus) -> tuple[str, float] | None:
+        """What something simpler makes of the validation data, behind its name."""
+        return None
+
+    def units_per_token(self, corpus: Corpus) -> float:
+        """Units of the measure for each token: turns bits per token of training into it."""
+        return 1.0
+
+    # What is made of it.
+
+    def write(
+        self,
+        config: Config,
+        params: PyTree[Array],
+        tokenizer: Tokenizer,
+        prompt: str,
+        options: WriteOptions,
+        out: TextIO,
+        *,
+        identity: Mapping[str, Any],
+    ) -> None:
+        """Writes a text after, or of, a prompt; only where the task `writes`.
+
+        Args:
+          identity: what a saved memory says it belongs to.
+        """
+        raise self.silent()
+
+    def silent(self) -> ConfigError:
+        """What to say where a text is asked for."""
+        return ConfigError(
+            f"Training.objective = {self.name!r} trains a model that writes no text; "
+            "python -m brt.evaluate shows what it does"
+        )
+
+    def next_steps(self, workdir: str) -> list[str]:
+        """Commands to type after training, a line each."""
+        return [f"python -m brt.evaluate --workdir={workdir} --split=test"]
+
+    def exported(
+        self, source: Path, config: Config, params: PyTree[Array], corpus: Corpus
+    ) -> Exported:
+        """A trained model for others to read; only where the task `exports`."""
+        raise no_form(source)
+
+    # What it starts from.
+
+    def converted(self, config: Config, where: Path) -> Weights:
+        """Weights that brt.convert wrote.
+
+        Raises:
+          CheckpointError: there are none that this task can start from.
+        """
+        raise CheckpointError(
+            f"{where} is no workdir of a run with checkpoints, and {self.name} starts from nothing "
+            "else; name one in Training.init_from"
+        )
+
+    def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
+        """The config, with room for all ids; refuses weights whose ids mean something else."""
+        check_tokenizer(weights, tokenizer)
+        return config
+
+    def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> Started:
+        """Parameters to start from; `initial` are new ones, of which those are that are lacking.
+
+        Raises:
+          CheckpointError: the weights do not fit.
+        """
+        return matched(weights, initial)
+
+
+class Inspection(NamedTuple):
+    """What a probe found: JSON, the same as people read it, and what draws it into a directory."""
+
+    figures: dict[str, Any]
+    text: str
+    draw: Callable[[Path], object]
+
+
+def count_of(scored: Array) -> Float[Array, ""]:
+    """How many are scored."""
+    return jnp.sum(scored).astype(jnp.float32)

@@ -1,0 +1,164 @@
+"""Transcripts of held-out utterances, their errors, and what they cost."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from brt.config import Config
+from brt.data.speech.batches import SpeechReader, evaluation_batches
+from brt.data.speech.preparation import SpeechCorpus
+from brt.data.speech.vocabulary import units
+from brt.generation import ctc
+from brt.ops.ctc import ctc_nats
+from brt.tasks.encoders import EncoderTask, Timed
+from brt.tasks.heads import HeadEvaluator, HeadReading
+from brt.tasks.speech_recognition.error_rate import Errors, errors, total
+from brt.types import SpeechBatch
+
+
+class Transcript(NamedTuple):
+    """What was said, and what the model heard.
+
+    Attributes:
+      nats: -log p of the reference.
+      tokens, words: the errors, by what is counted.
+    """
+
+    id: str
+    reference: str
+    hypothesis: str
+    nats: float
+    tokens: Errors
+    words: Errors
+
+
+class TranscriptEvaluator(HeadEvaluator):
+    """Reads utterances as `Speech.beams` says."""
+
+    headline, sampled = ("token_error_rate", "{:.2f} %"), 1
+
+    def __init__(
+        self, task: EncoderTask, config: Config, corpus: SpeechCorpus, split: str,
+        trained: Config | None = None, beside: bool = False,
+    ):  # fmt: skip
+        self._task, self._speech = task, config.speech
+        self._size = config.evaluation.batch_size
+        super().__init__(config, corpus, split, trained, beside)
+
+    def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
+        """Log probabilities at every frame, and -log p of the transcripts."""
+
+        def read(
+            params: PyTree[Array], batch: SpeechBatch
+        ) -> tuple[Float[Array, "B X C"], Float[Array, " B"]]:
+            logits = self._task.predict(config, params, batch)
+            nats = ctc_nats(logits, batch.valid, batch.targets, batch.scored)
+            return jax.nn.log_softmax(logits), nats
+
+        return read
+
+    def batches(self, limit: int) -> Iterator[SpeechBatch]:
+        """See the base class."""
+        buckets, store = self._speech.buckets, self.store
+        if not limit:
+            yield from evaluation_batches(store, batch_size=self._size, buckets=buckets)
+            return
+        reader = SpeechReader(store=store, batch_size=self._size, buckets=buckets)
+        rows = np.arange(min(limit, len(store)))
+        yield reader.gather(rows, int(store.lengths[rows].max()))
+
+    def reading(self, config: Config, found: dict[int, tuple], timed: Timed) -> HeadReading:
+        """See the base class."""
+        kind, rows = config.attention.kind, list(found)
+        transcripts = [self._transcript(row, *outputs) for row, outputs in found.items()]
+        figures = self._figures(kind, transcripts, rows, timed)
+        headline = (
+            f"{figures['token_error_rate']:.2f} % token errors, "
+            f"{figures['word_error_rate']:.2f} % word errors"
+        )
+        return HeadReading(
+            kind, figures, headline, [_row(t) for t in transcripts], [shown(t) for t in transcripts]
+        )
+
+    def _transcript(self, row: int, log_probs: Float[np.ndarray, "X C"], nats: float) -> Transcript:
+        log_probs = log_probs[: int(self.store.lengths[row])]
+        beams, vocabulary = self._speech.beams, self.corpus.tokenizer
+        best = ctc.greedy(log_probs)
+        if beams > 1:
+            best = ctc.prefix_beam_search(log_probs, beams)[0]
+        said, heard = self.store.transcripts[row], vocabulary.decode(best.tokens)
+        return Transcript(
+            id=self.store.ids[row], reference=said, hypothesis=heard, nats=float(nats),
+            tokens=errors(units(said, vocabulary.unit), units(heard, vocabulary.unit)),
+            words=errors(said.split(), heard.split()),
+        )  # fmt: skip
+
+    def _figures(
+        self, kind: str, transcripts: list[Transcript], rows: list[int], timed: Timed
+    ) -> dict[str, Any]:
+        """JSON: error rates in percent of the tokens or words that were said."""
+        tokens, words = total(t.tokens for t in transcripts), total(t.words for t in transcripts)
+        bits = sum(t.nats for t in transcripts) / math.log(2)
+        audio = float(self.store.seconds[rows].sum())
+        size = sum(len(t.reference.encode()) for t in transcripts)
+        speed = timed.speed("frames")
+        return {
+            "attention": kind,
+            "utterances": len(transcripts),
+            "left_out": self.store.manifest["rows"]["bad"],
+            "token_error_rate": 100 * tokens.rate,
+            "word_error_rate": 100 * words.rate,
+            "token_errors": tokens._asdict(),
+            "word_errors": words._asdict(),
+            "bits_per_token": bits / max(tokens.reference, 1),
+            "bits_per_byte": bits / max(size, 1),
+            "audio_seconds": audio,
+            "seconds_per_audio_second": speed["seconds"] / max(audio, 1e-9),
+            "beams": self._speech.beams,
+            **speed,
+        }
+
+    def table(self, report: dict[str, Any], readings: list[HeadReading]) -> list[str]:
+        """Error rates by attention."""
+        how = f"{report['beams']} beams" if report["beams"] > 1 else "greedy"
+        left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
+        lines = [
+            f"{report['utterances']:,} utterances{left_out}, "
+            f"{report['audio_seconds'] / 60:,.1f} minutes, "
+            f"{report['token_errors']['reference']:,} tokens; {how}, trained with "
+            f"{report['trained_with']} attention",
+            "",
+            f"{'attention':<20}{'token errors':>14}{'word errors':>14}{'bits/token':>12}"
+            f"{'encoder':>12}",
+        ]
+        for reading in readings:
+            f = reading.figures
+            lines.append(
+                f"{reading.kind:<20}{f['token_error_rate']:>12.2f} %{f['word_error_rate']:>12.2f} %"
+                f"{f['bits_per_token']:>12.3f}{1000 * f['seconds_per_audio_second']:>9.2f} ms"
+            )
+        return [*lines, "", "encoder: time for a second of speech"]
+
+
+def shown(transcript: Transcript) -> str:
+    """The reference beside what was heard."""
+    t = transcript
+    return (
+        f"{t.id}: {t.tokens.count} errors in {t.tokens.reference} tokens\n"
+        f"  said:  {t.reference or '(nothing)'}\n  heard: {t.hypothesis or '(nothing)'}"
+    )
+
+
+def _row(t: Transcript) -> dict[str, Any]:
+    return {
+        "id": t.id,
+        "reference": t.reference,
+        "hypothesis": t.hypothesis,
+        "nats": t.nats,
+        "token_errors": t.tokens._asdict(),
+        "word_errors": t.words._asdict(),
+    }

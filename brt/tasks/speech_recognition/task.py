@@ -1,0 +1,167 @@
+"""Utterances with their transcripts: tokens in order, wherever in the frames they are (CTC)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from brt.config import Config
+from brt.data.speech import preparation
+from brt.data.speech.batches import SpeechReader
+from brt.data.speech.preparation import SpeechCorpus
+from brt.errors import ConfigError, DataError
+from brt.ops.ctc import ctc_nats
+from brt.ops.spec_augment import spec_augment
+from brt.tasks.encoders import EncoderTask, next_of_encoder, own_files, refuse_ablation
+from brt.tasks.protocol import Aux, Corpus, count_of
+from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Measure
+from brt.tasks.speech_recognition.evaluation import TranscriptEvaluator
+from brt.types import SpeechBatch
+
+_DROPOUT, _ATTENTION, _MASKS = range(3)  # what the key of a step is folded with
+
+
+class SpeechRecognition(EncoderTask):
+    """Connectionist temporal classification."""
+
+    name = "ctc"
+    head = "ctc"
+    frames = True
+    sections = ("Encoder", "Attention", "Speech")
+    data = "speech"
+    measures = (
+        BITS_PER_BYTE,
+        BITS_PER_TOKEN,
+        Measure("token_error_rate", "token errors %", ".2f"),
+        Measure("word_error_rate", "word errors %", ".2f"),
+    )
+    columns = (Measure("token_error_rate", "% of the tokens wrong", ".2f"), BITS_PER_BYTE)
+
+    def check(self, config: Config) -> None:
+        """Nothing that CTC has no use for."""
+        smoothing = config.training.label_smoothing
+        if smoothing:
+            raise ConfigError(
+                f"Training.label_smoothing = {smoothing} means nothing to CTC; leave it out"
+            )
+
+    def open(self, config: Config, *, progress: bool = True) -> SpeechCorpus:
+        """Utterances with their transcripts."""
+        return preparation.prepare(config.speech, progress)
+
+    def resolve(self, config: Config, corpus: SpeechCorpus) -> Config:
+        """Also the width of the frames.
+
+        Raises:
+          ConfigError: another one is set, or the longest utterance is beyond learned positions.
+        """
+        config = super().resolve(config, corpus)
+        encoder, width = config.encoder, corpus.width
+        if encoder.features not in (0, width):
+            where = config.training.init_from
+            remedy = (
+                f"the weights of Training.init_from = {where!r} read no others"
+                if where else "set it to 0 to take theirs"
+            )  # fmt: skip
+            raise ConfigError(
+                f"Encoder.features = {encoder.features}, but the frames of Speech.train have "
+                f"{width} features; {remedy}"
+            )
+        longest = corpus.longest
+        if encoder.positions == "learned" and longest > encoder.max_positions:
+            raise ConfigError(
+                f"the longest utterance has {longest} frames, Encoder.max_positions = "
+                f"{encoder.max_positions} is below that; raise it, or join frames with "
+                "Speech.stride"
+            )
+        check_attention(config, corpus)
+        return dataclasses.replace(config, encoder=dataclasses.replace(encoder, features=width))
+
+    def reader(self, config: Config, corpus: Corpus) -> SpeechReader:
+        """Utterances in a new order every epoch."""
+        section, t = config.speech, config.training
+        return SpeechReader(
+            store=corpus.split("train"), batch_size=t.batch_size, buckets=section.buckets,
+            seed=t.seed, shuffle=section.shuffle,
+        )  # fmt: skip
+
+    def predict(
+        self, config: Config, params: PyTree[Array], batch: SpeechBatch, **given: Any
+    ) -> Float[Array, "B X C"]:
+        """The logits of every frame."""
+        return super().predict(config, params, batch, **{"inputs": batch.features} | given)
+
+    def loss(
+        self,
+        config: Config,
+        params: PyTree[Array],
+        carry: PyTree[Array],
+        model_state: PyTree[Array],
+        batch: SpeechBatch,
+        key: Array,
+    ) -> tuple[Float[Array, ""], Aux]:
+        """The summed nats of the transcripts."""
+        speech, features = config.speech, batch.features
+        if speech.time_masks or speech.feature_masks:
+            features = spec_augment(
+                features, batch.valid, jax.random.fold_in(key, _MASKS),
+                time_masks=speech.time_masks, time_mask_frames=speech.time_mask_frames,
+                feature_masks=speech.feature_masks, feature_mask_width=speech.feature_mask_width,
+            )  # fmt: skip
+        logits = self.predict(
+            config, params, batch, inputs=features,
+            dropout=jax.random.fold_in(key, _DROPOUT),
+            attention=jax.random.fold_in(key, _ATTENTION),
+        )  # fmt: skip
+        nats = jnp.sum(ctc_nats(logits, batch.valid, batch.targets, batch.scored))
+        return nats, Aux(nats, count_of(batch.scored), carry, model_state, {})
+
+    def evaluator(
+        self,
+        config: Config,
+        corpus: SpeechCorpus,
+        split: str,
+        *,
+        trained: Config | None = None,
+        ablate: str | None = None,
+        beside: bool = False,
+    ) -> TranscriptEvaluator:
+        """Transcripts and their errors."""
+        refuse_ablation(ablate)
+        check_width(config, corpus, split)
+        check_attention(config, corpus)
+        return TranscriptEvaluator(self, config, corpus, split, trained, beside)
+
+    def units_per_token(self, corpus: Corpus) -> float:
+        """Bytes of a transcript for each of its tokens."""
+        train = corpus.split("train")
+        return train.transcript_bytes / max(len(train.targets.values), 1)
+
+    def next_steps(self, workdir: str) -> list[str]:
+        """With beams, and with one's own speech."""
+        evaluate = next_of_encoder(workdir)
+        return [
+            *evaluate,
+            f"{evaluate[0]} --gin_bindings='Speech.beams = 8'",
+            "with your own speech, a table of wav files with the columns file and transcript each:",
+            "python -m brt.train --gin_file=configs/runs/speech_quickstart.gin "
+            f"--workdir=runs/mine {own_files('Speech', 'tsv')}",
+        ]
+
+
+def check_width(config: Config, corpus: Corpus, split: str) -> None:
+    """Raises DataError for frames of another width than the model reads."""
+    width = corpus.split(split).width
+    if width != config.encoder.features:
+        raise DataError(
+            f"the frames of Speech.{split} = {getattr(config.speech, split)} have {width} "
+            f"features, the model reads {config.encoder.features}; compute the same for both"
+        )
+
+
+def check_attention(config: Config, corpus: SpeechCorpus) -> None:
+    """Raises ConfigError for numbers that no utterance of any split reaches."""
+    longest = corpus.longest
+    config.attention.check_length(longest, f"the {longest} frames of the longest utterance")

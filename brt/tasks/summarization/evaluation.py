@@ -1,0 +1,73 @@
+"""Bits of the true summaries of held-out documents, and scores of the model's own."""
+
+import dataclasses
+
+from jaxtyping import Array, PyTree
+
+from brt.config import Config
+from brt.data.pairs.preparation import PairCorpus
+from brt.tasks.protocol import Progress, Stop
+from brt.tasks.report import Reading
+from brt.tasks.summarization import scores
+from brt.tasks.summarization.bits import Bits, TeacherForcing
+from brt.tasks.summarization.rouge import protocol
+from brt.tasks.summarization.summaries import Summarizer
+
+
+class SummaryEvaluator:
+    """See `brt.tasks.protocol.Evaluator`."""
+
+    unit = "row"
+
+    def __init__(self, config: Config, corpus: PairCorpus, split: str):
+        self._decoding, self._store = config.decoding, corpus.split(split)
+        self.total = len(self._store)
+        self._protocol = protocol(config.evaluation.rouge)
+        self._bits = TeacherForcing(config)
+        self._summarizer = Summarizer(config, corpus.tokenizer)
+
+    def __call__(
+        self,
+        params: PyTree[Array],
+        *,
+        whole: bool = True,
+        stop: Stop = lambda: None,
+        progress: Progress = lambda count: None,
+    ) -> Reading | None:
+        """Bits; the whole also writes and scores summaries."""
+        bits = self._bits(params, self._store, stop)
+        if bits is None:
+            return None
+        figures = {**bits._asdict(), "decoding": dataclasses.asdict(self._decoding)}
+        headline, heading = f"{bits.bits_per_token:.3f} bits/token", self._heading(bits)
+        if not whole:
+            return Reading(figures, headline, {}, heading)
+        summaries = self._summarizer(params, self._store, stop=stop, progress=progress)
+        if summaries is None:
+            return None
+        scored = scores.score(summaries, self._protocol)
+        rouge = scored.report["rouge"]["rougeL"]["f1"]
+        return Reading(
+            {**figures, **scored.report},
+            f"{headline}, ROUGE-L {rouge:.2f} ({self._protocol.name})",
+            {"predictions": scores.rows(scored)},
+            f"{heading}\n\n{scores.text(scored)}",
+        )
+
+    def sample(self, params: PyTree[Array], step: int, stop: Stop = lambda: None) -> str | None:
+        """A document's summary beside what the model makes of it."""
+        summaries = self._summarizer(params, self._store, limit=1, stop=stop)
+        if summaries is None:
+            return None
+        (s,) = summaries
+        return f"{s.id}\n\nreference: {s.reference}\n\nsummary: {s.prediction}\n"
+
+    def _heading(self, bits: Bits) -> str:
+        beams = self._decoding.beams
+        how = f"{beams} beams" if beams > 1 else "greedy"
+        return (
+            f"{bits.pairs:,} pairs, {bits.tokens:,} tokens of summaries; {how}, at most "
+            f"{self._decoding.max_length} tokens\n"
+            f"{bits.bits_per_token:.4f} bits per token, {bits.bits_per_byte:.4f} per byte, "
+            "of the true summaries"
+        )

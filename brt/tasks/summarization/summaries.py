@@ -1,0 +1,134 @@
+"""Summaries of documents, batch after batch."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Int, PyTree
+
+from brt.config import Config, Sampling
+from brt.data.pairs.batches import evaluation_batches, gather
+from brt.data.pairs.store import PairStore
+from brt.data.pairs.tokenization import PairTokenizer
+from brt.errors import NonFiniteError
+from brt.generation.decoder import TextDecoder
+from brt.generation.hypotheses import Hypotheses
+from brt.generation.sampling import sample
+from brt.generation.search import search
+from brt.models import seq2seq
+from brt.models.targets import SpecialTokens
+from brt.tasks.summarization.forward import network
+from brt.tasks.summarization.scores import Summary
+from brt.types import PairBatch
+
+
+class Summarizer:
+    """Writes as `Decoding` says; compiled once for each padded length of documents.
+
+    Args:
+      sampling: draw tokens so, in place of a search.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PairTokenizer,
+        sampling: Sampling | None = None,
+    ):
+        self._config, self._tokenizer = config, tokenizer
+        self._ids = special_tokens(tokenizer)
+        model, decoding, ids = network(config), config.decoding, self._ids
+
+        def written(
+            params: PyTree[Array], source: Int[Array, "B X"], mask: Bool[Array, "B X"], key: Array
+        ) -> Hypotheses:
+            beams = 1 if sampling else decoding.beams
+            encoded = seq2seq.encode(model, params, source, mask)
+            state = seq2seq.prefill(model, params, encoded, mask, beams, decoding.max_length)
+            decoder = TextDecoder(partial(seq2seq.step, model, params), seq2seq.reorder, ids)
+            if sampling:
+                return sample(
+                    decoder, state, batch=len(source), decoding=decoding, sampling=sampling, key=key
+                )
+            return search(decoder, state, batch=len(source), decoding=decoding)
+
+        self._write = jax.jit(written)
+
+    def __call__(
+        self,
+        params: PyTree[Array],
+        store: PairStore,
+        *,
+        limit: int = 0,
+        stop: Callable[[], object] = lambda: None,
+        progress: Callable[[int], object] = lambda count: None,
+    ) -> list[Summary] | None:
+        """A summary of each document of a store, in its order; None if asked to stop.
+
+        Args:
+          limit: only of so many, spread evenly, as one batch; 0: of all.
+          progress: called with the number of documents done since the last call.
+        """
+        found: dict[int, Summary] = {}
+        for batch in self._batches(store, limit):
+            if stop():
+                return None
+            best = self._best(params, batch.source, batch.source_mask)
+            for i in np.flatnonzero(batch.row >= 0):
+                row = int(batch.row[i])
+                length = int(best.lengths[i, 0])
+                found[row] = self._summary(store, row, best.sequences[i, 0, 1:length])
+            progress(int((batch.row >= 0).sum()))
+        return [found[row] for row in sorted(found)]
+
+    def summary(
+        self, params: PyTree[Array], source: Int[np.ndarray, " X"], *, seed: int = 0
+    ) -> str:
+        """The summary of one document, given as ids."""
+        best = self._best(params, source[None], np.ones((1, len(source)), bool), seed)
+        return self._tokenizer.decode(best.sequences[0, 0, 1:])
+
+    def _best(
+        self, params: PyTree[Array], source: np.ndarray, mask: np.ndarray, seed: int = 0
+    ) -> Hypotheses:
+        """On the host; NonFiniteError where the model's logits are NaN."""
+        best = jax.device_get(self._write(params, source, mask, jax.random.key(seed)))
+        if np.isnan(best.scores).any():
+            raise NonFiniteError("the model's logits are NaN; take an earlier checkpoint (--step)")
+        return best
+
+    def _batches(self, store: PairStore, limit: int) -> Iterator[PairBatch]:
+        size, buckets = self._config.decoding.batch_size, self._config.pairs.buckets
+        if not 0 < limit < len(store):
+            yield from evaluation_batches(store, batch_size=size, buckets=buckets)
+            return
+        rows = np.linspace(0, len(store) - 1, limit).astype(np.int32)
+        yield gather(store, rows, store.max_source_length)
+
+    def _summary(self, store: PairStore, row: int, written: Int[np.ndarray, " L"]) -> Summary:
+        decode, source = self._tokenizer.decode, store.source[row]
+        special = {self._ids.eos, self._ids.forced_bos}
+        return Summary(
+            id=store.ids[row],
+            source=decode(source),
+            reference=store.summary(row),
+            prediction=decode(written),
+            source_tokens=int(store.source_uncut[row]),
+            cut_tokens=int(store.source_uncut[row]) - len(source),
+            prediction_tokens=sum(int(token) not in special for token in written),
+        )
+
+
+def special_tokens(tokenizer: PairTokenizer) -> SpecialTokens:
+    """What a search must know. Where texts begin with a token, as BART's, it is forced, as is
+    the end of a text that is cut."""
+    begin = tokenizer.begin
+    return SpecialTokens(
+        start=tokenizer.decoder_start_id,
+        eos=tokenizer.eos_id,
+        pad=tokenizer.pad_id,
+        bos=begin[0] if begin else None,
+        forced_bos=begin[0] if begin else None,
+        forced_eos=tokenizer.eos_id if begin else None,
+    )

@@ -1,0 +1,237 @@
+"""Documents with their summaries: each token of a summary from the document and those before."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from brt.config import Config
+from brt.data.pairs import preparation
+from brt.data.pairs.batches import PairReader
+from brt.data.pairs.encoding import Encoder
+from brt.data.pairs.preparation import PairCorpus
+from brt.data.pairs.tokenization import PairTokenizer
+from brt.errors import ConfigError
+from brt.interop import pretrained
+from brt.interop.exporting import NAMES, Exported
+from brt.interop.huggingface.config import Described
+from brt.interop.pretrained import Pretrained
+from brt.models import seq2seq
+from brt.models.seq2seq import without_bias
+from brt.ops.cross_entropy import smoothed_cross_entropy
+from brt.tasks import resolving
+from brt.tasks.protocol import Aux, Corpus, Task, WriteOptions, count_of
+from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Measure
+from brt.tasks.summarization.evaluation import SummaryEvaluator
+from brt.tasks.summarization.forward import Prediction, network, predict
+from brt.tasks.summarization.summaries import Summarizer, special_tokens
+from brt.tasks.weights import Tokenizer, Weights
+from brt.types import PairBatch
+
+_LEARNED = ("leak", "threshold", "mix")  # scalars of cross-attention that are worth watching
+_ROUGE_L = Measure("rougeL", "ROUGE-L", ".2f", higher_is_better=True)
+
+
+class Summarization(Task):
+    """An encoder-decoder's."""
+
+    name = "seq2seq"
+    sections = ("Seq2Seq", "CrossAttention", "Pairs", "Decoding", "Sampling")
+    model, data = "seq2seq", "pairs"
+    writes = exports = True
+    measures = (BITS_PER_BYTE, BITS_PER_TOKEN)
+    columns = (BITS_PER_BYTE, BITS_PER_TOKEN, _ROUGE_L)
+
+    def check(self, config: Config) -> None:
+        """Lengths that the model has positions and segments for."""
+        pairs, model = config.pairs, config.seq2seq
+        config.cross_attention.check_lengths(pairs.max_source_length, pairs.max_target_length)
+        for name, length in (
+            ("Pairs.max_source_length", pairs.max_source_length),
+            ("Pairs.max_target_length", pairs.max_target_length),
+            ("Decoding.max_length", config.decoding.max_length),
+        ):
+            if model.family == "bart" and length > model.max_positions:
+                raise ConfigError(
+                    f"{name} = {length} is above Seq2Seq.max_positions = {model.max_positions}, "
+                    "the positions that BART knows; lower it, or raise that (of pretrained "
+                    "weights: with brt.convert --extend_positions)"
+                )
+
+    def open(self, config: Config, *, progress: bool = True) -> PairCorpus:
+        """Documents with their summaries."""
+        return preparation.prepare(config.pairs, progress)
+
+    def resolve(self, config: Config, corpus: Corpus) -> Config:
+        """Vocabulary and dtype written out."""
+        tokenizer = corpus.tokenizer
+        return resolving.written_out(config, self.model, tokenizer, self.ids(tokenizer))
+
+    def reader(self, config: Config, corpus: Corpus) -> PairReader:
+        """Pairs in a new order every epoch."""
+        section, t = config.pairs, config.training
+        return PairReader(
+            store=corpus.split("train"), batch_size=t.batch_size, buckets=section.buckets,
+            seed=t.seed, shuffle=section.shuffle,
+        )  # fmt: skip
+
+    def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
+        """Of the encoder-decoder."""
+        return seq2seq.init(network(config), key)
+
+    def predict(
+        self, config: Config, params: PyTree[Array], batch: PairBatch, **given: Any
+    ) -> Prediction:
+        """See `forward.predict`."""
+        return predict(config, params, batch, **given)
+
+    def loss(
+        self,
+        config: Config,
+        params: PyTree[Array],
+        carry: PyTree[Array],
+        model_state: PyTree[Array],
+        batch: PairBatch,
+        key: Array,
+    ) -> tuple[Float[Array, ""], Aux]:
+        """The summed loss of the summaries."""
+        hidden, out = predict(config, params, batch, key)
+        hidden, embedding = without_bias(out, hidden)
+        total, nats = smoothed_cross_entropy(
+            hidden, embedding, batch.target_out, batch.scored, out.scale,
+            config.training.loss_chunk, config.training.label_smoothing,
+        )  # fmt: skip
+        return total, Aux(nats, count_of(batch.scored), carry, model_state, {})
+
+    def evaluator(
+        self,
+        config: Config,
+        corpus: Corpus,
+        split: str,
+        *,
+        trained: Config | None = None,
+        ablate: str | None = None,
+        beside: bool = False,
+    ) -> SummaryEvaluator:
+        """Bits of the true summaries, and ROUGE of the model's own."""
+        if ablate:
+            raise ConfigError(
+                f"--ablate={ablate} is for language models; a summariser reads the document anew "
+                "for every token"
+            )
+        return SummaryEvaluator(config, corpus, split)
+
+    def figures(self, report: Mapping[str, Any]) -> dict[str, float]:
+        """Also the F1 of ROUGE, where summaries were written."""
+        rouge = {name: found["f1"] for name, found in report.get("rouge", {}).items()}
+        return super().figures(report) | rouge
+
+    def probe(
+        self, config: Config
+    ) -> Callable[[PyTree[Array], PyTree[Array]], Mapping[str, float]]:
+        """Leak and threshold of the accumulating neurons, layer by layer."""
+
+        def found(params: PyTree[Array], carry: PyTree[Array]) -> Mapping[str, float]:
+            values = {}
+            for path, leaf in jax.tree_util.tree_leaves_with_path(params["decoder"]):
+                *where, name = (str(part.key) for part in path)
+                if name in _LEARNED:
+                    values[f"probe/{where[0]}/{name}"] = float(np.mean(jax.device_get(leaf)))
+            return values
+
+        return found
+
+    def units_per_token(self, corpus: Corpus) -> float:
+        """Bytes of a summary for each of its tokens."""
+        train = corpus.split("train")
+        return len(train.reference.values) / len(train.target.values)
+
+    def write(
+        self,
+        config: Config,
+        params: PyTree[Array],
+        tokenizer: PairTokenizer,
+        prompt: str,
+        options: WriteOptions,
+        out: TextIO,
+        *,
+        identity: Mapping[str, Any],
+    ) -> None:
+        """A summary of the prompt: as Decoding says, or drawn as the options do."""
+        if options.load_state or options.save_state:
+            raise ConfigError(
+                "--load_state and --save_state are for language models; a summariser reads the "
+                "document anew for every summary"
+            )
+        decoding = config.decoding
+        changes = {"beams": options.beams, "max_length": options.max_tokens}
+        decoding = dataclasses.replace(decoding, **{k: v for k, v in changes.items() if v})
+        config = dataclasses.replace(config, decoding=decoding)
+        (source,) = Encoder.of(config.pairs, tokenizer).sources([prompt])
+        if source.uncut > len(source.ids):
+            print(
+                f"brt: read {len(source.ids):,} of the document's {source.uncut:,} tokens; "
+                "Pairs.max_source_length is the limit",
+                file=sys.stderr,
+            )
+        summarizer = Summarizer(config, tokenizer, options.sampling)
+        out.write(summarizer.summary(params, source.ids, seed=options.seed or 0) + "\n")
+
+    def next_steps(self, workdir: str) -> list[str]:
+        """With beams, and with one's own pairs."""
+        own = "\"Pairs.{} = 'my_{}.jsonl'\""  # lines of {"document": ..., "summary": ...}
+        splits = ("train", "validation")
+        train, validation = (f"--gin_bindings={own.format(s, s)}" for s in splits)
+        return [
+            f"python -m brt.evaluate --workdir={workdir} --split=test "
+            "--gin_bindings='Decoding.beams = 4'",
+            f"python -m brt.generate --workdir={workdir} --prompt_file=document.txt",
+            'with your own pairs, a line of {"document": ..., "summary": ...} each:',
+            "python -m brt.train --gin_file=configs/runs/summarize_quickstart.gin "
+            f"--workdir=runs/mine {train} {validation}",
+        ]
+
+    def exported(
+        self, source: Path, config: Config, params: PyTree[Array], corpus: Corpus
+    ) -> Exported:
+        """As T5's or BART's form has it."""
+        decoding, tokenizer = config.decoding, corpus.tokenizer
+        generation = {
+            "num_beams": decoding.beams,
+            "length_penalty": decoding.length_penalty,
+            "max_length": decoding.max_length,
+            "min_length": decoding.min_length,
+            "no_repeat_ngram_size": decoding.no_repeat_ngram,
+        }
+        described = Described(
+            config.seq2seq, config.cross_attention, special_tokens(tokenizer), generation, {}
+        )
+
+        def copy(target: Path) -> list[str]:
+            (found,) = (p for p in corpus.directory.glob("tokenizer.*") if p.suffix in NAMES)
+            name = NAMES[found.suffix]
+            (target / name).write_bytes(tokenizer.content)
+            return [name]
+
+        return Exported(source, Pretrained(params, described), copy)
+
+    def converted(self, config: Config, where: Path) -> Weights:
+        """A T5 or BART that brt.convert wrote."""
+        found = pretrained.describe(where)
+        return Weights(
+            str(where), found.model, None, None,
+            lambda: pretrained.load(where, config.cross_attention).params,
+        )  # fmt: skip
+
+    def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
+        """Nobody writes down the tokenizer of converted weights."""
+        return (
+            config
+            if weights.tokenizer is None
+            else super().with_weights(config, weights, tokenizer)
+        )

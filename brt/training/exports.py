@@ -1,0 +1,26 @@
+"""A trained model, for others to read."""
+
+from pathlib import Path
+
+from brt import tasks
+from brt.checkpointing import reader
+from brt.interop import exporting
+from brt.interop.exporting import Exported
+from brt.training import saved
+from brt.training.workdir import Workdir
+
+
+def of_directory(directory: Path) -> Exported:
+    """What brt.convert wrote, or the newest checkpoint of a run.
+
+    Raises:
+      CheckpointError: there is none, or others have no form for such a model.
+    """
+    if not reader.present(Workdir(directory).checkpoints):
+        return exporting.converted(directory)
+    workdir, found, config = saved.load_config(directory)
+    task = tasks.of(config)
+    if not task.exports:
+        raise exporting.no_form(directory)
+    model = saved.load(workdir, found, config)
+    return task.exported(directory, config, model.params, saved.open_corpus(model))

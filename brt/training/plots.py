@@ -1,0 +1,95 @@
+"""plots/ of a run, drawn from metrics.jsonl."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from brt.drawing import curve, new_figure, smoothed
+from brt.errors import DataError
+from brt.tasks.report import Measure
+from brt.training.metrics import read_metrics
+from brt.training.workdir import Workdir
+
+Yardstick = tuple[str, float]  # what something simpler makes of the same data, behind its name
+_TRAIN, _HELD_OUT, _YARDSTICK = "#4c78a8", ("#e4572e", "#2a9d62", "#a05195"), "#767676"
+
+
+def draw(
+    workdir: Workdir,
+    measure: Measure,
+    *,
+    units_per_token: float,
+    yardstick: Yardstick | None = None,
+) -> list[Path]:
+    """Draws plots/ from metrics.jsonl.
+
+    Args:
+      workdir: the run's.
+      measure: of how well the model predicts.
+      units_per_token: of the measure for each token, which turns bits per token of training into it.
+      yardstick: of the held-out data; drawn as a line.
+
+    Raises:
+      DataError: no training step is recorded.
+    """
+    records = read_metrics(workdir.metrics)
+    if not any(record.get("train/bits_per_token") is not None for record in records):
+        raise DataError(f"{workdir.metrics} records no training step, so there is nothing to draw")
+    bits = _bits_figure(records, measure, units_per_token, yardstick)
+    figures = {f"{measure.name}.png": bits, "optimization.png": _optimization_figure(records)}
+    workdir.plots.mkdir(parents=True, exist_ok=True)
+    for name, figure in figures.items():
+        figure.savefig(workdir.plots / name, dpi=150)
+    return [workdir.plots / name for name in figures]
+
+
+def _bits_figure(
+    records: Sequence[Mapping[str, Any]],
+    measure: Measure,
+    units_per_token: float,
+    yardstick: Yardstick | None,
+) -> Figure:
+    figure, (axes,) = new_figure(1)
+    tokens, train = curve(records, "train/bits_per_token")
+    train = train / units_per_token
+    smooth = smoothed(train)
+    axes.plot(tokens, train, color=_TRAIN, alpha=0.25, linewidth=1)
+    axes.plot(tokens, smooth, color=_TRAIN, linewidth=2, label="train (smoothed)")
+    shown = [smooth[len(smooth) // 20 :]]  # the first steps would squash the rest
+    splits = sorted({name for r in records for name in r if name.endswith(f"/{measure.name}")})
+    for number, name in enumerate(splits):
+        tokens, values = curve(records, name)
+        color = _HELD_OUT[number % len(_HELD_OUT)]
+        axes.plot(tokens, values, "o-", color=color, markersize=4, label=name.split("/")[1])
+        shown.append(values[len(values) // 20 :])
+    if yardstick:
+        name, value = yardstick
+        label = f"{name} of the held-out text ({value:.2f})"
+        axes.axhline(value, color=_YARDSTICK, linestyle="--", label=label)
+        shown.append(np.array([value]))
+    low, high = np.min(np.concatenate(shown)), np.max(np.concatenate(shown))
+    margin = 0.06 * (high - low) or 0.1
+    axes.set(
+        xlabel="training tokens",
+        ylabel=measure.title,
+        title="How well the model predicts text",
+        ylim=(low - margin, high + margin),
+    )
+    axes.legend(frameon=False)
+    return figure
+
+
+def _optimization_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
+    figure, (upper, lower) = new_figure(2)
+    upper.plot(*curve(records, "train/learning_rate"), color=_TRAIN, linewidth=2)
+    upper.set(ylabel="learning rate", title="Learning rate and gradient norm")
+    tokens, norms = curve(records, "train/gradient_norm")
+    lower.plot(tokens, norms, color=_TRAIN, alpha=0.25, linewidth=1)
+    lower.plot(tokens, smoothed(norms), color=_TRAIN, linewidth=2)
+    lower.set(xlabel="training tokens", ylabel="gradient norm")
+    if norms.size and norms.min() > 0:
+        lower.set_yscale("log")
+    return figure

@@ -1,0 +1,95 @@
+"""What a run says before it starts and after it ends."""
+
+import shlex
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from brt import tree_utils
+from brt.checkpointing.reader import steps
+from brt.formatting import clock, short
+from brt.training.loop import SPLIT
+from brt.training.metrics import read_metrics
+from brt.training.run import Run
+from brt.training.state import parameter_counts
+from brt.training.workdir import Workdir
+
+
+def dry_run(run: Run, directory: str | None) -> dict[str, Any]:
+    """Counts and sizes of a run, from shapes alone."""
+    total, non_embedding = parameter_counts(run.abstract.params)
+    return {
+        "parameters": total,
+        "parameters_non_embedding": non_embedding,
+        "parameter_bytes": tree_utils.required_bytes(run.abstract.params),
+        "optimizer_bytes": tree_utils.required_bytes(run.abstract.optimizer),
+        "state_bytes": tree_utils.required_bytes(run.abstract.carry),
+        "checkpoint_bytes": tree_utils.required_bytes(run.abstract),
+        "free_disk_bytes": shutil.disk_usage(_existing(directory)).free,
+        "tokens_per_step": run.reader.positions(run.reader.largest()),
+        "steps_per_epoch": run.reader.steps_per_epoch,
+        "devices": run.mesh.size,
+        "platform": jax.default_backend(),
+    }
+
+
+def _existing(directory: str | None) -> str:
+    path = Path(directory or ".").absolute()
+    return str(next(p for p in (path, *path.parents) if p.exists()))
+
+
+def finish(run: Run, workdir: Workdir, begin: float) -> str:
+    """Draws the plots; returns the last report, where everything is and what to type next."""
+    from brt.training import plots  # matplotlib takes most of a second: not before training
+
+    yardstick = run.task.yardstick(run.config, run.corpus)
+    measure = run.task.measures[0]
+    if run.config.training.plots:
+        plots.draw(
+            workdir, measure, yardstick=yardstick,
+            units_per_token=run.task.units_per_token(run.corpus),
+        )  # fmt: skip
+    records = read_metrics(workdir.metrics)
+    tokens = next((r["data/tokens"] for r in reversed(records) if "data/tokens" in r), 0)
+    step = (steps(workdir.checkpoints) or [0])[-1]
+    seconds = time.perf_counter() - begin
+    lines = [f"Step {step}, {short(tokens)} tokens, {clock(seconds)} since the start."]
+    tag = f"eval/{SPLIT}/{measure.name}"
+    values = [record[tag] for record in records if record.get(tag) is not None]
+    if values:
+        beside = f" ({yardstick[0]}: {yardstick[1]:.3f})" if yardstick else ""
+        lines.append(f"{SPLIT}: {values[-1]:.3f} {measure.title}{beside}")
+    return "\n".join([*_held_out_report(run, workdir), *lines, *_places(run, workdir)])
+
+
+def _places(run: Run, workdir: Workdir) -> list[str]:
+    places = {
+        "checkpoints": workdir.checkpoints,
+        "metrics": workdir.metrics,
+        "plots": workdir.plots,
+        "samples": workdir.samples,
+        "log": workdir.log,
+    }
+    path, tensorboard = (shlex.quote(str(p)) for p in (workdir.path, workdir.tensorboard))
+    commands = [
+        *run.task.next_steps(path),
+        f"python -m brt.inspect --workdir={path}",
+        f"tensorboard --logdir={tensorboard}",
+    ]
+    return [
+        "",
+        "Where it is:",
+        *(f"  {name:<12} {path}" for name, path in places.items()),
+        "",
+        "What to type next:",
+        *(f"  {command}" for command in commands),
+    ]
+
+
+def _held_out_report(run: Run, workdir: Workdir) -> list[str]:
+    """What the last evaluation of examples says, where it shows some."""
+    path = workdir.evaluations / str(run.config.training.steps) / f"{SPLIT}.txt"
+    return [path.read_text()] if run.task.shows_examples and path.exists() else []
