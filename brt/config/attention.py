@@ -30,10 +30,11 @@ class Attention:
     iterations: int = free(5)  # of k-means; the original: 10
     hash_offsets: bool = free(True)  # hash by planes anywhere; False: through the origin (by angle)
     fit_queries: int = free(0)  # queries that k-means learns from, drawn at random; 0: all
-    top_k: int = free(32)  # exact keys of a cluster (improved_clustered) or of a query (oracle_top_k)
-    mass_rule: Literal["paper", "lse_jensen"] = free("paper")  # weight of these keys against the others
-    mass_stop_gradient: bool = free(False)  # True: that of the paper's rule is a constant (original)
-    tile: int = free(0)  # queries of a cluster that are computed together; 0: chosen by their number
+    top_k: int = free(32)  # exact keys of a cluster (improved_clustered) or a query (oracle_top_k)
+    # weight of these keys against the others
+    mass_rule: Literal["paper", "lse_jensen"] = free("paper")
+    mass_stop_gradient: bool = free(False)  # True: that of the paper's rule is constant (original)
+    tile: int = free(0)  # queries of a cluster computed together; 0: chosen by their number
     rounds: int = free(1)  # of hashing; reformer
     buckets: int = free(64)  # of a round of hashing; reformer
     chunk: int = free(32)  # sorted queries that see their own chunk and the one before; reformer

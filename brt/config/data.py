@@ -19,10 +19,12 @@ class Data:
     validation: tuple[str, ...] = sources(("corpus:novels/validation",))
     test: tuple[str, ...] = sources(("corpus:novels/test",))
     store: str = free("")  # a directory written by brt.prepare; replaces everything below and above
-    tokenizer: str = free("bytes", cached=True)  # bytes | path/to/a .model or byte-level .json | train:VOCAB_SIZE
+    # bytes | path/to/a .model or byte-level .json | train:VOCAB_SIZE
+    tokenizer: str = free("bytes", cached=True)
     text_field: str = free("text", cached=True)  # the field of a JSONL line or of a TFDS example
     errors: Literal["strict", "replace"] = free("strict", cached=True)  # bytes that are not UTF-8
-    validation_fraction: float = free(0.05, cached=True)  # of the documents, where validation names no source
+    # of the documents, where validation names no source
+    validation_fraction: float = free(0.05, cached=True)
     test_fraction: float = free(0.05, cached=True)  # the same for test
     cache_dir: str = free("")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
     shuffle: bool = fixed(True)  # documents in a new order every epoch

@@ -25,11 +25,14 @@ class Encoder:
     classes: int = fixed(2)  # of whole sequences; the classification objective takes the data's
     positions: Literal["learned", "sinusoidal", "convolution", "none"] = inherited("learned")
     max_positions: int = inherited(4096)  # tokens that learned positions reach
-    convolution_width: int = inherited(15)  # inputs, the own in the middle, that tell convolutional positions
-    norm_first: bool = inherited(True)  # normalise what a part of a layer reads; False: what it leaves
+    # inputs, the own in the middle, that tell convolutional positions
+    convolution_width: int = inherited(15)
+    # normalise what a part of a layer reads; False: what it leaves
+    norm_first: bool = inherited(True)
     norm_epsilon: float = inherited(1e-5)
     activation: Literal["gelu", "relu"] = inherited("gelu")  # gelu: exact
-    shared_queries_keys: bool = inherited(False)  # one projection for both, as shared_full and reformer do
+    # one projection for both, as shared_full and reformer do
+    shared_queries_keys: bool = inherited(False)
     dropout: float = free(0.1)  # on inputs and on what a part of a layer adds
     attention_dropout: float = free(-1.0)  # on attention weights; -1: as dropout
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")  # auto: bfloat16 except on CPUs

@@ -24,15 +24,18 @@ class Questions:
     train: tuple[str, ...] = sources(("generated:train/2000",))
     validation: tuple[str, ...] = sources(("generated:validation/200",))
     test: tuple[str, ...] = sources(("generated:test/200",))
-    tokenizer: str = free("bytes", cached=True)  # bytes, a .model or tokenizer.json file, or train:VOCAB_SIZE
+    # bytes, a .model or tokenizer.json file, or train:VOCAB_SIZE
+    tokenizer: str = free("bytes", cached=True)
     max_length: int = fixed(384, cached=True)  # tokens of a window
-    stride: int = fixed(128, cached=True)  # tokens of a text that a window shares with the one before
+    # tokens of a text that a window shares with the one before
+    stride: int = fixed(128, cached=True)
     max_question_length: int = fixed(64, cached=True)  # tokens; a longer question is cut behind
     max_answer_length: int = free(30)  # tokens of an answer that the model gives
     no_answer: bool = fixed(False, cached=True)  # questions may have none, as in SQuAD 2.0
     no_answer_margin: float = free(0.0)  # none is given where its logit is above a span's by more
     buckets: tuple[int, ...] = fixed(())  # lengths that batches are padded to; (): max_length
-    errors: Literal["refuse", "skip"] = free("refuse", cached=True)  # answers that are not where the file says
+    # answers that are not where the file says
+    errors: Literal["refuse", "skip"] = free("refuse", cached=True)
     cache_dir: str = free("")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
     shuffle: bool = fixed(True)  # windows in a new order every epoch
 

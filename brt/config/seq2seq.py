@@ -14,7 +14,8 @@ SMALLEST_THRESHOLD = 1e-3  # of recurrent accumulate-and-fire with bounded param
 class Seq2Seq:
     """The encoder-decoder. T5, its gated successors, LongT5 and BART differ in data."""
 
-    family: Literal["t5", "bart"] = inherited("t5")  # t5: RMS norm before, relative bias; bart: norm after
+    # t5: RMS norm before, relative bias; bart: norm after
+    family: Literal["t5", "bart"] = inherited("t5")
     encoder_layers: int = inherited(6)
     decoder_layers: int = inherited(6)
     model_dim: int = inherited(512)
@@ -22,12 +23,14 @@ class Seq2Seq:
     head_dim: int = inherited(64)
     mlp_dim: int = inherited(2048)
     vocab_size: int = inherited(0)  # 0: the tokenizer's
-    activation: Literal["relu", "gated_gelu", "gelu"] = inherited("relu")  # gated: tanh's gelu; gelu: exact
+    # gated: tanh's gelu; gelu: exact
+    activation: Literal["relu", "gated_gelu", "gelu"] = inherited("relu")
     tied_logits: bool = inherited(True)  # logits from the embedding; False: a matrix of their own
     scale_logits: bool = inherited(True)  # T5 v1.0 with tied logits: hidden times model_dim ** -0.5
     # sliding and local are the same window; local is LongT5's name for it
     encoder_attention: Literal["full", "sliding", "local", "transient_global"] = inherited("full")
-    encoder_radius: int = inherited(127)  # positions to each side that attention reaches where it is not full
+    # positions to each side that attention reaches where it is not full
+    encoder_radius: int = inherited(127)
     global_block: int = inherited(16)  # tokens that one transient global token sums
     relative_buckets: int = inherited(32)  # T5 relative position bias
     relative_max_distance: int = inherited(128)
@@ -66,9 +69,11 @@ class CrossAttention:
     kind: Literal["full", "segmented", "srformer", "xl_memory", "local_global"] = fixed("full")
     segment_size: int = fixed(64)  # source tokens a decoder position attends to
     q_ref: int = fixed(128)  # target length over which the segments are spread, always the same
-    index_mode: Literal["fixed", "batch", "stride"] = fixed("fixed")  # batch: the original's, in training
+    # batch: the original's, in training
+    index_mode: Literal["fixed", "batch", "stride"] = fixed("fixed")
     stride: int = fixed(8)  # target tokens per segment where index_mode is stride
-    segment_count: Literal["per_example", "static"] = fixed("per_example")  # static: of the padded batch
+    # static: of the padded batch
+    segment_count: Literal["per_example", "static"] = fixed("per_example")
     allow_skipped_segments: bool = fixed(False)  # more segments than q_ref: some are never attended
     use_segment: bool = fixed(True)  # ablation I: only the recurrence
     use_raf: bool = fixed(True)  # ablation III: False: no recurrent accumulate-and-fire
@@ -80,13 +85,16 @@ class CrossAttention:
     mix: Literal["sum", "sigma", "gated"] = fixed("sum")
     leak_init: float = fixed(0.1)  # BART: 0.5
     threshold_init: float = fixed(0.1)
-    raf_parameters: Literal["raw", "bounded"] = fixed("raw")  # bounded: leak in (0, 1), threshold above 0
-    kernel_init: Literal["uniform", "normal"] = fixed("uniform")  # +-head_dim ** -0.5; BART: normal, 0.02
+    # bounded: leak in (0, 1), threshold above 0
+    raf_parameters: Literal["raw", "bounded"] = fixed("raw")
+    # +-head_dim ** -0.5; BART: normal, 0.02
+    kernel_init: Literal["uniform", "normal"] = fixed("uniform")
     raf_bias: bool = fixed(False)
     mask_kv: bool = fixed(True)  # padding adds nothing to the sums; False: the original
     memory: Literal["rnn", "identity"] = fixed("rnn")  # of xl_memory; identity: Transformer-XL's
     training_form: Literal["auto", "dense", "slots"] = fixed("auto")
-    cache: Literal["auto", "table", "carry"] = fixed("auto")  # what a decode step reads the states from
+    # what a decode step reads the states from
+    cache: Literal["auto", "table", "carry"] = fixed("auto")
 
     def __post_init__(self) -> None:
         check_positive(self, "segment_size", "q_ref", "stride", "threshold_init")
@@ -154,16 +162,18 @@ class Pairs:
     test: tuple[str, ...] = sources(("corpus:summaries/test",))
     source_field: str = free("", cached=True)  # the column of documents; "": one of the usual names
     target_field: str = free("", cached=True)  # the column of summaries; "": one of the usual names
-    id_field: str = free("", cached=True)  # the column of ids; "": `id` where there is one, else the row's number
-    tokenizer: str = free("train:4000", cached=True)  # path/to/spiece.model | path/to/tokenizer.json | train:SIZE
+    # the column of ids; "": `id` where there is one, else the row's number
+    id_field: str = free("", cached=True)
+    # path/to/spiece.model | path/to/tokenizer.json | train:SIZE
+    tokenizer: str = free("train:4000", cached=True)
     prefix: str = fixed("", cached=True)  # put before every document; T5's is "summarize: "
     max_source_length: int = fixed(1024, cached=True)  # tokens, the end included
     max_target_length: int = fixed(128, cached=True)
-    truncation: Literal["error", "head", "head_tail"] = (
-        fixed("head", cached=True)  # of longer documents; summaries: head
-    )
+    # of longer documents; summaries: head
+    truncation: Literal["error", "head", "head_tail"] = fixed("head", cached=True)
     buckets: tuple[int, ...] = fixed(())  # source lengths that batches are padded to; (): one
-    errors: Literal["refuse", "skip"] = free("refuse", cached=True)  # rows that are empty, damaged or not UTF-8
+    # rows that are empty, damaged or not UTF-8
+    errors: Literal["refuse", "skip"] = free("refuse", cached=True)
     cache_dir: str = free("")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
     shuffle: bool = fixed(True)  # pairs in a new order every epoch
 
@@ -196,7 +206,8 @@ class Decoding:
 
     beams: int = free(1)
     penalty: Literal["hf", "t5x"] = free("hf")  # score: log p / n ** p | log p / ((5 + n) / 6) ** p
-    length_penalty: float = free(1.0)  # p above; n counts written tokens; above 0 favours longer texts
+    # p above; n counts written tokens; above 0 favours longer texts
+    length_penalty: float = free(1.0)
     early_stopping: Literal["yes", "heuristic", "never"] = free("yes")
     max_length: int = free(128)  # tokens at most
     min_length: int = free(0)  # tokens at least, the end not counted

@@ -25,19 +25,24 @@ class Speech:
     train: tuple[str, ...] = sources(("generated:train/1000",))
     validation: tuple[str, ...] = sources(("generated:validation/100",))
     test: tuple[str, ...] = sources(("generated:test/100",))
-    unit: Literal["characters", "words"] = fixed("characters", cached=True)  # of transcripts: what is a token
-    join: int = fixed(1, cached=True)  # so many recordings of a speaker, in mixed order, are one utterance
-    join_orders: int = fixed(1, cached=True)  # training: join all of them so often, in another order each time
+    # of transcripts: what is a token
+    unit: Literal["characters", "words"] = fixed("characters", cached=True)
+    # so many recordings of a speaker, in mixed order, are one utterance
+    join: int = fixed(1, cached=True)
+    # training: join all of them so often, in another order each time
+    join_orders: int = fixed(1, cached=True)
     mel_bands: int = fixed(40, cached=True)  # of a wav file's frame
     window_ms: float = fixed(25.0, cached=True)  # of a wav file that a frame describes
-    shift_ms: float = fixed(10.0, cached=True)  # from frame to frame, also where features are read from files
-    normalization: Literal["none", "utterance", "speaker"] = (
-        fixed("utterance", cached=True)  # each feature's mean is 0, its deviation 1, within what is named
-    )
+    # from frame to frame, also where features are read from files
+    shift_ms: float = fixed(10.0, cached=True)
+    # each feature's mean is 0, its deviation 1, within what is named
+    normalization: Literal["none", "utterance", "speaker"] = fixed("utterance", cached=True)
     stack: int = fixed(1, cached=True)  # frames side by side that become one, after normalization
     stride: int = fixed(1, cached=True)  # only every so many-th of these is kept
-    buckets: tuple[int, ...] = fixed((), cached="longest")  # numbers of kept frames that batches are padded to; (): one
-    errors: Literal["refuse", "skip"] = free("refuse", cached=True)  # utterances too short for CTC, or too long
+    # numbers of kept frames that batches are padded to; (): one
+    buckets: tuple[int, ...] = fixed((), cached="longest")
+    # utterances too short for CTC, or too long
+    errors: Literal["refuse", "skip"] = free("refuse", cached=True)
     time_masks: int = free(0)  # SpecAugment: how many times are masked in training
     time_mask_frames: int = free(20)  # the longest
     feature_masks: int = free(0)  # SpecAugment: how many bands of features
@@ -63,3 +68,8 @@ class Speech:
             or (min(self.buckets) > 0 and list(self.buckets) == sorted({*self.buckets})),
             f"Speech.buckets = {self.buckets} must ascend and be above 0",
         )
+
+    @property
+    def longest(self) -> int:
+        """Kept frames of the longest utterance that is read; 0: there is no limit."""
+        return self.buckets[-1] if self.buckets else 0

@@ -8,25 +8,11 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, PyTree
 
-from brt.config import Config, Encoder, Model, Seq2Seq
+from brt.config import Config, Encoder
+from brt.config.fields import settings
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError
 
-# What is not the weights' business.
-_OWN = {
-    Seq2Seq: ("dropout", "attention_dropout", "activation_dropout", "dtype", "remat"),
-    Encoder: ("dropout", "attention_dropout", "dtype", "remat", "classes"),
-    Model: ("dropout", "dtype", "remat", "layer_unroll", "block_unroll"),
-}
-# What may become something else; left at its default, it stays what it was.
-_VARIED = {
-    Model: (
-        "window", "cache", "recurrent_layers", "states", "gate", "gate_layout", "gate_bias",
-        "gate_tanh", "feedback", "memorizing_layers", "memory_size", "memory_neighbors",
-        "memory_search", "clustered_layers", "clusters", "cluster_top_k", "cluster_jensen",
-        "scale_init", "mask_empty_cache",
-    ),
-}  # fmt: skip
 _EMBEDDING = "encoder/inputs/token_embed/embedding"
 _HEAD = "head/"  # where an encoder's parameters are those of its task
 _SHOWN = 4  # names in one sentence
@@ -71,17 +57,18 @@ def with_pretrained(config: Config) -> Config:
 def _taken(asked: Any, found: Any, where: str) -> Any:
     """The section that was found, with what is the run's own business."""
     kind, default = type(asked), type(asked)()
-    own, varied, taken = _OWN[kind], _VARIED.get(kind, ()), {}
-    for name in (field.name for field in dataclasses.fields(kind)):
+    kept = {}
+    for name, setting in settings(kind).items():
         value, usual, old = (getattr(model, name) for model in (asked, default, found))
-        if name in own or (name in varied and value != usual):
-            taken[name] = value
-        elif name not in varied and value not in (usual, old):
+        own = setting.warm_start == "own"
+        if own or (setting.warm_start == "adaptable" and value != usual):
+            kept[name] = value
+        elif setting.warm_start == "inherited" and value not in (usual, old):
             raise ConfigError(
                 f"{kind.__name__}.{name} = {value!r}, but the weights of Training.init_from = "
                 f"{where!r} have {old!r}; leave it out"
             )
-    return dataclasses.replace(found, **taken)
+    return dataclasses.replace(found, **kept)
 
 
 def _check_inputs(config: Config, model: Encoder) -> None:
