@@ -1,5 +1,6 @@
 """A Config as text, as JSON, and the checks that both share. Knows nothing of gin's parser."""
 
+import ast
 import dataclasses
 import difflib
 import inspect
@@ -163,11 +164,17 @@ def shown_path(path: Path) -> str:
 
 
 def _field_comments() -> dict[str, str]:
+    """What stands behind or above a field."""
     comments = {}
     for section, cls in SECTION_TYPES.items():
-        for line in inspect.getsource(cls).splitlines():
-            if match := re.fullmatch(r"    (\w+): .+?  # (.+)", line):
-                comments[f"{section}.{match[1]}"] = match[2]
+        source = inspect.getsource(cls)
+        lines, end = source.splitlines(), 0
+        (parsed,) = ast.parse(source).body
+        for node in parsed.body:
+            start, end = end, node.end_lineno
+            said = re.findall(r"(?:^|  ) *# (.+)", "\n".join(lines[start:end]), re.MULTILINE)
+            if isinstance(node, ast.AnnAssign) and said:
+                comments[f"{section}.{ast.unparse(node.target)}"] = " ".join(said)
     return comments
 
 

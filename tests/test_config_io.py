@@ -76,10 +76,17 @@ def test_difference_names_what_changed_and_nothing_else() -> None:
 
 def test_annotated_text_shows_value_origin_and_documentation() -> None:
     text = annotated_text(UNUSUAL, dict.fromkeys(FIELDS, "a.gin:3"))
-    line = next(line for line in text.splitlines() if line.startswith("Model.window "))
-    value, _, comment = line.partition("#")
+    lines = {line.split()[0]: line for line in text.splitlines() if line}
+    value, _, comment = lines["Model.window"].partition("#")
     assert value.split() == ["Model.window", "=", "256"]
     assert comment.startswith(" a.gin:3 | tokens a token attends to")
+    for name, comment in (
+        ("Model.clusters", "centroids of a head that a clustered"),  # which stands above the field
+        ("Training.objective", "what is learned"),  # behind the last of several lines
+        ("Seq2Seq.vocab_size", "0: the tokenizer's"),
+    ):
+        assert f"  # a.gin:3 | {comment}" in lines[name]
+    assert lines["Model.model_dim"].endswith("# a.gin:3")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """All that a .gin file can say: frozen dataclasses that check themselves.
 
-A field's comment is its documentation (`--print_config` shows it). Settings that
+A field's comment, behind or above it, is its documentation (`--print_config` shows it); what it
+means for a resumed run, a warm start and prepared data it declares by `fields`. Settings that
 only make sense together are checked in `__post_init__`; settings of two sections
 are checked in `Config.__post_init__`, and those that a task reads by the task.
 """

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from brt.config.checks import check, check_positive
+from brt.config.fields import free
 
 MAX_BITS = 63  # of a hash, as in the original, where it is one integer
 
@@ -22,20 +23,21 @@ class Attention:
 
     kind: Literal[
         "full", "shared_full", "clustered", "improved_clustered", "reformer", "oracle_top_k"
-    ] = "full"
-    min_length: int = 0  # sequences shorter than this, padding included: exact attention
-    clusters: int = 100  # of the queries of a head, at most; clustered and improved_clustered
-    bits: int = 63  # of a query's hash, which clusters are found by
-    iterations: int = 5  # of k-means; the original: 10
-    hash_offsets: bool = True  # hash by planes anywhere; False: through the origin (by angle)
-    fit_queries: int = 0  # queries that k-means learns from, drawn at random; 0: all
-    top_k: int = 32  # exact keys of a cluster (improved_clustered) or of a query (oracle_top_k)
-    mass_rule: Literal["paper", "lse_jensen"] = "paper"  # weight of these keys against the others
-    mass_stop_gradient: bool = False  # True: that of the paper's rule is a constant (original)
-    tile: int = 0  # queries of a cluster that are computed together; 0: chosen by their number
-    rounds: int = 1  # of hashing; reformer
-    buckets: int = 64  # of a round of hashing; reformer
-    chunk: int = 32  # sorted queries that see their own chunk and the one before; reformer
+    ] = free("full")
+    min_length: int = free(0)  # sequences shorter than this, padding included: exact attention
+    clusters: int = free(100)  # of the queries of a head, at most; clustered and improved_clustered
+    bits: int = free(63)  # of a query's hash, which clusters are found by
+    iterations: int = free(5)  # of k-means; the original: 10
+    hash_offsets: bool = free(True)  # hash by planes anywhere; False: through the origin (by angle)
+    fit_queries: int = free(0)  # queries that k-means learns from, drawn at random; 0: all
+    top_k: int = free(32)  # exact keys of a cluster (improved_clustered) or a query (oracle_top_k)
+    # weight of these keys against the others
+    mass_rule: Literal["paper", "lse_jensen"] = free("paper")
+    mass_stop_gradient: bool = free(False)  # True: that of the paper's rule is constant (original)
+    tile: int = free(0)  # queries of a cluster computed together; 0: chosen by their number
+    rounds: int = free(1)  # of hashing; reformer
+    buckets: int = free(64)  # of a round of hashing; reformer
+    chunk: int = free(32)  # sorted queries that see their own chunk and the one before; reformer
 
     def __post_init__(self) -> None:
         check_positive(

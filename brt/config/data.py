@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from brt.config.checks import check
+from brt.config.fields import fixed, free, sources
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,17 +15,19 @@ class Data:
     or `tfds:NAME/SPLIT` (prepared on this machine). Files may be compressed (.gz, .xz, .zst).
     """
 
-    train: tuple[str, ...] = ("corpus:novels/train",)
-    validation: tuple[str, ...] = ("corpus:novels/validation",)
-    test: tuple[str, ...] = ("corpus:novels/test",)
-    store: str = ""  # a directory written by brt.prepare; replaces everything below and above
-    tokenizer: str = "bytes"  # bytes | path/to/a .model or byte-level .json | train:VOCAB_SIZE
-    text_field: str = "text"  # the field of a JSONL line or of a TFDS example
-    errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8
-    validation_fraction: float = 0.05  # of the documents, where validation names no source
-    test_fraction: float = 0.05  # the same for test
-    cache_dir: str = ""  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
-    shuffle: bool = True  # documents in a new order every epoch
+    train: tuple[str, ...] = sources(("corpus:novels/train",))
+    validation: tuple[str, ...] = sources(("corpus:novels/validation",))
+    test: tuple[str, ...] = sources(("corpus:novels/test",))
+    store: str = free("")  # a directory written by brt.prepare; replaces everything below and above
+    # bytes | path/to/a .model or byte-level .json | train:VOCAB_SIZE
+    tokenizer: str = free("bytes", cached=True)
+    text_field: str = free("text", cached=True)  # the field of a JSONL line or of a TFDS example
+    errors: Literal["strict", "replace"] = free("strict", cached=True)  # bytes that are not UTF-8
+    # of the documents, where validation names no source
+    validation_fraction: float = free(0.05, cached=True)
+    test_fraction: float = free(0.05, cached=True)  # the same for test
+    cache_dir: str = free("")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
+    shuffle: bool = fixed(True)  # documents in a new order every epoch
 
     def __post_init__(self) -> None:
         check(bool(self.train or self.store), "Data.train names no source and Data.store is empty")

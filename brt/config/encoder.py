@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from brt.config.checks import check, check_not_negative, check_positive
+from brt.config.fields import fixed, free, inherited
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,25 +15,28 @@ class Encoder:
     Of neighbours, models learn far sooner by convolutional positions than by absolute ones.
     """
 
-    layers: int = 6
-    model_dim: int = 512
-    heads: int = 8
-    mlp_dim: int = 2048
-    features: int = 0  # width of an input vector; 0: the inputs are tokens
-    vocab_size: int = 0  # of inputs or outputs; 0: as the data have it
-    token_types: int = 0  # kinds of tokens with a vector of their own; RoBERTa: 1
-    classes: int = 2  # of whole sequences; the classification objective takes the data's
-    positions: Literal["learned", "sinusoidal", "convolution", "none"] = "learned"
-    max_positions: int = 4096  # tokens that learned positions reach
-    convolution_width: int = 15  # inputs, the own in the middle, that tell convolutional positions
-    norm_first: bool = True  # normalise what a part of a layer reads; False: what it leaves
-    norm_epsilon: float = 1e-5
-    activation: Literal["gelu", "relu"] = "gelu"  # gelu: exact
-    shared_queries_keys: bool = False  # one projection for both, as shared_full and reformer do
-    dropout: float = 0.1  # on inputs and on what a part of a layer adds
-    attention_dropout: float = -1.0  # on attention weights; -1: as dropout
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 except on CPUs
-    remat: bool = False  # recompute a layer's activations in the backward pass
+    layers: int = inherited(6)
+    model_dim: int = inherited(512)
+    heads: int = inherited(8)
+    mlp_dim: int = inherited(2048)
+    features: int = inherited(0)  # width of an input vector; 0: the inputs are tokens
+    vocab_size: int = inherited(0)  # of inputs or outputs; 0: as the data have it
+    token_types: int = inherited(0)  # kinds of tokens with a vector of their own; RoBERTa: 1
+    classes: int = fixed(2)  # of whole sequences; the classification objective takes the data's
+    positions: Literal["learned", "sinusoidal", "convolution", "none"] = inherited("learned")
+    max_positions: int = inherited(4096)  # tokens that learned positions reach
+    # inputs, the own in the middle, that tell convolutional positions
+    convolution_width: int = inherited(15)
+    # normalise what a part of a layer reads; False: what it leaves
+    norm_first: bool = inherited(True)
+    norm_epsilon: float = inherited(1e-5)
+    activation: Literal["gelu", "relu"] = inherited("gelu")  # gelu: exact
+    # one projection for both, as shared_full and reformer do
+    shared_queries_keys: bool = inherited(False)
+    dropout: float = free(0.1)  # on inputs and on what a part of a layer adds
+    attention_dropout: float = free(-1.0)  # on attention weights; -1: as dropout
+    dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")  # auto: bfloat16 except on CPUs
+    remat: bool = free(False)  # recompute a layer's activations in the backward pass
 
     def __post_init__(self) -> None:
         check_positive(

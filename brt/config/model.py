@@ -4,49 +4,57 @@ import dataclasses
 from typing import Literal
 
 from brt.config.checks import check, check_not_negative, check_positive
+from brt.config.fields import adaptable, fixed, free, inherited
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
     """The decoder. XL, sliding and block-recurrent models differ in data, not in code."""
 
-    layers: int = 12  # how many
-    recurrent_layers: tuple[int, ...] = ()  # which of them recur, from 0; -3 is the third last
-    model_dim: int = 1024
-    heads: int = 8
-    head_dim: int = 128
-    mlp_dim: int = 4096
-    window: int = 512  # tokens a token attends to, itself included; also the block length
-    states: int = 512  # recurrent state vectors of a recurrent layer
-    gate: Literal["fixed", "lstm", "gru"] = "fixed"
-    gate_layout: Literal["dual", "single", "skip"] = "skip"
-    gate_bias: float = 0.0  # mean of the gate's initial bias; above 0 a state lasts longer
-    gate_tanh: Literal["original", "paper"] = "original"  # original: single layout; paper: lstm
-    feedback: bool = False  # every layer reads the (last) recurrent layer's states
-    memorizing_layers: tuple[int, ...] = ()  # which layers look up a memory of past tokens
-    memory_size: int = 32768  # tokens that a memorizing layer remembers
-    memory_neighbors: int = 128  # tokens that a query finds in the memory
-    memory_search: Literal["exact", "bucketed"] = "exact"  # bucketed: the original's, approximate
-    clustered_layers: tuple[int, ...] = ()  # which layers read all of the past, by clusters
-    clusters: int = 64  # centroids of a head that a clustered layer's queries are shared out to
-    cluster_top_k: int = 16  # keys of the past that a centroid keeps; the others it sums up
-    cluster_jensen: bool = True  # count in how far queries lie from their centroid
-    cache: bool = True  # False: a block reads only itself (a vanilla transformer)
-    vocab_size: int = 0  # 0: the tokenizer's
-    positions: Literal["t5", "rotary", "alibi", "none"] = "t5"
-    relative_buckets: int = 32  # T5 relative position bias
-    relative_max_distance: int = 128
-    normalize_qk: bool = True  # L2-normalised queries and keys with a learned scale per head
-    scale_init: float = 1.0  # that scale's initial value
-    dropout: float = 0.0  # after the pre-attention norm, on attention, after the MLP, before logits
-    logit_scale: Literal["model_dim", "vocab"] = "model_dim"  # logits are divided by its root
-    attend_to_self: bool = True  # False: exactly `window` tokens strictly before (original)
-    mask_empty_cache: bool = True  # False: zero keys take part at a document's start (original)
-    bias_before_scale: bool = False  # True: (q.k + bias) * scale (original)
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 except on CPUs
-    remat: bool = False  # recompute a layer's activations in the backward pass
-    layer_unroll: int = 1  # layers per iteration of the scan over equal neighbours
-    block_unroll: int = 1  # blocks per iteration of the scan over the recurrence
+    layers: int = inherited(12)  # how many
+    # which of them recur, from 0; -3 is the third last
+    recurrent_layers: tuple[int, ...] = adaptable(())
+    model_dim: int = inherited(1024)
+    heads: int = inherited(8)
+    head_dim: int = inherited(128)
+    mlp_dim: int = inherited(4096)
+    window: int = adaptable(512)  # tokens a token attends to, itself included; also block length
+    states: int = adaptable(512)  # recurrent state vectors of a recurrent layer
+    gate: Literal["fixed", "lstm", "gru"] = adaptable("fixed")
+    gate_layout: Literal["dual", "single", "skip"] = adaptable("skip")
+    gate_bias: float = adaptable(0.0)  # mean of the gate's initial bias; above 0 states last longer
+    # original: single layout; paper: lstm
+    gate_tanh: Literal["original", "paper"] = adaptable("original")
+    feedback: bool = adaptable(False)  # every layer reads the (last) recurrent layer's states
+    memorizing_layers: tuple[int, ...] = adaptable(())  # which layers look up a memory of the past
+    memory_size: int = adaptable(32768)  # tokens that a memorizing layer remembers
+    memory_neighbors: int = adaptable(128)  # tokens that a query finds in the memory
+    # bucketed: the original's, approximate
+    memory_search: Literal["exact", "bucketed"] = adaptable("exact")
+    clustered_layers: tuple[int, ...] = adaptable(())  # which layers read all the past, by clusters
+    # centroids of a head that a clustered layer's queries are shared out to
+    clusters: int = adaptable(64)
+    cluster_top_k: int = adaptable(16)  # keys of the past that a centroid keeps; others it sums up
+    cluster_jensen: bool = adaptable(True)  # count in how far queries lie from their centroid
+    cache: bool = adaptable(True)  # False: a block reads only itself (a vanilla transformer)
+    vocab_size: int = inherited(0)  # 0: the tokenizer's
+    positions: Literal["t5", "rotary", "alibi", "none"] = inherited("t5")
+    relative_buckets: int = inherited(32)  # T5 relative position bias
+    relative_max_distance: int = inherited(128)
+    normalize_qk: bool = inherited(True)  # L2-normalised queries and keys, learned scale per head
+    scale_init: float = adaptable(1.0)  # that scale's initial value
+    # after the pre-attention norm, on attention, after the MLP, before logits
+    dropout: float = free(0.0)
+    # logits are divided by its root
+    logit_scale: Literal["model_dim", "vocab"] = inherited("model_dim")
+    attend_to_self: bool = inherited(True)  # False: exactly `window` tokens before it (original)
+    # False: zero keys take part at a document's start (original)
+    mask_empty_cache: bool = adaptable(True)
+    bias_before_scale: bool = inherited(False)  # True: (q.k + bias) * scale (original)
+    dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")  # auto: bfloat16 except on CPUs
+    remat: bool = free(False)  # recompute a layer's activations in the backward pass
+    layer_unroll: int = free(1)  # layers per iteration of the scan over equal neighbours
+    block_unroll: int = free(1)  # blocks per iteration of the scan over the recurrence
 
     def __post_init__(self) -> None:
         check_positive(

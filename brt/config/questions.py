@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from brt.config.checks import check, check_buckets, check_not_negative, check_positive
+from brt.config.fields import fixed, free, sources
 
 SPECIAL = 4  # ids at most that stand around a question and its text
 
@@ -20,20 +21,23 @@ class Questions:
     A window is the question and a part of its text; a long text has several, which overlap.
     """
 
-    train: tuple[str, ...] = ("generated:train/2000",)
-    validation: tuple[str, ...] = ("generated:validation/200",)
-    test: tuple[str, ...] = ("generated:test/200",)
-    tokenizer: str = "bytes"  # bytes, a .model or tokenizer.json file, or train:VOCAB_SIZE
-    max_length: int = 384  # tokens of a window
-    stride: int = 128  # tokens of a text that a window shares with the one before
-    max_question_length: int = 64  # tokens; a longer question is cut behind
-    max_answer_length: int = 30  # tokens of an answer that the model gives
-    no_answer: bool = False  # questions may have none, as in SQuAD 2.0
-    no_answer_margin: float = 0.0  # none is given where its logit is above a span's by more
-    buckets: tuple[int, ...] = ()  # lengths that batches are padded to; (): max_length
-    errors: Literal["refuse", "skip"] = "refuse"  # answers that are not where the file says
-    cache_dir: str = ""  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
-    shuffle: bool = True  # windows in a new order every epoch
+    train: tuple[str, ...] = sources(("generated:train/2000",))
+    validation: tuple[str, ...] = sources(("generated:validation/200",))
+    test: tuple[str, ...] = sources(("generated:test/200",))
+    # bytes, a .model or tokenizer.json file, or train:VOCAB_SIZE
+    tokenizer: str = free("bytes", cached=True)
+    max_length: int = fixed(384, cached=True)  # tokens of a window
+    # tokens of a text that a window shares with the one before
+    stride: int = fixed(128, cached=True)
+    max_question_length: int = fixed(64, cached=True)  # tokens; a longer question is cut behind
+    max_answer_length: int = free(30)  # tokens of an answer that the model gives
+    no_answer: bool = fixed(False, cached=True)  # questions may have none, as in SQuAD 2.0
+    no_answer_margin: float = free(0.0)  # none is given where its logit is above a span's by more
+    buckets: tuple[int, ...] = fixed(())  # lengths that batches are padded to; (): max_length
+    # answers that are not where the file says
+    errors: Literal["refuse", "skip"] = free("refuse", cached=True)
+    cache_dir: str = free("")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
+    shuffle: bool = fixed(True)  # windows in a new order every epoch
 
     def __post_init__(self) -> None:
         check(bool(self.train), "Questions.train names no source")

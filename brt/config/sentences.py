@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from brt.config.checks import check, check_buckets
+from brt.config.fields import fixed, free, sources
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,21 +19,27 @@ class Sentences:
         generated:NAME/COUNT  made up, as brt/data/sentences/generated.py says
     """
 
-    train: tuple[str, ...] = ("generated:train/2000",)
-    validation: tuple[str, ...] = ("generated:validation/200",)
-    test: tuple[str, ...] = ("generated:test/200",)
-    first_field: str = ""  # column of the sentence; "": a usual name, of a pair where there is one
-    second_field: str = ""  # column of what it is paired with; "" beside first_field: nothing
-    label_field: str = ""  # column of the label; "": a usual name
-    id_field: str = ""  # column that names a row in predictions; "": rows are counted
-    header: tuple[str, ...] = ()  # columns of .tsv files, where these begin without their names
-    labels: tuple[str, ...] = ()  # all of them, in the classifier's order; (): train's, sorted
-    tokenizer: str = "bytes"  # bytes, a .model or tokenizer.json file, or train:VOCAB_SIZE
-    max_length: int = 128  # tokens of a row; of a pair the longer sentence is cut first
-    buckets: tuple[int, ...] = ()  # lengths that batches are padded to; (): max_length
-    errors: Literal["refuse", "skip"] = "refuse"  # rows that hold no sentence or no known label
-    cache_dir: str = ""  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
-    shuffle: bool = True  # rows in a new order every epoch
+    train: tuple[str, ...] = sources(("generated:train/2000",))
+    validation: tuple[str, ...] = sources(("generated:validation/200",))
+    test: tuple[str, ...] = sources(("generated:test/200",))
+    # column of the sentence; "": a usual name, of a pair where there is one
+    first_field: str = free("", cached=True)
+    # column of what it is paired with; "" beside first_field: nothing
+    second_field: str = free("", cached=True)
+    label_field: str = free("", cached=True)  # column of the label; "": a usual name
+    id_field: str = free("", cached=True)  # column that names a row in predictions; "": counted
+    # columns of .tsv files, where these begin without their names
+    header: tuple[str, ...] = free((), cached=True)
+    labels: tuple[str, ...] = fixed(())  # all, in the classifier's order; (): train's, sorted
+    # bytes, a .model or tokenizer.json file, or train:VOCAB_SIZE
+    tokenizer: str = free("bytes", cached=True)
+    # tokens of a row; of a pair the longer sentence is cut first
+    max_length: int = fixed(128, cached=True)
+    buckets: tuple[int, ...] = fixed(())  # lengths that batches are padded to; (): max_length
+    # rows that hold no sentence or no known label
+    errors: Literal["refuse", "skip"] = free("refuse", cached=True)
+    cache_dir: str = free("")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
+    shuffle: bool = fixed(True)  # rows in a new order every epoch
 
     def __post_init__(self) -> None:
         check(bool(self.train), "Sentences.train names no source")

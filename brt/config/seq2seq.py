@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from brt.config.checks import check, check_not_negative, check_positive
+from brt.config.fields import fixed, free, inherited, sources
 from brt.errors import ConfigError
 
 SMALLEST_THRESHOLD = 1e-3  # of recurrent accumulate-and-fire with bounded parameters
@@ -13,30 +14,33 @@ SMALLEST_THRESHOLD = 1e-3  # of recurrent accumulate-and-fire with bounded param
 class Seq2Seq:
     """The encoder-decoder. T5, its gated successors, LongT5 and BART differ in data."""
 
-    family: Literal["t5", "bart"] = "t5"  # t5: RMS norm before, relative bias; bart: norm after
-    encoder_layers: int = 6
-    decoder_layers: int = 6
-    model_dim: int = 512
-    heads: int = 8
-    head_dim: int = 64
-    mlp_dim: int = 2048
-    vocab_size: int = 0  # 0: the tokenizer's
-    activation: Literal["relu", "gated_gelu", "gelu"] = "relu"  # gated: tanh's gelu; gelu: exact
-    tied_logits: bool = True  # logits from the embedding; False: a matrix of their own
-    scale_logits: bool = True  # T5 v1.0 with tied logits: hidden times model_dim ** -0.5
+    # t5: RMS norm before, relative bias; bart: norm after
+    family: Literal["t5", "bart"] = inherited("t5")
+    encoder_layers: int = inherited(6)
+    decoder_layers: int = inherited(6)
+    model_dim: int = inherited(512)
+    heads: int = inherited(8)
+    head_dim: int = inherited(64)
+    mlp_dim: int = inherited(2048)
+    vocab_size: int = inherited(0)  # 0: the tokenizer's
+    # gated: tanh's gelu; gelu: exact
+    activation: Literal["relu", "gated_gelu", "gelu"] = inherited("relu")
+    tied_logits: bool = inherited(True)  # logits from the embedding; False: a matrix of their own
+    scale_logits: bool = inherited(True)  # T5 v1.0 with tied logits: hidden times model_dim ** -0.5
     # sliding and local are the same window; local is LongT5's name for it
-    encoder_attention: Literal["full", "sliding", "local", "transient_global"] = "full"
-    encoder_radius: int = 127  # positions to each side that attention reaches where it is not full
-    global_block: int = 16  # tokens that one transient global token sums
-    relative_buckets: int = 32  # T5 relative position bias
-    relative_max_distance: int = 128
-    max_positions: int = 1024  # BART's learned positions: no longer source or target
-    norm_epsilon: float = 1e-6  # BART: 1e-5
-    dropout: float = 0.1  # on embeddings, attention weights, MLP and residuals
-    attention_dropout: float = -1.0  # on attention weights; -1: as dropout
-    activation_dropout: float = -1.0  # inside the MLP; -1: as dropout
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 except on CPUs
-    remat: bool = False  # recompute a layer's activations in the backward pass
+    encoder_attention: Literal["full", "sliding", "local", "transient_global"] = inherited("full")
+    # positions to each side that attention reaches where it is not full
+    encoder_radius: int = inherited(127)
+    global_block: int = inherited(16)  # tokens that one transient global token sums
+    relative_buckets: int = inherited(32)  # T5 relative position bias
+    relative_max_distance: int = inherited(128)
+    max_positions: int = inherited(1024)  # BART's learned positions: no longer source or target
+    norm_epsilon: float = inherited(1e-6)  # BART: 1e-5
+    dropout: float = free(0.1)  # on embeddings, attention weights, MLP and residuals
+    attention_dropout: float = free(-1.0)  # on attention weights; -1: as dropout
+    activation_dropout: float = free(-1.0)  # inside the MLP; -1: as dropout
+    dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")  # auto: bfloat16 except on CPUs
+    remat: bool = free(False)  # recompute a layer's activations in the backward pass
 
     def __post_init__(self) -> None:
         check_positive(
@@ -62,30 +66,35 @@ class Seq2Seq:
 class CrossAttention:
     """How the decoder reads the source (segmented recurrent transformer, section 3)."""
 
-    kind: Literal["full", "segmented", "srformer", "xl_memory", "local_global"] = "full"
-    segment_size: int = 64  # source tokens a decoder position attends to
-    q_ref: int = 128  # target length over which the segments are spread, always the same
-    index_mode: Literal["fixed", "batch", "stride"] = "fixed"  # batch: the original's, in training
-    stride: int = 8  # target tokens per segment where index_mode is stride
-    segment_count: Literal["per_example", "static"] = "per_example"  # static: of the padded batch
-    allow_skipped_segments: bool = False  # more segments than q_ref: some are never attended
-    use_segment: bool = True  # ablation I: only the recurrence
-    use_raf: bool = True  # ablation III: False: no recurrent accumulate-and-fire
-    kv_source: Literal["remaining", "segment"] = "remaining"  # ablation IV: segment
-    norm: Literal["feature", "none"] = "feature"  # ablation II: none
-    norm_epsilon: float = 1e-6
-    clamp: float = 0.0  # 0: none; the original's BART: 2
+    kind: Literal["full", "segmented", "srformer", "xl_memory", "local_global"] = fixed("full")
+    segment_size: int = fixed(64)  # source tokens a decoder position attends to
+    q_ref: int = fixed(128)  # target length over which the segments are spread, always the same
+    # batch: the original's, in training
+    index_mode: Literal["fixed", "batch", "stride"] = fixed("fixed")
+    stride: int = fixed(8)  # target tokens per segment where index_mode is stride
+    # static: of the padded batch
+    segment_count: Literal["per_example", "static"] = fixed("per_example")
+    allow_skipped_segments: bool = fixed(False)  # more segments than q_ref: some are never attended
+    use_segment: bool = fixed(True)  # ablation I: only the recurrence
+    use_raf: bool = fixed(True)  # ablation III: False: no recurrent accumulate-and-fire
+    kv_source: Literal["remaining", "segment"] = fixed("remaining")  # ablation IV: segment
+    norm: Literal["feature", "none"] = fixed("feature")  # ablation II: none
+    norm_epsilon: float = fixed(1e-6)
+    clamp: float = fixed(0.0)  # 0: none; the original's BART: 2
     # sigma: a learned share for each part; gated: the recurrence times a gate that begins at 0
-    mix: Literal["sum", "sigma", "gated"] = "sum"
-    leak_init: float = 0.1  # BART: 0.5
-    threshold_init: float = 0.1
-    raf_parameters: Literal["raw", "bounded"] = "raw"  # bounded: leak in (0, 1), threshold above 0
-    kernel_init: Literal["uniform", "normal"] = "uniform"  # +-head_dim ** -0.5; BART: normal, 0.02
-    raf_bias: bool = False
-    mask_kv: bool = True  # padding adds nothing to the sums; False: the original
-    memory: Literal["rnn", "identity"] = "rnn"  # of xl_memory; identity: Transformer-XL's
-    training_form: Literal["auto", "dense", "slots"] = "auto"
-    cache: Literal["auto", "table", "carry"] = "auto"  # what a decode step reads the states from
+    mix: Literal["sum", "sigma", "gated"] = fixed("sum")
+    leak_init: float = fixed(0.1)  # BART: 0.5
+    threshold_init: float = fixed(0.1)
+    # bounded: leak in (0, 1), threshold above 0
+    raf_parameters: Literal["raw", "bounded"] = fixed("raw")
+    # +-head_dim ** -0.5; BART: normal, 0.02
+    kernel_init: Literal["uniform", "normal"] = fixed("uniform")
+    raf_bias: bool = fixed(False)
+    mask_kv: bool = fixed(True)  # padding adds nothing to the sums; False: the original
+    memory: Literal["rnn", "identity"] = fixed("rnn")  # of xl_memory; identity: Transformer-XL's
+    training_form: Literal["auto", "dense", "slots"] = fixed("auto")
+    # what a decode step reads the states from
+    cache: Literal["auto", "table", "carry"] = fixed("auto")
 
     def __post_init__(self) -> None:
         check_positive(self, "segment_size", "q_ref", "stride", "threshold_init")
@@ -148,23 +157,25 @@ class Pairs:
     on this machine, see `brt.prepare --pairs`).
     """
 
-    train: tuple[str, ...] = ("corpus:summaries/train",)
-    validation: tuple[str, ...] = ("corpus:summaries/validation",)
-    test: tuple[str, ...] = ("corpus:summaries/test",)
-    source_field: str = ""  # the column of documents; "": one of the usual names
-    target_field: str = ""  # the column of summaries; "": one of the usual names
-    id_field: str = ""  # the column of ids; "": `id` where there is one, else the row's number
-    tokenizer: str = "train:4000"  # path/to/spiece.model | path/to/tokenizer.json | train:SIZE
-    prefix: str = ""  # put before every document; T5's is "summarize: "
-    max_source_length: int = 1024  # tokens, the end included
-    max_target_length: int = 128
-    truncation: Literal["error", "head", "head_tail"] = (
-        "head"  # of longer documents; summaries: head
-    )
-    buckets: tuple[int, ...] = ()  # source lengths that batches are padded to; (): one
-    errors: Literal["refuse", "skip"] = "refuse"  # rows that are empty, damaged or not UTF-8
-    cache_dir: str = ""  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
-    shuffle: bool = True  # pairs in a new order every epoch
+    train: tuple[str, ...] = sources(("corpus:summaries/train",))
+    validation: tuple[str, ...] = sources(("corpus:summaries/validation",))
+    test: tuple[str, ...] = sources(("corpus:summaries/test",))
+    source_field: str = free("", cached=True)  # the column of documents; "": one of the usual names
+    target_field: str = free("", cached=True)  # the column of summaries; "": one of the usual names
+    # the column of ids; "": `id` where there is one, else the row's number
+    id_field: str = free("", cached=True)
+    # path/to/spiece.model | path/to/tokenizer.json | train:SIZE
+    tokenizer: str = free("train:4000", cached=True)
+    prefix: str = fixed("", cached=True)  # put before every document; T5's is "summarize: "
+    max_source_length: int = fixed(1024, cached=True)  # tokens, the end included
+    max_target_length: int = fixed(128, cached=True)
+    # of longer documents; summaries: head
+    truncation: Literal["error", "head", "head_tail"] = fixed("head", cached=True)
+    buckets: tuple[int, ...] = fixed(())  # source lengths that batches are padded to; (): one
+    # rows that are empty, damaged or not UTF-8
+    errors: Literal["refuse", "skip"] = free("refuse", cached=True)
+    cache_dir: str = free("")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
+    shuffle: bool = fixed(True)  # pairs in a new order every epoch
 
     def __post_init__(self) -> None:
         check(bool(self.train), "Pairs.train names no source")
@@ -193,14 +204,15 @@ class Decoding:
     any length; the names there are True, False and "never".
     """
 
-    beams: int = 1
-    penalty: Literal["hf", "t5x"] = "hf"  # score: log p / n ** p | log p / ((5 + n) / 6) ** p
-    length_penalty: float = 1.0  # p above; n counts written tokens; above 0 favours longer texts
-    early_stopping: Literal["yes", "heuristic", "never"] = "yes"
-    max_length: int = 128  # tokens at most
-    min_length: int = 0  # tokens at least, the end not counted
-    no_repeat_ngram: int = 0  # a text never repeats so many tokens; 0: it may
-    batch_size: int = 16  # documents side by side
+    beams: int = free(1)
+    penalty: Literal["hf", "t5x"] = free("hf")  # score: log p / n ** p | log p / ((5 + n) / 6) ** p
+    # p above; n counts written tokens; above 0 favours longer texts
+    length_penalty: float = free(1.0)
+    early_stopping: Literal["yes", "heuristic", "never"] = free("yes")
+    max_length: int = free(128)  # tokens at most
+    min_length: int = free(0)  # tokens at least, the end not counted
+    no_repeat_ngram: int = free(0)  # a text never repeats so many tokens; 0: it may
+    batch_size: int = free(16)  # documents side by side
 
     def __post_init__(self) -> None:
         check_positive(self, "beams", "max_length", "batch_size")

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from brt.config.checks import check, check_not_negative, check_positive
+from brt.config.fields import fixed, free, sources
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,29 +22,34 @@ class Speech:
         generated:NAME/COUNT  made up, as brt/data/speech/generated.py says
     """
 
-    train: tuple[str, ...] = ("generated:train/1000",)
-    validation: tuple[str, ...] = ("generated:validation/100",)
-    test: tuple[str, ...] = ("generated:test/100",)
-    unit: Literal["characters", "words"] = "characters"  # of transcripts: what is a token
-    join: int = 1  # so many recordings of a speaker, in mixed order, are one utterance
-    join_orders: int = 1  # training: join all of them so often, in another order each time
-    mel_bands: int = 40  # of a wav file's frame
-    window_ms: float = 25.0  # of a wav file that a frame describes
-    shift_ms: float = 10.0  # from frame to frame, also where features are read from files
-    normalization: Literal["none", "utterance", "speaker"] = (
-        "utterance"  # each feature's mean is 0, its deviation 1, within what is named
-    )
-    stack: int = 1  # frames side by side that become one, after normalization
-    stride: int = 1  # only every so many-th of these is kept
-    buckets: tuple[int, ...] = ()  # numbers of kept frames that batches are padded to; (): one
-    errors: Literal["refuse", "skip"] = "refuse"  # utterances too short for CTC, or too long
-    time_masks: int = 0  # SpecAugment: how many times are masked in training
-    time_mask_frames: int = 20  # the longest
-    feature_masks: int = 0  # SpecAugment: how many bands of features
-    feature_mask_width: int = 8  # the widest
-    beams: int = 1  # 1: the best token of every frame; more: prefix beam search
-    cache_dir: str = ""  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
-    shuffle: bool = True  # utterances in a new order every epoch
+    train: tuple[str, ...] = sources(("generated:train/1000",))
+    validation: tuple[str, ...] = sources(("generated:validation/100",))
+    test: tuple[str, ...] = sources(("generated:test/100",))
+    # of transcripts: what is a token
+    unit: Literal["characters", "words"] = fixed("characters", cached=True)
+    # so many recordings of a speaker, in mixed order, are one utterance
+    join: int = fixed(1, cached=True)
+    # training: join all of them so often, in another order each time
+    join_orders: int = fixed(1, cached=True)
+    mel_bands: int = fixed(40, cached=True)  # of a wav file's frame
+    window_ms: float = fixed(25.0, cached=True)  # of a wav file that a frame describes
+    # from frame to frame, also where features are read from files
+    shift_ms: float = fixed(10.0, cached=True)
+    # each feature's mean is 0, its deviation 1, within what is named
+    normalization: Literal["none", "utterance", "speaker"] = fixed("utterance", cached=True)
+    stack: int = fixed(1, cached=True)  # frames side by side that become one, after normalization
+    stride: int = fixed(1, cached=True)  # only every so many-th of these is kept
+    # numbers of kept frames that batches are padded to; (): one
+    buckets: tuple[int, ...] = fixed((), cached="longest")
+    # utterances too short for CTC, or too long
+    errors: Literal["refuse", "skip"] = free("refuse", cached=True)
+    time_masks: int = free(0)  # SpecAugment: how many times are masked in training
+    time_mask_frames: int = free(20)  # the longest
+    feature_masks: int = free(0)  # SpecAugment: how many bands of features
+    feature_mask_width: int = free(8)  # the widest
+    beams: int = free(1)  # 1: the best token of every frame; more: prefix beam search
+    cache_dir: str = free("")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
+    shuffle: bool = fixed(True)  # utterances in a new order every epoch
 
     def __post_init__(self) -> None:
         check(bool(self.train), "Speech.train names no source")
@@ -62,3 +68,8 @@ class Speech:
             or (min(self.buckets) > 0 and list(self.buckets) == sorted({*self.buckets})),
             f"Speech.buckets = {self.buckets} must ascend and be above 0",
         )
+
+    @property
+    def longest(self) -> int:
+        """Kept frames of the longest utterance that is read; 0: there is no limit."""
+        return self.buckets[-1] if self.buckets else 0

@@ -4,28 +4,14 @@ import dataclasses
 from typing import Literal
 
 from brt.config.checks import check, check_not_negative, check_positive
+from brt.config.fields import fixed, free
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
     """How long, how much at a time, and what happens on the way."""
 
-    objective: str = "language_modeling"  # what is learned: a name of brt.tasks.TASKS
-    steps: int = 100_000
-    epochs: float = 0.0  # passes over the training data, in place of steps; 0: as steps say
-    init_from: str = ""  # weights that brt.convert wrote, or a run's workdir; "": random ones
-    batch_size: int = 32  # lanes, over all devices and hosts
-    segment_length: int = 4096  # tokens of a lane per step; a multiple of Model.window
-    gradient_accumulation: int = 1  # parts into which the lanes of a step are cut
-    label_smoothing: float = 0.0  # of each target's probability, divided over all tokens
-    mask_share: float = 0.15  # masked_language_modeling: of the tokens, which are to be predicted
-    loss_chunk: int = 1024  # tokens of a lane whose logits exist at a time
-    seed: int = 0
-    log_every: int = 50  # steps
-    evaluate_every: int = 1000  # steps; 0: never
-    sample_every: int = 1000  # steps; 0: never
-    probe_every: int = 1000  # steps; figures of the recurrent states, at next to no cost; 0: never
-    plots: bool = True  # draw plots/ at the end
+    objective: str = fixed("language_modeling")  # what is learned: a name of brt.tasks.TASKS
 
     def __post_init__(self) -> None:
         check_positive(
@@ -52,18 +38,18 @@ class Training:
 class Optimizer:
     """Adafactor as in the paper, or AdamW; and the learning rate over time."""
 
-    name: Literal["adafactor", "adamw"] = "adafactor"
-    learning_rate: float = 1.0  # Adafactor: relative to a parameter's own scale
-    schedule: Literal["rsqrt", "cosine", "linear", "constant"] = "rsqrt"
-    warmup_steps: int = 1000
-    final_learning_rate: float = 0.0  # where cosine and linear end, at Training.steps
-    momentum: float = 0.9  # Adafactor; 0: none
-    second_moment_decay: float = 0.8  # Adafactor: 1 - t ** -decay
-    min_dim_size_to_factor: int = 128  # Adafactor: smaller matrices keep full second moments
-    b1: float = 0.9  # AdamW
-    b2: float = 0.98  # AdamW
-    weight_decay: float = 0.0  # AdamW, on matrices
-    clip_norm: float = 0.0  # global gradient norm; 0: no clipping
+    name: Literal["adafactor", "adamw"] = fixed("adafactor")
+    learning_rate: float = free(1.0)  # Adafactor: relative to a parameter's own scale
+    schedule: Literal["rsqrt", "cosine", "linear", "constant"] = free("rsqrt")
+    warmup_steps: int = free(1000)
+    final_learning_rate: float = free(0.0)  # where cosine and linear end, at Training.steps
+    momentum: float = fixed(0.9)  # Adafactor; 0: none
+    second_moment_decay: float = fixed(0.8)  # Adafactor: 1 - t ** -decay
+    min_dim_size_to_factor: int = fixed(128)  # Adafactor: smaller matrices keep full second moments
+    b1: float = fixed(0.9)  # AdamW
+    b2: float = fixed(0.98)  # AdamW
+    weight_decay: float = free(0.0)  # AdamW, on matrices
+    clip_norm: float = fixed(0.0)  # global gradient norm; 0: no clipping
 
     def __post_init__(self) -> None:
         check_positive(self, "learning_rate", "min_dim_size_to_factor")
@@ -79,9 +65,9 @@ class Optimizer:
 class Checkpoint:
     """When to save and what to keep. The last step is always saved."""
 
-    every: int = 1000  # steps; 0: only the last
-    keep: int = 3  # newest checkpoints kept
-    keep_every: int = 0  # steps; checkpoints at its multiples are kept for good; 0: none
+    every: int = free(1000)  # steps; 0: only the last
+    keep: int = free(3)  # newest checkpoints kept
+    keep_every: int = free(0)  # steps; checkpoints at its multiples are kept for good; 0: none
 
     def __post_init__(self) -> None:
         check_not_negative(self, "every", "keep_every")
@@ -92,10 +78,10 @@ class Checkpoint:
 class Evaluation:
     """How held-out documents are read."""
 
-    batch_size: int = 8  # documents read side by side
-    segment_length: int = 0  # tokens at a time; 0: Training.segment_length
-    rouge: Literal["hf", "t5", "longt5"] = "hf"  # how summaries are scored
-    tokens_per_document: int = 0  # before the last step: read only the first so many; 0: all
+    batch_size: int = free(8)  # documents read side by side
+    segment_length: int = free(0)  # tokens at a time; 0: Training.segment_length
+    rouge: Literal["hf", "t5", "longt5"] = free("hf")  # how summaries are scored
+    tokens_per_document: int = free(0)  # before the last step: read only the first so many; 0: all
 
     def __post_init__(self) -> None:
         check_positive(self, "batch_size")
@@ -106,10 +92,10 @@ class Evaluation:
 class Sampling:
     """How text is drawn from the model."""
 
-    temperature: float = 1.0  # 0: greedy
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    max_tokens: int = 256  # of the samples drawn while training
+    temperature: float = free(1.0)  # 0: greedy
+    top_k: int = free(0)  # 0: all
+    top_p: float = free(1.0)
+    max_tokens: int = free(256)  # of the samples drawn while training
 
     def __post_init__(self) -> None:
         check_not_negative(self, "temperature", "top_k")
@@ -121,10 +107,10 @@ class Sampling:
 class Mesh:
     """Devices along each axis of the mesh."""
 
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-    sequence: int = 1
+    data: int = free(1)
+    fsdp: int = free(1)
+    tensor: int = free(1)
+    sequence: int = free(1)
 
     def __post_init__(self) -> None:
         check_positive(self, "data", "fsdp", "tensor", "sequence")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from brt import config
+from brt.config.fields import cached_settings
 from brt.data import manifests, sources, token_store, tokenizer_training, tokenizers
 from brt.data.sources import FileHash
 from brt.data.splits import SPLITS, Plan
@@ -129,16 +130,11 @@ def _key(data: config.Data, hashes: Mapping[str, Sequence[FileHash]]) -> str:
         "format": manifests.FORMAT,
         "sources": {split: getattr(data, split) for split in SPLITS},
         "files": hashes,
-        "settings": _settings(data),
+        "settings": cached_settings(data),
     }
     if data.tokenizer.endswith((".model", ".json")):
         content["tokenizer"] = tokenizers.load(data.tokenizer).fingerprint
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _settings(data: config.Data) -> dict[str, Any]:
-    names = ("tokenizer", "text_field", "errors", "validation_fraction", "test_fraction")
-    return {name: getattr(data, name) for name in names}
 
 
 def _occupied(directory: Path) -> bool:
@@ -175,7 +171,7 @@ def _build(
     plan = Plan(data)
     tokenizer, described = _make_tokenizer(data, plan, directory, progress)
     settings = {
-        "settings": _settings(data),
+        "settings": cached_settings(data),
         "sources": {split: [file._asdict() for file in files] for split, files in hashes.items()},
     }
     for split in plan.splits:

@@ -12,11 +12,12 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tqdm import tqdm
 
 from brt import config
+from brt.config.fields import cached_settings
 from brt.data import manifests, preparation, sources, tokenizer_training
 from brt.data.pairs import rows, store, tokenization
 from brt.data.pairs import sources as pair_sources
@@ -30,10 +31,6 @@ from brt.data.splits import SPLITS, split_named
 from brt.errors import DataError
 
 SKIP = "Pairs.errors = 'skip'"
-SETTINGS = (
-    "source_field", "target_field", "id_field", "tokenizer", "prefix", "max_source_length",
-    "max_target_length", "truncation", "errors",
-)  # fmt: skip
 
 
 class PairCorpus(NamedTuple):
@@ -85,10 +82,6 @@ def open_corpus(directory: Path) -> PairCorpus:
     return PairCorpus(directory, tokenizer, splits)
 
 
-def _settings(pairs: config.Pairs) -> dict[str, Any]:
-    return {name: getattr(pairs, name) for name in SETTINGS}
-
-
 def _key(pairs: config.Pairs, hashes: Mapping[str, Sequence[FileHash]]) -> str:
     """sha256 of all that decides the content of the stores."""
     content = {
@@ -96,7 +89,7 @@ def _key(pairs: config.Pairs, hashes: Mapping[str, Sequence[FileHash]]) -> str:
         "kind": "pairs",
         "sources": {split: getattr(pairs, split) for split in SPLITS},
         "files": hashes,
-        "settings": _settings(pairs),
+        "settings": cached_settings(pairs),
     }
     if not _trained_size(pairs):
         content["tokenizer"] = tokenization.load(pairs.tokenizer).fingerprint
@@ -131,7 +124,7 @@ def _build(
         "key": key,
         "splits": splits,
         "tokenizer": {"file": file, "name": pairs.tokenizer, "fingerprint": tokenizer.fingerprint},
-        "settings": _settings(pairs),
+        "settings": cached_settings(pairs),
         "sources": {split: [file._asdict() for file in files] for split, files in hashes.items()},
     }
     manifests.write(directory / preparation.MANIFEST, manifest)

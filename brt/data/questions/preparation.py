@@ -176,7 +176,4 @@ def _rows(
         yield Row(question, start, stop, *target)
 
 
-SETTINGS = ("tokenizer", "max_length", "stride", "max_question_length", "no_answer", "errors")
-KIND = preparation.Kind(
-    "Questions", "Questions", SETTINGS, squad.ENDINGS, generated.VERSION, _texts, _write
-)
+KIND = preparation.Kind("Questions", "Questions", squad.ENDINGS, generated.VERSION, _texts, _write)

@@ -167,12 +167,8 @@ def ordered(labels: set[str]) -> tuple[str, ...]:
     return tuple(sorted(labels))
 
 
-SETTINGS = (
-    "first_field", "second_field", "label_field", "id_field", "header", "tokenizer", "max_length",
-    "errors",
-)  # fmt: skip
 CLASSES = preparation.Kind(
-    "Sentences", "Sentences", SETTINGS, examples.ENDINGS, generated.VERSION, _texts, _write
+    "Sentences", "Sentences", examples.ENDINGS, generated.VERSION, _texts, _write
 )
 NUMBERS = CLASSES._replace(
     name="Sentences with numbers", texts=functools.partial(_texts, numbers=True),

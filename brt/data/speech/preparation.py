@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from brt import config
+from brt.config.fields import cached_settings
 from brt.data import manifests, preparation
 from brt.data.pairs import ragged
 from brt.data.pairs.columns import BadRow
@@ -28,10 +29,6 @@ from brt.data.splits import SPLITS, split_named
 from brt.errors import DataError
 
 SKIP = "Speech.errors = 'skip'"
-SETTINGS = (
-    "unit", "join", "join_orders", "mel_bands", "window_ms", "shift_ms", "normalization", "stack",
-    "stride", "errors",
-)  # fmt: skip
 
 
 class SpeechCorpus(NamedTuple):
@@ -99,14 +96,9 @@ def _key(speech: config.Speech, hashes: Mapping[str, Sequence[FileHash]]) -> str
         "kind": "speech",
         "files": hashes,
         "sources": {split: getattr(speech, split) for split in SPLITS},
-        "settings": _settings(speech),
+        "settings": cached_settings(speech),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _settings(speech: config.Speech) -> dict[str, Any]:
-    longest = speech.buckets[-1] if speech.buckets else 0
-    return {**{name: getattr(speech, name) for name in SETTINGS}, "longest": longest}
 
 
 def _build(
@@ -126,7 +118,7 @@ def _build(
     manifest = {
         "key": key,
         "splits": splits,
-        "settings": _settings(speech),
+        "settings": cached_settings(speech),
         "sources": {split: [file._asdict() for file in files] for split, files in hashes.items()},
     }
     manifests.write(directory / preparation.MANIFEST, manifest)

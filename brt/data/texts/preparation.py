@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from brt import config
+from brt.config.fields import cached_settings
 from brt.data import manifests, preparation, sources, tokenizer_training
 from brt.data.pairs.sources import Tally
 from brt.data.sources import FileHash
@@ -31,7 +32,6 @@ class Kind(NamedTuple):
     Attributes:
       name: tells kinds of one section apart.
       section: of the config.
-      settings: of that section, which decide the content beside the sources.
       endings: of files in directories.
       version: of what is made up; other texts are another version.
       texts: of the training data, to train a tokenizer on.
@@ -40,7 +40,6 @@ class Kind(NamedTuple):
 
     name: str
     section: str
-    settings: tuple[str, ...]
     endings: tuple[str, ...]
     version: int
     texts: Callable[[Any], Iterable[str]]
@@ -57,7 +56,7 @@ def prepare(section: Section, kind: Kind, progress: bool) -> Path:
     """
     hashes = {split: _hashes(getattr(section, split), kind) for split in SPLITS}
     preparation.refuse_shared(hashes, kind.section)
-    settings = {name: getattr(section, name) for name in kind.settings}
+    settings = cached_settings(section)
     content = {
         "format": manifests.FORMAT,
         "kind": kind.name,

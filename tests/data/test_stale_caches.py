@@ -1,0 +1,226 @@
+"""A changed setting never meets what was prepared with the old one."""
+
+import dataclasses
+import json
+import wave
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from brt.config import Data, Pairs, Questions, Sentences, Speech
+from brt.config.fields import settings
+from brt.config_io import SECTION_TYPES
+from brt.data import preparation
+from brt.data.pairs import preparation as pairs
+from brt.data.questions import preparation as questions
+from brt.data.sentences import preparation as sentences
+from brt.data.speech import preparation as speech
+from brt.errors import DataError
+
+WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box".split()
+
+
+class Example(NamedTuple):
+    """A section that is prepared quickly, and another value of every field."""
+
+    prepare: Callable[..., Any]
+    section: Any
+    others: dict[str, Any]
+
+
+def text(seed: int, count: int) -> str:
+    return " ".join(np.random.default_rng(seed).choice(WORDS, count))
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> tuple[str, ...]:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return (str(path),)
+
+
+def of_data(place: Path) -> Example:
+    rows = [{"text": text(i, 9), "other": text(-i % 99, 7)} for i in range(12)]
+    (place / "bad.txt").write_bytes(b"not \xff UTF-8")
+    some = (*write_rows(place / "a.jsonl", *rows), str(place / "bad.txt"))
+    other = write_rows(place / "b.jsonl", {"text": text(50, 9), "other": "b"})
+    section = Data(train=some, validation=(), test=(), errors="replace")
+    written = preparation.prepare(
+        dataclasses.replace(section, train=some[:1]), place / "written", progress=False
+    )
+    return Example(preparation.prepare, section, {
+        "train": some[:1], "validation": other, "test": other, "store": str(written.directory),
+        "tokenizer": "train:290", "text_field": "other", "errors": "strict",
+        "validation_fraction": 0.4, "test_fraction": 0.4, "shuffle": False,
+    })  # fmt: skip
+
+
+def of_pairs(place: Path) -> Example:
+    def row(i: int) -> dict[str, Any]:
+        return {"id": str(i), "document": text(i, 30), "summary": text(i + 50, 9),
+                "number": -i, "longer": text(i, 31), "headline": text(i, 3)}  # fmt: skip
+
+    some = write_rows(place / "a.jsonl", *map(row, range(8)), {"id": "empty"})
+    others = [write_rows(place / f"{i}.jsonl", row(i)) for i in (20, 21)]
+    section = Pairs(
+        train=some, validation=others[0], test=(), source_field="document", id_field="id",
+        target_field="summary", tokenizer="train:290", max_source_length=24, max_target_length=8,
+        errors="skip",
+    )  # fmt: skip
+    return Example(pairs.prepare, section, {
+        "train": others[1], "validation": (), "test": others[1], "source_field": "longer",
+        "target_field": "headline", "id_field": "number", "tokenizer": "train:300",
+        "prefix": "dogs: ", "max_source_length": 20, "max_target_length": 6,
+        "truncation": "head_tail", "buckets": (12, 24), "errors": "refuse", "shuffle": False,
+    })  # fmt: skip
+
+
+def of_speech(place: Path) -> Example:
+    lines = ["file\ttranscript\tspeaker\tsplit"]
+    said = ("a fox", "a dog", "the fox", "box", "dogs", "a box")
+    for i, (words, speaker, seconds, split) in enumerate(
+        zip(said, "aabbab", (0.4, 0.5, 0.7, 0.6, 0.4, 0.5), ["train"] * 4 + ["x", "y"], strict=True)
+    ):
+        lines.append(f"{i}.wav\t{words}\t{speaker}\t{split}")
+        noise = np.random.default_rng(i).normal(size=round(8000 * seconds)) * (1 + i)
+        write_wav(place / f"{i}.wav", noise)
+    write_wav(place / "short.wav", np.random.default_rng(9).normal(size=400))
+    lines.append("short.wav\ttoo many words\tc\ttrain")
+    (place / "a.tsv").write_text("\n".join(lines))
+    split = {name: (f"{place / 'a.tsv'}:{name}",) for name in ("train", "x", "y")}
+    section = Speech(
+        train=split["train"], validation=split["x"], test=(), join=2, mel_bands=8, errors="skip"
+    )
+    return Example(speech.prepare, section, {
+        "train": split["y"], "validation": (), "test": split["y"], "unit": "words", "join": 1,
+        "join_orders": 2, "mel_bands": 10, "window_ms": 30.0, "shift_ms": 12.0,
+        "normalization": "none", "stack": 2, "stride": 2, "buckets": (60, 100),
+        "errors": "refuse", "time_masks": 1, "time_mask_frames": 3, "feature_masks": 1,
+        "feature_mask_width": 3, "beams": 4, "shuffle": False,
+    })  # fmt: skip
+
+
+def write_wav(path: Path, samples: np.ndarray) -> None:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(8000)
+        file.writeframes((samples * 1000).astype("<i2").tobytes())
+
+
+def of_sentences(place: Path) -> Example:
+    def table(name: str, *rows: int) -> tuple[str, ...]:
+        lines = ["sentence\tother\tlabel\tkind\tnumber"]
+        lines += [f"{text(i, 6)}\t{text(i, 8)}\t{i % 2}\t{i % 3}\t{i}" for i in rows]
+        (place / name).write_text("\n".join([*lines, *["\tempty\t0\t0\t99"] * ("a" in name)]))
+        return (str(place / name),)
+
+    section = Sentences(
+        train=table("a.tsv", *range(10)), validation=table("b.tsv", 21, 22), test=(),
+        first_field="sentence", label_field="label", max_length=24, errors="skip",
+    )  # fmt: skip
+    return Example(sentences.prepare, section, {
+        "train": table("c.tsv", *range(30, 34)), "validation": (), "test": table("d.tsv", 40, 41),
+        "first_field": "other", "second_field": "other", "label_field": "kind",
+        "id_field": "number", "header": ("other", "sentence", "label", "kind", "number"),
+        "labels": ("1", "0"), "tokenizer": "train:300", "max_length": 20, "buckets": (12, 24),
+        "errors": "refuse", "shuffle": False,
+    })  # fmt: skip
+
+
+def of_questions(place: Path) -> Example:
+    def about(name: str, *rows: int) -> tuple[str, ...]:
+        paragraphs = []
+        for i in rows:
+            context, answer = text(i, 12), text(i, 12).split()[3]
+            answers = [{"text": answer, "answer_start": context.index(answer)}]
+            asked = [{"id": f"{i}", "question": text(-i % 99, 4), "answers": answers}]
+            asked += [{"id": f"{i} no", "question": "And?", "answers": []}] * (name == "a.json")
+            paragraphs.append({"context": context, "qas": asked})
+        (place / name).write_text(json.dumps({"data": [{"title": "t", "paragraphs": paragraphs}]}))
+        return (str(place / name),)
+
+    section = Questions(
+        train=about("a.json", 1, 2, 3), validation=about("b.json", 4), test=(), max_length=48,
+        stride=8, max_question_length=16, errors="skip",
+    )  # fmt: skip
+    return Example(questions.prepare, section, {
+        "train": about("c.json", 5, 6), "validation": (), "test": about("d.json", 7),
+        "tokenizer": "train:300", "max_length": 40, "stride": 4, "max_question_length": 12,
+        "max_answer_length": 3, "no_answer": True, "no_answer_margin": 1.0, "buckets": (40, 48),
+        "errors": "refuse", "shuffle": False,
+    })  # fmt: skip
+
+
+EXAMPLES = {
+    Data: of_data, Pairs: of_pairs, Speech: of_speech, Sentences: of_sentences,
+    Questions: of_questions,
+}  # fmt: skip
+FIELDS = [
+    pytest.param(kind, field.name, id=f"{kind.__name__}.{field.name}")
+    for kind in EXAMPLES
+    for field in dataclasses.fields(kind)
+]
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type], tuple[Example, Any]]:
+    """(type of a section) -> its example, and what that becomes in a cache of its own."""
+    made: dict[type, tuple[Example, Any]] = {}
+
+    def find(kind: type) -> tuple[Example, Any]:
+        if kind not in made:
+            place = tmp_path_factory.mktemp(kind.__name__)
+            found = EXAMPLES[kind](place)
+            section = dataclasses.replace(found.section, cache_dir=str(place / "cache"))
+            found = found._replace(section=section)
+            made[kind] = found, outcome(found, section)
+        return made[kind]
+
+    return find
+
+
+def outcome(example: Example, section: Any) -> dict[str, bytes] | str:
+    """Every file that is prepared, or why there is none."""
+    try:
+        directory = example.prepare(section, progress=False).directory
+    except DataError as error:
+        return str(error)
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+def content(found: dict[str, bytes] | str) -> dict[str, bytes] | str:
+    """Without the files that repeat settings."""
+    if isinstance(found, str):
+        return found
+    return {
+        name: file
+        for name, file in found.items()
+        if not name.endswith(("manifest.json", preparation.MANIFEST))
+    }
+
+
+@pytest.mark.parametrize(("kind", "field"), FIELDS)
+def test_a_changed_setting_is_prepared_as_in_an_empty_cache(
+    example: Callable[[type], tuple[Example, Any]], kind: type, field: str, tmp_path: Path
+) -> None:
+    found, before = example(kind)
+    assert isinstance(before, dict), before
+    value = str(tmp_path / "own") if field == "cache_dir" else found.others[field]
+    changed = dataclasses.replace(found.section, **{field: value})
+    fresh = outcome(found, dataclasses.replace(changed, cache_dir=str(tmp_path / "fresh")))
+    assert outcome(found, changed) == fresh, f"{kind.__name__}.{field} meets a stale cache"
+    if settings(kind)[field].cached or field == "store":  # which stands in place of a cache
+        assert content(fresh) != content(before), f"the example does not depend on {field}"
+        assert not isinstance(fresh, str) or field == "errors", fresh
+    else:
+        assert fresh == before, f"what is prepared depends on {field}"
+
+
+def test_every_section_that_is_prepared_has_an_example() -> None:
+    prepared = {
+        kind for kind in SECTION_TYPES.values() if any(s.cached for s in settings(kind).values())
+    }
+    assert prepared == set(EXAMPLES)

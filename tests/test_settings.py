@@ -1,0 +1,86 @@
+"""What the fields of the config declare, and what follows from it."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from brt.config import Data, Speech
+from brt.config.fields import Setting, adaptable, cached_settings, fixed, free, inherited, settings
+from brt.config_io import SECTION_TYPES
+from brt.training.resuming import may_change
+
+GOLDEN = Path(__file__).parent / "data" / "settings.json"
+
+
+def test_every_field_declares_what_it_means() -> None:
+    silent = [
+        f"{section}.{field.name}"
+        for section, kind in SECTION_TYPES.items()
+        for field in dataclasses.fields(kind)
+        if not any(isinstance(said, Setting) for said in field.metadata.values())
+    ]
+    assert not silent, f"{silent} declare nothing; brt/config/fields.py says what there is"
+
+
+def verb(setting: Setting) -> str:
+    """`free`, `fixed, cached`, ..."""
+    own = "free" if setting.resume else "fixed"
+    said = own if setting.warm_start == "own" else setting.warm_start
+    by = "" if setting.cached is True else f" by {setting.cached}"
+    return f"{said}, cached{by}" if setting.cached else said
+
+
+def test_fields_mean_what_they_meant() -> None:
+    """UPDATE_GOLDEN=1 writes what is there now; a new field may be missing there."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for section, kind in SECTION_TYPES.items():
+        for name, setting in settings(kind).items():
+            found.setdefault(section, {}).setdefault(verb(setting), []).append(name)
+    if os.environ.get("UPDATE_GOLDEN"):
+        rows = {s: {v: " ".join(names) for v, names in found[s].items()} for s in found}
+        GOLDEN.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    for section, verbs in json.loads(GOLDEN.read_text()).items():
+        for said, names in verbs.items():
+            changed = set(names.split()) - set(found[section].get(said, ()))
+            assert not changed, f"{section}: {changed} was {said}"
+
+
+def test_all_that_belongs_to_weights_stays_in_a_resumed_run() -> None:
+    for section, kind in SECTION_TYPES.items():
+        for name, setting in settings(kind).items():
+            assert may_change(f"{section}.{name}") == setting.resume
+            assert setting.warm_start == "own" or not setting.resume, f"{section}.{name}"
+
+
+def test_what_a_field_is_declared_with_is_its_default() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Toy:
+        a: int = free(1)
+        b: str = fixed("b", cached=True)
+        c: int = inherited(3)
+        d: tuple[int, ...] = adaptable(())
+
+    assert Toy() == Toy(1, "b", 3, ()) and Toy(a=2).a == 2
+    assert {name: verb(setting) for name, setting in settings(Toy).items()} == {
+        "a": "free", "b": "fixed, cached", "c": "inherited", "d": "adaptable",
+    }  # fmt: skip
+    assert cached_settings(Toy(b="x")) == {"b": "x"}
+
+
+@pytest.mark.parametrize(
+    ("section", "there", "elsewhere"),
+    [
+        (Data(text_field="x"), {"text_field": "x", "tokenizer": "bytes"}, {"train", "shuffle"}),
+        (Speech(buckets=(50, 80)), {"longest": 80, "join": 1}, {"buckets", "beams", "cache_dir"}),
+        (Speech(buckets=(80,)), {"longest": 80}, {"test"}),
+    ],
+)
+def test_what_prepared_data_depend_on(
+    section: Data | Speech, there: dict[str, Any], elsewhere: set[str]
+) -> None:
+    found = cached_settings(section)
+    assert there.items() <= found.items() and not elsewhere & found.keys()
