@@ -132,22 +132,27 @@ def _winners(
         for binding in own:
             rivals = candidates.setdefault(binding.name, {})
             if key in rivals:
-                raise _duplicate(rivals[key], binding)
+                raise _duplicate(rivals[key], binding, "keep one")
             rivals[key] = binding
     winners = {}
     for name, rivals in candidates.items():
         best = [b for key, b in rivals.items() if not any(key in below[other] for other in rivals)]
         for other in best[1:]:
             if other.value != best[0].value:
-                raise _duplicate(best[0], other)
+                raise _duplicate(
+                    best[0],
+                    other,
+                    "neither file includes the other, so leave one out or decide by "
+                    f"--gin_bindings='{name} = ...'",
+                )
         winners[name] = best[0]
     return winners
 
 
-def _duplicate(first: Binding, second: Binding) -> ConfigError:
+def _duplicate(first: Binding, second: Binding, remedy: str) -> ConfigError:
     return ConfigError(
         f"{second.origin}: {second.name} is bound twice, to {_text(first.value)} by {first.origin} "
-        f"and to {_text(second.value)} here; keep one"
+        f"and to {_text(second.value)} here; {remedy}"
     )
 
 

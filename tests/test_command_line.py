@@ -223,8 +223,15 @@ def test_a_file_is_refused_with_line_and_remedy(text: str, message: str) -> None
 @pytest.mark.parametrize("first, second", [("a", "b"), ("b", "a")])
 def test_files_that_do_not_include_each_other_must_agree(first: str, second: str) -> None:
     write(a="Training.steps = 7", b="\nTraining.steps = 8", c="Training.steps = 7")
-    message = "Training.steps is bound twice"
-    assert message in refusal(f"--gin_file={first}.gin", f"--gin_file={second}.gin")
+    steps, line = {"a": 7, "b": 8}, {"a": 1, "b": 2}
+    message = (
+        f"{second}.gin:{line[second]}: Training.steps is bound twice, to {steps[first]} by "
+        f"{first}.gin:{line[first]} and to {steps[second]} here; neither file includes the other, "
+        "so leave one out or decide by --gin_bindings='Training.steps = ...'"
+    )
+    flags = [f"--gin_file={first}.gin", f"--gin_file={second}.gin"]
+    assert message in refusal(*flags)
+    assert resolve(*flags, "--gin_bindings=Training.steps = 9").config.training.steps == 9
     write(top=f"include '{first}.gin'\ninclude '{second}.gin'")
     assert message in refusal("--gin_file=top.gin")
     write(top=f"include '{first}.gin'\ninclude '{second}.gin'\nTraining.steps = 9")

@@ -1,6 +1,9 @@
-"""Every file under configs/runs builds, with the sizes and the training that it promises."""
+"""Every row of docs/configs.md is the pinned run, with the sizes and training that it promises."""
 
 import dataclasses
+import json
+import re
+import shlex
 from functools import cache
 from pathlib import Path
 
@@ -10,11 +13,16 @@ import pytest
 
 from brt import command_line
 from brt.config import Config, Encoder, Model, Pairs, Training
+from brt.config_io import config_values
 from brt.training.reading import MODELS
 from brt.training.state import initial_params, parameter_counts
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-RUNS = sorted((CONFIGS / "runs").rglob("*.gin"))
+ROOT = Path(__file__).resolve().parent.parent
+ROW = re.compile(r"^\| ([\w/]+) \| .+ \| `(--.+)` \|$", re.M)
+ROWS = {
+    name: shlex.split(flags) for name, flags in ROW.findall((ROOT / "docs/configs.md").read_text())
+}
+PINNED_ROWS = json.loads((ROOT / "tests/data/paper_rows.json").read_text())
 DATASETS = ("pg19_bytes", "pg19_tokens", "arxiv", "github")
 ONE_PROJECTION = {"shared_queries_keys": True}
 VOCABULARY = 32128  # T5's, as in the original's counts
@@ -49,10 +57,23 @@ PAPER_MILLIONS = {  # sections 4.1 and 4.5; it rounds 374.4 up
 }
 
 
-def resolved(file: Path) -> Config:
+@cache
+def resolved(row: str) -> Config:
     parser = command_line.parser("test")
     command_line.add_config_flags(parser)
-    return command_line.resolve(parser.parse_args([f"--gin_file={file}"])).config
+    return command_line.resolve(parser.parse_args(ROWS[row])).config
+
+
+def rows_of(*families: str) -> list[str]:
+    return [row for row in ROWS if family(row) in families]
+
+
+def family(row: str) -> str:
+    return row.rpartition("/")[0]
+
+
+def short(row: str) -> str:
+    return row.rpartition("/")[2]
 
 
 @cache
@@ -63,16 +84,45 @@ def parameters(model: Model) -> tuple[int, int]:
     return parameter_counts(nn.meta.unbox(shapes))
 
 
-def of_paper(file: Path) -> bool:
-    return file.parent.name in DATASETS
+each_row = pytest.mark.parametrize("row", ROWS)
 
 
-each_run = pytest.mark.parametrize("file", RUNS, ids=lambda f: str(f.relative_to(CONFIGS / "runs")))
+def test_the_table_has_every_row_once() -> None:
+    table = (ROOT / "docs/configs.md").read_text()
+    assert table.count("`--gin_file=configs/") == len(ROWS)
+    assert ROWS.keys() == PINNED_ROWS.keys()
 
 
-@each_run
-def test_builds(file: Path) -> None:
-    config = resolved(file)
+@each_row
+def test_a_row_is_the_pinned_run(row: str) -> None:
+    defaults = config_values(Config())
+    values = config_values(resolved(row)).items()
+    found = {name: value for name, value in values if value != defaults[name]}
+    assert json.loads(json.dumps(found)) == PINNED_ROWS[row]
+
+
+def test_every_file_is_of_a_row_or_a_sweep_or_is_a_preset() -> None:
+    texts = [(ROOT / "docs/configs.md").read_text()]
+    texts += [file.read_text() for file in (ROOT / "configs").rglob("*.gin")]
+    named = set(re.findall(r"configs/[\w/]+\.gin", "\n".join(texts)))
+    files = {str(f.relative_to(ROOT)) for f in (ROOT / "configs").rglob("*.gin")}
+    alone = ("configs/sweeps/", "configs/cross_attention/")
+    assert {file for file in files - named if not file.startswith(alone)} == set()
+
+
+def test_documents_name_files_that_exist() -> None:
+    for document in [
+        ROOT / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+        *ROOT.glob("launch/**/*.*"),
+    ]:
+        for file in re.findall(r"configs/[\w/]+\.gin", document.read_text()):
+            assert (ROOT / file).is_file(), (document.name, file)
+
+
+@each_row
+def test_builds(row: str) -> None:
+    config = resolved(row)
     if config.training.objective == "seq2seq":
         assert seq2seq_parameters(config) > 0
         return
@@ -80,13 +130,13 @@ def test_builds(file: Path) -> None:
         assert encoder_parameters(config.encoder, config.training.objective) > 0
         return
     model = config.model
-    vocabulary = VOCABULARY if file.parent.name in (*DATASETS, "ablations") else 256
+    vocabulary = VOCABULARY if family(row) in (*DATASETS, "ablations") else 256
     model = dataclasses.replace(model, vocab_size=vocabulary)
     total, non_embedding = parameters(model)
     assert total == non_embedding + vocabulary * model.model_dim
-    if of_paper(file):
+    if family(row) in DATASETS:
         assert parameters(model.parity()) == (total, non_embedding)
-        assert non_embedding == PINNED[file.stem]
+        assert non_embedding == PINNED[short(row)]
 
 
 def seq2seq_parameters(config: Config, **changes: object) -> int:
@@ -116,7 +166,7 @@ def test_attention_is_all_that_recognisers_of_a_dataset_differ_in() -> None:
     for data, kinds in {
         "an4": exact | shared, "fsdd": exact | shared, "wsj": exact | shared, "switchboard": exact,
     }.items():  # fmt: skip
-        found = {k: resolved(CONFIGS / f"runs/speech/{data}_{k}.gin") for k in kinds}
+        found = {k: resolved(f"speech/{data}_{k}") for k in kinds}
         alike = {
             (c.training, c.optimizer, c.speech, dataclasses.replace(c.encoder, **ONE_PROJECTION))
             for c in found.values()
@@ -128,17 +178,17 @@ def test_attention_is_all_that_recognisers_of_a_dataset_differ_in() -> None:
 
 
 def test_fine_tuning_is_what_the_paper_and_robertas_authors_say() -> None:
-    files = [f for f in RUNS if f.parent.name in ("glue", "squad")]
+    rows = rows_of("glue", "squad")
     glue = {"cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli"}  # of Table 4
-    assert {f.stem for f in files} == glue | {"v1", "v2"}
-    for config in map(resolved, files):
+    assert set(map(short, rows)) == glue | {"v1", "v2"}
+    for config in map(resolved, rows):
         spans = config.training.objective == "spans"
         texts = config.questions if spans else config.sentences
         assert texts.max_length == (384 if spans else 128)  # section 4.3
         assert (config.attention.clusters, config.attention.top_k) == (25, 32)
         assert config.training.init_from and texts.tokenizer.startswith(config.training.init_from)
         assert config.training.epochs == (2 if spans else 10)
-    small = [resolved(f) for f in RUNS if f.parent.name in ("glue_small", "squad_small")]
+    small = [resolved(row) for row in rows_of("glue_small", "squad_small")]
     assert len(small) == 6 and all(config.attention.clusters == 25 for config in small)
     assert len({(config.encoder, config.optimizer) for config in small}) == 1
 
@@ -150,10 +200,10 @@ def test_fine_tuning_is_what_the_paper_and_robertas_authors_say() -> None:
 def test_summarisers_have_the_sizes_of_the_pretrained_ones(
     model: str, vocabulary: int, count: int, of_recurrence: int
 ) -> None:
-    files = [f for f in RUNS if f.parent.name == "summarization" and f.stem.startswith(model)]
-    assert len(files) == 4
-    for file in files:
-        config = resolved(file)
+    rows = [row for row in rows_of("summarization") if short(row).startswith(model)]
+    assert len(rows) == 4
+    for row in rows:
+        config = resolved(row)
         assert config.training.epochs == 25
         bias = vocabulary if model == "bart_base" else 0  # of logits: a buffer, not trained
         assert seq2seq_parameters(config, vocab_size=vocabulary) == count + bias
@@ -169,33 +219,33 @@ def test_the_papers_rounded_sizes(name: str, millions: int) -> None:
 
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_every_row_of_table_1_reads_the_same_tokens(dataset: str) -> None:
-    files = [file for file in RUNS if file.parent.name == dataset and "large" not in file.stem]
-    assert set(PINNED) - {f.stem for f in files} <= {name for name in PINNED if "large" in name} | {
+    rows = [row for row in rows_of(dataset) if "large" not in row]
+    assert set(PINNED) - set(map(short, rows)) <= {name for name in PINNED if "large" in name} | {
         "vanilla"
     }
-    training = [resolved(file).training for file in files]
+    training = [resolved(row).training for row in rows]
     tokens = 131_072 * (8 if dataset == "github" else 1)  # sections 4 and 4.2
     assert {t.batch_size * t.segment_length for t in training} == {tokens}
     assert {t.steps for t in training} == {250_000 if dataset == "github" else 500_000}
     rates = {"pg19_bytes": 1.0, "pg19_tokens": 1.0, "arxiv": 0.5, "github": 0.25}
-    assert {resolved(file).optimizer.learning_rate for file in files} == {rates[dataset]}
+    assert {resolved(row).optimizer.learning_rate for row in rows} == {rates[dataset]}
 
 
 @pytest.mark.parametrize("size", ["tiny", "small"])
 def test_every_row_exists_at_small_sizes_and_reads_the_same_tokens(size: str) -> None:
-    files = [file for file in RUNS if file.parent.name == size]
+    rows = rows_of(size)
     smaller = {"xl_512": "xl_1", "xl_1024": "xl_2", "xl_2048": "xl_4",
                "slide_12": "slide", "slide_13": "slide_plus_1"}  # fmt: skip
-    rows = {smaller.get(name, name) for name in PINNED if "large" not in name}
-    assert {file.stem for file in files} == rows
-    training = [resolved(file).training for file in files]
+    wanted = {smaller.get(name, name) for name in PINNED if "large" not in name}
+    assert set(map(short, rows)) == wanted
+    training = [resolved(row).training for row in rows]
     assert len({t.batch_size * t.segment_length for t in training}) == 1
     assert len({t.steps for t in training}) == 1
 
 
 def test_large_runs_read_four_times_the_batch() -> None:
-    for file in RUNS:
-        if "large" in file.stem:
-            training = resolved(file).training
+    for row in ROWS:
+        if "large" in row:
+            training = resolved(row).training
             assert training.batch_size * training.segment_length == 4 * 131_072
             assert training.steps == 200_000

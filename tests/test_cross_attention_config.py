@@ -14,7 +14,6 @@ from brt.ops import cross_attention
 
 PRESETS = Path(__file__).resolve().parent.parent / "configs/cross_attention"
 CHANGES = {
-    "default": {},
     "paper_t5": {
         "index_mode": "batch", "segment_count": "static", "mask_kv": False, "norm_epsilon": 0.0,
     },

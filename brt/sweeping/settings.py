@@ -35,7 +35,7 @@ _DISTRIBUTIONS = ("uniform", "log_uniform", "integer", "choice")
 
 
 class NamedPoint(NamedTuple):
-    """`{'name': 'XL', 'include': 'configs/models/xl.gin', 'Model.window': 256}`."""
+    """`{'name': 'T5', 'include': ('base/t5.gin', 'data/xsum.gin'), 'Training.epochs': 2.0}`."""
 
     name: str
     include: tuple[str, ...]

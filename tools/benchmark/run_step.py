@@ -1,7 +1,7 @@
 """Milliseconds and memory of a training step of language models' run files, in one run.
 
-    python tools/benchmark/run_step.py configs/runs/long_context/*.gin [--rounds=3] [--json=FILE]
-        [--gin_bindings='Training.segment_length = 4096']
+    python tools/benchmark/run_step.py configs/base/long_context.gin configs/runs/long_context/*.gin
+        [--rounds=3] [--json=FILE] [--gin_bindings='Training.segment_length = 4096']
 
 Forward and backward of the loss of random bytes, without the optimizer. The models take turns;
 ratios to the first one's time are medians over the rounds.
