@@ -12,6 +12,23 @@ class Training:
     """How long, how much at a time, and what happens on the way."""
 
     objective: str = fixed("language_modeling")  # what is learned: a name of brt.tasks.TASKS
+    steps: int = free(100_000)
+    epochs: float = free(0.0)  # passes over the training data, in place of steps; 0: as steps say
+    init_from: str = free("")  # weights that brt.convert wrote, or a run's workdir; "": random ones
+    batch_size: int = fixed(32)  # lanes, over all devices and hosts
+    segment_length: int = fixed(4096)  # tokens of a lane per step; a multiple of Model.window
+    gradient_accumulation: int = free(1)  # parts into which the lanes of a step are cut
+    label_smoothing: float = free(0.0)  # of each target's probability, divided over all tokens
+    # masked_language_modeling: of the tokens, which are to be predicted
+    mask_share: float = fixed(0.15)
+    loss_chunk: int = free(1024)  # tokens of a lane whose logits exist at a time
+    seed: int = fixed(0)
+    log_every: int = free(50)  # steps
+    evaluate_every: int = free(1000)  # steps; 0: never
+    sample_every: int = free(1000)  # steps; 0: never
+    # steps; figures of the recurrent states, at next to no cost; 0: never
+    probe_every: int = free(1000)
+    plots: bool = free(True)  # draw plots/ at the end
 
     def __post_init__(self) -> None:
         check_positive(
