@@ -13,7 +13,6 @@ It is written under another name and renamed, so a store that exists is complete
 import dataclasses
 import hashlib
 import json
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,7 @@ class TokenStore:
         directory = Path(directory)
         manifest = manifests.read(directory / "manifest.json")
         dtype = np.dtype(manifest["dtype"])
-        try:
+        with manifests.undamaged(directory, "token store"):
             if (directory / "tokens.bin").stat().st_size != manifest["tokens"] * dtype.itemsize:
                 raise ValueError("tokens.bin has another size than its manifest says")
             tokens = np.memmap(directory / "tokens.bin", dtype, mode="r")
@@ -67,10 +66,6 @@ class TokenStore:
                 names = tuple(json.loads(arrays["names"].tobytes()))
             if len(names) != manifest["documents"]:
                 raise ValueError("documents.npz has another length than its manifest says")
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise DataError(
-                f"the token store {directory} is damaged ({error}); delete it and prepare it again"
-            ) from error
         return cls(directory=directory, manifest=manifest, tokens=tokens, names=names, **columns)
 
     @property
@@ -131,9 +126,7 @@ def write(
       DataError: there is no document, a document cannot be read, or `directory` is in use.
     """
     directory = Path(directory)
-    if directory.exists() and any(directory.iterdir()):
-        raise DataError(f"{directory} is not empty; name another directory")
-    with manifests.atomic_directory(directory) as temporary:
+    with manifests.new_directory(directory) as temporary:
         dtype = ids_dtype(tokenizer.vocab_size)
         rows, names = [], []
         with open(temporary / "tokens.bin", "wb") as file:

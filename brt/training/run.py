@@ -8,7 +8,7 @@ import jax
 import optax
 
 from brt.config import Config
-from brt.data import preparation
+from brt.data.cache import cache_directory
 from brt.training import compilation, reading, starting
 from brt.training import optimizer as optimizers
 from brt.training.corpora import AnyCorpus
@@ -37,7 +37,7 @@ class Run(NamedTuple):
 
 def build(config: Config, *, progress: bool = True) -> Run:
     """Prepares the data and shapes everything."""
-    compilation.use_cache(preparation.cache_directory(config.data))
+    compilation.use_cache(cache_directory(config.data))
     mesh = make_mesh(config.mesh)
     config, corpus, reader = reading.prepare(config, progress=progress)
     optimizer = optimizers.build(config.optimizer, config.training.steps)

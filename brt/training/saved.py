@@ -9,8 +9,8 @@ from jaxtyping import Array, PyTree
 
 from brt.config import Config
 from brt.config_io import config_from_json
+from brt.data.cache import cache_directory
 from brt.data.pairs.tokenization import PairTokenizer
-from brt.data.preparation import cache_directory
 from brt.data.tokenizers import Tokenizer
 from brt.errors import CheckpointError, ConfigError
 from brt.training import checkpoint, compilation
