@@ -132,17 +132,6 @@ def refuse_shared(hashes: Hashes, section: str) -> None:
                 )
 
 
-def check_written_with(
-    split: Path, file: str, fingerprint: str, found: str, what: str = "tokenizer"
-) -> None:
-    """Raises DataError where a split was not encoded with what the file beside it holds."""
-    if fingerprint != found:
-        raise DataError(
-            f"{split} was written with another {what} than {file}; delete {split.parent} and "
-            "prepare it again"
-        )
-
-
 def bar(split: str, progress: bool, **unit: Any) -> tqdm:
     """A bar on a terminal."""
     hidden = not (progress and sys.stderr.isatty())

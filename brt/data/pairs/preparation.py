@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from brt import config
-from brt.data import cache, sources, tokenizer_training
+from brt.data import sources, tokenizer_training
 from brt.data.pairs import columns, store, tokenization
 from brt.data.pairs.columns import Columns, Pair
 from brt.data.pairs.encoding import Encoder
@@ -31,19 +31,11 @@ def prepare(pairs: config.Pairs, progress: bool = True) -> PairCorpus:
     Raises:
       DataError: a source cannot be read as asked.
     """
-    directory = _Preparation(pairs, progress).prepare()
-    manifest = cache.read_manifest(directory)
-    file = manifest["tokenizer"]["file"]
-    tokenizer = tokenization.load(str(directory / file))
-    splits = {split: PairStore.open(directory / split) for split in manifest["splits"]}
-    for split, opened in splits.items():
-        written_with = opened.manifest["tokenizer"]["fingerprint"]
-        cache.check_written_with(directory / split, file, written_with, tokenizer.fingerprint)
-    return PairCorpus(directory, tokenizer, splits)
+    return _Preparation(pairs, progress).open()
 
 
 class _Preparation(TokenizedPreparation):
-    kind = "pairs"
+    corpus, kind = PairCorpus, "pairs"
     special = tokenizer_training.T5
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
@@ -51,6 +43,9 @@ class _Preparation(TokenizedPreparation):
 
     def load(self, name: str) -> PairTokenizer:
         return tokenization.load(name)
+
+    def open_store(self, directory: Path, encoder: PairTokenizer) -> PairStore:
+        return PairStore.open(directory)
 
     def texts(self) -> Iterator[str]:
         for pair in self._read("train", Tally("train", "Pairs.errors = 'skip'")):

@@ -67,6 +67,10 @@ class PairStore(RowStore):
         return cls(directory=found.directory, manifest=found.manifest, **columns, **texts)
 
     @property
+    def written_with(self) -> str:
+        return self.manifest["tokenizer"]["fingerprint"]
+
+    @property
     def lengths(self) -> np.ndarray:
         """int64 [rows], of documents."""
         return self.source.lengths

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from brt import config
-from brt.data import cache
 from brt.data import generated as made_up
 from brt.data.questions import generated, squad
 from brt.data.questions.squad import Question
@@ -17,7 +16,7 @@ from brt.data.questions.windows import tokens_of, windows
 from brt.data.rows import ragged, store
 from brt.data.rows.preparation import RowCorpus
 from brt.data.rows.tally import BadRow, Tally
-from brt.data.texts.preparation import TextPreparation, open_tokenizer
+from brt.data.texts.preparation import TextPreparation
 from brt.data.texts.tokenization import Spelt, TextTokenizer
 
 TOGETHER = 64  # texts that are tokenized in parallel
@@ -38,15 +37,15 @@ def prepare(section: config.Questions, progress: bool = True) -> QuestionCorpus:
     Raises:
       DataError: a source cannot be read as asked.
     """
-    directory = _Preparation(section, progress).prepare()
-    tokenizer = open_tokenizer(directory)
-    names = cache.read_manifest(directory)["splits"]
-    splits = {name: QuestionStore.open(directory / name, tokenizer) for name in names}
-    return QuestionCorpus(directory, tokenizer, splits)
+    return _Preparation(section, progress).open()
 
 
 class _Preparation(TextPreparation):
+    corpus = QuestionCorpus
     kind, endings, version = "Questions", squad.ENDINGS, generated.VERSION
+
+    def open_store(self, directory: Path, encoder: TextTokenizer) -> QuestionStore:
+        return QuestionStore.open(directory, encoder)
 
     def texts(self) -> Iterator[str]:
         """Every context once, and the questions."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from brt.data import cache, tokenizer_training
+from brt.data.rows.store import RowStore
 from brt.data.rows.tally import Tally
 from brt.data.sources import FileHash
 from brt.data.splits import SPLITS
@@ -51,32 +52,56 @@ class RowCorpus(Generic[Encoder, Store]):
 
 
 class Preparation(abc.ABC):
-    """What prepares a section; each kind of rows has its own.
+    """What prepares and opens the rows of a section; each kind of rows has its own.
 
     Attributes:
+      corpus: what it opens.
       kind: tells kinds of rows apart.
+      encoding: what encodes rows, in a word.
     """
 
+    corpus: type[RowCorpus]
     kind: str
+    encoding = "tokenizer"
 
     def __init__(self, section: Any, progress: bool):
         self.section, self.progress = section, progress
+        self.name = type(section).__name__
 
-    @property
-    def name(self) -> str:
-        """The section's."""
-        return type(self.section).__name__
-
-    def prepare(self) -> Path:
-        """The directory of the corpus; it is made first where that was not done yet.
+    def open(self) -> Any:
+        """The corpus; it is made first where that was not done yet.
 
         Raises:
           DataError: a source cannot be read as asked, or is in two splits.
         """
         hashes = {split: self.hashes(getattr(self.section, split)) for split in SPLITS}
         self.refuse_shared(hashes)
-        more = self.decisive()
-        return cache.prepared(self.section, hashes, self._build, kind=self.kind, **more)
+        more = {"kind": self.kind, **self.decisive()}
+        directory = cache.prepared(self.section, hashes, self._build, **more)
+        manifest = cache.read_manifest(directory)
+        file = manifest.get(self.encoding, {}).get("file", f"{self.encoding}.json")
+        encoder = self.load(str(directory / file))
+        splits = {name: self.open_store(directory / name, encoder) for name in manifest["splits"]}
+        for name, store in splits.items():
+            if store.written_with not in ("", encoder.fingerprint):
+                raise DataError(
+                    f"{directory / name} was written with another {self.encoding} than {file}; "
+                    f"delete {directory} and prepare it again"
+                )
+        return self.corpus(directory, encoder, splits)
+
+    @abc.abstractmethod
+    def load(self, name: str) -> Any:
+        """What encodes rows, from a file or its setting; it has a `fingerprint`.
+
+        Raises:
+          DataError: the file is missing or damaged.
+          ConfigError: the setting is none.
+        """
+
+    @abc.abstractmethod
+    def open_store(self, directory: Path, encoder: Any) -> RowStore:
+        """The store of a split."""
 
     @abc.abstractmethod
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
@@ -118,19 +143,11 @@ class TokenizedPreparation(Preparation):
 
     Attributes:
       special: ids of one that is trained.
+      tokenizer: has a `file`, too: the name of a copy, its content.
     """
 
     special: Special
     tokenizer: Any
-
-    @abc.abstractmethod
-    def load(self, name: str) -> Any:
-        """Opens a tokenizer; it has a `fingerprint`, and a `file`: the name of a copy, its content.
-
-        Raises:
-          DataError: the file is missing or damaged.
-          ConfigError: `name` is none of a tokenizer.
-        """
 
     @abc.abstractmethod
     def texts(self) -> Iterable[str]:

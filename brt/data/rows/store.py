@@ -39,6 +39,11 @@ class RowStore:
         return len(self.ids)
 
     @property
+    def written_with(self) -> str:
+        """The fingerprint of what encoded the rows; "" where the manifest does not say."""
+        return ""
+
+    @property
     def fingerprint(self) -> str:
         """sha256 of what a model reads and learns of the rows."""
         return self.manifest["fingerprint"]

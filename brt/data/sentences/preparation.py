@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from brt import config
-from brt.data import cache
 from brt.data import generated as made_up
 from brt.data.rows import ragged, store
 from brt.data.rows.preparation import RowCorpus
@@ -16,7 +15,7 @@ from brt.data.rows.tally import BadRow, Tally
 from brt.data.sentences import examples, generated
 from brt.data.sentences.examples import Example
 from brt.data.sentences.store import SentenceStore
-from brt.data.texts.preparation import TextPreparation, open_tokenizer
+from brt.data.texts.preparation import TextPreparation
 from brt.data.texts.tokenization import TextTokenizer
 from brt.errors import DataError
 
@@ -46,15 +45,11 @@ def prepare(
       DataError: a source cannot be read as asked.
       ConfigError: Sentences.labels lacks one.
     """
-    directory = _Preparation(section, progress, numbers).prepare()
-    names = cache.read_manifest(directory)["splits"]
-    splits = {name: SentenceStore.open(directory / name) for name in names}
-    if section.labels:
-        splits = {name: store.ordered(section.labels) for name, store in splits.items()}
-    return SentenceCorpus(directory, open_tokenizer(directory), splits)
+    return _Preparation(section, progress, numbers).open()
 
 
 class _Preparation(TextPreparation):
+    corpus = SentenceCorpus
     endings, version = examples.ENDINGS, generated.VERSION
 
     def __init__(self, section: config.Sentences, progress: bool, numbers: bool):
@@ -62,6 +57,10 @@ class _Preparation(TextPreparation):
         self._numbers = numbers
         self.kind = "Sentences with numbers" if numbers else "Sentences"
         self._labels: tuple[str, ...] = ()  # of train, which the other splits share
+
+    def open_store(self, directory: Path, encoder: TextTokenizer) -> SentenceStore:
+        opened, labels = SentenceStore.open(directory), self.section.labels
+        return opened.ordered(labels) if labels else opened
 
     def texts(self) -> Iterator[str]:
         for row in Tally("train", "").usable(self._read("train")):

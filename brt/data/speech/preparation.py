@@ -21,8 +21,6 @@ from brt.data.speech.utterances import Features, Utterance
 from brt.data.speech.vocabulary import Vocabulary, units
 from brt.errors import DataError
 
-VOCABULARY = "vocabulary.json"
-
 
 class SpeechCorpus(RowCorpus[Vocabulary, SpeechStore]):
     """Prepared utterances, opened."""
@@ -49,22 +47,13 @@ def prepare(speech: config.Speech, progress: bool = True) -> SpeechCorpus:
     Raises:
       DataError: a source cannot be read as asked, or an utterance is in two splits.
     """
-    directory = _Preparation(speech, progress).prepare()
-    vocabulary = Vocabulary.load(directory / VOCABULARY)
-    names = cache.read_manifest(directory)["splits"]
-    splits = {name: SpeechStore.open(directory / name) for name in names}
-    for name, opened in splits.items():
-        written_with = opened.manifest["vocabulary"]
-        cache.check_written_with(
-            directory / name, VOCABULARY, written_with, vocabulary.fingerprint, "vocabulary"
-        )
-    return SpeechCorpus(directory, vocabulary, splits)
+    return _Preparation(speech, progress).open()
 
 
 class _Preparation(Preparation):
     """Train comes first, whose vocabulary, width and rate the others share."""
 
-    kind = "speech"
+    corpus, kind, encoding = SpeechCorpus, "speech", "vocabulary"
 
     def __init__(self, section: config.Speech, progress: bool):
         super().__init__(section, progress)
@@ -74,6 +63,12 @@ class _Preparation(Preparation):
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
         return sources.hashes(names)
+
+    def load(self, name: str) -> Vocabulary:
+        return Vocabulary.load(Path(name))
+
+    def open_store(self, directory: Path, encoder: Vocabulary) -> SpeechStore:
+        return SpeechStore.open(directory)
 
     def refuse_shared(self, hashes: cache.Hashes) -> None:
         """Utterances are compared instead: a table of files may name them for all splits."""
@@ -96,7 +91,7 @@ class _Preparation(Preparation):
                     columns[name].append(value)
         if self._vocabulary is None:
             self._vocabulary = Vocabulary.of(self.section.unit, columns["transcripts"])
-            self._vocabulary.save(directory.parent / VOCABULARY)
+            self._vocabulary.save(directory.parent / "vocabulary.json")
         facts = {"width": width, "shift_ms": self.section.shift_ms, "rows": tally.report()}
         opened = store.finish(directory, writer.offsets, columns, self._vocabulary, facts)
         return described(opened)

@@ -57,6 +57,10 @@ class SpeechStore(RowStore):
             **columns,
         )  # fmt: skip
 
+    @property
+    def written_with(self) -> str:
+        return self.manifest["vocabulary"]
+
     def features(self, row: int | np.integer) -> np.ndarray:
         """float32 [X, width], a view."""
         return self.values[row].reshape(-1, self.width)

@@ -1,9 +1,8 @@
 """What preparing sentences and questions has in common: sources that are made up, tokenizers."""
 
 import hashlib
-from pathlib import Path
 
-from brt.data import cache, generated, sources
+from brt.data import generated, sources
 from brt.data.rows.preparation import TokenizedPreparation
 from brt.data.sources import FileHash
 from brt.data.texts import tokenization
@@ -34,9 +33,3 @@ class TextPreparation(TokenizedPreparation):
 
     def load(self, name: str) -> TextTokenizer:
         return tokenization.load(name, f"{self.name}.tokenizer")
-
-
-def open_tokenizer(directory: Path) -> TextTokenizer:
-    """The tokenizer of a prepared corpus."""
-    name = cache.read_manifest(directory)["tokenizer"]["file"]
-    return tokenization.load(str(directory / name), "the tokenizer")
