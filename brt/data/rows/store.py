@@ -53,11 +53,13 @@ class Files(NamedTuple):
     """What a directory holds.
 
     Attributes:
-      columns: arrays of rows.npz; tuples for its lists.
+      npz: the name of the file of columns.
+      columns: arrays; tuples for lists.
     """
 
     directory: Path
     manifest: Mapping[str, Any]
+    npz: str
     columns: Mapping[str, Any]
 
     def ragged(self, name: str, offsets: str = "") -> Ragged:
@@ -73,15 +75,23 @@ class Files(NamedTuple):
     def check(self, count: str, *columns: Any) -> None:
         """Raises ValueError for columns with more or fewer rows than the manifest counts."""
         if {self.manifest[count]} != {*map(len, columns)}:
-            raise ValueError("rows.npz has another length than its manifest says")
+            raise ValueError(f"{self.npz} has another length than its manifest says")
 
 
 @contextlib.contextmanager
-def opened(directory: Path | str, lists: Sequence[str] | None = None) -> Iterator[Files]:
+def opened(
+    directory: Path | str,
+    lists: Sequence[str] | None = None,
+    *,
+    npz: str = "rows.npz",
+    what: str = "store",
+) -> Iterator[Files]:
     """Opens what `finish` completed.
 
     Args:
       lists: columns that are no arrays; None: those that the manifest says.
+      npz: the name of the file of columns.
+      what: the directory is, as messages call it.
 
     Raises:
       DataError: it is missing, unfinished, of another format, or what is read of it in this
@@ -89,12 +99,12 @@ def opened(directory: Path | str, lists: Sequence[str] | None = None) -> Iterato
     """
     directory = Path(directory)
     manifest = manifests.read(directory / "manifest.json")
-    with manifests.undamaged(directory, "store"):
+    with manifests.undamaged(directory, what):
         lists = manifest["texts"] if lists is None else lists
-        with np.load(directory / "rows.npz", allow_pickle=False) as file:
+        with np.load(directory / npz, allow_pickle=False) as file:
             columns: dict[str, Any] = {name: file[name] for name in file.files}
         columns |= {name: tuple(json.loads(columns[name].tobytes())) for name in lists}
-        yield Files(directory, manifest, columns)
+        yield Files(directory, manifest, npz, columns)
 
 
 def finish(
@@ -104,6 +114,7 @@ def finish(
     *,
     files: Sequence[str] = (),
     identity: bytes = b"",
+    npz: str = "rows.npz",
 ) -> None:
     """Completes a directory with what memory holds.
 
@@ -118,7 +129,7 @@ def finish(
         else np.frombuffer(json.dumps(list(column)).encode(), np.uint8)
         for name, column in columns.items()
     }  # fmt: skip
-    np.savez(directory / "rows.npz", **arrays)
+    np.savez(directory / npz, **arrays)
     hashes = {path.name: sources.sha256(path) for path in sorted(directory.iterdir())}
     named = "".join(hashes[name] for name in files).encode()
     fingerprint = hashlib.sha256(named + (identity or _content(arrays))).hexdigest()

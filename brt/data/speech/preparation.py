@@ -6,7 +6,6 @@ What encodes them is vocabulary.json, the tokens of the training transcripts.
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from brt import config
 from brt.data import cache
@@ -74,9 +73,7 @@ class _Preparation(Preparation):
         """Utterances are compared instead: a table of files may name them for all splits."""
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
-        columns: dict[str, list[Any]] = {name: [] for name in (*store.TEXTS, "frames")}
-        moments = self._speaker_moments(split)
-        width = 0
+        moments, width, rows = self._speaker_moments(split), 0, []
         found = tally.settled(map(self._usable, self._read(split)), self.section.errors)
         with ragged.Writer(directory / "features.bin", store.FLOAT) as writer:
             for utterance in found:
@@ -84,11 +81,9 @@ class _Preparation(Preparation):
                 kept = self._kept(utterance, moments)
                 width = kept.shape[1]
                 writer.extend([kept.ravel()])
-                for name, value in (
-                    ("ids", utterance.id), ("speakers", utterance.speaker),
-                    ("transcripts", utterance.transcript), ("frames", len(utterance.features)),
-                ):  # fmt: skip
-                    columns[name].append(value)
+                _, id, speaker, transcript, features, _ = utterance
+                rows.append((id, speaker, transcript, len(features)))
+        columns = dict(zip((*store.TEXTS, "frames"), zip(*rows, strict=True), strict=True))
         if self._vocabulary is None:
             self._vocabulary = Vocabulary.of(self.section.unit, columns["transcripts"])
             self._vocabulary.save(directory.parent / "vocabulary.json")

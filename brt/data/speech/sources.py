@@ -8,7 +8,7 @@ from pathlib import Path
 from brt import config
 from brt.data import generated as made_up
 from brt.data import sources
-from brt.data.sources import FileHash
+from brt.data.sources import File, FileHash
 from brt.data.speech import arrays, generated, kaldi, tables
 from brt.data.speech.utterances import Recording
 from brt.errors import DataError
@@ -42,11 +42,7 @@ def hashes(names: Sequence[str]) -> list[FileHash]:
         if _is_table(name):
             text = json.dumps(tables.rows(name))
             found.append(FileHash(name, len(text), hashlib.sha256(text.encode()).hexdigest()))
-        for path in _files(name):
-            try:
-                found.append(FileHash(str(path), path.stat().st_size, sources.sha256(path)))
-            except OSError as error:
-                raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        found += [sources.hashed(File(str(path), path)) for path in _files(name)]
     return found
 
 
