@@ -24,8 +24,7 @@ from pathlib import Path
 
 from brt import command_line, config
 from brt.data import preparation
-from brt.data.pairs import sources
-from brt.data.pairs.columns import Columns
+from brt.data.pairs.columns import Columns, read
 from brt.data.pairs.raw import datasets, tables
 from brt.data.pairs.raw.datasets import Dataset
 from brt.errors import ConfigError
@@ -92,7 +91,7 @@ def main(args: argparse.Namespace) -> None:
         dataset = Dataset(args.name, "1.0.0")
         columns = Columns(*(getattr(args, f"{f}_field", "") for f in ("source", "target", "id")))
         splits = {
-            split: map(tables.example, sources.read(getattr(args, split), columns))
+            split: map(tables.example, read(getattr(args, split), columns))
             for split in ("train", "validation", "test")
             if split in args
         }

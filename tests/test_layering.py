@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "sweep", "plan"}
 LAYERS = (
-    {"allocator", "errors", "types"},
+    {"allocator", "errors", "locks", "types"},
     {"config"},
     {"config_io"},
     {"bindings"},

@@ -2,21 +2,21 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from brt.data import tokenizer_files
-from brt.data.chunks import BATCH, CHUNK, Ids, cut
+from brt.data.chunks import ChunkTokenizer
 from brt.errors import DataError
 
 START = ("<s>", "<|endoftext|>", "[CLS]", "<bos>")  # how files spell a document's beginning
 MASK = "<mask>"
 
 
-class ByteLevelTokenizer:
+class ByteLevelTokenizer(ChunkTokenizer):
     """Ids of RoBERTa's kind of file, without special ones; see `tokenizers.Tokenizer`.
 
     Where the file's last id is its mask's, that is no id of a text: `vocab_size` ends before it,
@@ -39,21 +39,6 @@ class ByteLevelTokenizer:
         self._bytes = [
             b"" if i in added else _bytes_of(self._tokenizer.id_to_token(i)) for i in range(size)
         ]
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.concatenate([np.zeros(0, np.int32), *self.encode_chunks([text])])
-
-    def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
-        batch: list[str] = []
-        for chunk in cut(chunks, CHUNK):
-            batch.append(chunk)
-            if len(batch) == BATCH:
-                yield from self._encode(batch)
-                batch = []
-        yield from self._encode(batch)
-
-    def decode_bytes(self, ids: Ids) -> bytes:
-        return b"".join(self._bytes[i] for i in ids)
 
     def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:
         for found in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):

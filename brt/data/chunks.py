@@ -4,6 +4,8 @@ Text is encoded in chunks that `cut` makes, so a document of any length takes li
 Where the chunks end depends on the text only, not on how it arrived.
 """
 
+import abc
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -41,3 +43,24 @@ def _end(text: str, start: int, stop: int) -> int:
     while space > start and text[space - 1] == " ":
         space -= 1
     return space if space > start else stop
+
+
+class ChunkTokenizer(abc.ABC):
+    """Encodes texts of any length, chunk by chunk, and gives back every byte."""
+
+    _bytes: Sequence[bytes]  # of each id
+
+    @abc.abstractmethod
+    def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:
+        """The ids of some chunks."""
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.concatenate([np.zeros(0, np.int32), *self.encode_chunks([text])])
+
+    def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
+        found = cut(chunks, CHUNK)
+        while batch := list(itertools.islice(found, BATCH)):
+            yield from self._encode(batch)
+
+    def decode_bytes(self, ids: Ids) -> bytes:
+        return b"".join(self._bytes[i] for i in ids)

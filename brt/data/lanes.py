@@ -5,26 +5,25 @@ padding. Its inputs are BOS and all tokens but the last, its targets all tokens:
 token is scored once. In each epoch the documents, in a new order, make one row of blocks
 that is cut into equal slices, one per lane. A lane may begin inside a document: its first
 block then starts without a past, but its first input is the token before.
-
-Where a step lies is computed, never searched by reading: any step costs the same.
 """
 
 import dataclasses
 import functools
 import heapq
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
 from brt.data import blocks
+from brt.data.readers import Reader
 from brt.data.token_store import TokenStore
 from brt.errors import ConfigError
 from brt.types import AnyBatch, Batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class LaneReader:
+class LaneReader(Reader):
     """`reader[step]` is the batch of that step, with the rows of `lanes`.
 
     Attributes:
@@ -35,19 +34,12 @@ class LaneReader:
     """
 
     store: TokenStore
-    batch_size: int
     segment_length: int
     window: int
-    seed: int = 0
-    shuffle: bool = True
     lanes: range | None = None
 
     def __post_init__(self) -> None:
         blocks.per_segment(self.segment_length, self.window)
-
-    def __len__(self) -> int:
-        """As good as endless."""
-        return 1 << 62
 
     def __getitem__(self, step: int) -> Batch:
         epoch, segment = divmod(step, self.steps_per_epoch)
@@ -66,48 +58,26 @@ class LaneReader:
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
-        """Steps that read every document once."""
         total = int(blocks.block_counts(self.store.lengths, self.window).sum())
         per_lane = -(-total // self.batch_size)
         return -(-per_lane * self.window // self.segment_length)
 
-    def epoch(self, step: int) -> float:
-        """How often the documents have been read before `step`."""
-        return step / self.steps_per_epoch
+    def largest(self) -> Batch:
+        return self[0]
+
+    @staticmethod
+    def positions(batch: Batch) -> int:
+        return batch.inputs.size
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that decides what a step reads; `lanes` only chooses rows."""
-        names = ("batch_size", "segment_length", "window", "seed", "shuffle")
-        return {"store": self.store.fingerprint, **{name: getattr(self, name) for name in names}}
+        sizes = {"segment_length": self.segment_length, "window": self.window}
+        return {**super().identity, **sizes}
 
-    def _layout(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The epoch's document order, and the block at which each begins (and the last ends)."""
-        cached = self.__dict__.get("_last_layout")
-        if cached and cached[0] == epoch:
-            return cached[1]
+    def _laid_out(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The document order, and the block at which each begins (and the last ends)."""
         counts = blocks.block_counts(self.store.lengths, self.window)
-        order = np.arange(len(counts))
-        if self.shuffle:
-            # Sorting raw bits: NumPy promises their stream, not that of its permutations.
-            bits = np.random.PCG64(np.random.SeedSequence([self.seed % 2**64, epoch]))
-            order = np.argsort(bits.random_raw(len(counts)), kind="stable")
-        layout = order, np.r_[0, np.cumsum(counts[order])]
-        self.__dict__["_last_layout"] = epoch, layout  # one assignment: safe between threads
-        return layout
-
-
-@runtime_checkable
-class Reader(Protocol):
-    """What can be iterated: `reader[step]` is a pure function of the step and `identity`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, step: int) -> AnyBatch: ...
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """All that decides what a step reads; JSON."""
+        return order, np.r_[0, np.cumsum(counts[order])]
 
 
 class BatchIterator(Iterator[AnyBatch]):

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,17 @@ def write(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
+def undamaged(directory: Path, what: str) -> Iterator[None]:
+    """Raises DataError for anything that does not fit in a directory's files."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(
+            f"the {what} {directory} is damaged ({error}); delete it and prepare it again"
+        ) from error
+
+
+@contextlib.contextmanager
 def atomic_directory(directory: Path) -> Iterator[Path]:
     """A temporary directory that becomes `directory` when the block ends well.
 
@@ -66,3 +78,12 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_directory(directory: Path) -> Iterator[Path]:
+    """The same for one that nothing may be in; raises DataError otherwise."""
+    if directory.exists() and any(directory.iterdir()):
+        raise DataError(f"{directory} is not empty; name another directory")
+    with atomic_directory(directory) as temporary:
+        yield temporary

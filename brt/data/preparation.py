@@ -1,33 +1,25 @@
 """From `config.Data` to token stores: once per content, in a cache or where the user says.
 
-A prepared corpus is a directory:
+A prepared corpus is a directory (see `brt.data.cache`):
 
     train/ validation/ test/             token stores (a split without documents is absent)
     tokenizer.model or tokenizer.json    the tokenizer
     corpus.json                          what it was made of; written last
 """
 
-import hashlib
 import json
-import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from brt import config
-from brt.config.fields import cached_settings
-from brt.data import manifests, sources, token_store, tokenizer_training, tokenizers
-from brt.data.sources import FileHash
+from brt.data import cache, sources, token_store, tokenizer_training, tokenizers
+from brt.data.cache import Hashes, read_manifest
 from brt.data.splits import SPLITS, Plan
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
 from brt.errors import DataError
-
-SEED = 0  # of the tokenizer's sample
-MANIFEST = "corpus.json"
 
 
 class Corpus(NamedTuple):
@@ -54,11 +46,8 @@ class Corpus(NamedTuple):
 def prepare(data: config.Data, output: Path | str | None = None, progress: bool = True) -> Corpus:
     """Opens the corpus that `data` describes; makes it first where it does not exist yet.
 
-    The content of every file is hashed, so a changed file never meets a stale store.
-
     Args:
-      output: where to write; None: in the cache, under a name made of all that decides
-        the content.
+      output: where to write; None: in the cache.
       progress: show a bar on a terminal, else a line per split.
 
     Raises:
@@ -67,27 +56,19 @@ def prepare(data: config.Data, output: Path | str | None = None, progress: bool 
     if data.store:
         return open_corpus(Path(data.store))
     hashes = {split: sources.hashes(getattr(data, split)) for split in SPLITS}
-    refuse_shared(hashes)
-    key = _key(data, hashes)
-    directory = cache_directory(data) / key[:32] if output is None else Path(output)
-    make(directory, key, lambda temporary: _build(data, temporary, key, hashes, progress))
-    return open_corpus(directory)
-
-
-def make(directory: Path, key: str, build: Callable[[Path], Any]) -> None:
-    """Makes a prepared corpus with this key, unless it exists.
-
-    Args:
-      build: fills the directory that it is given; writes the key into the manifest.
-
-    Raises:
-      DataError: `directory` holds something else.
-    """
-    if not _occupied(directory):
-        with manifests.atomic_directory(directory) as temporary:
-            build(temporary)
-    if _existing_key(directory) != key:
-        raise DataError(f"{directory} holds something else; delete it or name another directory")
+    cache.refuse_shared(hashes, "Data")
+    more = {}
+    if data.tokenizer.endswith((".model", ".json")):
+        more["tokenizer"] = tokenizers.load(data.tokenizer).fingerprint
+    return open_corpus(
+        cache.prepared(
+            data,
+            hashes,
+            lambda place, facts: _build(data, place, hashes, facts, progress),
+            output,
+            **more,
+        )  # fmt: skip
+    )
 
 
 def open_corpus(directory: Path) -> Corpus:
@@ -110,96 +91,25 @@ def open_corpus(directory: Path) -> Corpus:
     return Corpus(directory, tokenizer, splits)
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """What a prepared corpus was made of: sources, settings, tokenizer and its coverage."""
-    return manifests.read(directory / MANIFEST)
-
-
-def cache_directory(
-    data: config.Data | config.Pairs | config.Speech | config.Sentences | config.Questions,
-) -> Path:
-    """Where corpora are kept that nobody gave a place."""
-    if data.cache_dir:
-        return Path(data.cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "brt"
-
-
-def _key(data: config.Data, hashes: Mapping[str, Sequence[FileHash]]) -> str:
-    """sha256 of all that decides the content of the stores."""
-    content = {
-        "format": manifests.FORMAT,
-        "sources": {split: getattr(data, split) for split in SPLITS},
-        "files": hashes,
-        "settings": cached_settings(data),
-    }
-    if data.tokenizer.endswith((".model", ".json")):
-        content["tokenizer"] = tokenizers.load(data.tokenizer).fingerprint
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _occupied(directory: Path) -> bool:
-    return directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
-
-
-def _existing_key(directory: Path) -> str | None:
-    try:
-        return read_manifest(directory)["key"]
-    except DataError:
-        return None
-
-
-def refuse_shared(hashes: Mapping[str, Sequence[FileHash]], section: str = "Data") -> None:
-    """Raises DataError for a file in two splits, which makes every held-out number wrong."""
-    seen: dict[str, tuple[str, str]] = {}
-    for split, files in hashes.items():
-        for file in files:
-            other, name = seen.setdefault(file.sha256, (split, file.name))
-            if other != split and not file.name.startswith("tfds:"):
-                raise DataError(
-                    f"{file.name} of {section}.{split} has the same content as {name} of "
-                    f"{section}.{other}; take it out of one of them"
-                )
-
-
 def _build(
-    data: config.Data,
-    directory: Path,
-    key: str,
-    hashes: Mapping[str, Sequence[FileHash]],
-    progress: bool,
-) -> None:
+    data: config.Data, directory: Path, hashes: Hashes, facts: Mapping[str, Any], progress: bool
+) -> dict[str, Any]:
     plan = Plan(data)
     tokenizer, described = _make_tokenizer(data, plan, directory, progress)
-    settings = {
-        "settings": cached_settings(data),
-        "sources": {split: [file._asdict() for file in files] for split, files in hashes.items()},
-    }
     for split in plan.splits:
         found = plan.documents(split)
         size = sum(file.bytes for file in hashes[split]) or None
-        with _bar(f"preparing {split}", size, progress) as bar:
+        with cache.bar(split, progress, total=size, unit="B", unit_scale=True) as bar:
             store = token_store.write(
-                directory / split, found, tokenizer, settings=settings, progress=bar.update
+                directory / split, found, tokenizer, settings=facts, progress=bar.update
             )
         counts = store.manifest
-        say(
+        cache.say(
             f"prepared {split}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, "
             f"{counts['tokens']:,} tokens",
             progress and not sys.stderr.isatty(),
         )
-    manifest = {"key": key, "splits": list(plan.splits), "tokenizer": described, **settings}
-    manifests.write(directory / MANIFEST, manifest)
-
-
-def _bar(text: str, size: int | None, progress: bool) -> tqdm:
-    hidden = not (progress and sys.stderr.isatty())
-    return tqdm(desc=text, total=size, unit="B", unit_scale=True, disable=hidden)
-
-
-def say(text: str, progress: bool) -> None:
-    """A line on stderr."""
-    if progress:
-        print(text, file=sys.stderr, flush=True)
+    return {"splits": list(plan.splits), "tokenizer": described}
 
 
 def _make_tokenizer(
@@ -209,9 +119,9 @@ def _make_tokenizer(
     coverage = None
     path = directory / "tokenizer.model"
     if size := tokenizer_training.vocabulary_size(data.tokenizer):
-        say(f"training a tokenizer of {size} pieces", progress)
+        cache.say(f"training a tokenizer of {size} pieces", progress)
         texts = (document.chunks for document in plan.documents("train"))
-        coverage = tokenizer_training.train_sentencepiece(texts, size, path, seed=SEED)
+        coverage = tokenizer_training.train_sentencepiece(texts, size, path, seed=cache.SEED)
         tokenizer = tokenizers.load(str(path))
     else:
         tokenizer = tokenizers.load(data.tokenizer)

@@ -68,13 +68,15 @@ def sha256(path: Path) -> str:
 
 def hashes(sources: Sequence[str], endings: Sequence[str] = (".txt",)) -> list[FileHash]:
     """Reads every file of `sources` once; a changed file has another hash."""
-    result = []
-    for file in (file for source in sources for file in files(source, endings)):
-        try:
-            result.append(FileHash(file.name, file.path.stat().st_size, sha256(file.path)))
-        except OSError as error:
-            raise DataError(f"{file.name} cannot be read: {error.strerror}") from error
-    return result
+    return [hashed(file) for source in sources for file in files(source, endings)]
+
+
+def hashed(file: File) -> FileHash:
+    """Raises DataError where it cannot be read."""
+    try:
+        return FileHash(file.name, file.path.stat().st_size, sha256(file.path))
+    except OSError as error:
+        raise DataError(f"{file.name} cannot be read: {error.strerror}") from error
 
 
 class TfdsData(NamedTuple):

@@ -3,14 +3,11 @@
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from brt import config
 from brt.data import documents
 from brt.data.documents import Document
-from brt.errors import ConfigError, DataError
-
-Store = TypeVar("Store")
+from brt.errors import ConfigError
 
 SPLITS = ("train", "validation", "test")
 
@@ -71,23 +68,6 @@ def assign(names: Sequence[str], fractions: Mapping[str, float]) -> list[str]:
         for _ in range(1 + more):
             splits[order.pop()] = split
     return splits
-
-
-def split_named(splits: Mapping[str, Store], name: str, what: str, section: str) -> Store:
-    """The split of that name.
-
-    Args:
-      what: its rows, in the plural.
-      section: of the config, that names its sources.
-
-    Raises:
-      DataError: there is none.
-    """
-    if name not in splits:
-        raise DataError(
-            f"there are no {name} {what}, only {', '.join(splits)}; name some with {section}.{name}"
-        )
-    return splits[name]
 
 
 def _hash(name: str) -> str:

@@ -11,9 +11,6 @@ It is written under another name and renamed, so a store that exists is complete
 """
 
 import dataclasses
-import hashlib
-import json
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ import numpy as np
 
 from brt.data import manifests, sources
 from brt.data.documents import Document
+from brt.data.rows import store
 from brt.data.tokenizers import Tokenizer
 from brt.errors import DataError
 
@@ -55,23 +53,17 @@ class TokenStore:
         Raises:
           DataError: it is missing, unfinished, of another format, or its sizes do not fit.
         """
-        directory = Path(directory)
-        manifest = manifests.read(directory / "manifest.json")
-        dtype = np.dtype(manifest["dtype"])
-        try:
-            if (directory / "tokens.bin").stat().st_size != manifest["tokens"] * dtype.itemsize:
+        with store.opened(
+            directory, ["names"], npz="documents.npz", what="token store"
+        ) as found:  # fmt: skip
+            manifest, file = found.manifest, found.directory / "tokens.bin"
+            dtype = np.dtype(manifest["dtype"])
+            if file.stat().st_size != manifest["tokens"] * dtype.itemsize:
                 raise ValueError("tokens.bin has another size than its manifest says")
-            tokens = np.memmap(directory / "tokens.bin", dtype, mode="r")
-            with np.load(directory / "documents.npz", allow_pickle=False) as arrays:
-                columns = {name: arrays[name] for name in _COLUMNS}
-                names = tuple(json.loads(arrays["names"].tobytes()))
-            if len(names) != manifest["documents"]:
-                raise ValueError("documents.npz has another length than its manifest says")
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise DataError(
-                f"the token store {directory} is damaged ({error}); delete it and prepare it again"
-            ) from error
-        return cls(directory=directory, manifest=manifest, tokens=tokens, names=names, **columns)
+            tokens = np.memmap(file, dtype, mode="r")
+            found.check("documents", found.columns["names"])
+            columns = {name: found.columns[name] for name in (*_COLUMNS, "names")}
+        return cls(directory=found.directory, manifest=manifest, tokens=tokens, **columns)
 
     @property
     def fingerprint(self) -> str:
@@ -131,9 +123,7 @@ def write(
       DataError: there is no document, a document cannot be read, or `directory` is in use.
     """
     directory = Path(directory)
-    if directory.exists() and any(directory.iterdir()):
-        raise DataError(f"{directory} is not empty; name another directory")
-    with manifests.atomic_directory(directory) as temporary:
+    with manifests.new_directory(directory) as temporary:
         dtype = ids_dtype(tokenizer.vocab_size)
         rows, names = [], []
         with open(temporary / "tokens.bin", "wb") as file:
@@ -149,10 +139,21 @@ def write(
             raise DataError(f"there is no document for {directory.name}")
         lengths, *counts = np.array(rows, np.int64).T
         columns = dict(zip(_COLUMNS, [np.r_[0, np.cumsum(lengths)], *counts], strict=True))
-        encoded = np.frombuffer(json.dumps(names).encode(), np.uint8)
-        np.savez(temporary / "documents.npz", names=encoded, **columns)
-        manifest = _manifest(temporary, columns, tokenizer, dtype, settings or {})
-        manifests.write(temporary / "manifest.json", manifest)
+        facts = {
+            "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
+            "vocab_size": tokenizer.vocab_size,
+            "bos_id": tokenizer.bos_id,
+            "dtype": dtype.str,
+            "documents": len(rows),
+            "tokens": int(lengths.sum()),
+            **{name: int(columns[name].sum()) for name in ("bytes", "characters", "words")},
+            **(settings or {}),
+        }
+        identity = columns["offsets"].astype("<i8").tobytes() + tokenizer.fingerprint.encode()
+        store.finish(
+            temporary, {"names": names, **columns}, facts, files=("tokens.bin",),
+            identity=identity, npz="documents.npz",
+        )  # fmt: skip
     return TokenStore.open(directory)
 
 
@@ -182,27 +183,3 @@ def ids_dtype(vocab_size: int) -> np.dtype:
     """The smallest unsigned integers that hold all ids, little-endian."""
     sizes = {"<u1": 1 << 8, "<u2": 1 << 16, "<u4": 1 << 32}
     return np.dtype(next(name for name, limit in sizes.items() if vocab_size <= limit))
-
-
-def _manifest(
-    directory: Path,
-    columns: Mapping[str, np.ndarray],
-    tokenizer: Tokenizer,
-    dtype: np.dtype,
-    settings: Mapping[str, Any],
-) -> dict[str, Any]:
-    hashes = {name: sources.sha256(directory / name) for name in ("tokens.bin", "documents.npz")}
-    identity = hashes["tokens.bin"].encode() + columns["offsets"].astype("<i8").tobytes()
-    identity += tokenizer.fingerprint.encode()
-    return {
-        "fingerprint": hashlib.sha256(identity).hexdigest(),
-        "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
-        "vocab_size": tokenizer.vocab_size,
-        "bos_id": tokenizer.bos_id,
-        "dtype": dtype.str,
-        "documents": len(columns["bytes"]),
-        "tokens": int(columns["offsets"][-1]),
-        **{name: int(columns[name].sum()) for name in ("bytes", "characters", "words")},
-        "sha256": hashes,
-        **settings,
-    }

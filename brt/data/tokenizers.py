@@ -11,7 +11,7 @@ import sentencepiece
 
 from brt.data import tokenizer_files
 from brt.data.byte_level import ByteLevelTokenizer
-from brt.data.chunks import BATCH, CHUNK, Ids, cut
+from brt.data.chunks import ChunkTokenizer, Ids
 from brt.errors import ConfigError, DataError
 
 SPACE = "\u2581"  # how sentencepiece spells a space
@@ -78,7 +78,7 @@ class ByteTokenizer:
         return np.asarray(ids, np.uint8).tobytes()
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(ChunkTokenizer):
     """A sentencepiece model, without its dummy prefix and whitespace removal.
 
     Those two would act on every chunk. Without them, and with a model that has byte
@@ -102,21 +102,6 @@ class SentencePieceTokenizer:
         spelt = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         has_bytes = all(map(self._processor.is_byte, spelt))
         self._space = np.array(spelt if has_bytes else [self._processor.unk_id()], np.int32)
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.concatenate([np.zeros(0, np.int32), *self.encode_chunks([text])])
-
-    def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
-        batch: list[str] = []
-        for chunk in cut(chunks, CHUNK):
-            batch.append(chunk)
-            if len(batch) == BATCH:
-                yield from self._encode(batch)
-                batch = []
-        yield from self._encode(batch)
-
-    def decode_bytes(self, ids: Ids) -> bytes:
-        return b"".join(self._bytes[i] for i in ids)
 
     def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:
         if not any(SPACE in text for text in batch):

@@ -7,13 +7,12 @@ output.txt   what the commands printed, start after start
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from brt import locks
 from brt.checkpointing import reader
 from brt.config import Config
 from brt.config_io import config_from_json, config_json, config_text, difference
@@ -107,13 +106,10 @@ class Directory:
         self.path.mkdir(parents=True, exist_ok=True)
         file = (self.path / ".sweep.lock").open("ab")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locks.acquire(file)  # brt.train warns of a file system without locks
         except BlockingIOError:
             file.close()
             return None
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                raise  # brt.train warns of a file system without locks
         return file
 
     def _saved(self) -> dict[str, Any] | None:

@@ -1,12 +1,11 @@
 """A sweep from its points to its report."""
 
 import contextlib
-import fcntl
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from brt import tasks
+from brt import locks, tasks
 from brt.errors import BrtError, ConfigError, Preempted
 from brt.sweeping import commands, report
 from brt.sweeping.directory import Directory, check_unchanged
@@ -106,8 +105,7 @@ def _conclude(workdir: Path, points: Sequence[Point], runner: Runner) -> None:
 def _report_lock(workdir: Path) -> Iterator[None]:
     """One writer at a time; the tasks of an array end when they like."""
     with (workdir / ".report.lock").open("ab") as file:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
+        locks.acquire(file, wait=True)
         yield
 
 

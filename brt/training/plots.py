@@ -29,7 +29,7 @@ def draw(
     Args:
       workdir: the run's.
       measure: of how well the model predicts.
-      units_per_token: of the measure for each token, which turns bits per token of training into it.
+      units_per_token: units of the measure for each token of training.
       yardstick: of the held-out data; drawn as a line.
 
     Raises:

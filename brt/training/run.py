@@ -11,7 +11,7 @@ from brt import tasks
 from brt.checkpointing.reader import Found
 from brt.config import Config
 from brt.config_io import config_from_json
-from brt.data import preparation
+from brt.data.cache import cache_directory
 from brt.tasks import resolving
 from brt.tasks.protocol import Corpus, Reader, Task
 from brt.tasks.weights import Weights
@@ -53,7 +53,7 @@ def build(config: Config, *, saved: Found | None = None, progress: bool = True) 
       CheckpointError: Training.init_from names no weights of such a model.
       DataError: the data cannot be read as asked.
     """
-    compilation.use_cache(preparation.cache_directory(config.data))
+    compilation.use_cache(cache_directory(config.data))
     mesh, task = make_mesh(config.mesh), tasks.of(config)
     weights = _weights(config, saved)
     if weights:

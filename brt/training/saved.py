@@ -11,7 +11,7 @@ from brt import tasks
 from brt.checkpointing import reader
 from brt.config import Config
 from brt.config_io import config_from_json
-from brt.data.preparation import cache_directory
+from brt.data.cache import cache_directory
 from brt.errors import CheckpointError, ConfigError
 from brt.tasks.protocol import Corpus
 from brt.tasks.weights import Tokenizer

@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import datetime
-import errno
-import fcntl
 import importlib.metadata
 import json
 import os
@@ -19,6 +17,7 @@ from typing import Any, TextIO
 import jax
 
 import brt
+from brt import locks
 from brt.config import Config
 from brt.config_io import config_from_json
 from brt.errors import ConfigError
@@ -115,15 +114,13 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
         raise ConfigError(_cannot_write(workdir.path, error)) from error
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = locks.acquire(file)
         except BlockingIOError as error:
             raise ConfigError(
                 f"{workdir.path} is in use by another trainer ({_holder(file) or 'starting'}); "
                 f"wait for it, stop it, or choose another --workdir"
             ) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                raise
+        if not locked:
             warn(f"{path} cannot be locked on this file system; do not start a second trainer here")
         if holder := _holder(file):
             warn(_takeover(holder))

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from brt.data.buckets import BucketReader
 from brt.data.pairs.store import PairStore
+from brt.data.rows.batches import RowReader, padded
 from brt.errors import ConfigError
 from brt.types import PairBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PairReader(BucketReader):
+class PairReader(RowReader):
     """Pairs by the length of their documents.
 
     Attributes:
@@ -23,15 +23,11 @@ class PairReader(BucketReader):
     store: PairStore
 
     def __post_init__(self) -> None:
-        if self.buckets and self.buckets[-1] != self.store.max_source_length:
+        if self.buckets and self.buckets[-1] != self.longest:
             raise ConfigError(
                 f"the last of Pairs.buckets = {self.buckets} must be the length that documents "
-                f"were cut to, {self.store.max_source_length}"
+                f"were cut to, {self.longest}"
             )
-
-    @property
-    def row_lengths(self) -> np.ndarray:
-        return self.store.source.lengths
 
     @property
     def longest(self) -> int:
@@ -39,6 +35,10 @@ class PairReader(BucketReader):
 
     def gather(self, rows: np.ndarray, length: int) -> PairBatch:
         return gather(self.store, rows, length)
+
+    @staticmethod
+    def positions(batch: PairBatch) -> int:
+        return batch.source.size + batch.target_in.size
 
 
 def gather(store: PairStore, rows: np.ndarray, source_length: int) -> PairBatch:
@@ -48,22 +48,16 @@ def gather(store: PairStore, rows: np.ndarray, source_length: int) -> PairBatch:
       rows: int [B], -1 for an empty one.
       source_length: what documents are padded to.
     """
-    m, shape = store.manifest, (len(rows), store.max_target_length)
-    source = np.full((len(rows), source_length), m["pad_id"], np.int32)
-    source_mask = np.zeros(source.shape, bool)
-    target, scored = np.full(shape, m["pad_id"], np.int32), np.zeros(shape, bool)
-    for i, row in enumerate(rows):
-        if row >= 0:
-            for ids, array, mask in (
-                (store.source[row], source, source_mask), (store.target[row], target, scored),
-            ):  # fmt: skip
-                array[i, : len(ids)] = ids
-                mask[i, : len(ids)] = True
-    start = np.full((len(rows), 1), m["decoder_start_id"], np.int32)
+    pad, start = store.manifest["pad_id"], store.manifest["decoder_start_id"]
+    source, mask = padded(rows, store.source.__getitem__, source_length, np.int32, fill=pad)
+    target, scored = padded(
+        rows, store.target.__getitem__, store.max_target_length, np.int32, fill=pad
+    )
+    starts = np.full((len(rows), 1), start, np.int32)
     return PairBatch(
         source=source,
-        source_mask=source_mask,
-        target_in=np.concatenate([start, target[:, :-1]], axis=1),
+        source_mask=mask,
+        target_in=np.concatenate([starts, target[:, :-1]], axis=1),
         target_out=target,
         scored=scored,
         row=np.asarray(rows, np.int32),
@@ -74,6 +68,4 @@ def evaluation_batches(
     store: PairStore, *, batch_size: int, buckets: tuple[int, ...] = ()
 ) -> Iterator[PairBatch]:
     """Every pair once, in batches of similar lengths; empty rows fill up the last batch."""
-    reader = PairReader(store=store, batch_size=batch_size, buckets=buckets, shuffle=False)
-    for step in range(reader.steps_per_epoch):
-        yield reader[step]
+    yield from PairReader(store=store, batch_size=batch_size, buckets=buckets, shuffle=False).once()

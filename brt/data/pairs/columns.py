@@ -1,10 +1,11 @@
-"""Which columns hold the document and the summary, and the text in them."""
+"""Documents and summaries from tables: in which columns they are, and the text in them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from brt.data.pairs import rows
-from brt.data.pairs.rows import Row
+from brt.data.rows import tables
+from brt.data.rows.tables import Row
+from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
 USUAL = (
@@ -51,11 +52,14 @@ class Pair(NamedTuple):
     target: str
 
 
-class BadRow(NamedTuple):
-    """A row without a usable pair, and why, as "has an empty summary"."""
+def read(names: Sequence[str], asked: Columns = ANY) -> Iterator[Pair | BadRow]:
+    """The rows of the sources (see `brt.data.rows.tables`) in order.
 
-    name: str
-    problem: str
+    Raises:
+      DataError: a source cannot be read, has no row, or not the columns.
+    """
+    found = (table for name in names for table in tables.tables(name))
+    return tables.read(found, lambda table, there: choose(table, there, asked), pair)
 
 
 def choose(table: str, there: Collection[str], asked: Columns = ANY) -> Columns:
@@ -130,7 +134,7 @@ def _decoded(value: Any, column: str) -> str:
         try:
             return value.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise _Problem(f"{rows.not_utf8(error)} of '{column}'") from error
+            raise _Problem(f"{tables.not_utf8(error)} of '{column}'") from error
     if not isinstance(value, str):
         found = "nothing" if value is None else f"{type(value).__name__}, not text,"
         raise _Problem(f"has {found} in '{column}'")

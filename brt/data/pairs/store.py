@@ -11,21 +11,19 @@ A store is a directory:
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
-import json
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from brt.data import manifests, sources
-from brt.data.pairs import ragged
+from brt.data import manifests
 from brt.data.pairs.columns import Pair
 from brt.data.pairs.encoding import Encoder
-from brt.data.pairs.ragged import Ragged
+from brt.data.rows import ragged, store
+from brt.data.rows.ragged import Ragged
+from brt.data.rows.store import RowStore
 from brt.data.token_store import ids_dtype
 from brt.errors import DataError
 
@@ -35,7 +33,7 @@ UNCUT = ("source_uncut", "target_uncut")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PairStore:
+class PairStore(RowStore):
     """Documents and summaries as ids.
 
     Attributes:
@@ -43,17 +41,13 @@ class PairStore:
       target: ids of each summary, ended, no longer than `max_target_length`.
       reference: UTF-8 of each summary.
       source_uncut: int64 [rows], ids that each document has in full; target_uncut the same.
-      ids: [rows], what predictions are called.
     """
 
-    directory: Path
-    manifest: Mapping[str, Any]
     source: Ragged
     target: Ragged
     reference: Ragged
     source_uncut: np.ndarray
     target_uncut: np.ndarray
-    ids: tuple[str, ...]
 
     @classmethod
     def open(cls, directory: Path | str) -> "PairStore":
@@ -62,33 +56,24 @@ class PairStore:
         Raises:
           DataError: it is missing, unfinished, of another format, or its sizes do not fit.
         """
-        directory = Path(directory)
-        manifest = manifests.read(directory / "manifest.json")
-        dtypes = {name: np.dtype(manifest["dtype"]) for name in TEXTS} | {"reference": np.uint8}
-        try:
-            with np.load(directory / "rows.npz", allow_pickle=False) as arrays:
-                texts = {
-                    name: ragged.read(directory / f"{name}.bin", np.dtype(dtype), arrays[name])
-                    for name, dtype in dtypes.items()
-                }
-                uncut = {name: arrays[name] for name in UNCUT}
-                ids = tuple(json.loads(arrays["ids"].tobytes()))
-            if {manifest["pairs"]} != {len(ids), *map(len, texts.values())}:
-                raise ValueError("rows.npz has another length than its manifest says")
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise DataError(
-                f"the store {directory} is damaged ({error}); delete it and prepare it again"
-            ) from error
-        return cls(directory=directory, manifest=manifest, ids=ids, **texts, **uncut)
-
-    def __len__(self) -> int:
-        """How many pairs."""
-        return len(self.ids)
+        with store.opened(directory, ["ids"]) as found:
+            dtypes = dict.fromkeys(TEXTS, found.manifest["dtype"]) | {"reference": np.uint8}
+            texts = {
+                name: found.mapped(f"{name}.bin", np.dtype(dtype), found.columns[name], "pairs")
+                for name, dtype in dtypes.items()
+            }
+            found.check("pairs", found.columns["ids"])
+            columns = {name: found.columns[name] for name in ("ids", *UNCUT)}
+        return cls(directory=found.directory, manifest=found.manifest, **columns, **texts)
 
     @property
-    def fingerprint(self) -> str:
-        """sha256 of the ids of documents and summaries, and of the tokenizer."""
-        return self.manifest["fingerprint"]
+    def written_with(self) -> str:
+        return self.manifest["tokenizer"]["fingerprint"]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [rows], of documents."""
+        return self.source.lengths
 
     @property
     def max_source_length(self) -> int:
@@ -108,32 +93,32 @@ def write(
     pairs: Iterable[Pair],
     encoder: Encoder,
     *,
-    settings: Mapping[str, Any] | None = None,
+    facts: Callable[[], Mapping[str, Any]] = dict,
 ) -> PairStore:
     """Tokenizes pairs into a new store.
 
     Args:
-      settings: what the manifest keeps beside the counts.
+      facts: what the manifest keeps beside the counts, asked for behind the last pair.
 
     Raises:
       DataError: there is no pair; one is too long and truncation is "error"; `directory` is in
         use.
     """
     directory = Path(directory)
-    if directory.exists() and any(directory.iterdir()):
-        raise DataError(f"{directory} is not empty; name another directory")
-    with manifests.atomic_directory(directory) as temporary:
+    with manifests.new_directory(directory) as temporary:
         dtype = ids_dtype(encoder.tokenizer.vocab_size)
-        rows = _write_texts(temporary, pairs, encoder, dtype)
-        if not rows["ids"]:
+        columns = _write_texts(temporary, pairs, encoder, dtype)
+        if not columns["ids"]:
             raise DataError(f"there is no pair for {directory.name}")
-        report = {name: _cuts(rows, name) for name in ("source", "target")}
+        report = {name: _cuts(columns, name) for name in ("source", "target")}
         if encoder.truncation == "error":
             _refuse(directory.name, report, encoder)
-        encoded = np.frombuffer(json.dumps(rows.pop("ids")).encode(), np.uint8)
-        np.savez(temporary / "rows.npz", ids=encoded, **{k: np.array(v) for k, v in rows.items()})
-        manifest = _manifest(temporary, rows, report, encoder, dtype)
-        manifests.write(temporary / "manifest.json", {**manifest, **(settings or {})})
+        offsets = b"".join(columns[name].astype("<i8").tobytes() for name in ("source", "target"))
+        described = {**_described(columns, encoder), "dtype": dtype.str, "cut": report, **facts()}
+        store.finish(
+            temporary, columns, described, files=("source.bin", "target.bin"),
+            identity=offsets + encoder.tokenizer.fingerprint.encode(),
+        )  # fmt: skip
     return PairStore.open(directory)
 
 
@@ -147,7 +132,8 @@ def _write_texts(
             name: stack.enter_context(ragged.Writer(directory / f"{name}.bin", kind))
             for name, kind in zip(TEXTS, (dtype, dtype, np.dtype(np.uint8)), strict=True)
         }
-        for group in _groups(pairs):
+        remaining = iter(pairs)
+        while group := list(itertools.islice(remaining, TOGETHER)):
             sources = encoder.sources([pair.source for pair in group])
             targets = encoder.targets([pair.target for pair in group])
             for name, found in (("source", sources), ("target", targets)):
@@ -156,19 +142,14 @@ def _write_texts(
             texts = (pair.target.encode() for pair in group)
             writers["reference"].extend(np.frombuffer(text, np.uint8) for text in texts)
             columns["ids"] += [pair.id for pair in group]
+    columns |= {name: np.array(columns[name], np.int64) for name in UNCUT}
     return columns | {name: writer.offsets for name, writer in writers.items()}
 
 
-def _groups(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-    remaining = iter(pairs)
-    while group := list(itertools.islice(remaining, TOGETHER)):
-        yield group
-
-
-def _cuts(rows: Mapping[str, Any], name: str) -> dict[str, int]:
+def _cuts(columns: Mapping[str, Any], name: str) -> dict[str, int]:
     """How much was cut of the documents or summaries."""
-    uncut = np.array(rows[f"{name}_uncut"], np.int64)
-    cut = uncut - np.diff(rows[name])
+    uncut = columns[f"{name}_uncut"]
+    cut = uncut - np.diff(columns[name])
     return {
         "rows": int((cut > 0).sum()),
         "tokens": int(cut.sum()),
@@ -190,30 +171,15 @@ def _refuse(split: str, report: Mapping[str, Mapping[str, int]], encoder: Encode
             )
 
 
-def _manifest(
-    directory: Path,
-    rows: Mapping[str, Any],
-    report: Mapping[str, Mapping[str, int]],
-    encoder: Encoder,
-    dtype: np.dtype,
-) -> dict[str, Any]:
-    files = [f"{name}.bin" for name in TEXTS] + ["rows.npz"]
-    hashes = {name: sources.sha256(directory / name) for name in files}
-    identity = "".join(hashes[f"{name}.bin"] for name in ("source", "target")).encode()
-    identity += b"".join(rows[name].astype("<i8").tobytes() for name in ("source", "target"))
+def _described(columns: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
     tokenizer = encoder.tokenizer
-    identity += tokenizer.fingerprint.encode()
     special = ("vocab_size", "pad_id", "eos_id", "decoder_start_id")
     return {
-        "fingerprint": hashlib.sha256(identity).hexdigest(),
         "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
         **{name: getattr(tokenizer, name) for name in special},
         "max_source_length": encoder.max_source_length,
         "max_target_length": encoder.max_target_length,
-        "dtype": dtype.str,
-        "pairs": len(rows["source"]) - 1,
-        "tokens": {name: int(rows[name][-1]) for name in ("source", "target")},
-        "reference_bytes": int(rows["reference"][-1]),
-        "cut": report,
-        "sha256": hashes,
+        "pairs": len(columns["ids"]),
+        "tokens": {name: int(columns[name][-1]) for name in ("source", "target")},
+        "reference_bytes": int(columns["reference"][-1]),
     }

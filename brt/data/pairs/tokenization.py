@@ -58,6 +58,11 @@ class PairTokenizer:
         return self.decode_ids(known)
 
     @property
+    def file(self) -> tuple[str, bytes]:
+        """The name of a copy; its content."""
+        return f"tokenizer{Path(self.name).suffix}", self.content
+
+    @property
     def _special(self) -> set[int]:
         return {self.pad_id, self.eos_id, *self.begin}
 

@@ -7,8 +7,8 @@ long. Other facts hold other keys, so where the question's key stands decides.
 
 from collections.abc import Iterator
 
+from brt.data import generated
 from brt.data.questions.squad import Answer, Question
-from brt.data.texts import generated
 
 VERSION = 1  # other texts are another version
 KEYS, VALUES, FILLERS = 24, 36, 36

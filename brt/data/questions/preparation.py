@@ -3,37 +3,29 @@
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from brt import config
-from brt.data import preparation as corpora
-from brt.data.pairs.columns import BadRow
-from brt.data.pairs.sources import Tally
+from brt.data import generated as made_up
 from brt.data.questions import generated, squad
 from brt.data.questions.squad import Question
 from brt.data.questions.store import QuestionStore, Row
 from brt.data.questions.windows import tokens_of, windows
-from brt.data.splits import split_named
-from brt.data.texts import arrays, preparation
-from brt.data.texts import generated as made_up
+from brt.data.rows import ragged, store
+from brt.data.rows.preparation import RowCorpus
+from brt.data.rows.tally import BadRow, Tally
+from brt.data.texts.preparation import TextPreparation
 from brt.data.texts.tokenization import Spelt, TextTokenizer
 
-SKIP = "Questions.errors = 'skip'"
 TOGETHER = 64  # texts that are tokenized in parallel
 
 
-class QuestionCorpus(NamedTuple):
+class QuestionCorpus(RowCorpus[TextTokenizer, QuestionStore]):
     """Prepared questions, opened."""
 
-    directory: Path
-    tokenizer: TextTokenizer
-    splits: dict[str, QuestionStore]
-
-    def split(self, name: str) -> QuestionStore:
-        """The store of a split; raises DataError where there is none."""
-        return split_named(self.splits, name, "questions", "Questions")
+    section, rows = "Questions", "questions"
 
 
 def prepare(section: config.Questions, progress: bool = True) -> QuestionCorpus:
@@ -45,41 +37,77 @@ def prepare(section: config.Questions, progress: bool = True) -> QuestionCorpus:
     Raises:
       DataError: a source cannot be read as asked.
     """
-    directory = preparation.prepare(section, KIND, progress)
-    tokenizer = preparation.open_tokenizer(directory)
-    names = corpora.read_manifest(directory)["splits"]
-    splits = {name: QuestionStore.open(directory / name, tokenizer) for name in names}
-    return QuestionCorpus(directory, tokenizer, splits)
+    return _Preparation(section, progress).open()
 
 
-def read(section: config.Questions, split: str) -> Iterator[Question | BadRow]:
-    """The questions of a split; an id that was there before makes a bad one."""
-    seen: set[str] = set()
-    for found in _read(getattr(section, split), section.no_answer):
-        if isinstance(found, Question) and found.id in seen:
-            yield BadRow(found.name, "has the id of a question before it")
-        else:
-            yield found
-        if isinstance(found, Question):
-            seen.add(found.id)
+class _Preparation(TextPreparation):
+    corpus = QuestionCorpus
+    kind, endings, version = "Questions", squad.ENDINGS, generated.VERSION
 
+    def open_store(self, directory: Path, encoder: TextTokenizer) -> QuestionStore:
+        return QuestionStore.open(directory, encoder)
 
-def _read(sources: tuple[str, ...], no_answer: bool) -> Iterator[Question | BadRow]:
-    for made, names in itertools.groupby(sources, lambda name: name.startswith(made_up.PREFIX)):
-        if made:
-            yield from itertools.chain.from_iterable(map(generated.questions, names))
-        else:
-            yield from squad.read(list(names), no_answer)
+    def texts(self) -> Iterator[str]:
+        """Every context once, and the questions."""
+        seen: set[str] = set()
+        for row in Tally("train", "").usable(self._read("train")):
+            if row.context not in seen:
+                seen.add(row.context)
+                yield row.context
+            yield row.text
 
+    def _read(self, split: str) -> Iterator[Question | BadRow]:
+        """The questions of a split; an id that was there before makes a bad one."""
+        seen: set[str] = set()
+        names, no_answer = getattr(self.section, split), self.section.no_answer
+        for found in made_up.read(
+            names, generated.questions, lambda files: squad.read(files, no_answer)
+        ):
+            if isinstance(found, Question) and found.id in seen:
+                yield BadRow(found.name, "has the id of a question before it")
+            else:
+                yield found
+            if isinstance(found, Question):
+                seen.add(found.id)
 
-def _texts(section: config.Questions) -> Iterator[str]:
-    """Every context once, and the questions."""
-    seen: set[str] = set()
-    for row in Tally("train", SKIP).usable(read(section, "train")):
-        if row.context not in seen:
-            seen.add(row.context)
-            yield row.context
-        yield row.text
+    def write(self, split: str, directory: Path, tally: Tally) -> str:
+        section, tokenizer, contexts = self.section, self.tokenizer, _Contexts(self.tokenizer)
+        kept: list[Question] = []
+        places, questions, rows = [], [], []
+        cut = 0
+        placed = tally.settled(_placed(self._read(split), contexts), section.errors)
+        for group in iter(lambda: list(itertools.islice(placed, TOGETHER)), []):
+            encoded = tokenizer.encode([question.text for question, *_ in group])
+            for (question, place, answer), spelt in zip(group, encoded, strict=True):
+                ids = spelt.ids[: section.max_question_length]
+                cut += len(ids) < len(spelt.ids)
+                length = len(contexts.spelt[place].ids)
+                rows += _rows(section, tokenizer, len(kept), len(ids), length, answer)
+                kept.append(question)
+                places.append(place)
+                questions.append(ids)
+        parts = {
+            "contexts": [s.ids for s in contexts.spelt],
+            "spans": [s.spans for s in contexts.spelt],
+            "questions": questions,
+        }
+        table, columns = np.array(rows, np.int32), {}
+        for name, arrays in parts.items():
+            columns |= ragged.joined(arrays, np.dtype(np.int32)).columns(name)
+        columns |= {"context_of": np.array(places, np.int32), "rows": table}
+        texts: dict[str, list[Any]] = {
+            "ids": [q.id for q in kept],
+            "asked": [q.text for q in kept],
+            "answers": [[answer.text for answer in q.answers] for q in kept],
+            "texts": list(contexts.places),
+        }
+        facts = {"texts": list(texts), "rows": tally.report(), "cut": cut}
+        store.finish(directory, columns | texts, facts)
+        without = sum(not q.answers for q in kept)
+        line = f"{len(kept):,} questions about {len(contexts.spelt):,} texts, {len(rows):,} windows"
+        line += f" ({(table[:, 3] > 0).sum():,} with the answer)"
+        line += f"; {without:,} without an answer" if without else ""
+        return line + (f"; cut {cut:,} questions" if cut else "")
 
 
 class _Contexts:
@@ -95,47 +123,6 @@ class _Contexts:
             self.places[text] = len(self.spelt)
             self.spelt += self._tokenizer.encode([text])
         return self.places[text]
-
-
-def _write(
-    section: config.Questions, split: str, tokenizer: TextTokenizer, directory: Path
-) -> tuple[str, Tally]:
-    tally, contexts = Tally(split, SKIP), _Contexts(tokenizer)
-    kept: list[Question] = []
-    places, questions, rows = [], [], []
-    cut = 0
-    placed = tally.usable(_placed(read(section, split), contexts))
-    for group in iter(lambda: list(itertools.islice(placed, TOGETHER)), []):
-        encoded = tokenizer.encode([question.text for question, *_ in group])
-        for (question, place, answer), spelt in zip(group, encoded, strict=True):
-            ids = spelt.ids[: section.max_question_length]
-            cut += len(ids) < len(spelt.ids)
-            length = len(contexts.spelt[place].ids)
-            rows += _rows(section, tokenizer, len(kept), len(ids), length, answer)
-            kept.append(question)
-            places.append(place)
-            questions.append(ids)
-    preparation.settle(tally, section, split)
-    table = np.array(rows, np.int32)
-    content = {
-        **arrays.flat("contexts", [s.ids for s in contexts.spelt], np.dtype(np.int32)),
-        **arrays.flat("spans", [s.spans for s in contexts.spelt], np.dtype(np.int32)),
-        **arrays.flat("questions", questions, np.dtype(np.int32)),
-        "context_of": np.array(places, np.int32),
-        "rows": table,
-    }
-    texts: dict[str, list[Any]] = {
-        "ids": [q.id for q in kept],
-        "asked": [q.text for q in kept],
-        "answers": [[answer.text for answer in q.answers] for q in kept],
-        "texts": list(contexts.places),
-    }
-    arrays.write(directory / split, content, texts, {"rows": tally.report(), "cut": cut})
-    without = sum(not q.answers for q in kept)
-    line = f"{len(kept):,} questions about {len(contexts.spelt):,} texts, {len(rows):,} windows"
-    line += f" ({(table[:, 3] > 0).sum():,} with the answer)"
-    line += f"; {without:,} without an answer" if without else ""
-    return line + (f"; cut {cut:,} questions" if cut else ""), tally
 
 
 def _placed(
@@ -174,6 +161,3 @@ def _rows(
         if answer and start <= answer[0] and answer[1] < stop:
             target = (first + answer[0] - start, first + answer[1] - start)
         yield Row(question, start, stop, *target)
-
-
-KIND = preparation.Kind("Questions", "Questions", squad.ENDINGS, generated.VERSION, _texts, _write)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from brt.data import documents, sources
-from brt.data.pairs.columns import BadRow
+from brt.data.rows.tally import BadRow
 from brt.data.sources import File
 from brt.errors import DataError
 

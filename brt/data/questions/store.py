@@ -1,15 +1,15 @@
-"""The questions of a split, cut into windows (see brt.data.texts.arrays)."""
+"""The questions of a split, cut into windows (see `brt.data.rows.store`)."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 
-from brt.data.pairs.ragged import Ragged
-from brt.data.texts import arrays
+from brt.data.rows import store
+from brt.data.rows.ragged import Ragged
+from brt.data.rows.store import RowStore
 from brt.data.texts.tokenization import TextTokenizer
 
 
@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class QuestionStore:
+class QuestionStore(RowStore):
     """Contexts and questions as ids, and windows of them.
 
     Attributes:
@@ -42,14 +42,12 @@ class QuestionStore:
       texts: of the contexts.
     """
 
-    manifest: Mapping[str, Any]
     tokenizer: TextTokenizer
     contexts: Ragged
     spans: Ragged
     questions: Ragged
     context_of: Int[np.ndarray, " questions"]
     rows: Int[np.ndarray, "rows 5"]
-    ids: tuple[str, ...]
     asked: tuple[str, ...]
     answers: tuple[tuple[str, ...], ...]
     texts: tuple[str, ...]
@@ -57,23 +55,19 @@ class QuestionStore:
     @classmethod
     def open(cls, directory: Path, tokenizer: TextTokenizer) -> "QuestionStore":
         """Raises DataError where it is missing, unfinished or damaged."""
-        found = arrays.read(directory)
+        names = ("context_of", "rows", "ids", "asked", "texts")
+        with store.opened(directory) as found:
+            parts = {name: found.ragged(name) for name in ("contexts", "spans", "questions")}
+            columns = {name: found.columns[name] for name in names}
+            answers = tuple(map(tuple, found.columns["answers"]))
         return cls(
-            manifest=found.manifest, tokenizer=tokenizer, contexts=found.ragged("contexts"),
-            spans=found.ragged("spans"), questions=found.ragged("questions"),
-            context_of=found.arrays["context_of"], rows=found.arrays["rows"],
-            ids=tuple(found.texts["ids"]), asked=tuple(found.texts["asked"]),
-            answers=tuple(map(tuple, found.texts["answers"])), texts=tuple(found.texts["texts"]),
+            directory=directory, manifest=found.manifest, tokenizer=tokenizer, answers=answers,
+            **parts, **columns,
         )  # fmt: skip
 
     def __len__(self) -> int:
         """How many windows."""
         return len(self.rows)
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 of ids, windows and texts."""
-        return self.manifest["fingerprint"]
 
     @property
     def lengths(self) -> Int[np.ndarray, " rows"]:
@@ -90,6 +84,13 @@ class QuestionStore:
         question, start, stop = self.rows[row, :3]
         context = self.contexts[self.context_of[question]][start:stop]
         return self.tokenizer.wrap(self.questions[question], context)
+
+    read = tokens
+
+    @property
+    def learnt(self) -> Int[np.ndarray, "rows 2"]:
+        """What a model says of each window: the first and last token of the answer."""
+        return self.rows[:, 3:]
 
     def first(self, row: int | np.integer) -> int:
         """Where the context begins in a window."""

@@ -1,18 +1,16 @@
 """Rows of tables as sentences with their labels."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from brt import config
-from brt.data import documents, records, sources
-from brt.data.pairs import rows
-from brt.data.pairs.columns import BadRow
-from brt.data.pairs.rows import Row, Table
-from brt.data.sources import File
+from brt.data.rows import tables
+from brt.data.rows.tables import Row
+from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
-ENDINGS = (*rows.FORMATS, ".tsv")
+ENDINGS = (*tables.FORMATS, ".tsv")
 SENTENCES = (  # GLUE's columns, in its files and elsewhere
     ("sentence1", "sentence2"),  # RTE, WNLI, STS-B
     ("premise", "hypothesis"),  # MNLI
@@ -57,18 +55,13 @@ def read(
     Raises:
       DataError: a source cannot be read, has no row, or not the columns.
     """
+    found = (table for name in names for table in tables.tables(name, ENDINGS, section.header))
     label = _number if numbers else _class
-    count = 0
-    for table in (table for name in names for table in _tables(name, section)):
-        chosen = row = None
-        for row in table.rows:
-            if chosen is None and not row.problem:
-                chosen = choose(table.name, row.values, section)
-            bad = row.problem
-            yield BadRow(row.name, bad) if bad else _example(row, chosen, count, label)
-            count += 1
-        if row is None:
-            raise DataError(f"{table.name} has no row")
+    return tables.read(
+        found,
+        lambda table, there: choose(table, there, section),
+        lambda row, columns, count: _example(row, columns, count, label),
+    )
 
 
 def choose(table: str, there: Collection[str], section: config.Sentences) -> Columns:
@@ -142,44 +135,3 @@ def _text(value: Any) -> str | None:
         return text if isinstance(text, str) and text.encode() is not None else None
     except UnicodeError:
         return None
-
-
-def _tables(source: str, section: config.Sentences) -> Iterator[Table]:
-    if source.startswith("tfds:"):
-        yield from rows.tables(source)
-        return
-    for file in sources.files(source, ENDINGS):
-        name = file.path.name
-        for packed in sources.COMPRESSED:
-            name = name.removesuffix(packed)
-        if not name.endswith(ENDINGS):
-            raise DataError(f"{file.name} ends in none of {', '.join(ENDINGS)}")
-        if name.endswith(".tsv"):
-            yield Table(file.name, _tsv(file, section.header))
-        else:
-            yield from rows.tables(str(file.path))
-
-
-def _tsv(file: File, header: tuple[str, ...]) -> Iterator[Row]:
-    """Lines of tab-separated values without quotes; a column without a name is left out."""
-    found = enumerate(records.lines(documents.content(file)), 1)
-    names: Sequence[str] = header
-    for number, line in found:
-        name = f"{file.name}:{number}"
-        if not line.strip(b"\r"):
-            continue
-        try:
-            fields = line.decode("utf-8").removesuffix("\r").split("\t")
-        except UnicodeDecodeError as error:
-            yield Row(name, {}, rows.not_utf8(error))
-            continue
-        if not names:
-            names = [field.removeprefix("\ufeff") for field in fields]
-        elif len(fields) == len(names):
-            yield Row(name, _named(names, fields))
-        else:
-            yield Row(name, {}, f"has {len(fields)} fields where the header has {len(names)}")
-
-
-def _named(names: Sequence[str], fields: Sequence[str]) -> Mapping[str, str]:
-    return {name: field for name, field in zip(names, fields, strict=True) if name}

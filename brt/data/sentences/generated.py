@@ -7,8 +7,8 @@ token, so attention has to find the word wherever it is.
 
 from collections.abc import Iterator
 
+from brt.data import generated
 from brt.data.sentences.examples import Example
-from brt.data.texts import generated
 
 VERSION = 1  # other texts are another version
 FILLERS, LABELS, WORDS = 60, ("animal", "plant", "stone"), 6

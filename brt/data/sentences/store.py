@@ -1,56 +1,53 @@
-"""The sentences of a split: ids, special ones included, and labels or numbers.
-
-They lie on disk as brt.data.texts.arrays says.
-"""
+"""The sentences of a split: ids, special ones included, and labels or numbers."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from brt.data.pairs.ragged import Ragged
-from brt.data.texts import arrays
+from brt.data.rows import store
+from brt.data.rows.ragged import Ragged
+from brt.data.rows.store import RowStore
 from brt.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class SentenceStore:
+class SentenceStore(RowStore):
     """Rows of ids with a label each, or a number.
 
     Attributes:
       tokens: int32 ids of each row.
       targets: int32 [rows], places of the labels in `labels`; or float32 [rows].
-      ids: what predictions call the rows.
       labels: all of them; none of numbers.
     """
 
-    manifest: Mapping[str, Any]
     tokens: Ragged
     targets: Int[np.ndarray, " rows"] | Float[np.ndarray, " rows"]
-    ids: tuple[str, ...]
     labels: tuple[str, ...]
 
     @classmethod
     def open(cls, directory: Path) -> "SentenceStore":
         """Raises DataError where it is missing, unfinished or damaged."""
-        found = arrays.read(directory)
-        return cls(
-            manifest=found.manifest, tokens=found.ragged("tokens"),
-            targets=found.arrays["targets"], ids=tuple(found.texts["ids"]),
-            labels=tuple(found.texts["labels"]),
-        )  # fmt: skip
-
-    def __len__(self) -> int:
-        """How many rows."""
-        return len(self.ids)
+        with store.opened(directory) as found:
+            columns = {name: found.columns[name] for name in ("targets", "ids", "labels")}
+            tokens = found.ragged("tokens")
+        return cls(directory=directory, manifest=found.manifest, tokens=tokens, **columns)
 
     @property
-    def fingerprint(self) -> str:
-        """sha256 of all rows and labels."""
-        return self.manifest["fingerprint"]
+    def lengths(self) -> Int[np.ndarray, " rows"]:
+        """Tokens of each row."""
+        return self.tokens.lengths
+
+    def read(self, row: int | np.integer) -> Int[np.ndarray, " T"]:
+        """The ids of a row."""
+        return self.tokens[row]
+
+    @property
+    def learnt(self) -> Int[np.ndarray, "rows 1"] | Float[np.ndarray, "rows 1"]:
+        """What a model says of each row."""
+        return self.targets[:, None]
 
     def ordered(self, labels: Sequence[str]) -> "SentenceStore":
         """The same with other places for the labels.

@@ -11,15 +11,13 @@ utterance sounds does. Each has a loudness, too, and noise comes on top.
 import hashlib
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
+from brt.data import generated
 from brt.data.speech.utterances import Recording
-from brt.errors import DataError
 
-PREFIX = "generated:"
 VERSION = 1  # other sounds are another version
 BANDS = 20
 LETTERS = "abcdefghiklm"
@@ -28,29 +26,16 @@ SPEAKERS = 20  # of a name
 NOISE = 0.3
 
 
-class Name(NamedTuple):
-    """`generated:NAME/COUNT`."""
-
-    name: str
-    count: int
-
-
-def parse(source: str) -> Name:
-    """Raises DataError where a source is not generated:NAME/COUNT."""
-    name, _, count = source.removeprefix(PREFIX).rpartition("/")
-    if not name or not count.isdecimal() or not int(count):
-        raise DataError(f"{source} must be generated:NAME/COUNT, as generated:train/1000")
-    return Name(name, int(count))
-
-
 def digest(source: str) -> str:
     """Tells speech of one name from that of another; more of the same name is the same speech."""
-    return hashlib.sha256(f"{PREFIX}{VERSION}:{parse(source).name}".encode()).hexdigest()
+    return hashlib.sha256(
+        f"{generated.PREFIX}{VERSION}:{generated.parse(source).name}".encode()
+    ).hexdigest()
 
 
 def recordings(source: str) -> Iterator[Recording]:
     """The utterances; a name always gives the same, and another name others."""
-    name, count = parse(source)
+    name, count = generated.parse(source)
     words = lexicon()
     for number in range(count):
         draw = _random(f"{name}/{number}")
@@ -95,6 +80,4 @@ def _spectrum(letter: str, shift: float) -> np.ndarray:
 
 
 def _random(purpose: str) -> np.random.RandomState:
-    """NumPy promises that this stream never changes; that of its newer generators may."""
-    seed = hashlib.sha256(f"{VERSION}:{purpose}".encode()).digest()[:4]
-    return np.random.RandomState(int.from_bytes(seed, "little"))
+    return generated.draw(f"{VERSION}:{purpose}")

@@ -1,46 +1,30 @@
 """From `config.Speech` to stores of utterances: once per content, in the cache.
 
-A prepared corpus is a directory:
-
-    train/ validation/ test/   stores (a split without sources is absent)
-    vocabulary.json            tokens of the training transcripts
-    corpus.json                what it was made of; written last
+What encodes them is vocabulary.json, the tokens of the training transcripts.
 """
 
 import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from brt import config
-from brt.config.fields import cached_settings
-from brt.data import manifests, preparation
-from brt.data.pairs import ragged
-from brt.data.pairs.columns import BadRow
-from brt.data.pairs.sources import Tally
+from brt.data import cache
+from brt.data.rows import ragged
+from brt.data.rows.preparation import Preparation, RowCorpus
+from brt.data.rows.tally import BadRow, Tally
 from brt.data.sources import FileHash
 from brt.data.speech import frames, joining, sources, store
 from brt.data.speech.frames import Moments
 from brt.data.speech.store import SpeechStore
 from brt.data.speech.utterances import Features, Utterance
 from brt.data.speech.vocabulary import Vocabulary, units
-from brt.data.splits import SPLITS, split_named
 from brt.errors import DataError
 
-SKIP = "Speech.errors = 'skip'"
 
-
-class SpeechCorpus(NamedTuple):
+class SpeechCorpus(RowCorpus[Vocabulary, SpeechStore]):
     """Prepared utterances, opened."""
 
-    directory: Path
-    tokenizer: Vocabulary
-    splits: dict[str, SpeechStore]
-
-    def split(self, name: str) -> SpeechStore:
-        """The store of a split; raises DataError where there is none."""
-        return split_named(self.splits, name, "utterances", "Speech")
+    section, rows = "Speech", "utterances"
 
     @property
     def width(self) -> int:
@@ -56,117 +40,67 @@ class SpeechCorpus(NamedTuple):
 def prepare(speech: config.Speech, progress: bool = True) -> SpeechCorpus:
     """Opens the utterances that `speech` describes; prepares them first where that was not done.
 
-    The content of every file is hashed, so a changed file never meets a stale store.
-
     Args:
       progress: say on stderr what is done, and what was left out.
 
     Raises:
       DataError: a source cannot be read as asked, or an utterance is in two splits.
     """
-    hashes = {split: sources.hashes(getattr(speech, split)) for split in SPLITS}
-    key = _key(speech, hashes)
-    directory = preparation.cache_directory(speech) / key[:32]
-    preparation.make(directory, key, lambda place: _build(speech, place, key, hashes, progress))
-    return open_corpus(directory)
+    return _Preparation(speech, progress).open()
 
 
-def open_corpus(directory: Path) -> SpeechCorpus:
-    """Opens a directory that `prepare` wrote.
+class _Preparation(Preparation):
+    """Train comes first, whose vocabulary, width and rate the others share."""
 
-    Raises:
-      DataError: it is missing, unfinished or damaged.
-    """
-    manifest = preparation.read_manifest(directory)
-    vocabulary = Vocabulary.load(directory / "vocabulary.json")
-    splits = {split: SpeechStore.open(directory / split) for split in manifest["splits"]}
-    for split, opened in splits.items():
-        if opened.manifest["vocabulary"] != vocabulary.fingerprint:
-            raise DataError(
-                f"{directory / split} was written with another vocabulary than vocabulary.json; "
-                f"delete {directory} and prepare it again"
-            )
-    return SpeechCorpus(directory, vocabulary, splits)
+    corpus, kind, encoding = SpeechCorpus, "speech", "vocabulary"
 
-
-def _key(speech: config.Speech, hashes: Mapping[str, Sequence[FileHash]]) -> str:
-    """sha256 of all that decides the content of the stores."""
-    content = {
-        "format": manifests.FORMAT,
-        "kind": "speech",
-        "files": hashes,
-        "sources": {split: getattr(speech, split) for split in SPLITS},
-        "settings": cached_settings(speech),
-    }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _build(
-    speech: config.Speech,
-    directory: Path,
-    key: str,
-    hashes: Mapping[str, Sequence[FileHash]],
-    progress: bool,
-) -> None:
-    builder = _Builder(speech, directory)
-    splits = [split for split in SPLITS if getattr(speech, split)]
-    for split in splits:
-        opened, tally = builder.write(split)
-        if tally.bad:
-            preparation.say(tally.described(), progress)
-        preparation.say(f"prepared {split}: {described(opened)}", progress)
-    manifest = {
-        "key": key,
-        "splits": splits,
-        "settings": cached_settings(speech),
-        "sources": {split: [file._asdict() for file in files] for split, files in hashes.items()},
-    }
-    manifests.write(directory / preparation.MANIFEST, manifest)
-
-
-class _Builder:
-    """Writes one split after another, train first, whose vocabulary the others share."""
-
-    def __init__(self, speech: config.Speech, directory: Path):
-        self._speech, self._directory = speech, directory
+    def __init__(self, section: config.Speech, progress: bool):
+        super().__init__(section, progress)
         self._vocabulary: Vocabulary | None = None
         self._first: Utterance | None = None  # decides width and rate
         self._seen: dict[bytes, str] = {}  # the split of each utterance
 
-    def write(self, split: str) -> tuple[SpeechStore, Tally]:
-        """The store of a split, and what it left out."""
-        place, tally = self._directory / split, Tally(split, SKIP)
-        place.mkdir()
-        columns: dict[str, list[Any]] = {name: [] for name in (*store.TEXTS, "frames")}
-        moments = self._speaker_moments(split)
-        width = 0
-        with ragged.Writer(place / "features.bin", store.FLOAT) as writer:
-            for utterance in tally.usable(map(self._usable, self._read(split))):
+    def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
+        return sources.hashes(names)
+
+    def load(self, name: str) -> Vocabulary:
+        return Vocabulary.load(Path(name))
+
+    def open_store(self, directory: Path, encoder: Vocabulary) -> SpeechStore:
+        return SpeechStore.open(directory)
+
+    def refuse_shared(self, hashes: cache.Hashes) -> None:
+        """Utterances are compared instead: a table of files may name them for all splits."""
+
+    def write(self, split: str, directory: Path, tally: Tally) -> str:
+        moments, width, rows = self._speaker_moments(split), 0, []
+        found = tally.settled(map(self._usable, self._read(split)), self.section.errors)
+        with ragged.Writer(directory / "features.bin", store.FLOAT) as writer:
+            for utterance in found:
                 self._refuse_shared(utterance, split)
                 kept = self._kept(utterance, moments)
                 width = kept.shape[1]
                 writer.extend([kept.ravel()])
-                for name, value in (
-                    ("ids", utterance.id), ("speakers", utterance.speaker),
-                    ("transcripts", utterance.transcript), ("frames", len(utterance.features)),
-                ):  # fmt: skip
-                    columns[name].append(value)
-        self._refuse(tally, split)
+                _, id, speaker, transcript, features, _ = utterance
+                rows.append((id, speaker, transcript, len(features)))
+        columns = dict(zip((*store.TEXTS, "frames"), zip(*rows, strict=True), strict=True))
         if self._vocabulary is None:
-            self._vocabulary = Vocabulary.of(self._speech.unit, columns["transcripts"])
-            self._vocabulary.save(self._directory / "vocabulary.json")
-        facts = {"width": width, "shift_ms": self._speech.shift_ms, "rows": tally.report()}
-        return store.finish(place, writer.offsets, columns, self._vocabulary, facts), tally
+            self._vocabulary = Vocabulary.of(self.section.unit, columns["transcripts"])
+            self._vocabulary.save(directory.parent / "vocabulary.json")
+        facts = {"width": width, "shift_ms": self.section.shift_ms, "rows": tally.report()}
+        opened = store.finish(directory, writer.offsets, columns, self._vocabulary, facts)
+        return described(opened)
 
     def _read(self, split: str) -> Iterator[Utterance]:
         """Utterances whose frames are like those of the very first one."""
-        recordings = sources.recordings(getattr(self._speech, split), self._speech)
-        if self._speech.join > 1:
-            orders = self._speech.join_orders if split == "train" else 1
+        recordings = sources.recordings(getattr(self.section, split), self.section)
+        if self.section.join > 1:
+            orders = self.section.join_orders if split == "train" else 1
             recordings = joining.joined(
-                recordings, self._speech.join, orders=orders,
+                recordings, self.section.join, orders=orders,
                 check=lambda utterance: self._refuse_shared(utterance, split),
             )  # fmt: skip
+        recording = None
         for recording in recordings:
             utterance = recording.read()
             first = self._first = self._first or utterance
@@ -182,9 +116,11 @@ class _Builder:
                     f"has {first.rate}; convert one of them"
                 )
             yield utterance
+        if recording is None:
+            raise DataError(f"Speech.{split} = {getattr(self.section, split)} has no utterance")
 
     def _usable(self, utterance: Utterance) -> Utterance | BadRow:
-        speech = self._speech
+        speech = self.section
         frames_there = -(-len(utterance.features) // speech.stride)
         tokens = units(utterance.transcript, speech.unit)
         needed = max(frames.needed(tokens), 1)
@@ -198,7 +134,7 @@ class _Builder:
 
     def _speaker_moments(self, split: str) -> dict[str, Moments]:
         """Of the speakers of a split, where these are asked for."""
-        if self._speech.normalization != "speaker":
+        if self.section.normalization != "speaker":
             return {}
 
         def named(utterances: Iterator[Utterance]) -> Iterator[Utterance]:
@@ -214,11 +150,11 @@ class _Builder:
 
     def _kept(self, utterance: Utterance, moments: Mapping[str, Moments]) -> Features:
         """The frames that a model reads."""
-        features, how = utterance.features, self._speech.normalization
+        features, how = utterance.features, self.section.normalization
         if how != "none":
             own = moments[utterance.speaker] if moments else frames.moments(features)
             features = frames.normalized(features, own)
-        return frames.stacked(features, self._speech.stack, self._speech.stride)
+        return frames.stacked(features, self.section.stack, self.section.stride)
 
     def _refuse_shared(self, utterance: Utterance, split: str) -> None:
         """Raises DataError for speech in two splits, which makes held-out numbers wrong."""
@@ -231,14 +167,6 @@ class _Builder:
                 f"{utterance.id} of Speech.{split} ({utterance.file}) is in Speech.{other}, too; "
                 "take it out of one of them"
             )
-
-    def _refuse(self, tally: Tally, split: str) -> None:
-        if self._speech.errors == "refuse":
-            tally.refuse()
-        if tally.bad and tally.bad == tally.rows:
-            raise DataError(tally.described())
-        if not tally.rows:
-            raise DataError(f"Speech.{split} = {getattr(self._speech, split)} has no utterance")
 
 
 def described(opened: SpeechStore) -> str:

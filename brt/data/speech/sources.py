@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from brt import config
+from brt.data import generated as made_up
 from brt.data import sources
-from brt.data.sources import FileHash
+from brt.data.sources import File, FileHash
 from brt.data.speech import arrays, generated, kaldi, tables
 from brt.data.speech.utterances import Recording
 from brt.errors import DataError
@@ -21,7 +22,7 @@ def recordings(names: Sequence[str], speech: config.Speech) -> Iterator[Recordin
         should be.
     """
     for name in names:
-        if name.startswith(generated.PREFIX):
+        if name.startswith(made_up.PREFIX):
             yield from generated.recordings(name)
         elif _is_table(name):
             yield from tables.recordings(name, speech)
@@ -35,17 +36,13 @@ def hashes(names: Sequence[str]) -> list[FileHash]:
     """Reads every file behind some sources once; a changed file has another hash."""
     found = []
     for name in names:
-        if name.startswith(generated.PREFIX):
+        if name.startswith(made_up.PREFIX):
             found.append(FileHash(name, 0, generated.digest(name)))
             continue
         if _is_table(name):
             text = json.dumps(tables.rows(name))
             found.append(FileHash(name, len(text), hashlib.sha256(text.encode()).hexdigest()))
-        for path in _files(name):
-            try:
-                found.append(FileHash(str(path), path.stat().st_size, sources.sha256(path)))
-            except OSError as error:
-                raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        found += [sources.hashed(File(str(path), path)) for path in _files(name)]
     return found
 
 

@@ -9,27 +9,23 @@ A store is a directory:
 """
 
 import dataclasses
-import hashlib
-import json
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from brt.data import manifests, sources
-from brt.data.pairs import ragged
-from brt.data.pairs.ragged import Ragged
+from brt.data.rows import ragged, store
+from brt.data.rows.ragged import Ragged
+from brt.data.rows.store import RowStore
 from brt.data.speech.vocabulary import Vocabulary
-from brt.errors import DataError
 
 TEXTS = ("ids", "speakers", "transcripts")
 FLOAT = np.dtype("<f4")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class SpeechStore:
+class SpeechStore(RowStore):
     """Features and tokens.
 
     Attributes:
@@ -38,12 +34,9 @@ class SpeechStore:
       frames: int64 [rows], before any were joined or dropped.
     """
 
-    directory: Path
-    manifest: Mapping[str, Any]
     values: Ragged
     targets: Ragged
     frames: np.ndarray
-    ids: tuple[str, ...]
     speakers: tuple[str, ...]
     transcripts: tuple[str, ...]
 
@@ -54,37 +47,23 @@ class SpeechStore:
         Raises:
           DataError: it is missing, unfinished, of another format, or its sizes do not fit.
         """
-        directory = Path(directory)
-        manifest = manifests.read(directory / "manifest.json")
-        try:
-            with np.load(directory / "rows.npz", allow_pickle=False) as arrays:
-                values = ragged.read(directory / "features.bin", FLOAT, arrays["values"])
-                targets = Ragged(arrays["targets"], arrays["target_offsets"])
-                frames = arrays["frames"]
-                texts = {name: tuple(json.loads(arrays[name].tobytes())) for name in TEXTS}
-            if {manifest["utterances"]} != {len(values), len(targets), *map(len, texts.values())}:
-                raise ValueError("rows.npz has another length than its manifest says")
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise DataError(
-                f"the store {directory} is damaged ({error}); delete it and prepare it again"
-            ) from error
+        with store.opened(directory, TEXTS) as found:
+            values = found.mapped("features.bin", FLOAT, found.columns["values"], "utterances")
+            targets = found.ragged("targets", "target_offsets")
+            columns = {name: found.columns[name] for name in (*TEXTS, "frames")}
+            found.check("utterances", targets, *columns.values())
         return cls(
-            directory=directory, manifest=manifest, values=values, targets=targets, frames=frames,
-            **texts,
+            directory=found.directory, manifest=found.manifest, values=values, targets=targets,
+            **columns,
         )  # fmt: skip
 
-    def __len__(self) -> int:
-        """How many utterances."""
-        return len(self.ids)
+    @property
+    def written_with(self) -> str:
+        return self.manifest["vocabulary"]
 
     def features(self, row: int | np.integer) -> np.ndarray:
         """float32 [X, width], a view."""
         return self.values[row].reshape(-1, self.width)
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 of features, tokens and vocabulary."""
-        return self.manifest["fingerprint"]
 
     @property
     def width(self) -> int:
@@ -110,7 +89,7 @@ class SpeechStore:
 def finish(
     directory: Path,
     offsets: np.ndarray,
-    columns: Mapping[str, list[Any]],
+    columns: Mapping[str, Sequence[Any]],
     vocabulary: Vocabulary,
     facts: Mapping[str, Any],
 ) -> SpeechStore:
@@ -121,28 +100,21 @@ def finish(
       columns: `ids`, `speakers`, `transcripts`, `frames`.
       facts: for the manifest: `width`, `shift_ms` and what else is worth keeping.
     """
-    targets = [vocabulary.encode(text) for text in columns["transcripts"]]
-    texts = {name: np.frombuffer(json.dumps(columns[name]).encode(), np.uint8) for name in TEXTS}
-    arrays = {
-        "values": offsets,
-        "targets": np.concatenate(targets),
-        "target_offsets": np.r_[0, np.cumsum([len(ids) for ids in targets])].astype(np.int64),
-        "frames": np.array(columns["frames"], np.int64),
-    }
-    np.savez(directory / "rows.npz", **arrays, **texts)
-    hashes = {name: sources.sha256(directory / name) for name in ("features.bin", "rows.npz")}
-    identity = hashes["features.bin"].encode() + vocabulary.fingerprint.encode()
-    identity += b"".join(
-        arrays[name].astype("<i8").tobytes() for name in ("values", "targets", "target_offsets")
+    targets = ragged.joined(
+        [vocabulary.encode(text) for text in columns["transcripts"]], np.dtype(np.int32)
     )
-    manifest = {
-        "fingerprint": hashlib.sha256(identity).hexdigest(),
+    arrays = {"values": offsets, "targets": targets.values, "target_offsets": targets.offsets}
+    identity = b"".join(array.astype("<i8").tobytes() for array in arrays.values())
+    frames = np.array(columns["frames"], np.int64)
+    counts = {
         "vocabulary": vocabulary.fingerprint,
         "utterances": len(targets),
-        "tokens": len(arrays["targets"]),
-        "frames": int(arrays["frames"].sum()),
-        **facts,
-        "sha256": hashes,
+        "tokens": len(targets.values),
+        "frames": int(frames.sum()),
     }
-    manifests.write(directory / "manifest.json", manifest)
+    store.finish(
+        directory, {**arrays, "frames": frames, **{name: columns[name] for name in TEXTS}},
+        {**counts, **facts}, files=("features.bin",),
+        identity=vocabulary.fingerprint.encode() + identity,
+    )  # fmt: skip
     return SpeechStore.open(directory)

@@ -6,14 +6,14 @@ A text is read as `begin text end`, a pair as `begin text between text end`, as 
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from brt.data import tokenizer_files, tokenizer_training
+from brt.data import tokenizer_files
 from brt.data.tokenizer_training import Special
 from brt.errors import ConfigError
 
@@ -75,11 +75,6 @@ class TextTokenizer:
         """How many ids `wrap` adds to so many texts."""
         return len(self.begin) + (count - 1) * len(self.between) + len(self.end)
 
-    def save(self, directory: Path) -> None:
-        """Writes the copy that `load` opens."""
-        name, content = self.file
-        (directory / name).write_bytes(content)
-
 
 def load(name: str, setting: str) -> TextTokenizer:
     """Opens "bytes", a sentencepiece .model or a tokenizer.json of Hugging Face's tokenizers.
@@ -101,26 +96,6 @@ def load(name: str, setting: str) -> TextTokenizer:
         f"{setting} = '{name}' is none of 'bytes', 'path/to/file.model', 'path/to/tokenizer.json', "
         "'train:VOCAB_SIZE'"
     )
-
-
-def make(
-    name: str, setting: str, directory: Path, texts: Callable[[], Iterable[str]], seed: int
-) -> TextTokenizer:
-    """The tokenizer that a setting names, with a copy in a directory.
-
-    Args:
-      texts: to train on, where that is asked for.
-    """
-    size = tokenizer_training.vocabulary_size(name, setting)
-    if not size:
-        tokenizer = load(name, setting)
-        tokenizer.save(directory)
-        return tokenizer
-    path = directory / "tokenizer.model"
-    tokenizer_training.train_sentencepiece(
-        ([text] for text in texts()), size, path, seed=seed, special=ROBERTA, setting=setting
-    )
-    return load(str(path), setting)
 
 
 def _bytes() -> TextTokenizer:

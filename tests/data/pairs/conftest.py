@@ -5,8 +5,8 @@ import tokenizers
 
 from brt.data import sources, tokenizer_training
 from brt.data.pairs import tokenization
-from brt.data.pairs.ragged import Ragged
 from brt.data.pairs.store import PairStore
+from brt.data.rows.ragged import Ragged
 
 NOVEL = sources.CORPORA / "novels/train/robert-louis-stevenson-treasure-island.txt"
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]  # BART's first ids

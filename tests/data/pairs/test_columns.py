@@ -1,8 +1,9 @@
 import pytest
 
 from brt.data.pairs import columns
-from brt.data.pairs.columns import BadRow, Columns
-from brt.data.pairs.rows import Row
+from brt.data.pairs.columns import Columns
+from brt.data.rows.tables import Row
+from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from brt import config
 from brt.data.pairs import preparation
+from brt.data.rows.preparation import Preparation
 from brt.errors import ConfigError, DataError
 
 
@@ -60,7 +61,7 @@ def test_documents_and_summaries_come_back(make, files):
 
 def test_the_same_content_is_prepared_once(make, files, monkeypatch):
     first = make()
-    monkeypatch.setattr(preparation, "_build", None)
+    monkeypatch.setattr(Preparation, "_build", lambda *_: pytest.fail("made again"))
     assert make().directory == first.directory
     for free in ({"buckets": (512, 1024)}, {"shuffle": False}):
         assert make(**free).directory == first.directory

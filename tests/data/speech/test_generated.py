@@ -3,6 +3,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from brt.data.generated import parse
 from brt.data.speech import generated
 from brt.errors import DataError
 
@@ -52,4 +53,4 @@ def test_letters_of_a_speaker_differ_and_speakers_differ_by_more():
 @pytest.mark.parametrize("source", ["generated:", "generated:x", "generated:x/0", "generated:x/-1"])
 def test_other_names_are_refused(source):
     with pytest.raises(DataError, match="must be generated:NAME/COUNT"):
-        generated.parse(source)
+        parse(source)

@@ -8,9 +8,9 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from brt.data.pairs.columns import BadRow
 from brt.data.pairs.raw import examples
 from brt.data.pairs.raw.examples import Example
+from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
 LISTS = {"train": "all_train.txt", "validation": "all_val.txt", "test": "all_test.txt"}

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from brt.data.pairs import columns
-from brt.data.pairs.columns import BadRow, Columns
+from brt.data.pairs.columns import Columns
 from brt.data.pairs.raw import cnn_dailymail, media_sum, scientific_papers, xsum
 from brt.data.pairs.raw.examples import Example
-from brt.data.pairs.rows import Row
-from brt.data.pairs.sources import Tally
+from brt.data.rows.tables import Row
+from brt.data.rows.tally import BadRow, Tally
 from brt.errors import DataError
 
 Splits = Mapping[str, Iterator[Example | BadRow]]
@@ -118,12 +118,8 @@ def _usable(
     dataset: Dataset, found: Iterator[Example | BadRow], tally: Tally, errors: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """What TFDS writes: keys and features."""
-    for example in tally.usable(_checked(dataset, found)):
+    for example in tally.settled(_checked(dataset, found), errors):
         yield example.key, example.values
-    if errors == "refuse":
-        tally.refuse()
-    if tally.bad == tally.rows:
-        raise DataError(tally.described())
 
 
 def _checked(dataset: Dataset, found: Iterator[Example | BadRow]) -> Iterator[Example | BadRow]:

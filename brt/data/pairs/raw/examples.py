@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from brt.data.pairs import rows
-from brt.data.pairs.columns import BadRow
+from brt.data.rows import tables
+from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
 CHUNK = 1 << 24  # characters of a JSON array read at a time
@@ -31,7 +31,7 @@ def text(path: Path) -> str | BadRow:
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        return BadRow(str(path), rows.not_utf8(error))
+        return BadRow(str(path), tables.not_utf8(error))
     except OSError as error:
         return BadRow(str(path), f"cannot be read ({error.strerror})")
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from brt.data.pairs.columns import BadRow
 from brt.data.pairs.raw import examples
 from brt.data.pairs.raw.examples import Example
+from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
 SPLITS = ("train", "val", "test")  # so they are called in TFDS, too

@@ -6,10 +6,13 @@ train.txt  val.txt  test.txt    (in the directory, or in arxiv-dataset/, pubmed-
 from collections.abc import Iterator
 from pathlib import Path
 
-from brt.data.pairs import columns, rows
-from brt.data.pairs.columns import BadRow, Columns
+from brt.data.pairs import columns
+from brt.data.pairs.columns import Columns
 from brt.data.pairs.raw import examples
 from brt.data.pairs.raw.examples import Example
+from brt.data.rows import tables
+from brt.data.rows.tables import Row
+from brt.data.rows.tally import BadRow
 from brt.data.sources import File
 
 FILES = {"train": "train.txt", "validation": "val.txt", "test": "test.txt"}
@@ -23,10 +26,10 @@ def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
         split: examples.find(directory, *(f"{folder}{name}" for folder in folders))
         for split, name in FILES.items()
     }
-    return {split: map(_example, rows.jsonl(File(str(p), p))) for split, p in paths.items()}
+    return {split: map(_example, tables.jsonl(File(str(p), p))) for split, p in paths.items()}
 
 
-def _example(row: rows.Row) -> Example | BadRow:
+def _example(row: Row) -> Example | BadRow:
     """The features as TFDS 1.1.1 makes them."""
     pair = columns.pair(row, COLUMNS, 0)
     if isinstance(pair, BadRow):

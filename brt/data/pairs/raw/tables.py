@@ -1,7 +1,8 @@
 """One's own pairs, from any source that training reads."""
 
-from brt.data.pairs.columns import BadRow, Pair
+from brt.data.pairs.columns import Pair
 from brt.data.pairs.raw.examples import Example
+from brt.data.rows.tally import BadRow
 
 
 def example(pair: Pair | BadRow) -> Example | BadRow:

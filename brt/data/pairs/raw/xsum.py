@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from brt.data.pairs import sources
-from brt.data.pairs.columns import BadRow
+from brt.data.pairs import columns
 from brt.data.pairs.raw import examples, tables
 from brt.data.pairs.raw.examples import Example
+from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
 SPLIT_FILE = "XSum-TRAINING-DEV-TEST-SPLIT-90-5-5.json"
@@ -47,7 +47,7 @@ def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
 def _table(directory: Path, split: str) -> Iterator[Example | BadRow]:
     endings = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".csv", ".parquet")
     path = examples.find(directory, SPLIT_FILE, *(f"{split}{ending}" for ending in endings))
-    return map(tables.example, sources.read([str(path)]))
+    return map(tables.example, columns.read([str(path)]))
 
 
 def _extract(path: Path, member: str) -> Example | BadRow:

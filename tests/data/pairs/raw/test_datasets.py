@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from brt.data.pairs import sources
-from brt.data.pairs.columns import Pair
+from brt.data.pairs.columns import Pair, read
 from brt.data.pairs.raw import datasets, tables
 from brt.data.pairs.raw.datasets import RAW, Dataset
 from brt.data.pairs.raw.examples import Example
@@ -59,7 +58,7 @@ def test_a_dataset_is_found_by_its_usual_name(tfds, directory, kind):
         ]  # fmt: skip
         for example in decoded:
             assert example in examples.values()
-        pairs = [*sources.read([f"tfds:{dataset.tfds_name}/{split}"])]
+        pairs = [*read([f"tfds:{dataset.tfds_name}/{split}"])]
         assert all(isinstance(pair, Pair) for pair in pairs)
         assert sorted(pair.target for pair in pairs) == sorted(
             values[dataset.target] for values in examples.values()
@@ -70,16 +69,16 @@ def test_a_dataset_is_found_by_its_usual_name(tfds, directory, kind):
 
 def test_media_sum_becomes_speech(tfds, directory):
     write("media_sum", RAW["media_sum"].read(directory("media_sum")))
-    found = {pair.id: pair for pair in sources.read(["tfds:media_sum/val"])}
+    found = {pair.id: pair for pair in read(["tfds:media_sum/val"])}
     assert found["NPR-val1"].source == "ANNA, HOST: Hello. BOB: It is NPR-val1 [é]."
     with pytest.raises(DataError, match="Unknown split 'validation'"):
-        [*sources.read(["tfds:media_sum/validation"])]
+        [*read(["tfds:media_sum/validation"])]
 
 
 def own(tmp_path, rows):
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    return {"train": map(tables.example, sources.read([str(path)]))}
+    return {"train": map(tables.example, read([str(path)]))}
 
 
 MINE = Dataset("my_pairs", "1.0.0")
@@ -88,10 +87,10 @@ ROWS = [{"id": "same", "article": f"document {i}", "highlights": f"summary {i}"}
 
 def test_ones_own_pairs_come_back(tfds, tmp_path):
     write(MINE, own(tmp_path, ROWS))
-    found = [*sources.read(["tfds:my_pairs/train"])]
+    found = [*read(["tfds:my_pairs/train"])]
     assert sorted(pair.source for pair in found) == [row["article"] for row in ROWS]
     assert {pair.id for pair in found} == {"same"}
-    assert len([*sources.read(["tfds:my_pairs/train[:3]"])]) == 3
+    assert len([*read(["tfds:my_pairs/train[:3]"])]) == 3
     with pytest.raises(DataError, match=r"my_pairs/1\.0\.0 exists; delete it, or name another"):
         write(MINE, own(tmp_path, ROWS))
 
@@ -107,7 +106,7 @@ def test_bad_rows_are_refused_or_skipped(tfds, tmp_path):
         write(MINE, own(tmp_path, rows))
     assert not [*datasets.default_directory().iterdir()]
     assert write(MINE, own(tmp_path, rows), "skip")["train"].bad == 2
-    assert len([*sources.read(["tfds:my_pairs/train"])]) == 9
+    assert len([*read(["tfds:my_pairs/train"])]) == 9
 
 
 def test_examples_that_tfds_would_refuse_are_bad_rows(tfds):

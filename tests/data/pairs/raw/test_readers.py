@@ -3,9 +3,9 @@ import json
 
 import pytest
 
-from brt.data.pairs.columns import BadRow
 from brt.data.pairs.raw import cnn_dailymail, examples, xsum
 from brt.data.pairs.raw.datasets import RAW
+from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
 

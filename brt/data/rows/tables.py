@@ -1,4 +1,4 @@
-"""Rows of JSONL, CSV, Parquet and TensorFlow datasets, each with a name to report it by.
+"""Rows of JSONL, CSV, TSV, Parquet and TensorFlow datasets, each with a name to report it by.
 
 A row that cannot be read is still a row: its `problem` says why, and reading goes on.
 """
@@ -6,10 +6,11 @@ A row that cannot be read is still a row: its `problem` says why, and reading go
 import csv
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from brt.data import documents, records, sources
+from brt.data.rows.tally import BadRow
 from brt.data.sources import File
 from brt.errors import DataError
 
@@ -38,8 +39,14 @@ class Table(NamedTuple):
     rows: Iterator[Row]
 
 
-def tables(source: str) -> Iterator[Table]:
-    """The tables behind `source` (see `brt.data.sources`; files as in `FORMATS`).
+def tables(
+    source: str, formats: tuple[str, ...] = FORMATS, header: tuple[str, ...] = ()
+) -> Iterator[Table]:
+    """The tables behind `source` (see `brt.data.sources`).
+
+    Args:
+      formats: endings of files; ".tsv" beside `FORMATS`.
+      header: names for the columns of .tsv files, "" for one to leave out; (): the first line's.
 
     Raises:
       DataError: there is none, or a file is damaged or of another format.
@@ -47,22 +54,53 @@ def tables(source: str) -> Iterator[Table]:
     if source.startswith("tfds:"):
         yield Table(source, _tfds(source))
         return
-    for file in sources.files(source, FORMATS):
-        yield Table(file.name, _reader(file)(file))
+    for file in sources.files(source, formats):
+        yield Table(file.name, _rows(file, formats, header))
 
 
-def _reader(file: File) -> Any:
+def read(
+    found: Iterable[Table],
+    choose: Callable[[str, Mapping[str, Any]], Any],
+    item: Callable[[Row, Any, int], Any],
+) -> Iterator[Any]:
+    """What the rows of tables hold, in order, and a BadRow for each without values.
+
+    Args:
+      choose: the columns to read, of a table and its first row.
+      item: what a row holds in these columns; rows are numbered through all tables, so that ids
+        differ.
+
+    Raises:
+      DataError: a table has no row, or not the columns.
+    """
+    number = 0
+    for table in found:
+        columns = row = None
+        for row in table.rows:
+            if row.problem:
+                yield BadRow(row.name, row.problem)
+            else:
+                columns = columns or choose(table.name, row.values)
+                yield item(row, columns, number)
+            number += 1
+        if row is None:
+            raise DataError(f"{table.name} has no row")
+
+
+def _rows(file: File, formats: tuple[str, ...], header: tuple[str, ...]) -> Iterator[Row]:
     name = file.path.name
-    readers = {".jsonl": jsonl, ".csv": _csv}
-    for compressed in ("", *sources.COMPRESSED):
-        for ending, reader in readers.items():
-            if name.endswith(ending + compressed):
-                return reader
     if name.endswith(".parquet"):
-        return _parquet
+        return _parquet(file)
+    for packed in sources.COMPRESSED:
+        name = name.removesuffix(packed)
+    readers = {".jsonl": jsonl, ".csv": _csv, ".tsv": lambda file: _tsv(file, header)}
+    for ending in (ending for ending in readers if ending in formats):
+        if name.endswith(ending):
+            return readers[ending](file)
     raise DataError(
-        f"{file.name} ends in none of {', '.join(FORMATS)}; the first two may be compressed "
-        f"({', '.join(sources.COMPRESSED)})"
+        f"{file.name} ends in none of {', '.join(formats)}"
+        + f"; the first two may be compressed ({', '.join(sources.COMPRESSED)})"
+        * (formats == FORMATS)
     )
 
 
@@ -109,6 +147,27 @@ def _csv(file: File) -> Iterator[Row]:
                 yield Row(name, {}, sizes)
     except csv.Error as error:
         raise DataError(f"{file.name} is no CSV behind its record {number} ({error})") from error
+
+
+def _tsv(file: File, header: tuple[str, ...]) -> Iterator[Row]:
+    """Lines of tab-separated values without quotes; a column without a name is left out."""
+    names: Sequence[str] = header
+    for number, line in enumerate(records.lines(documents.content(file)), 1):
+        name = f"{file.name}:{number}"
+        if not line.strip(b"\r"):
+            continue
+        try:
+            fields = line.decode("utf-8").removesuffix("\r").split("\t")
+        except UnicodeDecodeError as error:
+            yield Row(name, {}, not_utf8(error))
+            continue
+        if not names:
+            names = [field.removeprefix("\ufeff") for field in fields]
+        elif len(fields) == len(names):
+            named = zip(names, fields, strict=True)
+            yield Row(name, {column: field for column, field in named if column})
+        else:
+            yield Row(name, {}, f"has {len(fields)} fields where the header has {len(names)}")
 
 
 def _unescaped(text: str) -> str | bytes:

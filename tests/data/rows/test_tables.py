@@ -12,8 +12,9 @@ import pytest
 import zstandard
 
 from brt.data import documents
-from brt.data.pairs import rows, sources
-from brt.data.pairs.columns import BadRow, Pair
+from brt.data.pairs.columns import Pair, read
+from brt.data.rows import tables
+from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
 PAIRS = [
@@ -52,7 +53,7 @@ def write(path, content):
 
 
 def texts(*names):
-    return [(pair.id, pair.source, pair.target) for pair in sources.read(names)]
+    return [(pair.id, pair.source, pair.target) for pair in read(names)]
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
@@ -73,7 +74,7 @@ def test_text_formats_give_the_pairs_that_were_written(tmp_path, kind, ending):
     ids=str,
 )
 def test_parquet_gives_the_pairs_that_were_written(tmp_path, kind):
-    many = [(f"{i}", f"document {i}", f"summary {i}") for i in range(3 * rows.READ_ROWS + 1)]
+    many = [(f"{i}", f"document {i}", f"summary {i}") for i in range(3 * tables.READ_ROWS + 1)]
     for pairs in (PAIRS, many):
         if kind == pyarrow.binary():
             pairs = [(i, d.encode(), s.encode()) for i, d, s in pairs]
@@ -109,7 +110,7 @@ def test_directories_globs_and_the_embedded_corpus(tmp_path):
 
 
 def bad(*names):
-    return [item for item in sources.read(names) if isinstance(item, BadRow)]
+    return [item for item in read(names) if isinstance(item, BadRow)]
 
 
 GOOD = '{"document": "d", "summary": "s"}'
@@ -135,7 +136,7 @@ def test_a_bad_json_line_is_named_and_the_rest_is_read(tmp_path, line, problem):
         if number == 1 and line.startswith(b'{"document": "d"}'):
             continue  # the first row that is an object says which columns there are
         path = write(tmp_path / "a.jsonl", b"\n".join(lines))
-        found = [*sources.read([path])]
+        found = [*read([path])]
         assert sorted(type(item).__name__ for item in found) == ["BadRow", "Pair"]
         item = found[number - 1]
         assert item.name == f"{path}:{number}"
@@ -145,7 +146,7 @@ def test_a_bad_json_line_is_named_and_the_rest_is_read(tmp_path, line, problem):
 def test_bad_records_of_csv_are_named_and_the_rest_is_read(tmp_path):
     content = b'document,summary\nd,s\n"d\nd",\n\nd,\xff\nd\nd,s,t\n\xc3\xa9,s\n'
     path = write(tmp_path / "a.csv", content)
-    found = [*sources.read([path])]
+    found = [*read([path])]
     assert found == [
         Pair(f"{path}:2", "0", "d", "s"),
         BadRow(f"{path}:3", "has an empty summary"),
@@ -161,7 +162,7 @@ def test_bad_rows_of_parquet_are_named_and_the_rest_is_read(tmp_path):
     table = pyarrow.table({"text": text, "summary": ["s", "s", " ", "s"], "size": [0.5] * 4})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     path = str(tmp_path / "a.parquet")
-    assert [*sources.read([path])] == [
+    assert [*read([path])] == [
         Pair(f"{path}:0", "0", "d", "s"),
         BadRow(f"{path}:1", "is not UTF-8 at byte 0 (0xff) of 'text'"),
         BadRow(f"{path}:2", "has an empty summary"),
@@ -199,6 +200,6 @@ def test_parquet_without_its_library_says_what_to_install(tmp_path, monkeypatch)
 
 def test_rows_without_ids_are_numbered_through_all_files(tmp_path):
     paths = [write(tmp_path / f"{i}.jsonl", f"{GOOD}\n[]\n{GOOD}") for i in range(2)]
-    pairs = [item.id for item in sources.read(paths) if isinstance(item, Pair)]
+    pairs = [item.id for item in read(paths) if isinstance(item, Pair)]
     assert pairs == ["0", "2", "3", "5"]
     assert [row.name for row in bad(*paths)] == [f"{path}:2" for path in paths]

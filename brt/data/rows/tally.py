@@ -1,35 +1,19 @@
-"""From the names of sources to pairs, and what becomes of rows that hold none."""
+"""What becomes of rows that cannot be used."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
-from brt.data.pairs import columns, rows
-from brt.data.pairs.columns import BadRow, Columns, Pair
 from brt.errors import DataError
 
 SHOWN = 3  # bad rows that a sentence names
 KEPT = 20  # bad rows that a manifest names
 
 
-def read(names: Sequence[str], asked: Columns = columns.ANY) -> Iterator[Pair | BadRow]:
-    """The rows of the sources (see `brt.data.pairs.rows`) in order.
+class BadRow(NamedTuple):
+    """A row that holds nothing usable, and why, as "has an empty summary"."""
 
-    Rows are numbered through all sources, so that ids differ.
-
-    Raises:
-      DataError: a source cannot be read, has no row, or not the columns.
-    """
-    number = 0
-    for table in (table for name in names for table in rows.tables(name)):
-        chosen = None
-        row = None
-        for row in table.rows:
-            if chosen is None and not row.problem:
-                chosen = columns.choose(table.name, row.values, asked)
-            yield columns.pair(row, chosen or asked, number)
-            number += 1
-        if row is None:
-            raise DataError(f"{table.name} has no row")
+    name: str
+    problem: str
 
 
 class Tally:
@@ -41,17 +25,19 @@ class Tally:
 
     Args:
       skip: what the user sets to go on without bad rows, as "Pairs.errors = 'skip'".
+      progress: called for each row.
     """
 
-    def __init__(self, split: str, skip: str):
+    def __init__(self, split: str, skip: str, progress: Callable[[], Any] = lambda: None):
         self.rows = self.bad = 0
-        self._split, self._skip = split, skip
+        self._split, self._skip, self._progress = split, skip, progress
         self._bad: list[str] = []  # the first ones
 
     def usable(self, found: Iterable[Any]) -> Iterator[Any]:
         """What is no BadRow."""
         for item in found:
             self.rows += 1
+            self._progress()
             if not isinstance(item, BadRow):
                 yield item
                 continue
@@ -59,12 +45,17 @@ class Tally:
             if len(self._bad) < KEPT:
                 self._bad.append(f"{item.name} {item.problem}")
 
-    def refuse(self) -> None:
-        """Raises DataError if a row was bad."""
-        if self.bad:
+    def settled(self, found: Iterable[Any], errors: str) -> Iterator[Any]:
+        """The same; raises DataError behind the last row if all were bad, or, where `errors` is
+        "refuse", any.
+        """
+        yield from self.usable(found)
+        if self.bad and errors == "refuse":
             raise DataError(
                 f"{self.described()}; mend them, or go on without them with {self._skip}"
             )
+        if self.bad == self.rows:
+            raise DataError(self.described())
 
     def described(self) -> str:
         """How many rows were bad, and the first of them."""

@@ -1,7 +1,7 @@
-"""Rows of different lengths in one memory-mapped file; any row is found at once."""
+"""Rows of different lengths in one array, memory-mapped where it is large; any is found at once."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,6 @@ class Ragged:
     """Row i is values[offsets[i]:offsets[i + 1]].
 
     Attributes:
-      values: memory-mapped.
       offsets: int64 [rows + 1].
     """
 
@@ -30,6 +29,21 @@ class Ragged:
     def lengths(self) -> np.ndarray:
         """int64 [rows]."""
         return np.diff(self.offsets)
+
+    def columns(self, name: str) -> dict[str, np.ndarray]:
+        """The two arrays under the names that `store.Files.ragged` knows."""
+        return {name: self.values, f"{name}_offsets": self.offsets}
+
+
+def joined(rows: Sequence[np.ndarray], dtype: np.dtype) -> Ragged:
+    """Rows that are in memory."""
+    empty = np.zeros((0, *rows[0].shape[1:]) if rows else 0, dtype)
+    return Ragged(np.concatenate([empty, *rows]).astype(dtype), offsets([len(row) for row in rows]))
+
+
+def offsets(lengths: Sequence[int]) -> np.ndarray:
+    """int64 [rows + 1], where each row begins and the last one ends."""
+    return np.r_[0, np.cumsum(np.array(lengths, np.int64))].astype(np.int64)
 
 
 class Writer:
@@ -52,12 +66,11 @@ class Writer:
 
     @property
     def offsets(self) -> np.ndarray:
-        """int64 [rows + 1], where each row begins and the last one ends."""
-        return np.concatenate([[0], np.cumsum(np.array(self._lengths, np.int64))])
+        return offsets(self._lengths)
 
 
 def read(path: Path, dtype: np.dtype, offsets: np.ndarray) -> Ragged:
-    """Opens a file that `Writer` wrote.
+    """Maps a file that `Writer` wrote.
 
     Raises:
       ValueError: it has another size than `offsets` says.

@@ -1,7 +1,9 @@
-"""What made-up texts of both kinds share: their names, and randomness that never changes."""
+"""What made-up data of all kinds share: their names, and randomness that never changes."""
 
 import hashlib
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +25,19 @@ def parse(source: str) -> Name:
     if not name or not count.isdecimal() or not int(count):
         raise DataError(f"{source} must be generated:NAME/COUNT, as generated:train/1000")
     return Name(name, int(count))
+
+
+def read(
+    sources: Iterable[str],
+    made: Callable[[str], Iterable[Any]],
+    files: Callable[[list[str]], Iterable[Any]],
+) -> Iterator[Any]:
+    """What sources hold, in order: those that are made up, and files."""
+    for own, names in itertools.groupby(sources, lambda name: name.startswith(PREFIX)):
+        if own:
+            yield from itertools.chain.from_iterable(map(made, names))
+        else:
+            yield from files(list(names))
 
 
 def draw(purpose: str) -> np.random.RandomState:

@@ -1,0 +1,118 @@
+"""Prepared data: once per content, in a cache or where the user says.
+
+What is prepared is a directory with a part for each split, what encodes it (a tokenizer), and
+corpus.json, which says what it was made of and is written last.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from brt import config
+from brt.config.fields import cached_settings
+from brt.data import manifests
+from brt.data.sources import FileHash
+from brt.data.splits import SPLITS
+from brt.errors import DataError
+
+MANIFEST = "corpus.json"
+SEED = 0  # of a tokenizer's sample
+
+Section = config.Data | config.Pairs | config.Speech | config.Sentences | config.Questions
+Hashes = Mapping[str, Sequence[FileHash]]
+
+
+def prepared(
+    section: Section,
+    hashes: Hashes,
+    build: Callable[[Path, Mapping[str, Any]], Mapping[str, Any]],
+    output: Path | str | None = None,
+    **more: Any,
+) -> Path:
+    """The directory of what a section describes; it is made first where that was not done yet.
+
+    Args:
+      hashes: of the files of each split, so that a changed file never meets a stale store.
+      build: fills the directory that it is given; told settings and sources, it returns what the
+        manifest says beside these.
+      output: where to write; None: in the cache, under a name made of all that decides the
+        content.
+      more: decides the content, too.
+
+    Raises:
+      DataError: a source cannot be read as asked, or `output` holds something else.
+    """
+    facts = {
+        "settings": cached_settings(section),
+        "sources": {split: [file._asdict() for file in files] for split, files in hashes.items()},
+    }
+    content = {
+        "format": manifests.FORMAT,
+        "sources": {split: getattr(section, split) for split in SPLITS},
+        "files": hashes,
+        "settings": facts["settings"],
+        **more,
+    }
+    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    directory = cache_directory(section) / key[:32] if output is None else Path(output)
+    if not _occupied(directory):
+        with manifests.atomic_directory(directory) as temporary:
+            described = build(temporary, facts)
+            manifests.write(temporary / MANIFEST, {"key": key, **facts, **described})
+    if _existing_key(directory) != key:
+        raise DataError(f"{directory} holds something else; delete it or name another directory")
+    return directory
+
+
+def cache_directory(section: Section) -> Path:
+    """Where corpora are kept that nobody gave a place."""
+    if section.cache_dir:
+        return Path(section.cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "brt"
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """What a prepared corpus was made of: sources, settings, tokenizer and its coverage."""
+    return manifests.read(directory / MANIFEST)
+
+
+def _occupied(directory: Path) -> bool:
+    return directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+
+
+def _existing_key(directory: Path) -> str | None:
+    try:
+        return read_manifest(directory)["key"]
+    except DataError:
+        return None
+
+
+def refuse_shared(hashes: Hashes, section: str) -> None:
+    """Raises DataError for a file in two splits, which makes every held-out number wrong."""
+    seen: dict[str, tuple[str, str]] = {}
+    for split, files in hashes.items():
+        for file in files:
+            other, name = seen.setdefault(file.sha256, (split, file.name))
+            if other != split and not file.name.startswith("tfds:"):
+                raise DataError(
+                    f"{file.name} of {section}.{split} has the same content as {name} of "
+                    f"{section}.{other}; take it out of one of them"
+                )
+
+
+def bar(split: str, progress: bool, **unit: Any) -> tqdm:
+    """A bar on a terminal."""
+    hidden = not (progress and sys.stderr.isatty())
+    return tqdm(desc=f"preparing {split}", disable=hidden, **unit)
+
+
+def say(text: str, progress: bool) -> None:
+    """A line on stderr."""
+    if progress:
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,78 @@
+"""Batches by step: a pass over all data is an epoch, and each has an order of its own.
+
+Where a step lies is computed from seed and epoch, never searched by reading: any step costs the
+same.
+"""
+
+import abc
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from brt.types import AnyBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Reader(abc.ABC):
+    """`reader[step]` is the batch of that step, a pure function of the step and `identity`.
+
+    Attributes:
+      store: has a length, and a `fingerprint` that tells it from others.
+      batch_size: rows in all, also where a host builds only some of them.
+    """
+
+    store: Any
+    batch_size: int
+    seed: int = 0
+    shuffle: bool = True
+
+    def __len__(self) -> int:
+        """As good as endless."""
+        return 1 << 62
+
+    @abc.abstractmethod
+    def __getitem__(self, step: int) -> AnyBatch: ...
+
+    @property
+    @abc.abstractmethod
+    def steps_per_epoch(self) -> int:
+        """Steps that read all data once."""
+
+    @abc.abstractmethod
+    def largest(self) -> AnyBatch:
+        """A batch of the largest shape."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def positions(batch: AnyBatch) -> int:
+        """Tokens or frames that a step reads, padding included."""
+
+    @abc.abstractmethod
+    def _laid_out(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What an epoch reads in an order of the store's rows."""
+
+    def epoch(self, step: int) -> float:
+        """How often all data have been read before `step`."""
+        return step / self.steps_per_epoch
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that decides what a step reads, JSON; which rows a host builds does not."""
+        names = ("batch_size", "seed", "shuffle")
+        return {
+            "store": self.store.fingerprint, **{name: getattr(self, name) for name in names}
+        }  # fmt: skip
+
+    def _layout(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        cached = self.__dict__.get("_last_layout")
+        if cached and cached[0] == epoch:
+            return cached[1]
+        order = np.arange(len(self.store))
+        if self.shuffle:
+            # Sorting raw bits: NumPy promises their stream, not that of its permutations.
+            bits = np.random.PCG64(np.random.SeedSequence([self.seed % 2**64, epoch]))
+            order = np.argsort(bits.random_raw(len(order)), kind="stable")
+        layout = self._laid_out(order)
+        self.__dict__["_last_layout"] = epoch, layout  # one assignment: safe between threads
+        return layout

@@ -1,0 +1,145 @@
+"""The rows of a split on disk.
+
+A store is a directory:
+
+    *.bin           rows of different lengths, one after another, where memory would not hold them
+    rows.npz        all else: arrays, where the rows of those files begin, lists as JSON in UTF-8
+    manifest.json   written last: what the store was made of, what was left out, counts, hashes
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from brt.data import manifests, sources
+from brt.data.rows import ragged
+from brt.data.rows.ragged import Ragged
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RowStore:
+    """What stores of all kinds have.
+
+    Attributes:
+      ids: what predictions call the rows.
+    """
+
+    directory: Path
+    manifest: Mapping[str, Any]
+    ids: tuple[str, ...]
+
+    def __len__(self) -> int:
+        """How many rows."""
+        return len(self.ids)
+
+    @property
+    def written_with(self) -> str:
+        """The fingerprint of what encoded the rows; "" where the manifest does not say."""
+        return ""
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of what a model reads and learns of the rows."""
+        return self.manifest["fingerprint"]
+
+
+class Files(NamedTuple):
+    """What a directory holds.
+
+    Attributes:
+      npz: the name of the file of columns.
+      columns: arrays; tuples for lists.
+    """
+
+    directory: Path
+    manifest: Mapping[str, Any]
+    npz: str
+    columns: Mapping[str, Any]
+
+    def ragged(self, name: str, offsets: str = "") -> Ragged:
+        """Rows whose values and offsets are two arrays."""
+        return Ragged(self.columns[name], self.columns[offsets or f"{name}_offsets"])
+
+    def mapped(self, file: str, dtype: np.dtype, offsets: np.ndarray, count: str) -> Ragged:
+        """The rows of a file; raises ValueError for more or fewer than the manifest counts."""
+        rows = ragged.read(self.directory / file, dtype, offsets)
+        self.check(count, rows)
+        return rows
+
+    def check(self, count: str, *columns: Any) -> None:
+        """Raises ValueError for columns with more or fewer rows than the manifest counts."""
+        if {self.manifest[count]} != {*map(len, columns)}:
+            raise ValueError(f"{self.npz} has another length than its manifest says")
+
+
+@contextlib.contextmanager
+def opened(
+    directory: Path | str,
+    lists: Sequence[str] | None = None,
+    *,
+    npz: str = "rows.npz",
+    what: str = "store",
+) -> Iterator[Files]:
+    """Opens what `finish` completed.
+
+    Args:
+      lists: columns that are no arrays; None: those that the manifest says.
+      npz: the name of the file of columns.
+      what: the directory is, as messages call it.
+
+    Raises:
+      DataError: it is missing, unfinished, of another format, or what is read of it in this
+        context shows that it is damaged.
+    """
+    directory = Path(directory)
+    manifest = manifests.read(directory / "manifest.json")
+    with manifests.undamaged(directory, what):
+        lists = manifest["texts"] if lists is None else lists
+        with np.load(directory / npz, allow_pickle=False) as file:
+            columns: dict[str, Any] = {name: file[name] for name in file.files}
+        columns |= {name: tuple(json.loads(columns[name].tobytes())) for name in lists}
+        yield Files(directory, manifest, npz, columns)
+
+
+def finish(
+    directory: Path,
+    columns: Mapping[str, np.ndarray | Sequence[Any]],
+    facts: Mapping[str, Any],
+    *,
+    files: Sequence[str] = (),
+    identity: bytes = b"",
+    npz: str = "rows.npz",
+) -> None:
+    """Completes a directory with what memory holds.
+
+    Args:
+      columns: arrays, and lists that JSON has.
+      facts: for the manifest.
+      files, identity: what the fingerprint is made of, where that is not all columns: the content
+        of some files that are there, and bytes.
+    """
+    arrays = {
+        name: column if isinstance(column, np.ndarray)
+        else np.frombuffer(json.dumps(list(column)).encode(), np.uint8)
+        for name, column in columns.items()
+    }  # fmt: skip
+    np.savez(directory / npz, **arrays)
+    hashes = {path.name: sources.sha256(path) for path in sorted(directory.iterdir())}
+    named = "".join(hashes[name] for name in files).encode()
+    fingerprint = hashlib.sha256(named + (identity or _content(arrays))).hexdigest()
+    manifest = {"fingerprint": fingerprint, **facts, "sha256": hashes}
+    manifests.write(directory / "manifest.json", manifest)
+
+
+def _content(arrays: Mapping[str, np.ndarray]) -> bytes:
+    return b"".join(
+        json.dumps([name, array.dtype.str, array.shape]).encode()
+        + np.ascontiguousarray(array).tobytes()
+        for name, array in sorted(arrays.items())
+    )

@@ -1,0 +1,31 @@
+"""Batches of rows of tokens, one text or two, of similar length."""
+
+import dataclasses
+
+import numpy as np
+
+from brt.data.rows.batches import RowReader, padded
+from brt.types import TextBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TextReader(RowReader):
+    """Rows by their tokens.
+
+    Attributes:
+      store: has `read` for the ids of a row, and `learnt`: [rows, targets] of all.
+      max_length: that no row exceeds.
+    """
+
+    max_length: int
+
+    @property
+    def longest(self) -> int:
+        return self.max_length
+
+    def gather(self, rows: np.ndarray, length: int) -> TextBatch:
+        rows = np.asarray(rows, np.int32)
+        targets = self.store.learnt
+        scored = np.repeat(rows[:, None] >= 0, targets.shape[1], axis=1)
+        tokens = padded(rows, self.store.read, length, np.int32)
+        return TextBatch(*tokens, np.where(scored, targets[rows], 0), scored, rows)
