@@ -1,6 +1,7 @@
 """Sums of an interval's metrics, fetched one step late so that the device never waits."""
 
 import math
+from collections import Counter
 from typing import Any
 
 import jax
@@ -17,13 +18,13 @@ class Meter:
 
     def __init__(self, saved: dict[str, Any] | None = None) -> None:
         self.tokens_seen = 0
-        self._nats = self._tokens = self._norms = 0.0
-        self._steps = 0
+        self._restart()
         if saved:
             self.tokens_seen, self._nats, self._tokens = (
                 saved["tokens_seen"], saved["nats"], saved["tokens"],
             )  # fmt: skip
             self._norms, self._steps = saved["norms"], saved["steps"]
+            self._others = Counter(saved["others"])
         self._pending: tuple[int, StepMetrics] | None = None
 
     def add(self, step: int, metrics: StepMetrics) -> None:
@@ -40,7 +41,8 @@ class Meter:
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
-        nats, tokens, norm = (float(x) for x in jax.device_get(metrics))
+        *sums, others = jax.device_get(metrics)
+        nats, tokens, norm = map(float, sums)
         if not (math.isfinite(nats) and math.isfinite(norm)):
             raise NonFiniteError(
                 f"step {step}: the loss ({nats} nats) or the gradient norm ({norm}) is not finite; "
@@ -50,6 +52,7 @@ class Meter:
         self._nats += nats
         self._tokens += tokens
         self._norms += norm
+        self._others.update({name: float(value) for name, value in others.items()})
         self._steps += 1
         self.tokens_seen += int(tokens)
 
@@ -61,10 +64,15 @@ class Meter:
             "train/bits_per_token": self._nats / tokens / math.log(2),
             "train/gradient_norm": self._norms / max(self._steps, 1),
             "data/tokens": self.tokens_seen,
+            **{f"train/{name}": x / max(self._steps, 1) for name, x in self._others.items()},
         }
+        self._restart()
+        return values
+
+    def _restart(self) -> None:
         self._nats = self._tokens = self._norms = 0.0
         self._steps = 0
-        return values
+        self._others: Counter[str] = Counter()
 
     def state(self) -> dict[str, Any]:
         """JSON that `__init__` takes up again; nothing may be in flight."""
@@ -74,4 +82,5 @@ class Meter:
             "tokens": self._tokens,
             "norms": self._norms,
             "steps": self._steps,
+            "others": dict(self._others),
         }

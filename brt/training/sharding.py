@@ -53,5 +53,6 @@ def state_shardings(mesh: jax.sharding.Mesh, state: TrainState) -> TrainState:
         step=replicated(mesh),
         params=everywhere(state.params),
         optimizer=everywhere(state.optimizer),
-        carried=jax.tree.map(lambda _: by_lane(mesh), state.carried),
+        carry=jax.tree.map(lambda _: by_lane(mesh), state.carry),
+        model_state=everywhere(state.model_state),
     )
