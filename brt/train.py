@@ -26,8 +26,9 @@ def _train(args: argparse.Namespace) -> None:
     if not args.workdir and not args.dry_run:
         raise ConfigError("--workdir says where the run lives; name a directory")
     if args.dry_run:
-        figures = run_summary.dry_run(run.build(config), args.workdir)
-        command_line.print_figures(figures, args.json)
+        built = run.build(config)
+        print(f"{run_summary.parameters(built)}\n")
+        command_line.print_figures(run_summary.dry_run(built, args.workdir), args.json)
         return
     trained, place = loop.train(config, Path(args.workdir))
     print(run_summary.finish(trained, place, begin))

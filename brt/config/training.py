@@ -29,6 +29,8 @@ class Training:
     # steps; figures of the recurrent states, at next to no cost; 0: never
     probe_every: int = free(1000)
     plots: bool = free(True)  # draw plots/ at the end
+    # the first and the last step of a trace that TensorBoard's profiler opens; (): none
+    profile_at: tuple[int, ...] = free(())
 
     def __post_init__(self) -> None:
         check_positive(
@@ -36,6 +38,12 @@ class Training:
             "log_every",
         )  # fmt: skip
         check_not_negative(self, "epochs", "evaluate_every", "sample_every", "probe_every")
+        check(
+            not self.profile_at
+            or (len(self.profile_at) == 2 and 0 < self.profile_at[0] <= self.profile_at[1]),
+            f"Training.profile_at = {self.profile_at} must be two steps, the first and the last: "
+            "(20, 25)",
+        )
         check(
             0 <= self.label_smoothing < 1,
             f"Training.label_smoothing = {self.label_smoothing} must be in [0, 1)",

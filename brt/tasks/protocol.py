@@ -194,6 +194,10 @@ class Task(abc.ABC):
         Without the keys of a step nothing is dropped out, and what is random is always the same.
         """
 
+    def flops_per_position(self, config: Config) -> int | None:
+        """Of training, for each token or frame that a step reads; None: nobody counted them."""
+        return None
+
     # What is looked at.
 
     @abc.abstractmethod

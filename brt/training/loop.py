@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+from clu import parameter_overview
 from jaxtyping import Array, PyTree
 
 from brt import tree_utils
@@ -20,8 +21,9 @@ from brt.training import evaluations, optimizer
 from brt.training import run as runs
 from brt.training import workdir as workdirs
 from brt.training.meter import Meter
-from brt.training.metrics import MetricsWriter, Throughput
+from brt.training.metrics import MetricsWriter, Rate, Throughput
 from brt.training.preemption import StopSignal
+from brt.training.profiling import Profile, peak_flops
 from brt.training.progress import Progress
 from brt.training.resuming import check_resumable
 from brt.training.run import Run
@@ -41,6 +43,7 @@ class Tools(NamedTuple):
     progress: Progress
     throughput: Throughput
     stop: StopSignal
+    profile: Profile
     batches: BatchIterator
     meter: Meter
     evaluator: Evaluator
@@ -60,7 +63,7 @@ def train(config: Config, path: Path) -> tuple[Run, Workdir]:
     with StopSignal() as stop, contextlib.ExitStack() as stack:
         workdir = workdirs.create(path)
         stack.enter_context(workdirs.lock(workdir, reader.warn_on_stderr))
-        state, tools = _set_up(run, workdir, stop, stack)
+        state, tools = _set_up(run, workdir, found, stop, stack)
         _loop(state, tools)
     return run, workdir
 
@@ -72,7 +75,11 @@ def newest(path: Path) -> reader.Found | None:
 
 
 def _set_up(
-    run: Run, workdir: Workdir, stop: StopSignal, stack: contextlib.ExitStack
+    run: Run,
+    workdir: Workdir,
+    found: reader.Found | None,
+    stop: StopSignal,
+    stack: contextlib.ExitStack,
 ) -> tuple[TrainState, Tools]:
     """Restores or starts the run, and opens everything that has to be closed."""
     c = run.config
@@ -81,7 +88,7 @@ def _set_up(
             workdir.checkpoints, keep=c.checkpoint.keep, keep_every=c.checkpoint.keep_every
         )
     )
-    saved = _saved(run, workdir)
+    saved = _saved(run, workdir, found)
     needed = tree_utils.required_bytes(run.abstract) * min(c.checkpoint.keep, 2)
     check_disk(workdir.checkpoints, needed)
     start = saved.step if saved else 0
@@ -96,19 +103,25 @@ def _set_up(
     provenance = workdirs.provenance()
     workdirs.write_json(workdir.provenance, provenance)
     _warn_of_idle_devices(run, progress)
+    overview = parameter_overview.get_parameter_overview(run.abstract.params, include_stats=False)
+    progress.note(overview)
+    profile = Profile(c.training.profile_at, workdir.tensorboard)
+    stack.callback(profile.close)
     metrics = MetricsWriter(workdir, start, progress.message)
     stack.callback(metrics.close)
     tools = Tools(
-        run, workdir, writer, metrics, progress, Throughput(), stop, batches,
+        run, workdir, writer, metrics, progress, Throughput(), stop, profile, batches,
         Meter(saved.meta["meter"] if saved else None), _evaluator(run), run.task.probe(c),
         provenance,
     )  # fmt: skip
     return saved.state if saved else runs.new_state(run, progress.message), tools
 
 
-def _saved(run: Run, workdir: Workdir) -> reader.Restored | None:
+def _saved(run: Run, workdir: Workdir, found: reader.Found | None) -> reader.Restored | None:
     """The newest whole checkpoint, if it is one of this run."""
-    found = newest(workdir.path)
+    steps = reader.steps(workdir.checkpoints)
+    if steps and (found is None or steps[-1] > found.step):
+        found = newest(workdir.path)  # another trainer went on before we had the lock
     if found is None:
         return None
     for line in check_resumable(config_from_json(found.meta["config"]), run.config):
@@ -162,8 +175,11 @@ def _steps(first: int, state: TrainState, tools: Tools) -> bool:
         if not step_function.prepared(batch):
             with tools.progress.phase("compiling for another length"), tools.throughput.pause():
                 step_function.prepare(batch)
-        state, metrics = step_function(state, runs.put(run, batch))
         done = step + 1
+        tools.profile.before(done)
+        state, metrics = step_function(state, runs.put(run, batch))
+        if tools.profile.after(done, metrics):
+            tools.progress.message(f"profile of steps {t.profile_at[0]} to {done} is written")
         tools.meter.add(done, metrics)
         tools.throughput.step(tools.run.reader.positions(batch))
         tools.writer.check()
@@ -190,6 +206,7 @@ def _report(step: int, rate: float, tools: Tools) -> None:
             "train/learning_rate": rate,
             "perf/tokens_per_second": speed.tokens_per_second,
             "perf/step_seconds": speed.step_seconds,
+            **_utilization(speed, tools.run),
             "data/epoch": tools.run.reader.epoch(step),
         },
     )
@@ -199,6 +216,14 @@ def _report(step: int, rate: float, tools: Tools) -> None:
         tokens_per_second=speed.tokens_per_second,
         seconds_left=tools.throughput.seconds_left(tools.run.config.training.steps - step),
     )
+
+
+def _utilization(speed: Rate, run: Run) -> dict[str, float]:
+    """Model FLOPs over what the devices could do at most; nothing where that is not known."""
+    flops, peak = run.task.flops_per_position(run.config), peak_flops(run.mesh.devices.flat[0])
+    if not (flops and peak):
+        return {}
+    return {"perf/mfu": speed.tokens_per_second * flops / (peak * run.mesh.size)}
 
 
 def _probe(step: int, state: TrainState, tools: Tools) -> None:

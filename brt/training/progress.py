@@ -97,6 +97,10 @@ class Progress:
         self._show(text)
         self._write_log(text)
 
+    def note(self, text: str) -> None:
+        """Lines for log.txt alone."""
+        self._write_log(text)
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Says what is going on ("compiling") before it starts, and what it took."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from clu import parameter_overview
 
 from brt import tree_utils
 from brt.checkpointing.reader import steps
@@ -16,6 +17,11 @@ from brt.training.metrics import read_metrics
 from brt.training.run import Run
 from brt.training.state import parameter_counts
 from brt.training.workdir import Workdir
+
+
+def parameters(run: Run) -> str:
+    """Every parameter with its shape, as a table."""
+    return parameter_overview.get_parameter_overview(run.abstract.params, include_stats=False)
 
 
 def dry_run(run: Run, directory: str | None) -> dict[str, Any]:

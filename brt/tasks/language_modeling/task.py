@@ -14,6 +14,7 @@ from brt.data.tokenizers import Tokenizer
 from brt.errors import ConfigError
 from brt.layers.stack import StackState
 from brt.models.decoder import Decoder, new_state
+from brt.models.flops import forward_flops_per_token
 from brt.tasks import resolving
 from brt.tasks.language_modeling import warm_start, writing
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, xz_bits_per_byte
@@ -103,6 +104,10 @@ class LanguageModeling(Task):
     ) -> tuple[Float[Array, ""], Aux]:
         """See `loss.loss`."""
         return loss(config, params, carry, model_state, batch, key)
+
+    def flops_per_position(self, config: Config) -> int:
+        """The backward pass takes twice the forward's."""
+        return 3 * forward_flops_per_token(config.model)
 
     def evaluator(
         self,
