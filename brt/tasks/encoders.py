@@ -18,10 +18,12 @@ from brt.interop.exporting import Exported
 from brt.interop.huggingface.roberta.config import Described
 from brt.interop.pretrained_encoder import PretrainedEncoder
 from brt.models import encoder
+from brt.models.transformer_flops import encoder_flops
 from brt.ops.attention import KEYS_ARE_QUERIES
 from brt.tasks import resolving
 from brt.tasks.protocol import Corpus, Task
 from brt.tasks.weights import Started, Tokenizer, Weights, check_tokenizer, matched
+from brt.types import Batch
 
 _EMBEDDING = "encoder/inputs/token_embed/embedding"
 _EXACT = {"reformer": "shared_full"}  # what a kind approximates, where that is not "full"
@@ -80,6 +82,13 @@ class EncoderTask(Task):
             {"params": params}, batch.tokens if inputs is None else inputs, batch.valid, attention,
             rngs=None if dropout is None else {"dropout": dropout}, **given,
         )  # fmt: skip
+
+    def flops(self, config: Config, batch: Any) -> int | None:
+        """Where attention is exact."""
+        if exact(config) is not None:
+            return None
+        rows, length = (batch.scored if isinstance(batch, Batch) else batch.valid).shape
+        return 3 * rows * encoder_flops(config.encoder, length)
 
     def check_encoder(self, config: Config, *lengths: tuple[str, int]) -> None:
         """Of one that reads tokens, in sequences that are so long at most."""

@@ -194,8 +194,8 @@ class Task(abc.ABC):
         Without the keys of a step nothing is dropped out, and what is random is always the same.
         """
 
-    def flops_per_position(self, config: Config) -> int | None:
-        """Of training, for each token or frame that a step reads; None: nobody counted them."""
+    def flops(self, config: Config, batch: Any) -> int | None:
+        """Of a training step: three times the forward pass's; None: nobody counted them."""
         return None
 
     # What is looked at.

@@ -181,7 +181,7 @@ def _steps(first: int, state: TrainState, tools: Tools) -> bool:
         if tools.profile.after(done, metrics):
             tools.progress.message(f"profile of steps {t.profile_at[0]} to {done} is written")
         tools.meter.add(done, metrics)
-        tools.throughput.step(tools.run.reader.positions(batch))
+        tools.throughput.step(run.reader.positions(batch), run.task.flops(run.config, batch))
         tools.writer.check()
         tools.progress.step(done)
         last = done == t.steps
@@ -220,10 +220,10 @@ def _report(step: int, rate: float, tools: Tools) -> None:
 
 def _utilization(speed: Rate, run: Run) -> dict[str, float]:
     """Model FLOPs over what the devices could do at most; nothing where that is not known."""
-    flops, peak = run.task.flops_per_position(run.config), peak_flops(run.mesh.devices.flat[0])
-    if not (flops and peak):
+    peak = peak_flops(run.mesh.devices.flat[0])
+    if not (speed.flops_per_second and peak):
         return {}
-    return {"perf/mfu": speed.tokens_per_second * flops / (peak * run.mesh.size)}
+    return {"perf/mfu": speed.flops_per_second / (peak * run.mesh.size)}
 
 
 def _probe(step: int, state: TrainState, tools: Tools) -> None:

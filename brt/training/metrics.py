@@ -103,6 +103,7 @@ class Rate(NamedTuple):
 
     tokens_per_second: float
     step_seconds: float
+    flops_per_second: float | None
 
 
 class Throughput:
@@ -116,10 +117,12 @@ class Throughput:
         self._created = self._started = clock()
         self._paused = 0.0
         self._tokens = self._steps = self._all_steps = 0
+        self._flops: int | None = 0
 
-    def step(self, tokens: int) -> None:
-        """Counts a step."""
+    def step(self, tokens: int, flops: int | None = None) -> None:
+        """Counts a step; one whose FLOPs nobody counted spoils the interval's."""
         self._tokens += tokens
+        self._flops = None if flops is None or self._flops is None else self._flops + flops
         self._steps += 1
         self._all_steps += 1
 
@@ -139,9 +142,10 @@ class Throughput:
         """The rate since the last call; starts the next interval. Needs a step in between."""
         now = self._clock()
         seconds = now - self._started - self._paused
-        rate = Rate(self._tokens / seconds, seconds / self._steps)
+        flops = None if self._flops is None else self._flops / seconds
+        rate = Rate(self._tokens / seconds, seconds / self._steps, flops)
         self._started, self._paused = now, 0.0
-        self._tokens = self._steps = 0
+        self._tokens = self._steps = self._flops = 0
         return rate
 
     def seconds_left(self, steps: int) -> float:

@@ -105,9 +105,9 @@ class LanguageModeling(Task):
         """See `loss.loss`."""
         return loss(config, params, carry, model_state, batch, key)
 
-    def flops_per_position(self, config: Config) -> int:
-        """The backward pass takes twice the forward's."""
-        return 3 * forward_flops_per_token(config.model)
+    def flops(self, config: Config, batch: Batch) -> int:
+        """Of every token alike."""
+        return 3 * batch.inputs.size * forward_flops_per_token(config.model)
 
     def evaluator(
         self,

@@ -23,6 +23,7 @@ from brt.interop.huggingface.config import Described
 from brt.interop.pretrained import Pretrained
 from brt.models import seq2seq
 from brt.models.seq2seq import without_bias
+from brt.models.transformer_flops import seq2seq_flops
 from brt.ops.cross_entropy import smoothed_cross_entropy
 from brt.tasks import resolving
 from brt.tasks.protocol import Aux, Corpus, Task, WriteOptions, count_of
@@ -107,6 +108,13 @@ class Summarization(Task):
             config.training.loss_chunk, config.training.label_smoothing,
         )  # fmt: skip
         return total, Aux(nats, count_of(batch.scored), carry, model_state, {})
+
+    def flops(self, config: Config, batch: PairBatch) -> int | None:
+        """Where cross-attention is full."""
+        if config.cross_attention.kind != "full":
+            return None
+        (rows, source), target = batch.source.shape, batch.target_in.shape[1]
+        return 3 * rows * seq2seq_flops(config.seq2seq, source, target)
 
     def evaluator(
         self,

@@ -1,0 +1,27 @@
+"""Arithmetic of a forward pass of encoders and encoder-decoders: products only, each as 2 m n k."""
+
+from brt.config import Encoder, Seq2Seq
+
+
+def encoder_flops(model: Encoder, length: int) -> int:
+    """Of one sequence with exact attention; the head's are not counted."""
+    width = model.model_dim
+    projections = (3 if model.shared_queries_keys else 4) * 2 * width * width
+    attention, mlp = 4 * length * width, 4 * width * model.mlp_dim
+    features = 2 * model.features * width
+    return length * (model.layers * (projections + attention + mlp) + features)
+
+
+def seq2seq_flops(model: Seq2Seq, source: int, target: int) -> int:
+    """Of one pair with full self- and cross-attention, logits included."""
+    d, width = model.model_dim, model.heads * model.head_dim
+    projections = 4 * 2 * d * width
+    mlp = (6 if model.activation == "gated_gelu" else 4) * d * model.mlp_dim
+    seen = source
+    if model.encoder_attention != "full":
+        seen = min(source, 2 * model.encoder_radius + 1)
+    encoder = source * model.encoder_layers * (projections + 4 * seen * width + mlp)
+    of_source = source * projections // 2  # keys and values
+    of_target = target * (projections + projections // 2 + 4 * (target + source) * width + mlp)
+    logits = 2 * target * d * model.vocab_size
+    return encoder + model.decoder_layers * (of_source + of_target) + logits
