@@ -138,7 +138,20 @@ class Config:
         self._check_encoder(("Questions.max_length", self.questions.max_length))
 
     def _check_pairs(self) -> None:
-        pairs, model = self.pairs, self.seq2seq
+        pairs, model, kind = self.pairs, self.seq2seq, self.attention.kind
+        check(
+            kind == "full" or model.encoder_attention == "full",
+            f"Attention.kind = {kind!r} says how every source token sees all others, but "
+            f"Seq2Seq.encoder_attention = {model.encoder_attention!r}; leave one of them out",
+        )
+        check(
+            kind in ("full", "clustered", "improved_clustered")
+            or (model.family == "bart" and kind == "oracle_top_k"),
+            f"Attention.kind = {kind!r} is not for Seq2Seq.family = {model.family!r}; 'full', "
+            "'clustered' and 'improved_clustered' are",
+        )
+        longest = f"Pairs.max_source_length = {pairs.max_source_length}"
+        self.attention.check_length(pairs.max_source_length, longest)
         self.cross_attention.check_lengths(pairs.max_source_length, pairs.max_target_length)
         for name, length in (
             ("Pairs.max_source_length", pairs.max_source_length),
@@ -166,7 +179,7 @@ SECTIONS = {
 
 _READ = {
     "language_modeling": ("Model", "Data", "Sampling"),
-    "seq2seq": ("Seq2Seq", "CrossAttention", "Pairs", "Decoding"),
+    "seq2seq": ("Seq2Seq", "Attention", "CrossAttention", "Pairs", "Decoding"),
     "masked_language_modeling": ("Encoder", "Attention", "Data"),
     "ctc": ("Encoder", "Attention", "Speech"),
     "classification": ("Encoder", "Attention", "Sentences"),

@@ -24,7 +24,7 @@ class Seq2Seq:
     activation: Literal["relu", "gated_gelu", "gelu"] = "relu"  # gated: tanh's gelu; gelu: exact
     tied_logits: bool = True  # logits from the embedding; False: a matrix of their own
     scale_logits: bool = True  # T5 v1.0 with tied logits: hidden times model_dim ** -0.5
-    # sliding and local are the same window; local is LongT5's name for it
+    # full: as Attention.kind says; sliding and local are the same window, local LongT5's name
     encoder_attention: Literal["full", "sliding", "local", "transient_global"] = "full"
     encoder_radius: int = 127  # positions to each side that attention reaches where it is not full
     global_block: int = 16  # tokens that one transient global token sums

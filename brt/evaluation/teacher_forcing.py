@@ -64,7 +64,7 @@ def nats(params: PyTree[Array], batch: PairBatch, *, config: Config) -> Float[Ar
     """-log p of every token of the summaries, 0 on padding; to be compiled."""
     model = network(config)
     encoded = seq2seq.encode(model, params, batch.source, batch.source_mask)
-    hidden = seq2seq.decode(model, params, encoded, batch.source_mask, batch.target_in)
+    hidden, _ = seq2seq.decode(model, params, encoded, batch.source_mask, batch.target_in)
     out = seq2seq.readout(config.seq2seq, params)
     hidden, embedding = seq2seq.without_bias(out, hidden)
     found = token_nats(

@@ -70,5 +70,7 @@ class Looks:
         for path, leaf in jax.tree_util.tree_leaves_with_path(params["decoder"]):
             *where, name = (str(part.key) for part in path)
             if name in _LEARNED:
-                found[f"probe/{where[0]}/{name}"] = float(np.mean(jax.device_get(leaf)))
+                rows = np.reshape(jax.device_get(leaf), (len(leaf), -1))
+                for i, row in enumerate(rows):
+                    found[f"probe/{where[0]}_{i}/{name}"] = float(np.mean(row))
         return found

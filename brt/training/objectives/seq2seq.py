@@ -1,11 +1,14 @@
 """Documents with their summaries: each token of a summary from the document and those before."""
 
+import jax
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
 from brt.models import seq2seq
 from brt.ops.cross_entropy import smoothed_cross_entropy
 from brt.types import PairBatch
+
+_DROPOUT, _ATTENTION = 0, 1  # what the key of a step is folded with
 
 
 def initial_params(config: Config, key: Array) -> PyTree[Array]:
@@ -20,16 +23,18 @@ def initial_carried(config: Config, lanes: int) -> tuple[()]:
 
 def network(config: Config, *, training: bool = False) -> seq2seq.Seq2Seq:
     """The model that a config describes."""
-    return seq2seq.Seq2Seq(config.seq2seq, config.cross_attention, training)
+    return seq2seq.Seq2Seq(config.seq2seq, config.cross_attention, training, config.attention)
 
 
 def loss(
     params: PyTree[Array], carried: tuple[()], batch: PairBatch, key: Array, config: Config
 ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], tuple[()]]]:
     """The summed loss of the summaries, given what a reader of them would have written before."""
-    hidden = network(config, training=True).apply(
-        {"params": params}, batch.source, batch.source_mask, batch.target_in, rngs={"dropout": key}
-    )
+    dropout, attention = (jax.random.fold_in(key, purpose) for purpose in (_DROPOUT, _ATTENTION))
+    hidden, _ = network(config, training=True).apply(
+        {"params": params}, batch.source, batch.source_mask, batch.target_in, attention,
+        rngs={"dropout": dropout},
+    )  # fmt: skip
     out = seq2seq.readout(config.seq2seq, params)
     hidden, embedding = seq2seq.without_bias(out, hidden)
     total, nats = smoothed_cross_entropy(
