@@ -46,6 +46,11 @@ def load(directory: Path) -> Pretrained:
     return Pretrained(model.params, described)
 
 
+def attention(directory: Path) -> str:
+    """The kind of attention that a run's encoder was trained with."""
+    return saved.load_config(directory)[2].attention.kind
+
+
 def copy_tokenizer(directory: Path, target: Path) -> list[str]:
     """Writes the run's tokenizer; returns its name there."""
     _, _, config = saved.load_config(directory)

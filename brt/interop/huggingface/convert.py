@@ -77,17 +77,27 @@ def to_hf(source: Path, target: Path, *, verified: bool, dtype: str = "float32")
         files.write_json(directory / "generation_config.json", generation)
         copied = _copied_tokenizer(source, directory)
         yield _summary(model, source)
-        if model.described.cross.kind != "full":
-            yield (
-                "note: transformers will read the source by full attention, not as "
-                f"CrossAttention.kind = {model.described.cross.kind!r}; --from=hf will"
-            )
+        yield from _notes(source, model)
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
         if verified:
             again, arrays, _ = read(directory)
             compared = {name: exported[name] for name in arrays}
             yield from _verified(model, again, compared, directory, arrays)
     yield f"wrote {target}"
+
+
+def _notes(source: Path, model: Pretrained) -> Iterator[str]:
+    """How transformers will compute something else."""
+    if model.described.cross.kind != "full":
+        yield (
+            "note: transformers will read the source by full attention, not as "
+            f"CrossAttention.kind = {model.described.cross.kind!r}; --from=hf will"
+        )
+    if trained.is_run(source) and (kind := trained.attention(source)) != "full":
+        yield (
+            f"note: trained with Attention.kind = {kind!r}; transformers will encode by full "
+            "attention, and so does --verify"
+        )
 
 
 def _own(source: Path) -> Pretrained:
