@@ -27,7 +27,7 @@ class Seq2Seq:
     activation: Literal["relu", "gated_gelu", "gelu"] = inherited("relu")
     tied_logits: bool = inherited(True)  # logits from the embedding; False: a matrix of their own
     scale_logits: bool = inherited(True)  # T5 v1.0 with tied logits: hidden times model_dim ** -0.5
-    # sliding and local are the same window; local is LongT5's name for it
+    # full: as Attention.kind says; sliding and local are the same window, local LongT5's name
     encoder_attention: Literal["full", "sliding", "local", "transient_global"] = inherited("full")
     # positions to each side that attention reaches where it is not full
     encoder_radius: int = inherited(127)

@@ -1,6 +1,6 @@
 """A model that training or generation can start from: a directory.
 
-params.safetensors   float32, by our names
+params.safetensors   float32, by our names and by layer
 model.json           the sections Seq2Seq and CrossAttention
 generation.json      special tokens, and how texts are to be written
 ...                  the tokenizer's files, as they came
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from brt.config import Config, CrossAttention
 from brt.config_io import config_from_json, config_json
 from brt.errors import CheckpointError
 from brt.interop.huggingface import files
 from brt.interop.huggingface.config import Described
+from brt.interop.huggingface.layers import by_layer, stacked
 from brt.interop.huggingface.weights import template, with_cross_attention
 from brt.models.targets import SpecialTokens
 
@@ -50,8 +50,7 @@ class Pretrained(NamedTuple):
 def save(directory: Path, pretrained: Pretrained) -> None:
     """Writes all but the tokenizer's files into a directory that exists."""
     described = pretrained.described
-    flat = flatten_dict(pretrained.params, sep="/")
-    files.write_file(directory / PARAMS, {name: np.asarray(x) for name, x in flat.items()})
+    write_params(directory, pretrained.params)
     sections = config_json(Config(seq2seq=described.model, cross_attention=described.cross))
     own = {name: sections[name] for name in ("Seq2Seq", "CrossAttention")}
     files.write_json(directory / MODEL, {"format": FORMAT, **own})
@@ -83,6 +82,12 @@ def load(directory: Path, cross: CrossAttention | None = None) -> Pretrained:
     return Pretrained(params, described)
 
 
+def write_params(directory: Path, params: dict[str, Any]) -> None:
+    """Writes what `read_params` reads."""
+    flat = by_layer(params)
+    files.write_file(directory / PARAMS, {name: np.asarray(x) for name, x in flat.items()})
+
+
 def read_params(directory: Path, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
     """The parameters of a directory, float32.
 
@@ -101,8 +106,7 @@ def read_params(directory: Path, expected: Mapping[str, jax.ShapeDtypeStruct]) -
                 f"{directory / PARAMS}: {name} is {shapes.get(name, 'missing')}, but "
                 f"{'nothing' if wanted is None else wanted} by {MODEL}"
             )
-    flat = {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}
-    return unflatten_dict(flat, sep="/")
+    return stacked({name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()})
 
 
 def describe(directory: Path) -> Described:

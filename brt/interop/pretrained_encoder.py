@@ -1,6 +1,6 @@
 """An encoder that training can start from: a directory.
 
-params.safetensors   float32, by our names
+params.safetensors   float32, by our names and by layer
 model.json           the section Encoder, the task of its head, what their config.json says beside
 ...                  the tokenizer's files, as they came
 """
@@ -9,16 +9,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from flax.traverse_util import flatten_dict
-
 from brt.config import Config
 from brt.config_io import config_from_json, config_json
 from brt.errors import CheckpointError
 from brt.interop.huggingface import files
 from brt.interop.huggingface.roberta.config import HEADS, Described
 from brt.interop.huggingface.roberta.weights import template
-from brt.interop.pretrained import FORMAT, MODEL, PARAMS, read_model, read_params
+from brt.interop.pretrained import FORMAT, MODEL, read_model, read_params, write_params
 from brt.models.seq2seq import extended
 
 
@@ -43,8 +40,7 @@ def is_one(directory: Path) -> bool:
 def save(directory: Path, pretrained: PretrainedEncoder) -> None:
     """Writes all but the tokenizer's files into a directory that exists."""
     described = pretrained.described
-    flat = flatten_dict(pretrained.params, sep="/")
-    files.write_file(directory / PARAMS, {name: np.asarray(x) for name, x in flat.items()})
+    write_params(directory, pretrained.params)
     section = config_json(Config(encoder=described.model))["Encoder"]
     content = {"format": FORMAT, "Encoder": section, "task": described.task, "kept": described.kept}
     files.write_json(directory / MODEL, content)

@@ -15,6 +15,7 @@ Initializer = Callable[..., Array]
 KERNEL = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 GATE_KERNEL = nn.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
 ONES = nn.initializers.ones
+ZEROS = nn.initializers.zeros
 
 
 def compute_dtype(model: Model | Seq2Seq | Encoder) -> jnp.dtype:

@@ -14,8 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 from brt import config
 from brt.layers.encoder import heads
 from brt.layers.encoder.inputs import Inputs
-from brt.layers.encoder.layer import EncoderLayer
-from brt.layers.encoder.linear import Norm
+from brt.layers.transformer.attention import Source
+from brt.layers.transformer.block import of_encoder
+from brt.layers.transformer.encoder_layer import EncoderLayer
+from brt.layers.transformer.stacked import layer_keys, stacked
 from brt.models.seq2seq import Readout
 
 Params = dict[str, Any]
@@ -30,7 +32,7 @@ HEADS = {
 
 
 class Encoder(nn.Module):
-    """`inputs`, `layers_0` and on, and `final_norm` where norms come first.
+    """`inputs`, `layers` (stacked on axis 0), and `final_norm` where norms come first.
 
     Attributes:
       model: with its vocabulary size set, where it reads tokens.
@@ -44,10 +46,12 @@ class Encoder(nn.Module):
     def setup(self) -> None:
         m = self.model
         self.inputs = Inputs(m, self.training)
-        layer = nn.remat(EncoderLayer) if m.remat else EncoderLayer
-        self.layers = [layer(m, self.attention, self.training) for _ in range(m.layers)]
+        block = of_encoder(m)
+        self.layers = stacked(EncoderLayer, m.layers, remat=m.remat)(
+            block, self.training, self.attention, shared_queries_keys=m.shared_queries_keys
+        )
         if m.norm_first:
-            self.final_norm = Norm(m)
+            self.final_norm = block.new_norm()
 
     def __call__(
         self,
@@ -69,8 +73,7 @@ class Encoder(nn.Module):
           ConfigError: inputs that the model has no positions for, or of another width.
         """
         x = self.inputs(inputs, valid, types)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, valid, jax.random.fold_in(key, i))
+        x, _ = self.layers(x, layer_keys(key, self.model.layers), Source(valid))
         return self.final_norm(x) if self.model.norm_first else x
 
 

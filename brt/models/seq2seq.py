@@ -15,29 +15,41 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt import config
 from brt.errors import ConfigError
-from brt.layers.basic import parameter
+from brt.layers.basic import ZEROS, compute_dtype, parameter
 from brt.layers.seq2seq.attention import SelfCache
-from brt.layers.seq2seq.decoder import Decoder
+from brt.layers.seq2seq.decoder import Decoder, Metrics
 from brt.layers.seq2seq.encoder import Encoder
-from brt.layers.seq2seq.ends import POSITION_OFFSET
-from brt.layers.seq2seq.linear import ZEROS, Embedding
+from brt.layers.transformer.linear import DEVIATION, POSITION_OFFSET, Embedding
 from brt.ops.cross_attention import CrossCache
 
 Params = dict[str, Any]
 
 
 class DecodeState(NamedTuple):
-    """What generation carries from token to token.
+    """What generation carries from token to token. Layers are on axis 1.
 
     Attributes:
       position: int32, target tokens read so far.
-      own: of each layer, the beams' own keys and values.
-      source: of each layer, what it reads of the source; the same for all beams.
+      own: the beams' own keys and values.
+      source: what is read of the source; the same for all beams.
     """
 
     position: Int[Array, ""]
-    own: tuple[SelfCache, ...]
-    source: tuple[CrossCache, ...]
+    own: SelfCache
+    source: CrossCache
+
+
+class Decoded(NamedTuple):
+    """Whole targets.
+
+    Attributes:
+      hidden: of each token (see `logits`).
+      metrics: what there is to log, as means over the layers: `firing_rate`, `leak` and
+        `threshold` where the cross-attention has neurons.
+    """
+
+    hidden: Float[Array, "B T D"]
+    metrics: Metrics
 
 
 class Readout(NamedTuple):
@@ -59,45 +71,63 @@ class Seq2Seq(nn.Module):
       model: with its vocabulary size set.
       cross: how the decoder reads the source.
       training: whether dropout is on (needs the rng 'dropout').
+      attention: how source tokens see all others; no part of the parameters.
     """
 
     model: config.Seq2Seq
     cross: config.CrossAttention = config.CrossAttention()
     training: bool = False
+    attention: config.Attention = config.Attention()
 
     def setup(self) -> None:
         m = self.model
-        self.token_embed = Embedding(m)
-        self.encoder = Encoder(m, self.training)
-        self.decoder = Decoder(m, self.training, cross=self.cross)
+        self.token_embed = self._embedding()
+        self.encoder = Encoder(m, self.training, self.attention)
+        self.decoder = Decoder(m, self.training, self.cross)
         if not m.tied_logits:
-            self.lm_head = Embedding(m)
+            self.lm_head = self._embedding()
         if m.family == "bart":
             self.logits_bias = parameter(self, "logits_bias", (m.vocab_size,), ("vocab",), ZEROS)
+
+    def _embedding(self) -> Embedding:
+        m = self.model
+        deviation = DEVIATION if m.family == "bart" else 1.0
+        return Embedding(
+            (m.vocab_size, m.model_dim), ("vocab", "embed"), deviation, compute_dtype(m)
+        )
 
     def __call__(
         self,
         source: Int[Array, "B S"],
         mask: Bool[Array, "B S"],
         targets_in: Int[Array, "B T"],
-    ) -> Float[Array, "B T D"]:
-        """Hidden vectors of a batch of pairs (see `logits`)."""
+        key: jax.Array | None = None,
+    ) -> Decoded:
+        """A batch of pairs; the key is that of `encode`."""
         if self.is_initializing() and not self.model.tied_logits:
             self.lm_head(targets_in)  # which only `readout` reads
-        return self.decode(self.encode(source, mask), mask, targets_in)
+        return self.decode(self.encode(source, mask, key), mask, targets_in)
 
-    def encode(self, source: Int[Array, "B S"], mask: Bool[Array, "B S"]) -> Float[Array, "B S D"]:
-        """Reads sources; `mask` is False on padding, which is at the end of a row."""
-        return self.encoder(self.token_embed(source), mask)
+    def encode(
+        self, source: Int[Array, "B S"], mask: Bool[Array, "B S"], key: jax.Array | None = None
+    ) -> Float[Array, "B S D"]:
+        """Reads sources.
+
+        Args:
+          mask: False on padding, which is at the end of a row.
+          key: of what attention draws at random; None: always the same.
+        """
+        key = jax.random.key(0) if key is None else key
+        return self.encoder(self.token_embed(source), mask, key)
 
     def decode(
         self,
         encoded: Float[Array, "B S D"],
         mask: Bool[Array, "B S"],
         targets_in: Int[Array, "B T"],
-    ) -> Float[Array, "B T D"]:
-        """Hidden vectors of whole targets, each token given those before it."""
-        return self.decoder(self.token_embed(targets_in), encoded, mask)
+    ) -> Decoded:
+        """Reads whole targets, each token given those before it."""
+        return Decoded(*self.decoder(self.token_embed(targets_in), encoded, mask))
 
     def prefill(
         self,
@@ -107,7 +137,7 @@ class Seq2Seq(nn.Module):
         max_length: int,
     ) -> DecodeState:
         """Before the first target token, for up to `max_length` of them (the start included)."""
-        own = self.decoder.new_caches(encoded.shape[0], beams, max_length)
+        own = self.decoder.new_cache(encoded.shape[0], beams, max_length)
         return DecodeState(jnp.zeros((), jnp.int32), own, self.decoder.prefill(encoded, mask))
 
     def step(
@@ -138,8 +168,8 @@ def decode(
     encoded: Float[Array, "B S D"],
     mask: Bool[Array, "B S"],
     targets_in: Int[Array, "B T"],
-) -> Float[Array, "B T D"]:
-    """`Seq2Seq.decode` without dropout; `logits` of it are those of the next tokens."""
+) -> Decoded:
+    """`Seq2Seq.decode` without dropout; `logits` of its vectors are those of the next tokens."""
     return network.apply({"params": params}, encoded, mask, targets_in, method="decode")
 
 
@@ -166,8 +196,8 @@ def step(
 def reorder(state: DecodeState, beams: Int[Array, "B N"]) -> DecodeState:
     """The state whose beam n goes on from beam `beams[:, n]`; what is of the source stays."""
 
-    def taken(cache: Float[Array, "B N T H K"]) -> Array:
-        return jnp.take_along_axis(cache, beams[:, :, None, None, None], axis=1)
+    def taken(cache: Float[Array, "B L N T H K"]) -> Array:
+        return jnp.take_along_axis(cache, beams[:, None, :, None, None, None], axis=2)
 
     return state._replace(own=jax.tree.map(taken, state.own))
 

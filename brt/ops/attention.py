@@ -25,6 +25,7 @@ def attend(
     scale: float | None = None,
     queries_valid: Bool[Array, "B T"] | None = None,
     causal: bool = False,
+    bias: Float[Array, "H O"] | None = None,
 ) -> Float[Array, "B T H K"]:
     """Attention of every query to the valid keys; logits are scale * q.k.
 
@@ -40,6 +41,7 @@ def attend(
       scale: None: K ** -0.5.
       queries_valid: None: that of the keys, which belong to the same tokens (T = X).
       causal: a token sees no later one.
+      bias: of each distance, for `clustered` and `improved_clustered`; see there.
 
     Returns:
       In the dtype of `values`; softmax in float32. Zeros for padding, and where there is no key.
@@ -60,8 +62,10 @@ def attend(
     if kind in ("clustered", "improved_clustered"):
         return clustered_attention.attend(
             queries, keys, values, valid, config, key, dropout,
-            scale=scale, queries_valid=queries_valid,
+            scale=scale, queries_valid=queries_valid, bias=bias,
         )  # fmt: skip
+    if bias is not None:
+        raise NotImplementedError(f"Attention.kind = {kind!r} has no bias of distances")
     if kind == "reformer":
         planes = attention_baselines.random_planes(
             key, rounds=config.rounds, buckets=config.buckets, width=queries.shape[-1]

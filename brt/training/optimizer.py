@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int, PyTree
 
 from brt.config import Optimizer
@@ -43,7 +44,7 @@ def learning_rate(
 
 
 class LayerwiseState(NamedTuple):
-    """State of the parameters outside the stack, and of each run of stacked layers."""
+    """State of the parameters of no layer, and of each run of stacked layers, by its path."""
 
     outside: optax.OptState
     runs: dict[str, optax.OptState]
@@ -56,28 +57,43 @@ def layerwise(transform: optax.GradientTransformation) -> optax.GradientTransfor
     layers they would mix, and the model would train differently than unstacked.
     """
 
-    def split(tree: Parameters) -> tuple[Parameters, dict[str, Parameters]]:
-        return {k: v for k, v in tree.items() if k != "stack"}, tree.get("stack", {})
-
     def init(params: Parameters) -> LayerwiseState:
-        outside, runs = split(params)
+        outside, runs = _split(params)
         state = {name: jax.vmap(transform.init)(run) for name, run in runs.items()}
         return LayerwiseState(transform.init(outside), state)
 
     def update(
         gradients: Parameters, state: LayerwiseState, params: Parameters
     ) -> tuple[Parameters, LayerwiseState]:
-        (outside, runs), (p_outside, p_runs) = split(gradients), split(params)
+        (outside, runs), (p_outside, p_runs) = _split(gradients), _split(params)
         updates, after = transform.update(outside, state.outside, p_outside)
         pairs = {
             name: jax.vmap(transform.update)(run, state.runs[name], p_runs[name])
             for name, run in runs.items()
         }
-        if runs:
-            updates = updates | {"stack": {name: pair[0] for name, pair in pairs.items()}}
+        updates = _joined(updates, {name: pair[0] for name, pair in pairs.items()})
         return updates, LayerwiseState(after, {name: pair[1] for name, pair in pairs.items()})
 
     return optax.GradientTransformation(init, update)
+
+
+def _split(tree: Parameters) -> tuple[Parameters, dict[str, Parameters]]:
+    """What is of no layer; and stack/RUN of a decoder, encoder/layers, decoder/layers."""
+    outside, runs = {}, {}
+    for path, leaf in flatten_dict(tree).items():
+        if path[0] == "stack" or path[1:2] == ("layers",):
+            runs.setdefault("/".join(path[:2]), {})[path[2:]] = leaf
+        else:
+            outside[path] = leaf
+    return unflatten_dict(outside), {name: unflatten_dict(run) for name, run in runs.items()}
+
+
+def _joined(outside: Parameters, runs: dict[str, Parameters]) -> Parameters:
+    """The way back."""
+    flat = flatten_dict(outside)
+    for name, run in runs.items():
+        flat |= {(*name.split("/"), *path): leaf for path, leaf in flatten_dict(run).items()}
+    return unflatten_dict(flat)
 
 
 def build(optimizer: Optimizer, steps: int) -> optax.GradientTransformation:

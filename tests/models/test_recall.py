@@ -39,7 +39,7 @@ def accuracy(kind: str) -> float:
     optimizer = optax.adam(5e-3)
 
     def logits(params: dict, source: jax.Array) -> jax.Array:
-        hidden = network.apply(
+        hidden, _ = network.apply(
             {"params": params}, source, jnp.ones(source.shape, bool), jnp.zeros((BATCH, 1), int)
         )
         return seq2seq.logits(seq2seq.readout(MODEL, params), hidden)[:, 0]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from brt.config import CrossAttention, Seq2Seq
+from brt.config import Attention, Config, CrossAttention, Seq2Seq, Training
+from brt.config import Pairs as Documents
 from brt.errors import ConfigError
 from brt.models import seq2seq
 from brt.models.targets import SpecialTokens, shift_right
@@ -63,9 +64,14 @@ def pairs(seed: int = 0) -> Pairs:
     return Pairs(jnp.asarray(source, jnp.int32), jnp.asarray(mask), jnp.asarray(targets, jnp.int32))
 
 
-def network(model: Seq2Seq = T5, kind: str = "full", training: bool = False) -> seq2seq.Seq2Seq:
+def network(
+    model: Seq2Seq = T5,
+    kind: str = "full",
+    training: bool = False,
+    attention: Attention = Attention(),  # noqa: B008 - frozen
+) -> seq2seq.Seq2Seq:
     cross = CrossAttention(**{"segment_size": 3, "q_ref": TARGET, **KINDS[kind]})
-    return seq2seq.Seq2Seq(model, cross, training)
+    return seq2seq.Seq2Seq(model, cross, training, attention)
 
 
 @functools.cache
@@ -77,7 +83,7 @@ def params(net: seq2seq.Seq2Seq) -> Any:
         x = rng.normal(size=shape.shape)
         if name.endswith(("scale", "leak", "threshold", "sigma")):
             return jnp.asarray(np.abs(0.6 + 0.1 * x), jnp.float32)
-        size = 1 if "embed" in name or "bias" in name else shape.shape[0]
+        size = 1 if "embed" in name or "bias" in name else shape.shape["/layers/" in name]
         return jnp.asarray(x * size**-0.5, jnp.float32)
 
     shapes = jax.eval_shape(lambda: nn.meta.unbox(seq2seq.init(net, jax.random.key(0))))
@@ -90,7 +96,7 @@ def compiled(net: seq2seq.Seq2Seq) -> tuple[Callable, Callable]:
     """(params, *pairs) -> hidden vectors; and one step."""
 
     def whole(params: Any, *x: Any) -> jax.Array:
-        return net.apply({"params": params}, *x)
+        return net.apply({"params": params}, *x).hidden
 
     return jax.jit(whole), jax.jit(functools.partial(seq2seq.step, net))
 
@@ -139,6 +145,52 @@ def test_no_target_reads_those_after_it() -> None:
     assert np.all(np.abs(before[:, 3:] - after[:, 3:]).max(axis=-1) > 1e-4)
 
 
+@pytest.mark.parametrize("model", ["t5", "bart"])
+def test_clusters_of_source_tokens_attend_together(model: str) -> None:
+    """Exactly where all keys are best, of the same weights; else what the key draws decides."""
+    x, own = pairs(), params(network(MODELS[model]))
+
+    @functools.cache
+    def encoded(attention: Attention, seed: int = 0) -> np.ndarray:
+        net = network(MODELS[model], attention=attention)
+        shapes = jax.eval_shape(lambda: nn.meta.unbox(seq2seq.init(net, jax.random.key(0))))
+        assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, own)
+        encode = jax.jit(functools.partial(net.apply, method="encode"))
+        y = encode({"params": own}, x.source, x.mask, jax.random.key(seed))
+        return np.where(x.mask[..., None], y, 0)
+
+    few = {"clusters": 3, "bits": 16}
+    exact = encoded(Attention())
+    best = Attention(kind="improved_clustered", top_k=SOURCE, **few)
+    np.testing.assert_allclose(encoded(best), exact, atol=TOLERANCE)
+    short = Attention(kind="clustered", min_length=SOURCE + 1, **few)
+    np.testing.assert_array_equal(encoded(short), exact)
+    rough = Attention(kind="clustered", **few)
+    assert np.abs(encoded(rough) - exact).max() > 0.01
+    assert np.abs(encoded(rough) - encoded(rough, 1)).max() > 0.01
+    net = network(MODELS[model], attention=rough)
+    always = seq2seq.encode(net, own, x.source, x.mask)
+    np.testing.assert_allclose(np.where(x.mask[..., None], always, 0), encoded(rough), atol=1e-5)
+
+
+def test_depth_does_not_grow_the_program() -> None:
+    """Forward and backward; so neither does the time that it takes to compile."""
+    x = pairs()
+
+    def instructions(layers: int) -> int:
+        deep = dataclasses.replace(T5, encoder_layers=layers, decoder_layers=layers, dropout=0.1)
+        net = network(deep, "srformer", training=True)
+
+        def loss(params: Any) -> jax.Array:
+            rngs = {"dropout": jax.random.key(0)}
+            return jnp.sum(net.apply({"params": params}, *x, rngs=rngs).hidden)
+
+        shapes = jax.eval_shape(lambda: nn.meta.unbox(seq2seq.init(net, jax.random.key(0))))
+        return jax.jit(jax.grad(loss)).lower(shapes).as_text().count(" = ")
+
+    assert instructions(12) < 1.1 * instructions(2)
+
+
 @pytest.mark.parametrize(("model", "kind"), [("transient global", "srformer"), ("bart", "full")])
 def test_every_parameter_learns_and_remat_changes_nothing(model: str, kind: str) -> None:
     x, weights = pairs(), np.random.default_rng(1).normal(size=(2, TARGET, 24))
@@ -149,7 +201,7 @@ def test_every_parameter_learns_and_remat_changes_nothing(model: str, kind: str)
         @jax.jit
         def gradient(params: Any, net: Any = net) -> Any:
             def loss(params: Any) -> jax.Array:
-                hidden = net.apply({"params": params}, *x)
+                hidden, _ = net.apply({"params": params}, *x)
                 out = seq2seq.readout(net.model, params)
                 return jnp.sum(seq2seq.logits(out, hidden) * weights)
 
@@ -188,7 +240,7 @@ def test_dropout_is_random_only_in_training(model: str) -> None:
 
     @jax.jit
     def hidden(key: jax.Array) -> jax.Array:
-        return net.apply({"params": own}, *x, rngs={"dropout": key})
+        return net.apply({"params": own}, *x, rngs={"dropout": key}).hidden
 
     first, second = hidden(jax.random.key(0)), hidden(jax.random.key(1))
     np.testing.assert_array_equal(first, hidden(jax.random.key(0)))
@@ -204,7 +256,7 @@ def test_inner_dropout_has_rates_of_its_own(rate: str) -> None:
 
     def hidden(**rates: float) -> jax.Array:
         net = network(dataclasses.replace(T5, **rates), training=True)
-        apply = jax.jit(lambda own: net.apply({"params": own}, *x, rngs=rngs))
+        apply = jax.jit(lambda own: net.apply({"params": own}, *x, rngs=rngs).hidden)
         return apply(own)
 
     still = hidden()
@@ -215,10 +267,13 @@ def test_inner_dropout_has_rates_of_its_own(rate: str) -> None:
 
 def test_neurons_can_be_logged() -> None:
     net, x = network(T5, "srformer"), pairs()
-    logging = jax.jit(lambda p: net.apply({"params": p}, *x, mutable=["intermediates"]))
-    _, logged = logging(params(net))
-    (aux,) = logged["intermediates"]["decoder"]["layers_1"]["cross_attn"]["neurons"]
-    assert 0 < aux.firing_rate < 1
+    metrics = jax.jit(lambda p: net.apply({"params": p}, *x).metrics)(params(net))
+    assert metrics.keys() == {"firing_rate", "leak", "threshold"}
+    assert 0 < metrics["firing_rate"] < 1
+    raf = params(net)["decoder"]["layers"]["cross_attn"]["raf"]
+    np.testing.assert_allclose(metrics["leak"], np.mean(raf["leak"]), rtol=1e-6)
+    plain = network(T5)
+    assert jax.eval_shape(lambda: plain.apply({"params": params(plain)}, *x)).metrics == {}
 
 
 def test_bfloat16_is_near() -> None:
@@ -237,7 +292,7 @@ def test_reordering_moves_what_belongs_to_beams() -> None:
     state = seq2seq.prefill(net, params(net), encoded, x.mask, 2, TARGET)
     _, state = compiled(net)[1](params(net), jnp.asarray([[1, 2], [3, 4]]), state)
     moved = seq2seq.reorder(state, jnp.asarray([[1, 1], [1, 0]]))
-    keys, after = state.own[1].keys, moved.own[1].keys
+    keys, after = state.own.keys[:, 1], moved.own.keys[:, 1]
     np.testing.assert_array_equal(after[0], keys[0, [1, 1]])
     np.testing.assert_array_equal(after[1], keys[1, [1, 0]])
     jax.tree.map(np.testing.assert_array_equal, moved.source, state.source)
@@ -248,11 +303,16 @@ def test_initial_parameters_are_named_and_of_their_shapes(model: str) -> None:
     net = network(MODELS[model], "srformer")
     boxed = jax.eval_shape(lambda: seq2seq.init(net, jax.random.key(0)))
     flat = flatten_dict(nn.meta.unbox(boxed), sep="/")
-    assert flat["decoder/layers_1/cross_attn/raf/leak"].shape == ()
+    assert flat["decoder/layers/cross_attn/raf/leak"].shape == (2,)
     assert ("lm_head/embedding" in flat) != net.model.tied_logits
     assert ("encoder/global_rel_bias/embedding" in flat) == (model == "transient global")
     axes = flatten_dict(nn.get_partition_spec(boxed), sep="/")
-    assert tuple(axes["decoder/layers_0/self_attn/q/kernel"]) == ("embed", "heads", "head")
+    assert tuple(axes["decoder/layers/self_attn/q/kernel"]) == (
+        "layers",
+        "embed",
+        "heads",
+        "head_dim",
+    )
 
 
 def test_sources_and_targets_longer_than_the_positions_are_refused() -> None:
@@ -308,3 +368,22 @@ def test_settings_that_clash_are_refused() -> None:
         dataclasses.replace(T5, attention_dropout=1.5)
     with pytest.raises(ConfigError, match="needs Seq2Seq.family = 't5'"):
         dataclasses.replace(BART, encoder_attention="transient_global")
+    summaries = {
+        "training": Training(objective="seq2seq"),
+        "pairs": Documents(max_source_length=90),
+    }
+    clustered = Attention(kind="clustered", clusters=90)
+    assert Config(**summaries, attention=clustered).attention.clusters == 90
+    for sections, sentence in (
+        (
+            {"attention": Attention(kind="clustered")},
+            "clusters = 100 .*Pairs.max_source_length = 9",
+        ),
+        ({"attention": Attention(kind="reformer")}, "'reformer' is not for Seq2Seq.family = 't5'"),
+        (
+            {"attention": clustered, "seq2seq": dataclasses.replace(T5, encoder_attention="local")},
+            "Seq2Seq.encoder_attention = 'local'; leave one of them out",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            Config(**summaries, **sections)

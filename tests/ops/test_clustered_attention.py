@@ -1,3 +1,4 @@
+import dataclasses
 import inspect
 from functools import partial
 from typing import Any
@@ -102,6 +103,45 @@ def test_equals_the_reference_in_float64(config: Attention, tokens: int, keys: i
     np.testing.assert_allclose(y, expected, atol=TOLERANCE)
     for gradient, e in zip(d, expected_d, strict=True):
         np.testing.assert_allclose(gradient, e, atol=TOLERANCE)
+
+
+@each_config
+def test_a_bias_of_distances_equals_the_reference_in_float64(config: Attention) -> None:
+    x, labels, rng = arrays(), random_labels(), np.random.default_rng(2)
+    row = rng.normal(size=(HEADS, 2 * TOKENS - 1))
+    weights = rng.normal(size=(BATCH, TOKENS, HEADS, TOKENS))
+
+    def loss(*x: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
+        *qkv, row, weights = x
+        known = jnp.asarray(VALID), jnp.asarray(labels)
+        y = attend_by_label(*qkv, *known, config, scale=SCALE, bias=row, **options)
+        return jnp.sum(y * weights), y
+
+    def found(dtype: type, **options: Any) -> Any:
+        own = (jnp.asarray(a, dtype) for a in (*x, row, weights))
+        of_all = jax.grad(partial(loss, **options), argnums=(0, 1, 2, 3), has_aux=True)
+        return jax.tree.map(np.asarray, jax.jit(of_all)(*own))
+
+    actual = found(np.float32)
+    with jax.enable_x64(True):
+        expected = found(np.float64, implementation="reference")
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert e.dtype == np.float64
+        np.testing.assert_allclose(a, e, atol=3 * TOLERANCE)
+
+
+@each_config
+def test_a_bias_of_distances_is_exact_where_every_query_is_a_cluster(config: Attention) -> None:
+    (q, k, v), rng = arrays(), np.random.default_rng(2)
+    row = rng.normal(size=(HEADS, 2 * TOKENS - 1)).astype(np.float32)
+    alone = dataclasses.replace(config, clusters=TOKENS)
+    labels = np.broadcast_to(np.arange(TOKENS, dtype=np.int32), (BATCH, HEADS, TOKENS))
+    everywhere = np.ones((BATCH, TOKENS), bool)
+    found = run_by_label(q, k, v, everywhere, labels, alone, bias=row)
+    pairs = row[:, np.arange(TOKENS)[None] - np.arange(TOKENS)[:, None] + TOKENS - 1]
+    logits = SCALE * np.einsum("bthk,bxhk->bhtx", q, k) + pairs
+    expected = np.einsum("bhtx,bxhe->bthe", jax.nn.softmax(logits), v)
+    np.testing.assert_allclose(found, expected, atol=3 * TOLERANCE)
 
 
 @each_config

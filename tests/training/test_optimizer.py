@@ -12,14 +12,19 @@ TOLERANCE = 1e-5  # float32, relative to the largest magnitude of an array
 
 
 def params(seed: int) -> dict:
-    """A stack of three layers, an embedding large enough to be factored, and a scale."""
+    """Two stacks of three layers, an embedding large enough to be factored, and a scale."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
-    layer = {"kernel": normal(3, 8, 4), "norm": normal(3, 8) * jnp.arange(1.0, 4.0)[:, None]}
-    return {"embedding": normal(128, 130), "norm": normal(8), "stack": {"window_0": layer}}
+    def layers() -> dict:
+        return {"kernel": normal(3, 8, 4), "norm": normal(3, 8) * jnp.arange(1.0, 4.0)[:, None]}
+
+    return {
+        "embedding": normal(128, 130), "norm": normal(8), "stack": {"window_0": layers()},
+        "encoder": {"layers": layers()},
+    }  # fmt: skip
 
 
 def updated(optimizer: optax.GradientTransformation, start: dict, gradients: list[dict]) -> dict:
@@ -71,8 +76,9 @@ def test_adafactor_is_the_papers_for_every_layer_on_its_own() -> None:
         layers = range(len(leaf))
         return np.stack([expected(leaf[i], *(g[i] for g in gradients)) for i in layers])
 
-    stacks = [tree.pop("stack") for tree in (start, *gradients)]
-    assert_close(actual.pop("stack"), jax.tree.map(stacked, *stacks))
+    for name in ("stack", "encoder"):
+        stacks = [tree.pop(name) for tree in (start, *gradients)]
+        assert_close(actual.pop(name), jax.tree.map(stacked, *stacks))
     assert_close(actual, jax.tree.map(expected, start, *gradients))
 
 
@@ -82,8 +88,9 @@ def test_adamw_decays_matrices_only() -> None:
     start = params(0)
     after = updated(optimizer, start, [jax.tree.map(jnp.zeros_like, start)])
     decayed = jax.tree.map(lambda x: 0.95 * x, start)
-    layer, before = decayed["stack"]["window_0"], start["stack"]["window_0"]
-    layer["norm"], decayed["norm"] = before["norm"], start["norm"]
+    decayed["norm"] = start["norm"]
+    for tree, name in (("stack", "window_0"), ("encoder", "layers")):
+        decayed[tree][name]["norm"] = start[tree][name]["norm"]
     assert_close(after, decayed)
 
 

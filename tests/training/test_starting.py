@@ -201,7 +201,7 @@ def test_known_tokenizers_pass_and_special_ids_are_added(
 def test_arrays_that_do_not_fit_are_named(masked: Path, tmp_path: Path) -> None:
     model = dataclasses.replace(SIZES, vocab_size=257)
     for changed, sentence in (
-        ({"mlp_dim": 10}, r"layers_0/mlp/wi/bias is \(12,\), but this model's is \(10,\); start"),
+        ({"mlp_dim": 10}, r"layers/mlp/wi/bias is \(1, 12\), but this model's is \(1, 10\); start"),
         ({"norm_first": True}, "lacks encoder/final_norm/bias, .*which this model has"),
         ({"positions": "none"}, r"pos_embed is \(22, 8\), but this model's is missing"),
         ({"vocab_size": 200}, r"embedding is \(257, 8\), but this model's is \(200, 8\)"),

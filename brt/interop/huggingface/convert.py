@@ -84,6 +84,7 @@ def to_hf(own: Exported, target: Path, *, verified: bool, dtype: str = "float32"
                 "note: transformers will read the source by full attention, not as "
                 f"CrossAttention.kind = {model.described.cross.kind!r}; --from=hf will"
             )
+        yield from (f"note: {note}" for note in own.notes)
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
         if verified:
             again, arrays, _ = read(directory)

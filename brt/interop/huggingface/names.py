@@ -5,6 +5,7 @@ Theirs are matrices [out, in]; ours are kernels [*in, *out] with heads as an axi
 
 import math
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -90,7 +91,7 @@ def _bart(model: Seq2Seq) -> dict[str, str]:
     return names
 
 
-def their_name(names: dict[str, str], ours: str) -> str | None:
+def their_name(names: Mapping[str, str], ours: str) -> str | None:
     """The name of one of our parameters; None: Hugging Face has nothing like it."""
     layer = re.search(r"layers_(\d+)", ours)
     pattern = names.get(re.sub(r"layers_\d+", "layers_{i}", ours))

@@ -55,7 +55,7 @@ def logits(params: Mapping[str, Any], described: Described, x: Inputs) -> np.nda
     network = seq2seq.Seq2Seq(described.model, described.cross)
     mask = jnp.asarray(x.mask)
     encoded = seq2seq.encode(network, params, jnp.asarray(x.source), mask)
-    hidden = seq2seq.decode(network, params, encoded, mask, jnp.asarray(x.targets_in))
+    hidden, _ = seq2seq.decode(network, params, encoded, mask, jnp.asarray(x.targets_in))
     return np.asarray(seq2seq.logits(seq2seq.readout(described.model, params), hidden))
 
 

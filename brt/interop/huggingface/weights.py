@@ -1,17 +1,18 @@
 """Parameters from and to Hugging Face's arrays."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from brt.config import CrossAttention, Seq2Seq
 from brt.errors import CheckpointError
 from brt.interop.huggingface import names
+from brt.interop.huggingface.layers import by_layer, stacked
 from brt.models import seq2seq
 
 Arrays = Mapping[str, np.ndarray]
@@ -65,9 +66,7 @@ def normalised(arrays: Arrays, family: str) -> dict[str, np.ndarray]:
 
 def template(model: Seq2Seq, cross: CrossAttention) -> dict[str, jax.ShapeDtypeStruct]:
     """Our parameters' shapes by their names, as "encoder/layers_0/mlp/wi/kernel"."""
-    network = seq2seq.Seq2Seq(model, cross)
-    shapes = jax.eval_shape(lambda: nn.meta.unbox(seq2seq.init(network, jax.random.key(0))))
-    return flatten_dict(shapes, sep="/")
+    return by_layer(jax.eval_shape(partial(_initial, model, cross)))
 
 
 def import_arrays(arrays: Arrays, model: Seq2Seq, cross: CrossAttention) -> Imported:
@@ -76,12 +75,28 @@ def import_arrays(arrays: Arrays, model: Seq2Seq, cross: CrossAttention) -> Impo
     Raises:
       CheckpointError: arrays that are missing, or of another shape.
     """
-    table, left = names.table(model), dict(arrays)
-    found, missing, initialised = {}, [], []
-    for ours, leaf in template(model, cross).items():
+    return matched(arrays, names.table(model), partial(_initial, model, cross), names.is_optional)
+
+
+def matched(
+    arrays: Arrays,
+    table: Mapping[str, str],
+    initial: Callable[[], dict[str, Any]],
+    is_optional: Callable[[str], bool],
+) -> Imported:
+    """Their arrays as our parameters, by a table {our name: theirs}.
+
+    Args:
+      initial: draws our parameters, of which those are that are optional and missing.
+
+    Raises:
+      CheckpointError: arrays that are missing, or of another shape.
+    """
+    left, found, missing, initialised = dict(arrays), {}, [], []
+    for ours, leaf in by_layer(jax.eval_shape(initial)).items():
         theirs = names.their_name(table, ours)
         if theirs not in left:
-            known = names.is_optional(ours)
+            known = is_optional(ours)
             (initialised if known else missing).append(ours if known else str(theirs))
             continue
         array, shape = left.pop(theirs), names.their_shape(ours, leaf.shape)
@@ -90,31 +105,28 @@ def import_arrays(arrays: Arrays, model: Seq2Seq, cross: CrossAttention) -> Impo
         found[ours] = jnp.asarray(names.to_ours(ours, array, leaf.shape), jnp.float32)
     if missing:
         raise CheckpointError(f"the checkpoint lacks {listed(missing)}")
-    if initialised:
-        found = {**found, **_initial(model, cross, initialised)}
-    return Imported(unflatten_dict(found, sep="/"), initialised, sorted(left))
+    params = stacked({**found, **_drawn(initial, initialised)})
+    return Imported(params, initialised, sorted(left))
 
 
-def _initial(model: Seq2Seq, cross: CrossAttention, wanted: list[str]) -> dict[str, jax.Array]:
-    network = seq2seq.Seq2Seq(model, cross)
+def _initial(model: Seq2Seq, cross: CrossAttention) -> dict[str, Any]:
+    return nn.meta.unbox(seq2seq.init(seq2seq.Seq2Seq(model, cross), jax.random.key(0)))
 
-    @jax.jit
-    def draw() -> dict[str, jax.Array]:
-        flat = flatten_dict(nn.meta.unbox(seq2seq.init(network, jax.random.key(0))), sep="/")
-        return {name: flat[name] for name in wanted}
 
-    return draw()
+def _drawn(initial: Callable[[], dict[str, Any]], wanted: list[str]) -> dict[str, jax.Array]:
+    """Some of the initial parameters."""
+    if not wanted:
+        return {}
+    return jax.jit(lambda: {k: v for k, v in by_layer(initial()).items() if k in wanted})()
 
 
 def with_cross_attention(
     params: dict[str, Any], model: Seq2Seq, cross: CrossAttention
 ) -> dict[str, Any]:
     """The parameters for another kind of cross-attention: what it lacks is initialised."""
-    have, want = flatten_dict(params, sep="/"), template(model, cross)
-    lacking = [name for name in want if name not in have]
-    new = _initial(model, cross, lacking) if lacking else {}
-    kept = {name: have[name] for name in want if name in have}
-    return unflatten_dict({**kept, **new}, sep="/")
+    have, want = by_layer(params), template(model, cross)
+    new = _drawn(partial(_initial, model, cross), [name for name in want if name not in have])
+    return stacked({**{name: have[name] for name in want if name in have}, **new})
 
 
 def export_arrays(params: Mapping[str, Any], model: Seq2Seq) -> dict[str, np.ndarray]:
@@ -124,7 +136,7 @@ def export_arrays(params: Mapping[str, Any], model: Seq2Seq) -> dict[str, np.nda
       CheckpointError: parameters that Hugging Face has no names for.
     """
     table, result, nameless = names.table(model), {}, []
-    for ours, array in flatten_dict(dict(params), sep="/").items():
+    for ours, array in by_layer(params).items():
         theirs = names.their_name(table, ours)
         if theirs is None:
             nameless.append(ours)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from brt.config import Encoder
-from brt.layers.basic import dropout, parameter
-from brt.layers.encoder.layer import activation
-from brt.layers.encoder.linear import ZEROS, Linear, Norm
+from brt.layers.basic import ZEROS, dropout, parameter
+from brt.layers.transformer.linear import Linear, Norm
+from brt.layers.transformer.mlp import activated
 
 
 class Ctc(nn.Module):
@@ -76,11 +76,11 @@ class MaskedLanguageModel(nn.Module):
     def setup(self) -> None:
         m = self.model
         self.dense = Linear((m.model_dim,), (m.model_dim,), ("embed", None))
-        self.norm = Norm(m)
+        self.norm = Norm("layer", m.norm_epsilon)
         self.logits_bias = parameter(self, "logits_bias", (m.vocab_size,), ("vocab",), ZEROS)
 
     def __call__(
         self, hidden: Float[Array, "B T D"], valid: Bool[Array, "B T"]
     ) -> Float[Array, "B T D"]:
         """Vectors whose products with the embedding are logits."""
-        return self.norm(activation(self.model, self.dense(hidden)))
+        return self.norm(activated(self.model.activation, self.dense(hidden)))

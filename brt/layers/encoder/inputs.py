@@ -8,10 +8,8 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.config import Encoder
 from brt.errors import ConfigError
 from brt.layers.basic import compute_dtype, dropout, parameter
-from brt.layers.encoder.linear import DEVIATION, Embedding, Linear, Norm
+from brt.layers.transformer.linear import DEVIATION, POSITION_OFFSET, Embedding, Linear, Norm
 from brt.ops.depthwise_convolution import depthwise_convolution
-
-POSITION_OFFSET = 2  # RoBERTa's table has two rows that no token uses
 
 
 class Inputs(nn.Module):
@@ -29,9 +27,9 @@ class Inputs(nn.Module):
         if m.features:
             self.feature_proj = Linear((m.features,), (m.model_dim,), (None, "embed"))
         else:
-            self.token_embed = Embedding(m, m.vocab_size, "vocab")
+            self.token_embed = self._embedding(m.vocab_size, "vocab")
         if m.token_types:
-            self.type_embed = Embedding(m, m.token_types, "types")
+            self.type_embed = self._embedding(m.token_types, "types")
         if m.positions == "learned":
             self.pos_embed = parameter(
                 self, "pos_embed", (m.max_positions + POSITION_OFFSET, m.model_dim),
@@ -42,7 +40,11 @@ class Inputs(nn.Module):
                 self, "pos_conv", (m.convolution_width, m.model_dim), (None, "embed"),
                 nn.initializers.normal(m.convolution_width**-0.5),
             )  # fmt: skip
-        self.embed_norm = Norm(m)
+        self.embed_norm = Norm("layer", m.norm_epsilon)
+
+    def _embedding(self, rows: int, axis: str) -> Embedding:
+        m = self.model
+        return Embedding((rows, m.model_dim), (axis, "embed"), DEVIATION, compute_dtype(m))
 
     def __call__(
         self,

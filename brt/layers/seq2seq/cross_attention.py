@@ -1,11 +1,14 @@
 """The decoder's attention to the source; how it reads it is data (`CrossAttention.kind`)."""
 
+from typing import Any
+
 import flax.linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import CrossAttention, Seq2Seq
+from brt.config import CrossAttention
 from brt.layers.basic import parameter
-from brt.layers.seq2seq.attention import Projections
+from brt.layers.transformer.attention import Projections
+from brt.layers.transformer.block import Block
 from brt.ops import cross_attention
 from brt.ops.cross_attention import CrossCache
 
@@ -13,12 +16,12 @@ from brt.ops.cross_attention import CrossCache
 class Learned(nn.Module):
     """Arrays that a kind of cross-attention learns beside its projections, under one name."""
 
-    model: Seq2Seq
+    block: Block
     cross: CrossAttention
 
     @nn.compact
     def __call__(self) -> dict[str, Array]:
-        parts = cross_attention.specifications(self.cross, self.model.heads, self.model.head_dim)
+        parts = cross_attention.specifications(self.cross, self.block.heads, self.block.head_dim)
         return {
             name: parameter(self, name, spec.shape, spec.axes, spec.initializer)
             for name, spec in parts[self.name].items()
@@ -32,29 +35,30 @@ class SourceAttention(Projections):
 
     def setup(self) -> None:
         super().setup()
-        m = self.model
-        for part in cross_attention.specifications(self.cross, m.heads, m.head_dim):
-            setattr(self, part, Learned(m, self.cross))
+        for part in self._parts():
+            setattr(self, part, Learned(self.block, self.cross))
+
+    def _parts(self) -> dict[str, Any]:
+        return cross_attention.specifications(self.cross, self.block.heads, self.block.head_dim)
 
     def _learned(self) -> cross_attention.Parameters:
-        m = self.model
-        parts = cross_attention.specifications(self.cross, m.heads, m.head_dim)
-        return cross_attention.parameters_from({part: getattr(self, part)() for part in parts})
+        return cross_attention.parameters_from(
+            {part: getattr(self, part)() for part in self._parts()}
+        )
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
         encoded: Float[Array, "B S D"],
         mask: Bool[Array, "B S"],
-    ) -> Float[Array, "B T D"]:
-        """Whole targets. What there is to log goes to the collection `intermediates`."""
+    ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, ""]]]:
+        """Whole targets, and what there is to log."""
         y, aux = cross_attention.attend(
             self.queries(x), self.k(encoded), self.v(encoded), mask, self._learned(), self.cross,
             target_length=x.shape[1] if self.training else None, dropout=self.drop(),
         )  # fmt: skip
-        if aux.firing_rate is not None:
-            self.sow("intermediates", "neurons", aux)
-        return self.o(y)
+        metrics = {name: value for name, value in aux._asdict().items() if value is not None}
+        return self.o(y), metrics
 
     def prefill(self, encoded: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> CrossCache:
         """What steps read: once per source, whatever the beams."""

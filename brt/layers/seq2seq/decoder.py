@@ -1,90 +1,99 @@
 """The decoder: target tokens, and the source, to hidden vectors; whole targets or steps."""
 
-import flax.linen as nn
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from typing import NamedTuple
 
-from brt.config import CrossAttention, Seq2Seq
-from brt.layers.basic import compute_dtype
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from brt.config import CrossAttention
 from brt.layers.seq2seq.attention import DecoderAttention, SelfCache
 from brt.layers.seq2seq.cross_attention import SourceAttention
-from brt.layers.seq2seq.ends import Ends, after, before, check_length
-from brt.layers.seq2seq.linear import Norm
-from brt.layers.seq2seq.mlp import Mlp
+from brt.layers.seq2seq.ends import Ends, check_length
+from brt.layers.transformer.block import Residual
+from brt.layers.transformer.mlp import Mlp
+from brt.layers.transformer.stacked import stacked
 from brt.ops.cross_attention import CrossCache
 from brt.ops.relative_bias import bias_row, bias_tile
 
+Metrics = dict[str, Float[Array, "*L"]]
 
-class DecoderLayer(nn.Module):
-    """Self-attention, attention to the source and an MLP, each with its residual."""
 
-    model: Seq2Seq
-    cross: CrossAttention
-    training: bool = False
+class Read(NamedTuple):
+    """What all layers read of the source, and of the distances between target tokens."""
+
+    encoded: Float[Array, "B S D"]
+    mask: Bool[Array, "B S"]
+    bias: Float[Array, "H T T"] | None = None
+
+
+class DecoderLayer(Residual):
+    """Self-attention, attention to the source and an MLP, each with its residual.
+
+    Its methods have the form of `brt.layers.transformer.stacked`.
+    """
+
+    cross: CrossAttention = CrossAttention()
 
     def setup(self) -> None:
-        self.self_attn = DecoderAttention(self.model, self.training)
-        self.self_attn_norm = Norm(self.model)
-        self.cross_attn = SourceAttention(self.model, self.training, cross=self.cross)
-        self.cross_attn_norm = Norm(self.model)
-        self.mlp = Mlp(self.model, self.training)
-        self.mlp_norm = Norm(self.model)
+        self.self_attn = DecoderAttention(self.block, self.training)
+        self.self_attn_norm = self.block.new_norm()
+        self.cross_attn = SourceAttention(self.block, self.training, cross=self.cross)
+        self.cross_attn_norm = self.block.new_norm()
+        self.mlp = Mlp(self.block, self.training)
+        self.mlp_norm = self.block.new_norm()
 
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        encoded: Float[Array, "B S D"],
-        mask: Bool[Array, "B S"],
-        bias: Float[Array, "H T T"] | None,
-    ) -> Float[Array, "B T D"]:
-        """Whole targets."""
-        y = self.self_attn(before(self, self.self_attn_norm, x), bias)
-        x = after(self, self.self_attn_norm, x, y)
-        y = self.cross_attn(before(self, self.cross_attn_norm, x), encoded, mask)
-        x = after(self, self.cross_attn_norm, x, y)
-        return after(self, self.mlp_norm, x, self.mlp(before(self, self.mlp_norm, x)))
+        self, x: Float[Array, "B T D"], _: None, read: Read
+    ) -> tuple[Float[Array, "B T D"], Metrics]:
+        """Whole targets, and what there is to log."""
+        y = self.self_attn(self.before(self.self_attn_norm, x), read.bias)
+        x = self.after(self.self_attn_norm, x, y)
+        h = self.before(self.cross_attn_norm, x)
+        y, metrics = self.cross_attn(h, read.encoded, read.mask)
+        return self._finish(self.after(self.cross_attn_norm, x, y)), metrics
 
-    def prefill(self, encoded: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> CrossCache:
+    def _finish(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.after(self.mlp_norm, x, self.mlp(self.before(self.mlp_norm, x)))
+
+    def prefill(self, x: None, _: None, read: Read) -> tuple[None, CrossCache]:
         """What steps read of the source."""
-        return self.cross_attn.prefill(encoded, mask)
+        return x, self.cross_attn.prefill(read.encoded, read.mask)
 
     def step(
         self,
         x: Float[Array, "B N D"],
         caches: tuple[SelfCache, CrossCache],
-        position: Int[Array, ""],
-        bias: Float[Array, "H 1 T"] | None,
-    ) -> tuple[Float[Array, "B N D"], SelfCache, CrossCache]:
-        """One token of each of the N beams."""
-        own, source = caches
-        h = before(self, self.self_attn_norm, x)
+        place: tuple[Int[Array, ""], Float[Array, "H 1 T"] | None],
+    ) -> tuple[Float[Array, "B N D"], tuple[SelfCache, CrossCache]]:
+        """One token of each of the N beams, at a position and with a bias of those before it."""
+        (own, source), (position, bias) = caches, place
+        h = self.before(self.self_attn_norm, x)
         y, own = self.self_attn.step(h, own, position, bias)
-        x = after(self, self.self_attn_norm, x, y)
-        h = before(self, self.cross_attn_norm, x)
+        x = self.after(self.self_attn_norm, x, y)
+        h = self.before(self.cross_attn_norm, x)
         y, source = self.cross_attn.step(h, source, position)
-        x = after(self, self.cross_attn_norm, x, y)
-        x = after(self, self.mlp_norm, x, self.mlp(before(self, self.mlp_norm, x)))
-        return x, own, source
+        return self._finish(self.after(self.cross_attn_norm, x, y)), (own, source)
 
 
 class Decoder(Ends):
-    """Embedded target tokens through all layers."""
+    """Embedded target tokens through all layers. Caches have the layers on axis 1."""
 
     cross: CrossAttention = CrossAttention()
 
     def setup(self) -> None:
         super().setup()
-        m = self.model
-        layer = nn.remat(DecoderLayer, methods=["__call__"]) if m.remat else DecoderLayer
-        self.layers = [layer(m, self.cross, self.training) for _ in range(m.decoder_layers)]
+        m, methods = self.model, ("__call__", "prefill", "step")
+        layers = stacked(DecoderLayer, m.decoder_layers, remat=m.remat, methods=methods)
+        self.layers = layers(self.block, self.training, self.cross)
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
         encoded: Float[Array, "B S D"],
         mask: Bool[Array, "B S"],
-    ) -> Float[Array, "B T D"]:
-        """Whole targets.
+    ) -> tuple[Float[Array, "B T D"], Metrics]:
+        """Whole targets; what there is to log, as means over the layers.
 
         Raises:
           ConfigError: targets longer than BART's positions.
@@ -93,47 +102,46 @@ class Decoder(Ends):
         check_length(m, tokens, "target")
         if m.family == "t5":
             bias = bias_tile(
-                self.rel_bias(), tokens, tokens,
+                self.rel_bias.embedding, tokens, tokens,
                 max_distance=m.relative_max_distance, both_ways=False,
             )  # fmt: skip
-        x = self.enter(x)
-        for layer in self.layers:
-            x = layer(x, encoded, mask, bias)
-        return self.leave(x)
+        x, metrics = self.layers(self.enter(x), None, Read(encoded, mask, bias))
+        return self.leave(x), jax.tree.map(jnp.mean, metrics)
 
-    def prefill(
-        self, encoded: Float[Array, "B S D"], mask: Bool[Array, "B S"]
-    ) -> tuple[CrossCache, ...]:
+    def prefill(self, encoded: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> CrossCache:
         """What the steps of each layer read of the source."""
-        return tuple(layer.prefill(encoded, mask) for layer in self.layers)
+        return _exchanged(self.layers.prefill(None, None, Read(encoded, mask))[1])
 
-    def new_caches(self, batch: int, beams: int, length: int) -> tuple[SelfCache, ...]:
-        """Empty caches of each layer, for targets of up to `length` tokens.
+    def new_cache(self, batch: int, beams: int, length: int) -> SelfCache:
+        """An empty cache, for targets of up to `length` tokens.
 
         Raises:
           ConfigError: longer than BART's positions.
         """
         m = self.model
         check_length(m, length, "target")
-        zeros = jnp.zeros((batch, beams, length, m.heads, m.head_dim), compute_dtype(m))
-        return tuple(SelfCache(zeros, zeros) for _ in range(m.decoder_layers))
+        shape = (batch, m.decoder_layers, beams, length, m.heads, m.head_dim)
+        zeros = jnp.zeros(shape, self.block.dtype)
+        return SelfCache(zeros, zeros)
 
     def step(
         self,
         x: Float[Array, "B N D"],
-        own: tuple[SelfCache, ...],
-        source: tuple[CrossCache, ...],
+        own: SelfCache,
+        source: CrossCache,
         position: Int[Array, ""],
-    ) -> tuple[Float[Array, "B N D"], tuple[SelfCache, ...], tuple[CrossCache, ...]]:
+    ) -> tuple[Float[Array, "B N D"], SelfCache, CrossCache]:
         """One token of each of the N beams, at `position` of the targets."""
         bias = None
         if self.model.family == "t5":
-            length, distance = own[0].keys.shape[2], self.model.relative_max_distance
-            bias = bias_row(self.rel_bias(), position, length, max_distance=distance)
+            length, distance = own.keys.shape[3], self.model.relative_max_distance
+            bias = bias_row(self.rel_bias.embedding, position, length, max_distance=distance)
         batch, beams, size = x.shape
         x = self.enter(x.reshape(batch * beams, 1, size), position).reshape(x.shape)
-        after = []
-        for layer, *caches in zip(self.layers, own, source, strict=True):
-            x, *caches = layer.step(x, tuple(caches), position, bias)
-            after.append(caches)
-        return self.leave(x), tuple(a for a, _ in after), tuple(b for _, b in after)
+        x, caches = self.layers.step(x, _exchanged((own, source)), (position, bias))
+        return self.leave(x), *_exchanged(caches)
+
+
+def _exchanged(caches: PyTree[Array]) -> PyTree[Array]:
+    """From layers on axis 0 to layers on axis 1, or back; what a layer has one of stays."""
+    return jax.tree.map(lambda x: x.swapaxes(0, 1) if x.ndim > 1 else x, caches)

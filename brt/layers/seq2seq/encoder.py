@@ -1,73 +1,74 @@
 """The encoder: source tokens to what the decoder reads."""
 
-import flax.linen as nn
+import jax
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from brt.config import Seq2Seq
-from brt.layers.seq2seq.attention import EncoderAttention, SourceBias
-from brt.layers.seq2seq.ends import Ends, after, before, check_length
-from brt.layers.seq2seq.linear import Norm, RelativeBias
-from brt.layers.seq2seq.mlp import Mlp
+from brt.config import Attention
+from brt.layers.seq2seq.ends import Ends, check_length, relative_bias
+from brt.layers.transformer.attention import Source
+from brt.layers.transformer.encoder_layer import EncoderLayer
+from brt.layers.transformer.stacked import layer_keys, stacked
+from brt.ops.attention import kind_of_length
 from brt.ops.encoder_attention import global_blocks, side_bias
-from brt.ops.relative_bias import bias_tile
-
-
-class EncoderLayer(nn.Module):
-    """Self-attention and an MLP, each with its residual."""
-
-    model: Seq2Seq
-    training: bool = False
-
-    def setup(self) -> None:
-        self.self_attn = EncoderAttention(self.model, self.training)
-        self.self_attn_norm = Norm(self.model)
-        self.mlp = Mlp(self.model, self.training)
-        self.mlp_norm = Norm(self.model)
-
-    def __call__(
-        self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"], shared: SourceBias
-    ) -> Float[Array, "B T D"]:
-        y = self.self_attn(before(self, self.self_attn_norm, x), mask, shared)
-        x = after(self, self.self_attn_norm, x, y)
-        return after(self, self.mlp_norm, x, self.mlp(before(self, self.mlp_norm, x)))
+from brt.ops.relative_bias import bias_tile, offset_bias
 
 
 class Encoder(Ends):
-    """Embedded source tokens through all layers."""
+    """Embedded source tokens through all layers.
+
+    Attributes:
+      attention: how a token sees all others.
+    """
+
+    attention: Attention = Attention()
 
     def setup(self) -> None:
         super().setup()
-        m = self.model
-        if m.encoder_attention == "transient_global":
-            self.global_rel_bias = RelativeBias(m)
-        layer = nn.remat(EncoderLayer) if m.remat else EncoderLayer
-        self.layers = [layer(m, self.training) for _ in range(m.encoder_layers)]
+        m, has_globals = self.model, self.model.encoder_attention == "transient_global"
+        if has_globals:
+            self.global_rel_bias = relative_bias(m)
+        self.layers = stacked(EncoderLayer, m.encoder_layers, remat=m.remat)(
+            self.block, self.training, self.attention,
+            radius=0 if m.encoder_attention == "full" else m.encoder_radius,
+            has_globals=has_globals,
+        )  # fmt: skip
 
-    def __call__(self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Args: mask: False on padding, which is at the end of a row.
+    def __call__(
+        self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"], key: jax.Array
+    ) -> Float[Array, "B T D"]:
+        """Hidden vectors of sources.
+
+        Args:
+          mask: False on padding, which is at the end of a row.
+          key: of what attention draws at random.
 
         Raises:
           ConfigError: a source longer than BART's positions.
         """
         check_length(self.model, x.shape[1], "source")
-        x, shared = self.enter(x), self._shared(mask)
-        for layer in self.layers:
-            x = layer(x, mask, shared)
+        keys = layer_keys(key, self.model.encoder_layers)
+        x, _ = self.layers(self.enter(x), keys, self._source(mask))
         return self.leave(x)
 
-    def _shared(self, mask: Bool[Array, "B T"]) -> SourceBias:
+    def _source(self, mask: Bool[Array, "B T"]) -> Source:
         """Biases and blocks, the same in all layers."""
         m = self.model
         if m.family == "bart":
-            return SourceBias(None)
-        tokens, both = mask.shape[1], {"max_distance": m.relative_max_distance, "both_ways": True}
+            return Source(mask)
+        table, tokens = self.rel_bias.embedding, mask.shape[1]
+        both = {"max_distance": m.relative_max_distance, "both_ways": True}
+        if m.encoder_attention == "full" and kind_of_length(self.attention, tokens) != "full":
+            distances = np.arange(1 - tokens, tokens)
+            return Source(mask, distance_bias=offset_bias(table, distances, **both))
         if m.encoder_attention == "full":
-            return SourceBias(bias_tile(self.rel_bias(), tokens, tokens, **both))
+            return Source(mask, bias_tile(table, tokens, tokens, **both))
         block = m.encoder_radius + 1
-        bias = bias_tile(self.rel_bias(), block, 3 * block, first=-block, **both)
+        bias = bias_tile(table, block, 3 * block, first=-block, **both)
         if m.encoder_attention != "transient_global":
-            return SourceBias(bias)
-        table, blocks = self.global_rel_bias(), global_blocks(mask, m.global_block)
-        return SourceBias(
-            bias, blocks, side_bias(table, blocks, max_distance=m.relative_max_distance)
+            return Source(mask, bias)
+        blocks = global_blocks(mask, m.global_block)
+        side = side_bias(
+            self.global_rel_bias.embedding, blocks, max_distance=m.relative_max_distance
         )
+        return Source(mask, bias, blocks=blocks, side=side)

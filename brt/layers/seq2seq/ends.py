@@ -7,9 +7,8 @@ from jaxtyping import Array, Float, Int
 from brt.config import Seq2Seq
 from brt.errors import ConfigError
 from brt.layers.basic import dropout, parameter
-from brt.layers.seq2seq.linear import BART_DEVIATION, Norm, RelativeBias
-
-POSITION_OFFSET = 2  # BART's table has two rows that no token uses
+from brt.layers.transformer.block import of_seq2seq
+from brt.layers.transformer.linear import DEVIATION, POSITION_OFFSET, Embedding
 
 
 class Ends(nn.Module):
@@ -20,15 +19,16 @@ class Ends(nn.Module):
 
     def setup(self) -> None:
         m = self.model
+        self.block = of_seq2seq(m)
         if m.family == "t5":
-            self.rel_bias = RelativeBias(m)
-            self.final_norm = Norm(m)
+            self.rel_bias = relative_bias(m)
+            self.final_norm = self.block.new_norm()
             return
         self.pos_embed = parameter(
             self, "pos_embed", (m.max_positions + POSITION_OFFSET, m.model_dim),
-            ("positions", "embed"), nn.initializers.normal(BART_DEVIATION),
+            ("positions", "embed"), nn.initializers.normal(DEVIATION),
         )  # fmt: skip
-        self.embed_norm = Norm(m)
+        self.embed_norm = self.block.new_norm()
 
     def enter(
         self, x: Float[Array, "B T D"], first: Int[Array, ""] | int = 0
@@ -48,6 +48,12 @@ class Ends(nn.Module):
         return dropout(self, self.final_norm(x), self.model.dropout)
 
 
+def relative_bias(model: Seq2Seq) -> Embedding:
+    """T5's bias [R, H] of each bucket of distances."""
+    shape = (model.relative_buckets, model.heads)
+    return Embedding(shape, ("buckets", "heads"), model.model_dim**-0.5)
+
+
 def check_length(model: Seq2Seq, length: int, what: str) -> None:
     """Raises ConfigError where `what` ("source", "target") is longer than BART's positions."""
     if model.family == "bart" and length > model.max_positions:
@@ -56,16 +62,3 @@ def check_length(model: Seq2Seq, length: int, what: str) -> None:
             f"{model.max_positions}; lower Pairs.max_{what}_length or Decoding.max_length, or "
             "extend the positions (brt.models.seq2seq.extend_positions)"
         )
-
-
-def before(module: nn.Module, norm: Norm, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-    """What a part of a layer reads: T5 normalises here, BART in `after`."""
-    return norm(x) if module.model.family == "t5" else x
-
-
-def after(
-    module: nn.Module, norm: Norm, x: Float[Array, "*B D"], y: Float[Array, "*B D"]
-) -> Float[Array, "*B D"]:
-    """x and y, which a part of a layer made of it."""
-    total = x + dropout(module, y, module.model.dropout)
-    return total if module.model.family == "t5" else norm(total)

@@ -37,6 +37,7 @@ def attend(
     *,
     scale: float,
     queries_valid: Bool[Array, "B T"] | None = None,
+    bias: Float[Array, "H O"] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T H E"]:
     """Attention of clusters of queries; logits are scale * q.k.
@@ -52,6 +53,8 @@ def attend(
       dropout: of the weights [B, H, C, X] of clusters, and of those of queries for their
         cluster's best keys; all members of a cluster share the first.
       queries_valid: None: that of the keys, which belong to the same tokens (T = X).
+      bias: float32, of each distance (key minus query) from 1 - T to X - 1, added to the logits;
+        see `clustered_attention.relative`. None: none.
       implementation: a named one runs or raises; None takes the fastest that can.
 
     Returns:
@@ -72,7 +75,7 @@ def attend(
     labels = cluster_queries(queries.swapaxes(1, 2), queries_valid, config, key)
     return attend_by_label(
         queries, keys, values, valid, labels, config, dropout,
-        scale=scale, implementation=implementation,
+        scale=scale, bias=bias, implementation=implementation,
     )  # fmt: skip
 
 
@@ -86,6 +89,7 @@ def attend_by_label(
     dropout: Dropout | None = None,
     *,
     scale: float,
+    bias: Float[Array, "H O"] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T H E"]:
     """`attend` for known clusters.
@@ -100,7 +104,7 @@ def attend_by_label(
     q = jnp.where(there, queries * scale, 0)
     k, v = (jnp.where(valid[..., None, None], x, 0) for x in (keys, values))
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-    return run(q, k, v, valid, labels, config, dropout).swapaxes(1, 2)
+    return run(q, k, v, valid, labels, config, dropout, bias).swapaxes(1, 2)
 
 
 def _implementation(kind: str, name: str | None) -> Callable[..., Array]:

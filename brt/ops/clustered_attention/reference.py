@@ -18,11 +18,14 @@ def clustered(
     labels: Int[Array, "B H T"],
     config: Attention,
     dropout: None = None,
+    bias: Float[Array, "H O"] | None = None,
 ) -> Float[Array, "B H T E"]:
     """See `xla.clustered`."""
     together, real = _together(labels, config)
     own_centroid = _mean(queries, together)
-    weights = _softmax(_logits(own_centroid, keys), valid[:, None, None])
+    pairs = _pairs(bias, queries, keys)
+    logits = _logits(own_centroid, keys) + _mean(pairs, together)
+    weights = _softmax(logits, valid[:, None, None])
     return jnp.where(real, weights @ values, 0)
 
 
@@ -34,12 +37,15 @@ def improved_clustered(
     labels: Int[Array, "B H T"],
     config: Attention,
     dropout: None = None,
+    bias: Float[Array, "H O"] | None = None,
 ) -> Float[Array, "B H T E"]:
     """See `xla.improved_clustered`."""
     together, real = _together(labels, config)
     own_centroid = _mean(queries, together)
     seen = valid[:, None, None]
-    exact, logits = _logits(queries, keys), _logits(own_centroid, keys)
+    pairs = _pairs(bias, queries, keys)
+    exact = _logits(queries, keys) + pairs
+    logits = _logits(own_centroid, keys) + _mean(pairs, together)
     best = seen & (_rank(jnp.where(seen, logits, -jnp.inf)) < config.top_k)
     if config.mass_rule == "paper":
         weights = _softmax(logits, seen)
@@ -102,6 +108,16 @@ def _mean(x: Float[Array, "B H T K"], together: Bool[Array, "B H T T"]) -> Array
 
 def _logits(queries: Float[Array, "B H T K"], keys: Float[Array, "B H X K"]) -> Array:
     return queries @ keys.swapaxes(-2, -1)
+
+
+def _pairs(bias: Float[Array, "H O"] | None, queries: Array, keys: Array) -> Array:
+    """[B, H, T, X], the bias of every query and key; zeros without one."""
+    tokens, count = queries.shape[2], keys.shape[2]
+    if bias is None:
+        return jnp.zeros((*queries.shape[:3], count), queries.dtype)
+    places = jnp.arange(count)[None] - jnp.arange(tokens)[:, None] + tokens - 1
+    pairs = jnp.take(bias, places, axis=1)
+    return jnp.broadcast_to(pairs, (len(queries), *pairs.shape))
 
 
 def _rank(x: Float[Array, "B H T X"]) -> Int[Array, "B H T X"]:

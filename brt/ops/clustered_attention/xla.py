@@ -17,6 +17,7 @@ from brt.ops.clustered_attention.members import (
     tiles_of,
     to_tiles,
 )
+from brt.ops.clustered_attention.relative import mean_bias, pair_bias
 from brt.ops.dropout import Dropout
 from brt.ops.memory_attention.retrieval import take
 from brt.ops.partial_attention import Part, attend_to_part
@@ -47,9 +48,12 @@ def clustered(
     labels: Int[Array, "B H T"],
     config: Attention,
     dropout: Dropout | None,
+    bias: Float[Array, "H O"] | None,
 ) -> Float[Array, "B H T E"]:
     """Every query gets what its centroid gets (equations 4 to 6)."""
     logits = inner(_centroids(queries, labels, config), keys)
+    if bias is not None:
+        logits += mean_bias(bias, labels, _clusters(labels, config))
     logits = jnp.where(valid[:, None, None], logits, MASKED)
     return of_members(attend_to_part(logits, values, dropout).values.astype(values.dtype), labels)
 
@@ -62,19 +66,26 @@ def improved_clustered(
     labels: Int[Array, "B H T"],
     config: Attention,
     dropout: Dropout | None,
+    bias: Float[Array, "H O"] | None,
 ) -> Float[Array, "B H T E"]:
     """Exact logits for a cluster's best keys, the centroid's for the others (section 3.3)."""
     tokens, clusters = labels.shape[-1], _clusters(labels, config)
     size = min(config.tile or tile_size(tokens, clusters), tokens)
     tiles = tiles_of(labels, clusters=clusters, size=size)
     centroids = _centroids(queries, labels, config)
-    logits = inner(centroids, keys)
+    logits, mean = inner(centroids, keys), None
+    if bias is not None:
+        mean = mean_bias(bias, labels, clusters)
+        logits += mean
     seen = valid[:, None, None]
     best = _best(logits, seen, config.top_k)
     best_keys, best_values = (take(x, best.indices) for x in (keys, values))
     of_best, of_rest = (dropout.part(0), dropout.part(1)) if dropout else (None, None)
 
     exact = inner(to_tiles(queries, tiles), of_tile(best_keys, tiles))
+    if bias is not None:
+        places = tiles.queries.reshape(exact.shape[:-1])
+        exact += pair_bias(bias, places, of_tile(best.indices, tiles), tokens)
     exact = jnp.where(of_tile(best.there, tiles)[..., None, :], exact, MASKED)
     own = attend_to_part(exact, of_tile(best_values, tiles), of_best)
     if config.mass_rule == "lse_jensen":
@@ -84,7 +95,7 @@ def improved_clustered(
     rest = Part(*(of_tile(x, tiles)[:, :, :, None] for x in rest))
     totals = own.totals
     if config.mass_rule == "paper":
-        totals = of_tile(_totals(centroids, best_keys, best.there), tiles)[..., None]
+        totals = of_tile(_totals(centroids, best_keys, best, mean), tiles)[..., None]
     mass = jax.nn.sigmoid(totals - rest.totals)[..., None]
     share = jax.lax.stop_gradient(mass) if config.mass_stop_gradient else mass
     y = share * own.values + (1 - mass) * rest.values
@@ -94,11 +105,14 @@ def improved_clustered(
 def _totals(
     centroids: Float[Array, "B H C K"],
     best_keys: Float[Array, "B H C R K"],
-    there: Bool[Array, "B H C R"],
+    best: Best,
+    mean_bias: Float[Array, "B H C X"] | None,
 ) -> Float[Array, "B H C"]:
     """What the best keys weigh for the centroid; the paper has them weigh as much for a member."""
     logits = inner(centroids[..., None, :], best_keys)[..., 0, :]
-    return safe_softmax_with_total(jnp.where(there, logits, MASKED))[1]
+    if mean_bias is not None:
+        logits += jnp.take_along_axis(mean_bias, best.indices, axis=-1)
+    return safe_softmax_with_total(jnp.where(best.there, logits, MASKED))[1]
 
 
 def _best(logits: Float[Array, "B H C X"], seen: Bool[Array, "B 1 1 X"], count: int) -> Best:

@@ -57,7 +57,7 @@ class TeacherForcing:
 
     def nats(self, params: PyTree[Array], batch: PairBatch) -> Float[Array, "B T"]:
         """-log p of every token of the summaries, 0 on padding; to be compiled."""
-        hidden, out = predict(self._config, params, batch)
+        hidden, out, _ = predict(self._config, params, batch)
         hidden, embedding = without_bias(out, hidden)
         chunk = self._config.training.loss_chunk
         found = token_nats(hidden, embedding, batch.target_out, scale=out.scale, chunk=chunk)

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
@@ -9,29 +10,35 @@ from brt.models import seq2seq
 from brt.models.seq2seq import Readout
 from brt.types import PairBatch
 
+_PURPOSES = _DROPOUT, _ATTENTION = 0, 1  # what the key of a step is folded with
+
 
 class Prediction(NamedTuple):
-    """Vectors of every token of the summaries, and what makes logits of them."""
+    """Vectors of every token of the summaries, what makes logits of them, what there is to log."""
 
     hidden: Float[Array, "B T D"]
     out: Readout
+    metrics: dict[str, Float[Array, ""]]
 
 
 def network(config: Config, *, training: bool = False) -> seq2seq.Seq2Seq:
     """The model that a config describes."""
-    return seq2seq.Seq2Seq(config.seq2seq, config.cross_attention, training)
+    return seq2seq.Seq2Seq(config.seq2seq, config.cross_attention, training, config.attention)
 
 
 def predict(
-    config: Config, params: PyTree[Array], batch: PairBatch, dropout: Array | None = None
+    config: Config, params: PyTree[Array], batch: PairBatch, key: jax.Array | None = None
 ) -> Prediction:
     """Each token of the summaries, given what a reader of them would have written before.
 
     Args:
-      dropout: the key of a training step's; None: nothing is dropped.
+      key: of a training step; None: nothing is dropped, and what is random is always the same.
     """
-    hidden = network(config, training=dropout is not None).apply(
-        {"params": params}, batch.source, batch.source_mask, batch.target_in,
+    dropout, attention = None, None
+    if key is not None:
+        dropout, attention = (jax.random.fold_in(key, purpose) for purpose in _PURPOSES)
+    found = network(config, training=key is not None).apply(
+        {"params": params}, batch.source, batch.source_mask, batch.target_in, attention,
         rngs=None if dropout is None else {"dropout": dropout},
     )  # fmt: skip
-    return Prediction(hidden, seq2seq.readout(config.seq2seq, params))
+    return Prediction(found.hidden, seq2seq.readout(config.seq2seq, params), found.metrics)

@@ -42,7 +42,7 @@ class Summarization(Task):
     """An encoder-decoder's."""
 
     name = "seq2seq"
-    sections = ("Seq2Seq", "CrossAttention", "Pairs", "Decoding", "Sampling")
+    sections = ("Seq2Seq", "Attention", "CrossAttention", "Pairs", "Decoding", "Sampling")
     model, data = "seq2seq", "pairs"
     writes = exports = True
     measures = (BITS_PER_BYTE, BITS_PER_TOKEN)
@@ -50,7 +50,20 @@ class Summarization(Task):
 
     def check(self, config: Config) -> None:
         """Lengths that the model has positions and segments for."""
-        pairs, model = config.pairs, config.seq2seq
+        pairs, model, kind = config.pairs, config.seq2seq, config.attention.kind
+        if kind != "full" and model.encoder_attention != "full":
+            raise ConfigError(
+                f"Attention.kind = {kind!r} says how every source token sees all others, but "
+                f"Seq2Seq.encoder_attention = {model.encoder_attention!r}; leave one of them out"
+            )
+        bart = model.family == "bart" and kind == "oracle_top_k"
+        if kind not in ("full", "clustered", "improved_clustered") and not bart:
+            raise ConfigError(
+                f"Attention.kind = {kind!r} is not for Seq2Seq.family = {model.family!r}; 'full', "
+                "'clustered' and 'improved_clustered' are"
+            )
+        longest = f"Pairs.max_source_length = {pairs.max_source_length}"
+        config.attention.check_length(pairs.max_source_length, longest)
         config.cross_attention.check_lengths(pairs.max_source_length, pairs.max_target_length)
         for name, length in (
             ("Pairs.max_source_length", pairs.max_source_length),
@@ -101,13 +114,13 @@ class Summarization(Task):
         key: Array,
     ) -> tuple[Float[Array, ""], Aux]:
         """The summed loss of the summaries."""
-        hidden, out = predict(config, params, batch, key)
+        hidden, out, metrics = predict(config, params, batch, key)
         hidden, embedding = without_bias(out, hidden)
         total, nats = smoothed_cross_entropy(
             hidden, embedding, batch.target_out, batch.scored, out.scale,
             config.training.loss_chunk, config.training.label_smoothing,
         )  # fmt: skip
-        return total, Aux(nats, count_of(batch.scored), carry, model_state, {})
+        return total, Aux(nats, count_of(batch.scored), carry, model_state, metrics)
 
     def flops(self, config: Config, batch: PairBatch) -> int | None:
         """Where cross-attention is full."""
@@ -149,7 +162,9 @@ class Summarization(Task):
             for path, leaf in jax.tree_util.tree_leaves_with_path(params["decoder"]):
                 *where, name = (str(part.key) for part in path)
                 if name in _LEARNED:
-                    values[f"probe/{where[0]}/{name}"] = float(np.mean(jax.device_get(leaf)))
+                    rows = np.reshape(jax.device_get(leaf), (len(leaf), -1))
+                    for i, row in enumerate(rows):
+                        values[f"probe/{where[0]}_{i}/{name}"] = float(np.mean(row))
             return values
 
         return found
@@ -226,7 +241,13 @@ class Summarization(Task):
             (target / name).write_bytes(tokenizer.content)
             return [name]
 
-        return Exported(source, Pretrained(params, described), copy)
+        kind, notes = config.attention.kind, []
+        if kind != "full":
+            notes.append(
+                f"trained with Attention.kind = {kind!r}; transformers will encode by full "
+                "attention, and so does --verify"
+            )
+        return Exported(source, Pretrained(params, described), copy, tuple(notes))
 
     def converted(self, config: Config, where: Path) -> Weights:
         """A T5 or BART that brt.convert wrote."""

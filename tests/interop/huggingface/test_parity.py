@@ -34,7 +34,7 @@ def compiled(read: Callable, directory: Callable[[str], Path]) -> Callable[[str]
         network = seq2seq.Seq2Seq(model.described.model, model.described.cross)
 
         def logits(params: Any, encoded: Any, mask: Any, targets_in: Any) -> jax.Array:
-            hidden = seq2seq.decode(network, params, encoded, mask, targets_in)
+            hidden, _ = seq2seq.decode(network, params, encoded, mask, targets_in)
             return seq2seq.logits(seq2seq.readout(network.model, params), hidden)
 
         def prefill(params: Any, encoded: Any, mask: Any, beams: int) -> seq2seq.DecodeState:

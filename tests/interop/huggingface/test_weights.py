@@ -6,11 +6,11 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict
 
 from brt.config import CrossAttention
 from brt.errors import CheckpointError
 from brt.interop.huggingface import files, names, weights
+from brt.interop.huggingface.layers import by_layer
 
 SRFORMER = CrossAttention(kind="srformer", segment_size=4, raf_bias=True, mix="sigma")
 
@@ -29,7 +29,7 @@ def test_what_is_imported_is_exported_again(read: Callable, directory: Callable,
 
 
 def test_names_are_those_of_the_table(read: Callable) -> None:
-    t5, bart = (flatten_dict(read(name)[0].params, sep="/") for name in ("t5", "bart"))
+    t5, bart = (by_layer(read(name)[0].params) for name in ("t5", "bart"))
     assert t5["encoder/layers_1/self_attn/q/kernel"].shape == (16, 2, 8)
     assert t5["decoder/layers_2/cross_attn/o/kernel"].shape == (2, 8, 16)
     assert t5["encoder/rel_bias/embedding"].shape == (8, 2)
@@ -48,8 +48,8 @@ def test_the_recurrence_has_the_names_of_its_authors(read: Callable) -> None:
     assert sorted(imported.initialised) == sorted(expected)
     exported = weights.export_arrays(imported.params, settings)
     theirs = "decoder.block.2.layer.1.EncDecAttention."
-    raf = imported.params["decoder"]["layers_2"]["cross_attn"]["raf"]
-    assert_equal(exported[theirs + "SNN_kv.weight"], np.asarray(raf["kernel"]).T)
+    raf = imported.params["decoder"]["layers"]["cross_attn"]["raf"]
+    assert_equal(exported[theirs + "SNN_kv.weight"], np.asarray(raf["kernel"][2]).T)
     assert exported[theirs + "leak"].shape == exported[theirs + "threshold"].shape == (1,)
     again = weights.import_arrays(exported, settings, SRFORMER)
     assert again.initialised == []
@@ -60,7 +60,7 @@ def test_another_cross_attention_keeps_all_it_shares(read: Callable) -> None:
     model = read("bart")[0]
     settings = model.described.model
     params = weights.with_cross_attention(model.params, settings, SRFORMER)
-    assert "raf" in params["decoder"]["layers_0"]["cross_attn"]
+    assert "raf" in params["decoder"]["layers"]["cross_attn"]
     back = weights.with_cross_attention(params, settings, CrossAttention())
     assert_equal(back, model.params)
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from brt.config import Encoder
 from brt.errors import CheckpointError
-from brt.layers.encoder.inputs import POSITION_OFFSET
+from brt.layers.transformer.linear import POSITION_OFFSET
 from brt.models.encoder import Task
 
 MODEL_TYPE = "roberta"

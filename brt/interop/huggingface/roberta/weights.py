@@ -6,14 +6,13 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from brt.errors import CheckpointError
 from brt.interop.huggingface import names
+from brt.interop.huggingface.layers import by_layer
 from brt.interop.huggingface.roberta.config import Described
-from brt.interop.huggingface.weights import Arrays, Imported, listed
+from brt.interop.huggingface.weights import Arrays, Imported, matched
 from brt.models import encoder
 
 _PREFIX = "roberta."
@@ -81,17 +80,12 @@ def normalised(arrays: Arrays) -> dict[str, np.ndarray]:
 
 def template(described: Described) -> dict[str, jax.ShapeDtypeStruct]:
     """Our parameters' shapes by their names, as "encoder/layers_0/mlp/wi/kernel"."""
-    return flatten_dict(jax.eval_shape(lambda: _initial(described)), sep="/")
+    return by_layer(jax.eval_shape(partial(_initial, described)))
 
 
 def _initial(described: Described) -> dict[str, Any]:
     network = encoder.EncoderWithHead(described.model, task=described.task)
     return nn.meta.unbox(encoder.init(network, jax.random.key(0)))
-
-
-def _chosen(described: Described, wanted: tuple[str, ...]) -> dict[str, jax.Array]:
-    flat = flatten_dict(_initial(described), sep="/")
-    return {name: flat[name] for name in wanted}
 
 
 def import_arrays(arrays: Arrays, described: Described) -> Imported:
@@ -100,23 +94,8 @@ def import_arrays(arrays: Arrays, described: Described) -> Imported:
     Raises:
       CheckpointError: arrays that are missing, or of another shape.
     """
-    known, left = table(described), dict(arrays)
-    found, missing, initialised = {}, [], []
-    for ours, leaf in template(described).items():
-        theirs = names.their_name(known, ours)
-        if theirs not in left:
-            head = ours.startswith("head/")
-            (initialised if head else missing).append(ours if head else str(theirs))
-            continue
-        array, shape = left.pop(theirs), names.their_shape(ours, leaf.shape)
-        if array.shape != shape:
-            raise CheckpointError(f"{theirs} is {array.shape}, not {shape} as config.json has it")
-        found[ours] = jnp.asarray(names.to_ours(ours, array, leaf.shape), jnp.float32)
-    if missing:
-        raise CheckpointError(f"the checkpoint lacks {listed(missing)}")
-    if initialised:
-        found |= jax.jit(partial(_chosen, described, tuple(initialised)))()
-    return Imported(unflatten_dict(found, sep="/"), initialised, sorted(left))
+    initial = partial(_initial, described)
+    return matched(arrays, table(described), initial, lambda ours: ours.startswith("head/"))
 
 
 def export_arrays(params: Mapping[str, Any], described: Described) -> dict[str, np.ndarray]:
@@ -124,7 +103,7 @@ def export_arrays(params: Mapping[str, Any], described: Described) -> dict[str, 
     known, model = table(described), described.model
     exported = {
         str(names.their_name(known, ours)): names.to_theirs(ours, np.asarray(array))
-        for ours, array in flatten_dict(dict(params), sep="/").items()
+        for ours, array in by_layer(params).items()
     }
     if not model.token_types:  # theirs has one at least
         exported[known[_TYPES]] = np.zeros((1, model.model_dim), np.float32)

@@ -1,0 +1,1 @@
+"""Layers that encoders and encoder-decoders share; small settings tell the families apart."""

@@ -1,0 +1,106 @@
+"""Projections of attention, and how the tokens of an encoder see each other."""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+from jaxtyping import Array, Bool, Float
+
+from brt.config import Attention
+from brt.layers.transformer.block import Block
+from brt.ops import attention, masked_attention
+from brt.ops.dropout import Dropout
+from brt.ops.encoder_attention import GlobalBlocks, Side, block_sums, local_attention
+
+
+class Projections(nn.Module):
+    """`q`, `k`, `v` into heads and `o` out of them; no `k` where queries and keys share one."""
+
+    block: Block
+    training: bool = False
+    shared_queries_keys: bool = False
+
+    def setup(self) -> None:
+        b = self.block
+        width, heads, into = (b.model_dim,), (b.heads, b.head_dim), ("embed", "heads", "head_dim")
+        # Queries that are not scaled where they are used start smaller.
+        smaller = (b.model_dim * b.head_dim * b.scale**2) ** -0.5
+        self.q = b.linear(width, heads, into, smaller)
+        if not self.shared_queries_keys:
+            self.k = b.linear(width, heads, into)
+        self.v = b.linear(width, heads, into)
+        self.o = b.linear(heads, width, ("heads", "head_dim", "embed"))
+
+    def queries(self, x: Float[Array, "*B D"]) -> Float[Array, "*B H K"]:
+        """Queries, scaled."""
+        return self.q(x) * self.block.scale
+
+    def drop(self) -> Dropout | None:
+        """Dropout of attention weights, where there is any."""
+        rate = self.block.attention_dropout
+        return Dropout(self.make_rng("dropout"), rate) if self.training and rate else None
+
+
+class Source(NamedTuple):
+    """What all layers of an encoder read beside their vectors.
+
+    Attributes:
+      valid: False on padding.
+      bias: float32 [H, T, T], or of a block [H, W, 3 W] where attention is local; None: none.
+      distance_bias: float32, for the kinds of attention that take it instead; None: none.
+      blocks: of transient global tokens, or None.
+      side: float32, of transient global tokens, or None.
+    """
+
+    valid: Bool[Array, "B T"]
+    bias: Float[Array, "H Q S"] | None = None
+    distance_bias: Float[Array, "H O"] | None = None
+    blocks: GlobalBlocks | None = None
+    side: Float[Array, "B H T G"] | None = None
+
+
+class SelfAttention(Projections):
+    """Every valid token sees all others, or its neighbours and sums of blocks.
+
+    The parameters are the same for every kind, so that weights fit them all.
+
+    Attributes:
+      attention: how a token sees all others.
+      radius: positions to each side that it sees; 0: all.
+      has_globals: whether it sees sums of blocks, which `global_norm` normalises.
+    """
+
+    attention: Attention = Attention()
+    radius: int = 0
+    has_globals: bool = False
+
+    def setup(self) -> None:
+        super().setup()
+        if self.has_globals:
+            self.global_norm = self.block.new_norm()
+
+    def __call__(
+        self, x: Float[Array, "B T D"], key: jax.Array, source: Source
+    ) -> Float[Array, "B T D"]:
+        """Args: key: of what the kind draws at random."""
+        queries, scale, drop = self.q(x), self.block.scale, self.drop()
+        keys, values = queries if self.shared_queries_keys else self.k(x), self.v(x)
+        if self.radius:
+            side = self._side(x, source) if self.has_globals else None
+            y = local_attention(
+                queries * scale, keys, values, source.bias, source.valid, side, drop,
+                radius=self.radius,
+            )  # fmt: skip
+        elif source.bias is not None:
+            seen = source.valid[:, None]
+            y = masked_attention.attend(queries * scale, keys, values, source.bias, seen, drop)
+        else:
+            y = attention.attend(
+                queries, keys, values, source.valid, self.attention, key, drop,
+                scale=scale, bias=source.distance_bias,
+            )  # fmt: skip
+        return self.o(y)
+
+    def _side(self, x: Float[Array, "B T D"], source: Source) -> Side:
+        sums = self.global_norm(block_sums(x, source.blocks))
+        return Side(self.k(sums), self.v(sums), source.side, source.blocks.exist)

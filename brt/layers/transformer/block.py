@@ -1,0 +1,98 @@
+"""What tells the layers of one family from those of another, and the residuals around a part."""
+
+from typing import Literal, NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from brt import config
+from brt.layers.basic import compute_dtype, dropout
+from brt.layers.transformer.linear import DEVIATION, Linear, Norm
+
+
+class Block(NamedTuple):
+    """A layer's sizes and kinds.
+
+    Attributes:
+      norm: "rms" has a scale, "layer" a scale and a bias.
+      norm_first: whether a part of a layer reads normalised vectors; else its sum is normalised.
+      bias: whether products with matrices have one.
+      deviation: of initial matrices; None: (numbers that are summed) ** -0.5.
+      scale: of the products of queries and keys.
+      dtype: of activations and caches.
+    """
+
+    model_dim: int
+    heads: int
+    head_dim: int
+    mlp_dim: int
+    activation: Literal["relu", "gelu", "gated_gelu"]
+    norm: Literal["rms", "layer"]
+    norm_epsilon: float
+    norm_first: bool
+    bias: bool
+    deviation: float | None
+    scale: float
+    dropout: float
+    attention_dropout: float
+    activation_dropout: float
+    dtype: jnp.dtype
+
+    def linear(
+        self,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        deviation: float | None = None,
+    ) -> Linear:
+        """A product with a matrix; `deviation` where the block itself names none."""
+        return Linear(inputs, outputs, axes, self.bias, self.deviation or deviation)
+
+    def new_norm(self) -> Norm:
+        """The norm of vectors of the model's width."""
+        return Norm(self.norm, self.norm_epsilon)
+
+
+def of_encoder(m: config.Encoder) -> Block:
+    """RoBERTa's layers, and those whose norms come first."""
+    return Block(
+        m.model_dim, m.heads, m.head_dim, m.mlp_dim, m.activation, "layer", m.norm_epsilon,
+        m.norm_first, bias=True, deviation=None, scale=m.head_dim**-0.5, dropout=m.dropout,
+        attention_dropout=_own(m.attention_dropout, m.dropout), activation_dropout=0.0,
+        dtype=compute_dtype(m),
+    )  # fmt: skip
+
+
+def of_seq2seq(m: config.Seq2Seq) -> Block:
+    """T5's or BART's layers; T5's queries are not scaled where they are used."""
+    t5 = m.family == "t5"
+    return Block(
+        m.model_dim, m.heads, m.head_dim, m.mlp_dim, m.activation, "rms" if t5 else "layer",
+        m.norm_epsilon, norm_first=t5, bias=not t5, deviation=None if t5 else DEVIATION,
+        scale=1.0 if t5 else m.head_dim**-0.5, dropout=m.dropout,
+        attention_dropout=_own(m.attention_dropout, m.dropout),
+        activation_dropout=_own(m.activation_dropout, m.dropout), dtype=compute_dtype(m),
+    )  # fmt: skip
+
+
+def _own(rate: float, usual: float) -> float:
+    return usual if rate == -1 else rate
+
+
+class Residual(nn.Module):
+    """A layer: each part reads `before`, and what it gives is added by `after`."""
+
+    block: Block
+    training: bool = False
+
+    def before(self, norm: Norm, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """What a part reads."""
+        return norm(x) if self.block.norm_first else x
+
+    def after(
+        self, norm: Norm, x: Float[Array, "*B D"], y: Float[Array, "*B D"]
+    ) -> Float[Array, "*B D"]:
+        """x and y, which a part made of it."""
+        total = x + dropout(self, y, self.block.dropout)
+        return total if self.block.norm_first else norm(total)

@@ -1,0 +1,38 @@
+"""A layer of an encoder, of whatever family."""
+
+import jax
+from jaxtyping import Array, Float
+
+from brt.config import Attention
+from brt.layers.transformer.attention import SelfAttention, Source
+from brt.layers.transformer.block import Residual
+from brt.layers.transformer.mlp import Mlp
+
+
+class EncoderLayer(Residual):
+    """Self-attention and an MLP, each with its residual and its norm, before or after.
+
+    Attributes: those of `SelfAttention`.
+    """
+
+    attention: Attention = Attention()
+    radius: int = 0
+    has_globals: bool = False
+    shared_queries_keys: bool = False
+
+    def setup(self) -> None:
+        self.self_attn = SelfAttention(
+            self.block, self.training, self.shared_queries_keys, self.attention, self.radius,
+            self.has_globals,
+        )  # fmt: skip
+        self.self_attn_norm = self.block.new_norm()
+        self.mlp = Mlp(self.block, self.training)
+        self.mlp_norm = self.block.new_norm()
+
+    def __call__(
+        self, x: Float[Array, "B T D"], key: jax.Array, source: Source
+    ) -> tuple[Float[Array, "B T D"], None]:
+        """In the form of `brt.layers.transformer.stacked`; `key` is the layer's own."""
+        y = self.self_attn(self.before(self.self_attn_norm, x), key, source)
+        x = self.after(self.self_attn_norm, x, y)
+        return self.after(self.mlp_norm, x, self.mlp(self.before(self.mlp_norm, x))), None

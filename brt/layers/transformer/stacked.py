@@ -1,0 +1,36 @@
+"""Equal layers as a scan over stacked parameters: compiled once, whatever the depth."""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+
+def stacked(
+    layer: type[nn.Module], count: int, *, remat: bool, methods: Sequence[str] = ("__call__",)
+) -> type[nn.Module]:
+    """A module of `count` layers with the fields of one, whose parameters have layers on axis 0.
+
+    Its methods are of the form (x, of each layer, of all layers) -> (x, of each layer), where
+    what is of each layer has the layers on axis 0.
+
+    Args:
+      remat: compute what is in `__call__` again in the backward pass.
+    """
+    if remat:
+        layer = nn.remat(layer, methods=["__call__"], prevent_cse=False)
+    return nn.scan(
+        layer,
+        variable_axes={"params": 0},
+        split_rngs={"params": True, "dropout": True},
+        in_axes=(0, nn.broadcast),
+        length=count,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+        methods=list(methods),
+    )
+
+
+def layer_keys(key: jax.Array, count: int) -> jax.Array:
+    """A key for each layer."""
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(count))

@@ -1,0 +1,84 @@
+"""Seconds to lower and compile a training step of T5 of 2 + 2 layers and of more.
+
+    python tools/benchmark/compile_time.py [--layers=2,12] [--rounds=3] [--model_dim=768]
+        [--source=512] [--target=128] [--json=FILE]
+
+Forward and backward of the loss of one pair, of T5-base's sizes but for a small vocabulary. The
+depths take turns, each from scratch; ratios to the first depth are medians over the rounds.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
+import flax.linen as nn
+import jax
+from long_summaries import loss, random_pair
+from timing import ratio, show
+
+from brt.config import Config, Pairs, Seq2Seq, Training
+from brt.training.objectives import seq2seq
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--layers", default="2,12", help="of the encoder, and of the decoder")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model_dim", type=int, default=768)
+    parser.add_argument("--source", type=int, default=512, help="source tokens")
+    parser.add_argument("--target", type=int, default=128, help="target tokens")
+    parser.add_argument("--json", help="write the rows to this file")
+    args = parser.parse_args()
+    print(f"jax {jax.__version__}, {len(jax.devices())} x {jax.devices()[0].device_kind}\n")
+    depths = [int(layers) for layers in args.layers.split(",")]
+    names = {layers: f"{layers} + {layers}" for layers in depths}
+    lower, both = ({name: [] for name in names.values()} for _ in range(2))
+    programs = {}
+    for _ in range(args.rounds):
+        for layers, name in names.items():
+            jax.clear_caches()
+            begin = time.perf_counter()
+            lowered = lowered_step(args, layers)
+            lower[name].append(time.perf_counter() - begin)
+            compiled = lowered.compile()
+            both[name].append(time.perf_counter() - begin)
+            programs[name] = compiled.as_text().count(" = ")
+    first = names[depths[0]]
+    rows = [
+        {
+            "kind": name, "lower s": statistics.median(lower[name]),
+            "and compile s": statistics.median(both[name]),
+            f"of {first}": ratio(both, name, first), "instructions": programs[name],
+        }
+        for name in names.values()
+    ]  # fmt: skip
+    show("A training step", rows)
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1))
+
+
+def lowered_step(args: argparse.Namespace, layers: int) -> Any:
+    """The gradient of the loss, for shapes alone."""
+    model = Seq2Seq(
+        encoder_layers=layers, decoder_layers=layers, model_dim=args.model_dim,
+        heads=args.model_dim // 64, mlp_dim=4 * args.model_dim, vocab_size=8000,
+    )  # fmt: skip
+    config = Config(
+        seq2seq=model,
+        pairs=Pairs(max_source_length=args.source, max_target_length=args.target),
+        training=Training(objective="seq2seq"),
+    )
+    key = jax.random.key(0)
+    params = jax.eval_shape(lambda: nn.meta.unbox(seq2seq.initial_params(config, key)))
+    batch = random_pair(args.source, args.target)
+    return jax.jit(jax.grad(lambda p, b, k: loss(config, p, b, k))).lower(params, batch, key)
+
+
+if __name__ == "__main__":
+    main()

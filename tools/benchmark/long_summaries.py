@@ -1,0 +1,115 @@
+"""Milliseconds and memory of a training step of a summariser, by how its encoder attends.
+
+    python tools/benchmark/long_summaries.py [--lengths=4096,16384] [--family=bart] [--rounds=5]
+        [--model_dim=256] [--layers=4] [--target=128] [--clusters=100] [--top_k=32] [--json=FILE]
+
+Forward and backward of the loss of one random pair, without the optimizer, with dropout. The kinds
+of `Attention` take turns; `median ms` is over the rounds, and `full / it` the median of the rounds'
+ratios to exact attention. `MiB` is what the compiler sets aside for the step beside its arguments.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from timing import interleaved, ratio, show
+
+from brt import allocator
+from brt.config import Attention, Config, Pairs, Seq2Seq, Training
+from brt.training.objectives import seq2seq
+from brt.types import PairBatch
+
+KINDS = ("full", "clustered", "improved_clustered")
+VOCABULARY = 8000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--lengths", default="4096,16384", help="source tokens")
+    parser.add_argument("--family", default="bart", choices=("bart", "t5"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model_dim", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4, help="of the encoder, and of the decoder")
+    parser.add_argument("--target", type=int, default=128, help="target tokens")
+    parser.add_argument("--clusters", type=int, default=100)
+    parser.add_argument("--top_k", type=int, default=32)
+    parser.add_argument("--json", help="write the rows to this file")
+    args = parser.parse_args()
+    allocator.keep_memory()
+    device = jax.devices()[0]
+    print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}, {args.family}\n")
+    rows = []
+    for length in map(int, args.lengths.split(",")):
+        found = measured(args, length)
+        show(f"{length:,} source tokens", found)
+        rows += found
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1))
+
+
+def measured(args: argparse.Namespace, length: int) -> list[dict[str, Any]]:
+    """A row for each kind of attention."""
+    steps, memory = {}, {}
+    for kind in KINDS:
+        config = configured(args, length, kind)
+        params = jax.jit(lambda key, c=config: nn.meta.unbox(seq2seq.initial_params(c, key)))(
+            jax.random.key(0)
+        )
+        inputs = params, random_pair(length, args.target), jax.random.key(1)
+        step = jax.jit(jax.grad(partial(loss, config))).lower(*inputs).compile()
+        print(f"compiled {kind}, {length} tokens", file=sys.stderr)
+        memory[kind] = step.memory_analysis().temp_size_in_bytes / 2**20
+        steps[kind] = partial(step, *inputs)
+    times = interleaved(steps, args.rounds)
+    return [
+        {
+            "kind": kind, "tokens": length, "median ms": statistics.median(times[kind]),
+            "full / it": ratio(times, "full", kind), "MiB": memory[kind],
+        }
+        for kind in KINDS
+    ]  # fmt: skip
+
+
+def loss(config: Config, params: Any, batch: PairBatch, key: jax.Array) -> jax.Array:
+    """That of a training step."""
+    return seq2seq.loss(params, (), batch, key, config)[0]
+
+
+def configured(args: argparse.Namespace, length: int, kind: str) -> Config:
+    """A small model with heads of 64."""
+    model = Seq2Seq(
+        family=args.family, encoder_layers=args.layers, decoder_layers=args.layers,
+        model_dim=args.model_dim, heads=args.model_dim // 64, mlp_dim=4 * args.model_dim,
+        vocab_size=VOCABULARY, max_positions=length,
+        activation="gelu" if args.family == "bart" else "relu",
+    )  # fmt: skip
+    return Config(
+        seq2seq=model,
+        attention=Attention(kind=kind, clusters=args.clusters, top_k=args.top_k),
+        pairs=Pairs(max_source_length=length, max_target_length=args.target),
+        training=Training(objective="seq2seq"),
+    )
+
+
+def random_pair(length: int, target: int) -> PairBatch:
+    """One, with nothing cut off and no padding."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(4, VOCABULARY, size=(1, length + target), dtype=np.int32)
+    there = np.ones((1, length + target), bool)
+    source, out = ids[:, :length], ids[:, length:]
+    read = np.concatenate([np.zeros((1, 1), np.int32), out[:, :-1]], axis=1)
+    batch = PairBatch(
+        source, there[:, :length], read, out, there[:, length:], np.zeros(1, np.int32)
+    )
+    return jax.tree.map(jax.numpy.asarray, batch)
+
+
+if __name__ == "__main__":
+    main()
