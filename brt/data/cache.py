@@ -24,7 +24,7 @@ from brt.errors import DataError
 MANIFEST = "corpus.json"
 SEED = 0  # of a tokenizer's sample
 
-Section = config.Data | config.Pairs | config.Speech | config.Sentences | config.Questions
+Section = Any  # of the config: it has train, validation, test and cache_dir
 Hashes = Mapping[str, Sequence[FileHash]]
 
 

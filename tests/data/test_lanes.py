@@ -55,6 +55,11 @@ def epoch_targets(read, epoch):
     return np.concatenate([read[step].targets[read[step].scored] for step in steps])
 
 
+def test_all_batches_are_as_large(store):
+    read = reader(store)
+    assert read.positions(read.largest()) == 3 * 8 == read.positions(read[read.steps_per_epoch])
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("segment_length", [4, 12])
 def test_every_token_is_scored_once_per_epoch(store, batch_size, segment_length):

@@ -1,7 +1,6 @@
 """Batches of pairs of similar length, padded to one of a few lengths."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -64,8 +63,4 @@ def gather(store: PairStore, rows: np.ndarray, source_length: int) -> PairBatch:
     )
 
 
-def evaluation_batches(
-    store: PairStore, *, batch_size: int, buckets: tuple[int, ...] = ()
-) -> Iterator[PairBatch]:
-    """Every pair once, in batches of similar lengths; empty rows fill up the last batch."""
-    yield from PairReader(store=store, batch_size=batch_size, buckets=buckets, shuffle=False).once()
+evaluation_batches = PairReader.evaluation

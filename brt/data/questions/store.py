@@ -88,7 +88,7 @@ class QuestionStore(RowStore):
     read = tokens
 
     @property
-    def learnt(self) -> Int[np.ndarray, "rows 2"]:
+    def row_targets(self) -> Int[np.ndarray, "rows 2"]:
         """What a model says of each window: the first and last token of the answer."""
         return self.rows[:, 3:]
 

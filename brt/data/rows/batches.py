@@ -61,6 +61,13 @@ class RowReader(Reader):
         else:
             yield from map(self.__getitem__, range(self.steps_per_epoch))
 
+    @classmethod
+    def evaluation(
+        cls, store: Any, *, batch_size: int, buckets: tuple[int, ...] = ()
+    ) -> Iterator[Any]:
+        """Every row once, in batches of similar lengths; empty rows fill up the last batch."""
+        yield from cls(store=store, batch_size=batch_size, buckets=buckets, shuffle=False).once()
+
     @property
     def identity(self) -> dict[str, Any]:
         return {**super().identity, "buckets": list(self.lengths)}
@@ -114,10 +121,8 @@ def padded(
       rows: int [B], -1 for an empty one.
       read: [T, *width] of a row.
     """
-    array, there = (
-        np.full((len(rows), length, *width), fill, dtype),
-        np.zeros((len(rows), length), bool),
-    )
+    array = np.full((len(rows), length, *width), fill, dtype)
+    there = np.zeros(array.shape[:2], bool)
     for i in np.flatnonzero(rows >= 0):
         found = read(rows[i])
         array[i, : len(found)], there[i, : len(found)] = found, True

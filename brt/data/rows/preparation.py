@@ -75,7 +75,7 @@ class Preparation(abc.ABC):
           DataError: a source cannot be read as asked, or is in two splits.
         """
         hashes = {split: self.hashes(getattr(self.section, split)) for split in SPLITS}
-        self.refuse_shared(hashes)
+        self.check_sources(hashes)
         more = {"kind": self.kind, **self.decisive()}
         directory = cache.prepared(self.section, hashes, self._build, **more)
         manifest = cache.read_manifest(directory)
@@ -107,7 +107,7 @@ class Preparation(abc.ABC):
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
         """Of the files behind sources."""
 
-    def refuse_shared(self, hashes: cache.Hashes) -> None:
+    def check_sources(self, hashes: cache.Hashes) -> None:
         """Raises DataError for a file in two splits."""
         cache.refuse_shared(hashes, self.name)
 

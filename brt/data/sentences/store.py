@@ -45,7 +45,7 @@ class SentenceStore(RowStore):
         return self.tokens[row]
 
     @property
-    def learnt(self) -> Int[np.ndarray, "rows 1"] | Float[np.ndarray, "rows 1"]:
+    def row_targets(self) -> Int[np.ndarray, "rows 1"] | Float[np.ndarray, "rows 1"]:
         """What a model says of each row."""
         return self.targets[:, None]
 

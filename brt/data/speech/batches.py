@@ -1,7 +1,6 @@
 """Batches of utterances of similar length, padded to one of a few lengths."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -23,10 +22,4 @@ class SpeechReader(RowReader):
         return SpeechBatch(*features, *targets, np.asarray(rows, np.int32))
 
 
-def evaluation_batches(
-    store: SpeechStore, *, batch_size: int, buckets: tuple[int, ...] = ()
-) -> Iterator[SpeechBatch]:
-    """Every utterance once; empty rows fill up the last batch."""
-    yield from SpeechReader(
-        store=store, batch_size=batch_size, buckets=buckets, shuffle=False
-    ).once()
+evaluation_batches = SpeechReader.evaluation

@@ -69,7 +69,7 @@ class _Preparation(Preparation):
     def open_store(self, directory: Path, encoder: Vocabulary) -> SpeechStore:
         return SpeechStore.open(directory)
 
-    def refuse_shared(self, hashes: cache.Hashes) -> None:
+    def check_sources(self, hashes: cache.Hashes) -> None:
         """Utterances are compared instead: a table of files may name them for all splits."""
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:

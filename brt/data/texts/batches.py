@@ -13,7 +13,7 @@ class TextReader(RowReader):
     """Rows by their tokens.
 
     Attributes:
-      store: has `read` for the ids of a row, and `learnt`: [rows, targets] of all.
+      store: has `read` for the ids of a row, and `row_targets`: [rows, targets] of all.
       max_length: that no row exceeds.
     """
 
@@ -25,7 +25,7 @@ class TextReader(RowReader):
 
     def gather(self, rows: np.ndarray, length: int) -> TextBatch:
         rows = np.asarray(rows, np.int32)
-        targets = self.store.learnt
+        targets = self.store.row_targets
         scored = np.repeat(rows[:, None] >= 0, targets.shape[1], axis=1)
         tokens = padded(rows, self.store.read, length, np.int32)
         return TextBatch(*tokens, np.where(scored, targets[rows], 0), scored, rows)

@@ -120,16 +120,10 @@ def _sentencepiece(path: Path) -> TextTokenizer:
         return [_spelt(row["ids"], row["offsets"]) for row in found]
 
     special = [processor.bos_id(), processor.eos_id(), processor.pad_id()]
+    ids = [i if i >= 0 else None for i in special]
     digest = hashlib.sha256(content).hexdigest()
     file = "tokenizer.model", content
-    return _with_special(
-        path.name,
-        digest,
-        file,
-        processor.vocab_size(),
-        spell,
-        *(i if i >= 0 else None for i in special),
-    )
+    return _with_special(path.name, digest, file, processor.vocab_size(), spell, *ids)
 
 
 def _json(path: Path) -> TextTokenizer:

@@ -157,6 +157,12 @@ def test_evaluation_reads_every_pair_once(store, buckets):
     assert all(batch.source.shape[0] == 4 for batch in found)
 
 
+def test_positions_are_those_of_documents_and_summaries(store, buckets):
+    read = reader(store, buckets=buckets)
+    assert read.positions(read.largest()) == 4 * (32 + 8)
+    assert all(read.positions(batch) == batch.source.size + 4 * 8 for batch in epoch_of(read, 0))
+
+
 def test_buckets_of_another_store_are_refused(make_store):
     with pytest.raises(ConfigError, match=r"last of Pairs\.buckets = \(8, 64\) .* cut to, 32"):
         reader(make_store([3]), buckets=(8, 64))

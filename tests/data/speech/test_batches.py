@@ -58,7 +58,9 @@ def test_resuming_gives_the_same_batches(store, buckets):
 
 
 def test_the_largest_batch_has_the_longest_bucket_and_no_row(store, buckets):
-    largest = reader(store, buckets=buckets).largest()
+    read = reader(store, buckets=buckets)
+    largest = read.largest()
+    assert read.positions(largest) == largest.valid.size
     assert largest.features.shape == (4, (buckets or (store.lengths.max(),))[-1], store.width)
     assert not largest.valid.any() and (largest.row == -1).all()
 

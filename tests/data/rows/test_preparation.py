@@ -1,0 +1,122 @@
+"""A kind of rows that only this test knows: integers, a file of them for each split."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from brt.config import Questions
+from brt.data import sources
+from brt.data.rows import ragged, store
+from brt.data.rows.batches import RowReader, padded
+from brt.data.rows.preparation import Preparation, RowCorpus
+from brt.data.rows.ragged import Ragged
+from brt.data.rows.store import RowStore
+from brt.data.rows.tally import BadRow
+from brt.errors import DataError
+from brt.types import TextBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DigitStore(RowStore):
+    digits: Ragged
+
+    @property
+    def lengths(self):
+        return self.digits.lengths
+
+
+class Corpus(RowCorpus[SimpleNamespace, DigitStore]):
+    section, rows = "Questions", "integers"
+
+
+class Integers(Preparation):
+    corpus, kind = Corpus, "integers"
+
+    def hashes(self, names):
+        return sources.hashes(names)
+
+    def load(self, name):
+        return SimpleNamespace(fingerprint="0-9")
+
+    def open_store(self, directory, encoder):
+        with store.opened(directory) as found:
+            ids, digits = found.columns["ids"], found.ragged("digits")
+        return DigitStore(directory=directory, manifest=found.manifest, ids=ids, digits=digits)
+
+    def write(self, split, directory, tally):
+        (file,) = sources.files(*getattr(self.section, split))
+        found = (
+            word if word.isdecimal() else BadRow(word, "is no integer")
+            for word in file.path.read_text().split()
+        )  # fmt: skip
+        ids = [*tally.settled(found, self.section.errors)]
+        digits = ragged.joined([np.array([*map(int, word)]) for word in ids], np.dtype(np.int32))
+        facts = {"texts": ["ids"], "rows": tally.report()}
+        store.finish(directory, {**digits.columns("digits"), "ids": ids}, facts)
+        return f"{len(ids)} integers"
+
+
+class DigitReader(RowReader):
+    def gather(self, rows, length):
+        tokens = padded(rows, self.store.digits.__getitem__, length, np.int32)
+        row = np.asarray(rows, np.int32)
+        return TextBatch(*tokens, row[:, None], row[:, None] >= 0, row)
+
+
+@pytest.fixture
+def open_corpus(tmp_path):
+    def prepare(words="1 22 333 4444 5", progress=False, **settings):
+        (tmp_path / "train.txt").write_text(words)
+        given = {"train": (str(tmp_path / "train.txt"),), "validation": (), "test": ()}
+        given |= {"cache_dir": str(tmp_path / "cache"), **settings}
+        return Integers(Questions(**given), progress).open()
+
+    return prepare
+
+
+def test_rows_are_prepared_once_and_read_as_they_were_written(open_corpus, capsys):
+    corpus = open_corpus(progress=True)
+    assert capsys.readouterr().err == "prepared train: 5 integers\n"
+    train = corpus.split("train")
+    assert train.ids == ("1", "22", "333", "4444", "5")
+    assert ["".join(map(str, train.digits[row])) for row in range(5)] == list(train.ids)
+    again = open_corpus(progress=True)
+    assert again.directory == corpus.directory and capsys.readouterr().err == ""
+    assert again.split("train").fingerprint == train.fingerprint
+    other = open_corpus("1 22 333 4444 6")
+    assert other.directory != corpus.directory
+    assert other.split("train").fingerprint != train.fingerprint
+    with pytest.raises(DataError, match="there are no test integers, only train; name some with Q"):
+        corpus.split("test")
+
+
+def test_bad_rows_are_refused_or_left_out_and_counted(open_corpus, tmp_path, capsys):
+    message = "^1 of 3 rows of train cannot be used: x is no integer; mend them, .* = 'skip'$"
+    with pytest.raises(DataError, match=message):
+        open_corpus("1 x 2")
+    assert not [*(tmp_path / "cache").iterdir()]
+    train = open_corpus("1 x 2", True, errors="skip").split("train")
+    assert train.ids == ("1", "2") and train.manifest["rows"]["bad"] == 1
+    assert "1 of 3 rows of train cannot be used: x is no integer\n" in capsys.readouterr().err
+    with pytest.raises(DataError, match="^2 of 2 rows of train cannot be used"):
+        open_corpus("x y", errors="skip")
+
+
+def test_a_file_in_two_splits_and_a_damaged_store_are_refused(open_corpus, tmp_path):
+    with pytest.raises(DataError, match=r"of Questions\.test has the same content as"):
+        open_corpus(test=(str(tmp_path / "train.txt"),))
+    (open_corpus().directory / "train/rows.npz").unlink()
+    with pytest.raises(DataError, match=r"train is damaged \(.*\); delete it and prepare it again"):
+        open_corpus()
+
+
+def test_batches_of_any_rows(open_corpus):
+    reader = DigitReader(store=open_corpus().split("train"), batch_size=2, buckets=(2, 4), seed=3)
+    seen = [reader[step] for step in range(reader.steps_per_epoch)]
+    assert sorted(row for batch in seen for row in batch.row) == [-1, 0, 1, 2, 3, 4]
+    for batch in (*seen, reader.largest()):
+        assert batch.tokens.shape[1] in (2, 4)
+        assert reader.positions(batch) == batch.tokens.size
+    assert reader.largest().tokens.shape == (2, 4) and not reader.largest().valid.any()
