@@ -24,10 +24,10 @@ from pathlib import Path
 
 from brt import command_line, config
 from brt.data import preparation
-from brt.data.pairs.columns import Columns, read
-from brt.data.pairs.raw import datasets, tables
-from brt.data.pairs.raw.datasets import Dataset
 from brt.errors import ConfigError
+from brt.tasks.summarization.data.columns import Columns, read
+from brt.tasks.summarization.data.raw import datasets, tables
+from brt.tasks.summarization.data.raw.datasets import Dataset
 
 KINDS = (*datasets.RAW, "files")
 COMMON = {"validation", "test", "output", "errors"}

@@ -16,7 +16,7 @@ class Questions:
     A source is one of
 
         PATH                  .json in SQuAD's form; a directory or a glob of such files
-        generated:NAME/COUNT  made up, as brt/data/questions/generated.py says
+        generated:NAME/COUNT  made up, as brt/tasks/extractive_qa/data/generated.py says
 
     A window is the question and a part of its text; a long text has several, which overlap.
     """

@@ -16,7 +16,7 @@ class Sentences:
         PATH                  JSON lines, CSV, Parquet, or tab-separated values as GLUE has them
                               (.jsonl .csv .parquet .tsv); a directory or a glob of such files
         tfds:NAME/SPLIT       prepared on this machine
-        generated:NAME/COUNT  made up, as brt/data/sentences/generated.py says
+        generated:NAME/COUNT  made up, as brt/tasks/text_classification/data/generated.py says
     """
 
     train: tuple[str, ...] = sources(("generated:train/2000",))

@@ -19,7 +19,7 @@ class Speech:
                               perhaps `speaker`; of its rows those with this `split`
         PATH                  a Kaldi-style directory: `text`, `wav.scp` or `feats.scp`, perhaps
                               `utt2spk`
-        generated:NAME/COUNT  made up, as brt/data/speech/generated.py says
+        generated:NAME/COUNT  made up, as brt/tasks/speech_recognition/data/generated.py says
     """
 
     train: tuple[str, ...] = sources(("generated:train/1000",))

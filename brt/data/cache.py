@@ -14,7 +14,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from brt import config
 from brt.config.fields import cached_settings
 from brt.data import manifests
 from brt.data.sources import FileHash

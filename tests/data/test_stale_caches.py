@@ -14,11 +14,11 @@ from brt.config import Data, Pairs, Questions, Sentences, Speech
 from brt.config.fields import settings
 from brt.config_io import SECTION_TYPES
 from brt.data import preparation
-from brt.data.pairs import preparation as pairs
-from brt.data.questions import preparation as questions
-from brt.data.sentences import preparation as sentences
-from brt.data.speech import preparation as speech
 from brt.errors import DataError
+from brt.tasks.extractive_qa.data import preparation as questions
+from brt.tasks.speech_recognition.data import preparation as speech
+from brt.tasks.summarization.data import preparation as pairs
+from brt.tasks.text_classification.data import preparation as sentences
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box".split()
 

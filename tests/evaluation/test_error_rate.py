@@ -3,7 +3,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-
 from brt.evaluation.error_rate import Errors, distances, errors, total
 
 

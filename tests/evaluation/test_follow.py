@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from brt.training.checkpoint_writer import CheckpointWriter
+from brt.training.reading import written_out
 
 from brt import evaluate
 from brt.config import Checkpoint, Config, Data, Evaluation, Model, Training
@@ -16,8 +18,6 @@ from brt.data import preparation
 from brt.errors import CheckpointError, ConfigError
 from brt.evaluation import follow
 from brt.training import workdir as workdirs
-from brt.training.checkpoint_writer import CheckpointWriter
-from brt.training.reading import written_out
 from brt.training.workdir import Workdir
 
 STEPS = [10, 20, 30]

@@ -2,11 +2,11 @@ import json
 from pathlib import Path
 
 import pytest
+from brt.evaluation.rouge import protocol
+from brt.evaluation.summarization import ScoredSummaries, Summary
 
 from brt.errors import DataError
 from brt.evaluation import summarization
-from brt.evaluation.rouge import protocol
-from brt.evaluation.summarization import ScoredSummaries, Summary
 
 ROWS = [
     Summary("a", "The cats ran home. It rained.", "Cats ran.", "The cat runs home.", 9, 0, 6),

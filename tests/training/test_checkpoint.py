@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from brt.training.checkpoint_writer import CheckpointWriter
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from brt.errors import CheckpointError
 from brt.training import checkpoint, leaves, manifest
-from brt.training.checkpoint_writer import CheckpointWriter
 
 
 class Memory(NamedTuple):

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from brt.training.checkpoint_writer import CheckpointWriter
 
 from brt.errors import CheckpointError, NonFiniteError
 from brt.training import checkpoint, leaves, manifest
 from brt.training import checkpoint_writer as module
-from brt.training.checkpoint_writer import CheckpointWriter
 
 META = {"data": {"batch": 1}, "seed": 0}
 

@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from brt.training.checkpoint_writer import CheckpointWriter
 from flax.traverse_util import flatten_dict
 
 from brt.config import Config, Data, Encoder, Training
 from brt.config_io import config_json
-from brt.data.speech.vocabulary import Vocabulary
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError
 from brt.interop import pretrained_encoder
 from brt.interop.huggingface import convert
 from brt.models import encoder
+from brt.tasks.speech_recognition.data.vocabulary import Vocabulary
 from brt.training import reading, starting
 from brt.training import run as runs
-from brt.training.checkpoint_writer import CheckpointWriter
 from brt.training.workdir import Workdir
 
 DATA = Path(__file__).resolve().parents[1] / "data/huggingface"

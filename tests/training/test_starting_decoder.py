@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from brt.training.checkpoint_writer import CheckpointWriter
 from flax.traverse_util import flatten_dict
 
 from brt.config import Config, Data, Model, Training
@@ -18,7 +19,6 @@ from brt.errors import CheckpointError, ConfigError
 from brt.interop import trained_decoder
 from brt.training import run as runs
 from brt.training import starting
-from brt.training.checkpoint_writer import CheckpointWriter
 from brt.training.state import initial_params
 from brt.training.workdir import Workdir
 

@@ -8,11 +8,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Config
-from brt.data.questions.batches import QuestionReader
-from brt.data.questions.store import QuestionStore
 from brt.ops.spans import best_spans, span_nats
 from brt.tasks.encoders import EncoderTask, Timed
 from brt.tasks.extractive_qa import squad
+from brt.tasks.extractive_qa.data.batches import QuestionReader
+from brt.tasks.extractive_qa.data.store import QuestionStore
 from brt.tasks.heads import HeadEvaluator, HeadReading, columns
 from brt.tasks.protocol import Corpus
 from brt.types import TextBatch

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.data.questions import preparation
-from brt.data.questions.batches import QuestionReader
-from brt.data.questions.preparation import QuestionCorpus
 from brt.errors import ConfigError
 from brt.ops.spans import span_nats
 from brt.tasks.encoders import EncoderTask, next_of_encoder, own_files, refuse_ablation
+from brt.tasks.extractive_qa.data import preparation
+from brt.tasks.extractive_qa.data.batches import QuestionReader
+from brt.tasks.extractive_qa.data.preparation import QuestionCorpus
 from brt.tasks.extractive_qa.evaluation import AnswerEvaluator
 from brt.tasks.protocol import Aux, Corpus, count_of
 from brt.tasks.report import SCORE, Measure

@@ -9,13 +9,13 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.data.speech.batches import SpeechReader, evaluation_batches
-from brt.data.speech.preparation import SpeechCorpus
-from brt.data.speech.vocabulary import units
 from brt.generation import ctc
 from brt.ops.ctc import ctc_nats
 from brt.tasks.encoders import EncoderTask, Timed
 from brt.tasks.heads import HeadEvaluator, HeadReading
+from brt.tasks.speech_recognition.data.batches import SpeechReader
+from brt.tasks.speech_recognition.data.preparation import SpeechCorpus
+from brt.tasks.speech_recognition.data.vocabulary import units
 from brt.tasks.speech_recognition.error_rate import Errors, errors, total
 from brt.types import SpeechBatch
 
@@ -63,13 +63,9 @@ class TranscriptEvaluator(HeadEvaluator):
 
     def batches(self, limit: int) -> Iterator[SpeechBatch]:
         """See the base class."""
-        buckets, store = self._speech.buckets, self.store
-        if not limit:
-            yield from evaluation_batches(store, batch_size=self._size, buckets=buckets)
-            return
-        reader = SpeechReader(store=store, batch_size=self._size, buckets=buckets)
-        rows = np.arange(min(limit, len(store)))
-        yield reader.gather(rows, int(store.lengths[rows].max()))
+        return SpeechReader.evaluation(
+            self.store, batch_size=self._size, buckets=self._speech.buckets, limit=limit
+        )
 
     def reading(self, config: Config, found: dict[int, tuple], timed: Timed) -> HeadReading:
         """See the base class."""

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.data.speech import preparation
-from brt.data.speech.batches import SpeechReader
-from brt.data.speech.preparation import SpeechCorpus
 from brt.errors import ConfigError, DataError
 from brt.ops.ctc import ctc_nats
 from brt.ops.spec_augment import spec_augment
 from brt.tasks.encoders import EncoderTask, next_of_encoder, own_files, refuse_ablation
 from brt.tasks.protocol import Aux, Corpus, count_of
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Measure
+from brt.tasks.speech_recognition.data import preparation
+from brt.tasks.speech_recognition.data.batches import SpeechReader
+from brt.tasks.speech_recognition.data.preparation import SpeechCorpus
 from brt.tasks.speech_recognition.evaluation import TranscriptEvaluator
 from brt.types import SpeechBatch
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.data.pairs.batches import evaluation_batches
-from brt.data.pairs.store import PairStore
 from brt.models.seq2seq import without_bias
 from brt.ops.cross_entropy import token_nats
 from brt.tasks.protocol import Stop
+from brt.tasks.summarization.data.batches import evaluation_batches
+from brt.tasks.summarization.data.store import PairStore
 from brt.tasks.summarization.forward import predict
 from brt.types import PairBatch
 

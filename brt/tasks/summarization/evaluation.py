@@ -5,11 +5,11 @@ import dataclasses
 from jaxtyping import Array, PyTree
 
 from brt.config import Config
-from brt.data.pairs.preparation import PairCorpus
 from brt.tasks.protocol import Progress, Stop
 from brt.tasks.report import Reading
 from brt.tasks.summarization import scores
 from brt.tasks.summarization.bits import Bits, TeacherForcing
+from brt.tasks.summarization.data.preparation import PairCorpus
 from brt.tasks.summarization.rouge import protocol
 from brt.tasks.summarization.summaries import Summarizer
 

@@ -10,7 +10,7 @@ from brt.models import seq2seq
 from brt.models.seq2seq import Readout
 from brt.types import PairBatch
 
-_PURPOSES = _DROPOUT, _ATTENTION = 0, 1  # what the key of a step is folded with
+_PURPOSES = 0, 1  # dropout, attention: what the key of a step is folded with
 
 
 class Prediction(NamedTuple):

@@ -8,9 +8,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
 from brt.config import Config, Sampling
-from brt.data.pairs.batches import evaluation_batches, gather
-from brt.data.pairs.store import PairStore
-from brt.data.pairs.tokenization import PairTokenizer
 from brt.errors import NonFiniteError
 from brt.generation.decoder import TextDecoder
 from brt.generation.hypotheses import Hypotheses
@@ -18,6 +15,9 @@ from brt.generation.sampling import sample
 from brt.generation.search import search
 from brt.models import seq2seq
 from brt.models.targets import SpecialTokens
+from brt.tasks.summarization.data.batches import evaluation_batches, gather
+from brt.tasks.summarization.data.store import PairStore
+from brt.tasks.summarization.data.tokenization import PairTokenizer
 from brt.tasks.summarization.forward import network
 from brt.tasks.summarization.scores import Summary
 from brt.types import PairBatch

@@ -11,11 +11,6 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.data.pairs import preparation
-from brt.data.pairs.batches import PairReader
-from brt.data.pairs.encoding import Encoder
-from brt.data.pairs.preparation import PairCorpus
-from brt.data.pairs.tokenization import PairTokenizer
 from brt.errors import ConfigError
 from brt.interop import pretrained
 from brt.interop.exporting import NAMES, Exported
@@ -28,6 +23,11 @@ from brt.ops.cross_entropy import smoothed_cross_entropy
 from brt.tasks import resolving
 from brt.tasks.protocol import Aux, Corpus, Task, WriteOptions, count_of
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Measure
+from brt.tasks.summarization.data import preparation
+from brt.tasks.summarization.data.batches import PairReader
+from brt.tasks.summarization.data.encoding import Encoder
+from brt.tasks.summarization.data.preparation import PairCorpus
+from brt.tasks.summarization.data.tokenization import PairTokenizer
 from brt.tasks.summarization.evaluation import SummaryEvaluator
 from brt.tasks.summarization.forward import Prediction, network, predict
 from brt.tasks.summarization.summaries import Summarizer, special_tokens

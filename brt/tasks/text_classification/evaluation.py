@@ -12,12 +12,12 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.data.sentences.batches import SentenceReader
 from brt.tasks.encoders import EncoderTask, Timed
 from brt.tasks.heads import HeadEvaluator, HeadReading, columns
 from brt.tasks.protocol import Corpus
 from brt.tasks.text_classification import confusion
 from brt.tasks.text_classification.correlation import pearson, spearman
+from brt.tasks.text_classification.data.batches import SentenceReader
 from brt.types import TextBatch
 
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config, Encoder
-from brt.data.sentences import preparation
-from brt.data.sentences.batches import SentenceReader
-from brt.data.sentences.preparation import SentenceCorpus
 from brt.errors import ConfigError
 from brt.tasks.encoders import EncoderTask, next_of_encoder, own_files, refuse_ablation
 from brt.tasks.protocol import Aux, Corpus, count_of
 from brt.tasks.report import SCORE, Measure
+from brt.tasks.text_classification.data import preparation
+from brt.tasks.text_classification.data.batches import SentenceReader
+from brt.tasks.text_classification.data.preparation import SentenceCorpus
 from brt.tasks.text_classification.evaluation import Classifier, Regressor, SentenceEvaluator
 from brt.types import TextBatch
 

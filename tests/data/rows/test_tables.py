@@ -12,10 +12,10 @@ import pytest
 import zstandard
 
 from brt.data import documents
-from brt.data.pairs.columns import Pair, read
 from brt.data.rows import tables
 from brt.data.rows.tally import BadRow
 from brt.errors import DataError
+from brt.tasks.summarization.data.columns import Pair, read
 
 PAIRS = [
     ("a", 'One,\n"two"\r\n  three\té 日本 \U0001f600', "First; 'short'"),

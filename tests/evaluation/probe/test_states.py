@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from brt.config import Config
 from brt.evaluation.probe.states import (
     StateProbe,
     fixed_gate_decay,
@@ -16,6 +14,8 @@ from brt.evaluation.probe.states import (
     state_figures,
     with_vectors,
 )
+
+from brt.config import Config
 from brt.models.decoder import new_state
 
 TOLERANCE = 1e-5  # float32, relative

@@ -1,5 +1,4 @@
 import pytest
-
 from brt.evaluation.rouge.sentences import sentences
 
 # Texts as the sentences that they are split into.

@@ -1,0 +1,125 @@
+"""Directories as Kaldi's recipes make them: text files by utterance, wav files or archives."""
+
+import io
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from brt import config
+from brt.errors import DataError
+from brt.tasks.speech_recognition.data import filter_bank
+from brt.tasks.speech_recognition.data.utterances import Recording
+
+TABLES = ("text", "utt2spk", "wav.scp", "feats.scp")
+_FLOATS = {b"FM ": np.dtype("<f4"), b"DM ": np.dtype("<f8")}
+
+
+def recordings(directory: Path, speech: config.Speech) -> Iterator[Recording]:
+    """Every utterance of `text`, with its features or its wav file.
+
+    Raises:
+      DataError: a table is missing or has no line for an utterance; wav.scp has pipes.
+    """
+    transcripts = table(directory / "text")
+    speakers = table(directory / "utt2spk") if (directory / "utt2spk").exists() else {}
+    places = audio(directory)
+    archived = scp(directory).name == "feats.scp"
+    for id, transcript in transcripts.items():
+        if id not in places:
+            raise DataError(f"{directory} has no audio for {id}, which its text has")
+        load = partial(_load, places[id], archived, speech)
+        yield Recording(str(directory), id, speakers.get(id, ""), transcript, load)
+
+
+def _load(where: str, archived: bool, speech: config.Speech) -> tuple[np.ndarray, int]:
+    return (matrix(where), 0) if archived else filter_bank.read(Path(where), speech)
+
+
+def files(directory: Path) -> list[Path]:
+    """The tables, and the files that they name."""
+    there = [directory / name for name in TABLES if (directory / name).exists()]
+    archived = scp(directory).name == "feats.scp"
+    named = {where.rpartition(":")[0] if archived else where for where in audio(directory).values()}
+    return [*there, *map(Path, sorted(named))]
+
+
+def scp(directory: Path) -> Path:
+    """The table of audio: features where there are any."""
+    for name in ("feats.scp", "wav.scp"):
+        if (directory / name).exists():
+            return directory / name
+    raise DataError(f"{directory} has neither feats.scp nor wav.scp")
+
+
+def audio(directory: Path) -> dict[str, str]:
+    """Where each utterance lies: a wav file, or archive:position."""
+    path = scp(directory)
+    if path.name == "wav.scp" and (directory / "segments").exists():
+        raise DataError(
+            f"{directory} cuts its wav files by `segments`; compute features of its utterances "
+            "(feats.scp), or write a wav file of each"
+        )
+    found = table(path)
+    for id, where in found.items():
+        if where.endswith("|"):
+            raise DataError(
+                f"{path} has a command for {id} ({where}); brt runs none: write wav files and "
+                "name them there"
+            )
+    return found
+
+
+def table(path: Path) -> dict[str, str]:
+    """The rest of each line by its first word.
+
+    Raises:
+      DataError: the file is missing or no UTF-8, or a word comes twice.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 at byte {error.start}") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    found: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        id, *rest = line.split(maxsplit=1)
+        if id in found:
+            raise DataError(f"{path}:{number} has {id} a second time")
+        found[id] = rest[0].strip() if rest else ""
+    return found
+
+
+def matrix(where: str) -> np.ndarray:
+    """The matrix of floats at archive:position.
+
+    Raises:
+      DataError: there is none, or one that Kaldi has compressed.
+    """
+    archive, _, position = where.rpartition(":")
+    try:
+        with open(archive, "rb") as file:
+            file.seek(int(position))
+            return _matrix(file, where)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{where} holds no matrix ({error})") from error
+
+
+def _matrix(file: io.BufferedReader, where: str) -> np.ndarray:
+    start = file.read(5)
+    if start[:2] != b"\0B":
+        raise ValueError("it is not in Kaldi's binary format")
+    if start[2:] not in _FLOATS:
+        kind = start[2:].decode("ascii", "replace").strip()
+        raise DataError(
+            f"{where} holds a matrix of kind {kind!r}, not plain floats (FM or DM); write it anew "
+            "with copy-feats --compress=false"
+        )
+    sizes = np.frombuffer(file.read(10), np.dtype([("bytes", "i1"), ("value", "<i4")]))
+    rows, columns = (int(size) for size in sizes["value"])
+    dtype = _FLOATS[start[2:]]
+    return np.frombuffer(file.read(rows * columns * dtype.itemsize), dtype).reshape(rows, columns)

@@ -1,0 +1,69 @@
+"""From the names of sources to recordings, and their hashes (see `brt.config.Speech`)."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from brt import config
+from brt.data import generated as made_up
+from brt.data import sources
+from brt.data.sources import File, FileHash
+from brt.errors import DataError
+from brt.tasks.speech_recognition.data import arrays, generated, kaldi, tables
+from brt.tasks.speech_recognition.data.utterances import Recording
+
+
+def recordings(names: Sequence[str], speech: config.Speech) -> Iterator[Recording]:
+    """The utterances of all sources, in order.
+
+    Raises:
+      DataError: a source does not exist or is of no known kind, or its files are not as they
+        should be.
+    """
+    for name in names:
+        if name.startswith(made_up.PREFIX):
+            yield from generated.recordings(name)
+        elif _is_table(name):
+            yield from tables.recordings(name, speech)
+        elif Path(name).expanduser().is_dir():
+            yield from kaldi.recordings(Path(name).expanduser(), speech)
+        else:
+            yield from arrays.recordings(_array_file(name))
+
+
+def hashes(names: Sequence[str]) -> list[FileHash]:
+    """Reads every file behind some sources once; a changed file has another hash."""
+    found = []
+    for name in names:
+        if name.startswith(made_up.PREFIX):
+            found.append(FileHash(name, 0, generated.digest(name)))
+            continue
+        if _is_table(name):
+            text = json.dumps(tables.rows(name))
+            found.append(FileHash(name, len(text), hashlib.sha256(text.encode()).hexdigest()))
+        found += [sources.hashed(File(str(path), path)) for path in _files(name)]
+    return found
+
+
+def _files(name: str) -> list[Path]:
+    if _is_table(name):
+        return tables.files(name)
+    path = Path(name).expanduser()
+    return kaldi.files(path) if path.is_dir() else [_array_file(name)]
+
+
+def _is_table(name: str) -> bool:
+    return tables.parse(name)[0].suffix == ".tsv"
+
+
+def _array_file(name: str) -> Path:
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise DataError(f"{name} does not exist")
+    if path.suffix != ".npz":
+        raise DataError(
+            f"{name} is no source of speech: that is a .npz file, a .tsv table of wav files, a "
+            "Kaldi-style directory, or generated:NAME/COUNT"
+        )
+    return path

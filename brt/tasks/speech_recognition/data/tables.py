@@ -1,0 +1,65 @@
+"""Tables of wav files: a line of tab-separated values for each, with a header."""
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+
+from brt import config
+from brt.errors import DataError
+from brt.tasks.speech_recognition.data import filter_bank
+from brt.tasks.speech_recognition.data.utterances import Recording
+
+NEEDED = ("file", "transcript")
+
+
+def parse(source: str) -> tuple[Path, str]:
+    """PATH.tsv[:SPLIT]: the table, and "" for all of its rows."""
+    path, _, split = source.rpartition(":")
+    path, split = (path, split) if path.endswith(".tsv") else (source, "")
+    return Path(path).expanduser(), split
+
+
+def recordings(source: str, speech: config.Speech) -> Iterator[Recording]:
+    """The wav files of a table; their names are relative to it.
+
+    Raises:
+      DataError: the table cannot be read, lacks a column, or has no such split.
+    """
+    table, _ = parse(source)
+    for row in rows(source):
+        path = table.parent / row["file"]
+        yield Recording(
+            str(path), row["file"], row.get("speaker") or "", row["transcript"],
+            lambda path=path: filter_bank.read(path, speech),
+        )  # fmt: skip
+
+
+def files(source: str) -> list[Path]:
+    """What the rows name."""
+    return [parse(source)[0].parent / row["file"] for row in rows(source)]
+
+
+def rows(source: str) -> list[dict[str, str]]:
+    """The rows of the split, by column."""
+    path, split = parse(source)
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+            found, columns = list(reader), reader.fieldnames or []
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 at byte {error.start}") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    for name in (*NEEDED, "split") if split else NEEDED:
+        if name not in columns:
+            raise DataError(f"{path} has no column {name!r}; it has {', '.join(columns)}")
+    for number, row in enumerate(found, 2):
+        if None in row or None in row.values():
+            raise DataError(f"{path}:{number} has another number of columns than the header")
+    if not split:
+        return found
+    chosen = [row for row in found if row["split"] == split]
+    if not chosen:
+        there = ", ".join(sorted({row["split"] for row in found}))
+        raise DataError(f"{path} has no row of the split {split!r}; it has {there}")
+    return chosen

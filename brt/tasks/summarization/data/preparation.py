@@ -1,0 +1,80 @@
+"""From `config.Pairs` to stores of pairs: once per content, in the cache."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from brt import config
+from brt.data import sources, tokenizer_training
+from brt.data.rows import tables
+from brt.data.rows.preparation import RowCorpus, TokenizedPreparation
+from brt.data.rows.tally import Tally
+from brt.data.sources import FileHash
+from brt.tasks.summarization.data import columns, store, tokenization
+from brt.tasks.summarization.data.columns import Columns, Pair
+from brt.tasks.summarization.data.encoding import Encoder
+from brt.tasks.summarization.data.store import PairStore
+from brt.tasks.summarization.data.tokenization import PairTokenizer
+
+
+class PairCorpus(RowCorpus[PairTokenizer, PairStore]):
+    """Prepared pairs, opened."""
+
+    section, rows = "Pairs", "pairs"
+
+
+def prepare(pairs: config.Pairs, progress: bool = True) -> PairCorpus:
+    """Opens the pairs that `pairs` describes; tokenizes them first where that was not done yet.
+
+    Args:
+      progress: show what is done, and what was cut or left out, on stderr.
+
+    Raises:
+      DataError: a source cannot be read as asked.
+    """
+    return _Preparation(pairs, progress).open()
+
+
+class _Preparation(TokenizedPreparation):
+    corpus, kind = PairCorpus, "pairs"
+    special = tokenizer_training.T5
+
+    def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
+        return sources.hashes(names, tables.FORMATS)
+
+    def load(self, name: str) -> PairTokenizer:
+        return tokenization.load(name)
+
+    def open_store(self, directory: Path, encoder: PairTokenizer) -> PairStore:
+        return PairStore.open(directory)
+
+    def texts(self) -> Iterator[str]:
+        for pair in self._read("train", Tally("train", "Pairs.errors = 'skip'")):
+            yield from (pair.source, pair.target)
+
+    def write(self, split: str, directory: Path, tally: Tally) -> str:
+        encoder = Encoder.of(self.section, self.tokenizer)
+        opened = store.write(
+            directory, self._read(split, tally), encoder, facts=lambda: {"rows": tally.report()}
+        )
+        return described(opened)
+
+    def _read(self, split: str, tally: Tally) -> Iterator[Pair]:
+        pairs = self.section
+        asked = Columns(pairs.source_field, pairs.target_field, pairs.id_field)
+        return tally.settled(columns.read(getattr(pairs, split), asked), pairs.errors)
+
+
+def described(opened: PairStore) -> str:
+    """A line: how many pairs and tokens, and how much of them was cut."""
+    m = opened.manifest
+    cuts = [
+        f"cut {cut['rows']:,} {what} by {cut['tokens']:,} tokens "
+        f"({cut['tokens'] / cut['of_tokens']:.1%} of all)"
+        for what, cut in (("documents", m["cut"]["source"]), ("summaries", m["cut"]["target"]))
+        if cut["rows"]
+    ]
+    counts = (
+        f"{m['pairs']:,} pairs, {m['tokens']['source']:,} tokens of documents, "
+        f"{m['tokens']['target']:,} of summaries"
+    )
+    return "; ".join([counts, *cuts])

@@ -1,0 +1,67 @@
+"""CNN/DailyMail (See et al. 2017): stories as files, splits as lists of addresses.
+
+cnn/stories/*.story  dailymail/stories/*.story
+all_train.txt  all_val.txt  all_test.txt    (in the directory, or in url_lists/)
+"""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from brt.data.rows.tally import BadRow
+from brt.errors import DataError
+from brt.tasks.summarization.data.raw import examples
+from brt.tasks.summarization.data.raw.examples import Example
+
+LISTS = {"train": "all_train.txt", "validation": "all_val.txt", "test": "all_test.txt"}
+PUBLISHERS = {"cnn": "cnn", "dm": "dailymail"}  # what TFDS calls them, and their directories
+SENTENCE_ENDS = (".", "!", "?", "'", "`", '"', "\u2019", "\u201d", ")")
+HIGHLIGHT = "@highlight"
+
+
+def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
+    """The examples of each split, in the order of its list."""
+    stories = {name: examples.find(directory, f"{d}/stories") for name, d in PUBLISHERS.items()}
+    lists = {s: examples.find(directory, name, f"url_lists/{name}") for s, name in LISTS.items()}
+    return {split: _split(path, stories) for split, path in lists.items()}
+
+
+def _split(addresses: Path, stories: dict[str, Path]) -> Iterator[Example | BadRow]:
+    listed = examples.text(addresses)
+    if isinstance(listed, BadRow):
+        raise DataError(f"{listed.name} {listed.problem}")
+    for number, line in enumerate(listed.splitlines(), 1):
+        if address := line.strip():
+            name = hashlib.sha1(address.encode()).hexdigest()
+            paths = {who: place / f"{name}.story" for who, place in stories.items()}
+            there = [(who, path) for who, path in paths.items() if path.exists()]
+            if there:
+                yield _example(name, *there[0])
+            else:
+                yield BadRow(f"{addresses}:{number}", f"has no story {name}.story")
+
+
+def _example(name: str, publisher: str, path: Path) -> Example | BadRow:
+    story = examples.text(path)
+    if isinstance(story, BadRow):
+        return story
+    article, highlights = parse(story)
+    values = {"article": article, "highlights": highlights, "publisher": publisher, "id": name}
+    return Example(str(path), path.name, values)
+
+
+def parse(story: str) -> tuple[str, str]:
+    """Article and highlights of a story, as TFDS 3.4.0 takes them apart.
+
+    A line without a full stop gets one: most are captions, which would run on otherwise.
+    """
+    article: list[str] = []
+    highlights: list[str] = []
+    found = article
+    for line in filter(None, map(str.strip, story.split("\n"))):
+        if line.startswith(HIGHLIGHT):
+            found = highlights
+        else:
+            ended = HIGHLIGHT in line or line.endswith(SENTENCE_ENDS)
+            found.append(line if ended else f"{line}.")
+    return " ".join(article), "\n".join(highlights)

@@ -1,0 +1,43 @@
+"""arXiv and PubMed papers (Cohan et al. 2018): lines of JSON.
+
+train.txt  val.txt  test.txt    (in the directory, or in arxiv-dataset/, pubmed-dataset/)
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from brt.data.rows import tables
+from brt.data.rows.tables import Row
+from brt.data.rows.tally import BadRow
+from brt.data.sources import File
+from brt.tasks.summarization.data import columns
+from brt.tasks.summarization.data.columns import Columns
+from brt.tasks.summarization.data.raw import examples
+from brt.tasks.summarization.data.raw.examples import Example
+
+FILES = {"train": "train.txt", "validation": "val.txt", "test": "test.txt"}
+COLUMNS = Columns("article_text", "abstract_text", "article_id")
+
+
+def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
+    """The examples of each split."""
+    folders = ("", "arxiv-dataset/", "pubmed-dataset/")
+    paths = {
+        split: examples.find(directory, *(f"{folder}{name}" for folder in folders))
+        for split, name in FILES.items()
+    }
+    return {split: map(_example, tables.jsonl(File(str(p), p))) for split, p in paths.items()}
+
+
+def _example(row: Row) -> Example | BadRow:
+    """The features as TFDS 1.1.1 makes them."""
+    pair = columns.pair(row, COLUMNS, 0)
+    if isinstance(pair, BadRow):
+        return pair
+    sections = row.values.get("section_names", [])
+    values = {
+        "article": pair.source,
+        "abstract": pair.target.replace("<S>", "").replace("</S>", ""),
+        "section_names": "\n".join(filter(None, sections)),
+    }
+    return Example(row.name, pair.id, values)

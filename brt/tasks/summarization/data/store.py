@@ -1,0 +1,185 @@
+"""The pairs of a split on disk: ids of documents and summaries, and the summaries as text.
+
+A store is a directory:
+
+    source.bin, target.bin   little-endian unsigned ids, rows one after another
+    reference.bin            the summaries in UTF-8, as they were read
+    rows.npz                 where each row begins in those, ids that it had before it was
+                             cut, and its name: int64 arrays and a JSON list in UTF-8
+    manifest.json            written last: what the store was made of, what was cut, hashes
+"""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from brt.data import manifests
+from brt.data.rows import ragged, store
+from brt.data.rows.ragged import Ragged
+from brt.data.rows.store import RowStore
+from brt.data.token_store import ids_dtype
+from brt.errors import DataError
+from brt.tasks.summarization.data.columns import Pair
+from brt.tasks.summarization.data.encoding import Encoder
+
+TOGETHER = 64  # pairs that are tokenized in parallel
+TEXTS = ("source", "target", "reference")
+UNCUT = ("source_uncut", "target_uncut")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PairStore(RowStore):
+    """Documents and summaries as ids.
+
+    Attributes:
+      source: ids of each document, ended, no longer than `max_source_length`.
+      target: ids of each summary, ended, no longer than `max_target_length`.
+      reference: UTF-8 of each summary.
+      source_uncut: int64 [rows], ids that each document has in full; target_uncut the same.
+    """
+
+    source: Ragged
+    target: Ragged
+    reference: Ragged
+    source_uncut: np.ndarray
+    target_uncut: np.ndarray
+
+    @classmethod
+    def open(cls, directory: Path | str) -> "PairStore":
+        """Opens a finished store.
+
+        Raises:
+          DataError: it is missing, unfinished, of another format, or its sizes do not fit.
+        """
+        with store.opened(directory, ["ids"]) as found:
+            dtypes = dict.fromkeys(TEXTS, found.manifest["dtype"]) | {"reference": np.uint8}
+            texts = {
+                name: found.mapped(f"{name}.bin", np.dtype(dtype), found.columns[name], "pairs")
+                for name, dtype in dtypes.items()
+            }
+            found.check("pairs", found.columns["ids"])
+            columns = {name: found.columns[name] for name in ("ids", *UNCUT)}
+        return cls(directory=found.directory, manifest=found.manifest, **columns, **texts)
+
+    @property
+    def written_with(self) -> str:
+        return self.manifest["tokenizer"]["fingerprint"]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [rows], of documents."""
+        return self.source.lengths
+
+    @property
+    def max_source_length(self) -> int:
+        return self.manifest["max_source_length"]
+
+    @property
+    def max_target_length(self) -> int:
+        return self.manifest["max_target_length"]
+
+    def summary(self, row: int | np.integer) -> str:
+        """The text of a summary, uncut."""
+        return self.reference[row].tobytes().decode()
+
+
+def write(
+    directory: Path | str,
+    pairs: Iterable[Pair],
+    encoder: Encoder,
+    *,
+    facts: Callable[[], Mapping[str, Any]] = dict,
+) -> PairStore:
+    """Tokenizes pairs into a new store.
+
+    Args:
+      facts: what the manifest keeps beside the counts, asked for behind the last pair.
+
+    Raises:
+      DataError: there is no pair; one is too long and truncation is "error"; `directory` is in
+        use.
+    """
+    directory = Path(directory)
+    with manifests.new_directory(directory) as temporary:
+        dtype = ids_dtype(encoder.tokenizer.vocab_size)
+        columns = _write_texts(temporary, pairs, encoder, dtype)
+        if not columns["ids"]:
+            raise DataError(f"there is no pair for {directory.name}")
+        report = {name: _cuts(columns, name) for name in ("source", "target")}
+        if encoder.truncation == "error":
+            _refuse(directory.name, report, encoder)
+        offsets = b"".join(columns[name].astype("<i8").tobytes() for name in ("source", "target"))
+        described = {**_described(columns, encoder), "dtype": dtype.str, "cut": report, **facts()}
+        store.finish(
+            temporary, columns, described, files=("source.bin", "target.bin"),
+            identity=offsets + encoder.tokenizer.fingerprint.encode(),
+        )  # fmt: skip
+    return PairStore.open(directory)
+
+
+def _write_texts(
+    directory: Path, pairs: Iterable[Pair], encoder: Encoder, dtype: np.dtype
+) -> dict[str, Any]:
+    """Writes the three .bin files; the columns of rows.npz."""
+    columns: dict[str, Any] = {name: [] for name in ("ids", *UNCUT)}
+    with contextlib.ExitStack() as stack:
+        writers = {
+            name: stack.enter_context(ragged.Writer(directory / f"{name}.bin", kind))
+            for name, kind in zip(TEXTS, (dtype, dtype, np.dtype(np.uint8)), strict=True)
+        }
+        remaining = iter(pairs)
+        while group := list(itertools.islice(remaining, TOGETHER)):
+            sources = encoder.sources([pair.source for pair in group])
+            targets = encoder.targets([pair.target for pair in group])
+            for name, found in (("source", sources), ("target", targets)):
+                writers[name].extend(encoded.ids for encoded in found)
+                columns[f"{name}_uncut"] += [encoded.uncut for encoded in found]
+            texts = (pair.target.encode() for pair in group)
+            writers["reference"].extend(np.frombuffer(text, np.uint8) for text in texts)
+            columns["ids"] += [pair.id for pair in group]
+    columns |= {name: np.array(columns[name], np.int64) for name in UNCUT}
+    return columns | {name: writer.offsets for name, writer in writers.items()}
+
+
+def _cuts(columns: Mapping[str, Any], name: str) -> dict[str, int]:
+    """How much was cut of the documents or summaries."""
+    uncut = columns[f"{name}_uncut"]
+    cut = uncut - np.diff(columns[name])
+    return {
+        "rows": int((cut > 0).sum()),
+        "tokens": int(cut.sum()),
+        "of_tokens": int(uncut.sum()),
+        "longest": int(uncut.max()),
+    }
+
+
+def _refuse(split: str, report: Mapping[str, Mapping[str, int]], encoder: Encoder) -> None:
+    for name, limit in (
+        ("source", encoder.max_source_length), ("target", encoder.max_target_length),
+    ):  # fmt: skip
+        if found := report[name]["rows"]:
+            what = "documents" if name == "source" else "summaries"
+            raise DataError(
+                f"{found:,} {what} of {split} are longer than Pairs.max_{name}_length = {limit} "
+                f"tokens, the longest has {report[name]['longest']:,}; raise it, or let them be "
+                "cut with Pairs.truncation = 'head'"
+            )
+
+
+def _described(columns: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
+    tokenizer = encoder.tokenizer
+    special = ("vocab_size", "pad_id", "eos_id", "decoder_start_id")
+    return {
+        "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
+        **{name: getattr(tokenizer, name) for name in special},
+        "max_source_length": encoder.max_source_length,
+        "max_target_length": encoder.max_target_length,
+        "pairs": len(columns["ids"]),
+        "tokens": {name: int(columns[name][-1]) for name in ("source", "target")},
+        "reference_bytes": int(columns["reference"][-1]),
+    }

@@ -1,0 +1,151 @@
+"""From `config.Sentences` to stores of sentences: once per content, in the cache."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from brt import config
+from brt.data import generated as made_up
+from brt.data.rows import ragged, store
+from brt.data.rows.preparation import RowCorpus
+from brt.data.rows.tally import BadRow, Tally
+from brt.data.texts.preparation import TextPreparation
+from brt.data.texts.tokenization import TextTokenizer
+from brt.errors import DataError
+from brt.tasks.text_classification.data import examples, generated
+from brt.tasks.text_classification.data.examples import Example
+from brt.tasks.text_classification.data.store import SentenceStore
+
+TOGETHER = 512  # rows that are tokenized in parallel
+
+
+class SentenceCorpus(RowCorpus[TextTokenizer, SentenceStore]):
+    """Prepared sentences, opened; all splits number the labels alike."""
+
+    section, rows = "Sentences", "sentences"
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self.split("train").labels
+
+
+def prepare(
+    section: config.Sentences, progress: bool = True, *, numbers: bool = False
+) -> SentenceCorpus:
+    """Opens the sentences that a section describes; prepares them first where that is new.
+
+    Args:
+      progress: say on stderr what is done, and what was left out.
+      numbers: labels are real numbers, not classes.
+
+    Raises:
+      DataError: a source cannot be read as asked.
+      ConfigError: Sentences.labels lacks one.
+    """
+    return _Preparation(section, progress, numbers).open()
+
+
+class _Preparation(TextPreparation):
+    corpus = SentenceCorpus
+    endings, version = examples.ENDINGS, generated.VERSION
+
+    def __init__(self, section: config.Sentences, progress: bool, numbers: bool):
+        super().__init__(section, progress)
+        self._numbers = numbers
+        self.kind = "Sentences with numbers" if numbers else "Sentences"
+        self._labels: tuple[str, ...] = ()  # of train, which the other splits share
+
+    def open_store(self, directory: Path, encoder: TextTokenizer) -> SentenceStore:
+        opened, labels = SentenceStore.open(directory), self.section.labels
+        return opened.ordered(labels) if labels else opened
+
+    def texts(self) -> Iterator[str]:
+        for row in Tally("train", "").usable(self._read("train")):
+            yield from row.texts
+
+    def _read(self, split: str) -> Iterator[Example | BadRow]:
+        names = getattr(self.section, split)
+        if self._numbers and any(name.startswith(made_up.PREFIX) for name in names):
+            raise DataError(
+                f"Sentences.{split} = {names} is made up with classes for labels, but "
+                "Training.objective = 'regression' reads numbers; name your own files"
+            )
+        return made_up.read(
+            names, generated.examples,
+            lambda files: examples.read(files, self.section, self._numbers),
+        )  # fmt: skip
+
+    def write(self, split: str, directory: Path, tally: Tally) -> str:
+        section, tokenizer, limit = self.section, self.tokenizer, self.section.max_length
+        tokens, labels, ids, cut = [], [], [], 0
+        rows = tally.settled(_known(self._read(split), self._labels), section.errors)
+        for group in iter(lambda: list(itertools.islice(rows, TOGETHER)), []):
+            for row, parts in zip(group, _encoded(group, tokenizer), strict=True):
+                kept = shortened(parts, limit - tokenizer.around(len(parts)))
+                cut += sum(map(len, kept)) < sum(map(len, parts))
+                tokens.append(tokenizer.wrap(*kept))
+                labels.append(row.label)
+                ids.append(row.id)
+        if self._numbers:
+            targets, counts = _numbered(labels)
+        else:
+            self._labels = self._labels or ordered(set(labels))
+            targets, counts = _placed(labels, self._labels)
+        if len(self._labels) == 1:
+            raise DataError(
+                f"Sentences.{split} = {getattr(section, split)} has one label only, "
+                f"{self._labels[0]!r}; name sources with two at least"
+            )
+        texts = {"ids": ids, "labels": self._labels}
+        facts = {"texts": list(texts), "rows": tally.report(), "cut": cut}
+        content = ragged.joined(tokens, np.dtype(np.int32)).columns("tokens")
+        store.finish(directory, {**content, "targets": targets, **texts}, facts)
+        text = f"{len(ids):,} sentences ({counts}), {sum(map(len, tokens)):,} tokens"
+        return text + (f"; cut {cut:,} to {limit} tokens" if cut else "")
+
+
+def _placed(labels: list[str], known: tuple[str, ...]) -> tuple[Int[np.ndarray, " rows"], str]:
+    """Places of labels, and a word on how many there are of each."""
+    counts = ", ".join(f"{labels.count(label):,} {label}" for label in known)
+    return np.array([known.index(label) for label in labels], np.int32), counts
+
+
+def _numbered(labels: list[float]) -> tuple[Float[np.ndarray, " rows"], str]:
+    """Numbers, and a word on what numbers."""
+    return np.array(labels, np.float32), f"{min(labels):g} to {max(labels):g}"
+
+
+def _known(rows: Iterable[Example | BadRow], labels: tuple[str, ...]) -> Iterator[Example | BadRow]:
+    """Rows whose label train has, too."""
+    for row in rows:
+        if labels and isinstance(row, Example) and row.label not in labels:
+            there = ", ".join(labels)
+            yield BadRow(row.name, f"has the label {row.label!r}, Sentences.train only {there}")
+        else:
+            yield row
+
+
+def _encoded(rows: list[Example], tokenizer: TextTokenizer) -> Iterator[list[np.ndarray]]:
+    found = iter(tokenizer.encode([text for row in rows for text in row.texts]))
+    for row in rows:
+        yield [next(found).ids for _ in row.texts]
+
+
+def shortened(parts: list[np.ndarray], limit: int) -> list[np.ndarray]:
+    """The beginnings of one text or two, at most `limit` ids in all; the longer is cut first."""
+    if len(parts) == 1:
+        return [parts[0][:limit]]
+    first, second = map(len, parts)
+    over = max(first + second - limit, 0)
+    own = min(max(first - second, -over), over)  # by how much more the first is cut
+    return [parts[0][: first - (over + own + 1) // 2], parts[1][: second - (over - own) // 2]]
+
+
+def ordered(labels: set[str]) -> tuple[str, ...]:
+    """Numbers by their size, other names by their letters."""
+    if all(label.removeprefix("-").isdecimal() for label in labels):
+        return tuple(sorted(labels, key=int))
+    return tuple(sorted(labels))

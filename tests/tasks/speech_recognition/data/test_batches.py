@@ -1,0 +1,70 @@
+import json
+
+import numpy as np
+import pytest
+
+from brt.config import Speech
+from brt.data import lanes
+from brt.tasks.speech_recognition.data import batches, preparation
+from brt.tasks.speech_recognition.data.batches import SpeechReader
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    directory = str(tmp_path_factory.mktemp("cache"))
+    speech = Speech(train=("generated:b/11",), validation=(), test=(), cache_dir=directory)
+    return preparation.prepare(speech, progress=False).split("train")
+
+
+@pytest.fixture(params=[(), (180, 400)])
+def buckets(request):
+    return request.param
+
+
+def reader(store, **settings):
+    return SpeechReader(store=store, **{"batch_size": 4, "seed": 5, **settings})
+
+
+def test_a_batch_has_features_and_tokens_of_its_rows(store, buckets):
+    read, seen = reader(store, buckets=buckets), []
+    for step in range(read.steps_per_epoch):
+        batch = read[step]
+        assert batch.features.dtype == np.float32 and batch.targets.dtype == np.int32
+        assert batch.features.shape[1] in (buckets or (store.lengths.max(),))
+        for i, row in enumerate(batch.row):
+            there = row >= 0
+            features = store.features(row) if there else np.zeros((0, store.width))
+            targets = store.targets[row] if there else np.zeros(0)
+            np.testing.assert_array_equal(batch.features[i][batch.valid[i]], features)
+            np.testing.assert_array_equal(batch.targets[i][batch.scored[i]], targets)
+            assert (batch.features[i][~batch.valid[i]] == 0).all()
+            assert batch.valid[i, : len(features)].all() and batch.scored[i, : len(targets)].all()
+        seen += batch.row[batch.row >= 0].tolist()
+    assert sorted(seen) == list(range(11))
+
+
+def test_resuming_gives_the_same_batches(store, buckets):
+    read = reader(store, buckets=buckets)
+    iterator, states, found = lanes.iterate(read), [], []
+    for _ in range(5):
+        states.append(json.loads(json.dumps(iterator.get_state())))
+        found.append(next(iterator))
+    iterator.close()
+    again = lanes.iterate(reader(store, buckets=buckets))
+    again.set_state(states[2])
+    for batch in found[2:]:
+        assert all(np.array_equal(a, b) for a, b in zip(next(again), batch, strict=True))
+    again.close()
+
+
+def test_the_largest_batch_has_the_longest_bucket_and_no_row(store, buckets):
+    read = reader(store, buckets=buckets)
+    largest = read.largest()
+    assert read.positions(largest) == largest.valid.size
+    assert largest.features.shape == (4, (buckets or (store.lengths.max(),))[-1], store.width)
+    assert not largest.valid.any() and (largest.row == -1).all()
+
+
+def test_evaluation_reads_every_utterance_once(store, buckets):
+    found = batches.evaluation_batches(store, batch_size=4, buckets=buckets)
+    assert sorted(r for batch in found for r in batch.row if r >= 0) == list(range(11))

@@ -1,0 +1,86 @@
+import numpy as np
+import pytest
+
+from brt.config import Speech
+from brt.errors import DataError
+from brt.tasks.speech_recognition.data import filter_bank
+
+RATE = 8000
+
+
+def literal(samples, speech):
+    """Frame by frame, frequency by frequency, band by band."""
+    window, shift = int(RATE * speech.window_ms / 1000), int(RATE * speech.shift_ms / 1000)
+    size = 256
+    assert size >= window > size // 2
+    mels = np.linspace(
+        2595 * np.log10(1 + 20 / 700), 2595 * np.log10(1 + RATE / 2 / 700), speech.mel_bands + 2
+    )
+    rows = []
+    for start in range(0, len(samples) - window + 1, shift):
+        frame = samples[start : start + window]
+        emphasised = [x - 0.97 * (frame[i - 1] if i else frame[0]) for i, x in enumerate(frame)]
+        taper = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / (window - 1))
+        tapered = np.array(emphasised) * taper
+        energies = np.zeros(speech.mel_bands)
+        for k in range(size // 2 + 1):
+            turn = np.exp(-2j * np.pi * k * np.arange(window) / size)
+            power = abs((tapered * turn).sum()) ** 2
+            mel = 2595 * np.log10(1 + k * RATE / size / 700)
+            for band in range(speech.mel_bands):
+                low, middle, high = mels[band : band + 3]
+                rising, falling = (mel - low) / (middle - low), (high - mel) / (high - middle)
+                energies[band] += power * max(0, min(rising, falling))
+        rows.append(np.log(np.maximum(energies, 1e-10)))
+    return np.array(rows)
+
+
+def test_the_definition():
+    speech = Speech(mel_bands=8)
+    samples = np.random.default_rng(0).normal(size=650) * 0.1
+    found = filter_bank.log_mel(samples, RATE, speech)
+    assert found.shape == (1 + (650 - 200) // 80, 8) and found.dtype == np.float32
+    np.testing.assert_allclose(found, literal(samples, speech), rtol=1e-5)
+
+
+def test_a_tone_is_in_its_band():
+    speech = Speech(mel_bands=20)
+    time = np.arange(4000) / RATE
+    peaks = []
+    for hertz in (300, 1000, 3000):
+        found = filter_bank.log_mel(0.5 * np.sin(2 * np.pi * hertz * time), RATE, speech)
+        assert (found.argmax(axis=1) == found[0].argmax()).all()
+        peaks.append(found[0].argmax())
+    assert peaks == sorted(set(peaks))
+
+
+def test_silence_is_finite_and_what_is_too_short_has_no_frame():
+    assert (filter_bank.log_mel(np.zeros(400), RATE, Speech()) == np.log(np.float32(1e-10))).all()
+    assert filter_bank.log_mel(np.zeros(199), RATE, Speech()).shape == (0, 40)
+
+
+def test_a_wav_file(tmp_path, write_wav):
+    samples = np.random.default_rng(1).uniform(-0.5, 0.5, 1000)
+    write_wav(tmp_path / "a.wav", samples)
+    found, rate = filter_bank.read(tmp_path / "a.wav", Speech())
+    assert rate == RATE
+    exact = filter_bank.log_mel(np.round(samples * 32767) / 2**15, RATE, Speech())
+    np.testing.assert_array_equal(found, exact)
+
+
+def test_other_files_are_refused(tmp_path, write_wav):
+    path = tmp_path / "a.wav"
+    for settings in ({"channels": 2}, {"width": 1}):
+        write_wav(path, np.zeros(400), **settings)
+        with pytest.raises(DataError, match="a.wav has .* convert it to one channel of 16 bit"):
+            filter_bank.read(path, Speech())
+    path.write_bytes(b"RIFF")
+    with pytest.raises(DataError, match="a.wav is no wav file of plain samples"):
+        filter_bank.read(path, Speech())
+    with pytest.raises(DataError, match="b.wav cannot be read: No such file"):
+        filter_bank.read(tmp_path / "b.wav", Speech())
+
+
+def test_more_bands_than_frequencies_are_refused():
+    with pytest.raises(DataError, match="Speech.mel_bands = 200 are too many for 8000"):
+        filter_bank.log_mel(np.zeros(400), RATE, Speech(mel_bands=200))

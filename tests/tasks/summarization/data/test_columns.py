@@ -1,0 +1,71 @@
+import pytest
+
+from brt.data.rows.tables import Row
+from brt.data.rows.tally import BadRow
+from brt.errors import DataError
+from brt.tasks.summarization.data import columns
+from brt.tasks.summarization.data.columns import Columns
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        (["publisher", "highlights", "id", "article"], ("article", "highlights", "id")),
+        (["document", "summary", "source", "id"], ("document", "summary", "id")),
+        (["dialogue", "summary"], ("dialogue", "summary", "")),
+        (["abstract", "article", "section_names"], ("article", "abstract", "")),
+        (["description", "abstract"], ("description", "abstract", "")),
+        (["title", "text", "summary"], ("text", "summary", "")),
+        (["id", "utt", "speaker", "summary"], ("utt", "summary", "id")),
+        (["reports", "summary", "title"], ("reports", "summary", "")),
+        (["report", "highlight"], ("report", "highlight", "")),
+    ],
+)
+def test_the_usual_names_of_public_datasets(there, expected):
+    assert columns.choose("t", there) == Columns(*expected)
+
+
+def test_names_that_are_asked_for_come_first():
+    there = ["document", "summary", "body", "gist", "key", "id"]
+    assert columns.choose("t", there, Columns("body", "gist", "key")) == ("body", "gist", "key")
+    assert columns.choose("t", there, Columns(source="body")) == ("body", "summary", "id")
+    assert columns.choose("t", there, Columns(target="gist")) == ("document", "gist", "id")
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "message"),
+    [
+        (["a", "b"], Columns(), "^t has no document and summary under a usual name; its columns "
+         "are a, b: name two of them with source_field and target_field$"),
+        (["a", "b"], Columns(source="c"), "has no column 'c' as source_field says; its columns "
+         "are a, b$"),
+        (["a", "b"], Columns(target="c"), "no column 'c' as target_field"),
+        (["document", "summary"], Columns(id="c"), "no column 'c' as id_field"),
+        (["a", "b"], Columns(source="a"), "under a usual name"),
+        (["summary", "x"], Columns(source="summary"), "under a usual name"),
+    ],
+)  # fmt: skip
+def test_columns_that_are_not_there_are_named(there, asked, message):
+    with pytest.raises(DataError, match=message):
+        columns.choose("t", there, asked)
+
+
+def pair(values, source="document", id=""):
+    return columns.pair(Row("f:1", values), Columns(source, "summary", id), 7)
+
+
+def test_lists_become_text():
+    values = {"document": ["one", b"two"], "summary": ["s", "t"]}
+    assert pair(values) == ("f:1", "7", "one\ntwo", "s\nt")
+    said = {"utt": [b"hello", b"\xc3\xa9"], "speaker": ["A. B, HOST", b"C"], "summary": "s"}
+    assert pair(said, "utt").source == "A. B, HOST: hello C: é"
+    assert pair({**said, "utt": []}, "utt") == BadRow("f:1", "has 0 utterances and 2 speakers")
+    assert pair({**said, "utt": [], "speaker": []}, "utt").problem == "has an empty document"
+    assert pair({**said, "speaker": "A"}, "utt").source == "hello\né"
+
+
+def test_ids_are_text_or_numbers():
+    values = {"document": "d", "summary": "s", "n": 3, "b": b"x1", "f": 0.5, "no": None}
+    assert [pair(values, id=name).id for name in ("", "n", "b")] == ["7", "3", "x1"]
+    assert pair(values, id="f").problem == "has float, not text, in 'f'"
+    assert pair(values, id="no").problem == "has nothing in 'no'"

@@ -1,0 +1,186 @@
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from brt import config
+from brt.data.rows.preparation import Preparation
+from brt.errors import ConfigError, DataError
+from brt.tasks.summarization.data import preparation
+
+
+@pytest.fixture
+def files(tmp_path, lines):
+    """{split: a .jsonl file}; one row in ten of train is bad."""
+    paths = {}
+    for split, first, count in (("train", 0, 60), ("validation", 100, 8), ("test", 120, 8)):
+        rows = [
+            {"id": f"{split}-{i}", "document": " ".join(lines[i : i + 3]), "summary": lines[i][:80]}
+            for i in range(first, first + count)
+        ]
+        paths[split] = tmp_path / f"{split}.jsonl"
+        paths[split].write_text("\n".join(map(json.dumps, rows)))
+    return paths
+
+
+@pytest.fixture
+def spoilt(files):
+    """Three bad rows in the train file."""
+    lines = files["train"].read_text().split("\n")
+    lines[4], lines[7], lines[9] = "{}", '{"document": "d", "summary": " "}', "no JSON"
+    files["train"].write_text("\n".join(lines))
+    return files
+
+
+@pytest.fixture
+def make(tmp_path, files):
+    def prepare(progress=False, **settings):
+        settings = {
+            **{split: (str(path),) for split, path in files.items()},
+            "tokenizer": "train:400", "cache_dir": str(tmp_path / "cache"), **settings,
+        }  # fmt: skip
+        return preparation.prepare(config.Pairs(**settings), progress=progress)
+
+    return prepare
+
+
+def decoded(corpus, split):
+    store = corpus.split(split)
+    return [corpus.tokenizer.decode(store.source[row]) for row in range(len(store))]
+
+
+def test_documents_and_summaries_come_back(make, files):
+    corpus = make(max_source_length=4000)
+    for split, path in files.items():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        store = corpus.split(split)
+        assert decoded(corpus, split) == [row["document"] for row in rows]
+        assert [store.summary(i) for i in range(len(store))] == [row["summary"] for row in rows]
+        assert list(store.ids) == [row["id"] for row in rows]
+
+
+def test_the_same_content_is_prepared_once(make, files, monkeypatch):
+    first = make()
+    monkeypatch.setattr(Preparation, "_build", lambda *_: pytest.fail("made again"))
+    assert make().directory == first.directory
+    for free in ({"buckets": (512, 1024)}, {"shuffle": False}):
+        assert make(**free).directory == first.directory
+    monkeypatch.undo()
+    files["test"].write_text(files["test"].read_text().replace("the", "a"))
+    assert make().directory != first.directory
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prefix": "summarize: "},
+        {"max_source_length": 50},
+        {"max_target_length": 50},
+        {"truncation": "head_tail"},
+        {"errors": "skip"},
+        {"tokenizer": "train:410"},
+        {"target_field": "id"},
+        {"id_field": "summary"},
+    ],
+)
+def test_other_settings_are_another_corpus(make, change):
+    assert make(**change).directory != make().directory
+
+
+def test_a_tokenizer_file_is_kept_and_decides_the_ids(make, bart_json, tmp_path):
+    corpus = make(tokenizer=str(bart_json))
+    assert (corpus.directory / "tokenizer.json").read_bytes() == bart_json.read_bytes()
+    assert corpus.tokenizer.begin == (0,)
+    assert corpus.split("train").source[0][0] == 0
+    trained = make()
+    again = make(tokenizer=str(trained.directory / "tokenizer.model"))
+    assert again.tokenizer.fingerprint == trained.tokenizer.fingerprint
+    assert again.split("test").fingerprint == trained.split("test").fingerprint
+    (trained.directory / "tokenizer.model").write_bytes(
+        (make(tokenizer="train:410").directory / "tokenizer.model").read_bytes()
+    )
+    with pytest.raises(DataError, match="was written with another tokenizer than tokenizer.model"):
+        make()
+
+
+def test_the_tokenizer_is_trained_on_documents_and_summaries_of_train_only(make, files):
+    rows = [json.loads(line) for line in files["train"].read_text().splitlines()]
+    for row in rows:
+        row["summary"] = "qzx qzx qzx"
+    files["train"].write_text("\n".join(map(json.dumps, rows)))
+    held_out = {"document": "jkwv " * 200, "summary": "jkwv"}
+    files["test"].write_text(json.dumps(held_out))
+    corpus = make()
+    assert len(corpus.tokenizer.encode(["qzx qzx"])[0]) <= 2 * 2
+    assert len(corpus.tokenizer.encode(["jkwv"])[0]) >= 4
+
+
+def test_bad_rows_are_counted_and_refused(make, spoilt, tmp_path):
+    path = spoilt["train"]
+    with pytest.raises(DataError) as refused:
+        make()
+    assert str(refused.value) == (
+        f"3 of 60 rows of train cannot be used: {path}:5 has no column 'document', {path}:8 has an "
+        f"empty summary, {path}:10 is not JSON: Expecting value at column 1; mend them, or go on "
+        "without them with Pairs.errors = 'skip'"
+    )
+    assert refused.value.exit_code == 3
+    assert not [*(tmp_path / "cache").iterdir()]
+
+
+def test_bad_rows_are_skipped_and_reported(make, spoilt, capsys):
+    corpus = make(errors="skip", progress=True)
+    store = corpus.split("train")
+    assert len(store) == 57
+    assert "train-4" not in store.ids and "train-5" in store.ids
+    told = capsys.readouterr().err
+    assert "3 of 60 rows of train cannot be used: " in told and "empty summary" in told
+    assert store.manifest["rows"]["bad"] == 3
+    assert store.manifest["rows"]["first"][1] == f"{spoilt['train']}:8 has an empty summary"
+    make(errors="skip", progress=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_split_of_bad_rows_only_is_refused(make, files):
+    files["test"].write_text('{"document": "", "summary": "s"}\n' * 9)
+    with pytest.raises(DataError, match=r"^9 of 9 rows of test cannot .*document and 6 more$"):
+        make(errors="skip")
+
+
+def test_what_was_cut_is_told_once(make, capsys):
+    corpus = make(max_source_length=20, progress=True)
+    told = capsys.readouterr().err
+    cut = corpus.split("train").manifest["cut"]["source"]
+    assert cut["rows"] == 60
+    assert f"cut 60 documents by {cut['tokens']:,} tokens" in told
+    make(max_source_length=20, progress=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_split_without_sources_is_absent(make):
+    corpus = make(test=())
+    assert [*corpus.splits] == ["train", "validation"]
+    with pytest.raises(DataError, match=r"there are no test pairs, only train, validation; name"):
+        corpus.split("test")
+
+
+def test_a_file_in_two_splits_is_refused(make, files):
+    files["test"].write_bytes(files["train"].read_bytes())
+    with pytest.raises(DataError, match=r"of Pairs\.test has the same content as .* Pairs\.train"):
+        make()
+
+
+def test_bad_tokenizers_name_their_setting(make):
+    with pytest.raises(ConfigError, match=r"Pairs\.tokenizer = 'train:many' must name a size"):
+        make(tokenizer="train:many")
+    with pytest.raises(DataError, match=r"Pairs\.tokenizer = 'train:90000' asks for more pieces"):
+        make(tokenizer="train:90000")
+    with pytest.raises(DataError, match=r"Pairs\.tokenizer = 'train:20' is too small"):
+        make(tokenizer="train:20")
+
+
+def test_preparing_twice_at_the_same_time(make):
+    with ThreadPoolExecutor(3) as pool:
+        found = [*pool.map(lambda _: make(), range(3))]
+    assert len({corpus.directory for corpus in found}) == 1
+    assert len({corpus.split("train").fingerprint for corpus in found}) == 1

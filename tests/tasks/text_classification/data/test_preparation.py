@@ -1,0 +1,204 @@
+"""Sentences from tables of several kinds to ids and labels."""
+
+import dataclasses
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from brt.config import Sentences
+from brt.errors import ConfigError, DataError
+from brt.tasks.text_classification.data import preparation
+from brt.tasks.text_classification.data.batches import SentenceReader
+
+ROWS = [("good film", "1"), ("bad film", "0"), ("a good one", "1"), ("dull", "0")]
+
+
+@pytest.fixture
+def make(tmp_path):
+    """(settings) -> Sentences of a file that holds ROWS, another cache each time."""
+
+    def config(**settings):
+        train = jsonl(tmp_path, "train", [{"sentence": s, "label": int(k)} for s, k in ROWS])
+        given = {"train": train, "validation": (), "test": (), "cache_dir": str(tmp_path / "c")}
+        given |= settings
+        for split in ("train", "validation", "test"):
+            given[split] = (given[split],) if isinstance(given[split], str) else given[split]
+        return Sentences(**given)
+
+    return config
+
+
+def jsonl(directory, name, rows):
+    path = directory / f"{name}.jsonl"
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
+    return str(path)
+
+
+def texts(corpus, split="train"):
+    """Rows of a split as bytes were encoded: special ids as |."""
+    store = corpus.split(split)
+    rows = [store.tokens[i] for i in range(len(store))]
+    return ["".join(chr(i) if i < 256 else "|" for i in row) for row in rows]
+
+
+def prepare(section):
+    return preparation.prepare(section, progress=False)
+
+
+def test_json_lines(make):
+    corpus = prepare(make())
+    assert texts(corpus) == [f"|{sentence}|" for sentence, _ in ROWS]
+    assert corpus.labels == ("0", "1") and corpus.split("train").targets.tolist() == [1, 0, 1, 0]
+    assert corpus.split("train").ids == ("0", "1", "2", "3")
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "found"),
+    [
+        ("sentence\tlabel\nsay \"it\t1\nno\t0\n", {}, ['|say "it|', "|no|"]),
+        ("index\tquestion\tsentence\tlabel\n7\tq\ts s\tb\r\n9\tr\tt\ta\r\n", {},
+         ["|q||s s|", "|r||t|"]),
+        ("x\t1\t*\tfine\ny\t0\t\tbad\n", {"header": ("s", "label", "", "sentence")},
+         ["|fine|", "|bad|"]),
+        ("premise\thypothesis\tlabel1\tgold_label\np\th\tn\tn\nq\ti\ty\ty\n", {},
+         ["|p||h|", "|q||i|"]),
+        ("a\tb\tc\tlabel\nu\tv\tw\t1\nx\ty\tz\t0\n", {"first_field": "c", "second_field": "a"},
+         ["|w||u|", "|z||x|"]),
+    ],
+    ids=["sst2", "qnli", "cola", "mnli", "asked"],
+)  # fmt: skip
+def test_tab_separated_values_as_glue_has_them(make, tmp_path, content, settings, found):
+    path = tmp_path / "t.tsv.gz"
+    path.write_bytes(gzip.compress(content.encode()))
+    corpus = prepare(make(train=str(path), **settings))
+    assert texts(corpus) == found
+    if "index" in content:
+        assert corpus.split("train").ids == ("7", "9") and corpus.labels == ("a", "b")
+
+
+def test_labels_are_those_of_train_in_a_fixed_order(make, tmp_path):
+    rows = [{"text": f"{label} text", "label": label} for label in (10, 9, 2, 10)]
+    train = jsonl(tmp_path, "numbers", rows)
+    assert prepare(make(train=train)).labels == ("2", "9", "10")
+    asked = prepare(make(train=train, labels=("10", "2", "9")))
+    assert asked.labels == ("10", "2", "9") and asked.split("train").targets.tolist() == [
+        0,
+        2,
+        1,
+        0,
+    ]
+    with pytest.raises(
+        ConfigError, match=r"Sentences.labels = \('2', '9'\) lacks '10', which Sent"
+    ):
+        prepare(make(train=train, labels=("2", "9")))
+    one = jsonl(tmp_path, "one", rows[:1])
+    with pytest.raises(DataError, match="has one label only, '10'; name sources with two"):
+        prepare(make(train=one))
+
+
+def test_bad_rows_are_named_with_file_and_line(make, tmp_path, capsys):
+    rows = [{"sentence": "ok", "label": 0}, {"sentence": " ", "label": 1}, "{", {"sentence": "x"},
+            {"sentence": "y", "label": 1}, {"sentence": 3, "label": 1}]  # fmt: skip
+    path = jsonl(tmp_path, "bad", rows)
+    message = (
+        rf"4 of 6 rows of train cannot be used: {path}:2 has no text in 'sentence', {path}:3 is "
+        rf"not JSON: .*, {path}:4 has no label in 'label' and 1 more; mend them, or go on without "
+        r"them with Sentences.errors = 'skip'"
+    )
+    with pytest.raises(DataError, match=message):
+        prepare(make(train=path))
+    corpus = preparation.prepare(make(train=path, errors="skip"))
+    assert texts(corpus) == ["|ok|", "|y|"] and "4 of 6 rows" in capsys.readouterr().err
+    assert corpus.split("train").manifest["rows"]["bad"] == 4
+    held_out = jsonl(tmp_path, "held", [{"sentence": "z", "label": 5}])
+    with pytest.raises(DataError, match="has the label '5', Sentences.train only 0, 1"):
+        prepare(make(validation=held_out))
+
+
+def test_columns_that_are_missing_are_named(make, tmp_path):
+    path = jsonl(tmp_path, "odd", [{"words": "a", "kind": 1}])
+    with pytest.raises(
+        DataError, match="has no sentence under a usual name; its columns are words"
+    ):
+        prepare(make(train=path))
+    with pytest.raises(DataError, match="has no label .* name one with Sentences.label_field"):
+        prepare(make(train=path, first_field="words"))
+    with pytest.raises(DataError, match="has no column 'word' as Sentences.first_field says"):
+        prepare(make(train=path, first_field="word"))
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(DataError, match="a.txt ends in none of .jsonl, .csv, .parquet, .tsv"):
+        prepare(make(train=str(tmp_path / "a.txt")))
+
+
+def test_the_same_file_in_two_splits_is_refused(make, tmp_path):
+    section = make()
+    with pytest.raises(DataError, match="has the same content as"):
+        prepare(make(test=section.train))
+    with pytest.raises(DataError, match="generated:a/0 must be generated:NAME/COUNT"):
+        prepare(make(train="generated:a/0"))
+
+
+def test_a_pair_is_cut_where_it_is_longer():
+    for first, second, limit in [(9, 2, 6), (2, 9, 6), (7, 6, 5), (6, 7, 5), (3, 3, 8), (9, 9, 2)]:
+        parts = [np.arange(first), 100 + np.arange(second)]
+        kept = preparation.shortened(parts, limit)
+        sizes = [len(part) for part in kept]
+        assert sum(sizes) == min(limit, first + second)
+        for part, whole in zip(kept, parts, strict=True):
+            np.testing.assert_array_equal(part, whole[: len(part)])
+        if sum(sizes) < first + second:  # the longer one was cut, both only to a like length
+            cut = np.array([first, second]) - sizes
+            assert cut.min() == 0 or abs(sizes[0] - sizes[1]) <= 1
+            assert cut[np.argmax([first, second])] == cut.max()
+
+
+def test_batches_hold_every_row_once(make):
+    section = make(train="generated:t/30", max_length=64, buckets=(16, 64))
+    corpus = prepare(section)
+    store = corpus.split("train")
+    assert corpus.labels == ("animal", "plant", "stone") and (store.tokens.lengths <= 64).all()
+    reader = SentenceReader(store=store, batch_size=8, buckets=section.buckets, max_length=64)
+    seen = []
+    for step in range(reader.steps_per_epoch):
+        batch = reader[step]
+        for i, row in enumerate(batch.row):
+            assert batch.valid[i].sum() == (len(store.tokens[row]) if row >= 0 else 0)
+            assert batch.scored[i, 0] == (row >= 0)
+            if row >= 0:
+                np.testing.assert_array_equal(batch.tokens[i][batch.valid[i]], store.tokens[row])
+                assert batch.targets[i, 0] == store.targets[row]
+        seen += [row for row in batch.row if row >= 0]
+    assert sorted(seen) == list(range(30))
+    again = prepare(make(train="generated:t/20", max_length=64)).split("train")
+    np.testing.assert_array_equal(again.tokens[19], store.tokens[19])
+    assert not np.array_equal(store.tokens[0], store.tokens[1])
+
+
+def test_numbers_stay_numbers(make, tmp_path, capsys):
+    """STS-B's columns; a held-out number need not be among those of train."""
+    lines = ["sentence1\tsentence2\tscore\n", "a\tb\t3.75\n", "c\td\t0\n", "e\tf\tnan\n"]
+    (tmp_path / "train.tsv").write_text("".join(lines))
+    held = jsonl(tmp_path, "held", [{"sentence1": "g", "sentence2": "h", "label": 4.2}])
+    section = make(train=str(tmp_path / "train.tsv"), validation=held)
+    named = "train.tsv:4 has 'nan', which is no number, in 'score'"
+    with pytest.raises(DataError, match=named):
+        preparation.prepare(section, False, numbers=True)
+    section = dataclasses.replace(section, errors="skip")
+    corpus = preparation.prepare(section, numbers=True)
+    assert "2 sentences (0 to 3.75)" in capsys.readouterr().err
+    assert corpus.labels == () and texts(corpus) == ["|a||b|", "|c||d|"]
+    stores = [corpus.split(split) for split in ("train", "validation")]
+    assert [store.targets.tolist() for store in stores] == [[3.75, 0], [pytest.approx(4.2)]]
+    batch = SentenceReader(store=stores[0], batch_size=3, max_length=128, shuffle=False)[0]
+    assert batch.targets.dtype == np.float32 and batch.targets[:, 0].tolist() == [3.75, 0, 0]
+    classes = dataclasses.replace(section, validation=())
+    assert prepare(classes).labels == ("0", "3.75", "nan"), "another store of the same file"
+    floats = jsonl(tmp_path, "floats", [{"sentence": "g", "label": 4.2}])
+    with pytest.raises(DataError, match="has the number 4.2 for a label .*'regression' learns"):
+        prepare(make(train=floats))
+    with pytest.raises(DataError, match="is made up with classes for labels, but Training.obj"):
+        preparation.prepare(make(train="generated:t/3"), False, numbers=True)
