@@ -63,10 +63,15 @@ class RowReader(Reader):
 
     @classmethod
     def evaluation(
-        cls, store: Any, *, batch_size: int, buckets: tuple[int, ...] = ()
+        cls, store: Any, *, batch_size: int, limit: int = 0, **settings: Any
     ) -> Iterator[Any]:
-        """Every row once, in batches of similar lengths; empty rows fill up the last batch."""
-        yield from cls(store=store, batch_size=batch_size, buckets=buckets, shuffle=False).once()
+        """Every row once, in batches of similar lengths; empty rows fill up the last batch.
+
+        Args:
+          limit: see `once`.
+          settings: attributes of the reader.
+        """
+        yield from cls(store=store, batch_size=batch_size, shuffle=False, **settings).once(limit)
 
     @property
     def identity(self) -> dict[str, Any]:

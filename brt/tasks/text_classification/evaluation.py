@@ -85,11 +85,10 @@ class SentenceEvaluator(HeadEvaluator):
 
     def batches(self, limit: int) -> Iterator[TextBatch]:
         """See the base class."""
-        reader = SentenceReader(
-            store=self.store, batch_size=self._size, buckets=self._section.buckets,
-            max_length=self._section.max_length, shuffle=False,
+        return SentenceReader.evaluation(
+            self.store, batch_size=self._size, limit=limit, buckets=self._section.buckets,
+            max_length=self._section.max_length,
         )  # fmt: skip
-        return reader.once(limit)
 
     def reading(self, config: Config, found: dict[int, tuple], timed: Timed) -> HeadReading:
         """See the base class."""
