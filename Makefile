@@ -10,12 +10,13 @@ PROMPT ?= It was late in the evening when
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help quickstart test lint wheel clean
+.PHONY: help quickstart test test-all lint wheel clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make quickstart  install, train a small model on three novels, evaluate it, sample from it'
-	@echo 'make test        run the tests'
+	@echo 'make test        run the tests, but for the slow ones'
+	@echo 'make test-all    run all of them'
 	@echo 'make lint        check style and formatting'
 	@echo 'make wheel       build dist/brt-*.whl'
 	@echo 'make clean       remove what was built; $(VENV) and runs/ stay'
@@ -27,6 +28,9 @@ quickstart: $(VENV)/installed
 
 test: $(VENV)/installed-test
 	$(RUN) -m pytest $(PYTEST_FLAGS)
+
+test-all: $(VENV)/installed-test
+	$(RUN) -m pytest $(PYTEST_FLAGS) -m 'slow or not slow'
 
 lint: $(VENV)/installed-test
 	$(RUN) -m ruff check .
