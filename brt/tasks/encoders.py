@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
 from brt.interop import pretrained, pretrained_encoder
 from brt.interop.exporting import Exported
@@ -120,7 +119,7 @@ class EncoderTask(Task):
         )
 
     def exported(
-        self, source: Path, config: Config, params: PyTree[Array], corpus: Corpus
+        self, source: Path, config: Config, params: PyTree[Array], tokenizer: Tokenizer
     ) -> Exported:
         """As RoBERTa's form has it; how it computes is the reader's business."""
         model = dataclasses.replace(config.encoder, dtype="auto", remat=False)
@@ -136,9 +135,11 @@ class EncoderTask(Task):
         notes.append("transformers takes token 1 for padding")
 
         def copy(target: Path) -> list[str]:
-            if corpus.tokenizer.name == ByteTokenizer.name:
+            name, content = tokenizer.file
+            if name not in pretrained.TOKENIZER_FILES:
                 return []
-            return pretrained.copy_tokenizer(corpus.directory, target)
+            (target / name).write_bytes(content)
+            return [name]
 
         return Exported(source, found, copy, tuple(notes))
 

@@ -50,6 +50,9 @@ class Corpus(Protocol):
     def split(self, name: str) -> Any:
         """The store of a split; raises DataError where there is none."""
 
+    def described(self) -> dict[str, dict[str, Any]]:
+        """What each split is, JSON: see `brt.data.cache.described`."""
+
 
 class Reader(Protocol):
     """Batches by step, NamedTuples of NumPy arrays with the lanes on axis 0."""
@@ -148,6 +151,26 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def open(self, config: Config, *, progress: bool = True) -> Corpus:
         """The data; prepared first where that was not done yet; DataError where it cannot be."""
+
+    @abc.abstractmethod
+    def open_split(
+        self,
+        config: Config,
+        split: str,
+        tokenizer: Any,
+        *,
+        known: Path | None = None,
+        progress: bool = True,
+    ) -> Corpus:
+        """One split alone, as a run's tokenizer reads it; no other data are looked at.
+
+        Args:
+          known: where the run had its data from, if the config says the same of them.
+        """
+
+    @abc.abstractmethod
+    def load_tokenizer(self, file: Path) -> Any:
+        """The tokenizer that a run keeps, from its `file`; DataError where it is damaged."""
 
     @abc.abstractmethod
     def resolve(self, config: Config, corpus: Corpus) -> Config:
@@ -294,7 +317,7 @@ class Task(abc.ABC):
         return [f"python -m brt.evaluate --workdir={workdir} --split=test"]
 
     def exported(
-        self, source: Path, config: Config, params: PyTree[Array], corpus: Corpus
+        self, source: Path, config: Config, params: PyTree[Array], tokenizer: Any
     ) -> Exported:
         """A trained model for others to read; only where the task `exports`."""
         raise no_form(source)

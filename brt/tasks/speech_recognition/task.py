@@ -1,6 +1,7 @@
 """Utterances with their transcripts: tokens in order, wherever in the frames they are (CTC)."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +17,8 @@ from brt.tasks.protocol import Aux, Corpus, count_of
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Measure
 from brt.tasks.speech_recognition.data import preparation
 from brt.tasks.speech_recognition.data.batches import SpeechReader
-from brt.tasks.speech_recognition.data.preparation import SpeechCorpus
+from brt.tasks.speech_recognition.data.preparation import SpeechCorpus, SpeechPreparation
+from brt.tasks.speech_recognition.data.vocabulary import Vocabulary
 from brt.tasks.speech_recognition.evaluation import TranscriptEvaluator
 from brt.types import SpeechBatch
 
@@ -50,6 +52,17 @@ class SpeechRecognition(EncoderTask):
     def open(self, config: Config, *, progress: bool = True) -> SpeechCorpus:
         """Utterances with their transcripts."""
         return preparation.prepare(config.speech, progress)
+
+    def open_split(
+        self, config: Config, split: str, tokenizer: Vocabulary, *,
+        known: Path | None = None, progress: bool = True,
+    ) -> SpeechCorpus:  # fmt: skip
+        """See the base class."""
+        return SpeechPreparation(config.speech, progress).open_split(split, tokenizer, known)
+
+    def load_tokenizer(self, file: Path) -> Vocabulary:
+        """See the base class."""
+        return Vocabulary.load(file)
 
     def resolve(self, config: Config, corpus: SpeechCorpus) -> Config:
         """Also the width of the frames.

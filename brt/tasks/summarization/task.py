@@ -23,10 +23,10 @@ from brt.ops.cross_entropy import smoothed_cross_entropy
 from brt.tasks import resolving
 from brt.tasks.protocol import Aux, Corpus, Task, WriteOptions, count_of
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Measure
-from brt.tasks.summarization.data import preparation
+from brt.tasks.summarization.data import preparation, tokenization
 from brt.tasks.summarization.data.batches import PairReader
 from brt.tasks.summarization.data.encoding import Encoder
-from brt.tasks.summarization.data.preparation import PairCorpus
+from brt.tasks.summarization.data.preparation import PairCorpus, Preparation
 from brt.tasks.summarization.data.tokenization import PairTokenizer
 from brt.tasks.summarization.evaluation import SummaryEvaluator
 from brt.tasks.summarization.forward import Prediction, network, predict
@@ -80,6 +80,17 @@ class Summarization(Task):
     def open(self, config: Config, *, progress: bool = True) -> PairCorpus:
         """Documents with their summaries."""
         return preparation.prepare(config.pairs, progress)
+
+    def open_split(
+        self, config: Config, split: str, tokenizer: PairTokenizer, *,
+        known: Path | None = None, progress: bool = True,
+    ) -> PairCorpus:  # fmt: skip
+        """See the base class."""
+        return Preparation(config.pairs, progress).open_split(split, tokenizer, known)
+
+    def load_tokenizer(self, file: Path) -> PairTokenizer:
+        """See the base class."""
+        return tokenization.load(str(file))
 
     def resolve(self, config: Config, corpus: Corpus) -> Config:
         """Vocabulary and dtype written out."""
@@ -220,10 +231,10 @@ class Summarization(Task):
         ]
 
     def exported(
-        self, source: Path, config: Config, params: PyTree[Array], corpus: Corpus
+        self, source: Path, config: Config, params: PyTree[Array], tokenizer: PairTokenizer
     ) -> Exported:
         """As T5's or BART's form has it."""
-        decoding, tokenizer = config.decoding, corpus.tokenizer
+        decoding = config.decoding
         generation = {
             "num_beams": decoding.beams,
             "length_penalty": decoding.length_penalty,
@@ -236,8 +247,7 @@ class Summarization(Task):
         )
 
         def copy(target: Path) -> list[str]:
-            (found,) = (p for p in corpus.directory.glob("tokenizer.*") if p.suffix in NAMES)
-            name = NAMES[found.suffix]
+            name = NAMES[Path(tokenizer.name).suffix]
             (target / name).write_bytes(tokenizer.content)
             return [name]
 
