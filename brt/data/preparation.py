@@ -141,6 +141,7 @@ def _write(
     splits = tuple(splits)
     for split in splits:
         found = _unshared(plan.documents(split), split, seen)
+        origin = f" ({plan.held_out[split]})" if split in plan.held_out else ""
         size = sum(file["bytes"] for file in facts["sources"].get(split, ())) or None
         with cache.bar(split, progress, total=size, unit="B", unit_scale=True) as bar:
             store = token_store.write(
@@ -148,13 +149,11 @@ def _write(
             )
         counts = store.manifest
         cache.say(
-            f"prepared {split}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, "
-            f"{counts['tokens']:,} tokens",
+            f"prepared {split}{origin}: {counts['documents']:,} documents, "
+            f"{counts['bytes']:,} bytes, {counts['tokens']:,} tokens",
             progress and not sys.stderr.isatty(),
         )
-    held_out = {split: said for split, said in plan.held_out.items() if split in splits}
-    for split, said in held_out.items():
-        cache.say(f"{split} is {said}", progress)
+    held_out = {split: plan.held_out[split] for split in splits if split in plan.held_out}
     return {"splits": list(splits), "held_out": held_out}
 
 

@@ -146,8 +146,8 @@ def _path_files(path: Path, endings: Sequence[str]) -> list[File]:
     if not paths:
         prepared = (path / "corpus.json").exists()
         remedy = f"set Data.store = '{path}'" if prepared else f"name its files, as '{path}/*.log'"
-        kinds = " or ".join(f"*{ending}" for ending in endings[:5])
-        kinds += " or other text" if endings == TEXT else ""
+        kinds = " or ".join(f"*{ending}" for ending in endings)
+        kinds = f"*{TEXT[0]}, *{TEXT[1]} or other text" if endings == TEXT else kinds
         raise DataError(f"the directory {path} has no {kinds} file; {remedy}")
     return [File(str(p), p) for p in paths]
 

@@ -42,7 +42,7 @@ class Plan:
         self._fractions = fractions_of(data)
         self.splits = tuple(s for s in SPLITS if getattr(data, s) or s in self._fractions)
         self._parts: list[Parts] = []  # of each document of Data.train, where it is shared
-        what = "the documents"
+        what = "{:.0%} of the documents of Data.train"
         if self._fractions and not {"train", *self._fractions}.isdisjoint(wanted):
             names, contents, lengths = zip(*map(_described, self._read("train")), strict=True)
             distinct = dict(zip(reversed(contents), reversed(names), strict=True))
@@ -51,10 +51,10 @@ class Plan:
                 of_content = dict(zip(distinct, own, strict=True))
                 self._parts = [{of_content[content]: (0, None)} for content in contents]
             else:
-                what = "the end of each document"
+                what = "{:.0%} of each document of Data.train, at its end"
                 found = zip(self._read("train"), lengths, strict=True)
                 self._parts = [ends(d, length, self._fractions) for d, length in found]
-        self.held_out = {s: f"{f:.0%} of Data.train: {what}" for s, f in self._fractions.items()}
+        self.held_out = {split: what.format(f) for split, f in self._fractions.items()}
 
     def documents(self, split: str) -> Iterator[Document]:
         """The documents of a split, in reading order."""

@@ -80,10 +80,13 @@ class Evaluator(Protocol):
     Attributes:
       total: how many there are of what `progress` counts.
       unit: what that is: "tok", "row".
+      partial: without `whole` only a part of the data is read, so that figures of the whole
+        are of another protocol.
     """
 
     total: int
     unit: str
+    partial: bool
 
     def __call__(
         self,
@@ -182,6 +185,10 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def reader(self, config: Config, corpus: Corpus) -> Reader:
         """Batches of the training split, by step."""
+
+    def knows_sizes(self, config: Config) -> bool:
+        """Whether the config says all sizes of the model, so that no data have to."""
+        return getattr(config, self.model).vocab_size > 0
 
     def ids(self, tokenizer: Tokenizer) -> int:
         """How many the model knows."""

@@ -99,6 +99,7 @@ class DocumentEvaluator:
         self._config, self._split, self._ablate = config, split, ablate
         self._store, self._tokenizer = corpus.split(split), corpus.tokenizer
         self.total = int(self._store.lengths.sum()) * (2 if ablate else 1)
+        self.partial = 0 < config.evaluation.tokens_per_document < self._store.lengths.max()
         self._sampler = Sampler(config, self._store, corpus.tokenizer)
         self._step = jax.jit(self._segment, static_argnames="ablate", donate_argnums=1)
 
@@ -110,7 +111,7 @@ class DocumentEvaluator:
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
     ) -> Reading | None:
-        """Before the end of training of each document only Evaluation.tokens_per_document."""
+        """Without `whole` of each document only Evaluation.tokens_per_document."""
         limit = 0 if whole else self._config.evaluation.tokens_per_document
         results = []
         for ablate in (None, self._ablate) if self._ablate else (None,):

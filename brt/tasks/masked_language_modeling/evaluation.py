@@ -61,6 +61,7 @@ class MaskedEvaluator:
         self._trained = (trained or config).attention.kind
         self._tokenizer, self._store = corpus.tokenizer, corpus.split(split)
         self.total = int(self._store.lengths.sum())
+        self.partial = 0 < config.evaluation.tokens_per_document < self._store.lengths.max()
         self._predict = jax.jit(self.predictions)
 
     def predictions(
@@ -99,7 +100,7 @@ class MaskedEvaluator:
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
     ) -> Reading | None:
-        """Before the end of training of each document only Evaluation.tokens_per_document."""
+        """Without `whole` of each document only Evaluation.tokens_per_document."""
         store = self._store
         nats, count, right = np.zeros(len(store)), np.zeros(len(store), np.int64), 0
         begin, timed = None, 0

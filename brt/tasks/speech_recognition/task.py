@@ -64,6 +64,10 @@ class SpeechRecognition(EncoderTask):
         """See the base class."""
         return Vocabulary.load(file)
 
+    def knows_sizes(self, config: Config) -> bool:
+        """Also the width of the frames."""
+        return super().knows_sizes(config) and config.encoder.features > 0
+
     def resolve(self, config: Config, corpus: SpeechCorpus) -> Config:
         """Also the width of the frames.
 

@@ -17,7 +17,7 @@ from brt.tasks.summarization.summaries import Summarizer
 class SummaryEvaluator:
     """See `brt.tasks.protocol.Evaluator`."""
 
-    unit = "row"
+    unit, partial = "row", False
 
     def __init__(self, config: Config, corpus: PairCorpus, split: str):
         self._decoding, self._store = config.decoding, corpus.split(split)

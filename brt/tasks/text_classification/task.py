@@ -62,6 +62,10 @@ class TextClassification(EncoderTask):
         """See the base class."""
         return tokenization.load(str(file), "Sentences.tokenizer")
 
+    def knows_sizes(self, config: Config) -> bool:
+        """How many labels there are the data say."""
+        return False
+
     def resolve(self, config: Config, corpus: Corpus) -> Config:
         """Also the labels, in the order of the classifier's."""
         config = super().resolve(config, corpus)
