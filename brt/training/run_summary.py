@@ -62,12 +62,13 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
 
     yardstick = run.task.yardstick(run.config, run.corpus)
     measure = run.task.measures[0]
+    records = read_metrics(workdir.metrics)
     if run.config.training.plots:
+        whole = any(f"eval/{SPLIT}_whole/{measure.name}" in record for record in records)
         plots.draw(
-            workdir, measure, yardstick=yardstick,
+            workdir, measure, yardstick=None if whole else yardstick,  # which is of the whole
             units_per_token=run.task.units_per_token(run.corpus),
         )  # fmt: skip
-    records = read_metrics(workdir.metrics)
     tokens = next((r["data/tokens"] for r in reversed(records) if "data/tokens" in r), 0)
     step = (steps(workdir.checkpoints) or [0])[-1]
     seconds = time.perf_counter() - begin

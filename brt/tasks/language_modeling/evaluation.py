@@ -44,7 +44,13 @@ class DocumentScore(NamedTuple):
 
 
 def figures(tokens: int, bytes: int, characters: int, words: int, nats: float) -> dict[str, Any]:
-    """Bits by every measure; word perplexity is that of PG-19: total nats over words."""
+    """Bits by every measure of all that was read, whatever document it is in.
+
+    Numerator: the nats of every token, the first of a document from BOS; BOS and padding are no
+    targets. Denominators: those tokens, and UTF-8 bytes, code points and words (what white space
+    separates) of the text that they are; of a document that was read in part, of that part. Word
+    perplexity is PG-19's: e to the nats for each word.
+    """
     bits = nats / math.log(2)
     return {
         "bits_per_byte": bits / bytes,

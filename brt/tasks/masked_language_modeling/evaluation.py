@@ -131,6 +131,12 @@ class MaskedEvaluator:
         right: int,
         speed: float | None,
     ) -> Reading:
+        """Figures of all masked tokens, whatever document they are in.
+
+        Numerators: the bits of the true tokens in masked places; the places where the likeliest is
+        the true one. Denominator of both: masked places, a share of each segment's tokens, always
+        the same ones; padding is never masked. Training has the same denominator.
+        """
         total = int(masked.sum())
         figures = {
             "bits_per_masked_token": float(bits.sum()) / max(total, 1),

@@ -23,7 +23,7 @@ class SummaryEvaluator:
         self._decoding, self._store = config.decoding, corpus.split(split)
         self.total = len(self._store)
         self._protocol = protocol(config.evaluation.rouge)
-        self._bits = TeacherForcing(config)
+        self._bits = TeacherForcing(config, corpus.tokenizer)
         self._summarizer = Summarizer(config, corpus.tokenizer)
 
     def __call__(

@@ -23,6 +23,7 @@ from brt.ops.cross_entropy import smoothed_cross_entropy
 from brt.tasks import resolving
 from brt.tasks.protocol import Aux, Corpus, Task, WriteOptions, count_of
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Measure
+from brt.tasks.summarization.bits import scored_bytes
 from brt.tasks.summarization.data import preparation, tokenization
 from brt.tasks.summarization.data.batches import PairReader
 from brt.tasks.summarization.data.encoding import Encoder
@@ -181,9 +182,9 @@ class Summarization(Task):
         return found
 
     def units_per_token(self, corpus: Corpus) -> float:
-        """Bytes of a summary for each of its tokens."""
+        """Bytes of the summaries for each of their tokens, as they are scored."""
         train = corpus.split("train")
-        return len(train.reference.values) / len(train.target.values)
+        return scored_bytes(train, corpus.tokenizer) / len(train.target.values)
 
     def write(
         self,
