@@ -92,9 +92,10 @@ def prepared_split(
     if there and part:
         return known
     try:
-        own = {split: hashes(getattr(section, split))}
         if part or split == "train":  # which depend on the names of all sources
             own = {s: hashes(section.train) if s == "train" else [] for s in SPLITS}
+        else:
+            own = {split: hashes(getattr(section, split))}
     except DataError:
         if not there:
             raise

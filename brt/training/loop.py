@@ -269,7 +269,7 @@ def _evaluate(step: int, state: TrainState, tools: Tools) -> bool:
     tools.meter.flush()
     last, read, found = step >= tools.run.config.training.steps, tools.evaluator, {}
     headlines = []
-    for whole in [False] * (read.partial or not last) + [True] * last:
+    for whole in (False, True) if last and read.partial else (last,):
         with tools.throughput.pause():
             reading = read(state.params, whole=whole, stop=lambda: tools.stop.requested)
         if reading is None:

@@ -80,7 +80,8 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
             beside = f" ({yardstick[0]}: {yardstick[1]:.3f})" if yardstick else ""
             lines.append(f"{SPLIT}: {values[-1]:.3f} {measure.title}{beside}")
             break
-    data = ["", "What it read:", *(f"  {line}" for line in kept.lines(run.corpus.described()))]
+    data = [f"  {line}" for line in kept.lines(kept.read(workdir).splits)]
+    data = ["", "What it read:", *data] if data else []
     return "\n".join([*_held_out_report(run, workdir), *lines, *data, *_places(run, workdir)])
 
 

@@ -105,7 +105,7 @@ class DocumentEvaluator:
         self._config, self._split, self._ablate = config, split, ablate
         self._store, self._tokenizer = corpus.split(split), corpus.tokenizer
         self.total = int(self._store.lengths.sum()) * (2 if ablate else 1)
-        self.partial = 0 < config.evaluation.tokens_per_document < self._store.lengths.max()
+        self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())
         self._sampler = Sampler(config, self._store, corpus.tokenizer)
         self._step = jax.jit(self._segment, static_argnames="ablate", donate_argnums=1)
 

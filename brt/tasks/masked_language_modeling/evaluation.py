@@ -61,7 +61,7 @@ class MaskedEvaluator:
         self._trained = (trained or config).attention.kind
         self._tokenizer, self._store = corpus.tokenizer, corpus.split(split)
         self.total = int(self._store.lengths.sum())
-        self.partial = 0 < config.evaluation.tokens_per_document < self._store.lengths.max()
+        self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())
         self._predict = jax.jit(self.predictions)
 
     def predictions(
