@@ -30,6 +30,10 @@ def test_a_named_training_set_unsets_the_other_defaults(section: type) -> None:
     assert section(train=("mine",), validation=usual.validation).validation == usual.validation
 
 
+def test_made_up_data_are_nobodys_own() -> None:
+    assert Questions(train=("generated:train/8000",)).validation == Questions().validation
+
+
 def test_files_and_flags_say_what_is_used() -> None:
     found = bound(Data__train="mine.txt", Pairs__train=("mine.jsonl",))
     assert (found.config.data.validation, found.config.pairs.test) == ((), ("part:0.05",))

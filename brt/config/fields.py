@@ -18,6 +18,7 @@ _DECLARED = "setting"
 _SOURCES = "sources"  # cached by the content of what they name
 _USUAL = "usual"
 _AUTO = ("auto",)
+MADE_UP = "generated:"  # how sources begin that are no files
 
 
 class Setting(NamedTuple):
@@ -52,10 +53,11 @@ def settle(section: Any, of_own: tuple[str, ...]) -> None:
     """Fills the held-out sources that nobody named; for `__post_init__`.
 
     Args:
-      of_own: what they are where `train` names something else than its default: who trains on
-        own data wants to know how well the model does on these.
+      of_own: what they are where `train` names neither its default nor made-up data: who trains
+        on own data wants to know how well the model does on these.
     """
-    usual = section.train == type(section).train
+    made_up = all(name.startswith(MADE_UP) for name in section.train)
+    usual = section.train == type(section).train or made_up
     for field in dataclasses.fields(section):
         if _USUAL in field.metadata and getattr(section, field.name) == _AUTO:
             found = field.metadata[_USUAL] if usual else of_own

@@ -11,7 +11,7 @@ from brt.data.texts import tokenization
 from brt.data.texts.tokenization import TextTokenizer
 from brt.errors import ConfigError
 from brt.ops.spans import span_nats
-from brt.tasks.encoders import EncoderTask, next_of_encoder, own_files, refuse_ablation
+from brt.tasks.encoders import EncoderTask, next_of_encoder, own_rows, refuse_ablation
 from brt.tasks.extractive_qa.data import preparation
 from brt.tasks.extractive_qa.data.batches import QuestionReader
 from brt.tasks.extractive_qa.data.preparation import Preparation, QuestionCorpus
@@ -107,5 +107,5 @@ class ExtractiveQa(EncoderTask):
             *next_of_encoder(workdir),
             "with your own questions, in files of SQuAD's form:",
             "python -m brt.train --gin_file=configs/runs/spans_quickstart.gin "
-            f"--workdir=runs/mine {own_files('Questions', 'json')}",
+            f"--workdir=runs/mine {own_rows('Questions', 'json')}",
         ]

@@ -12,7 +12,7 @@ from brt.config import Config
 from brt.errors import ConfigError, DataError
 from brt.ops.ctc import ctc_nats
 from brt.ops.spec_augment import spec_augment
-from brt.tasks.encoders import EncoderTask, next_of_encoder, own_files, refuse_ablation
+from brt.tasks.encoders import EncoderTask, next_of_encoder, own_rows, refuse_ablation
 from brt.tasks.protocol import Aux, Corpus, count_of
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Measure
 from brt.tasks.speech_recognition.data import preparation
@@ -164,7 +164,7 @@ class SpeechRecognition(EncoderTask):
             f"{evaluate[0]} --gin_bindings='Speech.beams = 8'",
             "with your own speech, a table of wav files with the columns file and transcript each:",
             "python -m brt.train --gin_file=configs/runs/speech_quickstart.gin "
-            f"--workdir=runs/mine {own_files('Speech', 'tsv')}",
+            f"--workdir=runs/mine {own_rows('Speech', 'tsv')}",
         ]
 
 

@@ -219,16 +219,13 @@ class Summarization(Task):
 
     def next_steps(self, workdir: str) -> list[str]:
         """With beams, and with one's own pairs."""
-        own = "\"Pairs.{} = 'my_{}.jsonl'\""  # lines of {"document": ..., "summary": ...}
-        splits = ("train", "validation")
-        train, validation = (f"--gin_bindings={own.format(s, s)}" for s in splits)
         return [
             f"python -m brt.evaluate --workdir={workdir} --split=test "
             "--gin_bindings='Decoding.beams = 4'",
             f"python -m brt.generate --workdir={workdir} --prompt_file=document.txt",
             'with your own pairs, a line of {"document": ..., "summary": ...} each:',
             "python -m brt.train --gin_file=configs/runs/summarize_quickstart.gin "
-            f"--workdir=runs/mine {train} {validation}",
+            "--workdir=runs/mine --gin_bindings=\"Pairs.train = 'mine.jsonl'\"",
         ]
 
     def exported(

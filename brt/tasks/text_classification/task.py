@@ -12,7 +12,7 @@ from brt.config import Config, Encoder
 from brt.data.texts import tokenization
 from brt.data.texts.tokenization import TextTokenizer
 from brt.errors import ConfigError
-from brt.tasks.encoders import EncoderTask, next_of_encoder, own_files, refuse_ablation
+from brt.tasks.encoders import EncoderTask, next_of_encoder, own_rows, refuse_ablation
 from brt.tasks.protocol import Aux, Corpus, count_of
 from brt.tasks.report import SCORE, Measure
 from brt.tasks.text_classification.data import preparation
@@ -135,7 +135,7 @@ class TextClassification(EncoderTask):
             *next_of_encoder(workdir),
             f'with your own sentences, a line of {{"sentence": ..., "{column}": ...}} each:',
             "python -m brt.train --gin_file=configs/runs/classification_quickstart.gin "
-            f"{task}--workdir=runs/mine {own_files('Sentences', 'jsonl')}",
+            f"{task}--workdir=runs/mine {own_rows('Sentences', 'jsonl')}",
         ]
 
 
