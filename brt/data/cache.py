@@ -22,6 +22,7 @@ from brt.errors import DataError
 
 MANIFEST = "corpus.json"
 SEED = 0  # of a tokenizer's sample
+NAMED = 3  # documents of a split
 
 Section = Any  # of the config: it has train, validation, test and cache_dir
 Hashes = Mapping[str, Sequence[FileHash]]
@@ -115,7 +116,10 @@ def say_left_out(
 
 
 def described(directory: Path, splits: Mapping[str, Any], unit: str) -> dict[str, dict[str, Any]]:
-    """What each split is, as JSON: how many of what, bytes of text or files, content, origin."""
+    """What each split is, as JSON.
+
+    How many of what, bytes of the text or of its files, the first names, content, origin, files.
+    """
     manifest = read_manifest(directory)
     found = {}
     for split, store in splits.items():
@@ -124,6 +128,7 @@ def described(directory: Path, splits: Mapping[str, Any], unit: str) -> dict[str
         found[split] = {
             unit: len(store),
             **({"bytes": size} if size else {}),
+            "names": list(getattr(store, "names", ())[:NAMED]),
             "sha256": store.fingerprint,
             "held_out": manifest.get("held_out", {}).get(split, ""),
             "sources": files,

@@ -129,7 +129,7 @@ def tfds_data(source: str) -> TfdsData:
 
 def _corpus_files(source: str, endings: Sequence[str]) -> list[File]:
     directory = CORPORA / source.removeprefix("corpus:")
-    inside = directory.is_relative_to(CORPORA)
+    inside = directory.resolve().is_relative_to(CORPORA.resolve())
     paths = _of_corpora(_ending(directory.glob("*"), endings)) if inside else []
     if not paths:
         every = _of_corpora(_ending(CORPORA.rglob("*"), endings))

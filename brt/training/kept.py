@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from brt.errors import CheckpointError, DataError
@@ -82,8 +83,13 @@ def lines(splits: Mapping[str, Mapping[str, Any]]) -> list[str]:
     for split, said in splits.items():
         (unit, count), *_ = said.items()
         size = f", {said['bytes']:,} bytes" if "bytes" in said else ""
+        names = [Path(name).name for name in said["names"]]
+        more = f" and {count - len(names):,} more" if count > len(names) > 0 else ""
+        documents = f" ({', '.join(names)}{more})" if names else ""
         origin = f": {said['held_out']}" if said["held_out"] else ""
-        found.append(f"{split}: {count:,} {unit}{size}, sha256 {said['sha256'][:_HASH]}{origin}")
+        found.append(
+            f"{split}: {count:,} {unit}{documents}{size}, sha256 {said['sha256'][:_HASH]}{origin}"
+        )
     return found
 
 

@@ -62,7 +62,7 @@ class Preparation(TextPreparation):
         self._labels: tuple[str, ...] = ()  # of train, which the other splits share
 
     def open_split(self, split: str, encoder: Any, known: Path | None = None) -> SentenceCorpus:
-        self._labels = self.section.labels
+        self._labels = ordered(set(self.section.labels))  # as train has them
         return super().open_split(split, encoder, known)
 
     def of_train(self) -> dict[str, Any]:
