@@ -11,6 +11,7 @@ from brt.config.attention import Attention
 from brt.config.checks import check
 from brt.config.data import Data
 from brt.config.encoder import Encoder
+from brt.config.kernels import Kernels
 from brt.config.model import Model
 from brt.config.questions import Questions
 from brt.config.sentences import Sentences
@@ -20,8 +21,8 @@ from brt.config.training import Checkpoint, Evaluation, Mesh, Optimizer, Samplin
 
 __all__ = [
     "SECTIONS", "UNREAD", "Attention", "Checkpoint", "Config", "CrossAttention", "Data", "Decoding",
-    "Encoder", "Evaluation", "Mesh", "Model", "Optimizer", "Pairs", "Questions", "Sampling",
-    "Sentences", "Seq2Seq", "Speech", "Training",
+    "Encoder", "Evaluation", "Kernels", "Mesh", "Model", "Optimizer", "Pairs", "Questions",
+    "Sampling", "Sentences", "Seq2Seq", "Speech", "Training",
 ]  # fmt: skip
 
 
@@ -37,6 +38,7 @@ class Config:
     evaluation: Evaluation = Evaluation()
     sampling: Sampling = Sampling()
     mesh: Mesh = Mesh()
+    kernels: Kernels = Kernels()
     seq2seq: Seq2Seq = Seq2Seq()
     cross_attention: CrossAttention = CrossAttention()
     pairs: Pairs = Pairs()

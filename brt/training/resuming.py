@@ -6,7 +6,9 @@ from brt.errors import ConfigError
 
 # Fields that may change between a checkpoint and its resumption; all others decide what the
 # arrays are or what they mean.
-_FREE_SECTIONS = ("Checkpoint.", "Evaluation.", "Sampling.", "Mesh.", "Decoding.", "Attention.")
+_FREE_SECTIONS = (
+    "Checkpoint.", "Evaluation.", "Sampling.", "Mesh.", "Kernels.", "Decoding.", "Attention.",
+)  # fmt: skip
 _FREE_FIELDS = {
     "Model.layer_unroll", "Model.block_unroll", "Model.remat", "Model.dropout",
     "Training.steps", "Training.epochs", "Training.label_smoothing", "Training.init_from",

@@ -3,6 +3,8 @@
 All [B, H, T, X] weights exist at once; float64 where JAX has it on. No dropout.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -62,6 +64,19 @@ def hash_codes(
 
 
 def kmeans(
+    codes: Float[Array, "B H T P"],
+    valid: Bool[Array, "B T"],
+    centroids: Float[Array, "B H C P"],
+    active: Bool[Array, "B C"],
+    *,
+    iterations: int,
+) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
+    """See `clustering.kmeans`: bits are counted one by one."""
+    of_head = partial(_kmeans, iterations=iterations)
+    return jax.vmap(jax.vmap(of_head, (0, None, 0, None)))(codes, valid, centroids, active)
+
+
+def _kmeans(
     codes: Float[Array, "T P"],
     valid: Bool[Array, " T"],
     centroids: Float[Array, "C P"],
@@ -69,7 +84,6 @@ def kmeans(
     *,
     iterations: int,
 ) -> tuple[Int[Array, " T"], Float[Array, "C P"]]:
-    """See `clustering.kmeans`, for one head: bits are counted one by one."""
     clusters = len(centroids)
     for i in range(iterations):
         distance = jnp.sum(codes[:, None] != centroids[None], axis=-1)

@@ -1,4 +1,4 @@
-"""Window attention in plain XLA: the window folds, and tiles are finer than blocks.
+"""Window attention in plain XLA: the window folds, and on CPUs tiles are finer than blocks.
 
 A token sees exactly W keys: those after the start of its window up to itself. A tile of w
 rows sees W + w - 1 of them, in m + 1 stretches of w keys (m = W / w). Of the first and of
@@ -19,8 +19,9 @@ from jaxtyping import Array, Bool, Float
 from brt.ops.reductions import sum_leading
 from brt.ops.softmax import MASKED, safe_softmax_with_total
 
-# Products cost (m + 1) / m of the keys that count, but smaller tiles run less well.
-_TILE_ROWS = 128
+# Products cost (m + 1) / m of the keys that count, but smaller tiles run less well on CPUs, and
+# any do on TPUs: joining the stretches of a row costs them more than all products.
+_CPU_TILE_ROWS = 128
 
 
 class _Static(NamedTuple):
@@ -51,10 +52,11 @@ def window_attention(
     *,
     attend_to_self: bool,
     null_keys: bool,
+    tile_rows: int = 0,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """See `api.window_part`."""
+    """See `api.window_part`; tiles of `tile_rows`, or of the window if that is no multiple."""
     heads, window = queries.shape[2], keys.shape[1] - queries.shape[1]
-    tiles = window // _TILE_ROWS if window % _TILE_ROWS == 0 else 1
+    tiles = window // tile_rows if tile_rows and window % tile_rows == 0 else 1
     rows = window // tiles
 
     def tiled(x: Float[Array, "B T H K"]) -> Float[Array, "B M H R K"]:
@@ -71,6 +73,9 @@ def window_attention(
     )  # fmt: skip
     y = y.transpose(0, 1, 3, 2, 4).reshape(queries.shape)
     return y, totals.swapaxes(2, 3).reshape(queries.shape[:-1])
+
+
+in_fine_tiles = partial(window_attention, tile_rows=_CPU_TILE_ROWS)
 
 
 def _usable(readable: Bool[Array, "B N"], tiles: int) -> Bool[Array, "B M J"]:
