@@ -10,6 +10,7 @@ from brt.ops import attention_baselines, clustered_attention
 from brt.ops.dropout import Dropout
 from brt.ops.masked_attention import attend_to_valid
 
+AUTO = Kernels()
 KEYS_ARE_QUERIES = ("shared_full", "reformer")  # kinds that read no keys of their own
 CAUSAL = ("full", "shared_full", "oracle_top_k")  # in the others, later tokens choose what is seen
 
@@ -26,7 +27,7 @@ def attend(
     scale: float | None = None,
     queries_valid: Bool[Array, "B T"] | None = None,
     causal: bool = False,
-    kernels: Kernels = Kernels(),
+    kernels: Kernels = AUTO,
 ) -> Float[Array, "B T H K"]:
     """Attention of every query to the valid keys; logits are scale * q.k.
 

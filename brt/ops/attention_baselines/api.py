@@ -1,6 +1,5 @@
 """What clustered attention is compared with.
 
-shared_full   exact, with the queries for keys
 oracle_top_k  every query's best keys
 reformer      locality-sensitive hashing (Kitaev et al. 2020, section 2)
 
@@ -22,7 +21,6 @@ from brt.ops import dispatch
 from brt.ops.attention_baselines import reference, xla
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
-from brt.ops.masked_attention import attend_to_valid
 
 ORACLE_TOP_K = Op(
     "oracle_top_k",
@@ -42,23 +40,6 @@ REFORMER = Op(
         ),
     ),
 )
-
-
-def shared_full(
-    queries: Float[Array, "B T H K"],
-    values: Float[Array, "B T H K"],
-    valid: Bool[Array, "B T"],
-    dropout: Dropout | None = None,
-    *,
-    scale: float,
-    causal: bool = False,
-    implementation: str | None = None,
-) -> Float[Array, "B T H K"]:
-    """`attend_to_valid` with the queries for keys, not normalised (section 4.1, "shared-full")."""
-    return attend_to_valid(
-        queries, queries, values, valid, dropout,
-        scale=scale, causal=causal, implementation=implementation,
-    )  # fmt: skip
 
 
 def oracle_top_k(

@@ -49,9 +49,9 @@ def cluster_queries(
             sample, exist, centroids, active, iterations=steps, implementation=implementation
         )
         steps = 1
-    return kmeans(
-        codes, valid, centroids, active, iterations=steps, implementation=implementation
-    )[0]
+    return kmeans(codes, valid, centroids, active, iterations=steps, implementation=implementation)[
+        0
+    ]
 
 
 def kmeans(
@@ -73,9 +73,7 @@ def kmeans(
     Returns:
       Labels, as those of `assign`, and the centroids that they were found by.
     """
-    return dispatch.run(
-        OP, implementation, codes, valid, centroids, active, iterations=iterations
-    )
+    return dispatch.run(OP, implementation, codes, valid, centroids, active, iterations=iterations)
 
 
 def _kmeans(

@@ -66,9 +66,7 @@ def attend_to_valid(
       causal: a token sees no later one; T = X.
     """
     mask = valid_mask(valid, queries.shape[1], causal)
-    return attend(
-        queries * scale, keys, values, None, mask, dropout, implementation=implementation
-    )
+    return attend(queries * scale, keys, values, None, mask, dropout, implementation=implementation)
 
 
 def valid_mask(valid: Bool[Array, "B X"], tokens: int, causal: bool) -> Bool[Array, "B #T X"]:

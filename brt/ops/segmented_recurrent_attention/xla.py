@@ -14,8 +14,14 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from brt.config import CrossAttention
 from brt.ops.dropout import Dropout
-from brt.ops.segmented_recurrent_attention.recurrence import Recurrence
-from brt.ops.segmented_recurrent_attention.segments import Pace, segment_index
+from brt.ops.segmented_recurrent_attention.recurrence import (
+    Aux,
+    Parameters,
+    Recurrence,
+    effective,
+    recurrence,
+)
+from brt.ops.segmented_recurrent_attention.segments import Pace, pace, segment_index
 from brt.ops.segmented_recurrent_attention.windows import (
     Windows,
     mixed,
@@ -27,6 +33,29 @@ from brt.ops.segmented_recurrent_attention.windows import (
 def attend(
     queries: Float[Array, "B T H K"],
     windows: Windows,
+    parameters: Parameters,
+    config: CrossAttention,
+    *,
+    t0: int | Int[Array, ""] = 0,
+    target_length: int | None = None,
+    dropout: Dropout | None = None,
+) -> tuple[Float[Array, "B T H K"], Aux]:
+    """See `api.attend`."""
+    aux, recurrent = Aux(), None
+    if config.kind == "srformer":
+        recurrent = recurrence(windows.keys, windows.values, windows.counts, parameters, config)
+        if config.use_raf:
+            aux = Aux(recurrent.firing_rate, *effective(parameters, config))
+    y = _read_own(
+        queries, windows, recurrent, parameters.sigma, config,
+        t0=t0, pace=pace(config, target_length), dropout=dropout,
+    )  # fmt: skip
+    return y, aux
+
+
+def _read_own(
+    queries: Float[Array, "B T H K"],
+    windows: Windows,
     recurrence: Recurrence | None,
     sigma: Float[Array, ""] | None,
     config: CrossAttention,
@@ -35,7 +64,7 @@ def attend(
     pace: Pace,
     dropout: Dropout | None,
 ) -> Float[Array, "B T H K"]:
-    """See `api.attend`."""
+    """Every query its own segment, in the form that `config.training_form` names."""
     count, length = windows.keys.shape[0], queries.shape[1]
     form = config.training_form
     if not isinstance(t0, int):
