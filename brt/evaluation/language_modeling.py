@@ -86,7 +86,7 @@ def block_nats(
 ) -> tuple[Float[Array, "B N"], StackState]:
     """Nats of every block of a segment, and the state after it."""
     model = config.model
-    hidden, carried = Decoder(model).apply(
+    hidden, carried = Decoder(model, kernels=config.kernels).apply(
         {"params": params}, batch.inputs, carried, batch.document_start
     )
     nats = token_nats(

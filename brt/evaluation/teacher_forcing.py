@@ -66,8 +66,8 @@ def nats(params: PyTree[Array], batch: PairBatch, *, config: Config) -> Float[Ar
     encoded = seq2seq.encode(model, params, batch.source, batch.source_mask)
     hidden = seq2seq.decode(model, params, encoded, batch.source_mask, batch.target_in)
     out = seq2seq.readout(config.seq2seq, params)
-    hidden, embedding = seq2seq.without_bias(out, hidden)
     found = token_nats(
-        hidden, embedding, batch.target_out, scale=out.scale, chunk=config.training.loss_chunk
-    )
+        hidden, out.embedding, batch.target_out, out.bias,
+        scale=out.scale, chunk=config.training.loss_chunk,
+    )  # fmt: skip
     return jnp.where(batch.scored, found, 0.0)

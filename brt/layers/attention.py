@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Model
+from brt.config import Kernels, Model
 from brt.layers.basic import ONES, dropout, parameter
 from brt.layers.state import OpenBlock, WindowState, zero_where_invalid
 from brt.ops.activations import relu
@@ -48,6 +48,7 @@ class TokenLayer(nn.Module):
     model: Model
     cross_attends: bool = False
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         m = self.model
@@ -153,6 +154,7 @@ class TokenLayer(nn.Module):
         part = window_part(
             queries, keys, values, self._bias(), readable, mask,
             attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
+            implementation=self.kernels.window_attention,
         )  # fmt: skip
         attended = part.values if mix is None else mix(projections.queries, part)
         if memory is not None:
@@ -265,11 +267,13 @@ class WindowLayer(nn.Module):
 
     model: Model
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         self.tokens = TokenLayer(
-            self.model, cross_attends=self.model.feedback, training=self.training
-        )
+            self.model, cross_attends=self.model.feedback, training=self.training,
+            kernels=self.kernels,
+        )  # fmt: skip
 
     def __call__(
         self,

@@ -35,17 +35,21 @@ class Encoder(nn.Module):
     Attributes:
       model: with its vocabulary size set, where it reads tokens.
       training: whether dropout is on (needs the rng 'dropout').
+      kernels: which implementations of operations run.
     """
 
     model: config.Encoder
     attention: config.Attention = config.Attention()
     training: bool = False
+    kernels: config.Kernels = config.Kernels()
 
     def setup(self) -> None:
         m = self.model
         self.inputs = Inputs(m, self.training)
         layer = nn.remat(EncoderLayer) if m.remat else EncoderLayer
-        self.layers = [layer(m, self.attention, self.training) for _ in range(m.layers)]
+        self.layers = [
+            layer(m, self.attention, self.training, self.kernels) for _ in range(m.layers)
+        ]
         if m.norm_first:
             self.final_norm = Norm(m)
 
@@ -81,9 +85,10 @@ class EncoderWithHead(nn.Module):
     attention: config.Attention = config.Attention()
     task: Task = "masked_language_modeling"
     training: bool = False
+    kernels: config.Kernels = config.Kernels()
 
     def setup(self) -> None:
-        self.encoder = Encoder(self.model, self.attention, self.training)
+        self.encoder = Encoder(self.model, self.attention, self.training, self.kernels)
         self.head = HEADS[self.task](self.model, self.training)
 
     def __call__(

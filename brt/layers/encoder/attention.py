@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 from jaxtyping import Array, Bool, Float
 
-from brt.config import Attention, Encoder
+from brt.config import Attention, Encoder, Kernels
 from brt.layers.encoder.linear import Linear
 from brt.ops.attention import attend
 from brt.ops.dropout import Dropout
@@ -19,6 +19,7 @@ class SelfAttention(nn.Module):
     model: Encoder
     attention: Attention
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         m = self.model
@@ -35,7 +36,10 @@ class SelfAttention(nn.Module):
         """Every valid token sees the others; `key` is of what the kind draws at random."""
         q = self.q(x)
         k = q if self.model.shared_queries_keys else self.k(x)
-        return self.o(attend(q, k, self.v(x), valid, self.attention, key, self._dropout()))
+        y = attend(
+            q, k, self.v(x), valid, self.attention, key, self._dropout(), kernels=self.kernels
+        )
+        return self.o(y)
 
     def _dropout(self) -> Dropout | None:
         rate = attention_dropout(self.model)

@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 from jaxtyping import Array, Bool, Float
 
-from brt.config import Attention, Encoder
+from brt.config import Attention, Encoder, Kernels
 from brt.layers.basic import dropout
 from brt.layers.encoder.attention import SelfAttention
 from brt.layers.encoder.linear import Linear, Norm
@@ -31,9 +31,10 @@ class EncoderLayer(nn.Module):
     model: Encoder
     attention: Attention
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        self.self_attn = SelfAttention(self.model, self.attention, self.training)
+        self.self_attn = SelfAttention(self.model, self.attention, self.training, self.kernels)
         self.self_attn_norm = Norm(self.model)
         self.mlp = Mlp(self.model)
         self.mlp_norm = Norm(self.model)

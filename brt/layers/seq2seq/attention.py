@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Seq2Seq
+from brt.config import Kernels, Seq2Seq
 from brt.layers.seq2seq.linear import Linear, Norm
 from brt.layers.seq2seq.mlp import attention_dropout
 from brt.ops.dropout import Dropout
@@ -42,6 +42,7 @@ class Projections(nn.Module):
 
     model: Seq2Seq
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         m = self.model
@@ -57,6 +58,10 @@ class Projections(nn.Module):
         """Queries; BART scales them, after their bias."""
         q = self.q(x)
         return q * self.model.head_dim**-0.5 if self.model.family == "bart" else q
+
+    def attend(self, *inputs: Array | Dropout | None) -> Float[Array, "*B H K"]:
+        """`masked_attention.attend`."""
+        return attend(*inputs, implementation=self.kernels.masked_attention)
 
     def drop(self) -> Dropout | None:
         """Dropout of attention weights, where there is any."""
@@ -80,12 +85,16 @@ class EncoderAttention(Projections):
         m = self.model
         q, k, v = self.queries(x), self.k(x), self.v(x)
         if m.encoder_attention == "full":
-            return self.o(attend(q, k, v, shared.bias, mask[:, None], self.drop()))
+            y = self.attend(q, k, v, shared.bias, mask[:, None], self.drop())
+            return self.o(y)
         side = None
         if m.encoder_attention == "transient_global":
             sums = self.global_norm(block_sums(x, shared.blocks))
             side = Side(self.k(sums), self.v(sums), shared.side, shared.blocks.exist)
-        y = local_attention(q, k, v, shared.bias, mask, side, self.drop(), radius=m.encoder_radius)
+        y = local_attention(
+            q, k, v, shared.bias, mask, side, self.drop(),
+            radius=m.encoder_radius, implementation=self.kernels.encoder_attention,
+        )  # fmt: skip
         return self.o(y)
 
 
@@ -97,7 +106,7 @@ class DecoderAttention(Projections):
     ) -> Float[Array, "B T D"]:
         """Whole targets."""
         seen = jnp.asarray(np.tri(x.shape[1], dtype=bool))[None]
-        y = attend(self.queries(x), self.k(x), self.v(x), bias, seen, self.drop())
+        y = self.attend(self.queries(x), self.k(x), self.v(x), bias, seen, self.drop())
         return self.o(y)
 
     def step(
@@ -116,5 +125,5 @@ class DecoderAttention(Projections):
 
         cache = SelfCache(written(cache.keys, self.k(x)), written(cache.values, self.v(x)))
         seen = (jnp.arange(cache.keys.shape[2]) <= position)[None, None, None]
-        y = attend(self.queries(x)[:, :, None], cache.keys, cache.values, bias, seen)
+        y = self.attend(self.queries(x)[:, :, None], cache.keys, cache.values, bias, seen)
         return self.o(y[:, :, 0]), cache

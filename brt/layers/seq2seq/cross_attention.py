@@ -51,6 +51,7 @@ class SourceAttention(Projections):
         y, aux = cross_attention.attend(
             self.queries(x), self.k(encoded), self.v(encoded), mask, self._learned(), self.cross,
             target_length=x.shape[1] if self.training else None, dropout=self.drop(),
+            implementation=self.kernels.cross_attention,
         )  # fmt: skip
         if aux.firing_rate is not None:
             self.sow("intermediates", "neurons", aux)

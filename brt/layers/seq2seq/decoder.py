@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import CrossAttention, Seq2Seq
+from brt.config import CrossAttention, Kernels, Seq2Seq
 from brt.layers.basic import compute_dtype
 from brt.layers.seq2seq.attention import DecoderAttention, SelfCache
 from brt.layers.seq2seq.cross_attention import SourceAttention
@@ -21,11 +21,12 @@ class DecoderLayer(nn.Module):
     model: Seq2Seq
     cross: CrossAttention
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        self.self_attn = DecoderAttention(self.model, self.training)
+        self.self_attn = DecoderAttention(self.model, self.training, self.kernels)
         self.self_attn_norm = Norm(self.model)
-        self.cross_attn = SourceAttention(self.model, self.training, cross=self.cross)
+        self.cross_attn = SourceAttention(self.model, self.training, self.kernels, cross=self.cross)
         self.cross_attn_norm = Norm(self.model)
         self.mlp = Mlp(self.model, self.training)
         self.mlp_norm = Norm(self.model)
@@ -76,7 +77,9 @@ class Decoder(Ends):
         super().setup()
         m = self.model
         layer = nn.remat(DecoderLayer, methods=["__call__"]) if m.remat else DecoderLayer
-        self.layers = [layer(m, self.cross, self.training) for _ in range(m.decoder_layers)]
+        self.layers = [
+            layer(m, self.cross, self.training, self.kernels) for _ in range(m.decoder_layers)
+        ]
 
     def __call__(
         self,

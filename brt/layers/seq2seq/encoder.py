@@ -3,7 +3,7 @@
 import flax.linen as nn
 from jaxtyping import Array, Bool, Float
 
-from brt.config import Seq2Seq
+from brt.config import Kernels, Seq2Seq
 from brt.layers.seq2seq.attention import EncoderAttention, SourceBias
 from brt.layers.seq2seq.ends import Ends, after, before, check_length
 from brt.layers.seq2seq.linear import Norm, RelativeBias
@@ -17,9 +17,10 @@ class EncoderLayer(nn.Module):
 
     model: Seq2Seq
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        self.self_attn = EncoderAttention(self.model, self.training)
+        self.self_attn = EncoderAttention(self.model, self.training, self.kernels)
         self.self_attn_norm = Norm(self.model)
         self.mlp = Mlp(self.model, self.training)
         self.mlp_norm = Norm(self.model)
@@ -41,7 +42,7 @@ class Encoder(Ends):
         if m.encoder_attention == "transient_global":
             self.global_rel_bias = RelativeBias(m)
         layer = nn.remat(EncoderLayer) if m.remat else EncoderLayer
-        self.layers = [layer(m, self.training) for _ in range(m.encoder_layers)]
+        self.layers = [layer(m, self.training, self.kernels) for _ in range(m.encoder_layers)]
 
     def __call__(self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
         """Args: mask: False on padding, which is at the end of a row.

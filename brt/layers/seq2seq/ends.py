@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 from jaxtyping import Array, Float, Int
 
-from brt.config import Seq2Seq
+from brt.config import Kernels, Seq2Seq
 from brt.errors import ConfigError
 from brt.layers.basic import dropout, parameter
 from brt.layers.seq2seq.linear import BART_DEVIATION, Norm, RelativeBias
@@ -17,6 +17,7 @@ class Ends(nn.Module):
 
     model: Seq2Seq
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         m = self.model

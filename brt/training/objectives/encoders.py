@@ -13,7 +13,7 @@ _DROPOUT, _ATTENTION = 0, 1  # what the key of a step is folded with
 def network(config: Config, *, training: bool = False) -> encoder.EncoderWithHead:
     """The encoder that a config describes, with the head of its objective."""
     return encoder.EncoderWithHead(
-        config.encoder, config.attention, config.training.objective, training
+        config.encoder, config.attention, config.training.objective, training, config.kernels
     )
 
 

@@ -16,7 +16,9 @@ def initial_params(config: Config, key: Array) -> PyTree[Array]:
     model = config.model
     tokens = jnp.zeros((1, model.window), jnp.int32)
     start = jnp.ones((1, 1), bool)
-    return Decoder(model).init(key, tokens, new_state(model, 1), start)["params"]
+    return Decoder(model, kernels=config.kernels).init(key, tokens, new_state(model, 1), start)[
+        "params"
+    ]
 
 
 def initial_carried(config: Config, lanes: int) -> StackState:
@@ -34,7 +36,7 @@ def loss(
 ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], StackState]]:
     """The summed loss of a batch; its nats, and the state after it."""
     model, training = config.model, config.training
-    hidden, carried = Decoder(model, training=True).apply(
+    hidden, carried = Decoder(model, True, config.kernels).apply(
         {"params": params}, batch.inputs, carried, batch.document_start, rngs={"dropout": key}
     )
     total, nats = smoothed_cross_entropy(

@@ -4,7 +4,7 @@ import jax
 from jaxtyping import Array, Float, Int, PyTree
 
 from brt.config import Config
-from brt.models import encoder, seq2seq
+from brt.models import encoder
 from brt.ops.cross_entropy import smoothed_cross_entropy
 from brt.ops.token_masking import MaskedTokens, counts, mask_tokens
 from brt.training.objectives.encoders import network
@@ -38,9 +38,8 @@ def loss(
         rngs={"dropout": keys[_DROPOUT]}, method="at",
     )  # fmt: skip
     out = encoder.readout(params)
-    hidden, embedding = seq2seq.without_bias(out, hidden)
     total, nats = smoothed_cross_entropy(
-        hidden, embedding, tokens.targets, tokens.scored, out.scale,
-        config.training.loss_chunk, config.training.label_smoothing,
+        hidden, out.embedding, tokens.targets, tokens.scored, out.scale,
+        config.training.loss_chunk, config.training.label_smoothing, out.bias,
     )  # fmt: skip
     return total, (nats, carried)

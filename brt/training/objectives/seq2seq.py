@@ -20,7 +20,7 @@ def initial_carried(config: Config, lanes: int) -> tuple[()]:
 
 def network(config: Config, *, training: bool = False) -> seq2seq.Seq2Seq:
     """The model that a config describes."""
-    return seq2seq.Seq2Seq(config.seq2seq, config.cross_attention, training)
+    return seq2seq.Seq2Seq(config.seq2seq, config.cross_attention, training, config.kernels)
 
 
 def loss(
@@ -31,9 +31,8 @@ def loss(
         {"params": params}, batch.source, batch.source_mask, batch.target_in, rngs={"dropout": key}
     )
     out = seq2seq.readout(config.seq2seq, params)
-    hidden, embedding = seq2seq.without_bias(out, hidden)
     total, nats = smoothed_cross_entropy(
-        hidden, embedding, batch.target_out, batch.scored, out.scale,
-        config.training.loss_chunk, config.training.label_smoothing,
+        hidden, out.embedding, batch.target_out, batch.scored, out.scale,
+        config.training.loss_chunk, config.training.label_smoothing, out.bias,
     )  # fmt: skip
     return total, (nats, carried)
