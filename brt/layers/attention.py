@@ -14,14 +14,14 @@ from brt.layers.state import OpenBlock, WindowState, zero_where_invalid
 from brt.ops.activations import relu
 from brt.ops.dense import dense
 from brt.ops.normalization import l2_normalize, rms_norm
-from brt.ops.partial_attention import Part
+from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import Rotation, alibi_bias, relative_bias, rotate, rotations
 from brt.ops.recurrent_attention import StateMemory
 from brt.ops.softmax_attention import attend
 from brt.ops.window_attention import window_part, window_part_step
 
 # (queries [B, T, H, K], what they read in the window) -> that mixed with something else
-Mix = Callable[[Array, Part], Array]
+Mix = Callable[[Array, AttentionPart], Array]
 
 
 class TokenProjections(NamedTuple):
@@ -156,7 +156,7 @@ class TokenLayer(nn.Module):
             attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
             implementation=self.kernels.window_attention,
         )  # fmt: skip
-        attended = part.values if mix is None else mix(projections.queries, part)
+        attended = part.output if mix is None else mix(projections.queries, part)
         if memory is not None:
             blocked = (batch, -1, m.window, m.heads, m.head_dim)
             crossed = attend(projections.cross_queries.reshape(blocked), *memory)
@@ -194,8 +194,8 @@ class TokenLayer(nn.Module):
             queries[:, 0], keys, ring.values, self._bias(), cache_is_readable(m, window),
             position, attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
         )  # fmt: skip
-        part = Part(part.values[:, None], part.totals[:, None])
-        attended = part.values if mix is None else mix(projections.queries, part)
+        part = AttentionPart(part.output[:, None], part.lse[:, None])
+        attended = part.output if mix is None else mix(projections.queries, part)
         if memory is not None:
             crossed = attend(projections.cross_queries, *memory)
             attended = jnp.concatenate([attended, crossed], axis=2)

@@ -15,7 +15,7 @@ from brt.ops.causal_clustered_attention import (
     past_after,
     past_scan,
 )
-from brt.ops.partial_attention import Part
+from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import StateMemory
 
 
@@ -69,7 +69,7 @@ class ClusteredLayer(nn.Module):
             keys, values, readable, state.past, centroids, implementation=implementation
         )
 
-        def mix(queries: Float[Array, "B T H K"], part: Part) -> Float[Array, "B T H K"]:
+        def mix(queries: Float[Array, "B T H K"], part: AttentionPart) -> Float[Array, "B T H K"]:
             return causal_clustered_attention(
                 queries, part, keys, values, readable, pasts, centroids, self.tokens.far_bias(),
                 attend_to_self=m.attend_to_self, implementation=implementation,
@@ -97,7 +97,7 @@ class ClusteredLayer(nn.Module):
     def _mix_step(self, state: ClusteredState, position: Int[Array, ""]) -> Mix:
         m, window = self.model, state.window
 
-        def mix(queries: Float[Array, "B 1 H K"], part: Part) -> Float[Array, "B 1 H K"]:
+        def mix(queries: Float[Array, "B 1 H K"], part: AttentionPart) -> Float[Array, "B 1 H K"]:
             return causal_clustered_attention_step(
                 queries, part, window.keys, window.values, cache_is_readable(m, window), position,
                 state.past, self._centroids(), self.tokens.far_bias(),

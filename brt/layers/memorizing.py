@@ -13,7 +13,7 @@ from brt.layers.attention import Mix, TokenLayer, with_cache
 from brt.layers.basic import parameter
 from brt.layers.state import MemoryState, OpenBlock, WindowState
 from brt.ops.memory_attention import memory_attention
-from brt.ops.partial_attention import Part
+from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import StateMemory
 
 
@@ -83,8 +83,8 @@ class MemorizingLayer(nn.Module):
         m = self.model
         null_keys = not m.mask_empty_cache
 
-        def mix(queries: Float[Array, "B T H K"], window: Part) -> Float[Array, "B T H K"]:
-            local = window.values
+        def mix(queries: Float[Array, "B T H K"], window: AttentionPart) -> Float[Array, "B T H K"]:
+            local = window.output
             found = memory_attention(
                 queries, *past, counts, size=m.memory_size, neighbors=m.memory_neighbors,
                 search=m.memory_search, null_keys=null_keys,

@@ -12,10 +12,10 @@ FLOOR = -1000.0
 
 def safe_softmax(logits: Float[Array, "*B S"]) -> Float[Array, "*B S"]:
     """Softmax over the last axis in float32; rows of only MASKED logits give zeros."""
-    return safe_softmax_with_total(logits)[0]
+    return softmax_and_lse(logits)[0]
 
 
-def safe_softmax_with_total(
+def softmax_and_lse(
     logits: Float[Array, "*B S"],
 ) -> tuple[Float[Array, "*B S"], Float[Array, "*B"]]:
     """The same, and the logarithm of the sum of exp(logit); FLOOR of only MASKED logits."""

@@ -27,7 +27,7 @@ from brt.ops import dispatch
 from brt.ops.causal_clustered_attention import reference, xla
 from brt.ops.causal_clustered_attention.past import Centroids, Past, kept
 from brt.ops.dispatch import Implementation, Op
-from brt.ops.partial_attention import Part
+from brt.ops.partial_attention import AttentionPart
 
 OP = Op(
     "causal_clustered_attention",
@@ -74,7 +74,7 @@ def past_scan(
 
 def causal_clustered_attention(
     queries: Float[Array, "B T H K"],
-    window: Part,
+    window: AttentionPart,
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
     readable: Bool[Array, "B N"],
@@ -110,7 +110,7 @@ def causal_clustered_attention(
 
 def causal_clustered_attention_step(
     queries: Float[Array, "B 1 H K"],
-    window: Part,
+    window: AttentionPart,
     keys: Float[Array, "B W H K"],
     values: Float[Array, "B W H K"],
     readable: Bool[Array, " B"],
@@ -129,7 +129,7 @@ def causal_clustered_attention_step(
     """
     left = jnp.arange(keys.shape[1]) < position + (1 if attend_to_self else 0)
     seen = (left[None] & readable[:, None])[:, None]
-    part = Part(*(x.swapaxes(1, 2) for x in window))
+    part = AttentionPart(*(x.swapaxes(1, 2) for x in window))
     by_head = (x.swapaxes(1, 2) for x in (keys, values))
     y = xla.read(
         queries.swapaxes(1, 2), part, *by_head, seen, kept(past, readable), centroids, bias

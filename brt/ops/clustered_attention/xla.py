@@ -19,9 +19,9 @@ from brt.ops.clustered_attention.members import (
 )
 from brt.ops.dropout import Dropout
 from brt.ops.memory_attention.retrieval import take
-from brt.ops.partial_attention import Part, attend_to_part
+from brt.ops.partial_attention import AttentionPart, attend_to_part
 from brt.ops.products import inner
-from brt.ops.softmax import MASKED, safe_softmax_with_total
+from brt.ops.softmax import MASKED, softmax_and_lse
 from brt.ops.top_k import top_k
 
 
@@ -51,7 +51,7 @@ def clustered(
     """Every query gets what its centroid gets (equations 4 to 6)."""
     logits = inner(_centroids(queries, labels, config), keys)
     logits = jnp.where(valid[:, None, None], logits, MASKED)
-    return of_members(attend_to_part(logits, values, dropout).values.astype(values.dtype), labels)
+    return of_members(attend_to_part(logits, values, dropout).output.astype(values.dtype), labels)
 
 
 def improved_clustered(
@@ -81,24 +81,24 @@ def improved_clustered(
         spread = _spread(queries, labels, centroids)
         logits += spread[..., None] * _half_squares(keys)[:, :, None]
     rest = attend_to_part(jnp.where(seen & ~best.mask, logits, MASKED), values, of_rest)
-    rest = Part(*(of_tile(x, tiles)[:, :, :, None] for x in rest))
-    totals = own.totals
+    rest = AttentionPart(*(of_tile(x, tiles)[:, :, :, None] for x in rest))
+    lse = own.lse
     if config.mass_rule == "paper":
-        totals = of_tile(_totals(centroids, best_keys, best.there), tiles)[..., None]
-    mass = jax.nn.sigmoid(totals - rest.totals)[..., None]
+        lse = of_tile(_lse_of_best(centroids, best_keys, best.there), tiles)[..., None]
+    mass = jax.nn.sigmoid(lse - rest.lse)[..., None]
     share = jax.lax.stop_gradient(mass) if config.mass_stop_gradient else mass
-    y = share * own.values + (1 - mass) * rest.values
+    y = share * own.output + (1 - mass) * rest.output
     return from_tiles(y.astype(values.dtype), tiles)
 
 
-def _totals(
+def _lse_of_best(
     centroids: Float[Array, "B H C K"],
     best_keys: Float[Array, "B H C R K"],
     there: Bool[Array, "B H C R"],
 ) -> Float[Array, "B H C"]:
     """What the best keys weigh for the centroid; the paper has them weigh as much for a member."""
     logits = inner(centroids[..., None, :], best_keys)[..., 0, :]
-    return safe_softmax_with_total(jnp.where(there, logits, MASKED))[1]
+    return softmax_and_lse(jnp.where(there, logits, MASKED))[1]
 
 
 def _best(logits: Float[Array, "B H C X"], seen: Bool[Array, "B 1 1 X"], count: int) -> Best:

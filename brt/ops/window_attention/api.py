@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
-from brt.ops.partial_attention import Part
-from brt.ops.softmax import MASKED, safe_softmax_with_total
+from brt.ops.partial_attention import AttentionPart
+from brt.ops.softmax import MASKED, softmax_and_lse
 from brt.ops.window_attention import reference, xla
 
 OP = Op(
@@ -59,7 +59,7 @@ def window_attention(
     return window_part(
         queries, keys, values, bias, readable, dropout, attend_to_self=attend_to_self,
         null_keys=null_keys, implementation=implementation,
-    ).values  # fmt: skip
+    ).output  # fmt: skip
 
 
 def window_part(
@@ -73,16 +73,16 @@ def window_part(
     attend_to_self: bool = True,
     null_keys: bool = False,
     implementation: str | None = None,
-) -> Part:
+) -> AttentionPart:
     """`window_attention` as one part of an attention that reads more: [B, T, H, K], [B, T, H].
 
-    The totals know nothing of dropout.
+    The log-sum-exp knows nothing of dropout.
     """
     part = dispatch.run(
         OP, implementation, queries, keys, values, bias, readable, dropout,
         attend_to_self=attend_to_self, null_keys=null_keys,
     )  # fmt: skip
-    return Part(*part)
+    return AttentionPart(*part)
 
 
 def window_attention_step(
@@ -105,7 +105,7 @@ def window_attention_step(
     return window_part_step(
         query, keys, values, bias, readable, position,
         attend_to_self=attend_to_self, null_keys=null_keys,
-    ).values  # fmt: skip
+    ).output  # fmt: skip
 
 
 def window_part_step(
@@ -118,7 +118,7 @@ def window_part_step(
     *,
     attend_to_self: bool = True,
     null_keys: bool = False,
-) -> Part:
+) -> AttentionPart:
     """`window_attention_step` as one part of an attention that reads more: [B, H, K], [B, H]."""
     window = keys.shape[1]
     slots = jnp.arange(window)
@@ -133,5 +133,5 @@ def window_part_step(
         logits += jnp.take(bias, (position - nearest - slots) % window, axis=1)[None]
     if not null_keys:
         logits = jnp.where(usable, logits, MASKED)
-    weights, totals = safe_softmax_with_total(logits)
-    return Part(jnp.einsum("bhs,bshk->bhk", weights.astype(values.dtype), values), totals)
+    weights, lse = softmax_and_lse(logits)
+    return AttentionPart(jnp.einsum("bhs,bshk->bhk", weights.astype(values.dtype), values), lse)

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from brt.ops.reductions import sum_leading
-from brt.ops.softmax import MASKED, safe_softmax_with_total
+from brt.ops.softmax import MASKED, softmax_and_lse
 
 # Products cost (m + 1) / m of the keys that count, but smaller tiles run less well on CPUs, and
 # any do on TPUs: joining the stretches of a row costs them more than all products.
@@ -66,13 +66,13 @@ def window_attention(
     tile = None
     if bias is not None:
         tile = circulant(bias if attend_to_self else jnp.roll(bias, 1, axis=1), rows)
-    y, totals = _attend(
+    y, lse = _attend(
         tiled(queries), tiled(keys), tiled(values), tile,
         _usable(readable, tiles), _dropout_tiles(dropout, readable.shape[1], tiles),
         _Static(attend_to_self, null_keys, tiles, bias is not None),
     )  # fmt: skip
     y = y.transpose(0, 1, 3, 2, 4).reshape(queries.shape)
-    return y, totals.swapaxes(2, 3).reshape(queries.shape[:-1])
+    return y, lse.swapaxes(2, 3).reshape(queries.shape[:-1])
 
 
 in_fine_tiles = partial(window_attention, tile_rows=_CPU_TILE_ROWS)
@@ -153,7 +153,7 @@ def _attend(
     dropout: Float[Array, "M H R W"] | None,
     static: _Static,
 ) -> tuple[Float[Array, "B M H R K"], Float[Array, "B M H R"]]:
-    """Attention of M tiles of R rows to their stretches of keys, and its totals."""
+    """Attention of M tiles of R rows to their stretches of keys, and its lse."""
     return _forward(q, k, v, tile, usable, dropout, static)[0]
 
 
@@ -167,23 +167,23 @@ def _forward(
     static: _Static,
 ) -> tuple[tuple[Array, Array], tuple]:
     logits = _logits(q, k, usable, static)
-    weights, totals = safe_softmax_with_total(logits if tile is None else logits + tile[None, None])
+    weights, lse = softmax_and_lse(logits if tile is None else logits + tile[None, None])
     kept = weights if dropout is None else weights * dropout[None]
     count = q.shape[1]
     y = sum(
         _product("bnhqs,bnhsk->bnhqk", part, v[:, j : j + count])
         for j, part in enumerate(_unfolded(kept.astype(v.dtype), usable, static))
     ).astype(v.dtype)
-    return (y, totals), (q, k, v, usable, dropout, weights, y)
+    return (y, lse), (q, k, v, usable, dropout, weights, y)
 
 
 def _backward(static: _Static, saved: tuple, gradients: tuple[Array, Array]) -> tuple:
     q, k, v, usable, dropout, weights, y = saved
-    gradient, d_totals = gradients
+    gradient, d_lse = gradients
     count = q.shape[1]
     # The softmax's own term, from the output: the same sum, over K numbers instead of W.
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
-    along -= d_totals[..., None]
+    along -= d_lse[..., None]
     parts = [
         _product("bnhqk,bnhsk->bnhqs", gradient, v[:, j : j + count])
         for j in range(static.tiles + 1)
