@@ -72,7 +72,7 @@ def cross_entropy(
     hidden: Float[Array, "B T D"],
     embedding: Float[Array, "V D"],
     targets: Int[Array, "B T"],
-    scored: Bool[Array, "B T"],
+    mask: Bool[Array, "B T"],
     scale: float,
     chunk: int,
 ) -> Float[Array, ""]:
@@ -80,10 +80,10 @@ def cross_entropy(
 
     Args:
       hidden: logits are scale * hidden @ embedding.T.
-      scored: False where a target does not count.
+      mask: False where a target does not count.
       chunk: at most so many tokens of a lane have logits at a time.
     """
-    return smoothed_cross_entropy(hidden, embedding, targets, scored, scale, chunk, 0.0)[0]
+    return smoothed_cross_entropy(hidden, embedding, targets, mask, scale, chunk, 0.0)[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -91,7 +91,7 @@ def smoothed_cross_entropy(
     hidden: Float[Array, "B T D"],
     embedding: Float[Array, "V D"],
     targets: Int[Array, "B T"],
-    scored: Bool[Array, "B T"],
+    mask: Bool[Array, "B T"],
     scale: float,
     chunk: int,
     smoothing: float,
@@ -113,7 +113,7 @@ def smoothed_cross_entropy(
         nats, logits, log_sum = _chunk_nats(h, embedding, target, scale, bias)
         return total + _sums(nats, logits, log_sum, counts, smoothing), None
 
-    pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, scored))
+    pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, mask))
     total, _ = jax.lax.scan(body, jnp.zeros((2,), jnp.float32), pieces)
     return total[0], total[1]
 
@@ -132,7 +132,7 @@ def _forward(
     hidden: Array,
     embedding: Array,
     targets: Array,
-    scored: Array,
+    mask: Array,
     scale: float,
     chunk: int,
     smoothing: float,
@@ -155,7 +155,7 @@ def _forward(
         total += _sums(nats, logits, log_sum, counts, smoothing)
         return (total, d_embedding, d_bias), d_hidden
 
-    pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, scored))
+    pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, mask))
     none = None if bias is None else jnp.zeros_like(bias)
     start = (jnp.zeros((2,), jnp.float32), jnp.zeros_like(embedding), none)
     (total, d_embedding, d_bias), d_hidden = jax.lax.scan(body, start, pieces)

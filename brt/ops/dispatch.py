@@ -29,7 +29,7 @@ class Implementation(NamedTuple):
     """One way to compute an op.
 
     Attributes:
-      name: of `brt.config.kernels.Name`.
+      name: one of `brt.config.kernels.Name`.
       function: takes the op's inputs.
       auto: the backends on which `auto` may take it.
       backends: those on which it runs at all.

@@ -1,6 +1,5 @@
 """Hashes and k-means of clustered attention."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

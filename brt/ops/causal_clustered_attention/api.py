@@ -128,10 +128,10 @@ def causal_clustered_attention_step(
       keys, values: of the block before, whole.
     """
     left = jnp.arange(keys.shape[1]) < position + (1 if attend_to_self else 0)
-    seen = (left[None] & readable[:, None])[:, None]
+    mask = (left[None] & readable[:, None])[:, None]
     part = AttentionPart(*(x.swapaxes(1, 2) for x in window))
     by_head = (x.swapaxes(1, 2) for x in (keys, values))
     y = xla.read(
-        queries.swapaxes(1, 2), part, *by_head, seen, kept(past, readable), centroids, bias
+        queries.swapaxes(1, 2), part, *by_head, mask, kept(past, readable), centroids, bias
     )
     return y.swapaxes(1, 2)

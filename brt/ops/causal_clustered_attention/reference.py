@@ -53,9 +53,9 @@ def causal_clustered_attention(
         own = slice(n * width, (n + 1) * width)  # of the keys: the block before
         q, k, v = (x[:, own].astype(jnp.float32).swapaxes(1, 2) for x in (queries, keys, values))
         part = AttentionPart(*(x[:, own].astype(jnp.float32).swapaxes(1, 2) for x in window))
-        seen = left & readable[:, n, None, None]
+        mask = left & readable[:, n, None, None]
         past = jax.tree.map(lambda leaf, n=n: leaf[n], pasts)
-        outputs.append(_read(q, part, k, v, seen, past, centroids, bias))
+        outputs.append(_read(q, part, k, v, mask, past, centroids, bias))
     y = jnp.concatenate(outputs, axis=2)
     return y.swapaxes(1, 2).astype(values.dtype)
 
@@ -109,7 +109,7 @@ def _read(
     window: AttentionPart,
     keys: Float[Array, "B H W K"],
     values: Float[Array, "B H W K"],
-    seen: Bool[Array, "B W W"],
+    mask: Bool[Array, "B W W"],
     past: Past,
     centroids: Centroids,
     bias: Float[Array, " H"],
@@ -128,7 +128,7 @@ def _read(
     best = jnp.einsum("bhqk,bhqrk->bhqr", queries, best_keys) + of_head
     there = jnp.arange(best.shape[-1])[None] < past.filled[:, None]
     columns = [
-        window.lse[..., None], jnp.where(seen[:, None], nearby, -jnp.inf),
+        window.lse[..., None], jnp.where(mask[:, None], nearby, -jnp.inf),
         jnp.where(there[:, None, None], best, -jnp.inf), total[..., None] + of_head,
     ]  # fmt: skip
     weights = jax.nn.softmax(jnp.concatenate(columns, axis=-1), axis=-1)

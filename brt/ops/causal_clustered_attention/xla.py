@@ -68,8 +68,8 @@ def causal_clustered_attention(
         readable: Bool[Array, " B"],
         past: Past,
     ) -> Float[Array, "B H W K"]:
-        seen = left[None] & readable[:, None, None]
-        return read(queries, window, *before, seen, past, centroids, bias)
+        mask = left[None] & readable[:, None, None]
+        return read(queries, window, *before, mask, past, centroids, bias)
 
     parts = AttentionPart(*(_blocks(x, blocks) for x in window))
     before = _before(keys, values, readable)
@@ -96,7 +96,7 @@ def read(
     window: AttentionPart,
     keys: Float[Array, "B H W K"],
     values: Float[Array, "B H W K"],
-    seen: Bool[Array, "B Q W"],
+    mask: Bool[Array, "B Q W"],
     past: Past,
     centroids: Centroids,
     bias: Float[Array, " H"],
@@ -106,10 +106,10 @@ def read(
     Args:
       window: what they read in their windows.
       keys, values: of the block before theirs.
-      seen: which of these have left a query's window.
+      mask: which of these have left a query's window.
     """
     logits = _product("bhqk,bhsk->bhqs", queries, keys) + bias[None, :, None, None]
-    nearby = attend_to_part(jnp.where(seen[:, None], logits, MASKED), values)
+    nearby = attend_to_part(jnp.where(mask[:, None], logits, MASKED), values)
     y = merged([window, nearby, _far(queries, past, centroids, bias)])
     return y.output.astype(values.dtype)
 

@@ -40,18 +40,18 @@ def improved_clustered(
     """See `xla.improved_clustered`."""
     together, real = _together(labels, config)
     own_centroid = _mean(queries, together)
-    seen = valid[:, None, None]
+    mask = valid[:, None, None]
     exact, logits = _logits(queries, keys), _logits(own_centroid, keys)
-    best = seen & (_rank(jnp.where(seen, logits, -jnp.inf)) < config.top_k)
+    best = mask & (_rank(jnp.where(mask, logits, -jnp.inf)) < config.top_k)
     if config.mass_rule == "paper":
-        weights = _softmax(logits, seen)
+        weights = _softmax(logits, mask)
         mass = jnp.sum(jnp.where(best, weights, 0), axis=-1, keepdims=True)
         mass = jax.lax.stop_gradient(mass) if config.mass_stop_gradient else mass
         weights = jnp.where(best, mass * _softmax(exact, best), weights)
     else:
         away = jnp.mean((queries - own_centroid) ** 2, axis=-1, keepdims=True)
         jensen = _mean(away, together) * jnp.sum(keys**2, axis=-1)[:, :, None] / 2
-        weights = _softmax(jnp.where(best, exact, logits + jensen), seen)
+        weights = _softmax(jnp.where(best, exact, logits + jensen), mask)
     return jnp.where(real, weights @ values, 0)
 
 
@@ -124,6 +124,6 @@ def _rank(x: Float[Array, "B H T X"]) -> Int[Array, "B H T X"]:
     return jnp.argsort(jnp.argsort(-x, axis=-1, stable=True), axis=-1)
 
 
-def _softmax(logits: Float[Array, "B H T X"], seen: Bool[Array, "B #H #T X"]) -> Array:
-    weights = jax.nn.softmax(jnp.where(seen, logits, jnp.finfo(logits.dtype).min), axis=-1)
-    return jnp.where(seen, weights, 0)
+def _softmax(logits: Float[Array, "B H T X"], mask: Bool[Array, "B #H #T X"]) -> Array:
+    weights = jax.nn.softmax(jnp.where(mask, logits, jnp.finfo(logits.dtype).min), axis=-1)
+    return jnp.where(mask, weights, 0)

@@ -69,8 +69,8 @@ def improved_clustered(
     tiles = tiles_of(labels, clusters=clusters, size=size)
     centroids = _centroids(queries, labels, config)
     logits = inner(centroids, keys)
-    seen = valid[:, None, None]
-    best = _best(logits, seen, config.top_k)
+    mask = valid[:, None, None]
+    best = _best(logits, mask, config.top_k)
     best_keys, best_values = (take(x, best.indices) for x in (keys, values))
     of_best, of_rest = (dropout.part(0), dropout.part(1)) if dropout else (None, None)
 
@@ -80,7 +80,7 @@ def improved_clustered(
     if config.mass_rule == "lse_jensen":
         spread = _spread(queries, labels, centroids)
         logits += spread[..., None] * _half_squares(keys)[:, :, None]
-    rest = attend_to_part(jnp.where(seen & ~best.mask, logits, MASKED), values, of_rest)
+    rest = attend_to_part(jnp.where(mask & ~best.mask, logits, MASKED), values, of_rest)
     rest = AttentionPart(*(of_tile(x, tiles)[:, :, :, None] for x in rest))
     lse = own.lse
     if config.mass_rule == "paper":
@@ -101,13 +101,13 @@ def _lse_of_best(
     return softmax_and_lse(jnp.where(there, logits, MASKED))[1]
 
 
-def _best(logits: Float[Array, "B H C X"], seen: Bool[Array, "B 1 1 X"], count: int) -> Best:
-    ranked = jnp.where(seen, jax.lax.stop_gradient(logits), -jnp.inf)
+def _best(logits: Float[Array, "B H C X"], mask: Bool[Array, "B 1 1 X"], count: int) -> Best:
+    ranked = jnp.where(mask, jax.lax.stop_gradient(logits), -jnp.inf)
     values, indices = top_k(ranked, min(count, logits.shape[-1]))
     last, place = values[..., -1:], jnp.arange(logits.shape[-1])[None, None, None]
     # Of equal keys the first are best, so the last of the best has the highest index.
-    mask = (ranked > last) | ((ranked == last) & (place <= indices[..., -1:]))
-    return Best(indices, values > -jnp.inf, mask)
+    best = (ranked > last) | ((ranked == last) & (place <= indices[..., -1:]))
+    return Best(indices, values > -jnp.inf, best)
 
 
 def _centroids(

@@ -42,24 +42,24 @@ def _windows(
     if config.mask_kv:
         keys, values = (jnp.where(valid[:, :, None, None], x, 0) for x in (keys, values))
     size = keys.shape[1] if config.kind == "full" else config.segment_size
-    counts, usable = segment_counts(valid, config, size), cut(valid, size)
+    counts, mask = segment_counts(valid, config, size), cut(valid, size)
     k, v = (cut(x, size).swapaxes(2, 3) for x in (keys, values))
     if config.kind == "local_global":
-        counted = usable if config.mask_kv else jnp.ones_like(usable)
+        counted = mask if config.mask_kv else jnp.ones_like(mask)
         means = (
             jnp.stack([_mean(part, of) for part, of in zip(x, counted, strict=True)], axis=2)
             for x in (k, v)
         )
-        return Windows(k, v, usable, counts, Shared(*means, jnp.any(counted, axis=2).T))
+        return Windows(k, v, mask, counts, Shared(*means, jnp.any(counted, axis=2).T))
     if config.kind != "xl_memory":
-        return Windows(k, v, usable, counts)
+        return Windows(k, v, mask, counts)
     recurs = config.memory == "rnn"
     before = [jax.lax.stop_gradient(x) for x in (k, v)]
     if recurs:
         pairs = (keys, parameters.memory_keys), (values, parameters.memory_values)
         before = [cut(_rnn(x, weights), size).swapaxes(2, 3) for x, weights in pairs]
-    previous = [max(j - 1, 0) for j in range(len(usable))]
-    seen = [usable[j] & (recurs or n > 0) for n, j in enumerate(previous)]
+    previous = [max(j - 1, 0) for j in range(len(mask))]
+    before_mask = [mask[j] & (recurs or n > 0) for n, j in enumerate(previous)]
     return Windows(
         *(
             jnp.stack(
@@ -67,7 +67,7 @@ def _windows(
             )
             for x, y in zip(before, (k, v), strict=True)
         ),
-        jnp.concatenate([jnp.stack(seen), usable], axis=2),
+        jnp.concatenate([jnp.stack(before_mask), mask], axis=2),
         counts,
     )
 

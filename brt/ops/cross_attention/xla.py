@@ -46,7 +46,7 @@ def windows_of(
     counts = segment_counts(valid, config, size)
     windows = segmented.Windows(own_keys, own_values, cut(valid, size), counts)
     if config.kind == "local_global":
-        counted = windows.usable if config.mask_kv else jnp.ones_like(windows.usable)
+        counted = windows.mask if config.mask_kv else jnp.ones_like(windows.mask)
         return windows._replace(shared=baselines.segment_means(own_keys, own_values, counted))
     if config.kind == "xl_memory":
         return _with_memory(windows, keys, values, parameters, config)
@@ -68,5 +68,5 @@ def _with_memory(
             for x, w in zip((keys, values), weights, strict=True)
         )
     both = map(baselines.with_previous, (windows.keys, windows.values), memories)
-    usable = baselines.previous_usable(windows.usable, first=recurs)
-    return segmented.Windows(*both, usable, windows.counts)
+    mask = baselines.previous_mask(windows.mask, first=recurs)
+    return segmented.Windows(*both, mask, windows.counts)

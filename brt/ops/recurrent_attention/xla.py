@@ -46,8 +46,8 @@ def _attend_to_tokens(
 ) -> Float[Array, "B S H K"]:
     """States attend to X = 2W tokens: the previous block, where it is readable, and this one."""
     window = keys.shape[2] // 2
-    usable = readable[:, None] | (jnp.arange(2 * window) >= window)[None]  # [B, 2W]
-    by_head = attend_by_head(queries.swapaxes(1, 2), keys, values, usable, null_keys=null_keys)
+    mask = readable[:, None] | (jnp.arange(2 * window) >= window)[None]  # [B, 2W]
+    by_head = attend_by_head(queries.swapaxes(1, 2), keys, values, mask, null_keys=null_keys)
     return by_head.swapaxes(1, 2)
 
 

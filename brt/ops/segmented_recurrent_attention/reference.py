@@ -95,11 +95,11 @@ def _read(
         recurrent = jnp.einsum("bthc,bhce->bthe", q, states[i].astype(q.dtype))
         if not config.use_segment:
             return recurrent
-    keys, values, usable = windows.keys[i], windows.values[i], windows.usable[i]
+    keys, values, mask = windows.keys[i], windows.values[i], windows.mask[i]
     if windows.shared is not None:
-        pairs = zip((keys, values, usable), windows.shared, (2, 2, 1), strict=True)
-        keys, values, usable = (jnp.concatenate([own, more], axis) for own, more, axis in pairs)
-    mask = usable[:, None, None]
+        pairs = zip((keys, values, mask), windows.shared, (2, 2, 1), strict=True)
+        keys, values, mask = (jnp.concatenate([own, more], axis) for own, more, axis in pairs)
+    mask = mask[:, None, None]
     logits = jnp.where(mask, jnp.einsum("bthc,bhsc->bhts", q, keys), jnp.finfo(q.dtype).min)
     weights = jnp.where(mask, jax.nn.softmax(logits, axis=-1), 0)
     attended = jnp.einsum("bhts,bhse->bthe", weights, values)

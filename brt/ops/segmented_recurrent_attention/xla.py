@@ -133,10 +133,10 @@ def _slots(
         segment, held, slot = plan(windows.counts, count, length, t0, pace)
         queries = _moved(queries, held, slot)
         if config.segment_count == "per_example":  # else every row holds its own segment
-            keys, values, usable = (
-                _repeated(x, segment) for x in (windows.keys, windows.values, windows.usable)
+            keys, values, mask = (
+                _repeated(x, segment) for x in (windows.keys, windows.values, windows.mask)
             )
-            windows = windows._replace(keys=keys, values=values, usable=usable)
+            windows = windows._replace(keys=keys, values=values, mask=mask)
             if recurrence is not None:
                 states = _repeated(recurrence.states, segment)
                 recurrence = recurrence._replace(states=states)
@@ -231,15 +231,15 @@ def _dense(
             jnp.moveaxis(x, 0, 2).reshape(batch, heads, -1, width)
             for x in (windows.keys, windows.values)
         )
-        usable = mine[:, :, :, None] & jnp.moveaxis(windows.usable, 0, 1)[:, None]
-        usable = usable.reshape(batch, length, count * size)
+        mask = mine[:, :, :, None] & jnp.moveaxis(windows.mask, 0, 1)[:, None]
+        mask = mask.reshape(batch, length, count * size)
         if windows.shared is not None:
             keys = jnp.concatenate([keys, windows.shared.keys], axis=2)
             values = jnp.concatenate([values, windows.shared.values], axis=2)
-            shared = windows.shared.usable[:, None]
+            shared = windows.shared.mask[:, None]
             shared = jnp.broadcast_to(shared, (batch, length, shared.shape[-1]))
-            usable = jnp.concatenate([usable, shared], axis=2)
-        attended = read_window(by_head, keys, values, usable, dropout)
+            mask = jnp.concatenate([mask, shared], axis=2)
+        attended = read_window(by_head, keys, values, mask, dropout)
     if recurrence is not None:
         states, scale, _ = recurrence
         spread = jnp.where(mine[:, None, :, :, None], by_head[:, :, :, None], 0)  # [B, H, T, M, K]

@@ -124,14 +124,14 @@ def window_part_step(
     slots = jnp.arange(window)
     nearest = 0 if attend_to_self else 1
     own = slots <= position - nearest
-    usable = (own[None] | readable[:, None])[:, None]  # [B, 1, W]
+    mask = (own[None] | readable[:, None])[:, None]  # [B, 1, W]
     logits = jnp.einsum("bhk,bshk->bhs", query, keys, preferred_element_type=jnp.float32)
     if null_keys:
-        logits = jnp.where(usable, logits, 0.0)
-        values = jnp.where(usable[:, 0, :, None, None], values, 0)
+        logits = jnp.where(mask, logits, 0.0)
+        values = jnp.where(mask[:, 0, :, None, None], values, 0)
     if bias is not None:
         logits += jnp.take(bias, (position - nearest - slots) % window, axis=1)[None]
     if not null_keys:
-        logits = jnp.where(usable, logits, MASKED)
+        logits = jnp.where(mask, logits, MASKED)
     weights, lse = softmax_and_lse(logits)
     return AttentionPart(jnp.einsum("bhs,bshk->bhk", weights.astype(values.dtype), values), lse)

@@ -68,7 +68,7 @@ def window_attention(
         tile = circulant(bias if attend_to_self else jnp.roll(bias, 1, axis=1), rows)
     y, lse = _attend(
         tiled(queries), tiled(keys), tiled(values), tile,
-        _usable(readable, tiles), _dropout_tiles(dropout, readable.shape[1], tiles),
+        _stretch_mask(readable, tiles), _dropout_tiles(dropout, readable.shape[1], tiles),
         _Static(attend_to_self, null_keys, tiles, bias is not None),
     )  # fmt: skip
     y = y.transpose(0, 1, 3, 2, 4).reshape(queries.shape)
@@ -78,12 +78,12 @@ def window_attention(
 in_fine_tiles = partial(window_attention, tile_rows=_CPU_TILE_ROWS)
 
 
-def _usable(readable: Bool[Array, "B N"], tiles: int) -> Bool[Array, "B M J"]:
+def _stretch_mask(readable: Bool[Array, "B N"], tiles: int) -> Bool[Array, "B M J"]:
     """Whether a tile may read stretch j < m: it may, if that is of its own block."""
     place = np.arange(tiles)
     own_block = (place[:, None] + place[None, :]) >= tiles  # [tile of the block, stretch]
-    usable = readable[:, :, None, None] | own_block[None, None]
-    return usable.reshape(readable.shape[0], -1, tiles)
+    mask = readable[:, :, None, None] | own_block[None, None]
+    return mask.reshape(readable.shape[0], -1, tiles)
 
 
 def _dropout_tiles(
@@ -105,7 +105,7 @@ def _triangle(rows: int, static: _Static) -> np.ndarray:
 
 
 def _unfolded(
-    x: Float[Array, "B M H R W"], usable: Bool[Array, "B M J"], static: _Static
+    x: Float[Array, "B M H R W"], mask: Bool[Array, "B M J"], static: _Static
 ) -> list[Float[Array, "B M H R R"]]:
     """The m + 1 stretches of folded weights, zero where a row sees nothing."""
     first, *middle = jnp.split(x, static.tiles, axis=-1)
@@ -113,8 +113,7 @@ def _unfolded(
     stretches = [jnp.where(own, 0, first), *middle]
     if static.null_keys:  # else the softmax is zero there already
         stretches = [
-            jnp.where(usable[:, :, j, None, None, None], part, 0)
-            for j, part in enumerate(stretches)
+            jnp.where(mask[:, :, j, None, None, None], part, 0) for j, part in enumerate(stretches)
         ]
     return [*stretches, jnp.where(own, first, 0)]
 
@@ -126,7 +125,7 @@ def _product(spec: str, a: Array, b: Array) -> Array:
 def _logits(
     q: Float[Array, "B M H R K"],
     k: Float[Array, "B Z H R K"],
-    usable: Bool[Array, "B M J"],
+    mask: Bool[Array, "B M J"],
     static: _Static,
 ) -> Float[Array, "B M H R W"]:
     """The folded logits, without the bias."""
@@ -136,7 +135,7 @@ def _logits(
     ]
     unseen = 0.0 if static.null_keys else MASKED
     parts[:-1] = [
-        jnp.where(usable[:, :, j, None, None, None], part, unseen)
+        jnp.where(mask[:, :, j, None, None, None], part, unseen)
         for j, part in enumerate(parts[:-1])
     ]
     parts[0] = jnp.where(_triangle(q.shape[3], static), parts.pop(), parts[0])
@@ -149,12 +148,12 @@ def _attend(
     k: Float[Array, "B Z H R K"],
     v: Float[Array, "B Z H R K"],
     tile: Float[Array, "H R W"] | None,
-    usable: Bool[Array, "B M J"],
+    mask: Bool[Array, "B M J"],
     dropout: Float[Array, "M H R W"] | None,
     static: _Static,
 ) -> tuple[Float[Array, "B M H R K"], Float[Array, "B M H R"]]:
     """Attention of M tiles of R rows to their stretches of keys, and its lse."""
-    return _forward(q, k, v, tile, usable, dropout, static)[0]
+    return _forward(q, k, v, tile, mask, dropout, static)[0]
 
 
 def _forward(
@@ -162,23 +161,23 @@ def _forward(
     k: Array,
     v: Array,
     tile: Array | None,
-    usable: Array,
+    mask: Array,
     dropout: Array | None,
     static: _Static,
 ) -> tuple[tuple[Array, Array], tuple]:
-    logits = _logits(q, k, usable, static)
+    logits = _logits(q, k, mask, static)
     weights, lse = softmax_and_lse(logits if tile is None else logits + tile[None, None])
     kept = weights if dropout is None else weights * dropout[None]
     count = q.shape[1]
     y = sum(
         _product("bnhqs,bnhsk->bnhqk", part, v[:, j : j + count])
-        for j, part in enumerate(_unfolded(kept.astype(v.dtype), usable, static))
+        for j, part in enumerate(_unfolded(kept.astype(v.dtype), mask, static))
     ).astype(v.dtype)
-    return (y, lse), (q, k, v, usable, dropout, weights, y)
+    return (y, lse), (q, k, v, mask, dropout, weights, y)
 
 
 def _backward(static: _Static, saved: tuple, gradients: tuple[Array, Array]) -> tuple:
-    q, k, v, usable, dropout, weights, y = saved
+    q, k, v, mask, dropout, weights, y = saved
     gradient, d_lse = gradients
     count = q.shape[1]
     # The softmax's own term, from the output: the same sum, over K numbers instead of W.
@@ -190,8 +189,7 @@ def _backward(static: _Static, saved: tuple, gradients: tuple[Array, Array]) -> 
     ]
     if static.null_keys:
         parts[:-1] = [
-            jnp.where(usable[:, :, j, None, None, None], part, 0)
-            for j, part in enumerate(parts[:-1])
+            jnp.where(mask[:, :, j, None, None, None], part, 0) for j, part in enumerate(parts[:-1])
         ]
     parts[0] = jnp.where(_triangle(q.shape[3], static), parts.pop(), parts[0])
     d_weights = jnp.concatenate(parts, axis=-1)
@@ -199,8 +197,8 @@ def _backward(static: _Static, saved: tuple, gradients: tuple[Array, Array]) -> 
     if dropout is not None:
         d_weights, kept = d_weights * dropout[None], weights * dropout[None]
     d_logits = weights * (d_weights - along)
-    d_parts = _unfolded(d_logits.astype(q.dtype), usable, static)
-    kept_parts = _unfolded(kept.astype(v.dtype), usable, static)
+    d_parts = _unfolded(d_logits.astype(q.dtype), mask, static)
+    kept_parts = _unfolded(kept.astype(v.dtype), mask, static)
     d_q = sum(
         _product("bnhqs,bnhsk->bnhqk", part, k[:, j : j + count]) for j, part in enumerate(d_parts)
     )
