@@ -165,7 +165,7 @@ class Session:
     def __init__(
         self, config: Config, params: PyTree[Array], *, bos_id: int, lanes: int = 1
     ) -> None:
-        decoder = Decoder(config.model)
+        decoder = Decoder(config.model, kernels=config.kernels)
         self._config, self._bos_id, self._lanes = config, bos_id, lanes
         self._advance = jax.jit(partial(_advance, decoder), donate_argnums=1)
         self._read_segment = jax.jit(partial(_read_segment, decoder), donate_argnums=1)

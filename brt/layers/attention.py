@@ -8,20 +8,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Model
+from brt.config import Kernels, Model
 from brt.layers.basic import ONES, dropout, parameter
 from brt.layers.state import OpenBlock, WindowState, zero_where_invalid
 from brt.ops.activations import relu
 from brt.ops.dense import dense
 from brt.ops.normalization import l2_normalize, rms_norm
-from brt.ops.partial_attention import Part
+from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import Rotation, alibi_bias, relative_bias, rotate, rotations
 from brt.ops.recurrent_attention import StateMemory
 from brt.ops.softmax_attention import attend
 from brt.ops.window_attention import window_part, window_part_step
 
 # (queries [B, T, H, K], what they read in the window) -> that mixed with something else
-Mix = Callable[[Array, Part], Array]
+Mix = Callable[[Array, AttentionPart], Array]
 
 
 class TokenProjections(NamedTuple):
@@ -48,6 +48,7 @@ class TokenLayer(nn.Module):
     model: Model
     cross_attends: bool = False
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         m = self.model
@@ -153,8 +154,9 @@ class TokenLayer(nn.Module):
         part = window_part(
             queries, keys, values, self._bias(), readable, mask,
             attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
+            implementation=self.kernels.window_attention,
         )  # fmt: skip
-        attended = part.values if mix is None else mix(projections.queries, part)
+        attended = part.output if mix is None else mix(projections.queries, part)
         if memory is not None:
             blocked = (batch, -1, m.window, m.heads, m.head_dim)
             crossed = attend(projections.cross_queries.reshape(blocked), *memory)
@@ -192,8 +194,8 @@ class TokenLayer(nn.Module):
             queries[:, 0], keys, ring.values, self._bias(), cache_is_readable(m, window),
             position, attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
         )  # fmt: skip
-        part = Part(part.values[:, None], part.totals[:, None])
-        attended = part.values if mix is None else mix(projections.queries, part)
+        part = AttentionPart(part.output[:, None], part.lse[:, None])
+        attended = part.output if mix is None else mix(projections.queries, part)
         if memory is not None:
             crossed = attend(projections.cross_queries, *memory)
             attended = jnp.concatenate([attended, crossed], axis=2)
@@ -265,11 +267,13 @@ class WindowLayer(nn.Module):
 
     model: Model
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         self.tokens = TokenLayer(
-            self.model, cross_attends=self.model.feedback, training=self.training
-        )
+            self.model, cross_attends=self.model.feedback, training=self.training,
+            kernels=self.kernels,
+        )  # fmt: skip
 
     def __call__(
         self,

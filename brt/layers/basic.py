@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brt.config import Encoder, Model, Seq2Seq
+from brt.ops import dispatch
 from brt.ops.dropout import Dropout
 
 Initializer = Callable[..., Array]
@@ -21,7 +21,7 @@ ZEROS = nn.initializers.zeros
 def compute_dtype(model: Model | Seq2Seq | Encoder) -> jnp.dtype:
     """The dtype of activations and caches; `auto` is float32 on CPUs, else bfloat16."""
     if model.dtype == "auto":
-        return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+        return jnp.dtype("float32" if dispatch.backend() == "cpu" else "bfloat16")
     return jnp.dtype(model.dtype)
 
 

@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Model
+from brt.config import Kernels, Model
 from brt.layers.attention import Mix, TokenLayer, cache_is_readable, with_cache
 from brt.layers.basic import parameter
 from brt.layers.state import ClusteredState, OpenBlock, WindowState
@@ -15,7 +15,7 @@ from brt.ops.causal_clustered_attention import (
     past_after,
     past_scan,
 )
-from brt.ops.partial_attention import Part
+from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import StateMemory
 
 
@@ -29,10 +29,13 @@ class ClusteredLayer(nn.Module):
 
     model: Model
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         m = self.model
-        self.tokens = TokenLayer(m, cross_attends=m.feedback, training=self.training)
+        self.tokens = TokenLayer(
+            m, cross_attends=m.feedback, training=self.training, kernels=self.kernels
+        )
         # As queries begin: unit vectors, or of unit variance; their scale is shared.
         spread = m.head_dim**-0.5 if m.normalize_qk else 1.0
         self.centroids = parameter(
@@ -61,12 +64,15 @@ class ClusteredLayer(nn.Module):
         m, centroids = self.model, self._centroids()
         projections = self.tokens.project(x)
         keys, values, readable, window = with_cache(m, state.window, projections, document_start)
-        past, pasts = past_scan(keys, values, readable, state.past, centroids)
+        implementation = self.kernels.causal_clustered_attention
+        past, pasts = past_scan(
+            keys, values, readable, state.past, centroids, implementation=implementation
+        )
 
-        def mix(queries: Float[Array, "B T H K"], part: Part) -> Float[Array, "B T H K"]:
+        def mix(queries: Float[Array, "B T H K"], part: AttentionPart) -> Float[Array, "B T H K"]:
             return causal_clustered_attention(
                 queries, part, keys, values, readable, pasts, centroids, self.tokens.far_bias(),
-                attend_to_self=m.attend_to_self,
+                attend_to_self=m.attend_to_self, implementation=implementation,
             )  # fmt: skip
 
         y = self.tokens.attend(x, projections, keys, values, readable, feedback, mix)
@@ -91,7 +97,7 @@ class ClusteredLayer(nn.Module):
     def _mix_step(self, state: ClusteredState, position: Int[Array, ""]) -> Mix:
         m, window = self.model, state.window
 
-        def mix(queries: Float[Array, "B 1 H K"], part: Part) -> Float[Array, "B 1 H K"]:
+        def mix(queries: Float[Array, "B 1 H K"], part: AttentionPart) -> Float[Array, "B 1 H K"]:
             return causal_clustered_attention_step(
                 queries, part, window.keys, window.values, cache_is_readable(m, window), position,
                 state.past, self._centroids(), self.tokens.far_bias(),

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Model
+from brt.config import Kernels, Model
 from brt.layers.attention import Mix, TokenLayer, with_cache
 from brt.layers.basic import parameter
 from brt.layers.state import MemoryState, OpenBlock, WindowState
 from brt.ops.memory_attention import memory_attention
-from brt.ops.partial_attention import Part
+from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import StateMemory
 
 
@@ -66,12 +66,13 @@ class MemorizingLayer(nn.Module):
 
     model: Model
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         m = self.model
         self.tokens = TokenLayer(
             dataclasses.replace(m, positions="none"), cross_attends=m.feedback,
-            training=self.training,
+            training=self.training, kernels=self.kernels,
         )  # fmt: skip
         self.memory_gate = parameter(
             self, "memory_gate", (m.heads,), ("heads",), nn.initializers.zeros
@@ -82,11 +83,12 @@ class MemorizingLayer(nn.Module):
         m = self.model
         null_keys = not m.mask_empty_cache
 
-        def mix(queries: Float[Array, "B T H K"], window: Part) -> Float[Array, "B T H K"]:
-            local = window.values
+        def mix(queries: Float[Array, "B T H K"], window: AttentionPart) -> Float[Array, "B T H K"]:
+            local = window.output
             found = memory_attention(
                 queries, *past, counts, size=m.memory_size, neighbors=m.memory_neighbors,
                 search=m.memory_search, null_keys=null_keys,
+                implementation=self.kernels.memory_attention,
             )  # fmt: skip
             open_gate = (counts > 0) | null_keys  # an empty memory has no say
             gate = jnp.where(open_gate[:, :, None], jax.nn.sigmoid(self.memory_gate)[None, None], 0)

@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Model
+from brt.config import Kernels, Model
 from brt.layers.attention import TokenLayer, cache_is_readable, has_null_keys, with_cache
 from brt.layers.basic import GATE_KERNEL, ONES, gate_bias, parameter
 from brt.layers.state import OpenBlock, RecurrentState, WindowState, zero_where_invalid
@@ -99,9 +99,12 @@ class RecurrentLayer(nn.Module):
 
     model: Model
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        self.tokens = TokenLayer(self.model, cross_attends=True, training=self.training)
+        self.tokens = TokenLayer(
+            self.model, cross_attends=True, training=self.training, kernels=self.kernels
+        )
         self.cell = StateCell(self.model)
 
     def _options(self) -> dict[str, object]:
@@ -132,7 +135,8 @@ class RecurrentLayer(nn.Module):
         )
         vectors, memory = state_scan(
             self.cell.weights, self.cell.initial, self._vectors(state), keys, values, readable,
-            document_start, unroll=self.model.block_unroll, **self._options(),
+            document_start, unroll=self.model.block_unroll,
+            implementation=self.kernels.recurrent_attention, **self._options(),
         )  # fmt: skip
         y = self.tokens.attend(x, projections, keys, values, readable, memory)
         return y, RecurrentState(window, vectors, window.valid)

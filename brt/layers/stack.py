@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Model
+from brt.config import Kernels, Model
 from brt.layers.attention import WindowLayer
 from brt.layers.clustered import ClusteredLayer
 from brt.layers.memorizing import MemorizingLayer
@@ -57,6 +57,7 @@ class Stack(nn.Module):
 
     model: Model
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         self.runs = [self._run(*run) for run in runs(self.model)]
@@ -79,7 +80,7 @@ class Stack(nn.Module):
             metadata_params={nn.PARTITION_NAME: "layers"},
             methods=list(_METHODS),
         )
-        return scanned(self.model, self.training, name=name)
+        return scanned(self.model, self.training, self.kernels, name=name)
 
     def __call__(
         self, x: Float[Array, "B T D"], state: StackState, document_start: Bool[Array, "B N"]

@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Model
+from brt.config import Kernels, Model
 from brt.layers.basic import ONES, compute_dtype, dropout, parameter
 from brt.layers.stack import Stack, StackBlock, StackState, new_stack_state
 from brt.ops.normalization import rms_norm
@@ -17,10 +17,12 @@ class Decoder(nn.Module):
     Attributes:
       model: with its vocabulary size set.
       training: whether dropout is on (needs the rng 'dropout').
+      kernels: which implementations of operations run.
     """
 
     model: Model
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         m = self.model
@@ -28,7 +30,7 @@ class Decoder(nn.Module):
             self, "embedding", (m.vocab_size, m.model_dim), ("vocab", "embed"),
             nn.initializers.normal(1.0),
         )  # fmt: skip
-        self.stack = Stack(m, self.training)
+        self.stack = Stack(m, self.training, self.kernels)
         self.norm = parameter(self, "norm", (m.model_dim,), ("embed",), ONES)
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:

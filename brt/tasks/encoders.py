@@ -53,7 +53,9 @@ class EncoderTask(Task):
 
     def network(self, config: Config, *, training: bool = False) -> encoder.EncoderWithHead:
         """The encoder that a config describes, with its head."""
-        return encoder.EncoderWithHead(config.encoder, config.attention, self.head, training)
+        return encoder.EncoderWithHead(
+            config.encoder, config.attention, self.head, training, config.kernels
+        )
 
     def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
         """Of the encoder and its head."""

@@ -123,6 +123,29 @@ def test_a_dry_run_sizes_the_checkpoint_and_writes_nothing(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("pallas_gpu", "brt: error: window_attention has no implementation 'pallas_gpu'; it has "),
+        ("cuda", "Kernels.window_attention = 'cuda' must be one of 'auto', 'reference', 'xla', "),
+    ],
+)
+def test_an_implementation_that_does_not_exist_ends_in_one_sentence(
+    commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, name: str, sentence: str,
+) -> None:  # fmt: skip
+    flags = [
+        f"--gin_file={commands.config}", f"--workdir={tmp_path}/run",
+        f"--gin.Kernels.window_attention='{name}'",
+    ]  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["train", *flags])
+    with pytest.raises(SystemExit) as stop:
+        command_line.main(train.main, train.parser())
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and sentence in said and said.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_printed_config_is_the_one_asked_for(
     commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:

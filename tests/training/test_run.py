@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from brt.training.reading import written_out
 
-from brt.config import Config, Data, Mesh, Model, Optimizer, Training
+from brt.config import Config, Data, Kernels, Mesh, Model, Optimizer, Training
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
 from brt.models.decoder import new_state
@@ -143,6 +143,8 @@ def test_a_checkpoint_goes_on_with_free_settings_only() -> None:
     assert check_resumable(CONFIG, dataclasses.replace(CONFIG, training=longer)) == [
         "Training.steps: 100 -> 200"
     ]
+    plain = dataclasses.replace(CONFIG, kernels=Kernels(window_attention="xla"))
+    assert check_resumable(CONFIG, plain) == ["Kernels.window_attention: 'auto' -> 'xla'"]
     other = dataclasses.replace(CONFIG.training, seed=1)
     with pytest.raises(ConfigError, match=r"another run: Training.seed was 0 and is 1; set"):
         check_resumable(CONFIG, dataclasses.replace(CONFIG, training=other))

@@ -22,7 +22,7 @@ def predict(
     Args:
       dropout: the key of a training step's; None: nothing is dropped.
     """
-    return Decoder(config.model, training=dropout is not None).apply(
+    return Decoder(config.model, dropout is not None, config.kernels).apply(
         {"params": params}, batch.inputs, carry, batch.document_start,
         rngs=None if dropout is None else {"dropout": dropout},
     )  # fmt: skip

@@ -81,7 +81,9 @@ class LanguageModeling(Task):
         model = config.model
         tokens = jnp.zeros((1, model.window), jnp.int32)
         start = jnp.ones((1, 1), bool)
-        return Decoder(model).init(key, tokens, new_state(model, 1), start)["params"]
+        return Decoder(model, kernels=config.kernels).init(key, tokens, new_state(model, 1), start)[
+            "params"
+        ]
 
     def initial_carry(self, config: Config, lanes: int) -> StackState:
         """Caches and recurrent states without a past."""

@@ -17,7 +17,6 @@ from brt.interop.exporting import NAMES, Exported
 from brt.interop.huggingface.config import Described
 from brt.interop.pretrained import Pretrained
 from brt.models import seq2seq
-from brt.models.seq2seq import without_bias
 from brt.models.transformer_flops import seq2seq_flops
 from brt.ops.cross_entropy import smoothed_cross_entropy
 from brt.tasks import resolving
@@ -115,10 +114,9 @@ class Summarization(Task):
     ) -> tuple[Float[Array, ""], Aux]:
         """The summed loss of the summaries."""
         hidden, out, metrics = predict(config, params, batch, key)
-        hidden, embedding = without_bias(out, hidden)
         total, nats = smoothed_cross_entropy(
-            hidden, embedding, batch.target_out, batch.scored, out.scale,
-            config.training.loss_chunk, config.training.label_smoothing,
+            hidden, out.embedding, batch.target_out, batch.scored, out.scale,
+            config.training.loss_chunk, config.training.label_smoothing, out.bias,
         )  # fmt: skip
         return total, Aux(nats, count_of(batch.scored), carry, model_state, metrics)
 

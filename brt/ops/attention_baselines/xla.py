@@ -1,15 +1,6 @@
-"""Reformer's attention by locality-sensitive hashing (Kitaev et al. 2020, section 2).
+"""The baselines in plain XLA: oracle top-k with all logits, Reformer by sorted chunks.
 
-Keys are the normalised queries. A round sorts tokens by the bucket that random planes hash
-them to, and cuts them into chunks; a token sees its chunk and the one before. As in the
-clustered attention paper's code, and unlike Kitaev's: nothing is before the first chunk,
-buckets only sort (a chunk may span several), and rounds weigh the same.
-
-Which tokens share a chunk depends on the whole sequence, so a causal mask alone does not
-make this attention causal.
-
-Letters beside the glossary's: R rounds, P planes of a round (half its buckets), N chunks of
-C tokens.
+Letters beside the glossary's: R rounds, N chunks of C tokens.
 """
 
 import jax
@@ -17,49 +8,36 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.dropout import Dropout
-from brt.ops.masked_attention import masked_softmax
+from brt.ops.masked_attention import valid_mask
 from brt.ops.normalization import l2_normalize
+from brt.ops.softmax import masked_softmax
+from brt.ops.top_k import top_k
 
 SELF = -1e9  # a token's logit for itself where it attends to itself only for want of others
 
 
-def random_planes(
-    key: jax.Array, *, rounds: int, buckets: int, width: int
-) -> Float[Array, "R P K"]:
-    """Planes through the origin, of every round; all heads and examples share them."""
-    return jax.random.normal(key, (rounds, buckets // 2, width))
-
-
-def bucket_ids(x: Float[Array, "B T H K"], planes: Float[Array, "R P K"]) -> Int[Array, "R B H T"]:
-    """int32 in [0, 2P): the plane x is farthest from, P added where it is on the far side."""
-    projected = jnp.einsum(
-        "bthk,rpk->rbhtp", x.astype(jnp.float32), planes, precision=jax.lax.Precision.HIGHEST
-    )
-    both = jnp.concatenate([projected, -projected], axis=-1)
-    return jnp.argmax(both, axis=-1).astype(jnp.int32)
-
-
-def reformer(
+def oracle_top_k(
     queries: Float[Array, "B T H K"],
-    values: Float[Array, "B T H K"],
-    valid: Bool[Array, "B T"],
-    planes: Float[Array, "R P K"],
+    keys: Float[Array, "B X H K"],
+    values: Float[Array, "B X H K"],
+    valid: Bool[Array, "B X"],
     dropout: Dropout | None = None,
     *,
-    chunk: int,
+    count: int,
     scale: float,
-    attend_to_self: bool = True,
+    causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """The mean of all rounds; padding comes behind all buckets, so it moves no token.
-
-    See `attend_in_chunks`.
-    """
-    ids = bucket_ids(jax.lax.stop_gradient(queries), planes)
-    ids = jnp.where(valid[None, :, None], ids, 2 * planes.shape[1])
-    return attend_in_chunks(
-        queries, values, valid, ids, dropout,
-        chunk=chunk, scale=scale, attend_to_self=attend_to_self,
-    )  # fmt: skip
+    """See `api.oracle_top_k`; all [B, H, T, X] logits exist at once."""
+    mask = valid_mask(valid, queries.shape[1], causal)[:, None]
+    logits = jnp.einsum(
+        "bqhk,bshk->bhqs", queries * scale, keys, preferred_element_type=jnp.float32
+    )
+    ranked = jnp.where(mask, jax.lax.stop_gradient(logits), -jnp.inf)
+    best, _ = top_k(ranked, min(count, keys.shape[1]))
+    weights = masked_softmax(logits, mask & (ranked >= best[..., -1:])).astype(values.dtype)
+    if dropout is not None:
+        weights = dropout(weights)
+    return jnp.einsum("bhqs,bshk->bqhk", weights, values)
 
 
 def attend_in_chunks(
@@ -74,20 +52,7 @@ def attend_in_chunks(
     attend_to_self: bool = True,
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """Attention within chunks of the tokens sorted by bucket, of equal ones by place.
-
-    Args:
-      valid: False on padding, which nothing sees. A query that sees nothing gives zeros.
-      ids: int32, the bucket of every token; the results of all rounds are averaged.
-      dropout: of each round's weights [B, H, N, C, 2C].
-      chunk: C; any number of tokens will do.
-      scale: of the logits q.k, with k = q / |q|.
-      attend_to_self: False: only where a token sees nothing else (Kitaev, section 2).
-      causal: later tokens are masked; chunks depend on them all the same.
-
-    Returns:
-      In the dtype of `values`; softmax in float32.
-    """
+    """See `api.attend_in_chunks`."""
     tokens = queries.shape[1]
     more = -tokens % chunk
     x = (queries * scale, l2_normalize(queries), values)
@@ -121,14 +86,14 @@ def _round(
         "bhnqk,bhnsk->bhnqs", q, _with_previous(k), preferred_element_type=jnp.float32
     )
     there = jnp.take_along_axis(valid[:, None], order, axis=-1)
-    seen = _with_previous(_chunks(there, chunk))[..., None, :]
+    mask = _with_previous(_chunks(there, chunk))[..., None, :]
     place = _chunks(order, chunk)
     offset = _with_previous(place)[..., None, :] - place[..., None]  # of the key from the query
     if causal:
-        seen &= offset <= 0
+        mask &= offset <= 0
     if not attend_to_self:
         logits = jnp.where(offset == 0, SELF, logits)
-    weights = masked_softmax(logits, seen).astype(v.dtype)
+    weights = masked_softmax(logits, mask).astype(v.dtype)
     if dropout is not None:
         weights = dropout(weights)
     y = jnp.einsum("bhnqs,bhnsk->bhnqk", weights, _with_previous(v))

@@ -1,4 +1,4 @@
-"""Softmax attention under a mask, with a bias: encoder, decoder and cached decoder alike.
+"""Masked attention in plain XLA, in tiles of queries.
 
 The backward pass is written out and computes the weights anew, so that no array of Q x S
 is kept; where that of all queries is large, tiles of queries follow one another.
@@ -16,48 +16,34 @@ from brt.ops.reductions import sum_leading
 TILE = 1 << 22  # logits that exist at a time
 
 
-def masked_softmax(
-    logits: Float[Array, "*B S"], seen: Bool[Array, "*#B S"]
-) -> Float[Array, "*B S"]:
-    """Softmax over the last axis in float32; zeros where nothing is seen, and in all such rows."""
-    logits = jnp.where(seen, logits.astype(jnp.float32), jnp.finfo(jnp.float32).min)
-    return jnp.where(seen, jax.nn.softmax(logits, axis=-1), 0.0)
-
-
 def attend(
     queries: Float[Array, "*B Q H K"],
     keys: Float[Array, "*B S H K"],
     values: Float[Array, "*B S H K"],
     bias: Float[Array, "H Q S"] | None,
-    seen: Bool[Array, "*#B #Q S"],
+    mask: Bool[Array, "*#B #Q S"],
     dropout: Dropout | None = None,
     *,
     tile: int = TILE,
 ) -> Float[Array, "*B Q H K"]:
-    """Attention of every query to the keys it sees; logits are q.k + bias, unscaled.
+    """See `api.attend`.
 
     Args:
-      bias: float32, shared by all leading axes.
-      seen: a query that sees nothing gives zeros.
-      dropout: of the weights.
       tile: logits that may exist at a time (those of one query for all heads and leading
         axes do in any case).
-
-    Returns:
-      In the dtype of `values`; softmax in float32.
     """
     lead, (length, heads, width) = queries.shape[:-3], queries.shape[-3:]
     q, k, v = (x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2) for x in (queries, keys, values))
-    seen = jnp.broadcast_to(seen, (*lead, *seen.shape[-2:])).reshape(-1, *seen.shape[-2:])
+    mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-2:])).reshape(-1, *mask.shape[-2:])
     each = max(min(length, tile // max(q.shape[0] * heads * k.shape[2], 1)), 1)
     count = -(-length // each)
     each = -(-length // count)  # tiles of one size, with as few rows too many as can be
     tiles = Tiles(
         _cut(q, 2, count, each),
         None if bias is None else _cut(bias, 1, count, each),
-        _cut(seen, 1, count, each) if seen.shape[1] > 1 else None,
+        _cut(mask, 1, count, each) if mask.shape[1] > 1 else None,
     )
-    everywhere = None if tiles.seen is not None else seen
+    everywhere = None if tiles.mask is not None else mask
     y = _attend(tiles, k, v, everywhere, dropout)
     y = jnp.moveaxis(y, 0, 2).reshape(*y.shape[1:3], -1, width)[:, :, :length]
     return y.swapaxes(1, 2).reshape(queries.shape)
@@ -68,7 +54,7 @@ class Tiles(NamedTuple):
 
     queries: Float[Array, "N B H Q K"]
     bias: Float[Array, "N H Q S"] | None
-    seen: Bool[Array, "N B Q S"] | None
+    mask: Bool[Array, "N B Q S"] | None
 
 
 def _cut(x: Array, axis: int, count: int, each: int) -> Array:
@@ -79,20 +65,20 @@ def _cut(x: Array, axis: int, count: int, each: int) -> Array:
 
 
 @jax.custom_vjp
-def _attend(tiles: Tiles, k: Array, v: Array, seen: Array | None, dropout: Dropout | None) -> Array:
-    return _forward(tiles, k, v, seen, dropout)[0]
+def _attend(tiles: Tiles, k: Array, v: Array, mask: Array | None, dropout: Dropout | None) -> Array:
+    return _forward(tiles, k, v, mask, dropout)[0]
 
 
 def _product(spec: str, a: Array, b: Array) -> Array:
     return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
 
 
-def _logits(tile: Tiles, k: Array, seen: Array | None) -> Array:
+def _logits(tile: Tiles, k: Array, mask: Array | None) -> Array:
     logits = _product("bhqk,bhsk->bhqs", tile.queries, k)
     if tile.bias is not None:
         logits += tile.bias[None]
-    seen = tile.seen if seen is None else seen
-    return jnp.where(seen[:, None], logits, -jnp.inf)
+    mask = tile.mask if mask is None else mask
+    return jnp.where(mask[:, None], logits, -jnp.inf)
 
 
 def _factors(dropout: Dropout | None, index: Array, like: Array) -> Array | None:
@@ -100,12 +86,12 @@ def _factors(dropout: Dropout | None, index: Array, like: Array) -> Array | None
 
 
 def _forward(
-    tiles: Tiles, k: Array, v: Array, seen: Array | None, dropout: Dropout | None
+    tiles: Tiles, k: Array, v: Array, mask: Array | None, dropout: Dropout | None
 ) -> tuple[Array, tuple]:
     lowest = jnp.finfo(jnp.float32).min
 
     def of_tile(xs: tuple[Tiles, Array]) -> tuple[Array, Array]:
-        logits = _logits(xs[0], k, seen)
+        logits = _logits(xs[0], k, mask)
         top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), lowest)
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -118,16 +104,16 @@ def _forward(
         return y.astype(v.dtype), jnp.where(some, top + jnp.log(jnp.where(some, total, 1)), 0)
 
     y, normalizer = jax.lax.map(of_tile, (tiles, jnp.arange(tiles.queries.shape[0])))
-    return y, (tiles, k, v, seen, dropout, y, normalizer)
+    return y, (tiles, k, v, mask, dropout, y, normalizer)
 
 
 def _backward(saved: tuple, gradient: Array) -> tuple:
-    tiles, k, v, seen, dropout, y, normalizer = saved
+    tiles, k, v, mask, dropout, y, normalizer = saved
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
 
     def of_tile(sums: tuple[Array, Array], xs: tuple) -> tuple[tuple[Array, Array], tuple]:
         tile, index, g, along, normalizer = xs
-        weights = jnp.exp(_logits(tile, k, seen) - normalizer)
+        weights = jnp.exp(_logits(tile, k, mask) - normalizer)
         d_kept = _product("bhqk,bhsk->bhqs", g, v)
         factors = _factors(dropout, index, weights)
         kept = weights if factors is None else weights * factors
