@@ -16,6 +16,7 @@ from brt.config import Config
 from brt.config_io import config_from_json, config_json, config_text
 from brt.data.lanes import BatchIterator, iterate
 from brt.errors import Preempted
+from brt.ops import dispatch
 from brt.tasks.protocol import Evaluator
 from brt.training import evaluations, optimizer
 from brt.training import run as runs
@@ -165,6 +166,8 @@ def _steps(first: int, state: TrainState, tools: Tools) -> bool:
     complete = True
     with tools.progress.phase("compiling"), tools.throughput.pause():
         step_function = runs.compiled_step(run)
+    chosen = ", ".join(f"{op}: {name}" for op, name in dispatch.chosen().items())
+    tools.progress.note(f"implementations chosen by 'auto': {chosen or 'none'}")
     rate = jax.jit(optimizer.learning_rate(run.config.optimizer, t.steps))
     for step in range(first, t.steps):
         if tools.stop.requested:
