@@ -10,11 +10,11 @@ from pathlib import Path
 import flax.linen as nn
 import jax
 import pytest
+from brt.training.reading import MODELS
 
 from brt import command_line
 from brt.config import Config, Encoder, Model, Pairs, Training
 from brt.config_io import config_values
-from brt.training.reading import MODELS
 from brt.training.state import initial_params, parameter_counts
 
 ROOT = Path(__file__).resolve().parent.parent

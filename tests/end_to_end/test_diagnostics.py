@@ -8,7 +8,7 @@ import pytest
 
 from brt import inspect
 from brt.errors import ConfigError
-from brt.evaluation.probe.reading import HOWS, PARTS
+from brt.tasks.language_modeling.probe.reading import HOWS, PARTS
 from brt.training.metrics import read_metrics
 
 from .conftest import LENGTHS, Commands, Result

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Attention, Config, Data, Encoder, Training
 from brt.config_io import config_json
 from brt.errors import CheckpointError
@@ -20,7 +21,6 @@ from brt.interop.huggingface import convert, files
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.huggingface.roberta import verify
 from brt.models import encoder
-from brt.training.checkpoint_writer import CheckpointWriter
 from brt.training.workdir import Workdir
 
 TYPES = "roberta.embeddings.token_type_embeddings.weight"

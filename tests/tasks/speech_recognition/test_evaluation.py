@@ -5,16 +5,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from brt.evaluation.transcription import Transcriber
+from brt.training.objectives.encoders import network
 
 from brt.config import Attention, Config, Encoder, Evaluation, Speech, Training
 from brt.data.speech import preparation
 from brt.errors import DataError, NonFiniteError
 from brt.evaluation import speech_job
-from brt.evaluation.error_rate import errors
-from brt.evaluation.transcription import Transcriber
 from brt.generation import ctc
 from brt.ops.ctc import ctc_nats
-from brt.training.objectives.encoders import network
+from brt.tasks.speech_recognition.error_rate import errors
 from brt.training.state import initial_params
 
 

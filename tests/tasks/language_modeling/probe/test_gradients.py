@@ -7,8 +7,8 @@ import pytest
 
 from brt.config import Config
 from brt.data.token_store import TokenStore
-from brt.evaluation.probe.gradients import by_layer, gradient_reach
 from brt.layers import recurrent
+from brt.tasks.language_modeling.probe.gradients import by_layer, gradient_reach
 
 
 def test_all_of_a_sound_model_is_reached(

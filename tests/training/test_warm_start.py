@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
+from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Config, Data, Encoder, Training
 from brt.config_io import config_json
 from brt.data.speech.vocabulary import Vocabulary
@@ -21,7 +22,6 @@ from brt.interop.huggingface import convert
 from brt.models import encoder
 from brt.training import reading, starting
 from brt.training import run as runs
-from brt.training.checkpoint_writer import CheckpointWriter
 from brt.training.workdir import Workdir
 
 DATA = Path(__file__).resolve().parents[1] / "data/huggingface"

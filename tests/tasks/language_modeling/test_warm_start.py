@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
+from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Config, Data, Model, Training
 from brt.config_io import config_json
 from brt.data.tokenizers import ByteTokenizer
@@ -18,7 +19,6 @@ from brt.errors import CheckpointError, ConfigError
 from brt.interop import trained_decoder
 from brt.training import run as runs
 from brt.training import starting
-from brt.training.checkpoint_writer import CheckpointWriter
 from brt.training.state import initial_params
 from brt.training.workdir import Workdir
 

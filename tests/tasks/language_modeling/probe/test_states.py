@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from brt.config import Config
-from brt.evaluation.probe.states import (
+from brt.models.decoder import new_state
+from brt.tasks.language_modeling.probe.states import (
     StateProbe,
     fixed_gate_decay,
     half_life_tokens,
@@ -16,7 +17,6 @@ from brt.evaluation.probe.states import (
     state_figures,
     with_vectors,
 )
-from brt.models.decoder import new_state
 
 TOLERANCE = 1e-5  # float32, relative
 

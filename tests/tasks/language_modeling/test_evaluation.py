@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from brt.evaluation.language_modeling import DocumentScore, Evaluator, Result, figures
 
 from brt.config import Config, Evaluation, Model, Training
 from brt.data import token_store
 from brt.data.documents import Document
 from brt.data.tokenizers import ByteTokenizer
-from brt.evaluation.language_modeling import DocumentScore, Evaluator, Result, figures
 from brt.models import decoder
 from brt.models.decoder import Decoder
 

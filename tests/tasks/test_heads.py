@@ -7,6 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from brt.evaluation.classification import Classifier
+from brt.evaluation.regression import Regressor
+from brt.evaluation.spans import Answerer, Window
+from brt.training.objectives.classification import label_nats
+from brt.training.objectives.encoders import network
 
 from brt.config import Attention, Config, Encoder, Evaluation, Questions, Sentences, Training
 from brt.data.questions import preparation as question_preparation
@@ -14,12 +19,7 @@ from brt.data.sentences import preparation as sentence_preparation
 from brt.data.sentences.batches import SentenceReader
 from brt.errors import NonFiniteError
 from brt.evaluation import spans, squad
-from brt.evaluation.classification import Classifier
-from brt.evaluation.regression import Regressor
-from brt.evaluation.spans import Answerer, Window
 from brt.training import objectives
-from brt.training.objectives.classification import label_nats
-from brt.training.objectives.encoders import network
 from brt.training.state import initial_params
 
 ENCODER = Encoder(

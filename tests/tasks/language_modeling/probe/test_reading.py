@@ -6,13 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from brt.evaluation.language_modeling import Evaluator
 
 from brt.config import Config
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import ByteTokenizer
-from brt.evaluation.language_modeling import Evaluator
-from brt.evaluation.probe import job
-from brt.evaluation.probe.reading import HOWS, Arm, Reading, read
+from brt.tasks.language_modeling.probe import job
+from brt.tasks.language_modeling.probe.reading import HOWS, Arm, Reading, read
 
 ALL = [Arm(part, how) for part in ("state", "cache") for how in HOWS]
 

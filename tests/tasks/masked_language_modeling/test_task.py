@@ -10,6 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from brt.evaluation.masked_job import MaskedReader
+from brt.evaluation.masked_language_modeling import Evaluator
+from brt.training.objectives import encoders
+from brt.training.objectives import masked_language_modeling as objective
 
 from brt.config import Attention, Config, Encoder, Evaluation, Training
 from brt.data import token_store
@@ -17,12 +21,8 @@ from brt.data.documents import Document
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
-from brt.evaluation.masked_job import MaskedReader
-from brt.evaluation.masked_language_modeling import Evaluator
 from brt.models import encoder, seq2seq
 from brt.training import objectives, reading
-from brt.training.objectives import encoders
-from brt.training.objectives import masked_language_modeling as objective
 from brt.types import Batch
 
 LENGTH = 20
