@@ -311,6 +311,9 @@ class Task(abc.ABC):
             "else; name one in Training.init_from"
         )
 
+    def check_weights(self, weights: Weights) -> None:  # noqa: B027
+        """Raises ConfigError for weights of such a model that read something else."""
+
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
         """The config, with room for all ids; refuses weights whose ids mean something else."""
         check_tokenizer(weights, tokenizer)

@@ -16,9 +16,9 @@ import pytest
 
 from brt import tree_utils
 from brt.checkpointing import manifest, reader
+from brt.checkpointing import writer as module
 from brt.checkpointing.writer import CheckpointWriter
 from brt.errors import CheckpointError, NonFiniteError
-from brt.checkpointing import writer as module
 
 META = {"data": {"batch": 1}, "seed": 0}
 

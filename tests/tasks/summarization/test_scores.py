@@ -3,8 +3,8 @@ import json
 import pytest
 
 from brt.errors import DataError
-from brt.tasks.summarization.rouge import protocol
 from brt.tasks.summarization import scores
+from brt.tasks.summarization.rouge import protocol
 from brt.tasks.summarization.scores import ScoredSummaries, Summary
 
 ROWS = [
