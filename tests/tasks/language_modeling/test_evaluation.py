@@ -1,3 +1,4 @@
+import lzma
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -170,3 +171,13 @@ def test_figures_are_the_same_nats_over_different_counts() -> None:
     no_words = Result(protocol={}, documents=[score._replace(words=0)], tokens_per_second=2.0)
     assert no_words.totals["word_perplexity"] is None and no_words.totals["tokens_per_second"] == 2
     assert figures(1, 1, 1, 1, 1e4)["word_perplexity"] == math.inf
+
+
+def test_xz_compresses_each_document_on_its_own(tmp_path: Path) -> None:
+    texts = ["to be or not to be, " * 50, "".join(map(chr, range(128)))]
+    documents = [Document(f"{i}.txt", iter([text])) for i, text in enumerate(texts)]
+    store = token_store.write(tmp_path / "two", documents, ByteTokenizer())
+    size = sum(len(lzma.compress(t.encode(), preset=9 | lzma.PRESET_EXTREME)) for t in texts)
+    assert xz_bits_per_byte(store, ByteTokenizer()) == 8 * size / 1128
+    one = token_store.write(tmp_path / "one", [Document("a", iter(texts[:1]))], ByteTokenizer())
+    assert xz_bits_per_byte(one, ByteTokenizer()) < 1
