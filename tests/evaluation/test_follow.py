@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brt.training.checkpoint_writer import CheckpointWriter
 from brt.training.reading import written_out
 
 from brt import evaluate
+from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Checkpoint, Config, Data, Evaluation, Model, Training
 from brt.config_io import config_json
 from brt.data import preparation

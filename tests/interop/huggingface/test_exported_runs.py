@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from brt.training.checkpoint_writer import CheckpointWriter
 
+from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Attention, Config, Data, Encoder, Training
 from brt.config_io import config_json
 from brt.errors import CheckpointError

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from brt.evaluation import confusion
+from brt.tasks.text_classification import confusion
 
 
 def test_two_labels_by_hand():

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from brt.training import manifest
+from brt.checkpointing import manifest
 
 
 @pytest.fixture

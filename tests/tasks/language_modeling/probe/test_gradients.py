@@ -9,6 +9,7 @@ from brt.evaluation.probe.gradients import by_layer, gradient_reach
 from brt.config import Config
 from brt.data.token_store import TokenStore
 from brt.layers import recurrent
+from brt.tasks.language_modeling.probe.gradients import by_layer, gradient_reach
 
 
 def test_all_of_a_sound_model_is_reached(

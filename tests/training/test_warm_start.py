@@ -9,19 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brt.training.checkpoint_writer import CheckpointWriter
 from flax.traverse_util import flatten_dict
 
+from brt import tasks
+from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Config, Data, Encoder, Training
 from brt.config_io import config_json
+from brt.data.texts import tokenization
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError
 from brt.interop import pretrained_encoder
 from brt.interop.huggingface import convert
 from brt.models import encoder
 from brt.tasks.speech_recognition.data.vocabulary import Vocabulary
-from brt.training import reading, starting
+from brt.tasks.weights import Started
 from brt.training import run as runs
+from brt.training import warm_start
 from brt.training.workdir import Workdir
 
 DATA = Path(__file__).resolve().parents[1] / "data/huggingface"
@@ -36,6 +39,20 @@ def config(objective: str, where: Path | str = "", **encoder: Any) -> Config:
         objective=objective, init_from=str(where), segment_length=8, batch_size=2, loss_chunk=8
     )
     return Config(training=training, encoder=Encoder(**encoder))
+
+
+def ready(asked: Config) -> Config:
+    """The config with the model of the weights."""
+    return warm_start.with_model(asked, warm_start.find(asked))
+
+
+def started(asked: Config, initial: Any) -> Started:
+    return tasks.of(asked).start(asked, warm_start.find(asked), initial)
+
+
+def known(asked: Config, tokenizer: Any) -> Config:
+    """The config with room for the ids of a tokenizer."""
+    return tasks.of(asked).with_weights(asked, warm_start.find(asked), tokenizer)
 
 
 def drawn(model: Encoder, task: Any, seed: int = 0) -> dict[str, Any]:
@@ -88,22 +105,23 @@ def speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_converted_weights_bring_their_sizes_and_all_arrays(roberta: Path) -> None:
     found = pretrained_encoder.load(roberta)
-    ready = starting.with_pretrained(config(MASKED, roberta, dropout=0.3)).encoder
-    assert ready == dataclasses.replace(
+    asked = ready(config(MASKED, roberta, dropout=0.3))
+    assert asked.encoder == dataclasses.replace(
         found.described.model, dropout=0.3, attention_dropout=-1.0, classes=2
     )
-    params, lacking = starting.encoder_params(roberta, MASKED, drawn(ready, MASKED))
-    assert lacking == []
+    params, *rest = started(asked, drawn(asked.encoder, MASKED))
+    assert rest == [[], []]
     jax.tree.map(np.testing.assert_array_equal, flat(params), flat(found.params))
 
 
 def test_so_do_runs(masked: Path, speech: Path) -> None:
     for where, objective in ((masked, MASKED), (speech, "ctc")):
-        ready = starting.with_pretrained(config(objective, where)).encoder
-        assert (ready.model_dim, ready.norm_first, ready.remat) == (8, False, False)
-        params, lacking = starting.encoder_params(where, objective, drawn(ready, objective))
-        assert lacking == []
-        expected = drawn(ready, objective, seed=1)
+        asked = ready(config(objective, where))
+        model = asked.encoder
+        assert (model.model_dim, model.norm_first, model.remat) == (8, False, False)
+        params, *rest = started(asked, drawn(model, objective))
+        assert rest == [[], []]
+        expected = drawn(model, objective, seed=1)
         jax.tree.map(np.testing.assert_array_equal, flat(params), flat(expected))
 
 
@@ -112,7 +130,7 @@ def test_the_head_of_another_task_is_new_and_named(masked: Path, task: Any) -> N
     """Also where the old head has an array of the same name and shape; new ids are new rows."""
     model = dataclasses.replace(SIZES, vocab_size=259)
     new = drawn(model, task)
-    params, lacking = starting.encoder_params(masked, task, new)
+    params, lacking, _ = started(config(task, masked), new)
     heads = [name for name in flat(new) if name.startswith("head/")]
     assert sorted(lacking) == sorted([*heads, f"{EMBEDDING} from row 257 on"])
     for name in heads:
@@ -132,9 +150,12 @@ def test_a_run_starts_from_the_weights_and_says_what_is_new(
                 test=(), validation_fraction=0.0, test_fraction=0.0)  # fmt: skip
     run = runs.build(dataclasses.replace(config(MASKED, masked), data=data), progress=False)
     assert run.config.encoder.vocab_size == 257
-    load, said = starting.params, []
-    lacking = ["head/a", "head/b"]
-    monkeypatch.setattr(starting, "params", lambda *given: (load(*given)[0], lacking, ["old"]))
+    start, said = run.task.start, []
+
+    def lacking(*given: Any) -> Started:
+        return start(*given)._replace(lacking=["head/a", "head/b"], unread=["old"])
+
+    monkeypatch.setattr(type(run.task), "start", lambda task, *given: lacking(*given))
     state = runs.new_state(run, said.append)
     expected = drawn(run.config.encoder, MASKED, seed=1)
     jax.tree.map(np.testing.assert_array_equal, flat(state.params), flat(expected))
@@ -156,16 +177,16 @@ def test_settings_that_the_weights_do_not_have_are_refused(
     masked: Path, objective: str, settings: dict, sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        starting.with_pretrained(config(objective, masked, **settings))
+        ready(config(objective, masked, **settings))
 
 
 def test_frames_are_no_tokens_and_positions_end(speech: Path, roberta: Path) -> None:
     with pytest.raises(ConfigError, match="read frames, but .* needs some that read tokens"):
-        starting.with_pretrained(config(MASKED, speech))
+        ready(config(MASKED, speech))
     long = config(MASKED, roberta)
     long = dataclasses.replace(long, training=dataclasses.replace(long.training, segment_length=40))
     with pytest.raises(ConfigError, match="segment_length = 40 is above .*--extend_positions"):
-        starting.with_pretrained(long)
+        tasks.check(ready(long))
 
 
 def test_another_vocabulary_is_refused(roberta: Path, masked: Path, speech: Path) -> None:
@@ -181,44 +202,44 @@ def test_another_vocabulary_is_refused(roberta: Path, masked: Path, speech: Path
         (speech, "ctc", pieces, "know another tokenizer than the words of the transcripts"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            asked = config(objective, where)
-            starting.with_vocabulary(asked, tokenizer, reading.ids(asked, tokenizer))
+            known(config(objective, where), tokenizer)
 
 
 def test_known_tokenizers_pass_and_special_ids_are_added(
     roberta: Path, masked: Path, speech: Path
 ) -> None:
-    asked = starting.with_pretrained(config(MASKED, roberta))
+    asked = ready(config(MASKED, roberta))
     theirs = Vocabulary("characters", map(chr, range(65, 65 + 62)))  # and the mask
-    assert starting.with_vocabulary(asked, theirs, reading.ids(asked, theirs)) == asked
-    asked = starting.with_pretrained(config(MASKED, masked))
-    assert starting.with_vocabulary(asked, ByteTokenizer(), 257) == asked
-    assert starting.with_vocabulary(asked, ByteTokenizer(), 259).encoder.vocab_size == 259
-    asked = starting.with_pretrained(config("ctc", speech))
-    assert starting.with_vocabulary(asked, LETTERS, 4) == asked
+    assert known(asked, theirs) == asked
+    asked = ready(config(MASKED, masked))
+    assert known(asked, ByteTokenizer()) == asked
+    asked = ready(config("classification", masked))
+    assert known(asked, tokenization.load("bytes", "Sentences.tokenizer")).encoder.vocab_size == 259
+    asked = ready(config("ctc", speech))
+    assert known(asked, LETTERS) == asked
 
 
 def test_arrays_that_do_not_fit_are_named(masked: Path, tmp_path: Path) -> None:
     model = dataclasses.replace(SIZES, vocab_size=257)
     for changed, sentence in (
-        ({"mlp_dim": 10}, r"layers/mlp/wi/bias is \(1, 12\), but this model's is \(1, 10\); start"),
+        ({"mlp_dim": 10}, r"layers_0/mlp/wi/bias is \(12,\), but this model's is \(10,\); start"),
         ({"norm_first": True}, "lacks encoder/final_norm/bias, .*which this model has"),
         ({"positions": "none"}, r"pos_embed is \(22, 8\), but this model's is missing"),
         ({"vocab_size": 200}, r"embedding is \(257, 8\), but this model's is \(200, 8\)"),
     ):
         new = drawn(dataclasses.replace(model, **changed), MASKED)
         with pytest.raises(CheckpointError, match=sentence):
-            starting.encoder_params(masked, MASKED, new)
+            started(config(MASKED, masked), new)
     with pytest.raises(CheckpointError, match="holds no encoder: neither what .*nor the checkp"):
-        starting.with_pretrained(config(MASKED, tmp_path))
+        ready(config(MASKED, tmp_path))
 
 
 def test_summarisers_and_language_models_have_no_encoder_to_give(tmp_path: Path) -> None:
     list(convert.from_hf(DATA / "t5", tmp_path / "t5", verified=False))
     with pytest.raises(CheckpointError, match="model.json describes no encoder"):
-        starting.with_pretrained(config(MASKED, tmp_path / "t5"))
+        ready(config(MASKED, tmp_path / "t5"))
     saved = config_json(Config())
     with CheckpointWriter(Workdir(tmp_path).checkpoints) as writer:
         writer.save(1, {"params": jnp.ones(1)}, {"config": saved, "tokenizer": ""})
-    with pytest.raises(CheckpointError, match="language_modeling trains no encoder"):
-        starting.with_pretrained(config(MASKED, tmp_path))
+    with pytest.raises(CheckpointError, match="it trained language_modeling, .* of Encoder; name"):
+        ready(config(MASKED, tmp_path))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from brt.evaluation import correlation
+from brt.tasks.text_classification import correlation
 
 
 def test_pearson_is_numpys_and_nothing_without_variation() -> None:
@@ -12,13 +12,6 @@ def test_pearson_is_numpys_and_nothing_without_variation() -> None:
     assert correlation.pearson(x, y) == pytest.approx(np.corrcoef(x, y)[0, 1])
     assert correlation.pearson(x, 3 - 2 * x) == pytest.approx(-1)
     assert correlation.pearson(x, np.ones(50)) == 0
-
-
-def test_equal_numbers_share_the_mean_of_their_ranks() -> None:
-    x = np.array([3.0, 1.0, 3.0, 2.0, 3.0])
-    assert correlation.ranks(x).tolist() == [4, 1, 4, 2, 4]
-    counted = [np.mean([np.sum(x < v) + 1, np.sum(x <= v)]) for v in x]
-    np.testing.assert_array_equal(correlation.ranks(x), counted)
 
 
 def test_spearman_sees_order_alone() -> None:

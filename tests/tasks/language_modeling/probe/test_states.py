@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brt.evaluation.probe.states import (
+
+from brt.config import Config
+from brt.models.decoder import new_state
+from brt.tasks.language_modeling.probe.states import (
     StateProbe,
     fixed_gate_decay,
     half_life_tokens,
@@ -14,9 +17,6 @@ from brt.evaluation.probe.states import (
     state_figures,
     with_vectors,
 )
-
-from brt.config import Config
-from brt.models.decoder import new_state
 
 TOLERANCE = 1e-5  # float32, relative
 

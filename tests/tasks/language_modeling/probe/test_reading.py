@@ -6,13 +6,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brt.evaluation.language_modeling import Evaluator
-from brt.evaluation.probe import job
-from brt.evaluation.probe.reading import HOWS, Arm, Reading, read
 
 from brt.config import Config
+from brt.data.preparation import Corpus
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import ByteTokenizer
+from brt.tasks.language_modeling.evaluation import DocumentEvaluator
+from brt.tasks.language_modeling.probe import job
+from brt.tasks.language_modeling.probe.reading import HOWS, Arm, Reading, read
 
 ALL = [Arm(part, how) for part in ("state", "cache") for how in HOWS]
 
@@ -26,7 +27,8 @@ def reading(tiny: Config, params: Any, store: TokenStore) -> Reading:
 def test_zeroed_is_what_evaluation_ablates(
     tiny: Config, params: Any, store: TokenStore, reading: Reading, ablate: Any
 ) -> None:
-    result = Evaluator(tiny, ByteTokenizer())(params, store, "test", ablate=ablate)
+    corpus = Corpus(store.directory, ByteTokenizer(), {"test": store})
+    result = DocumentEvaluator(tiny, corpus, "test").read(params, ablate=ablate)
     nats = reading.nats[Arm(ablate, "zeroed") if ablate else None]
     for d, score in enumerate(result.documents):
         where = reading.document == d

@@ -1,3 +1,4 @@
+import lzma
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -7,14 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brt.evaluation.language_modeling import DocumentScore, Evaluator, Result, figures
+from brt.evaluation.language_modeling import DocumentScore, Result, figures
 
 from brt.config import Config, Evaluation, Model, Training
 from brt.data import token_store
 from brt.data.documents import Document
+from brt.data.preparation import Corpus
 from brt.data.tokenizers import ByteTokenizer
 from brt.models import decoder
 from brt.models.decoder import Decoder
+from brt.tasks.language_modeling.evaluation import (
+    DocumentEvaluator,
+    DocumentScore,
+    Result,
+    figures,
+    xz_bits_per_byte,
+)
 
 RELATIVE = 1e-6  # of float32 sums
 LENGTHS = [1, 23, 4, 40, 9, 1]
@@ -31,27 +40,33 @@ def params(random_params: Callable) -> Any:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> token_store.TokenStore:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     rng = np.random.default_rng(0)
     texts = ["".join(rng.choice(list("abc \n"), length)) for length in LENGTHS]
     texts[3] = "é" + texts[3][2:]  # two bytes
     documents = [Document(f"{i}.txt", iter([text])) for i, text in enumerate(texts)]
-    directory: Path = tmp_path_factory.mktemp("corpus") / "test"
-    return token_store.write(directory, documents, ByteTokenizer())
+    directory: Path = tmp_path_factory.mktemp("corpus")
+    store = token_store.write(directory / "test", documents, ByteTokenizer())
+    return Corpus(directory, ByteTokenizer(), {"test": store})
 
 
-def evaluator(batch_size: int, segment_length: int) -> Evaluator:
+@pytest.fixture(scope="module")
+def store(corpus: Corpus) -> token_store.TokenStore:
+    return corpus.split("test")
+
+
+def evaluator(corpus: Corpus, batch_size: int, segment_length: int, **given: Any) -> Any:
     config = Config(
         model=MODEL,
         training=Training(batch_size=1, segment_length=segment_length, loss_chunk=8),
         evaluation=Evaluation(batch_size=batch_size),
     )
-    return Evaluator(config, ByteTokenizer())
+    return DocumentEvaluator(config, corpus, "test", **given)
 
 
 @pytest.fixture(scope="module")
-def two_lanes() -> Evaluator:
-    return evaluator(2, 8)
+def two_lanes(corpus: Corpus) -> DocumentEvaluator:
+    return evaluator(corpus, 2, 8)
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +103,12 @@ def document_nats(result: Result) -> np.ndarray:
 
 @pytest.mark.parametrize(("batch_size", "segment_length"), [(2, 8), (1, 16), (100, 4)])
 def test_documents_cost_the_same_however_they_are_read(
-    two_lanes: Evaluator, params: Any, store: token_store.TokenStore, token_nats: Callable,
+    two_lanes: DocumentEvaluator, params: Any, corpus: Corpus, token_nats: Callable,
     batch_size: int, segment_length: int,
 ) -> None:  # fmt: skip
     same = (batch_size, segment_length) == (2, 8)
-    read = two_lanes if same else evaluator(batch_size, segment_length)
-    result = read(params, store, "test")
+    store = corpus.split("test")
+    result = (two_lanes if same else evaluator(corpus, batch_size, segment_length)).read(params)
     expected = [document.sum() for document in token_nats()]
     np.testing.assert_allclose(document_nats(result), expected, rtol=RELATIVE)
     assert [score.name for score in result.documents] == list(store.names)
@@ -105,10 +120,10 @@ def test_documents_cost_the_same_however_they_are_read(
 
 
 def test_only_the_first_tokens_of_a_document_are_read_if_asked(
-    two_lanes: Evaluator, params: Any, store: token_store.TokenStore, token_nats: Callable
+    two_lanes: DocumentEvaluator, params: Any, store: token_store.TokenStore, token_nats: Callable
 ) -> None:
     read = []
-    result = two_lanes(params, store, "test", tokens_per_document=6, progress=read.append)
+    result = two_lanes.read(params, tokens_per_document=6, progress=read.append)
     expected = [d[:6].sum() for d in token_nats()]
     np.testing.assert_allclose(document_nats(result), expected, rtol=RELATIVE)
     assert [score.tokens for score in result.documents] == np.minimum(store.lengths, 6).tolist()
@@ -121,11 +136,11 @@ def test_only_the_first_tokens_of_a_document_are_read_if_asked(
 
 
 def test_ablations_take_away_what_they_name(
-    two_lanes: Evaluator, params: Any, store: token_store.TokenStore, token_nats: Callable
+    two_lanes: DocumentEvaluator, params: Any, store: token_store.TokenStore, token_nats: Callable
 ) -> None:
-    whole = document_nats(two_lanes(params, store, "test"))
+    whole = document_nats(two_lanes.read(params))
     names = ("state", "cache", "memory", "both")
-    ablated = {name: two_lanes(params, store, "test", ablate=name) for name in names}
+    ablated = {name: two_lanes.read(params, ablate=name) for name in names}
     in_one_segment = store.lengths <= 8
     for name, result in ablated.items():
         nats = document_nats(result)
@@ -141,9 +156,11 @@ def test_ablations_take_away_what_they_name(
 
 
 def test_a_reading_can_be_stopped(
-    two_lanes: Evaluator, params: Any, store: token_store.TokenStore
+    two_lanes: DocumentEvaluator, params: Any, store: token_store.TokenStore
 ) -> None:
-    assert two_lanes(params, store, "test", stop=lambda: True) is None
+    assert two_lanes.read(params, stop=lambda: True) is None
+    assert two_lanes(params, stop=lambda: True) is None
+    assert two_lanes.sample(params, 0, stop=lambda: True) is None
 
 
 def test_figures_are_the_same_nats_over_different_counts() -> None:
@@ -155,3 +172,13 @@ def test_figures_are_the_same_nats_over_different_counts() -> None:
     no_words = Result(protocol={}, documents=[score._replace(words=0)], tokens_per_second=2.0)
     assert no_words.totals["word_perplexity"] is None and no_words.totals["tokens_per_second"] == 2
     assert figures(1, 1, 1, 1, 1e4)["word_perplexity"] == math.inf
+
+
+def test_xz_compresses_each_document_on_its_own(tmp_path: Path) -> None:
+    texts = ["to be or not to be, " * 50, "".join(map(chr, range(128)))]
+    documents = [Document(f"{i}.txt", iter([text])) for i, text in enumerate(texts)]
+    store = token_store.write(tmp_path / "two", documents, ByteTokenizer())
+    size = sum(len(lzma.compress(t.encode(), preset=9 | lzma.PRESET_EXTREME)) for t in texts)
+    assert xz_bits_per_byte(store, ByteTokenizer()) == 8 * size / 1128
+    one = token_store.write(tmp_path / "one", [Document("a", iter(texts[:1]))], ByteTokenizer())
+    assert xz_bits_per_byte(one, ByteTokenizer()) < 1

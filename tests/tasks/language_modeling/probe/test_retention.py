@@ -6,10 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brt.evaluation.probe.retention import BLOCKS, half_life_blocks, retention
 
 from brt.config import Config
 from brt.data.token_store import TokenStore
+from brt.tasks.language_modeling.probe.retention import BLOCKS, half_life_blocks, retention
 
 
 def test_a_known_gate_keeps_what_it_says(tiny: Config, params: Any, store: TokenStore) -> None:

@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brt.training.checkpoint_writer import CheckpointWriter
 from flax.traverse_util import flatten_dict
 
+from brt import tasks
+from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Config, Data, Model, Training
 from brt.config_io import config_json
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError
-from brt.interop import trained_decoder
+from brt.tasks.weights import Started
 from brt.training import run as runs
-from brt.training import starting
+from brt.training import warm_start
 from brt.training.state import initial_params
 from brt.training.workdir import Workdir
 
@@ -31,6 +32,16 @@ MODEL = Model(
 def config(where: Path | str = "", **model: Any) -> Config:
     training = Training(init_from=str(where), segment_length=8, batch_size=2, loss_chunk=8)
     return Config(training=training, model=Model(**{"window": 4, "states": 3, **model}))
+
+
+def ready(asked: Config) -> Model:
+    """The model of the weights, where the config says nothing else."""
+    return warm_start.with_model(asked, warm_start.find(asked)).model
+
+
+def start(where: Path, model: Model, initial: Any) -> Started:
+    asked = dataclasses.replace(config(where), model=model)
+    return tasks.of(asked).start(asked, warm_start.find(asked), initial)
 
 
 def drawn(model: Model, seed: int) -> Any:
@@ -68,9 +79,9 @@ def layers(params: Any, places: dict[str, tuple[str, int]]) -> dict[str, Any]:
 
 
 def test_the_same_model_is_the_same_and_defaults_are_the_runs(recurrent: Path) -> None:
-    found = starting.with_pretrained(config(recurrent, dropout=0.3)).model
+    found = ready(config(recurrent, dropout=0.3))
     assert found == dataclasses.replace(MODEL, dropout=0.3, dtype="auto")
-    started = trained_decoder.start(recurrent, MODEL, drawn(MODEL, seed=2))
+    started = start(recurrent, MODEL, drawn(MODEL, seed=2))
     assert not started.lacking and not started.unread
     jax.tree.map(np.testing.assert_array_equal, started.params, drawn(MODEL, seed=1))
 
@@ -79,10 +90,10 @@ def test_layers_keep_what_they_know_when_their_neighbours_become_others(tmp_path
     plain = dataclasses.replace(MODEL, recurrent_layers=())
     where = write(tmp_path, plain)
     asked = config(where, clustered_layers=(1,), memorizing_layers=(2,), window=8)
-    model = starting.with_pretrained(asked).model
+    model = ready(asked)
     assert (model.clustered_layers, model.memorizing_layers, model.window) == ((1,), (2,), 8)
     new = drawn(model, seed=2)
-    started = trained_decoder.start(where, model, new)
+    started = start(where, model, new)
     old = layers(drawn(plain, seed=1), {str(i): ("window_0", i) for i in range(3)})
     places = {"0": ("window_0", 0), "1": ("clustered_1", 0), "2": ("memorizing_2", 0)}
     for layer, arrays in layers(started.params, places).items():
@@ -111,19 +122,20 @@ def test_a_run_starts_from_the_weights(recurrent: Path, tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused(recurrent: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Model.heads = 4, but the weights of .* have 2; leave"):
-        starting.with_pretrained(config(recurrent, heads=4))
-    with pytest.raises(CheckpointError, match="holds no language model: that is the workdir"):
-        starting.with_pretrained(config(tmp_path))
+        ready(config(recurrent, heads=4))
+    with pytest.raises(CheckpointError, match="is no workdir of a run with .*init_from"):
+        ready(config(tmp_path))
     more = dataclasses.replace(MODEL, states=5)
     with pytest.raises(CheckpointError, match=r"layer 1: .* is .*3.*, but this model's is .*5"):
-        trained_decoder.start(recurrent, more, drawn(more, seed=2))
+        start(recurrent, more, drawn(more, seed=2))
     encoder = dataclasses.replace(config().training, objective="masked_language_modeling")
     other = write(tmp_path, MODEL, config=config_json(Config(training=encoder)))
-    with pytest.raises(CheckpointError, match="masked_language_modeling trains no language model"):
-        starting.with_pretrained(config(other))
+    with pytest.raises(CheckpointError, match="it trained masked_language_.* of Model; name"):
+        ready(config(other))
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     where = write(tmp_path, MODEL, tokenizer="0" * 64)
     with pytest.raises(ConfigError, match="know another tokenizer than bytes .000000000000, not"):
-        starting.with_vocabulary(config(where), ByteTokenizer(), 256)
+        asked = config(where)
+        tasks.of(asked).with_weights(asked, warm_start.find(asked), ByteTokenizer())

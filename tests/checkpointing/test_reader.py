@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brt.training.checkpoint_writer import CheckpointWriter
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from brt import tree_utils
+from brt.checkpointing import manifest, reader
+from brt.checkpointing.writer import CheckpointWriter
 from brt.errors import CheckpointError
-from brt.training import checkpoint, leaves, manifest
 
 
 class Memory(NamedTuple):
@@ -83,27 +84,29 @@ def test_saved_on_four_devices_restored_on_any_bit_by_bit(tmp_path: Path, device
     with CheckpointWriter(tmp_path) as writer:
         writer.save(9, original, meta(9))
     target = abstract(state(devices))
-    restored = checkpoint.restore(tmp_path, target)
+    restored = reader.restore(tmp_path, target)
     assert (restored.step, restored.problems) == (9, [])
     assert same_bits(original, restored.state)
     assert jax.tree.map(lambda leaf: leaf.sharding, restored.state) == jax.tree.map(
         lambda leaf: leaf.sharding, target
     )
     assert restored.meta["data"] == meta(9)["data"]
-    assert leaves.state_hash(restored.state, restored.meta) == leaves.state_hash(original, meta(9))
+    assert tree_utils.state_hash(restored.state, restored.meta) == tree_utils.state_hash(
+        original, meta(9)
+    )
 
 
 def test_without_a_target_arrays_come_by_name(saved: Path) -> None:
-    restored = checkpoint.restore(saved, step=2)
-    assert same_bits(restored.state, leaves.named(state(seed=2)))
-    assert leaves.state_hash(restored.state, restored.meta) == leaves.state_hash(
+    restored = reader.restore(saved, step=2)
+    assert same_bits(restored.state, tree_utils.named(state(seed=2)))
+    assert tree_utils.state_hash(restored.state, restored.meta) == tree_utils.state_hash(
         state(seed=2), meta(2)
     )
 
 
 def test_partial_restore_reads_only_what_is_asked(saved: Path) -> None:
     target = {"params": abstract(state())["params"]}
-    restored = checkpoint.restore(saved, target, partial=True)
+    restored = reader.restore(saved, target, partial=True)
     assert same_bits(restored.state, {"params": state(seed=3)["params"]})
 
 
@@ -136,7 +139,7 @@ def test_damage_to_any_file_is_loud_and_the_older_checkpoint_is_used(
         whole = path.read_bytes()
         damage(path)
         warnings = []
-        found = checkpoint.find(directory, warn=warnings.append)
+        found = reader.find(directory, warn=warnings.append)
         name = str(path.relative_to(directory / "3"))
         assert found.step == 2
         assert len(warnings) == len(found.problems) == 1
@@ -145,7 +148,7 @@ def test_damage_to_any_file_is_loud_and_the_older_checkpoint_is_used(
         assert name in warnings[0] or name == manifest.NAME
         path.write_bytes(whole)
     flip(files[0])
-    restored = checkpoint.restore(directory, abstract(state()))
+    restored = reader.restore(directory, abstract(state()))
     assert restored.step == 2 and same_bits(restored.state, state(seed=2))
     assert "warning: " in capsys.readouterr().err
 
@@ -154,48 +157,48 @@ def test_litter_is_no_checkpoint(directory: Path) -> None:
     for name in ("9", "5.partial/state", "007", "-4", "8.deleted", "x"):
         (directory / name).mkdir(parents=True)
     (directory / "10").symlink_to(directory / "3")
-    assert checkpoint.steps(directory) == checkpoint.present(directory) == [1, 2, 3]
-    assert checkpoint.find(directory).step == 3
+    assert reader.steps(directory) == reader.present(directory) == [1, 2, 3]
+    assert reader.find(directory).step == 3
     assert (directory / "5.partial").exists(), "readers remove nothing"
 
 
 def test_a_step_asked_for_by_name_must_be_whole(directory: Path) -> None:
     flip(directory / "3/meta.json")
     with pytest.raises(CheckpointError, match=r"checkpoint 3 is damaged: meta.json is damaged: "):
-        checkpoint.restore(directory, abstract(state()), 3)
+        reader.restore(directory, abstract(state()), 3)
     with pytest.raises(CheckpointError, match=r"has no checkpoint of step 4; it has \[1, 2, 3\]"):
-        checkpoint.restore(directory, abstract(state()), 4)
+        reader.restore(directory, abstract(state()), 4)
     (directory / "5").symlink_to(directory / "2")
     with pytest.raises(CheckpointError, match="5 is a symbolic link, which is not followed"):
-        checkpoint.restore(directory, abstract(state()), 5)
-    assert checkpoint.verify(directory, 5) == ["it is a symbolic link"]
+        reader.restore(directory, abstract(state()), 5)
+    assert reader.verify(directory, 5) == ["it is a symbolic link"]
 
 
 def test_a_checkpoint_without_its_manifest_is_present_but_does_not_count(directory: Path) -> None:
     for step in (1, 2, 3):
         (directory / str(step) / manifest.NAME).unlink()
-    assert checkpoint.steps(directory) == []
-    assert checkpoint.present(directory) == [1, 2, 3]
+    assert reader.steps(directory) == []
+    assert reader.present(directory) == [1, 2, 3]
     with pytest.raises(CheckpointError, match="3 is damaged: MANIFEST.sha256 is missing; check"):
-        checkpoint.find(directory, warn=lambda _: None)
+        reader.find(directory, warn=lambda _: None)
 
 
 def test_a_renamed_checkpoint_is_noticed(directory: Path) -> None:
     (directory / "3").rename(directory / "30")
-    assert checkpoint.verify(directory, 30) == ["meta.json is of step 3"]
-    assert checkpoint.find(directory, warn=lambda _: None).step == 2
+    assert reader.verify(directory, 30) == ["meta.json is of step 3"]
+    assert reader.find(directory, warn=lambda _: None).step == 2
 
 
 def test_nothing_whole_is_one_sentence(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"there are no checkpoints, because .*nowhere does"):
-        checkpoint.find(tmp_path / "nowhere")
+        reader.find(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*empty; is --workdir"):
-        checkpoint.find(tmp_path / "empty")
+        reader.find(tmp_path / "empty")
     for step in (1, 2, 3):
         zero(directory / str(step) / "meta.json")
     with pytest.raises(CheckpointError, match=r"holds no whole checkpoint: checkpoint 3 .* 1 is"):
-        checkpoint.find(directory, warn=lambda _: None)
+        reader.find(directory, warn=lambda _: None)
 
 
 def test_another_model_is_refused_by_parameter_name(saved: Path) -> None:
@@ -209,33 +212,33 @@ def test_another_model_is_refused_by_parameter_name(saved: Path) -> None:
         r"float32\[8,16\] in the checkpoint and float32\[8,32\] here; params/dense/bias is not in "
         r"the checkpoint; scale is only in the checkpoint",
     ):
-        checkpoint.restore(saved, target)
+        reader.restore(saved, target)
 
 
 def test_a_changed_type_is_refused_not_cast(saved: Path) -> None:
     target = abstract(state())
     target["scale"] = jax.ShapeDtypeStruct((), jnp.bfloat16)
     with pytest.raises(CheckpointError, match=r"scale is float32\[\] in .* and bfloat16\[\] here"):
-        checkpoint.restore(saved, target)
+        reader.restore(saved, target)
 
 
 def test_a_checkpoint_removed_while_it_is_read_is_passed_over(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = checkpoint._read_arrays
+    read = reader._read_arrays
 
     def remove_first(path: Path, wanted: Any) -> Any:
         if path.parent.name == "3":
             shutil.rmtree(path.parent)
         return read(path, wanted)
 
-    monkeypatch.setattr(checkpoint, "_read_arrays", remove_first)
-    assert checkpoint.restore(directory, abstract(state())).step == 2
+    monkeypatch.setattr(reader, "_read_arrays", remove_first)
+    assert reader.restore(directory, abstract(state())).step == 2
 
 
 def test_meta_is_readable_json_with_the_arrays(saved: Path) -> None:
     content = json.loads((saved / "2/meta.json").read_text())
-    assert content == checkpoint.read_meta(saved, 2)
+    assert content == reader.read_meta(saved, 2)
     assert content["arrays"]["state/0/keys"] == {"dtype": "bfloat16", "shape": [8, 3]}
     with pytest.raises(CheckpointError, match=r"77/meta.json cannot be read"):
-        checkpoint.read_meta(saved, 77)
+        reader.read_meta(saved, 77)

@@ -1,5 +1,6 @@
 import pytest
-from brt.evaluation.rouge.sentences import sentences
+
+from brt.tasks.summarization.rouge.sentences import sentences
 
 # Texts as the sentences that they are split into.
 SPLIT = [

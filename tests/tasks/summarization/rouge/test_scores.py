@@ -7,11 +7,11 @@ from importlib.resources import files
 
 import numpy as np
 import pytest
-from brt.evaluation.rouge import PROTOCOLS, Protocol, Score, aggregate, protocol
-from brt.evaluation.rouge.porter import stem
-from brt.evaluation.rouge.scores import rouge_l, rouge_l_sum, rouge_n
 
 from brt.errors import ConfigError, DataError
+from brt.tasks.summarization.rouge import PROTOCOLS, Protocol, Score, aggregate, protocol
+from brt.tasks.summarization.rouge.porter import stem
+from brt.tasks.summarization.rouge.scores import rouge_l, rouge_l_sum, rouge_n
 
 TOLERANCE = 1e-9
 NAMES = ["rouge1", "rouge2", "rougeL", "rougeLsum"]

@@ -1,14 +1,23 @@
-import lzma
+"""What training leaves to look at: curves, and a summary."""
+
+import time
 from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
 
+from brt import tasks
+from brt.config import Config
+from brt.data import token_store
+from brt.data.documents import Document
+from brt.data.preparation import Corpus
+from brt.data.tokenizers import ByteTokenizer
 from brt.errors import DataError
-from brt.evaluation import drawing, report
-from brt.training import workdir
-from brt.training.metrics import MetricsWriter
+from brt.tasks.report import BITS_PER_BYTE, Measure
+from brt.training import plots, run_summary, workdir
+from brt.training.metrics import MetricsWriter, read_metrics
+from brt.training.run import Run
 
 XZ = ("xz -9e", 2.75)
 
@@ -38,23 +47,8 @@ def run(tmp_path: Path) -> workdir.Workdir:
     return run
 
 
-def test_xz_compresses_each_document_on_its_own() -> None:
-    documents = [b"to be or not to be, " * 50, b"", bytes(range(256))]
-    size = sum(len(lzma.compress(d, preset=9 | lzma.PRESET_EXTREME)) for d in documents)
-    assert report.xz_bits_per_byte(documents) == 8 * size / 1256
-    assert report.xz_bits_per_byte(iter(documents[:1])) < 1
-    with pytest.raises(DataError, match="no text to compress: all documents are empty"):
-        report.xz_bits_per_byte([b""])
-
-
-def test_entropy_is_of_the_shares_of_tokens() -> None:
-    tokens = np.array([3] * 4 + [0] * 2 + [9, 7], np.uint8)
-    np.testing.assert_allclose(report.token_entropy(tokens), 0.5 + 0.5 + 3 / 8 + 3 / 8)
-    assert report.token_entropy(tokens[:4]) == 0
-
-
 def test_plots_are_pictures_with_something_in_them(run: workdir.Workdir) -> None:
-    paths = report.plot_training(run, bytes_per_token=1.0, yardstick=XZ)
+    paths = plots.draw(run, BITS_PER_BYTE, units_per_token=1.0, yardstick=XZ)
     assert [path.name for path in paths] == ["bits_per_byte.png", "optimization.png"]
     for path in paths:
         assert path.read_bytes().startswith(b"\x89PNG")
@@ -64,8 +58,8 @@ def test_plots_are_pictures_with_something_in_them(run: workdir.Workdir) -> None
 
 
 def test_the_figure_shows_bits_per_byte_against_tokens(run: workdir.Workdir) -> None:
-    records = report.read_metrics(run.metrics)
-    (axes,) = report._bits_figure(records, 4.0, XZ).axes
+    records = read_metrics(run.metrics)
+    (axes,) = plots._bits_figure(records, BITS_PER_BYTE, 4.0, XZ).axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("training tokens", "bits per byte")
     raw, smooth, validation, xz = axes.get_lines()
     assert raw.get_xdata()[-1] == 30000
@@ -78,30 +72,34 @@ def test_the_figure_shows_bits_per_byte_against_tokens(run: workdir.Workdir) -> 
     assert low < min(smooth.get_ydata()) and high > 2.75
 
 
-def test_smoothing_keeps_constants_and_stays_between() -> None:
-    np.testing.assert_allclose(drawing.smoothed(np.full(300, 3.0)), 3.0)
-    noisy = np.random.default_rng(0).normal(size=400)
-    smooth = drawing.smoothed(noisy)
-    assert smooth.std() < 0.5 * noisy.std()
-    assert noisy.min() <= smooth.min() and smooth.max() <= noisy.max()
-
-
 def test_no_training_step_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="metrics.jsonl records no training step, so there is"):
-        report.plot_training(workdir.create(tmp_path), bytes_per_token=1.0)
+        plots.draw(workdir.create(tmp_path), BITS_PER_BYTE, units_per_token=1.0)
 
 
-def test_summary_says_where_things_are_and_what_to_type(run: workdir.Workdir) -> None:
+def test_another_measure_has_its_own_name(run: workdir.Workdir) -> None:
+    measure = Measure("bits_per_label", "bits per label")
+    assert plots.draw(run, measure, units_per_token=1.0)[0].name == "bits_per_label.png"
+    (axes,) = plots._bits_figure(read_metrics(run.metrics), measure, 1.0, None).axes
+    assert axes.get_ylabel() == "bits per label"
+
+
+def test_summary_says_where_things_are_and_what_to_type(
+    run: workdir.Workdir, tmp_path: Path
+) -> None:
     (run.checkpoints / "300").mkdir()
     (run.checkpoints / "300/MANIFEST.sha256").touch()
-    text = report.summary(
-        run,
-        tokens=30_000,
-        seconds=100.0,
-        bits_per_byte={"validation": 2.3456},
-        yardstick=XZ,
+    config, text = Config(), "what is to be compressed"
+    store = token_store.write(tmp_path / "s", [Document("a", iter([text]))], ByteTokenizer())
+    corpus = Corpus(tmp_path, ByteTokenizer(), {"train": store, "validation": store})
+    task = tasks.of(config)
+    said = run_summary.finish(
+        Run(config, task, corpus, None, None, None, None, None), run, time.perf_counter() - 7200
     )
-    assert "Step 300, 30.0k tokens, 1:40 since the start.\n" in text
-    assert "validation: 2.346 bits per byte (xz -9e: 2.750)\n" in text
-    assert f"  checkpoints  {run.checkpoints}\n" in text
-    assert f"  python -m brt.evaluate --workdir='{run.path}' --split=test\n" in text
+    assert "Step 300, 30.0k tokens, 2:00:" in said
+    name, xz = task.yardstick(config, corpus)
+    assert name == "xz -9e" and f"validation: 2.200 bits per byte (xz -9e: {xz:.3f})\n" in said
+    assert f"  checkpoints  {run.checkpoints}\n" in said
+    assert f"  python -m brt.evaluate --workdir='{run.path}' --split=test\n" in said
+    assert f"  python -m brt.generate --workdir='{run.path}' --prompt=" in said
+    assert (run.plots / "bits_per_byte.png").exists()

@@ -1,25 +1,23 @@
 """Labels and answers of small random models, against what their logits say one row at a time."""
 
 import dataclasses
+from functools import partial
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brt.evaluation.classification import Classifier
-from brt.evaluation.regression import Regressor
-from brt.evaluation.spans import Answerer, Window
-from brt.training.objectives.classification import label_nats
-from brt.training.objectives.encoders import network
 
+from brt import tasks
 from brt.config import Attention, Config, Encoder, Evaluation, Questions, Sentences, Training
 from brt.errors import NonFiniteError
-from brt.evaluation import spans, squad
+from brt.tasks.extractive_qa import evaluation, squad
 from brt.tasks.extractive_qa.data import preparation as question_preparation
+from brt.tasks.extractive_qa.evaluation import Window
 from brt.tasks.text_classification.data import preparation as sentence_preparation
 from brt.tasks.text_classification.data.batches import SentenceReader
-from brt.training import objectives
+from brt.tasks.text_classification.evaluation import Classifier
 from brt.training.state import initial_params
 
 ENCODER = Encoder(
@@ -38,6 +36,22 @@ def build(objective, **sections):
     return config, jax.tree.map(lambda x: 3 * x, params)
 
 
+def forward(config, params):
+    """(ids, valid, key) -> logits; compiled."""
+    apply = jax.jit(tasks.of(config).network(config).apply)
+    return partial(apply, {"params": params})
+
+
+def loss(config):
+    """(params, batch, key) -> the loss and what comes with it; compiled."""
+    compiled = jax.jit(partial(tasks.of(config).loss, config))
+    return lambda params, batch, key: compiled(params, (), (), batch, key)
+
+
+def read(config, params, corpus, **given):
+    return tasks.of(config).evaluator(config, corpus, "train")(params, **given)
+
+
 @pytest.fixture(scope="module")
 def sentences(tmp_path_factory):
     section = Sentences(
@@ -46,7 +60,7 @@ def sentences(tmp_path_factory):
         cache_dir=str(tmp_path_factory.mktemp("cache")),
     )  # fmt: skip
     config, params = build("classification", sentences=section)
-    return config, params, sentence_preparation.prepare(section, False).split("train")
+    return config, params, sentence_preparation.prepare(section, False)
 
 
 @pytest.fixture(scope="module")
@@ -57,35 +71,30 @@ def questions(tmp_path_factory):
         cache_dir=str(tmp_path_factory.mktemp("cache")),
     )  # fmt: skip
     config, params = build("spans", questions=section)
-    return config, params, question_preparation.prepare(section, False).split("train")
+    return config, params, question_preparation.prepare(section, False)
 
 
 def test_labels_are_those_of_rows_alone_and_the_loss_is_their_sum(sentences):
-    config, params, store = sentences
-    reading = Classifier(config)(params, store)
-    forward = jax.jit(network(config).apply)
-    nats = []
-    for row, found in enumerate(reading.rows):
+    config, params, corpus = sentences
+    store, reading = corpus.split("train"), read(config, params, corpus)
+    rows, alone, nats = reading.rows["predictions"], forward(config, params), []
+    for row, found in enumerate(rows):
         ids = jnp.asarray(np.pad(store.tokens[row], (0, 256 - len(store.tokens[row]))))[None]
         valid = (jnp.arange(256) < len(store.tokens[row]))[None]
-        logits = np.asarray(forward({"params": params}, ids, valid, jax.random.key(0)), np.float64)
+        logits = np.asarray(alone(ids, valid, jax.random.key(0)), np.float64)
         p = np.exp(logits[0]) / np.exp(logits[0]).sum()
         np.testing.assert_allclose(found["probabilities"], p, atol=2e-6)
         assert found["prediction"] == store.labels[p.argmax()] and found["id"] == store.ids[row]
         nats.append(-np.log(p[store.targets[row]]))
         assert found["nats"] == pytest.approx(nats[-1], rel=1e-4)
     figures = reading.figures
-    assert figures["accuracy"] == 100 * np.mean(
-        [r["label"] == r["prediction"] for r in reading.rows]
-    )
+    assert figures["accuracy"] == 100 * np.mean([r["label"] == r["prediction"] for r in rows])
     assert figures["bits_per_label"] == pytest.approx(np.mean(nats) / np.log(2), rel=1e-4)
     assert np.sum(figures["confusion"]) == figures["rows"] == 6 and "f1" not in figures
     batch = sentence_batch(config, store)
-    objective = objectives.of(config)
-    loss = jax.jit(objective.loss, static_argnums=4)
-    total, (found, _) = loss(params, (), batch, jax.random.key(1), config)
-    assert float(total) == float(found) == pytest.approx(sum(nats), rel=1e-4)
-    assert int(objective.scored(batch, config)) == 6
+    total, aux = loss(config)(params, batch, jax.random.key(1))
+    assert float(total) == float(aux.nats) == pytest.approx(sum(nats), rel=1e-4)
+    assert int(aux.count) == 6
 
 
 def test_numbers_are_those_of_rows_alone_and_their_errors_the_loss(tmp_path):
@@ -101,13 +110,13 @@ def test_numbers_are_those_of_rows_alone_and_their_errors_the_loss(tmp_path):
         encoder=dataclasses.replace(ENCODER, classes=1), evaluation=Evaluation(batch_size=4),
     )  # fmt: skip
     params = jax.jit(lambda: nn.meta.unbox(initial_params(config)))()
-    store = sentence_preparation.prepare(section, False, numbers=True).split("train")
-    reading = Regressor(config)(params, store)
-    forward, guesses = jax.jit(network(config).apply), []
-    for row, found in enumerate(reading.rows):
+    corpus = sentence_preparation.prepare(section, False, numbers=True)
+    store, reading = corpus.split("train"), read(config, params, corpus)
+    alone, guesses = forward(config, params), []
+    for row, found in enumerate(reading.rows["predictions"]):
         ids = jnp.asarray(np.pad(store.tokens[row], (0, 32 - len(store.tokens[row]))))[None]
         valid = (jnp.arange(32) < len(store.tokens[row]))[None]
-        guesses.append(forward({"params": params}, ids, valid, jax.random.key(0)).item())
+        guesses.append(alone(ids, valid, jax.random.key(0)).item())
         assert found["prediction"] == pytest.approx(guesses[-1], rel=1e-4)
         assert (found["id"], found["number"]) == (store.ids[row], rows[row][1])
     true = np.array([number for _, number in rows])
@@ -119,9 +128,7 @@ def test_numbers_are_those_of_rows_alone_and_their_errors_the_loss(tmp_path):
     batch = jax.tree.map(
         jnp.asarray, SentenceReader(store=store, batch_size=8, max_length=32, shuffle=False)[0]
     )
-    total, _ = jax.jit(objectives.of(config).loss, static_argnums=4)(
-        params, (), batch, jax.random.key(1), config
-    )
+    total, _ = loss(config)(params, batch, jax.random.key(1))
     assert float(total) == pytest.approx(nats.sum(), rel=1e-4), "three empty rows count nothing"
 
 
@@ -131,34 +138,32 @@ def sentence_batch(config, store):
 
 
 def test_smoothing_is_towards_all_labels_alike(sentences):
-    config, params, store = sentences
-    batch = sentence_batch(config, store)
+    config, params, corpus = sentences
+    batch = sentence_batch(config, corpus.split("train"))
     logits = jax.random.normal(jax.random.key(0), (8, 3))
-    nats = label_nats(logits, batch)
+    nats = Classifier.nats(logits, batch)
     assert not nats[6:].any() and (nats[:6] > 0).all()
     training = dataclasses.replace(config.training, label_smoothing=0.3)
     smooth = dataclasses.replace(config, training=training)
-    forward = jax.jit(network(config).apply)
     key = jax.random.fold_in(jax.random.key(1), 1)
-    logits = forward({"params": params}, batch.tokens, batch.valid, key)
+    logits = forward(config, params)(batch.tokens, batch.valid, key)
     log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)[:6]
     target = 0.7 * np.eye(3)[np.asarray(batch.targets[:6, 0])] + 0.1
-    loss = jax.jit(objectives.of(smooth).loss, static_argnums=4)
-    total, _ = loss(params, (), batch, jax.random.key(1), smooth)
+    total, _ = loss(smooth)(params, batch, jax.random.key(1))
     assert float(total) == pytest.approx(-(target * log_p).sum(), rel=1e-4)
 
 
 def test_answers_are_the_best_spans_of_all_windows(questions):
-    config, params, store = questions
+    config, params, corpus = questions
+    store, reading = corpus.split("train"), read(config, params, corpus)
     assert len(store) > 2 * len(store.ids), "long contexts"
-    reading = Answerer(config)(params, store)
-    forward = jax.jit(network(config).apply)
+    alone = forward(config, params)
     best, nothing, nats = {}, {}, 0.0
     for row in range(len(store)):
         question, start, stop, *targets = store.row(row)
         size = int(store.lengths[row])
         ids = jnp.asarray(np.pad(store.tokens(row), (0, 160 - size)))[None]
-        logits = forward({"params": params}, ids, (jnp.arange(160) < size)[None], jax.random.key(0))
+        logits = alone(ids, (jnp.arange(160) < size)[None], jax.random.key(0))
         logits = np.asarray(logits[0, :size], np.float64)
         nats += sum(
             np.log(np.exp(logits[:, i]).sum()) - logits[target, i]
@@ -170,7 +175,7 @@ def test_answers_are_the_best_spans_of_all_windows(questions):
                 found = logits[i, 0] + logits[j, 1], store.text(row, i, j)
                 best[question] = max(best.get(question, (-np.inf, "")), found)
         nothing[question] = min(nothing.get(question, np.inf), logits[0].sum())
-    for question, row in enumerate(reading.rows):
+    for question, row in enumerate(reading.rows["predictions"]):
         assert row["score"] == pytest.approx(best[question][0], rel=1e-4)
         assert row["no_answer_score"] == pytest.approx(nothing[question], rel=1e-4, abs=1e-5)
         empty = nothing[question] > best[question][0]
@@ -183,30 +188,38 @@ def test_answers_are_the_best_spans_of_all_windows(questions):
 
 
 def test_no_answer_needs_every_window_and_a_margin(questions):
-    _, _, store = questions
+    store = questions[2].split("train")
     windows = [Window(0, 40, 41, 5.0, 7.0, 0.0), Window(1, 40, 40, 4.0, 5.5, 0.0)]
     first = store.text(0, 40, 41)
-    assert spans.merged(store, windows, False, 0.0) == {"prediction": first, "score": 5.0}
-    assert spans.merged(store, windows, True, 0.0)["prediction"] == "", "5.5 is above 5"
-    assert spans.merged(store, windows, True, 0.6)["prediction"] == first
+    assert evaluation.merged(store, windows, False, 0.0) == {"prediction": first, "score": 5.0}
+    assert evaluation.merged(store, windows, True, 0.0)["prediction"] == "", "5.5 is above 5"
+    assert evaluation.merged(store, windows, True, 0.6)["prediction"] == first
     there = [*windows, Window(2, 40, 40, 1.0, 4.0, 0.0)]  # which holds an answer
-    assert spans.merged(store, there, True, 0.0)["no_answer_score"] == 4.0
-    assert spans.merged(store, there, True, 0.0)["prediction"] == first
+    assert evaluation.merged(store, there, True, 0.0)["no_answer_score"] == 4.0
+    assert evaluation.merged(store, there, True, 0.0)["prediction"] == first
     rows = [{"answers": (), "exact_match": 1.0, "f1": 1.0},
             {"answers": ("x",), "exact_match": 0.0, "f1": 0.5}]  # fmt: skip
-    found = spans.scores(rows)
+    found = evaluation.scores(rows)
     assert (found["f1"], found["answerable_f1"], found["unanswerable_f1"]) == (75, 50, 100)
 
 
 def test_another_attention_reads_the_same_weights_and_nan_is_named(sentences):
-    config, params, store = sentences
-    exact = Classifier(config)(params, store)
+    config, params, corpus = sentences
     kind = Attention(kind="improved_clustered", clusters=200, top_k=256, iterations=1)
-    other = Classifier(dataclasses.replace(config, attention=kind))(params, store)
-    for one, two in zip(exact.rows, other.rows, strict=True):  # every key is among the top_k
+    other = dataclasses.replace(config, attention=kind)
+    task = tasks.of(other)
+    both = task.evaluator(other, corpus, "train", beside=True)(params)
+    exact = read(config, params, corpus)
+    for one, two in zip(exact.rows["predictions"], both.rows["predictions"], strict=True):
+        # Every key is among the top_k.
         np.testing.assert_allclose(one["probabilities"], two["probabilities"], atol=1e-4)
-    assert other.kind == other.figures["attention"] == "improved_clustered"
-    assert Classifier(config)(params, store, stop=lambda: True) is None
+    assert both.figures["attention"] == both.figures["trained_with"] == "improved_clustered"
+    assert both.figures["accuracy_full"] == exact.figures["accuracy"]
+    assert f"(full: {exact.figures['accuracy']:.2f} % right)" in both.headline and not both.name
+    swapped = task.evaluator(other, corpus, "train", trained=config)(params, whole=False)
+    assert swapped.figures["trained_with"] == "full" and swapped.name == "_improved_clustered"
+    assert "accuracy_full" not in swapped.figures
+    assert read(config, params, corpus, stop=lambda: True) is None
     bad = jax.tree.map(lambda x: x * np.nan, params)
     with pytest.raises(NonFiniteError, match="the model's logits are not finite; take an earlier"):
-        Classifier(config)(bad, store, limit=2)
+        tasks.of(config).evaluator(config, corpus, "train").sample(bad, 0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from brt.evaluation import squad
+from brt.tasks.extractive_qa import squad
 
 
 @pytest.mark.parametrize(

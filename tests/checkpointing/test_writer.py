@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brt.training.checkpoint_writer import CheckpointWriter
 
+from brt import tree_utils
+from brt.checkpointing import manifest, reader
+from brt.checkpointing import writer as module
+from brt.checkpointing.writer import CheckpointWriter
 from brt.errors import CheckpointError, NonFiniteError
-from brt.training import checkpoint, leaves, manifest
-from brt.training import checkpoint_writer as module
 
 META = {"data": {"batch": 1}, "seed": 0}
 
@@ -39,7 +40,7 @@ def test_retention(tmp_path: Path, keep: int, keep_every: int, kept: list[int]) 
         for step in range(1, 7):
             writer.save(step, state(step), META)
     assert names(tmp_path) == sorted(map(str, kept)), "and no litter"
-    assert checkpoint.steps(tmp_path) == kept
+    assert reader.steps(tmp_path) == kept
 
 
 def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path: Path) -> None:
             for _ in range(5):
                 tree = train(tree)
     for step in range(4):
-        restored = checkpoint.restore(tmp_path, step=step).state["w"]
+        restored = reader.restore(tmp_path, step=step).state["w"]
         np.testing.assert_array_equal(restored, expected[step])
 
 
@@ -64,7 +65,7 @@ def test_saving_the_same_step_again_does_nothing(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path) as writer:
         writer.save(1, state(1), META)
         writer.save(1, state(2), META)
-    assert int(checkpoint.restore(tmp_path).state["step"]) == 1
+    assert int(reader.restore(tmp_path).state["step"]) == 1
 
 
 def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path: Path) -> None:
@@ -73,8 +74,8 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path: Pa
             writer.save(8, state(content), META)
         if content == 1:
             (tmp_path / "8/meta.json").write_text("")
-    assert checkpoint.verify(tmp_path, 8) == []
-    assert int(checkpoint.restore(tmp_path).state["step"]) == 2
+    assert reader.verify(tmp_path, 8) == []
+    assert int(reader.restore(tmp_path).state["step"]) == 2
     assert names(tmp_path) == ["8"]
 
 
@@ -83,7 +84,7 @@ def test_later_checkpoints_do_not_push_out_the_new_one(tmp_path: Path) -> None:
         writer.save(9, state(9), META)
     with CheckpointWriter(tmp_path, keep=1) as writer:
         writer.save(5, state(5), META)
-    assert checkpoint.steps(tmp_path) == [5, 9]
+    assert reader.steps(tmp_path) == [5, 9]
 
 
 def test_what_is_not_finite_is_never_saved(tmp_path: Path) -> None:
@@ -171,11 +172,11 @@ def test_save_waits_for_the_save_before_it(tmp_path: Path, monkeypatch: Any) -> 
     monkeypatch.setattr(manifest, "write", wait_and_write)
     with CheckpointWriter(tmp_path) as writer:
         writer.save(1, state(1), META)
-        assert checkpoint.steps(tmp_path) == [], "not before it is complete"
+        assert reader.steps(tmp_path) == [], "not before it is complete"
         writer.check()
         threading.Timer(0.2, release.set).start()
         writer.save(2, state(2), META)
-        assert checkpoint.steps(tmp_path) == [1]
+        assert reader.steps(tmp_path) == [1]
 
 
 def test_litter_of_killed_runs_goes_and_a_complete_save_gets_its_name(tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_litter_of_killed_runs_goes_and_a_complete_save_gets_its_name(tmp_path: 
     (tmp_path / "notes").mkdir()
     CheckpointWriter(tmp_path).close()
     assert names(tmp_path) == ["1", "2", "notes"]
-    assert checkpoint.verify(tmp_path, 2) == []
+    assert reader.verify(tmp_path, 2) == []
 
 
 def test_too_little_room_is_said_in_numbers(tmp_path: Path) -> None:
@@ -225,7 +226,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_its_room(small_disk: Path) 
             writer.save(2, random, META)
             writer.wait()
     assert names(small_disk) == ["1"]
-    assert checkpoint.find(small_disk).step == 1
+    assert reader.find(small_disk).step == 1
     assert shutil.disk_usage(small_disk).free > 1.5e6
 
 
@@ -238,10 +239,10 @@ def test_readers_are_not_hurt_by_retention(tmp_path: Path) -> None:
     warnings: list[str] = []
     saver = threading.Thread(target=save)
     saver.start()
-    while not checkpoint.steps(tmp_path):
+    while not reader.steps(tmp_path):
         pass
     while saver.is_alive():
-        found = checkpoint.find(tmp_path, warn=warnings.append)
+        found = reader.find(tmp_path, warn=warnings.append)
         assert found.meta["step"] == found.step
     saver.join()
     assert warnings == found.problems == []
@@ -252,8 +253,8 @@ SAVE_FOREVER = """
 import os, sys
 from pathlib import Path
 import jax, jax.numpy as jnp
-from brt.training import checkpoint
-from brt.training.checkpoint_writer import CheckpointWriter
+from brt.checkpointing import reader
+from brt.checkpointing.writer import CheckpointWriter
 
 directory = Path(sys.argv[1])
 while sys.stdin.readline():  # each line is a new run; fork saves importing everything again
@@ -263,7 +264,7 @@ while sys.stdin.readline():  # each line is a new run; fork saves importing ever
         print("dead", flush=True)
         continue
     writer = CheckpointWriter(directory, keep=2)
-    step = checkpoint.find(directory).step if checkpoint.steps(directory) else 0
+    step = reader.find(directory).step if reader.steps(directory) else 0
     print("from", step, flush=True)
     while True:
         step += 1
@@ -291,9 +292,9 @@ def test_sigkill_never_loses_a_saved_step(tmp_path: Path) -> None:
             threading.Timer(random.uniform(0, 0.3), os.kill, (child, signal.SIGKILL)).start()
             while (line := process.stdout.readline()) != "dead\n":
                 last = int(line.split()[1])
-            found = checkpoint.find(tmp_path)
+            found = reader.find(tmp_path)
             assert found.problems == [] and found.step >= last
-            restored = checkpoint.restore(tmp_path)
+            restored = reader.restore(tmp_path)
             assert float(restored.state["w5"][63, 63]) == restored.step + 5
         process.stdin.close()
     assert last > 10
@@ -306,4 +307,4 @@ def test_required_bytes_is_about_the_size_on_disk(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path) as writer:
         writer.save(1, tree, META)
     size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-    assert 0.8 < size / leaves.required_bytes(tree) < 1.1
+    assert 0.8 < size / tree_utils.required_bytes(tree) < 1.1

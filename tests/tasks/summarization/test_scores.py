@@ -1,12 +1,11 @@
 import json
-from pathlib import Path
 
 import pytest
-from brt.evaluation.rouge import protocol
-from brt.evaluation.summarization import ScoredSummaries, Summary
 
 from brt.errors import DataError
-from brt.evaluation import summarization
+from brt.tasks.summarization import scores
+from brt.tasks.summarization.rouge import protocol
+from brt.tasks.summarization.scores import ScoredSummaries, Summary
 
 ROWS = [
     Summary("a", "The cats ran home. It rained.", "Cats ran.", "The cat runs home.", 9, 0, 6),
@@ -18,7 +17,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def scored() -> ScoredSummaries:
-    return summarization.score(ROWS, protocol("hf"))
+    return scores.score(ROWS, protocol("hf"))
 
 
 def test_the_report_has_scores_with_their_protocol(scored: ScoredSummaries) -> None:
@@ -50,25 +49,19 @@ def test_the_report_counts_what_was_cut_and_how_long_texts_are(scored: ScoredSum
     assert report["copied_bigrams"] == 100 * 1 / 8  # "the cat", of 3 + 2 + 3
 
 
-def test_files_hold_every_summary_with_its_id_and_scores(
-    scored: ScoredSummaries, tmp_path: Path
-) -> None:
-    paths = summarization.write(tmp_path / "7", "test", scored, {"step": 7})
-    assert [path.name for path in paths] == ["test_predictions.jsonl", "test.json"]
-    rows = [json.loads(line) for line in paths[0].read_text("utf-8").splitlines()]
+def test_rows_hold_every_summary_with_its_id_and_scores(scored: ScoredSummaries) -> None:
+    rows = json.loads(json.dumps(scores.rows(scored)))
     assert [(row["id"], row["prediction"]) for row in rows] == [(r.id, r.prediction) for r in ROWS]
     for row, score in zip(rows, scored.scores, strict=True):
         assert row["rouge_protocol"] == "hf"
         assert row["rougeLsum"]["f1"] == 100 * score["rougeLsum"].f1
     assert rows[1]["cut_tokens"] == 136 and rows[1]["rouge1"]["f1"] == 0
-    assert json.loads(paths[1].read_text("utf-8")) == {"step": 7, **scored.report}
-    assert not list(tmp_path.rglob("*.partial"))
 
 
 def test_people_read_scores_beside_their_protocol_and_three_summaries(
     scored: ScoredSummaries,
 ) -> None:
-    text = summarization.text(scored)
+    text = scores.text(scored)
     lines = text.split("\n")
     assert lines[0] == f"4 documents; {protocol('hf').text};"
     f1 = scored.report["rouge"]["rouge1"]["f1"]
@@ -88,14 +81,14 @@ def test_people_read_scores_beside_their_protocol_and_three_summaries(
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_few_summaries_are_shown_once_each(count: int) -> None:
-    text = summarization.text(summarization.score(ROWS[:count], protocol("t5")))
+    text = scores.text(scores.score(ROWS[:count], protocol("t5")))
     assert text.count(": rouge1") == count and "(hf)" not in text
 
 
 def test_empty_predictions_and_no_rows() -> None:
-    scored = summarization.score([ROWS[1]], protocol("t5"))
+    scored = scores.score([ROWS[1]], protocol("t5"))
     assert scored.report["copied_bigrams"] is None
-    assert "no word pairs are in the source" in summarization.text(scored)
-    assert "| (nothing)" in summarization.text(scored)
+    assert "no word pairs are in the source" in scores.text(scored)
+    assert "| (nothing)" in scores.text(scored)
     with pytest.raises(DataError, match="no summaries to score"):
-        summarization.score([], protocol("hf"))
+        scores.score([], protocol("hf"))

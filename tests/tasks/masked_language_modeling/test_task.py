@@ -10,19 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brt.evaluation.masked_job import MaskedReader
-from brt.evaluation.masked_language_modeling import Evaluator
-from brt.training.objectives import encoders
-from brt.training.objectives import masked_language_modeling as objective
 
+from brt import tasks
 from brt.config import Attention, Config, Encoder, Evaluation, Training
 from brt.data import token_store
 from brt.data.documents import Document
-from brt.data.token_store import TokenStore
+from brt.data.preparation import Corpus
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
 from brt.models import encoder, seq2seq
-from brt.training import objectives, reading
+from brt.tasks.masked_language_modeling.evaluation import token_entropy
+from brt.tasks.masked_language_modeling.forward import masked
 from brt.types import Batch
 
 LENGTH = 20
@@ -42,11 +40,12 @@ CONFIG = Config(
     attention=Attention(kind="improved_clustered", clusters=4, top_k=5),
     evaluation=Evaluation(batch_size=2),
 )
+TASK = tasks.of(CONFIG)
 
 
 @pytest.fixture(scope="module")
 def params() -> Any:
-    return nn.meta.unbox(jax.jit(lambda: encoders.initial_params(CONFIG, jax.random.key(0)))())
+    return nn.meta.unbox(jax.jit(lambda: TASK.initial_params(CONFIG, jax.random.key(0)))())
 
 
 def batch() -> Batch:
@@ -61,17 +60,17 @@ def test_the_loss_is_of_the_masked_tokens_alone(params: Any) -> None:
 
     The third row is all padding.
     """
-    key, of = jax.random.key(3), objectives.of(CONFIG)
-    step = jax.jit(jax.value_and_grad(lambda *x: of.loss(*x, CONFIG), has_aux=True))
-    (total, (nats, carried)), gradients = step(params, (), batch(), key)
-    assert carried == () and int(of.scored(batch(), CONFIG)) == 4
-    np.testing.assert_allclose(total, nats)
+    key = jax.random.key(3)
+    step = jax.jit(jax.value_and_grad(lambda p, *x: TASK.loss(CONFIG, p, (), (), *x), has_aux=True))
+    (total, aux), gradients = step(params, batch(), key)
+    assert aux.carry == aux.model_state == () and int(aux.count) == 4
+    np.testing.assert_allclose(total, aux.nats)
     leaves = jax.tree.leaves(gradients)
     assert all(np.any(leaf) and np.isfinite(leaf).all() for leaf in leaves)
 
     masks, attention = (jax.random.fold_in(key, purpose) for purpose in (0, 1))
-    tokens = objective.masked(batch(), jax.random.split(masks, 3), CONFIG)
-    network = encoders.network(CONFIG)
+    tokens = masked(CONFIG, batch(), jax.random.split(masks, 3))
+    network = TASK.network(CONFIG)
     vectors = jax.jit(network.apply)({"params": params}, tokens.inputs, batch().scored, attention)
     logits = np.asarray(seq2seq.logits(encoder.readout(params), vectors), np.float64)
     expected = 0.0
@@ -82,41 +81,65 @@ def test_the_loss_is_of_the_masked_tokens_alone(params: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     draw = random.Random(0)
     documents = [
         Document(f"{i}.txt", iter(["".join(draw.choices("abc \n", k=length))]))
         for i, length in enumerate((1, 50, 20, 33))
     ]
-    return token_store.write(tmp_path_factory.mktemp("texts") / "test", documents, ByteTokenizer())
+    directory = tmp_path_factory.mktemp("texts")
+    store = token_store.write(directory / "test", documents, ByteTokenizer())
+    return Corpus(directory, ByteTokenizer(), {"test": store})
 
 
-def test_evaluation_does_not_depend_on_how_it_is_batched(params: Any, texts: TokenStore) -> None:
+def test_evaluation_does_not_depend_on_how_it_is_batched(params: Any, texts: Corpus) -> None:
     alone, together = (
-        Evaluator(dataclasses.replace(CONFIG, evaluation=Evaluation(batch_size=size)))
+        TASK.evaluator(
+            dataclasses.replace(
+                CONFIG, evaluation=Evaluation(batch_size=size, tokens_per_document=LENGTH)
+            ),
+            texts,
+            "test",
+        )
         for size in (1, 3)
     )
-    one, three = alone(params, texts), together(params, texts)
-    np.testing.assert_allclose(one.bits, three.bits, rtol=1e-5)
-    np.testing.assert_array_equal(one.masked, three.masked)
-    assert one.right == three.right
+    one, three = alone(params), together(params)
+    assert one.headline == three.headline
+    rows = one.rows["documents"]
+    for row, same in zip(rows, three.rows["documents"], strict=True):
+        assert row == {**same, "bits": pytest.approx(same["bits"], rel=1e-5)}
     figures = one.figures
-    assert figures["masked_tokens"] == one.masked.sum() > 8
+    assert figures["accuracy"] == three.figures["accuracy"]
+    assert figures["masked_tokens"] == sum(row["masked_tokens"] for row in rows) > 8
     assert abs(figures["bits_per_masked_token"] - math.log2(257)) < 1
-    begun = alone(params, texts, tokens_per_document=LENGTH)
-    assert 0 < begun.masked.sum() < one.masked.sum()
-    assert alone(params, texts, stop=lambda: True) is None
+    begun = alone(params, whole=False)
+    assert 0 < begun.figures["masked_tokens"] < figures["masked_tokens"]
+    assert alone(params, stop=lambda: True) is None
+    assert alone.sample(params, 0, stop=lambda: True) is None
+    # What is in brackets was masked: the guess and, where that is wrong, the token.
+    (document,) = texts.split("test").document(0).tolist()
+    assert alone.sample(params, 0).endswith(f"|{chr(document)}]\n")
 
 
-def test_an_encoder_has_no_memory_to_take_away() -> None:
+def test_entropy_is_of_the_shares_of_tokens(texts: Corpus) -> None:
+    tokens = np.array([3] * 4 + [0] * 2 + [9, 7], np.uint8)
+    np.testing.assert_allclose(token_entropy(tokens), 0.5 + 0.5 + 3 / 8 + 3 / 8)
+    assert token_entropy(tokens[:4]) == 0
+    both = texts._replace(splits={"validation": texts.split("test")})
+    name, bits = TASK.yardstick(CONFIG, both)
+    assert name == "entropy of single tokens" and 1 < bits < math.log2(5)
+    assert TASK.yardstick(CONFIG, texts) is None, "without validation data"
+
+
+def test_an_encoder_has_no_memory_to_take_away(texts: Corpus) -> None:
     with pytest.raises(ConfigError, match="--ablate=state is for language models"):
-        MaskedReader(CONFIG, "test", "state")
+        TASK.evaluator(CONFIG, texts, "test", ablate="state")
 
 
-def test_keys_that_nothing_reads_are_not_trained() -> None:
+def test_keys_that_nothing_reads_are_not_trained(texts: Corpus) -> None:
     config = dataclasses.replace(CONFIG, attention=Attention(kind="reformer"))
     with pytest.raises(ConfigError, match="'reformer' takes the queries for keys, whose projec"):
-        reading.prepare(config)
+        TASK.resolve(config, texts)
 
 
 @pytest.mark.parametrize(
@@ -135,13 +158,13 @@ def test_keys_that_nothing_reads_are_not_trained() -> None:
 )
 def test_settings_that_clash_are_refused(changes: dict, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        dataclasses.replace(CONFIG, **changes)
+        tasks.check(dataclasses.replace(CONFIG, **changes))
 
 
-def test_the_mask_needs_an_id() -> None:
+def test_the_mask_needs_an_id(texts: Corpus) -> None:
     small = dataclasses.replace(CONFIG.encoder, vocab_size=256)
     with pytest.raises(ConfigError, match="bytes with 257 ids, the mask included; set it to 0"):
-        reading.written_out(dataclasses.replace(CONFIG, encoder=small), ByteTokenizer())
+        TASK.resolve(dataclasses.replace(CONFIG, encoder=small), texts)
     free = dataclasses.replace(CONFIG.encoder, vocab_size=0)
-    written = reading.written_out(dataclasses.replace(CONFIG, encoder=free), ByteTokenizer())
+    written = TASK.resolve(dataclasses.replace(CONFIG, encoder=free), texts)
     assert written.encoder.vocab_size == 257

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import tokenizers
 
+from brt import tasks
 from brt.config import Attention, Config, Encoder, Questions, Sentences, Training
 from brt.errors import ConfigError
 from brt.interop.huggingface import convert
-from brt.training import reading, starting
+from brt.training import warm_start
 from brt.training.resuming import check_resumable
+from brt.training.run import prepare
 from brt.training.state import initial_params
 
 
@@ -48,33 +50,33 @@ def changed(config, section, **values):
 
 
 def test_labels_vocabulary_and_steps_come_from_the_data(sentences):
-    found, corpus, reader = reading.prepare(sentences, progress=False)
+    found, corpus, reader = prepare(sentences, progress=False)
     assert found.sentences.labels == corpus.labels == ("animal", "plant", "stone")
     assert (found.encoder.classes, found.encoder.vocab_size) == (3, 259)
     assert found.training.steps == 6 and reader[0].tokens.shape == (3, 512)
-    largest = reading.largest_batch(reader)
-    assert reading.positions(largest) == 3 * 512 and not largest.scored.any()
-    again, *_ = reading.prepare(found, progress=False)
+    largest = reader.largest()
+    assert reader.positions(largest) == 3 * 512 and not largest.scored.any()
+    again, *_ = prepare(found, progress=False)
     assert again == found, "what is written out describes the same run"
     ordered = changed(found, "sentences", labels=("stone", "plant", "animal"))
     with pytest.raises(ConfigError, match="this workdir holds another run: Sentences.labels was"):
         check_resumable(found, ordered)
     with pytest.raises(ConfigError, match="Encoder.classes = 4, but Sentences.train has 3 labels"):
-        reading.prepare(changed(sentences, "encoder", classes=4), progress=False)
+        prepare(changed(sentences, "encoder", classes=4), progress=False)
 
 
 def test_numbers_are_one_class(sentences, tmp_path):
     (tmp_path / "t.tsv").write_text("sentence\tlabel\na\t1.5\nb\t2.5\n")
     numbers = changed(sentences, "sentences", train=(str(tmp_path / "t.tsv"),))
     numbers = changed(numbers, "training", objective="regression")
-    found, _, reader = reading.prepare(numbers, progress=False)
+    found, _, reader = prepare(numbers, progress=False)
     assert (found.encoder.classes, found.sentences.labels) == (1, ())
-    assert reading.largest_batch(reader).targets.dtype == reader[0].targets.dtype == np.float32
-    assert reading.prepare(found, progress=False)[0] == found
+    assert reader.largest().targets.dtype == reader[0].targets.dtype == np.float32
+    assert prepare(found, progress=False)[0] == found
 
 
 def test_windows_are_what_an_epoch_of_questions_reads(questions):
-    found, corpus, reader = reading.prepare(questions, progress=False)
+    found, corpus, reader = prepare(questions, progress=False)
     windows = len(corpus.split("train"))
     assert found.training.steps == 2 * -(-windows // 3)
     assert reader[0].targets.shape == (3, 2) and found.encoder.vocab_size == 259
@@ -108,13 +110,14 @@ def test_settings_that_cannot_work_are_refused(sentences, questions, objective, 
     config = changed(config, "training", objective=objective)
     with pytest.raises(ConfigError, match=message):
         for section, values in changes.items():
-            changed(config, section, **values)
+            config = changed(config, section, **values)
+        prepare(config, progress=False)
 
 
 def test_one_projection_for_kinds_that_have_one(questions):
     config = dataclasses.replace(questions, attention=Attention(kind="shared_full"))
     with pytest.raises(ConfigError, match="set Encoder.shared_queries_keys = True"):
-        reading.prepare(config, progress=False)
+        prepare(config, progress=False)
     assert dataclasses.replace(config, encoder=Encoder(shared_queries_keys=True))
 
 
@@ -136,15 +139,16 @@ def test_a_pretrained_encoder_gets_a_new_head_for_the_labels(sentences, tmp_path
         tokenizer=str(ours / "tokenizer.json"),
     )  # fmt: skip
     config = changed(config, "training", init_from=str(ours))
-    found, corpus, reader = reading.prepare(config, progress=False)
+    weights = warm_start.find(config)
+    found, corpus, reader = prepare(config, weights, progress=False)
     assert found.encoder.layers == 2 and found.encoder.classes == 3
     tokens = reader[0].tokens[0, :9].tolist()
     assert tokens == [0, 5, 6, 2, 2, 7, 3, 2, 0], "<s> w1 w2 </s></s> w3 <unk> </s>"
     initial = nn.meta.unbox(jax.eval_shape(lambda: initial_params(found)))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), initial)
-    params, lacking, unread = starting.params(found, zeros)
+    params, lacking, unread = tasks.of(found).start(found, weights, zeros)
     assert lacking and all(name.startswith("head/") for name in lacking) and not unread
     body = jax.tree.leaves(params["encoder"])
     assert all(np.asarray(leaf).any() for leaf in body) and params["head"]["out"]["bias"].size == 3
     with pytest.raises(ConfigError, match="know 64 ids, but the tokenizer bytes makes that 259"):
-        reading.prepare(changed(config, "sentences", tokenizer="bytes"), progress=False)
+        prepare(changed(config, "sentences", tokenizer="bytes"), weights, progress=False)

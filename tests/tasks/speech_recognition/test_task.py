@@ -7,8 +7,8 @@ import pytest
 
 from brt.config import Config, Encoder, Speech, Training
 from brt.errors import ConfigError
-from brt.training import reading
 from brt.training.resuming import check_resumable
+from brt.training.run import prepare
 
 
 @pytest.fixture
@@ -30,12 +30,12 @@ def changed(config, section, **values):
 
 
 def test_width_vocabulary_and_steps_come_from_the_data(config):
-    found, corpus, reader = reading.prepare(config, progress=False)
+    found, corpus, reader = prepare(config, progress=False)
     assert found.encoder.features == 60 and found.training.steps == 6
     assert found.encoder.vocab_size == corpus.tokenizer.vocab_size
-    largest = reading.largest_batch(reader)
+    largest = reader.largest()
     assert largest.features.shape == (3, int(corpus.split("train").lengths.max()), 60)
-    assert reading.positions(largest) == largest.valid.size
+    assert reader.positions(largest) == largest.valid.size
     assert np.isclose(reader.epoch(6), 2)
 
 
@@ -49,22 +49,20 @@ def test_width_vocabulary_and_steps_come_from_the_data(config):
 )
 def test_a_model_that_does_not_fit_is_refused(config, values, message):
     with pytest.raises(ConfigError, match=message):
-        reading.prepare(changed(config, "encoder", **values), progress=False)
+        prepare(changed(config, "encoder", **values), progress=False)
 
 
 def test_numbers_that_no_utterance_reaches_are_refused(config):
     """As many clusters as the longest has frames will do: shorter ones have fewer."""
-    longest = max(
-        s.lengths.max() for s in reading.prepare(config, progress=False)[1].splits.values()
-    )
+    longest = max(s.lengths.max() for s in prepare(config, progress=False)[1].splits.values())
     for name in ("clusters", "top_k"):
         values = {"clusters": 3, "top_k": 3, "kind": "improved_clustered"}
         allowed = changed(config, "attention", **{**values, name: int(longest)})
-        reading.prepare(allowed, progress=False)
+        prepare(allowed, progress=False)
         with pytest.raises(ConfigError, match=f"Attention.{name} = {longest + 1} is above the "
                            f"{longest} frames of the longest utterance"):  # fmt: skip
             more = changed(config, "attention", **{**values, name: int(longest) + 1})
-            reading.prepare(more, progress=False)
+            prepare(more, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +77,7 @@ def test_numbers_that_no_utterance_reaches_are_refused(config):
 )
 def test_settings_that_cannot_work_are_refused(config, section, values, message):
     with pytest.raises(ConfigError, match=message):
-        changed(config, section, **values)
+        prepare(changed(config, section, **values), progress=False)
 
 
 def test_what_may_change_between_a_checkpoint_and_its_use(config):

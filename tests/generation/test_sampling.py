@@ -2,9 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brt.generation.decoding import choose, restrict
 
 from brt.config import Sampling
+from brt.generation.sampling import choose, restrict
 
 PROBABILITIES = np.array([0.15, 0.5, 0.05, 0.3])
 LOGITS = jnp.asarray(np.log(PROBABILITIES) + 7, jnp.float32)[None]  # any constant may be added
