@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brt.training.checkpoint_writer import CheckpointWriter
 
 from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Attention, Config, Data, Encoder, Training

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from brt.evaluation.language_modeling import DocumentScore, Result, figures
 
 from brt.config import Config, Evaluation, Model, Training
 from brt.data import token_store

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import pytest
-from brt.evaluation.probe.gradients import by_layer, gradient_reach
 
 from brt.config import Config
 from brt.data.token_store import TokenStore
