@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brt.training.reading import written_out
 
 from brt import evaluate
 from brt.checkpointing.writer import CheckpointWriter
@@ -17,6 +16,7 @@ from brt.config_io import config_json
 from brt.data import preparation
 from brt.errors import CheckpointError, ConfigError
 from brt.evaluation import follow
+from brt.tasks.resolving import written_out
 from brt.training import workdir as workdirs
 from brt.training.workdir import Workdir
 
@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, random_params: Callable) -> Wo
         evaluation=Evaluation(batch_size=1),
     )  # fmt: skip
     tokenizer = preparation.prepare(config.data).tokenizer
-    config = written_out(config, tokenizer)
+    config = written_out(config, "model", tokenizer, tokenizer.vocab_size)
     workdir = workdirs.create(directory / "workdir")
     workdirs.write_json(workdir.config_json, config_json(config))
     meta = {"config": config_json(config), "tokenizer": tokenizer.fingerprint}

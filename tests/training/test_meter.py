@@ -10,7 +10,7 @@ from brt.training.step import StepMetrics
 
 
 def metrics(nats: float, tokens: float, norm: float) -> StepMetrics:
-    return StepMetrics(jnp.float32(nats), jnp.float32(tokens), jnp.float32(norm))
+    return StepMetrics(jnp.float32(nats), jnp.float32(tokens), jnp.float32(norm), {})
 
 
 STEPS = [metrics(8.0, 4.0, 1.0), metrics(10.0, 2.0, 2.0), metrics(6.0, 6.0, 6.0)]

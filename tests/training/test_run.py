@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from brt.training.reading import written_out
+from brt.tasks.resolving import written_out
 
 from brt.config import Config, Data, Kernels, Mesh, Model, Optimizer, Training
 from brt.data.tokenizers import ByteTokenizer
@@ -128,14 +128,14 @@ def test_a_step_counts_scored_tokens_and_learns(trained: Callable) -> None:
 @pytest.mark.parametrize(("setting", "size"), [(0, 256), (300, 300)])
 def test_the_vocabulary_is_the_tokenizers_or_larger(setting: int, size: int) -> None:
     model = dataclasses.replace(CONFIG.model, vocab_size=setting)
-    config = written_out(dataclasses.replace(CONFIG, model=model), ByteTokenizer())
+    config = written_out(dataclasses.replace(CONFIG, model=model), "model", ByteTokenizer(), 256)
     assert config.model.vocab_size == size
 
 
 def test_a_vocabulary_too_small_for_the_tokenizer_is_refused() -> None:
     model = dataclasses.replace(CONFIG.model, vocab_size=200)
     with pytest.raises(ConfigError, match=r"^Model.vocab_size = 200 is too small .* with 256 ids"):
-        written_out(dataclasses.replace(CONFIG, model=model), ByteTokenizer())
+        written_out(dataclasses.replace(CONFIG, model=model), "model", ByteTokenizer(), 256)
 
 
 def test_a_checkpoint_goes_on_with_free_settings_only() -> None:
