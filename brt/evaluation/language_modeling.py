@@ -19,9 +19,8 @@ from brt.config import Config
 from brt.data.lanes import evaluation_batches
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer, decode
-from brt.layers.stack import StackState
-from brt.layers.state import forget
-from brt.models.decoder import Decoder, logit_scale, new_state
+from brt.layers.stack import StackState, parts
+from brt.models.decoder import Decoder, forget, logit_scale, new_state
 from brt.ops.cross_entropy import token_nats
 from brt.types import Batch
 
@@ -86,7 +85,7 @@ def block_nats(
 ) -> tuple[Float[Array, "B N"], StackState]:
     """Nats of every block of a segment, and the state after it."""
     model = config.model
-    hidden, carried = Decoder(model).apply(
+    hidden, carried, *_ = Decoder(model).apply(
         {"params": params}, batch.inputs, carried, batch.document_start
     )
     nats = token_nats(
@@ -113,13 +112,8 @@ class Evaluator:
         self, params: PyTree[Array], carried: StackState, batch: Batch, *, ablate: Ablation | None
     ) -> tuple[Float[Array, "B N"], StackState]:
         if ablate:
-            parts = {
-                argument: ablate in (part, "both")
-                for argument, part in (
-                    ("cache", "cache"), ("vectors", "state"), ("memory", "memory")
-                )
-            }  # fmt: skip
-            carried = tuple(forget(s, **parts) for s in carried)
+            model = self._config.model
+            carried = forget(model, carried, parts(model) if ablate == "both" else (ablate,))
         return block_nats(self._config, params, carried, batch)
 
     def __call__(

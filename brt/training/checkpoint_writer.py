@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 
 from brt.errors import CheckpointError, NonFiniteError
 from brt.training import leaves, manifest
-from brt.training.checkpoint import META, STATE, join, steps, verify, warn_on_stderr
+from brt.training.checkpoint import FORMAT, META, STATE, join, steps, verify, warn_on_stderr
 
 
 def check_disk(directory: Path, needed: int) -> None:
@@ -80,7 +80,7 @@ class CheckpointWriter:
         Args:
           step: completed steps, the name of the checkpoint.
           state: pytree of arrays.
-          meta: anything that JSON can say; `step` and `arrays` are added.
+          meta: anything that JSON can say; `step`, `format` and `arrays` are added.
 
         Raises:
           NonFiniteError: an array holds NaN or infinity; nothing is saved.
@@ -95,7 +95,7 @@ class CheckpointWriter:
                 f"step {step} is not saved, because these hold NaN or infinity: {join(bad)}; "
                 f"the newest checkpoint is {(steps(self._directory) or ['none'])[-1]}"
             )
-        content = {**meta, "step": step, "arrays": leaves.describe(named)}
+        content = {**meta, "step": step, "format": FORMAT, "arrays": leaves.describe(named)}
         text = json.dumps(content, indent=1, allow_nan=False)
         partial = self._directory / f"{step}.partial"
         try:

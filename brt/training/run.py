@@ -14,7 +14,7 @@ from brt.training import optimizer as optimizers
 from brt.training.corpora import AnyCorpus
 from brt.training.reading import AnyReader
 from brt.training.sharding import by_lane, make_mesh, replicated, state_shardings
-from brt.training.state import TrainState, initial_state
+from brt.training.state import TrainState, initial_state, parameter_axes
 from brt.training.step import StepMetrics, train_step
 from brt.types import AnyBatch
 
@@ -40,7 +40,7 @@ def build(config: Config, *, progress: bool = True) -> Run:
     compilation.use_cache(preparation.cache_directory(config.data))
     mesh = make_mesh(config.mesh)
     config, corpus, reader = reading.prepare(config, progress=progress)
-    optimizer = optimizers.build(config.optimizer, config.training.steps)
+    optimizer = optimizers.build(config.optimizer, config.training.steps, parameter_axes(config))
     shapes = jax.eval_shape(partial(initial_state, config, optimizer))
     shardings = state_shardings(mesh, shapes)
     abstract = jax.tree.map(

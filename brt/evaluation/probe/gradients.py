@@ -115,7 +115,7 @@ def _backward(
     config: Config, params: PyTree[Array], carried: StackState, batch: Batch
 ) -> tuple[PyTree[Array], StackState]:
     """Gradients of a step, and the state after it."""
-    carried = tuple(cut_gradient(state) for state in carried)
+    carried = cut_gradient(carried)
     key = jax.random.key(0)  # of a dropout that is off
     gradients, (_, after) = jax.grad(loss, has_aux=True)(params, carried, batch, key, config)
     return gradients, after

@@ -22,31 +22,31 @@ from brt.ops.softmax_attention import attend, attend_by_head
 
 
 class CellWeights(NamedTuple):
-    """Weights of the state update. A = H * K.
+    """Weights of the state update, by head; what reads both attentions has them on an axis.
 
     Attributes:
       norm: [D], scale of the norm before the projections.
       ids: [S, D], the states' learned identities (section 3.3).
-      keys, values, queries, cross_queries: [D, A].
+      keys, values, queries, cross_queries: [D, H, K].
       scale, cross_scale: [H], for attention to states and to tokens.
-      output: [2A, D], or None in the single layout.
+      output: [2, H, K, D], or None in the single layout.
       output_gate: of the attention's residual, or None in the single layout.
       mlp_norm: [D], dual layout only.
-      mlp_in: [D, F] (dual) or [2A, F] (single); mlp_out: [F, D]; mlp_gate.
+      mlp_in: [D, F] (dual) or [2, H, K, F] (single); mlp_out: [F, D]; mlp_gate.
     """
 
     norm: Float[Array, " D"]
     ids: Float[Array, "S D"]
-    keys: Float[Array, "D A"]
-    values: Float[Array, "D A"]
-    queries: Float[Array, "D A"]
-    cross_queries: Float[Array, "D A"]
+    keys: Float[Array, "D H K"]
+    values: Float[Array, "D H K"]
+    queries: Float[Array, "D H K"]
+    cross_queries: Float[Array, "D H K"]
     scale: Float[Array, " H"]
     cross_scale: Float[Array, " H"]
-    output: Float[Array, "M D"] | None = None
+    output: Float[Array, "2 H K D"] | None = None
     output_gate: GateWeights | None = None
     mlp_norm: Float[Array, " D"] | None = None
-    mlp_in: Float[Array, "M F"] | None = None
+    mlp_in: Float[Array, "*M F"] | None = None
     mlp_out: Float[Array, "F D"] | None = None
     mlp_gate: GateWeights | None = None
 
@@ -68,15 +68,20 @@ class _Kernels(NamedTuple):
 
 
 def _kernels(weights: CellWeights) -> _Kernels:
-    """Keys, both queries and values by one product."""
+    """Keys, both queries and values by one product with a kernel [D, 4, H, K]."""
     parts = (weights.keys, weights.queries, weights.cross_queries, weights.values)
-    return _Kernels(jnp.concatenate(parts, axis=1), weights.output, weights.mlp_in, weights.mlp_out)
+    return _Kernels(jnp.stack(parts, axis=1), weights.output, weights.mlp_in, weights.mlp_out)
 
 
-def _dense(x: Float[Array, "B S M"], kernel: Array, tap: Tap | None) -> Float[Array, "B S D"]:
-    if tap is not None:
-        return deferred.dot(x, kernel, tap)
-    return dense(x, kernel)
+def _inputs(kernels: _Kernels) -> _Kernels:
+    """How many axes each product sums over; all but the first have one axis of outputs."""
+    return _Kernels(1, *(k if k is None else k.ndim - 1 for k in kernels[1:]))
+
+
+def _dense(
+    x: Float[Array, "B S *M"], kernel: Array, tap: Tap | None, inputs: int = 1
+) -> Float[Array, "B S ..."]:
+    return dense(x, kernel, inputs) if tap is None else deferred.dot(x, kernel, tap, inputs)
 
 
 def _attend_to_tokens(
@@ -102,11 +107,7 @@ def state_memory(
 ) -> StateMemory:
     """The keys and values that the tokens of a block read; dtype as given."""
     h = (rms_norm(vectors, weights.norm) + weights.ids[None]).astype(dtype)
-    heads = weights.scale.shape[0]
-    keys, values = (
-        _dense(h, kernel, None).reshape(*h.shape[:2], heads, -1)
-        for kernel in (weights.keys, weights.values)
-    )
+    keys, values = (dense(h, kernel) for kernel in (weights.keys, weights.values))
     return StateMemory(l2_normalize(keys) if normalize_qk else keys, values)
 
 
@@ -137,26 +138,24 @@ def state_update(
     """
     kernels = kernels or _kernels(weights)
     taps = taps or _Kernels(None, None, None, None)
-    dtype, heads = keys.dtype, weights.scale.shape[0]
+    dtype = keys.dtype
     h = rms_norm(vectors, weights.norm) + weights.ids[None]
     product = _dense(h.astype(dtype), kernels.projection, taps.projection)
-    parts = product.reshape(*product.shape[:2], 4 * heads, -1)
-    scaled, v = parts[:, :, : 3 * heads], parts[:, :, 3 * heads :]
+    scaled, v = product[:, :, :-1], product[:, :, -1]
     if normalize_qk:
         scaled = l2_normalize(scaled)
-    scales = jnp.concatenate([jnp.ones_like(weights.scale), weights.scale, weights.cross_scale])
-    scaled = scaled * scales.astype(dtype)[None, None, :, None]
-    k, q, q_cross = jnp.split(scaled, 3, axis=2)
+    scales = jnp.stack([jnp.ones_like(weights.scale), weights.scale, weights.cross_scale])
+    scaled = scaled * scales.astype(dtype)[None, None, :, :, None]
+    k, q, q_cross = (part.squeeze(2) for part in jnp.split(scaled, 3, axis=2))
     crossed = _attend_to_tokens(q_cross, keys, values, readable, null_keys)
-    attended = jnp.concatenate([attend(q, k, v), crossed], axis=2)
-    attended = attended.reshape(*attended.shape[:2], -1)
+    attended = jnp.stack([attend(q, k, v), crossed], axis=2)
     return _gated(weights, vectors, attended, kernels, taps, kind, tanh), StateMemory(k, v)
 
 
 def _gated(
     weights: CellWeights,
     vectors: Float[Array, "B S D"],
-    attended: Float[Array, "B S M"],
+    attended: Float[Array, "B S 2 H K"],
     kernels: _Kernels,
     taps: _Kernels,
     kind: str,
@@ -167,14 +166,16 @@ def _gated(
     bounded = single if tanh == "original" else kind == "lstm"
     bound = jnp.tanh if bounded else lambda z: z
 
-    def after_mlp(x: Float[Array, "B S M"]) -> Float[Array, "B S D"]:
-        hidden = relu(_dense(x, kernels.mlp_in, taps.mlp_in))
+    inputs = _inputs(kernels)
+
+    def after_mlp(x: Float[Array, "B S *M"]) -> Float[Array, "B S D"]:
+        hidden = relu(_dense(x, kernels.mlp_in, taps.mlp_in, inputs.mlp_in))
         z = bound(_dense(hidden, kernels.mlp_out, taps.mlp_out))
         return gate(kind, weights.mlp_gate, vectors, z, hidden)
 
     if single:
         return after_mlp(attended)
-    z = bound(_dense(attended, kernels.output, taps.output))
+    z = bound(_dense(attended, kernels.output, taps.output, inputs.output))
     vectors = gate(kind, weights.output_gate, vectors, z, attended)
     if weights.mlp_in is None:
         return vectors
@@ -217,7 +218,8 @@ def state_scan(
     """
     batch, blocks = readable.shape
     kernels, rows = _kernels(weights), (blocks, batch, vectors.shape[1])
-    taps = _Kernels(*(k if k is None else deferred.tap(k, rows, keys.dtype) for k in kernels))
+    pairs = zip(kernels, _inputs(kernels), strict=True)
+    taps = _Kernels(*(k if k is None else deferred.tap(k, rows, keys.dtype, i) for k, i in pairs))
     kernels = jax.tree.map(jax.lax.stop_gradient, kernels)  # their gradients go by the taps
 
     def body(

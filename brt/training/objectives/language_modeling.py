@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.layers.stack import StackState
+from brt.layers.stack import StackState, new_model_state
 from brt.layers.state import cut_gradient
 from brt.models.decoder import Decoder, logit_scale, new_state
 from brt.ops.cross_entropy import smoothed_cross_entropy
@@ -16,7 +16,8 @@ def initial_params(config: Config, key: Array) -> PyTree[Array]:
     model = config.model
     tokens = jnp.zeros((1, model.window), jnp.int32)
     start = jnp.ones((1, 1), bool)
-    return Decoder(model).init(key, tokens, new_state(model, 1), start)["params"]
+    state, model_state = new_state(model, 1), new_model_state(model)
+    return Decoder(model).init(key, tokens, state, start, model_state)["params"]
 
 
 def initial_carried(config: Config, lanes: int) -> StackState:
@@ -26,7 +27,7 @@ def initial_carried(config: Config, lanes: int) -> StackState:
 
 def cut_gradients(carried: StackState) -> StackState:
     """Gradients end where the past comes in."""
-    return tuple(cut_gradient(state) for state in carried)
+    return cut_gradient(carried)
 
 
 def loss(
@@ -34,7 +35,7 @@ def loss(
 ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], StackState]]:
     """The summed loss of a batch; its nats, and the state after it."""
     model, training = config.model, config.training
-    hidden, carried = Decoder(model, training=True).apply(
+    hidden, carried, *_ = Decoder(model, training=True).apply(
         {"params": params}, batch.inputs, carried, batch.document_start, rngs={"dropout": key}
     )
     total, nats = smoothed_cross_entropy(
