@@ -1,15 +1,18 @@
 """The clustered layer: sliding-window attention, and attention to all of the past by clusters."""
 
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
-from brt.layers.attention import Mix, TokenLayer, cache_is_readable, with_cache
+from brt.layers.attention import Mix, TransformerBlock, cache_is_readable, with_cache
 from brt.layers.basic import parameter
-from brt.layers.state import ClusteredState, OpenBlock, WindowState
+from brt.layers.state import OpenBlock, WindowState, new_window_state
 from brt.ops.causal_clustered_attention import (
     Centroids,
+    Past,
     causal_clustered_attention,
     causal_clustered_attention_step,
     past_after,
@@ -17,6 +20,55 @@ from brt.ops.causal_clustered_attention import (
 )
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import StateMemory
+
+
+class ClusteredState(NamedTuple):
+    """The cache, and what every centroid has of all blocks before it: see `Past`.
+
+    Attributes:
+      window: as of a sliding-window layer.
+      keys: [B, H, C, R, K], as in the cache.
+      values: [B, H, C, R, K].
+      rest: float32 [B, H, C, K].
+      totals: float32 [B, H, C].
+      filled: int32 [B].
+    """
+
+    window: WindowState
+    keys: Float[Array, "B H C R K"]
+    values: Float[Array, "B H C R K"]
+    rest: Float[Array, "B H C K"]
+    totals: Float[Array, "B H C"]
+    filled: Int[Array, " B"]
+
+    @property
+    def past(self) -> Past:
+        return Past(*self[1:])
+
+
+def new_clustered_state(model: Model, batch: int, dtype: jnp.dtype) -> ClusteredState:
+    """The state of a clustered layer that has read nothing."""
+    shape = (batch, model.heads, model.clusters, model.cluster_top_k, model.head_dim)
+    return ClusteredState(
+        window=new_window_state(model, batch, dtype),
+        keys=jnp.zeros(shape, dtype),
+        values=jnp.zeros(shape, dtype),
+        rest=jnp.zeros((*shape[:3], model.head_dim), jnp.float32),
+        totals=jnp.zeros(shape[:3], jnp.float32),
+        filled=jnp.zeros((batch,), jnp.int32),
+    )
+
+
+def clustered_flops(model: Model) -> int:
+    """Of a token: its centroid, what left the window, what the centroid has.
+
+    Every centroid looks at a key once, and at what it keeps once a block.
+    """
+    m, attention = model, 4 * model.heads * model.head_dim
+    left = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2  # on average
+    reading = attention // 2 * m.clusters + attention * (left + m.cluster_top_k)
+    taking_in = attention * m.clusters * (m.window + m.cluster_top_k) // m.window
+    return reading + taking_in
 
 
 class ClusteredLayer(nn.Module):
@@ -33,7 +85,7 @@ class ClusteredLayer(nn.Module):
 
     def setup(self) -> None:
         m = self.model
-        self.tokens = TokenLayer(
+        self.tokens = TransformerBlock(
             m, cross_attends=m.feedback, training=self.training, kernels=self.kernels
         )
         # As queries begin: unit vectors, or of unit variance; their scale is shared.
@@ -78,11 +130,11 @@ class ClusteredLayer(nn.Module):
         y = self.tokens.attend(x, projections, keys, values, readable, feedback, mix)
         return y, ClusteredState(window, *past)
 
-    def open(self, x: None, state: ClusteredState, *_: None) -> tuple[None, OpenBlock]:
+    def begin_block(self, x: None, state: ClusteredState, *_: None) -> tuple[None, OpenBlock]:
         """An empty block behind `state`."""
         return x, OpenBlock(state.window.keys, state.window.values, None)
 
-    def step(
+    def decode_step(
         self,
         x: Float[Array, "B 1 D"],
         carried: tuple[ClusteredState, OpenBlock],
@@ -106,7 +158,7 @@ class ClusteredLayer(nn.Module):
 
         return mix
 
-    def close(
+    def end_block(
         self, x: None, carried: tuple[ClusteredState, OpenBlock], *_: None
     ) -> tuple[None, ClusteredState]:
         """The state after a full block: the past takes in the block before it."""

@@ -86,6 +86,7 @@ class Evaluator(Protocol):
         self,
         params: PyTree[Array],
         *,
+        model_state: PyTree[Array] = (),
         whole: bool = True,
         stop: Stop = ...,
         progress: Progress = ...,
@@ -96,7 +97,14 @@ class Evaluator(Protocol):
           whole: False: only what is quick, as training does before its last step.
         """
 
-    def sample(self, params: PyTree[Array], step: int, stop: Stop = ...) -> str | None:
+    def sample(
+        self,
+        params: PyTree[Array],
+        step: int,
+        stop: Stop = ...,
+        *,
+        model_state: PyTree[Array] = (),
+    ) -> str | None:
         """Something to look at that the model makes of the split; None if asked to stop."""
 
 
@@ -277,6 +285,7 @@ class Task(abc.ABC):
         out: TextIO,
         *,
         identity: Mapping[str, Any],
+        model_state: PyTree[Array] = (),
     ) -> None:
         """Writes a text after, or of, a prompt; only where the task `writes`.
 

@@ -267,7 +267,10 @@ def _evaluate(step: int, state: TrainState, tools: Tools) -> bool:
     tools.meter.flush()
     last = step >= tools.run.config.training.steps
     with tools.throughput.pause():
-        reading = tools.evaluator(state.params, whole=last, stop=lambda: tools.stop.requested)
+        reading = tools.evaluator(
+            state.params, model_state=state.model_state, whole=last,
+            stop=lambda: tools.stop.requested,
+        )  # fmt: skip
         if reading is None:
             return False
         if last:
@@ -282,7 +285,9 @@ def _sample(step: int, state: TrainState, path: Path, tools: Tools) -> bool:
     """Writes a text that the model draws."""
     tools.meter.flush()
     with tools.throughput.pause():
-        text = tools.evaluator.sample(state.params, step, stop=lambda: tools.stop.requested)
+        text = tools.evaluator.sample(
+            state.params, step, lambda: tools.stop.requested, model_state=state.model_state
+        )
     if text is not None:
         workdirs.write_text(path, text)
     return text is not None

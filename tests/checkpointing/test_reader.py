@@ -215,6 +215,20 @@ def test_another_model_is_refused_by_parameter_name(saved: Path) -> None:
         reader.restore(saved, target)
 
 
+def test_a_checkpoint_of_other_shapes_of_old_is_refused_with_the_remedy(directory: Path) -> None:
+    meta = json.loads((directory / "3/meta.json").read_text())
+    del meta["format"]
+    (directory / "3/meta.json").write_text(json.dumps(meta))
+    manifest.write(directory / "3")
+    with pytest.raises(
+        CheckpointError,
+        match=r"^checkpoint 3 of .* was written by an older brt \(parameters before 'by head'\); "
+        r"train anew, or read it with the brt that wrote it \(its version is in provenance.json\)$",
+    ):
+        checkpoint.restore(directory, abstract(state()))
+    assert checkpoint.restore(directory, abstract(state()), 2).step == 2
+
+
 def test_a_changed_type_is_refused_not_cast(saved: Path) -> None:
     target = abstract(state())
     target["scale"] = jax.ShapeDtypeStruct((), jnp.bfloat16)

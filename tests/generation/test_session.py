@@ -65,7 +65,7 @@ def build(random_params: Callable) -> Callable[[str], Case]:
         @jax.jit
         def read(ids: jax.Array) -> jax.Array:
             state, start = decoder.new_state(model, 1), jnp.zeros((1, ids.shape[1] // WINDOW), bool)
-            hidden, _ = Decoder(model).apply({"params": params}, ids, state, start)
+            hidden, *_ = Decoder(model).apply({"params": params}, ids, state, start)
             return decoder.logits(model, params["embedding"], hidden)
 
         def whole(text: list[int]) -> np.ndarray:

@@ -11,31 +11,31 @@ from brt.ops.normalization import l2_normalize, rms_norm
 
 
 class CellWeights(NamedTuple):
-    """Weights of the state update. A = H * K.
+    """Weights of the state update, by head; what reads both attentions has them on an axis.
 
     Attributes:
       norm: [D], scale of the norm before the projections.
       ids: [S, D], the states' learned identities (section 3.3).
-      keys, values, queries, cross_queries: [D, A].
+      keys, values, queries, cross_queries: [D, H, K].
       scale, cross_scale: [H], for attention to states and to tokens.
-      output: [2A, D], or None in the single layout.
+      output: [2, H, K, D], or None in the single layout.
       output_gate: of the attention's residual, or None in the single layout.
       mlp_norm: [D], dual layout only.
-      mlp_in: [D, F] (dual) or [2A, F] (single); mlp_out: [F, D]; mlp_gate.
+      mlp_in: [D, F] (dual) or [2, H, K, F] (single); mlp_out: [F, D]; mlp_gate.
     """
 
     norm: Float[Array, " D"]
     ids: Float[Array, "S D"]
-    keys: Float[Array, "D A"]
-    values: Float[Array, "D A"]
-    queries: Float[Array, "D A"]
-    cross_queries: Float[Array, "D A"]
+    keys: Float[Array, "D H K"]
+    values: Float[Array, "D H K"]
+    queries: Float[Array, "D H K"]
+    cross_queries: Float[Array, "D H K"]
     scale: Float[Array, " H"]
     cross_scale: Float[Array, " H"]
-    output: Float[Array, "M D"] | None = None
+    output: Float[Array, "2 H K D"] | None = None
     output_gate: GateWeights | None = None
     mlp_norm: Float[Array, " D"] | None = None
-    mlp_in: Float[Array, "M F"] | None = None
+    mlp_in: Float[Array, "*M F"] | None = None
     mlp_out: Float[Array, "F D"] | None = None
     mlp_gate: GateWeights | None = None
 
@@ -56,9 +56,5 @@ def state_memory(
 ) -> StateMemory:
     """The keys and values that the tokens of a block read; dtype as given."""
     h = (rms_norm(vectors, weights.norm) + weights.ids[None]).astype(dtype)
-    heads = weights.scale.shape[0]
-    keys, values = (
-        dense(h, kernel).reshape(*h.shape[:2], heads, -1)
-        for kernel in (weights.keys, weights.values)
-    )
+    keys, values = (dense(h, kernel) for kernel in (weights.keys, weights.values))
     return StateMemory(l2_normalize(keys) if normalize_qk else keys, values)

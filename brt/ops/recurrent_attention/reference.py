@@ -33,7 +33,7 @@ def state_scan(
         vectors = jnp.where(document_start[:, n, None, None], initial[None], vectors)
         h = rms_norm(vectors, weights.norm) + weights.ids[None]
         kernels = weights.keys, weights.queries, weights.cross_queries, weights.values
-        k, q, crossing, v = (_heads(h @ kernel, weights.scale) for kernel in kernels)
+        k, q, crossing, v = (jnp.einsum("bsd,dhk->bshk", h, kernel) for kernel in kernels)
         if normalize_qk:
             k, q, crossing = (l2_normalize(x) for x in (k, q, crossing))
         q = q * weights.scale[None, None, :, None]
@@ -43,20 +43,16 @@ def state_scan(
         )
         mask = readable[:, n, None] | (np.arange(2 * window) >= window)[None]
         everything = jnp.ones(k.shape[:2], bool)
-        attended = jnp.concatenate(
+        attended = jnp.stack(
             [
                 _attend(q, k, v, everything, False),
                 _attend(crossing, k_tokens, v_tokens, mask, null_keys),
             ],
             axis=2,
         )
-        vectors = _next(weights, vectors, attended.reshape(*h.shape[:2], -1), kind, tanh)
+        vectors = _next(weights, vectors, attended, kind, tanh)
         shown.append(StateMemory(k.astype(dtype), v.astype(dtype)))
     return vectors, jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *shown)
-
-
-def _heads(x: Float[Array, "B S A"], scale: Float[Array, " H"]) -> Float[Array, "B S H K"]:
-    return x.reshape(*x.shape[:2], scale.shape[0], -1)
 
 
 def _attend(
@@ -77,7 +73,7 @@ def _attend(
 def _next(
     weights: CellWeights,
     vectors: Float[Array, "B S D"],
-    attended: Float[Array, "B S M"],
+    attended: Float[Array, "B S 2 H K"],
     kind: str,
     tanh: str,
 ) -> Float[Array, "B S D"]:
@@ -87,11 +83,11 @@ def _next(
     bound = jnp.tanh if bounded else lambda z: z
     inputs = attended
     if not single:
-        update = bound(attended @ weights.output)
+        update = bound(jnp.tensordot(attended, weights.output, axes=3))
         vectors = gate(kind, weights.output_gate, vectors, update, attended)
         if weights.mlp_in is None:
             return vectors
         inputs = rms_norm(vectors, weights.mlp_norm)
-    hidden = jax.nn.relu(inputs @ weights.mlp_in)
+    hidden = jax.nn.relu(jnp.tensordot(inputs, weights.mlp_in, axes=inputs.ndim - 2))
     update = bound(hidden @ weights.mlp_out)
     return gate(kind, weights.mlp_gate, vectors, update, hidden)

@@ -26,15 +26,20 @@ class _Kernels(NamedTuple):
 
 
 def _kernels(weights: CellWeights) -> _Kernels:
-    """Keys, both queries and values by one product."""
+    """Keys, both queries and values by one product with a kernel [D, 4, H, K]."""
     parts = (weights.keys, weights.queries, weights.cross_queries, weights.values)
-    return _Kernels(jnp.concatenate(parts, axis=1), weights.output, weights.mlp_in, weights.mlp_out)
+    return _Kernels(jnp.stack(parts, axis=1), weights.output, weights.mlp_in, weights.mlp_out)
 
 
-def _dense(x: Float[Array, "B S M"], kernel: Array, tap: Tap | None) -> Float[Array, "B S D"]:
-    if tap is not None:
-        return deferred.dot(x, kernel, tap)
-    return dense(x, kernel)
+def _inputs(kernels: _Kernels) -> _Kernels:
+    """How many axes each product sums over; all but the first have one axis of outputs."""
+    return _Kernels(1, *(k if k is None else k.ndim - 1 for k in kernels[1:]))
+
+
+def _dense(
+    x: Float[Array, "B S *M"], kernel: Array, tap: Tap | None, inputs: int = 1
+) -> Float[Array, "B S ..."]:
+    return dense(x, kernel, inputs) if tap is None else deferred.dot(x, kernel, tap, inputs)
 
 
 def _attend_to_tokens(
@@ -78,26 +83,24 @@ def state_update(
     """
     kernels = kernels or _kernels(weights)
     taps = taps or _Kernels(None, None, None, None)
-    dtype, heads = keys.dtype, weights.scale.shape[0]
+    dtype = keys.dtype
     h = rms_norm(vectors, weights.norm) + weights.ids[None]
     product = _dense(h.astype(dtype), kernels.projection, taps.projection)
-    parts = product.reshape(*product.shape[:2], 4 * heads, -1)
-    scaled, v = parts[:, :, : 3 * heads], parts[:, :, 3 * heads :]
+    scaled, v = product[:, :, :-1], product[:, :, -1]
     if normalize_qk:
         scaled = l2_normalize(scaled)
-    scales = jnp.concatenate([jnp.ones_like(weights.scale), weights.scale, weights.cross_scale])
-    scaled = scaled * scales.astype(dtype)[None, None, :, None]
-    k, q, q_cross = jnp.split(scaled, 3, axis=2)
+    scales = jnp.stack([jnp.ones_like(weights.scale), weights.scale, weights.cross_scale])
+    scaled = scaled * scales.astype(dtype)[None, None, :, :, None]
+    k, q, q_cross = (part.squeeze(2) for part in jnp.split(scaled, 3, axis=2))
     crossed = _attend_to_tokens(q_cross, keys, values, readable, null_keys)
-    attended = jnp.concatenate([attend(q, k, v), crossed], axis=2)
-    attended = attended.reshape(*attended.shape[:2], -1)
+    attended = jnp.stack([attend(q, k, v), crossed], axis=2)
     return _gated(weights, vectors, attended, kernels, taps, kind, tanh), StateMemory(k, v)
 
 
 def _gated(
     weights: CellWeights,
     vectors: Float[Array, "B S D"],
-    attended: Float[Array, "B S M"],
+    attended: Float[Array, "B S 2 H K"],
     kernels: _Kernels,
     taps: _Kernels,
     kind: str,
@@ -108,14 +111,16 @@ def _gated(
     bounded = single if tanh == "original" else kind == "lstm"
     bound = jnp.tanh if bounded else lambda z: z
 
-    def after_mlp(x: Float[Array, "B S M"]) -> Float[Array, "B S D"]:
-        hidden = relu(_dense(x, kernels.mlp_in, taps.mlp_in))
+    inputs = _inputs(kernels)
+
+    def after_mlp(x: Float[Array, "B S *M"]) -> Float[Array, "B S D"]:
+        hidden = relu(_dense(x, kernels.mlp_in, taps.mlp_in, inputs.mlp_in))
         z = bound(_dense(hidden, kernels.mlp_out, taps.mlp_out))
         return gate(kind, weights.mlp_gate, vectors, z, hidden)
 
     if single:
         return after_mlp(attended)
-    z = bound(_dense(attended, kernels.output, taps.output))
+    z = bound(_dense(attended, kernels.output, taps.output, inputs.output))
     vectors = gate(kind, weights.output_gate, vectors, z, attended)
     if weights.mlp_in is None:
         return vectors
@@ -144,7 +149,8 @@ def state_scan(
     """See `api.state_scan`."""
     batch, blocks = readable.shape
     kernels, rows = _kernels(weights), (blocks, batch, vectors.shape[1])
-    taps = _Kernels(*(k if k is None else deferred.tap(k, rows, keys.dtype) for k in kernels))
+    pairs = zip(kernels, _inputs(kernels), strict=True)
+    taps = _Kernels(*(k if k is None else deferred.tap(k, rows, keys.dtype, i) for k, i in pairs))
     kernels = jax.tree.map(jax.lax.stop_gradient, kernels)  # their gradients go by the taps
 
     def body(

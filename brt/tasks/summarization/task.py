@@ -182,6 +182,7 @@ class Summarization(Task):
         out: TextIO,
         *,
         identity: Mapping[str, Any],
+        model_state: PyTree[Array] = (),
     ) -> None:
         """A summary of the prompt: as Decoding says, or drawn as the options do."""
         if options.load_state or options.save_state:

@@ -79,7 +79,7 @@ def token_nats(params: Any, store: token_store.TokenStore) -> Callable[..., list
     @jax.jit
     def logits(ids: jax.Array, start: jax.Array) -> jax.Array:
         state = decoder.new_state(MODEL, len(ids))
-        hidden, _ = Decoder(MODEL).apply({"params": params}, ids, state, start)
+        hidden, *_ = Decoder(MODEL).apply({"params": params}, ids, state, start)
         return decoder.logits(MODEL, params["embedding"], hidden)
 
     def nats(forget: int = longest) -> list[np.ndarray]:
