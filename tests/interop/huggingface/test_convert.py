@@ -89,6 +89,16 @@ def test_bfloat16_is_rounding_and_float32_again(source: Path, tmp_path: Path) ->
     assert any("largest difference 0.0e+00" in line for line in lines)
 
 
+def test_what_transformers_computes_otherwise_is_said(
+    read: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert.trained, "is_run", lambda directory: True)
+    for kind, said in (("full", []), ("clustered", ["note: trained with Attention.kind = 'clust"])):
+        monkeypatch.setattr(convert.trained, "attention", lambda directory, kind=kind: kind)
+        lines = list(convert._notes(tmp_path, read("bart")[0]))
+        assert [line[: len(said[0])] for line in lines] == said
+
+
 def test_an_array_that_changed_is_found(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
