@@ -130,9 +130,7 @@ class _Beams(NamedTuple):
     begun: Bool[Array, ""]
 
 
-def _search(
-    decoder: Decoder, params: PyTree[Array], memory: Memory, *, decoding: Decoding
-) -> Hypotheses:
+def _search(decoder: Decoder, learnt: Learnt, memory: Memory, *, decoding: Decoding) -> Hypotheses:
     """The texts that beams of one lane come to; a language model ends none by itself."""
 
     def lanes(memory: Memory, take: Callable[[Array], Array]) -> Memory:
@@ -141,7 +139,7 @@ def _search(
 
     def step(tokens: Int[Array, "1 N"], beams: _Beams) -> tuple[Float[Array, "1 N V"], _Beams]:
         def advance() -> Memory:
-            return _advance(decoder, params, beams.memory, tokens[0])
+            return _advance(decoder, learnt, beams.memory, tokens[0])
 
         memory = jax.lax.cond(beams.begun, advance, lambda: beams.memory)
         return memory.logits[None], _Beams(memory, jnp.ones((), bool))
@@ -231,7 +229,7 @@ class Session:
         """Writes the text that a search finds, `decoding.max_length` - 1 tokens, and reads it."""
         if self.memory.count == 0:
             self.read([])
-        best = self._search(self._params, self.memory, decoding=decoding)
+        best = self._search(self._learnt, self.memory, decoding=decoding)
         tokens = np.asarray(best.sequences[0, 0, 1:])
         self.read(tokens)
         return tokens
