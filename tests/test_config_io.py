@@ -82,7 +82,7 @@ def test_annotated_text_shows_value_origin_and_documentation() -> None:
     assert comment.startswith(" a.gin:3 | tokens a token attends to")
     for name, comment in (
         ("Model.clusters", "centroids of a head that a clustered"),  # which stands above the field
-        ("Training.objective", "what is learned"),  # behind the last of several lines
+        ("Training.task", "what is learned"),  # behind the last of several lines
         ("Seq2Seq.vocab_size", "0: the tokenizer's"),
     ):
         assert f"  # a.gin:3 | {comment}" in lines[name]

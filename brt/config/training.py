@@ -11,7 +11,7 @@ from brt.config.fields import fixed, free
 class Training:
     """How long, how much at a time, and what happens on the way."""
 
-    objective: str = fixed("language_modeling")  # what is learned: a name of brt.tasks.TASKS
+    task: str = fixed("language_modeling")  # what is learned: a name of brt.tasks.TASKS
     steps: int = free(100_000)
     epochs: float = free(0.0)  # passes over the training data, in place of steps; 0: as steps say
     init_from: str = free("")  # weights that brt.convert wrote, or a run's workdir; "": random ones

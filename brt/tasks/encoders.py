@@ -97,7 +97,7 @@ class EncoderTask(Task):
         model = config.encoder
         if model.features:
             raise ConfigError(
-                f"Encoder.features = {model.features} must be 0 where Training.objective = "
+                f"Encoder.features = {model.features} must be 0 where Training.task = "
                 f"{self.name!r}: it reads tokens"
             )
         for name, length in lengths:
@@ -164,7 +164,7 @@ class EncoderTask(Task):
             reads, wanted = ("tokens", "frames") if self.frames else ("frames", "tokens")
             raise ConfigError(
                 f"the weights of Training.init_from = {weights.where!r} read {reads}, but "
-                f"Training.objective = {self.name!r} needs some that read {wanted}"
+                f"Training.task = {self.name!r} needs some that read {wanted}"
             )
 
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:

@@ -297,7 +297,7 @@ class Task(abc.ABC):
     def silent(self) -> ConfigError:
         """What to say where a text is asked for."""
         return ConfigError(
-            f"Training.objective = {self.name!r} trains a model that writes no text; "
+            f"Training.task = {self.name!r} trains a model that writes no text; "
             "python -m brt.evaluate shows what it does"
         )
 

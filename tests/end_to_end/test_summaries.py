@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 WORDS = "the ship sails at dawn over cold water while old men sing of gold and storms".split()
 CONFIG = """
-Training.objective = 'seq2seq'
+Training.task = 'summarization'
 Training.steps = 12
 Training.batch_size = 4
 Training.gradient_accumulation = 2

@@ -366,7 +366,7 @@ def test_settings_that_clash_are_refused() -> None:
     with pytest.raises(ConfigError, match="needs Seq2Seq.family = 't5'"):
         dataclasses.replace(BART, encoder_attention="transient_global")
     summaries = {
-        "training": Training(objective="seq2seq"),
+        "training": Training(task="summarization"),
         "pairs": Documents(max_source_length=90),
     }
     clustered = Attention(kind="clustered", clusters=90)

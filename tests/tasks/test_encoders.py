@@ -24,7 +24,7 @@ from brt.training.state import initial_params
 @pytest.fixture
 def sentences(tmp_path):
     return Config(
-        training=Training(objective="classification", batch_size=3, epochs=2.0),
+        training=Training(task="text_classification", batch_size=3, epochs=2.0),
         sentences=Sentences(
             train=("generated:r/7",), validation=(), test=(), max_length=512,
             cache_dir=str(tmp_path),
@@ -35,7 +35,7 @@ def sentences(tmp_path):
 @pytest.fixture
 def questions(tmp_path):
     return Config(
-        training=Training(objective="spans", batch_size=3, epochs=2.0),
+        training=Training(task="extractive_qa", batch_size=3, epochs=2.0),
         questions=Questions(
             train=("generated:r/7",), validation=(), test=(), max_length=512,
             cache_dir=str(tmp_path),
@@ -68,7 +68,7 @@ def test_labels_vocabulary_and_steps_come_from_the_data(sentences):
 def test_numbers_are_one_class(sentences, tmp_path):
     (tmp_path / "t.tsv").write_text("sentence\tlabel\na\t1.5\nb\t2.5\n")
     numbers = changed(sentences, "sentences", train=(str(tmp_path / "t.tsv"),))
-    numbers = changed(numbers, "training", objective="regression")
+    numbers = changed(numbers, "training", task="text_regression")
     found, _, reader = prepare(numbers, progress=False)
     assert (found.encoder.classes, found.sentences.labels) == (1, ())
     assert reader.largest().targets.dtype == reader[0].targets.dtype == np.float32

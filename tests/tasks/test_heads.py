@@ -29,7 +29,7 @@ ENCODER = Encoder(
 def build(objective, **sections):
     """A config, and parameters whose logits differ much."""
     config = Config(
-        training=Training(objective=objective), encoder=ENCODER,
+        training=Training(task=objective), encoder=ENCODER,
         evaluation=Evaluation(batch_size=4), **sections,
     )  # fmt: skip
     params = jax.jit(lambda: nn.meta.unbox(initial_params(config)))()
@@ -106,7 +106,7 @@ def test_numbers_are_those_of_rows_alone_and_their_errors_the_loss(tmp_path):
         cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
     config = Config(
-        training=Training(objective="regression"), sentences=section,
+        training=Training(task="text_regression"), sentences=section,
         encoder=dataclasses.replace(ENCODER, classes=1), evaluation=Evaluation(batch_size=4),
     )  # fmt: skip
     params = jax.jit(lambda: nn.meta.unbox(initial_params(config)))()

@@ -170,7 +170,11 @@ def test_a_run_starts_from_the_weights_and_says_what_is_new(
     [
         (MASKED, {"heads": 4}, "Encoder.heads = 4, but the weights of .* have 2; leave it out"),
         (MASKED, {"vocab_size": 300}, "Encoder.vocab_size = 300, but the weights .* have 257; lea"),
-        ("ctc", {}, "masked.*read tokens, but Training.objective = 'ctc' needs .* read frames"),
+        (
+            "ctc",
+            {},
+            "masked.*read tokens, but Training.task = 'speech_recognition' needs .* read frames",
+        ),
     ],
 )
 def test_settings_that_the_weights_do_not_have_are_refused(

@@ -40,7 +40,7 @@ _ROUGE_L = Measure("rougeL", "ROUGE-L", ".2f", higher_is_better=True)
 class Summarization(Task):
     """An encoder-decoder's."""
 
-    name = "seq2seq"
+    name = "summarization"
     sections = ("Seq2Seq", "Attention", "CrossAttention", "Pairs", "Decoding", "Sampling")
     model, data = "seq2seq", "pairs"
     writes = exports = True

@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> Callable[..., Path]:
         **settings: Any,
     ) -> Path:
         model = dataclasses.replace(SIZES, **settings)
-        training = Training(objective=objective, segment_length=16)
+        training = Training(task=objective, segment_length=16)
         config = Config(
             training=training, encoder=model, attention=attention or Attention(), data=data
         )
@@ -101,7 +101,7 @@ def test_a_run_becomes_a_checkpoint_of_roberta(
         ({"positions": "sinusoidal"}, "Encoder.positions = 'sinusoidal' has no counterpart in Ro"),
         ({"norm_first": True}, "Encoder.norm_first = True has no counterpart in RoBERTa"),
         (
-            {"objective": "ctc", "features": 4, "vocab_size": 5},
+            {"task": "speech_recognition", "features": 4, "vocab_size": 5},
             "Encoder.features = 4 has no counterpart in RoBERTa",
         ),
     ],

@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_refused(recurrent: Path, tmp_path: Path) -> None:
     more = dataclasses.replace(MODEL, states=5)
     with pytest.raises(CheckpointError, match=r"layer 1: .* is .*3.*, but this model's is .*5"):
         start(recurrent, more, drawn(more, seed=2))
-    encoder = dataclasses.replace(config().training, objective="masked_language_modeling")
+    encoder = dataclasses.replace(config().training, task="masked_language_modeling")
     other = write(tmp_path, MODEL, config=config_json(Config(training=encoder)))
     with pytest.raises(CheckpointError, match="it trained masked_language_.* of Model; name"):
         ready(config(other))

@@ -26,7 +26,7 @@ from brt.types import Batch
 LENGTH = 20
 CONFIG = Config(
     training=Training(
-        objective="masked_language_modeling", segment_length=LENGTH, batch_size=3, loss_chunk=3
+        task="masked_language_modeling", segment_length=LENGTH, batch_size=3, loss_chunk=3
     ),
     encoder=Encoder(
         layers=1,

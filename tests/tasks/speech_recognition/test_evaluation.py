@@ -33,7 +33,9 @@ def config(corpus):
         vocab_size=corpus.tokenizer.vocab_size, dtype="float32",
     )  # fmt: skip
     return Config(
-        encoder=encoder, training=Training(objective="ctc"), evaluation=Evaluation(batch_size=3)
+        encoder=encoder,
+        training=Training(task="speech_recognition"),
+        evaluation=Evaluation(batch_size=3),
     )
 
 

@@ -14,7 +14,7 @@ from brt.training.run import prepare
 @pytest.fixture
 def config(tmp_path):
     return Config(
-        training=Training(objective="ctc", batch_size=3, epochs=2.0),
+        training=Training(task="speech_recognition", batch_size=3, epochs=2.0),
         encoder=Encoder(positions="sinusoidal"),
         speech=Speech(
             train=("generated:r/7",), validation=("generated:q/2",), test=(), stack=3, stride=3,
