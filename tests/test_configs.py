@@ -11,8 +11,7 @@ import flax.linen as nn
 import jax
 import pytest
 
-from brt import command_line
-from brt import tasks
+from brt import command_line, tasks
 from brt.config import Config, Encoder, Model, Pairs, Training
 from brt.config_io import config_values
 from brt.training.state import initial_params, parameter_counts

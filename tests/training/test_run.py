@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from brt.tasks.resolving import written_out
 
 from brt.config import Config, Data, Kernels, Mesh, Model, Optimizer, Training
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
 from brt.models.decoder import new_state
+from brt.tasks.resolving import written_out
 from brt.training import run as runs
 from brt.training.resuming import check_resumable
 from brt.training.run import Run
