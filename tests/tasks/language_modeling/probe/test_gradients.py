@@ -22,7 +22,7 @@ def test_all_of_a_sound_model_is_reached(
     names = by_layer(config, params)
     assert found["parameters"] == len(names)
     assert {name.split("/")[0] for name in names} == {"embedding", "norm", "layer_0", "layer_1"}
-    assert names["layer_1/cell/keys"].shape == (16, 16)
+    assert names["layer_1/cell/keys"].shape == (16, 2, 8)
     assert found["verdict"] == f"all {len(names)} parameters get a gradient"
     assert [row["layer"] for row in found["states"]] == [0, 1]
     for row in found["states"]:
