@@ -101,6 +101,3 @@ class TextBatch(NamedTuple):
     targets: Int[Array, "B targets"] | Float[Array, "B targets"]
     scored: Bool[Array, "B targets"]
     row: Int[Array, " B"]
-
-
-AnyBatch = Batch | PairBatch | SpeechBatch | TextBatch

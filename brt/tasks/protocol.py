@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config, Sampling
+from brt.data.readers import Reader
 from brt.errors import CheckpointError, ConfigError
 from brt.interop.exporting import Exported, no_form
 from brt.tasks.report import Measure, Reading
@@ -50,24 +51,6 @@ class Corpus(Protocol):
 
     def split(self, name: str) -> Any:
         """The store of a split; raises DataError where there is none."""
-
-
-@runtime_checkable
-class Reader(Protocol):
-    """Batches by step, NamedTuples of NumPy arrays with the lanes on axis 0."""
-
-    steps_per_epoch: float
-
-    def __getitem__(self, step: int) -> Any: ...
-
-    def epoch(self, step: int) -> float:
-        """Passes over the data that are behind a run after so many steps."""
-
-    def largest(self) -> Any:
-        """A batch of the largest shape."""
-
-    def positions(self, batch: Any) -> int:
-        """Tokens or frames that a step reads, padding included."""
 
 
 @runtime_checkable
@@ -160,9 +143,9 @@ class Task(abc.ABC):
     def open(self, config: Config, *, progress: bool = True) -> Corpus:
         """The data; prepared first where that was not done yet; DataError where it cannot be."""
 
-    @abc.abstractmethod
     def resolve(self, config: Config, corpus: Corpus) -> Config:
-        """The config with what depends on data and machine written out; see `with_vocabulary`."""
+        """The config with what depends on data and machine written out."""
+        return config
 
     @abc.abstractmethod
     def reader(self, config: Config, corpus: Corpus) -> Reader:

@@ -12,8 +12,9 @@ from brt.checkpointing.reader import Found
 from brt.config import Config
 from brt.config_io import config_from_json
 from brt.data.cache import cache_directory
+from brt.data.readers import Reader
 from brt.tasks import resolving
-from brt.tasks.protocol import Corpus, Reader, Task
+from brt.tasks.protocol import Corpus, Task
 from brt.tasks.weights import Weights
 from brt.training import compilation, warm_start
 from brt.training import optimizer as optimizers
