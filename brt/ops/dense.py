@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from brt.ops import dispatch
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dense(x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int = 1) -> Array:
@@ -55,7 +57,7 @@ def weight_gradient(
     transposed, which takes longer than the product of a small model.
     """
     shape = (*x.shape[x.ndim - inputs :], *dy.shape[dy.ndim - outputs :])
-    if jax.default_backend() == "cpu":
+    if dispatch.backend() == "cpu":
         x, dy, inputs, outputs = _merged(x, inputs), _merged(dy, outputs), 1, 1
     x = x.reshape(-1, *x.shape[x.ndim - inputs :])
     dy = dy.reshape(-1, *dy.shape[dy.ndim - outputs :])
@@ -64,7 +66,7 @@ def weight_gradient(
 
 
 def _merges(kernel: Array) -> bool:
-    return kernel.ndim > 2 and jax.default_backend() == "cpu"
+    return kernel.ndim > 2 and dispatch.backend() == "cpu"
 
 
 def _merged(x: Array, axes: int) -> Array:

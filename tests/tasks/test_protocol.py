@@ -15,7 +15,7 @@ each = pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))
 
 
 def config(task: str, **sections: object) -> Config:
-    return Config(training=Training(objective=task), **sections)
+    return Config(training=Training(task=task), **sections)
 
 
 @each
@@ -42,7 +42,7 @@ def test_every_task_says_what_comes_next(task: Task) -> None:
 def test_an_unknown_task_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(ConfigError) as refused:
         tasks.named("nonsense")
-    assert str(refused.value).startswith("Training.objective = 'nonsense' must be one of 'langu")
+    assert str(refused.value).startswith("Training.task = 'nonsense' must be one of 'langu")
     assert all(repr(name) in str(refused.value) for name in TASKS)
     with pytest.raises(ConfigError, match="did you mean 'classification'"):
         tasks.of(config("clasification"))
@@ -54,8 +54,8 @@ def test_settings_that_nothing_would_read_are_refused() -> None:
     origins = {"Pairs.train": "a.gin:3", "Pairs.cache_dir": "a.gin:4"}
     with pytest.raises(
         ConfigError,
-        match=r"^a.gin:3: Pairs.train means nothing where Training.objective = "
-        r"'language_modeling'; set Training.objective = 'seq2seq', or leave it out$",
+        match=r"^a.gin:3: Pairs.train means nothing where Training.task = "
+        r"'language_modeling'; set Training.task = 'summarization', or leave it out$",
     ):
         tasks.check(config("language_modeling", pairs=pairs), origins)
     tasks.check(config("seq2seq", pairs=pairs), origins)

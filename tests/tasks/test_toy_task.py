@@ -20,12 +20,12 @@ from brt.training.workdir import Workdir
 
 HERE = Path(__file__).parent
 TRAINING = Training(
-    objective="parity", steps=300, batch_size=64, segment_length=4, log_every=50,
+    task="parity", steps=300, batch_size=64, segment_length=4, log_every=50,
     evaluate_every=150, sample_every=300, plots=False,
 )  # fmt: skip
 OPTIMIZER = Optimizer(name="adamw", learning_rate=0.05, schedule="constant", warmup_steps=5)
 BINDINGS = """
-Training.objective = 'parity'
+Training.task = 'parity'
 Training.steps = 300
 Training.batch_size = 64
 Training.segment_length = 4
@@ -134,6 +134,6 @@ def test_all_commands_know_a_toy_task(commands: Commands, tmp_path: Path) -> Non
     rows = (tmp_path / "sweep/report.csv").read_text().splitlines()[1:]
     assert len(rows) == 2 and all("finished" in row for row in rows)
     assert (tmp_path / "sweep/plots/bits.png").exists()
-    refused = "--gin_bindings=Training.objective = 'partiy'"
+    refused = "--gin_bindings=Training.task = 'partiy'"
     said = commands(*train, "--workdir=none", refused, code=2)
     assert "'parity'" in said and "did you mean" in said

@@ -13,7 +13,7 @@ from brt.data.preparation import Corpus
 from brt.data.tokenizers import Tokenizer
 from brt.errors import ConfigError
 from brt.generation.session import Session
-from brt.layers.stack import ModelState, StackState, new_model_state
+from brt.layers.stack import ModelState, StackState, new_model_state, runs
 from brt.models.decoder import Decoder, DecoderOutput, new_state
 from brt.models.flops import forward_flops_per_token
 from brt.tasks import resolving
@@ -41,6 +41,7 @@ class LanguageModeling(Task):
     def check(self, config: Config) -> None:
         """Segments of whole blocks, and a causal model."""
         model, kind = config.model, config.attention.kind
+        runs(model)  # refuses kinds of layers that do not exist
         if kind != "full":
             raise ConfigError(
                 f"Attention.kind = {kind!r} looks at the whole of a sequence, which a causal model "
