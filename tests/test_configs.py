@@ -10,9 +10,8 @@ from pathlib import Path
 import flax.linen as nn
 import jax
 import pytest
-from brt.training.reading import MODELS
 
-from brt import command_line
+from brt import command_line, tasks
 from brt.config import Config, Encoder, Model, Pairs, Training
 from brt.config_io import config_values
 from brt.training.state import initial_params, parameter_counts
@@ -126,7 +125,7 @@ def test_builds(row: str) -> None:
     if config.training.objective == "seq2seq":
         assert seq2seq_parameters(config) > 0
         return
-    if MODELS[config.training.objective] == "encoder":
+    if tasks.of(config).model == "encoder":
         assert encoder_parameters(config.encoder, config.training.objective) > 0
         return
     model = config.model

@@ -55,12 +55,18 @@ def train(config: Config, path: Path) -> tuple[Run, Workdir]:
       Preempted: SIGTERM or Ctrl-C came; everything is saved.
       BrtError: anything else that a person can mend.
     """
-    found = newest(path)
+    there, found = reader.present(Workdir(path).checkpoints), newest(path)
     run = runs.build(config, saved=found)
     with StopSignal() as stop, contextlib.ExitStack() as stack:
         workdir = workdirs.create(path)
         stack.enter_context(workdirs.lock(workdir, reader.warn_on_stderr))
-        state, tools = _set_up(run, workdir, stop, stack)
+        # First, for it clears up what a killed run left behind.
+        keep, keep_every = config.checkpoint.keep, config.checkpoint.keep_every
+        writer = CheckpointWriter(workdir.checkpoints, keep=keep, keep_every=keep_every)
+        stack.enter_context(writer)
+        if reader.present(workdir.checkpoints) != there:  # or another process has trained
+            found = newest(path)
+        state, tools = _set_up(run, workdir, writer, found, stop, stack)
         _loop(state, tools)
     return run, workdir
 
@@ -72,16 +78,16 @@ def newest(path: Path) -> reader.Found | None:
 
 
 def _set_up(
-    run: Run, workdir: Workdir, stop: StopSignal, stack: contextlib.ExitStack
+    run: Run,
+    workdir: Workdir,
+    writer: CheckpointWriter,
+    found: reader.Found | None,
+    stop: StopSignal,
+    stack: contextlib.ExitStack,
 ) -> tuple[TrainState, Tools]:
     """Restores or starts the run, and opens everything that has to be closed."""
     c = run.config
-    writer = stack.enter_context(  # first, for it removes what a killed run left behind
-        CheckpointWriter(
-            workdir.checkpoints, keep=c.checkpoint.keep, keep_every=c.checkpoint.keep_every
-        )
-    )
-    saved = _saved(run, workdir)
+    saved = _saved(run, workdir, found)
     needed = tree_utils.required_bytes(run.abstract) * min(c.checkpoint.keep, 2)
     check_disk(workdir.checkpoints, needed)
     start = saved.step if saved else 0
@@ -106,9 +112,8 @@ def _set_up(
     return saved.state if saved else runs.new_state(run, progress.message), tools
 
 
-def _saved(run: Run, workdir: Workdir) -> reader.Restored | None:
+def _saved(run: Run, workdir: Workdir, found: reader.Found | None) -> reader.Restored | None:
     """The newest whole checkpoint, if it is one of this run."""
-    found = newest(workdir.path)
     if found is None:
         return None
     for line in check_resumable(config_from_json(found.meta["config"]), run.config):
