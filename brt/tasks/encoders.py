@@ -122,7 +122,11 @@ class EncoderTask(Task):
         )
 
     def exported(
-        self, source: Path, config: Config, params: PyTree[Array], corpus: Corpus
+        self,
+        source: Path,
+        config: Config,
+        params: PyTree[Array],
+        open_corpus: Callable[[], Corpus],
     ) -> Exported:
         """As RoBERTa's form has it; how it computes is the reader's business."""
         model = dataclasses.replace(config.encoder, dtype="auto", remat=False)
@@ -138,6 +142,7 @@ class EncoderTask(Task):
         notes.append("transformers takes token 1 for padding")
 
         def copy(target: Path) -> list[str]:
+            corpus = open_corpus()
             if corpus.tokenizer.name == ByteTokenizer.name:
                 return []
             return pretrained.copy_tokenizer(corpus.directory, target)

@@ -289,9 +289,17 @@ class Task(abc.ABC):
         return [f"python -m brt.evaluate --workdir={workdir} --split=test"]
 
     def exported(
-        self, source: Path, config: Config, params: PyTree[Array], corpus: Corpus
+        self,
+        source: Path,
+        config: Config,
+        params: PyTree[Array],
+        open_corpus: Callable[[], Corpus],
     ) -> Exported:
-        """A trained model for others to read; only where the task `exports`."""
+        """A trained model for others to read; only where the task `exports`.
+
+        Args:
+          open_corpus: opens the data, whose tokenizer others may want.
+        """
         raise no_form(source)
 
     # What it starts from.

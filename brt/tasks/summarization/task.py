@@ -219,10 +219,14 @@ class Summarization(Task):
         ]
 
     def exported(
-        self, source: Path, config: Config, params: PyTree[Array], corpus: Corpus
+        self,
+        source: Path,
+        config: Config,
+        params: PyTree[Array],
+        open_corpus: Callable[[], Corpus],
     ) -> Exported:
         """As T5's or BART's form has it."""
-        decoding, tokenizer = config.decoding, corpus.tokenizer
+        corpus, decoding = open_corpus(), config.decoding
         generation = {
             "num_beams": decoding.beams,
             "length_penalty": decoding.length_penalty,
@@ -231,13 +235,13 @@ class Summarization(Task):
             "no_repeat_ngram_size": decoding.no_repeat_ngram,
         }
         described = Described(
-            config.seq2seq, config.cross_attention, special_tokens(tokenizer), generation, {}
+            config.seq2seq, config.cross_attention, special_tokens(corpus.tokenizer), generation, {}
         )
 
         def copy(target: Path) -> list[str]:
             (found,) = (p for p in corpus.directory.glob("tokenizer.*") if p.suffix in NAMES)
             name = NAMES[found.suffix]
-            (target / name).write_bytes(tokenizer.content)
+            (target / name).write_bytes(corpus.tokenizer.content)
             return [name]
 
         kind, notes = config.attention.kind, []
