@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,19 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "sweep", "plan"}
 LAYERS = (
-    {"allocator", "errors", "locks", "types"},
+    {"allocator", "drawing", "errors", "formatting", "locks", "tree_utils", "types"},
     {"config"},
     {"config_io"},
     {"bindings"},
     {"ops", "data"},
     {"layers"},
     {"models"},
-    {"training", "evaluation", "generation", "interop"},
+    {"interop"},
+    {"generation"},
+    {"tasks"},
+    {"checkpointing"},
+    {"training"},
+    {"evaluation"},
     {"sweeping"},
     {"command_line"},
     COMMANDS,
@@ -27,6 +33,7 @@ MODULES = {
     ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for file in FILES
 }
+ROOMS = sorted(init.parent for init in (ROOT / "brt/tasks").glob("*/__init__.py"))
 MAX_LINES = 400
 
 each_file = pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
@@ -64,6 +71,23 @@ def test_imports_point_downwards(file: Path) -> None:
         assert imported in RANKS, f"{imported} has no place in LAYERS"
         assert RANKS[imported] <= RANKS[importer], f"{importer} must not import {module}"
         assert imported not in COMMANDS, f"{module} is a command, which nothing imports"
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_a_room_imports_no_other(room: Path) -> None:
+    others = tuple(f"brt.tasks.{other.name}" for other in ROOMS if other != room)
+    for file in room.rglob("*.py"):
+        found = {module for module in imports(file.read_text()) if module.startswith(others)}
+        assert not found, f"{file.relative_to(ROOT)} imports {found} of another task"
+
+
+def test_no_floor_above_asks_which_task_it_has() -> None:
+    """What differs from task to task is found through `brt.tasks.protocol`."""
+    asks = re.compile(r"objective (==|in)|_OBJECTIVES|_READERS|TASKS\[")
+    for file in FILES:
+        if ROOT / "brt/tasks" not in file.parents:
+            found = [line for line in file.read_text().splitlines() if asks.search(line)]
+            assert not found, f"{file.relative_to(ROOT)}: {found}"
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:

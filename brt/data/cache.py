@@ -118,13 +118,14 @@ def say_left_out(
 def described(directory: Path, splits: Mapping[str, Any], unit: str) -> dict[str, dict[str, Any]]:
     """What each split is, as JSON.
 
-    How many of what, bytes of the text or of its files, the first names, content, origin, files.
+    How many of what, bytes of the text or of its files, the first names, content, origin, files; of
+    data that nobody prepared only what they say themselves.
     """
-    manifest = read_manifest(directory)
+    manifest = read_manifest(directory) if (directory / MANIFEST).is_file() else {"sources": {}}
     found = {}
     for split, store in splits.items():
         files = manifest["sources"].get(split, [])
-        size = store.manifest.get("bytes") or sum(file["bytes"] for file in files)
+        size = getattr(store, "manifest", {}).get("bytes") or sum(file["bytes"] for file in files)
         found[split] = {
             unit: len(store),
             **({"bytes": size} if size else {}),

@@ -52,5 +52,6 @@ def write(model: SavedModel, prompt: str, options: WriteOptions, out: TextIO | N
     identity = {"step": model.step, "model": config_json(config)["Model"],
                 "tokenizer": tokenizer.fingerprint}  # fmt: skip
     task.write(
-        config, model.params, tokenizer, prompt, options, out or sys.stdout, identity=identity
-    )
+        config, model.params, tokenizer, prompt, options, out or sys.stdout, identity=identity,
+        model_state=model.model_state,
+    )  # fmt: skip

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config, Sampling
+from brt.data import tokenizers
+from brt.data.readers import Reader
 from brt.errors import CheckpointError, ConfigError
 from brt.interop.exporting import Exported, no_form
 from brt.tasks.report import Measure, Reading
@@ -56,24 +58,6 @@ class Corpus(Protocol):
 
 
 @runtime_checkable
-class Reader(Protocol):
-    """Batches by step, NamedTuples of NumPy arrays with the lanes on axis 0."""
-
-    steps_per_epoch: float
-
-    def __getitem__(self, step: int) -> Any: ...
-
-    def epoch(self, step: int) -> float:
-        """Passes over the data that are behind a run after so many steps."""
-
-    def largest(self) -> Any:
-        """A batch of the largest shape."""
-
-    def positions(self, batch: Any) -> int:
-        """Tokens or frames that a step reads, padding included."""
-
-
-@runtime_checkable
 class Evaluator(Protocol):
     """Reads one split, with parameters that may change between calls; compiled at first use.
 
@@ -92,6 +76,7 @@ class Evaluator(Protocol):
         self,
         params: PyTree[Array],
         *,
+        model_state: PyTree[Array] = (),
         whole: bool = True,
         stop: Stop = ...,
         progress: Progress = ...,
@@ -102,7 +87,14 @@ class Evaluator(Protocol):
           whole: False: only what is quick, as training does before its last step.
         """
 
-    def sample(self, params: PyTree[Array], step: int, stop: Stop = ...) -> str | None:
+    def sample(
+        self,
+        params: PyTree[Array],
+        step: int,
+        stop: Stop = ...,
+        *,
+        model_state: PyTree[Array] = (),
+    ) -> str | None:
         """Something to look at that the model makes of the split; None if asked to stop."""
 
 
@@ -158,7 +150,6 @@ class Task(abc.ABC):
     def open(self, config: Config, *, progress: bool = True) -> Corpus:
         """The data; prepared first where that was not done yet; DataError where it cannot be."""
 
-    @abc.abstractmethod
     def open_split(
         self,
         config: Config,
@@ -173,14 +164,15 @@ class Task(abc.ABC):
         Args:
           known: where the run had its data from, if the config says the same of them.
         """
+        return self.open(config, progress=progress)
 
-    @abc.abstractmethod
     def load_tokenizer(self, file: Path) -> Any:
         """The tokenizer that a run keeps, from its `file`; DataError where it is damaged."""
+        return tokenizers.load(str(file))
 
-    @abc.abstractmethod
     def resolve(self, config: Config, corpus: Corpus) -> Config:
-        """The config with what depends on data and machine written out; see `with_vocabulary`."""
+        """The config with what depends on data and machine written out."""
+        return config
 
     @abc.abstractmethod
     def reader(self, config: Config, corpus: Corpus) -> Reader:
@@ -307,6 +299,7 @@ class Task(abc.ABC):
         out: TextIO,
         *,
         identity: Mapping[str, Any],
+        model_state: PyTree[Array] = (),
     ) -> None:
         """Writes a text after, or of, a prompt; only where the task `writes`.
 
@@ -318,7 +311,7 @@ class Task(abc.ABC):
     def silent(self) -> ConfigError:
         """What to say where a text is asked for."""
         return ConfigError(
-            f"Training.objective = {self.name!r} trains a model that writes no text; "
+            f"Training.task = {self.name!r} trains a model that writes no text; "
             "python -m brt.evaluate shows what it does"
         )
 
@@ -327,9 +320,13 @@ class Task(abc.ABC):
         return [f"python -m brt.evaluate --workdir={workdir} --split=test"]
 
     def exported(
-        self, source: Path, config: Config, params: PyTree[Array], tokenizer: Any
+        self, source: Path, config: Config, params: PyTree[Array], tokenizer: Callable[[], Any]
     ) -> Exported:
-        """A trained model for others to read; only where the task `exports`."""
+        """A trained model for others to read; only where the task `exports`.
+
+        Args:
+          tokenizer: opens the run's, which others may want, too.
+        """
         raise no_form(source)
 
     # What it starts from.

@@ -127,7 +127,7 @@ def test_bits_of_masked_tokens(tmp_path: Path) -> None:
             train=lines(tmp_path, [{"text": text(i, n)} for i, n in enumerate((2, 30, 11))]),
             validation_fraction=0.0, test_fraction=0.0, cache_dir=str(tmp_path / "cache"),
         ),
-        training=Training(objective="masked_language_modeling", segment_length=16, batch_size=1),
+        training=Training(task="masked_language_modeling", segment_length=16, batch_size=1),
         evaluation=Evaluation(batch_size=2),
     )  # fmt: skip
     found = case(config)
@@ -162,7 +162,7 @@ def summaries(tmp_path_factory: pytest.TempPathFactory) -> Case:
             train=lines(place, rows), validation=(), test=(), tokenizer="train:290",
             max_source_length=40, max_target_length=14, cache_dir=str(place / "cache"),
         ),
-        training=Training(objective="seq2seq"), evaluation=Evaluation(batch_size=2),
+        training=Training(task="summarization"), evaluation=Evaluation(batch_size=2),
         decoding=Decoding(max_length=4, batch_size=3),
     )  # fmt: skip
     return case(config)
@@ -189,30 +189,30 @@ def test_training_and_held_out_curves_of_summaries_share_a_measure(summaries: Ca
     assert summaries.report["bits_per_token"] / units == approx(summaries.report["bits_per_byte"])
 
 
-def heads(objective: str, **sections: Any) -> Config:
+def heads(task: str, **sections: Any) -> Config:
     return Config(
-        encoder=ENCODER, training=Training(objective=objective),
+        encoder=ENCODER, training=Training(task=task),
         evaluation=Evaluation(batch_size=2), **sections,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("objective", ["classification", "regression"])
-def test_bits_of_labels_and_numbers(objective: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", ["text_classification", "text_regression"])
+def test_bits_of_labels_and_numbers(task: str, tmp_path: Path) -> None:
     """Three rows, one of them cut, in batches of two."""
     rows = [{"sentence": text(i, n), "label": i % 2} for i, n in enumerate((2, 40, 9))]
     section = Sentences(
         train=lines(tmp_path, rows), validation=(), test=(), max_length=64, buckets=(32, 64),
         cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
-    found = case(heads(objective, sentences=section))
+    found = case(heads(task, sentences=section))
     store = found.corpus.split("train")
     assert store.manifest["cut"] == 1
     batches = SentenceReader.evaluation(store, batch_size=1, buckets=(), max_length=64)
     nats, count = summed_loss(found, list(batches))
-    name = "bits_per_label" if objective == "classification" else "bits_per_number"
+    name = "bits_per_label" if task == "text_classification" else "bits_per_number"
     assert count == found.report["rows"] == 3
     assert found.report[name] == approx(nats / math.log(2) / 3)
-    if objective == "classification":
+    if task == "text_classification":
         right = [r["label"] == r["prediction"] for r in found.rows]
         assert found.report["accuracy"] == approx(100 * np.mean(right))
     else:
@@ -233,7 +233,7 @@ def test_bits_of_answers(tmp_path: Path) -> None:
         train=(str(tmp_path / "a.json"),), validation=(), test=(), max_length=110, stride=16,
         max_question_length=24, cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
-    found = case(heads("spans", questions=section))
+    found = case(heads("extractive_qa", questions=section))
     store = found.corpus.split("train")
     batches = QuestionReader.evaluation(store, batch_size=1, buckets=(), max_length=110)
     nats, count = summed_loss(found, list(batches))
@@ -255,7 +255,7 @@ def test_bits_and_errors_of_transcripts(tmp_path: Path) -> None:
     section = Speech(
         train=(str(tmp_path / "a.npz"),), validation=(), test=(), cache_dir=str(tmp_path / "cache")
     )
-    found = case(heads("ctc", speech=section))
+    found = case(heads("speech_recognition", speech=section))
     store = found.corpus.split("train")
     batches = SpeechReader.evaluation(store, batch_size=1, buckets=())
     nats, count = summed_loss(found, list(batches))

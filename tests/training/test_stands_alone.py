@@ -71,7 +71,7 @@ def summariser(place: Path) -> Config:
             train=(f"{books}/pairs.jsonl",), tokenizer="train:290", max_source_length=32,
             max_target_length=12, cache_dir=str(place / "cache"),
         ),
-        training=dataclasses.replace(TRAINING, objective="seq2seq"), optimizer=OPTIMIZER,
+        training=dataclasses.replace(TRAINING, task="summarization"), optimizer=OPTIMIZER,
         checkpoint=Checkpoint(every=0),
     )  # fmt: skip
 

@@ -36,8 +36,8 @@ class RowCorpus(Generic[Encoder, Store]):
       rows: what they are, in the plural.
     """
 
-    section: ClassVar[str]
-    rows: ClassVar[str]
+    section: ClassVar[str] = "Data"
+    rows: ClassVar[str] = "rows"
 
     directory: Path
     tokenizer: Encoder

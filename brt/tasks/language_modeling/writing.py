@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 import jax
-from jaxtyping import Array, PyTree
 
 from brt.config import Config
 from brt.data.tokenizers import StreamDecoder, Tokenizer
@@ -16,8 +15,8 @@ MAX_TOKENS = 500
 
 
 def write(
+    session: Session,
     config: Config,
-    params: PyTree[Array],
     tokenizer: Tokenizer,
     prompt: str,
     options: WriteOptions,
@@ -30,7 +29,6 @@ def write(
     Raises:
       DataError: `options.load_state` is not a state of this model.
     """
-    session = Session(config, params, bos_id=tokenizer.bos_id)
     if options.load_state:
         session.load(options.load_state, identity)
     out.write(prompt)

@@ -9,7 +9,6 @@ from brt.config import Config
 from brt.data import preparation, tokenizers
 from brt.data.lanes import LaneReader
 from brt.data.preparation import Corpus
-from brt.models.seq2seq import without_bias
 from brt.ops.cross_entropy import smoothed_cross_entropy
 from brt.tasks.encoders import EncoderTask, refuse_ablation
 from brt.tasks.masked_language_modeling.evaluation import MaskedEvaluator, token_entropy
@@ -60,10 +59,6 @@ class MaskedLanguageModeling(EncoderTask):
         """See the base class."""
         return preparation.prepare_split(config.data, split, tokenizer, known, progress)
 
-    def load_tokenizer(self, file: Path) -> tokenizers.Tokenizer:
-        """See the base class."""
-        return tokenizers.load(str(file))
-
     def reader(self, config: Config, corpus: Corpus) -> LaneReader:
         """Segments, in each of which there is only one document: an encoder sees all of it."""
         t = config.training
@@ -86,10 +81,9 @@ class MaskedLanguageModeling(EncoderTask):
         tokens = masked(config, batch, jax.random.split(keys[_MASKS], len(batch.targets)))
         network = self.network(config, training=True)
         hidden, out = predict(network, params, batch, tokens, keys[_ATTENTION], keys[_DROPOUT])
-        hidden, embedding = without_bias(out, hidden)
         total, nats = smoothed_cross_entropy(
-            hidden, embedding, tokens.targets, tokens.scored, out.scale,
-            config.training.loss_chunk, config.training.label_smoothing,
+            hidden, out.embedding, tokens.targets, tokens.scored, out.scale,
+            config.training.loss_chunk, config.training.label_smoothing, out.bias,
         )  # fmt: skip
         return total, Aux(nats, count_of(tokens.scored), carry, model_state, {})
 

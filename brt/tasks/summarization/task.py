@@ -17,7 +17,6 @@ from brt.interop.exporting import NAMES, Exported
 from brt.interop.huggingface.config import Described
 from brt.interop.pretrained import Pretrained
 from brt.models import seq2seq
-from brt.models.seq2seq import without_bias
 from brt.models.transformer_flops import seq2seq_flops
 from brt.ops.cross_entropy import smoothed_cross_entropy
 from brt.tasks import resolving
@@ -42,7 +41,7 @@ _ROUGE_L = Measure("rougeL", "ROUGE-L", ".2f", higher_is_better=True)
 class Summarization(Task):
     """An encoder-decoder's."""
 
-    name = "seq2seq"
+    name = "summarization"
     sections = ("Seq2Seq", "Attention", "CrossAttention", "Pairs", "Decoding", "Sampling")
     model, data = "seq2seq", "pairs"
     writes = exports = True
@@ -127,10 +126,9 @@ class Summarization(Task):
     ) -> tuple[Float[Array, ""], Aux]:
         """The summed loss of the summaries."""
         hidden, out, metrics = predict(config, params, batch, key)
-        hidden, embedding = without_bias(out, hidden)
         total, nats = smoothed_cross_entropy(
-            hidden, embedding, batch.target_out, batch.scored, out.scale,
-            config.training.loss_chunk, config.training.label_smoothing,
+            hidden, out.embedding, batch.target_out, batch.scored, out.scale,
+            config.training.loss_chunk, config.training.label_smoothing, out.bias,
         )  # fmt: skip
         return total, Aux(nats, count_of(batch.scored), carry, model_state, metrics)
 
@@ -196,6 +194,7 @@ class Summarization(Task):
         out: TextIO,
         *,
         identity: Mapping[str, Any],
+        model_state: PyTree[Array] = (),
     ) -> None:
         """A summary of the prompt: as Decoding says, or drawn as the options do."""
         if options.load_state or options.save_state:
@@ -229,10 +228,14 @@ class Summarization(Task):
         ]
 
     def exported(
-        self, source: Path, config: Config, params: PyTree[Array], tokenizer: PairTokenizer
+        self,
+        source: Path,
+        config: Config,
+        params: PyTree[Array],
+        tokenizer: Callable[[], PairTokenizer],
     ) -> Exported:
         """As T5's or BART's form has it."""
-        decoding = config.decoding
+        decoding, own = config.decoding, tokenizer()
         generation = {
             "num_beams": decoding.beams,
             "length_penalty": decoding.length_penalty,
@@ -241,12 +244,12 @@ class Summarization(Task):
             "no_repeat_ngram_size": decoding.no_repeat_ngram,
         }
         described = Described(
-            config.seq2seq, config.cross_attention, special_tokens(tokenizer), generation, {}
+            config.seq2seq, config.cross_attention, special_tokens(own), generation, {}
         )
 
         def copy(target: Path) -> list[str]:
-            name = NAMES[Path(tokenizer.name).suffix]
-            (target / name).write_bytes(tokenizer.content)
+            name = NAMES[Path(own.name).suffix]
+            (target / name).write_bytes(own.content)
             return [name]
 
         kind, notes = config.attention.kind, []

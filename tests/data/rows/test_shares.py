@@ -30,14 +30,14 @@ def pairs(place: Path, rows: range) -> Config:
         train=(str(place / "a.jsonl"),), tokenizer="train:290", max_source_length=48,
         max_target_length=12, cache_dir=str(place / "cache"),
     )  # fmt: skip
-    return Config(pairs=section, training=Training(objective="seq2seq"))
+    return Config(pairs=section, training=Training(task="summarization"))
 
 
 def sentences(place: Path, rows: range) -> Config:
     lines = [json.dumps({"id": str(i), "sentence": text(i, 9), "label": i % 2}) for i in rows]
     (place / "a.jsonl").write_text("\n".join(lines))
     section = Sentences(train=(str(place / "a.jsonl"),), cache_dir=str(place / "cache"))
-    return Config(sentences=section, training=Training(objective="classification"))
+    return Config(sentences=section, training=Training(task="text_classification"))
 
 
 def questions(place: Path, rows: range) -> Config:
@@ -48,7 +48,7 @@ def questions(place: Path, rows: range) -> Config:
         paragraphs.append({"context": text(i, 12), "qas": asked})
     (place / "a.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
     section = Questions(train=(str(place / "a.json"),), cache_dir=str(place / "cache"))
-    return Config(questions=section, training=Training(objective="spans"))
+    return Config(questions=section, training=Training(task="extractive_qa"))
 
 
 def speech(place: Path, rows: range) -> Config:
@@ -63,7 +63,7 @@ def speech(place: Path, rows: range) -> Config:
         lines.append(f"{i}.wav\tfox {i % 3}")
     (place / "a.tsv").write_text("\n".join(lines))
     section = Speech(train=(str(place / "a.tsv"),), mel_bands=8, cache_dir=str(place / "cache"))
-    return Config(speech=section, training=Training(objective="ctc"))
+    return Config(speech=section, training=Training(task="speech_recognition"))
 
 
 def ids(corpus: Any) -> dict[str, set[str]]:
