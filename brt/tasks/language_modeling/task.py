@@ -1,13 +1,14 @@
 """Documents, segment after segment: each token from those before it."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.data import preparation
+from brt.data import preparation, tokenizers
 from brt.data.lanes import LaneReader
 from brt.data.preparation import Corpus
 from brt.data.tokenizers import Tokenizer
@@ -64,6 +65,13 @@ class LanguageModeling(Task):
     def open(self, config: Config, *, progress: bool = True) -> Corpus:
         """Documents."""
         return preparation.prepare(config.data, progress=progress)
+
+    def open_split(
+        self, config: Config, split: str, tokenizer: tokenizers.Tokenizer, *,
+        known: Path | None = None, progress: bool = True,
+    ) -> Corpus:  # fmt: skip
+        """See the base class."""
+        return preparation.prepare_split(config.data, split, tokenizer, known, progress)
 
     def resolve(self, config: Config, corpus: Corpus) -> Config:
         """Vocabulary and dtype written out."""

@@ -22,7 +22,7 @@ from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.huggingface.roberta import verify
 from brt.models import encoder
 from brt.training import exports, saved
-from brt.training.workdir import Workdir
+from brt.training import workdir as workdirs
 
 TYPES = "roberta.embeddings.token_type_embeddings.weight"
 SIZES = Encoder(
@@ -54,7 +54,10 @@ def run(tmp_path: Path) -> Callable[..., Path]:
         params = jax.tree.map(
             lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), shapes
         )
-        with CheckpointWriter(Workdir(tmp_path / "run").checkpoints) as writer:
+        workdir = workdirs.create(tmp_path / "run")
+        name, content = ByteTokenizer.file
+        (workdir.tokenizer / name).write_bytes(content)
+        with CheckpointWriter(workdir.checkpoints) as writer:
             meta = {"config": config_json(config), "tokenizer": ByteTokenizer.fingerprint}
             writer.save(1, {"params": params}, meta)
         return tmp_path / "run"
@@ -122,12 +125,9 @@ def test_what_roberta_lacks_is_refused_and_nothing_is_written(
 def test_a_sentencepiece_model_comes_along(
     run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workdir, corpus = run(), tmp_path / "corpus"
-    corpus.mkdir()
-    (corpus / "tokenizer.model").write_bytes(b"pieces")
-    prepared = SimpleNamespace(directory=corpus, tokenizer=SimpleNamespace(name="my.model"))
-    monkeypatch.setattr(saved, "open_corpus", lambda model: prepared)
-    lines = list(convert.to_hf(exports.of_directory(workdir), tmp_path / "theirs", verified=False))
+    kept = SimpleNamespace(name="my.model", file=("tokenizer.model", b"pieces"))
+    monkeypatch.setattr(saved, "tokenizer", lambda model: kept)
+    lines = list(convert.to_hf(exports.of_directory(run()), tmp_path / "theirs", verified=False))
     assert "tokenizer: tokenizer.model" in lines
     assert (tmp_path / "theirs/tokenizer.model").read_bytes() == b"pieces"
 
