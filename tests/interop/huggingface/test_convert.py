@@ -6,13 +6,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from brt.config import CrossAttention
+from brt import tasks
+from brt.config import Attention, Config, CrossAttention, Training
 from brt.errors import CheckpointError, ConfigError
 from brt.interop import pretrained
 from brt.interop.exporting import converted
@@ -92,14 +94,15 @@ def test_bfloat16_is_rounding_and_float32_again(source: Path, tmp_path: Path) ->
     assert any("largest difference 0.0e+00" in line for line in lines)
 
 
-def test_what_transformers_computes_otherwise_is_said(
-    read: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(convert.trained, "is_run", lambda directory: True)
-    for kind, said in (("full", []), ("clustered", ["note: trained with Attention.kind = 'clust"])):
-        monkeypatch.setattr(convert.trained, "attention", lambda directory, kind=kind: kind)
-        lines = list(convert._notes(tmp_path, read("bart")[0]))
-        assert [line[: len(said[0])] for line in lines] == said
+def test_what_transformers_computes_otherwise_is_said(read: Callable, tmp_path: Path) -> None:
+    corpus = SimpleNamespace(tokenizer=SimpleNamespace(pad_id=0, eos_id=1), directory=tmp_path)
+    for kind, said in (("full", []), ("clustered", ["trained with Attention.kind = 'clust"])):
+        config = Config(
+            training=Training(task="summarization"),
+            attention=Attention(kind=kind, clusters=4),
+        )
+        exported = tasks.of(config).exported(tmp_path, config, read("bart")[0].params, corpus)
+        assert [note[:33] for note in exported.notes] == said
 
 
 def test_an_array_that_changed_is_found(
