@@ -5,6 +5,7 @@ Gin files are data here: `Section.field = value`, `NAME = value` with `%NAME`, a
 """
 
 import argparse
+import contextlib
 import errno
 import json
 import os
@@ -96,11 +97,17 @@ def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
     Raises:
       ConfigError: anything in a file or flag that is not understood.
     """
-    resolved = bindings.resolve(_sources(args.gin_file, args.gin_bindings), base=base)
-    _check_task(resolved)
+    resolved = read(args.gin_file, args.gin_bindings, base)
     if args.print_config:
         print(annotated_text(resolved.config, resolved.origins), end="")
         raise SystemExit(0)
+    return resolved
+
+
+def read(files: Sequence[str], texts: Sequence[str], base: Config | None = None) -> Resolved:
+    """The config of .gin files and of bindings that beat them; raises as `resolve`."""
+    resolved = bindings.resolve(_sources(files, texts), base=base)
+    _check_task(resolved)
     return resolved
 
 
@@ -146,6 +153,16 @@ def _check_task(resolved: Resolved) -> None:
         tasks.check(resolved.config, resolved.bound)
     except ConfigError as error:
         raise bindings.explained(error, resolved.bound) from error
+
+
+@contextlib.contextmanager
+def named_as_flags(*names: str) -> Iterator[None]:
+    """Errors that begin with `name=value`, as Python has it, or say it, name the flag."""
+    try:
+        yield
+    except BrtError as error:
+        pattern = rf"(?<![\w.-])({'|'.join(names)})="
+        raise type(error)(re.sub(pattern, r"--\1=", str(error))) from error
 
 
 def main(

@@ -9,17 +9,24 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "sweep", "plan"}
 LAYERS = (
-    {"allocator", "errors", "locks", "types"},
+    {"allocator", "drawing", "errors", "formatting", "locks", "tree_utils", "types"},
     {"config"},
     {"config_io"},
     {"bindings"},
     {"ops", "data"},
     {"layers"},
     {"models"},
-    {"training", "evaluation", "generation", "interop"},
+    {"interop"},
+    {"generation"},
+    {"tasks"},
+    {"checkpointing"},
+    {"training"},
+    {"evaluation"},
     {"sweeping"},
     {"command_line"},
+    {"api"},
     COMMANDS,
+    {"__main__"},
 )
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 FILES = sorted((ROOT / "brt").rglob("*.py"))

@@ -224,6 +224,14 @@ class Session:
         self.read(tokens)
         return tokens
 
+    def snapshot(self) -> Memory:
+        """A copy of the memory, in NumPy arrays, which nothing that follows changes."""
+        return jax.tree.map(np.array, self.memory)
+
+    def resume(self, memory: Memory) -> None:
+        """Goes on from a snapshot, of which it takes a copy."""
+        self.memory = jax.tree.map(jnp.array, memory)
+
     def save(self, path: Path, identity: Mapping[str, object]) -> None:
         """Writes the memory as .npz; `identity` says what model it belongs to, as JSON."""
         arrays = {
@@ -249,7 +257,9 @@ class Session:
         except FileNotFoundError as error:
             raise DataError(f"there is no state file {path}") from error
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise DataError(f"{path} is no state that --save_state wrote ({error})") from error
+            raise DataError(
+                f"{path} is no state that --save_state wrote; read the text anew"
+            ) from error
         different = [k for k in identity if found.get(k) != identity[k]]
         if different:
             raise DataError(

@@ -18,6 +18,8 @@ from brt.training.run import Run
 from brt.training.state import parameter_counts
 from brt.training.workdir import Workdir
 
+Yardstick = tuple[str, float]  # what something simpler makes of the data, behind its name
+
 
 def parameters(run: Run) -> str:
     """Every parameter with its shape, as a table."""
@@ -47,17 +49,22 @@ def _existing(directory: str | None) -> str:
     return str(next(p for p in (path, *path.parents) if p.exists()))
 
 
-def finish(run: Run, workdir: Workdir, begin: float) -> str:
-    """Draws the plots; returns the last report, where everything is and what to type next."""
+def draw(run: Run, workdir: Workdir) -> Yardstick | None:
+    """Draws plots/ if they are wanted; returns what they compare with."""
     from brt.training import plots  # matplotlib takes most of a second: not before training
 
     yardstick = run.task.yardstick(run.config, run.corpus)
-    measure = run.task.measures[0]
     if run.config.training.plots:
         plots.draw(
-            workdir, measure, yardstick=yardstick,
+            workdir, run.task.measures[0], yardstick=yardstick,
             units_per_token=run.task.units_per_token(run.corpus),
         )  # fmt: skip
+    return yardstick
+
+
+def finish(run: Run, workdir: Workdir, begin: float) -> str:
+    """Draws the plots; returns the last report, where everything is and what to type next."""
+    yardstick, measure = draw(run, workdir), run.task.measures[0]
     records = read_metrics(workdir.metrics)
     tokens = next((r["data/tokens"] for r in reversed(records) if "data/tokens" in r), 0)
     step = (steps(workdir.checkpoints) or [0])[-1]

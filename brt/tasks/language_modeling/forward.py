@@ -28,15 +28,22 @@ def predict(
     )  # fmt: skip
 
 
-def block_nats(
+def segment_nats(
     config: Config, params: PyTree[Array], carry: StackState, batch: Batch
-) -> tuple[Float[Array, "B N"], StackState]:
-    """Nats of every block of a segment, and the state after it."""
+) -> tuple[Float[Array, "B T"], StackState]:
+    """Nats of every token of a segment, 0 where it is not scored, and the state after it."""
     model = config.model
     hidden, carry = predict(config, params, carry, batch)
     nats = token_nats(
         hidden, params["embedding"], batch.targets,
         scale=logit_scale(model), chunk=config.training.loss_chunk,
     )  # fmt: skip
-    nats = jnp.where(batch.scored, nats, 0.0)
-    return jnp.sum(nats.reshape(nats.shape[0], -1, model.window), axis=2), carry
+    return jnp.where(batch.scored, nats, 0.0), carry
+
+
+def block_nats(
+    config: Config, params: PyTree[Array], carry: StackState, batch: Batch
+) -> tuple[Float[Array, "B N"], StackState]:
+    """Nats of every block of a segment, and the state after it."""
+    nats, carry = segment_nats(config, params, carry, batch)
+    return jnp.sum(nats.reshape(nats.shape[0], -1, config.model.window), axis=2), carry

@@ -1,7 +1,7 @@
 """Documents, segment after segment: each token from those before it."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
@@ -16,13 +16,15 @@ from brt.layers.stack import StackState
 from brt.models.decoder import Decoder, new_state
 from brt.models.flops import forward_flops_per_token
 from brt.tasks import resolving
-from brt.tasks.language_modeling import warm_start, writing
+from brt.tasks.language_modeling import warm_start
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, xz_bits_per_byte
 from brt.tasks.language_modeling.forward import predict
 from brt.tasks.language_modeling.loss import loss
 from brt.tasks.language_modeling.probe import job
 from brt.tasks.language_modeling.probe.states import StateProbe
-from brt.tasks.protocol import Aux, Inspection, Task, WriteOptions
+from brt.tasks.language_modeling.scoring import TextScorer
+from brt.tasks.language_modeling.writing import TextWriter
+from brt.tasks.protocol import Aux, Inspection, Task
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN
 from brt.tasks.weights import Started, Weights
 from brt.types import Batch
@@ -158,19 +160,13 @@ class LanguageModeling(Task):
         manifest = corpus.split("train").manifest
         return manifest["bytes"] / manifest["tokens"]
 
-    def write(
-        self,
-        config: Config,
-        params: PyTree[Array],
-        tokenizer: Tokenizer,
-        prompt: str,
-        options: WriteOptions,
-        out: TextIO,
-        *,
-        identity: Mapping[str, Any],
-    ) -> None:
-        """Goes on from the prompt."""
-        writing.write(config, params, tokenizer, prompt, options, out, identity=identity)
+    def writer(self, config: Config, params: PyTree[Array], tokenizer: Tokenizer) -> TextWriter:
+        """Goes on from prompts."""
+        return TextWriter(config, params, tokenizer)
+
+    def scorer(self, config: Config, tokenizer: Tokenizer) -> TextScorer:
+        """Each token from those before it."""
+        return TextScorer(config, tokenizer.bos_id)
 
     def next_steps(self, workdir: str) -> list[str]:
         """Evaluation and a text."""
