@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
 from brt.config import Config, Decoding, Sampling
 from brt.errors import DataError
@@ -181,7 +181,7 @@ class Session:
         self._params = params
         self.memory: Memory = self._new_memory(params)
 
-    def read(self, tokens: Sequence[int]) -> None:
+    def read(self, tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> None:
         """Reads a text, the same in all lanes: in segments where it can, else by tokens."""
         window, length = self._config.model.window, self._config.evaluation_segment_length
         tokens = np.asarray(tokens, np.int32)

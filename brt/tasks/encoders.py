@@ -156,8 +156,8 @@ class EncoderTask(Task):
             str(where), found.model, None, found.task, lambda: pretrained_encoder.load(where).params
         )
 
-    def check_inputs(self, weights: Weights) -> None:
-        """Raises ConfigError where the weights read something else."""
+    def check_weights(self, weights: Weights) -> None:
+        """Raises ConfigError where they read frames in the place of tokens, or tokens."""
         if self.frames != bool(weights.model.features):
             reads, wanted = ("tokens", "frames") if self.frames else ("frames", "tokens")
             raise ConfigError(
@@ -170,7 +170,6 @@ class EncoderTask(Task):
 
         Of converted weights only the number of ids is known.
         """
-        self.check_inputs(weights)
         known, ids = weights.model.vocab_size, self.ids(tokenizer)
         if weights.tokenizer is None and known != ids:
             masks = ", the mask's included" if ids > tokenizer.vocab_size else ""

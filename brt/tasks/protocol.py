@@ -7,7 +7,7 @@ above find everything through these classes and compare no task's name.
 import abc
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +42,7 @@ class Aux(NamedTuple):
     metrics: dict[str, Float[Array, ""]]
 
 
+@runtime_checkable
 class Corpus(Protocol):
     """Prepared data, opened: a tokenizer and a store for each split that there is."""
 
@@ -53,6 +54,7 @@ class Corpus(Protocol):
         """The store of a split; raises DataError where there is none."""
 
 
+@runtime_checkable
 class Reader(Protocol):
     """Batches by step, NamedTuples of NumPy arrays with the lanes on axis 0."""
 
@@ -70,6 +72,7 @@ class Reader(Protocol):
         """Tokens or frames that a step reads, padding included."""
 
 
+@runtime_checkable
 class Evaluator(Protocol):
     """Reads one split, with parameters that may change between calls; compiled at first use.
 
@@ -128,6 +131,7 @@ class Writer(abc.ABC):
         """What comes after, or is made of, a prompt, piece by piece."""
 
 
+@runtime_checkable
 class Scorer(Protocol):
     """Reads texts with parameters that may change between calls; compiled at first use."""
 
@@ -328,6 +332,9 @@ class Task(abc.ABC):
             f"{where} is no workdir of a run with checkpoints, and {self.name} starts from nothing "
             "else; name one in Training.init_from"
         )
+
+    def check_weights(self, weights: Weights) -> None:  # noqa: B027
+        """Raises ConfigError for weights of such a model that read something else."""
 
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
         """The config, with room for all ids; refuses weights whose ids mean something else."""

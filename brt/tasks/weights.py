@@ -1,7 +1,7 @@
 """Weights that a task starts from, whichever it is: do they fit, and what do they lack?"""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -13,6 +13,7 @@ from brt.errors import CheckpointError, ConfigError
 _SHOWN = 4  # names in one sentence
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What all tokenizers say of themselves."""
 

@@ -54,8 +54,23 @@ def build(config: Config, *, saved: Found | None = None, progress: bool = True) 
       DataError: the data cannot be read as asked.
     """
     compilation.use_cache(cache_directory(config.data))
-    mesh, task = make_mesh(config.mesh), tasks.of(config)
-    weights = _weights(config, saved)
+    mesh, weights = make_mesh(config.mesh), _weights(config, saved)
+    config, corpus, reader = prepare(config, weights, progress=progress)
+    optimizer = optimizers.build(config.optimizer, config.training.steps)
+    shapes = jax.eval_shape(partial(initial_state, config, optimizer))
+    abstract = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        state_shardings(mesh, shapes),
+    )
+    return Run(config, tasks.of(config), corpus, reader, mesh, optimizer, weights, abstract)
+
+
+def prepare(
+    config: Config, weights: Weights | None = None, *, progress: bool = True
+) -> tuple[Config, Corpus, Reader]:
+    """The config with all written out, its data and their batches; raises as `build`."""
+    task = tasks.of(config)
     if weights:
         config = warm_start.with_model(config, weights)
     tasks.check(config)
@@ -64,15 +79,7 @@ def build(config: Config, *, saved: Found | None = None, progress: bool = True) 
         config = task.with_weights(config, weights, corpus.tokenizer)
     config = task.resolve(config, corpus)
     reader = task.reader(config, corpus)
-    config = resolving.with_steps(config, reader.steps_per_epoch)
-    optimizer = optimizers.build(config.optimizer, config.training.steps)
-    shapes = jax.eval_shape(partial(initial_state, config, optimizer))
-    abstract = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        state_shardings(mesh, shapes),
-    )
-    return Run(config, task, corpus, reader, mesh, optimizer, weights, abstract)
+    return resolving.with_steps(config, reader.steps_per_epoch), corpus, reader
 
 
 def _weights(config: Config, saved: Found | None) -> Weights | None:

@@ -41,7 +41,8 @@ def of_run(where: str, config: Config, theirs: Config, tokenizer: str) -> Weight
     if other.model != task.model:
         raise CheckpointError(
             f"{where} is the run of another model: it trained {other.name}, and {task.name} starts "
-            f"from weights of {type(getattr(config, task.model)).__name__}"
+            f"from weights of {type(getattr(config, task.model)).__name__}; name such a run in "
+            "Training.init_from"
         )
 
     def nothing() -> Any:
@@ -54,9 +55,11 @@ def with_model(config: Config, weights: Weights) -> Config:
     """The config with the weights' model, but for what is the run's own business.
 
     Raises:
-      ConfigError: the config says something else about the model.
+      ConfigError: the config says something else about the model, or they read something else.
     """
-    section = tasks.of(config).model
+    task = tasks.of(config)
+    task.check_weights(weights)
+    section = task.model
     return dataclasses.replace(
         config, **{section: _taken(getattr(config, section), weights.model, weights.where)}
     )

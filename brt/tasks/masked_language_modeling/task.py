@@ -97,4 +97,6 @@ class MaskedLanguageModeling(EncoderTask):
     def yardstick(self, config: Config, corpus: Corpus) -> tuple[str, float] | None:
         """Whoever knows only how frequent tokens are."""
         held_out = corpus.splits.get("validation")
-        return held_out and ("entropy of single tokens", token_entropy(held_out.tokens))
+        if not held_out:
+            return None
+        return "entropy of single tokens", token_entropy(held_out.tokens)

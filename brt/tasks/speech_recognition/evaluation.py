@@ -70,7 +70,10 @@ class TranscriptEvaluator(HeadEvaluator):
     def reading(self, config: Config, found: dict[int, tuple], timed: Timed) -> HeadReading:
         """See the base class."""
         kind, rows = config.attention.kind, list(found)
-        transcripts = [self._transcript(row, *outputs) for row, outputs in found.items()]
+        transcripts = [
+            self._transcript(row, log_probs, float(nats))
+            for row, (log_probs, nats) in found.items()
+        ]
         figures = self._figures(kind, transcripts, rows, timed)
         headline = (
             f"{figures['token_error_rate']:.2f} % token errors, "
@@ -88,7 +91,7 @@ class TranscriptEvaluator(HeadEvaluator):
             best = ctc.prefix_beam_search(log_probs, beams)[0]
         said, heard = self.store.transcripts[row], vocabulary.decode(best.tokens)
         return Transcript(
-            id=self.store.ids[row], reference=said, hypothesis=heard, nats=float(nats),
+            id=self.store.ids[row], reference=said, hypothesis=heard, nats=nats,
             tokens=errors(units(said, vocabulary.unit), units(heard, vocabulary.unit)),
             words=errors(said.split(), heard.split()),
         )  # fmt: skip
