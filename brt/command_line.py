@@ -13,19 +13,20 @@ import re
 import select
 import sys
 import tokenize
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from gin import config_parser
 
 from brt import allocator, bindings
 from brt.bindings import Binding, Macro, Resolved, Source
-from brt.config import Config
-from brt.config_io import annotated_text, find_gin_file, shown_path, suggestion
+from brt.config import SECTIONS, Config
+from brt.config_io import FIELDS, annotated_text, find_gin_file, shown_path, suggestion
 from brt.errors import BrtError, CheckpointError, ConfigError, Preempted
 
-BINDINGS_FLAG = "--gin_bindings"
+BINDINGS_FLAG = bindings.COMMAND_LINE
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,8 +45,30 @@ class _Parser(argparse.ArgumentParser):
         if not argument.startswith("-"):
             hint = f"; did you mean --gin_file={argument}?" if argument.endswith(".gin") else ""
             return f"unexpected argument {argument!r}{hint}"
-        flag = argument.partition("=")[0]
-        return f"unknown flag {flag}{suggestion(flag, self._option_string_actions)}"
+        flag, _, value = argument.partition("=")
+        known = self._option_string_actions
+        field = _field(flag.removeprefix("--")) if BINDINGS_FLAG in known else None
+        if field:
+            setting = f"{field} = {_literal(field, value)}"
+            quote = '"' if "'" in setting else "'"
+            return (
+                f"{field} is no flag of its own; bind it: {BINDINGS_FLAG}={quote}{setting}{quote}"
+            )
+        return f"unknown flag {flag}{suggestion(flag, known)}"
+
+
+def _field(name: str) -> str | None:
+    """`Training.steps` for `steps`; the first section that has such a field is meant."""
+    sections = ("Training", "Optimizer", "Model", *SECTIONS)
+    return next((full for s in sections if (full := f"{s}.{name}") in FIELDS), None)
+
+
+def _literal(field: str, value: str) -> str:
+    """As a .gin file has a flag's value, which may be nothing."""
+    text = FIELDS[field] is str or typing.get_origin(FIELDS[field]) in (Literal, tuple)
+    return (
+        repr(value) if text and value and not value.startswith(("(", "'", '"')) else value or "..."
+    )
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -98,6 +121,8 @@ def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
       ConfigError: anything in a file or flag that is not understood.
     """
     resolved = read(args.gin_file, args.gin_bindings, base)
+    if resolved.note:
+        _say(resolved.note)
     if args.print_config:
         print(annotated_text(resolved.config, resolved.origins), end="")
         raise SystemExit(0)
@@ -219,7 +244,7 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
         raise ConfigError(f"--json={path} cannot be written: {error.strerror}") from error
 
 
-def _say(message: str, code: int) -> int:
+def _say(message: str, code: int = 0) -> int:
     print(f"brt: {message}", file=sys.stderr, flush=True)
     return code
 
