@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 
 from gin import config_parser
 
-from brt import allocator, bindings
+from brt import __version__, allocator, bindings
 from brt.bindings import Binding, Macro, Resolved, Source
 from brt.config import SECTIONS, Config
 from brt.config_io import FIELDS, annotated_text, find_gin_file, shown_path, suggestion
@@ -181,13 +181,23 @@ def _check_task(resolved: Resolved) -> None:
 
 
 @contextlib.contextmanager
-def named_as_flags(*names: str) -> Iterator[None]:
-    """Errors that begin with `name=value`, as Python has it, or say it, name the flag."""
+def errors_naming(flags: Mapping[str, str]) -> Iterator[None]:
+    """Errors say `--text_field=body` in place of `Data.text_field = 'body'`.
+
+    Args:
+      flags: by what an error would say: "Data.text_field", or "beams=" of an argument.
+    """
+    names = "|".join(map(re.escape, sorted(flags, key=len, reverse=True)))
+    pattern = re.compile(rf"(?<![\w.-])({names})(?![a-z_])(?: = (?:'([^']*)'|(\S+)))?")
+
+    def as_flag(found: re.Match) -> str:
+        value = found[2] or found[3]
+        return flags[found[1]] + (f"={value}" if value else "")
+
     try:
         yield
     except BrtError as error:
-        pattern = rf"(?<![\w.-])({'|'.join(names)})="
-        raise type(error)(re.sub(pattern, r"--\1=", str(error))) from error
+        raise type(error)(pattern.sub(as_flag, str(error))) from error
 
 
 def main(
@@ -195,6 +205,8 @@ def main(
 ) -> NoReturn:
     """Runs a command and exits: a BrtError as one sentence and its code, bugs with a traceback."""
     allocator.keep_memory()
+    # XLA tells of every slow compilation as of an error, and what fails is raised anyway.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
         code = function(parser.parse_args()) or 0
         sys.stdout.flush()
@@ -217,22 +229,24 @@ def main(
     sys.exit(code)
 
 
-def print_figures(figures: Mapping[str, Any], path: str | None) -> None:
+def print_figures(figures: Mapping[str, Any], path: str | None, workdir: str | None) -> None:
     """Prints named figures, one a line, and writes them to `path` (--json) if there is one."""
     width = max(map(len, figures))
     for name, value in figures.items():
         shown = f"{value:,}" if isinstance(value, int) else value
         print(f"{name:<{width}}  {f'{value:.4f}' if isinstance(value, float) else shown}")
     if path:
-        write_json(path, figures)
+        write_json(path, figures, workdir)
 
 
-def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Writes `content` for --json=FILE, whole or not at all.
+def write_json(path: str | Path, content: Mapping[str, Any], workdir: str | None) -> None:
+    """Writes `content` for --json=FILE, whole or not at all, with the run's name and brt's version.
 
     Raises:
       ConfigError: the directory does not exist or cannot be written.
     """
+    run = Path(workdir).resolve().name if workdir else None
+    content = {"run": run, "version": __version__, **content}
     text = json.dumps(content, indent=2, default=lambda array: array.tolist()) + "\n"
     partial = Path(f"{path}.partial")
     try:

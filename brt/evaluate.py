@@ -29,7 +29,7 @@ def main(args: argparse.Namespace) -> None:
     found = job.evaluate(model, args.split, args.ablate)
     print(found.text)
     if args.json:
-        command_line.write_json(args.json, found.report)
+        command_line.write_json(args.json, found.report, args.workdir)
 
 
 def _follow(args: argparse.Namespace) -> None:
@@ -51,7 +51,7 @@ def _follow(args: argparse.Namespace) -> None:
     for found in follower.reports(patience):
         print(found.line, flush=True)
         if args.json:
-            command_line.write_json(args.json, found.report)
+            command_line.write_json(args.json, found.report, args.workdir)
 
 
 def parser() -> argparse.ArgumentParser:

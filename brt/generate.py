@@ -27,7 +27,7 @@ def main(args: argparse.Namespace) -> None:
     workdir, found, config = saved.load_config(Path(args.workdir), args.step)
     config = command_line.resolve(args, base=config).config
     model = api.Model(saved.load(workdir, found, config))
-    with command_line.named_as_flags(*HOW):
+    with command_line.errors_naming({f"{name}=": f"--{name}=" for name in HOW}):
         if (args.load_state or args.save_state) and not model.continues:
             raise ConfigError(
                 "--load_state and --save_state are for language models; a summariser reads the "

@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> None:
             print(found["state_hash"])
     finally:
         if args.json:
-            command_line.write_json(args.json, found)
+            command_line.write_json(args.json, found, args.workdir)
 
 
 def _probe(args: argparse.Namespace) -> None:
@@ -53,7 +53,7 @@ def _probe(args: argparse.Namespace) -> None:
     found, text = job.inspect(model, args.split or "validation", args.tokens)
     print(text)
     if args.json:
-        command_line.write_json(args.json, found)
+        command_line.write_json(args.json, found, args.workdir)
 
 
 def parser() -> argparse.ArgumentParser:

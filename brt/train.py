@@ -35,7 +35,9 @@ def _train(args: argparse.Namespace) -> None:
     if args.dry_run:
         built = run.build(config)
         print(f"{run_summary.parameters(built)}\n")
-        command_line.print_figures(run_summary.dry_run(built, args.workdir), args.json)
+        command_line.print_figures(
+            run_summary.dry_run(built, args.workdir), args.json, args.workdir
+        )
         return
     trained, place = loop.train(config, Path(args.workdir))
     print(run_summary.finish(trained, place, begin))

@@ -2,6 +2,9 @@
 
 import ast
 import graphlib
+import subprocess
+import sys
+import re
 from pathlib import Path
 
 import pytest
@@ -34,15 +37,24 @@ MODULES = {
     ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for file in FILES
 }
+ROOMS = sorted(init.parent for init in (ROOT / "brt/tasks").glob("*/__init__.py"))
 MAX_LINES = 400
 
 each_file = pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
 
 
+class _WithoutTyping(ast.NodeTransformer):
+    """Leaves out what `if TYPE_CHECKING` imports, which nothing runs."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        named = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        return None if named else self.generic_visit(node)
+
+
 def imports(source: str) -> set[str]:
     """Every module that a source imports, at any depth; `from a import b` gives a.b if a module."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_WithoutTyping().visit(ast.parse(source))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -73,6 +85,23 @@ def test_imports_point_downwards(file: Path) -> None:
         assert imported not in COMMANDS, f"{module} is a command, which nothing imports"
 
 
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_a_room_imports_no_other(room: Path) -> None:
+    others = tuple(f"brt.tasks.{other.name}" for other in ROOMS if other != room)
+    for file in room.rglob("*.py"):
+        found = {module for module in imports(file.read_text()) if module.startswith(others)}
+        assert not found, f"{file.relative_to(ROOT)} imports {found} of another task"
+
+
+def test_no_floor_above_asks_which_task_it_has() -> None:
+    """What differs from task to task is found through `brt.tasks.protocol`."""
+    asks = re.compile(r"objective (==|in)|_OBJECTIVES|_READERS|TASKS\[")
+    for file in FILES:
+        if ROOT / "brt/tasks" not in file.parents:
+            found = [line for line in file.read_text().splitlines() if asks.search(line)]
+            assert not found, f"{file.relative_to(ROOT)}: {found}"
+
+
 def test_no_file_imports_itself_by_way_of_others() -> None:
     """At any depth: an import inside a function ties files as much."""
     name = {file: ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in FILES}
@@ -95,6 +124,15 @@ def test_gin_stays_in_one_file_and_heavy_frameworks_stay_out(file: Path) -> None
 @each_file
 def test_files_are_short(file: Path) -> None:
     assert len(file.read_text().splitlines()) <= MAX_LINES
+
+
+def test_the_package_imports_nothing_before_it_is_asked() -> None:
+    """A command that only reads flags does not wait for jax; `brt.load` does."""
+    code = (
+        "import sys, brt; before = set(sys.modules); assert not {'jax', 'brt.api'} & before;"
+        "assert set(brt.__all__) <= set(dir(brt)); brt.load; assert 'jax' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_imports_are_found_in_every_form() -> None:

@@ -1,5 +1,6 @@
 """What a run says before it starts and after it ends."""
 
+import importlib.util
 import shlex
 import shutil
 import time
@@ -87,19 +88,30 @@ def _places(run: Run, workdir: Workdir) -> list[str]:
         "log": workdir.log,
     }
     path, tensorboard = (shlex.quote(str(p)) for p in (workdir.path, workdir.tensorboard))
+    extra = "" if importlib.util.find_spec("tensorboard") else "  # pip install 'brt[tensorboard]'"
     commands = [
-        *run.task.next_steps(path),
+        *_next_steps(run, path),
         f"python -m brt.inspect --workdir={path}",
-        f"tensorboard --logdir={tensorboard}",
+        f"tensorboard --logdir={tensorboard}{extra}",
     ]
     return [
         "",
         "Where it is:",
-        *(f"  {name:<12} {path}" for name, path in places.items()),
+        *(f"  {name:<12} {path}" for name, path in places.items() if _holds_something(path)),
         "",
         "What to type next:",
         *(f"  {command}" for command in commands),
     ]
+
+
+def _next_steps(run: Run, path: str) -> list[str]:
+    """Those of the task, on a split that there is."""
+    split = next((name for name in ("test", SPLIT, "train") if name in run.corpus.splits), "train")
+    return [step.replace("--split=test", f"--split={split}") for step in run.task.next_steps(path)]
+
+
+def _holds_something(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 def _held_out_report(run: Run, workdir: Workdir) -> list[str]:

@@ -10,6 +10,9 @@ import pytest
 PAGE = Path(__file__).resolve().parents[2] / "docs/python.md"
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the cells have named, after the last one; they ran in a directory of their own."""
