@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Integer, PyTree
 
 from brt import command_line, tasks
 from brt.config import Config, Sampling
@@ -102,8 +102,7 @@ class Memory:
 
     def save(self, path: StrPath) -> None:
         """Writes an .npz that `Model.load_memory` and --load_state read."""
-        session = self._model._resumed(self)
-        session.save(Path(path), self._model._identity)
+        sessions.save(self.state, Path(path), self._model._identity)
 
 
 class Text(Iterator[str]):
@@ -214,7 +213,7 @@ class Model:
             self._session()
         return Text(self, self._writer(prompt, options))
 
-    def read(self, text: str | Int[np.ndarray, " T"], state: Memory | None = None) -> Memory:
+    def read(self, text: str | Integer[np.ndarray, " T"], state: Memory | None = None) -> Memory:
         """What the model knows after a text of any length, given as such or as token ids.
 
         Raises:
@@ -235,7 +234,7 @@ class Model:
         session.load(Path(path), self._identity)
         return Memory(session.snapshot(), self)
 
-    def token_bits(self, text: str | Int[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
+    def token_bits(self, text: str | Integer[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
         """Bits of each token of a text, read as one document from its start.
 
         Raises:
@@ -291,12 +290,12 @@ class Model:
 
     def _resumed(self, memory: Memory) -> Session:
         if memory._model._identity != self._identity:
-            raise DataError("the state belongs to another model; read the text with this one")
+            raise DataError("the state is of another model; read the text with this one")
         session = self._session()
         session.resume(memory.state)
         return session
 
-    def _tokens(self, text: str | Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
+    def _tokens(self, text: str | Integer[np.ndarray, " T"]) -> Integer[np.ndarray, " T"]:
         if isinstance(text, str):
             return np.asarray(self.tokenizer.encode(text), np.int32)
         size = self.tokenizer.vocab_size

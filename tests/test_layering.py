@@ -2,9 +2,9 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
-import re
 from pathlib import Path
 
 import pytest

@@ -234,14 +234,7 @@ class Session:
 
     def save(self, path: Path, identity: Mapping[str, object]) -> None:
         """Writes the memory as .npz; `identity` says what model it belongs to, as JSON."""
-        arrays = {
-            f"leaf{i}": np.asarray(leaf, _stored(leaf.dtype))
-            for i, leaf in enumerate(jax.tree.leaves(self.memory))
-        }
-        temporary = path.with_name(path.name + ".partial")
-        with temporary.open("wb") as file:
-            np.savez_compressed(file, identity=np.array(json.dumps(identity)), **arrays)
-        temporary.replace(path)
+        save(self.memory, path, identity)
 
     def load(self, path: Path, identity: Mapping[str, object]) -> None:
         """Takes up a saved memory.
@@ -272,6 +265,18 @@ class Session:
         self.memory = jax.tree.unflatten(
             structure, [jnp.asarray(new, leaf.dtype) for new, leaf in zip(leaves, old, strict=True)]
         )
+
+
+def save(memory: Memory, path: Path, identity: Mapping[str, object]) -> None:
+    """See `Session.save`."""
+    arrays = {
+        f"leaf{i}": np.asarray(leaf, _stored(leaf.dtype))
+        for i, leaf in enumerate(jax.tree.leaves(memory))
+    }
+    temporary = path.with_name(path.name + ".partial")
+    with temporary.open("wb") as file:
+        np.savez_compressed(file, identity=np.array(json.dumps(identity)), **arrays)
+    temporary.replace(path)
 
 
 def _stored(dtype: np.dtype) -> np.dtype:

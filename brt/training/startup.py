@@ -1,5 +1,7 @@
 """What a run says of itself before its first step."""
 
+import jax
+
 from brt import tree_utils
 from brt.formatting import short
 from brt.training.run import Run
@@ -16,7 +18,7 @@ def line(run: Run, workdir: Workdir) -> str:
     tokens = run.reader.positions(run.reader.largest())
     padded = "at most " * (not float(tokens * run.reader.steps_per_epoch).is_integer())
     device, count = run.mesh.devices.flat[0], run.mesh.size
-    there = (device.memory_stats() or {}).get("bytes_limit")
+    there = _memory(device)
     of_memory = f" of {short(there)}B on each device" if there else ""
     return (
         f"{count} device{'s' * (count > 1)} ({device.device_kind}), {short(total)} parameters "
@@ -24,3 +26,8 @@ def line(run: Run, workdir: Workdir) -> str:
         f"{short(tokens * run.reader.steps_per_epoch)} an epoch, train state "
         f"{short(tree_utils.required_bytes(run.abstract))}B{of_memory}, writes to {workdir.path}"
     )
+
+
+def _memory(device: jax.Device) -> int | None:
+    """Bytes that a device has for arrays; None where it does not say, as CPUs."""
+    return (device.memory_stats() or {}).get("bytes_limit")
