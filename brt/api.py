@@ -243,7 +243,7 @@ class Model:
         """
         if not len(tokens := self._tokens(text)):
             raise DataError("the text is empty; bits of nothing mean nothing")
-        return self._scorer(self.params, tokens) / math.log(2)
+        return self._scorer(self.params, tokens, self._saved.model_state) / math.log(2)
 
     def bits_per_byte(self, text: str) -> float:
         """`token_bits` over the bytes of the text in UTF-8; raises as they do."""
@@ -262,7 +262,7 @@ class Model:
 
     @functools.cached_property
     def _writer(self) -> Writer:
-        return self._task.writer(self.config, self.params, self.tokenizer)
+        return self._task.writer(self.config, self.params, self.tokenizer, self._saved.model_state)
 
     @functools.cached_property
     def _scorer(self) -> Scorer:
@@ -281,11 +281,11 @@ class Model:
         """The writer's, which forgets everything."""
         if not self.continues:
             raise ConfigError(
-                f"Training.objective = {self._task.name!r} trains a model without a memory that "
+                f"Training.task = {self._task.name!r} trains a model without a memory that "
                 "goes on; a language model has one"
             )
         self._text = None
-        self._writer.session.restart(self.params)
+        self._writer.session.forget()
         return self._writer.session
 
     def _resumed(self, memory: Memory) -> Session:

@@ -16,6 +16,12 @@ class ConfigError(BrtError, ValueError):
     exit_code = 2
 
 
+class UnsupportedError(BrtError, NotImplementedError):
+    """An implementation that an operation does not have, or that refuses these inputs."""
+
+    exit_code = 2
+
+
 class DataError(BrtError, ValueError):
     """A document, corpus or tokenizer that cannot be read as asked."""
 

@@ -11,6 +11,15 @@
        transcript: T)
 
 The same letters stand in jaxtyping annotations, in einsums and in docstrings.
+
+    lane     a row of the batch, which reads document after document from step to step
+    segment  what a lane reads in a step; its gradient ends at the segment's start
+    block    of a segment: as many tokens as the window; recurrent states advance, and documents
+             start, at its border
+    window   the keys that a token sees exactly, its own included
+    carry    what lanes take from a segment to the next: caches, recurrent states, memories
+    cache    keys and values of the block before (Transformer-XL)
+    mask     where something counts: True; `scored` are the targets that do
 """
 
 from typing import NamedTuple
@@ -92,6 +101,3 @@ class TextBatch(NamedTuple):
     targets: Int[Array, "B targets"] | Float[Array, "B targets"]
     scored: Bool[Array, "B targets"]
     row: Int[Array, " B"]
-
-
-AnyBatch = Batch | PairBatch | SpeechBatch | TextBatch

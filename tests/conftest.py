@@ -39,21 +39,25 @@ def random_params() -> Callable[..., Any]:
     import jax.numpy as jnp
 
     from brt.config import Config, Training
+    from brt.training.optimizer import matrix_shape
     from brt.training.state import initial_params
 
     def draw(model: Any, seed: int = 0) -> Any:
         rng = np.random.default_rng(seed)
 
-        def leaf(path: tuple, shape: jax.ShapeDtypeStruct) -> jax.Array:
-            name, x = path[-1].key, rng.normal(size=shape.shape)
+        def leaf(path: tuple, box: Any) -> jax.Array:
+            shape, name = box.value, path[-1].key
+            x = rng.normal(size=shape.shape)
             if name.endswith(("norm", "scale")):
                 x = 1 + 0.3 * x
             elif name not in ("embedding", "ids", "initial"):
-                x = x * (0.5 if name.endswith("bias") else shape.shape[-2] ** -0.5)
+                matrix = matrix_shape(box.names, shape.shape)
+                x = x * (0.5 if name.endswith("bias") else matrix[-2] ** -0.5)
             return jnp.asarray(x, shape.dtype)
 
         config = Config(model=model, training=Training(segment_length=model.window))
-        shapes = nn.meta.unbox(jax.eval_shape(lambda: initial_params(config)))
-        return jax.tree.map_with_path(leaf, shapes)
+        shapes = jax.eval_shape(lambda: initial_params(config))
+        boxed = {"is_leaf": lambda leaf: isinstance(leaf, nn.Partitioned)}
+        return jax.tree.map_with_path(leaf, shapes, **boxed)
 
     return draw

@@ -33,7 +33,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> 
         Attention(**settings)
 
 
-MASKED = Training(objective="masked_language_modeling", segment_length=64)
+MASKED = Training(task="masked_language_modeling", segment_length=64)
 
 
 @pytest.mark.parametrize("read", [Evaluation(), Evaluation(segment_length=64)])
@@ -73,7 +73,7 @@ def test_numbers_that_nothing_reads_may_be_any() -> None:
 
 def test_is_saved_with_the_config() -> None:
     attention = Attention(kind="improved_clustered", clusters=25, fit_queries=64)
-    training = Training(objective="masked_language_modeling")
+    training = Training(task="masked_language_modeling")
     config = Config(training=training, attention=attention)
     saved = config_json(config)
     assert config_from_json(saved) == config

@@ -125,9 +125,9 @@ def test_every_file_that_comes_with_brt_is_understood() -> None:
         text = file.read_text()
         of_pairs = re.search("^(Seq2Seq|CrossAttention|Pairs)", text, re.M)
         of_encoder = re.search("^(Speech|Encoder|Attention)", text, re.M)
-        said = re.search("^(Training.objective|include)", text, re.M)
+        said = re.search("^(Training.task|include)", text, re.M)
         objective = "seq2seq" if of_pairs else "ctc" if of_encoder and not said else ""
-        parts = [f"--gin_bindings=Training.objective = '{objective}'"] if objective else []
+        parts = [f"--gin_bindings=Training.task = '{objective}'"] if objective else []
         resolve(f"--gin_file={file}", *parts)
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import flax.linen as nn
 import jax
 import pytest
-from brt.training.reading import MODELS
 
-from brt import command_line
+from brt import command_line, tasks
 from brt.config import Config, Encoder, Model, Pairs, Training
 from brt.config_io import config_values
 from brt.training.state import initial_params, parameter_counts
@@ -123,11 +122,11 @@ def test_documents_name_files_that_exist() -> None:
 @each_row
 def test_builds(row: str) -> None:
     config = resolved(row)
-    if config.training.objective == "seq2seq":
+    if config.training.task == "seq2seq":
         assert seq2seq_parameters(config) > 0
         return
-    if MODELS[config.training.objective] == "encoder":
-        assert encoder_parameters(config.encoder, config.training.objective) > 0
+    if tasks.of(config).model == "encoder":
+        assert encoder_parameters(config.encoder, config.training.task) > 0
         return
     model = config.model
     vocabulary = VOCABULARY if family(row) in (*DATASETS, "ablations") else 256
@@ -143,7 +142,7 @@ def seq2seq_parameters(config: Config, **changes: object) -> int:
     model = dataclasses.replace(config.seq2seq, vocab_size=config.seq2seq.vocab_size or 4000)
     model = dataclasses.replace(model, **changes)
     cross = dataclasses.replace(config.cross_attention, q_ref=Pairs().max_target_length)
-    training = Training(objective="seq2seq")
+    training = Training(task="summarization")
     return count_of(Config(training=training, seq2seq=model, cross_attention=cross))
 
 
@@ -156,7 +155,7 @@ def count_of(config: Config) -> int:
 def encoder_parameters(encoder: Encoder, objective: str) -> int:
     features = 40 if objective == "ctc" else 0
     encoder = dataclasses.replace(encoder, features=features, vocab_size=32)
-    config = Config(encoder=encoder, training=Training(objective=objective))
+    config = Config(encoder=encoder, training=Training(task=objective))
     return parameter_counts(nn.meta.unbox(jax.eval_shape(lambda: initial_params(config))))[0]
 
 
@@ -182,7 +181,7 @@ def test_fine_tuning_is_what_the_paper_and_robertas_authors_say() -> None:
     glue = {"cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli"}  # of Table 4
     assert set(map(short, rows)) == glue | {"v1", "v2"}
     for config in map(resolved, rows):
-        spans = config.training.objective == "spans"
+        spans = config.training.task == "spans"
         texts = config.questions if spans else config.sentences
         assert texts.max_length == (384 if spans else 128)  # section 4.3
         assert (config.attention.clusters, config.attention.top_k) == (25, 32)

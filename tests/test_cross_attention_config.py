@@ -28,7 +28,7 @@ def preset(name: str) -> CrossAttention:
     parser = command_line.parser("test")
     command_line.add_config_flags(parser)
     file = f"--gin_file={PRESETS / name}.gin"
-    flags = [file, "--gin_bindings=Training.objective = 'seq2seq'"]
+    flags = [file, "--gin_bindings=Training.task = 'summarization'"]
     return command_line.resolve(parser.parse_args(flags)).config.cross_attention
 
 
@@ -153,10 +153,10 @@ def test_settings_that_nothing_reads_are_refused() -> None:
     def resolve(*bindings: str) -> None:
         command_line.resolve(parser.parse_args([f"--gin_bindings={b}" for b in bindings]))
 
-    forgotten = "Pairs.train means nothing where Training.objective = 'language_modeling'; set"
+    forgotten = "Pairs.train means nothing where Training.task = 'language_modeling'; set"
     with pytest.raises(ConfigError, match=forgotten):
         resolve("Pairs.train = 'mine.jsonl'")
-    with pytest.raises(ConfigError, match="Model.layers means nothing where Training.objective"):
-        resolve("Training.objective = 'seq2seq'", "Model.layers = 2")
+    with pytest.raises(ConfigError, match="Model.layers means nothing where Training.task"):
+        resolve("Training.task = 'summarization'", "Model.layers = 2")
     resolve("Pairs.max_target_length = 128", "Decoding.beams = 1")  # the defaults, said aloud
-    resolve("Training.objective = 'seq2seq'", "Data.cache_dir = 'cache'", "Decoding.beams = 4")
+    resolve("Training.task = 'summarization'", "Data.cache_dir = 'cache'", "Decoding.beams = 4")

@@ -25,6 +25,7 @@ from brt import tree_utils
 from brt.checkpointing import manifest
 from brt.errors import CheckpointError
 
+FORMAT = 2  # of the arrays: 2 has kernels by head
 META = "meta.json"
 STATE = "state"
 _SHOWN = 3  # problems named in one sentence
@@ -80,7 +81,7 @@ def verify(directory: Path, step: int) -> list[str]:
 
 
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
-    """The metadata that `save` was given, with `step` and `arrays`; not verified."""
+    """The metadata that `save` was given, with `step`, `format` and `arrays`; not verified."""
     path = directory / str(step) / META
     try:
         return json.loads(path.read_text())
@@ -99,7 +100,8 @@ def find(
     """The newest whole checkpoint, or `step` if that is whole.
 
     Raises:
-      CheckpointError: there is none, or the one asked for is missing or damaged.
+      CheckpointError: there is none; the one asked for is missing or damaged, or the one found
+        is of an older brt.
     """
     problems: dict[int, str] = {}
     while True:  # a trainer may remove old checkpoints meanwhile, so look again every time
@@ -111,14 +113,25 @@ def find(
         newest = candidates[-1]
         try:
             damage = verify(directory, newest)
-            if not damage:
-                return Found(newest, read_meta(directory, newest), list(problems.values()))
+            found = read_meta(directory, newest) if not damage else {}
         except CheckpointError as error:
             damage = [str(error)]
+        if not damage:
+            _check_format(directory, newest, found)
+            return Found(newest, found, list(problems.values()))
         if newest in present(directory):
             problems[newest] = f"checkpoint {newest} is damaged: {join(damage)}"
             if step is None:
                 warn(f"{directory}: {problems[newest]}; trying the next older one")
+
+
+def _check_format(directory: Path, step: int, meta: dict[str, Any]) -> None:
+    if meta.get("format") != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {step} of {directory} was written by an older brt (parameters before 'by "
+            "head'); train anew, or read it with the brt that wrote it (its version is in "
+            "provenance.json)"
+        )
 
 
 def restore(

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 
 from brt import tree_utils
 from brt.checkpointing import manifest
-from brt.checkpointing.reader import META, STATE, join, steps, verify, warn_on_stderr
+from brt.checkpointing.reader import FORMAT, META, STATE, join, steps, verify, warn_on_stderr
 from brt.errors import CheckpointError, NonFiniteError
 
 
@@ -81,7 +81,7 @@ class CheckpointWriter:
         Args:
           step: completed steps, the name of the checkpoint.
           state: pytree of arrays.
-          meta: anything that JSON can say; `step` and `arrays` are added.
+          meta: anything that JSON can say; `step`, `format` and `arrays` are added.
 
         Raises:
           NonFiniteError: an array holds NaN or infinity; nothing is saved.
@@ -96,7 +96,8 @@ class CheckpointWriter:
                 f"step {step} is not saved, because these hold NaN or infinity: {join(bad)}; "
                 f"the newest checkpoint is {(steps(self._directory) or ['none'])[-1]}"
             )
-        content = {**meta, "step": step, "arrays": tree_utils.describe(named)}
+        arrays = tree_utils.describe(named)
+        content = {**meta, "step": step, "format": FORMAT, "arrays": arrays}
         text = json.dumps(content, indent=1, allow_nan=False)
         partial = self._directory / f"{step}.partial"
         try:

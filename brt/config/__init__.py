@@ -12,6 +12,7 @@ from brt.config.attention import Attention
 from brt.config.checks import check
 from brt.config.data import Data
 from brt.config.encoder import Encoder
+from brt.config.kernels import Kernels
 from brt.config.model import Model
 from brt.config.questions import Questions
 from brt.config.sentences import Sentences
@@ -25,12 +26,12 @@ from brt.config.training import (
     Optimizer,
     Sampling,
     Training,
-)  # fmt: skip
+)
 
 __all__ = [
     "SECTIONS", "Attention", "Checkpoint", "Config", "CrossAttention", "Data", "Decoding",
-    "Encoder", "Evaluation", "Logging", "Mesh", "Model", "Optimizer", "Pairs", "Questions",
-    "Sampling", "Sentences", "Seq2Seq", "Speech", "Training",
+    "Encoder", "Evaluation", "Kernels", "Logging", "Mesh", "Model", "Optimizer", "Pairs",
+    "Questions", "Sampling", "Sentences", "Seq2Seq", "Speech", "Training",
 ]  # fmt: skip
 
 
@@ -47,6 +48,7 @@ class Config:
     evaluation: Evaluation = Evaluation()
     sampling: Sampling = Sampling()
     mesh: Mesh = Mesh()
+    kernels: Kernels = Kernels()
     seq2seq: Seq2Seq = Seq2Seq()
     cross_attention: CrossAttention = CrossAttention()
     pairs: Pairs = Pairs()

@@ -22,7 +22,7 @@ class Encoder:
     features: int = inherited(0)  # width of an input vector; 0: the inputs are tokens
     vocab_size: int = inherited(0)  # of inputs or outputs; 0: as the data have it
     token_types: int = inherited(0)  # kinds of tokens with a vector of their own; RoBERTa: 1
-    classes: int = fixed(2)  # of whole sequences; the classification objective takes the data's
+    classes: int = fixed(2)  # of whole sequences; text_classification takes the data's
     positions: Literal["learned", "sinusoidal", "convolution", "none"] = inherited("learned")
     max_positions: int = inherited(4096)  # tokens that learned positions reach
     # inputs, the own in the middle, that tell convolutional positions

@@ -37,6 +37,8 @@ class Model:
     cluster_top_k: int = adaptable(16)  # keys of the past that a centroid keeps; others it sums up
     cluster_jensen: bool = adaptable(True)  # count in how far queries lie from their centroid
     cache: bool = adaptable(True)  # False: a block reads only itself (a vanilla transformer)
+    # of all layers, where kinds have no field X_layers above
+    layer_kinds: tuple[str, ...] = adaptable(())
     vocab_size: int = inherited(0)  # 0: the tokenizer's
     positions: Literal["t5", "rotary", "alibi", "none"] = inherited("t5")
     relative_buckets: int = inherited(32)  # T5 relative position bias
@@ -79,9 +81,16 @@ class Model:
 
     def _check_places(self) -> None:
         """Every layer has one kind."""
-        taken: dict[int, str] = {}
-        for name in ("recurrent_layers", "memorizing_layers", "clustered_layers"):
-            indices = getattr(self, name)
+        check(
+            len(self.layer_kinds) in (0, self.layers),
+            f"Model.layer_kinds = {self.layer_kinds} must name the kinds of all Model.layers = "
+            f"{self.layers} layers, 'window' where another field places a layer",
+        )
+        for kind in self._places().keys() & set(self.layer_kinds):
+            check(False, f"Model.layer_kinds names {kind!r}; place it by Model.{kind}_layers")
+        taken = {i: "layer_kinds" for i, k in enumerate(self.layer_kinds) if k != "window"}
+        for kind, indices in self._places().items():
+            name = f"{kind}_layers"
             for index in indices:
                 check(
                     -self.layers <= index < self.layers,
@@ -98,7 +107,7 @@ class Model:
                 )
                 taken[place] = name
         check(
-            not self.feedback or bool(self.recurrent_layers),
+            not self.feedback or bool(self.recurrent_layers or self.layer_kinds),
             "Model.feedback = True needs a recurrent layer; name one in Model.recurrent_layers",
         )
 
@@ -128,15 +137,16 @@ class Model:
             "needs Model.cache = True",
         )
 
+    def _places(self) -> dict[str, tuple[int, ...]]:
+        """The layers that a field <kind>_layers names, by kind."""
+        names = (field.name for field in dataclasses.fields(self))
+        return {n.removesuffix("_layers"): getattr(self, n) for n in names if n.endswith("_layers")}
+
     @property
-    def layer_types(self) -> tuple[Literal["window", "recurrent", "memorizing", "clustered"], ...]:
+    def layer_types(self) -> tuple[str, ...]:
         """The kind of every layer, lowest first."""
-        kinds = ["window"] * self.layers
-        for kind, indices in (
-            ("recurrent", self.recurrent_layers),
-            ("memorizing", self.memorizing_layers),
-            ("clustered", self.clustered_layers),
-        ):
+        kinds = list(self.layer_kinds) or ["window"] * self.layers
+        for kind, indices in self._places().items():
             for index in indices:
                 kinds[index] = kind
         return tuple(kinds)

@@ -19,7 +19,7 @@ from brt.data import blocks
 from brt.data.readers import Reader
 from brt.data.token_store import TokenStore
 from brt.errors import ConfigError
-from brt.types import AnyBatch, Batch
+from brt.types import Batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,7 +80,7 @@ class LaneReader(Reader):
         return order, np.r_[0, np.cumsum(counts[order])]
 
 
-class BatchIterator(Iterator[AnyBatch]):
+class BatchIterator(Iterator[Any]):
     """Batches from a step on, built ahead in a thread; its state is small JSON."""
 
     def __init__(self, reader: Reader, start_step: int, prefetch: int):
@@ -91,7 +91,7 @@ class BatchIterator(Iterator[AnyBatch]):
         self._batches = iter(grain.MapDataset.source(reader).to_iter_dataset(options))
         self._batches.set_state({"next_index": start_step})
 
-    def __next__(self) -> AnyBatch:
+    def __next__(self) -> Any:
         return next(self._batches)
 
     def get_state(self) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from brt.types import AnyBatch
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Reader(abc.ABC):
     """`reader[step]` is the batch of that step, a pure function of the step and `identity`.
+
+    A batch is a NamedTuple of NumPy arrays with the lanes on axis 0.
 
     Attributes:
       store: has a length, and a `fingerprint` that tells it from others.
@@ -32,7 +32,7 @@ class Reader(abc.ABC):
         return 1 << 62
 
     @abc.abstractmethod
-    def __getitem__(self, step: int) -> AnyBatch: ...
+    def __getitem__(self, step: int) -> Any: ...
 
     @property
     @abc.abstractmethod
@@ -40,12 +40,12 @@ class Reader(abc.ABC):
         """Steps that read all data once."""
 
     @abc.abstractmethod
-    def largest(self) -> AnyBatch:
+    def largest(self) -> Any:
         """A batch of the largest shape."""
 
     @staticmethod
     @abc.abstractmethod
-    def positions(batch: AnyBatch) -> int:
+    def positions(batch: Any) -> int:
         """Tokens or frames that a step reads, padding included."""
 
     @abc.abstractmethod

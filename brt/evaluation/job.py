@@ -48,7 +48,7 @@ class SplitReader:
         with tqdm(
             total=read.total, desc=name, unit=read.unit, unit_scale=scale, disable=None
         ) as bar:
-            reading = read(model.params, progress=bar.update)
+            reading = read(model.params, model_state=model.model_state, progress=bar.update)
         return evaluations.write(model.workdir, model.step, self._split, reading)
 
 

@@ -22,7 +22,7 @@ from brt.generation.decoder import TextDecoder
 from brt.generation.hypotheses import Hypotheses
 from brt.generation.sampling import choose
 from brt.generation.search import search
-from brt.layers.stack import StackBlock, StackState
+from brt.layers.stack import ModelState, StackBlock, StackState
 from brt.models.decoder import Decoder, logits, new_state
 from brt.models.targets import SpecialTokens
 
@@ -48,46 +48,52 @@ class Memory(NamedTuple):
     count: Int[Array, ""]
 
 
-def _advance(
-    decoder: Decoder, params: PyTree[Array], memory: Memory, tokens: Int[Array, " B"]
-) -> Memory:
-    """Reads one token of every lane; closes the block where it is full."""
-    variables = {"params": params}
-    next_logits, block = decoder.apply(
-        variables, tokens, memory.state, memory.block, memory.position, method="step"
-    )
+class Learnt(NamedTuple):
+    """What training has made: parameters, and what layers learn without gradients."""
 
-    def close(memory: Memory) -> Memory:
-        state = decoder.apply(variables, memory.state, memory.block, method="close")
-        block = decoder.apply(variables, state, method="open")
+    params: PyTree[Array]
+    model_state: ModelState
+
+
+def _advance(decoder: Decoder, learnt: Learnt, memory: Memory, tokens: Int[Array, " B"]) -> Memory:
+    """Reads one token of every lane; ends the block where it is full."""
+    variables, model_state = {"params": learnt.params}, learnt.model_state
+    next_logits, block = decoder.apply(
+        variables, tokens, memory.state, memory.block, memory.position, model_state,
+        method="decode_step",
+    )  # fmt: skip
+
+    def end(memory: Memory) -> Memory:
+        state = decoder.apply(
+            variables, memory.state, memory.block, model_state, method="end_block"
+        )
+        block = decoder.apply(variables, state, model_state, method="begin_block")
         return memory._replace(state=state, block=block, position=jnp.zeros_like(memory.position))
 
     memory = Memory(memory.state, block, memory.position + 1, next_logits, memory.count + 1)
-    return jax.lax.cond(
-        memory.position == decoder.model.window, close, lambda memory: memory, memory
-    )
+    return jax.lax.cond(memory.position == decoder.model.window, end, lambda memory: memory, memory)
 
 
 def _read_segment(
-    decoder: Decoder, params: PyTree[Array], memory: Memory, tokens: Int[Array, "B T"]
+    decoder: Decoder, learnt: Learnt, memory: Memory, tokens: Int[Array, "B T"]
 ) -> Memory:
     """Reads whole blocks at once; only at a block border."""
-    variables = {"params": params}
+    variables, model_state = {"params": learnt.params}, learnt.model_state
     start = jnp.zeros((tokens.shape[0], tokens.shape[1] // decoder.model.window), bool)
-    hidden, state = decoder.apply(variables, tokens, memory.state, start)
+    hidden, state, *_ = decoder.apply(variables, tokens, memory.state, start, model_state)
     return memory._replace(
         state=state,
-        block=decoder.apply(variables, state, method="open"),
-        logits=logits(decoder.model, params["embedding"], hidden[:, -1:])[:, 0],
+        block=decoder.apply(variables, state, model_state, method="begin_block"),
+        logits=logits(decoder.model, learnt.params["embedding"], hidden[:, -1:])[:, 0],
         count=memory.count + tokens.shape[1],
     )
 
 
-def _new_memory(decoder: Decoder, lanes: int, params: PyTree[Array]) -> Memory:
-    state = new_state(decoder.model, lanes)
+def _new_memory(decoder: Decoder, lanes: int, learnt: Learnt) -> Memory:
+    state, variables = new_state(decoder.model, lanes), {"params": learnt.params}
     return Memory(
         state=state,
-        block=decoder.apply({"params": params}, state, method="open"),
+        block=decoder.apply(variables, state, learnt.model_state, method="begin_block"),
         position=jnp.zeros((), jnp.int32),
         logits=jnp.zeros((lanes, decoder.model.vocab_size), jnp.float32),
         count=jnp.zeros((), jnp.int32),
@@ -96,7 +102,7 @@ def _new_memory(decoder: Decoder, lanes: int, params: PyTree[Array]) -> Memory:
 
 def _write(
     decoder: Decoder,
-    params: PyTree[Array],
+    learnt: Learnt,
     memory: Memory,
     key: Array,
     *,
@@ -107,7 +113,7 @@ def _write(
 
     def body(memory: Memory, _: None) -> tuple[Memory, Int[Array, " B"]]:
         tokens = choose(memory.logits, jax.random.fold_in(key, memory.count), sampling)
-        return _advance(decoder, params, memory, tokens), tokens
+        return _advance(decoder, learnt, memory, tokens), tokens
 
     memory, tokens = jax.lax.scan(body, memory, length=steps)
     return memory, tokens.T
@@ -124,9 +130,7 @@ class _Beams(NamedTuple):
     begun: Bool[Array, ""]
 
 
-def _search(
-    decoder: Decoder, params: PyTree[Array], memory: Memory, *, decoding: Decoding
-) -> Hypotheses:
+def _search(decoder: Decoder, learnt: Learnt, memory: Memory, *, decoding: Decoding) -> Hypotheses:
     """The texts that beams of one lane come to; a language model ends none by itself."""
 
     def lanes(memory: Memory, take: Callable[[Array], Array]) -> Memory:
@@ -135,7 +139,7 @@ def _search(
 
     def step(tokens: Int[Array, "1 N"], beams: _Beams) -> tuple[Float[Array, "1 N V"], _Beams]:
         def advance() -> Memory:
-            return _advance(decoder, params, beams.memory, tokens[0])
+            return _advance(decoder, learnt, beams.memory, tokens[0])
 
         memory = jax.lax.cond(beams.begun, advance, lambda: beams.memory)
         return memory.logits[None], _Beams(memory, jnp.ones((), bool))
@@ -157,15 +161,21 @@ class Session:
 
     Args:
       config: with the vocabulary size set.
-      params: as trained.
+      params, model_state: as trained.
       bos_id: read before anything else.
       lanes: texts written side by side, all after what was read.
     """
 
     def __init__(
-        self, config: Config, params: PyTree[Array], *, bos_id: int, lanes: int = 1
+        self,
+        config: Config,
+        params: PyTree[Array],
+        model_state: ModelState | None = None,
+        *,
+        bos_id: int,
+        lanes: int = 1,
     ) -> None:
-        decoder = Decoder(config.model)
+        decoder = Decoder(config.model, kernels=config.kernels)
         self._config, self._bos_id, self._lanes = config, bos_id, lanes
         self._advance = jax.jit(partial(_advance, decoder), donate_argnums=1)
         self._read_segment = jax.jit(partial(_read_segment, decoder), donate_argnums=1)
@@ -174,12 +184,16 @@ class Session:
         )
         self._search = jax.jit(partial(_search, decoder), static_argnames="decoding")
         self._new_memory = jax.jit(partial(_new_memory, decoder, lanes))
-        self.restart(params)
+        self.restart(params, model_state)
 
-    def restart(self, params: PyTree[Array]) -> None:
+    def restart(self, params: PyTree[Array], model_state: ModelState | None = None) -> None:
         """Forgets everything; goes on with these parameters."""
-        self._params = params
-        self.memory: Memory = self._new_memory(params)
+        self._learnt = Learnt(params, model_state or {})
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets everything that was read and written."""
+        self.memory: Memory = self._new_memory(self._learnt)
 
     def read(self, tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> None:
         """Reads a text, the same in all lanes: in segments where it can, else by tokens."""
@@ -193,11 +207,11 @@ class Session:
             if position == 0 and left >= window:
                 size = length if left >= length else window
                 piece = np.tile(tokens[place : place + size], (self._lanes, 1))
-                self.memory = self._read_segment(self._params, self.memory, piece)
+                self.memory = self._read_segment(self._learnt, self.memory, piece)
                 place += size
             else:
                 token = np.full(self._lanes, tokens[place], np.int32)
-                self.memory = self._advance(self._params, self.memory, token)
+                self.memory = self._advance(self._learnt, self.memory, token)
                 place, position = place + 1, (position + 1) % window
 
     def write(self, count: int, sampling: Sampling, key: Array) -> Iterator[Int[np.ndarray, "B T"]]:
@@ -210,7 +224,7 @@ class Session:
         while count > 0:
             steps = CHUNK if count >= CHUNK else 1
             self.memory, tokens = self._write(
-                self._params, self.memory, key, sampling=sampling, steps=steps
+                self._learnt, self.memory, key, sampling=sampling, steps=steps
             )
             yield np.asarray(tokens)
             count -= steps
@@ -219,7 +233,7 @@ class Session:
         """Writes the text that a search finds, `decoding.max_length` - 1 tokens, and reads it."""
         if self.memory.count == 0:
             self.read([])
-        best = self._search(self._params, self.memory, decoding=decoding)
+        best = self._search(self._learnt, self.memory, decoding=decoding)
         tokens = np.asarray(best.sequences[0, 0, 1:])
         self.read(tokens)
         return tokens

@@ -9,8 +9,9 @@ from jaxtyping import Array
 
 from brt.config import Model
 from brt.errors import DataError
+from brt.layers.recurrent import RecurrentState
 from brt.layers.stack import runs
-from brt.layers.state import LayerState, RecurrentState, WindowState
+from brt.layers.state import LayerState, WindowState
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -59,8 +60,8 @@ for _ours, _theirs in (("output_gate", "post_attn_mlp"), ("mlp_gate", "ffn")):
             _CELL[f"{_ours}_{_part}|{_name}"] = f"recurrent_tbase/{_theirs}/{_name}"
 
 
-def layer_parameters(arrays: Arrays) -> dict[str, dict[str, np.ndarray]]:
-    """One layer's parameters by the names of `TokenLayer` and `StateCell`.
+def layer_parameters(arrays: Arrays, model: Model) -> dict[str, dict[str, np.ndarray]]:
+    """One layer's parameters by the names and shapes of `TransformerBlock` and `StateCell`.
 
     Raises:
       DataError: an array whose name is not known.
@@ -76,8 +77,19 @@ def layer_parameters(arrays: Arrays) -> dict[str, dict[str, np.ndarray]]:
         if name not in named:
             raise DataError(f"meliad parameter {name!r} has no counterpart in brt")
         part, ours = named[name]
-        result.setdefault(part, {})[ours] = value
+        result.setdefault(part, {})[ours] = _by_head(part, ours, value, model)
     return result
+
+
+def _by_head(part: str, name: str, value: np.ndarray, model: Model) -> np.ndarray:
+    """[D, HK] -> [D, H, K] and [nHK, D] -> [n, H, K, D]; other arrays as they are."""
+    heads = (model.heads, model.head_dim)
+    if name in ("queries", "keys", "values", "cross_queries"):
+        return value.reshape(len(value), *heads)
+    single = (part, name, model.gate_layout) == ("cell", "mlp_in", "single")
+    if single or name == "output" or (name.startswith("output_gate") and "kernel" in name):
+        return value.reshape(-1, *heads, value.shape[1])
+    return value
 
 
 def _subtree(arrays: Arrays, prefix: str) -> dict[str, np.ndarray]:
@@ -96,7 +108,8 @@ def decoder_parameters(arrays: Arrays, model: Model) -> dict[str, object]:
     stack, first = {}, 0
     for name, _, count in runs(model):
         layers = [
-            layer_parameters(_subtree(arrays, f"transformer{first + i}/")) for i in range(count)
+            layer_parameters(_subtree(arrays, f"transformer{first + i}/"), model)
+            for i in range(count)
         ]
         stack[name] = _stacked(layers)
         first += count

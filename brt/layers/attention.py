@@ -8,20 +8,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Model
-from brt.layers.basic import ONES, dropout, parameter
+from brt.config import Kernels, Model
+from brt.layers.basic import FROM_HEADS, INTO_HEADS, ONES, dropout, kernel_init, parameter
 from brt.layers.state import OpenBlock, WindowState, zero_where_invalid
 from brt.ops.activations import relu
 from brt.ops.dense import dense
 from brt.ops.normalization import l2_normalize, rms_norm
-from brt.ops.partial_attention import Part
+from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import Rotation, alibi_bias, relative_bias, rotate, rotations
 from brt.ops.recurrent_attention import StateMemory
 from brt.ops.softmax_attention import attend
 from brt.ops.window_attention import window_part, window_part_step
 
 # (queries [B, T, H, K], what they read in the window) -> that mixed with something else
-Mix = Callable[[Array, Part], Array]
+Mix = Callable[[Array, AttentionPart], Array]
 
 
 class TokenProjections(NamedTuple):
@@ -38,30 +38,34 @@ class TokenProjections(NamedTuple):
     cross_queries: Float[Array, "B T H K"] | None
 
 
-class TokenLayer(nn.Module):
+class TransformerBlock(nn.Module):
     """Pre-norm attention over the window, beside it over recurrent states, then an MLP.
 
     `project` and `attend` are apart because the recurrent states read the tokens' keys
     and values in between.
+
+    Kernels are by head: [D, H, K] from tokens, [n, H, K, D] from the n attentions. Kernels of
+    one product are parameters of their own, stacked for it on an axis of their own, [D, n, H, K]:
+    a device that has some of the heads has them of every part, and nothing moves.
     """
 
     model: Model
     cross_attends: bool = False
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         m = self.model
-        width = m.heads * m.head_dim
-        into, out = ("embed", "heads"), ("heads", "embed")
+        by_head = (m.model_dim, m.heads, m.head_dim)
         self.norm = parameter(self, "norm", (m.model_dim,), ("embed",), ONES)
-        self.queries = parameter(self, "queries", (m.model_dim, width), into)
-        self.keys = parameter(self, "keys", (m.model_dim, width), into)
-        self.values = parameter(self, "values", (m.model_dim, width), into)
+        self.queries = parameter(self, "queries", by_head, INTO_HEADS)
+        self.keys = parameter(self, "keys", by_head, INTO_HEADS)
+        self.values = parameter(self, "values", by_head, INTO_HEADS)
         scale = nn.initializers.constant(m.scale_init)
         if m.normalize_qk:
             self.scale = parameter(self, "scale", (m.heads,), ("heads",), scale)
         if self.cross_attends:
-            self.cross_queries = parameter(self, "cross_queries", (m.model_dim, width), into)
+            self.cross_queries = parameter(self, "cross_queries", by_head, INTO_HEADS)
             if m.normalize_qk:
                 self.cross_scale = parameter(self, "cross_scale", (m.heads,), ("heads",), scale)
         if m.positions == "t5":
@@ -72,8 +76,10 @@ class TokenLayer(nn.Module):
         if m.positions == "alibi":
             self.alibi_scale = parameter(self, "alibi_scale", (), (), ONES)
             self.alibi_bound = parameter(self, "alibi_bound", (1,), ("buckets",), ONES)
-        attended = 2 * width if self.cross_attends else width
-        self.output = parameter(self, "output", (attended, m.model_dim), out)
+        attended = (2 if self.cross_attends else 1, m.heads, m.head_dim)
+        self.output = parameter(
+            self, "output", (*attended, m.model_dim), FROM_HEADS, kernel_init(inputs=3)
+        )
         self.mlp_norm = parameter(self, "mlp_norm", (m.model_dim,), ("embed",), ONES)
         self.mlp_in = parameter(self, "mlp_in", (m.model_dim, m.mlp_dim), ("embed", "mlp"))
         self.mlp_out = parameter(self, "mlp_out", (m.mlp_dim, m.model_dim), ("mlp", "embed"))
@@ -86,13 +92,14 @@ class TokenLayer(nn.Module):
         if self.cross_attends:
             kernels.append(self.cross_queries)
             scales.append(self._scale("cross_scale"))
-        product = dense(h, jnp.concatenate([*kernels, self.values], axis=1))
-        parts = product.reshape(*x.shape[:2], -1, m.head_dim)
-        scaled, values = parts[:, :, : -m.heads], parts[:, :, -m.heads :]
+        product = dense(h, jnp.stack([*kernels, self.values], axis=1))  # [B, T, n, H, K]
+        scaled, values = product[:, :, :-1], product[:, :, -1]
         if m.normalize_qk:
             scaled = l2_normalize(scaled)
-        scaled = scaled * jnp.concatenate(scales).astype(x.dtype)[None, None, :, None]
-        queries, keys, *cross = jnp.split(scaled, len(kernels), axis=2)
+        scaled = scaled * jnp.stack(scales).astype(x.dtype)[None, None, :, :, None]
+        queries, keys, *cross = (
+            part.squeeze(2) for part in jnp.split(scaled, len(kernels), axis=2)
+        )
         return TokenProjections(queries, keys, values, cross[0] if cross else None)
 
     def _scale(self, name: str) -> Float[Array, " H"]:
@@ -141,8 +148,7 @@ class TokenLayer(nn.Module):
     ) -> Float[Array, "B T D"]:
         """The layer's output for a segment; `memory` [B, N, S, H, K] is the states' or None."""
         m = self.model
-        batch, tokens = x.shape[:2]
-        mask, queries = None, projections.queries
+        tokens, mask, queries = x.shape[1], None, projections.queries
         if m.positions == "rotary":  # here, so that caches and states keep keys as they are
             table = rotations(-m.window, m.window + tokens, m.head_dim)
             keys = rotate(keys, table)
@@ -153,13 +159,14 @@ class TokenLayer(nn.Module):
         part = window_part(
             queries, keys, values, self._bias(), readable, mask,
             attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
+            implementation=self.kernels.window_attention,
         )  # fmt: skip
-        attended = part.values if mix is None else mix(projections.queries, part)
+        attended = [part.output if mix is None else mix(projections.queries, part)]
         if memory is not None:
-            blocked = (batch, -1, m.window, m.heads, m.head_dim)
+            blocked = (len(x), -1, m.window, m.heads, m.head_dim)
             crossed = attend(projections.cross_queries.reshape(blocked), *memory)
-            attended = jnp.concatenate([attended, crossed.reshape(attended.shape)], axis=2)
-        return self._finish(x, attended.reshape(batch, tokens, -1))
+            attended.append(crossed.reshape(attended[0].shape))
+        return self._finish(x, jnp.stack(attended, axis=2))
 
     def attend_step(
         self,
@@ -192,12 +199,11 @@ class TokenLayer(nn.Module):
             queries[:, 0], keys, ring.values, self._bias(), cache_is_readable(m, window),
             position, attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
         )  # fmt: skip
-        part = Part(part.values[:, None], part.totals[:, None])
-        attended = part.values if mix is None else mix(projections.queries, part)
+        part = AttentionPart(part.output[:, None], part.lse[:, None])
+        attended = [part.output if mix is None else mix(projections.queries, part)]
         if memory is not None:
-            crossed = attend(projections.cross_queries, *memory)
-            attended = jnp.concatenate([attended, crossed], axis=2)
-        return self._finish(x, attended.reshape(*x.shape[:2], -1)), after
+            attended.append(attend(projections.cross_queries, *memory))
+        return self._finish(x, jnp.stack(attended, axis=2)), after
 
     def _rotate_step(
         self,
@@ -218,10 +224,10 @@ class TokenLayer(nn.Module):
         return rotate(queries, of_queries), rotate(keys, of_keys)
 
     def _finish(
-        self, x: Float[Array, "B T D"], attended: Float[Array, "B T A"]
+        self, x: Float[Array, "B T D"], attended: Float[Array, "B T n H K"]
     ) -> Float[Array, "B T D"]:
         """Residual of the attention, then the MLP and its residual."""
-        x = x + dense(attended, self.output)
+        x = x + dense(attended, self.output, inputs=3)
         hidden = relu(dense(rms_norm(x, self.mlp_norm), self.mlp_in))
         return x + dropout(self, dense(hidden, self.mlp_out), self.model.dropout)
 
@@ -265,11 +271,13 @@ class WindowLayer(nn.Module):
 
     model: Model
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        self.tokens = TokenLayer(
-            self.model, cross_attends=self.model.feedback, training=self.training
-        )
+        self.tokens = TransformerBlock(
+            self.model, cross_attends=self.model.feedback, training=self.training,
+            kernels=self.kernels,
+        )  # fmt: skip
 
     def __call__(
         self,
@@ -283,11 +291,11 @@ class WindowLayer(nn.Module):
         keys, values, readable, state = with_cache(self.model, state, projections, document_start)
         return self.tokens.attend(x, projections, keys, values, readable, feedback), state
 
-    def open(self, x: None, state: WindowState, *_: None) -> tuple[None, OpenBlock]:
+    def begin_block(self, x: None, state: WindowState, *_: None) -> tuple[None, OpenBlock]:
         """An empty block behind `state`."""
         return x, OpenBlock(state.keys, state.values, None)
 
-    def step(
+    def decode_step(
         self,
         x: Float[Array, "B 1 D"],
         carried: tuple[WindowState, OpenBlock],
@@ -297,7 +305,7 @@ class WindowLayer(nn.Module):
         """One token of the open block."""
         return self.tokens.attend_step(x, *carried, position, feedback)
 
-    def close(
+    def end_block(
         self, x: None, carried: tuple[WindowState, OpenBlock], *_: None
     ) -> tuple[None, WindowState]:
         """The state after a full block."""

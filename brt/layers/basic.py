@@ -1,28 +1,40 @@
 """Parameters with logical axis names, initialised as in the original code; dtypes and dropout."""
 
 from collections.abc import Callable
+from functools import partial
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brt.config import Encoder, Model, Seq2Seq
+from brt.ops import dispatch
 from brt.ops.dropout import Dropout
 
 Initializer = Callable[..., Array]
 
-KERNEL = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-GATE_KERNEL = nn.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
 ONES = nn.initializers.ones
 ZEROS = nn.initializers.zeros
+# Names of the axes of kernels by head: what they make of the tokens, and what reads the heads.
+INTO_HEADS = ("embed", "heads", "head_dim")
+FROM_HEADS = ("stack", "heads", "head_dim", "embed")
 
 
 def compute_dtype(model: Model | Seq2Seq | Encoder) -> jnp.dtype:
     """The dtype of activations and caches; `auto` is float32 on CPUs, else bfloat16."""
     if model.dtype == "auto":
-        return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+        return jnp.dtype("float32" if dispatch.backend() == "cpu" else "bfloat16")
     return jnp.dtype(model.dtype)
+
+
+def kernel_init(inputs: int = 1, variance: float = 1.0) -> Initializer:
+    """Truncated normal, of `variance` over the fan-in: the product of the first `inputs` axes."""
+    scaling = partial(nn.initializers.variance_scaling, variance, "fan_in", "truncated_normal")
+
+    def axes(shape: tuple[int, ...]) -> dict[str, range]:
+        return {"in_axis": range(inputs), "out_axis": range(inputs, len(shape))}
+
+    return lambda key, shape, dtype: scaling(**axes(shape))(key, shape, dtype)
 
 
 def gate_bias(mean: float) -> Initializer:
@@ -36,9 +48,13 @@ def parameter(
     name: str,
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],
-    init: Initializer = KERNEL,
+    init: Initializer | None = None,
 ) -> Array:
-    """A float32 parameter of `module` whose axes carry names for sharding."""
+    """A float32 parameter of `module` whose axes carry names for sharding.
+
+    By default it is a kernel of one axis of inputs.
+    """
+    init = init or kernel_init()
     return module.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
 
 

@@ -1,22 +1,74 @@
 """The clustered layer: sliding-window attention, and attention to all of the past by clusters."""
 
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Model
-from brt.layers.attention import Mix, TokenLayer, cache_is_readable, with_cache
+from brt.config import Kernels, Model
+from brt.layers.attention import Mix, TransformerBlock, cache_is_readable, with_cache
 from brt.layers.basic import parameter
-from brt.layers.state import ClusteredState, OpenBlock, WindowState
+from brt.layers.state import OpenBlock, WindowState, new_window_state
 from brt.ops.causal_clustered_attention import (
     Centroids,
+    Past,
     causal_clustered_attention,
     causal_clustered_attention_step,
     past_after,
     past_scan,
 )
-from brt.ops.partial_attention import Part
+from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import StateMemory
+
+
+class ClusteredState(NamedTuple):
+    """The cache, and what every centroid has of all blocks before it: see `Past`.
+
+    Attributes:
+      window: as of a sliding-window layer.
+      keys: [B, H, C, R, K], as in the cache.
+      values: [B, H, C, R, K].
+      rest: float32 [B, H, C, K].
+      totals: float32 [B, H, C].
+      filled: int32 [B].
+    """
+
+    window: WindowState
+    keys: Float[Array, "B H C R K"]
+    values: Float[Array, "B H C R K"]
+    rest: Float[Array, "B H C K"]
+    totals: Float[Array, "B H C"]
+    filled: Int[Array, " B"]
+
+    @property
+    def past(self) -> Past:
+        return Past(*self[1:])
+
+
+def new_clustered_state(model: Model, batch: int, dtype: jnp.dtype) -> ClusteredState:
+    """The state of a clustered layer that has read nothing."""
+    shape = (batch, model.heads, model.clusters, model.cluster_top_k, model.head_dim)
+    return ClusteredState(
+        window=new_window_state(model, batch, dtype),
+        keys=jnp.zeros(shape, dtype),
+        values=jnp.zeros(shape, dtype),
+        rest=jnp.zeros((*shape[:3], model.head_dim), jnp.float32),
+        totals=jnp.zeros(shape[:3], jnp.float32),
+        filled=jnp.zeros((batch,), jnp.int32),
+    )
+
+
+def clustered_flops(model: Model) -> int:
+    """Of a token: its centroid, what left the window, what the centroid has.
+
+    Every centroid looks at a key once, and at what it keeps once a block.
+    """
+    m, attention = model, 4 * model.heads * model.head_dim
+    left = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2  # on average
+    reading = attention // 2 * m.clusters + attention * (left + m.cluster_top_k)
+    taking_in = attention * m.clusters * (m.window + m.cluster_top_k) // m.window
+    return reading + taking_in
 
 
 class ClusteredLayer(nn.Module):
@@ -29,10 +81,13 @@ class ClusteredLayer(nn.Module):
 
     model: Model
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         m = self.model
-        self.tokens = TokenLayer(m, cross_attends=m.feedback, training=self.training)
+        self.tokens = TransformerBlock(
+            m, cross_attends=m.feedback, training=self.training, kernels=self.kernels
+        )
         # As queries begin: unit vectors, or of unit variance; their scale is shared.
         spread = m.head_dim**-0.5 if m.normalize_qk else 1.0
         self.centroids = parameter(
@@ -61,22 +116,25 @@ class ClusteredLayer(nn.Module):
         m, centroids = self.model, self._centroids()
         projections = self.tokens.project(x)
         keys, values, readable, window = with_cache(m, state.window, projections, document_start)
-        past, pasts = past_scan(keys, values, readable, state.past, centroids)
+        implementation = self.kernels.causal_clustered_attention
+        past, pasts = past_scan(
+            keys, values, readable, state.past, centroids, implementation=implementation
+        )
 
-        def mix(queries: Float[Array, "B T H K"], part: Part) -> Float[Array, "B T H K"]:
+        def mix(queries: Float[Array, "B T H K"], part: AttentionPart) -> Float[Array, "B T H K"]:
             return causal_clustered_attention(
                 queries, part, keys, values, readable, pasts, centroids, self.tokens.far_bias(),
-                attend_to_self=m.attend_to_self,
+                attend_to_self=m.attend_to_self, implementation=implementation,
             )  # fmt: skip
 
         y = self.tokens.attend(x, projections, keys, values, readable, feedback, mix)
         return y, ClusteredState(window, *past)
 
-    def open(self, x: None, state: ClusteredState, *_: None) -> tuple[None, OpenBlock]:
+    def begin_block(self, x: None, state: ClusteredState, *_: None) -> tuple[None, OpenBlock]:
         """An empty block behind `state`."""
         return x, OpenBlock(state.window.keys, state.window.values, None)
 
-    def step(
+    def decode_step(
         self,
         x: Float[Array, "B 1 D"],
         carried: tuple[ClusteredState, OpenBlock],
@@ -91,7 +149,7 @@ class ClusteredLayer(nn.Module):
     def _mix_step(self, state: ClusteredState, position: Int[Array, ""]) -> Mix:
         m, window = self.model, state.window
 
-        def mix(queries: Float[Array, "B 1 H K"], part: Part) -> Float[Array, "B 1 H K"]:
+        def mix(queries: Float[Array, "B 1 H K"], part: AttentionPart) -> Float[Array, "B 1 H K"]:
             return causal_clustered_attention_step(
                 queries, part, window.keys, window.values, cache_is_readable(m, window), position,
                 state.past, self._centroids(), self.tokens.far_bias(),
@@ -100,7 +158,7 @@ class ClusteredLayer(nn.Module):
 
         return mix
 
-    def close(
+    def end_block(
         self, x: None, carried: tuple[ClusteredState, OpenBlock], *_: None
     ) -> tuple[None, ClusteredState]:
         """The state after a full block: the past takes in the block before it."""

@@ -8,13 +8,43 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Model
-from brt.layers.attention import Mix, TokenLayer, with_cache
+from brt.config import Kernels, Model
+from brt.layers.attention import Mix, TransformerBlock, with_cache
 from brt.layers.basic import parameter
-from brt.layers.state import MemoryState, OpenBlock, WindowState
+from brt.layers.state import OpenBlock, WindowState, new_window_state
 from brt.ops.memory_attention import memory_attention
-from brt.ops.partial_attention import Part
+from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import StateMemory
+
+
+class MemoryState(NamedTuple):
+    """The cache and the memory: keys and values of the last M tokens, by head, oldest first.
+
+    Attributes:
+      window: as of a sliding-window layer.
+      keys: [B, H, M, K], as in the cache. Heads come first, because each is searched by itself.
+      values: [B, H, M, K].
+      length: int32 [B], tokens of the document in the memory: the last so many.
+    """
+
+    window: WindowState
+    keys: Float[Array, "B H M K"]
+    values: Float[Array, "B H M K"]
+    length: Int[Array, " B"]
+
+
+def new_memory_state(model: Model, batch: int, dtype: jnp.dtype) -> MemoryState:
+    """The state of a memorizing layer that has read nothing."""
+    shape = (batch, model.heads, model.memory_size, model.head_dim)
+    keys, values = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+    window = new_window_state(model, batch, dtype)
+    return MemoryState(window, keys, values, jnp.zeros((batch,), jnp.int32))
+
+
+def memory_flops(model: Model) -> int:
+    """Of a token: its search, and its attention to what it finds."""
+    width = model.heads * model.head_dim
+    return 2 * width * model.memory_size + 4 * width * model.memory_neighbors
 
 
 def tokens_before(
@@ -66,12 +96,13 @@ class MemorizingLayer(nn.Module):
 
     model: Model
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         m = self.model
-        self.tokens = TokenLayer(
+        self.tokens = TransformerBlock(
             dataclasses.replace(m, positions="none"), cross_attends=m.feedback,
-            training=self.training,
+            training=self.training, kernels=self.kernels,
         )  # fmt: skip
         self.memory_gate = parameter(
             self, "memory_gate", (m.heads,), ("heads",), nn.initializers.zeros
@@ -82,11 +113,12 @@ class MemorizingLayer(nn.Module):
         m = self.model
         null_keys = not m.mask_empty_cache
 
-        def mix(queries: Float[Array, "B T H K"], window: Part) -> Float[Array, "B T H K"]:
-            local = window.values
+        def mix(queries: Float[Array, "B T H K"], window: AttentionPart) -> Float[Array, "B T H K"]:
+            local = window.output
             found = memory_attention(
                 queries, *past, counts, size=m.memory_size, neighbors=m.memory_neighbors,
                 search=m.memory_search, null_keys=null_keys,
+                implementation=self.kernels.memory_attention,
             )  # fmt: skip
             open_gate = (counts > 0) | null_keys  # an empty memory has no say
             gate = jnp.where(open_gate[:, :, None], jax.nn.sigmoid(self.memory_gate)[None, None], 0)
@@ -113,11 +145,11 @@ class MemorizingLayer(nn.Module):
         y = self.tokens.attend(x, projections, keys, values, readable, feedback, mix)
         return y, remembered(past, counts[:, -1], window, size=m.memory_size)
 
-    def open(self, x: None, state: MemoryState, *_: None) -> tuple[None, OpenBlock]:
+    def begin_block(self, x: None, state: MemoryState, *_: None) -> tuple[None, OpenBlock]:
         """An empty block behind `state`."""
         return x, OpenBlock(state.window.keys, state.window.values, None)
 
-    def step(
+    def decode_step(
         self,
         x: Float[Array, "B 1 D"],
         carried: tuple[MemoryState, OpenBlock],
@@ -129,7 +161,7 @@ class MemorizingLayer(nn.Module):
         mix = self._mix(Past(state.keys, state.values), state.length[:, None])
         return self.tokens.attend_step(x, state.window, block, position, feedback, mix)
 
-    def close(
+    def end_block(
         self, x: None, carried: tuple[MemoryState, OpenBlock], *_: None
     ) -> tuple[None, MemoryState]:
         """The state after a full block, which the memory takes in."""

@@ -1,13 +1,15 @@
 """The recurrent layer: a token layer that reads state vectors which read its tokens."""
 
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Model
-from brt.layers.attention import TokenLayer, cache_is_readable, has_null_keys, with_cache
-from brt.layers.basic import GATE_KERNEL, ONES, gate_bias, parameter
-from brt.layers.state import OpenBlock, RecurrentState, WindowState, zero_where_invalid
+from brt.config import Kernels, Model
+from brt.layers.attention import TransformerBlock, cache_is_readable, has_null_keys, with_cache
+from brt.layers.basic import FROM_HEADS, INTO_HEADS, ONES, gate_bias, kernel_init, parameter
+from brt.layers.state import OpenBlock, WindowState, new_window_state, zero_where_invalid
 from brt.ops.gates import GateWeights
 from brt.ops.recurrent_attention import (
     CellWeights,
@@ -19,6 +21,41 @@ from brt.ops.recurrent_attention import (
 )
 
 
+class RecurrentState(NamedTuple):
+    """The cache and the recurrent states.
+
+    Attributes:
+      window: as of a sliding-window layer.
+      vectors: float32 [B, S, D].
+      valid: bool [B], False where the learned initial states are to be read instead.
+    """
+
+    window: WindowState
+    vectors: Float[Array, "B S D"]
+    valid: Bool[Array, " B"]
+
+
+def new_recurrent_state(model: Model, batch: int, dtype: jnp.dtype) -> RecurrentState:
+    """The state of a recurrent layer that has read nothing."""
+    vectors = jnp.zeros((batch, model.states, model.model_dim), jnp.float32)
+    return RecurrentState(new_window_state(model, batch, dtype), vectors, jnp.zeros((batch,), bool))
+
+
+def state_update_flops(model: Model) -> int:
+    """The states' share of a token: their projections, both attentions, and the gated layers."""
+    m, width = model, model.heads * model.head_dim
+    flops = 4 * 2 * m.model_dim * width + 4 * width * (m.states + 2 * m.window)
+    gates = {"fixed": 0, "gru": 1, "lstm": 2}[m.gate]
+    into_mlp = m.model_dim
+    if m.gate_layout == "single":
+        into_mlp = 2 * width
+    else:
+        flops += (1 + gates) * 2 * 2 * width * m.model_dim
+    if m.gate_layout != "skip":
+        flops += 2 * into_mlp * m.mlp_dim + (1 + gates) * 2 * m.mlp_dim * m.model_dim
+    return flops * m.states // m.window
+
+
 class StateCell(nn.Module):
     """Owns the weights of the horizontal direction and the states a document starts from."""
 
@@ -26,38 +63,40 @@ class StateCell(nn.Module):
 
     def setup(self) -> None:
         m = self.model
-        width = m.heads * m.head_dim
         self.initial = parameter(
             self, "initial", (m.states, m.model_dim), ("states", "embed"),
             nn.initializers.normal(0.1),
         )  # fmt: skip
-        self.weights = self._weights(m, width)
+        self.weights = self._weights(m)
 
-    def _weights(self, m: Model, width: int) -> CellWeights:
-        into, scale = ("embed", "heads"), nn.initializers.constant(m.scale_init)
+    def _weights(self, m: Model) -> CellWeights:
+        by_head, scale = (m.model_dim, m.heads, m.head_dim), nn.initializers.constant(m.scale_init)
+        attended = (2, m.heads, m.head_dim)
         weights = CellWeights(
             norm=parameter(self, "norm", (m.model_dim,), ("embed",), ONES),
             ids=parameter(
                 self, "ids", (m.states, m.model_dim), ("states", "embed"),
                 nn.initializers.normal(1.0),
             ),
-            keys=parameter(self, "keys", (m.model_dim, width), into),
-            values=parameter(self, "values", (m.model_dim, width), into),
-            queries=parameter(self, "queries", (m.model_dim, width), into),
-            cross_queries=parameter(self, "cross_queries", (m.model_dim, width), into),
+            keys=parameter(self, "keys", by_head, INTO_HEADS),
+            values=parameter(self, "values", by_head, INTO_HEADS),
+            queries=parameter(self, "queries", by_head, INTO_HEADS),
+            cross_queries=parameter(self, "cross_queries", by_head, INTO_HEADS),
             scale=self._scale("scale", scale),
             cross_scale=self._scale("cross_scale", scale),
         )  # fmt: skip
         if m.gate_layout == "single":
-            return self._mlp(weights, 2 * width)
+            return self._mlp(weights, attended, FROM_HEADS[:-1])
         weights = weights._replace(
-            output=parameter(self, "output", (2 * width, m.model_dim), ("heads", "embed")),
-            output_gate=self._gate("output_gate", 2 * width, "heads"),
+            output=parameter(
+                self, "output", (*attended, m.model_dim), FROM_HEADS, kernel_init(inputs=3)
+            ),
+            output_gate=self._gate("output_gate", attended, FROM_HEADS[:-1]),
         )
         if m.gate_layout == "skip":
             return weights
         norm = parameter(self, "mlp_norm", (m.model_dim,), ("embed",), ONES)
-        return self._mlp(weights._replace(mlp_norm=norm), m.model_dim)
+        return self._mlp(weights._replace(mlp_norm=norm), (m.model_dim,), ("embed",))
 
     def _scale(self, name: str, init: nn.initializers.Initializer) -> Float[Array, " H"]:
         m = self.model
@@ -65,25 +104,29 @@ class StateCell(nn.Module):
             return jnp.full((m.heads,), m.head_dim**-0.5)
         return jnp.abs(parameter(self, name, (m.heads,), ("heads",), init))
 
-    def _mlp(self, weights: CellWeights, inputs: int) -> CellWeights:
+    def _mlp(
+        self, weights: CellWeights, inputs: tuple[int, ...], axes: tuple[str, ...]
+    ) -> CellWeights:
         m = self.model
-        axis = "embed" if inputs == m.model_dim else "heads"
         return weights._replace(
-            mlp_in=parameter(self, "mlp_in", (inputs, m.mlp_dim), (axis, "mlp")),
+            mlp_in=parameter(
+                self, "mlp_in", (*inputs, m.mlp_dim), (*axes, "mlp"), kernel_init(len(inputs))
+            ),
             mlp_out=parameter(self, "mlp_out", (m.mlp_dim, m.model_dim), ("mlp", "embed")),
-            mlp_gate=self._gate("mlp_gate", m.mlp_dim, "mlp"),
+            mlp_gate=self._gate("mlp_gate", (m.mlp_dim,), ("mlp",)),
         )
 
-    def _gate(self, name: str, inputs: int, axis: str) -> GateWeights:
+    def _gate(self, name: str, inputs: tuple[int, ...], axes: tuple[str, ...]) -> GateWeights:
         kind, width = self.model.gate, self.model.model_dim
 
         def bias(part: str, keeps: bool = True) -> Float[Array, " D"]:
             init = gate_bias(self.model.gate_bias) if keeps else gate_bias(0.0)
             return parameter(self, f"{name}_{part}bias", (width,), ("embed",), init)
 
-        def kernel(part: str) -> Float[Array, "M D"]:
-            shape, axes = (inputs, width), (axis, "embed")
-            return parameter(self, f"{name}_{part}kernel", shape, axes, GATE_KERNEL)
+        def kernel(part: str) -> Float[Array, "*M D"]:
+            init = kernel_init(len(inputs), variance=0.1)
+            shape, names = (*inputs, width), (*axes, "embed")
+            return parameter(self, f"{name}_{part}kernel", shape, names, init)
 
         if kind == "fixed":
             return GateWeights(bias(""))
@@ -99,9 +142,12 @@ class RecurrentLayer(nn.Module):
 
     model: Model
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        self.tokens = TokenLayer(self.model, cross_attends=True, training=self.training)
+        self.tokens = TransformerBlock(
+            self.model, cross_attends=True, training=self.training, kernels=self.kernels
+        )
         self.cell = StateCell(self.model)
 
     def _options(self) -> dict[str, object]:
@@ -113,10 +159,12 @@ class RecurrentLayer(nn.Module):
             "null_keys": has_null_keys(m),
         }
 
-    def _vectors(self, state: RecurrentState) -> Float[Array, "B S D"]:
+    def _vectors(
+        self, state: RecurrentState, document_start: Bool[Array, " B"] | None = None
+    ) -> Float[Array, "B S D"]:
         """The states to read: the learned ones where nothing was read yet."""
-        valid = state.valid[:, None, None]
-        return jnp.where(valid, state.vectors, self.cell.initial[None])
+        valid = state.valid if document_start is None else state.valid & ~document_start
+        return jnp.where(valid[:, None, None], state.vectors, self.cell.initial[None])
 
     def __call__(
         self,
@@ -132,20 +180,28 @@ class RecurrentLayer(nn.Module):
         )
         vectors, memory = state_scan(
             self.cell.weights, self.cell.initial, self._vectors(state), keys, values, readable,
-            document_start, unroll=self.model.block_unroll, **self._options(),
+            document_start, unroll=self.model.block_unroll,
+            implementation=self.kernels.recurrent_attention, **self._options(),
         )  # fmt: skip
         y = self.tokens.attend(x, projections, keys, values, readable, memory)
         return y, RecurrentState(window, vectors, window.valid)
 
-    def open(self, x: None, state: RecurrentState, *_: None) -> tuple[None, OpenBlock]:
+    def begin_block(
+        self,
+        x: None,
+        state: RecurrentState,
+        document_start: Bool[Array, " B"] | None = None,
+        _: None = None,
+    ) -> tuple[None, OpenBlock]:
         """An empty block behind `state`, with what its tokens read of the recurrent states."""
+        vectors = self._vectors(state, document_start)
         memory = state_memory(
-            self.cell.weights, self._vectors(state), normalize_qk=self.model.normalize_qk,
+            self.cell.weights, vectors, normalize_qk=self.model.normalize_qk,
             dtype=state.window.keys.dtype,
         )  # fmt: skip
         return x, OpenBlock(state.window.keys, state.window.values, memory)
 
-    def step(
+    def decode_step(
         self,
         x: Float[Array, "B 1 D"],
         carried: tuple[RecurrentState, OpenBlock],
@@ -156,7 +212,7 @@ class RecurrentLayer(nn.Module):
         state, block = carried
         return self.tokens.attend_step(x, state.window, block, position, block.memory)
 
-    def close(
+    def end_block(
         self, x: None, carried: tuple[RecurrentState, OpenBlock], *_: None
     ) -> tuple[None, RecurrentState]:
         """The state after a full block: the recurrent states have read it."""

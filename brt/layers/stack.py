@@ -1,34 +1,39 @@
 """A stack of layers: equal neighbours share one trace, as a scan over stacked parameters."""
 
+from collections.abc import Collection, Mapping
 from itertools import groupby
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from brt.config import Model
-from brt.layers.attention import WindowLayer
-from brt.layers.clustered import ClusteredLayer
-from brt.layers.memorizing import MemorizingLayer
-from brt.layers.recurrent import RecurrentLayer
-from brt.layers.state import LayerState, OpenBlock, new_layer_state
+from brt.config import Kernels, Model
+from brt.config.checks import check
+from brt.layers import kinds
+from brt.layers.kinds import LayerAux
+from brt.layers.state import LayerState
 from brt.ops.recurrent_attention import StateMemory
-
-_LAYERS = {
-    "window": WindowLayer, "recurrent": RecurrentLayer, "memorizing": MemorizingLayer,
-    "clustered": ClusteredLayer,
-}  # fmt: skip
-# All of the form (carry, of each layer, two of all layers) -> (carry, of each layer).
-_METHODS = ("__call__", "open", "step", "close")
 
 # One entry per run of equal layers. The batch is on axis 0, the layers of the run on axis 1.
 StackState = tuple[LayerState, ...]
-StackBlock = tuple[OpenBlock, ...]
+StackBlock = tuple[PyTree[Array], ...]
+# Of the runs that have one, by name; the layers of the run on axis 0.
+ModelState = Mapping[str, PyTree[Array]]
 
 
 def runs(model: Model) -> list[tuple[str, str, int]]:
-    """Runs of equal neighbours: (name, kind, how many layers)."""
+    """Runs of equal neighbours: (name, kind, how many layers).
+
+    Raises:
+      ConfigError: a kind that does not exist, or none that has something to feed back.
+    """
+    recurs = [kinds.of(kind).recurs for kind in model.layer_types]
+    check(
+        not model.feedback or any(recurs),
+        f"Model.feedback = True needs a layer that recurs; none of {model.layer_types} does",
+    )
     result, first = [], 0
     for kind, group in groupby(model.layer_types):
         count = len(list(group))
@@ -41,118 +46,193 @@ def new_stack_state(model: Model, batch: int, dtype: jnp.dtype) -> StackState:
     """The state of a stack that has read nothing."""
 
     def stacked(kind: str, count: int) -> LayerState:
-        layer = new_layer_state(model, kind, batch, dtype)
+        layer = kinds.of(kind).new_state(model, batch, dtype)
         return jax.tree.map(lambda leaf: jnp.repeat(leaf[:, None], count, axis=1), layer)
 
     return tuple(stacked(kind, count) for _, kind, count in runs(model))
 
 
-def _feedback(opened: OpenBlock) -> StateMemory:
-    """[B, S, H, K]: what the last layer of a recurrent run shows to all other layers."""
-    return jax.tree.map(lambda part: part[:, -1], opened.memory)
+def new_model_state(model: Model) -> ModelState:
+    """What the layers learn without gradients, at step 0."""
+    having = ((name, kinds.of(kind).new_model_state, n) for name, kind, n in runs(model))
+    return {
+        name: jax.tree.map(lambda leaf, n=n: jnp.repeat(leaf[None], n, axis=0), new(model))
+        for name, new, n in having
+        if new is not None
+    }
+
+
+def parts(model: Model) -> set[str]:
+    """What the state of a model consists of: "cache", "state", "memory"."""
+    return set().union(*(kinds.of(kind).parts for kind in model.layer_types))
+
+
+def graft(
+    model: Model, state: StackState, donor: StackState, replaced: Collection[str]
+) -> StackState:
+    """`state` with some of its `parts` taken from `donor`."""
+
+    triples = zip(runs(model), state, donor, strict=True)
+    return tuple(
+        kinds.graft(kinds.of(kind), own, other, replaced) for (_, kind, _), own, other in triples
+    )
 
 
 class Stack(nn.Module):
-    """(x, state) -> (y, state) through all layers of `model.layer_types`."""
+    """(x, state) -> (y, state, aux) through all layers of `model.layer_types`."""
 
     model: Model
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
-        self.runs = [self._run(*run) for run in runs(self.model)]
-        kinds = [kind for _, kind, _ in runs(self.model)]
+        places = runs(self.model)
+        self.runs = [
+            kinds.of(kind).module(self.model, self.training, self.kernels, name=name)
+            for name, kind, _ in places
+        ]
         if self.model.feedback:
-            self.last_recurrent = max(i for i, kind in enumerate(kinds) if kind == "recurrent")
+            self.speaker = max(i for i, (_, k, _) in enumerate(places) if kinds.of(k).recurs)
 
-    def _run(self, name: str, kind: str, count: int) -> nn.Module:
-        layer = _LAYERS[kind]
-        if self.model.remat:
-            layer = nn.remat(layer, methods=["__call__"], prevent_cse=False)
-        scanned = nn.scan(
+    def _through(
+        self, run: int, method: str, x: Array | None, inputs: PyTree, *shared: Any,
+        model_state: ModelState,
+    ) -> tuple[Array | None, PyTree, LayerAux]:  # fmt: skip
+        """One run: a scan whose carry is x, over what each of its layers has of its own.
+
+        Args:
+          method: of the layers.
+          inputs: of the layers, on axis 1; `shared`: two arguments for all.
+        """
+        name, kind, count = runs(self.model)[run]
+        learns = kinds.of(kind).new_model_state is not None
+
+        def layer(
+            module: nn.Module, x: Array | None, inputs: PyTree, learnt: PyTree, *shared: Any
+        ) -> tuple[Array | None, tuple[PyTree, LayerAux]]:
+            known = (learnt,) if learns else ()
+            x, after, *aux = getattr(module, method)(x, inputs, *shared, *known)
+            return x, (after, *(aux or [LayerAux()]))
+
+        if self.model.remat and method == "__call__":
+            layer = nn.remat(layer, prevent_cse=False)
+        scan = nn.scan(
             layer,
             variable_axes={"params": 0},
             split_rngs={"params": True, "dropout": True},
-            in_axes=(1, nn.broadcast, nn.broadcast),
-            out_axes=1,
+            in_axes=(1, 0, nn.broadcast, nn.broadcast),
+            out_axes=(1, 0),
             length=count,
             unroll=min(self.model.layer_unroll, count),
             metadata_params={nn.PARTITION_NAME: "layers"},
-            methods=list(_METHODS),
         )
-        return scanned(self.model, self.training, name=name)
+        learnt = model_state[name] if learns else ()
+        x, (after, aux) = scan(self.runs[run], x, inputs, learnt, *shared)
+        return x, after, aux
 
     def __call__(
-        self, x: Float[Array, "B T D"], state: StackState, document_start: Bool[Array, "B N"]
-    ) -> tuple[Float[Array, "B T D"], StackState]:
-        """A segment."""
+        self,
+        x: Float[Array, "B T D"],
+        state: StackState,
+        document_start: Bool[Array, "B N"],
+        model_state: ModelState,
+    ) -> tuple[Float[Array, "B T D"], StackState, LayerAux]:
+        """A segment; losses are summed over layers, metrics are means of the layers of a run."""
         if self.model.feedback:
-            return self._block_by_block(x, state, document_start)
-        return self._layer_by_layer(x, state, document_start, None)
+            return self._block_by_block(x, state, document_start, model_state)
+        return self._layer_by_layer(x, state, document_start, model_state, None)
 
     def _layer_by_layer(
         self,
         x: Float[Array, "B T D"],
         state: StackState,
         document_start: Bool[Array, "B N"],
+        model_state: ModelState,
         feedback: StateMemory | None,
-    ) -> tuple[Float[Array, "B T D"], StackState]:
-        after = []
-        for run, run_state in zip(self.runs, state, strict=True):
-            x, run_state = run(x, run_state, document_start, feedback)
+    ) -> tuple[Float[Array, "B T D"], StackState, LayerAux]:
+        after, learnt, losses, metrics = [], {}, {}, {}
+        for run, (name, _, _) in enumerate(runs(self.model)):
+            x, run_state, aux = self._through(
+                run, "__call__", x, state[run], document_start, feedback, model_state=model_state
+            )
             after.append(run_state)
-        return x, tuple(after)
+            learnt |= {name: aux.model_state} if name in model_state else {}
+            for loss, values in aux.losses.items():
+                losses[loss] = losses.get(loss, 0.0) + jnp.sum(values)
+            metrics |= {f"{name}/{metric}": jnp.mean(v) for metric, v in aux.metrics.items()}
+        return x, tuple(after), LayerAux(learnt, losses, metrics)
 
     def _block_by_block(
-        self, x: Float[Array, "B T D"], state: StackState, document_start: Bool[Array, "B N"]
-    ) -> tuple[Float[Array, "B T D"], StackState]:
+        self,
+        x: Float[Array, "B T D"],
+        state: StackState,
+        document_start: Bool[Array, "B N"],
+        model_state: ModelState,
+    ) -> tuple[Float[Array, "B T D"], StackState, LayerAux]:
         """With feedback the lowest layer needs what the recurrent one made of the block before."""
         scan = nn.scan(
             Stack._read_block,
             variable_broadcast="params",
             split_rngs={"params": False, "dropout": True},
             in_axes=1,
-            out_axes=1,
+            out_axes=(1, 0),
             unroll=min(self.model.block_unroll, document_start.shape[1]),
         )
         blocks = x.reshape(x.shape[0], -1, self.model.window, x.shape[-1])
-        state, y = scan(self, state, blocks, document_start)
-        return y.reshape(x.shape), state
+        (state, model_state), (y, aux) = scan(self, (state, model_state), blocks, document_start)
+        losses, metrics = (jax.tree.map(jnp.mean, values) for values in aux)
+        return y.reshape(x.shape), state, LayerAux(model_state, losses, metrics)
 
     def _read_block(
-        self, state: StackState, x: Float[Array, "B W D"], start: Bool[Array, " B"]
-    ) -> tuple[StackState, Float[Array, "B W D"]]:
-        recurrent = state[self.last_recurrent]
-        recurrent = recurrent._replace(valid=recurrent.valid & ~start[:, None])
-        _, opened = self.runs[self.last_recurrent].open(None, recurrent, None, None)
+        self,
+        carry: tuple[StackState, ModelState],
+        x: Float[Array, "B W D"],
+        start: Bool[Array, " B"],
+    ) -> tuple[tuple[StackState, ModelState], tuple[Float[Array, "B W D"], tuple]]:
+        state, model_state = carry
+        speaker = self.speaker
+        _, opened, _ = self._through(
+            speaker, "begin_block", None, state[speaker], start, None, model_state=model_state
+        )
         feedback = jax.tree.map(lambda part: part[:, None], _feedback(opened))
-        x, state = self._layer_by_layer(x, state, start[:, None], feedback)
-        return state, x
+        x, state, aux = self._layer_by_layer(x, state, start[:, None], model_state, feedback)
+        return (state, aux.model_state), (x, (aux.losses, aux.metrics))
 
-    def open(self, state: StackState) -> StackBlock:
-        """Empty blocks behind `state`, to be filled by `step`."""
-        pairs = zip(self.runs, state, strict=True)
-        return tuple(run.open(None, run_state, None, None)[1] for run, run_state in pairs)
+    def begin_block(self, state: StackState, model_state: ModelState) -> StackBlock:
+        """Empty blocks behind `state`, to be filled by `decode_step`."""
+        return tuple(
+            self._through(run, "begin_block", None, own, None, None, model_state=model_state)[1]
+            for run, own in enumerate(state)
+        )
 
-    def step(
+    def decode_step(
         self,
         x: Float[Array, "B 1 D"],
         state: StackState,
         block: StackBlock,
         position: Int[Array, ""],
+        model_state: ModelState,
     ) -> tuple[Float[Array, "B 1 D"], StackBlock]:
         """One token of the open blocks."""
-        feedback = None
-        if self.model.feedback:
-            feedback = _feedback(block[self.last_recurrent])
+        feedback = _feedback(block[self.speaker]) if self.model.feedback else None
         after = []
-        for run, carried in zip(self.runs, zip(state, block, strict=True), strict=True):
-            x, run_block = run.step(x, carried, position, feedback)
-            after.append(run_block)
+        for run, pair in enumerate(zip(state, block, strict=True)):
+            x, opened, _ = self._through(
+                run, "decode_step", x, pair, position, feedback, model_state=model_state
+            )
+            after.append(opened)
         return x, tuple(after)
 
-    def close(self, state: StackState, block: StackBlock) -> StackState:
+    def end_block(
+        self, state: StackState, block: StackBlock, model_state: ModelState
+    ) -> StackState:
         """The state after full blocks."""
-        pairs = zip(state, block, strict=True)
         return tuple(
-            run.close(None, pair, None, None)[1] for run, pair in zip(self.runs, pairs, strict=True)
+            self._through(run, "end_block", None, pair, None, None, model_state=model_state)[1]
+            for run, pair in enumerate(zip(state, block, strict=True))
         )
+
+
+def _feedback(opened: Any) -> StateMemory:
+    """[B, S, H, K]: what the last layer of a run that recurs shows to all other layers."""
+    return jax.tree.map(lambda part: part[:, -1], opened.memory)

@@ -1,26 +1,53 @@
 """The decoder: XL, sliding-window and block-recurrent models are one; `layer_types` is data."""
 
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Model
+from brt.config import Kernels, Model
 from brt.layers.basic import ONES, compute_dtype, dropout, parameter
-from brt.layers.stack import Stack, StackBlock, StackState, new_stack_state
+from brt.layers.stack import ModelState, Stack, StackBlock, StackState, graft, new_stack_state
 from brt.ops.normalization import rms_norm
 from brt.types import Tokens
+
+
+class DecoderOutput(NamedTuple):
+    """What reading a segment gives.
+
+    Attributes:
+      hidden: [B, T, D], final vectors (see `logits`), in the compute dtype.
+      state: after the segment.
+      model_state: the next one; evaluation and generation drop it.
+      losses: auxiliary ones by name, float32 scalars per token: a step that sums nats over tokens
+        multiplies them by their number.
+      metrics: by name, <run of layers>/<name>, float32 scalars.
+    """
+
+    hidden: Float[Array, "B T D"]
+    state: StackState
+    model_state: ModelState
+    losses: Mapping[str, Float[Array, ""]]
+    metrics: Mapping[str, Float[Array, ""]]
 
 
 class Decoder(nn.Module):
     """A language model over segments or single tokens.
 
+    Model state (see `brt.layers.stack.new_model_state`) may be left out where no layer has any.
+
     Attributes:
       model: with its vocabulary size set.
       training: whether dropout is on (needs the rng 'dropout').
+      kernels: which implementations of operations run.
     """
 
     model: Model
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         m = self.model
@@ -28,7 +55,7 @@ class Decoder(nn.Module):
             self, "embedding", (m.vocab_size, m.model_dim), ("vocab", "embed"),
             nn.initializers.normal(1.0),
         )  # fmt: skip
-        self.stack = Stack(m, self.training)
+        self.stack = Stack(m, self.training, self.kernels)
         self.norm = parameter(self, "norm", (m.model_dim,), ("embed",), ONES)
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -38,35 +65,49 @@ class Decoder(nn.Module):
         return dropout(self, rms_norm(x, self.norm), self.model.dropout)
 
     def __call__(
-        self, tokens: Tokens, state: StackState, document_start: Bool[Array, "B N"]
-    ) -> tuple[Float[Array, "B T D"], StackState]:
-        """Reads a segment: the final hidden vectors (see `logits`) and the state after it."""
-        x, state = self.stack(self._embed(tokens), state, document_start)
-        return self._hidden(x), state
+        self,
+        tokens: Tokens,
+        state: StackState,
+        document_start: Bool[Array, "B N"],
+        model_state: ModelState | None = None,
+    ) -> DecoderOutput:
+        """Reads a segment."""
+        x, state, aux = self.stack(self._embed(tokens), state, document_start, model_state or {})
+        return DecoderOutput(self._hidden(x), state, *aux)
 
-    def open(self, state: StackState) -> StackBlock:
-        """Empty blocks behind `state`, for `step` to fill."""
-        return self.stack.open(state)
+    def begin_block(self, state: StackState, model_state: ModelState | None = None) -> StackBlock:
+        """Empty blocks behind `state`, for `decode_step` to fill."""
+        return self.stack.begin_block(state, model_state or {})
 
-    def step(
+    def decode_step(
         self,
         tokens: Int[Array, " B"],
         state: StackState,
         block: StackBlock,
         position: Int[Array, ""],
+        model_state: ModelState | None = None,
     ) -> tuple[Float[Array, "B V"], StackBlock]:
         """Reads one token at `position` of the open blocks: its float32 logits."""
-        x, block = self.stack.step(self._embed(tokens[:, None]), state, block, position)
+        x = self._embed(tokens[:, None])
+        x, block = self.stack.decode_step(x, state, block, position, model_state or {})
         return logits(self.model, self.embedding, self._hidden(x))[:, 0], block
 
-    def close(self, state: StackState, block: StackBlock) -> StackState:
+    def end_block(
+        self, state: StackState, block: StackBlock, model_state: ModelState | None = None
+    ) -> StackState:
         """The state after full blocks, as if they had been read as a segment."""
-        return self.stack.close(state, block)
+        return self.stack.end_block(state, block, model_state or {})
 
 
 def new_state(model: Model, batch: int) -> StackState:
     """The state of `batch` lanes that have read nothing."""
     return new_stack_state(model, batch, compute_dtype(model))
+
+
+def forget(model: Model, state: StackState, parts: Collection[str]) -> StackState:
+    """The state with some of its parts ("cache", "state", "memory") as if nothing had been read."""
+    lanes = len(jax.tree.leaves(state)[0])
+    return graft(model, state, new_state(model, lanes), parts)
 
 
 def logit_scale(model: Model) -> float:

@@ -37,16 +37,18 @@ class Encoder(nn.Module):
     Attributes:
       model: with its vocabulary size set, where it reads tokens.
       training: whether dropout is on (needs the rng 'dropout').
+      kernels: which implementations of operations run.
     """
 
     model: config.Encoder
     attention: config.Attention = config.Attention()
     training: bool = False
+    kernels: config.Kernels = config.Kernels()
 
     def setup(self) -> None:
         m = self.model
         self.inputs = Inputs(m, self.training)
-        block = of_encoder(m)
+        block = of_encoder(m, self.kernels)
         self.layers = stacked(EncoderLayer, m.layers, remat=m.remat)(
             block, self.training, self.attention, shared_queries_keys=m.shared_queries_keys
         )
@@ -84,9 +86,10 @@ class EncoderWithHead(nn.Module):
     attention: config.Attention = config.Attention()
     task: Task = "masked_language_modeling"
     training: bool = False
+    kernels: config.Kernels = config.Kernels()
 
     def setup(self) -> None:
-        self.encoder = Encoder(self.model, self.attention, self.training)
+        self.encoder = Encoder(self.model, self.attention, self.training, self.kernels)
         self.head = HEADS[self.task](self.model, self.training)
 
     def __call__(

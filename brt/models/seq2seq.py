@@ -72,18 +72,20 @@ class Seq2Seq(nn.Module):
       cross: how the decoder reads the source.
       training: whether dropout is on (needs the rng 'dropout').
       attention: how source tokens see all others; no part of the parameters.
+      kernels: which implementations of operations run.
     """
 
     model: config.Seq2Seq
     cross: config.CrossAttention = config.CrossAttention()
     training: bool = False
     attention: config.Attention = config.Attention()
+    kernels: config.Kernels = config.Kernels()
 
     def setup(self) -> None:
         m = self.model
         self.token_embed = self._embedding()
-        self.encoder = Encoder(m, self.training, self.attention)
-        self.decoder = Decoder(m, self.training, self.cross)
+        self.encoder = Encoder(m, self.training, self.kernels, self.attention)
+        self.decoder = Decoder(m, self.training, self.kernels, self.cross)
         if not m.tied_logits:
             self.lm_head = self._embedding()
         if m.family == "bart":
@@ -220,21 +222,6 @@ def logits(out: Readout, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     if out.bias is None:
         return product
     return product + out.bias.reshape((1,) * (product.ndim - 1) + out.bias.shape)
-
-
-def without_bias(
-    out: Readout, hidden: Float[Array, "B T D"]
-) -> tuple[Float[Array, "B T E"], Float[Array, "V E"]]:
-    """Hidden vectors and embedding with the same logits and no bias, for `cross_entropy`.
-
-    The bias becomes one more column of the embedding, which a one in every hidden vector
-    picks; without a bias both stay as they are.
-    """
-    if out.bias is None:
-        return hidden, out.embedding
-    ones = jnp.ones((*hidden.shape[:-1], 1), hidden.dtype)
-    column = out.bias[:, None] / out.scale
-    return jnp.concatenate([hidden, ones], -1), jnp.concatenate([out.embedding, column], -1)
 
 
 def extend_positions(params: Params, length: int, method: str = "copy") -> Params:

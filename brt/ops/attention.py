@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from brt.config import Attention
+from brt.config import Attention, Kernels
 from brt.errors import ConfigError
 from brt.ops import attention_baselines, clustered_attention
 from brt.ops.dropout import Dropout
+from brt.ops.masked_attention import attend_to_valid
 
+AUTO = Kernels()
 KEYS_ARE_QUERIES = ("shared_full", "reformer")  # kinds that read no keys of their own
 CAUSAL = ("full", "shared_full", "oracle_top_k")  # in the others, later tokens choose what is seen
 
@@ -26,6 +28,7 @@ def attend(
     queries_valid: Bool[Array, "B T"] | None = None,
     causal: bool = False,
     bias: Float[Array, "H O"] | None = None,
+    kernels: Kernels = AUTO,
 ) -> Float[Array, "B T H K"]:
     """Attention of every query to the valid keys; logits are scale * q.k.
 
@@ -42,6 +45,7 @@ def attend(
       queries_valid: None: that of the keys, which belong to the same tokens (T = X).
       causal: a token sees no later one.
       bias: of each distance, for `clustered` and `improved_clustered`; see there.
+      kernels: which implementation runs, of the op that the kind is.
 
     Returns:
       In the dtype of `values`; softmax in float32. Zeros for padding, and where there is no key.
@@ -63,6 +67,7 @@ def attend(
         return clustered_attention.attend(
             queries, keys, values, valid, config, key, dropout,
             scale=scale, queries_valid=queries_valid, bias=bias,
+            implementation=kernels.clustered_attention, kmeans_implementation=kernels.kmeans,
         )  # fmt: skip
     if bias is not None:
         raise NotImplementedError(f"Attention.kind = {kind!r} has no bias of distances")
@@ -71,20 +76,20 @@ def attend(
             key, rounds=config.rounds, buckets=config.buckets, width=queries.shape[-1]
         )
         y = attention_baselines.reformer(
-            queries, values, valid, planes, dropout, chunk=config.chunk, scale=scale
-        )
+            queries, values, valid, planes, dropout,
+            chunk=config.chunk, scale=scale, implementation=kernels.reformer,
+        )  # fmt: skip
     elif kind == "oracle_top_k":
         y = attention_baselines.oracle_top_k(
-            queries, keys, values, valid, dropout, count=config.top_k, scale=scale, causal=causal
-        )
-    elif kind == "shared_full":
-        y = attention_baselines.shared_full(
-            queries, values, valid, dropout, scale=scale, causal=causal
-        )
+            queries, keys, values, valid, dropout,
+            count=config.top_k, scale=scale, causal=causal, implementation=kernels.oracle_top_k,
+        )  # fmt: skip
     else:
-        y = attention_baselines.full(
-            queries, keys, values, valid, dropout, scale=scale, causal=causal
-        )
+        keys = queries if kind == "shared_full" else keys
+        y = attend_to_valid(
+            queries, keys, values, valid, dropout,
+            scale=scale, causal=causal, implementation=kernels.masked_attention,
+        )  # fmt: skip
     return jnp.where(queries_valid[..., None, None], y, 0)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.dense import weight_gradient
+from brt.ops.reductions import sum_leading
 
 
 def _chunk_length(tokens: int, limit: int) -> int:
@@ -36,11 +37,14 @@ def _chunk_nats(
     embedding: Float[Array, "V D"],
     targets: Int[Array, "B C"],
     scale: float,
+    bias: Float[Array, " V"] | None,
 ) -> tuple[Float[Array, "B C"], Float[Array, "B C V"], Float[Array, "B C"]]:
     """Nats of each target, the float32 logits and their log-sum-exp."""
     logits = scale * jnp.einsum(
         "bcd,vd->bcv", hidden, embedding.astype(hidden.dtype), preferred_element_type=jnp.float32
     )
+    if bias is not None:
+        logits += bias[None, None]
     total = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return total - chosen, logits, total
@@ -50,6 +54,7 @@ def token_nats(
     hidden: Float[Array, "B T D"],
     embedding: Float[Array, "V D"],
     targets: Int[Array, "B T"],
+    bias: Float[Array, " V"] | None = None,
     *,
     scale: float,
     chunk: int,
@@ -58,7 +63,7 @@ def token_nats(
     chunk = _chunk_length(hidden.shape[1], chunk)
 
     def nats(piece: tuple[Array, Array]) -> Float[Array, "B C"]:
-        return _chunk_nats(piece[0], embedding, piece[1], scale)[0]
+        return _chunk_nats(piece[0], embedding, piece[1], scale, bias)[0]
 
     return _joined(jax.lax.map(nats, (_chunked(hidden, chunk), _chunked(targets, chunk))))
 
@@ -67,7 +72,7 @@ def cross_entropy(
     hidden: Float[Array, "B T D"],
     embedding: Float[Array, "V D"],
     targets: Int[Array, "B T"],
-    scored: Bool[Array, "B T"],
+    mask: Bool[Array, "B T"],
     scale: float,
     chunk: int,
 ) -> Float[Array, ""]:
@@ -75,10 +80,10 @@ def cross_entropy(
 
     Args:
       hidden: logits are scale * hidden @ embedding.T.
-      scored: False where a target does not count.
+      mask: False where a target does not count.
       chunk: at most so many tokens of a lane have logits at a time.
     """
-    return smoothed_cross_entropy(hidden, embedding, targets, scored, scale, chunk, 0.0)[0]
+    return smoothed_cross_entropy(hidden, embedding, targets, mask, scale, chunk, 0.0)[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -86,15 +91,17 @@ def smoothed_cross_entropy(
     hidden: Float[Array, "B T D"],
     embedding: Float[Array, "V D"],
     targets: Int[Array, "B T"],
-    scored: Bool[Array, "B T"],
+    mask: Bool[Array, "B T"],
     scale: float,
     chunk: int,
     smoothing: float,
+    bias: Float[Array, " V"] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`cross_entropy` with smoothed labels (Szegedy et al. 2016, section 7).
 
     Args:
       smoothing: the share of each target's probability that all tokens divide equally.
+      bias: float32, added to the logits behind the scale; None: none.
 
     Returns:
       The summed loss, and the summed nats of the targets alone, which have no gradient.
@@ -103,10 +110,10 @@ def smoothed_cross_entropy(
 
     def body(total: Array, piece: tuple[Array, ...]) -> tuple[Array, None]:
         h, target, counts = piece
-        nats, logits, log_sum = _chunk_nats(h, embedding, target, scale)
+        nats, logits, log_sum = _chunk_nats(h, embedding, target, scale, bias)
         return total + _sums(nats, logits, log_sum, counts, smoothing), None
 
-    pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, scored))
+    pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, mask))
     total, _ = jax.lax.scan(body, jnp.zeros((2,), jnp.float32), pieces)
     return total[0], total[1]
 
@@ -125,41 +132,47 @@ def _forward(
     hidden: Array,
     embedding: Array,
     targets: Array,
-    scored: Array,
+    mask: Array,
     scale: float,
     chunk: int,
     smoothing: float,
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    bias: Array | None,
+) -> tuple[tuple[Array, Array], tuple[Array, Array, Array | None]]:
     chunk = _chunk_length(hidden.shape[1], chunk)
 
-    def body(carry: tuple[Array, Array], piece: tuple[Array, ...]) -> tuple[tuple, Array]:
-        total, d_embedding = carry
+    def body(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
+        total, d_embedding, d_bias = carry
         h, target, counts = piece
-        nats, logits, log_sum = _chunk_nats(h, embedding, target, scale)
+        nats, logits, log_sum = _chunk_nats(h, embedding, target, scale, bias)
         probabilities = jnp.exp(logits - log_sum[..., None])
         is_target = jnp.arange(logits.shape[-1])[None, None] == target[..., None]
         wanted = (1 - smoothing) * is_target + smoothing / logits.shape[-1]
-        d_logits = jnp.where(counts[..., None], probabilities - wanted, 0.0) * scale
-        d_logits = d_logits.astype(h.dtype)
+        d_biased = jnp.where(counts[..., None], probabilities - wanted, 0.0)
+        d_logits = (d_biased * scale).astype(h.dtype)
         d_hidden = jnp.einsum("bcv,vd->bcd", d_logits, embedding.astype(h.dtype))
         d_embedding += weight_gradient(d_logits, h).astype(embedding.dtype)
-        return (total + _sums(nats, logits, log_sum, counts, smoothing), d_embedding), d_hidden
+        d_bias = None if d_bias is None else d_bias + sum_leading(d_biased, 2)
+        total += _sums(nats, logits, log_sum, counts, smoothing)
+        return (total, d_embedding, d_bias), d_hidden
 
-    pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, scored))
-    start = (jnp.zeros((2,), jnp.float32), jnp.zeros_like(embedding))
-    (total, d_embedding), d_hidden = jax.lax.scan(body, start, pieces)
-    return (total[0], total[1]), (_joined(d_hidden), d_embedding)
+    pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, mask))
+    none = None if bias is None else jnp.zeros_like(bias)
+    start = (jnp.zeros((2,), jnp.float32), jnp.zeros_like(embedding), none)
+    (total, d_embedding, d_bias), d_hidden = jax.lax.scan(body, start, pieces)
+    return (total[0], total[1]), (_joined(d_hidden), d_embedding, d_bias)
 
 
 def _backward(
     scale: float,
     chunk: int,
     smoothing: float,
-    gradients: tuple[Array, Array],
+    gradients: tuple[Array, Array, Array | None],
     cotangents: tuple[Array, Array],
-) -> tuple[Array, Array, None, None]:
-    (d_hidden, d_embedding), (cotangent, _) = gradients, cotangents
-    return d_hidden * cotangent.astype(d_hidden.dtype), d_embedding * cotangent, None, None
+) -> tuple[Array, Array, None, None, Array | None]:
+    (d_hidden, d_embedding, d_bias), (cotangent, _) = gradients, cotangents
+    d_hidden = d_hidden * cotangent.astype(d_hidden.dtype)
+    d_bias = None if d_bias is None else d_bias * cotangent
+    return d_hidden, d_embedding * cotangent, None, None, d_bias
 
 
 smoothed_cross_entropy.defvjp(_forward, _backward)

@@ -9,62 +9,72 @@ A `Tap` carries the pairs: zeros on the way forward, of which nothing is read; o
 back its "gradient" is the pair.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brt.ops.dense import weight_gradient
+from brt.ops.dense import dense, input_gradient, weight_gradient
 
 
 class Tap(NamedTuple):
-    """Per step of the scan, where the pairs of a product come out: the scan's `xs`."""
+    """Per step of the scan, where the pairs of a product come out: the scan's `xs`.
 
-    inputs: Float[Array, "N *B M"]
-    outputs: Float[Array, "N *B D"]
+    Attributes:
+      inputs: [N, *rows, *inputs].
+      outputs: [N, *rows, *outputs].
+    """
+
+    inputs: Float[Array, "N ..."]
+    outputs: Float[Array, "N ..."]
 
 
-def tap(kernel: Float[Array, "M D"], batch: tuple[int, ...], dtype: jnp.dtype) -> Tap:
-    """The taps of `dot` with `kernel`, for scan steps and batch axes `batch`."""
-    return _tap(kernel, jnp.zeros((*batch, 0), dtype))
+def tap(
+    kernel: Float[Array, "..."], rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1
+) -> Tap:
+    """The taps of `dot` with `kernel` [*inputs, *outputs], for scan steps and rows."""
+    return _tap(kernel, jnp.zeros((*rows, 0), dtype), inputs)
 
 
-@jax.custom_vjp
-def _tap(kernel: Float[Array, "M D"], like: Float[Array, "..."]) -> Tap:
-    batch = like.shape[:-1]
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _tap(kernel: Float[Array, "..."], like: Float[Array, "..."], inputs: int) -> Tap:
+    rows = like.shape[:-1]
     return Tap(
-        jnp.zeros((*batch, kernel.shape[0]), like.dtype),
-        jnp.zeros((*batch, kernel.shape[1]), like.dtype),
+        jnp.zeros((*rows, *kernel.shape[:inputs]), like.dtype),
+        jnp.zeros((*rows, *kernel.shape[inputs:]), like.dtype),
     )
 
 
-def _tap_forward(kernel: Array, like: Array) -> tuple[Tap, tuple[Array, Array]]:
-    return _tap(kernel, like), (like, jnp.zeros((0,), kernel.dtype))
+def _tap_forward(kernel: Array, like: Array, inputs: int) -> tuple[Tap, tuple[Array, Array]]:
+    return _tap(kernel, like, inputs), (like, jnp.zeros((0,) * kernel.ndim, kernel.dtype))
 
 
-def _tap_backward(saved: tuple[Array, Array], pair: Tap) -> tuple[Array, Array]:
-    like, kind = saved
-    return weight_gradient(*pair).astype(kind.dtype), like
+def _tap_backward(inputs: int, saved: tuple[Array, Array], pair: Tap) -> tuple[Array, Array]:
+    like, kernel = saved
+    gradient = weight_gradient(*pair, inputs, kernel.ndim - inputs)
+    return gradient.astype(kernel.dtype), like
 
 
 _tap.defvjp(_tap_forward, _tap_backward)
 
 
-@jax.custom_vjp
-def dot(x: Float[Array, "*B M"], kernel: Float[Array, "M D"], tap: Tap) -> Float[Array, "*B D"]:
-    """x @ kernel in x's dtype; the kernel's gradient goes into `tap`, of this step."""
-    return jnp.einsum("...m,md->...d", x, kernel.astype(x.dtype))
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def dot(x: Float[Array, "..."], kernel: Float[Array, "..."], tap: Tap, inputs: int = 1) -> Array:
+    """`dense(x, kernel, inputs)`; the kernel's gradient goes into `tap`, of this step."""
+    return dense(x, kernel, inputs)
 
 
-def _dot_forward(x: Array, kernel: Array, tap: Tap) -> tuple[Array, tuple[Array, Array]]:
-    return dot(x, kernel, tap), (x, kernel)
+def _dot_forward(
+    x: Array, kernel: Array, tap: Tap, inputs: int
+) -> tuple[Array, tuple[Array, Array]]:
+    return dot(x, kernel, tap, inputs), (x, kernel)
 
 
-def _dot_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, None, Tap]:
+def _dot_backward(inputs: int, saved: tuple[Array, Array], dy: Array) -> tuple[Array, None, Tap]:
     x, kernel = saved
-    dx = jnp.einsum("...d,md->...m", dy, kernel.astype(dy.dtype))
-    return dx, None, Tap(x, dy)
+    return input_gradient(kernel, dy, inputs), None, Tap(x, dy)
 
 
 dot.defvjp(_dot_forward, _dot_backward)

@@ -1,34 +1,81 @@
-"""Products with a weight matrix."""
+"""Products with weights: a matrix, or a kernel whose inputs or outputs are several axes.
+
+Where heads are sharded, merging them with another axis would move data. XLA's CPU backend writes
+the factors of a product over several axes anew, transposed: there they are merged, which is free.
+"""
+
+import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-
-@jax.custom_vjp
-def dense(x: Float[Array, "*B M"], kernel: Float[Array, "M D"]) -> Float[Array, "*B D"]:
-    """x @ kernel in x's dtype."""
-    return jnp.einsum("...m,md->...d", x, kernel.astype(x.dtype))
+from brt.ops import dispatch
 
 
-def _forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return dense(x, kernel), (x, kernel)
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def dense(x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int = 1) -> Array:
+    """[*rows, *inputs] x [*inputs, *outputs] -> [*rows, *outputs] in x's dtype.
+
+    Args:
+      inputs: how many axes are summed over: the last of x, the first of the kernel.
+    """
+    kernel = kernel.astype(x.dtype)
+    if not _merges(kernel):
+        return jnp.tensordot(x, kernel, axes=inputs)
+    y = jnp.tensordot(_merged(x, inputs), _matrix(kernel, inputs), axes=1)
+    return y.reshape(*x.shape[: x.ndim - inputs], *kernel.shape[inputs:])
 
 
-def _backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+def _forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tuple[Array, Array]]:
+    return dense(x, kernel, inputs), (x, kernel)
+
+
+def _backward(inputs: int, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     x, kernel = saved
-    dx = jnp.einsum("...d,md->...m", gradient, kernel.astype(gradient.dtype))
-    return dx, weight_gradient(x, gradient).astype(kernel.dtype)
+    dx = input_gradient(kernel, gradient, inputs)
+    return dx, weight_gradient(x, gradient, inputs, kernel.ndim - inputs).astype(kernel.dtype)
 
 
-def weight_gradient(x: Float[Array, "*B M"], dy: Float[Array, "*B D"]) -> Float[Array, "M D"]:
-    """The sum over all rows of x^T dy, in float32.
+def input_gradient(kernel: Float[Array, "..."], dy: Float[Array, "..."], inputs: int = 1) -> Array:
+    """[*inputs, *outputs], [*rows, *outputs] -> [*rows, *inputs] in dy's dtype."""
+    outputs, kernel = kernel.ndim - inputs, kernel.astype(dy.dtype)
+    if not _merges(kernel):
+        axes = tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(inputs, kernel.ndim))
+        return jnp.tensordot(dy, kernel, axes=axes)
+    dx = jnp.tensordot(_merged(dy, outputs), _matrix(kernel, inputs), axes=((-1,), (1,)))
+    return dx.reshape(*dy.shape[: dy.ndim - outputs], *kernel.shape[:inputs])
+
+
+def weight_gradient(
+    x: Float[Array, "..."], dy: Float[Array, "..."], inputs: int = 1, outputs: int = 1
+) -> Array:
+    """The sum over all rows of x^T dy, [*inputs, *outputs] in float32.
 
     Over one axis of rows: for a sum over two, XLA's CPU backend writes both factors anew,
     transposed, which takes longer than the product of a small model.
     """
-    x, dy = (leaf.reshape(-1, leaf.shape[-1]) for leaf in (x, dy))
-    return jnp.einsum("nm,nd->md", x, dy, preferred_element_type=jnp.float32)
+    shape = (*x.shape[x.ndim - inputs :], *dy.shape[dy.ndim - outputs :])
+    if dispatch.backend() == "cpu":
+        x, dy, inputs, outputs = _merged(x, inputs), _merged(dy, outputs), 1, 1
+    x = x.reshape(-1, *x.shape[x.ndim - inputs :])
+    dy = dy.reshape(-1, *dy.shape[dy.ndim - outputs :])
+    product = jnp.tensordot(x, dy, axes=(0, 0), preferred_element_type=jnp.float32)
+    return product.reshape(shape)
+
+
+def _merges(kernel: Array) -> bool:
+    return kernel.ndim > 2 and dispatch.backend() == "cpu"
+
+
+def _merged(x: Array, axes: int) -> Array:
+    """With so many of its last axes as one; spelt out, as there may be no rows."""
+    return x.reshape(*x.shape[: x.ndim - axes], math.prod(x.shape[x.ndim - axes :]))
+
+
+def _matrix(kernel: Array, inputs: int) -> Array:
+    return kernel.reshape(math.prod(kernel.shape[:inputs]), math.prod(kernel.shape[inputs:]))
 
 
 dense.defvjp(_forward, _backward)

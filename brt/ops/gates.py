@@ -14,24 +14,24 @@ class GateWeights(NamedTuple):
 
     Attributes:
       bias: [D], of the fixed, forget (lstm) or update (gru) gate.
-      kernel: [M, D], of the forget (lstm) or update (gru) gate.
+      kernel: [*M, D], of the forget (lstm) or update (gru) gate; M: axes of its features.
       input_bias: [D], lstm.
-      input_kernel: [M, D], lstm.
+      input_kernel: [*M, D], lstm.
     """
 
     bias: Float[Array, " D"]
-    kernel: Float[Array, "M D"] | None = None
+    kernel: Float[Array, "*M D"] | None = None
     input_bias: Float[Array, " D"] | None = None
-    input_kernel: Float[Array, "M D"] | None = None
+    input_kernel: Float[Array, "*M D"] | None = None
 
 
 def _sigmoid(
-    h: Float[Array, "B S M"],
-    kernel: Float[Array, "M D"],
+    h: Float[Array, "B S *M"],
+    kernel: Float[Array, "*M D"],
     bias: Float[Array, " D"],
     shift: float,
 ) -> Float[Array, "B S D"]:
-    logits = dense(h, kernel).astype(jnp.float32)
+    logits = dense(h, kernel, kernel.ndim - 1).astype(jnp.float32)
     return jax.nn.sigmoid(logits + bias[None, None] + shift)
 
 
@@ -40,7 +40,7 @@ def gate(
     weights: GateWeights,
     s: Float[Array, "B S D"],
     z: Float[Array, "B S D"],
-    h: Float[Array, "B S M"],
+    h: Float[Array, "B S *M"],
 ) -> Float[Array, "B S D"]:
     """The next state from the state `s`, the update `z` and the features `h` (float32).
 

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 MASKED = -1e6
 # A virtual logit far below real ones and far above MASKED: it takes all the mass of a
@@ -12,10 +12,10 @@ FLOOR = -1000.0
 
 def safe_softmax(logits: Float[Array, "*B S"]) -> Float[Array, "*B S"]:
     """Softmax over the last axis in float32; rows of only MASKED logits give zeros."""
-    return safe_softmax_with_total(logits)[0]
+    return softmax_and_lse(logits)[0]
 
 
-def safe_softmax_with_total(
+def softmax_and_lse(
     logits: Float[Array, "*B S"],
 ) -> tuple[Float[Array, "*B S"], Float[Array, "*B"]]:
     """The same, and the logarithm of the sum of exp(logit); FLOOR of only MASKED logits."""
@@ -25,3 +25,11 @@ def safe_softmax_with_total(
     weights = jnp.exp(logits - top)
     sums = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(FLOOR - top)
     return weights / sums, (top + jnp.log(sums))[..., 0]
+
+
+def masked_softmax(
+    logits: Float[Array, "*B S"], mask: Bool[Array, "*#B S"]
+) -> Float[Array, "*B S"]:
+    """Softmax in float32 over where the mask is True; zeros elsewhere, and in rows without True."""
+    logits = jnp.where(mask, logits.astype(jnp.float32), jnp.finfo(jnp.float32).min)
+    return jnp.where(mask, jax.nn.softmax(logits, axis=-1), 0.0)

@@ -27,26 +27,26 @@ def attend_by_head(
     queries: Float[Array, "*B H Q K"],
     keys: Float[Array, "*B H S K"],
     values: Float[Array, "*B H S K"],
-    usable: Bool[Array, "*B S"] | Bool[Array, "*B Q S"] | None,
+    mask: Bool[Array, "*B S"] | Bool[Array, "*B Q S"] | None,
     dropout: Float[Array, "*B H Q S"] | None = None,
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
-    """Attention to the usable keys.
+    """Attention to the keys that the mask leaves.
 
     Args:
-      usable: None stands for all; a row must have at least one.
+      mask: None stands for all; a row must have at least one.
       dropout: multiplied into the softmax.
-      null_keys: keys out of use count as zero keys with zero values.
+      null_keys: masked keys count as zero keys with zero values.
     """
-    return _attend(queries, keys, values, usable, dropout, null_keys)
+    return _attend(queries, keys, values, mask, dropout, null_keys)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attend(
-    q: Array, k: Array, v: Array, usable: Array | None, dropout: Array | None, null_keys: bool
+    q: Array, k: Array, v: Array, mask: Array | None, dropout: Array | None, null_keys: bool
 ) -> Array:
-    return _forward(q, k, v, usable, dropout, null_keys)[0]
+    return _forward(q, k, v, mask, dropout, null_keys)[0]
 
 
 def _product(spec: str, a: Array, b: Array) -> Array:
@@ -54,17 +54,15 @@ def _product(spec: str, a: Array, b: Array) -> Array:
 
 
 def _forward(
-    q: Array, k: Array, v: Array, usable: Array | None, dropout: Array | None, null_keys: bool
+    q: Array, k: Array, v: Array, mask: Array | None, dropout: Array | None, null_keys: bool
 ) -> tuple[Array, tuple]:
     logits = _product("...qk,...sk->...qs", q, k)
-    seen = usable
-    if seen is not None:  # [*B, 1, 1 or Q, S]
-        seen = seen[..., None, :, :] if seen.ndim == q.ndim - 1 else seen[..., None, None, :]
-    if seen is not None:
-        logits = jnp.where(seen, logits, 0.0 if null_keys else MASKED)
+    if mask is not None:  # [*B, 1, 1 or Q, S]
+        mask = mask[..., None, :, :] if mask.ndim == q.ndim - 1 else mask[..., None, None, :]
+        logits = jnp.where(mask, logits, 0.0 if null_keys else MASKED)
     weights = jax.nn.softmax(logits, axis=-1)
-    if seen is not None and null_keys:
-        weights = jnp.where(seen, weights, 0)
+    if mask is not None and null_keys:
+        weights = jnp.where(mask, weights, 0)
     weights = weights.astype(v.dtype)
     kept = weights if dropout is None else weights * dropout.astype(v.dtype)
     y = _product("...qs,...sk->...qk", kept, v).astype(v.dtype)

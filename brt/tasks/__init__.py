@@ -28,14 +28,14 @@ def of(config: Config) -> Task:
     Raises:
       ConfigError: there is no such task; lists those that there are.
     """
-    return named(config.training.objective)
+    return named(config.training.task)
 
 
 def named(name: str) -> Task:
     """The task of that name; raises as `of`."""
     if name not in TASKS:
         raise ConfigError(
-            f"Training.objective = {name!r} must be one of {', '.join(map(repr, TASKS))}"
+            f"Training.task = {name!r} must be one of {', '.join(map(repr, TASKS))}"
             f"{suggestion(name, TASKS)}"
         )
     return TASKS[name]
@@ -57,6 +57,6 @@ def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
         if unread and values[name] != defaults[name]:
             others = [other.name for other in TASKS.values() if section in other.sections]
             raise ConfigError(
-                f"{origin}: {name} means nothing where Training.objective = {task.name!r}; "
-                f"set Training.objective = {others[0]!r}, or leave it out"
+                f"{origin}: {name} means nothing where Training.task = {task.name!r}; "
+                f"set Training.task = {others[0]!r}, or leave it out"
             )

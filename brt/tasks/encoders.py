@@ -53,7 +53,9 @@ class EncoderTask(Task):
 
     def network(self, config: Config, *, training: bool = False) -> encoder.EncoderWithHead:
         """The encoder that a config describes, with its head."""
-        return encoder.EncoderWithHead(config.encoder, config.attention, self.head, training)
+        return encoder.EncoderWithHead(
+            config.encoder, config.attention, self.head, training, config.kernels
+        )
 
     def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
         """Of the encoder and its head."""
@@ -95,7 +97,7 @@ class EncoderTask(Task):
         model = config.encoder
         if model.features:
             raise ConfigError(
-                f"Encoder.features = {model.features} must be 0 where Training.objective = "
+                f"Encoder.features = {model.features} must be 0 where Training.task = "
                 f"{self.name!r}: it reads tokens"
             )
         for name, length in lengths:
@@ -120,7 +122,11 @@ class EncoderTask(Task):
         )
 
     def exported(
-        self, source: Path, config: Config, params: PyTree[Array], corpus: Corpus
+        self,
+        source: Path,
+        config: Config,
+        params: PyTree[Array],
+        open_corpus: Callable[[], Corpus],
     ) -> Exported:
         """As RoBERTa's form has it; how it computes is the reader's business."""
         model = dataclasses.replace(config.encoder, dtype="auto", remat=False)
@@ -136,6 +142,7 @@ class EncoderTask(Task):
         notes.append("transformers takes token 1 for padding")
 
         def copy(target: Path) -> list[str]:
+            corpus = open_corpus()
             if corpus.tokenizer.name == ByteTokenizer.name:
                 return []
             return pretrained.copy_tokenizer(corpus.directory, target)
@@ -162,7 +169,7 @@ class EncoderTask(Task):
             reads, wanted = ("tokens", "frames") if self.frames else ("frames", "tokens")
             raise ConfigError(
                 f"the weights of Training.init_from = {weights.where!r} read {reads}, but "
-                f"Training.objective = {self.name!r} needs some that read {wanted}"
+                f"Training.task = {self.name!r} needs some that read {wanted}"
             )
 
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:

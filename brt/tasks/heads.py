@@ -80,6 +80,7 @@ class HeadEvaluator(abc.ABC):
         self,
         params: PyTree[Array],
         *,
+        model_state: PyTree[Array] = (),
         whole: bool = True,
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
@@ -93,7 +94,14 @@ class HeadEvaluator(abc.ABC):
             readings.append(reading)
         return self._report(readings)
 
-    def sample(self, params: PyTree[Array], step: int, stop: Stop = lambda: None) -> str | None:
+    def sample(
+        self,
+        params: PyTree[Array],
+        step: int,
+        stop: Stop = lambda: None,
+        *,
+        model_state: PyTree[Array] = (),
+    ) -> str | None:
         """Some rows with what the model makes of them."""
         reading = self._once(params, *self._read[0], self.sampled, stop, lambda count: None)
         return reading and "\n".join([*(reading.shown[i] for i in some(len(reading.shown))), ""])

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config, Sampling
+from brt.data.readers import Reader
 from brt.errors import CheckpointError, ConfigError
 from brt.generation.session import Session
 from brt.interop.exporting import Exported, no_form
@@ -55,24 +56,6 @@ class Corpus(Protocol):
 
 
 @runtime_checkable
-class Reader(Protocol):
-    """Batches by step, NamedTuples of NumPy arrays with the lanes on axis 0."""
-
-    steps_per_epoch: float
-
-    def __getitem__(self, step: int) -> Any: ...
-
-    def epoch(self, step: int) -> float:
-        """Passes over the data that are behind a run after so many steps."""
-
-    def largest(self) -> Any:
-        """A batch of the largest shape."""
-
-    def positions(self, batch: Any) -> int:
-        """Tokens or frames that a step reads, padding included."""
-
-
-@runtime_checkable
 class Evaluator(Protocol):
     """Reads one split, with parameters that may change between calls; compiled at first use.
 
@@ -88,6 +71,7 @@ class Evaluator(Protocol):
         self,
         params: PyTree[Array],
         *,
+        model_state: PyTree[Array] = (),
         whole: bool = True,
         stop: Stop = ...,
         progress: Progress = ...,
@@ -98,7 +82,14 @@ class Evaluator(Protocol):
           whole: False: only what is quick, as training does before its last step.
         """
 
-    def sample(self, params: PyTree[Array], step: int, stop: Stop = ...) -> str | None:
+    def sample(
+        self,
+        params: PyTree[Array],
+        step: int,
+        stop: Stop = ...,
+        *,
+        model_state: PyTree[Array] = (),
+    ) -> str | None:
         """Something to look at that the model makes of the split; None if asked to stop."""
 
 
@@ -135,7 +126,9 @@ class Writer(abc.ABC):
 class Scorer(Protocol):
     """Reads texts with parameters that may change between calls; compiled at first use."""
 
-    def __call__(self, params: PyTree[Array], tokens: np.ndarray) -> Float[np.ndarray, " T"]:
+    def __call__(
+        self, params: PyTree[Array], tokens: np.ndarray, model_state: PyTree[Array] = ()
+    ) -> Float[np.ndarray, " T"]:
         """The nats of each token of one document, from its start."""
 
 
@@ -173,9 +166,9 @@ class Task(abc.ABC):
     def open(self, config: Config, *, progress: bool = True) -> Corpus:
         """The data; prepared first where that was not done yet; DataError where it cannot be."""
 
-    @abc.abstractmethod
     def resolve(self, config: Config, corpus: Corpus) -> Config:
-        """The config with what depends on data and machine written out; see `with_vocabulary`."""
+        """The config with what depends on data and machine written out."""
+        return config
 
     @abc.abstractmethod
     def reader(self, config: Config, corpus: Corpus) -> Reader:
@@ -288,7 +281,13 @@ class Task(abc.ABC):
 
     # What is made of it.
 
-    def writer(self, config: Config, params: PyTree[Array], tokenizer: Tokenizer) -> Writer:
+    def writer(
+        self,
+        config: Config,
+        params: PyTree[Array],
+        tokenizer: Tokenizer,
+        model_state: PyTree[Array] = (),
+    ) -> Writer:
         """Texts after, or of, prompts; only where the task `writes`."""
         raise self.silent()
 
@@ -299,14 +298,14 @@ class Task(abc.ABC):
           ConfigError: the model predicts none.
         """
         raise ConfigError(
-            f"Training.objective = {self.name!r} trains a model that predicts no text by itself; "
+            f"Training.task = {self.name!r} trains a model that predicts no text by itself; "
             "its figures are those of evaluate"
         )
 
     def silent(self) -> ConfigError:
         """What to say where a text is asked for."""
         return ConfigError(
-            f"Training.objective = {self.name!r} trains a model that writes no text; "
+            f"Training.task = {self.name!r} trains a model that writes no text; "
             "python -m brt.evaluate shows what it does"
         )
 
@@ -315,9 +314,17 @@ class Task(abc.ABC):
         return [f"python -m brt.evaluate --workdir={workdir} --split=test"]
 
     def exported(
-        self, source: Path, config: Config, params: PyTree[Array], corpus: Corpus
+        self,
+        source: Path,
+        config: Config,
+        params: PyTree[Array],
+        open_corpus: Callable[[], Corpus],
     ) -> Exported:
-        """A trained model for others to read; only where the task `exports`."""
+        """A trained model for others to read; only where the task `exports`.
+
+        Args:
+          open_corpus: opens the data, whose tokenizer others may want.
+        """
         raise no_form(source)
 
     # What it starts from.

@@ -32,7 +32,7 @@ def written_out(config: Config, section: str, tokenizer: Tokenizer, ids: int) ->
     return dataclasses.replace(config, **{section: written})
 
 
-def with_steps(config: Config, steps_per_epoch: float | int) -> Config:
+def with_steps(config: Config, steps_per_epoch: int) -> Config:
     """Training.steps of Training.epochs, where those are set.
 
     Raises:

@@ -16,6 +16,7 @@ from brt.config import Config
 from brt.config_io import config_from_json, config_json, config_text
 from brt.data.lanes import BatchIterator, iterate
 from brt.errors import Preempted
+from brt.ops import dispatch
 from brt.tasks.protocol import Evaluator
 from brt.training import evaluations, optimizer, startup, trackers
 from brt.training import run as runs
@@ -169,6 +170,8 @@ def _steps(first: int, state: TrainState, tools: Tools) -> bool:
     complete = True
     with tools.progress.phase("compiling"), tools.throughput.pause():
         step_function = runs.compiled_step(run)
+    chosen = ", ".join(f"{op}: {name}" for op, name in dispatch.chosen().items())
+    tools.progress.note(f"implementations chosen by 'auto': {chosen or 'none'}")
     rate = jax.jit(optimizer.learning_rate(run.config.optimizer, t.steps))
     for step in range(first, t.steps):
         if tools.stop.requested:
@@ -270,7 +273,10 @@ def _evaluate(step: int, state: TrainState, tools: Tools) -> bool:
     tools.meter.flush()
     last = step >= tools.run.config.training.steps
     with tools.throughput.pause():
-        reading = tools.evaluator(state.params, whole=last, stop=lambda: tools.stop.requested)
+        reading = tools.evaluator(
+            state.params, model_state=state.model_state, whole=last,
+            stop=lambda: tools.stop.requested,
+        )  # fmt: skip
         if reading is None:
             return False
         if last:
@@ -285,7 +291,9 @@ def _sample(step: int, state: TrainState, path: Path, tools: Tools) -> bool:
     """Writes a text that the model draws."""
     tools.meter.flush()
     with tools.throughput.pause():
-        text = tools.evaluator.sample(state.params, step, stop=lambda: tools.stop.requested)
+        text = tools.evaluator.sample(
+            state.params, step, lambda: tools.stop.requested, model_state=state.model_state
+        )
     if text is not None:
         workdirs.write_text(path, text)
     return text is not None

@@ -10,6 +10,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int, PyTree
 
 from brt.config import Optimizer
+from brt.training import muon
+from brt.training.matrices import Axes, matrix_shape
 
 Parameters = PyTree[Array]
 
@@ -44,60 +46,59 @@ def learning_rate(
 
 
 class LayerwiseState(NamedTuple):
-    """State of the parameters of no layer, and of each run of stacked layers, by its path."""
+    """State of the parameters of no stack, and of those of each stack of so many layers."""
 
     outside: optax.OptState
-    runs: dict[str, optax.OptState]
+    stacked: dict[str, optax.OptState]
 
 
-def layerwise(transform: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Applies `transform` to every layer of a stacked run on its own.
+def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.GradientTransformation:
+    """Applies `transform` to every layer of a stack on its own, and to kernels as matrices.
 
     Adafactor clips and scales by root mean squares of whole parameters: over a stack of
-    layers they would mix, and the model would train differently than unstacked.
+    layers they would mix, and the model would train differently than unstacked. It factors
+    second moments of a matrix, whose columns are those of all heads.
     """
 
+    def split(tree: Parameters) -> tuple[dict[str, Array], dict[str, dict[str, Array]]]:
+        outside, stacked = {}, {}
+        for name, leaf in flatten_dict(tree, sep="/").items():
+            first, *rest = axes.get(name, (None,) * leaf.ndim) or (None,)
+            if first == "layers":
+                shape = (len(leaf), *matrix_shape(tuple(rest), leaf.shape[1:]))
+                stacked.setdefault(str(len(leaf)), {})[name] = leaf.reshape(shape)
+            else:
+                outside[name] = leaf.reshape(matrix_shape(axes.get(name, ()), leaf.shape))
+        return outside, stacked
+
     def init(params: Parameters) -> LayerwiseState:
-        outside, runs = _split(params)
-        state = {name: jax.vmap(transform.init)(run) for name, run in runs.items()}
+        outside, stacked = split(params)
+        state = {depth: jax.vmap(transform.init)(group) for depth, group in stacked.items()}
         return LayerwiseState(transform.init(outside), state)
 
     def update(
         gradients: Parameters, state: LayerwiseState, params: Parameters
     ) -> tuple[Parameters, LayerwiseState]:
-        (outside, runs), (p_outside, p_runs) = _split(gradients), _split(params)
+        (outside, stacked), (p_outside, p_stacked) = split(gradients), split(params)
         updates, after = transform.update(outside, state.outside, p_outside)
-        pairs = {
-            name: jax.vmap(transform.update)(run, state.runs[name], p_runs[name])
-            for name, run in runs.items()
-        }
-        updates = _joined(updates, {name: pair[0] for name, pair in pairs.items()})
-        return updates, LayerwiseState(after, {name: pair[1] for name, pair in pairs.items()})
+        of_layers = {}
+        for depth, group in stacked.items():
+            found, of_layers[depth] = jax.vmap(transform.update)(
+                group, state.stacked[depth], p_stacked[depth]
+            )
+            updates |= found
+        updates = unflatten_dict(updates, sep="/")
+        shaped = jax.tree.map(lambda x, g: x.reshape(g.shape), updates, gradients)
+        return shaped, LayerwiseState(after, of_layers)
 
     return optax.GradientTransformation(init, update)
 
 
-def _split(tree: Parameters) -> tuple[Parameters, dict[str, Parameters]]:
-    """What is of no layer; and stack/RUN of a decoder, encoder/layers, decoder/layers."""
-    outside, runs = {}, {}
-    for path, leaf in flatten_dict(tree).items():
-        if path[0] == "stack" or path[1:2] == ("layers",):
-            runs.setdefault("/".join(path[:2]), {})[path[2:]] = leaf
-        else:
-            outside[path] = leaf
-    return unflatten_dict(outside), {name: unflatten_dict(run) for name, run in runs.items()}
-
-
-def _joined(outside: Parameters, runs: dict[str, Parameters]) -> Parameters:
-    """The way back."""
-    flat = flatten_dict(outside)
-    for name, run in runs.items():
-        flat |= {(*name.split("/"), *path): leaf for path, leaf in flatten_dict(run).items()}
-    return unflatten_dict(flat)
-
-
-def build(optimizer: Optimizer, steps: int) -> optax.GradientTransformation:
+def build(optimizer: Optimizer, steps: int, axes: Axes) -> optax.GradientTransformation:
     """The optimizer of a run; `update` needs the parameters.
+
+    Args:
+      axes: of the parameters (see `parameter_axes`); those not named are what their shapes say.
 
     Adafactor is the original's: factored second moments, updates clipped to a root mean
     square of 1, multiplied by the learning rate and the parameter's scale, momentum.
@@ -107,19 +108,22 @@ def build(optimizer: Optimizer, steps: int) -> optax.GradientTransformation:
     def schedule(count: Int[Array, ""]) -> Float[Array, ""]:
         return rate(count + 1)  # optax counts from 0, where a warm-up would be wasted
 
-    if optimizer.name == "adafactor":
-        transform = optax.adafactor(
+    if optimizer.name == "muon":
+        transform = muon.build(optimizer, schedule, axes)
+    elif optimizer.name == "adafactor":
+        adafactor = optax.adafactor(
             schedule,
             min_dim_size_to_factor=optimizer.min_dim_size_to_factor,
             decay_rate=optimizer.second_moment_decay,
             momentum=optimizer.momentum or None,
         )
+        transform = layerwise(adafactor, axes)
     else:
-        transform = optax.adamw(
+        adamw = optax.adamw(
             schedule, b1=optimizer.b1, b2=optimizer.b2, weight_decay=optimizer.weight_decay,
             mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
         )  # fmt: skip
-    transform = layerwise(transform)
+        transform = layerwise(adamw, axes)
     if optimizer.clip_norm:
         transform = optax.chain(optax.clip_by_global_norm(optimizer.clip_norm), transform)
     return transform

@@ -12,13 +12,14 @@ from brt.checkpointing.reader import Found
 from brt.config import Config
 from brt.config_io import config_from_json
 from brt.data.cache import cache_directory
+from brt.data.readers import Reader
 from brt.tasks import resolving
-from brt.tasks.protocol import Corpus, Reader, Task
+from brt.tasks.protocol import Corpus, Task
 from brt.tasks.weights import Weights
 from brt.training import compilation, warm_start
 from brt.training import optimizer as optimizers
 from brt.training.sharding import by_lane, make_mesh, replicated, state_shardings
-from brt.training.state import TrainState, initial_state
+from brt.training.state import TrainState, initial_state, parameter_axes
 from brt.training.step import StepMetrics, train_step
 
 
@@ -56,7 +57,7 @@ def build(config: Config, *, saved: Found | None = None, progress: bool = True) 
     compilation.use_cache(cache_directory(config.data))
     mesh, weights = make_mesh(config.mesh), _weights(config, saved)
     config, corpus, reader = prepare(config, weights, progress=progress)
-    optimizer = optimizers.build(config.optimizer, config.training.steps)
+    optimizer = optimizers.build(config.optimizer, config.training.steps, parameter_axes(config))
     shapes = jax.eval_shape(partial(initial_state, config, optimizer))
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

@@ -33,6 +33,7 @@ class SavedModel(NamedTuple):
     config: Config
     meta: dict[str, Any]
     params: PyTree[Array]
+    model_state: PyTree[Array] = ()
 
 
 def load_config(workdir: Path, step: int | None = None) -> tuple[Workdir, reader.Found, Config]:
@@ -65,14 +66,20 @@ def load(
     """
     compilation.use_cache(cache_directory(config.data))
     check_resumable(config_from_json(found.meta["config"]), config)
-    shapes = jax.eval_shape(lambda: nn.meta.unbox(initial_params(config)))
-    target = {
-        "params": jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
-        )
-    }
+    learned = jax.eval_shape(
+        lambda: {
+            "params": nn.meta.unbox(initial_params(config)),
+            "model_state": tasks.of(config).initial_model_state(config),
+        }
+    )
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), learned
+    )
     restored = reader.restore(workdir.checkpoints, target, found.step, found=found, partial=True)
-    return SavedModel(workdir, found.step, config, found.meta, restored.state["params"])
+    state = restored.state
+    return SavedModel(
+        workdir, found.step, config, found.meta, state["params"], state["model_state"]
+    )
 
 
 def open_corpus(model: SavedModel) -> Corpus:

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Int, PyTree
 
 from brt import tasks
@@ -39,6 +40,12 @@ def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:
     """Parameters, each boxed with the names of its axes; `key` is that of the run's seed."""
     key = jax.random.key(config.training.seed) if key is None else key
     return tasks.of(config).initial_params(config, key)
+
+
+def parameter_axes(config: Config) -> dict[str, tuple[str | None, ...]]:
+    """The names of every parameter's axes, by its path; none that has none."""
+    boxed = flatten_dict(jax.eval_shape(lambda: initial_params(config)), sep="/")
+    return {k: box.names for k, box in boxed.items() if isinstance(box, nn.Partitioned)}
 
 
 def initial_state(

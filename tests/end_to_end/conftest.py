@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
-from brt.training import checkpoint, inspection
+from brt.checkpointing import reader
+from brt.training import inspection
 from brt.training.workdir import Workdir
 
 # Documents of one token and of many; most begin in the middle of a segment and of a lane.
@@ -151,6 +152,6 @@ def state_hash() -> Callable[[Path], str]:
 
     def newest(path: Path) -> str:
         workdir = Workdir(path)
-        return inspection.state_hash(workdir, checkpoint.steps(workdir.checkpoints)[-1])
+        return inspection.state_hash(workdir, reader.steps(workdir.checkpoints)[-1])
 
     return newest

@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 
 from brt import evaluate, generate, train
+from brt.checkpointing import reader
 from brt.errors import BrtError, CheckpointError, ConfigError, DataError
-from brt.training import checkpoint
 from brt.training import workdir as workdirs
 
 from .conftest import Commands
@@ -118,7 +118,7 @@ def test_what_a_resumed_run_must_not_change(
     message = refused(ConfigError, f"Data.train = '{other}'", workdir=resumed)
     assert "the data position cannot be restored: store was" in message
     assert "has another Data.train" in capsys.readouterr().err
-    assert checkpoint.steps(resumed / "checkpoints") == [16, 20, 24], "nothing is lost"
+    assert reader.steps(resumed / "checkpoints") == [16, 20, 24], "nothing is lost"
 
 
 def test_a_resumed_run_may_change_the_learning_rate_but_says_so(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from brt import command_line, inspect, train
+from brt import command_line, inspect, train, tree_utils
+from brt.checkpointing import reader
 from brt.errors import CheckpointError, NonFiniteError
-from brt.training import checkpoint, leaves
 from brt.training.metrics import read_metrics
 
 from .conftest import LENGTHS, Commands
@@ -27,7 +27,7 @@ def test_training_leaves_what_its_summary_names(
     assert evaluated == [12, 24]
     samples = sorted(path.name for path in (trained / "samples").iterdir())
     assert samples == ["00000012.txt", "00000024.txt"]
-    assert checkpoint.steps(trained / "checkpoints") == [16, 20, 24]
+    assert reader.steps(trained / "checkpoints") == [16, 20, 24]
     train.main(train.parser().parse_args([f"--workdir={trained}"]))  # the config is the saved one
     again = capsys.readouterr()
     assert "step 24 of 24 is done already" in again.err
@@ -115,11 +115,34 @@ def test_a_dry_run_sizes_the_checkpoint_and_writes_nothing(
     flags = ["--dry_run", f"--gin_file={commands.config}", f"--workdir={tmp_path}/run"]
     train.main(train.parser().parse_args([*flags, f"--json={tmp_path}/dry.json"]))
     figures = json.loads((tmp_path / "dry.json").read_text())
-    arrays = checkpoint.read_meta(trained / "checkpoints", 24)["arrays"]
-    expected = leaves.required_bytes(leaves.abstract(arrays))
+    arrays = reader.read_meta(trained / "checkpoints", 24)["arrays"]
+    expected = tree_utils.required_bytes(tree_utils.abstract(arrays))
     assert figures["checkpoint_bytes"] == expected
     assert f"checkpoint_bytes          {expected:,}" in capsys.readouterr().out
     assert figures["tokens_per_step"] == 64 and figures["steps_per_epoch"] == 16
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("pallas_gpu", "brt: error: window_attention has no implementation 'pallas_gpu'; it has "),
+        ("cuda", "Kernels.window_attention = 'cuda' must be one of 'auto', 'reference', 'xla', "),
+    ],
+)
+def test_an_implementation_that_does_not_exist_ends_in_one_sentence(
+    commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, name: str, sentence: str,
+) -> None:  # fmt: skip
+    flags = [
+        f"--gin_file={commands.config}", f"--workdir={tmp_path}/run",
+        f"--gin.Kernels.window_attention='{name}'",
+    ]  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["train", *flags])
+    with pytest.raises(SystemExit) as stop:
+        command_line.main(train.main, train.parser())
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and sentence in said.splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
 
@@ -146,9 +169,9 @@ def test_a_run_that_explodes_stops_and_saves_nothing_of_it(
         code=NonFiniteError.exit_code,
     )  # fmt: skip
     assert "NaN or infinity" in done.err or "is not finite" in done.err
-    for step in checkpoint.steps(tmp_path / "checkpoints"):
-        state = checkpoint.restore(tmp_path / "checkpoints", step=step).state
-        assert leaves.not_finite(state) == []
+    for step in reader.steps(tmp_path / "checkpoints"):
+        state = reader.restore(tmp_path / "checkpoints", step=step).state
+        assert tree_utils.not_finite(state) == []
 
 
 def test_help_is_quick(commands: Commands) -> None:

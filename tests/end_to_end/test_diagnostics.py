@@ -5,10 +5,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from brt.evaluation.probe.reading import HOWS, PARTS
 
 from brt import inspect
 from brt.errors import ConfigError
+from brt.tasks.language_modeling.probe.reading import HOWS, PARTS
 from brt.training.metrics import read_metrics
 
 from .conftest import LENGTHS, Commands, Result

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from brt import train
+from brt.checkpointing import manifest, reader
 from brt.data import preparation
 from brt.errors import Preempted
-from brt.training import checkpoint, manifest
 
 from .conftest import STEPS_PER_EPOCH, Commands
 
 COMPILING = "brt.training.run.compiled_step"
 STEP = "brt.training.run.put"
-EVALUATING = "brt.evaluation.language_modeling.evaluation_batches"
-CLOSING = "brt.training.checkpoint_writer.verify"
-SAVING = "brt.training.manifest.write"
+EVALUATING = "brt.tasks.language_modeling.evaluation.evaluation_batches"
+CLOSING = "brt.checkpointing.writer.verify"
+SAVING = "brt.checkpointing.manifest.write"
 
 
 def at(place: str, call: int, action: str) -> str:
@@ -49,7 +49,7 @@ def test_signals_a_full_disk_and_a_damaged_checkpoint_change_nothing(
         return commands.train(tmp_path, hook=hook, code=code).err
 
     def saved() -> list[int]:
-        return checkpoint.steps(tmp_path / "checkpoints")
+        return reader.steps(tmp_path / "checkpoints")
 
     terminate, interrupt = "send(signal.SIGTERM)", "send(signal.SIGINT)"
     said = train(at(COMPILING, 1, terminate), code=75)
@@ -104,7 +104,7 @@ def test_a_second_ctrl_c_quits_at_once(commands: Commands, tmp_path: Path) -> No
     twice = at(COMPILING, 1, "send(signal.SIGINT, signal.SIGINT)")
     done = commands.train(tmp_path, hook=twice, code=130)
     assert done.err.endswith("SIGINT: quitting without saving\n")
-    assert checkpoint.steps(tmp_path / "checkpoints") == []
+    assert reader.steps(tmp_path / "checkpoints") == []
 
 
 def kill_and_restart(
@@ -116,12 +116,12 @@ def kill_and_restart(
         delay = random.uniform(0, seconds)
         kill = f"lambda: threading.Timer({delay}, os.kill, (os.getpid(), signal.SIGKILL)).start()"
         commands.train(workdir, *bindings, hook=at(STEP, 1, kill), code=-9)
-        for step in checkpoint.steps(workdir / "checkpoints"):
+        for step in reader.steps(workdir / "checkpoints"):
             assert manifest.verify(workdir / f"checkpoints/{step}") == [], f"killed at {delay} s"
     done = commands.train(workdir, *bindings, hook=at(CLOSING, 1, "send(signal.SIGTERM)"))
     assert "SIGTERM" in done.err, "it came, but too late to stop anything"
     left = {path.name for path in (workdir / "checkpoints").iterdir()}
-    assert left == set(map(str, checkpoint.steps(workdir / "checkpoints"))), "no litter"
+    assert left == set(map(str, reader.steps(workdir / "checkpoints"))), "no litter"
 
 
 def test_kills_lose_nothing(

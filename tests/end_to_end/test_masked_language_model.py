@@ -10,7 +10,7 @@ from .conftest import Commands
 pytestmark = pytest.mark.slow
 
 CONFIG = """
-Training.objective = 'masked_language_modeling'
+Training.task = 'masked_language_modeling'
 Training.steps = 8
 Training.batch_size = 4
 Training.segment_length = 32

@@ -10,7 +10,7 @@ from .conftest import Commands
 pytestmark = pytest.mark.slow
 
 CONFIG = """
-Training.objective = 'ctc'
+Training.task = 'speech_recognition'
 Training.steps = 8
 Training.batch_size = 4
 Training.log_every = 2

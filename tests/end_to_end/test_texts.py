@@ -76,7 +76,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("regression", "Sentences", "jsonl", "Sentences.max_length = 64"),
         ("spans", "Questions", "json", CLUSTERED),
     ):
-        own = [f"Training.objective = '{objective}'", more]
+        own = [f"Training.task = '{objective}'", more]
         own += [f"{section}.{s} = '{place}/{s}.{ending}'" for s in ("train", "validation", "test")]
         (place / f"{objective}.gin").write_text(CONFIG + "\n".join(own))
     return place

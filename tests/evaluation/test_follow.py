@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brt.training.checkpoint_writer import CheckpointWriter
-from brt.training.reading import written_out
 
-from brt import evaluate
+from brt import evaluate, tasks
+from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Checkpoint, Config, Data, Evaluation, Model, Training
 from brt.config_io import config_json
 from brt.data import preparation
@@ -40,8 +39,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, random_params: Callable) -> Wo
         checkpoint=Checkpoint(keep=9),
         evaluation=Evaluation(batch_size=1),
     )  # fmt: skip
-    tokenizer = preparation.prepare(config.data).tokenizer
-    config = written_out(config, tokenizer)
+    corpus = preparation.prepare(config.data)
+    tokenizer, config = corpus.tokenizer, tasks.of(config).resolve(config, corpus)
     workdir = workdirs.create(directory / "workdir")
     workdirs.write_json(workdir.config_json, config_json(config))
     meta = {"config": config_json(config), "tokenizer": tokenizer.fingerprint}
@@ -75,7 +74,7 @@ class Followed:
         patience = follow.Patience(1.0, 0.0, self.said.append)
         config = follow.wait_for_config(self.workdir.path, patience)
         follower = follow.Follower(self.workdir, config, "test", ablate, self.said.append)
-        return [report["step"] for report in follower.reports(patience)]
+        return [found.report["step"] for found in follower.reports(patience)]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.config import Decoding
+from brt.config import Decoding, Sampling
 from brt.errors import ConfigError
 from brt.generation.beam import beam_search
 from brt.generation.constraints import repeating
+from brt.generation.decoder import TextDecoder
 from brt.generation.greedy import greedy_search
 from brt.generation.hypotheses import Hypotheses
+from brt.generation.sampling import sample
 from brt.generation.search import search
 from brt.models.targets import SpecialTokens
 
@@ -72,8 +75,8 @@ def write(tables: Tables, decoding: Decoding, ids: SpecialTokens, how: Any = sea
 
     @jax.jit
     def run(state: State) -> Hypotheses:
-        arguments = (step, state) if how is greedy_search else (step, reorder, state)
-        return how(*arguments, batch=batch, decoding=decoding, ids=ids)
+        decoder = TextDecoder(step, reorder, ids)
+        return how(decoder, state, batch=batch, decoding=decoding)
 
     before, position = jnp.asarray(tables.before), jnp.asarray(tables.position)
     zeros = jnp.zeros((batch, decoding.beams), jnp.int32)
@@ -218,6 +221,23 @@ def test_one_beam_is_greedy(ids: SpecialTokens) -> None:
         assert len(set(greedy.lengths.ravel())) > 3
 
 
+def test_a_cold_draw_is_greedy_and_seeds_draw_the_same_again() -> None:
+    model, decoding = tables(RECORDED), Decoding(max_length=16, no_repeat_ngram=2, min_length=5)
+
+    def drawn(seed: int, **sampling: Any) -> Hypotheses:
+        how = partial(sample, sampling=Sampling(**sampling), key=jax.random.key(seed))
+        return write(model, decoding, BART, how)
+
+    greedy = write(model, decoding, BART)
+    for cold in ({"temperature": 0.0}, {"temperature": 1e-4}, {"top_k": 1}):
+        jax.tree.map(np.testing.assert_array_equal, drawn(0, **cold), greedy)
+    one, again, other = (drawn(seed) for seed in (1, 1, 2))
+    jax.tree.map(np.testing.assert_array_equal, one, again)
+    assert np.any(one.sequences != other.sequences)
+    assert np.all(one.sequences[..., 1] == BART.forced_bos), "rules hold for what is drawn"
+    assert min(one.lengths.ravel()) >= 5 and np.all(one.scores < 0)
+
+
 @pytest.mark.parametrize("early_stopping", ["yes", "heuristic", "never"])
 def test_a_source_does_not_see_its_neighbours(early_stopping: str) -> None:
     model = tables(RECORDED)
@@ -273,7 +293,8 @@ def test_only_what_reorder_reorders_moves_and_sources_are_not_widened() -> None:
         return state
 
     state = {"source": jnp.ones(3), "cache": jnp.ones((3, 50, 2))}
-    jax.eval_shape(lambda s: search(step, reorder, s, batch=3, decoding=decoding, ids=T5), state)
+    decoder = TextDecoder(step, reorder, T5)
+    jax.eval_shape(lambda s: search(decoder, s, batch=3, decoding=decoding), state)
     assert seen and all(shapes == {"source": (3,), "cache": (3, 50, 2)} for shapes in seen)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.config import Config, Model, Sampling, Training
+from brt.config import Config, Decoding, Model, Sampling, Training
 from brt.errors import DataError
 from brt.generation.session import CHUNK, Session
 from brt.models import decoder
@@ -65,7 +65,7 @@ def build(random_params: Callable) -> Callable[[str], Case]:
         @jax.jit
         def read(ids: jax.Array) -> jax.Array:
             state, start = decoder.new_state(model, 1), jnp.zeros((1, ids.shape[1] // WINDOW), bool)
-            hidden, _ = Decoder(model).apply({"params": params}, ids, state, start)
+            hidden, *_ = Decoder(model).apply({"params": params}, ids, state, start)
             return decoder.logits(model, params["embedding"], hidden)
 
         def whole(text: list[int]) -> np.ndarray:
@@ -190,3 +190,43 @@ def test_a_state_that_does_not_fit_is_refused(recurrent: Case, tmp_path: Path) -
     np.savez(path, identity=np.array(json.dumps(IDENTITY)), **leaves)
     with pytest.raises(DataError, match=r"state.npz holds arrays of other shapes"):
         session.load(path, IDENTITY)
+
+
+@pytest.fixture(params=["window", "recurrent", "memorizing", "feedback, rotary"])
+def alone(request: pytest.FixtureRequest, build: Callable[[str], Case]) -> Case:
+    """A session of one lane."""
+    found = build(request.param)
+    config = found.session._config
+    return found._replace(session=Session(config, found.params, bos_id=BOS))
+
+
+def log_probability(case: Case, text: list[int], read: int) -> float:
+    """Of what stands behind the first tokens, from the logits of the whole text."""
+    log_p = np.asarray(jax.nn.log_softmax(case.whole(text)), np.float64)
+    return sum(log_p[place, text[place]] for place in range(read, len(text)))
+
+
+def test_a_search_finds_what_is_likelier_than_the_greedy_text_and_reads_it(alone: Case) -> None:
+    session, begun, length = alone.session, TEXT[:10], 12
+    found = {}
+    for beams in (1, 4):
+        session.restart(alone.params)
+        session.read(begun)
+        decoding = Decoding(beams=beams, max_length=length + 1, length_penalty=0.0)
+        found[beams] = session.search(decoding).tolist()
+        after, text = copy(session), [*begun, *found[beams]]
+        assert len(found[beams]) == length and after.count == 1 + len(text)
+        assert_close(after.logits[0], alone.whole(text)[-1])
+    session.restart(alone.params)
+    session.read(begun)
+    assert found[1] == written(session, length, sampling=GREEDY)[0].tolist()
+    greedy, searched = (log_probability(alone, [*begun, *found[n]], 10) for n in (1, 4))
+    assert searched > greedy, "four beams see more"
+
+
+def test_a_search_goes_on_from_nothing_and_in_the_middle_of_a_block(recurrent: Case) -> None:
+    session = Session(recurrent.session._config, recurrent.params, bos_id=BOS)
+    decoding = Decoding(beams=3, max_length=6)
+    text = [*session.search(decoding), *session.search(decoding)]
+    assert len(text) == 10 and int(session.memory.count) == 11
+    assert_close(copy(session).logits[0], recurrent.whole(text)[-1])

@@ -10,8 +10,9 @@ import pytest
 
 from brt.config import Attention, Config, Model
 from brt.errors import ConfigError
-from brt.layers.clustered import ClusteredLayer
-from brt.layers.state import ClusteredState, cut_gradient, forget, graft, new_layer_state, parts
+from brt.layers.clustered import ClusteredLayer, ClusteredState, new_clustered_state
+from brt.layers.kinds import KINDS, graft
+from brt.layers.state import cut_gradient
 
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
 LANES, WINDOW, BLOCKS = 2, 4, 4
@@ -30,7 +31,7 @@ def params(random_params: Callable) -> Any:
 
 
 def new_state(model: Model = MODEL) -> ClusteredState:
-    return new_layer_state(model, "clustered", LANES, jnp.dtype("float32"))
+    return new_clustered_state(model, LANES, jnp.dtype("float32"))
 
 
 def inputs(seed: int = 0) -> jax.Array:
@@ -115,17 +116,19 @@ def test_without_jensens_term_there_is_no_variance(params: Any) -> None:
 def test_the_past_is_a_part_of_the_state_by_itself(params: Any) -> None:
     _, one = read(params, inputs(1), new_state())
     _, other = read(params, inputs(2), new_state())
-    assert parts(one) == {"cache", "memory"}
-    assert forget(one, cache=False, vectors=False).window.valid.all()
-    grafted = graft(one, other, "memory")
+    kind = KINDS["clustered"]
+    assert set(kind.parts) == {"cache", "memory"}
+    without_past = graft(kind, one, new_state(), ["memory"])
+    assert without_past.window.valid.all() and not without_past.filled.any()
+    grafted = graft(kind, one, other, ["memory"])
     np.testing.assert_array_equal(grafted.rest, other.rest)
     np.testing.assert_array_equal(grafted.window.values, one.window.values)
     y, _ = read(params, inputs(), one)
-    for changed in (forget(one, cache=False), grafted):
+    for changed in (without_past, grafted):
         assert np.abs(read(params, inputs(), changed)[0] - y).max() > 0.001
-    without, _ = read(params, inputs(), forget(one))
+    unread = one._replace(filled=0 * one.filled, window=new_state().window)
     fresh, _ = read(params, inputs(), new_state())
-    np.testing.assert_array_equal(without, fresh)
+    np.testing.assert_array_equal(read(params, inputs(), unread)[0], fresh)
 
 
 def test_lanes_on_many_devices_stay_where_they_are(params: Any) -> None:

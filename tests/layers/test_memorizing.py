@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 
 from brt.config import Model
-from brt.layers.memorizing import MemorizingLayer, tokens_before
-from brt.layers.state import MemoryState, forget, graft, new_layer_state, parts
+from brt.layers.kinds import KINDS, graft
+from brt.layers.memorizing import (
+    MemorizingLayer,
+    MemoryState,
+    new_memory_state,
+    tokens_before,
+)
 
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
 LANES, WINDOW, BLOCKS = 2, 4, 4
@@ -29,7 +34,7 @@ def params(random_params: Callable) -> Any:
 
 
 def new_state(model: Model = MODEL) -> MemoryState:
-    return new_layer_state(model, "memorizing", LANES, jnp.dtype("float32"))
+    return new_memory_state(model, LANES, jnp.dtype("float32"))
 
 
 def inputs(seed: int = 0) -> jax.Array:
@@ -153,21 +158,22 @@ def test_a_memory_of_any_size_keeps_what_fits(params: Any) -> None:
 def test_the_memory_is_a_part_of_the_state_by_itself(params: Any) -> None:
     _, one = read(params, inputs(1), new_state())
     _, other = read(params, inputs(2), new_state())
-    assert parts(one) == {"cache", "memory"}
-    without = forget(one, cache=False, vectors=False)
-    assert without.window.valid.all() and not without.length.any()
-    without = forget(one, memory=False)
+    kind = KINDS["memorizing"]
+    assert set(kind.parts) == {"cache", "memory"}
+    forgetful = graft(kind, one, new_state(), ["memory", "state"])
+    assert forgetful.window.valid.all() and not forgetful.length.any()
+    without = graft(kind, one, new_state(), ["cache"])
     assert not without.window.valid.any() and without.length.tolist() == [TOKENS, TOKENS]
-    grafted = graft(one, other, "memory")
+    grafted = graft(kind, one, other, ["memory"])
     np.testing.assert_array_equal(grafted.values, other.values)
     np.testing.assert_array_equal(grafted.window.values, one.window.values)
     y, _ = read(params, inputs(), one)
-    for changed in (forget(one, cache=False), graft(one, other, "memory")):
+    for changed in (forgetful, grafted):
         assert np.abs(read(params, inputs(), changed)[0] - y).max() > 0.01
 
 
 def test_bfloat16_goes_through(params: Any) -> None:
-    state = new_layer_state(MODEL, "memorizing", LANES, jnp.dtype("bfloat16"))
+    state = new_memory_state(MODEL, LANES, jnp.dtype("bfloat16"))
     y, after = read(params, inputs().astype(jnp.bfloat16), state)
     exact, _ = read(params, inputs(), new_state())
     assert y.dtype == after.keys.dtype == after.values.dtype == jnp.bfloat16

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from brt.config import Config, Model, Training
-from brt.layers.recurrent import RecurrentLayer
-from brt.layers.state import new_layer_state
+from brt.layers.recurrent import RecurrentLayer, new_recurrent_state
 from brt.training.state import initial_params
 
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
@@ -36,7 +35,7 @@ def both_ways(request: pytest.FixtureRequest, random_params: Callable) -> tuple:
     )  # fmt: skip
     layer = RecurrentLayer(model)
     params = jax.tree.map(lambda x: x[0], random_params(model)["stack"]["recurrent_0"])
-    state = new_layer_state(model, "recurrent", LANES, jnp.dtype("float32"))
+    state = new_recurrent_state(model, LANES, jnp.dtype("float32"))
     rng, shape = np.random.default_rng(0), (LANES, BLOCKS * WINDOW, model.model_dim)
     x, cotangent = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
 
@@ -50,13 +49,13 @@ def both_ways(request: pytest.FixtureRequest, random_params: Callable) -> tuple:
         def block(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
             def step(opened: Any, place: tuple) -> tuple[Any, jax.Array]:
                 y, opened = layer.apply(
-                    variables, place[1], (state, opened), place[0], method="step"
+                    variables, place[1], (state, opened), place[0], method="decode_step"
                 )
                 return opened, y
 
-            _, opened = layer.apply(variables, None, state, None, method="open")
+            _, opened = layer.apply(variables, None, state, None, method="begin_block")
             opened, y = jax.lax.scan(step, opened, (jnp.arange(WINDOW), x))
-            return layer.apply(variables, None, (state, opened), None, method="close")[1], y
+            return layer.apply(variables, None, (state, opened), None, method="end_block")[1], y
 
         tokens = jnp.moveaxis(x, 1, 0)[:, :, None].reshape(BLOCKS, WINDOW, LANES, 1, -1)
         after, y = jax.lax.scan(block, state, tokens)

@@ -45,7 +45,7 @@ def results(model: Model, params: Any, read: Callable | None = None) -> Any:
     x, cotangent = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
     start = jnp.array([[True, False, False], [False, False, True]])
     state = new_stack_state(model, LANES, jnp.dtype("float32"))
-    read = read or (lambda params, *args: Stack(model).apply({"params": params}, *args))
+    read = read or (lambda params, *x: Stack(model).apply({"params": params}, *x, {})[:2])
 
     def loss(params: Any) -> tuple[jax.Array, tuple]:
         y, after = read(params, x, state, start)
@@ -113,7 +113,7 @@ def test_with_feedback_every_block_draws_its_own_dropout(random_params: Callable
     @functools.partial(jax.jit, static_argnums=0)
     def blocks(training: bool) -> jax.Array:
         rngs = {"dropout": jax.random.key(0)}
-        y, _ = Stack(model, training).apply({"params": params}, x, state, start, rngs=rngs)
+        y, *_ = Stack(model, training).apply({"params": params}, x, state, start, {}, rngs=rngs)
         return y.reshape(LANES, BLOCKS, model.window, 16)
 
     np.testing.assert_allclose(blocks(False)[:, 0], blocks(False)[:, 1], atol=TOLERANCE)
@@ -127,7 +127,7 @@ def test_what_is_compiled_for_feedback_does_not_grow_with_blocks(random_params: 
 
     def lines(blocks: int) -> int:
         x, start = jnp.zeros((LANES, blocks * 4, 16)), jnp.zeros((LANES, blocks), bool)
-        read = jax.jit(lambda *args: Stack(model).apply({"params": params}, *args))
+        read = jax.jit(lambda *args: Stack(model).apply({"params": params}, *args, {}))
         return len(read.lower(x, state, start).as_text().splitlines())
 
     assert lines(9) < 1.02 * lines(2)

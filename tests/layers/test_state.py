@@ -1,19 +1,16 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from brt.config import Model
-from brt.layers.state import (
-    RecurrentState,
-    WindowState,
-    cut_gradient,
-    forget,
-    graft,
-    new_layer_state,
-    parts,
-    zero_where_invalid,
-)
+from brt.layers.kinds import KINDS, graft
+from brt.layers.recurrent import RecurrentState
+from brt.layers.stack import parts
+from brt.layers.state import WindowState, cut_gradient, zero_where_invalid
+from brt.models.decoder import forget, new_state
 
 
 def window(valid: tuple[bool, bool] = (True, True)) -> WindowState:
@@ -23,20 +20,6 @@ def window(valid: tuple[bool, bool] = (True, True)) -> WindowState:
 
 def recurrent() -> RecurrentState:
     return RecurrentState(window(), jnp.ones((2, 3, 4)), jnp.array([True, False]))
-
-
-@pytest.mark.parametrize(
-    ("parts", "cache", "vectors"),
-    [
-        ({}, [False, False], [False, False]),
-        ({"cache": False}, [True, True], [False, False]),
-        ({"vectors": False}, [False, False], [True, False]),
-    ],
-)
-def test_forget_takes_away_the_named_part(parts: dict, cache: list, vectors: list) -> None:
-    after = forget(recurrent(), **parts)
-    assert after.window.valid.tolist() == cache and after.valid.tolist() == vectors
-    assert forget(window(), **parts).valid.tolist() == cache
 
 
 def test_zero_where_invalid_is_by_lane() -> None:
@@ -55,18 +38,36 @@ def test_cut_gradient_lets_none_through() -> None:
     assert not np.any(gradient(jnp.ones((2, 3, 4)), True))
 
 
-@pytest.mark.parametrize("kind", ["window", "recurrent", "memorizing", "clustered"])
-def test_the_parts_are_all_that_a_state_is_and_can_be_exchanged_one_by_one(kind: str) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_the_parts_are_all_that_a_state_is_and_can_be_exchanged_one_by_one(name: str) -> None:
     model = Model(model_dim=4, heads=1, head_dim=4, window=3, states=3, memory_size=128)
-    state = new_layer_state(model, kind, 2, jnp.dtype("float32"))
+    kind = KINDS[name]
+    state = kind.new_state(model, 2, jnp.dtype("float32"))
     donor = jax.tree.map(lambda x: x + 1 if x.dtype != bool else ~x, state)
-    named = parts(state)
-    assert named == {"cache"} | {
-        "recurrent": {"state"}, "memorizing": {"memory"}, "clustered": {"memory"}
-    }.get(kind, set())  # fmt: skip
     changed = [
         {i for i, (a, b) in enumerate(zip(*map(jax.tree.leaves, pair), strict=True)) if a is not b}
-        for pair in ((state, graft(state, donor, part)) for part in sorted(named))
+        for pair in ((state, graft(kind, state, donor, [part])) for part in kind.parts)
     ]
     assert set().union(*changed) == set(range(len(jax.tree.leaves(state))))
     assert sum(map(len, changed)) == len(jax.tree.leaves(state)), "no array has two names"
+
+
+def test_kinds_name_settings_that_exist_and_that_no_other_kind_reads() -> None:
+    named = [setting for kind in KINDS.values() for setting in kind.settings]
+    assert set(named) <= {field.name for field in dataclasses.fields(Model)}
+    assert len(set(named)) == len(named)
+
+
+def test_what_is_forgotten_is_as_if_nothing_had_been_read() -> None:
+    model = Model(
+        layers=2, recurrent_layers=(1,), model_dim=4, heads=1, head_dim=4, window=3, states=3,
+        dtype="float32",
+    )  # fmt: skip
+    new = new_state(model, 2)
+    read = jax.tree.map(lambda x: x + 1 if x.dtype != bool else ~x, new)
+    assert parts(model) == {"cache", "state"}
+    jax.tree.map(np.testing.assert_array_equal, forget(model, read, parts(model)), new)
+    window, recurrent = forget(model, read, {"state"})
+    assert window.valid.all() and recurrent.window.valid.all() and not recurrent.valid.any()
+    window, recurrent = forget(model, read, {"cache", "memory"})
+    assert not (window.valid.any() or recurrent.window.valid.any()) and recurrent.valid.all()

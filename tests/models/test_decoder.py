@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from brt.config import Model
-from brt.layers.state import forget
 from brt.models import decoder
-from brt.models.decoder import Decoder
+from brt.models.decoder import Decoder, forget
 from brt.ops.cross_entropy import cross_entropy
 
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
@@ -62,7 +61,7 @@ def compiled(random_params: Callable) -> Callable[[str], Compiled]:
     def build(name: str) -> Compiled:
         model = dataclasses.replace(MODEL, **MODELS[name])
         params = random_params(model)
-        read = jax.jit(lambda *args: Decoder(model).apply({"params": params}, *args))
+        read = jax.jit(lambda *args: Decoder(model).apply({"params": params}, *args)[:2])
         return Compiled(model, params, read)
 
     return build
@@ -180,7 +179,7 @@ def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(
     def value_and_grad(ids: jax.Array, targets: jax.Array, scored: jax.Array) -> tuple:
         def loss(params: Any) -> jax.Array:
             state, start = decoder.new_state(model, LANES), starts((0, 0), (0, 2), (1, 0), (1, 2))
-            hidden, _ = Decoder(model).apply({"params": params}, ids, state, start)
+            hidden, *_ = Decoder(model).apply({"params": params}, ids, state, start)
             nats = cross_entropy(hidden, params["embedding"], targets, scored, 0.25, TOKENS)
             return nats / TOKENS
 
@@ -206,11 +205,11 @@ def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(
     assert without == []
 
 
-@pytest.mark.parametrize("part", ["cache", "vectors"])
+@pytest.mark.parametrize("part", ["cache", "state"])
 def test_each_part_of_the_carried_state_matters(compiled: Callable, part: str) -> None:
     model, _, read = compiled("edges")
     _, state = read(tokens(1), decoder.new_state(model, LANES), starts((0, 0)))
-    forgotten = tuple(forget(s, cache=part == "cache", vectors=part == "vectors") for s in state)
+    forgotten = forget(model, state, {part})
     hidden, _ = read(tokens(), state, starts())
     without, _ = read(tokens(), forgotten, starts())
     assert np.abs(hidden - without).max() > 0.01

@@ -11,6 +11,10 @@ import pytest
 
 from brt.config import Attention, Encoder
 from brt.errors import ConfigError
+from brt.layers.encoder.inputs import Inputs
+from brt.layers.transformer.attention import Source
+from brt.layers.transformer.block import of_encoder
+from brt.layers.transformer.encoder_layer import EncoderLayer
 from brt.models import encoder, seq2seq
 from brt.ops.attention import KEYS_ARE_QUERIES, kind_of_length
 
@@ -144,6 +148,26 @@ def test_convolutional_positions_tell_neighbours_at_whatever_place() -> None:
         np.testing.assert_array_equal(y[1, :7], y[0, :7])
         np.testing.assert_allclose(np.roll(y[2], -5, axis=0)[:7], y[0, :7], atol=1e-5)
         assert (np.abs(y[3, ::-1][:7] - y[0, :7]).max() > 0.1) == moves
+
+
+def test_a_stack_is_its_layers_one_after_another() -> None:
+    """Each with parameters of its own, and a key of its own for what is drawn."""
+    model = dataclasses.replace(TOKENS, layers=2)
+    network, block = encoder.Encoder(model, attention("clustered")), of_encoder(model)
+    params, x, there, key = random_params(network), inputs(model, 1), valid(), jax.random.key(3)
+    y = forward(network, params, x, there, key)
+
+    @jax.jit
+    def by_hand(params: Any) -> jax.Array:
+        h = Inputs(model).apply({"params": params["inputs"]}, jnp.asarray(x), jnp.asarray(there))
+        for i in range(2):
+            own = jax.tree.map(lambda p, i=i: p[i], params["layers"])
+            layer = EncoderLayer(block, attention=attention("clustered"))
+            source = Source(jnp.asarray(there))
+            h, _ = layer.apply({"params": own}, h, jax.random.fold_in(key, i), source)
+        return block.new_norm().apply({"params": params["final_norm"]}, h)
+
+    np.testing.assert_allclose(by_hand(params)[there], y[there], atol=1e-5)
 
 
 def test_remat_changes_nothing() -> None:

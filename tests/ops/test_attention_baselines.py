@@ -12,6 +12,7 @@ import pytest
 from brt.ops import attention_baselines as baselines
 from brt.ops.attention_baselines import reference
 from brt.ops.dropout import Dropout
+from brt.ops.masked_attention import attend_to_valid
 
 BATCH, TOKENS, HEADS, WIDTH = 3, 21, 2, 4
 SCALE = WIDTH**-0.5
@@ -25,12 +26,12 @@ compiled = partial(jax.jit, static_argnames=("causal",))
 
 @compiled
 def full(x: Arrays, **options: Any) -> jax.Array:
-    return baselines.full(**x, scale=SCALE, **options)
+    return attend_to_valid(**x, scale=SCALE, **options)
 
 
 @compiled
 def shared_full(x: Arrays, **options: Any) -> jax.Array:
-    return baselines.shared_full(**without_keys(x), scale=SCALE, **options)
+    return attend_to_valid(**{**x, "keys": x["queries"]}, scale=SCALE, **options)
 
 
 @compiled
@@ -167,8 +168,11 @@ def test_exact_kinds_equal_the_reference(count: int, causal: bool) -> None:
     @jax.jit
     def both(x: Arrays) -> list[tuple[jax.Array, jax.Array]]:
         return [
-            (module.full(**x, **options), module.oracle_top_k(**x, count=count, **options))
-            for module in (baselines, reference)
+            (
+                attend_to_valid(**x, **options, implementation=name),
+                baselines.oracle_top_k(**x, count=count, **options, implementation=name),
+            )
+            for name in ("xla", "reference")
         ]
 
     actual, expected = both(x)

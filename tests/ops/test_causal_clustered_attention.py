@@ -16,7 +16,7 @@ from brt.ops.causal_clustered_attention import (
     past_after,
     past_scan,
 )
-from brt.ops.partial_attention import Part
+from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import FLOOR
 from brt.ops.window_attention import window_part, window_part_step
 
@@ -191,7 +191,7 @@ def test_the_variance_makes_up_for_the_spread_of_queries() -> None:
     keys = jnp.tile(jnp.asarray(key, jnp.float32), (LANES, HEADS, WINDOW, 1))
     after = jax.jit(past_after)(past, keys, keys, jnp.ones((LANES,), bool), centroids)
     others = WINDOW - 1  # one key is kept
-    np.testing.assert_allclose(after.totals - np.log(others), expected, atol=0.02)
+    np.testing.assert_allclose(after.lse - np.log(others), expected, atol=0.02)
     assert_close(after.rest, jnp.broadcast_to(keys[0, 0, 0], after.rest.shape))
 
 
@@ -271,7 +271,7 @@ def test_the_state_has_one_size_and_begins_with_what_there_is(carried: State) ->
     assert past.filled.tolist() == [WINDOW, WINDOW]
     assert np.all(np.any(past.keys[:, :, :, :WINDOW], axis=-1))
     assert not np.any(past.keys[:, :, :, WINDOW:]) and not np.any(past.rest)
-    np.testing.assert_array_equal(past.totals, FLOOR)
+    np.testing.assert_array_equal(past.lse, FLOOR)
 
 
 def test_token_by_token_is_the_whole_segment(carried: State) -> None:
@@ -291,7 +291,7 @@ def test_token_by_token_is_the_whole_segment(carried: State) -> None:
             attend_to_self=attend_to_self,
         )  # fmt: skip
         y = causal_clustered_attention_step(
-            q, Part(window.values[:, None], window.totals[:, None]), state.keys, state.values,
+            q, AttentionPart(window.output[:, None], window.lse[:, None]), state.keys, state.values,
             state.valid, position, state.past, x.centroids, x.window_bias[:, -1],
             attend_to_self=attend_to_self,
         )  # fmt: skip
@@ -313,7 +313,7 @@ def test_bfloat16_is_close_to_float32() -> None:
     low = inputs(dtype="bfloat16")
     y, state = read(low, new_state(dtype="bfloat16"), NOWHERE)
     assert y.dtype == state.past.keys.dtype == jnp.bfloat16
-    assert state.past.totals.dtype == state.past.rest.dtype == jnp.float32
+    assert state.past.lse.dtype == state.past.rest.dtype == jnp.float32
     high = Inputs(*(leaf.astype(jnp.float32) for leaf in low[:3]), *low[3:])
     expected, _ = read(high, new_state(), NOWHERE)
     error = np.abs(np.asarray(y, np.float32) - expected)

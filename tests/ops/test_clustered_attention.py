@@ -405,7 +405,7 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="no implementation 'pallas'; it has .*'xla'"):
         unchecked(*x, valid, labels, CONFIGS["paper"], scale=SCALE, implementation="pallas")
     with pytest.raises(
-        NotImplementedError, match="reference of clustered attention has no dropout"
+        NotImplementedError, match="clustered_attention cannot run by 'reference': has no dropout"
     ):
         attend_by_label(
             *x, valid, labels, CONFIGS["paper"], Dropout(key, 0.5),

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.ops.cross_entropy import cross_entropy, token_nats
+from brt.ops.cross_entropy import cross_entropy, smoothed_cross_entropy, token_nats
 
 # Relative to the largest magnitude of an array.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
@@ -62,6 +62,30 @@ def test_sum_and_gradients_are_those_of_the_formula(compiled: callable, dtype: s
     value, gradients = compiled(*arrays(dtype))
     assert value.dtype == gradients[1].dtype == jnp.float32 and gradients[0].dtype == dtype
     assert_close((value, gradients), plain(*arrays(dtype)), dtype)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_bias_is_added_behind_the_scale_and_learns(smoothing: float) -> None:
+    hidden, embedding, targets, scored = arrays()
+    bias = jnp.asarray(np.random.default_rng(1).normal(size=VOCABULARY), jnp.float32)
+
+    def by_formula(hidden: jax.Array, embedding: jax.Array, bias: jax.Array) -> tuple:
+        logits = SCALE * jnp.einsum("btd,vd->btv", hidden, embedding) + bias[None, None]
+        log_p = jax.nn.log_softmax(logits)
+        nats = -jnp.take_along_axis(log_p, targets[..., None], 2)[..., 0]
+        loss = (1 - smoothing) * nats - smoothing * jnp.mean(log_p, axis=-1)
+        return jnp.sum(loss * scored), nats
+
+    def loss(hidden: jax.Array, embedding: jax.Array, bias: jax.Array) -> jax.Array:
+        return smoothed_cross_entropy(
+            hidden, embedding, targets, scored, SCALE, 4, smoothing, bias
+        )[0]
+
+    learned, every = (hidden, embedding, bias), (0, 1, 2)
+    (expected, nats), gradients = jax.value_and_grad(by_formula, every, has_aux=True)(*learned)
+    assert_close(jax.value_and_grad(loss, every)(*learned), (expected, gradients), "float32")
+    found = token_nats(hidden, embedding, targets, bias, scale=SCALE, chunk=4)
+    assert_close(found, nats, "float32")
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 100])  # 5 is no divisor of 12 tokens

@@ -20,6 +20,25 @@ def test_dense_and_its_gradients_are_those_of_the_plain_product(rows: tuple[int,
     np.testing.assert_allclose(dk, flat_x.T @ flat_ct, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_inputs_and_outputs_may_be_several_axes(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    rng = np.random.default_rng(0)
+    x, kernel, ct = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in [(2, 3, 4, 5), (4, 5, 2, 6), (2, 3, 2, 6)]
+    )
+    y, backward = jax.vjp(lambda x, kernel: dense(x, kernel, 2), x, kernel)
+    expected = np.einsum("btmn,mnop->btop", x, kernel)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+    dx, dk = backward(ct)
+    expected = np.einsum("btop,mnop->btmn", ct, kernel)
+    np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dk, np.einsum("btmn,btop->mnop", x, ct), rtol=1e-5, atol=1e-5)
+
+
 def test_the_gradient_of_a_float32_kernel_is_summed_in_float32() -> None:
     x = jnp.ones((4096, 1), jnp.bfloat16)  # in bfloat16 the sum would stop at 256
     assert weight_gradient(x, x).dtype == jnp.float32

@@ -3,14 +3,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from brt.ops import dispatch
 from brt.ops.dropout import Dropout
 
 KEY = jax.random.key(0)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "tpu"])
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_entries_are_dropped_at_the_rate_and_the_mean_stays(rate: float) -> None:
-    factors = np.asarray(Dropout(KEY, rate).factors((100, 1001), jnp.dtype("float32")))
+def test_entries_are_dropped_at_the_rate_and_the_mean_stays(rate: float, backend: str) -> None:
+    with dispatch.use_backend(backend):
+        factors = np.asarray(Dropout(KEY, rate).factors((100, 1001), jnp.dtype("float32")))
     assert len(np.unique(factors)) == 2 and factors.min() == 0
     assert np.mean(factors == 0) == pytest.approx(rate, abs=1 / 512 + 0.005)
     assert factors.mean() == pytest.approx(1, abs=0.01)
@@ -19,7 +22,7 @@ def test_entries_are_dropped_at_the_rate_and_the_mean_stays(rate: float) -> None
 
 
 @pytest.mark.parametrize(("rate", "kept"), [(1e-9, 255 / 256), (1 - 1e-9, 1 / 256)])
-def test_a_rate_is_never_rounded_to_nothing_or_all(rate: float, kept: float) -> None:
+def test_a_rate_of_bytes_is_never_rounded_to_nothing_or_all(rate: float, kept: float) -> None:
     assert Dropout(KEY, rate).factors((1000,), jnp.dtype("float32")).max() == pytest.approx(
         1 / kept
     )

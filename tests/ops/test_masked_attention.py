@@ -7,13 +7,14 @@ import pytest
 
 from brt.ops import masked_attention
 from brt.ops.dropout import Dropout
-from brt.ops.masked_attention import masked_softmax
+from brt.ops.masked_attention import xla
+from brt.ops.softmax import masked_softmax
 
 KEY = jax.random.key(0)
 
 
 def attend(seen: np.ndarray, **x: np.ndarray) -> jax.Array:
-    return jax.jit(lambda x: masked_attention.attend(**x))({**x, "seen": seen})
+    return jax.jit(lambda x: masked_attention.attend(**x))({**x, "mask": seen})
 
 
 def arrays(seed: int = 0, keys: int = 5) -> dict[str, np.ndarray]:
@@ -46,12 +47,12 @@ def test_queries_read_what_they_see_and_nothing_else() -> None:
 
 
 def test_a_mask_of_keys_holds_for_all_queries_and_leading_axes_are_free() -> None:
-    x, mask = arrays(), np.array([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1]], bool)
-    expected = attended(x, np.broadcast_to(mask[:, None], (2, 3, 5)))
-    np.testing.assert_allclose(attend(**x, seen=mask[:, None]), expected, atol=1e-6)
+    x, seen = arrays(), np.array([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1]], bool)
+    expected = attended(x, np.broadcast_to(seen[:, None], (2, 3, 5)))
+    np.testing.assert_allclose(attend(**x, seen=seen[:, None]), expected, atol=1e-6)
     bias = x.pop("bias")
     beams = {name: np.stack([array] * 2, axis=1) for name, array in x.items()}
-    y = attend(**beams, bias=bias, seen=mask[:, None, None])
+    y = attend(**beams, bias=bias, seen=seen[:, None, None])
     np.testing.assert_allclose(y, np.stack([expected] * 2, axis=1), atol=1e-6)
 
 
@@ -68,7 +69,7 @@ def test_huge_and_unseen_logits_leave_finite_gradients(dtype: str) -> None:
     assert np.any(gradients["values"][:, 2]) and not np.any(gradients["values"][:, 1])
 
 
-@pytest.mark.parametrize("tile", [masked_attention.TILE, 25])
+@pytest.mark.parametrize("tile", [xla.TILE, 25])
 def test_dropout_acts_on_the_weights_alike_in_both_passes(tile: int) -> None:
     """Values of one key each make the output the weights; then the values' gradient is known."""
     x, seen = arrays(keys=4), jnp.ones((2, 1, 4), bool)
@@ -77,7 +78,7 @@ def test_dropout_acts_on_the_weights_alike_in_both_passes(tile: int) -> None:
     gradient = np.random.default_rng(1).normal(size=weights.shape).astype(np.float32)
 
     def loss(x: dict) -> tuple[jax.Array, jax.Array]:
-        y = masked_attention.attend(**x, seen=seen, dropout=Dropout(KEY, 0.5), tile=tile)
+        y = xla.attend(**x, mask=seen, dropout=Dropout(KEY, 0.5), tile=tile)
         return jnp.sum(y * gradient), y
 
     gradients, y = jax.jit(jax.grad(loss, has_aux=True))(x)
@@ -118,8 +119,8 @@ def test_tiles_of_queries_change_nothing(biased: bool, own_masks: bool) -> None:
         return jax.jit(jax.grad(loss, argnums=(0, 1) if biased else 0, has_aux=True))(x, bias)
 
     expected = both(plain)
-    for tile in (40, masked_attention.TILE):  # 2 x 2 x 5 logits of a query
-        found = both(lambda x, b: masked_attention.attend(**x, bias=b, seen=seen, tile=tile))  # noqa: B023
+    for tile in (40, xla.TILE):  # 2 x 2 x 5 logits of a query
+        found = both(lambda x, b: xla.attend(**x, bias=b, mask=seen, tile=tile))  # noqa: B023
         jax.tree.map(partial(np.testing.assert_allclose, atol=2e-6), found, expected)
 
 

@@ -12,7 +12,7 @@ QUERIES, KEYS, WIDTH = 5, 12, 4
 rng = np.random.default_rng(0)
 LOGITS = rng.normal(size=(2, QUERIES, KEYS)) * 3
 VALUES = rng.normal(size=(2, KEYS, WIDTH))
-D_VALUES, D_TOTALS = rng.normal(size=(2, QUERIES, WIDTH)), rng.normal(size=(2, QUERIES))
+D_OUTPUT, D_LSE = rng.normal(size=(2, QUERIES, WIDTH)), rng.normal(size=(2, QUERIES))
 SEEN = rng.random(size=LOGITS.shape) < 0.7
 SEEN[0, 0] = False
 
@@ -23,7 +23,7 @@ def weighed(logits: np.ndarray, values: np.ndarray, factors: np.ndarray | float)
     sums = np.maximum(weights.sum(axis=-1), 1e-300)
     read = (weights * factors) @ values / sums[..., None]
     some = SEEN.any(axis=-1)
-    return np.sum(read * D_VALUES) + np.sum(np.where(some, np.log(sums), 0) * D_TOTALS)
+    return np.sum(read * D_OUTPUT) + np.sum(np.where(some, np.log(sums), 0) * D_LSE)
 
 
 def check_gradients(dropout: Dropout | None) -> None:
@@ -34,8 +34,8 @@ def check_gradients(dropout: Dropout | None) -> None:
 
     def run(logits: jax.Array, values: jax.Array) -> jax.Array:
         part = attend_to_part(jnp.where(SEEN, logits, MASKED), values, dropout)
-        totals = jnp.where(jnp.asarray(SEEN.any(axis=-1)), part.totals, 0)
-        return jnp.sum(part.values * D_VALUES) + jnp.sum(totals * D_TOTALS)
+        lse = jnp.where(jnp.asarray(SEEN.any(axis=-1)), part.lse, 0)
+        return jnp.sum(part.output * D_OUTPUT) + jnp.sum(lse * D_LSE)
 
     x = [jnp.asarray(a, jnp.float32) for a in (LOGITS, VALUES)]
     value, gradients = jax.jit(jax.value_and_grad(run, argnums=(0, 1)))(*x)
@@ -73,9 +73,9 @@ def test_parts_make_one_softmax() -> None:
 
 def test_a_query_without_keys_reads_nothing() -> None:
     part = attend_to_part(jnp.full((1, 3), MASKED), jnp.ones((3, 2)))
-    np.testing.assert_array_equal(part.values, 0)
-    np.testing.assert_array_equal(part.totals, FLOOR)
-    gradient = jax.grad(lambda x: jnp.sum(attend_to_part(x, jnp.ones((3, 2))).values))(
+    np.testing.assert_array_equal(part.output, 0)
+    np.testing.assert_array_equal(part.lse, FLOOR)
+    gradient = jax.grad(lambda x: jnp.sum(attend_to_part(x, jnp.ones((3, 2))).output))(
         jnp.full((1, 3), MASKED)
     )
     np.testing.assert_array_equal(gradient, 0)

@@ -1,7 +1,5 @@
 """Hashes and k-means of clustered attention."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +17,7 @@ BATCH, HEADS, TOKENS, WIDTH, CLUSTERS = 2, 2, 40, 8, 6
 CONFIG = Attention(kind="clustered", clusters=CLUSTERS)
 LENGTHS = np.array([40, 23])
 VALID = np.arange(TOKENS)[None] < LENGTHS[:, None]
-find = jax.jit(kmeans, static_argnames="iterations")
+find = jax.jit(kmeans, static_argnames=("iterations", "implementation"))
 cluster = jax.jit(cluster_queries, static_argnames="config")
 
 
@@ -53,12 +51,10 @@ def test_kmeans_equals_counting_bits_one_by_one() -> None:
     """16 bits, so that distances and majorities often tie; one head has a cluster too many."""
     codes, centroids = signs((BATCH, HEADS, TOKENS, 16)), signs((BATCH, HEADS, CLUSTERS, 16), 1)
     active = np.array([[True] * CLUSTERS, [True] * 5 + [False]])
-    by_head = jax.jit(partial(reference.kmeans, iterations=4))
-    labels, last = find(codes, VALID, centroids, active, iterations=4)
-    for b, h in np.ndindex(BATCH, HEADS):
-        expected = by_head(codes[b, h], VALID[b], centroids[b, h], active[b])
-        np.testing.assert_array_equal(labels[b, h], expected[0])
-        np.testing.assert_array_equal(last[b, h], expected[1])
+    inputs = codes, VALID, centroids, active
+    labels, last = find(*inputs, iterations=4)
+    expected = find(*inputs, iterations=4, implementation="reference")
+    jax.tree.map(np.testing.assert_array_equal, (labels, last), expected)
     assert np.all(np.asarray(labels).swapaxes(1, 2)[~VALID] == CLUSTERS)
     assert not np.any(labels[1] == CLUSTERS - 1)
 

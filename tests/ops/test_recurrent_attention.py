@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable
 
 import jax
@@ -35,28 +36,29 @@ each_case = pytest.mark.parametrize(
 
 
 def weights(kind: str, layout: str) -> CellWeights:
-    rng, attended = np.random.default_rng(0), HEADS * SIZE
+    rng, attended, by_head = np.random.default_rng(0), (2, HEADS, SIZE), (WIDTH, HEADS, SIZE)
 
     def normal(*shape: int) -> np.ndarray:
-        return rng.normal(size=shape) * (shape[0] ** -0.5 if len(shape) > 1 else 1)
+        inputs = math.prod(shape[:3]) if len(shape) == 4 else shape[0]
+        return rng.normal(size=shape) * (inputs**-0.5 if len(shape) > 1 else 1)
 
-    def gate(inputs: int) -> GateWeights:
-        bias, kernel = normal(WIDTH), normal(inputs, WIDTH)
+    def gate(*inputs: int) -> GateWeights:
+        bias, kernel = normal(WIDTH), normal(*inputs, WIDTH)
         if kind == "lstm":
-            return GateWeights(bias, kernel, normal(WIDTH), normal(inputs, WIDTH))
+            return GateWeights(bias, kernel, normal(WIDTH), normal(*inputs, WIDTH))
         return GateWeights(bias, kernel if kind == "gru" else None)
 
     cell = CellWeights(
-        norm=normal(WIDTH), ids=normal(STATES, WIDTH), keys=normal(WIDTH, attended),
-        values=normal(WIDTH, attended), queries=normal(WIDTH, attended),
-        cross_queries=normal(WIDTH, attended), scale=normal(HEADS), cross_scale=normal(HEADS),
+        norm=normal(WIDTH), ids=normal(STATES, WIDTH), keys=normal(*by_head),
+        values=normal(*by_head), queries=normal(*by_head),
+        cross_queries=normal(*by_head), scale=normal(HEADS), cross_scale=normal(HEADS),
     )  # fmt: skip
     if layout != "single":
-        cell = cell._replace(output=normal(2 * attended, WIDTH), output_gate=gate(2 * attended))
+        cell = cell._replace(output=normal(*attended, WIDTH), output_gate=gate(*attended))
     if layout != "skip":
-        inputs = 2 * attended if layout == "single" else WIDTH
+        inputs = attended if layout == "single" else (WIDTH,)
         cell = cell._replace(
-            mlp_in=normal(inputs, HIDDEN), mlp_out=normal(HIDDEN, WIDTH), mlp_gate=gate(HIDDEN)
+            mlp_in=normal(*inputs, HIDDEN), mlp_out=normal(HIDDEN, WIDTH), mlp_gate=gate(HIDDEN)
         )
     return cell._replace(mlp_norm=normal(WIDTH)) if layout == "dual" else cell
 
@@ -102,15 +104,15 @@ class Oracle:
                     if not self.null_keys:
                         keys, values = keys[WINDOW:], values[WINDOW:]
                 both = self._attend(q, k, v), self._attend(q_cross, keys, values)
-                attended = np.concatenate(both, axis=1).reshape(STATES, -1)
+                attended = np.stack(both, axis=1)  # [S, 2, H, K]
                 s = self._next(a["weights"], s, attended)
             after[lane] = s
         return read, after
 
     def _project(self, w: CellWeights, s: np.ndarray) -> list[np.ndarray]:
         h = self._rms(s, w.norm) + w.ids
-        parts = [h @ m for m in (w.keys, w.values, w.queries, w.cross_queries)]
-        k, v, q, q_cross = (part.reshape(STATES, HEADS, SIZE) for part in parts)
+        kernels = (w.keys, w.values, w.queries, w.cross_queries)
+        k, v, q, q_cross = (np.tensordot(h, kernel, axes=1) for kernel in kernels)
         if self.normalize_qk:
             k, q, q_cross = (
                 z / np.sqrt((z**2).sum(-1, keepdims=True) + 1e-6) for z in (k, q, q_cross)
@@ -128,19 +130,23 @@ class Oracle:
 
     def _next(self, w: CellWeights, s: np.ndarray, attended: np.ndarray) -> np.ndarray:
         if self.layout != "single":
-            s = self._gate(w.output_gate, s, attended @ w.output, attended)
+            s = self._gate(w.output_gate, s, np.tensordot(attended, w.output, 3), attended)
         if self.layout != "skip":
             h = attended if self.layout == "single" else self._rms(s, w.mlp_norm)
-            hidden = np.maximum(h @ w.mlp_in, 0)
+            hidden = np.maximum(np.tensordot(h, w.mlp_in, h.ndim - 1), 0)
             s = self._gate(w.mlp_gate, s, hidden @ w.mlp_out, hidden)
         return s
 
     def _gate(self, g: GateWeights, s: np.ndarray, z: np.ndarray, h: np.ndarray) -> np.ndarray:
         z = np.tanh(z) if self.bounded else z
         if self.kind == "lstm":
-            forget = 1 / (1 + np.exp(-(h @ g.kernel + g.bias + 1)))
-            return forget * s + z / (1 + np.exp(-(h @ g.input_kernel + g.input_bias - 1)))
-        keep = 1 / (1 + np.exp(-(g.bias if self.kind == "fixed" else h @ g.kernel + g.bias + 1)))
+            forget = 1 / (1 + np.exp(-(np.tensordot(h, g.kernel, h.ndim - 1) + g.bias + 1)))
+            taken = np.tensordot(h, g.input_kernel, h.ndim - 1) + g.input_bias - 1
+            return forget * s + z / (1 + np.exp(-taken))
+        logits = g.bias
+        if self.kind == "gru":
+            logits = np.tensordot(h, g.kernel, h.ndim - 1) + g.bias + 1
+        keep = 1 / (1 + np.exp(-logits))
         return keep * s + (1 - keep) * z
 
 

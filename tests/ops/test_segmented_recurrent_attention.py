@@ -1,4 +1,5 @@
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import pytest
 from brt.config import CrossAttention
 from brt.ops import cross_attention
 from brt.ops.segmented_recurrent_attention import accumulate_fire as neurons
-from brt.ops.segmented_recurrent_attention import reference, segments, xla
+from brt.ops.segmented_recurrent_attention import segments, xla
 from brt.ops.segmented_recurrent_attention.segments import Pace
 
 SPREAD, STRIDE = Pace(12, spread=True), Pace(3, spread=False)
@@ -130,8 +131,11 @@ def test_the_reference_means_the_same(changes: dict) -> None:
         lambda *x: cross_attention.attend(*x, parameters, config, t0=1, target_length=7)
     )(q, k, v, valid)
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (q, k, v, parameters.raf))
-        expected = reference.attend(*wide[:3], valid, wide[3], config, t0=1, target_length=7)
+        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (q, k, v, parameters))
+        expected, _ = inspect.unwrap(cross_attention.attend)(
+            *wide[:3], jnp.asarray(valid), wide[3], config,
+            t0=1, target_length=7, implementation="reference",
+        )  # fmt: skip
         assert expected.dtype == jnp.float64
         expected = np.asarray(expected)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())

@@ -94,7 +94,7 @@ def assert_close(actual: jax.Array, expected: np.ndarray, dtype: str, name: str 
 def test_tokens_attend_to_the_window_of_their_document(case: tuple) -> None:
     inputs = {**arrays(*case[:2]), "dropout": None}
     expected = attended(inputs, case)
-    for implementation in ("reference", "xla"):
+    for implementation in ("reference", "xla_cpu"):
         y, _ = attention_and_gradients(implementation, case)(inputs, expected)
         assert_close(y, expected, "float32", implementation)
 
@@ -108,7 +108,7 @@ def test_matches_reference_and_itself(case: tuple, dtype: str) -> None:
     inputs = arrays(*case[:2], dtype)
     weights = np.random.default_rng(0).normal(size=inputs["queries"].shape).astype(np.float32)
     y, gradients = attention_and_gradients("reference", case)(inputs, weights)
-    run = attention_and_gradients("xla", case)
+    run = attention_and_gradients("xla_cpu", case)
     y_xla, gradients_xla = run(inputs, weights)
     assert y_xla.dtype == inputs["values"].dtype
     assert_close(y_xla, y, dtype, "output")
@@ -150,7 +150,7 @@ def test_a_step_is_a_row_of_a_block(case: tuple, biased: bool) -> None:
 @pytest.mark.parametrize("case", [CASES["self"], CASES["past, null keys"]])
 def test_no_bias_is_a_bias_of_zeros(case: tuple) -> None:
     inputs = arrays(*case[:2])
-    for implementation in ("reference", "xla"):
+    for implementation in ("reference", "xla_cpu"):
         run = attention_and_gradients(implementation, case)
         weights = np.ones_like(inputs["queries"])
         y, gradients = run({**inputs, "bias": None}, weights)
@@ -164,7 +164,7 @@ def test_no_bias_is_a_bias_of_zeros(case: tuple) -> None:
 def test_a_token_that_sees_no_key_gives_zeros() -> None:
     case = CASES["past"]
     inputs = arrays(*case[:2])
-    y, gradients = attention_and_gradients("xla", case)(inputs, np.ones_like(inputs["queries"]))
+    y, gradients = attention_and_gradients("xla_cpu", case)(inputs, np.ones_like(inputs["queries"]))
     assert not np.any(y[0, 4]) and np.all(np.any(y[0, 5:8], axis=(1, 2)))
     assert not np.any(y[1, 0]) and np.all(np.any(y[1, 1:4], axis=(1, 2)))
     assert all(np.all(np.isfinite(g)) for g in gradients.values())

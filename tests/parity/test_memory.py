@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from brt.config import Model
-from brt.layers.memorizing import extended, remembered
-from brt.layers.state import MemoryState, new_layer_state
+from brt.layers.memorizing import MemoryState, extended, new_memory_state, remembered
 from brt.ops.memory_attention.retrieval import attend_to_found, find, take
 
 TOLERANCE = 1e-5  # absolute, float32; what is compared is of magnitude 1
@@ -31,7 +30,7 @@ def test_bucketed_search(knn_file: Path) -> None:
         heads=heads, head_dim=width, window=written, memory_size=3 * written,
         memory_neighbors=neighbors, memory_search="bucketed",
     )  # fmt: skip
-    state = new_layer_state(model, "memorizing", lanes, jnp.dtype("float32"))
+    state = new_memory_state(model, lanes, jnp.dtype("float32"))
     for n in (1, 2):
         past = extended(state, jnp.asarray(golden[f"k{n}"]), jnp.asarray(golden[f"v{n}"]))
         state = remembered(past, state.length + written, state.window, size=model.memory_size)

@@ -8,6 +8,12 @@ from brt.config import Optimizer
 from brt.training import optimizer as optimizers
 from brt.training.optimizer import learning_rate
 
+AXES = {
+    "stack/window_0/kernel": ("layers", "embed", "heads", "head_dim"),
+    "stack/window_0/norm": ("layers", "embed"),
+    "encoder/layers/kernel": ("layers", "embed", "heads", "head_dim"),
+    "encoder/layers/norm": ("layers", "embed"),
+}
 TOLERANCE = 1e-5  # float32, relative to the largest magnitude of an array
 
 
@@ -19,7 +25,8 @@ def params(seed: int) -> dict:
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
     def layers() -> dict:
-        return {"kernel": normal(3, 8, 4), "norm": normal(3, 8) * jnp.arange(1.0, 4.0)[:, None]}
+        scales = jnp.arange(1.0, 4.0)[:, None]
+        return {"kernel": normal(3, 130, 2, 64), "norm": normal(3, 8) * scales}
 
     return {
         "embedding": normal(128, 130), "norm": normal(8), "stack": {"window_0": layers()},
@@ -44,6 +51,9 @@ def assert_close(actual: dict, expected: dict) -> None:
 
 def adafactor(x: np.ndarray, gradients: list[np.ndarray], rates: list[float]) -> np.ndarray:
     """Shazeer & Stern 2018 with the original's constants and momentum, float64."""
+    shape = x.shape
+    if x.ndim == 3:  # a kernel by head is a matrix
+        x, gradients = x.reshape(len(x), -1), [g.reshape(len(x), -1) for g in gradients]
     x, momentum = x.astype(np.float64), np.zeros(x.shape)
     factored = x.ndim == 2 and min(x.shape) >= 128
     full, rows, columns = np.zeros(x.shape), np.zeros(x.shape[:1]), np.zeros(x.shape[1:])
@@ -61,13 +71,13 @@ def adafactor(x: np.ndarray, gradients: list[np.ndarray], rates: list[float]) ->
         u *= rate * max(1e-3, np.sqrt((x**2).mean()))
         momentum = 0.9 * momentum + 0.1 * u
         x = x - momentum
-    return x
+    return x.reshape(shape)
 
 
 def test_adafactor_is_the_papers_for_every_layer_on_its_own() -> None:
     start, gradients = params(0), [params(seed) for seed in (1, 2, 3)]
     rates = [0.5 * 2**-0.5, 2**-0.5, 3**-0.5]  # rsqrt with two steps of warm-up
-    actual = updated(optimizers.build(Optimizer(warmup_steps=2), steps=3), start, gradients)
+    actual = updated(optimizers.build(Optimizer(warmup_steps=2), 3, AXES), start, gradients)
 
     def expected(leaf: jax.Array, *gradients: jax.Array) -> np.ndarray:
         return adafactor(np.asarray(leaf), [np.asarray(g) for g in gradients], rates)
@@ -82,9 +92,22 @@ def test_adafactor_is_the_papers_for_every_layer_on_its_own() -> None:
     assert_close(actual, jax.tree.map(expected, start, *gradients))
 
 
+@pytest.mark.parametrize(
+    ("axes", "shape", "expected"),
+    [
+        (("layers", "embed", "heads", "head_dim"), (3, 8, 2, 4), (3, 8, 8)),
+        (("stack", "heads", "head_dim", "embed"), (2, 2, 4, 8), (16, 8)),
+        (("heads", "clusters", None), (2, 3, 4), (2, 3, 4)),
+        (("embed", "mlp"), (8, 5), (8, 5)),
+    ],
+)
+def test_kernels_by_head_are_matrices(axes: tuple, shape: tuple, expected: tuple) -> None:
+    assert optimizers.matrix_shape(axes, shape) == expected
+
+
 def test_adamw_decays_matrices_only() -> None:
     settings = {"name": "adamw", "schedule": "constant", "learning_rate": 0.1, "warmup_steps": 0}
-    optimizer = optimizers.build(Optimizer(**settings, weight_decay=0.5), steps=1)
+    optimizer = optimizers.build(Optimizer(**settings, weight_decay=0.5), 1, AXES)
     start = params(0)
     after = updated(optimizer, start, [jax.tree.map(jnp.zeros_like, start)])
     decayed = jax.tree.map(lambda x: 0.95 * x, start)
@@ -98,8 +121,8 @@ def test_clip_norm_scales_the_gradients_of_all_parameters_together() -> None:
     settings = {"name": "adamw", "schedule": "constant", "learning_rate": 0.1, "warmup_steps": 0}
     gradients = [params(seed) for seed in (1, 2)]
     scaled = [optax.tree.scale(0.5 / optax.tree.norm(tree), tree) for tree in gradients]
-    clipping = optimizers.build(Optimizer(**settings, clip_norm=0.5), steps=2)
-    plain = optimizers.build(Optimizer(**settings), steps=2)
+    clipping = optimizers.build(Optimizer(**settings, clip_norm=0.5), 2, AXES)
+    plain = optimizers.build(Optimizer(**settings), 2, AXES)
     expected = updated(plain, params(0), scaled)
     assert_close(updated(clipping, params(0), gradients), expected)
     within = [optax.tree.scale(0.9, tree) for tree in scaled]  # below it: untouched

@@ -1,14 +1,16 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
-from brt.training.reading import written_out
 
-from brt.config import Config, Data, Mesh, Model, Optimizer, Training
+from brt import tasks
+from brt.config import Config, Data, Kernels, Mesh, Model, Optimizer, Training
+from brt.data.preparation import Corpus
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
 from brt.models.decoder import new_state
@@ -80,7 +82,7 @@ def trained(
         else:  # not as new, which spares a compilation
             params = random_params(run.config.model)
             carried = new_state(run.config.model, CONFIG.training.batch_size)
-            start = TrainState(np.int32(0), params, run.optimizer.init(params), carried)
+            start = TrainState(np.int32(0), params, run.optimizer.init(params), carried, {})
         return Trained(run, runs.compiled_step(run), jax.device_get(start))
 
     return build
@@ -97,7 +99,7 @@ def test_eight_devices_equal_one_device(trained: Callable) -> None:
     one = trained("adafactor", 1, dropout=0.1)
     eight = trained("adafactor", 8, dropout=0.1)
     assert_close(eight.start, one.start)
-    carried = jax.tree.leaves(eight.state().carried)[0]
+    carried = jax.tree.leaves(eight.state().carry)[0]
     assert [shard.data.shape[0] for shard in carried.addressable_shards] == [2] * 8
     assert_close(eight.results(), one.results())
 
@@ -125,17 +127,22 @@ def test_a_step_counts_scored_tokens_and_learns(trained: Callable) -> None:
     assert losses[-1] < losses[0] - 0.1
 
 
+def resolved(config: Config) -> Config:
+    corpus = Corpus(Path(), ByteTokenizer(), {})
+    return tasks.of(config).resolve(config, corpus)
+
+
 @pytest.mark.parametrize(("setting", "size"), [(0, 256), (300, 300)])
 def test_the_vocabulary_is_the_tokenizers_or_larger(setting: int, size: int) -> None:
     model = dataclasses.replace(CONFIG.model, vocab_size=setting)
-    config = written_out(dataclasses.replace(CONFIG, model=model), ByteTokenizer())
+    config = resolved(dataclasses.replace(CONFIG, model=model))
     assert config.model.vocab_size == size
 
 
 def test_a_vocabulary_too_small_for_the_tokenizer_is_refused() -> None:
     model = dataclasses.replace(CONFIG.model, vocab_size=200)
     with pytest.raises(ConfigError, match=r"^Model.vocab_size = 200 is too small .* with 256 ids"):
-        written_out(dataclasses.replace(CONFIG, model=model), ByteTokenizer())
+        resolved(dataclasses.replace(CONFIG, model=model))
 
 
 def test_a_checkpoint_goes_on_with_free_settings_only() -> None:
@@ -143,6 +150,8 @@ def test_a_checkpoint_goes_on_with_free_settings_only() -> None:
     assert check_resumable(CONFIG, dataclasses.replace(CONFIG, training=longer)) == [
         "Training.steps: 100 -> 200"
     ]
+    plain = dataclasses.replace(CONFIG, kernels=Kernels(window_attention="xla"))
+    assert check_resumable(CONFIG, plain) == ["Kernels.window_attention: 'auto' -> 'xla'"]
     other = dataclasses.replace(CONFIG.training, seed=1)
     with pytest.raises(ConfigError, match=r"another run: Training.seed was 0 and is 1; set"):
         check_resumable(CONFIG, dataclasses.replace(CONFIG, training=other))

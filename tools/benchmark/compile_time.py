@@ -23,7 +23,7 @@ from long_summaries import loss, random_pair
 from timing import ratio, show
 
 from brt.config import Config, Pairs, Seq2Seq, Training
-from brt.training.objectives import seq2seq
+from brt.training.tasks import seq2seq
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def lowered_step(args: argparse.Namespace, layers: int) -> Any:
     config = Config(
         seq2seq=model,
         pairs=Pairs(max_source_length=args.source, max_target_length=args.target),
-        training=Training(objective="seq2seq"),
+        training=Training(task="summarization"),
     )
     key = jax.random.key(0)
     params = jax.eval_shape(lambda: nn.meta.unbox(seq2seq.initial_params(config, key)))

@@ -30,7 +30,7 @@ from brt import allocator
 from brt.config import Config, CrossAttention, Pairs, Seq2Seq, Training
 from brt.ops import cross_attention
 from brt.ops.cross_attention import costs
-from brt.training.objectives import seq2seq
+from brt.training.tasks import seq2seq
 from brt.types import PairBatch
 
 KINDS = get_args(costs.Kind)
@@ -137,7 +137,7 @@ def train_steps(shape: str, segments: Sequence[int], rounds: int) -> list[dict[s
         config = Config(
             seq2seq=model,
             cross_attention=CrossAttention(kind=kind, segment_size=segment, q_ref=targets),
-            training=Training(objective="seq2seq"),
+            training=Training(task="summarization"),
             pairs=Pairs(max_source_length=sources, max_target_length=targets),
         )
         functions[name], temporary[name] = training_step(config)

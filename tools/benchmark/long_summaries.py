@@ -23,7 +23,7 @@ from timing import interleaved, ratio, show
 
 from brt import allocator
 from brt.config import Attention, Config, Pairs, Seq2Seq, Training
-from brt.training.objectives import seq2seq
+from brt.training.tasks import seq2seq
 from brt.types import PairBatch
 
 KINDS = ("full", "clustered", "improved_clustered")
@@ -94,7 +94,7 @@ def configured(args: argparse.Namespace, length: int, kind: str) -> Config:
         seq2seq=model,
         attention=Attention(kind=kind, clusters=args.clusters, top_k=args.top_k),
         pairs=Pairs(max_source_length=length, max_target_length=args.target),
-        training=Training(objective="seq2seq"),
+        training=Training(task="summarization"),
     )
 
 

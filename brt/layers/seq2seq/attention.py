@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from brt.layers.transformer.attention import Projections
-from brt.ops.masked_attention import attend
 
 
 class SelfCache(NamedTuple):
@@ -29,7 +28,7 @@ class DecoderAttention(Projections):
     ) -> Float[Array, "B T D"]:
         """Whole targets."""
         seen = jnp.asarray(np.tri(x.shape[1], dtype=bool))[None]
-        y = attend(self.queries(x), self.k(x), self.v(x), bias, seen, self.drop())
+        y = self.attend(self.queries(x), self.k(x), self.v(x), bias, seen, self.drop())
         return self.o(y)
 
     def step(
@@ -48,5 +47,5 @@ class DecoderAttention(Projections):
 
         cache = SelfCache(written(cache.keys, self.k(x)), written(cache.values, self.v(x)))
         seen = (jnp.arange(cache.keys.shape[2]) <= position)[None, None, None]
-        y = attend(self.queries(x)[:, :, None], cache.keys, cache.values, bias, seen)
+        y = self.attend(self.queries(x)[:, :, None], cache.keys, cache.values, bias, seen)
         return self.o(y[:, :, 0]), cache

@@ -56,6 +56,7 @@ class SourceAttention(Projections):
         y, aux = cross_attention.attend(
             self.queries(x), self.k(encoded), self.v(encoded), mask, self._learned(), self.cross,
             target_length=x.shape[1] if self.training else None, dropout=self.drop(),
+            implementation=self.block.kernels.cross_attention,
         )  # fmt: skip
         metrics = {name: value for name, value in aux._asdict().items() if value is not None}
         return self.o(y), metrics

@@ -27,6 +27,14 @@ class Read(NamedTuple):
     bias: Float[Array, "H T T"] | None = None
 
 
+class Place(NamedTuple):
+    """What all layers read in a step; the source's cache is that of all layers."""
+
+    source: CrossCache
+    position: Int[Array, ""]
+    bias: Float[Array, "H 1 T"] | None
+
+
 class DecoderLayer(Residual):
     """Self-attention, attention to the source and an MLP, each with its residual.
 
@@ -61,19 +69,26 @@ class DecoderLayer(Residual):
         return x, self.cross_attn.prefill(read.encoded, read.mask)
 
     def step(
-        self,
-        x: Float[Array, "B N D"],
-        caches: tuple[SelfCache, CrossCache],
-        place: tuple[Int[Array, ""], Float[Array, "H 1 T"] | None],
-    ) -> tuple[Float[Array, "B N D"], tuple[SelfCache, CrossCache]]:
-        """One token of each of the N beams, at a position and with a bias of those before it."""
-        (own, source), (position, bias) = caches, place
+        self, carried: tuple[Float[Array, "B N D"], SelfCache], layer: Int[Array, ""], read: Place
+    ) -> tuple[tuple[Float[Array, "B N D"], SelfCache], PyTree[Array]]:
+        """One token of each of the N beams.
+
+        The caches are those of all layers: what a step does not change is never copied.
+
+        Returns:
+          The token's vector, the written cache, and `carry` of this layer's cross-attention.
+        """
+        x, own = carried
+        cache = _of_layer(own, layer)
         h = self.before(self.self_attn_norm, x)
-        y, own = self.self_attn.step(h, own, position, bias)
+        y, cache = self.self_attn.step(h, cache, read.position, read.bias)
         x = self.after(self.self_attn_norm, x, y)
         h = self.before(self.cross_attn_norm, x)
-        y, source = self.cross_attn.step(h, source, position)
-        return self._finish(self.after(self.cross_attn_norm, x, y)), (own, source)
+        y, source = self.cross_attn.step(h, _of_layer(read.source, layer), read.position)
+        own = jax.tree.map(
+            lambda whole, new: jax.lax.dynamic_update_index_in_dim(whole, new, layer, 1), own, cache
+        )
+        return (self._finish(self.after(self.cross_attn_norm, x, y)), own), source.carry
 
 
 class Decoder(Ends):
@@ -110,7 +125,7 @@ class Decoder(Ends):
 
     def prefill(self, encoded: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> CrossCache:
         """What the steps of each layer read of the source."""
-        return _exchanged(self.layers.prefill(None, None, Read(encoded, mask))[1])
+        return _second(self.layers.prefill(None, None, Read(encoded, mask))[1])
 
     def new_cache(self, batch: int, beams: int, length: int) -> SelfCache:
         """An empty cache, for targets of up to `length` tokens.
@@ -138,10 +153,18 @@ class Decoder(Ends):
             bias = bias_row(self.rel_bias.embedding, position, length, max_distance=distance)
         batch, beams, size = x.shape
         x = self.enter(x.reshape(batch * beams, 1, size), position).reshape(x.shape)
-        x, caches = self.layers.step(x, _exchanged((own, source)), (position, bias))
-        return self.leave(x), *_exchanged(caches)
+        layers, place = jnp.arange(self.model.decoder_layers), Place(source, position, bias)
+        (x, own), carry = self.layers.step((x, own), layers, place)
+        return self.leave(x), own, source._replace(carry=_second(carry))
 
 
-def _exchanged(caches: PyTree[Array]) -> PyTree[Array]:
-    """From layers on axis 0 to layers on axis 1, or back; what a layer has one of stays."""
+def _second(caches: PyTree[Array]) -> PyTree[Array]:
+    """With the layers on axis 1, not 0; of scalars of a layer there is only that."""
     return jax.tree.map(lambda x: x.swapaxes(0, 1) if x.ndim > 1 else x, caches)
+
+
+def _of_layer(caches: PyTree[Array], layer: Int[Array, ""]) -> PyTree[Array]:
+    """One layer's of the caches of all."""
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, layer, min(x.ndim - 1, 1), keepdims=False), caches
+    )

@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 from jaxtyping import Array, Float, Int
 
-from brt.config import Seq2Seq
+from brt.config import Kernels, Seq2Seq
 from brt.errors import ConfigError
 from brt.layers.basic import dropout, parameter
 from brt.layers.transformer.block import of_seq2seq
@@ -16,10 +16,11 @@ class Ends(nn.Module):
 
     model: Seq2Seq
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         m = self.model
-        self.block = of_seq2seq(m)
+        self.block = of_seq2seq(m, self.kernels)
         if m.family == "t5":
             self.rel_bias = relative_bias(m)
             self.final_norm = self.block.new_norm()

@@ -35,6 +35,11 @@ class Projections(nn.Module):
         """Queries, scaled."""
         return self.q(x) * self.block.scale
 
+    def attend(self, *inputs: Array | Dropout | None) -> Float[Array, "*B H K"]:
+        """`masked_attention.attend`."""
+        name = self.block.kernels.masked_attention
+        return masked_attention.attend(*inputs, implementation=name)
+
     def drop(self) -> Dropout | None:
         """Dropout of attention weights, where there is any."""
         rate = self.block.attention_dropout
@@ -84,20 +89,21 @@ class SelfAttention(Projections):
     ) -> Float[Array, "B T D"]:
         """Args: key: of what the kind draws at random."""
         queries, scale, drop = self.q(x), self.block.scale, self.drop()
+        kernels = self.block.kernels
         keys, values = queries if self.shared_queries_keys else self.k(x), self.v(x)
         if self.radius:
             side = self._side(x, source) if self.has_globals else None
             y = local_attention(
                 queries * scale, keys, values, source.bias, source.valid, side, drop,
-                radius=self.radius,
+                radius=self.radius, implementation=kernels.encoder_attention,
             )  # fmt: skip
         elif source.bias is not None:
             seen = source.valid[:, None]
-            y = masked_attention.attend(queries * scale, keys, values, source.bias, seen, drop)
+            y = self.attend(queries * scale, keys, values, source.bias, seen, drop)
         else:
             y = attention.attend(
                 queries, keys, values, source.valid, self.attention, key, drop,
-                scale=scale, bias=source.distance_bias,
+                scale=scale, bias=source.distance_bias, kernels=kernels,
             )  # fmt: skip
         return self.o(y)
 

@@ -21,6 +21,7 @@ class Block(NamedTuple):
       deviation: of initial matrices; None: (numbers that are summed) ** -0.5.
       scale: of the products of queries and keys.
       dtype: of activations and caches.
+      kernels: which implementations of operations run.
     """
 
     model_dim: int
@@ -38,6 +39,7 @@ class Block(NamedTuple):
     attention_dropout: float
     activation_dropout: float
     dtype: jnp.dtype
+    kernels: config.Kernels
 
     def linear(
         self,
@@ -54,17 +56,17 @@ class Block(NamedTuple):
         return Norm(self.norm, self.norm_epsilon)
 
 
-def of_encoder(m: config.Encoder) -> Block:
+def of_encoder(m: config.Encoder, kernels: config.Kernels) -> Block:
     """RoBERTa's layers, and those whose norms come first."""
     return Block(
         m.model_dim, m.heads, m.head_dim, m.mlp_dim, m.activation, "layer", m.norm_epsilon,
         m.norm_first, bias=True, deviation=None, scale=m.head_dim**-0.5, dropout=m.dropout,
         attention_dropout=_own(m.attention_dropout, m.dropout), activation_dropout=0.0,
-        dtype=compute_dtype(m),
+        dtype=compute_dtype(m), kernels=kernels,
     )  # fmt: skip
 
 
-def of_seq2seq(m: config.Seq2Seq) -> Block:
+def of_seq2seq(m: config.Seq2Seq, kernels: config.Kernels) -> Block:
     """T5's or BART's layers; T5's queries are not scaled where they are used."""
     t5 = m.family == "t5"
     return Block(
@@ -73,6 +75,7 @@ def of_seq2seq(m: config.Seq2Seq) -> Block:
         scale=1.0 if t5 else m.head_dim**-0.5, dropout=m.dropout,
         attention_dropout=_own(m.attention_dropout, m.dropout),
         activation_dropout=_own(m.activation_dropout, m.dropout), dtype=compute_dtype(m),
+        kernels=kernels,
     )  # fmt: skip
 
 

@@ -3,21 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.masked_attention import masked_softmax
-
-
-def full(
-    queries: Float[Array, "B T H K"],
-    keys: Float[Array, "B X H K"],
-    values: Float[Array, "B X H K"],
-    valid: Bool[Array, "B X"],
-    *,
-    scale: float,
-    causal: bool = False,
-) -> Float[Array, "B T H K"]:
-    """See `exact.full`."""
-    seen = _seen(valid, queries.shape[1], causal)
-    return _attend(scale * _logits(queries, keys), values, seen)
+from brt.ops.masked_attention import valid_mask
+from brt.ops.softmax import masked_softmax
 
 
 def oracle_top_k(
@@ -25,16 +12,17 @@ def oracle_top_k(
     keys: Float[Array, "B X H K"],
     values: Float[Array, "B X H K"],
     valid: Bool[Array, "B X"],
+    dropout: None = None,
     *,
     count: int,
     scale: float,
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """See `exact.oracle_top_k`: a key is kept if fewer than `count` are better."""
-    seen = _seen(valid, queries.shape[1], causal)
+    """See `api.oracle_top_k`: a key is kept if fewer than `count` are better."""
+    mask = valid_mask(valid, queries.shape[1], causal)[:, None]
     logits = scale * _logits(queries, keys)
-    better = (logits[..., None, :] > logits[..., :, None]) & seen[..., None, :]
-    return _attend(logits, values, seen & (jnp.sum(better, axis=-1) < count))
+    better = (logits[..., None, :] > logits[..., :, None]) & mask[..., None, :]
+    return _attend(logits, values, mask & (jnp.sum(better, axis=-1) < count))
 
 
 def attend_in_chunks(
@@ -42,13 +30,14 @@ def attend_in_chunks(
     values: Float[Array, "B T H K"],
     valid: Bool[Array, "B T"],
     ids: Int[Array, "R B H T"],
+    dropout: None = None,
     *,
     chunk: int,
     scale: float,
     attend_to_self: bool = True,
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """See `reformer.attend_in_chunks`: a token's chunk follows from how many come before it."""
+    """See `api.attend_in_chunks`: a token's chunk follows from how many come before it."""
     place = jnp.arange(queries.shape[1])
     own = (place[:, None] == place[None])[None, None]
     earlier = (place[None] < place[:, None])[None, None]
@@ -61,8 +50,9 @@ def attend_in_chunks(
         mine, other = of_round[..., :, None], of_round[..., None, :]
         rank = jnp.sum((other < mine) | ((other == mine) & earlier), axis=-1)
         chunks_back = rank[..., :, None] // chunk - rank[..., None, :] // chunk
-        seen = _seen(valid, len(place), causal) & ((chunks_back == 0) | (chunks_back == 1))
-        rounds.append(_attend(logits, values, seen))
+        near = (chunks_back == 0) | (chunks_back == 1)
+        mask = valid_mask(valid, len(place), causal)[:, None] & near
+        rounds.append(_attend(logits, values, mask))
     return jnp.mean(jnp.stack(rounds), axis=0)
 
 
@@ -72,13 +62,8 @@ def _logits(
     return jnp.einsum("bqhk,bshk->bhqs", queries, keys, preferred_element_type=jnp.float32)
 
 
-def _seen(valid: Bool[Array, "B X"], tokens: int, causal: bool) -> Bool[Array, "B 1 T X"]:
-    seen = jnp.broadcast_to(valid[:, None, None], (len(valid), 1, tokens, valid.shape[1]))
-    return jnp.tril(seen) if causal else seen
-
-
 def _attend(
-    logits: Float[Array, "B H T X"], values: Float[Array, "B X H K"], seen: Bool[Array, "B #H T X"]
+    logits: Float[Array, "B H T X"], values: Float[Array, "B X H K"], mask: Bool[Array, "B #H T X"]
 ) -> Float[Array, "B T H K"]:
-    weights = masked_softmax(logits, seen).astype(values.dtype)
+    weights = masked_softmax(logits, mask).astype(values.dtype)
     return jnp.einsum("bhqs,bshk->bqhk", weights, values)

@@ -1,6 +1,5 @@
 """Causal attention to everything before the window, through clusters of queries."""
 
-from brt.ops.causal_clustered_attention.api import Implementation as Implementation
 from brt.ops.causal_clustered_attention.api import (
     causal_clustered_attention as causal_clustered_attention,
 )

@@ -20,28 +20,29 @@ finds its centroid by itself, so what a token reads depends on no later token.
 Letters beside the glossary's: C centroids of a head, R keys that each keeps, Q queries.
 """
 
-from types import ModuleType
-from typing import Literal
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from brt.ops import dispatch
 from brt.ops.causal_clustered_attention import reference, xla
 from brt.ops.causal_clustered_attention.past import Centroids, Past, kept
-from brt.ops.partial_attention import Part
+from brt.ops.dispatch import Implementation, Op
+from brt.ops.partial_attention import AttentionPart
 
-Implementation = Literal["reference", "xla"]
-_IMPLEMENTATIONS = {"reference": reference, "xla": xla}
-
-
-def _implementation(name: str | None) -> ModuleType:
-    found = _IMPLEMENTATIONS.get(name or "xla")
-    if found is None:
-        raise NotImplementedError(
-            f"causal_clustered_attention has no implementation {name!r}; it has "
-            f"{list(_IMPLEMENTATIONS)}"
-        )
-    return found
+OP = Op(
+    "causal_clustered_attention",
+    (
+        Implementation("xla", xla.causal_clustered_attention),
+        Implementation("reference", reference.causal_clustered_attention, auto=()),
+    ),
+)
+PAST_SCAN = Op(
+    OP.name,
+    (
+        Implementation("xla", xla.past_scan),
+        Implementation("reference", reference.past_scan, auto=()),
+    ),
+)
 
 
 def past_scan(
@@ -51,7 +52,7 @@ def past_scan(
     past: Past,
     centroids: Centroids,
     *,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
 ) -> tuple[Past, Past]:
     """Runs `past_after` over the blocks of a segment.
 
@@ -60,21 +61,20 @@ def past_scan(
       readable: whether block n may read the block before it; where not, its document has no
         past.
       past: of the first block.
-      implementation: a named one runs or raises; None takes the fastest that can.
+      implementation: a named one runs or raises; None takes the best that can.
 
     Returns:
       The past of the block after the segment, and those of its blocks, with a first axis N.
 
     Raises:
-      NotImplementedError: an implementation that does not exist.
+      NotImplementedError: an implementation that does not exist, or not for these inputs.
     """
-    run = _implementation(implementation).past_scan
-    return run(keys, values, readable, past, centroids)
+    return dispatch.run(PAST_SCAN, implementation, keys, values, readable, past, centroids)
 
 
 def causal_clustered_attention(
     queries: Float[Array, "B T H K"],
-    window: Part,
+    window: AttentionPart,
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
     readable: Bool[Array, "B N"],
@@ -83,7 +83,7 @@ def causal_clustered_attention(
     bias: Float[Array, " H"],
     *,
     attend_to_self: bool = True,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
     """What every token reads.
 
@@ -94,24 +94,23 @@ def causal_clustered_attention(
       pasts: of every block, from `past_scan`.
       bias: float32, added to the logits of all keys that have left the window.
       attend_to_self: whether the nearest key of a window is the token itself.
-      implementation: a named one runs or raises; None takes the fastest that can.
+      implementation: a named one runs or raises; None takes the best that can.
 
     Returns:
       In the dtype of `values`; softmax in float32.
 
     Raises:
-      NotImplementedError: an implementation that does not exist.
+      NotImplementedError: an implementation that does not exist, or not for these inputs.
     """
-    run = _implementation(implementation).causal_clustered_attention
-    return run(
-        queries, window, keys, values, readable, pasts, centroids, bias,
+    return dispatch.run(
+        OP, implementation, queries, window, keys, values, readable, pasts, centroids, bias,
         attend_to_self=attend_to_self,
     )  # fmt: skip
 
 
 def causal_clustered_attention_step(
     queries: Float[Array, "B 1 H K"],
-    window: Part,
+    window: AttentionPart,
     keys: Float[Array, "B W H K"],
     values: Float[Array, "B W H K"],
     readable: Bool[Array, " B"],
@@ -129,10 +128,10 @@ def causal_clustered_attention_step(
       keys, values: of the block before, whole.
     """
     left = jnp.arange(keys.shape[1]) < position + (1 if attend_to_self else 0)
-    seen = (left[None] & readable[:, None])[:, None]
-    part = Part(*(x.swapaxes(1, 2) for x in window))
+    mask = (left[None] & readable[:, None])[:, None]
+    part = AttentionPart(*(x.swapaxes(1, 2) for x in window))
     by_head = (x.swapaxes(1, 2) for x in (keys, values))
     y = xla.read(
-        queries.swapaxes(1, 2), part, *by_head, seen, kept(past, readable), centroids, bias
+        queries.swapaxes(1, 2), part, *by_head, mask, kept(past, readable), centroids, bias
     )
     return y.swapaxes(1, 2)

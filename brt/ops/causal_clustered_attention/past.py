@@ -38,7 +38,7 @@ class Past(NamedTuple):
         were fewer.
       values: [B, H, C, R, K].
       rest: float32 [B, H, C, K], what the centroid reads from all other keys.
-      totals: float32 [B, H, C], the logarithm of the sum of their exp(logit).
+      lse: float32 [B, H, C], the logarithm of the sum of their exp(logit).
       filled: int32 [B], how many of the R keys there are; the other arrays of a lane mean
         nothing where this is 0.
     """
@@ -46,7 +46,7 @@ class Past(NamedTuple):
     keys: Float[Array, "B H C R K"]
     values: Float[Array, "B H C R K"]
     rest: Float[Array, "B H C K"]
-    totals: Float[Array, "B H C"]
+    lse: Float[Array, "B H C"]
     filled: Int[Array, " B"]
 
 
@@ -66,7 +66,7 @@ def kept(past: Past, lanes: Bool[Array, " B"]) -> Past:
         return jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
 
     past = jax.tree.map(emptied, past)
-    return past._replace(totals=jnp.where(keep[:, None, None], past.totals, FLOOR))
+    return past._replace(lse=jnp.where(keep[:, None, None], past.lse, FLOOR))
 
 
 def is_filled(past: Past) -> Bool[Array, "B R"]:
@@ -103,14 +103,14 @@ def past_after(
     spread = jnp.concatenate([_half_squares(past.keys), _new_half_squares(past, keys)], axis=-1)
     expected = logits + centroids.variances[None, :, :, None] * spread
     expected = jnp.where(there & ~best, expected, MASKED)
-    rest, totals = _summed(past, values, expected)
+    rest, lse = _summed(past, values, expected)
     filled = jnp.minimum(past.filled + width * readable, slots)
     there = (jnp.arange(slots)[None] < filled[:, None])[:, None, None, :, None]
     keys, values = (
         jnp.where(there, _chosen(old, new, indices), 0)
         for old, new in ((past.keys, keys), (past.values, values))
     )
-    return Past(keys, values, rest, totals, filled)
+    return Past(keys, values, rest, lse, filled)
 
 
 def _best(
@@ -128,13 +128,13 @@ def _summed(
 ) -> tuple[Float[Array, "B H C K"], Float[Array, "B H C"]]:
     """What was summed up already as one key more, with its total for a logit."""
     slots, dtype = past.keys.shape[3], values.dtype
-    logits = jnp.concatenate([expected, past.totals[..., None]], axis=-1)
-    totals = jax.nn.logsumexp(logits, axis=-1)
-    weights = jnp.exp(logits - totals[..., None])
+    logits = jnp.concatenate([expected, past.lse[..., None]], axis=-1)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    weights = jnp.exp(logits - lse[..., None])
     old, new = weights[..., :slots].astype(dtype), weights[..., slots:-1].astype(dtype)
     rest = _product("bhcr,bhcrk->bhck", old, past.values)
     rest += _product("bhcs,bhsk->bhck", new, values)
-    return rest + weights[..., -1:] * past.rest, totals
+    return rest + weights[..., -1:] * past.rest, lse
 
 
 def _chosen(
@@ -155,7 +155,7 @@ def _half_squares(keys: Float[Array, "*B K"]) -> Float[Array, "*B"]:
 
 def _new_half_squares(past: Past, keys: Float[Array, "B H W K"]) -> Float[Array, "B H C W"]:
     squares = _half_squares(keys)[:, :, None]
-    return jnp.broadcast_to(squares, (*past.totals.shape, keys.shape[2]))
+    return jnp.broadcast_to(squares, (*past.lse.shape, keys.shape[2]))
 
 
 def _product(spec: str, a: Array, b: Array) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from brt.ops.causal_clustered_attention.past import Centroids, Past
-from brt.ops.partial_attention import Part
+from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import FLOOR
 
 
@@ -34,7 +34,7 @@ def past_scan(
 
 def causal_clustered_attention(
     queries: Float[Array, "B T H K"],
-    window: Part,
+    window: AttentionPart,
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
     readable: Bool[Array, "B N"],
@@ -52,10 +52,10 @@ def causal_clustered_attention(
     for n in range(blocks):
         own = slice(n * width, (n + 1) * width)  # of the keys: the block before
         q, k, v = (x[:, own].astype(jnp.float32).swapaxes(1, 2) for x in (queries, keys, values))
-        part = Part(*(x[:, own].astype(jnp.float32).swapaxes(1, 2) for x in window))
-        seen = left & readable[:, n, None, None]
+        part = AttentionPart(*(x[:, own].astype(jnp.float32).swapaxes(1, 2) for x in window))
+        mask = left & readable[:, n, None, None]
         past = jax.tree.map(lambda leaf, n=n: leaf[n], pasts)
-        outputs.append(_read(q, part, k, v, seen, past, centroids, bias))
+        outputs.append(_read(q, part, k, v, mask, past, centroids, bias))
     y = jnp.concatenate(outputs, axis=2)
     return y.swapaxes(1, 2).astype(values.dtype)
 
@@ -88,7 +88,7 @@ def _found(
     others = there & (jnp.argsort(order, axis=-1) >= slots)
     jensen = centroids.variances[None, :, :, None] * jnp.sum(all_keys**2, axis=-1) / 2
     empty = ~same[:, :1] | (past.filled == 0)[:, None]
-    before = jnp.where(empty[..., None], FLOOR, past.totals)[..., None]
+    before = jnp.where(empty[..., None], FLOOR, past.lse)[..., None]
     expected = jnp.concatenate([jnp.where(others, logits + jensen, -jnp.inf), before], axis=-1)
     rest_before = jnp.where(empty[..., None, None], 0, past.rest)[:, :, :, None]
     rest = jnp.einsum(
@@ -106,10 +106,10 @@ def _found(
 
 def _read(
     queries: Float[Array, "B H W K"],
-    window: Part,
+    window: AttentionPart,
     keys: Float[Array, "B H W K"],
     values: Float[Array, "B H W K"],
-    seen: Bool[Array, "B W W"],
+    mask: Bool[Array, "B W W"],
     past: Past,
     centroids: Centroids,
     bias: Float[Array, " H"],
@@ -122,18 +122,18 @@ def _read(
         return jnp.take_along_axis(x, label.reshape(*label.shape, *[1] * (x.ndim - 3)), axis=2)
 
     best_keys, best_values = of_centroid(past.keys), of_centroid(past.values)
-    rest, total = of_centroid(past.rest), of_centroid(past.totals)
+    rest, total = of_centroid(past.rest), of_centroid(past.lse)
     of_head = bias[None, :, None, None]
     nearby = jnp.einsum("bhqk,bhsk->bhqs", queries, keys) + of_head
     best = jnp.einsum("bhqk,bhqrk->bhqr", queries, best_keys) + of_head
     there = jnp.arange(best.shape[-1])[None] < past.filled[:, None]
     columns = [
-        window.totals[..., None], jnp.where(seen[:, None], nearby, -jnp.inf),
+        window.lse[..., None], jnp.where(mask[:, None], nearby, -jnp.inf),
         jnp.where(there[:, None, None], best, -jnp.inf), total[..., None] + of_head,
     ]  # fmt: skip
     weights = jax.nn.softmax(jnp.concatenate(columns, axis=-1), axis=-1)
     sizes = np.cumsum([column.shape[-1] for column in columns[:-1]])
     of_window, of_nearby, of_best, of_rest = jnp.split(weights, sizes, axis=-1)
-    y = of_window * window.values + of_rest * rest
+    y = of_window * window.output + of_rest * rest
     y += jnp.einsum("bhqs,bhsk->bhqk", of_nearby, values)
     return y + jnp.einsum("bhqr,bhqrk->bhqk", of_best, best_values)

@@ -24,7 +24,7 @@ from brt.ops.clustered_attention.members import (
     tiles_of,
     to_tiles,
 )
-from brt.ops.partial_attention import Part, attend_to_part, merged
+from brt.ops.partial_attention import AttentionPart, attend_to_part, merged
 from brt.ops.softmax import MASKED
 
 
@@ -46,7 +46,7 @@ def past_scan(
 
 def causal_clustered_attention(
     queries: Float[Array, "B T H K"],
-    window: Part,
+    window: AttentionPart,
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
     readable: Bool[Array, "B N"],
@@ -63,15 +63,15 @@ def causal_clustered_attention(
 
     def of_block(
         queries: Float[Array, "B H W K"],
-        window: Part,
+        window: AttentionPart,
         before: tuple[Array, Array],
         readable: Bool[Array, " B"],
         past: Past,
     ) -> Float[Array, "B H W K"]:
-        seen = left[None] & readable[:, None, None]
-        return read(queries, window, *before, seen, past, centroids, bias)
+        mask = left[None] & readable[:, None, None]
+        return read(queries, window, *before, mask, past, centroids, bias)
 
-    parts = Part(*(_blocks(x, blocks) for x in window))
+    parts = AttentionPart(*(_blocks(x, blocks) for x in window))
     before = _before(keys, values, readable)
     y = jax.vmap(of_block)(_blocks(queries, blocks), parts, before, readable.T, pasts)
     return y.transpose(1, 0, 3, 2, 4).reshape(queries.shape)
@@ -93,10 +93,10 @@ def _blocks(x: Float[Array, "B T H *K"], blocks: int) -> Float[Array, "N B H W *
 
 def read(
     queries: Float[Array, "B H Q K"],
-    window: Part,
+    window: AttentionPart,
     keys: Float[Array, "B H W K"],
     values: Float[Array, "B H W K"],
-    seen: Bool[Array, "B Q W"],
+    mask: Bool[Array, "B Q W"],
     past: Past,
     centroids: Centroids,
     bias: Float[Array, " H"],
@@ -106,28 +106,30 @@ def read(
     Args:
       window: what they read in their windows.
       keys, values: of the block before theirs.
-      seen: which of these have left a query's window.
+      mask: which of these have left a query's window.
     """
     logits = _product("bhqk,bhsk->bhqs", queries, keys) + bias[None, :, None, None]
-    nearby = attend_to_part(jnp.where(seen[:, None], logits, MASKED), values)
+    nearby = attend_to_part(jnp.where(mask[:, None], logits, MASKED), values)
     y = merged([window, nearby, _far(queries, past, centroids, bias)])
-    return y.values.astype(values.dtype)
+    return y.output.astype(values.dtype)
 
 
 def _far(
     queries: Float[Array, "B H Q K"], past: Past, centroids: Centroids, bias: Float[Array, " H"]
-) -> Part:
+) -> AttentionPart:
     """The keys that a query's centroid keeps, and the rest as that reads them."""
     clusters, tokens = past.keys.shape[2], queries.shape[2]
     size = max(tokens // (2 * clusters), 1)
     tiles = tiles_of(nearest(queries, centroids), clusters=clusters, size=size)
-    keys, values, rest, totals = (_of_tiles(x, tiles) for x in past[:-1])
+    keys, values, rest, lse = (_of_tiles(x, tiles) for x in past[:-1])
     of_head = bias[None, :, None, None]
     logits = _product("bhnmk,bhnrk->bhnmr", to_tiles(queries, tiles), keys) + of_head[..., None]
     there = is_filled(past)[:, None, None, None]
     best = attend_to_part(jnp.where(there, logits, MASKED), values)
-    far = merged([best, Part(rest[:, :, :, None], totals[..., None] + of_head)])
-    return Part(from_tiles(far.values, tiles), from_tiles(far.totals[..., None], tiles)[..., 0])
+    far = merged([best, AttentionPart(rest[:, :, :, None], lse[..., None] + of_head)])
+    return AttentionPart(
+        from_tiles(far.output, tiles), from_tiles(far.lse[..., None], tiles)[..., 0]
+    )
 
 
 def _of_tiles(x: Float[Array, "B H C *R"], tiles: Tiles) -> Float[Array, "B H N *R"]:

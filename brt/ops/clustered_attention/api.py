@@ -5,25 +5,28 @@ whole sequence, so a causal mask could not make it so.
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Attention
+from brt.ops import dispatch
 from brt.ops.clustered_attention import reference, xla
 from brt.ops.clustered_attention.clustering import cluster_queries
+from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 
-Implementation = Literal["reference", "xla"]
-_IMPLEMENTATIONS = {
-    "reference": {
-        "clustered": reference.clustered,
-        "improved_clustered": reference.improved_clustered,
-    },
-    "xla": {"clustered": xla.clustered, "improved_clustered": xla.improved_clustered},
-}
+
+def _op(xla: Callable[..., Array], reference: Callable[..., Array]) -> Op:
+    naive = Implementation("reference", reference, auto=(), supports=dispatch.refuses_dropout)
+    return Op("clustered_attention", (Implementation("xla", xla), naive))
+
+
+OPS = {
+    "clustered": _op(xla.clustered, reference.clustered),
+    "improved_clustered": _op(xla.improved_clustered, reference.improved_clustered),
+}  # by `Attention.kind`
 
 
 def attend(
@@ -38,7 +41,8 @@ def attend(
     scale: float,
     queries_valid: Bool[Array, "B T"] | None = None,
     bias: Float[Array, "H O"] | None = None,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
+    kmeans_implementation: str | None = None,
 ) -> Float[Array, "B T H E"]:
     """Attention of clusters of queries; logits are scale * q.k.
 
@@ -55,24 +59,27 @@ def attend(
       queries_valid: None: that of the keys, which belong to the same tokens (T = X).
       bias: float32, of each distance (key minus query) from 1 - T to X - 1, added to the logits;
         see `clustered_attention.relative`. None: none.
-      implementation: a named one runs or raises; None takes the fastest that can.
+      implementation: a named one runs or raises; None takes the best that can.
+      kmeans_implementation: the same, of what finds the clusters.
 
     Returns:
       In the dtype of `values`; softmax in float32. Zeros for padding, and for a query whose
       example has no key.
 
     Raises:
-      NotImplementedError: a kind or an implementation that does not exist.
+      NotImplementedError: a kind or an implementation that does not exist, or that refuses
+        these inputs.
       ValueError: `queries_valid` is missing where keys and queries differ in number.
     """
-    _implementation(config.kind, implementation)  # raises before any work
     if queries_valid is None:
         if queries.shape[1] != valid.shape[1]:
             raise ValueError(
                 f"{queries.shape[1]} queries of {valid.shape[1]} keys need queries_valid"
             )
         queries_valid = valid
-    labels = cluster_queries(queries.swapaxes(1, 2), queries_valid, config, key)
+    labels = cluster_queries(
+        queries.swapaxes(1, 2), queries_valid, config, key, implementation=kmeans_implementation
+    )
     return attend_by_label(
         queries, keys, values, valid, labels, config, dropout,
         scale=scale, bias=bias, implementation=implementation,
@@ -90,31 +97,22 @@ def attend_by_label(
     *,
     scale: float,
     bias: Float[Array, "H O"] | None = None,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "B T H E"]:
     """`attend` for known clusters.
 
     Args:
       labels: int32, from 0 on; min(`config.clusters`, T) stands for padding.
     """
-    run = _implementation(config.kind, implementation)
-    if dropout is not None and implementation == "reference":
-        raise NotImplementedError("the reference of clustered attention has no dropout")
+    if config.kind not in OPS:
+        raise NotImplementedError(
+            f"Attention.kind = {config.kind!r} is no clustered attention; those are {list(OPS)}"
+        )
     there = (labels[:, 0] < min(config.clusters, labels.shape[-1]))[..., None, None]
     q = jnp.where(there, queries * scale, 0)
     k, v = (jnp.where(valid[..., None, None], x, 0) for x in (keys, values))
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-    return run(q, k, v, valid, labels, config, dropout, bias).swapaxes(1, 2)
-
-
-def _implementation(kind: str, name: str | None) -> Callable[..., Array]:
-    kinds = _IMPLEMENTATIONS.get(name or "xla")
-    if kinds is None:
-        raise NotImplementedError(
-            f"clustered attention has no implementation {name!r}; it has {list(_IMPLEMENTATIONS)}"
-        )
-    if kind not in kinds:
-        raise NotImplementedError(
-            f"Attention.kind = {kind!r} is no clustered attention; those are {list(kinds)}"
-        )
-    return kinds[kind]
+    y = dispatch.run(
+        OPS[config.kind], implementation, q, k, v, valid, labels, config, bias=bias, dropout=dropout
+    )
+    return y.swapaxes(1, 2)

@@ -9,8 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from brt.config import Attention
+from brt.ops import dispatch
+from brt.ops.clustered_attention import reference
 from brt.ops.clustered_attention.hashing import hash_codes, random_planes, unit_scale
 from brt.ops.clustered_attention.members import cluster_sums, member_counts
+from brt.ops.dispatch import Implementation, Op
 from brt.ops.top_k import top_k
 
 
@@ -19,6 +22,8 @@ def cluster_queries(
     valid: Bool[Array, "B T"],
     config: Attention,
     key: jax.Array,
+    *,
+    implementation: str | None = None,
 ) -> Int[Array, "B H T"]:
     """Labels of the queries, int32: a cluster from 0 on, or for padding the number of clusters.
 
@@ -37,11 +42,16 @@ def cluster_queries(
     sample = jnp.take_along_axis(codes, chosen[:, None, :, None], axis=2)
     count = jnp.sum(valid, axis=1)[:, None]
     active = jnp.broadcast_to(jnp.arange(clusters)[None] < count, (len(valid), clusters))
-    learned, exist = codes, valid
-    if config.fit_queries:
-        learned, exist = sample, jnp.arange(sample.shape[2])[None] < count
-    centroids = fit(learned, exist, sample[:, :, :clusters], active, steps=config.iterations - 1)
-    return assign(packed(codes), valid, packed(centroids), active)
+    centroids, steps = sample[:, :, :clusters], config.iterations
+    if config.fit_queries:  # the sample moves the centroids, and then all are assigned once
+        exist = jnp.arange(sample.shape[2])[None] < count
+        _, centroids = kmeans(
+            sample, exist, centroids, active, iterations=steps, implementation=implementation
+        )
+        steps = 1
+    return kmeans(codes, valid, centroids, active, iterations=steps, implementation=implementation)[
+        0
+    ]
 
 
 def kmeans(
@@ -51,6 +61,7 @@ def kmeans(
     active: Bool[Array, "B C"],
     *,
     iterations: int,
+    implementation: str | None = None,
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
     """Lloyd's algorithm from the given centroids: so many assignments, an update between two.
 
@@ -62,25 +73,30 @@ def kmeans(
     Returns:
       Labels, as those of `assign`, and the centroids that they were found by.
     """
-    centroids = fit(codes, valid, centroids, active, steps=iterations - 1)
-    return assign(packed(codes), valid, packed(centroids), active), centroids
+    return dispatch.run(OP, implementation, codes, valid, centroids, active, iterations=iterations)
 
 
-def fit(
+def _kmeans(
     codes: Float[Array, "B H T P"],
     valid: Bool[Array, "B T"],
     centroids: Float[Array, "B H C P"],
     active: Bool[Array, "B C"],
     *,
-    steps: int,
-) -> Float[Array, "B H C P"]:
-    """The centroids after so many steps, each an assignment and an update."""
+    iterations: int,
+) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
     words = packed(codes)
 
     def step(_: Array | int, centroids: Array) -> Array:
         return _update(codes, assign(words, valid, packed(centroids), active), centroids)
 
-    return jax.lax.fori_loop(0, steps, step, centroids)
+    centroids = jax.lax.fori_loop(0, iterations - 1, step, centroids)
+    return assign(words, valid, packed(centroids), active), centroids
+
+
+OP = Op(
+    "kmeans",
+    (Implementation("xla", _kmeans), Implementation("reference", reference.kmeans, auto=())),
+)
 
 
 def assign(

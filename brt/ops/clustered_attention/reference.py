@@ -3,6 +3,8 @@
 All [B, H, T, X] weights exist at once; float64 where JAX has it on. No dropout.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -42,20 +44,20 @@ def improved_clustered(
     """See `xla.improved_clustered`."""
     together, real = _together(labels, config)
     own_centroid = _mean(queries, together)
-    seen = valid[:, None, None]
+    mask = valid[:, None, None]
     pairs = _pairs(bias, queries, keys)
     exact = _logits(queries, keys) + pairs
     logits = _logits(own_centroid, keys) + _mean(pairs, together)
-    best = seen & (_rank(jnp.where(seen, logits, -jnp.inf)) < config.top_k)
+    best = mask & (_rank(jnp.where(mask, logits, -jnp.inf)) < config.top_k)
     if config.mass_rule == "paper":
-        weights = _softmax(logits, seen)
+        weights = _softmax(logits, mask)
         mass = jnp.sum(jnp.where(best, weights, 0), axis=-1, keepdims=True)
         mass = jax.lax.stop_gradient(mass) if config.mass_stop_gradient else mass
         weights = jnp.where(best, mass * _softmax(exact, best), weights)
     else:
         away = jnp.mean((queries - own_centroid) ** 2, axis=-1, keepdims=True)
         jensen = _mean(away, together) * jnp.sum(keys**2, axis=-1)[:, :, None] / 2
-        weights = _softmax(jnp.where(best, exact, logits + jensen), seen)
+        weights = _softmax(jnp.where(best, exact, logits + jensen), mask)
     return jnp.where(real, weights @ values, 0)
 
 
@@ -68,6 +70,19 @@ def hash_codes(
 
 
 def kmeans(
+    codes: Float[Array, "B H T P"],
+    valid: Bool[Array, "B T"],
+    centroids: Float[Array, "B H C P"],
+    active: Bool[Array, "B C"],
+    *,
+    iterations: int,
+) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
+    """See `clustering.kmeans`: bits are counted one by one."""
+    of_head = partial(_kmeans, iterations=iterations)
+    return jax.vmap(jax.vmap(of_head, (0, None, 0, None)))(codes, valid, centroids, active)
+
+
+def _kmeans(
     codes: Float[Array, "T P"],
     valid: Bool[Array, " T"],
     centroids: Float[Array, "C P"],
@@ -75,7 +90,6 @@ def kmeans(
     *,
     iterations: int,
 ) -> tuple[Int[Array, " T"], Float[Array, "C P"]]:
-    """See `clustering.kmeans`, for one head: bits are counted one by one."""
     clusters = len(centroids)
     for i in range(iterations):
         distance = jnp.sum(codes[:, None] != centroids[None], axis=-1)
@@ -126,6 +140,6 @@ def _rank(x: Float[Array, "B H T X"]) -> Int[Array, "B H T X"]:
     return jnp.argsort(jnp.argsort(-x, axis=-1, stable=True), axis=-1)
 
 
-def _softmax(logits: Float[Array, "B H T X"], seen: Bool[Array, "B #H #T X"]) -> Array:
-    weights = jax.nn.softmax(jnp.where(seen, logits, jnp.finfo(logits.dtype).min), axis=-1)
-    return jnp.where(seen, weights, 0)
+def _softmax(logits: Float[Array, "B H T X"], mask: Bool[Array, "B #H #T X"]) -> Array:
+    weights = jax.nn.softmax(jnp.where(mask, logits, jnp.finfo(logits.dtype).min), axis=-1)
+    return jnp.where(mask, weights, 0)

@@ -20,9 +20,9 @@ from brt.ops.clustered_attention.members import (
 from brt.ops.clustered_attention.relative import mean_bias, pair_bias
 from brt.ops.dropout import Dropout
 from brt.ops.memory_attention.retrieval import take
-from brt.ops.partial_attention import Part, attend_to_part
+from brt.ops.partial_attention import AttentionPart, attend_to_part
 from brt.ops.products import inner
-from brt.ops.softmax import MASKED, safe_softmax_with_total
+from brt.ops.softmax import MASKED, softmax_and_lse
 from brt.ops.top_k import top_k
 
 
@@ -55,7 +55,7 @@ def clustered(
     if bias is not None:
         logits += mean_bias(bias, labels, _clusters(labels, config))
     logits = jnp.where(valid[:, None, None], logits, MASKED)
-    return of_members(attend_to_part(logits, values, dropout).values.astype(values.dtype), labels)
+    return of_members(attend_to_part(logits, values, dropout).output.astype(values.dtype), labels)
 
 
 def improved_clustered(
@@ -77,8 +77,8 @@ def improved_clustered(
     if bias is not None:
         mean = mean_bias(bias, labels, clusters)
         logits += mean
-    seen = valid[:, None, None]
-    best = _best(logits, seen, config.top_k)
+    mask = valid[:, None, None]
+    best = _best(logits, mask, config.top_k)
     best_keys, best_values = (take(x, best.indices) for x in (keys, values))
     of_best, of_rest = (dropout.part(0), dropout.part(1)) if dropout else (None, None)
 
@@ -91,18 +91,18 @@ def improved_clustered(
     if config.mass_rule == "lse_jensen":
         spread = _spread(queries, labels, centroids)
         logits += spread[..., None] * _half_squares(keys)[:, :, None]
-    rest = attend_to_part(jnp.where(seen & ~best.mask, logits, MASKED), values, of_rest)
-    rest = Part(*(of_tile(x, tiles)[:, :, :, None] for x in rest))
-    totals = own.totals
+    rest = attend_to_part(jnp.where(mask & ~best.mask, logits, MASKED), values, of_rest)
+    rest = AttentionPart(*(of_tile(x, tiles)[:, :, :, None] for x in rest))
+    lse = own.lse
     if config.mass_rule == "paper":
-        totals = of_tile(_totals(centroids, best_keys, best, mean), tiles)[..., None]
-    mass = jax.nn.sigmoid(totals - rest.totals)[..., None]
+        lse = of_tile(_lse_of_best(centroids, best_keys, best, mean), tiles)[..., None]
+    mass = jax.nn.sigmoid(lse - rest.lse)[..., None]
     share = jax.lax.stop_gradient(mass) if config.mass_stop_gradient else mass
-    y = share * own.values + (1 - mass) * rest.values
+    y = share * own.output + (1 - mass) * rest.output
     return from_tiles(y.astype(values.dtype), tiles)
 
 
-def _totals(
+def _lse_of_best(
     centroids: Float[Array, "B H C K"],
     best_keys: Float[Array, "B H C R K"],
     best: Best,
@@ -112,16 +112,16 @@ def _totals(
     logits = inner(centroids[..., None, :], best_keys)[..., 0, :]
     if mean_bias is not None:
         logits += jnp.take_along_axis(mean_bias, best.indices, axis=-1)
-    return safe_softmax_with_total(jnp.where(best.there, logits, MASKED))[1]
+    return softmax_and_lse(jnp.where(best.there, logits, MASKED))[1]
 
 
-def _best(logits: Float[Array, "B H C X"], seen: Bool[Array, "B 1 1 X"], count: int) -> Best:
-    ranked = jnp.where(seen, jax.lax.stop_gradient(logits), -jnp.inf)
+def _best(logits: Float[Array, "B H C X"], mask: Bool[Array, "B 1 1 X"], count: int) -> Best:
+    ranked = jnp.where(mask, jax.lax.stop_gradient(logits), -jnp.inf)
     values, indices = top_k(ranked, min(count, logits.shape[-1]))
     last, place = values[..., -1:], jnp.arange(logits.shape[-1])[None, None, None]
     # Of equal keys the first are best, so the last of the best has the highest index.
-    mask = (ranked > last) | ((ranked == last) & (place <= indices[..., -1:]))
-    return Best(indices, values > -jnp.inf, mask)
+    best = (ranked > last) | ((ranked == last) & (place <= indices[..., -1:]))
+    return Best(indices, values > -jnp.inf, best)
 
 
 def _centroids(

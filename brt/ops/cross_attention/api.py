@@ -7,17 +7,26 @@ xl_memory     softmax over one segment and a memory of the one before
 local_global  softmax over one segment and the means of all segments
 """
 
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import CrossAttention
+from brt.ops import dispatch
 from brt.ops import segmented_recurrent_attention as segmented
-from brt.ops.cross_attention import baselines
+from brt.ops.cross_attention import reference, xla
 from brt.ops.cross_attention.parameters import Parameters
+from brt.ops.cross_attention.xla import windows_of
+from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 from brt.ops.segmented_recurrent_attention import Aux as Aux
 from brt.ops.segmented_recurrent_attention import Cache as CrossCache
-from brt.ops.segmented_recurrent_attention.segments import cut, segment_counts
+
+OP = Op(
+    "cross_attention",
+    (
+        Implementation("xla", xla.attend),
+        Implementation("reference", reference.attend, auto=(), supports=dispatch.refuses_dropout),
+    ),
+)
 
 
 def attend(
@@ -31,6 +40,7 @@ def attend(
     t0: int | Int[Array, ""] = 0,
     target_length: int | None = None,
     dropout: Dropout | None = None,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H K"], Aux]:
     """Target positions t0 to t0 + T of every source: the form for training.
 
@@ -43,13 +53,16 @@ def attend(
       target_length: that of the padded batch, which `index_mode = "batch"` needs in
         training; None: as in decoding.
       dropout: of the softmax weights; None: none.
+      implementation: a named one runs or raises; None takes the best that can.
 
     Returns:
       In the dtype of the keys, with softmax and recurrence in float32; and what to log.
+
+    Raises:
+      NotImplementedError: an implementation that does not exist, or not for these inputs.
     """
-    windows = _windows(keys, values, valid, parameters, config)
-    return segmented.attend(
-        queries, windows, parameters.raf, config,
+    return dispatch.run(
+        OP, implementation, queries, keys, values, valid, parameters, config,
         t0=t0, target_length=target_length, dropout=dropout,
     )  # fmt: skip
 
@@ -62,7 +75,7 @@ def prefill(
     config: CrossAttention,
 ) -> CrossCache:
     """All that `step` reads, made once for each source, whatever the number of its beams."""
-    windows = _windows(keys, values, valid, parameters, config)
+    windows = windows_of(keys, values, valid, parameters, config)
     return segmented.prefill(windows, parameters.raf, config)
 
 
@@ -85,43 +98,3 @@ def step(
     The cache does not know of beams, so none of it moves when beams are reordered.
     """
     return segmented.step(queries, cache, t, config)
-
-
-def _windows(
-    keys: Float[Array, "B X H K"],
-    values: Float[Array, "B X H K"],
-    valid: Bool[Array, "B X"],
-    parameters: Parameters,
-    config: CrossAttention,
-) -> segmented.Windows:
-    if config.mask_kv:
-        keys, values = (jnp.where(valid[:, :, None, None], x, 0) for x in (keys, values))
-    size = keys.shape[1] if config.kind == "full" else config.segment_size
-    own_keys, own_values = (cut(x, size).swapaxes(2, 3) for x in (keys, values))
-    counts = segment_counts(valid, config, size)
-    windows = segmented.Windows(own_keys, own_values, cut(valid, size), counts)
-    if config.kind == "local_global":
-        counted = windows.usable if config.mask_kv else jnp.ones_like(windows.usable)
-        return windows._replace(shared=baselines.segment_means(own_keys, own_values, counted))
-    if config.kind == "xl_memory":
-        return _with_memory(windows, keys, values, parameters, config)
-    return windows
-
-
-def _with_memory(
-    windows: segmented.Windows,
-    keys: Float[Array, "B X H K"],
-    values: Float[Array, "B X H K"],
-    parameters: Parameters,
-    config: CrossAttention,
-) -> segmented.Windows:
-    memories, recurs = (None, None), config.memory == "rnn"
-    if recurs:
-        weights = (parameters.memory_keys, parameters.memory_values)
-        memories = (
-            cut(baselines.rnn(x, w), config.segment_size).swapaxes(2, 3)
-            for x, w in zip((keys, values), weights, strict=True)
-        )
-    both = map(baselines.with_previous, (windows.keys, windows.values), memories)
-    usable = baselines.previous_usable(windows.usable, first=recurs)
-    return segmented.Windows(*both, usable, windows.counts)

@@ -51,7 +51,7 @@ def with_previous(
     """Each segment behind the memory of the one before it; Y = 2S.
 
     The first segment is behind its own memory (the original). Without a memory it is the
-    segment before as it is, and in front of the first one, which `previous_usable` masks, zeros.
+    segment before as it is, and in front of the first one, which `previous_mask` masks, zeros.
     """
     if memory is None:
         memory = jax.lax.stop_gradient(own)
@@ -61,10 +61,10 @@ def with_previous(
     return jnp.concatenate([jnp.concatenate([first, memory[:-1]]), own], axis=3)
 
 
-def previous_usable(usable: Bool[Array, "M B S"], *, first: bool) -> Bool[Array, "M B Y"]:
+def previous_mask(mask: Bool[Array, "M B S"], *, first: bool) -> Bool[Array, "M B Y"]:
     """Which keys of `with_previous` hold something; `first`: whether the first one's memory may."""
-    front = usable[:1] & first
-    return jnp.concatenate([jnp.concatenate([front, usable[:-1]]), usable], axis=2)
+    front = mask[:1] & first
+    return jnp.concatenate([jnp.concatenate([front, mask[:-1]]), mask], axis=2)
 
 
 def segment_means(

@@ -1,33 +1,26 @@
 """Local attention: every token sees those within a radius to both sides (LongT5, 3.1.1).
 
 Blocks are one longer than the radius, so that a token sees parts of three blocks and no
-others. Letters beside the glossary's: W tokens of a block (the radius and one), G globals.
+others. Letters beside the glossary's: W tokens of a block (the radius and one), X = 3 W.
 """
 
-from typing import NamedTuple
-
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from brt.ops import dispatch
+from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
-from brt.ops.masked_attention import masked_softmax
-from brt.ops.reductions import add_shared
+from brt.ops.encoder_attention import reference, xla
+from brt.ops.encoder_attention.globals import Side
 
-
-class Side(NamedTuple):
-    """Keys that every token sees besides its neighbours.
-
-    Attributes:
-      keys, values: [B, G, H, K].
-      bias: float32.
-      exist: False: no key.
-    """
-
-    keys: Float[Array, "B G H K"]
-    values: Float[Array, "B G H K"]
-    bias: Float[Array, "B H T G"] | None
-    exist: Bool[Array, "B G"]
+OP = Op(
+    "encoder_attention",
+    (
+        Implementation("xla", xla.local_attention),
+        Implementation(
+            "reference", reference.local_attention, auto=(), supports=dispatch.refuses_dropout
+        ),
+    ),
+)
 
 
 def local_attention(
@@ -40,6 +33,7 @@ def local_attention(
     dropout: Dropout | None = None,
     *,
     radius: int,
+    implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
     """Attention to all keys at most `radius` away; logits are q.k + bias, unscaled.
 
@@ -48,56 +42,15 @@ def local_attention(
       mask: False on padding, which nothing sees.
       side: keys seen by all tokens, in the same softmax.
       dropout: applied to the weights.
+      implementation: a named one runs or raises; None takes the best that can.
 
     Returns:
       In the dtype of `values`; softmax in float32. A token that sees no key gives zeros.
+
+    Raises:
+      NotImplementedError: an implementation that does not exist, or not for these inputs.
     """
-    block, tokens = radius + 1, queries.shape[1]
-    q, near_k, near_v = _blocks(queries, block), _windows(keys, block), _windows(values, block)
-    logits = jnp.einsum("bnqhk,bnshk->bnhqs", q, near_k, preferred_element_type=jnp.float32)
-    if bias is not None:
-        logits = add_shared(logits, bias)
-    # |key - query| <= radius, with keys counted from the block before the query's.
-    offsets = np.arange(3 * block)[None, :] - block - np.arange(block)[:, None]
-    near = np.abs(offsets) <= radius
-    seen = _windows(mask, block)[:, :, None, None, :] & near[None, None, None]
-    if side is not None:
-        logits, seen = _with_side(logits, seen, q, side)
-    weights = masked_softmax(logits, seen).astype(values.dtype)
-    if dropout is not None:
-        weights = dropout(weights)
-    y = jnp.einsum("bnhqs,bnshk->bnqhk", weights[..., : 3 * block], near_v)
-    if side is not None:
-        y += jnp.einsum("bnhqg,bghk->bnqhk", weights[..., 3 * block :], side.values)
-    return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :tokens]
-
-
-def _with_side(
-    logits: Float[Array, "B N H W X"],
-    seen: Bool[Array, "B N 1 W X"],
-    q: Float[Array, "B N W H K"],
-    side: Side,
-) -> tuple[Float[Array, "B N H W Y"], Bool[Array, "B N 1 W Y"]]:
-    """Logits and mask with the columns of the side keys."""
-    batch, count, block = q.shape[:3]
-    more = jnp.einsum("bnqhk,bghk->bnhqg", q, side.keys, preferred_element_type=jnp.float32)
-    if side.bias is not None:
-        more += _blocks(side.bias.transpose(0, 2, 1, 3), block).transpose(0, 1, 3, 2, 4)
-    shape = (batch, count, 1, block, side.exist.shape[1])
-    exist = jnp.broadcast_to(side.exist[:, None, None, None], shape)
-    return jnp.concatenate([logits, more], axis=-1), jnp.concatenate([seen, exist], axis=-1)
-
-
-def _blocks(x: Array, block: int) -> Array:
-    """[B, T, ...] -> [B, N, W, ...], padded with zeros."""
-    count = -(-x.shape[1] // block)
-    x = jnp.pad(x, ((0, 0), (0, count * block - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
-    return x.reshape(x.shape[0], count, block, *x.shape[2:])
-
-
-def _windows(x: Array, block: int) -> Array:
-    """[B, T, ...] -> [B, N, 3 W, ...]: each block between its neighbours."""
-    cut = _blocks(x, block)
-    count = cut.shape[1]
-    padded = jnp.pad(cut, ((0, 0), (1, 1)) + ((0, 0),) * (cut.ndim - 2))
-    return jnp.concatenate([padded[:, i : i + count] for i in range(3)], axis=2)
+    return dispatch.run(
+        OP, implementation, queries, keys, values, bias, mask, side,
+        dropout=dropout, radius=radius,
+    )  # fmt: skip

@@ -25,6 +25,21 @@ class GlobalBlocks(NamedTuple):
     exist: Bool[Array, "B G"]
 
 
+class Side(NamedTuple):
+    """Keys that every token sees besides its neighbours.
+
+    Attributes:
+      keys, values: [B, G, H, K].
+      bias: float32.
+      exist: False: no key.
+    """
+
+    keys: Float[Array, "B G H K"]
+    values: Float[Array, "B G H K"]
+    bias: Float[Array, "B H T G"] | None
+    exist: Bool[Array, "B G"]
+
+
 def global_blocks(mask: Bool[Array, "B T"], size: int) -> GlobalBlocks:
     """Blocks of `size` tokens. Padding is at the end of a row."""
     tokens = mask.shape[1]

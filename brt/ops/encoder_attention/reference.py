@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.encoder_attention.api import Side
-from brt.ops.masked_attention import masked_softmax
+from brt.ops.encoder_attention.globals import Side
+from brt.ops.softmax import masked_softmax
 
 
 def local_attention(
@@ -15,10 +15,11 @@ def local_attention(
     bias: Float[Array, "H W X"] | None,
     mask: Bool[Array, "B T"],
     side: Side | None = None,
+    dropout: None = None,
     *,
     radius: int,
 ) -> Float[Array, "B T H K"]:
-    """See `api.local_attention`; without dropout."""
+    """See `api.local_attention`."""
     place = np.arange(queries.shape[1])
     offset = place[None, :] - place[:, None]
     near = np.abs(offset) <= radius

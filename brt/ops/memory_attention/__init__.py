@@ -1,5 +1,4 @@
 """Attention over the remembered tokens that a query finds."""
 
-from brt.ops.memory_attention.api import Implementation as Implementation
 from brt.ops.memory_attention.api import memory_attention as memory_attention
 from brt.ops.memory_attention.retrieval import Search as Search

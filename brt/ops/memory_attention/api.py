@@ -7,16 +7,21 @@ Letters beside the glossary's: M tokens of memory, R neighbours that a query fin
 Heads come before tokens, because every head is searched by itself.
 """
 
-from typing import Literal
-
 import jax
 from jaxtyping import Array, Float, Int
 
+from brt.ops import dispatch
+from brt.ops.dispatch import Implementation, Op
 from brt.ops.memory_attention import reference, xla
 from brt.ops.memory_attention.retrieval import Search
 
-Implementation = Literal["reference", "xla"]
-_IMPLEMENTATIONS = {"reference": reference.memory_attention, "xla": xla.memory_attention}
+OP = Op(
+    "memory_attention",
+    (
+        Implementation("xla", xla.memory_attention),
+        Implementation("reference", reference.memory_attention, auto=()),
+    ),
+)
 
 
 def memory_attention(
@@ -29,7 +34,7 @@ def memory_attention(
     neighbors: int,
     search: Search = "exact",
     null_keys: bool = False,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
     """Attention of the tokens of every block to what they find in the past.
 
@@ -50,20 +55,16 @@ def memory_attention(
       search: see `retrieval`; "bucketed" needs M to be a multiple of R.
       null_keys: neighbours that are not there count as zero keys with zero values, instead
         of not at all (the original's behaviour).
-      implementation: a named one runs or raises; None takes the fastest that can.
+      implementation: a named one runs or raises; None takes the best that can.
 
     Returns:
       In the dtype of `values`; softmax in float32. Zeros where a query finds nothing.
 
     Raises:
-      NotImplementedError: an implementation that does not exist.
+      NotImplementedError: an implementation that does not exist, or not for these inputs.
     """
-    name = implementation or "xla"
-    if name not in _IMPLEMENTATIONS:
-        raise NotImplementedError(
-            f"memory_attention has no implementation {name!r}; it has {list(_IMPLEMENTATIONS)}"
-        )
-    return _IMPLEMENTATIONS[name](
-        queries, jax.lax.stop_gradient(keys), jax.lax.stop_gradient(values), counts,
+    keys, values = jax.lax.stop_gradient((keys, values))
+    return dispatch.run(
+        OP, implementation, queries, keys, values, counts,
         size=size, neighbors=neighbors, search=search, null_keys=null_keys,
     )  # fmt: skip

@@ -40,8 +40,8 @@ def find(
     """Searches the last `count` keys of every lane; all [B, H, Q, M] scores exist at once."""
     scores = jnp.einsum("bhqk,bhmk->bhqm", queries, keys, preferred_element_type=jnp.float32)
     size = keys.shape[2]
-    usable = jnp.arange(size)[None] >= size - count[:, None]
-    scores = jnp.where(usable[:, None, None], scores, -jnp.inf)
+    mask = jnp.arange(size)[None] >= size - count[:, None]
+    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     best, indices = (top_k if search == "exact" else _top_of_buckets)(scores, neighbors)
     return Found(indices, best > -jnp.inf)
 

@@ -6,186 +6,20 @@ takes two phases: `state_scan` runs over the blocks and emits what the tokens of
 block read, then the layer attends for the tokens of all blocks at once.
 """
 
-from typing import NamedTuple
-
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from brt.ops import deferred
-from brt.ops.activations import relu
-from brt.ops.deferred import Tap
-from brt.ops.dense import dense
-from brt.ops.gates import GateWeights, gate
-from brt.ops.normalization import l2_normalize, rms_norm
-from brt.ops.softmax_attention import attend, attend_by_head
+from brt.ops import dispatch
+from brt.ops.dispatch import Implementation, Op
+from brt.ops.recurrent_attention import reference, xla
+from brt.ops.recurrent_attention.cell import CellWeights, StateMemory
 
-
-class CellWeights(NamedTuple):
-    """Weights of the state update. A = H * K.
-
-    Attributes:
-      norm: [D], scale of the norm before the projections.
-      ids: [S, D], the states' learned identities (section 3.3).
-      keys, values, queries, cross_queries: [D, A].
-      scale, cross_scale: [H], for attention to states and to tokens.
-      output: [2A, D], or None in the single layout.
-      output_gate: of the attention's residual, or None in the single layout.
-      mlp_norm: [D], dual layout only.
-      mlp_in: [D, F] (dual) or [2A, F] (single); mlp_out: [F, D]; mlp_gate.
-    """
-
-    norm: Float[Array, " D"]
-    ids: Float[Array, "S D"]
-    keys: Float[Array, "D A"]
-    values: Float[Array, "D A"]
-    queries: Float[Array, "D A"]
-    cross_queries: Float[Array, "D A"]
-    scale: Float[Array, " H"]
-    cross_scale: Float[Array, " H"]
-    output: Float[Array, "M D"] | None = None
-    output_gate: GateWeights | None = None
-    mlp_norm: Float[Array, " D"] | None = None
-    mlp_in: Float[Array, "M F"] | None = None
-    mlp_out: Float[Array, "F D"] | None = None
-    mlp_gate: GateWeights | None = None
-
-
-class StateMemory(NamedTuple):
-    """Keys and values of the state vectors, which states and tokens both attend to."""
-
-    keys: Float[Array, "*B S H K"]
-    values: Float[Array, "*B S H K"]
-
-
-class _Kernels(NamedTuple):
-    """The large products of a state update: kernels, or their taps (`brt.ops.deferred`)."""
-
-    projection: Array | Tap
-    output: Array | Tap | None
-    mlp_in: Array | Tap | None
-    mlp_out: Array | Tap | None
-
-
-def _kernels(weights: CellWeights) -> _Kernels:
-    """Keys, both queries and values by one product."""
-    parts = (weights.keys, weights.queries, weights.cross_queries, weights.values)
-    return _Kernels(jnp.concatenate(parts, axis=1), weights.output, weights.mlp_in, weights.mlp_out)
-
-
-def _dense(x: Float[Array, "B S M"], kernel: Array, tap: Tap | None) -> Float[Array, "B S D"]:
-    if tap is not None:
-        return deferred.dot(x, kernel, tap)
-    return dense(x, kernel)
-
-
-def _attend_to_tokens(
-    queries: Float[Array, "B S H K"],
-    keys: Float[Array, "B H X K"],
-    values: Float[Array, "B H X K"],
-    readable: Bool[Array, " B"],
-    null_keys: bool,
-) -> Float[Array, "B S H K"]:
-    """States attend to X = 2W tokens: the previous block, where it is readable, and this one."""
-    window = keys.shape[2] // 2
-    usable = readable[:, None] | (jnp.arange(2 * window) >= window)[None]  # [B, 2W]
-    by_head = attend_by_head(queries.swapaxes(1, 2), keys, values, usable, null_keys=null_keys)
-    return by_head.swapaxes(1, 2)
-
-
-def state_memory(
-    weights: CellWeights,
-    vectors: Float[Array, "B S D"],
-    *,
-    normalize_qk: bool,
-    dtype: jnp.dtype = jnp.float32,
-) -> StateMemory:
-    """The keys and values that the tokens of a block read; dtype as given."""
-    h = (rms_norm(vectors, weights.norm) + weights.ids[None]).astype(dtype)
-    heads = weights.scale.shape[0]
-    keys, values = (
-        _dense(h, kernel, None).reshape(*h.shape[:2], heads, -1)
-        for kernel in (weights.keys, weights.values)
-    )
-    return StateMemory(l2_normalize(keys) if normalize_qk else keys, values)
-
-
-def state_update(
-    weights: CellWeights,
-    vectors: Float[Array, "B S D"],
-    keys: Float[Array, "B H X K"],
-    values: Float[Array, "B H X K"],
-    readable: Bool[Array, " B"],
-    kernels: _Kernels | None = None,
-    taps: _Kernels | None = None,
-    *,
-    kind: str,
-    tanh: str,
-    normalize_qk: bool,
-    null_keys: bool,
-) -> tuple[Float[Array, "B S D"], StateMemory]:
-    """One block: the states after it, and the memory of the states before it.
-
-    Args:
-      vectors: float32.
-      keys, values: of the previous block and of this one, X = 2W.
-      readable: whether the previous block may be read.
-      kernels, taps: given by `state_scan` only.
-      kind: 'fixed', 'lstm' or 'gru'.
-      tanh: 'original' (on the update of the single layout) or 'paper' (of lstm gates).
-      null_keys: an unreadable block counts as zero keys with zero values.
-    """
-    kernels = kernels or _kernels(weights)
-    taps = taps or _Kernels(None, None, None, None)
-    dtype, heads = keys.dtype, weights.scale.shape[0]
-    h = rms_norm(vectors, weights.norm) + weights.ids[None]
-    product = _dense(h.astype(dtype), kernels.projection, taps.projection)
-    parts = product.reshape(*product.shape[:2], 4 * heads, -1)
-    scaled, v = parts[:, :, : 3 * heads], parts[:, :, 3 * heads :]
-    if normalize_qk:
-        scaled = l2_normalize(scaled)
-    scales = jnp.concatenate([jnp.ones_like(weights.scale), weights.scale, weights.cross_scale])
-    scaled = scaled * scales.astype(dtype)[None, None, :, None]
-    k, q, q_cross = jnp.split(scaled, 3, axis=2)
-    crossed = _attend_to_tokens(q_cross, keys, values, readable, null_keys)
-    attended = jnp.concatenate([attend(q, k, v), crossed], axis=2)
-    attended = attended.reshape(*attended.shape[:2], -1)
-    return _gated(weights, vectors, attended, kernels, taps, kind, tanh), StateMemory(k, v)
-
-
-def _gated(
-    weights: CellWeights,
-    vectors: Float[Array, "B S D"],
-    attended: Float[Array, "B S M"],
-    kernels: _Kernels,
-    taps: _Kernels,
-    kind: str,
-    tanh: str,
-) -> Float[Array, "B S D"]:
-    """The dual, single or skip layout (section 3.6), told apart by the weights present."""
-    single = weights.output is None
-    bounded = single if tanh == "original" else kind == "lstm"
-    bound = jnp.tanh if bounded else lambda z: z
-
-    def after_mlp(x: Float[Array, "B S M"]) -> Float[Array, "B S D"]:
-        hidden = relu(_dense(x, kernels.mlp_in, taps.mlp_in))
-        z = bound(_dense(hidden, kernels.mlp_out, taps.mlp_out))
-        return gate(kind, weights.mlp_gate, vectors, z, hidden)
-
-    if single:
-        return after_mlp(attended)
-    z = bound(_dense(attended, kernels.output, taps.output))
-    vectors = gate(kind, weights.output_gate, vectors, z, attended)
-    if weights.mlp_in is None:
-        return vectors
-    return after_mlp(rms_norm(vectors, weights.mlp_norm).astype(attended.dtype))
-
-
-def two_blocks(x: Float[Array, "B Z H K"], blocks: int) -> Float[Array, "N B H X K"]:
-    """Of each block of the segment, the tokens of the block before it and its own: X = 2W."""
-    batch, _, heads, size = x.shape
-    cut = x.reshape(batch, blocks + 1, -1, heads, size).transpose(1, 0, 3, 2, 4)
-    return jnp.concatenate([cut[:-1], cut[1:]], axis=3)
+OP = Op(
+    "recurrent_attention",
+    (
+        Implementation("xla", xla.state_scan),
+        Implementation("reference", reference.state_scan, auto=()),
+    ),
+)
 
 
 def state_scan(
@@ -198,6 +32,7 @@ def state_scan(
     document_start: Bool[Array, "B N"],
     *,
     unroll: int = 1,
+    implementation: str | None = None,
     **options: str | bool,
 ) -> tuple[Float[Array, "B S D"], StateMemory]:
     """Runs the state update over the blocks of a segment.
@@ -209,26 +44,17 @@ def state_scan(
       readable: whether block n may read the block before it.
       document_start: where the states begin anew.
       unroll: blocks per iteration of the scan.
+      implementation: a named one runs or raises; None takes the best that can.
       options: of `state_update`.
 
     Returns:
       The states after the last block, and the memory that each block's tokens read,
       [B, N, S, H, K].
+
+    Raises:
+      NotImplementedError: an implementation that does not exist, or not for these inputs.
     """
-    batch, blocks = readable.shape
-    kernels, rows = _kernels(weights), (blocks, batch, vectors.shape[1])
-    taps = _Kernels(*(k if k is None else deferred.tap(k, rows, keys.dtype) for k in kernels))
-    kernels = jax.tree.map(jax.lax.stop_gradient, kernels)  # their gradients go by the taps
-
-    def body(
-        s: Float[Array, "B S D"], block: tuple[Array | _Kernels, ...]
-    ) -> tuple[Float[Array, "B S D"], StateMemory]:
-        k, v, may_read, starts, block_taps = block
-        s = jnp.where(starts[:, None, None], initial[None], s)
-        return state_update(weights, s, k, v, may_read, kernels, block_taps, **options)
-
-    xs = (
-        two_blocks(keys, blocks), two_blocks(values, blocks), readable.T, document_start.T, taps,
+    return dispatch.run(
+        OP, implementation, weights, initial, vectors, keys, values, readable, document_start,
+        unroll=unroll, **options,
     )  # fmt: skip
-    vectors, memory = jax.lax.scan(body, vectors, xs, unroll=min(unroll, blocks))
-    return vectors, StateMemory(*(jnp.moveaxis(m, 0, 1) for m in memory))

@@ -6,28 +6,27 @@ by linear attention, whose states pass through accumulate-and-fire neurons:
     O[t] = softmax(Q[t] K_i^T) V_i + Q[t] R_i / norm(K),  i the segment of t
 """
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brt.config import CrossAttention
+from brt.ops import dispatch
+from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
-from brt.ops.segmented_recurrent_attention import cache, xla
+from brt.ops.segmented_recurrent_attention import cache, reference, xla
 from brt.ops.segmented_recurrent_attention.cache import Cache as Cache
+from brt.ops.segmented_recurrent_attention.recurrence import Aux as Aux
 from brt.ops.segmented_recurrent_attention.recurrence import Parameters as Parameters
-from brt.ops.segmented_recurrent_attention.recurrence import effective, recurrence
-from brt.ops.segmented_recurrent_attention.segments import pace
 from brt.ops.segmented_recurrent_attention.windows import Shared as Shared
 from brt.ops.segmented_recurrent_attention.windows import Windows as Windows
 
-
-class Aux(NamedTuple):
-    """What to log; None where there are no neurons. Float32."""
-
-    firing_rate: Float[Array, ""] | None = None
-    leak: Float[Array, ""] | None = None
-    threshold: Float[Array, ""] | None = None
+OP = Op(
+    "segmented_recurrent_attention",
+    (
+        Implementation("xla", xla.attend),
+        Implementation("reference", reference.attend, auto=(), supports=dispatch.refuses_dropout),
+    ),
+)
 
 
 def attend(
@@ -39,6 +38,7 @@ def attend(
     t0: int | Int[Array, ""] = 0,
     target_length: int | None = None,
     dropout: Dropout | None = None,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H K"], Aux]:
     """Target positions t0 to t0 + T of every source.
 
@@ -47,20 +47,18 @@ def attend(
       t0: an array computes the dense form, as then no slots can be planned.
       target_length: that of the batch, for `index_mode = "batch"`; None: as in decoding.
       dropout: of the softmax weights.
+      implementation: a named one runs or raises; None takes the best that can.
 
     Returns:
       The output, in the dtype of the keys, and what to log.
+
+    Raises:
+      NotImplementedError: an implementation that does not exist, or not for these inputs.
     """
-    aux, recurrent = Aux(), None
-    if config.kind == "srformer":
-        recurrent = recurrence(windows.keys, windows.values, windows.counts, parameters, config)
-        if config.use_raf:
-            aux = Aux(recurrent.firing_rate, *effective(parameters, config))
-    y = xla.attend(
-        queries, windows, recurrent, parameters.sigma, config,
-        t0=t0, pace=pace(config, target_length), dropout=dropout,
+    return dispatch.run(
+        OP, implementation, queries, windows, parameters, config,
+        t0=t0, target_length=target_length, dropout=dropout,
     )  # fmt: skip
-    return y, aux
 
 
 def prefill(windows: Windows, parameters: Parameters, config: CrossAttention) -> Cache:

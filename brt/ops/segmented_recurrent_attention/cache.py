@@ -56,7 +56,7 @@ class Cache(NamedTuple):
 
     keys: Float[Array, "B M H S K"]
     values: Float[Array, "B M H S K"]
-    usable: Bool[Array, "B M S"]
+    mask: Bool[Array, "B M S"]
     counts: Int[Array, " B"]
     shared: Shared | None
     table: Float[Array, "B M H K K"] | None
@@ -67,11 +67,11 @@ class Cache(NamedTuple):
 
 def prefill(windows: Windows, parameters: Parameters, config: CrossAttention) -> Cache:
     """What decoding reads, once for each source; of which form `config.cache` says."""
-    keys, values, usable = (
-        jnp.moveaxis(x, 0, 1) for x in (windows.keys, windows.values, windows.usable)
+    keys, values, mask = (
+        jnp.moveaxis(x, 0, 1) for x in (windows.keys, windows.values, windows.mask)
     )
     cache = Cache(
-        keys, values, usable, windows.counts, windows.shared, None, None, None, parameters.sigma
+        keys, values, mask, windows.counts, windows.shared, None, None, None, parameters.sigma
     )
     if config.kind != "srformer":
         return cache
@@ -172,7 +172,7 @@ def _window(
     cache: Cache, index: Int[Array, "B P"]
 ) -> tuple[Float[Array, "B P H Y K"], Float[Array, "B P H Y K"], Bool[Array, "B P Y"]]:
     """Keys, values and which of them are usable, for each position."""
-    parts = [_take(x, index) for x in (cache.keys, cache.values, cache.usable)]
+    parts = [_take(x, index) for x in (cache.keys, cache.values, cache.mask)]
     return with_shared(*parts, cache.shared, axis=1)
 
 

@@ -49,6 +49,14 @@ class Recurrence(NamedTuple):
     firing_rate: Float[Array, ""] | None
 
 
+class Aux(NamedTuple):
+    """What to log; None where there are no neurons. Float32."""
+
+    firing_rate: Float[Array, ""] | None = None
+    leak: Float[Array, ""] | None = None
+    threshold: Float[Array, ""] | None = None
+
+
 def effective(
     parameters: Parameters, config: CrossAttention
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:

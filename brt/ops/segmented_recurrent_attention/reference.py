@@ -1,112 +1,108 @@
-"""The meaning of segmented recurrent attention: source by source, position by position."""
+"""The meaning of segmented recurrent attention: every query reads every segment, and keeps its own.
+
+In float64 where that is enabled.
+"""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
 
 from brt.config import CrossAttention
-from brt.ops.segmented_recurrent_attention.recurrence import Parameters, effective
+from brt.ops.segmented_recurrent_attention.recurrence import Aux, Parameters, effective
+from brt.ops.segmented_recurrent_attention.windows import Windows
 
 
 def attend(
     queries: Float[Array, "B T H K"],
-    keys: Float[Array, "B X H K"],
-    values: Float[Array, "B X H K"],
-    valid: Bool[np.ndarray, "B X"],
+    windows: Windows,
     parameters: Parameters,
     config: CrossAttention,
     *,
-    t0: int = 0,
+    t0: int | Int[Array, ""] = 0,
     target_length: int | None = None,
-) -> Float[Array, "B T H K"]:
-    """Kinds `segmented` and `srformer`, as `api.attend`; in float64 where that is enabled.
-
-    `valid` is a NumPy array: Python decides what is read.
-    """
-    outputs = []
-    for q, k, v, usable in zip(queries, keys, values, valid, strict=True):
-        count = _segment_count(usable, config)
-        states = _states(k, v, usable, count, parameters, config)
-        rows = []
-        for t in range(t0, t0 + len(q)):
-            i = _index(t, count, config, target_length)
-            rows.append(_row(q[t - t0], k, v, usable, i, states, parameters, config))
-        outputs.append(jnp.stack(rows))
-    return jnp.stack(outputs)
-
-
-def _segment_count(usable: np.ndarray, config: CrossAttention) -> int:
-    length = len(usable)
-    if config.segment_count == "per_example":
-        length = max(np.flatnonzero(usable).tolist(), default=0) + 1
-    return -(-length // config.segment_size)
-
-
-def _index(t: int, count: int, config: CrossAttention, target_length: int | None) -> int:
+    dropout: None = None,
+) -> tuple[Float[Array, "B T H K"], Aux]:
+    """See `api.attend`."""
+    states, aux = _states(windows, parameters, config)
+    counts, t = windows.counts[:, None], t0 + jnp.arange(queries.shape[1])[None]
     if config.index_mode == "stride":
-        return min(t // config.stride, count - 1)
-    whole = target_length if config.index_mode == "batch" and target_length else config.q_ref
-    return min(t * count // whole, count - 1)
+        reached = t // config.stride
+    else:
+        of_batch = config.index_mode == "batch" and target_length
+        reached = t * counts // (target_length if of_batch else config.q_ref)
+    index = jnp.minimum(reached, counts - 1)
+    y = jnp.zeros_like(queries)
+    for i in range(windows.keys.shape[0]):
+        own = _read(queries, windows, i, states, parameters, config)
+        y = jnp.where((index == i)[:, :, None, None], own, y)
+    return y, aux
 
 
 def _states(
-    k: Array, v: Array, usable: np.ndarray, count: int, p: Parameters, config: CrossAttention
-) -> list[Float[Array, "H K K"]]:
+    windows: Windows, p: Parameters, config: CrossAttention
+) -> tuple[list[Float[Array, "B H K K"]], Aux]:
     """R of each segment, behind its normalisation."""
-    if config.kind == "segmented":
-        return []
-    wide = jnp.promote_types(k.dtype, jnp.float32)
-    k, v = k.astype(wide), v.astype(wide)
-    if config.mask_kv:
-        k, v = (jnp.where(usable[:, None, None], x, 0) for x in (k, v))
+    if config.kind != "srformer":
+        return [], Aux()
+    wide = jnp.promote_types(windows.keys.dtype, jnp.float32)
+    keys, values = (x.astype(wide) for x in (windows.keys, windows.values))
 
-    def product(part: slice) -> Float[Array, "H K K"]:
-        sums = jnp.einsum("zhc,zhe->hce", k[part], v[part])
+    def clipped(sums: Float[Array, "*B K K"]) -> Float[Array, "*B K K"]:
         return jnp.clip(sums, -config.clamp, config.clamp) if config.clamp else sums
 
-    norm = jnp.ones((k.shape[1], k.shape[2]), wide)
+    sums = jnp.einsum("mbhsc,mbhse->mbhce", keys, values)
+    states = clipped(sums)
+    if config.kv_source != "segment":
+        states = clipped(jnp.sum(sums, axis=0))[None] - states
+    aux = Aux()
+    if config.use_raf:
+        states, aux = _fired(states, windows.counts, p, config)
     if config.norm == "feature":
-        norm = jnp.sqrt(jnp.sum(k**2, axis=0) + config.norm_epsilon**2)
-    membrane, states = jnp.zeros((k.shape[1], k.shape[2], k.shape[2]), wide), []
-    for j in range(count):
-        own = product(slice(j * config.segment_size, (j + 1) * config.segment_size))
-        state = own if config.kv_source == "segment" else product(slice(None)) - own
-        if config.use_raf:
-            leak, threshold = effective(p, config)
-            state = state @ p.kernel
-            if p.bias is not None:
-                state = state + p.bias[None, None]
-            membrane = leak * membrane + state
-            y = membrane / threshold - 1
-            membrane = membrane - threshold * (y > 0)
-            state = jax.nn.relu(y)
-        states.append(state / norm[:, None, :])
-    return states
+        norm = jnp.sqrt(jnp.sum(keys**2, axis=(0, 3)) + config.norm_epsilon**2)
+        states = states / norm[None, :, :, None]
+    return list(states), aux
 
 
-def _row(
-    q: Array,
-    k: Array,
-    v: Array,
-    usable: np.ndarray,
+def _fired(
+    inputs: Float[Array, "M B H K K"], counts: Int[Array, " B"], p: Parameters, c: CrossAttention
+) -> tuple[Float[Array, "M B H K K"], Aux]:
+    """Section 3.3, segment by segment."""
+    leak, threshold = effective(p, c)
+    membrane, outputs, rates = jnp.zeros_like(inputs[0]), [], []
+    for j, x in enumerate(inputs):
+        x = x @ p.kernel
+        if p.bias is not None:
+            x = x + p.bias[None, None, None]
+        membrane = leak * membrane + x
+        y = membrane / threshold - 1
+        membrane = membrane - threshold * (y > 0)
+        outputs.append(jax.nn.relu(y))
+        rates.append(jnp.where(j < counts, jnp.mean(y > 0, axis=(1, 2, 3)), 0))
+    return jnp.stack(outputs), Aux(jnp.mean(sum(rates) / counts), leak, threshold)
+
+
+def _read(
+    q: Float[Array, "B T H K"],
+    windows: Windows,
     i: int,
     states: list[Array],
     p: Parameters,
     config: CrossAttention,
-) -> Float[Array, "H K"]:
-    """One position, which reads segment i."""
+) -> Float[Array, "B T H K"]:
+    """All queries, as if they were of segment i."""
     recurrent = None
     if states:
-        recurrent = jnp.einsum("hc,hce->he", q, states[i].astype(q.dtype))
+        recurrent = jnp.einsum("bthc,bhce->bthe", q, states[i].astype(q.dtype))
         if not config.use_segment:
             return recurrent
-    segment = np.arange(len(usable)) // config.segment_size == i
-    seen = np.flatnonzero(usable & segment)
-    attended = jnp.zeros_like(q)
-    if len(seen):
-        logits = jnp.einsum("hc,zhc->hz", q, k[seen])
-        attended = jnp.einsum("hz,zhe->he", jax.nn.softmax(logits, axis=-1), v[seen])
+    keys, values, mask = windows.keys[i], windows.values[i], windows.mask[i]
+    if windows.shared is not None:
+        pairs = zip((keys, values, mask), windows.shared, (2, 2, 1), strict=True)
+        keys, values, mask = (jnp.concatenate([own, more], axis) for own, more, axis in pairs)
+    mask = mask[:, None, None]
+    logits = jnp.where(mask, jnp.einsum("bthc,bhsc->bhts", q, keys), jnp.finfo(q.dtype).min)
+    weights = jnp.where(mask, jax.nn.softmax(logits, axis=-1), 0)
+    attended = jnp.einsum("bhts,bhse->bthe", weights, values)
     if recurrent is None:
         return attended
     if config.mix == "sigma":

@@ -14,7 +14,7 @@ class Shared(NamedTuple):
 
     keys: Float[Array, "B H Y K"]
     values: Float[Array, "B H Y K"]
-    usable: Bool[Array, "B Y"]
+    mask: Bool[Array, "B Y"]
 
 
 class Windows(NamedTuple):
@@ -22,14 +22,14 @@ class Windows(NamedTuple):
 
     Attributes:
       keys, values: segments first, so that the recurrence runs over them as they are.
-      usable: False on padding; a query without a usable key gets zeros.
+      mask: False on padding; a query without a usable key gets zeros.
       counts: segments of each source, 1 to M.
       shared: or None.
     """
 
     keys: Float[Array, "M B H S K"]
     values: Float[Array, "M B H S K"]
-    usable: Bool[Array, "M B S"]
+    mask: Bool[Array, "M B S"]
     counts: Int[Array, " B"]
     shared: Shared | None = None
 
@@ -37,23 +37,23 @@ class Windows(NamedTuple):
 def with_shared(
     keys: Float[Array, "*B H S K"],
     values: Float[Array, "*B H S K"],
-    usable: Bool[Array, "*B S"],
+    mask: Bool[Array, "*B S"],
     shared: Shared | None,
     axis: int,
 ) -> tuple[Float[Array, "*B H Y K"], Float[Array, "*B H Y K"], Bool[Array, "*B Y"]]:
     """The shared keys behind those of every window; `axis` is that of the windows."""
     if shared is None:
-        return keys, values, usable
+        return keys, values, mask
 
     def joined(own: Array, of_all: Array, behind: int) -> Array:
         of_all = jnp.expand_dims(of_all, axis)
-        of_all = jnp.broadcast_to(of_all, (*usable.shape[:-1], *of_all.shape[usable.ndim - 1 :]))
+        of_all = jnp.broadcast_to(of_all, (*mask.shape[:-1], *of_all.shape[mask.ndim - 1 :]))
         return jnp.concatenate([own, of_all], axis=behind)
 
     return (
         joined(keys, shared.keys, -2),
         joined(values, shared.values, -2),
-        joined(usable, shared.usable, -1),
+        joined(mask, shared.mask, -1),
     )
 
 
@@ -61,16 +61,16 @@ def read_window(
     queries: Float[Array, "*B H Q K"],
     keys: Float[Array, "*B H S K"],
     values: Float[Array, "*B H S K"],
-    usable: Bool[Array, "*B S"] | Bool[Array, "*B Q S"],
+    mask: Bool[Array, "*B S"] | Bool[Array, "*B Q S"],
     dropout: Dropout | None = None,
 ) -> Float[Array, "*B H Q K"]:
-    """O_S: softmax attention, zeros where no key is usable."""
+    """O_S: softmax attention, zeros where the mask has no True."""
     factors = None
     if dropout is not None:
         factors = dropout.factors((*queries.shape[:-1], keys.shape[-2]), values.dtype)
-    y = attend_by_head(queries, keys, values, usable, factors, null_keys=False)
-    some = jnp.any(usable, axis=-1, keepdims=True)
-    some = some[..., None, :, :] if usable.ndim == queries.ndim - 1 else some[..., None, None, :]
+    y = attend_by_head(queries, keys, values, mask, factors, null_keys=False)
+    some = jnp.any(mask, axis=-1, keepdims=True)
+    some = some[..., None, :, :] if mask.ndim == queries.ndim - 1 else some[..., None, None, :]
     return jnp.where(some, y, 0)
 
 

@@ -14,8 +14,14 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from brt.config import CrossAttention
 from brt.ops.dropout import Dropout
-from brt.ops.segmented_recurrent_attention.recurrence import Recurrence
-from brt.ops.segmented_recurrent_attention.segments import Pace, segment_index
+from brt.ops.segmented_recurrent_attention.recurrence import (
+    Aux,
+    Parameters,
+    Recurrence,
+    effective,
+    recurrence,
+)
+from brt.ops.segmented_recurrent_attention.segments import Pace, pace, segment_index
 from brt.ops.segmented_recurrent_attention.windows import (
     Windows,
     mixed,
@@ -27,6 +33,29 @@ from brt.ops.segmented_recurrent_attention.windows import (
 def attend(
     queries: Float[Array, "B T H K"],
     windows: Windows,
+    parameters: Parameters,
+    config: CrossAttention,
+    *,
+    t0: int | Int[Array, ""] = 0,
+    target_length: int | None = None,
+    dropout: Dropout | None = None,
+) -> tuple[Float[Array, "B T H K"], Aux]:
+    """See `api.attend`."""
+    aux, recurrent = Aux(), None
+    if config.kind == "srformer":
+        recurrent = recurrence(windows.keys, windows.values, windows.counts, parameters, config)
+        if config.use_raf:
+            aux = Aux(recurrent.firing_rate, *effective(parameters, config))
+    y = _read_own(
+        queries, windows, recurrent, parameters.sigma, config,
+        t0=t0, pace=pace(config, target_length), dropout=dropout,
+    )  # fmt: skip
+    return y, aux
+
+
+def _read_own(
+    queries: Float[Array, "B T H K"],
+    windows: Windows,
     recurrence: Recurrence | None,
     sigma: Float[Array, ""] | None,
     config: CrossAttention,
@@ -35,7 +64,7 @@ def attend(
     pace: Pace,
     dropout: Dropout | None,
 ) -> Float[Array, "B T H K"]:
-    """See `api.attend`."""
+    """Every query its own segment, in the form that `config.training_form` names."""
     count, length = windows.keys.shape[0], queries.shape[1]
     form = config.training_form
     if not isinstance(t0, int):
@@ -104,10 +133,10 @@ def _slots(
         segment, held, slot = plan(windows.counts, count, length, t0, pace)
         queries = _moved(queries, held, slot)
         if config.segment_count == "per_example":  # else every row holds its own segment
-            keys, values, usable = (
-                _repeated(x, segment) for x in (windows.keys, windows.values, windows.usable)
+            keys, values, mask = (
+                _repeated(x, segment) for x in (windows.keys, windows.values, windows.mask)
             )
-            windows = windows._replace(keys=keys, values=values, usable=usable)
+            windows = windows._replace(keys=keys, values=values, mask=mask)
             if recurrence is not None:
                 states = _repeated(recurrence.states, segment)
                 recurrence = recurrence._replace(states=states)
@@ -202,15 +231,15 @@ def _dense(
             jnp.moveaxis(x, 0, 2).reshape(batch, heads, -1, width)
             for x in (windows.keys, windows.values)
         )
-        usable = mine[:, :, :, None] & jnp.moveaxis(windows.usable, 0, 1)[:, None]
-        usable = usable.reshape(batch, length, count * size)
+        mask = mine[:, :, :, None] & jnp.moveaxis(windows.mask, 0, 1)[:, None]
+        mask = mask.reshape(batch, length, count * size)
         if windows.shared is not None:
             keys = jnp.concatenate([keys, windows.shared.keys], axis=2)
             values = jnp.concatenate([values, windows.shared.values], axis=2)
-            shared = windows.shared.usable[:, None]
+            shared = windows.shared.mask[:, None]
             shared = jnp.broadcast_to(shared, (batch, length, shared.shape[-1]))
-            usable = jnp.concatenate([usable, shared], axis=2)
-        attended = read_window(by_head, keys, values, usable, dropout)
+            mask = jnp.concatenate([mask, shared], axis=2)
+        attended = read_window(by_head, keys, values, mask, dropout)
     if recurrence is not None:
         states, scale, _ = recurrence
         spread = jnp.where(mine[:, None, :, :, None], by_head[:, :, :, None], 0)  # [B, H, T, M, K]

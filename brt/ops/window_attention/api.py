@@ -5,17 +5,23 @@ itself (or with the one before it), wherever its block begins: keys of the block
 the segment come from the cache. XL is the case of one block a segment.
 """
 
-from typing import Literal
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.partial_attention import Part
-from brt.ops.softmax import MASKED, safe_softmax_with_total
+from brt.ops import dispatch
+from brt.ops.dispatch import Implementation, Op
+from brt.ops.partial_attention import AttentionPart
+from brt.ops.softmax import MASKED, softmax_and_lse
 from brt.ops.window_attention import reference, xla
 
-Implementation = Literal["reference", "xla"]
-_IMPLEMENTATIONS = {"reference": reference.window_attention, "xla": xla.window_attention}
+OP = Op(
+    "window_attention",
+    (
+        Implementation("xla_cpu", xla.in_fine_tiles, auto=("cpu",)),
+        Implementation("xla", xla.window_attention),
+        Implementation("reference", reference.window_attention, auto=()),
+    ),
+)
 
 
 def window_attention(
@@ -28,7 +34,7 @@ def window_attention(
     *,
     attend_to_self: bool = True,
     null_keys: bool = False,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
     """Attention of every token to its window; logits are q.k + bias, unscaled.
 
@@ -42,18 +48,18 @@ def window_attention(
       attend_to_self: whether the nearest key is the token itself.
       null_keys: unreadable keys count as zero keys with zero values, instead of not at
         all (the original's behaviour at a document's start).
-      implementation: a named one runs or raises; None takes the fastest that can.
+      implementation: a named one runs or raises; None takes the best that can.
 
     Returns:
       In the dtype of `values`; softmax in float32. Zeros where a token sees no key.
 
     Raises:
-      NotImplementedError: an implementation that does not exist.
+      NotImplementedError: an implementation that does not exist, or not for these inputs.
     """
     return window_part(
         queries, keys, values, bias, readable, dropout, attend_to_self=attend_to_self,
         null_keys=null_keys, implementation=implementation,
-    ).values  # fmt: skip
+    ).output  # fmt: skip
 
 
 def window_part(
@@ -66,23 +72,17 @@ def window_part(
     *,
     attend_to_self: bool = True,
     null_keys: bool = False,
-    implementation: Implementation | None = None,
-) -> Part:
+    implementation: str | None = None,
+) -> AttentionPart:
     """`window_attention` as one part of an attention that reads more: [B, T, H, K], [B, T, H].
 
-    The totals know nothing of dropout.
+    The log-sum-exp knows nothing of dropout.
     """
-    name = implementation or "xla"
-    if name not in _IMPLEMENTATIONS:
-        raise NotImplementedError(
-            f"window_attention has no implementation {name!r}; it has {list(_IMPLEMENTATIONS)}"
-        )
-    return Part(
-        *_IMPLEMENTATIONS[name](
-            queries, keys, values, bias, readable, dropout,
-            attend_to_self=attend_to_self, null_keys=null_keys,
-        )
+    part = dispatch.run(
+        OP, implementation, queries, keys, values, bias, readable, dropout,
+        attend_to_self=attend_to_self, null_keys=null_keys,
     )  # fmt: skip
+    return AttentionPart(*part)
 
 
 def window_attention_step(
@@ -105,7 +105,7 @@ def window_attention_step(
     return window_part_step(
         query, keys, values, bias, readable, position,
         attend_to_self=attend_to_self, null_keys=null_keys,
-    ).values  # fmt: skip
+    ).output  # fmt: skip
 
 
 def window_part_step(
@@ -118,20 +118,20 @@ def window_part_step(
     *,
     attend_to_self: bool = True,
     null_keys: bool = False,
-) -> Part:
+) -> AttentionPart:
     """`window_attention_step` as one part of an attention that reads more: [B, H, K], [B, H]."""
     window = keys.shape[1]
     slots = jnp.arange(window)
     nearest = 0 if attend_to_self else 1
     own = slots <= position - nearest
-    usable = (own[None] | readable[:, None])[:, None]  # [B, 1, W]
+    mask = (own[None] | readable[:, None])[:, None]  # [B, 1, W]
     logits = jnp.einsum("bhk,bshk->bhs", query, keys, preferred_element_type=jnp.float32)
     if null_keys:
-        logits = jnp.where(usable, logits, 0.0)
-        values = jnp.where(usable[:, 0, :, None, None], values, 0)
+        logits = jnp.where(mask, logits, 0.0)
+        values = jnp.where(mask[:, 0, :, None, None], values, 0)
     if bias is not None:
         logits += jnp.take(bias, (position - nearest - slots) % window, axis=1)[None]
     if not null_keys:
-        logits = jnp.where(usable, logits, MASKED)
-    weights, totals = safe_softmax_with_total(logits)
-    return Part(jnp.einsum("bhs,bshk->bhk", weights.astype(values.dtype), values), totals)
+        logits = jnp.where(mask, logits, MASKED)
+    weights, lse = softmax_and_lse(logits)
+    return AttentionPart(jnp.einsum("bhs,bshk->bhk", weights.astype(values.dtype), values), lse)

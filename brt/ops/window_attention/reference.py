@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.softmax import MASKED, safe_softmax_with_total
+from brt.ops.softmax import MASKED, softmax_and_lse
 
 
 def window_attention(
@@ -28,7 +28,7 @@ def window_attention(
     previous = np.arange(2 * window) < window
     slot = np.arange(2 * window) % window
 
-    outputs, totals = [], []
+    outputs, lses = [], []
     for n in range(blocks):
         q = queries[:, n * window : (n + 1) * window]
         k = keys[:, n * window : (n + 2) * window]
@@ -41,9 +41,9 @@ def window_attention(
             mask = seen[None, None]
         else:
             mask = seen[None, None] & usable[:, None, None]
-        weights, total = safe_softmax_with_total(jnp.where(mask, logits + tile, MASKED))
-        totals.append(total.swapaxes(1, 2))
+        weights, lse = softmax_and_lse(jnp.where(mask, logits + tile, MASKED))
+        lses.append(lse.swapaxes(1, 2))
         if dropout is not None:
             weights = weights * dropout[None][:, :, :, slot]
         outputs.append(jnp.einsum("bhqs,bshk->bqhk", weights.astype(v.dtype), v))
-    return jnp.concatenate(outputs, axis=1), jnp.concatenate(totals, axis=1)
+    return jnp.concatenate(outputs, axis=1), jnp.concatenate(lses, axis=1)

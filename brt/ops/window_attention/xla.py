@@ -1,4 +1,4 @@
-"""Window attention in plain XLA: the window folds, and tiles are finer than blocks.
+"""Window attention in plain XLA: the window folds, and on CPUs tiles are finer than blocks.
 
 A token sees exactly W keys: those after the start of its window up to itself. A tile of w
 rows sees W + w - 1 of them, in m + 1 stretches of w keys (m = W / w). Of the first and of
@@ -17,10 +17,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from brt.ops.reductions import sum_leading
-from brt.ops.softmax import MASKED, safe_softmax_with_total
+from brt.ops.softmax import MASKED, softmax_and_lse
 
-# Products cost (m + 1) / m of the keys that count, but smaller tiles run less well.
-_TILE_ROWS = 128
+# Products cost (m + 1) / m of the keys that count, but smaller tiles run less well on CPUs, and
+# any do on TPUs: joining the stretches of a row costs them more than all products.
+_CPU_TILE_ROWS = 128
 
 
 class _Static(NamedTuple):
@@ -51,10 +52,11 @@ def window_attention(
     *,
     attend_to_self: bool,
     null_keys: bool,
+    tile_rows: int = 0,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """See `api.window_part`."""
+    """See `api.window_part`; tiles of `tile_rows`, or of the window if that is no multiple."""
     heads, window = queries.shape[2], keys.shape[1] - queries.shape[1]
-    tiles = window // _TILE_ROWS if window % _TILE_ROWS == 0 else 1
+    tiles = window // tile_rows if tile_rows and window % tile_rows == 0 else 1
     rows = window // tiles
 
     def tiled(x: Float[Array, "B T H K"]) -> Float[Array, "B M H R K"]:
@@ -64,21 +66,24 @@ def window_attention(
     tile = None
     if bias is not None:
         tile = circulant(bias if attend_to_self else jnp.roll(bias, 1, axis=1), rows)
-    y, totals = _attend(
+    y, lse = _attend(
         tiled(queries), tiled(keys), tiled(values), tile,
-        _usable(readable, tiles), _dropout_tiles(dropout, readable.shape[1], tiles),
+        _stretch_mask(readable, tiles), _dropout_tiles(dropout, readable.shape[1], tiles),
         _Static(attend_to_self, null_keys, tiles, bias is not None),
     )  # fmt: skip
     y = y.transpose(0, 1, 3, 2, 4).reshape(queries.shape)
-    return y, totals.swapaxes(2, 3).reshape(queries.shape[:-1])
+    return y, lse.swapaxes(2, 3).reshape(queries.shape[:-1])
 
 
-def _usable(readable: Bool[Array, "B N"], tiles: int) -> Bool[Array, "B M J"]:
+in_fine_tiles = partial(window_attention, tile_rows=_CPU_TILE_ROWS)
+
+
+def _stretch_mask(readable: Bool[Array, "B N"], tiles: int) -> Bool[Array, "B M J"]:
     """Whether a tile may read stretch j < m: it may, if that is of its own block."""
     place = np.arange(tiles)
     own_block = (place[:, None] + place[None, :]) >= tiles  # [tile of the block, stretch]
-    usable = readable[:, :, None, None] | own_block[None, None]
-    return usable.reshape(readable.shape[0], -1, tiles)
+    mask = readable[:, :, None, None] | own_block[None, None]
+    return mask.reshape(readable.shape[0], -1, tiles)
 
 
 def _dropout_tiles(
@@ -100,7 +105,7 @@ def _triangle(rows: int, static: _Static) -> np.ndarray:
 
 
 def _unfolded(
-    x: Float[Array, "B M H R W"], usable: Bool[Array, "B M J"], static: _Static
+    x: Float[Array, "B M H R W"], mask: Bool[Array, "B M J"], static: _Static
 ) -> list[Float[Array, "B M H R R"]]:
     """The m + 1 stretches of folded weights, zero where a row sees nothing."""
     first, *middle = jnp.split(x, static.tiles, axis=-1)
@@ -108,8 +113,7 @@ def _unfolded(
     stretches = [jnp.where(own, 0, first), *middle]
     if static.null_keys:  # else the softmax is zero there already
         stretches = [
-            jnp.where(usable[:, :, j, None, None, None], part, 0)
-            for j, part in enumerate(stretches)
+            jnp.where(mask[:, :, j, None, None, None], part, 0) for j, part in enumerate(stretches)
         ]
     return [*stretches, jnp.where(own, first, 0)]
 
@@ -121,7 +125,7 @@ def _product(spec: str, a: Array, b: Array) -> Array:
 def _logits(
     q: Float[Array, "B M H R K"],
     k: Float[Array, "B Z H R K"],
-    usable: Bool[Array, "B M J"],
+    mask: Bool[Array, "B M J"],
     static: _Static,
 ) -> Float[Array, "B M H R W"]:
     """The folded logits, without the bias."""
@@ -131,7 +135,7 @@ def _logits(
     ]
     unseen = 0.0 if static.null_keys else MASKED
     parts[:-1] = [
-        jnp.where(usable[:, :, j, None, None, None], part, unseen)
+        jnp.where(mask[:, :, j, None, None, None], part, unseen)
         for j, part in enumerate(parts[:-1])
     ]
     parts[0] = jnp.where(_triangle(q.shape[3], static), parts.pop(), parts[0])
@@ -144,12 +148,12 @@ def _attend(
     k: Float[Array, "B Z H R K"],
     v: Float[Array, "B Z H R K"],
     tile: Float[Array, "H R W"] | None,
-    usable: Bool[Array, "B M J"],
+    mask: Bool[Array, "B M J"],
     dropout: Float[Array, "M H R W"] | None,
     static: _Static,
 ) -> tuple[Float[Array, "B M H R K"], Float[Array, "B M H R"]]:
-    """Attention of M tiles of R rows to their stretches of keys, and its totals."""
-    return _forward(q, k, v, tile, usable, dropout, static)[0]
+    """Attention of M tiles of R rows to their stretches of keys, and its lse."""
+    return _forward(q, k, v, tile, mask, dropout, static)[0]
 
 
 def _forward(
@@ -157,36 +161,35 @@ def _forward(
     k: Array,
     v: Array,
     tile: Array | None,
-    usable: Array,
+    mask: Array,
     dropout: Array | None,
     static: _Static,
 ) -> tuple[tuple[Array, Array], tuple]:
-    logits = _logits(q, k, usable, static)
-    weights, totals = safe_softmax_with_total(logits if tile is None else logits + tile[None, None])
+    logits = _logits(q, k, mask, static)
+    weights, lse = softmax_and_lse(logits if tile is None else logits + tile[None, None])
     kept = weights if dropout is None else weights * dropout[None]
     count = q.shape[1]
     y = sum(
         _product("bnhqs,bnhsk->bnhqk", part, v[:, j : j + count])
-        for j, part in enumerate(_unfolded(kept.astype(v.dtype), usable, static))
+        for j, part in enumerate(_unfolded(kept.astype(v.dtype), mask, static))
     ).astype(v.dtype)
-    return (y, totals), (q, k, v, usable, dropout, weights, y)
+    return (y, lse), (q, k, v, mask, dropout, weights, y)
 
 
 def _backward(static: _Static, saved: tuple, gradients: tuple[Array, Array]) -> tuple:
-    q, k, v, usable, dropout, weights, y = saved
-    gradient, d_totals = gradients
+    q, k, v, mask, dropout, weights, y = saved
+    gradient, d_lse = gradients
     count = q.shape[1]
     # The softmax's own term, from the output: the same sum, over K numbers instead of W.
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
-    along -= d_totals[..., None]
+    along -= d_lse[..., None]
     parts = [
         _product("bnhqk,bnhsk->bnhqs", gradient, v[:, j : j + count])
         for j in range(static.tiles + 1)
     ]
     if static.null_keys:
         parts[:-1] = [
-            jnp.where(usable[:, :, j, None, None, None], part, 0)
-            for j, part in enumerate(parts[:-1])
+            jnp.where(mask[:, :, j, None, None, None], part, 0) for j, part in enumerate(parts[:-1])
         ]
     parts[0] = jnp.where(_triangle(q.shape[3], static), parts.pop(), parts[0])
     d_weights = jnp.concatenate(parts, axis=-1)
@@ -194,8 +197,8 @@ def _backward(static: _Static, saved: tuple, gradients: tuple[Array, Array]) -> 
     if dropout is not None:
         d_weights, kept = d_weights * dropout[None], weights * dropout[None]
     d_logits = weights * (d_weights - along)
-    d_parts = _unfolded(d_logits.astype(q.dtype), usable, static)
-    kept_parts = _unfolded(kept.astype(v.dtype), usable, static)
+    d_parts = _unfolded(d_logits.astype(q.dtype), mask, static)
+    kept_parts = _unfolded(kept.astype(v.dtype), mask, static)
     d_q = sum(
         _product("bnhqs,bnhsk->bnhqk", part, k[:, j : j + count]) for j, part in enumerate(d_parts)
     )

@@ -22,7 +22,7 @@ _DROPOUT, _ATTENTION = 0, 1  # what the key of a step is folded with
 class ExtractiveQa(EncoderTask):
     """A window without the answer has start and end at its first token."""
 
-    name = "spans"
+    name = "extractive_qa"
     head = "spans"
     sections = ("Encoder", "Attention", "Questions")
     data = "questions"

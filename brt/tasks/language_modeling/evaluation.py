@@ -19,9 +19,8 @@ from brt.data.lanes import evaluation_batches
 from brt.data.preparation import Corpus
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer, decode
-from brt.layers.stack import StackState
-from brt.layers.state import forget
-from brt.models.decoder import new_state
+from brt.layers.stack import StackState, parts
+from brt.models.decoder import forget, new_state
 from brt.tasks.language_modeling.forward import block_nats
 from brt.tasks.language_modeling.samples import Sampler
 from brt.tasks.protocol import Progress, Stop
@@ -106,6 +105,7 @@ class DocumentEvaluator:
         self,
         params: PyTree[Array],
         *,
+        model_state: PyTree[Array] = (),
         whole: bool = True,
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
@@ -115,20 +115,29 @@ class DocumentEvaluator:
         results = []
         for ablate in (None, self._ablate) if self._ablate else (None,):
             result = self.read(
-                params, ablate=ablate, tokens_per_document=limit, stop=stop, progress=progress
-            )
+                params, model_state, ablate=ablate, tokens_per_document=limit, stop=stop,
+                progress=progress,
+            )  # fmt: skip
             if result is None:
                 return None
             results.append(result)
         return _reading(results)
 
-    def sample(self, params: PyTree[Array], step: int, stop: Stop = lambda: None) -> str | None:
+    def sample(
+        self,
+        params: PyTree[Array],
+        step: int,
+        stop: Stop = lambda: None,
+        *,
+        model_state: PyTree[Array] = (),
+    ) -> str | None:
         """Continues the beginning of the first document."""
-        return self._sampler(params, step, stop=stop)
+        return self._sampler(params, step, model_state, stop=stop)
 
     def read(
         self,
         params: PyTree[Array],
+        model_state: PyTree[Array] = (),
         *,
         ablate: str | None = None,
         tokens_per_document: int = 0,
@@ -152,7 +161,7 @@ class DocumentEvaluator:
         ):  # fmt: skip
             if stop():
                 return None
-            block_nats, carry = self._step(params, carry, batch, ablate=ablate)
+            block_nats, carry = self._step(params, carry, batch, model_state, ablate=ablate)
             real = document >= 0
             np.add.at(nats, document[real], np.asarray(block_nats, np.float64)[real])
             tokens = int(np.sum(batch.scored))
@@ -174,17 +183,18 @@ class DocumentEvaluator:
         return Result(protocol=protocol, documents=scores, tokens_per_second=speed)
 
     def _segment(
-        self, params: PyTree[Array], carry: StackState, batch: Batch, *, ablate: str | None
+        self,
+        params: PyTree[Array],
+        carry: StackState,
+        batch: Batch,
+        model_state: PyTree[Array],
+        *,
+        ablate: str | None,
     ) -> tuple[Float[Array, "B N"], StackState]:
         if ablate:
-            parts = {
-                argument: ablate in (part, "both")
-                for argument, part in (
-                    ("cache", "cache"), ("vectors", "state"), ("memory", "memory")
-                )
-            }  # fmt: skip
-            carry = tuple(forget(s, **parts) for s in carry)
-        return block_nats(self._config, params, carry, batch)
+            model = self._config.model
+            carry = forget(model, carry, parts(model) if ablate == "both" else (ablate,))
+        return block_nats(self._config, params, carry, batch, model_state or None)
 
     def _score(self, store: TokenStore, index: int, nats: float, limit: int) -> DocumentScore:
         tokens, name = int(store.lengths[index]), store.names[index]

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.layers.stack import StackState
-from brt.models.decoder import Decoder, logit_scale
+from brt.layers.stack import ModelState, StackState
+from brt.models.decoder import Decoder, DecoderOutput, logit_scale
 from brt.ops.cross_entropy import token_nats
 from brt.types import Batch
 
@@ -15,25 +15,31 @@ def predict(
     params: PyTree[Array],
     carry: StackState,
     batch: Batch,
+    model_state: ModelState | None = None,
     dropout: Array | None = None,
-) -> tuple[Float[Array, "B T D"], StackState]:
+) -> DecoderOutput:
     """Vectors of every token of a segment, and the state after it.
 
     Args:
+      model_state: may be left out where no layer has any.
       dropout: the key of a training step's; None: nothing is dropped.
     """
-    return Decoder(config.model, training=dropout is not None).apply(
-        {"params": params}, batch.inputs, carry, batch.document_start,
+    return Decoder(config.model, dropout is not None, config.kernels).apply(
+        {"params": params}, batch.inputs, carry, batch.document_start, model_state,
         rngs=None if dropout is None else {"dropout": dropout},
     )  # fmt: skip
 
 
 def segment_nats(
-    config: Config, params: PyTree[Array], carry: StackState, batch: Batch
+    config: Config,
+    params: PyTree[Array],
+    carry: StackState,
+    batch: Batch,
+    model_state: ModelState | None = None,
 ) -> tuple[Float[Array, "B T"], StackState]:
     """Nats of every token of a segment, 0 where it is not scored, and the state after it."""
     model = config.model
-    hidden, carry = predict(config, params, carry, batch)
+    hidden, carry, *_ = predict(config, params, carry, batch, model_state)
     nats = token_nats(
         hidden, params["embedding"], batch.targets,
         scale=logit_scale(model), chunk=config.training.loss_chunk,
@@ -42,8 +48,12 @@ def segment_nats(
 
 
 def block_nats(
-    config: Config, params: PyTree[Array], carry: StackState, batch: Batch
+    config: Config,
+    params: PyTree[Array],
+    carry: StackState,
+    batch: Batch,
+    model_state: ModelState | None = None,
 ) -> tuple[Float[Array, "B N"], StackState]:
     """Nats of every block of a segment, and the state after it."""
-    nats, carry = segment_nats(config, params, carry, batch)
+    nats, carry = segment_nats(config, params, carry, batch, model_state)
     return jnp.sum(nats.reshape(nats.shape[0], -1, config.model.window), axis=2), carry

@@ -1,5 +1,6 @@
 """The loss of a segment: every token from those before it."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
@@ -19,11 +20,14 @@ def loss(
     batch: Batch,
     key: Array,
 ) -> tuple[Float[Array, ""], Aux]:
-    """The summed loss of a batch; its nats, and the state after it."""
+    """The summed loss of a batch, with the layers' own, which are per token; what goes on."""
     training = config.training
-    hidden, carry = predict(config, params, carry, batch, key)
+    found = predict(config, params, carry, batch, model_state, key)
     total, nats = smoothed_cross_entropy(
-        hidden, params["embedding"], batch.targets, batch.scored,
+        found.hidden, params["embedding"], batch.targets, batch.scored,
         logit_scale(config.model), training.loss_chunk, training.label_smoothing,
     )  # fmt: skip
-    return total, Aux(nats, count_of(batch.scored), carry, model_state, {})
+    count = count_of(batch.scored)
+    total += count * sum(found.losses.values(), jnp.zeros(()))
+    metrics = {**found.metrics, **{f"loss/{name}": value for name, value in found.losses.items()}}
+    return total, Aux(nats, count, found.state, found.model_state, metrics)

@@ -22,15 +22,19 @@ class Sampler:
         self._session: Session | None = None
 
     def __call__(
-        self, params: PyTree[Array], step: int, stop: Callable[[], object] = lambda: None
+        self,
+        params: PyTree[Array],
+        step: int,
+        model_state: PyTree[Array] = (),
+        stop: Callable[[], object] = lambda: None,
     ) -> str | None:
         """The prompt and what the model makes of it; None if asked to stop on the way."""
         sampling, tokenizer = self._config.sampling, self._tokenizer
         prompt = self._store.document(0)[:PROMPT_TOKENS]
         key = jax.random.fold_in(jax.random.key(self._config.training.seed), _PURPOSE)
         if self._session is None:
-            self._session = Session(self._config, params, bos_id=self._store.bos_id)
-        self._session.restart(params)
+            self._session = Session(self._config, params, model_state, bos_id=self._store.bos_id)
+        self._session.restart(params, model_state)
         self._session.read(prompt)
         written: list[int] = []
         for tokens in self._session.write(

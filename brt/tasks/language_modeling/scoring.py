@@ -24,7 +24,10 @@ class TextScorer:
         self._step = jax.jit(partial(segment_nats, config), donate_argnums=1)
 
     def __call__(
-        self, params: PyTree[Array], tokens: Int[np.ndarray, " T"]
+        self,
+        params: PyTree[Array],
+        tokens: Int[np.ndarray, " T"],
+        model_state: PyTree[Array] = (),
     ) -> Float[np.ndarray, " T"]:
         """Segments of Evaluation.segment_length, with carried state."""
         length, window = self._config.evaluation_segment_length, self._config.model.window
@@ -38,7 +41,7 @@ class TextScorer:
                 _padded(inputs[part], length), _padded(tokens[part], length),
                 np.arange(length)[None] < size, document_start,
             )  # fmt: skip
-            nats, carry = self._step(params, carry, batch)
+            nats, carry = self._step(params, carry, batch, model_state or None)
             found.append(np.asarray(nats[0, :size]))
         return np.concatenate(found)
 

@@ -12,8 +12,9 @@ from brt.data.lanes import LaneReader
 from brt.data.preparation import Corpus
 from brt.data.tokenizers import Tokenizer
 from brt.errors import ConfigError
-from brt.layers.stack import StackState
-from brt.models.decoder import Decoder, new_state
+from brt.generation.session import Session
+from brt.layers.stack import ModelState, StackState, new_model_state, runs
+from brt.models.decoder import Decoder, DecoderOutput, new_state
 from brt.models.flops import forward_flops_per_token
 from brt.tasks import resolving
 from brt.tasks.language_modeling import warm_start
@@ -42,6 +43,7 @@ class LanguageModeling(Task):
     def check(self, config: Config) -> None:
         """Segments of whole blocks, and a causal model."""
         model, kind = config.model, config.attention.kind
+        runs(model)  # refuses kinds of layers that do not exist
         if kind != "full":
             raise ConfigError(
                 f"Attention.kind = {kind!r} looks at the whole of a sequence, which a causal model "
@@ -81,17 +83,21 @@ class LanguageModeling(Task):
     def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
         """Of the decoder."""
         model = config.model
-        tokens = jnp.zeros((1, model.window), jnp.int32)
-        start = jnp.ones((1, 1), bool)
-        return Decoder(model).init(key, tokens, new_state(model, 1), start)["params"]
+        tokens, start = jnp.zeros((1, model.window), jnp.int32), jnp.ones((1, 1), bool)
+        decoder, carry = Decoder(model, kernels=config.kernels), new_state(model, 1)
+        return decoder.init(key, tokens, carry, start, new_model_state(model))["params"]
 
     def initial_carry(self, config: Config, lanes: int) -> StackState:
         """Caches and recurrent states without a past."""
         return new_state(config.model, lanes)
 
+    def initial_model_state(self, config: Config) -> ModelState:
+        """Of kinds of layers that have one."""
+        return new_model_state(config.model)
+
     def predict(
         self, config: Config, params: PyTree[Array], batch: Batch, **given: Any
-    ) -> tuple[Float[Array, "B T D"], StackState]:
+    ) -> DecoderOutput:
         """See `forward.predict`."""
         return predict(config, params, given.pop("carry"), batch, **given)
 
@@ -147,6 +153,11 @@ class LanguageModeling(Task):
         where: Mapping[str, Any],
     ) -> Inspection:
         """What the model does with its memory."""
+        if new_model_state(config.model):
+            raise ConfigError(
+                f"--probe does not know what Model.layer_kinds = {config.model.layer_kinds} learn "
+                "without gradients; evaluate with --ablate instead"
+            )
         return job.inspect(config, params, corpus, split, tokens, where)
 
     def yardstick(self, config: Config, corpus: Corpus) -> tuple[str, float] | None:
@@ -160,9 +171,16 @@ class LanguageModeling(Task):
         manifest = corpus.split("train").manifest
         return manifest["bytes"] / manifest["tokens"]
 
-    def writer(self, config: Config, params: PyTree[Array], tokenizer: Tokenizer) -> TextWriter:
+    def writer(
+        self,
+        config: Config,
+        params: PyTree[Array],
+        tokenizer: Tokenizer,
+        model_state: PyTree[Array] = (),
+    ) -> TextWriter:
         """Goes on from prompts."""
-        return TextWriter(config, params, tokenizer)
+        session = Session(config, params, model_state, bos_id=tokenizer.bos_id)
+        return TextWriter(session, config, tokenizer)
 
     def scorer(self, config: Config, tokenizer: Tokenizer) -> TextScorer:
         """Each token from those before it."""

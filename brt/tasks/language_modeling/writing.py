@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterator
 
 import jax
-from jaxtyping import Array, PyTree
 
 from brt.config import Config
 from brt.data.tokenizers import StreamDecoder, Tokenizer
@@ -17,9 +16,8 @@ MAX_TOKENS = 500
 class TextWriter(Writer):
     """Reads the prompt, then writes: drawn token by token, or found by a search over beams."""
 
-    def __init__(self, config: Config, params: PyTree[Array], tokenizer: Tokenizer):
-        self._config, self._tokenizer = config, tokenizer
-        self.session = Session(config, params, bos_id=tokenizer.bos_id)
+    def __init__(self, session: Session, config: Config, tokenizer: Tokenizer):
+        self.session, self._config, self._tokenizer = session, config, tokenizer
 
     def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
         """Goes on from what the session has read; the prompt is no part of the text."""

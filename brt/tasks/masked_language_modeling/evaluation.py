@@ -95,6 +95,7 @@ class MaskedEvaluator:
         self,
         params: PyTree[Array],
         *,
+        model_state: PyTree[Array] = (),
         whole: bool = True,
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
@@ -119,7 +120,14 @@ class MaskedEvaluator:
         speed = timed / (time.perf_counter() - begin) if timed else None
         return self._reading(nats / math.log(2), count, right, speed)
 
-    def sample(self, params: PyTree[Array], step: int, stop: Stop = lambda: None) -> str | None:
+    def sample(
+        self,
+        params: PyTree[Array],
+        step: int,
+        stop: Stop = lambda: None,
+        *,
+        model_state: PyTree[Array] = (),
+    ) -> str | None:
         """The beginning of the first document, with what the model guesses."""
         return None if stop() else filled(self._tokenizer, *self._first(params))
 

@@ -7,7 +7,6 @@ from brt.config import Config
 from brt.data import preparation
 from brt.data.lanes import LaneReader
 from brt.data.preparation import Corpus
-from brt.models.seq2seq import without_bias
 from brt.ops.cross_entropy import smoothed_cross_entropy
 from brt.tasks.encoders import EncoderTask, refuse_ablation
 from brt.tasks.masked_language_modeling.evaluation import MaskedEvaluator, token_entropy
@@ -73,10 +72,9 @@ class MaskedLanguageModeling(EncoderTask):
         tokens = masked(config, batch, jax.random.split(keys[_MASKS], len(batch.targets)))
         network = self.network(config, training=True)
         hidden, out = predict(network, params, batch, tokens, keys[_ATTENTION], keys[_DROPOUT])
-        hidden, embedding = without_bias(out, hidden)
         total, nats = smoothed_cross_entropy(
-            hidden, embedding, tokens.targets, tokens.scored, out.scale,
-            config.training.loss_chunk, config.training.label_smoothing,
+            hidden, out.embedding, tokens.targets, tokens.scored, out.scale,
+            config.training.loss_chunk, config.training.label_smoothing, out.bias,
         )  # fmt: skip
         return total, Aux(nats, count_of(tokens.scored), carry, model_state, {})
 

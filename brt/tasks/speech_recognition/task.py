@@ -26,7 +26,7 @@ _DROPOUT, _ATTENTION, _MASKS = range(3)  # what the key of a step is folded with
 class SpeechRecognition(EncoderTask):
     """Connectionist temporal classification."""
 
-    name = "ctc"
+    name = "speech_recognition"
     head = "ctc"
     frames = True
     sections = ("Encoder", "Attention", "Speech")

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.models.seq2seq import without_bias
 from brt.ops.cross_entropy import token_nats
 from brt.tasks.protocol import Stop
 from brt.tasks.summarization.data.batches import evaluation_batches
@@ -58,7 +57,8 @@ class TeacherForcing:
     def nats(self, params: PyTree[Array], batch: PairBatch) -> Float[Array, "B T"]:
         """-log p of every token of the summaries, 0 on padding; to be compiled."""
         hidden, out, _ = predict(self._config, params, batch)
-        hidden, embedding = without_bias(out, hidden)
-        chunk = self._config.training.loss_chunk
-        found = token_nats(hidden, embedding, batch.target_out, scale=out.scale, chunk=chunk)
+        found = token_nats(
+            hidden, out.embedding, batch.target_out, out.bias,
+            scale=out.scale, chunk=self._config.training.loss_chunk,
+        )  # fmt: skip
         return jnp.where(batch.scored, found, 0.0)

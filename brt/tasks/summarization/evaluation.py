@@ -30,6 +30,7 @@ class SummaryEvaluator:
         self,
         params: PyTree[Array],
         *,
+        model_state: PyTree[Array] = (),
         whole: bool = True,
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
@@ -54,7 +55,14 @@ class SummaryEvaluator:
             f"{heading}\n\n{scores.text(scored)}",
         )
 
-    def sample(self, params: PyTree[Array], step: int, stop: Stop = lambda: None) -> str | None:
+    def sample(
+        self,
+        params: PyTree[Array],
+        step: int,
+        stop: Stop = lambda: None,
+        *,
+        model_state: PyTree[Array] = (),
+    ) -> str | None:
         """A document's summary beside what the model makes of it."""
         summaries = self._summarizer(params, self._store, limit=1, stop=stop)
         if summaries is None:

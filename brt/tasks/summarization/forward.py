@@ -23,7 +23,9 @@ class Prediction(NamedTuple):
 
 def network(config: Config, *, training: bool = False) -> seq2seq.Seq2Seq:
     """The model that a config describes."""
-    return seq2seq.Seq2Seq(config.seq2seq, config.cross_attention, training, config.attention)
+    return seq2seq.Seq2Seq(
+        config.seq2seq, config.cross_attention, training, config.attention, config.kernels
+    )
 
 
 def predict(

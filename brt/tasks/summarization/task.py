@@ -15,7 +15,6 @@ from brt.interop.exporting import NAMES, Exported
 from brt.interop.huggingface.config import Described
 from brt.interop.pretrained import Pretrained
 from brt.models import seq2seq
-from brt.models.seq2seq import without_bias
 from brt.models.transformer_flops import seq2seq_flops
 from brt.ops.cross_entropy import smoothed_cross_entropy
 from brt.tasks import resolving
@@ -39,7 +38,7 @@ _ROUGE_L = Measure("rougeL", "ROUGE-L", ".2f", higher_is_better=True)
 class Summarization(Task):
     """An encoder-decoder's."""
 
-    name = "seq2seq"
+    name = "summarization"
     sections = ("Seq2Seq", "Attention", "CrossAttention", "Pairs", "Decoding", "Sampling")
     model, data = "seq2seq", "pairs"
     writes = exports = True
@@ -113,10 +112,9 @@ class Summarization(Task):
     ) -> tuple[Float[Array, ""], Aux]:
         """The summed loss of the summaries."""
         hidden, out, metrics = predict(config, params, batch, key)
-        hidden, embedding = without_bias(out, hidden)
         total, nats = smoothed_cross_entropy(
-            hidden, embedding, batch.target_out, batch.scored, out.scale,
-            config.training.loss_chunk, config.training.label_smoothing,
+            hidden, out.embedding, batch.target_out, batch.scored, out.scale,
+            config.training.loss_chunk, config.training.label_smoothing, out.bias,
         )  # fmt: skip
         return total, Aux(nats, count_of(batch.scored), carry, model_state, metrics)
 
@@ -173,7 +171,11 @@ class Summarization(Task):
         return len(train.reference.values) / len(train.target.values)
 
     def writer(
-        self, config: Config, params: PyTree[Array], tokenizer: PairTokenizer
+        self,
+        config: Config,
+        params: PyTree[Array],
+        tokenizer: PairTokenizer,
+        model_state: PyTree[Array] = (),
     ) -> SummaryWriter:
         """Summaries of prompts."""
         return SummaryWriter(config, params, tokenizer)
@@ -193,10 +195,14 @@ class Summarization(Task):
         ]
 
     def exported(
-        self, source: Path, config: Config, params: PyTree[Array], corpus: Corpus
+        self,
+        source: Path,
+        config: Config,
+        params: PyTree[Array],
+        open_corpus: Callable[[], Corpus],
     ) -> Exported:
         """As T5's or BART's form has it."""
-        decoding, tokenizer = config.decoding, corpus.tokenizer
+        corpus, decoding = open_corpus(), config.decoding
         generation = {
             "num_beams": decoding.beams,
             "length_penalty": decoding.length_penalty,
@@ -205,13 +211,13 @@ class Summarization(Task):
             "no_repeat_ngram_size": decoding.no_repeat_ngram,
         }
         described = Described(
-            config.seq2seq, config.cross_attention, special_tokens(tokenizer), generation, {}
+            config.seq2seq, config.cross_attention, special_tokens(corpus.tokenizer), generation, {}
         )
 
         def copy(target: Path) -> list[str]:
             (found,) = (p for p in corpus.directory.glob("tokenizer.*") if p.suffix in NAMES)
             name = NAMES[found.suffix]
-            (target / name).write_bytes(tokenizer.content)
+            (target / name).write_bytes(corpus.tokenizer.content)
             return [name]
 
         kind, notes = config.attention.kind, []

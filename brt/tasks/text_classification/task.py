@@ -24,7 +24,7 @@ _DROPOUT, _ATTENTION = 0, 1  # what the key of a step is folded with
 class TextClassification(EncoderTask):
     """The label of a sentence."""
 
-    name = "classification"
+    name = "text_classification"
     head = "classification"
     sections = ("Encoder", "Attention", "Sentences")
     data = "sentences"
@@ -110,7 +110,7 @@ class TextClassification(EncoderTask):
     def next_steps(self, workdir: str) -> list[str]:
         """With one's own sentences."""
         column = "score" if self.numbers else "label"
-        task = f"--gin_bindings=\"Training.objective = '{self.name}'\" " if self.numbers else ""
+        task = f"--gin_bindings=\"Training.task = '{self.name}'\" " if self.numbers else ""
         return [
             *next_of_encoder(workdir),
             f'with your own sentences, a line of {{"sentence": ..., "{column}": ...}} each:',
@@ -122,7 +122,7 @@ class TextClassification(EncoderTask):
 class TextRegression(TextClassification):
     """The number of a sentence: the mean of a normal distribution of variance 1."""
 
-    name = "regression"
+    name = "text_regression"
     measures = (
         Measure("bits_per_number", "bits per number"),
         Measure("pearson", "Pearson %", ".2f", higher_is_better=True),

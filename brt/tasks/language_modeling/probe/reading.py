@@ -22,8 +22,7 @@ from brt.config import Config
 from brt.data.lanes import evaluation_batches
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
-from brt.layers.stack import StackState
-from brt.layers.state import forget, graft, parts
+from brt.layers.stack import StackState, graft, parts
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.forward import block_nats
 from brt.tasks.language_modeling.probe.states import recurrent_vectors, state_figures
@@ -85,8 +84,7 @@ class Reading:
 
 def arms(config: Config, lanes: int) -> list[Arm]:
     """What can be replaced in this model; one lane has no other to read from."""
-    there = set().union(*(parts(state) for state in new_state(config.model, 1)))
-    there -= set() if config.model.cache else {"cache"}
+    there = parts(config.model) - (set() if config.model.cache else {"cache"})
     hows = HOWS if lanes > 1 else tuple(how for how in HOWS if how != "shuffled")
     return [Arm(part, how) for part in PARTS if part in there for how in hows]
 
@@ -159,15 +157,14 @@ class _Streams:
         """
         normal, whose = self._carried[None], _other_lanes(self._active)
         donors = {
-            "zeroed": tuple(map(forget, normal)),
+            "zeroed": new_state(self._config.model, len(self._active)),
             "shuffled": _take(normal, whose),
             "frozen": self._frozen,
         }
         nats = []
         for arm, carried in self._carried.items():
             if arm is not None:
-                pairs = zip(carried, donors[arm.how], strict=True)
-                carried = tuple(graft(own, other, arm.part) for own, other in pairs)
+                carried = graft(self._config.model, carried, donors[arm.how], {arm.part})
             block, self._carried[arm] = _read_blocks(self._config, self._params, carried, batch)
             nats.append(np.asarray(block, np.float64))
         started = batch.document_start.any(axis=1)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config, Model
+from brt.layers import kinds
 from brt.layers.stack import StackState, runs
-from brt.layers.state import RecurrentState
 
 _LANES = 8  # that training looks at: the Gram matrices of all would take their share of memory
 
@@ -49,8 +49,8 @@ def state_figures(vectors: Float[Array, "B S D"]) -> StateFigures:
 def recurrent_vectors(model: Model, carried: StackState) -> dict[int, Float[Array, "B S D"]]:
     """The state vectors of each recurrent layer."""
     found, first = {}, 0
-    for (_, _, count), state in zip(runs(model), carried, strict=True):
-        if isinstance(state, RecurrentState):
+    for (_, kind, count), state in zip(runs(model), carried, strict=True):
+        if kinds.of(kind).recurs:
             found |= {first + i: state.vectors[:, i] for i in range(count)}
         first += count
     return found
@@ -61,8 +61,8 @@ def with_vectors(
 ) -> StackState:
     """The inverse of `recurrent_vectors`: the same states with other vectors."""
     after, first = [], 0
-    for (_, _, count), state in zip(runs(model), carried, strict=True):
-        if isinstance(state, RecurrentState):
+    for (_, kind, count), state in zip(runs(model), carried, strict=True):
+        if kinds.of(kind).recurs:
             stacked = jnp.stack([vectors[first + i] for i in range(count)], axis=1)
             state = state._replace(vectors=stacked)
         after.append(state)
@@ -77,7 +77,7 @@ def fixed_gate_decay(model: Model, params: PyTree[Array]) -> dict[int, Float[Arr
     """
     found, first = {}, 0
     for name, kind, count in runs(model):
-        if kind == "recurrent" and model.gate == "fixed":
+        if kinds.of(kind).recurs and model.gate == "fixed":
             cell = params["stack"][name]["cell"]
             biases = [cell[leaf] for leaf in cell if leaf.endswith("_gate_bias")]
             decay = sum(jax.nn.softplus(-bias) for bias in biases)  # -log sigmoid(bias)
@@ -101,6 +101,7 @@ class StateProbe:
     def __init__(self, config: Config):
         self._model = config.model
         self._figures = jax.jit(self._compute)
+        self._recurs = any(kinds.of(kind).recurs for kind in config.model.layer_types)
 
     def _compute(self, params: PyTree[Array], carried: StackState) -> dict[str, Array]:
         values = {}
@@ -114,4 +115,4 @@ class StateProbe:
 
     def __call__(self, params: PyTree[Array], carried: StackState) -> dict[str, Any]:
         """Tags and numbers; none where no layer recurs."""
-        return self._figures(params, carried) if self._model.recurrent_layers else {}
+        return self._figures(params, carried) if self._recurs else {}

@@ -110,7 +110,7 @@ def _class(value: Any) -> str:
         value = int(value)
     if isinstance(value, float):
         raise ValueError(
-            f"has the number {value} for a label (Training.objective = 'regression' learns numbers)"
+            f"has the number {value} for a label (Training.task = 'text_regression' learns numbers)"
         )
     label = str(value) if isinstance(value, int) else _text(value)
     if not label:

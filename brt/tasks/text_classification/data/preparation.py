@@ -71,7 +71,7 @@ class _Preparation(TextPreparation):
         if self._numbers and any(name.startswith(made_up.PREFIX) for name in names):
             raise DataError(
                 f"Sentences.{split} = {names} is made up with classes for labels, but "
-                "Training.objective = 'regression' reads numbers; name your own files"
+                "Training.task = 'text_regression' reads numbers; name your own files"
             )
         return made_up.read(
             names, generated.examples,

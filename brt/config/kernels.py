@@ -1,0 +1,39 @@
+"""Which implementation of each operation runs."""
+
+import dataclasses
+from typing import Literal
+
+from brt.config.fields import free
+
+Name = Literal[
+    "auto", "reference", "xla", "xla_cpu", "pallas_tpu", "pallas_gpu", "pallas_interpret"
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """By operation: `auto` takes the best that supports the inputs on this backend.
+
+    reference         the meaning, written naively: slow, and large
+    xla               plain XLA
+    xla_cpu           plain XLA, cut as CPUs like it
+    pallas_tpu        a kernel for TPUs
+    pallas_gpu        a kernel for GPUs
+    pallas_interpret  a kernel, interpreted: for tests
+
+    An operation refuses what it does not have, and says what it has.
+    """
+
+    window_attention: Name = free("auto")  # of a decoder's tokens to their window
+    recurrent_attention: Name = free("auto")  # of recurrent states to tokens
+    memory_attention: Name = free("auto")  # of memorizing layers
+    causal_clustered_attention: Name = free("auto")  # of clustered layers
+    masked_attention: Name = free("auto")  # of encoders, and of the decoder of a Seq2Seq to itself
+    encoder_attention: Name = free(
+        "auto"
+    )  # Seq2Seq.encoder_attention = 'local', 'transient_global'
+    cross_attention: Name = free("auto")  # of a decoder to its source, of every CrossAttention.kind
+    clustered_attention: Name = free("auto")  # Attention.kind = 'clustered', 'improved_clustered'
+    kmeans: Name = free("auto")  # what clusters their queries
+    reformer: Name = free("auto")  # Attention.kind = 'reformer'
+    oracle_top_k: Name = free("auto")  # Attention.kind = 'oracle_top_k'

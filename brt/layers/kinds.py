@@ -1,0 +1,117 @@
+"""The kinds of layers. Adding one is a module and a line here: nothing else tells them apart."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from brt.config import Model
+from brt.errors import ConfigError
+from brt.layers.attention import WindowLayer
+from brt.layers.clustered import ClusteredLayer, clustered_flops, new_clustered_state
+from brt.layers.memorizing import MemorizingLayer, memory_flops, new_memory_state
+from brt.layers.recurrent import RecurrentLayer, new_recurrent_state, state_update_flops
+from brt.layers.state import LayerState, new_window_state
+
+
+class LayerAux(NamedTuple):
+    """What a layer makes of a segment besides its output and its state.
+
+    Attributes:
+      model_state: the next one; () of kinds that have none.
+      losses: by name, float32 scalars per token: their mean over the tokens of the segment.
+      metrics: by name, float32 scalars to be logged.
+    """
+
+    model_state: PyTree[Array] = ()
+    losses: Mapping[str, Array] = {}
+    metrics: Mapping[str, Array] = {}
+
+
+class LayerKind(NamedTuple):
+    """All that the rest of brt knows of a kind of layer.
+
+    Its module has the fields `model`, `training` and `kernels`, and four methods. The last three
+    do the same as the first for one block, token by token:
+
+      (x [B, T, D], state, document_start [B, N], feedback) -> (y, state)
+      begin_block(None, state, document_start [B] or None, None) -> (None, block)
+      decode_step(x [B, 1, D], (state, block), position, feedback) -> (y, block)
+      end_block(None, (state, block), None, None) -> (None, state)
+
+    `feedback` is the `StateMemory` that a layer shows to all others, or None. What a layer
+    learns without gradients is its model state: the last argument of all four methods where the
+    kind has one, and read only but for the first, which returns (y, state, LayerAux).
+
+    Attributes:
+      new_state: (model, batch, dtype) -> what has read nothing, with the batch on axis 0.
+      parts: the fields of the state that make its "cache", its "state" or its "memory", each in
+        one part: what can be ablated or exchanged by itself.
+      flops: of a token, forward, of what the kind adds to a sliding-window layer.
+      settings: the fields of `Model` that only this kind reads. One named <kind>_layers places
+        it; a kind without such a field is placed by Model.layer_kinds.
+      recurs: whether it carries state vectors, `state.vectors` [B, S, D], and its open block
+        shows them as `memory`: what probes look at, and what Model.feedback shows to others.
+      new_model_state: (model) -> that of a layer of this kind at step 0; None: it has none.
+    """
+
+    module: type[nn.Module]
+    new_state: Callable[[Model, int, jnp.dtype], LayerState]
+    parts: Mapping[str, tuple[str, ...]]
+    flops: Callable[[Model], int]
+    settings: tuple[str, ...] = ()
+    recurs: bool = False
+    new_model_state: Callable[[Model], Any] | None = None
+
+
+KINDS = {
+    "window": LayerKind(
+        WindowLayer, new_window_state, {"cache": ("keys", "values", "valid")}, lambda model: 0
+    ),
+    "recurrent": LayerKind(
+        RecurrentLayer,
+        new_recurrent_state,
+        {"cache": ("window",), "state": ("vectors", "valid")},
+        state_update_flops,
+        ("recurrent_layers", "states", "gate", "gate_layout", "gate_bias", "gate_tanh"),
+        recurs=True,
+    ),
+    "memorizing": LayerKind(
+        MemorizingLayer,
+        new_memory_state,
+        {"cache": ("window",), "memory": ("keys", "values", "length")},
+        memory_flops,
+        ("memorizing_layers", "memory_size", "memory_neighbors", "memory_search"),
+    ),
+    "clustered": LayerKind(
+        ClusteredLayer,
+        new_clustered_state,
+        {"cache": ("window",), "memory": ("keys", "values", "rest", "totals", "filled")},
+        clustered_flops,
+        ("clustered_layers", "clusters", "cluster_top_k", "cluster_jensen"),
+    ),
+}  # fmt: skip
+
+
+def of(name: str) -> LayerKind:
+    """The kind of that name.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if name not in KINDS:
+        raise ConfigError(
+            f"Model.layer_kinds names {name!r}, but the kinds of layers are "
+            + ", ".join(map(repr, KINDS))
+        )
+    return KINDS[name]
+
+
+def graft(
+    kind: LayerKind, state: LayerState, donor: LayerState, parts: Collection[str]
+) -> LayerState:
+    """A layer's `state` with some of its parts taken from `donor`; those of no such name stay."""
+    fields = [field for part in parts for field in kind.parts.get(part, ())]
+    return state._replace(**{field: getattr(donor, field) for field in fields})

@@ -1,0 +1,72 @@
+"""Cross-attention in plain XLA: what each segment's targets read, and the reading of it."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import CrossAttention
+from brt.ops import segmented_recurrent_attention as segmented
+from brt.ops.cross_attention import baselines
+from brt.ops.cross_attention.parameters import Parameters
+from brt.ops.dropout import Dropout
+from brt.ops.segmented_recurrent_attention.segments import cut, segment_counts
+
+
+def attend(
+    queries: Float[Array, "B T H K"],
+    keys: Float[Array, "B X H K"],
+    values: Float[Array, "B X H K"],
+    valid: Bool[Array, "B X"],
+    parameters: Parameters,
+    config: CrossAttention,
+    *,
+    t0: int | Int[Array, ""] = 0,
+    target_length: int | None = None,
+    dropout: Dropout | None = None,
+) -> tuple[Float[Array, "B T H K"], segmented.Aux]:
+    """See `api.attend`."""
+    windows = windows_of(keys, values, valid, parameters, config)
+    return segmented.attend(
+        queries, windows, parameters.raf, config,
+        t0=t0, target_length=target_length, dropout=dropout, implementation="xla",
+    )  # fmt: skip
+
+
+def windows_of(
+    keys: Float[Array, "B X H K"],
+    values: Float[Array, "B X H K"],
+    valid: Bool[Array, "B X"],
+    parameters: Parameters,
+    config: CrossAttention,
+) -> segmented.Windows:
+    """What the targets of each segment read."""
+    if config.mask_kv:
+        keys, values = (jnp.where(valid[:, :, None, None], x, 0) for x in (keys, values))
+    size = keys.shape[1] if config.kind == "full" else config.segment_size
+    own_keys, own_values = (cut(x, size).swapaxes(2, 3) for x in (keys, values))
+    counts = segment_counts(valid, config, size)
+    windows = segmented.Windows(own_keys, own_values, cut(valid, size), counts)
+    if config.kind == "local_global":
+        counted = windows.mask if config.mask_kv else jnp.ones_like(windows.mask)
+        return windows._replace(shared=baselines.segment_means(own_keys, own_values, counted))
+    if config.kind == "xl_memory":
+        return _with_memory(windows, keys, values, parameters, config)
+    return windows
+
+
+def _with_memory(
+    windows: segmented.Windows,
+    keys: Float[Array, "B X H K"],
+    values: Float[Array, "B X H K"],
+    parameters: Parameters,
+    config: CrossAttention,
+) -> segmented.Windows:
+    memories, recurs = (None, None), config.memory == "rnn"
+    if recurs:
+        weights = (parameters.memory_keys, parameters.memory_values)
+        memories = (
+            cut(baselines.rnn(x, w), config.segment_size).swapaxes(2, 3)
+            for x, w in zip((keys, values), weights, strict=True)
+        )
+    both = map(baselines.with_previous, (windows.keys, windows.values), memories)
+    mask = baselines.previous_mask(windows.mask, first=recurs)
+    return segmented.Windows(*both, mask, windows.counts)

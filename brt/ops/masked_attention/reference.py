@@ -1,0 +1,23 @@
+"""The meaning of masked attention: all logits at once."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from brt.ops.softmax import masked_softmax
+
+
+def attend(
+    queries: Float[Array, "*B Q H K"],
+    keys: Float[Array, "*B S H K"],
+    values: Float[Array, "*B S H K"],
+    bias: Float[Array, "H Q S"] | None,
+    mask: Bool[Array, "*#B #Q S"],
+    dropout: None = None,
+) -> Float[Array, "*B Q H K"]:
+    """See `api.attend`."""
+    mask = jnp.broadcast_to(mask, (*queries.shape[:-3], *mask.shape[-2:]))
+    logits = jnp.einsum("...qhk,...shk->...hqs", queries, keys, preferred_element_type=jnp.float32)
+    if bias is not None:
+        logits += bias.reshape((1,) * (logits.ndim - 3) + bias.shape)
+    weights = masked_softmax(logits, mask[..., None, :, :]).astype(values.dtype)
+    return jnp.einsum("...hqs,...shk->...qhk", weights, values)

@@ -1,0 +1,93 @@
+"""The meaning of the recurrent cell: block by block, every product by itself; float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from brt.ops.gates import gate
+from brt.ops.normalization import l2_normalize, rms_norm
+from brt.ops.recurrent_attention.cell import CellWeights, StateMemory
+
+
+def state_scan(
+    weights: CellWeights,
+    initial: Float[Array, "S D"],
+    vectors: Float[Array, "B S D"],
+    keys: Float[Array, "B Z H K"],
+    values: Float[Array, "B Z H K"],
+    readable: Bool[Array, "B N"],
+    document_start: Bool[Array, "B N"],
+    *,
+    kind: str,
+    tanh: str,
+    normalize_qk: bool,
+    null_keys: bool,
+    unroll: int = 1,
+) -> tuple[Float[Array, "B S D"], StateMemory]:
+    """See `api.state_scan`; `unroll` means nothing to a loop."""
+    blocks, dtype = readable.shape[1], keys.dtype
+    window = keys.shape[1] // (blocks + 1)
+    shown = []
+    for n in range(blocks):
+        vectors = jnp.where(document_start[:, n, None, None], initial[None], vectors)
+        h = rms_norm(vectors, weights.norm) + weights.ids[None]
+        kernels = weights.keys, weights.queries, weights.cross_queries, weights.values
+        k, q, crossing, v = (jnp.einsum("bsd,dhk->bshk", h, kernel) for kernel in kernels)
+        if normalize_qk:
+            k, q, crossing = (l2_normalize(x) for x in (k, q, crossing))
+        q = q * weights.scale[None, None, :, None]
+        crossing = crossing * weights.cross_scale[None, None, :, None]
+        k_tokens, v_tokens = (
+            x[:, n * window : (n + 2) * window].astype(jnp.float32) for x in (keys, values)
+        )
+        mask = readable[:, n, None] | (np.arange(2 * window) >= window)[None]
+        everything = jnp.ones(k.shape[:2], bool)
+        attended = jnp.stack(
+            [
+                _attend(q, k, v, everything, False),
+                _attend(crossing, k_tokens, v_tokens, mask, null_keys),
+            ],
+            axis=2,
+        )
+        vectors = _next(weights, vectors, attended, kind, tanh)
+        shown.append(StateMemory(k.astype(dtype), v.astype(dtype)))
+    return vectors, jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *shown)
+
+
+def _attend(
+    queries: Float[Array, "B S H K"],
+    keys: Float[Array, "B X H K"],
+    values: Float[Array, "B X H K"],
+    mask: Bool[Array, "B X"],
+    null_keys: bool,
+) -> Float[Array, "B S H K"]:
+    mask = mask[:, None, None]
+    logits = jnp.where(
+        mask, jnp.einsum("bqhk,bshk->bhqs", queries, keys), 0.0 if null_keys else -jnp.inf
+    )
+    weights = jnp.where(mask, jax.nn.softmax(logits, axis=-1), 0)
+    return jnp.einsum("bhqs,bshk->bqhk", weights, values)
+
+
+def _next(
+    weights: CellWeights,
+    vectors: Float[Array, "B S D"],
+    attended: Float[Array, "B S 2 H K"],
+    kind: str,
+    tanh: str,
+) -> Float[Array, "B S D"]:
+    """Section 3.6: dual has both residuals, skip the first, single the second."""
+    single = weights.output is None
+    bounded = single if tanh == "original" else kind == "lstm"
+    bound = jnp.tanh if bounded else lambda z: z
+    inputs = attended
+    if not single:
+        update = bound(jnp.tensordot(attended, weights.output, axes=3))
+        vectors = gate(kind, weights.output_gate, vectors, update, attended)
+        if weights.mlp_in is None:
+            return vectors
+        inputs = rms_norm(vectors, weights.mlp_norm)
+    hidden = jax.nn.relu(jnp.tensordot(inputs, weights.mlp_in, axes=inputs.ndim - 2))
+    update = bound(hidden @ weights.mlp_out)
+    return gate(kind, weights.mlp_gate, vectors, update, hidden)

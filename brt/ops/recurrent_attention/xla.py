@@ -1,0 +1,167 @@
+"""The state update in plain XLA; its weight gradients are computed once, after the scan."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from brt.ops import deferred
+from brt.ops.activations import relu
+from brt.ops.deferred import Tap
+from brt.ops.dense import dense
+from brt.ops.gates import gate
+from brt.ops.normalization import l2_normalize, rms_norm
+from brt.ops.recurrent_attention.cell import CellWeights, StateMemory
+from brt.ops.softmax_attention import attend, attend_by_head
+
+
+class _Kernels(NamedTuple):
+    """The large products of a state update: kernels, or their taps (`brt.ops.deferred`)."""
+
+    projection: Array | Tap
+    output: Array | Tap | None
+    mlp_in: Array | Tap | None
+    mlp_out: Array | Tap | None
+
+
+def _kernels(weights: CellWeights) -> _Kernels:
+    """Keys, both queries and values by one product with a kernel [D, 4, H, K]."""
+    parts = (weights.keys, weights.queries, weights.cross_queries, weights.values)
+    return _Kernels(jnp.stack(parts, axis=1), weights.output, weights.mlp_in, weights.mlp_out)
+
+
+def _inputs(kernels: _Kernels) -> _Kernels:
+    """How many axes each product sums over; all but the first have one axis of outputs."""
+    return _Kernels(1, *(k if k is None else k.ndim - 1 for k in kernels[1:]))
+
+
+def _dense(
+    x: Float[Array, "B S *M"], kernel: Array, tap: Tap | None, inputs: int = 1
+) -> Float[Array, "B S ..."]:
+    return dense(x, kernel, inputs) if tap is None else deferred.dot(x, kernel, tap, inputs)
+
+
+def _attend_to_tokens(
+    queries: Float[Array, "B S H K"],
+    keys: Float[Array, "B H X K"],
+    values: Float[Array, "B H X K"],
+    readable: Bool[Array, " B"],
+    null_keys: bool,
+) -> Float[Array, "B S H K"]:
+    """States attend to X = 2W tokens: the previous block, where it is readable, and this one."""
+    window = keys.shape[2] // 2
+    mask = readable[:, None] | (jnp.arange(2 * window) >= window)[None]  # [B, 2W]
+    by_head = attend_by_head(queries.swapaxes(1, 2), keys, values, mask, null_keys=null_keys)
+    return by_head.swapaxes(1, 2)
+
+
+def state_update(
+    weights: CellWeights,
+    vectors: Float[Array, "B S D"],
+    keys: Float[Array, "B H X K"],
+    values: Float[Array, "B H X K"],
+    readable: Bool[Array, " B"],
+    kernels: _Kernels | None = None,
+    taps: _Kernels | None = None,
+    *,
+    kind: str,
+    tanh: str,
+    normalize_qk: bool,
+    null_keys: bool,
+) -> tuple[Float[Array, "B S D"], StateMemory]:
+    """One block: the states after it, and the memory of the states before it.
+
+    Args:
+      vectors: float32.
+      keys, values: of the previous block and of this one, X = 2W.
+      readable: whether the previous block may be read.
+      kernels, taps: given by `state_scan` only.
+      kind: 'fixed', 'lstm' or 'gru'.
+      tanh: 'original' (on the update of the single layout) or 'paper' (of lstm gates).
+      null_keys: an unreadable block counts as zero keys with zero values.
+    """
+    kernels = kernels or _kernels(weights)
+    taps = taps or _Kernels(None, None, None, None)
+    dtype = keys.dtype
+    h = rms_norm(vectors, weights.norm) + weights.ids[None]
+    product = _dense(h.astype(dtype), kernels.projection, taps.projection)
+    scaled, v = product[:, :, :-1], product[:, :, -1]
+    if normalize_qk:
+        scaled = l2_normalize(scaled)
+    scales = jnp.stack([jnp.ones_like(weights.scale), weights.scale, weights.cross_scale])
+    scaled = scaled * scales.astype(dtype)[None, None, :, :, None]
+    k, q, q_cross = (part.squeeze(2) for part in jnp.split(scaled, 3, axis=2))
+    crossed = _attend_to_tokens(q_cross, keys, values, readable, null_keys)
+    attended = jnp.stack([attend(q, k, v), crossed], axis=2)
+    return _gated(weights, vectors, attended, kernels, taps, kind, tanh), StateMemory(k, v)
+
+
+def _gated(
+    weights: CellWeights,
+    vectors: Float[Array, "B S D"],
+    attended: Float[Array, "B S 2 H K"],
+    kernels: _Kernels,
+    taps: _Kernels,
+    kind: str,
+    tanh: str,
+) -> Float[Array, "B S D"]:
+    """The dual, single or skip layout (section 3.6), told apart by the weights present."""
+    single = weights.output is None
+    bounded = single if tanh == "original" else kind == "lstm"
+    bound = jnp.tanh if bounded else lambda z: z
+
+    inputs = _inputs(kernels)
+
+    def after_mlp(x: Float[Array, "B S *M"]) -> Float[Array, "B S D"]:
+        hidden = relu(_dense(x, kernels.mlp_in, taps.mlp_in, inputs.mlp_in))
+        z = bound(_dense(hidden, kernels.mlp_out, taps.mlp_out))
+        return gate(kind, weights.mlp_gate, vectors, z, hidden)
+
+    if single:
+        return after_mlp(attended)
+    z = bound(_dense(attended, kernels.output, taps.output, inputs.output))
+    vectors = gate(kind, weights.output_gate, vectors, z, attended)
+    if weights.mlp_in is None:
+        return vectors
+    return after_mlp(rms_norm(vectors, weights.mlp_norm).astype(attended.dtype))
+
+
+def two_blocks(x: Float[Array, "B Z H K"], blocks: int) -> Float[Array, "N B H X K"]:
+    """Of each block of the segment, the tokens of the block before it and its own: X = 2W."""
+    batch, _, heads, size = x.shape
+    cut = x.reshape(batch, blocks + 1, -1, heads, size).transpose(1, 0, 3, 2, 4)
+    return jnp.concatenate([cut[:-1], cut[1:]], axis=3)
+
+
+def state_scan(
+    weights: CellWeights,
+    initial: Float[Array, "S D"],
+    vectors: Float[Array, "B S D"],
+    keys: Float[Array, "B Z H K"],
+    values: Float[Array, "B Z H K"],
+    readable: Bool[Array, "B N"],
+    document_start: Bool[Array, "B N"],
+    *,
+    unroll: int = 1,
+    **options: str | bool,
+) -> tuple[Float[Array, "B S D"], StateMemory]:
+    """See `api.state_scan`."""
+    batch, blocks = readable.shape
+    kernels, rows = _kernels(weights), (blocks, batch, vectors.shape[1])
+    pairs = zip(kernels, _inputs(kernels), strict=True)
+    taps = _Kernels(*(k if k is None else deferred.tap(k, rows, keys.dtype, i) for k, i in pairs))
+    kernels = jax.tree.map(jax.lax.stop_gradient, kernels)  # their gradients go by the taps
+
+    def body(
+        s: Float[Array, "B S D"], block: tuple[Array | _Kernels, ...]
+    ) -> tuple[Float[Array, "B S D"], StateMemory]:
+        k, v, may_read, starts, block_taps = block
+        s = jnp.where(starts[:, None, None], initial[None], s)
+        return state_update(weights, s, k, v, may_read, kernels, block_taps, **options)
+
+    xs = (
+        two_blocks(keys, blocks), two_blocks(values, blocks), readable.T, document_start.T, taps,
+    )  # fmt: skip
+    vectors, memory = jax.lax.scan(body, vectors, xs, unroll=min(unroll, blocks))
+    return vectors, StateMemory(*(jnp.moveaxis(m, 0, 1) for m in memory))

@@ -1,0 +1,258 @@
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from brt import tree_utils
+from brt.checkpointing import manifest, reader
+from brt.checkpointing.writer import CheckpointWriter
+from brt.errors import CheckpointError
+
+
+class Memory(NamedTuple):
+    keys: jax.Array
+    valid: jax.Array
+
+
+def state(devices: int = 1, seed: int = 0) -> dict[str, Any]:
+    """A state with every kind of leaf, on so many devices."""
+    key = jax.random.key(seed)
+    mesh = jax.make_mesh(
+        (devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
+
+    def put(array: jax.Array, *axes: str) -> jax.Array:
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    return {
+        "params": {"dense": {"kernel": put(jax.random.normal(key, (8, 16)))}},
+        "optimizer": (put(jnp.int32(7)), {"mu": put(jnp.full((8, 16), -0.0))}, None),
+        "state": [
+            Memory(
+                put(jax.random.normal(key, (8, 3)).astype(jnp.bfloat16), "data"),
+                put(jnp.arange(8) % 3 == 0, "data"),
+            )
+        ],
+        "empty": put(jnp.zeros((8, 0)), "data"),
+        "scale": put(jnp.float32(np.nextafter(1, 2))),
+    }
+
+
+def meta(step: int) -> dict[str, Any]:
+    return {"step": step, "data": {"epoch": 0, "batch": 3 * step}, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints 1 to 3, of one device; not to be changed."""
+    directory = tmp_path_factory.mktemp("saved") / "checkpoints"
+    with CheckpointWriter(directory) as writer:
+        for step in (1, 2, 3):
+            writer.save(step, state(seed=step), meta(step))
+    return directory
+
+
+@pytest.fixture
+def directory(saved: Path, tmp_path: Path) -> Path:
+    """A copy of them, to be damaged."""
+    return shutil.copytree(saved, tmp_path / "checkpoints")
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    return all(
+        a.dtype == b.dtype and a.shape == b.shape and np.array(a).tobytes() == np.array(b).tobytes()
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    )
+
+
+def abstract(tree: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
+    )
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_saved_on_four_devices_restored_on_any_bit_by_bit(tmp_path: Path, devices: int) -> None:
+    original = state(4)
+    with CheckpointWriter(tmp_path) as writer:
+        writer.save(9, original, meta(9))
+    target = abstract(state(devices))
+    restored = reader.restore(tmp_path, target)
+    assert (restored.step, restored.problems) == (9, [])
+    assert same_bits(original, restored.state)
+    assert jax.tree.map(lambda leaf: leaf.sharding, restored.state) == jax.tree.map(
+        lambda leaf: leaf.sharding, target
+    )
+    assert restored.meta["data"] == meta(9)["data"]
+    assert tree_utils.state_hash(restored.state, restored.meta) == tree_utils.state_hash(
+        original, meta(9)
+    )
+
+
+def test_without_a_target_arrays_come_by_name(saved: Path) -> None:
+    restored = reader.restore(saved, step=2)
+    assert same_bits(restored.state, tree_utils.named(state(seed=2)))
+    assert tree_utils.state_hash(restored.state, restored.meta) == tree_utils.state_hash(
+        state(seed=2), meta(2)
+    )
+
+
+def test_partial_restore_reads_only_what_is_asked(saved: Path) -> None:
+    target = {"params": abstract(state())["params"]}
+    restored = reader.restore(saved, target, partial=True)
+    assert same_bits(restored.state, {"params": state(seed=3)["params"]})
+
+
+def test_no_file_is_a_pickle(saved: Path) -> None:
+    for path in saved.rglob("*"):
+        assert not path.is_file() or not path.read_bytes().startswith(b"\x80")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, zero, Path.unlink])
+def test_damage_to_any_file_is_loud_and_the_older_checkpoint_is_used(
+    directory: Path, damage: Any, capsys: pytest.CaptureFixture
+) -> None:
+    files = [path for path in (directory / "3").rglob("*") if path.is_file()]
+    assert len(files) > 8
+    for path in files:
+        whole = path.read_bytes()
+        damage(path)
+        warnings = []
+        found = reader.find(directory, warn=warnings.append)
+        name = str(path.relative_to(directory / "3"))
+        assert found.step == 2
+        assert len(warnings) == len(found.problems) == 1
+        assert "checkpoint 3 is damaged: " in warnings[0]
+        assert "; trying the next older one" in warnings[0]
+        assert name in warnings[0] or name == manifest.NAME
+        path.write_bytes(whole)
+    flip(files[0])
+    restored = reader.restore(directory, abstract(state()))
+    assert restored.step == 2 and same_bits(restored.state, state(seed=2))
+    assert "warning: " in capsys.readouterr().err
+
+
+def test_litter_is_no_checkpoint(directory: Path) -> None:
+    for name in ("9", "5.partial/state", "007", "-4", "8.deleted", "x"):
+        (directory / name).mkdir(parents=True)
+    (directory / "10").symlink_to(directory / "3")
+    assert reader.steps(directory) == reader.present(directory) == [1, 2, 3]
+    assert reader.find(directory).step == 3
+    assert (directory / "5.partial").exists(), "readers remove nothing"
+
+
+def test_a_step_asked_for_by_name_must_be_whole(directory: Path) -> None:
+    flip(directory / "3/meta.json")
+    with pytest.raises(CheckpointError, match=r"checkpoint 3 is damaged: meta.json is damaged: "):
+        reader.restore(directory, abstract(state()), 3)
+    with pytest.raises(CheckpointError, match=r"has no checkpoint of step 4; it has \[1, 2, 3\]"):
+        reader.restore(directory, abstract(state()), 4)
+    (directory / "5").symlink_to(directory / "2")
+    with pytest.raises(CheckpointError, match="5 is a symbolic link, which is not followed"):
+        reader.restore(directory, abstract(state()), 5)
+    assert reader.verify(directory, 5) == ["it is a symbolic link"]
+
+
+def test_a_checkpoint_without_its_manifest_is_present_but_does_not_count(directory: Path) -> None:
+    for step in (1, 2, 3):
+        (directory / str(step) / manifest.NAME).unlink()
+    assert reader.steps(directory) == []
+    assert reader.present(directory) == [1, 2, 3]
+    with pytest.raises(CheckpointError, match="3 is damaged: MANIFEST.sha256 is missing; check"):
+        reader.find(directory, warn=lambda _: None)
+
+
+def test_a_renamed_checkpoint_is_noticed(directory: Path) -> None:
+    (directory / "3").rename(directory / "30")
+    assert reader.verify(directory, 30) == ["meta.json is of step 3"]
+    assert reader.find(directory, warn=lambda _: None).step == 2
+
+
+def test_nothing_whole_is_one_sentence(directory: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"there are no checkpoints, because .*nowhere does"):
+        reader.find(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*empty; is --workdir"):
+        reader.find(tmp_path / "empty")
+    for step in (1, 2, 3):
+        zero(directory / str(step) / "meta.json")
+    with pytest.raises(CheckpointError, match=r"holds no whole checkpoint: checkpoint 3 .* 1 is"):
+        reader.find(directory, warn=lambda _: None)
+
+
+def test_another_model_is_refused_by_parameter_name(saved: Path) -> None:
+    target = abstract(state())
+    target["params"]["dense"]["kernel"] = jax.ShapeDtypeStruct((8, 32), jnp.float32)
+    target["params"]["dense"]["bias"] = jax.ShapeDtypeStruct((32,), jnp.float32)
+    del target["scale"]
+    with pytest.raises(
+        CheckpointError,
+        match=r"checkpoint 3 of .* is of another model or optimizer: params/dense/kernel is "
+        r"float32\[8,16\] in the checkpoint and float32\[8,32\] here; params/dense/bias is not in "
+        r"the checkpoint; scale is only in the checkpoint",
+    ):
+        reader.restore(saved, target)
+
+
+def test_a_checkpoint_of_other_shapes_of_old_is_refused_with_the_remedy(directory: Path) -> None:
+    meta = json.loads((directory / "3/meta.json").read_text())
+    del meta["format"]
+    (directory / "3/meta.json").write_text(json.dumps(meta))
+    manifest.write(directory / "3")
+    with pytest.raises(
+        CheckpointError,
+        match=r"^checkpoint 3 of .* was written by an older brt \(parameters before 'by head'\); "
+        r"train anew, or read it with the brt that wrote it \(its version is in provenance.json\)$",
+    ):
+        checkpoint.restore(directory, abstract(state()))
+    assert checkpoint.restore(directory, abstract(state()), 2).step == 2
+
+
+def test_a_changed_type_is_refused_not_cast(saved: Path) -> None:
+    target = abstract(state())
+    target["scale"] = jax.ShapeDtypeStruct((), jnp.bfloat16)
+    with pytest.raises(CheckpointError, match=r"scale is float32\[\] in .* and bfloat16\[\] here"):
+        reader.restore(saved, target)
+
+
+def test_a_checkpoint_removed_while_it_is_read_is_passed_over(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = reader._read_arrays
+
+    def remove_first(path: Path, wanted: Any) -> Any:
+        if path.parent.name == "3":
+            shutil.rmtree(path.parent)
+        return read(path, wanted)
+
+    monkeypatch.setattr(reader, "_read_arrays", remove_first)
+    assert reader.restore(directory, abstract(state())).step == 2
+
+
+def test_meta_is_readable_json_with_the_arrays(saved: Path) -> None:
+    content = json.loads((saved / "2/meta.json").read_text())
+    assert content == reader.read_meta(saved, 2)
+    assert content["arrays"]["state/0/keys"] == {"dtype": "bfloat16", "shape": [8, 3]}
+    with pytest.raises(CheckpointError, match=r"77/meta.json cannot be read"):
+        reader.read_meta(saved, 77)

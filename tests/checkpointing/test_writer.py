@@ -1,0 +1,310 @@
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt import tree_utils
+from brt.checkpointing import manifest, reader
+from brt.checkpointing import writer as module
+from brt.checkpointing.writer import CheckpointWriter
+from brt.errors import CheckpointError, NonFiniteError
+
+META = {"data": {"batch": 1}, "seed": 0}
+
+
+def state(step: int) -> dict[str, jax.Array]:
+    return {"step": jnp.int32(step), "w": jnp.full((4, 4), step, jnp.float32)}
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "kept"),
+    [(1, 0, [6]), (2, 0, [5, 6]), (2, 2, [2, 4, 5, 6]), (9, 0, [1, 2, 3, 4, 5, 6])],
+)
+def test_retention(tmp_path: Path, keep: int, keep_every: int, kept: list[int]) -> None:
+    with CheckpointWriter(tmp_path, keep=keep, keep_every=keep_every) as writer:
+        for step in range(1, 7):
+            writer.save(step, state(step), META)
+    assert names(tmp_path) == sorted(map(str, kept)), "and no litter"
+    assert reader.steps(tmp_path) == kept
+
+
+def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path: Path) -> None:
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf * 1.5 + 1, tree)
+
+    tree = {"w": jnp.ones((512, 1024)), "b": jnp.zeros(3)}
+    with CheckpointWriter(tmp_path, keep=9) as writer:
+        expected = []
+        for step in range(4):
+            expected.append(np.array(tree["w"]))
+            writer.save(step, tree, META)
+            for _ in range(5):
+                tree = train(tree)
+    for step in range(4):
+        restored = reader.restore(tmp_path, step=step).state["w"]
+        np.testing.assert_array_equal(restored, expected[step])
+
+
+def test_saving_the_same_step_again_does_nothing(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path) as writer:
+        writer.save(1, state(1), META)
+        writer.save(1, state(2), META)
+    assert int(reader.restore(tmp_path).state["step"]) == 1
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path: Path) -> None:
+    for content in (1, 2):
+        with CheckpointWriter(tmp_path) as writer:
+            writer.save(8, state(content), META)
+        if content == 1:
+            (tmp_path / "8/meta.json").write_text("")
+    assert reader.verify(tmp_path, 8) == []
+    assert int(reader.restore(tmp_path).state["step"]) == 2
+    assert names(tmp_path) == ["8"]
+
+
+def test_later_checkpoints_do_not_push_out_the_new_one(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path, keep=1) as writer:
+        writer.save(9, state(9), META)
+    with CheckpointWriter(tmp_path, keep=1) as writer:
+        writer.save(5, state(5), META)
+    assert reader.steps(tmp_path) == [5, 9]
+
+
+def test_what_is_not_finite_is_never_saved(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path) as writer:
+        writer.save(1, state(1), META)
+        bad = {**state(2), "v": jnp.array([1.0, jnp.nan], jnp.bfloat16)}
+        with pytest.raises(
+            NonFiniteError,
+            match="^step 2 is not saved, because these hold NaN or infinity: v; the newest "
+            "checkpoint is 1$",
+        ):
+            writer.save(2, bad, META)
+    assert names(tmp_path) == ["1"]
+
+
+def test_metadata_that_json_cannot_say_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    with CheckpointWriter(tmp_path) as writer:
+        with pytest.raises(ValueError):
+            writer.save(1, state(1), {"loss": float("nan")})
+    assert names(tmp_path) == []
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(directory: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(manifest, "write", write)
+
+
+@pytest.mark.parametrize("call", ["check", "save", "wait", "close"])
+def test_an_error_in_the_background_is_raised_by_the_next_call(
+    tmp_path: Path, broken: None, call: str
+) -> None:
+    writer = CheckpointWriter(tmp_path)
+    writer.save(4, state(4), META)
+    with pytest.raises(
+        CheckpointError,
+        match=r"^saving step 4 to .* failed: the disk is full \(.*B were free\); make room, then",
+    ):
+        if call == "save":
+            writer.save(5, state(5), META)
+        while call == "check":
+            writer.check()
+        getattr(writer, call)()
+    writer.close()
+    assert names(tmp_path) == [], "room is made again"
+
+
+def test_a_failed_save_does_not_hide_the_error_of_the_run(
+    tmp_path: Path, broken: None, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(ZeroDivisionError):
+        with CheckpointWriter(tmp_path) as writer:
+            writer.save(4, state(4), META)
+            raise ZeroDivisionError
+    assert "warning: saving step 4" in capsys.readouterr().err
+
+
+def test_close_reads_the_last_checkpoint_back(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path)
+    writer.save(4, state(4), META)
+    writer.wait()
+    (tmp_path / "4/meta.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"^the last checkpoint, 4 in .*, is damaged: meta"):
+        writer.close()
+
+
+def test_a_step_that_exists_as_litter_is_an_error_of_its_own(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path) as writer:
+        (tmp_path / "3.partial").mkdir()
+        with pytest.raises(CheckpointError, match="saving step 3 .* failed: FileExistsError"):
+            writer.save(3, state(3), META)
+
+
+def test_save_waits_for_the_save_before_it(tmp_path: Path, monkeypatch: Any) -> None:
+    release, write = threading.Event(), manifest.write
+
+    def wait_and_write(directory: Path) -> None:
+        release.wait()
+        write(directory)
+
+    monkeypatch.setattr(manifest, "write", wait_and_write)
+    with CheckpointWriter(tmp_path) as writer:
+        writer.save(1, state(1), META)
+        assert reader.steps(tmp_path) == [], "not before it is complete"
+        writer.check()
+        threading.Timer(0.2, release.set).start()
+        writer.save(2, state(2), META)
+        assert reader.steps(tmp_path) == [1]
+
+
+def test_litter_of_killed_runs_goes_and_a_complete_save_gets_its_name(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path) as writer:
+        writer.save(1, state(1), META)
+        writer.save(2, state(2), META)
+    (tmp_path / "2").rename(tmp_path / "2.partial")
+    (tmp_path / "2.deleted").mkdir()
+    (tmp_path / "3.partial/state.orbax-checkpoint-tmp").mkdir(parents=True)
+    (tmp_path / "notes").mkdir()
+    CheckpointWriter(tmp_path).close()
+    assert names(tmp_path) == ["1", "2", "notes"]
+    assert reader.verify(tmp_path, 2) == []
+
+
+def test_too_little_room_is_said_in_numbers(tmp_path: Path) -> None:
+    module.check_disk(tmp_path / "new", 1000)
+    with pytest.raises(
+        CheckpointError, match=r"^checkpoints need 1000000000.0 GB in .*, where .*B are free; make"
+    ):
+        module.check_disk(tmp_path / "new", 10**18)
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="^cannot write checkpoints to .*: .*Not a directory"):
+        CheckpointWriter(tmp_path / "file/checkpoints")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)]
+    if os.geteuid() or not shutil.which("mount") or subprocess.run(mount).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk_leaves_the_older_checkpoint_and_its_room(small_disk: Path) -> None:
+    random = {"w": jax.random.normal(jax.random.key(0), (600, 1000))}  # 2.4 MB, 2.2 compressed
+    with CheckpointWriter(small_disk) as writer:
+        writer.save(1, random, META)
+        writer.wait()
+        with pytest.raises(CheckpointError, match="^saving step 2 to .* failed: the disk is full"):
+            writer.save(2, random, META)
+            writer.wait()
+    assert names(small_disk) == ["1"]
+    assert reader.find(small_disk).step == 1
+    assert shutil.disk_usage(small_disk).free > 1.5e6
+
+
+def test_readers_are_not_hurt_by_retention(tmp_path: Path) -> None:
+    def save() -> None:
+        with CheckpointWriter(tmp_path, keep=1) as writer:
+            for step in range(1, 15):
+                writer.save(step, state(step), META)
+
+    warnings: list[str] = []
+    saver = threading.Thread(target=save)
+    saver.start()
+    while not reader.steps(tmp_path):
+        pass
+    while saver.is_alive():
+        found = reader.find(tmp_path, warn=warnings.append)
+        assert found.meta["step"] == found.step
+    saver.join()
+    assert warnings == found.problems == []
+    assert found.step > 1
+
+
+SAVE_FOREVER = """
+import os, sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from brt.checkpointing import reader
+from brt.checkpointing.writer import CheckpointWriter
+
+directory = Path(sys.argv[1])
+while sys.stdin.readline():  # each line is a new run; fork saves importing everything again
+    if child := os.fork():
+        print(child, flush=True)
+        os.waitpid(child, 0)
+        print("dead", flush=True)
+        continue
+    writer = CheckpointWriter(directory, keep=2)
+    step = reader.find(directory).step if reader.steps(directory) else 0
+    print("from", step, flush=True)
+    while True:
+        step += 1
+        writer.save(step, {f"w{i}": jnp.full((64, 64), step + i) for i in range(6)},
+                    {"data": step, "seed": 0})
+        writer.wait()
+        print("saved", step, flush=True)
+"""
+
+
+def test_sigkill_never_loses_a_saved_step(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    last = 0
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", SAVE_FOREVER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        for _ in range(10):
+            print("run", file=process.stdin, flush=True)
+            child = int(process.stdout.readline())
+            assert int(process.stdout.readline().split()[1]) >= last, "a saved step is lost"
+            process.stdout.readline()
+            threading.Timer(random.uniform(0, 0.3), os.kill, (child, signal.SIGKILL)).start()
+            while (line := process.stdout.readline()) != "dead\n":
+                last = int(line.split()[1])
+            found = reader.find(tmp_path)
+            assert found.problems == [] and found.step >= last
+            restored = reader.restore(tmp_path)
+            assert float(restored.state["w5"][63, 63]) == restored.step + 5
+        process.stdin.close()
+    assert last > 10
+    CheckpointWriter(tmp_path).close()
+    assert all(name.isdecimal() for name in names(tmp_path))
+
+
+def test_required_bytes_is_about_the_size_on_disk(tmp_path: Path) -> None:
+    tree = {"w": jax.random.normal(jax.random.key(0), (512, 512))}
+    with CheckpointWriter(tmp_path) as writer:
+        writer.save(1, tree, META)
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert 0.8 < size / tree_utils.required_bytes(tree) < 1.1

@@ -1,0 +1,65 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.config import Sampling
+from brt.generation.sampling import choose, restrict
+
+PROBABILITIES = np.array([0.15, 0.5, 0.05, 0.3])
+LOGITS = jnp.asarray(np.log(PROBABILITIES) + 7, jnp.float32)[None]  # any constant may be added
+
+
+def allowed(**sampling: float) -> np.ndarray:
+    """The distribution that is drawn from."""
+    return np.asarray(jax.nn.softmax(restrict(LOGITS, Sampling(**sampling)))[0])
+
+
+def renormalized(*tokens: int) -> np.ndarray:
+    kept = np.where(np.isin(np.arange(4), tokens), PROBABILITIES, 0)
+    return kept / kept.sum()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "tokens"),
+    [
+        ({}, (0, 1, 2, 3)),
+        ({"top_k": 1}, (1,)),
+        ({"top_k": 3}, (0, 1, 3)),
+        ({"top_k": 9}, (0, 1, 2, 3)),
+        ({"top_p": 0.01}, (1,)),
+        ({"top_p": 0.6}, (1, 3)),
+        ({"top_p": 0.9}, (0, 1, 3)),
+        ({"top_p": 0.99}, (0, 1, 2, 3)),
+        ({"top_k": 2, "top_p": 0.6}, (1,)),  # 0.5 is more than 0.6 of the two that are left
+    ],
+)
+def test_top_k_and_top_p_keep_the_likeliest_tokens(sampling: dict, tokens: tuple) -> None:
+    np.testing.assert_allclose(allowed(**sampling), renormalized(*tokens), rtol=1e-5)
+
+
+def test_temperature_is_a_power_of_the_probabilities() -> None:
+    expected = PROBABILITIES**2 / (PROBABILITIES**2).sum()
+    np.testing.assert_allclose(allowed(temperature=0.5), expected, rtol=1e-5)
+
+
+def test_a_low_temperature_with_top_k_leaves_the_likeliest_token() -> None:
+    sampling = Sampling(temperature=1e-6, top_k=2)
+    tokens = choose(LOGITS - 100, jax.random.key(0), sampling)
+    assert tokens.tolist() == [1]
+
+
+def test_equal_logits_at_the_border_all_stay() -> None:
+    logits = jnp.array([[1.0, 2.0, 2.0, 0.0]])
+    for sampling in (Sampling(top_k=1), Sampling(top_p=0.3)):
+        kept = jax.nn.softmax(restrict(logits, sampling))
+        np.testing.assert_allclose(kept, [[0, 0.5, 0.5, 0]], atol=1e-7)
+
+
+def test_choices_have_the_distributions_frequencies_and_greedy_takes_the_best() -> None:
+    lanes = jnp.tile(LOGITS, (10_000, 1))
+    drawn = choose(lanes, jax.random.key(0), Sampling())
+    assert drawn.dtype == jnp.int32
+    frequencies = np.bincount(drawn, minlength=4) / len(drawn)
+    np.testing.assert_allclose(frequencies, PROBABILITIES, atol=0.02)
+    assert choose(LOGITS, jax.random.key(0), Sampling(temperature=0.0)).tolist() == [1]

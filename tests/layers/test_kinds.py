@@ -1,0 +1,263 @@
+"""A kind of layer is a module and an entry in `KINDS`: a toy of one does all that others do."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from brt import command_line
+from brt.config import Config, Model, Sampling, Training
+from brt.errors import ConfigError
+from brt.generation.session import Session
+from brt.layers import kinds
+from brt.layers.basic import ONES, parameter
+from brt.layers.kinds import LayerAux, LayerKind
+from brt.layers.stack import new_model_state, parts, runs
+from brt.models.decoder import Decoder, DecoderOutput, forget, new_state
+from brt.models.flops import forward_flops_per_token
+from brt.ops.cross_entropy import cross_entropy
+
+TOLERANCE = 1e-4  # of hidden vectors and logits of magnitude 1, float32
+LANES, WINDOW, BLOCKS, VOCABULARY = 2, 4, 4, 16
+TOKENS = WINDOW * BLOCKS
+START = jnp.zeros((LANES, BLOCKS), bool)
+GIN = """
+Model.layers = 3
+Model.layer_kinds = ('toy', 'toy', 'window')
+Model.model_dim = 8
+Model.heads = 2
+Model.head_dim = 4
+Model.mlp_dim = 8
+Model.window = 4
+Model.states = 3
+Model.vocab_size = 16
+Model.dtype = 'float32'
+Training.segment_length = 16
+"""
+
+
+class ToyState(NamedTuple):
+    total: jax.Array  # [B, D], summed over the blocks before
+
+
+class Toy(nn.Module):
+    """Adds what was read before the block; the more tokens it has trained on, the louder."""
+
+    model: Model
+    training: bool = False
+
+    def setup(self) -> None:
+        self.weight = parameter(self, "weight", (self.model.model_dim,), ("embed",), ONES)
+
+    def _said(self, total: jax.Array, seen: jax.Array) -> jax.Array:
+        return (1 + 0.01 * seen) * jnp.tanh(total) * self.weight[None]
+
+    def __call__(self, x: Any, state: ToyState, start: Any, _: Any, seen: Any) -> tuple:
+        blocks = x.reshape(len(x), -1, WINDOW, x.shape[-1])
+
+        def body(total: jax.Array, block: tuple) -> tuple:
+            total = jnp.where(block[1][:, None], 0, total)
+            return total + block[0], self._said(total, seen)
+
+        xs = jnp.moveaxis(blocks.mean(axis=2), 1, 0), start.T
+        after, said = jax.lax.scan(body, state.total, xs)
+        y = blocks + jnp.moveaxis(said, 0, 1)[:, :, None]
+        aux = LayerAux(seen + x.shape[1], {"loud": jnp.mean(y**2)}, {"size": jnp.mean(jnp.abs(x))})
+        return y.reshape(x.shape), ToyState(after), aux
+
+    def begin_block(self, x: None, state: ToyState, *_: Any) -> tuple:
+        return x, ToyState(jnp.zeros_like(state.total))
+
+    def decode_step(self, x: Any, carried: tuple, position: Any, _: Any, seen: Any) -> tuple:
+        state, block = carried
+        return x + self._said(state.total, seen)[:, None], ToyState(block.total + x[:, 0] / WINDOW)
+
+    def end_block(self, x: None, carried: tuple, *_: Any) -> tuple:
+        state, block = carried
+        return x, ToyState(state.total + block.total)
+
+
+TOY = LayerKind(
+    Toy,
+    lambda model, batch, dtype: ToyState(jnp.zeros((batch, model.model_dim), dtype)),
+    parts={"state": ("total",)},
+    flops=lambda model: 3 * model.model_dim,
+    new_model_state=lambda model: jnp.zeros(()),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(kinds.KINDS, "toy", TOY)
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """As a gin file says it."""
+    path = tmp_path_factory.mktemp("config") / "toy.gin"
+    Path(path).write_text(GIN)
+    parser = command_line.parser("A command.")
+    command_line.add_config_flags(parser)
+    return command_line.resolve(parser.parse_args([f"--gin_file={path}"])).config.model
+
+
+@pytest.fixture(scope="module")
+def params(model: Model, random_params: Any) -> Any:
+    return random_params(model)
+
+
+def tokens(seed: int = 0) -> np.ndarray:
+    ids = np.random.default_rng(seed).integers(VOCABULARY, size=(LANES, TOKENS))
+    return ids.astype(np.int32)
+
+
+@functools.cache
+def reader(model: Model) -> Any:
+    return jax.jit(lambda params, *x: Decoder(model).apply({"params": params}, *x))
+
+
+def read(
+    model: Model, params: Any, ids: Any, state: Any = None, start: Any = START, learnt: Any = None
+) -> DecoderOutput:
+    state = new_state(model, LANES) if state is None else state
+    learnt = new_model_state(model) if learnt is None else learnt
+    return reader(model)(params, ids, state, start, learnt)
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), actual, expected)
+
+
+def test_a_gin_file_places_it_and_its_arithmetic_is_counted(model: Model) -> None:
+    assert runs(model) == [("toy_0", "toy", 2), ("window_2", "window", 1)]
+    assert parts(model) == {"state", "cache"}
+    plain = dataclasses.replace(model, layer_kinds=())
+    assert forward_flops_per_token(model) - forward_flops_per_token(plain) == 2 * 3 * 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"layer_kinds": ("toy", "tony", "window")},
+            "^Model.layer_kinds names 'tony', but the kinds of layers are 'window', 'recurrent', "
+            "'memorizing', 'clustered', 'toy'$",
+        ),
+        ({"layer_kinds": ("toy",)}, "must name the kinds of all Model.layers = 3 layers"),
+        (
+            {"layer_kinds": ("toy", "window", "recurrent")},
+            "names 'recurrent'; place it by Model.recurrent_layers",
+        ),
+        ({"recurrent_layers": (1,)}, r"Model.layer_kinds = \('toy', 'toy', 'window'\) both name"),
+        ({"feedback": True}, "needs a layer that recurs; none of"),
+    ],
+)
+def test_places_that_make_no_sense_are_refused(model: Model, changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        runs(dataclasses.replace(model, **changes))
+
+
+def test_it_trains_with_its_auxiliary_loss_and_counts_without_gradients(
+    model: Model, params: Any
+) -> None:
+    optimizer = optax.sgd(0.1)
+
+    @jax.jit
+    def step(params: Any, state: Any, learnt: Any, opt: Any, ids: Any) -> tuple:
+        def loss(params: Any) -> tuple:
+            variables = {"params": params}
+            out = Decoder(model, training=True).apply(variables, ids, state, START, learnt)
+            nats = cross_entropy(
+                out.hidden, params["embedding"], ids, jnp.ones(ids.shape, bool), 0.25, TOKENS
+            )
+            return nats / ids.size + 0.1 * sum(out.losses.values()), out
+
+        (value, out), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+        updates, opt = optimizer.update(gradients, opt)
+        return optax.apply_updates(params, updates), out._replace(hidden=None), opt, value
+
+    state, learnt, opt = new_state(model, LANES), new_model_state(model), optimizer.init(params)
+    assert jax.tree.map(jnp.shape, learnt) == {"toy_0": (2,)}
+    values = []
+    for _ in range(2):
+        params, out, opt, value = step(params, state, learnt, opt, tokens())
+        learnt = out.model_state
+        values.append(float(value))
+    assert values[1] < values[0]
+    np.testing.assert_array_equal(learnt["toy_0"], [2 * TOKENS] * 2)
+    assert set(out.losses) == {"loud"} and set(out.metrics) == {"toy_0/size"}
+
+
+@pytest.mark.parametrize("changes", [{"remat": True}, {"layer_unroll": 2}])
+def test_what_it_says_besides_is_the_same_however_layers_run(
+    model: Model, params: Any, changes: dict
+) -> None:
+    expected = read(model, params, tokens())
+    assert_close(read(dataclasses.replace(model, **changes), params, tokens()), expected)
+    x = params["embedding"][tokens()]
+    size, loud, toy = 0.0, 0.0, params["stack"]["toy_0"]["weight"]
+    for i in range(2):
+        variables = {"params": {"weight": toy[i]}}
+        state = TOY.new_state(model, LANES, jnp.dtype("float32"))
+        size += float(np.mean(np.abs(x)))
+        x, _, aux = Toy(model).apply(variables, x, state, START, None, jnp.zeros(()))
+        loud += float(aux.losses["loud"])
+    assert float(expected.losses["loud"]) == pytest.approx(loud, rel=1e-4)
+    assert float(expected.metrics["toy_0/size"]) == pytest.approx(size / 2, rel=1e-4)
+
+
+def test_feedback_reads_block_by_block_and_its_model_state_goes_along(
+    model: Model, random_params: Any
+) -> None:
+    model = dataclasses.replace(model, layer_kinds=("toy", "window", "toy"), recurrent_layers=(1,))
+    model = dataclasses.replace(model, feedback=True)
+    params, learnt, state = random_params(model), new_model_state(model), new_state(model, LANES)
+    whole = read(model, params, tokens())
+    losses, hidden = [], []
+    for n in range(BLOCKS):
+        ids = tokens()[:, n * WINDOW : (n + 1) * WINDOW]
+        out = read(model, params, ids, state, START[:, n : n + 1], learnt)
+        state, learnt = out.state, out.model_state
+        hidden.append(out.hidden)
+        losses.append(float(out.losses["loud"]))
+    assert_close(jnp.concatenate(hidden, axis=1), whole.hidden)
+    assert_close((state, learnt), (whole.state, whole.model_state))
+    np.testing.assert_allclose(np.mean(losses), whole.losses["loud"], rtol=1e-4)
+    np.testing.assert_array_equal(learnt["toy_2"], [TOKENS])
+
+
+def test_written_token_by_token_it_is_the_whole_segment(model: Model, params: Any) -> None:
+    config = Config(model=model, training=Training(segment_length=TOKENS))
+    learnt = {"toy_0": jnp.array([50.0, 80.0])}
+    session = Session(config, params, learnt, bos_id=0, lanes=LANES)
+    session.read([3, 1, 4])
+    greedy = Sampling(temperature=0.0)
+    found = np.concatenate(list(session.write(11, greedy, jax.random.key(0))), axis=1)
+    ids = np.concatenate([[[0, 3, 1, 4]] * LANES, found, [[0]] * LANES], axis=1).astype(np.int32)
+    out = read(model, params, ids, learnt=learnt)
+    logits = np.asarray(out.hidden @ params["embedding"].T)
+    np.testing.assert_array_equal(np.argmax(logits[:, 3:-2], axis=-1), found)
+    silent = read(model, params, ids)
+    assert np.abs(silent.hidden - out.hidden)[:, WINDOW:].max() > 0.01, "model state is read"
+
+
+def test_it_begins_anew_where_a_document_does_and_can_be_ablated(model: Model, params: Any) -> None:
+    past = read(model, params, tokens(1)).state
+    start = START.at[:, 0].set(True)
+    fresh = read(model, params, tokens())
+    assert_close(read(model, params, tokens(), past, start).hidden, fresh.hidden)
+    assert_close(read(model, params, tokens(), forget(model, past, parts(model))), fresh)
+    without = forget(model, past, {"state"})
+    assert not np.any(without[0].total)
+    np.testing.assert_array_equal(without[1].keys, past[1].keys)
+    as_it_is, ablated = (read(model, params, tokens(), state).hidden for state in (past, without))
+    assert np.abs(as_it_is - ablated).max() > 0.01

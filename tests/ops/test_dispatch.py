@@ -1,0 +1,114 @@
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.errors import BrtError
+from brt.ops import dispatch
+from brt.ops.dispatch import Implementation, Op
+from brt.ops.window_attention import api, window_attention
+
+
+def small(x: float, **_: Any) -> str | None:
+    return f"takes numbers below 10, not {x}" if x >= 10 else None
+
+
+OP = Op(
+    "toy",
+    (
+        Implementation("pallas_tpu", lambda x: ("pallas_tpu", x), ("tpu",), ("tpu",), small),
+        Implementation("xla_cpu", lambda x: ("xla_cpu", x), auto=("cpu",), supports=small),
+        Implementation("xla", lambda x: ("xla", x), supports=small),
+        Implementation("reference", lambda x: ("reference", x), auto=()),
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(dispatch, "_chosen", {})
+    yield
+
+
+def on(backend: str, name: str | None, x: float = 1) -> str:
+    with dispatch.use_backend(backend):
+        return dispatch.run(OP, name, x)[0]
+
+
+@pytest.mark.parametrize("name", [None, "auto"])
+def test_auto_takes_the_first_that_the_backend_prefers(name: str | None) -> None:
+    found = {backend: on(backend, name) for backend in ("cpu", "gpu", "tpu")}
+    assert found == {"cpu": "xla_cpu", "gpu": "xla", "tpu": "pallas_tpu"}
+
+
+def test_auto_passes_over_what_refuses_the_inputs_but_never_to_the_reference() -> None:
+    picky = OP._replace(implementations=(OP.implementations[1], *OP.implementations[2:]))
+    large = picky.implementations[1]._replace(supports=lambda x: None)
+    others = OP._replace(implementations=(picky.implementations[0], large))
+    assert dispatch.run(others, None, 11)[0] == "xla"
+    with pytest.raises(NotImplementedError) as error:
+        dispatch.run(OP, None, 11)
+    assert str(error.value) == (
+        "no implementation of toy can run: it has 'pallas_tpu' (runs on tpu, not on cpu), "
+        "'xla_cpu' (takes numbers below 10, not 11), 'xla' (takes numbers below 10, not 11), "
+        "'reference' (supports these inputs)"
+    )
+
+
+def test_a_named_one_runs_or_says_why_not() -> None:
+    assert [on("gpu", name) for name in ("xla_cpu", "reference")] == ["xla_cpu", "reference"]
+    with pytest.raises(NotImplementedError, match="toy cannot run by 'xla': takes .* not 12; it"):
+        on("cpu", "xla", 12)
+    with pytest.raises(NotImplementedError, match="'pallas_tpu': runs on tpu, not on cpu; it has"):
+        on("cpu", "pallas_tpu")
+
+
+def test_an_unknown_name_lists_those_that_exist_and_what_each_refuses() -> None:
+    with pytest.raises(NotImplementedError) as error:
+        on("gpu", "cuda")
+    assert str(error.value) == (
+        "toy has no implementation 'cuda'; it has 'pallas_tpu' (runs on tpu, not on gpu), "
+        "'xla_cpu' (supports these inputs), 'xla' (supports these inputs), "
+        "'reference' (supports these inputs)"
+    )
+    assert isinstance(error.value, BrtError) and error.value.exit_code == 2
+
+
+def test_what_auto_chose_is_known_and_what_was_named_is_not_a_choice() -> None:
+    on("gpu", "reference")
+    assert dispatch.chosen() == {}
+    for backend in ("cpu", "cpu", "tpu"):
+        on(backend, None)
+    assert dispatch.chosen() == {"toy": "xla_cpu, pallas_tpu"}
+
+
+def test_the_backend_is_the_process_s_where_none_is_given() -> None:
+    with pytest.raises(RuntimeError), dispatch.use_backend("tpu"):
+        assert dispatch.backend() == "tpu"
+        raise RuntimeError
+    assert dispatch.backend() == jax.default_backend()
+
+
+def test_an_entry_is_all_that_a_new_implementation_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op of brt, with a toy put in front of what it has."""
+
+    def values_alone(queries: jax.Array, keys: jax.Array, values: jax.Array, *_: Any, **__: Any):  # noqa: ANN202
+        return values[:, -queries.shape[1] :], jnp.zeros(queries.shape[:-1])
+
+    def refuses_bias(q: Any, k: Any, v: Any, bias: Any, *_: Any, **__: Any) -> str | None:
+        return None if bias is None else "has no bias"
+
+    toy = Implementation("pallas_gpu", values_alone, supports=refuses_bias)
+    own = api.OP.implementations
+    monkeypatch.setattr(api, "OP", api.OP._replace(implementations=(toy, *own)))
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, n, 1, 2)), jnp.float32) for n in (4, 8, 8))
+    readable, bias = jnp.ones((1, 1), bool), jnp.zeros((1, 4))
+    np.testing.assert_array_equal(window_attention(q, k, v, None, readable), v[:, 4:])
+    assert np.any(window_attention(q, k, v, bias, readable) != v[:, 4:])
+    assert dispatch.chosen() == {"window_attention": "pallas_gpu, xla_cpu"}
+    with pytest.raises(NotImplementedError, match="'pallas_gpu': has no bias"):
+        window_attention(q, k, v, bias, readable, implementation="pallas_gpu")

@@ -1,0 +1,327 @@
+"""Every implementation of every op against its reference: outputs and all gradients, float32."""
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import brt.ops
+from brt.config import Attention, CrossAttention, Kernels
+from brt.ops import (
+    attention_baselines,
+    clustered_attention,
+    cross_attention,
+    encoder_attention,
+    masked_attention,
+    segmented_recurrent_attention,
+)
+from brt.ops import causal_clustered_attention as causal
+from brt.ops.dispatch import Op
+from brt.ops.encoder_attention import Side
+from brt.ops.gates import GateWeights
+from brt.ops.memory_attention import memory_attention
+from brt.ops.partial_attention import AttentionPart
+from brt.ops.recurrent_attention import CellWeights, state_scan
+from brt.ops.segmented_recurrent_attention import Windows
+from brt.ops.window_attention import window_part
+
+TOLERANCE = 1e-5  # float32, of the largest magnitude of an array
+LANES, TOKENS, HEADS, SIZE = 2, 24, 2, 4
+VALID = np.arange(TOKENS)[None] < np.array([[TOKENS], [15]])
+READABLE = np.array([[True, True, False], [False, True, True]])
+
+# (implementation, *arrays that have gradients) -> arrays
+Run = Callable[..., Any]
+
+
+def normal(seed: int, *shapes: tuple[int, ...]) -> list[jax.Array]:
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def tokens(*more: int) -> tuple[int, ...]:
+    return LANES, TOKENS, HEADS, SIZE
+
+
+def qkv(seed: int = 0) -> list[jax.Array]:
+    return normal(seed, *[(LANES, TOKENS, HEADS, SIZE)] * 3)
+
+
+def window(**options: Any) -> tuple[Run, list]:
+    """Windows of 256, so that CPUs' tiles are finer than a window."""
+    q, k, v, bias = normal(0, (1, 512, 1, SIZE), (1, 768, 1, SIZE), (1, 768, 1, SIZE), (1, 256))
+    readable = jnp.asarray([[False, True]])
+    drop = 2.0 * (normal(1, (1, 256, 256))[0] > 0)
+
+    def run(name: str, *x: jax.Array) -> Any:
+        return window_part(*x, readable, drop, **options, implementation=name)
+
+    return run, [q, k, v, bias]
+
+
+def recurrent(kind: str, layout: str, null_keys: bool) -> tuple[Run, list]:
+    d, s, a, f = 8, 3, HEADS * SIZE, 12
+
+    def gate(inputs: int) -> GateWeights:
+        arrays = normal(inputs, (d,), (inputs, d), (d,), (inputs, d))
+        return GateWeights(*arrays[: {"fixed": 1, "gru": 2, "lstm": 4}[kind]])
+
+    first = normal(2, (d,), (s, d), *[(d, a)] * 4, (HEADS,), (HEADS,), (2 * a, d))
+    weights = CellWeights(*first[:-1])
+    if layout != "single":
+        weights = weights._replace(output=first[-1], output_gate=gate(2 * a))
+    if layout != "skip":
+        inputs = 2 * a if layout == "single" else d
+        mlp_in, mlp_out, norm = normal(3, (inputs, f), (f, d), (d,))
+        weights = weights._replace(mlp_in=mlp_in, mlp_out=mlp_out, mlp_gate=gate(f))
+        weights = weights._replace(mlp_norm=norm if layout == "dual" else None)
+    cached = (LANES, 4 * 6, HEADS, SIZE)
+    arrays = normal(4, (s, d), (LANES, s, d), cached, cached)
+    readable = jnp.asarray(READABLE)
+
+    def run(name: str, *x: Any) -> Any:
+        return state_scan(
+            *x, readable, ~readable, kind=kind, tanh="paper", normalize_qk=True,
+            null_keys=null_keys, implementation=name,
+        )  # fmt: skip
+
+    return run, [weights, *arrays]
+
+
+def memory(search: str) -> tuple[Run, list]:
+    q, k, v = normal(0, tokens(), *[(LANES, HEADS, 32, SIZE)] * 2)
+    counts = jnp.asarray([[16, 8, 16], [0, 4, 8]])
+
+    def run(name: str, q: jax.Array) -> jax.Array:
+        return memory_attention(
+            q, k, v, counts, size=16, neighbors=4, search=search, implementation=name
+        )
+
+    return run, [q]
+
+
+def causal_clustered() -> tuple[Run, list]:
+    cached, clusters, slots = (LANES, 32, HEADS, SIZE), 3, 2
+    past = causal.Past(
+        *normal(5, *[(LANES, HEADS, clusters, slots, SIZE)] * 2, (LANES, HEADS, clusters, SIZE)),
+        *normal(6, (LANES, HEADS, clusters)), jnp.asarray([2, 0]),
+    )  # fmt: skip
+    readable = jnp.asarray(READABLE)
+    arrays = normal(
+        0, tokens(), tokens(), tokens()[:3], cached, cached, (HEADS, clusters, SIZE),
+        (HEADS, clusters), (HEADS,),
+    )  # fmt: skip
+
+    def run(
+        name: str, q: Any, output: Any, lse: Any, k: Any, v: Any, c: Any, s: Any, b: Any
+    ) -> Any:
+        centroids = causal.Centroids(c, s**2)
+        after, pasts = causal.past_scan(k, v, readable, past, centroids, implementation=name)
+        y = causal.causal_clustered_attention(
+            q, AttentionPart(output, lse), k, v, readable, pasts, centroids, b, implementation=name
+        )
+        return y, after
+
+    return run, arrays
+
+
+def masked(biased: bool) -> tuple[Run, list]:
+    mask = jnp.asarray(VALID)[:, None] & np.tri(TOKENS, dtype=bool)[None]
+    mask = mask.at[1, 3].set(False)
+    bias = normal(1, (HEADS, TOKENS, TOKENS)) if biased else [None]
+
+    def run(name: str, *x: Any) -> jax.Array:
+        return masked_attention.attend(*x, mask, implementation=name)
+
+    return run, [*qkv(), *bias]
+
+
+def local(with_side: bool) -> tuple[Run, list]:
+    radius = 3
+    table = normal(1, (HEADS, 2 * radius + 1))[0]  # one bias an offset
+    side = normal(2, *[(LANES, 3, HEADS, SIZE)] * 2, (LANES, HEADS, TOKENS, 3))
+    offsets = np.arange(3 * radius + 3)[None] - (radius + 1) - np.arange(radius + 1)[:, None]
+    exist = jnp.asarray([[True, True, False], [True, False, False]])
+
+    def run(name: str, q: Any, k: Any, v: Any, table: Any, *side: Any) -> jax.Array:
+        bias = jnp.take(table, np.clip(offsets, -radius, radius) + radius, axis=1)
+        side = Side(*side, exist) if side else None
+        return encoder_attention.local_attention(
+            q, k, v, bias, jnp.asarray(VALID), side, radius=radius, implementation=name
+        )
+
+    return run, [*qkv(), table, *(side if with_side else [])]
+
+
+def cross(**changes: Any) -> tuple[Run, list]:
+    config = CrossAttention(segment_size=5, q_ref=9, **changes)
+    parameters = cross_attention.initial_parameters(jax.random.key(0), config, HEADS, SIZE)
+    q = normal(7, (LANES, 9, HEADS, SIZE))[0]
+
+    def run(name: str, q: Any, k: Any, v: Any, parameters: Any) -> Any:
+        return cross_attention.attend(
+            q, k, v, jnp.asarray(VALID), parameters, config, implementation=name
+        )
+
+    return run, [q, *qkv()[1:], parameters]
+
+
+def segmented() -> tuple[Run, list]:
+    config = CrossAttention(kind="srformer", segment_size=6, index_mode="stride", stride=2)
+    parameters = cross_attention.initial_parameters(jax.random.key(0), config, HEADS, SIZE).raf
+    q, k, v = normal(7, (LANES, 9, HEADS, SIZE), *[(4, LANES, HEADS, 6, SIZE)] * 2)
+
+    def run(name: str, q: Any, k: Any, v: Any, parameters: Any) -> Any:
+        windows = Windows(k, v, jnp.ones((4, LANES, 6), bool), jnp.asarray([4, 2]))
+        return segmented_recurrent_attention.attend(
+            q, windows, parameters, config, implementation=name
+        )
+
+    return run, [q, k, v, parameters]
+
+
+def clustered(kind: str, **changes: Any) -> tuple[Run, list]:
+    config = Attention(kind=kind, clusters=4, top_k=3, **changes)
+    labels = np.random.default_rng(3).integers(0, 4, (LANES, HEADS, TOKENS))
+    labels = jnp.asarray(np.where(VALID[:, None], labels, 4), jnp.int32)
+
+    def run(name: str, *x: Any) -> jax.Array:
+        return clustered_attention.attend_by_label(
+            *x, jnp.asarray(VALID), labels, config, scale=0.5, implementation=name
+        )
+
+    return run, qkv()
+
+
+def kmeans() -> tuple[Run, list]:
+    codes = jnp.sign(normal(0, (LANES, HEADS, TOKENS, 32))[0])
+    active = jnp.asarray([[True] * 4, [True, True, True, False]])
+
+    def run(name: str, codes: jax.Array) -> Any:
+        return clustered_attention.kmeans(
+            codes, jnp.asarray(VALID), codes[:, :, :4], active, iterations=3, implementation=name
+        )
+
+    return run, [codes]
+
+
+def oracle_top_k() -> tuple[Run, list]:
+    def run(name: str, *x: Any) -> jax.Array:
+        return attention_baselines.oracle_top_k(
+            *x, jnp.asarray(VALID), count=3, scale=0.5, implementation=name
+        )
+
+    return run, qkv()
+
+
+def reformer() -> tuple[Run, list]:
+    planes = attention_baselines.random_planes(jax.random.key(1), rounds=2, buckets=6, width=SIZE)
+
+    def run(name: str, q: Any, v: Any) -> jax.Array:
+        y = attention_baselines.reformer(
+            q, v, jnp.asarray(VALID), planes, chunk=5, scale=0.5, implementation=name
+        )
+        return jnp.where(VALID[..., None, None], y, 0)
+
+    return run, qkv()[:2]
+
+
+CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
+    ("window_attention", "null keys"): lambda: window(null_keys=True, attend_to_self=False),
+    ("window_attention", "masked"): window,
+    ("recurrent_attention", "dual"): lambda: recurrent("lstm", "dual", False),
+    ("recurrent_attention", "single"): lambda: recurrent("gru", "single", True),
+    ("recurrent_attention", "skip"): lambda: recurrent("fixed", "skip", False),
+    ("memory_attention", "exact"): lambda: memory("exact"),
+    ("memory_attention", "bucketed"): lambda: memory("bucketed"),
+    ("causal_clustered_attention", ""): causal_clustered,
+    ("masked_attention", "bias"): lambda: masked(True),
+    ("masked_attention", "no bias"): lambda: masked(False),
+    ("encoder_attention", "local"): lambda: local(False),
+    ("encoder_attention", "globals"): lambda: local(True),
+    ("cross_attention", "full"): lambda: cross(kind="full"),
+    ("cross_attention", "srformer"): lambda: cross(kind="srformer"),
+    ("cross_attention", "rnn memory"): lambda: cross(kind="xl_memory"),
+    ("cross_attention", "memory"): lambda: cross(kind="xl_memory", memory="identity"),
+    ("cross_attention", "means"): lambda: cross(kind="local_global"),
+    ("segmented_recurrent_attention", ""): segmented,
+    ("clustered_attention", "clustered"): lambda: clustered("clustered"),
+    ("clustered_attention", "improved"): lambda: clustered("improved_clustered"),
+    ("clustered_attention", "jensen"): lambda: clustered(
+        "improved_clustered", mass_rule="lse_jensen"
+    ),
+    ("kmeans", ""): kmeans,
+    ("oracle_top_k", ""): oracle_top_k,
+    ("reformer", ""): reformer,
+}
+
+
+def all_ops() -> dict[str, Op]:
+    """Every op that a module of brt.ops declares."""
+    found = {}
+    for module in pkgutil.walk_packages(brt.ops.__path__, "brt.ops."):
+        for value in vars(importlib.import_module(module.name)).values():
+            values = value.values() if isinstance(value, dict) else [value]
+            found |= {op.name: op for op in values if isinstance(op, Op)}
+    return found
+
+
+OPS = all_ops()
+WITHOUT_REFERENCE = {"dropout"}  # whose implementations draw other numbers
+
+
+@cache
+def results(case: tuple[str, str], name: str) -> tuple[Any, Any]:
+    """Outputs, and gradients of a sum of them with random weights."""
+    run, arrays = CASES[case]()
+
+    def loss(arrays: list) -> tuple[jax.Array, Any]:
+        y = run(name, *arrays)
+        floats = [x for x in jax.tree.leaves(y) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return sum(jnp.vdot(x, normal(i, x.shape)[0]) for i, x in enumerate(floats)), y
+
+    gradients, y = jax.jit(jax.grad(loss, has_aux=True))(arrays)
+    return y, gradients
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        (case, one.name)
+        for case in CASES
+        for one in OPS[case[0]].implementations
+        if one.name != "reference" and "cpu" in one.backends
+    ],
+    ids=str,
+)
+def test_equals_the_reference(case: tuple[str, str], name: str) -> None:
+    actual, expected = results(case, name), results(case, "reference")
+    for (path, a), e in zip(
+        jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+        error = np.abs(a - e).max() / max(np.abs(e).max(), 1e-3)
+        assert error <= TOLERANCE, f"{jax.tree_util.keystr(path)}: {error:.1e}"
+
+
+def test_every_op_has_a_reference_a_case_and_a_choice_for_every_backend() -> None:
+    assert {case[0] for case in CASES} == set(OPS) - WITHOUT_REFERENCE
+    for name, op in OPS.items():
+        names = [one.name for one in op.implementations]
+        assert len(set(names)) == len(names)
+        assert "reference" in names or name in WITHOUT_REFERENCE
+        for backend in ("cpu", "gpu", "tpu"):
+            assert any(backend in one.auto for one in op.implementations), (name, backend)
+        assert all(set(one.auto) <= set(one.backends) for one in op.implementations), name
+
+
+def test_a_gin_file_can_name_every_op() -> None:
+    inner = {"segmented_recurrent_attention", "dropout"}  # of cross-attention; of any module
+    assert {field.name for field in dataclasses.fields(Kernels)} == set(OPS) - inner

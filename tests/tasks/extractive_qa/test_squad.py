@@ -1,0 +1,32 @@
+"""Exact match and F1 by cases whose figures the official definition gives by hand."""
+
+import pytest
+
+from brt.tasks.extractive_qa import squad
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answers", "exact", "f1"),
+    [
+        ("the Denver Broncos.", ("Denver  broncos",), 1, 1),
+        ("a theme park", ("theme",), 0, 2 * 0.5 / 1.5),
+        ("thean", ("the an",), 0, 0),  # articles are words
+        ("re-use", ("reuse",), 1, 1),  # punctuation goes without leaving a space
+        ("x y y z", ("y y w", "q"), 0, 2 * (2 / 4) * (2 / 3) / (2 / 4 + 2 / 3)),
+        ("in 1999", ("1998", "1999", "in the year 1999"), 0, 0.8),
+        ("blue", ("green", "blue"), 1, 1),
+        ("", (), 1, 1),
+        ("anything", (), 0, 0),
+        ("", ("something",), 0, 0),
+        ("1\u00bd", ("1\u00bd",), 1, 1),
+    ],
+)
+def test_an_answer_counts_as_the_best_of_what_people_said(prediction, answers, exact, f1):
+    found = squad.score(prediction, answers)
+    assert found == (exact, pytest.approx(f1))
+
+
+def test_answers_of_nothing_but_articles_count_only_alone():
+    assert squad.score("", ("the", "a")) == (1, 1)
+    assert squad.score("", ("the", "cat")) == (0, 0)
+    assert squad.score("cat", ("the", "a cat")) == (1, 1)

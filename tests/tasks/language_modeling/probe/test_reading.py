@@ -1,0 +1,147 @@
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.config import Config
+from brt.data.preparation import Corpus
+from brt.data.token_store import TokenStore
+from brt.data.tokenizers import ByteTokenizer
+from brt.tasks.language_modeling.evaluation import DocumentEvaluator
+from brt.tasks.language_modeling.probe import job
+from brt.tasks.language_modeling.probe.reading import HOWS, Arm, Reading, read
+
+ALL = [Arm(part, how) for part in ("state", "cache") for how in HOWS]
+
+
+@pytest.fixture(scope="module")
+def reading(tiny: Config, params: Any, store: TokenStore) -> Reading:
+    return read(tiny, params, ByteTokenizer(), store)
+
+
+@pytest.mark.parametrize("ablate", [None, "state", "cache"])
+def test_zeroed_is_what_evaluation_ablates(
+    tiny: Config, params: Any, store: TokenStore, reading: Reading, ablate: Any
+) -> None:
+    corpus = Corpus(store.directory, ByteTokenizer(), {"test": store})
+    result = DocumentEvaluator(tiny, corpus, "test").read(params, ablate=ablate)
+    nats = reading.nats[Arm(ablate, "zeroed") if ablate else None]
+    for d, score in enumerate(result.documents):
+        where = reading.document == d
+        assert nats[where].sum() == pytest.approx(score.nats, rel=1e-6)
+        assert reading.tokens[where].sum() == reading.bytes[where].sum() == score.tokens
+
+
+def test_every_part_matters_and_frozen_from_the_third_segment_on(
+    tiny: Config, store: TokenStore, reading: Reading
+) -> None:
+    assert list(reading.nats) == [None, *ALL]
+    for arm in ALL:
+        changed = np.abs(reading.nats[arm] - reading.nats[None]) > 1e-4
+        assert np.any(changed[reading.counted(arm)])
+        if arm.how == "frozen":  # after the first segment there is nothing to be put back
+            assert not np.any(changed[reading.position < tiny.training.segment_length])
+
+
+def test_rows_of_memory_compare_equal_blocks(reading: Reading) -> None:
+    rows = job.memory(reading)
+    assert [(row["part"], row["how"]) for row in rows] == ALL
+    for row in rows:
+        assert row["difference"] == row["bits_per_byte"] - row["normal_bits_per_byte"]
+        assert 0 < row["standard_error"] < 1
+    assert {row["tokens"] for row in rows} == {reading.tokens.sum()}
+
+
+def test_a_lane_whose_neighbour_has_ended_is_not_compared(
+    tiny: Config, params: Any, written: Callable, texts: list[str]
+) -> None:
+    reading = read(tiny, params, ByteTokenizer(), written([texts[0], texts[3]]))
+    rows = {(row["part"], row["how"]): row for row in job.memory(reading)}
+    assert rows["state", "zeroed"]["tokens"] == 61 + 5
+    assert rows["state", "shuffled"]["tokens"] == 16 + 5, "the first two segments"
+
+
+def test_positions_sum_up_to_the_total(
+    monkeypatch: pytest.MonkeyPatch, reading: Reading, store: TokenStore
+) -> None:
+    monkeypatch.setattr(job, "EDGES", (0, 8, 20, 1000))
+    rows = job.positions(reading)
+    assert [(row["from"], row["to"]) for row in rows] == [(0, 8), (8, 20), (20, 1000)]
+    assert sum(row["tokens"] for row in rows) == store.lengths.sum()
+    assert sum(row["bytes"] for row in rows) == store.bytes.sum()
+    total = reading.nats[None][reading.document >= 0].sum() / math.log(2)
+    assert sum(row["bits"] for row in rows) == pytest.approx(total)
+    lengths = np.array([61, 23, 14, 5, 70])
+    assert rows[0]["tokens"] == np.minimum(lengths, 8).sum()
+    assert rows[1]["tokens"] == np.clip(lengths - 8, 0, 12).sum()
+    assert all(set(row["without"]) == {"state", "cache"} for row in rows)
+
+
+def test_the_same_document_in_another_lane_is_no_other(
+    tiny: Config, params: Any, written: Callable, texts: list[str]
+) -> None:
+    reading = read(tiny, params, ByteTokenizer(), written([texts[0]] * 2))
+    rows = {(row["part"], row["how"]): row for row in job.memory(reading)}
+    assert rows["state", "shuffled"]["difference"] == rows["cache", "shuffled"]["difference"] == 0
+    assert rows["state", "frozen"]["difference"] != 0
+    assert rows["state", "shuffled"]["tokens"] == 2 * len(texts[0])
+
+
+def test_a_model_that_ignores_its_states_loses_nothing(
+    tiny: Config, params: Any, store: TokenStore
+) -> None:
+    layer = params["stack"]["recurrent_0"]
+    output = jnp.asarray(layer["tokens"]["output"])
+    output = output.at[:, 1].set(0)  # behind the window: what was read of the states
+    deaf = params | {
+        "stack": {"recurrent_0": layer | {"tokens": layer["tokens"] | {"output": output}}}
+    }
+    rows = job.memory(read(tiny, deaf, ByteTokenizer(), store))
+    assert [row["difference"] == 0 for row in rows] == [True] * 3 + [False] * 3
+    assert job._verdict(rows[0]) == "the state changes nothing: the model does not read it"
+
+
+def test_an_only_document_is_read_beside_one_of_another_split(
+    tiny: Config, params: Any, written: Callable, texts: list[str], store: TokenStore
+) -> None:
+    only = written(texts[1:2])
+    reading = read(tiny, params, ByteTokenizer(), only, donor=store)
+    assert reading.tokens.sum() == len(texts[1])
+    assert reading.nats[Arm("state", "shuffled")].sum() != reading.nats[None].sum()
+    alone = read(tiny, params, ByteTokenizer(), only)
+    assert Arm("state", "shuffled") not in alone.nats and Arm("state", "frozen") in alone.nats
+    assert alone.bits_per_byte(None, alone.document >= 0) == pytest.approx(
+        reading.bits_per_byte(None, reading.document >= 0)
+    )
+
+
+def test_a_part_of_the_split_can_be_read(tiny: Config, params: Any, store: TokenStore) -> None:
+    told: list[int] = []
+    some = read(tiny, params, ByteTokenizer(), store, tokens=20, progress=told.append)
+    assert some.tokens.sum() == sum(told) == 32 and set(some.document.flat) == {0, 4}
+
+
+def test_a_model_without_any_memory_has_nothing_to_replace(
+    tiny: Config, store: TokenStore, random_params: Callable
+) -> None:
+    model = dataclasses.replace(tiny.model, recurrent_layers=(), cache=False)
+    config = dataclasses.replace(tiny, model=model)
+    reading = read(config, random_params(model), ByteTokenizer(), store, tokens=16)
+    assert list(reading.nats) == [None] and reading.states == {} and job.memory(reading) == []
+
+
+def test_a_memory_of_tokens_is_a_part_as_well(
+    tiny: Config, store: TokenStore, random_params: Callable
+) -> None:
+    memorizing = {"memorizing_layers": (0,), "memory_size": 16, "memory_neighbors": 2}
+    model = dataclasses.replace(tiny.model, recurrent_layers=(), **memorizing)
+    config = dataclasses.replace(tiny, model=model)
+    rows = job.memory(read(config, random_params(model), ByteTokenizer(), store))
+    assert [(row["part"], row["how"]) for row in rows] == [
+        (part, how) for part in ("cache", "memory") for how in HOWS
+    ]
+    assert all(row["difference"] != 0 for row in rows)

@@ -1,0 +1,80 @@
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.config import Config
+from brt.models.decoder import new_state
+from brt.tasks.language_modeling.probe.states import (
+    StateProbe,
+    fixed_gate_decay,
+    half_life_tokens,
+    recurrent_vectors,
+    state_figures,
+    with_vectors,
+)
+
+TOLERANCE = 1e-5  # float32, relative
+
+
+def test_equal_states_have_rank_one_and_orthogonal_ones_full_rank() -> None:
+    same = jnp.tile(jnp.asarray([[3.0, 4.0, 0.0]]), (4, 1))
+    axes = jnp.concatenate([2 * jnp.eye(3), jnp.zeros((1, 3))])
+    figures = state_figures(jnp.stack([same, axes]))
+    np.testing.assert_allclose(figures.norm, [5, 6 / 4], rtol=TOLERANCE)
+    np.testing.assert_allclose(figures.rank, [1, 3], rtol=TOLERANCE)
+    assert figures.similarity[0] == pytest.approx(1)
+    orthogonal = state_figures(5 * jnp.eye(3)[None])
+    assert orthogonal.rank[0] == pytest.approx(3) and abs(orthogonal.similarity[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 8), (2, 8, 5)])
+def test_figures_are_those_of_a_decomposition(shape: tuple[int, ...]) -> None:
+    vectors = np.random.default_rng(0).normal(1, 1, shape).astype(np.float32)
+    figures = state_figures(jnp.asarray(vectors))
+    for lane, rows in enumerate(vectors):
+        energy = np.linalg.svd(rows, compute_uv=False) ** 2
+        assert figures.rank[lane] == pytest.approx(energy.sum() ** 2 / (energy**2).sum(), rel=1e-5)
+        unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        pairs = (unit @ unit.T)[~np.eye(len(rows), dtype=bool)]
+        assert figures.similarity[lane] == pytest.approx(pairs.mean(), rel=1e-4)
+
+
+@pytest.mark.parametrize(("layout", "gates"), [("skip", 1), ("single", 1), ("dual", 2)])
+def test_the_half_life_of_a_known_gate(layout: str, gates: int, tiny: Config, params: Any) -> None:
+    model = dataclasses.replace(tiny.model, gate_layout=layout)
+    keeps = 0.9
+    bias = jnp.full((1, model.model_dim), math.log(keeps / (1 - keeps)))
+    names = {"skip": ["output"], "single": ["mlp"], "dual": ["output", "mlp"]}[layout]
+    cell = {f"{name}_gate_bias": bias for name in names} | {"keys": bias}
+    decay = fixed_gate_decay(model, {"stack": {"recurrent_0": {"cell": cell}}})[0]
+    blocks = math.log(0.5) / math.log(keeps) / gates
+    np.testing.assert_allclose(
+        half_life_tokens(decay, model.window), blocks * model.window, rtol=TOLERANCE
+    )
+
+
+def test_training_logs_recurrent_layers_only(tiny: Config, params: Any) -> None:
+    carried = new_state(tiny.model, 2)
+    carried = with_vectors(tiny.model, carried, {0: jnp.ones((2, 6, 16))})
+    values = StateProbe(tiny)(params, carried)
+    names = ("state_norm", "state_rank", "state_similarity", "gate_half_life_tokens")
+    assert set(values) == {f"probe/layer_0/{name}" for name in names}
+    assert float(values["probe/layer_0/state_norm"]) == pytest.approx(4)
+    assert float(values["probe/layer_0/state_rank"]) == pytest.approx(1)
+    plain = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, recurrent_layers=()))
+    assert StateProbe(plain)(params, new_state(plain.model, 2)) == {}
+
+
+def test_vectors_are_found_and_put_back_by_layer(tiny: Config) -> None:
+    model = dataclasses.replace(tiny.model, layers=5, recurrent_layers=(0, 2, 3))
+    carried = new_state(model, 2)
+    vectors = recurrent_vectors(model, carried)
+    assert sorted(vectors) == [0, 2, 3]
+    marked = {layer: v + layer for layer, v in vectors.items()}
+    found = recurrent_vectors(model, with_vectors(model, carried, marked))
+    jax.tree.map(np.testing.assert_array_equal, found, marked)

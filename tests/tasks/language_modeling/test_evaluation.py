@@ -1,0 +1,183 @@
+import lzma
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.config import Config, Evaluation, Model, Training
+from brt.data import token_store
+from brt.data.documents import Document
+from brt.data.preparation import Corpus
+from brt.data.tokenizers import ByteTokenizer
+from brt.models import decoder
+from brt.models.decoder import Decoder
+from brt.tasks.language_modeling.evaluation import (
+    DocumentEvaluator,
+    DocumentScore,
+    Result,
+    figures,
+    xz_bits_per_byte,
+)
+
+RELATIVE = 1e-6  # of float32 sums
+LENGTHS = [1, 23, 4, 40, 9, 1]
+WINDOW = 4
+MODEL = Model(
+    layers=2, recurrent_layers=(0,), memorizing_layers=(1,), model_dim=16, heads=2, head_dim=8,
+    mlp_dim=32, window=WINDOW, states=6, memory_size=48, memory_neighbors=3, vocab_size=256,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def params(random_params: Callable) -> Any:
+    return random_params(MODEL)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    rng = np.random.default_rng(0)
+    texts = ["".join(rng.choice(list("abc \n"), length)) for length in LENGTHS]
+    texts[3] = "é" + texts[3][2:]  # two bytes
+    documents = [Document(f"{i}.txt", iter([text])) for i, text in enumerate(texts)]
+    directory: Path = tmp_path_factory.mktemp("corpus")
+    store = token_store.write(directory / "test", documents, ByteTokenizer())
+    return Corpus(directory, ByteTokenizer(), {"test": store})
+
+
+@pytest.fixture(scope="module")
+def store(corpus: Corpus) -> token_store.TokenStore:
+    return corpus.split("test")
+
+
+def evaluator(corpus: Corpus, batch_size: int, segment_length: int, **given: Any) -> Any:
+    config = Config(
+        model=MODEL,
+        training=Training(batch_size=1, segment_length=segment_length, loss_chunk=8),
+        evaluation=Evaluation(batch_size=batch_size),
+    )
+    return DocumentEvaluator(config, corpus, "test", **given)
+
+
+@pytest.fixture(scope="module")
+def two_lanes(corpus: Corpus) -> DocumentEvaluator:
+    return evaluator(corpus, 2, 8)
+
+
+@pytest.fixture(scope="module")
+def token_nats(params: Any, store: token_store.TokenStore) -> Callable[..., list[np.ndarray]]:
+    """Nats of each token of each document, every one whole in a lane of its own, float64.
+
+    `forget` makes every so many tokens a document's start.
+    """
+    longest = -(-int(store.lengths.max()) // 8) * 8
+
+    @jax.jit
+    def logits(ids: jax.Array, start: jax.Array) -> jax.Array:
+        state = decoder.new_state(MODEL, len(ids))
+        hidden, *_ = Decoder(MODEL).apply({"params": params}, ids, state, start)
+        return decoder.logits(MODEL, params["embedding"], hidden)
+
+    def nats(forget: int = longest) -> list[np.ndarray]:
+        ids = np.zeros((len(store), longest), np.int32)
+        for row, document in zip(ids, map(store.document, range(len(store))), strict=True):
+            row[1 : len(document)] = document[:-1]
+            row[0] = store.bos_id
+        start = np.arange(longest // WINDOW) % (forget // WINDOW) == 0
+        x = np.asarray(logits(ids, jnp.tile(start, (len(store), 1))), np.float64)
+        log_p = x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+        documents = [np.asarray(store.document(i), np.int64) for i in range(len(store))]
+        return [-log_p[i, np.arange(len(d)), d] for i, d in enumerate(documents)]
+
+    return nats
+
+
+def document_nats(result: Result) -> np.ndarray:
+    return np.array([score.nats for score in result.documents])
+
+
+@pytest.mark.parametrize(("batch_size", "segment_length"), [(2, 8), (1, 16), (100, 4)])
+def test_documents_cost_the_same_however_they_are_read(
+    two_lanes: DocumentEvaluator, params: Any, corpus: Corpus, token_nats: Callable,
+    batch_size: int, segment_length: int,
+) -> None:  # fmt: skip
+    same = (batch_size, segment_length) == (2, 8)
+    store = corpus.split("test")
+    result = (two_lanes if same else evaluator(corpus, batch_size, segment_length)).read(params)
+    expected = [document.sum() for document in token_nats()]
+    np.testing.assert_allclose(document_nats(result), expected, rtol=RELATIVE)
+    assert [score.name for score in result.documents] == list(store.names)
+    totals = result.totals
+    assert totals["documents"] == len(LENGTHS) and totals["tokens"] == store.lengths.sum()
+    assert totals["bytes"] == store.bytes.sum() and totals["words"] == store.words.sum()
+    assert totals["bits"] == pytest.approx(document_nats(result).sum() / math.log(2))
+    assert result.protocol["segment_length"] == segment_length
+
+
+def test_only_the_first_tokens_of_a_document_are_read_if_asked(
+    two_lanes: DocumentEvaluator, params: Any, store: token_store.TokenStore, token_nats: Callable
+) -> None:
+    read = []
+    result = two_lanes.read(params, tokens_per_document=6, progress=read.append)
+    expected = [d[:6].sum() for d in token_nats()]
+    np.testing.assert_allclose(document_nats(result), expected, rtol=RELATIVE)
+    assert [score.tokens for score in result.documents] == np.minimum(store.lengths, 6).tolist()
+    assert sum(read) == result.totals["tokens"] and result.protocol["tokens_per_document"] == 6
+    for i, score in enumerate(result.documents):
+        text = bytes(store.document(i)[:6].astype(np.uint8))
+        characters = text.decode(errors="replace")
+        assert score.bytes == len(text) and score.characters == len(characters)
+        assert score.words == len(characters.split())
+
+
+def test_ablations_take_away_what_they_name(
+    two_lanes: DocumentEvaluator, params: Any, store: token_store.TokenStore, token_nats: Callable
+) -> None:
+    whole = document_nats(two_lanes.read(params))
+    names = ("state", "cache", "memory", "both")
+    ablated = {name: two_lanes.read(params, ablate=name) for name in names}
+    in_one_segment = store.lengths <= 8
+    for name, result in ablated.items():
+        nats = document_nats(result)
+        assert np.all(nats[in_one_segment] == whole[in_one_segment])
+        assert np.all(np.abs(nats - whole)[~in_one_segment] > 1e-3)
+        assert result.protocol["ablate"] == name
+    assert len({result.totals["bits"] for result in ablated.values()}) == 4
+    carried = [result.protocol["carry"] for result in ablated.values()]
+    assert carried == ["all but state", "all but cache", "all but memory", False]
+    # Without any, every segment is read alone. (All long documents begin with a segment.)
+    alone = [document.sum() for document in token_nats(forget=8)]
+    np.testing.assert_allclose(document_nats(ablated["both"]), alone, rtol=RELATIVE)
+
+
+def test_a_reading_can_be_stopped(
+    two_lanes: DocumentEvaluator, params: Any, store: token_store.TokenStore
+) -> None:
+    assert two_lanes.read(params, stop=lambda: True) is None
+    assert two_lanes(params, stop=lambda: True) is None
+    assert two_lanes.sample(params, 0, stop=lambda: True) is None
+
+
+def test_figures_are_the_same_nats_over_different_counts() -> None:
+    score = DocumentScore("a", tokens=4, bytes=8, characters=6, words=2, nats=8 * math.log(2))
+    values = figures(*score[1:])
+    assert values["bits"] == pytest.approx(8)
+    names = ("bits_per_token", "bits_per_byte", "bits_per_character", "word_perplexity")
+    assert [values[name] for name in names] == pytest.approx([2, 1, 8 / 6, 16])
+    no_words = Result(protocol={}, documents=[score._replace(words=0)], tokens_per_second=2.0)
+    assert no_words.totals["word_perplexity"] is None and no_words.totals["tokens_per_second"] == 2
+    assert figures(1, 1, 1, 1, 1e4)["word_perplexity"] == math.inf
+
+
+def test_xz_compresses_each_document_on_its_own(tmp_path: Path) -> None:
+    texts = ["to be or not to be, " * 50, "".join(map(chr, range(128)))]
+    documents = [Document(f"{i}.txt", iter([text])) for i, text in enumerate(texts)]
+    store = token_store.write(tmp_path / "two", documents, ByteTokenizer())
+    size = sum(len(lzma.compress(t.encode(), preset=9 | lzma.PRESET_EXTREME)) for t in texts)
+    assert xz_bits_per_byte(store, ByteTokenizer()) == 8 * size / 1128
+    one = token_store.write(tmp_path / "one", [Document("a", iter(texts[:1]))], ByteTokenizer())
+    assert xz_bits_per_byte(one, ByteTokenizer()) < 1

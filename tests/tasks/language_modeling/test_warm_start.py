@@ -1,0 +1,141 @@
+"""What Training.init_from brings to a language model, and what it refuses."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+from brt import tasks
+from brt.checkpointing.writer import CheckpointWriter
+from brt.config import Config, Data, Model, Training
+from brt.config_io import config_json
+from brt.data.tokenizers import ByteTokenizer
+from brt.errors import CheckpointError, ConfigError
+from brt.tasks.weights import Started
+from brt.training import run as runs
+from brt.training import warm_start
+from brt.training.state import initial_params
+from brt.training.workdir import Workdir
+
+MODEL = Model(
+    layers=3, model_dim=8, heads=2, head_dim=4, mlp_dim=8, window=4, vocab_size=256, states=3,
+    recurrent_layers=(1,), clusters=2, cluster_top_k=2, dtype="float32",
+)  # fmt: skip
+
+
+def config(where: Path | str = "", **model: Any) -> Config:
+    training = Training(init_from=str(where), segment_length=8, batch_size=2, loss_chunk=8)
+    return Config(training=training, model=Model(**{"window": 4, "states": 3, **model}))
+
+
+def ready(asked: Config) -> Model:
+    """The model of the weights, where the config says nothing else."""
+    return warm_start.with_model(asked, warm_start.find(asked)).model
+
+
+def start(where: Path, model: Model, initial: Any) -> Started:
+    asked = dataclasses.replace(config(where), model=model)
+    return tasks.of(asked).start(asked, warm_start.find(asked), initial)
+
+
+def drawn(model: Model, seed: int) -> Any:
+    """Parameters, without compiling what draws real ones."""
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(lambda: nn.meta.unbox(initial_params(Config(model=model))))
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), shapes)
+
+
+def write(path: Path, model: Model, **meta: Any) -> Path:
+    """A workdir with one checkpoint."""
+    saved = dataclasses.replace(config(), model=model)
+    given = {"config": config_json(saved), "tokenizer": ByteTokenizer.fingerprint, **meta}
+    with CheckpointWriter(Workdir(path).checkpoints) as writer:
+        writer.save(1, {"params": drawn(model, seed=1)}, given)
+    return path
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("recurrent"), MODEL)
+
+
+def layers(params: Any, places: dict[str, tuple[str, int]]) -> dict[str, Any]:
+    """{layer: its arrays}, of the runs and rows that hold them."""
+    flat = flatten_dict(params, sep="/")
+    return {
+        layer: {
+            name.removeprefix(f"stack/{run}/"): np.asarray(array[row])
+            for name, array in flat.items()
+            if name.startswith(f"stack/{run}/")
+        }
+        for layer, (run, row) in places.items()
+    }
+
+
+def test_the_same_model_is_the_same_and_defaults_are_the_runs(recurrent: Path) -> None:
+    found = ready(config(recurrent, dropout=0.3))
+    assert found == dataclasses.replace(MODEL, dropout=0.3, dtype="auto")
+    started = start(recurrent, MODEL, drawn(MODEL, seed=2))
+    assert not started.lacking and not started.unread
+    jax.tree.map(np.testing.assert_array_equal, started.params, drawn(MODEL, seed=1))
+
+
+def test_layers_keep_what_they_know_when_their_neighbours_become_others(tmp_path: Path) -> None:
+    plain = dataclasses.replace(MODEL, recurrent_layers=())
+    where = write(tmp_path, plain)
+    asked = config(where, clustered_layers=(1,), memorizing_layers=(2,), window=8)
+    model = ready(asked)
+    assert (model.clustered_layers, model.memorizing_layers, model.window) == ((1,), (2,), 8)
+    new = drawn(model, seed=2)
+    started = start(where, model, new)
+    old = layers(drawn(plain, seed=1), {str(i): ("window_0", i) for i in range(3)})
+    places = {"0": ("window_0", 0), "1": ("clustered_1", 0), "2": ("memorizing_2", 0)}
+    for layer, arrays in layers(started.params, places).items():
+        fresh = layers(new, places)[layer]
+        for name, array in arrays.items():
+            source = old[layer] if name in old[layer] else fresh
+            np.testing.assert_array_equal(array, source[name], err_msg=f"{layer} {name}")
+    assert sorted(started.lacking) == [
+        "layer 1: centroids", "layer 1: deviations", "layer 2: memory_gate",
+    ]  # fmt: skip
+    assert started.unread == ["layer 2: tokens/relative_bias"]
+    np.testing.assert_array_equal(started.params["embedding"], drawn(plain, seed=1)["embedding"])
+
+
+def test_a_run_starts_from_the_weights(recurrent: Path, tmp_path: Path) -> None:
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.txt").write_text(f"the text of {split}")
+    data = Data(train=(f"{tmp_path}/train.txt",), validation=(f"{tmp_path}/validation.txt",),
+                test=(), validation_fraction=0.0, test_fraction=0.0)  # fmt: skip
+    run = runs.build(dataclasses.replace(config(recurrent), data=data), progress=False)
+    said: list[str] = []
+    state = runs.new_state(run, said.append)
+    jax.tree.map(np.testing.assert_array_equal, state.params, drawn(MODEL, seed=1))
+    assert not said and run.config.model == MODEL
+
+
+def test_what_does_not_fit_is_refused(recurrent: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Model.heads = 4, but the weights of .* have 2; leave"):
+        ready(config(recurrent, heads=4))
+    with pytest.raises(CheckpointError, match="is no workdir of a run with .*init_from"):
+        ready(config(tmp_path))
+    more = dataclasses.replace(MODEL, states=5)
+    with pytest.raises(CheckpointError, match=r"layer 1: .* is .*3.*, but this model's is .*5"):
+        start(recurrent, more, drawn(more, seed=2))
+    encoder = dataclasses.replace(config().training, task="masked_language_modeling")
+    other = write(tmp_path, MODEL, config=config_json(Config(training=encoder)))
+    with pytest.raises(CheckpointError, match="it trained masked_language_.* of Model; name"):
+        ready(config(other))
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    where = write(tmp_path, MODEL, tokenizer="0" * 64)
+    with pytest.raises(ConfigError, match="know another tokenizer than bytes .000000000000, not"):
+        asked = config(where)
+        tasks.of(asked).with_weights(asked, warm_start.find(asked), ByteTokenizer())

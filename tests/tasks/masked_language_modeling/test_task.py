@@ -1,0 +1,170 @@
+"""The objective, and how it is evaluated."""
+
+import dataclasses
+import math
+import random
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt import tasks
+from brt.config import Attention, Config, Encoder, Evaluation, Training
+from brt.data import token_store
+from brt.data.documents import Document
+from brt.data.preparation import Corpus
+from brt.data.tokenizers import ByteTokenizer
+from brt.errors import ConfigError
+from brt.models import encoder, seq2seq
+from brt.tasks.masked_language_modeling.evaluation import token_entropy
+from brt.tasks.masked_language_modeling.forward import masked
+from brt.types import Batch
+
+LENGTH = 20
+CONFIG = Config(
+    training=Training(
+        task="masked_language_modeling", segment_length=LENGTH, batch_size=3, loss_chunk=3
+    ),
+    encoder=Encoder(
+        layers=1,
+        model_dim=8,
+        heads=2,
+        mlp_dim=12,
+        vocab_size=257,
+        max_positions=LENGTH,
+        dropout=0.0,
+    ),
+    attention=Attention(kind="improved_clustered", clusters=4, top_k=5),
+    evaluation=Evaluation(batch_size=2),
+)
+TASK = tasks.of(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def params() -> Any:
+    return nn.meta.unbox(jax.jit(lambda: TASK.initial_params(CONFIG, jax.random.key(0)))())
+
+
+def batch() -> Batch:
+    tokens = np.random.default_rng(0).integers(256, size=(3, LENGTH)).astype(np.int32)
+    scored = np.arange(LENGTH)[None] < np.array([[LENGTH], [9], [0]])
+    start = jnp.ones((3, 1), bool)
+    return Batch(jnp.asarray(tokens), jnp.asarray(tokens), jnp.asarray(scored), start)
+
+
+def test_the_loss_is_of_the_masked_tokens_alone(params: Any) -> None:
+    """As from all logits; 3 + 1 tokens of 20 + 9 are masked, and all parameters learn.
+
+    The third row is all padding.
+    """
+    key = jax.random.key(3)
+    step = jax.jit(jax.value_and_grad(lambda p, *x: TASK.loss(CONFIG, p, (), (), *x), has_aux=True))
+    (total, aux), gradients = step(params, batch(), key)
+    assert aux.carry == aux.model_state == () and int(aux.count) == 4
+    np.testing.assert_allclose(total, aux.nats)
+    leaves = jax.tree.leaves(gradients)
+    assert all(np.any(leaf) and np.isfinite(leaf).all() for leaf in leaves)
+
+    masks, attention = (jax.random.fold_in(key, purpose) for purpose in (0, 1))
+    tokens = masked(CONFIG, batch(), jax.random.split(masks, 3))
+    network = TASK.network(CONFIG)
+    vectors = jax.jit(network.apply)({"params": params}, tokens.inputs, batch().scored, attention)
+    logits = np.asarray(seq2seq.logits(encoder.readout(params), vectors), np.float64)
+    expected = 0.0
+    for row, slot in zip(*np.nonzero(tokens.scored), strict=True):
+        all_logits = logits[row, tokens.positions[row, slot]]
+        expected += np.log(np.exp(all_logits).sum()) - all_logits[tokens.targets[row, slot]]
+    np.testing.assert_allclose(total, expected, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    draw = random.Random(0)
+    documents = [
+        Document(f"{i}.txt", iter(["".join(draw.choices("abc \n", k=length))]))
+        for i, length in enumerate((1, 50, 20, 33))
+    ]
+    directory = tmp_path_factory.mktemp("texts")
+    store = token_store.write(directory / "test", documents, ByteTokenizer())
+    return Corpus(directory, ByteTokenizer(), {"test": store})
+
+
+def test_evaluation_does_not_depend_on_how_it_is_batched(params: Any, texts: Corpus) -> None:
+    alone, together = (
+        TASK.evaluator(
+            dataclasses.replace(
+                CONFIG, evaluation=Evaluation(batch_size=size, tokens_per_document=LENGTH)
+            ),
+            texts,
+            "test",
+        )
+        for size in (1, 3)
+    )
+    one, three = alone(params), together(params)
+    assert one.headline == three.headline
+    rows = one.rows["documents"]
+    for row, same in zip(rows, three.rows["documents"], strict=True):
+        assert row == {**same, "bits": pytest.approx(same["bits"], rel=1e-5)}
+    figures = one.figures
+    assert figures["accuracy"] == three.figures["accuracy"]
+    assert figures["masked_tokens"] == sum(row["masked_tokens"] for row in rows) > 8
+    assert abs(figures["bits_per_masked_token"] - math.log2(257)) < 1
+    begun = alone(params, whole=False)
+    assert 0 < begun.figures["masked_tokens"] < figures["masked_tokens"]
+    assert alone(params, stop=lambda: True) is None
+    assert alone.sample(params, 0, stop=lambda: True) is None
+    # What is in brackets was masked: the guess and, where that is wrong, the token.
+    (document,) = texts.split("test").document(0).tolist()
+    assert alone.sample(params, 0).endswith(f"|{chr(document)}]\n")
+
+
+def test_entropy_is_of_the_shares_of_tokens(texts: Corpus) -> None:
+    tokens = np.array([3] * 4 + [0] * 2 + [9, 7], np.uint8)
+    np.testing.assert_allclose(token_entropy(tokens), 0.5 + 0.5 + 3 / 8 + 3 / 8)
+    assert token_entropy(tokens[:4]) == 0
+    both = texts._replace(splits={"validation": texts.split("test")})
+    name, bits = TASK.yardstick(CONFIG, both)
+    assert name == "entropy of single tokens" and 1 < bits < math.log2(5)
+    assert TASK.yardstick(CONFIG, texts) is None, "without validation data"
+
+
+def test_an_encoder_has_no_memory_to_take_away(texts: Corpus) -> None:
+    with pytest.raises(ConfigError, match="--ablate=state is for language models"):
+        TASK.evaluator(CONFIG, texts, "test", ablate="state")
+
+
+def test_keys_that_nothing_reads_are_not_trained(texts: Corpus) -> None:
+    config = dataclasses.replace(CONFIG, attention=Attention(kind="reformer"))
+    with pytest.raises(ConfigError, match="'reformer' takes the queries for keys, whose projec"):
+        TASK.resolve(config, texts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"encoder": Encoder(features=3)}, "Encoder.features = 3 must be 0 where"),
+        (
+            {"encoder": Encoder(max_positions=19)},
+            "Training.segment_length = 20 is above Encoder.max_positions = 19",
+        ),
+        (
+            {"evaluation": Evaluation(segment_length=21)},
+            "Evaluation.segment_length = 21 is above Encoder.max_positions = 20",
+        ),
+    ],
+)
+def test_settings_that_clash_are_refused(changes: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        tasks.check(dataclasses.replace(CONFIG, **changes))
+
+
+def test_the_mask_needs_an_id(texts: Corpus) -> None:
+    small = dataclasses.replace(CONFIG.encoder, vocab_size=256)
+    with pytest.raises(ConfigError, match="bytes with 257 ids, the mask included; set it to 0"):
+        TASK.resolve(dataclasses.replace(CONFIG, encoder=small), texts)
+    free = dataclasses.replace(CONFIG.encoder, vocab_size=0)
+    written = TASK.resolve(dataclasses.replace(CONFIG, encoder=free), texts)
+    assert written.encoder.vocab_size == 257

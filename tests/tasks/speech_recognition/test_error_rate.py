@@ -1,0 +1,61 @@
+import itertools
+from functools import cache
+
+import numpy as np
+import pytest
+
+from brt.tasks.speech_recognition.error_rate import Errors, errors, total
+
+
+@cache
+def fewest(reference, hypothesis):
+    """By the definition: the last edit is one of three."""
+    if not reference or not hypothesis:
+        return len(reference) + len(hypothesis)
+    return min(
+        fewest(reference[:-1], hypothesis[:-1]) + (reference[-1] != hypothesis[-1]),
+        fewest(reference[:-1], hypothesis) + 1,
+        fewest(reference, hypothesis[:-1]) + 1,
+    )
+
+
+def test_every_short_pair_has_the_fewest_errors():
+    texts = ["".join(t) for n in range(5) for t in itertools.product("ab", repeat=n)]
+    for reference, hypothesis in itertools.product(texts, texts):
+        found = errors(reference, hypothesis)
+        assert found.count == fewest(reference, hypothesis)
+        assert found.reference == len(reference)
+        assert found.insertions - found.deletions == len(hypothesis) - len(reference)
+        assert found.deletions + found.substitutions <= len(reference)
+
+
+def test_long_random_pairs():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        a, b = ("".join(rng.choice(list("abcd"), rng.integers(0, 40))) for _ in range(2))
+        assert errors(a, b).count == fewest(tuple(a), tuple(b)) == errors(b, a).count
+
+
+@pytest.mark.parametrize(
+    ("reference", "hypothesis", "expected"),
+    [
+        ("the cat sat", "the cat sat", (0, 0, 0, 3)),
+        ("the cat sat", "the bat sat", (1, 0, 0, 3)),
+        ("the cat sat", "the sat", (0, 0, 1, 3)),
+        ("the cat sat", "oh the cat sat down", (0, 2, 0, 3)),
+        ("the cat sat", "", (0, 0, 3, 3)),
+        ("", "oh", (0, 1, 0, 0)),
+        ("", "", (0, 0, 0, 0)),
+        ("a b c d", "b c x d e", (0, 2, 1, 4)),
+    ],
+)
+def test_kinds_of_errors(reference, hypothesis, expected):
+    assert errors(reference.split(), hypothesis.split()) == expected
+
+
+def test_a_corpus_counts_tokens_not_transcripts():
+    found = [errors("abcdefgh", "abcdefgh"), errors("ab", "cd"), errors("", "x")]
+    assert total(found) == Errors(2, 1, 0, 10)
+    assert total(found).rate == 0.3
+    assert total([]) == Errors(0, 0, 0, 0) and total([]).rate == 0
+    assert errors("", "xy").rate == 2

@@ -1,0 +1,119 @@
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt import tasks
+from brt.config import Attention, Config, Encoder, Evaluation, Speech, Training
+from brt.errors import DataError, NonFiniteError
+from brt.generation import ctc
+from brt.ops.ctc import ctc_nats
+from brt.tasks.encoders import exact
+from brt.tasks.speech_recognition.data import preparation
+from brt.tasks.speech_recognition.error_rate import Errors, errors
+from brt.training.state import initial_params
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    speech = Speech(
+        train=("generated:t/5",), validation=(), test=(), stride=4,
+        cache_dir=str(tmp_path_factory.mktemp("cache")),
+    )  # fmt: skip
+    return preparation.prepare(speech, progress=False)
+
+
+@pytest.fixture(scope="module")
+def config(corpus):
+    encoder = Encoder(
+        layers=1, model_dim=16, heads=2, mlp_dim=16, features=corpus.width, positions="none",
+        vocab_size=corpus.tokenizer.vocab_size, dtype="float32",
+    )  # fmt: skip
+    return Config(
+        encoder=encoder,
+        training=Training(task="speech_recognition"),
+        evaluation=Evaluation(batch_size=3),
+    )
+
+
+@pytest.fixture(scope="module")
+def params(config):
+    """Far from uniform, so that something is heard."""
+    params = nn.meta.unbox(jax.jit(initial_params, static_argnums=0)(config))
+    return jax.tree.map(lambda x: x * 3 if x.ndim > 1 else x, params)
+
+
+@pytest.fixture(scope="module")
+def reading(corpus, config, params):
+    seen = []
+    evaluator = tasks.of(config).evaluator(config, corpus, "train")
+    found = evaluator(params, progress=seen.append)
+    assert seen == [3, 2] and evaluator.total == 5
+    return found
+
+
+def test_transcripts_are_those_of_each_utterance_alone(corpus, config, params, reading):
+    store, alone = corpus.split("train"), jax.jit(tasks.of(config).network(config).apply)
+    for row in (int(store.lengths.argmin()), int(store.lengths.argmax())):
+        transcript = reading.rows["predictions"][row]
+        features = jnp.asarray(store.features(row))[None]
+        there = jnp.ones(features.shape[:2], bool)
+        logits = alone({"params": params}, features, there, jax.random.key(7))
+        heard = ctc.greedy(np.asarray(jax.nn.log_softmax(logits[0]))).tokens
+        assert transcript["hypothesis"] == corpus.tokenizer.decode(heard) != ""
+        assert (transcript["id"], transcript["reference"]) == (
+            store.ids[row],
+            store.transcripts[row],
+        )
+        targets = jnp.asarray(store.targets[row])[None]
+        nats = ctc_nats(logits, there, targets, jnp.ones(targets.shape, bool))
+        np.testing.assert_allclose(transcript["nats"], nats[0], rtol=1e-4)
+        said, heard = transcript["reference"], transcript["hypothesis"]
+        assert transcript["token_errors"] == errors(said, heard)._asdict()
+        assert transcript["word_errors"] == errors(said.split(), heard.split())._asdict()
+
+
+def test_figures_are_sums_over_all(corpus, reading):
+    store, found = corpus.split("train"), reading.figures
+    rows = reading.rows["predictions"]
+    count = sum(Errors(**t["token_errors"]).count for t in rows)
+    tokens = sum(len(text) for text in store.transcripts)
+    assert found["token_error_rate"] == pytest.approx(100 * count / tokens)
+    nats = sum(t["nats"] for t in rows)
+    assert found["bits_per_token"] == pytest.approx(nats / np.log(2) / tokens)
+    assert found["bits_per_byte"] == found["bits_per_token"], "letters are bytes here"
+    assert (found["attention"], found["frames"]) == ("full", store.lengths.sum())
+    assert (found["utterances"], found["left_out"]) == (5, 0)
+    assert found["audio_seconds"] == pytest.approx(0.01 * store.frames.sum())
+    assert found["seconds"] > 0
+
+
+def test_one_utterance_is_enough_and_a_stop_is_heeded(corpus, config, params, reading):
+    evaluator, first = tasks.of(config).evaluator(config, corpus, "train"), reading.rows
+    heard = first["predictions"][0]["hypothesis"]
+    assert f"heard: {heard}\n" in evaluator.sample(params, 0)
+    assert evaluator(params, stop=lambda: True) is None
+    assert evaluator.sample(params, 0, stop=lambda: True) is None
+    broken = jax.tree.map(lambda x: x * jnp.nan, params)
+    with pytest.raises(NonFiniteError, match="logits are not finite; take an earlier checkpoint"):
+        evaluator(broken)
+
+
+def test_what_an_attention_is_compared_with(config):
+    approximate = ("clustered", "improved_clustered", "oracle_top_k")
+    expected = {"full": None, "shared_full": None, "reformer": "shared_full"}
+    expected |= dict.fromkeys(approximate, "full")
+    for kind, other in expected.items():
+        own = dataclasses.replace(config, attention=Attention(kind=kind))
+        found = exact(own)
+        assert (found and found.attention.kind) == other
+
+
+def test_frames_of_another_width_are_refused(corpus, config):
+    encoder = dataclasses.replace(config.encoder, features=13)
+    wrong = dataclasses.replace(config, encoder=encoder)
+    with pytest.raises(DataError, match=r"Speech.train = \('generated.*have 20 .*model reads 13"):
+        tasks.of(wrong).evaluator(wrong, corpus, "train")

@@ -1,0 +1,94 @@
+import json
+
+import pytest
+
+from brt.errors import DataError
+from brt.tasks.summarization import scores
+from brt.tasks.summarization.rouge import protocol
+from brt.tasks.summarization.scores import ScoredSummaries, Summary
+
+ROWS = [
+    Summary("a", "The cats ran home. It rained.", "Cats ran.", "The cat runs home.", 9, 0, 6),
+    Summary("b", "One two three.", "One two.", "", 200, 136, 0),
+    Summary("c", "Über \ud83d five.", "Nothing alike.", "Bread\nand butter.", 64, 0, 4),
+    Summary("d/4", "w " * 50, "long word " * 90, "The cat runs home.", 127, 63, 6),
+]
+
+
+@pytest.fixture(scope="module")
+def scored() -> ScoredSummaries:
+    return scores.score(ROWS, protocol("hf"))
+
+
+def test_the_report_has_scores_with_their_protocol(scored: ScoredSummaries) -> None:
+    report = scored.report
+    expected = [protocol("hf").score(row.reference, row.prediction) for row in ROWS]
+    assert scored.scores == expected and scored.summaries == ROWS
+    assert list(report["rouge"]) == ["rouge1", "rouge2", "rougeL", "rougeLsum"]
+    for name, found in report["rouge"].items():
+        mean = 100 * sum(score[name].f1 for score in expected) / len(ROWS)
+        assert found["f1"] == pytest.approx(mean)
+        assert found["low"] <= found["f1"] <= found["high"]
+    assert report["rouge"]["rouge1"]["f1"] == pytest.approx(100 / 3 / 4)  # "cat", in one
+    assert report["protocol"]["name"] == "hf"
+    assert report["protocol"]["rouge"] == protocol("hf").text
+    assert "seed 0" in report["protocol"]["aggregation"]
+
+
+def test_the_report_counts_what_was_cut_and_how_long_texts_are(scored: ScoredSummaries) -> None:
+    report = scored.report
+    assert report["documents"] == 4
+    assert report["truncation"] == {
+        "documents": 2, "documents_percent": 50.0, "tokens": 199, "tokens_percent": 49.75,
+    }  # fmt: skip
+    assert report["lengths"]["source_tokens"] == {"mean": 100, "median": 95.5, "min": 9, "max": 200}
+    assert report["lengths"]["prediction_tokens"] == {"mean": 4, "median": 5, "min": 0, "max": 6}
+    assert report["lengths"]["prediction_words"]["mean"] == (4 + 0 + 3 + 4) / 4
+    assert report["lengths"]["reference_words"]["max"] == 180
+    assert (report["empty"], report["distinct"]) == (1, 3)
+    assert report["copied_bigrams"] == 100 * 1 / 8  # "the cat", of 3 + 2 + 3
+
+
+def test_rows_hold_every_summary_with_its_id_and_scores(scored: ScoredSummaries) -> None:
+    rows = json.loads(json.dumps(scores.rows(scored)))
+    assert [(row["id"], row["prediction"]) for row in rows] == [(r.id, r.prediction) for r in ROWS]
+    for row, score in zip(rows, scored.scores, strict=True):
+        assert row["rouge_protocol"] == "hf"
+        assert row["rougeLsum"]["f1"] == 100 * score["rougeLsum"].f1
+    assert rows[1]["cut_tokens"] == 136 and rows[1]["rouge1"]["f1"] == 0
+
+
+def test_people_read_scores_beside_their_protocol_and_three_summaries(
+    scored: ScoredSummaries,
+) -> None:
+    text = scores.text(scored)
+    lines = text.split("\n")
+    assert lines[0] == f"4 documents; {protocol('hf').text};"
+    f1 = scored.report["rouge"]["rouge1"]["f1"]
+    assert lines[3].startswith(f"rouge1    (hf)  F1 {f1:6.2f}  [")
+    assert "2 were cut (50.0 %), 49.8 % of all tokens were not read" in text
+    assert "summaries: 4.0 tokens, 2.8 words on average" in text
+    assert "1 empty, 3 distinct; 12.5 % of word pairs are in the source" in text
+    titles = [line for line in lines if "(hf)" in line and ": rouge1" in line]
+    assert [title.split(":")[0] for title in titles] == ["a", "c", "d/4"]
+    body = lines[lines.index(titles[0]) + 1 :]
+    assert body[0] == f"{'reference':<46} | summary"
+    assert body[1] == f"{'Cats ran.':<46} | The cat runs home."
+    long = lines[lines.index(titles[2]) + 2 :]
+    assert len(long) == 12 and long[-1].rstrip(" |").endswith(" ...")
+    assert f"{'Nothing alike.':<46} | Bread and butter." in lines
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_few_summaries_are_shown_once_each(count: int) -> None:
+    text = scores.text(scores.score(ROWS[:count], protocol("t5")))
+    assert text.count(": rouge1") == count and "(hf)" not in text
+
+
+def test_empty_predictions_and_no_rows() -> None:
+    scored = scores.score([ROWS[1]], protocol("t5"))
+    assert scored.report["copied_bigrams"] is None
+    assert "no word pairs are in the source" in scores.text(scored)
+    assert "| (nothing)" in scores.text(scored)
+    with pytest.raises(DataError, match="no summaries to score"):
+        scores.score([], protocol("hf"))

@@ -1,0 +1,154 @@
+"""What runs on sentences and on questions find out about their data, and what they refuse."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+from brt import tasks
+from brt.config import Attention, Config, Encoder, Questions, Sentences, Training
+from brt.errors import ConfigError
+from brt.interop.huggingface import convert
+from brt.training import warm_start
+from brt.training.resuming import check_resumable
+from brt.training.run import prepare
+from brt.training.state import initial_params
+
+
+@pytest.fixture
+def sentences(tmp_path):
+    return Config(
+        training=Training(task="text_classification", batch_size=3, epochs=2.0),
+        sentences=Sentences(
+            train=("generated:r/7",), validation=(), test=(), max_length=512,
+            cache_dir=str(tmp_path),
+        ),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def questions(tmp_path):
+    return Config(
+        training=Training(task="extractive_qa", batch_size=3, epochs=2.0),
+        questions=Questions(
+            train=("generated:r/7",), validation=(), test=(), max_length=512,
+            cache_dir=str(tmp_path),
+        ),
+    )  # fmt: skip
+
+
+def changed(config, section, **values):
+    return dataclasses.replace(
+        config, **{section: dataclasses.replace(getattr(config, section), **values)}
+    )
+
+
+def test_labels_vocabulary_and_steps_come_from_the_data(sentences):
+    found, corpus, reader = prepare(sentences, progress=False)
+    assert found.sentences.labels == corpus.labels == ("animal", "plant", "stone")
+    assert (found.encoder.classes, found.encoder.vocab_size) == (3, 259)
+    assert found.training.steps == 6 and reader[0].tokens.shape == (3, 512)
+    largest = reader.largest()
+    assert reader.positions(largest) == 3 * 512 and not largest.scored.any()
+    again, *_ = prepare(found, progress=False)
+    assert again == found, "what is written out describes the same run"
+    ordered = changed(found, "sentences", labels=("stone", "plant", "animal"))
+    with pytest.raises(ConfigError, match="this workdir holds another run: Sentences.labels was"):
+        check_resumable(found, ordered)
+    with pytest.raises(ConfigError, match="Encoder.classes = 4, but Sentences.train has 3 labels"):
+        prepare(changed(sentences, "encoder", classes=4), progress=False)
+
+
+def test_numbers_are_one_class(sentences, tmp_path):
+    (tmp_path / "t.tsv").write_text("sentence\tlabel\na\t1.5\nb\t2.5\n")
+    numbers = changed(sentences, "sentences", train=(str(tmp_path / "t.tsv"),))
+    numbers = changed(numbers, "training", task="text_regression")
+    found, _, reader = prepare(numbers, progress=False)
+    assert (found.encoder.classes, found.sentences.labels) == (1, ())
+    assert reader.largest().targets.dtype == reader[0].targets.dtype == np.float32
+    assert prepare(found, progress=False)[0] == found
+
+
+def test_windows_are_what_an_epoch_of_questions_reads(questions):
+    found, corpus, reader = prepare(questions, progress=False)
+    windows = len(corpus.split("train"))
+    assert found.training.steps == 2 * -(-windows // 3)
+    assert reader[0].targets.shape == (3, 2) and found.encoder.vocab_size == 259
+    free = changed(questions, "questions", max_answer_length=5, no_answer_margin=1.0)
+    assert len(check_resumable(questions, free)) == 2
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes", "message"),
+    [
+        ("classification", {"encoder": {"features": 3}}, "Encoder.features = 3 must be 0 where"),
+        ("classification", {"encoder": {"max_positions": 64}},
+         "Sentences.max_length = 512 is above Encoder.max_positions = 64"),
+        ("classification", {"sentences": {"buckets": (64, 128)}},
+         r"the last of Sentences.buckets = \(64, 128\) must be Sentences.max_length = 512"),
+        ("classification", {"sentences": {"labels": ("a", "a")}}, "has one of them twice"),
+        ("classification", {"sentences": {"second_field": "b"}}, "'b' needs Sentences.first_field"),
+        ("classification", {"sentences": {"train": ()}}, "Sentences.train names no source"),
+        ("regression", {"sentences": {"labels": ("a", "b")}},
+         r"Sentences.labels = \('a', 'b'\) is for classes; regression reads numbers"),
+        ("regression", {"training": {"label_smoothing": 0.1}},
+         "label_smoothing = 0.1 means nothing to regression"),
+        ("spans", {"training": {"label_smoothing": 0.1}}, "label_smoothing = 0.1 means nothing to"),
+        ("spans", {"encoder": {"max_positions": 64}}, "Questions.max_length = 512 is above"),
+        ("spans", {"attention": {"kind": "clustered", "clusters": 600}},
+         "Attention.clusters = 600 is above Questions.max_length = 512"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_work_are_refused(sentences, questions, objective, changes, message):
+    config = questions if objective == "spans" else sentences
+    config = changed(config, "training", objective=objective)
+    with pytest.raises(ConfigError, match=message):
+        for section, values in changes.items():
+            config = changed(config, section, **values)
+        prepare(config, progress=False)
+
+
+def test_one_projection_for_kinds_that_have_one(questions):
+    config = dataclasses.replace(questions, attention=Attention(kind="shared_full"))
+    with pytest.raises(ConfigError, match="set Encoder.shared_queries_keys = True"):
+        prepare(config, progress=False)
+    assert dataclasses.replace(config, encoder=Encoder(shared_queries_keys=True))
+
+
+def test_a_pretrained_encoder_gets_a_new_head_for_the_labels(sentences, tmp_path):
+    source = Path(__file__).parents[1] / "data/huggingface/roberta"
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    shutil.copytree(source, theirs)
+    words = ["<s>", "<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(60))]  # as many as it knows
+    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    made.save(str(theirs / "tokenizer.json"))
+    list(convert.from_hf(theirs, ours, verified=False))
+    rows = [f"w1 w2\tw3 x\t{label}\n" for label in ("no", "yes", "maybe")]
+    (tmp_path / "pairs.tsv").write_text("sentence1\tsentence2\tlabel\n" + "".join(rows))
+    config = changed(
+        sentences, "sentences", train=(str(tmp_path / "pairs.tsv"),), max_length=32,
+        tokenizer=str(ours / "tokenizer.json"),
+    )  # fmt: skip
+    config = changed(config, "training", init_from=str(ours))
+    weights = warm_start.find(config)
+    found, corpus, reader = prepare(config, weights, progress=False)
+    assert found.encoder.layers == 2 and found.encoder.classes == 3
+    tokens = reader[0].tokens[0, :9].tolist()
+    assert tokens == [0, 5, 6, 2, 2, 7, 3, 2, 0], "<s> w1 w2 </s></s> w3 <unk> </s>"
+    initial = nn.meta.unbox(jax.eval_shape(lambda: initial_params(found)))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), initial)
+    params, lacking, unread = tasks.of(found).start(found, weights, zeros)
+    assert lacking and all(name.startswith("head/") for name in lacking) and not unread
+    body = jax.tree.leaves(params["encoder"])
+    assert all(np.asarray(leaf).any() for leaf in body) and params["head"]["out"]["bias"].size == 3
+    with pytest.raises(ConfigError, match="know 64 ids, but the tokenizer bytes makes that 259"):
+        prepare(changed(config, "sentences", tokenizer="bytes"), weights, progress=False)

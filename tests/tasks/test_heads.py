@@ -1,0 +1,225 @@
+"""Labels and answers of small random models, against what their logits say one row at a time."""
+
+import dataclasses
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt import tasks
+from brt.config import Attention, Config, Encoder, Evaluation, Questions, Sentences, Training
+from brt.errors import NonFiniteError
+from brt.tasks.extractive_qa import evaluation, squad
+from brt.tasks.extractive_qa.data import preparation as question_preparation
+from brt.tasks.extractive_qa.evaluation import Window
+from brt.tasks.text_classification.data import preparation as sentence_preparation
+from brt.tasks.text_classification.data.batches import SentenceReader
+from brt.tasks.text_classification.evaluation import Classifier
+from brt.training.state import initial_params
+
+ENCODER = Encoder(
+    layers=1, model_dim=16, heads=2, mlp_dim=16, vocab_size=259, classes=3, dropout=0.0,
+    positions="sinusoidal",
+)  # fmt: skip
+
+
+def build(objective, **sections):
+    """A config, and parameters whose logits differ much."""
+    config = Config(
+        training=Training(task=objective), encoder=ENCODER,
+        evaluation=Evaluation(batch_size=4), **sections,
+    )  # fmt: skip
+    params = jax.jit(lambda: nn.meta.unbox(initial_params(config)))()
+    return config, jax.tree.map(lambda x: 3 * x, params)
+
+
+def forward(config, params):
+    """(ids, valid, key) -> logits; compiled."""
+    apply = jax.jit(tasks.of(config).network(config).apply)
+    return partial(apply, {"params": params})
+
+
+def loss(config):
+    """(params, batch, key) -> the loss and what comes with it; compiled."""
+    compiled = jax.jit(partial(tasks.of(config).loss, config))
+    return lambda params, batch, key: compiled(params, (), (), batch, key)
+
+
+def read(config, params, corpus, **given):
+    return tasks.of(config).evaluator(config, corpus, "train")(params, **given)
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory):
+    section = Sentences(
+        train=("generated:a/6",), validation=(), test=(), max_length=256, buckets=(192, 256),
+        labels=("stone", "animal", "plant"),
+        cache_dir=str(tmp_path_factory.mktemp("cache")),
+    )  # fmt: skip
+    config, params = build("classification", sentences=section)
+    return config, params, sentence_preparation.prepare(section, False)
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    section = Questions(
+        train=("generated:a/3",), validation=(), test=(), max_length=160, stride=40,
+        max_question_length=30, max_answer_length=9, no_answer=True,
+        cache_dir=str(tmp_path_factory.mktemp("cache")),
+    )  # fmt: skip
+    config, params = build("spans", questions=section)
+    return config, params, question_preparation.prepare(section, False)
+
+
+def test_labels_are_those_of_rows_alone_and_the_loss_is_their_sum(sentences):
+    config, params, corpus = sentences
+    store, reading = corpus.split("train"), read(config, params, corpus)
+    rows, alone, nats = reading.rows["predictions"], forward(config, params), []
+    for row, found in enumerate(rows):
+        ids = jnp.asarray(np.pad(store.tokens[row], (0, 256 - len(store.tokens[row]))))[None]
+        valid = (jnp.arange(256) < len(store.tokens[row]))[None]
+        logits = np.asarray(alone(ids, valid, jax.random.key(0)), np.float64)
+        p = np.exp(logits[0]) / np.exp(logits[0]).sum()
+        np.testing.assert_allclose(found["probabilities"], p, atol=2e-6)
+        assert found["prediction"] == store.labels[p.argmax()] and found["id"] == store.ids[row]
+        nats.append(-np.log(p[store.targets[row]]))
+        assert found["nats"] == pytest.approx(nats[-1], rel=1e-4)
+    figures = reading.figures
+    assert figures["accuracy"] == 100 * np.mean([r["label"] == r["prediction"] for r in rows])
+    assert figures["bits_per_label"] == pytest.approx(np.mean(nats) / np.log(2), rel=1e-4)
+    assert np.sum(figures["confusion"]) == figures["rows"] == 6 and "f1" not in figures
+    batch = sentence_batch(config, store)
+    total, aux = loss(config)(params, batch, jax.random.key(1))
+    assert float(total) == float(aux.nats) == pytest.approx(sum(nats), rel=1e-4)
+    assert int(aux.count) == 6
+
+
+def test_numbers_are_those_of_rows_alone_and_their_errors_the_loss(tmp_path):
+    rows = [("one", 1.5), ("two words", -2.0), ("three", 0.25), ("four of them", 7.0), ("5", 3.0)]
+    lines = "".join(f"{text}\t{number}\n" for text, number in rows)
+    (tmp_path / "t.tsv").write_text(f"sentence\tlabel\n{lines}")
+    section = Sentences(
+        train=(str(tmp_path / "t.tsv"),), validation=(), test=(), max_length=32,
+        cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    config = Config(
+        training=Training(task="text_regression"), sentences=section,
+        encoder=dataclasses.replace(ENCODER, classes=1), evaluation=Evaluation(batch_size=4),
+    )  # fmt: skip
+    params = jax.jit(lambda: nn.meta.unbox(initial_params(config)))()
+    corpus = sentence_preparation.prepare(section, False, numbers=True)
+    store, reading = corpus.split("train"), read(config, params, corpus)
+    alone, guesses = forward(config, params), []
+    for row, found in enumerate(reading.rows["predictions"]):
+        ids = jnp.asarray(np.pad(store.tokens[row], (0, 32 - len(store.tokens[row]))))[None]
+        valid = (jnp.arange(32) < len(store.tokens[row]))[None]
+        guesses.append(alone(ids, valid, jax.random.key(0)).item())
+        assert found["prediction"] == pytest.approx(guesses[-1], rel=1e-4)
+        assert (found["id"], found["number"]) == (store.ids[row], rows[row][1])
+    true = np.array([number for _, number in rows])
+    figures, errors = reading.figures, true - guesses
+    assert figures["pearson"] == pytest.approx(100 * np.corrcoef(true, guesses)[0, 1], rel=1e-3)
+    assert figures["root_mean_square_error"] == pytest.approx(np.sqrt((errors**2).mean()), rel=1e-4)
+    nats = (errors**2 + np.log(2 * np.pi)) / 2
+    assert figures["bits_per_number"] == pytest.approx(nats.mean() / np.log(2), rel=1e-4)
+    batch = jax.tree.map(
+        jnp.asarray, SentenceReader(store=store, batch_size=8, max_length=32, shuffle=False)[0]
+    )
+    total, _ = loss(config)(params, batch, jax.random.key(1))
+    assert float(total) == pytest.approx(nats.sum(), rel=1e-4), "three empty rows count nothing"
+
+
+def sentence_batch(config, store):
+    reader = SentenceReader(store=store, batch_size=8, max_length=256, shuffle=False)
+    return jax.tree.map(jnp.asarray, reader[0])
+
+
+def test_smoothing_is_towards_all_labels_alike(sentences):
+    config, params, corpus = sentences
+    batch = sentence_batch(config, corpus.split("train"))
+    logits = jax.random.normal(jax.random.key(0), (8, 3))
+    nats = Classifier.nats(logits, batch)
+    assert not nats[6:].any() and (nats[:6] > 0).all()
+    training = dataclasses.replace(config.training, label_smoothing=0.3)
+    smooth = dataclasses.replace(config, training=training)
+    key = jax.random.fold_in(jax.random.key(1), 1)
+    logits = forward(config, params)(batch.tokens, batch.valid, key)
+    log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)[:6]
+    target = 0.7 * np.eye(3)[np.asarray(batch.targets[:6, 0])] + 0.1
+    total, _ = loss(smooth)(params, batch, jax.random.key(1))
+    assert float(total) == pytest.approx(-(target * log_p).sum(), rel=1e-4)
+
+
+def test_answers_are_the_best_spans_of_all_windows(questions):
+    config, params, corpus = questions
+    store, reading = corpus.split("train"), read(config, params, corpus)
+    assert len(store) > 2 * len(store.ids), "long contexts"
+    alone = forward(config, params)
+    best, nothing, nats = {}, {}, 0.0
+    for row in range(len(store)):
+        question, start, stop, *targets = store.row(row)
+        size = int(store.lengths[row])
+        ids = jnp.asarray(np.pad(store.tokens(row), (0, 160 - size)))[None]
+        logits = alone(ids, (jnp.arange(160) < size)[None], jax.random.key(0))
+        logits = np.asarray(logits[0, :size], np.float64)
+        nats += sum(
+            np.log(np.exp(logits[:, i]).sum()) - logits[target, i]
+            for i, target in enumerate(targets)
+        )
+        first = store.first(row)
+        for i in range(first, first + stop - start):
+            for j in range(i, min(i + 9, first + stop - start)):
+                found = logits[i, 0] + logits[j, 1], store.text(row, i, j)
+                best[question] = max(best.get(question, (-np.inf, "")), found)
+        nothing[question] = min(nothing.get(question, np.inf), logits[0].sum())
+    for question, row in enumerate(reading.rows["predictions"]):
+        assert row["score"] == pytest.approx(best[question][0], rel=1e-4)
+        assert row["no_answer_score"] == pytest.approx(nothing[question], rel=1e-4, abs=1e-5)
+        empty = nothing[question] > best[question][0]
+        assert row["prediction"] == ("" if empty else best[question][1])
+        score = squad.score(row["prediction"], row["answers"])
+        assert (row["exact_match"], row["f1"]) == score
+    assert reading.figures["windows"] == len(store) and reading.figures["questions"] == 3
+    bits = nats / np.log(2) / (2 * len(store))
+    assert reading.figures["bits_per_place"] == pytest.approx(bits, rel=1e-4)
+
+
+def test_no_answer_needs_every_window_and_a_margin(questions):
+    store = questions[2].split("train")
+    windows = [Window(0, 40, 41, 5.0, 7.0, 0.0), Window(1, 40, 40, 4.0, 5.5, 0.0)]
+    first = store.text(0, 40, 41)
+    assert evaluation.merged(store, windows, False, 0.0) == {"prediction": first, "score": 5.0}
+    assert evaluation.merged(store, windows, True, 0.0)["prediction"] == "", "5.5 is above 5"
+    assert evaluation.merged(store, windows, True, 0.6)["prediction"] == first
+    there = [*windows, Window(2, 40, 40, 1.0, 4.0, 0.0)]  # which holds an answer
+    assert evaluation.merged(store, there, True, 0.0)["no_answer_score"] == 4.0
+    assert evaluation.merged(store, there, True, 0.0)["prediction"] == first
+    rows = [{"answers": (), "exact_match": 1.0, "f1": 1.0},
+            {"answers": ("x",), "exact_match": 0.0, "f1": 0.5}]  # fmt: skip
+    found = evaluation.scores(rows)
+    assert (found["f1"], found["answerable_f1"], found["unanswerable_f1"]) == (75, 50, 100)
+
+
+def test_another_attention_reads_the_same_weights_and_nan_is_named(sentences):
+    config, params, corpus = sentences
+    kind = Attention(kind="improved_clustered", clusters=200, top_k=256, iterations=1)
+    other = dataclasses.replace(config, attention=kind)
+    task = tasks.of(other)
+    both = task.evaluator(other, corpus, "train", beside=True)(params)
+    exact = read(config, params, corpus)
+    for one, two in zip(exact.rows["predictions"], both.rows["predictions"], strict=True):
+        # Every key is among the top_k.
+        np.testing.assert_allclose(one["probabilities"], two["probabilities"], atol=1e-4)
+    assert both.figures["attention"] == both.figures["trained_with"] == "improved_clustered"
+    assert both.figures["accuracy_full"] == exact.figures["accuracy"]
+    assert f"(full: {exact.figures['accuracy']:.2f} % right)" in both.headline and not both.name
+    swapped = task.evaluator(other, corpus, "train", trained=config)(params, whole=False)
+    assert swapped.figures["trained_with"] == "full" and swapped.name == "_improved_clustered"
+    assert "accuracy_full" not in swapped.figures
+    assert read(config, params, corpus, stop=lambda: True) is None
+    bad = jax.tree.map(lambda x: x * np.nan, params)
+    with pytest.raises(NonFiniteError, match="the model's logits are not finite; take an earlier"):
+        tasks.of(config).evaluator(config, corpus, "train").sample(bad, 0)

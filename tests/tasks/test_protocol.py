@@ -1,0 +1,75 @@
+"""What every task declares, and what all of them refuse alike."""
+
+import dataclasses
+
+import pytest
+
+from brt import tasks
+from brt.config import Config, Encoder, Pairs, Training
+from brt.config_io import SECTION_TYPES
+from brt.errors import ConfigError
+from brt.tasks import TASKS
+from brt.tasks.protocol import Task
+
+each = pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))
+
+
+def config(task: str, **sections: object) -> Config:
+    return Config(training=Training(task=task), **sections)
+
+
+@each
+def test_every_task_says_what_it_reads_and_what_it_is_measured_by(task: Task) -> None:
+    assert TASKS[task.name] is task is tasks.of(config(task.name))
+    sections = {type(getattr(Config(), name)).__name__ for name in (task.model, task.data)}
+    assert sections <= set(task.sections) <= set(SECTION_TYPES)
+    for measures in (task.measures, task.columns):
+        assert measures and len({m.name for m in measures}) == len(measures)
+        for measure in measures:
+            assert measure.title and format(0.5, measure.form)
+    headline = task.measures[0]
+    assert task.figures({headline.name: 1.0, "else": 2.0}) == {headline.name: 1.0}
+    assert not headline.higher_is_better, "bits: training is drawn in the same units"
+
+
+@each
+def test_every_task_says_what_comes_next(task: Task) -> None:
+    commands = task.next_steps("runs/a b")
+    assert commands[0].startswith("python -m brt.evaluate --workdir=runs/a b --split=test")
+    assert any("brt.generate" in command for command in commands) == task.writes
+
+
+def test_an_unknown_task_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError) as refused:
+        tasks.named("nonsense")
+    assert str(refused.value).startswith("Training.task = 'nonsense' must be one of 'langu")
+    assert all(repr(name) in str(refused.value) for name in TASKS)
+    with pytest.raises(ConfigError, match="did you mean 'classification'"):
+        tasks.of(config("clasification"))
+
+
+def test_settings_that_nothing_would_read_are_refused() -> None:
+    """A default says nothing, and neither does a cache that other runs share."""
+    pairs = Pairs(train=("a.tsv",), cache_dir="cache")
+    origins = {"Pairs.train": "a.gin:3", "Pairs.cache_dir": "a.gin:4"}
+    with pytest.raises(
+        ConfigError,
+        match=r"^a.gin:3: Pairs.train means nothing where Training.task = "
+        r"'language_modeling'; set Training.task = 'summarization', or leave it out$",
+    ):
+        tasks.check(config("language_modeling", pairs=pairs), origins)
+    tasks.check(config("seq2seq", pairs=pairs), origins)
+    harmless = dataclasses.replace(pairs, train=Pairs().train)
+    tasks.check(config("language_modeling", pairs=harmless), origins)
+    with pytest.raises(ConfigError, match="--gin_bindings: Encoder.layers means nothing where"):
+        asked = config("seq2seq", encoder=Encoder(layers=3))
+        tasks.check(asked, {"Encoder.layers": "--gin_bindings"})
+
+
+def test_who_writes_no_text_says_what_to_do_instead() -> None:
+    silent = [task for task in TASKS.values() if not task.writes]
+    assert silent
+    for task in silent:
+        assert f"{task.name!r} trains a model that writes no text; python -m brt.evaluate" in str(
+            task.silent()
+        )

@@ -1,0 +1,173 @@
+"""Adding a task is adding one place: a toy goes through all that can be done with a run."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from brt import tasks
+from brt.checkpointing import reader
+from brt.config import Checkpoint, Config, Optimizer, Sampling, Training
+from brt.errors import CheckpointError
+from brt.evaluation import job, writing
+from brt.tasks.protocol import WriteOptions
+from brt.training import inspection, loop, run_summary, saved
+from brt.training.workdir import Workdir
+
+HERE = Path(__file__).parent
+TRAINING = Training(
+    task="parity", steps=300, batch_size=64, segment_length=4, log_every=50,
+    evaluate_every=150, sample_every=300, plots=False,
+)  # fmt: skip
+OPTIMIZER = Optimizer(name="adamw", learning_rate=0.05, schedule="constant", warmup_steps=5)
+BINDINGS = """
+Training.task = 'parity'
+Training.steps = 300
+Training.batch_size = 64
+Training.segment_length = 4
+Training.log_every = 50
+Training.evaluate_every = 150
+Training.sample_every = 300
+Optimizer.name = 'adamw'
+Optimizer.learning_rate = 0.05
+Optimizer.schedule = 'constant'
+Optimizer.warmup_steps = 5
+Checkpoint.every = 100
+"""
+PARITY = {"0110": 0, "1000": 1, "1110": 1, "0000": 0}
+SWEEP = "Sweep.base = 'parity.gin'\nSweep.grid = {'Training.seed': (0, 1)}\n"
+KILLED = """
+import itertools, os, signal
+from brt.training import run
+calls, put = itertools.count(1), run.put
+def killing(*given):
+    if next(calls) == 250:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return put(*given)
+run.put = killing
+"""
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The toy, registered for one test."""
+    monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
+    exec((HERE / "toy.py").read_text(), {"__name__": "toy"})
+
+
+def test_the_toy_is_short() -> None:
+    assert len((HERE / "toy.py").read_text().splitlines()) < 80
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_toy_task_is_trained_evaluated_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config(training=TRAINING, optimizer=OPTIMIZER, checkpoint=Checkpoint(every=150))
+    run, workdir = loop.train(config, tmp_path)
+    assert "validation: 0.0" in run_summary.finish(run, workdir, 0.0)
+    place, found, theirs = saved.load_config(tmp_path)
+    model = saved.load(place, found, theirs)
+    evaluated = job.evaluate(model, "test", None)
+    assert evaluated.report["bits_per_row"] < 0.1, "parity is learned"
+    capsys.readouterr()
+    for prompt in PARITY:
+        writing.write(model, prompt, WriteOptions(sampling=Sampling(temperature=0.0)))
+    assert capsys.readouterr().out == "".join(
+        f"{bits}{parity}\n" for bits, parity in PARITY.items()
+    )
+
+
+@pytest.mark.usefixtures("toy")
+def test_weights_are_hashed_once_and_not_needed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint is hashed where it is read: that of a resumed run, or that it starts from."""
+    hashed: list[Path] = []
+    verify = reader.manifest.verify
+
+    def counted(directory: Path) -> list[str]:
+        hashed.append(directory)
+        return verify(directory)
+
+    def train(name: str, **changes: object) -> None:
+        training = dataclasses.replace(TRAINING, evaluate_every=0, sample_every=0, **changes)
+        config = Config(training=training, optimizer=OPTIMIZER)
+        hashed.clear()
+        loop.train(config, tmp_path / name)
+
+    train("first", steps=20)
+    monkeypatch.setattr(reader.manifest, "verify", counted)
+    first = str(tmp_path / "first")
+    train("second", steps=10, init_from=first)
+    assert hashed.count(tmp_path / "first/checkpoints/20") == 1
+    shutil.rmtree(first)
+    train("second", steps=20, init_from=first)
+    assert hashed.count(tmp_path / "second/checkpoints/10") == 1
+    assert reader.steps(tmp_path / "second/checkpoints") == [10, 20]
+    with pytest.raises(CheckpointError, match="first is no workdir of a run with checkpoints"):
+        train("third", steps=10, init_from=first)
+
+
+class Commands:
+    """The real commands, which find the toy where their Python starts."""
+
+    def __init__(self, directory: Path):
+        self.directory, self.toy, self.killed = directory, directory / "toy", directory / "killed"
+        start = (HERE / "toy.py").read_text()
+        for place, code in ((self.toy, start), (self.killed, start + KILLED)):
+            place.mkdir()
+            (place / "sitecustomize.py").write_text(code)
+        (directory / "parity.gin").write_text(BINDINGS)
+        (directory / "sweep.gin").write_text(SWEEP)
+
+    def __call__(self, name: str, *flags: str, where: Path | None = None, code: int = 0) -> str:
+        path = os.pathsep.join([str(where or self.toy), str(HERE.parents[1])])
+        done = subprocess.run(
+            [sys.executable, "-m", f"brt.{name}", *flags], cwd=self.directory, text=True,
+            capture_output=True, env=os.environ | {"PYTHONPATH": path}, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr * (code > 0)
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Callable[..., str]:
+    return Commands(tmp_path)
+
+
+@pytest.mark.slow
+def test_all_commands_know_a_toy_task(commands: Commands, tmp_path: Path) -> None:
+    train = "train", "--gin_file=parity.gin"
+    assert "bits per row" in commands(*train, "--workdir=whole")
+    commands(*train, "--workdir=cut", where=commands.killed, code=-signal.SIGKILL)
+    assert 100 in (left := reader.steps(tmp_path / "cut/checkpoints")) and 300 not in left
+    commands(*train, "--workdir=cut")
+    hashes = [commands("inspect", f"--workdir={name}", "--state_hash") for name in ("whole", "cut")]
+    assert hashes[0] == hashes[1] == inspection.state_hash(Workdir(tmp_path / "whole"), 300) + "\n"
+    assert "eval/validation/bits_per_row" in commands("inspect", "--workdir=whole")
+    said = commands("inspect", "--workdir=whole", "--probe", code=2)
+    assert "--probe is for language models" in said
+
+    commands("evaluate", "--workdir=whole", "--json=report.json")
+    assert json.loads((tmp_path / "report.json").read_text())["bits_per_row"] < 0.1
+    for bits, parity in PARITY.items():
+        given = "--workdir=whole", f"--prompt={bits}", "--temperature=0"
+        assert commands("generate", *given) == f"{bits}{parity}\n"
+    assert (tmp_path / "whole/samples/00000300.txt").exists()
+
+    table = commands("sweep", "--gin_file=sweep.gin", "--workdir=sweep")
+    assert "bits per row" in table
+    rows = (tmp_path / "sweep/report.csv").read_text().splitlines()[1:]
+    assert len(rows) == 2 and all("finished" in row for row in rows)
+    assert (tmp_path / "sweep/plots/bits.png").exists()
+    refused = "--gin_bindings=Training.task = 'partiy'"
+    said = commands(*train, "--workdir=none", refused, code=2)
+    assert "'parity'" in said and "did you mean" in said

@@ -1,0 +1,79 @@
+"""A task as one adds it: the parity of rows of bits, Training.segment_length of them each."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from brt.data.rows.batches import RowReader, padded
+from brt.data.rows.preparation import RowCorpus
+from brt.data.tokenizers import ByteTokenizer
+from brt.generation.sampling import choose
+from brt.tasks import TASKS
+from brt.tasks.protocol import Aux, Measure, Reading, Task
+from brt.types import TextBatch
+
+
+class Store(list):
+    fingerprint, lengths = "bits", property(lambda rows: np.array([len(row) for row in rows]))
+
+
+class Reader(RowReader):
+    def gather(self, rows, length):
+        bits, valid = padded(rows, self.store.__getitem__, length, np.int32)
+        return TextBatch(bits, valid, bits.sum(axis=1, keepdims=True) % 2, valid[:, :1], rows)
+
+
+class Evaluator(NamedTuple):
+    task: Task
+    config: object
+    batch: TextBatch
+    total, unit = 256, "row"
+
+    def __call__(self, params, *, whole=True, stop=lambda: None, progress=lambda count: None):
+        _, aux = self.task.loss(self.config, params, (), (), self.batch, None)
+        bits = float(aux.nats / aux.count / np.log(2))
+        return None if stop() else Reading({"bits_per_row": bits}, f"{bits:.3f} bits", {}, "parity")
+
+    def sample(self, params, step, stop=lambda: None):
+        return str(np.argmax(self.task.predict(self.config, params, self.batch), axis=-1))
+
+
+class Parity(Task):
+    name, sections, model, data, writes = "parity", (), "model", "data", True
+    measures = columns = (Measure("bits_per_row", "bits per row"),)
+
+    def open(self, config, *, progress=True):
+        shape, splits = (256, config.training.segment_length), ("train", "validation", "test")
+        drawn = {name: np.random.default_rng(len(name)).integers(0, 2, shape) for name in splits}
+        return RowCorpus(Path(), ByteTokenizer(), {name: Store(drawn[name]) for name in splits})
+
+    def reader(self, config, corpus, split="train"):
+        t = config.training
+        return Reader(store=corpus.split(split), batch_size=t.batch_size, seed=t.seed)
+
+    def initial_params(self, config, key):
+        width = config.training.segment_length
+        return {"in": jax.random.normal(key, (width, 32)), "out": jnp.zeros((32, 2))}
+
+    def predict(self, config, params, batch):
+        return jnp.cos(batch.tokens @ params["in"]) @ params["out"]
+
+    def loss(self, config, params, carry, model_state, batch, key):
+        log_p = jax.nn.log_softmax(self.predict(config, params, batch))
+        nats = -jnp.sum(jnp.take_along_axis(log_p, batch.targets, axis=1) * batch.scored)
+        return nats, Aux(nats, jnp.sum(batch.scored) * 1.0, carry, model_state, {})
+
+    def evaluator(self, config, corpus, split, *, trained=None, ablate=None, beside=False):
+        return Evaluator(self, config, next(self.reader(config, corpus, split).once(256)))
+
+    def write(self, config, params, tokenizer, prompt, options, out, *, identity):
+        bits = np.array([[int(bit) for bit in prompt]])
+        logits = self.predict(config, params, TextBatch(bits, *[None] * 4))
+        sampling, key = options.sampling or config.sampling, jax.random.key(options.seed or 0)
+        out.write(f"{prompt}{choose(logits, key, sampling)[0]}\n")
+
+
+TASKS[Parity.name] = Parity()

@@ -1,0 +1,47 @@
+"""What an evaluation leaves in a workdir."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from brt.tasks.report import Reading
+from brt.training import evaluations
+from brt.training.workdir import Workdir
+
+ROWS = {"documents": [{"document": "a", "bits": 1.5}, {"document": "b", "bits": 2.5}]}
+
+
+def test_rows_text_and_last_the_figures_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order, replace = [], Path.replace
+
+    def recorded(path: Path, target: Path) -> Path:
+        order.append(Path(target).name)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", recorded)
+    reading = Reading({"bits": 2.0}, "2.000 bits", ROWS, "2 documents\nand more")
+    found = evaluations.write(Workdir(tmp_path), 7, "test", reading)
+    assert order == ["test_documents.jsonl", "test.txt", "test.json"]
+    directory = tmp_path / "evaluations/7"
+    lines = (directory / "test_documents.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == ROWS["documents"]
+    assert found.report == {"step": 7, "bits": 2.0}
+    assert json.loads((directory / "test.json").read_text("utf-8")) == found.report
+    assert found.text == f"{tmp_path}, step 7, test: 2 documents\nand more"
+    assert (directory / "test.txt").read_text("utf-8") == found.text + "\n"
+    assert found.line == "step 7: test 2.000 bits"
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_another_way_of_reading_has_files_of_its_own(tmp_path: Path) -> None:
+    usual = Reading({"bits": 2.0}, "2", {"predictions": []}, "")
+    evaluations.write(Workdir(tmp_path), 7, "test", usual)
+    evaluations.write(Workdir(tmp_path), 7, "test", usual._replace(name="_full"))
+    assert {path.name for path in (tmp_path / "evaluations/7").iterdir()} == {
+        f"test{name}{ending}"
+        for name in ("", "_full")
+        for ending in ("_predictions.jsonl", ".txt", ".json")
+    }
