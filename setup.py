@@ -41,6 +41,9 @@ INSTALL = [
 EXTRAS = {
     "zstd": ["zstandard>=0.23,<1"],  # documents in .zst
     "parquet": ["pyarrow>=20,<27"],  # pairs in .parquet
+    "tensorboard": ["tensorboard>=2.17,<3"],  # reads what every run writes
+    "wandb": ["wandb>=0.18,<1"],  # Logging.wandb_project
+    "mlflow": ["mlflow-skinny>=2.14,<4"],  # Logging.mlflow_experiment; the client alone
     "test": [
         "pytest>=8.3,<10",
         "pytest-xdist>=3.6,<4",  # several processes
@@ -70,5 +73,6 @@ setup(
         "brt.configs": ["**/*.gin"],
         "brt.data": ["corpora/**/*.*"],
     },
+    entry_points={"console_scripts": ["brt = brt.__main__:main"]},
     zip_safe=False,
 )

@@ -1,3 +1,49 @@
-"""Language models on long documents, in JAX and Flax."""
+"""Language models on long documents, in JAX and Flax.
+
+    import brt
+    model = brt.load("runs/books")
+    print(model.generate("It was late", max_tokens=200))
+
+docs/python.md tells the rest.
+"""
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from brt import config
+    from brt.api import Memory, Model, Text, config_from_gin, load, train
+    from brt.config import Config
+    from brt.errors import BrtError
 
 __version__ = "0.1.0"
+__all__ = [
+    "BrtError", "Config", "Memory", "Model", "Text", "config", "config_from_gin", "load", "train",
+]  # fmt: skip
+
+# Looked up when asked for: a command that only reads flags need not wait for jax.
+_HOMES = {
+    "BrtError": "brt.errors",
+    "Config": "brt.config",
+    **dict.fromkeys(("Memory", "Model", "Text", "config_from_gin", "load"), "brt.api"),
+}
+_MODULES = ("config", "train")  # brt.train is the command, and may be called
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'brt' has no attribute {name!r}")
+    try:
+        if name in _MODULES:
+            return importlib.import_module(f"brt.{name}")
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"brt.{name} needs {error.name}, which {sys.executable} does not have; take the Python "
+            "(in a notebook: the kernel) that brt is installed in"
+        ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -14,6 +14,8 @@ from brt.config import SECTIONS, Config
 from brt.config_io import FIELDS, SECTION_TYPES, checked_value, suggestion, unknown_name
 from brt.errors import ConfigError
 
+COMMAND_LINE = "--gin_bindings"  # the origin of what it binds
+
 
 @dataclasses.dataclass(frozen=True)
 class Macro:
@@ -43,11 +45,13 @@ class Resolved(NamedTuple):
     Attributes:
       origins: of each `Section.field`: default, saved, path:line, or --gin_bindings.
       bound: the last two of these alone.
+      note: a sentence about what was made to fit, where something was.
     """
 
     config: Config
     origins: dict[str, str]
     bound: dict[str, str]
+    note: str = ""
 
 
 def resolve(
@@ -211,6 +215,7 @@ def _build(winners: Mapping[str, Binding], base: Config | None) -> Resolved:
     for name, binding in winners.items():
         section, _, field = name.partition(".")
         values[section][field] = binding.value
+    note = _shorten_warmup(values, origins, base or Config())
     try:
         sections = {
             attribute: dataclasses.replace(getattr(base, attribute), **values[section])
@@ -220,7 +225,31 @@ def _build(winners: Mapping[str, Binding], base: Config | None) -> Resolved:
         config = Config(**sections)
     except ConfigError as error:
         raise explained(error, bound) from error
-    return Resolved(config, origins, bound)
+    return Resolved(config, origins, bound, note)
+
+
+def _shorten_warmup(
+    values: dict[str, dict[str, Any]], origins: dict[str, str], start: Config
+) -> str:
+    """A trial of a few steps warms up in a tenth of them, unless it says itself how long.
+
+    Only where the command line asks for the steps: a file is to fit itself.
+    """
+    steps, name = values["Training"].get("steps", 0), "Optimizer.warmup_steps"
+    chosen = values["Optimizer"]
+    schedule = chosen.get("schedule", start.optimizer.schedule)
+    warmup = chosen.get("warmup_steps", start.optimizer.warmup_steps)
+    asked = origins["Training.steps"] == COMMAND_LINE != origins[name]
+    epochs = values["Training"].get("epochs", start.training.epochs)
+    if not asked or epochs or schedule not in ("cosine", "linear") or not 0 < steps <= warmup:
+        return ""
+    chosen["warmup_steps"] = steps // 10
+    note = (
+        f"{name} = {steps // 10}, a tenth of Training.steps = {steps}, for which {warmup} "
+        f"({origins[name]}) are too many"
+    )
+    origins[name] = "a tenth of Training.steps"
+    return note
 
 
 def explained(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:

@@ -5,6 +5,7 @@ Gin files are data here: `Section.field = value`, `NAME = value` with `%NAME`, a
 """
 
 import argparse
+import contextlib
 import errno
 import json
 import os
@@ -12,19 +13,20 @@ import re
 import select
 import sys
 import tokenize
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from gin import config_parser
 
-from brt import allocator, bindings
+from brt import __version__, allocator, bindings
 from brt.bindings import Binding, Macro, Resolved, Source
-from brt.config import Config
-from brt.config_io import annotated_text, find_gin_file, shown_path, suggestion
+from brt.config import SECTIONS, Config
+from brt.config_io import FIELDS, annotated_text, find_gin_file, shown_path, suggestion
 from brt.errors import BrtError, CheckpointError, ConfigError, Preempted
 
-BINDINGS_FLAG = "--gin_bindings"
+BINDINGS_FLAG = bindings.COMMAND_LINE
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,8 +45,30 @@ class _Parser(argparse.ArgumentParser):
         if not argument.startswith("-"):
             hint = f"; did you mean --gin_file={argument}?" if argument.endswith(".gin") else ""
             return f"unexpected argument {argument!r}{hint}"
-        flag = argument.partition("=")[0]
-        return f"unknown flag {flag}{suggestion(flag, self._option_string_actions)}"
+        flag, _, value = argument.partition("=")
+        known = self._option_string_actions
+        field = _field(flag.removeprefix("--")) if BINDINGS_FLAG in known else None
+        if field:
+            setting = f"{field} = {_literal(field, value)}"
+            quote = '"' if "'" in setting else "'"
+            return (
+                f"{field} is no flag of its own; bind it: {BINDINGS_FLAG}={quote}{setting}{quote}"
+            )
+        return f"unknown flag {flag}{suggestion(flag, known)}"
+
+
+def _field(name: str) -> str | None:
+    """`Training.steps` for `steps`; the first section that has such a field is meant."""
+    sections = ("Training", "Optimizer", "Model", *SECTIONS)
+    return next((full for s in sections if (full := f"{s}.{name}") in FIELDS), None)
+
+
+def _literal(field: str, value: str) -> str:
+    """As a .gin file has a flag's value, which may be nothing."""
+    text = FIELDS[field] is str or typing.get_origin(FIELDS[field]) in (Literal, tuple)
+    return (
+        repr(value) if text and value and not value.startswith(("(", "'", '"')) else value or "..."
+    )
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -96,11 +120,19 @@ def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
     Raises:
       ConfigError: anything in a file or flag that is not understood.
     """
-    resolved = bindings.resolve(_sources(args.gin_file, args.gin_bindings), base=base)
-    _check_task(resolved)
+    resolved = read(args.gin_file, args.gin_bindings, base)
+    if resolved.note:
+        _say(resolved.note)
     if args.print_config:
         print(annotated_text(resolved.config, resolved.origins), end="")
         raise SystemExit(0)
+    return resolved
+
+
+def read(files: Sequence[str], texts: Sequence[str], base: Config | None = None) -> Resolved:
+    """The config of .gin files and of bindings that beat them; raises as `resolve`."""
+    resolved = bindings.resolve(_sources(files, texts), base=base)
+    _check_task(resolved)
     return resolved
 
 
@@ -148,11 +180,33 @@ def _check_task(resolved: Resolved) -> None:
         raise bindings.explained(error, resolved.bound) from error
 
 
+@contextlib.contextmanager
+def errors_naming(flags: Mapping[str, str]) -> Iterator[None]:
+    """Errors say `--text_field=body` in place of `Data.text_field = 'body'`.
+
+    Args:
+      flags: by what an error would say: "Data.text_field", or "beams=" of an argument.
+    """
+    names = "|".join(map(re.escape, sorted(flags, key=len, reverse=True)))
+    pattern = re.compile(rf"(?<![\w.-])({names})(?![a-z_])(?: = (?:'([^']*)'|(\S+)))?")
+
+    def as_flag(found: re.Match) -> str:
+        value = found[2] or found[3]
+        return flags[found[1]] + (f"={value}" if value else "")
+
+    try:
+        yield
+    except BrtError as error:
+        raise type(error)(pattern.sub(as_flag, str(error))) from error
+
+
 def main(
     function: Callable[[argparse.Namespace], int | None], parser: argparse.ArgumentParser
 ) -> NoReturn:
     """Runs a command and exits: a BrtError as one sentence and its code, bugs with a traceback."""
     allocator.keep_memory()
+    # XLA tells of every slow compilation as of an error, and what fails is raised anyway.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
         code = function(parser.parse_args()) or 0
         sys.stdout.flush()
@@ -175,22 +229,24 @@ def main(
     sys.exit(code)
 
 
-def print_figures(figures: Mapping[str, Any], path: str | None) -> None:
+def print_figures(figures: Mapping[str, Any], path: str | None, workdir: str | None) -> None:
     """Prints named figures, one a line, and writes them to `path` (--json) if there is one."""
     width = max(map(len, figures))
     for name, value in figures.items():
         shown = f"{value:,}" if isinstance(value, int) else value
         print(f"{name:<{width}}  {f'{value:.4f}' if isinstance(value, float) else shown}")
     if path:
-        write_json(path, figures)
+        write_json(path, figures, workdir)
 
 
-def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Writes `content` for --json=FILE, whole or not at all.
+def write_json(path: str | Path, content: Mapping[str, Any], workdir: str | None) -> None:
+    """Writes `content` for --json=FILE, whole or not at all, with the run's name and brt's version.
 
     Raises:
       ConfigError: the directory does not exist or cannot be written.
     """
+    run = Path(workdir).resolve().name if workdir else None
+    content = {"run": run, "version": __version__, **content}
     text = json.dumps(content, indent=2, default=lambda array: array.tolist()) + "\n"
     partial = Path(f"{path}.partial")
     try:
@@ -202,7 +258,7 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
         raise ConfigError(f"--json={path} cannot be written: {error.strerror}") from error
 
 
-def _say(message: str, code: int) -> int:
+def _say(message: str, code: int = 0) -> int:
     print(f"brt: {message}", file=sys.stderr, flush=True)
     return code
 

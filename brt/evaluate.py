@@ -29,7 +29,7 @@ def main(args: argparse.Namespace) -> None:
     found = job.evaluate(model, args.split, args.ablate)
     print(found.text)
     if args.json:
-        command_line.write_json(args.json, found.report)
+        command_line.write_json(args.json, found.report, args.workdir)
 
 
 def _follow(args: argparse.Namespace) -> None:
@@ -51,14 +51,16 @@ def _follow(args: argparse.Namespace) -> None:
     for found in follower.reports(patience):
         print(found.line, flush=True)
         if args.json:
-            command_line.write_json(args.json, found.report)
+            command_line.write_json(args.json, found.report, args.workdir)
 
 
 def parser() -> argparse.ArgumentParser:
     flags = command_line.parser(__doc__)
     command_line.add_config_flags(flags)
-    flags.add_argument("--split", choices=["train", "validation", "test"], default="test")
-    flags.add_argument("--step", type=int, help="of the checkpoint; the newest")
+    flags.add_argument(
+        "--split", choices=["train", "validation", "test"], default="test", help="default test"
+    )
+    flags.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
     flags.add_argument(
         "--ablate", choices=["state", "cache", "memory", "both"],
         help="read once more, forgetting this at every segment: what is the memory worth?",
@@ -68,7 +70,11 @@ def parser() -> argparse.ArgumentParser:
         help="evaluate every checkpoint of a running trainer, until training ends",
     )  # fmt: skip
     flags.add_argument(
-        "--poll_seconds", type=float, default=30.0, metavar="S", help="how often --follow looks; 30"
+        "--poll_seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="how often --follow looks; default 30",
     )
     flags.add_argument(
         "--timeout_minutes", type=float, default=0.0, metavar="M",

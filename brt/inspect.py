@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> None:
             print(found["state_hash"])
     finally:
         if args.json:
-            command_line.write_json(args.json, found)
+            command_line.write_json(args.json, found, args.workdir)
 
 
 def _probe(args: argparse.Namespace) -> None:
@@ -53,13 +53,13 @@ def _probe(args: argparse.Namespace) -> None:
     found, text = job.inspect(model, args.split or "validation", args.tokens)
     print(text)
     if args.json:
-        command_line.write_json(args.json, found)
+        command_line.write_json(args.json, found, args.workdir)
 
 
 def parser() -> argparse.ArgumentParser:
     flags = command_line.parser(__doc__)
     flags.add_argument("--workdir", metavar="DIR", help="where the run lives")
-    flags.add_argument("--step", type=int, help="of the checkpoint; the newest")
+    flags.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
     flags.add_argument(
         "--state_hash", action="store_true",
         help="print only a sha256 of all that a resume restores",
@@ -69,10 +69,10 @@ def parser() -> argparse.ArgumentParser:
         help="measure what the model does with its memory; draws plots/probe_*.png",
     )  # fmt: skip
     flags.add_argument(
-        "--split", choices=["train", "validation", "test"], help="to probe on; validation"
+        "--split", choices=["train", "validation", "test"], help="to probe on; default validation"
     )
     flags.add_argument(
-        "--tokens", type=int, metavar="N", help="to probe on; 1000000; 0: all of the split"
+        "--tokens", type=int, metavar="N", help="to probe on; default 1000000; 0: all of the split"
     )
     command_line.add_json_flag(flags)
     return flags

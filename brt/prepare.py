@@ -36,6 +36,12 @@ DOCUMENTS = COMMON | {
 }  # fmt: skip
 FILES = COMMON | {"pairs", "name", "train", "source_field", "target_field", "id_field"}
 RAW = {"pairs", "raw", "output", "errors"}
+# What stands for a setting; --documents for that of the training set.
+FLAGS = {
+    "Data.train": "--documents",
+    **{f"Data.{flag}": f"--{flag}" for flag in DOCUMENTS - {"output", "documents"}},
+    **{f"Pairs.{flag}": f"--{flag}" for flag in FILES - {"output", "pairs", "name"}},
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,6 +81,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> None:
     """Prepares what is asked for and prints what it is made of."""
+    with command_line.errors_naming(FLAGS):
+        _prepare(args)
+
+
+def _prepare(args: argparse.Namespace) -> None:
     if "documents" in args:
         _check(args, "--documents", DOCUMENTS, needed=("output",), errors=("strict", "replace"))
         _documents(args)

@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     flags = command_line.parser(f"{__doc__}\n{settings.__doc__}")
     command_line.add_config_flags(flags)
-    flags.add_argument("--jobs", type=int, default=1, help="points that run side by side")
+    flags.add_argument("--jobs", type=int, default=1, help="points side by side; default 1")
     flags.add_argument("--list", action="store_true", help="show the points, run nothing")
     flags.add_argument("--report", action="store_true", help="only write the report anew")
     flags.add_argument("--array_index", type=int, metavar="I", help="run this point only")

@@ -4,12 +4,19 @@ python -m brt.train --gin_file=configs/runs/quickstart.gin --workdir=runs/quicks
 """
 
 import argparse
+import sys
 import time
+import types
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from brt import command_line
+from brt.config import Config
 from brt.errors import ConfigError
 from brt.training import preemption
+
+if TYPE_CHECKING:
+    from brt.api import Model
 
 
 def main(args: argparse.Namespace) -> None:
@@ -28,10 +35,21 @@ def _train(args: argparse.Namespace) -> None:
     if args.dry_run:
         built = run.without_data(config) or run.build(config)
         print(f"{run_summary.parameters(built)}\n")
-        command_line.print_figures(run_summary.dry_run(built, args.workdir), args.json)
+        command_line.print_figures(
+            run_summary.dry_run(built, args.workdir), args.json, args.workdir
+        )
         return
     trained, place = loop.train(config, Path(args.workdir))
     print(run_summary.finish(trained, place, begin))
+
+
+class _Command(types.ModuleType):
+    """This module, which Python calls, too: `brt.train(config, workdir)`."""
+
+    def __call__(self, config: Config, workdir: str | Path) -> "Model":
+        from brt import api
+
+        return api.train(config, workdir)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,6 +61,8 @@ def parser() -> argparse.ArgumentParser:
     command_line.add_json_flag(flags)
     return flags
 
+
+sys.modules[__name__].__class__ = _Command
 
 if __name__ == "__main__":
     command_line.main(main, parser())

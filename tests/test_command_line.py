@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from brt import command_line
+from brt import __version__, command_line
 from brt.bindings import Resolved
 from brt.config import Config, Training
 from brt.config_io import configs_directory
@@ -345,8 +345,10 @@ def test_a_closed_reader_ends_a_command_quietly() -> None:
 
 
 def test_json_is_written_whole_and_takes_arrays() -> None:
-    command_line.write_json("figures.json", {"bits": np.float32(0.5), "each": np.arange(2)})
-    assert json.loads(Path("figures.json").read_text()) == {"bits": 0.5, "each": [0, 1]}
+    figures = {"bits": np.float32(0.5), "each": np.arange(2)}
+    command_line.write_json("figures.json", figures, "runs/a")
+    found = json.loads(Path("figures.json").read_text())
+    assert found == {"run": "a", "version": __version__, "bits": 0.5, "each": [0, 1]}
     assert [path.name for path in Path().iterdir()] == ["figures.json"]
     with pytest.raises(ConfigError, match="--json=none/x.json cannot be written: No such file"):
-        command_line.write_json("none/x.json", {})
+        command_line.write_json("none/x.json", {}, None)

@@ -3,6 +3,8 @@
 import ast
 import graphlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,9 @@ LAYERS = (
     {"evaluation"},
     {"sweeping"},
     {"command_line"},
+    {"api"},
     COMMANDS,
+    {"__main__"},
 )
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 FILES = sorted((ROOT / "brt").rglob("*.py"))
@@ -39,10 +43,18 @@ MAX_LINES = 400
 each_file = pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
 
 
+class _WithoutTyping(ast.NodeTransformer):
+    """Leaves out what `if TYPE_CHECKING` imports, which nothing runs."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        named = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        return None if named else self.generic_visit(node)
+
+
 def imports(source: str) -> set[str]:
     """Every module that a source imports, at any depth; `from a import b` gives a.b if a module."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_WithoutTyping().visit(ast.parse(source))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -112,6 +124,15 @@ def test_gin_stays_in_one_file_and_heavy_frameworks_stay_out(file: Path) -> None
 @each_file
 def test_files_are_short(file: Path) -> None:
     assert len(file.read_text().splitlines()) <= MAX_LINES
+
+
+def test_the_package_imports_nothing_before_it_is_asked() -> None:
+    """A command that only reads flags does not wait for jax; `brt.load` does."""
+    code = (
+        "import sys, brt; before = set(sys.modules); assert not {'jax', 'brt.api'} & before;"
+        "assert set(brt.__all__) <= set(dir(brt)); brt.load; assert 'jax' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_imports_are_found_in_every_form() -> None:

@@ -18,12 +18,20 @@ from brt.config.questions import Questions
 from brt.config.sentences import Sentences
 from brt.config.seq2seq import CrossAttention, Decoding, Pairs, Seq2Seq
 from brt.config.speech import Speech
-from brt.config.training import Checkpoint, Evaluation, Mesh, Optimizer, Sampling, Training
+from brt.config.training import (
+    Checkpoint,
+    Evaluation,
+    Logging,
+    Mesh,
+    Optimizer,
+    Sampling,
+    Training,
+)
 
 __all__ = [
     "SECTIONS", "Attention", "Checkpoint", "Config", "CrossAttention", "Data", "Decoding",
-    "Encoder", "Evaluation", "Kernels", "Mesh", "Model", "Optimizer", "Pairs", "Questions",
-    "Sampling", "Sentences", "Seq2Seq", "Speech", "Training",
+    "Encoder", "Evaluation", "Kernels", "Logging", "Mesh", "Model", "Optimizer", "Pairs",
+    "Questions", "Sampling", "Sentences", "Seq2Seq", "Speech", "Training",
 ]  # fmt: skip
 
 
@@ -36,6 +44,7 @@ class Config:
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
     checkpoint: Checkpoint = Checkpoint()
+    logging: Logging = Logging()
     evaluation: Evaluation = Evaluation()
     sampling: Sampling = Sampling()
     mesh: Mesh = Mesh()

@@ -101,6 +101,14 @@ class Checkpoint:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Logging:
+    """Who else is told the numbers of metrics.jsonl; each is an extra of the same name."""
+
+    wandb_project: str = free("")  # of Weights & Biases; "": not told
+    mlflow_experiment: str = free("")  # of MLflow; "": not told
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """How held-out documents are read."""
 

@@ -189,6 +189,10 @@ class Session:
     def restart(self, params: PyTree[Array], model_state: ModelState | None = None) -> None:
         """Forgets everything; goes on with these parameters."""
         self._learnt = Learnt(params, model_state or {})
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets everything that was read and written."""
         self.memory: Memory = self._new_memory(self._learnt)
 
     def read(self, tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> None:
@@ -234,16 +238,17 @@ class Session:
         self.read(tokens)
         return tokens
 
+    def snapshot(self) -> Memory:
+        """A copy of the memory, in NumPy arrays, which nothing that follows changes."""
+        return jax.tree.map(np.array, self.memory)
+
+    def resume(self, memory: Memory) -> None:
+        """Goes on from a snapshot, of which it takes a copy."""
+        self.memory = jax.tree.map(jnp.array, memory)
+
     def save(self, path: Path, identity: Mapping[str, object]) -> None:
         """Writes the memory as .npz; `identity` says what model it belongs to, as JSON."""
-        arrays = {
-            f"leaf{i}": np.asarray(leaf, _stored(leaf.dtype))
-            for i, leaf in enumerate(jax.tree.leaves(self.memory))
-        }
-        temporary = path.with_name(path.name + ".partial")
-        with temporary.open("wb") as file:
-            np.savez_compressed(file, identity=np.array(json.dumps(identity)), **arrays)
-        temporary.replace(path)
+        save(self.memory, path, identity)
 
     def load(self, path: Path, identity: Mapping[str, object]) -> None:
         """Takes up a saved memory.
@@ -262,8 +267,7 @@ class Session:
             raise DataError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(
-                f"{path} is no state that --save_state wrote, or it is damaged; name such a file "
-                "with --load_state"
+                f"{path} is no state that --save_state wrote, or it is damaged; read the text anew"
             ) from error
         different = [k for k in identity if found.get(k) != identity[k]]
         if different:
@@ -277,6 +281,18 @@ class Session:
         self.memory = jax.tree.unflatten(
             structure, [jnp.asarray(new, leaf.dtype) for new, leaf in zip(leaves, old, strict=True)]
         )
+
+
+def save(memory: Memory, path: Path, identity: Mapping[str, object]) -> None:
+    """See `Session.save`."""
+    arrays = {
+        f"leaf{i}": np.asarray(leaf, _stored(leaf.dtype))
+        for i, leaf in enumerate(jax.tree.leaves(memory))
+    }
+    temporary = path.with_name(path.name + ".partial")
+    with temporary.open("wb") as file:
+        np.savez_compressed(file, identity=np.array(json.dumps(identity)), **arrays)
+    temporary.replace(path)
 
 
 def _stored(dtype: np.dtype) -> np.dtype:

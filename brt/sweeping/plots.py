@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
 from brt.drawing import curve, new_figure, smoothed
-from brt.sweeping.results import Group, Row, columns
+from brt.sweeping.results import Group, Row, columns, same_step
 from brt.tasks.report import BITS_PER_BYTE, Measure
 
 _TRADE_OFF, _BARS, _CURVES = "bits_against_step_time.png", "bits.png", "training_curves.png"
@@ -55,13 +55,14 @@ def draw(groups: Sequence[Group], directory: Path) -> list[str]:
 
 
 def trade_off(groups: Sequence[Group], measure: Measure = BITS_PER_BYTE) -> Figure:
-    """The quantity against the time of a step."""
+    """The quantity against the time of a step, or of a thousand tokens where steps differ."""
     figure, (axes,) = new_figure(1, height=5.5)
+    steps = same_step(groups)
     for color, g in zip(_colors(len(groups)), groups, strict=True):
         seeds, mean, milliseconds = (
             _seeds(measure, g),
             g.figures[measure.name],
-            1000 * g.step_seconds,
+            1000 * g.step_seconds * (1 if steps else 1000 / g.tokens_per_step),
         )
         axes.errorbar(
             milliseconds, mean, fmt="o", color=color, capsize=3,
@@ -74,7 +75,7 @@ def trade_off(groups: Sequence[Group], measure: Measure = BITS_PER_BYTE) -> Figu
     axes.margins(0.15)
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set(
-        xlabel="milliseconds of a training step",
+        xlabel=f"milliseconds of {'a training step' if steps else 'training on 1,000 tokens'}",
         ylabel=f"{measure.title}, held-out",
         title="What it costs (bars: seeds)",
     )

@@ -38,7 +38,7 @@ def text(
         "",
         f"{len(rows)} points: {states}. Figures are those of all {sweep.split} data, from their "
         "first token to their last. Step times are medians of training, relative to "
-        f"{_cell(baseline)}{_sharing(rows)}.",
+        f"{_cell(baseline)} where a step reads as many tokens{_sharing(rows)}.",
         "",
         *group_table(groups),
         "",
@@ -65,6 +65,7 @@ def group_table(groups: Sequence[Group]) -> list[str]:
             **_measures(groups, [row for g in groups for row in g.rows]),
             "step ms": [_milliseconds(g.step_seconds) for g in groups],
             "relative": [_number(g.relative_step_time, ".2f") for g in groups],
+            "tokens/step": [_number(g.tokens_per_step, ",.0f") for g in groups],
             "tokens/s": [_number(g.tokens_per_second, ",.0f") for g in groups],
             "parameters": [_number(g.parameters, ",") for g in groups],
             "without embedding": [_number(g.parameters_non_embedding, ",") for g in groups],
@@ -80,6 +81,7 @@ def point_table(rows: Sequence[Row]) -> list[str]:
             "status": [row.status for row in rows],
             **_measures(rows, rows),
             "step ms": [_milliseconds(row.step_seconds) for row in rows],
+            "tokens/step": [_number(row.tokens_per_step, ",.0f") for row in rows],
             "tokens/s": [_number(row.tokens_per_second, ",.0f") for row in rows],
             "steps": [f"{row.steps:,}" for row in rows],
         }
@@ -92,8 +94,8 @@ def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
     fields = list(dict.fromkeys(name for row in rows for name in row.point.bindings))
     measures = [column.name for column in results.columns(rows)]
     figures = (
-        "step_seconds", "tokens_per_second", "parameters", "parameters_non_embedding", "steps",
-        "seconds", "threads", "reason",
+        "step_seconds", "tokens_per_second", "tokens_per_step", "parameters",
+        "parameters_non_embedding", "steps", "seconds", "threads", "reason",
     )  # fmt: skip
     file = io.StringIO()
     out = csv.writer(file, lineterminator="\n")

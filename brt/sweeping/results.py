@@ -1,6 +1,7 @@
 """What the points of a sweep came to, read from their directories; groups over seeds."""
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ class Row(NamedTuple):
       figures: that its task compares runs by, by name.
       step_seconds: median over the intervals of training.
       tokens_per_second: of training, the same.
+      tokens_per_step: the same.
       steps: in the newest checkpoint.
       records: metrics.jsonl.
     """
@@ -32,6 +34,7 @@ class Row(NamedTuple):
     figures: dict[str, float]
     step_seconds: float | None
     tokens_per_second: float | None
+    tokens_per_step: float | None
     parameters: int | None
     parameters_non_embedding: int | None
     steps: int
@@ -47,7 +50,7 @@ class Group(NamedTuple):
       runs: how many are finished.
       figures: that any of them has, by name.
       spread: of their bits per byte: highest less lowest; None for fewer than two.
-      relative_step_time: to the baseline's.
+      relative_step_time: to the baseline's; None where its steps are of other size.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Group(NamedTuple):
     step_seconds: float | None
     relative_step_time: float | None
     tokens_per_second: float | None
+    tokens_per_step: float | None
     parameters: int | None
     parameters_non_embedding: int | None
     rows: list[Row]
@@ -78,11 +82,22 @@ def group(rows: Sequence[Row], baseline: str) -> list[Group]:
     for row in rows:
         members.setdefault(row.point.group, []).append(row)
     groups = [_group(name, own) for name, own in members.items()]
-    seconds = reference(groups, baseline).step_seconds
+    base = reference(groups, baseline)
     return [
-        g._replace(relative_step_time=g.step_seconds / seconds) if g.step_seconds and seconds else g
+        g._replace(relative_step_time=g.step_seconds / base.step_seconds)
+        if g.step_seconds and base.step_seconds and same_step([g, base])
+        else g
         for g in groups
     ]
+
+
+def same_step(groups: Sequence[Group]) -> bool:
+    """Whether a step of each reads as many tokens, so that their times can be compared.
+
+    Batches of padded rows differ a little from step to step.
+    """
+    sizes = [g.tokens_per_step or 0.0 for g in groups]
+    return not sizes or max(sizes) <= 1.02 * min(sizes)
 
 
 def reference(groups: Sequence[Group], baseline: str) -> Group:
@@ -111,6 +126,7 @@ def _row(point: Point, directory: Directory, split: str) -> Row:
         figures=_compared(point, report),
         step_seconds=_median(records, "perf/step_seconds"),
         tokens_per_second=_median(records, "perf/tokens_per_second"),
+        tokens_per_step=_median(records, "perf/tokens_per_second", "perf/step_seconds"),
         parameters=total,
         parameters_non_embedding=rest,
         steps=steps[-1] if steps else 0,
@@ -132,8 +148,10 @@ def columns(rows: Sequence[Row]) -> list[Measure]:
     return [column for name, column in known.items() if any(name in row.figures for row in rows)]
 
 
-def _median(records: Sequence[dict[str, Any]], tag: str) -> float | None:
-    values = [record[tag] for record in records if record.get(tag) is not None]
+def _median(records: Sequence[dict[str, Any]], *tags: str) -> float | None:
+    """Of the product of what stands under the tags."""
+    found = [[record.get(tag) for tag in tags] for record in records]
+    values = [math.prod(factors) for factors in found if None not in factors]
     return statistics.median(values) if values else None
 
 
@@ -159,6 +177,7 @@ def _group(name: str, rows: list[Row]) -> Group:
         step_seconds=mean(lambda row: row.step_seconds),
         relative_step_time=None,
         tokens_per_second=mean(lambda row: row.tokens_per_second),
+        tokens_per_step=mean(lambda row: row.tokens_per_step),
         parameters=first.parameters if first else None,
         parameters_non_embedding=first.parameters_non_embedding if first else None,
         rows=rows,

@@ -5,17 +5,19 @@ above find everything through these classes and compare no task's name.
 """
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, TextIO, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config, Sampling
 from brt.data import tokenizers
 from brt.data.readers import Reader
 from brt.errors import CheckpointError, ConfigError
+from brt.generation.session import Session
 from brt.interop.exporting import Exported, no_form
 from brt.tasks.report import Measure, Reading
 from brt.tasks.weights import Started, Tokenizer, Weights, check_tokenizer, matched
@@ -105,15 +107,36 @@ class WriteOptions(NamedTuple):
       beams: search with so many beams; 1: greedily.
       sampling: draw tokens so.
       max_tokens: of the text.
-      load_state, save_state: files of a memory that goes on.
     """
 
     beams: int | None = None
     sampling: Sampling | None = None
     max_tokens: int | None = None
     seed: int | None = None
-    load_state: Path | None = None
-    save_state: Path | None = None
+
+
+class Writer(abc.ABC):
+    """Writes texts with one set of parameters; what that needs is compiled once.
+
+    Attributes:
+      session: the memory of a text that goes on from what was read; None: there is none.
+    """
+
+    session: Session | None = None
+
+    @abc.abstractmethod
+    def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
+        """What comes after, or is made of, a prompt, piece by piece."""
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Reads texts with parameters that may change between calls; compiled at first use."""
+
+    def __call__(
+        self, params: PyTree[Array], tokens: np.ndarray, model_state: PyTree[Array] = ()
+    ) -> Float[np.ndarray, " T"]:
+        """The nats of each token of one document, from its start."""
 
 
 class Task(abc.ABC):
@@ -289,24 +312,26 @@ class Task(abc.ABC):
 
     # What is made of it.
 
-    def write(
+    def writer(
         self,
         config: Config,
         params: PyTree[Array],
         tokenizer: Tokenizer,
-        prompt: str,
-        options: WriteOptions,
-        out: TextIO,
-        *,
-        identity: Mapping[str, Any],
         model_state: PyTree[Array] = (),
-    ) -> None:
-        """Writes a text after, or of, a prompt; only where the task `writes`.
-
-        Args:
-          identity: what a saved memory says it belongs to.
-        """
+    ) -> Writer:
+        """Texts after, or of, prompts; only where the task `writes`."""
         raise self.silent()
+
+    def scorer(self, config: Config, tokenizer: Tokenizer) -> Scorer:
+        """Nats of texts that stand alone.
+
+        Raises:
+          ConfigError: the model predicts none.
+        """
+        raise ConfigError(
+            f"Training.task = {self.name!r} trains a model that predicts no text by itself; "
+            "its figures are those of evaluate"
+        )
 
     def silent(self) -> ConfigError:
         """What to say where a text is asked for."""

@@ -18,7 +18,7 @@ from brt.data.lanes import BatchIterator, iterate
 from brt.errors import Preempted
 from brt.ops import dispatch
 from brt.tasks.protocol import Evaluator
-from brt.training import evaluations, kept, optimizer
+from brt.training import evaluations, kept, optimizer, startup, trackers
 from brt.training import run as runs
 from brt.training import workdir as workdirs
 from brt.training.meter import Meter
@@ -59,6 +59,7 @@ def train(config: Config, path: Path) -> tuple[Run, Workdir]:
       Preempted: SIGTERM or Ctrl-C came; everything is saved.
       BrtError: anything else that a person can mend.
     """
+    trackers.wanted(config, reader.warn_on_stderr)  # refused before anything is prepared
     found = newest(path)
     run = runs.build(config, saved=found)
     with StopSignal() as stop, contextlib.ExitStack() as stack:
@@ -107,12 +108,15 @@ def _set_up(
     workdirs.write_json(workdir.config_json, config_json(c))
     provenance = workdirs.provenance()
     workdirs.write_json(workdir.provenance, provenance)
+    progress.message(startup.line(run, workdir))
     _warn_of_idle_devices(run, progress)
     overview = parameter_overview.get_parameter_overview(run.abstract.params, include_stats=False)
     progress.note(overview)
     profile = Profile(c.training.profile_at, workdir.tensorboard)
     stack.callback(profile.close)
-    metrics = MetricsWriter(workdir, start, progress.message)
+    metrics = MetricsWriter(
+        workdir, start, progress.message, trackers.started(c, workdir, progress.message)
+    )
     stack.callback(metrics.close)
     tools = Tools(
         run, workdir, writer, metrics, progress, Throughput(), stop, profile, batches,
@@ -191,6 +195,8 @@ def _steps(first: int, state: TrainState, tools: Tools) -> bool:
         tools.throughput.step(run.reader.positions(batch), run.task.flops(run.config, batch))
         tools.writer.check()
         tools.progress.step(done)
+        if step == first and done % t.log_every:
+            tools.progress.began(done, tools.meter.bits_per_token())
         last = done == t.steps
         if last or done % t.log_every == 0:
             _report(done, float(rate(done)), tools)

@@ -56,6 +56,11 @@ class Meter:
         self._steps += 1
         self.tokens_seen += int(tokens)
 
+    def bits_per_token(self) -> float:
+        """Of the interval so far; the next report counts it, too."""
+        self.flush()
+        return self._nats / max(self._tokens, 1.0) / math.log(2)
+
     def report(self) -> dict[str, float]:
         """Averages over the interval; starts the next one."""
         tokens = max(self._tokens, 1.0)

@@ -6,9 +6,9 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 from jax.typing import ArrayLike
 from tensorboardX import summary
@@ -21,22 +21,41 @@ from brt.training.workdir import Workdir
 _TENSORBOARD_FLUSH_SECONDS = 10
 
 
+@runtime_checkable
+class Tracker(Protocol):
+    """Something else that is told the numbers. It never raises: metrics.jsonl is the truth."""
+
+    def write(self, step: int, numbers: Mapping[str, float | int | None]) -> None:
+        """Adds numbers to a step; None: not finite."""
+
+    def close(self) -> None:
+        """Nothing comes after."""
+
+
 class MetricsWriter:
     """Appends to metrics.jsonl, one line a step whatever restarts, and to TensorBoard.
 
     Numbers beyond `resume_step` come from a run that was lost and are dropped. TensorBoard
-    is a convenience: where it fails, training goes on after one warning.
+    is a convenience: where it fails, training goes on after one warning. `perf/time` says when a
+    line was begun, in seconds since 1970.
 
     Args:
       workdir: the run's.
       resume_step: step of the checkpoint that the run resumes from; 0 for a new run.
       warn: told when TensorBoard fails.
+      trackers: of others, which are told the same.
 
     Raises:
       CheckpointError: metrics.jsonl cannot be written.
     """
 
-    def __init__(self, workdir: Workdir, resume_step: int, warn: Callable[[str], None]):
+    def __init__(
+        self,
+        workdir: Workdir,
+        resume_step: int,
+        warn: Callable[[str], None],
+        trackers: Sequence[Tracker] = (),
+    ):
         self._path = workdir.metrics
         with self._explained():
             self._line = _drop_beyond(self._path, resume_step)
@@ -45,6 +64,7 @@ class MetricsWriter:
         if self._line:  # the last line may still grow
             self._offset -= len(_encode(self._line))
         self._tensorboard = TensorBoard(workdir.tensorboard, resume_step, warn)
+        self._trackers = trackers
 
     def write(self, step: int, values: Mapping[str, ArrayLike]) -> None:
         """Adds numbers to a step, the last one written or a later one; a kill loses none.
@@ -58,21 +78,23 @@ class MetricsWriter:
         with self._explained():
             if step > last:
                 self._offset = self._file.seek(0, os.SEEK_END)
-                self._line = {"step": step}
+                self._line = {"step": step, "perf/time": round(time.time(), 3)}
             self._line = {**self._line, **numbers}
             self._file.seek(self._offset)
             self._file.write(_encode(self._line))
             self._file.truncate()
             self._file.flush()
-        self._tensorboard.write(step, numbers)
+        for tracker in (self._tensorboard, *self._trackers):
+            tracker.write(step, numbers)
 
     def has(self, step: int, tag: str) -> bool:
         """Whether `tag` is written for `step`, the last one written."""
         return self._line.get("step") == step and tag in self._line
 
     def close(self) -> None:
-        """Closes both files."""
-        self._tensorboard.close()
+        """Closes all of them."""
+        for tracker in (self._tensorboard, *self._trackers):
+            tracker.close()
         with self._explained():
             self._file.close()
 

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import io
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ class Progress:
       initial_step: the step that the run resumes from.
       log: the file that receives every line, with its time.
       stream: where to show it.
-      bar: a moving bar; None: where the stream is a terminal.
+      bar: a moving bar; None: where the stream is a terminal that says how wide it is.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Progress:
             self._log = log.open("a", encoding="utf-8")
         except OSError as error:
             self.message(f"warning: {log} cannot be written: {error.strerror}")
-        if bar if bar is not None else self._stream.isatty():
+        if bar if bar is not None else _has_width(self._stream):
             self._bar = tqdm(
                 total=steps,
                 initial=initial_step,
@@ -78,12 +79,11 @@ class Progress:
             f"train {bits_per_token:.2f} bits/token  {short(tokens_per_second)} tokens/s  "
             f"ETA {clock(seconds_left)}"
         )
-        self._tail = figures
-        self._write_log(f"step {step}/{self._steps}  {figures}")
-        if self._bar is None:
-            self._show(f"step {step}/{self._steps}  {figures}")
-        else:
-            self._refresh_bar(step)
+        self._show_figures(step, figures)
+
+    def began(self, step: int, bits_per_token: float) -> None:
+        """A figure of the first step, so that nobody waits for the first interval."""
+        self._show_figures(step, f"train {bits_per_token:.2f} bits/token")
 
     def evaluation(self, step: int, headline: str) -> None:
         """The newest figure on held-out data; stays in the bar until the next one."""
@@ -118,6 +118,14 @@ class Progress:
             self._log.close()
             self._log = None
 
+    def _show_figures(self, step: int, figures: str) -> None:
+        self._tail = figures
+        self._write_log(f"step {step}/{self._steps}  {figures}")
+        if self._bar is None:
+            self._show(f"step {step}/{self._steps}  {figures}")
+        else:
+            self._refresh_bar(step)
+
     def _refresh_bar(self, step: int) -> None:
         self.step(step)
         self._bar.set_postfix_str("  ".join(filter(None, (self._tail, self._evaluation))))
@@ -140,3 +148,11 @@ class Progress:
             with contextlib.suppress(OSError):
                 log.close()
             self._show(f"warning: log.txt cannot be written: {error.strerror}")
+
+
+def _has_width(stream: io.TextIOBase) -> bool:
+    """Whether a bar can be drawn: some terminals, as that of `script`, say they are 0 wide."""
+    try:
+        return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
+    except OSError:  # also io.UnsupportedOperation: no file at all
+        return False

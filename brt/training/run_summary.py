@@ -1,5 +1,6 @@
 """What a run says before it starts and after it ends."""
 
+import importlib.util
 import shlex
 import shutil
 import time
@@ -18,6 +19,8 @@ from brt.training.metrics import read_metrics
 from brt.training.run import Run
 from brt.training.state import parameter_counts
 from brt.training.workdir import Workdir
+
+Yardstick = tuple[str, float]  # what something simpler makes of the data, behind its name
 
 
 def parameters(run: Run) -> str:
@@ -56,19 +59,25 @@ def _existing(directory: str | None) -> str:
     return str(next(p for p in (path, *path.parents) if p.exists()))
 
 
-def finish(run: Run, workdir: Workdir, begin: float) -> str:
-    """Draws the plots; returns the last report, where everything is and what to type next."""
+def draw(run: Run, workdir: Workdir) -> Yardstick | None:
+    """Draws plots/ if they are wanted; returns what they compare with."""
     from brt.training import plots  # matplotlib takes most of a second: not before training
 
     yardstick = run.task.yardstick(run.config, run.corpus)
-    measure = run.task.measures[0]
-    records = read_metrics(workdir.metrics)
+    measure, records = run.task.measures[0], read_metrics(workdir.metrics)
     if run.config.training.plots:
         whole = any(f"eval/{SPLIT}_whole/{measure.name}" in record for record in records)
         plots.draw(
             workdir, measure, yardstick=None if whole else yardstick,  # which is of the whole
             units_per_token=run.task.units_per_token(run.corpus),
         )  # fmt: skip
+    return yardstick
+
+
+def finish(run: Run, workdir: Workdir, begin: float) -> str:
+    """Draws the plots; returns the last report, where everything is and what to type next."""
+    yardstick, measure = draw(run, workdir), run.task.measures[0]
+    records = read_metrics(workdir.metrics)
     tokens = next((r["data/tokens"] for r in reversed(records) if "data/tokens" in r), 0)
     step = (steps(workdir.checkpoints) or [0])[-1]
     seconds = time.perf_counter() - begin
@@ -94,19 +103,30 @@ def _places(run: Run, workdir: Workdir) -> list[str]:
         "log": workdir.log,
     }
     path, tensorboard = (shlex.quote(str(p)) for p in (workdir.path, workdir.tensorboard))
+    extra = "" if importlib.util.find_spec("tensorboard") else "  # pip install 'brt[tensorboard]'"
     commands = [
-        *run.task.next_steps(path),
+        *_next_steps(run, path),
         f"python -m brt.inspect --workdir={path}",
-        f"tensorboard --logdir={tensorboard}",
+        f"tensorboard --logdir={tensorboard}{extra}",
     ]
     return [
         "",
         "Where it is:",
-        *(f"  {name:<12} {path}" for name, path in places.items()),
+        *(f"  {name:<12} {path}" for name, path in places.items() if _holds_something(path)),
         "",
         "What to type next:",
         *(f"  {command}" for command in commands),
     ]
+
+
+def _next_steps(run: Run, path: str) -> list[str]:
+    """Those of the task, on a split that there is."""
+    split = next((name for name in ("test", SPLIT, "train") if name in run.corpus.splits), "train")
+    return [step.replace("--split=test", f"--split={split}") for step in run.task.next_steps(path)]
+
+
+def _holds_something(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 def _held_out_report(run: Run, workdir: Workdir) -> list[str]:

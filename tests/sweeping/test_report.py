@@ -117,7 +117,7 @@ def test_the_report_has_a_line_per_group_and_per_point(points: list[Point], tmp_
     assert "Figures are those of all validation data" in text
     cells = [[c.strip() for c in line.split(" | ")] for line in table.splitlines()]
     assert cells[2] == [
-        "| Slide", "2", "2.3750", "0.2500", "9.5000", "375.0", "1.00", "30", "1,039", "15 |",
+        "| Slide", "2", "2.3750", "0.2500", "9.5000", "375.0", "1.00", "10", "30", "1,039", "15 |",
     ]  # fmt: skip
     assert cells[3][:5] == ["| Rec\\|skip", "1 of 2", "2.1250", "-", "8.5000"]
     assert len({line.count("|") - line.count("\\|") for line in table.splitlines()}) == 1

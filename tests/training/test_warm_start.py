@@ -36,7 +36,7 @@ SIZES = Encoder(layers=1, model_dim=8, heads=2, mlp_dim=12, max_positions=20, no
 
 def config(objective: str, where: Path | str = "", **encoder: Any) -> Config:
     training = Training(
-        objective=objective, init_from=str(where), segment_length=8, batch_size=2, loss_chunk=8
+        task=objective, init_from=str(where), segment_length=8, batch_size=2, loss_chunk=8
     )
     return Config(training=training, encoder=Encoder(**encoder))
 

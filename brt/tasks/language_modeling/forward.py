@@ -30,6 +30,23 @@ def predict(
     )  # fmt: skip
 
 
+def segment_nats(
+    config: Config,
+    params: PyTree[Array],
+    carry: StackState,
+    batch: Batch,
+    model_state: ModelState | None = None,
+) -> tuple[Float[Array, "B T"], StackState]:
+    """Nats of every token of a segment, 0 where it is not scored, and the state after it."""
+    model = config.model
+    hidden, carry, *_ = predict(config, params, carry, batch, model_state)
+    nats = token_nats(
+        hidden, params["embedding"], batch.targets,
+        scale=logit_scale(model), chunk=config.training.loss_chunk,
+    )  # fmt: skip
+    return jnp.where(batch.scored, nats, 0.0), carry
+
+
 def block_nats(
     config: Config,
     params: PyTree[Array],
@@ -38,11 +55,5 @@ def block_nats(
     model_state: ModelState | None = None,
 ) -> tuple[Float[Array, "B N"], StackState]:
     """Nats of every block of a segment, and the state after it."""
-    model = config.model
-    hidden, carry, *_ = predict(config, params, carry, batch, model_state)
-    nats = token_nats(
-        hidden, params["embedding"], batch.targets,
-        scale=logit_scale(model), chunk=config.training.loss_chunk,
-    )  # fmt: skip
-    nats = jnp.where(batch.scored, nats, 0.0)
-    return jnp.sum(nats.reshape(nats.shape[0], -1, model.window), axis=2), carry
+    nats, carry = segment_nats(config, params, carry, batch, model_state)
+    return jnp.sum(nats.reshape(nats.shape[0], -1, config.model.window), axis=2), carry

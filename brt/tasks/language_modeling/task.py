@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
@@ -18,13 +18,15 @@ from brt.layers.stack import ModelState, StackState, new_model_state, runs
 from brt.models.decoder import Decoder, DecoderOutput, new_state
 from brt.models.flops import forward_flops_per_token
 from brt.tasks import resolving
-from brt.tasks.language_modeling import warm_start, writing
+from brt.tasks.language_modeling import warm_start
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, xz_bits_per_byte
 from brt.tasks.language_modeling.forward import predict
 from brt.tasks.language_modeling.loss import loss
 from brt.tasks.language_modeling.probe import job
 from brt.tasks.language_modeling.probe.states import StateProbe
-from brt.tasks.protocol import Aux, Inspection, Task, WriteOptions
+from brt.tasks.language_modeling.scoring import TextScorer
+from brt.tasks.language_modeling.writing import TextWriter
+from brt.tasks.protocol import Aux, Inspection, Task
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN
 from brt.tasks.weights import Started, Weights
 from brt.types import Batch
@@ -177,21 +179,20 @@ class LanguageModeling(Task):
         manifest = corpus.split("train").manifest
         return manifest["bytes"] / manifest["tokens"]
 
-    def write(
+    def writer(
         self,
         config: Config,
         params: PyTree[Array],
         tokenizer: Tokenizer,
-        prompt: str,
-        options: WriteOptions,
-        out: TextIO,
-        *,
-        identity: Mapping[str, Any],
         model_state: PyTree[Array] = (),
-    ) -> None:
-        """Goes on from the prompt."""
+    ) -> TextWriter:
+        """Goes on from prompts."""
         session = Session(config, params, model_state, bos_id=tokenizer.bos_id)
-        writing.write(session, config, tokenizer, prompt, options, out, identity=identity)
+        return TextWriter(session, config, tokenizer)
+
+    def scorer(self, config: Config, tokenizer: Tokenizer) -> TextScorer:
+        """Each token from those before it."""
+        return TextScorer(config, tokenizer.bos_id)
 
     def next_steps(self, workdir: str) -> list[str]:
         """Evaluation and a text."""

@@ -1,10 +1,8 @@
 """Documents with their summaries: each token of a summary from the document and those before."""
 
-import dataclasses
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,17 +18,17 @@ from brt.models import seq2seq
 from brt.models.transformer_flops import seq2seq_flops
 from brt.ops.cross_entropy import smoothed_cross_entropy
 from brt.tasks import resolving
-from brt.tasks.protocol import Aux, Corpus, Task, WriteOptions, count_of
+from brt.tasks.protocol import Aux, Corpus, Task, count_of
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Measure
 from brt.tasks.summarization.bits import scored_bytes
 from brt.tasks.summarization.data import preparation, tokenization
 from brt.tasks.summarization.data.batches import PairReader
-from brt.tasks.summarization.data.encoding import Encoder
 from brt.tasks.summarization.data.preparation import PairCorpus, Preparation
 from brt.tasks.summarization.data.tokenization import PairTokenizer
 from brt.tasks.summarization.evaluation import SummaryEvaluator
 from brt.tasks.summarization.forward import Prediction, network, predict
-from brt.tasks.summarization.summaries import Summarizer, special_tokens
+from brt.tasks.summarization.summaries import special_tokens
+from brt.tasks.summarization.writing import SummaryWriter
 from brt.tasks.weights import Tokenizer, Weights
 from brt.types import PairBatch
 
@@ -184,37 +182,15 @@ class Summarization(Task):
         train = corpus.split("train")
         return scored_bytes(train, corpus.tokenizer) / len(train.target.values)
 
-    def write(
+    def writer(
         self,
         config: Config,
         params: PyTree[Array],
         tokenizer: PairTokenizer,
-        prompt: str,
-        options: WriteOptions,
-        out: TextIO,
-        *,
-        identity: Mapping[str, Any],
         model_state: PyTree[Array] = (),
-    ) -> None:
-        """A summary of the prompt: as Decoding says, or drawn as the options do."""
-        if options.load_state or options.save_state:
-            raise ConfigError(
-                "--load_state and --save_state are for language models; a summariser reads the "
-                "document anew for every summary"
-            )
-        decoding = config.decoding
-        changes = {"beams": options.beams, "max_length": options.max_tokens}
-        decoding = dataclasses.replace(decoding, **{k: v for k, v in changes.items() if v})
-        config = dataclasses.replace(config, decoding=decoding)
-        (source,) = Encoder.of(config.pairs, tokenizer).sources([prompt])
-        if source.uncut > len(source.ids):
-            print(
-                f"brt: read {len(source.ids):,} of the document's {source.uncut:,} tokens; "
-                "Pairs.max_source_length is the limit",
-                file=sys.stderr,
-            )
-        summarizer = Summarizer(config, tokenizer, options.sampling)
-        out.write(summarizer.summary(params, source.ids, seed=options.seed or 0) + "\n")
+    ) -> SummaryWriter:
+        """Summaries of prompts."""
+        return SummaryWriter(config, params, tokenizer)
 
     def next_steps(self, workdir: str) -> list[str]:
         """With beams, and with one's own pairs."""

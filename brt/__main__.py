@@ -1,0 +1,47 @@
+"""`python -m brt`, and `brt` where it is installed: lists the commands, or runs one of them.
+
+brt train --gin_file=FILE --workdir=DIR is python -m brt.train --gin_file=FILE --workdir=DIR.
+"""
+
+import ast
+import runpy
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from brt.config_io import suggestion
+from brt.errors import ConfigError
+
+COMMANDS = ("prepare", "train", "evaluate", "generate", "inspect", "sweep", "convert")
+
+
+def listing() -> str:
+    """A line for each command: the first of its documentation, read without running it."""
+    lines = [f"  brt {name:<9} {_about(name)}" for name in COMMANDS]
+    return "\n".join(
+        ["brt COMMAND ... or python -m brt.COMMAND ..., which --help explains:", "", *lines]
+    )
+
+
+def main() -> NoReturn:
+    """Runs the command that the first argument names, with the others."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print(listing())
+        sys.exit(0)
+    if name not in COMMANDS:
+        guess = suggestion(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+        print(f"brt: error: there is no command {name!r}{guess}", file=sys.stderr)
+        sys.exit(ConfigError.exit_code)
+    del sys.argv[1]
+    runpy.run_module(f"brt.{name}", run_name="__main__", alter_sys=True)
+    sys.exit(0)
+
+
+def _about(name: str) -> str:
+    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+
+
+if __name__ == "__main__":
+    main()

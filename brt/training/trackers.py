@@ -1,0 +1,123 @@
+"""Numbers of a run for Weights & Biases and MLflow, where Logging asks for it.
+
+A resumed run goes on in the same place of theirs, which `trackers.json` remembers.
+"""
+
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from brt.config import Config
+from brt.config_io import config_json
+from brt.errors import ConfigError
+from brt.training.metrics import Tracker
+from brt.training.workdir import Workdir, write_json
+
+Warn = Callable[[str], object]
+Numbers = Mapping[str, float | int | None]
+
+
+class _Service:
+    """What both have in common: nothing that fails there stops a run.
+
+    Args:
+      module: of the service.
+      warn: told once, after which the service gets nothing more.
+    """
+
+    name: str  # of the module, and of brt's extra
+
+    def __init__(self, module: ModuleType, warn: Warn):
+        self._module, self._warn, self._on = module, warn, True
+
+    def write(self, step: int, numbers: Numbers) -> None:
+        """Of what is finite."""
+        finite = {tag: value for tag, value in numbers.items() if value is not None}
+        self._tolerated(lambda: self._log(step, finite))
+
+    def close(self) -> None:
+        """Ends the run there."""
+        self._tolerated(self._end)
+
+    def begin(self, config: Config, workdir: Workdir, known: str | None) -> str | None:
+        """Opens a run, or goes on in the one that is `known`; returns its id."""
+        return self._tolerated(lambda: self._begin(config, workdir, known))
+
+    def _tolerated(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call() if self._on else None
+        except Exception as error:  # of a network, a login, a server: whatever they raise
+            self._on = False
+            self._warn(f"{self.name} is off: {' '.join(str(error).split())}; metrics.jsonl goes on")
+            return None
+
+
+class _Wandb(_Service):
+    name = "wandb"
+
+    def _begin(self, config: Config, workdir: Workdir, known: str | None) -> str:
+        self._run = self._module.init(
+            project=config.logging.wandb_project, name=workdir.path.name, id=known,
+            resume="allow", config=config_json(config), dir=str(workdir.path),
+        )  # fmt: skip
+        return self._run.id
+
+    def _log(self, step: int, numbers: Mapping[str, float | int]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def _end(self) -> None:
+        self._run.finish()
+
+
+class _Mlflow(_Service):
+    name = "mlflow"
+
+    def _begin(self, config: Config, workdir: Workdir, known: str | None) -> str:
+        self._module.set_experiment(config.logging.mlflow_experiment)
+        run = self._module.start_run(run_id=known, run_name=workdir.path.name)
+        self._module.log_dict(config_json(config), "config.json")
+        return run.info.run_id
+
+    def _log(self, step: int, numbers: Mapping[str, float | int]) -> None:
+        self._module.log_metrics(dict(numbers), step=step)
+
+    def _end(self) -> None:
+        self._module.end_run()
+
+
+def wanted(config: Config, warn: Warn) -> list[_Service]:
+    """The services that Logging names; nothing is told to them yet.
+
+    Raises:
+      ConfigError: what one needs is not installed.
+    """
+    names = {
+        "Logging.wandb_project": (config.logging.wandb_project, _Wandb),
+        "Logging.mlflow_experiment": (config.logging.mlflow_experiment, _Mlflow),
+    }
+    found = []
+    for setting, (value, service) in names.items():
+        if not value:
+            continue
+        try:
+            module = importlib.import_module(service.name)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{setting} = {value!r} needs the extra {service.name}: "
+                f"pip install 'brt[{service.name}]', or leave it out"
+            ) from error
+        found.append(service(module, warn))
+    return found
+
+
+def started(config: Config, workdir: Workdir, warn: Warn) -> list[Tracker]:
+    """Trackers for what is `wanted`, begun, or gone on with; raises as that does."""
+    services, place = wanted(config, warn), workdir.path / "trackers.json"
+    if not services:
+        return []
+    known = json.loads(place.read_text()) if place.exists() else {}
+    ids = {s.name: s.begin(config, workdir, known.get(s.name)) for s in services}
+    write_json(place, known | {name: run for name, run in ids.items() if run})
+    return services

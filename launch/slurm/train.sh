@@ -1,0 +1,31 @@
+#!/bin/bash
+# One run. Copy this file, say below what it needs, and submit it from where python finds brt:
+#   sbatch train.sh --gin_file=configs/runs/books.gin --workdir=runs/books
+
+#SBATCH --job-name=train
+#SBATCH --output=train-%j.txt
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:TERM@120
+#SBATCH --time=24:00:00
+#SBATCH --cpus-per-task=8
+#SBATCH --mem=32G
+#SBATCH --gres=gpu:1
+
+# The job gets SIGTERM two minutes before its time is over, saves, ends with exit code 75 and is
+# queued again; it goes on from its checkpoint.
+stopped=
+trap 'stopped=yes; kill -TERM "$child"' TERM
+"${PYTHON:-python}" -m brt.train "$@" &
+child=$!
+wait "$child"
+code=$?
+while [ -n "$stopped" ]; do # the signal has ended the wait, not the child
+  stopped=
+  wait "$child"
+  code=$?
+done
+if [ "$code" -eq 75 ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

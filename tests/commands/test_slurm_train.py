@@ -1,0 +1,46 @@
+"""launch/slurm/train.sh: one run, told to save in time and queued again."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "launch/slurm/train.sh"
+
+
+def tool(directory: Path, name: str, body: str) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_text(f"#!/bin/bash\n{body}\n")
+    (directory / name).chmod(0o755)
+
+
+@pytest.mark.parametrize("code", [0, 1, 75])
+def test_a_job_passes_the_signal_on_and_queues_itself_again(code: int, tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tool(tools, "scontrol", 'echo "$@" > requeued')
+    tool(
+        tools, "python",
+        f'echo "$@" > started; trap "sleep 0.2; exit {code}" TERM; sleep 0.1; kill -TERM "$PPID"; '
+        "for i in {1..100}; do sleep 0.05; done; exit 9",
+    )  # fmt: skip
+    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+    done = subprocess.run(
+        ["bash", str(SCRIPT), "--gin_file=a b.gin"], env=environment, cwd=tmp_path
+    )
+    assert done.returncode == code
+    assert (tmp_path / "started").read_text() == "-m brt.train --gin_file=a b.gin\n"
+    assert (tmp_path / "requeued").exists() == (code == 75)
+    if code == 75:
+        assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+
+
+def test_the_readme_names_it() -> None:
+    assert "sbatch train.sh" in (SCRIPT.parent / "README.md").read_text()
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
+def test_shellcheck_has_nothing_to_say() -> None:
+    subprocess.run(["shellcheck", *map(str, SCRIPT.parent.glob("*.sh"))], check=True)
