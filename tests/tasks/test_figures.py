@@ -77,8 +77,8 @@ def summed_loss(found: Case, batches: list[Any]) -> tuple[float, float]:
     """Nats and counts of training's loss, each batch on its own."""
     config, task = found.config, tasks.of(found.config)
     loss = jax.jit(partial(task.loss, config))
-    carry = task.initial_carry(config, 1)
-    aux = [loss(found.params, carry, (), batch, jax.random.key(1))[1] for batch in batches]
+    carry, model_state = task.initial_carry(config, 1), task.initial_model_state(config)
+    aux = [loss(found.params, carry, model_state, batch, jax.random.key(1))[1] for batch in batches]
     return float(sum(a.nats for a in aux)), float(sum(a.count for a in aux))
 
 

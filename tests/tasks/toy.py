@@ -69,7 +69,7 @@ class Parity(Task):
     def evaluator(self, config, corpus, split, *, trained=None, ablate=None, beside=False):
         return Evaluator(self, config, next(self.reader(config, corpus, split).once(256)))
 
-    def write(self, config, params, tokenizer, prompt, options, out, *, identity):
+    def write(self, config, params, tokenizer, prompt, options, out, **given):
         bits = np.array([[int(bit) for bit in prompt]])
         logits = self.predict(config, params, TextBatch(bits, *[None] * 4))
         sampling, key = options.sampling or config.sampling, jax.random.key(options.seed or 0)
