@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
 from brt.interop import pretrained, pretrained_encoder
 from brt.interop.exporting import Exported
+from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.huggingface.roberta.config import Described
 from brt.interop.pretrained_encoder import PretrainedEncoder
 from brt.models import encoder
@@ -142,7 +144,7 @@ class EncoderTask(Task):
                 return []
             return pretrained.copy_tokenizer(corpus.directory, target)
 
-        return Exported(source, found, copy, tuple(notes))
+        return Exported(source, partial(roberta.form, found), copy, tuple(notes))
 
     # What it starts from.
 

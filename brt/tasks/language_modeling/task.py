@@ -1,6 +1,8 @@
 """Documents, segment after segment: each token from those before it."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any, TextIO
 
 import jax.numpy as jnp
@@ -13,6 +15,9 @@ from brt.data.preparation import Corpus
 from brt.data.tokenizers import Tokenizer
 from brt.errors import ConfigError
 from brt.generation.session import Session
+from brt.interop.exporting import Exported
+from brt.interop.huggingface.decoder import tokenizer as tokenizer_files
+from brt.interop.huggingface.decoder.form import TrainedDecoder, form
 from brt.layers.stack import ModelState, StackState, new_model_state, runs
 from brt.models.decoder import Decoder, DecoderOutput, new_state
 from brt.models.flops import forward_flops_per_token
@@ -35,7 +40,7 @@ class LanguageModeling(Task):
     name = "language_modeling"
     sections = ("Model", "Data", "Sampling", "Decoding")
     model, data = "model", "data"
-    shows_examples, writes = False, True
+    shows_examples, writes, exports = False, True, True
     measures = columns = (BITS_PER_BYTE, BITS_PER_TOKEN)
 
     def check(self, config: Config) -> None:
@@ -192,6 +197,15 @@ class LanguageModeling(Task):
             f"python -m brt.generate --workdir={workdir} --prompt='It was a dark night' "
             "--max_tokens=500",
         ]
+
+    def exported(
+        self, source: Path, config: Config, params: PyTree[Array], corpus: Corpus
+    ) -> Exported:
+        """With the code that reads it."""
+        tokenizer = corpus.tokenizer
+        model = TrainedDecoder(params, config.model, tokenizer.bos_id)
+        copy = partial(tokenizer_files.write, tokenizer, corpus.directory)
+        return Exported(source, partial(form, model), copy)
 
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> Started:
         """Layer by layer: a layer of another kind takes what it knows."""

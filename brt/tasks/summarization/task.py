@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,6 +15,7 @@ from brt.config import Config
 from brt.errors import ConfigError
 from brt.interop import pretrained
 from brt.interop.exporting import NAMES, Exported
+from brt.interop.huggingface import convert
 from brt.interop.huggingface.config import Described
 from brt.interop.pretrained import Pretrained
 from brt.models import seq2seq
@@ -246,7 +248,8 @@ class Summarization(Task):
                 f"trained with Attention.kind = {kind!r}; transformers will encode by full "
                 "attention, and so does --verify"
             )
-        return Exported(source, Pretrained(params, described), copy, tuple(notes))
+        form = partial(convert.form, Pretrained(params, described))
+        return Exported(source, form, copy, tuple(notes))
 
     def converted(self, config: Config, where: Path) -> Weights:
         """A T5 or BART that brt.convert wrote."""
