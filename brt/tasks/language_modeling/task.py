@@ -16,7 +16,7 @@ from brt.data.tokenizers import Tokenizer
 from brt.errors import ConfigError
 from brt.generation.session import Session
 from brt.interop.exporting import Exported
-from brt.interop.huggingface.decoder import tokenizer as tokenizer_files
+from brt.interop.huggingface.decoder import tokenizer as exported_tokenizer
 from brt.interop.huggingface.decoder.form import TrainedDecoder, form
 from brt.layers.stack import ModelState, StackState, new_model_state, runs
 from brt.models.decoder import Decoder, DecoderOutput, new_state
@@ -204,8 +204,7 @@ class LanguageModeling(Task):
         """With the code that reads it."""
         tokenizer = corpus.tokenizer
         model = TrainedDecoder(params, config.model, tokenizer.bos_id)
-        copy = partial(tokenizer_files.write, tokenizer, corpus.directory)
-        return Exported(source, partial(form, model), copy)
+        return Exported(source, partial(form, model), partial(exported_tokenizer.write, tokenizer))
 
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> Started:
         """Layer by layer: a layer of another kind takes what it knows."""

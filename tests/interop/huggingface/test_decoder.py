@@ -136,7 +136,7 @@ def test_other_kinds_of_layers_are_refused(changes: dict, sentence: str) -> None
 
 def test_bytes_are_ids_in_the_tokenizer_of_others(tmp_path: Path) -> None:
     text, own = "It wás\n late\t – \u0100\U0001f600 ", tokenizers.ByteTokenizer()
-    names = tokenizer.write(own, tmp_path, tmp_path)
+    names = tokenizer.write(own, tmp_path)
     assert names == ["tokenizer.json", "tokenizer_config.json"]
     theirs = opened(tmp_path / "tokenizer.json")
     ids = theirs.encode(text).ids
@@ -156,7 +156,7 @@ def test_a_tokenizer_of_others_begins_with_bos(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "own/tokenizer.json").write_text(json.dumps(settings))
     own = ByteLevelTokenizer(tmp_path / "own/tokenizer.json")
-    tokenizer.write(own, tmp_path / "own", tmp_path)
+    tokenizer.write(own, tmp_path)
     ids = opened(tmp_path / "tokenizer.json").encode("It was late").ids
     assert ids == [256, *own.encode("It was late").tolist()]
     assert files.read_json(tmp_path / "tokenizer_config.json")["bos_token"] == "<s>"
@@ -171,7 +171,7 @@ def test_sentencepiece_reads_as_we_do(tmp_path: Path) -> None:
     path = tmp_path / "own/tokenizer.model"
     train_sentencepiece(["it was a dark and stormy night, it was"] * 20, 290, path, seed=0)
     own = tokenizers.load(str(path))
-    assert tokenizer.write(own, path.parent, tmp_path) == ["tokenizer.model"]
+    assert tokenizer.write(own, tmp_path) == ["tokenizer.model"]
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     text = "it was  dark\n night "
     assert theirs.encode(text) == own.encode(text).tolist()

@@ -12,23 +12,19 @@ from brt.interop.huggingface import files
 BYTES_BOS = "<|bos|>"  # in place of NUL, which does not occur in texts
 
 
-def write(tokenizer: Tokenizer, prepared: Path, target: Path) -> list[str]:
-    """Writes the files into `target`; returns their names.
-
-    Args:
-      prepared: the directory that holds the tokenizer's own file.
-    """
+def write(tokenizer: Tokenizer, target: Path) -> list[str]:
+    """Writes the files into `target`; returns their names."""
     if tokenizer.name == ByteTokenizer.name:
         return _write_json(target, of_bytes(), BYTES_BOS, tokenizer.bos_id)
-    path = prepared / tokenizer.name
+    path = tokenizer.path
     content = tokenizer_files.read(path)
     if path.suffix == ".model":  # as we read it: without a dummy prefix
         exact = tokenizer_files.sentencepiece_model(path, content, exact=True)
         (target / "tokenizer.model").write_bytes(exact.serialized_model_proto())
         return ["tokenizer.model"]
-    bos = tokenizer_files.json_model(path, content).id_to_token(tokenizer.bos_id)
     settings = json.loads(content)
     settings["pre_tokenizer"]["add_prefix_space"] = False
+    bos = tokenizer_files.json_model(path, content).id_to_token(tokenizer.bos_id)
     return _write_json(target, settings, bos, tokenizer.bos_id)
 
 
