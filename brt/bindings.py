@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from brt.config import SECTIONS, Config
-from brt.config_io import FIELDS, checked_value, suggestion, unknown_name
+from brt.config_io import FIELDS, SECTION_TYPES, checked_value, suggestion, unknown_name
 from brt.errors import ConfigError
 
 
@@ -211,12 +211,12 @@ def _build(winners: Mapping[str, Binding], base: Config | None) -> Resolved:
     for name, binding in winners.items():
         section, _, field = name.partition(".")
         values[section][field] = binding.value
-    start = Config() if base is None else base
     try:
         sections = {
-            attribute: dataclasses.replace(getattr(start, attribute), **values[section])
+            attribute: dataclasses.replace(getattr(base, attribute), **values[section])
+            if base else SECTION_TYPES[section](**values[section])
             for section, attribute in SECTIONS.items()
-        }
+        }  # fmt: skip
         config = Config(**sections)
     except ConfigError as error:
         raise explained(error, bound) from error

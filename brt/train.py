@@ -26,7 +26,7 @@ def _train(args: argparse.Namespace) -> None:
     if not args.workdir and not args.dry_run:
         raise ConfigError("--workdir says where the run lives; name a directory")
     if args.dry_run:
-        built = run.build(config)
+        built = run.without_data(config) or run.build(config)
         print(f"{run_summary.parameters(built)}\n")
         command_line.print_figures(run_summary.dry_run(built, args.workdir), args.json)
         return

@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+from brt import tasks
 from brt.config import Attention, Config, Evaluation, Training
 from brt.config_io import config_from_json, config_json
 from brt.errors import ConfigError
@@ -57,9 +58,9 @@ def test_numbers_that_no_sequence_reaches_are_refused(
         match=f"Attention.{name} = 65 is above {section}.segment_length = 64, the most that a "
         "sequence has; set it to 64 at most",
     ):
-        Config(training=training, evaluation=read, attention=Attention(**settings))
+        tasks.check(Config(training=training, evaluation=read, attention=Attention(**settings)))
     enough = {**settings, name: 64}
-    Config(training=training, evaluation=read, attention=Attention(**enough))
+    tasks.check(Config(training=training, evaluation=read, attention=Attention(**enough)))
 
 
 def test_numbers_that_nothing_reads_may_be_any() -> None:
@@ -68,7 +69,7 @@ def test_numbers_that_nothing_reads_may_be_any() -> None:
         {"kind": "full", "clusters": 65, "top_k": 65},
         {"kind": "improved_clustered", "clusters": 65, "min_length": 65},  # always exact
     ):
-        Config(training=MASKED, attention=Attention(**settings))
+        tasks.check(Config(training=MASKED, attention=Attention(**settings)))
 
 
 def test_is_saved_with_the_config() -> None:

@@ -124,10 +124,10 @@ def test_every_file_that_comes_with_brt_is_understood() -> None:
             continue
         text = file.read_text()
         of_pairs = re.search("^(Seq2Seq|CrossAttention|Pairs)", text, re.M)
-        of_encoder = re.search("^(Speech|Encoder|Attention)", text, re.M)
         said = re.search("^(Training.task|include)", text, re.M)
-        objective = "seq2seq" if of_pairs else "ctc" if of_encoder and not said else ""
-        parts = [f"--gin_bindings=Training.task = '{objective}'"] if objective else []
+        of_encoder = not said and re.search("^(Speech|Encoder|Attention)", text, re.M)
+        task = "summarization" if of_pairs else "speech_recognition"
+        parts = [f"--gin_bindings=Training.task = '{task}'"] if of_pairs or of_encoder else []
         resolve(f"--gin_file={file}", *parts)
 
 

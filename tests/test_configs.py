@@ -181,7 +181,7 @@ def test_fine_tuning_is_what_the_paper_and_robertas_authors_say() -> None:
     glue = {"cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli"}  # of Table 4
     assert set(map(short, rows)) == glue | {"v1", "v2"}
     for config in map(resolved, rows):
-        spans = config.training.task == "spans"
+        spans = config.training.task == "extractive_qa"
         texts = config.questions if spans else config.sentences
         assert texts.max_length == (384 if spans else 128)  # section 4.3
         assert (config.attention.clusters, config.attention.top_k) == (25, 32)

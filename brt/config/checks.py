@@ -2,7 +2,10 @@
 
 from typing import Any
 
+from brt.config.fields import settle
 from brt.errors import ConfigError
+
+PART = "part:"  # of train's rows
 
 
 def check(condition: bool, message: str) -> None:
@@ -33,3 +36,28 @@ def check_buckets(section: Any) -> None:
         not buckets or buckets[-1] == limit,
         f"the last of {name}.buckets = {buckets} must be {name}.max_length = {limit}",
     )
+
+
+def settle_rows(section: Any) -> None:
+    """Held-out rows that nobody named are a part of one's own; refuses parts that are none."""
+    settle(section, (f"{PART}0.05",))
+    for split in ("validation", "test"):
+        share_of(section, split)
+
+
+def share_of(section: Any, split: str) -> float:
+    """Of train's rows that a split takes: SHARE of `part:SHARE`; 0.0 where it names sources.
+
+    Raises:
+      ConfigError: it names sources beside that, or the share is none.
+    """
+    names = getattr(section, split)
+    if not any(name.startswith(PART) for name in names):
+        return 0.0
+    try:
+        (share,) = (float(name.removeprefix(PART)) for name in names)
+    except ValueError:
+        share = 0.0
+    setting = f"{type(section).__name__}.{split} = {names}"
+    check(0 < share < 0.5, f"{setting} must be one {PART}SHARE between 0 and 0.5, as {PART}0.05")
+    return share

@@ -4,20 +4,23 @@ import dataclasses
 from typing import Literal
 
 from brt.config.checks import check
-from brt.config.fields import fixed, free, sources
+from brt.config.fields import fixed, free, held_out, settle, sources
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
     """Where documents come from and how they become tokens.
 
-    A source is a file, a directory (its *.txt files), a glob, `corpus:NAME/SPLIT` (embedded),
-    or `tfds:NAME/SPLIT` (prepared on this machine). Files may be compressed (.gz, .xz, .zst).
+    A source is a file, a directory (its text and source code), a glob, `corpus:NAME/SPLIT`
+    (embedded), or `tfds:NAME/SPLIT` (prepared on this machine). Files may be compressed (.gz,
+    .xz, .zst). Where validation and test name none, they are a part of train: of its documents,
+    or of fewer than three documents the ends.
     """
 
     train: tuple[str, ...] = sources(("corpus:novels/train",))
-    validation: tuple[str, ...] = sources(("corpus:novels/validation",))
-    test: tuple[str, ...] = sources(("corpus:novels/test",))
+    # (): a part of train; auto: the novels' where train is theirs, else ()
+    validation: tuple[str, ...] = held_out(("corpus:novels/validation",))
+    test: tuple[str, ...] = held_out(("corpus:novels/test",))  # the same
     store: str = free("")  # a directory written by brt.prepare; replaces everything below and above
     # bytes | path/to/a .model or byte-level .json | train:VOCAB_SIZE
     tokenizer: str = free("bytes", cached=True)
@@ -30,6 +33,7 @@ class Data:
     shuffle: bool = fixed(True)  # documents in a new order every epoch
 
     def __post_init__(self) -> None:
+        settle(self, ())
         check(bool(self.train or self.store), "Data.train names no source and Data.store is empty")
         for name in ("validation_fraction", "test_fraction"):
             value = getattr(self, name)

@@ -16,6 +16,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 T = TypeVar("T")
 _DECLARED = "setting"
 _SOURCES = "sources"  # cached by the content of what they name
+_USUAL = "usual"
+_AUTO = ("auto",)
+MADE_UP = "generated:"  # how sources begin that are no files
 
 
 class Setting(NamedTuple):
@@ -34,6 +37,31 @@ def free(default: T, *, cached: bool | str = False) -> T:
 def sources(default: T) -> T:
     """A free field that names what is to be prepared."""
     return _field(default, Setting(True, "own", _SOURCES))
+
+
+def held_out(usual: T) -> T:
+    """Sources that are not for training: where nobody names any, what `settle` puts there.
+
+    Args:
+      usual: those that go with the default of `train`.
+    """
+    setting = {_DECLARED: Setting(True, "own", _SOURCES), _USUAL: usual}
+    return dataclasses.field(default=_AUTO, metadata=setting)
+
+
+def settle(section: Any, of_own: tuple[str, ...]) -> None:
+    """Fills the held-out sources that nobody named; for `__post_init__`.
+
+    Args:
+      of_own: what they are where `train` names neither its default nor made-up data: who trains
+        on own data wants to know how well the model does on these.
+    """
+    made_up = all(name.startswith(MADE_UP) for name in section.train)
+    usual = section.train == type(section).train or made_up
+    for field in dataclasses.fields(section):
+        if _USUAL in field.metadata and getattr(section, field.name) == _AUTO:
+            found = field.metadata[_USUAL] if usual else of_own
+            object.__setattr__(section, field.name, found)
 
 
 def fixed(default: T, *, cached: bool | str = False) -> T:

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_buckets, check_not_negative, check_positive
-from brt.config.fields import fixed, free, sources
+from brt.config.checks import check, check_buckets, check_not_negative, check_positive, settle_rows
+from brt.config.fields import fixed, free, held_out, sources
 
 SPECIAL = 4  # ids at most that stand around a question and its text
 
@@ -22,8 +22,9 @@ class Questions:
     """
 
     train: tuple[str, ...] = sources(("generated:train/2000",))
-    validation: tuple[str, ...] = sources(("generated:validation/200",))
-    test: tuple[str, ...] = sources(("generated:test/200",))
+    # part:SHARE: of train's rows; auto: the default's where train is, else part:0.05; (): none
+    validation: tuple[str, ...] = held_out(("generated:validation/200",))
+    test: tuple[str, ...] = held_out(("generated:test/200",))  # the same
     # bytes, a .model or tokenizer.json file, or train:VOCAB_SIZE
     tokenizer: str = free("bytes", cached=True)
     max_length: int = fixed(384, cached=True)  # tokens of a window
@@ -40,6 +41,7 @@ class Questions:
     shuffle: bool = fixed(True)  # windows in a new order every epoch
 
     def __post_init__(self) -> None:
+        settle_rows(self)
         check(bool(self.train), "Questions.train names no source")
         check_positive(self, "max_length", "max_question_length", "max_answer_length")
         check_not_negative(self, "stride")

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_buckets
-from brt.config.fields import fixed, free, sources
+from brt.config.checks import check, check_buckets, settle_rows
+from brt.config.fields import fixed, free, held_out, sources
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,9 @@ class Sentences:
     """
 
     train: tuple[str, ...] = sources(("generated:train/2000",))
-    validation: tuple[str, ...] = sources(("generated:validation/200",))
-    test: tuple[str, ...] = sources(("generated:test/200",))
+    # part:SHARE: of train's rows; auto: the default's where train is, else part:0.05; (): none
+    validation: tuple[str, ...] = held_out(("generated:validation/200",))
+    test: tuple[str, ...] = held_out(("generated:test/200",))  # the same
     # column of the sentence; "": a usual name, of a pair where there is one
     first_field: str = free("", cached=True)
     # column of what it is paired with; "" beside first_field: nothing
@@ -42,6 +43,7 @@ class Sentences:
     shuffle: bool = fixed(True)  # rows in a new order every epoch
 
     def __post_init__(self) -> None:
+        settle_rows(self)
         check(bool(self.train), "Sentences.train names no source")
         check(
             self.max_length >= 8,

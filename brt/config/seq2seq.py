@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_not_negative, check_positive
-from brt.config.fields import fixed, free, inherited, sources
+from brt.config.checks import check, check_not_negative, check_positive, settle_rows
+from brt.config.fields import fixed, free, held_out, inherited, sources
 from brt.errors import ConfigError
 
 SMALLEST_THRESHOLD = 1e-3  # of recurrent accumulate-and-fire with bounded parameters
@@ -158,8 +158,9 @@ class Pairs:
     """
 
     train: tuple[str, ...] = sources(("corpus:summaries/train",))
-    validation: tuple[str, ...] = sources(("corpus:summaries/validation",))
-    test: tuple[str, ...] = sources(("corpus:summaries/test",))
+    # part:SHARE: of train's rows; auto: the default's where train is, else part:0.05; (): none
+    validation: tuple[str, ...] = held_out(("corpus:summaries/validation",))
+    test: tuple[str, ...] = held_out(("corpus:summaries/test",))  # the same
     source_field: str = free("", cached=True)  # the column of documents; "": one of the usual names
     target_field: str = free("", cached=True)  # the column of summaries; "": one of the usual names
     # the column of ids; "": `id` where there is one, else the row's number
@@ -178,6 +179,7 @@ class Pairs:
     shuffle: bool = fixed(True)  # pairs in a new order every epoch
 
     def __post_init__(self) -> None:
+        settle_rows(self)
         check(bool(self.train), "Pairs.train names no source")
         for name in ("max_source_length", "max_target_length"):
             value = getattr(self, name)

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_not_negative, check_positive
-from brt.config.fields import fixed, free, sources
+from brt.config.checks import check, check_not_negative, check_positive, settle_rows
+from brt.config.fields import fixed, free, held_out, sources
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,9 @@ class Speech:
     """
 
     train: tuple[str, ...] = sources(("generated:train/1000",))
-    validation: tuple[str, ...] = sources(("generated:validation/100",))
-    test: tuple[str, ...] = sources(("generated:test/100",))
+    # part:SHARE: of train's rows; auto: the default's where train is, else part:0.05; (): none
+    validation: tuple[str, ...] = held_out(("generated:validation/100",))
+    test: tuple[str, ...] = held_out(("generated:test/100",))  # the same
     # of transcripts: what is a token
     unit: Literal["characters", "words"] = fixed("characters", cached=True)
     # so many recordings of a speaker, in mixed order, are one utterance
@@ -52,6 +53,7 @@ class Speech:
     shuffle: bool = fixed(True)  # utterances in a new order every epoch
 
     def __post_init__(self) -> None:
+        settle_rows(self)
         check(bool(self.train), "Speech.train names no source")
         check_positive(
             self, "join", "join_orders", "mel_bands", "window_ms", "shift_ms", "stack", "stride",

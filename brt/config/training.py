@@ -61,9 +61,9 @@ class Training:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Adafactor as in the paper, or AdamW; and the learning rate over time."""
+    """Adafactor as in the paper, AdamW, or Muon; and the learning rate over time."""
 
-    name: Literal["adafactor", "adamw"] = fixed("adafactor")
+    name: Literal["adafactor", "adamw", "muon"] = fixed("adafactor")
     learning_rate: float = free(1.0)  # Adafactor: relative to a parameter's own scale
     schedule: Literal["rsqrt", "cosine", "linear", "constant"] = free("rsqrt")
     warmup_steps: int = free(1000)
@@ -71,13 +71,14 @@ class Optimizer:
     momentum: float = fixed(0.9)  # Adafactor; 0: none
     second_moment_decay: float = fixed(0.8)  # Adafactor: 1 - t ** -decay
     min_dim_size_to_factor: int = fixed(128)  # Adafactor: smaller matrices keep full second moments
-    b1: float = fixed(0.9)  # AdamW
-    b2: float = fixed(0.98)  # AdamW
-    weight_decay: float = free(0.0)  # AdamW, on matrices
+    b1: float = fixed(0.9)  # AdamW, and what Muon leaves to Adam
+    b2: float = fixed(0.98)  # the same
+    orthogonal_steps: int = fixed(4)  # Muon: iterations that make an update orthogonal
+    weight_decay: float = free(0.0)  # AdamW and Muon, on matrices
     clip_norm: float = fixed(0.0)  # global gradient norm; 0: no clipping
 
     def __post_init__(self) -> None:
-        check_positive(self, "learning_rate", "min_dim_size_to_factor")
+        check_positive(self, "learning_rate", "min_dim_size_to_factor", "orthogonal_steps")
         check_not_negative(
             self, "warmup_steps", "final_learning_rate", "momentum", "weight_decay", "clip_norm"
         )

@@ -27,6 +27,7 @@ class ByteLevelTokenizer(ChunkTokenizer):
         self.path = Path(path)
         self.name = self.path.name
         content = tokenizer_files.read(self.path)
+        self.file = "tokenizer.json", content
         self.fingerprint = hashlib.sha256(content).hexdigest()
         self._tokenizer = _opened(self.path, content)
         size = self._tokenizer.get_vocab_size()

@@ -15,13 +15,14 @@ from typing import Any
 from tqdm import tqdm
 
 from brt.config.fields import cached_settings
-from brt.data import manifests
+from brt.data import manifests, sources
 from brt.data.sources import FileHash
 from brt.data.splits import SPLITS
 from brt.errors import DataError
 
 MANIFEST = "corpus.json"
 SEED = 0  # of a tokenizer's sample
+NAMED = 3  # documents of a split
 
 Section = Any  # of the config: it has train, validation, test and cache_dir
 Hashes = Mapping[str, Sequence[FileHash]]
@@ -49,11 +50,11 @@ def prepared(
     """
     facts = {
         "settings": cached_settings(section),
-        "sources": {split: [file._asdict() for file in files] for split, files in hashes.items()},
+        "sources": _sources(hashes),
     }
     content = {
         "format": manifests.FORMAT,
-        "sources": {split: getattr(section, split) for split in SPLITS},
+        "sources": {split: getattr(section, split) for split in hashes},
         "files": hashes,
         "settings": facts["settings"],
         **more,
@@ -69,6 +70,73 @@ def prepared(
     return directory
 
 
+def prepared_split(
+    section: Section,
+    split: str,
+    part: bool,
+    known: Path | None,
+    hashes: Callable[[Sequence[str]], Sequence[FileHash]],
+    build: Callable[[Path, Mapping[str, Any]], Mapping[str, Any]],
+    **more: Any,
+) -> Path:
+    """The directory of one split alone: none of the other sources is looked at.
+
+    Args:
+      part: it is a part of train, whose sources are read for it.
+      known: where a run had it from, of the same section; taken where that is still the same.
+      hashes: of the files behind sources.
+
+    Raises:
+      DataError: a source cannot be read as asked.
+    """
+    there = known and (known / MANIFEST).is_file() and (known / split).is_dir()
+    if there and part:
+        return known
+    try:
+        if part or split == "train":  # which depend on the names of all sources
+            own = {s: hashes(section.train) if s == "train" else [] for s in SPLITS}
+        else:
+            own = {split: hashes(getattr(section, split))}
+    except DataError:
+        if not there:
+            raise
+        return known
+    if there and _sources(own)[split] == read_manifest(known)["sources"][split]:
+        return known
+    return prepared(section, own, build, only=split, **more)
+
+
+def say_left_out(
+    section: Section, splits: Sequence[str], endings: Sequence[str], show: bool
+) -> None:
+    """Says which files of directories are not read."""
+    for source in dict.fromkeys(name for split in splits for name in getattr(section, split)):
+        if line := sources.left_out(source, endings):
+            say(line, show)
+
+
+def described(directory: Path, splits: Mapping[str, Any], unit: str) -> dict[str, dict[str, Any]]:
+    """What each split is, as JSON.
+
+    How many of what, bytes of the text or of its files, the first names, content, origin, files; of
+    data that nobody prepared only what they say themselves.
+    """
+    manifest = read_manifest(directory) if (directory / MANIFEST).is_file() else {"sources": {}}
+    found = {}
+    for split, store in splits.items():
+        files = manifest["sources"].get(split, [])
+        size = getattr(store, "manifest", {}).get("bytes") or sum(file["bytes"] for file in files)
+        found[split] = {
+            unit: len(store),
+            **({"bytes": size} if size else {}),
+            "names": list(getattr(store, "names", ())[:NAMED]),
+            "sha256": store.fingerprint,
+            "held_out": manifest.get("held_out", {}).get(split, ""),
+            "sources": files,
+        }
+    return found
+
+
 def cache_directory(section: Section) -> Path:
     """Where corpora are kept that nobody gave a place."""
     if section.cache_dir:
@@ -79,6 +147,10 @@ def cache_directory(section: Section) -> Path:
 def read_manifest(directory: Path) -> dict[str, Any]:
     """What a prepared corpus was made of: sources, settings, tokenizer and its coverage."""
     return manifests.read(directory / MANIFEST)
+
+
+def _sources(hashes: Hashes) -> dict[str, list[dict[str, Any]]]:
+    return {split: [file._asdict() for file in files] for split, files in hashes.items()}
 
 
 def _occupied(directory: Path) -> bool:

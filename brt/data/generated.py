@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from brt.config.fields import MADE_UP
 from brt.errors import DataError
 
-PREFIX = "generated:"
+PREFIX = MADE_UP
 
 
 class Name(NamedTuple):

@@ -7,16 +7,18 @@ A prepared corpus is a directory (see `brt.data.cache`):
     corpus.json                          what it was made of; written last
 """
 
+import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from brt import config
 from brt.data import cache, sources, token_store, tokenizer_training, tokenizers
-from brt.data.cache import Hashes, read_manifest
-from brt.data.splits import SPLITS, Plan
+from brt.data.cache import read_manifest
+from brt.data.documents import Document
+from brt.data.splits import SPLITS, Plan, fractions_of
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
 from brt.errors import DataError
@@ -42,6 +44,10 @@ class Corpus(NamedTuple):
             )
         return self.splits[name]
 
+    def described(self) -> dict[str, dict[str, Any]]:
+        """See `brt.data.cache.described`."""
+        return cache.described(self.directory, self.splits, "documents")
+
 
 def prepare(data: config.Data, output: Path | str | None = None, progress: bool = True) -> Corpus:
     """Opens the corpus that `data` describes; makes it first where it does not exist yet.
@@ -60,15 +66,42 @@ def prepare(data: config.Data, output: Path | str | None = None, progress: bool 
     more = {}
     if data.tokenizer.endswith((".model", ".json")):
         more["tokenizer"] = tokenizers.load(data.tokenizer).fingerprint
-    return open_corpus(
-        cache.prepared(
-            data,
-            hashes,
-            lambda place, facts: _build(data, place, hashes, facts, progress),
-            output,
-            **more,
-        )  # fmt: skip
+
+    def build(place: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+        plan = Plan(data)
+        cache.say_left_out(data, SPLITS, sources.TEXT, progress)
+        tokenizer, described = _make_tokenizer(data, plan, place, progress)
+        written = _write(plan, plan.splits, tokenizer, place, facts, progress)
+        return {**written, "tokenizer": described}
+
+    return open_corpus(cache.prepared(data, hashes, build, output, **more))
+
+
+def prepare_split(
+    data: config.Data,
+    split: str,
+    tokenizer: Tokenizer,
+    known: Path | None = None,
+    progress: bool = True,
+) -> Corpus:
+    """Opens one split alone, as a tokenizer reads it; see `cache.prepared_split`.
+
+    Raises:
+      DataError: there is no such split, or its sources cannot be read as asked.
+    """
+    if data.store:
+        return open_corpus(Path(data.store))
+    part = split in fractions_of(data)
+    if not part and not getattr(data, split):
+        raise DataError(f"there are no {split} documents; name some with Data.{split}")
+
+    def build(place: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+        return _write(Plan(data, (split,)), (split,), tokenizer, place, facts, progress)
+
+    directory = cache.prepared_split(
+        data, split, part, known, sources.hashes, build, tokenizer=tokenizer.fingerprint
     )
+    return Corpus(directory, tokenizer, {split: _opened(directory, split, tokenizer)})
 
 
 def open_corpus(directory: Path) -> Corpus:
@@ -81,35 +114,71 @@ def open_corpus(directory: Path) -> Corpus:
     name = manifest["tokenizer"]["file"]
     of_bytes = manifest["tokenizer"]["name"] == "bytes"
     tokenizer = tokenizers.load("bytes" if of_bytes else str(directory / name))
-    splits = {split: TokenStore.open(directory / split) for split in manifest["splits"]}
-    for split, store in splits.items():
-        if store.manifest["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
-            raise DataError(
-                f"{directory / split} was written with another tokenizer than {name}; "
-                f"prepare {directory} again"
-            )
+    splits = {split: _opened(directory, split, tokenizer) for split in manifest["splits"]}
     return Corpus(directory, tokenizer, splits)
 
 
-def _build(
-    data: config.Data, directory: Path, hashes: Hashes, facts: Mapping[str, Any], progress: bool
+def _opened(directory: Path, split: str, tokenizer: Tokenizer) -> TokenStore:
+    store = TokenStore.open(directory / split)
+    if store.manifest["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
+        raise DataError(
+            f"{directory / split} was written with another tokenizer than {tokenizer.name}; "
+            f"prepare {directory} again"
+        )
+    return store
+
+
+def _write(
+    plan: Plan,
+    splits: Iterable[str],
+    tokenizer: Tokenizer,
+    directory: Path,
+    facts: Mapping[str, Any],
+    progress: bool,
 ) -> dict[str, Any]:
-    plan = Plan(data)
-    tokenizer, described = _make_tokenizer(data, plan, directory, progress)
-    for split in plan.splits:
-        found = plan.documents(split)
-        size = sum(file.bytes for file in hashes[split]) or None
+    """Writes the stores of some splits; returns what the manifest says of them."""
+    seen: dict[str, tuple[str, str]] = {}
+    splits = tuple(splits)
+    for split in splits:
+        found = _unshared(plan.documents(split), split, seen)
+        origin = f" ({plan.held_out[split]})" if split in plan.held_out else ""
+        size = sum(file["bytes"] for file in facts["sources"].get(split, ())) or None
         with cache.bar(split, progress, total=size, unit="B", unit_scale=True) as bar:
             store = token_store.write(
                 directory / split, found, tokenizer, settings=facts, progress=bar.update
             )
         counts = store.manifest
         cache.say(
-            f"prepared {split}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, "
-            f"{counts['tokens']:,} tokens",
+            f"prepared {split}{origin}: {counts['documents']:,} documents, "
+            f"{counts['bytes']:,} bytes, {counts['tokens']:,} tokens",
             progress and not sys.stderr.isatty(),
         )
-    return {"splits": list(plan.splits), "tokenizer": described}
+    held_out = {split: plan.held_out[split] for split in splits if split in plan.held_out}
+    return {"splits": list(splits), "held_out": held_out}
+
+
+def _unshared(
+    documents: Iterable[Document], split: str, seen: dict[str, tuple[str, str]]
+) -> Iterator[Document]:
+    """The same; raises DataError for a text in two splits, which makes held-out numbers wrong.
+
+    Those of published datasets are as they are.
+    """
+    for document in documents:
+        digest = hashlib.sha256()
+        yield document._replace(chunks=_hashed(document.chunks, digest))
+        other, name = seen.setdefault(digest.hexdigest(), (split, document.name))
+        if other != split and not document.name.startswith("tfds:"):
+            raise DataError(
+                f"{document.name} of {split} has the same text as {name} of {other}; take it out "
+                "of one of them"
+            )
+
+
+def _hashed(chunks: Iterable[str], digest: Any) -> Iterator[str]:
+    for chunk in chunks:
+        digest.update(chunk.encode())
+        yield chunk
 
 
 def _make_tokenizer(

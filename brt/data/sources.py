@@ -1,6 +1,6 @@
 """From the name of a source to the files behind it, and their hashes.
 
-    books/a.txt  books/  'books/*.txt'   a file, a directory (its *.txt, recursively), a glob
+    books/a.txt  books/  'books/*.txt'   a file, a directory (its text, recursively), a glob
     corpus:novels/train                  a corpus that comes with brt
     tfds:NAME[/CONFIG][:VERSION]/SPLIT   a prepared TensorFlow dataset, in ArrayRecord format
 
@@ -9,6 +9,7 @@ Any text or JSONL file may be compressed (.gz, .xz, .zst).
 
 import glob
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,11 @@ from brt.errors import DataError
 
 CORPORA = Path(__file__).parent / "corpora"
 COMPRESSED = (".gz", ".xz", ".zst")
+TEXT = (  # prose, its markup, and source code
+    ".txt", ".md", ".rst", ".tex", ".org", ".adoc", ".py", ".pyi", ".c", ".h", ".cc", ".cpp",
+    ".hpp", ".cu", ".cs", ".java", ".kt", ".scala", ".js", ".jsx", ".ts", ".tsx", ".go", ".rs",
+    ".swift", ".rb", ".php", ".pl", ".lua", ".sh", ".sql", ".r", ".jl", ".hs", ".ml", ".f90",
+)  # fmt: skip
 
 
 class File(NamedTuple):
@@ -34,11 +40,11 @@ class FileHash(NamedTuple):
     sha256: str
 
 
-def files(source: str, endings: Sequence[str] = (".txt",)) -> list[File]:
+def files(source: str, endings: Sequence[str] = TEXT) -> list[File]:
     """The files behind `source`, in reading order.
 
     Args:
-      endings: of the files that are taken out of directories.
+      endings: of the files that are taken out of directories; hidden and empty ones are not.
 
     Raises:
       DataError: there is none.
@@ -66,7 +72,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def hashes(sources: Sequence[str], endings: Sequence[str] = (".txt",)) -> list[FileHash]:
+def hashes(sources: Sequence[str], endings: Sequence[str] = TEXT) -> list[FileHash]:
     """Reads every file of `sources` once; a changed file has another hash."""
     return [hashed(file) for source in sources for file in files(source, endings)]
 
@@ -77,6 +83,21 @@ def hashed(file: File) -> FileHash:
         return FileHash(file.name, file.path.stat().st_size, sha256(file.path))
     except OSError as error:
         raise DataError(f"{file.name} cannot be read: {error.strerror}") from error
+
+
+def left_out(source: str, endings: Sequence[str] = TEXT) -> str:
+    """Which files of a directory are not read, in words; "" where all are, or it is none."""
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        return ""
+    read = set(_ending(path.rglob("*"), endings))
+    others = Counter(
+        "empty" if not file.stat().st_size else f"*{file.suffix}" if file.suffix else "no suffix"
+        for file in path.rglob("*")
+        if file.is_file() and file not in read and not _hidden(file, path)
+    )
+    counts = ", ".join(f"{count:,} {kind}" for kind, count in others.most_common())
+    return f"of {path} these files are not read: {counts}" if counts else ""
 
 
 class TfdsData(NamedTuple):
@@ -108,9 +129,11 @@ def tfds_data(source: str) -> TfdsData:
 
 def _corpus_files(source: str, endings: Sequence[str]) -> list[File]:
     directory = CORPORA / source.removeprefix("corpus:")
-    paths = _ending(directory.glob("*"), endings) if directory.is_relative_to(CORPORA) else []
+    inside = directory.resolve().is_relative_to(CORPORA.resolve())
+    paths = _of_corpora(_ending(directory.glob("*"), endings)) if inside else []
     if not paths:
-        known = sorted({path.parent for path in _ending(CORPORA.rglob("*"), endings)})
+        every = _of_corpora(_ending(CORPORA.rglob("*"), endings))
+        known = sorted({path.parent for path in every})
         names = ", ".join(f"corpus:{path.relative_to(CORPORA).as_posix()}" for path in known)
         raise DataError(f"{source} does not exist; there are {names}")
     return [File(f"{source}/{path.name}", path) for path in paths]
@@ -119,15 +142,28 @@ def _corpus_files(source: str, endings: Sequence[str]) -> list[File]:
 def _path_files(path: Path, endings: Sequence[str]) -> list[File]:
     if not path.is_dir():
         return [File(str(path), path)]
-    paths = _ending(path.rglob("*"), endings)
+    paths = [p for p in _ending(path.rglob("*"), endings) if not _hidden(p, path)]
     if not paths:
         prepared = (path / "corpus.json").exists()
-        remedy = f"set Data.store = '{path}'" if prepared else f"name its files, as '{path}/*.md'"
+        remedy = f"set Data.store = '{path}'" if prepared else f"name its files, as '{path}/*.log'"
         kinds = " or ".join(f"*{ending}" for ending in endings)
+        kinds = f"*{TEXT[0]}, *{TEXT[1]} or other text" if endings == TEXT else kinds
         raise DataError(f"the directory {path} has no {kinds} file; {remedy}")
     return [File(str(p), p) for p in paths]
 
 
 def _ending(paths: Iterable[Path], endings: Sequence[str]) -> list[Path]:
     every = tuple(ending + packed for ending in endings for packed in ("", *COMPRESSED))
-    return sorted(path for path in paths if path.name.endswith(every) and path.is_file())
+    return sorted(
+        path
+        for path in paths
+        if path.name.lower().endswith(every) and path.is_file() and path.stat().st_size
+    )
+
+
+def _hidden(path: Path, directory: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(directory).parts)
+
+
+def _of_corpora(paths: list[Path]) -> list[Path]:
+    return [path for path in paths if path.name != "README.md"]

@@ -1,43 +1,69 @@
-"""Which documents are for training, which are held out."""
+"""Which documents and rows are for training, which are held out."""
 
+import bisect
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from brt import config
 from brt.data import documents
 from brt.data.documents import Document
-from brt.errors import ConfigError
+from brt.errors import DataError
 
 SPLITS = ("train", "validation", "test")
+SHORTEST = 100  # characters of an end that is held out
+REACH = 1 << 16  # characters in which a paragraph has to end
+BORDERS = (r"\n[ \t\r]*\n+", r"\n", r"\s")  # the best first
+
+Parts = dict[str, tuple[int, int | None]]  # characters of a document, by split
 
 
 class Plan:
     """The splits of `data`. Those that name no source get a part of the train documents.
 
+    Documents of the same content are in the same split. Of fewer documents than splits the ends
+    are held out.
+
+    Args:
+      wanted: splits that are asked for.
+
     Attributes:
       splits: those that have documents.
+      held_out: how documents came into those splits that name no source.
+
+    Raises:
+      DataError: a document is too short to hold out its end.
     """
 
-    def __init__(self, data: config.Data):
+    def __init__(self, data: config.Data, wanted: Sequence[str] = SPLITS):
         self._data = data
-        fractions = {split: getattr(data, f"{split}_fraction") for split in SPLITS[1:]}
-        self._fractions = {
-            split: fraction
-            for split, fraction in fractions.items()
-            if fraction > 0 and not getattr(data, split)
-        }
+        self._fractions = fractions_of(data)
         self.splits = tuple(s for s in SPLITS if getattr(data, s) or s in self._fractions)
-        self._assigned: list[str] = []  # of each document of Data.train, where it is shared
-        if self._fractions:
-            self._assigned = assign([d.name for d in self._read("train")], self._fractions)
+        self._parts: list[Parts] = []  # of each document of Data.train, where it is shared
+        what = "{:.0%} of the documents of Data.train"
+        if self._fractions and not {"train", *self._fractions}.isdisjoint(wanted):
+            names, contents, lengths = zip(*map(_described, self._read("train")), strict=True)
+            distinct = dict(zip(reversed(contents), reversed(names), strict=True))
+            if len(distinct) > len(self._fractions):
+                own = assign(list(distinct.values()), self._fractions)
+                of_content = dict(zip(distinct, own, strict=True))
+                self._parts = [{of_content[content]: (0, None)} for content in contents]
+            else:
+                what = "{:.0%} of each document of Data.train, at its end"
+                found = zip(self._read("train"), lengths, strict=True)
+                self._parts = [ends(d, length, self._fractions) for d, length in found]
+        self.held_out = {split: what.format(f) for split, f in self._fractions.items()}
 
     def documents(self, split: str) -> Iterator[Document]:
         """The documents of a split, in reading order."""
-        if not self._assigned or (split != "train" and split not in self._fractions):
-            return self._read(split)
-        shared = zip(self._read("train"), self._assigned, strict=True)
-        return (document for document, own in shared if own == split)
+        if not self._parts or (split != "train" and split not in self._fractions):
+            yield from self._read(split)
+            return
+        for document, parts in zip(self._read("train"), self._parts, strict=True):
+            if split in parts:
+                yield _cut(document, *parts[split])
 
     def _read(self, split: str) -> Iterator[Document]:
         return documents.read(
@@ -45,20 +71,18 @@ class Plan:
         )
 
 
+def fractions_of(data: config.Data) -> dict[str, float]:
+    """Of the train documents, by each split that takes some of them."""
+    fractions = {split: getattr(data, f"{split}_fraction") for split in SPLITS[1:]}
+    return {s: fraction for s, fraction in fractions.items() if fraction and not getattr(data, s)}
+
+
 def assign(names: Sequence[str], fractions: Mapping[str, float]) -> list[str]:
     """A split for each document: "train", or one of `fractions` (at least one document each).
 
-    The hash of the file's name decides, not its directory: the same on every machine.
-
-    Raises:
-      ConfigError: there are too few documents.
+    The hash of the file's name decides, not its directory: the same on every machine. There are
+    more documents than fractions.
     """
-    if len(names) <= len(fractions):
-        raise ConfigError(
-            f"{len(names)} document(s) cannot be shared by train and {' and '.join(fractions)}; "
-            f"name files with {' and '.join(f'Data.{split}' for split in fractions)}, or set "
-            f"{' and '.join(f'Data.{split}_fraction' for split in fractions)} to 0"
-        )
     splits = ["train"] * len(names)
     order = sorted(range(len(names)), key=lambda i: (_hash(names[i]), names[i]))
     free = len(names) - len(fractions) - 1  # beyond one for each split
@@ -70,5 +94,108 @@ def assign(names: Sequence[str], fractions: Mapping[str, float]) -> list[str]:
     return splits
 
 
+def ends(document: Document, length: int, fractions: Mapping[str, float]) -> Parts:
+    """A document's beginning to train on, and behind it a part for each fraction.
+
+    Args:
+      length: of the document, in characters.
+
+    Raises:
+      DataError: it is too short.
+    """
+    sizes = {split: int(length * fraction) for split, fraction in fractions.items()}
+    if min(sizes.values()) < SHORTEST or length - sum(sizes.values()) < SHORTEST:
+        splits = " and ".join(sizes)
+        raise DataError(
+            f"{document.name} has {length:,} characters, too few to hold out its end for {splits} "
+            f"(at least {SHORTEST} each); train on more text, or name files with "
+            f"{' and '.join(f'Data.{s}' for s in sizes)}, or set "
+            f"{' and '.join(f'Data.{s}_fraction' for s in sizes)} to 0"
+        )
+    start, windows = length - sum(sizes.values()), []
+    for size in sizes.values():
+        windows.append((start, start + min(size // 2, REACH)))
+        start += size
+    places = [
+        begin + _border(text)
+        for (begin, _), text in zip(windows, _texts(document.chunks, windows), strict=True)
+    ]
+    bounds = [0, *places, None]
+    return {s: (bounds[i], bounds[i + 1]) for i, s in enumerate(("train", *sizes))}
+
+
+class Shares:
+    """Splits rows by what they hold: rows of the same content are in the same split.
+
+    Args:
+      contents: of all rows.
+      shares: of the different ones, by split; each gets one at least.
+      source: what they come from, as "Pairs.train".
+
+    Raises:
+      DataError: there are too few.
+    """
+
+    def __init__(self, contents: Iterable[str], shares: Mapping[str, float], source: str):
+        hashes = sorted(set(map(_hash_of_text, contents)))
+        counts = [max(round(share * len(hashes)), 1) for share in shares.values()]
+        if len(hashes) <= sum(counts):
+            raise DataError(
+                f"{source} has {len(hashes)} different row(s), too few to hold some out for "
+                f"{' and '.join(shares)}; name files for these, or set them to ()"
+            )
+        self._splits = (*shares, "train")
+        self._firsts = [hashes[sum(counts[: i + 1])] for i in range(len(counts))]
+
+    def __call__(self, content: str) -> str:
+        """The split of a row."""
+        return self._splits[bisect.bisect_right(self._firsts, _hash_of_text(content))]
+
+
+def _described(document: Document) -> tuple[str, str, int]:
+    """Name, hash of the text, and its characters."""
+    digest, length = hashlib.sha256(), 0
+    for chunk in document.chunks:
+        digest.update(chunk.encode())
+        length += len(chunk)
+    return document.name, digest.hexdigest(), length
+
+
+def _cut(document: Document, start: int, stop: int | None) -> Document:
+    if (start, stop) == (0, None):
+        return document
+    name = f"{document.name}[{start or ''}:{stop or ''}]"
+    return Document(name, _between(document.chunks, start, stop))
+
+
+def _between(chunks: Iterable[str], start: int, stop: int | None) -> Iterator[str]:
+    begin = 0
+    for chunk in chunks:
+        if stop is not None and begin >= stop:
+            return
+        yield chunk[max(start - begin, 0) : None if stop is None else stop - begin]
+        begin += len(chunk)
+
+
+def _texts(chunks: Iterable[str], windows: Sequence[tuple[int, int]]) -> list[str]:
+    """What is between these places."""
+    begin, found = 0, [""] * len(windows)
+    for chunk in chunks:
+        for i, (start, stop) in enumerate(windows):
+            found[i] += chunk[max(start - begin, 0) : max(stop - begin, 0)]
+        begin += len(chunk)
+    return found
+
+
+def _border(text: str) -> int:
+    """Where the first paragraph of a text ends; its first line, or word, where there is none."""
+    found: Iterator[Any] = (re.search(border, text) for border in BORDERS)
+    return next((match.end() for match in found if match), 0)
+
+
 def _hash(name: str) -> str:
     return hashlib.sha256(Path(name).name.encode()).hexdigest()
+
+
+def _hash_of_text(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

@@ -8,6 +8,7 @@ import sentencepiece
 from brt.errors import DataError
 
 MAX_BYTES = 64 << 20
+BYTES = "bytes.txt"  # stands in a directory for "bytes", which needs no file
 
 
 def read(path: Path) -> bytes:

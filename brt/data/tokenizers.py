@@ -26,12 +26,16 @@ class Tokenizer(Protocol):
       vocab_size: ids are below it.
       bos_id: the input before a document's first token; never a target.
       fingerprint: sha256 of all that decides the ids.
+      file: the name of a copy, which `load` reads; its content.
     """
 
     name: str
     vocab_size: int
     bos_id: int
     fingerprint: str
+
+    @property
+    def file(self) -> tuple[str, bytes]: ...
 
     def encode(self, text: str) -> np.ndarray:
         """The ids (int32) of a whole text."""
@@ -67,6 +71,7 @@ class ByteTokenizer:
     vocab_size = 256
     bos_id = 0
     fingerprint = hashlib.sha256(b"bytes").hexdigest()
+    file = tokenizer_files.BYTES, b"bytes\n"
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
@@ -90,6 +95,7 @@ class SentencePieceTokenizer(ChunkTokenizer):
         self.path = Path(path)
         self.name = self.path.name
         content = tokenizer_files.read(self.path)
+        self.file = "tokenizer.model", content
         self.fingerprint = hashlib.sha256(content).hexdigest()
         self._processor = tokenizer_files.sentencepiece_model(self.path, content, exact=True)
         self.vocab_size = self._processor.vocab_size()
@@ -121,7 +127,7 @@ def load(name: str) -> Tokenizer:
       DataError: the file is missing, or not what its name says.
       ConfigError: `name` is none of these.
     """
-    if name == "bytes":
+    if name == "bytes" or Path(name).name == tokenizer_files.BYTES:
         return ByteTokenizer()
     if name.endswith(".model"):
         return SentencePieceTokenizer(name)

@@ -17,7 +17,7 @@ from brt.checkpointing import reader
 from brt.config import Config
 from brt.errors import CheckpointError, ConfigError
 from brt.evaluation import job
-from brt.training import saved
+from brt.training import evaluations, saved
 from brt.training import workdir as workdirs
 from brt.training.evaluations import Evaluated
 from brt.training.metrics import TensorBoard
@@ -66,15 +66,10 @@ class Patience:
 
 
 def wait_for_config(path: Path, patience: Patience) -> Config:
-    """The config of the run in a workdir, as soon as its trainer has written it.
-
-    Raises:
-      ConfigError: there is no such directory.
-    """
-    if not path.is_dir():
-        raise ConfigError(f"--workdir={path} does not exist")
+    """The config of the run in a workdir, as soon as its trainer has written it."""
     while (config := workdirs.saved_config(path)) is None:
-        patience.wait(f"a trainer to start in {path}")
+        there = "" if path.is_dir() else ", which does not exist yet"
+        patience.wait(f"a trainer to start in {path}{there}")
     patience.rewarded()
     return config
 
@@ -159,5 +154,6 @@ class Follower:
         self._say(f"{reason}; going on with the next")
 
     def _scalars(self, report: dict[str, Any]) -> dict[str, float]:
-        figures = self._task.figures(report)
-        return {f"eval/{self._split}/{name}": value for name, value in figures.items()}
+        return evaluations.scalars(
+            self._task, self._read.evaluator, self._split, report, whole=True
+        )

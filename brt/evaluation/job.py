@@ -1,5 +1,6 @@
 """A trained model and a split, to a report in the workdir."""
 
+import contextlib
 from typing import Any
 
 from tqdm import tqdm
@@ -7,10 +8,12 @@ from tqdm import tqdm
 from brt import tasks
 from brt.config import Config
 from brt.config_io import config_from_json
+from brt.errors import DataError
+from brt.tasks.protocol import Evaluator
 from brt.training import evaluations, saved
 from brt.training import workdir as workdirs
 from brt.training.evaluations import Evaluated
-from brt.training.saved import SavedModel, check_tokenizer
+from brt.training.saved import SavedModel
 
 
 class SplitReader:
@@ -23,27 +26,29 @@ class SplitReader:
     Raises:
       ConfigError: something is to be taken away that the model does not have.
       DataError: the corpus has no such split.
+
+    Attributes:
+      evaluator: what reads; None before the first checkpoint.
     """
 
     def __init__(self, config: Config, split: str, ablate: str | None):
         self._task, self._config, self._split = tasks.of(config), config, split
         self._ablate = ablate
-        self._corpus = self._task.open(config)
-        self._evaluator = None
+        self.evaluator: Evaluator | None = None
 
     def __call__(self, model: SavedModel) -> Evaluated:
         """Reads the split and writes the report; see `brt.training.evaluations.write`.
 
         Raises:
-          CheckpointError: the model knows another tokenizer.
+          CheckpointError: the run lacks its tokenizer.
         """
-        check_tokenizer(model, self._corpus.tokenizer)
-        if self._evaluator is None:
-            self._evaluator = self._task.evaluator(
-                self._config, self._corpus, self._split, ablate=self._ablate,
+        if self.evaluator is None:
+            corpus = saved.open_split(model, self._split)
+            self.evaluator = self._task.evaluator(
+                self._config, corpus, self._split, ablate=self._ablate,
                 trained=config_from_json(model.meta["config"]),
             )  # fmt: skip
-        read, name = self._evaluator, f"reading {self._split}"
+        read, name = self.evaluator, f"reading {self._split}"
         scale = read.unit == "tok"
         with tqdm(
             total=read.total, desc=name, unit=read.unit, unit_scale=scale, disable=None
@@ -73,7 +78,10 @@ def inspect(model: SavedModel, split: str, tokens: int | None) -> tuple[dict[str
     """
     task = tasks.of(model.config)
     where = {"workdir": str(model.workdir.path), "step": model.step}
-    found = task.inspect(model.config, saved.open_corpus(model), model.params, split, tokens, where)
+    corpus = saved.open_split(model, split)
+    with contextlib.suppress(DataError):  # a split of one document borrows another
+        corpus.splits.setdefault("train", saved.open_split(model, "train").split("train"))
+    found = task.inspect(model.config, corpus, model.params, split, tokens, where)
     directory = model.workdir.evaluations / str(model.step)
     directory.mkdir(parents=True, exist_ok=True)
     workdirs.write_json(directory / f"{split}_probe.json", found.figures)

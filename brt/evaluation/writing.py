@@ -48,7 +48,7 @@ def write(model: SavedModel, prompt: str, options: WriteOptions, out: TextIO | N
     task, config = tasks.of(model.config), model.config
     if not task.writes:
         raise task.silent()
-    tokenizer = saved.open_corpus(model).tokenizer
+    tokenizer = saved.tokenizer(model)
     identity = {"step": model.step, "model": config_json(config)["Model"],
                 "tokenizer": tokenizer.fingerprint}  # fmt: skip
     task.write(

@@ -258,8 +258,13 @@ class Session:
                 leaves = [file[f"leaf{i}"] for i in range(len(jax.tree.leaves(self.memory)))]
         except FileNotFoundError as error:
             raise DataError(f"there is no state file {path}") from error
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise DataError(f"{path} is no state that --save_state wrote ({error})") from error
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise DataError(
+                f"{path} is no state that --save_state wrote, or it is damaged; name such a file "
+                "with --load_state"
+            ) from error
         different = [k for k in identity if found.get(k) != identity[k]]
         if different:
             raise DataError(

@@ -38,13 +38,15 @@ class Exported(NamedTuple):
 
     Attributes:
       source: where it comes from.
-      form: of a dtype; raises CheckpointError where there is none for such a model.
+      model: parameters and settings.
+      form: of such a model in a dtype; raises CheckpointError where there is none.
       copy_tokenizer: writes the tokenizer's files into a directory, and says which.
       notes: what others should know of it, and a form does not tell.
     """
 
     source: Path
-    form: Callable[[str], Form]
+    model: Any
+    form: Callable[[Any, str], Form]
     copy_tokenizer: Callable[[Path], list[str]]
     notes: tuple[str, ...] = ()
 

@@ -3,7 +3,6 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +11,6 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
 from brt.interop import pretrained, pretrained_encoder
 from brt.interop.exporting import Exported
@@ -124,7 +122,11 @@ class EncoderTask(Task):
         )
 
     def exported(
-        self, source: Path, config: Config, params: PyTree[Array], corpus: Corpus
+        self,
+        source: Path,
+        config: Config,
+        params: PyTree[Array],
+        tokenizer: Callable[[], Tokenizer],
     ) -> Exported:
         """As RoBERTa's form has it; how it computes is the reader's business."""
         model = dataclasses.replace(config.encoder, dtype="auto", remat=False)
@@ -140,11 +142,13 @@ class EncoderTask(Task):
         notes.append("transformers takes token 1 for padding")
 
         def copy(target: Path) -> list[str]:
-            if corpus.tokenizer.name == ByteTokenizer.name:
+            name, content = tokenizer().file
+            if name not in pretrained.TOKENIZER_FILES:
                 return []
-            return pretrained.copy_tokenizer(corpus.directory, target)
+            (target / name).write_bytes(content)
+            return [name]
 
-        return Exported(source, partial(roberta.form, found), copy, tuple(notes))
+        return Exported(source, found, roberta.form, copy, tuple(notes))
 
     # What it starts from.
 
@@ -217,11 +221,9 @@ def next_of_encoder(workdir: str) -> list[str]:
     return [evaluate, f"{evaluate} --gin_bindings=\"Attention.kind = 'full'\""]
 
 
-def own_files(section: str, ending: str) -> str:
-    """Bindings of one's own data in a command."""
-    own = "--gin_bindings=\"{0}.{1} = '{1}.{2}'\""
-    splits = " ".join(own.format(section, split, ending) for split in ("train", "validation"))
-    return f"{splits} --gin_bindings='{section}.test = ()'"
+def own_rows(section: str, ending: str) -> str:
+    """The binding of one's own data in a command; a part of them is held out."""
+    return f"--gin_bindings=\"{section}.train = 'mine.{ending}'\""
 
 
 class Timed:

@@ -45,7 +45,7 @@ class HeadEvaluator(abc.ABC):
 
     headline: ClassVar[tuple[str, str]]
     sampled: ClassVar[int] = 8
-    unit = "row"
+    unit, partial = "row", False
 
     def __init__(
         self, config: Config, corpus: Corpus, split: str, trained: Config | None, beside: bool

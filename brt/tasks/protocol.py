@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config, Sampling
+from brt.data import tokenizers
 from brt.data.readers import Reader
 from brt.errors import CheckpointError, ConfigError
 from brt.interop.exporting import Exported, no_form
@@ -52,6 +53,9 @@ class Corpus(Protocol):
     def split(self, name: str) -> Any:
         """The store of a split; raises DataError where there is none."""
 
+    def described(self) -> dict[str, dict[str, Any]]:
+        """What each split is, JSON: see `brt.data.cache.described`."""
+
 
 @runtime_checkable
 class Evaluator(Protocol):
@@ -60,10 +64,13 @@ class Evaluator(Protocol):
     Attributes:
       total: how many there are of what `progress` counts.
       unit: what that is: "tok", "row".
+      partial: without `whole` only a part of the data is read, so that figures of the whole
+        are of another protocol.
     """
 
     total: int
     unit: str
+    partial: bool
 
     def __call__(
         self,
@@ -143,6 +150,26 @@ class Task(abc.ABC):
     def open(self, config: Config, *, progress: bool = True) -> Corpus:
         """The data; prepared first where that was not done yet; DataError where it cannot be."""
 
+    def open_split(
+        self,
+        config: Config,
+        split: str,
+        tokenizer: Any,
+        *,
+        known: Path | None = None,
+        progress: bool = True,
+    ) -> Corpus:
+        """One split alone, as a run's tokenizer reads it; no other data are looked at.
+
+        Args:
+          known: where the run had its data from, if the config says the same of them.
+        """
+        return self.open(config, progress=progress)
+
+    def load_tokenizer(self, file: Path) -> Any:
+        """The tokenizer that a run keeps, from its `file`; DataError where it is damaged."""
+        return tokenizers.load(str(file))
+
     def resolve(self, config: Config, corpus: Corpus) -> Config:
         """The config with what depends on data and machine written out."""
         return config
@@ -150,6 +177,10 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def reader(self, config: Config, corpus: Corpus) -> Reader:
         """Batches of the training split, by step."""
+
+    def knows_sizes(self, config: Config) -> bool:
+        """Whether the config says all sizes of the model, so that no data have to."""
+        return getattr(config, self.model).vocab_size > 0
 
     def ids(self, tokenizer: Tokenizer) -> int:
         """How many the model knows."""
@@ -289,9 +320,13 @@ class Task(abc.ABC):
         return [f"python -m brt.evaluate --workdir={workdir} --split=test"]
 
     def exported(
-        self, source: Path, config: Config, params: PyTree[Array], corpus: Corpus
+        self, source: Path, config: Config, params: PyTree[Array], tokenizer: Callable[[], Any]
     ) -> Exported:
-        """A trained model for others to read; only where the task `exports`."""
+        """A trained model for others to read; only where the task `exports`.
+
+        Args:
+          tokenizer: opens the run's, which others may want, too.
+        """
         raise no_form(source)
 
     # What it starts from.

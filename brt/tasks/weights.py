@@ -23,6 +23,10 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def file(self) -> tuple[str, bytes]:
+        """The name of a copy, which its task's `load_tokenizer` reads; its content."""
+
 
 class Weights(NamedTuple):
     """What Training.init_from names: converted weights, or a run.

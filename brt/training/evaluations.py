@@ -1,8 +1,10 @@
 """What evaluations leave in a workdir: `evaluations/<step>/<split>*`."""
 
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from brt.tasks.protocol import Evaluator, Task
 from brt.tasks.report import Reading
 from brt.training.workdir import Workdir, write_json, write_text
 
@@ -13,6 +15,20 @@ class Evaluated(NamedTuple):
     report: dict[str, Any]
     text: str
     line: str
+
+
+def tag(split: str, evaluator: Evaluator, whole: bool) -> str:
+    """Under which figures of a split are logged: those of the whole apart, where training looks
+    at a part of it, as another protocol makes another curve."""
+    return f"eval/{split}_whole" if whole and evaluator.partial else f"eval/{split}"
+
+
+def scalars(
+    task: Task, evaluator: Evaluator, split: str, report: Mapping[str, Any], whole: bool
+) -> dict[str, float]:
+    """A report's figures by tag."""
+    where = tag(split, evaluator, whole)
+    return {f"{where}/{name}": value for name, value in task.figures(report).items()}
 
 
 def write(workdir: Workdir, step: int, split: str, reading: Reading) -> Evaluated:

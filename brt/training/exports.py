@@ -23,4 +23,4 @@ def of_directory(directory: Path) -> Exported:
     if not task.exports:
         raise no_form(directory)
     model = saved.load(workdir, found, config)
-    return task.exported(directory, config, model.params, saved.open_corpus(model))
+    return task.exported(directory, config, model.params, lambda: saved.tokenizer(model))

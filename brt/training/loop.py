@@ -18,7 +18,7 @@ from brt.data.lanes import BatchIterator, iterate
 from brt.errors import Preempted
 from brt.ops import dispatch
 from brt.tasks.protocol import Evaluator
-from brt.training import evaluations, optimizer
+from brt.training import evaluations, kept, optimizer
 from brt.training import run as runs
 from brt.training import workdir as workdirs
 from brt.training.meter import Meter
@@ -89,7 +89,8 @@ def _set_up(
             workdir.checkpoints, keep=c.checkpoint.keep, keep_every=c.checkpoint.keep_every
         )
     )
-    saved = _saved(run, workdir, found)
+    if saved := _saved(run, workdir, found):
+        kept.check_unchanged(workdir, run.corpus.described())
     needed = tree_utils.required_bytes(run.abstract) * min(c.checkpoint.keep, 2)
     check_disk(workdir.checkpoints, needed)
     start = saved.step if saved else 0
@@ -99,6 +100,9 @@ def _set_up(
     if saved:
         batches.set_state(saved.meta["data"])
         progress.message(f"resuming {workdir.path} from step {start}")
+    for line in kept.lines(run.corpus.described()):
+        progress.message(line)
+    kept.keep(workdir, run.corpus)
     workdirs.write_text(workdir.config_gin, config_text(c))
     workdirs.write_json(workdir.config_json, config_json(c))
     provenance = workdirs.provenance()
@@ -263,21 +267,25 @@ def _is_time(step: int, every: int, steps: int) -> bool:
 
 
 def _evaluate(step: int, state: TrainState, tools: Tools) -> bool:
-    """Reads held-out data, at the last step the whole; False where a stop cut that short."""
+    """Reads held-out data as always, at the last step also the whole; False where a stop cut that
+    short."""
     tools.meter.flush()
-    last = step >= tools.run.config.training.steps
-    with tools.throughput.pause():
-        reading = tools.evaluator(
-            state.params, model_state=state.model_state, whole=last,
-            stop=lambda: tools.stop.requested,
-        )  # fmt: skip
+    last, read, found = step >= tools.run.config.training.steps, tools.evaluator, {}
+    headlines = []
+    for whole in (False, True) if last and read.partial else (last,):
+        with tools.throughput.pause():
+            reading = read(
+                state.params, model_state=state.model_state, whole=whole,
+                stop=lambda: tools.stop.requested,
+            )  # fmt: skip
         if reading is None:
             return False
-        if last:
+        if whole:
             evaluations.write(tools.workdir, step, SPLIT, reading)
-    figures = tools.run.task.figures(reading.figures)
-    tools.metrics.write(step, {f"eval/{SPLIT}/{name}": x for name, x in figures.items()})
-    tools.progress.evaluation(step, f"{SPLIT} {reading.headline}")
+        found |= evaluations.scalars(tools.run.task, read, SPLIT, reading.figures, whole)
+        headlines.append("whole: " * (whole and read.partial) + reading.headline)
+    tools.metrics.write(step, found)
+    tools.progress.evaluation(step, f"{SPLIT} {', '.join(headlines)}")
     return True
 
 

@@ -1,7 +1,6 @@
 """Learning-rate schedules and optimizers."""
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,12 +10,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int, PyTree
 
 from brt.config import Optimizer
+from brt.training import muon
+from brt.training.matrices import Axes, matrix_shape
 
 Parameters = PyTree[Array]
-# Of every parameter by its path, the names of its axes.
-Axes = Mapping[str, tuple[str | None, ...]]
-
-_MERGED = ("stack", "heads", "head_dim")  # axes of kernels by head that make one of a matrix
 
 
 def learning_rate(
@@ -46,15 +43,6 @@ def learning_rate(
         return warm * shape(jnp.minimum(t, steps) if decays else t)
 
     return rate
-
-
-def matrix_shape(axes: tuple[str | None, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[D, H, K] -> [D, HK], [n, H, K, D] -> [nHK, D]: a kernel by head as a matrix."""
-    if "head_dim" not in axes:
-        return shape
-    merged = [i for i, name in enumerate(axes) if name in _MERGED]
-    first, last = merged[0], merged[-1] + 1
-    return (*shape[:first], math.prod(shape[first:last]), *shape[last:])
 
 
 class LayerwiseState(NamedTuple):
@@ -120,19 +108,22 @@ def build(optimizer: Optimizer, steps: int, axes: Axes) -> optax.GradientTransfo
     def schedule(count: Int[Array, ""]) -> Float[Array, ""]:
         return rate(count + 1)  # optax counts from 0, where a warm-up would be wasted
 
-    if optimizer.name == "adafactor":
-        transform = optax.adafactor(
+    if optimizer.name == "muon":
+        transform = muon.build(optimizer, schedule, axes)
+    elif optimizer.name == "adafactor":
+        adafactor = optax.adafactor(
             schedule,
             min_dim_size_to_factor=optimizer.min_dim_size_to_factor,
             decay_rate=optimizer.second_moment_decay,
             momentum=optimizer.momentum or None,
         )
+        transform = layerwise(adafactor, axes)
     else:
-        transform = optax.adamw(
+        adamw = optax.adamw(
             schedule, b1=optimizer.b1, b2=optimizer.b2, weight_decay=optimizer.weight_decay,
             mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
         )  # fmt: skip
-    transform = layerwise(transform, axes)
+        transform = layerwise(adamw, axes)
     if optimizer.clip_norm:
         transform = optax.chain(optax.clip_by_global_norm(optimizer.clip_norm), transform)
     return transform

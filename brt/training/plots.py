@@ -59,7 +59,14 @@ def _bits_figure(
     axes.plot(tokens, train, color=_TRAIN, alpha=0.25, linewidth=1)
     axes.plot(tokens, smooth, color=_TRAIN, linewidth=2, label="train (smoothed)")
     shown = [smooth[len(smooth) // 20 :]]  # the first steps would squash the rest
-    splits = sorted({name for r in records for name in r if name.endswith(f"/{measure.name}")})
+    splits = sorted(  # read as always; figures of the whole are of another protocol
+        {
+            name
+            for record in records
+            for name in record
+            if name.endswith(f"/{measure.name}") and "_whole/" not in name
+        }
+    )
     for number, name in enumerate(splits):
         tokens, values = curve(records, name)
         color = _HELD_OUT[number % len(_HELD_OUT)]

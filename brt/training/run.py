@@ -28,14 +28,15 @@ class Run(NamedTuple):
 
     Attributes:
       config: with what depends on data and machine written out.
+      corpus, reader: None in `without_data`.
       weights: that it starts from, if from any.
       abstract: shapes, dtypes and shardings of the train state.
     """
 
     config: Config
     task: Task
-    corpus: Corpus
-    reader: Reader
+    corpus: Corpus | None
+    reader: Reader | None
     mesh: jax.sharding.Mesh
     optimizer: optax.GradientTransformation
     weights: Weights | None
@@ -55,8 +56,24 @@ def build(config: Config, *, saved: Found | None = None, progress: bool = True) 
       DataError: the data cannot be read as asked.
     """
     compilation.use_cache(cache_directory(config.data))
-    mesh, weights = make_mesh(config.mesh), _weights(config, saved)
+    weights = _weights(config, saved)
     config, corpus, reader = prepare(config, weights, progress=progress)
+    return _shaped(config, corpus, reader, weights)
+
+
+def without_data(config: Config) -> Run | None:
+    """A run to look at, not to train; None where its sizes depend on the data."""
+    task = tasks.of(config)
+    if config.training.init_from or not task.knows_sizes(config):
+        return None
+    tasks.check(config)
+    return _shaped(config, None, None, None)
+
+
+def _shaped(
+    config: Config, corpus: Corpus | None, reader: Reader | None, weights: Weights | None
+) -> Run:
+    mesh = make_mesh(config.mesh)
     optimizer = optimizers.build(config.optimizer, config.training.steps, parameter_axes(config))
     shapes = jax.eval_shape(partial(initial_state, config, optimizer))
     abstract = jax.tree.map(

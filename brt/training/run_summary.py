@@ -12,6 +12,7 @@ from clu import parameter_overview
 from brt import tree_utils
 from brt.checkpointing.reader import steps
 from brt.formatting import clock, short
+from brt.training import kept
 from brt.training.loop import SPLIT
 from brt.training.metrics import read_metrics
 from brt.training.run import Run
@@ -25,7 +26,7 @@ def parameters(run: Run) -> str:
 
 
 def dry_run(run: Run, directory: str | None) -> dict[str, Any]:
-    """Counts and sizes of a run, from shapes alone."""
+    """Counts and sizes of a run, from shapes alone; of its data only where they were read."""
     total, non_embedding = parameter_counts(run.abstract.params)
     return {
         "parameters": total,
@@ -35,10 +36,18 @@ def dry_run(run: Run, directory: str | None) -> dict[str, Any]:
         "state_bytes": tree_utils.required_bytes(run.abstract.carry),
         "checkpoint_bytes": tree_utils.required_bytes(run.abstract),
         "free_disk_bytes": shutil.disk_usage(_existing(directory)).free,
-        "tokens_per_step": run.reader.positions(run.reader.largest()),
-        "steps_per_epoch": run.reader.steps_per_epoch,
+        **_of_data(run),
         "devices": run.mesh.size,
         "platform": jax.default_backend(),
+    }
+
+
+def _of_data(run: Run) -> dict[str, Any]:
+    if run.reader is None:
+        return {}
+    return {
+        "tokens_per_step": run.reader.positions(run.reader.largest()),
+        "steps_per_epoch": run.reader.steps_per_epoch,
     }
 
 
@@ -53,22 +62,27 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
 
     yardstick = run.task.yardstick(run.config, run.corpus)
     measure = run.task.measures[0]
+    records = read_metrics(workdir.metrics)
     if run.config.training.plots:
+        whole = any(f"eval/{SPLIT}_whole/{measure.name}" in record for record in records)
         plots.draw(
-            workdir, measure, yardstick=yardstick,
+            workdir, measure, yardstick=None if whole else yardstick,  # which is of the whole
             units_per_token=run.task.units_per_token(run.corpus),
         )  # fmt: skip
-    records = read_metrics(workdir.metrics)
     tokens = next((r["data/tokens"] for r in reversed(records) if "data/tokens" in r), 0)
     step = (steps(workdir.checkpoints) or [0])[-1]
     seconds = time.perf_counter() - begin
     lines = [f"Step {step}, {short(tokens)} tokens, {clock(seconds)} since the start."]
-    tag = f"eval/{SPLIT}/{measure.name}"
-    values = [record[tag] for record in records if record.get(tag) is not None]
-    if values:
-        beside = f" ({yardstick[0]}: {yardstick[1]:.3f})" if yardstick else ""
-        lines.append(f"{SPLIT}: {values[-1]:.3f} {measure.title}{beside}")
-    return "\n".join([*_held_out_report(run, workdir), *lines, *_places(run, workdir)])
+    for split in (f"{SPLIT}_whole", SPLIT):  # of the whole where there is such a figure
+        tag = f"eval/{split}/{measure.name}"
+        values = [record[tag] for record in records if record.get(tag) is not None]
+        if values:
+            beside = f" ({yardstick[0]}: {yardstick[1]:.3f})" if yardstick else ""
+            lines.append(f"{SPLIT}: {values[-1]:.3f} {measure.title}{beside}")
+            break
+    data = [f"  {line}" for line in kept.lines(kept.read(workdir).splits)]
+    data = ["", "What it read:", *data] if data else []
+    return "\n".join([*_held_out_report(run, workdir), *lines, *data, *_places(run, workdir)])
 
 
 def _places(run: Run, workdir: Workdir) -> list[str]:

@@ -12,10 +12,10 @@ from brt.checkpointing import reader
 from brt.config import Config
 from brt.config_io import config_from_json
 from brt.data.cache import cache_directory
-from brt.errors import CheckpointError, ConfigError
+from brt.errors import ConfigError, DataError
 from brt.tasks.protocol import Corpus
 from brt.tasks.weights import Tokenizer
-from brt.training import compilation
+from brt.training import compilation, kept
 from brt.training.resuming import check_resumable
 from brt.training.state import initial_params
 from brt.training.workdir import Workdir
@@ -82,18 +82,31 @@ def load(
     )
 
 
-def open_corpus(model: SavedModel) -> Corpus:
-    """The data of a model's config; raises as `check_tokenizer`."""
-    corpus = tasks.of(model.config).open(model.config)
-    check_tokenizer(model, corpus.tokenizer)
-    return corpus
+def tokenizer(model: SavedModel) -> Tokenizer:
+    """The run's own, from its workdir; raises as `kept.tokenizer`."""
+    return kept.tokenizer(model.workdir, tasks.of(model.config), model.meta["tokenizer"])
 
 
-def check_tokenizer(model: SavedModel, tokenizer: Tokenizer) -> None:
-    """Raises CheckpointError where the model was trained with another tokenizer."""
-    if tokenizer.fingerprint != model.meta["tokenizer"]:
-        raise CheckpointError(
-            f"checkpoint {model.step} of {model.workdir.path} was trained with another tokenizer "
-            f"than {tokenizer.name} ({model.meta['tokenizer'][:12]}, not "
-            f"{tokenizer.fingerprint[:12]}); evaluate it with the one it knows"
+def open_split(model: SavedModel, split: str) -> Corpus:
+    """The data of one split as the model's config names them, read by the run's tokenizer.
+
+    Raises:
+      CheckpointError: as `tokenizer`; or a store of another tokenizer is named.
+      DataError: there is no such split, or it cannot be read; or it is a part of training data
+        that have changed, so that what was held out is not known any more.
+    """
+    config, task = model.config, tasks.of(model.config)
+    trained, now = (getattr(c, task.data) for c in (config_from_json(model.meta["config"]), config))
+    before = kept.read(model.workdir) if trained == now else kept.Kept()
+    known = Path(before.directory) if before.directory else None
+    corpus = task.open_split(config, split, tokenizer(model), known=known)
+    if corpus.tokenizer.fingerprint != model.meta["tokenizer"]:
+        raise kept.another_tokenizer(model.workdir, model.meta["tokenizer"], corpus.tokenizer)
+    was = before.splits.get(split, {})
+    if was.get("held_out") and was["sha256"] != corpus.split(split).fingerprint:
+        raise DataError(
+            f"{split} is {was['held_out']}, which is not what {model.workdir.path} was trained "
+            f"on, so that other data would be held out; restore it, or name "
+            f"{type(now).__name__}.{split}"
         )
+    return corpus

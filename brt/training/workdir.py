@@ -44,6 +44,14 @@ class Workdir:
         return self.path / "provenance.json"
 
     @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer"
+
+    @property
+    def data(self) -> Path:
+        return self.path / "data.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -77,6 +85,7 @@ def create(path: Path) -> Workdir:
     workdir = Workdir(path)
     try:
         for directory in (
+            workdir.tokenizer,
             workdir.checkpoints,
             workdir.tensorboard,
             workdir.samples,
@@ -160,10 +169,15 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a text file that is never seen half written; ConfigError if it cannot be."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """The same, of bytes."""
     temporary = path.with_name(f".{path.name}.partial")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -20,11 +20,11 @@ def names(source):
 
 
 def test_directories_and_globs_are_sorted(books):
-    assert names(books) == ["a.txt", "b.txt", "c.txt.gz"]
+    assert names(books) == ["a.txt", "b.txt", "c.txt.gz", "notes.md"]
     assert names(books / "*.txt") == ["a.txt", "b.txt"]
     assert names(books / "**" / "*.gz") == ["c.txt.gz"]
     assert names(books / "notes.md") == ["notes.md"]
-    assert names(books.parent / "b*") == ["a.txt", "b.txt", "c.txt.gz"]
+    assert names(books.parent / "b*") == ["a.txt", "b.txt", "c.txt.gz", "notes.md"]
 
 
 def test_a_file_whose_name_looks_like_a_glob(tmp_path):
@@ -39,8 +39,8 @@ def test_what_is_missing_is_named(tmp_path, books):
     for source, message in (
         (tmp_path / "no.txt", r"no\.txt does not exist"),
         (books / "*.tex", r"the pattern .*\*\.tex matches no file"),
-        (tmp_path / "empty", r"the directory .*empty has no \*\.txt file"),
-        (tmp_path / "store", r"has no \*\.txt file; set Data\.store"),
+        (tmp_path / "empty", r"the directory .*empty has no \*\.txt, \*\.md or other text"),
+        (tmp_path / "store", r"has no \*\.txt, .* text file; set Data\.store"),
         ("corpus:plays", "corpus:plays does not exist; there are corpus:novels/test, corpus"),
         ("corpus:../../..", "does not exist; there are"),
     ):

@@ -3,7 +3,6 @@ from collections import Counter
 import pytest
 
 from brt.data import splits
-from brt.errors import ConfigError
 
 BOTH = {"validation": 0.05, "test": 0.05}
 NAMES = [f"books/{i}.txt" for i in range(100)]
@@ -25,13 +24,3 @@ def test_the_file_name_decides_not_the_place():
     moved = [name.replace("books", "/elsewhere") for name in reversed(NAMES)]
     for name, split in zip(moved, splits.assign(moved, BOTH), strict=True):
         assert found[name.replace("/elsewhere", "books")] == split
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_too_few_documents_are_refused(count):
-    message = (
-        rf"{count} document\(s\) cannot be shared by train and validation and test; name files "
-        "with Data.validation and Data.test, or set Data.validation_fraction and .* to 0"
-    )
-    with pytest.raises(ConfigError, match=message):
-        splits.assign(NAMES[:count], BOTH)

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from brt import evaluate
+from brt import evaluate, tasks
 from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Checkpoint, Config, Data, Evaluation, Model, Training
 from brt.config_io import config_json
 from brt.data import preparation
 from brt.errors import CheckpointError, ConfigError
 from brt.evaluation import follow
-from brt.tasks.resolving import written_out
+from brt.training import kept
 from brt.training import workdir as workdirs
 from brt.training.workdir import Workdir
 
@@ -40,10 +40,11 @@ def run(tmp_path_factory: pytest.TempPathFactory, random_params: Callable) -> Wo
         checkpoint=Checkpoint(keep=9),
         evaluation=Evaluation(batch_size=1),
     )  # fmt: skip
-    tokenizer = preparation.prepare(config.data).tokenizer
-    config = written_out(config, "model", tokenizer, tokenizer.vocab_size)
+    corpus = preparation.prepare(config.data)
+    tokenizer, config = corpus.tokenizer, tasks.of(config).resolve(config, corpus)
     workdir = workdirs.create(directory / "workdir")
     workdirs.write_json(workdir.config_json, config_json(config))
+    kept.keep(workdir, corpus)
     meta = {"config": config_json(config), "tokenizer": tokenizer.fingerprint}
     with CheckpointWriter(workdir.checkpoints, keep=9) as writer:
         for step in STEPS:
@@ -57,6 +58,7 @@ class Followed:
     def __init__(self, run: Workdir, path: Path, monkeypatch: pytest.MonkeyPatch):
         self.run, self.workdir = run, workdirs.create(path)
         shutil.copy(run.config_json, self.workdir.config_json)
+        shutil.copytree(run.tokenizer, self.workdir.tokenizer, dirs_exist_ok=True)
         self.said: list[str] = []
         self.events: list[Callable[[], object]] = []
         monkeypatch.setattr(follow.time, "sleep", lambda seconds: self.events.pop(0)())
@@ -75,7 +77,7 @@ class Followed:
         patience = follow.Patience(1.0, 0.0, self.said.append)
         config = follow.wait_for_config(self.workdir.path, patience)
         follower = follow.Follower(self.workdir, config, "test", ablate, self.said.append)
-        return [report["step"] for report in follower.reports(patience)]
+        return [found.report["step"] for found in follower.reports(patience)]
 
 
 @pytest.fixture
@@ -144,8 +146,6 @@ def test_a_follower_waits_for_a_trainer_but_not_for_ever(
     with pytest.raises(CheckpointError, match="waited 1 minutes for a trainer to start in "):
         follow.wait_for_config(tmp_path, patience)
     assert now == [60]
-    with pytest.raises(ConfigError, match="--workdir=.*nowhere does not exist"):
-        follow.wait_for_config(tmp_path / "nowhere", patience)
 
 
 def test_a_run_that_goes_on_further_is_followed_further(followed: Followed) -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from brt import tasks
 from brt.config import Attention, Config, Model
 from brt.errors import ConfigError
 from brt.layers.clustered import ClusteredLayer, ClusteredState, new_clustered_state
@@ -175,4 +176,4 @@ def test_settings_that_make_no_sense_are_refused(changes: dict, message: str) ->
 def test_a_causal_model_is_refused_attention_that_looks_ahead() -> None:
     message = "'improved_clustered' looks at the whole .* name layers in Model.clustered_layers"
     with pytest.raises(ConfigError, match=message):
-        Config(attention=Attention(kind="improved_clustered"))
+        tasks.check(Config(attention=Attention(kind="improved_clustered")))

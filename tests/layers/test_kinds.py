@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from brt import command_line
-from brt.config import Config, Model, Sampling, Training
+from brt.config import Config, Kernels, Model, Sampling, Training
 from brt.errors import ConfigError
 from brt.generation.session import Session
 from brt.layers import kinds
@@ -52,6 +52,7 @@ class Toy(nn.Module):
 
     model: Model
     training: bool = False
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         self.weight = parameter(self, "weight", (self.model.model_dim,), ("embed",), ONES)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from brt import tasks
 from brt.config import Attention, Config, CrossAttention, Seq2Seq, Training
 from brt.config import Pairs as Documents
 from brt.errors import ConfigError
@@ -370,7 +371,7 @@ def test_settings_that_clash_are_refused() -> None:
         "pairs": Documents(max_source_length=90),
     }
     clustered = Attention(kind="clustered", clusters=90)
-    assert Config(**summaries, attention=clustered).attention.clusters == 90
+    tasks.check(Config(**summaries, attention=clustered))
     for sections, sentence in (
         (
             {"attention": Attention(kind="clustered")},
@@ -383,4 +384,4 @@ def test_settings_that_clash_are_refused() -> None:
         ),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            Config(**summaries, **sections)
+            tasks.check(Config(**summaries, **sections))

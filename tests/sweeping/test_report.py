@@ -25,10 +25,10 @@ ARRAYS = {
 }
 
 
-def point(index: int, group: str, seed: int) -> Point:
-    config = Config(training=Training(steps=300, seed=seed))
+def point(index: int, group: str, seed: int, task: str = "language_modeling") -> Point:
+    config = Config(training=Training(steps=300, seed=seed, objective=task))
     name = f"{group},seed={seed}"
-    return Point(index, name, name, group, {"Training.seed": seed}, Resolved(config, {}))
+    return Point(index, name, name, group, {"Training.seed": seed}, Resolved(config, {}, {}))
 
 
 def leave(workdir: Path, point: Point, bits: float, seconds: list[float], **progress: str) -> None:
@@ -54,11 +54,10 @@ def leave(workdir: Path, point: Point, bits: float, seconds: list[float], **prog
     evaluation.write_text(json.dumps({"bits_per_byte": bits, "bits_per_token": 4 * bits}))
 
 
-@pytest.fixture
-def points(tmp_path: Path) -> list[Point]:
+def begun(tmp_path: Path, task: str = "language_modeling") -> list[Point]:
     """Two groups of two seeds, of which one point failed, and a group that has not begun."""
     found = [
-        point(i, group, seed)
+        point(i, group, seed, task)
         for i, (group, seed) in enumerate(
             [("Slide", 0), ("Slide", 1), ("Rec|skip", 0), ("Rec|skip", 1), ("XL", 0)]
         )
@@ -70,6 +69,11 @@ def points(tmp_path: Path) -> list[Point]:
     return found
 
 
+@pytest.fixture
+def points(tmp_path: Path) -> list[Point]:
+    return begun(tmp_path)
+
+
 def sweep(**fields: str) -> Sweep:
     return Sweep(grid={"Training.seed": (0, 1)}, **fields)
 
@@ -79,12 +83,13 @@ def test_groups_are_exact_means_over_finished_seeds(points: list[Point], tmp_pat
     assert [row.step_seconds for row in rows] == [0.25, 0.5, 0.75, 1.0, None]
     slide, rec, xl = results.group(rows, "")
     assert (slide.runs, slide.planned, rec.runs, rec.planned) == (2, 2, 1, 2)
-    assert (slide.bits_per_byte, slide.spread, slide.bits_per_token) == (2.375, 0.25, 9.5)
-    assert (rec.bits_per_byte, rec.spread) == (2.125, None), "a failed run has no figure"
+    assert slide.figures == {"bits_per_byte": 2.375, "bits_per_token": 9.5}
+    assert (slide.spread, rec.spread) == (0.25, None)
+    assert rec.figures["bits_per_byte"] == 2.125, "a failed run has no figure"
     assert (slide.step_seconds, slide.relative_step_time) == (0.375, 1.0)
     assert (rec.step_seconds, rec.relative_step_time) == (0.75, 2.0)
     assert (rec.parameters, rec.parameters_non_embedding) == (1024 + 15, 15)
-    assert (xl.runs, xl.bits_per_byte, xl.relative_step_time) == (0, None, None)
+    assert (xl.runs, xl.figures, xl.relative_step_time) == (0, {}, None)
 
 
 @pytest.mark.parametrize("baseline", ["Rec|skip", "Rec|skip,seed=1"])
@@ -136,16 +141,21 @@ def test_the_csv_has_every_figure_in_full(points: list[Point], tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("name", "title"),
-    [("token_error_rate", "token errors %"), ("score", "score %"), ("rouge_l", "ROUGE-L")],
+    ("task", "name", "title"),
+    [
+        ("ctc", "token_error_rate", "% of the tokens wrong"),
+        ("classification", "score", "score, %"),
+        ("seq2seq", "rougeL", "ROUGE-L"),
+    ],
 )
-def test_what_only_some_models_have_has_a_column(
-    points: list[Point], tmp_path: Path, name: str, title: str
+def test_what_a_task_compares_runs_by_has_a_column(
+    tmp_path: Path, task: str, name: str, title: str
 ) -> None:
+    points = begun(tmp_path, task)
     assert title not in report.write(tmp_path, points, sweep())
     for i, rate in enumerate((10.0, 15.0)):
         evaluation = Directory(tmp_path / points[i].directory).evaluation("validation")
-        own = {"rouge": {"rougeL": {"f1": rate}}} if name == "rouge_l" else {name: rate}
+        own = {"rouge": {"rougeL": {"f1": rate}}} if name == "rougeL" else {name: rate}
         figures = json.loads(evaluation.read_text()) | own
         evaluation.write_text(json.dumps(figures))
     table = report.write(tmp_path, points, sweep()).splitlines()
@@ -192,7 +202,8 @@ def _read(workdir: Path, points: list[Point]) -> tuple[list[results.Row], list[r
     return rows, results.group(rows, "")
 
 
-def test_plots_show_error_rates_where_there_are_any(points: list[Point], tmp_path: Path) -> None:
+def test_plots_show_error_rates_where_there_are_any(tmp_path: Path) -> None:
+    points = begun(tmp_path, "ctc")
     for i, rate in enumerate((10.0, 15.0)):
         evaluation = Directory(tmp_path / points[i].directory).evaluation("validation")
         figures = json.loads(evaluation.read_text()) | {"token_error_rate": rate}
@@ -202,7 +213,7 @@ def test_plots_show_error_rates_where_there_are_any(points: list[Point], tmp_pat
         with metrics.open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
     groups = results.group(results.read(tmp_path, points, "validation"), "")
-    measure = plots.quantity(groups)
+    measure = plots.compared(groups)
     (axes,) = plots.bars(groups[:1], measure).axes
     assert [bar.get_width() for bar in axes.patches] == [12.5]
     lines = plots.convergence(groups[:1], measure).axes[0].get_lines()

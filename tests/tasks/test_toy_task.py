@@ -1,7 +1,9 @@
 """Adding a task is adding one place: a toy goes through all that can be done with a run."""
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 from brt import tasks
 from brt.checkpointing import reader
 from brt.config import Checkpoint, Config, Optimizer, Sampling, Training
+from brt.errors import CheckpointError
 from brt.evaluation import job, writing
 from brt.tasks.protocol import WriteOptions
 from brt.training import inspection, loop, run_summary, saved
@@ -80,6 +83,37 @@ def test_a_toy_task_is_trained_evaluated_and_writes(
     assert capsys.readouterr().out == "".join(
         f"{bits}{parity}\n" for bits, parity in PARITY.items()
     )
+
+
+@pytest.mark.usefixtures("toy")
+def test_weights_are_hashed_once_and_not_needed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint is hashed where it is read: that of a resumed run, or that it starts from."""
+    hashed: list[Path] = []
+    verify = reader.manifest.verify
+
+    def counted(directory: Path) -> list[str]:
+        hashed.append(directory)
+        return verify(directory)
+
+    def train(name: str, **changes: object) -> None:
+        training = dataclasses.replace(TRAINING, evaluate_every=0, sample_every=0, **changes)
+        config = Config(training=training, optimizer=OPTIMIZER)
+        hashed.clear()
+        loop.train(config, tmp_path / name)
+
+    train("first", steps=20)
+    monkeypatch.setattr(reader.manifest, "verify", counted)
+    first = str(tmp_path / "first")
+    train("second", steps=10, init_from=first)
+    assert hashed.count(tmp_path / "first/checkpoints/20") == 1
+    shutil.rmtree(first)
+    train("second", steps=20, init_from=first)
+    assert hashed.count(tmp_path / "second/checkpoints/10") == 1
+    assert reader.steps(tmp_path / "second/checkpoints") == [10, 20]
+    with pytest.raises(CheckpointError, match="first is no workdir of a run with checkpoints"):
+        train("third", steps=10, init_from=first)
 
 
 class Commands:

@@ -30,14 +30,14 @@ class Evaluator(NamedTuple):
     task: Task
     config: object
     batch: TextBatch
-    total, unit = 256, "row"
+    total, unit, partial = 256, "row", False
 
-    def __call__(self, params, *, whole=True, stop=lambda: None, progress=lambda count: None):
+    def __call__(self, params, *, stop=lambda: None, **given):
         _, aux = self.task.loss(self.config, params, (), (), self.batch, None)
         bits = float(aux.nats / aux.count / np.log(2))
         return None if stop() else Reading({"bits_per_row": bits}, f"{bits:.3f} bits", {}, "parity")
 
-    def sample(self, params, step, stop=lambda: None):
+    def sample(self, params, step, *more, **given):
         return str(np.argmax(self.task.predict(self.config, params, self.batch), axis=-1))
 
 

@@ -10,7 +10,8 @@ from brt.training.step import StepMetrics
 
 
 def metrics(nats: float, tokens: float, norm: float) -> StepMetrics:
-    return StepMetrics(jnp.float32(nats), jnp.float32(tokens), jnp.float32(norm), {})
+    found = jnp.float32(nats), jnp.float32(tokens), jnp.float32(norm)
+    return StepMetrics(*found, {"probe/used": found[0] / 2})
 
 
 STEPS = [metrics(8.0, 4.0, 1.0), metrics(10.0, 2.0, 2.0), metrics(6.0, 6.0, 6.0)]
@@ -26,6 +27,7 @@ def test_the_loss_is_a_mean_over_tokens_and_the_norm_over_steps() -> None:
         "train/bits_per_token": pytest.approx(2 / math.log(2)),
         "train/gradient_norm": 3.0,
         "data/tokens": 12,
+        "train/probe/used": 4.0,  # of what a task logs besides, a mean over steps
     }
     meter.add(3, STEPS[1])
     meter.flush()

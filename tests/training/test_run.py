@@ -1,17 +1,19 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
 
+from brt import tasks
 from brt.config import Config, Data, Kernels, Mesh, Model, Optimizer, Training
+from brt.data.preparation import Corpus
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
 from brt.models.decoder import new_state
-from brt.tasks.resolving import written_out
 from brt.training import run as runs
 from brt.training.resuming import check_resumable
 from brt.training.run import Run
@@ -80,7 +82,7 @@ def trained(
         else:  # not as new, which spares a compilation
             params = random_params(run.config.model)
             carried = new_state(run.config.model, CONFIG.training.batch_size)
-            start = TrainState(np.int32(0), params, run.optimizer.init(params), carried)
+            start = TrainState(np.int32(0), params, run.optimizer.init(params), carried, {})
         return Trained(run, runs.compiled_step(run), jax.device_get(start))
 
     return build
@@ -97,7 +99,7 @@ def test_eight_devices_equal_one_device(trained: Callable) -> None:
     one = trained("adafactor", 1, dropout=0.1)
     eight = trained("adafactor", 8, dropout=0.1)
     assert_close(eight.start, one.start)
-    carried = jax.tree.leaves(eight.state().carried)[0]
+    carried = jax.tree.leaves(eight.state().carry)[0]
     assert [shard.data.shape[0] for shard in carried.addressable_shards] == [2] * 8
     assert_close(eight.results(), one.results())
 
@@ -125,17 +127,22 @@ def test_a_step_counts_scored_tokens_and_learns(trained: Callable) -> None:
     assert losses[-1] < losses[0] - 0.1
 
 
+def resolved(config: Config) -> Config:
+    corpus = Corpus(Path(), ByteTokenizer(), {})
+    return tasks.of(config).resolve(config, corpus)
+
+
 @pytest.mark.parametrize(("setting", "size"), [(0, 256), (300, 300)])
 def test_the_vocabulary_is_the_tokenizers_or_larger(setting: int, size: int) -> None:
     model = dataclasses.replace(CONFIG.model, vocab_size=setting)
-    config = written_out(dataclasses.replace(CONFIG, model=model), "model", ByteTokenizer(), 256)
+    config = resolved(dataclasses.replace(CONFIG, model=model))
     assert config.model.vocab_size == size
 
 
 def test_a_vocabulary_too_small_for_the_tokenizer_is_refused() -> None:
     model = dataclasses.replace(CONFIG.model, vocab_size=200)
     with pytest.raises(ConfigError, match=r"^Model.vocab_size = 200 is too small .* with 256 ids"):
-        written_out(dataclasses.replace(CONFIG, model=model), "model", ByteTokenizer(), 256)
+        resolved(dataclasses.replace(CONFIG, model=model))
 
 
 def test_a_checkpoint_goes_on_with_free_settings_only() -> None:

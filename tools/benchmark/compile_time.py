@@ -19,11 +19,11 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import flax.linen as nn
 import jax
+from brt.training.tasks import seq2seq
 from long_summaries import loss, random_pair
 from timing import ratio, show
 
 from brt.config import Config, Pairs, Seq2Seq, Training
-from brt.training.tasks import seq2seq
 
 
 def main() -> None:

@@ -24,13 +24,13 @@ from typing import Any, get_args
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from brt.training.tasks import seq2seq
 from timing import interleaved, ratio, show
 
 from brt import allocator
 from brt.config import Config, CrossAttention, Pairs, Seq2Seq, Training
 from brt.ops import cross_attention
 from brt.ops.cross_attention import costs
-from brt.training.tasks import seq2seq
 from brt.types import PairBatch
 
 KINDS = get_args(costs.Kind)

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from brt.training.tasks import language_modeling
 
 from brt import allocator
 from brt.config import Config, Model, Training
 from brt.models.decoder import new_state
-from brt.training.tasks import language_modeling
 from brt.training.state import initial_params, parameter_counts
 from brt.types import Batch
 

@@ -19,11 +19,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
+from brt.training.tasks import seq2seq
 from timing import interleaved, ratio, show
 
 from brt import allocator
 from brt.config import Attention, Config, Pairs, Seq2Seq, Training
-from brt.training.tasks import seq2seq
 from brt.types import PairBatch
 
 KINDS = ("full", "clustered", "improved_clustered")

@@ -9,15 +9,17 @@ A prepared corpus is a directory (see `brt.data.cache`):
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from brt.config.checks import share_of
 from brt.data import cache, tokenizer_training
 from brt.data.rows.store import RowStore
-from brt.data.rows.tally import Tally
+from brt.data.rows.tally import BadRow, Tally
 from brt.data.sources import FileHash
-from brt.data.splits import SPLITS
+from brt.data.splits import SPLITS, Shares
 from brt.data.tokenizer_training import Special
 from brt.errors import DataError
 
@@ -34,8 +36,8 @@ class RowCorpus(Generic[Encoder, Store]):
       rows: what they are, in the plural.
     """
 
-    section: ClassVar[str]
-    rows: ClassVar[str]
+    section: ClassVar[str] = "Data"
+    rows: ClassVar[str] = "rows"
 
     directory: Path
     tokenizer: Encoder
@@ -50,6 +52,10 @@ class RowCorpus(Generic[Encoder, Store]):
             )
         return self.splits[name]
 
+    def described(self) -> dict[str, dict[str, Any]]:
+        """See `brt.data.cache.described`."""
+        return cache.described(self.directory, self.splits, self.rows)
+
 
 class Preparation(abc.ABC):
     """What prepares and opens the rows of a section; each kind of rows has its own.
@@ -58,15 +64,22 @@ class Preparation(abc.ABC):
       corpus: what it opens.
       kind: tells kinds of rows apart.
       encoding: what encodes rows, in a word.
+      tokenizer: what does, once it is there.
+      shares: of train's rows, by each split that is a part of them.
+      endings: of files in directories.
     """
 
     corpus: type[RowCorpus]
     kind: str
     encoding = "tokenizer"
+    tokenizer: Any = None
+    endings: tuple[str, ...] = ()
 
     def __init__(self, section: Any, progress: bool):
         self.section, self.progress = section, progress
         self.name = type(section).__name__
+        shares = {split: share_of(section, split) for split in SPLITS[1:]}
+        self.shares = {split: share for split, share in shares.items() if share}
 
     def open(self) -> Any:
         """The corpus; it is made first where that was not done yet.
@@ -74,21 +87,74 @@ class Preparation(abc.ABC):
         Raises:
           DataError: a source cannot be read as asked, or is in two splits.
         """
-        hashes = {split: self.hashes(getattr(self.section, split)) for split in SPLITS}
+        hashes = {
+            split: [] if split in self.shares else self.hashes(getattr(self.section, split))
+            for split in SPLITS
+        }
         self.check_sources(hashes)
         more = {"kind": self.kind, **self.decisive()}
         directory = cache.prepared(self.section, hashes, self._build, **more)
         manifest = cache.read_manifest(directory)
         file = manifest.get(self.encoding, {}).get("file", f"{self.encoding}.json")
         encoder = self.load(str(directory / file))
-        splits = {name: self.open_store(directory / name, encoder) for name in manifest["splits"]}
-        for name, store in splits.items():
+        return self._opened(directory, encoder, manifest["splits"])
+
+    def open_split(self, split: str, encoder: Any, known: Path | None = None) -> Any:
+        """A corpus of one split alone, as `encoder` reads it; see `cache.prepared_split`.
+
+        Raises:
+          DataError: there is no such split, or its sources cannot be read as asked.
+        """
+        if not getattr(self.section, split):
+            raise DataError(
+                f"there are no {split} {self.corpus.rows}; name some with {self.name}.{split}"
+            )
+        self.tokenizer = encoder
+        directory = cache.prepared_split(
+            self.section, split, split in self.shares, known, self.hashes,
+            lambda place, facts: self._write((split,), place), kind=self.kind,
+            encoder=encoder.fingerprint, **self.of_train(),
+        )  # fmt: skip
+        return self._opened(directory, encoder, (split,))
+
+    def _opened(self, directory: Path, encoder: Any, splits: Iterable[str]) -> Any:
+        found = {name: self.open_store(directory / name, encoder) for name in splits}
+        for name, store in found.items():
             if store.written_with not in ("", encoder.fingerprint):
                 raise DataError(
-                    f"{directory / name} was written with another {self.encoding} than {file}; "
-                    f"delete {directory} and prepare it again"
+                    f"{directory / name} was written with another {self.encoding} than "
+                    f"{encoder.name}; delete {directory} and prepare it again"
                 )
-        return self.corpus(directory, encoder, splits)
+        return self.corpus(directory, encoder, found)
+
+    def read(self, split: str) -> Iterator[Any]:
+        """The rows of a split: of train and of what is a part of it, only their own."""
+        if not self.shares or split not in ("train", *self.shares):
+            return self.rows(split, getattr(self.section, split))
+        return (row for row in self._train() if self._split_of(row) == split)
+
+    def _train(self) -> Iterator[Any]:
+        return self.rows("train", self.section.train)
+
+    def _split_of(self, row: Any) -> str:
+        return "train" if isinstance(row, BadRow) else self._shared(self.content(row))
+
+    @functools.cached_property
+    def _shared(self) -> Shares:
+        contents = (self.content(row) for row in self._train() if not isinstance(row, BadRow))
+        return Shares(contents, self.shares, f"{self.name}.train")
+
+    @abc.abstractmethod
+    def rows(self, split: str, names: Sequence[str]) -> Iterator[Any]:
+        """All rows and BadRows of some sources; `split` is what messages say."""
+
+    @abc.abstractmethod
+    def content(self, row: Any) -> str:
+        """What only one split may hold of a row."""
+
+    def of_train(self) -> dict[str, Any]:
+        """What the training data decide of the others, beside what encodes them; JSON."""
+        return {}
 
     @abc.abstractmethod
     def load(self, name: str) -> Any:
@@ -124,8 +190,18 @@ class Preparation(abc.ABC):
         """Writes the store of a split, train first; returns a line about it."""
 
     def _build(self, directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+        cache.say_left_out(self.section, SPLITS, self.endings, self.progress)
         described = self.begin(directory)
         splits = [split for split in SPLITS if getattr(self.section, split)]
+        return {**self._write(splits, directory), **described}
+
+    def _write(self, splits: Sequence[str], directory: Path) -> dict[str, Any]:
+        """Writes the stores of some splits; returns what the manifest says of them."""
+        held_out = {
+            split: f"{share:.0%} of the rows of {self.name}.train"
+            for split, share in self.shares.items()
+            if split in splits
+        }
         for split in splits:
             place = directory / split
             place.mkdir()
@@ -134,8 +210,9 @@ class Preparation(abc.ABC):
                 line = self.write(split, place, tally)
             if tally.bad:
                 cache.say(tally.described(), self.progress)
-            cache.say(f"prepared {split}: {line}", self.progress)
-        return {"splits": splits, **described}
+            origin = f" ({held_out[split]})" if split in held_out else ""
+            cache.say(f"prepared {split}{origin}: {line}", self.progress)
+        return {"splits": list(splits), "held_out": held_out}
 
 
 class TokenizedPreparation(Preparation):
@@ -143,11 +220,9 @@ class TokenizedPreparation(Preparation):
 
     Attributes:
       special: ids of one that is trained.
-      tokenizer: has a `file`, too: the name of a copy, its content.
     """
 
     special: Special
-    tokenizer: Any
 
     @abc.abstractmethod
     def texts(self) -> Iterable[str]:

@@ -86,7 +86,7 @@ def load(name: str, setting: str) -> TextTokenizer:
       DataError: the file is missing or damaged.
       ConfigError: `name` is none of these.
     """
-    if name.removesuffix(".txt").rpartition("/")[2] == "bytes":
+    if name == "bytes" or Path(name).name == tokenizer_files.BYTES:
         return _bytes()
     if name.endswith(".model"):
         return _sentencepiece(Path(name).expanduser())
@@ -108,7 +108,7 @@ def _bytes() -> TextTokenizer:
         return found
 
     digest = hashlib.sha256(b"bytes of a text, between special ids").hexdigest()
-    return _with_special("bytes", digest, ("bytes.txt", b"bytes\n"), 256, spell)
+    return _with_special("bytes", digest, (tokenizer_files.BYTES, b"bytes\n"), 256, spell)
 
 
 def _sentencepiece(path: Path) -> TextTokenizer:

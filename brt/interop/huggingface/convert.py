@@ -87,7 +87,7 @@ def form(model: Pretrained, dtype: str) -> Form:
 
 def to_hf(own: Exported, target: Path, *, verified: bool, dtype: str = "float32") -> Iterator[str]:
     """The other way, of any model; raises as `from_hf`."""
-    theirs = own.form(dtype)
+    theirs = own.form(own.model, dtype)
     with files.new_directory(target) as directory:
         rounded = {name: array.astype(files.DTYPES[dtype]) for name, array in theirs.arrays.items()}
         files.write_tensors(directory, rounded)
@@ -112,11 +112,8 @@ def converted(source: Path) -> Exported:
     """
     encoder = pretrained_encoder.is_one(source)
     model = (pretrained_encoder if encoder else pretrained).load(source)
-    return Exported(
-        source,
-        partial(roberta.form if encoder else form, model),
-        lambda target: pretrained.copy_tokenizer(source, target),
-    )
+    theirs = roberta.form if encoder else form
+    return Exported(source, model, theirs, partial(pretrained.copy_tokenizer, source))
 
 
 def _extended(model: Pretrained, positions: int, method: str) -> Pretrained:

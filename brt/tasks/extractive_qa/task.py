@@ -1,16 +1,20 @@
 """Questions about texts, and where in these their answers start and end."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
+from brt.data.texts import tokenization
+from brt.data.texts.tokenization import TextTokenizer
 from brt.errors import ConfigError
 from brt.ops.spans import span_nats
-from brt.tasks.encoders import EncoderTask, next_of_encoder, own_files, refuse_ablation
+from brt.tasks.encoders import EncoderTask, next_of_encoder, own_rows, refuse_ablation
 from brt.tasks.extractive_qa.data import preparation
 from brt.tasks.extractive_qa.data.batches import QuestionReader
-from brt.tasks.extractive_qa.data.preparation import QuestionCorpus
+from brt.tasks.extractive_qa.data.preparation import Preparation, QuestionCorpus
 from brt.tasks.extractive_qa.evaluation import AnswerEvaluator
 from brt.tasks.protocol import Aux, Corpus, count_of
 from brt.tasks.report import SCORE, Measure
@@ -45,6 +49,17 @@ class ExtractiveQa(EncoderTask):
     def open(self, config: Config, *, progress: bool = True) -> QuestionCorpus:
         """Questions with their texts."""
         return preparation.prepare(config.questions, progress)
+
+    def open_split(
+        self, config: Config, split: str, tokenizer: TextTokenizer, *,
+        known: Path | None = None, progress: bool = True,
+    ) -> QuestionCorpus:  # fmt: skip
+        """See the base class."""
+        return Preparation(config.questions, progress).open_split(split, tokenizer, known)
+
+    def load_tokenizer(self, file: Path) -> TextTokenizer:
+        """See the base class."""
+        return tokenization.load(str(file), "Questions.tokenizer")
 
     def reader(self, config: Config, corpus: Corpus) -> QuestionReader:
         """Windows in a new order every epoch."""
@@ -92,5 +107,5 @@ class ExtractiveQa(EncoderTask):
             *next_of_encoder(workdir),
             "with your own questions, in files of SQuAD's form:",
             "python -m brt.train --gin_file=configs/runs/spans_quickstart.gin "
-            f"--workdir=runs/mine {own_files('Questions', 'json')}",
+            f"--workdir=runs/mine {own_rows('Questions', 'json')}",
         ]

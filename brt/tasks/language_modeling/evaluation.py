@@ -43,7 +43,13 @@ class DocumentScore(NamedTuple):
 
 
 def figures(tokens: int, bytes: int, characters: int, words: int, nats: float) -> dict[str, Any]:
-    """Bits by every measure; word perplexity is that of PG-19: total nats over words."""
+    """Bits by every measure of all that was read, whatever document it is in.
+
+    Numerator: the nats of every token, the first of a document from BOS; BOS and padding are no
+    targets. Denominators: those tokens, and UTF-8 bytes, code points and words (what white space
+    separates) of the text that they are; of a document that was read in part, of that part. Word
+    perplexity is PG-19's: e to the nats for each word.
+    """
     bits = nats / math.log(2)
     return {
         "bits_per_byte": bits / bytes,
@@ -98,6 +104,7 @@ class DocumentEvaluator:
         self._config, self._split, self._ablate = config, split, ablate
         self._store, self._tokenizer = corpus.split(split), corpus.tokenizer
         self.total = int(self._store.lengths.sum()) * (2 if ablate else 1)
+        self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())
         self._sampler = Sampler(config, self._store, corpus.tokenizer)
         self._step = jax.jit(self._segment, static_argnames="ablate", donate_argnums=1)
 
@@ -110,7 +117,7 @@ class DocumentEvaluator:
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
     ) -> Reading | None:
-        """Before the end of training of each document only Evaluation.tokens_per_document."""
+        """Without `whole` of each document only Evaluation.tokens_per_document."""
         limit = 0 if whole else self._config.evaluation.tokens_per_document
         results = []
         for ablate in (None, self._ablate) if self._ablate else (None,):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.data import preparation
+from brt.data import preparation, tokenizers
 from brt.data.lanes import LaneReader
 from brt.data.preparation import Corpus
 from brt.data.tokenizers import Tokenizer
@@ -69,6 +69,13 @@ class LanguageModeling(Task):
     def open(self, config: Config, *, progress: bool = True) -> Corpus:
         """Documents."""
         return preparation.prepare(config.data, progress=progress)
+
+    def open_split(
+        self, config: Config, split: str, tokenizer: tokenizers.Tokenizer, *,
+        known: Path | None = None, progress: bool = True,
+    ) -> Corpus:  # fmt: skip
+        """See the base class."""
+        return preparation.prepare_split(config.data, split, tokenizer, known, progress)
 
     def resolve(self, config: Config, corpus: Corpus) -> Config:
         """Vocabulary and dtype written out."""
@@ -199,12 +206,16 @@ class LanguageModeling(Task):
         ]
 
     def exported(
-        self, source: Path, config: Config, params: PyTree[Array], corpus: Corpus
+        self,
+        source: Path,
+        config: Config,
+        params: PyTree[Array],
+        tokenizer: Callable[[], Tokenizer],
     ) -> Exported:
         """With the code that reads it."""
-        tokenizer = corpus.tokenizer
-        model = TrainedDecoder(params, config.model, tokenizer.bos_id)
-        return Exported(source, partial(form, model), partial(exported_tokenizer.write, tokenizer))
+        own = tokenizer()
+        model = TrainedDecoder(params, config.model, own.bos_id)
+        return Exported(source, model, form, partial(exported_tokenizer.write, own))
 
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> Started:
         """Layer by layer: a layer of another kind takes what it knows."""

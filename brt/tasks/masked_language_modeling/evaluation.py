@@ -61,6 +61,7 @@ class MaskedEvaluator:
         self._trained = (trained or config).attention.kind
         self._tokenizer, self._store = corpus.tokenizer, corpus.split(split)
         self.total = int(self._store.lengths.sum())
+        self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())
         self._predict = jax.jit(self.predictions)
 
     def predictions(
@@ -100,7 +101,7 @@ class MaskedEvaluator:
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
     ) -> Reading | None:
-        """Before the end of training of each document only Evaluation.tokens_per_document."""
+        """Without `whole` of each document only Evaluation.tokens_per_document."""
         store = self._store
         nats, count, right = np.zeros(len(store)), np.zeros(len(store), np.int64), 0
         begin, timed = None, 0
@@ -138,6 +139,12 @@ class MaskedEvaluator:
         right: int,
         speed: float | None,
     ) -> Reading:
+        """Figures of all masked tokens, whatever document they are in.
+
+        Numerators: the bits of the true tokens in masked places; the places where the likeliest is
+        the true one. Denominator of both: masked places, a share of each segment's tokens, always
+        the same ones; padding is never masked. Training has the same denominator.
+        """
         total = int(masked.sum())
         figures = {
             "bits_per_masked_token": float(bits.sum()) / max(total, 1),

@@ -1,10 +1,12 @@
 """Masked tokens of documents, each from what is before and behind it."""
 
+from pathlib import Path
+
 import jax
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.data import preparation
+from brt.data import preparation, tokenizers
 from brt.data.lanes import LaneReader
 from brt.data.preparation import Corpus
 from brt.ops.cross_entropy import smoothed_cross_entropy
@@ -49,6 +51,13 @@ class MaskedLanguageModeling(EncoderTask):
     def open(self, config: Config, *, progress: bool = True) -> Corpus:
         """Documents."""
         return preparation.prepare(config.data, progress=progress)
+
+    def open_split(
+        self, config: Config, split: str, tokenizer: tokenizers.Tokenizer, *,
+        known: Path | None = None, progress: bool = True,
+    ) -> Corpus:  # fmt: skip
+        """See the base class."""
+        return preparation.prepare_split(config.data, split, tokenizer, known, progress)
 
     def reader(self, config: Config, corpus: Corpus) -> LaneReader:
         """Segments, in each of which there is only one document: an encoder sees all of it."""

@@ -99,7 +99,12 @@ class TranscriptEvaluator(HeadEvaluator):
     def _figures(
         self, kind: str, transcripts: list[Transcript], rows: list[int], timed: Timed
     ) -> dict[str, Any]:
-        """JSON: error rates in percent of the tokens or words that were said."""
+        """JSON, of all utterances together; those that were left out count nowhere.
+
+        Error rates: the fewest edits of tokens or words in percent of those that were said. Bits:
+        -log2 p of the transcripts, all alignments together (CTC), over their tokens and over their
+        UTF-8 bytes; a token that training does not have is scored as the unknown one.
+        """
         tokens, words = total(t.tokens for t in transcripts), total(t.words for t in transcripts)
         bits = sum(t.nats for t in transcripts) / math.log(2)
         audio = float(self.store.seconds[rows].sum())

@@ -1,6 +1,7 @@
 """Utterances with their transcripts: tokens in order, wherever in the frames they are (CTC)."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,12 +12,13 @@ from brt.config import Config
 from brt.errors import ConfigError, DataError
 from brt.ops.ctc import ctc_nats
 from brt.ops.spec_augment import spec_augment
-from brt.tasks.encoders import EncoderTask, next_of_encoder, own_files, refuse_ablation
+from brt.tasks.encoders import EncoderTask, next_of_encoder, own_rows, refuse_ablation
 from brt.tasks.protocol import Aux, Corpus, count_of
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Measure
 from brt.tasks.speech_recognition.data import preparation
 from brt.tasks.speech_recognition.data.batches import SpeechReader
-from brt.tasks.speech_recognition.data.preparation import SpeechCorpus
+from brt.tasks.speech_recognition.data.preparation import SpeechCorpus, SpeechPreparation
+from brt.tasks.speech_recognition.data.vocabulary import Vocabulary
 from brt.tasks.speech_recognition.evaluation import TranscriptEvaluator
 from brt.types import SpeechBatch
 
@@ -50,6 +52,21 @@ class SpeechRecognition(EncoderTask):
     def open(self, config: Config, *, progress: bool = True) -> SpeechCorpus:
         """Utterances with their transcripts."""
         return preparation.prepare(config.speech, progress)
+
+    def open_split(
+        self, config: Config, split: str, tokenizer: Vocabulary, *,
+        known: Path | None = None, progress: bool = True,
+    ) -> SpeechCorpus:  # fmt: skip
+        """See the base class."""
+        return SpeechPreparation(config.speech, progress).open_split(split, tokenizer, known)
+
+    def load_tokenizer(self, file: Path) -> Vocabulary:
+        """See the base class."""
+        return Vocabulary.load(file)
+
+    def knows_sizes(self, config: Config) -> bool:
+        """Also the width of the frames."""
+        return super().knows_sizes(config) and config.encoder.features > 0
 
     def resolve(self, config: Config, corpus: SpeechCorpus) -> Config:
         """Also the width of the frames.
@@ -147,7 +164,7 @@ class SpeechRecognition(EncoderTask):
             f"{evaluate[0]} --gin_bindings='Speech.beams = 8'",
             "with your own speech, a table of wav files with the columns file and transcript each:",
             "python -m brt.train --gin_file=configs/runs/speech_quickstart.gin "
-            f"--workdir=runs/mine {own_files('Speech', 'tsv')}",
+            f"--workdir=runs/mine {own_rows('Speech', 'tsv')}",
         ]
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
@@ -12,16 +13,23 @@ from brt.ops.cross_entropy import token_nats
 from brt.tasks.protocol import Stop
 from brt.tasks.summarization.data.batches import evaluation_batches
 from brt.tasks.summarization.data.store import PairStore
+from brt.tasks.summarization.data.tokenization import PairTokenizer
 from brt.tasks.summarization.forward import predict
 from brt.types import PairBatch
 
 
 class Bits(NamedTuple):
-    """Of all summaries of a store.
+    """Of the true summaries of a store, as far as Pairs.max_target_length lets them be.
+
+    Each token is scored given its document, as far as that was read, and the true tokens before
+    it; padding is not scored, nor what was cut.
 
     Attributes:
-      bits_per_token: mean over the tokens, the end of each summary included.
-      bits_per_byte: all bits over the bytes of the summaries, which are counted uncut.
+      tokens: that are scored, special ones among them: the end of each summary, cut or not, and
+        BART's beginning.
+      bytes: UTF-8 of the text that these tokens are.
+      bits_per_token: the bits of all of them over `tokens`.
+      bits_per_byte: the same bits over `bytes`.
     """
 
     pairs: int
@@ -31,11 +39,18 @@ class Bits(NamedTuple):
     bits_per_byte: float
 
 
+def scored_bytes(store: PairStore, tokenizer: PairTokenizer) -> int:
+    """UTF-8 bytes of the summaries of a store; of one that was cut, of what is left."""
+    cut = np.flatnonzero(store.target_uncut > store.target.lengths)
+    size = int(store.reference.lengths.sum() - store.reference.lengths[cut].sum())
+    return size + sum(len(tokenizer.decode(store.target[row]).encode()) for row in cut)
+
+
 class TeacherForcing:
     """Reads stores of pairs; compiled once for each padded length of documents."""
 
-    def __init__(self, config: Config):
-        self._config = config
+    def __init__(self, config: Config, tokenizer: PairTokenizer):
+        self._config, self._tokenizer = config, tokenizer
         self._nats = jax.jit(self.nats)
 
     def __call__(
@@ -51,7 +66,7 @@ class TeacherForcing:
                 return None
             total += float(jnp.sum(self._nats(params, batch)))
             tokens += int(batch.scored.sum())
-        bits, size = total / math.log(2), len(store.reference.values)
+        bits, size = total / math.log(2), scored_bytes(store, self._tokenizer)
         return Bits(len(store), tokens, size, bits / tokens, bits / size)
 
     def nats(self, params: PyTree[Array], batch: PairBatch) -> Float[Array, "B T"]:

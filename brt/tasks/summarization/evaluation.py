@@ -17,13 +17,13 @@ from brt.tasks.summarization.summaries import Summarizer
 class SummaryEvaluator:
     """See `brt.tasks.protocol.Evaluator`."""
 
-    unit = "row"
+    unit, partial = "row", False
 
     def __init__(self, config: Config, corpus: PairCorpus, split: str):
         self._decoding, self._store = config.decoding, corpus.split(split)
         self.total = len(self._store)
         self._protocol = protocol(config.evaluation.rouge)
-        self._bits = TeacherForcing(config)
+        self._bits = TeacherForcing(config, corpus.tokenizer)
         self._summarizer = Summarizer(config, corpus.tokenizer)
 
     def __call__(

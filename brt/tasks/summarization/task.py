@@ -3,7 +3,6 @@
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,10 +23,11 @@ from brt.ops.cross_entropy import smoothed_cross_entropy
 from brt.tasks import resolving
 from brt.tasks.protocol import Aux, Corpus, Task, WriteOptions, count_of
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Measure
-from brt.tasks.summarization.data import preparation
+from brt.tasks.summarization.bits import scored_bytes
+from brt.tasks.summarization.data import preparation, tokenization
 from brt.tasks.summarization.data.batches import PairReader
 from brt.tasks.summarization.data.encoding import Encoder
-from brt.tasks.summarization.data.preparation import PairCorpus
+from brt.tasks.summarization.data.preparation import PairCorpus, Preparation
 from brt.tasks.summarization.data.tokenization import PairTokenizer
 from brt.tasks.summarization.evaluation import SummaryEvaluator
 from brt.tasks.summarization.forward import Prediction, network, predict
@@ -81,6 +81,17 @@ class Summarization(Task):
     def open(self, config: Config, *, progress: bool = True) -> PairCorpus:
         """Documents with their summaries."""
         return preparation.prepare(config.pairs, progress)
+
+    def open_split(
+        self, config: Config, split: str, tokenizer: PairTokenizer, *,
+        known: Path | None = None, progress: bool = True,
+    ) -> PairCorpus:  # fmt: skip
+        """See the base class."""
+        return Preparation(config.pairs, progress).open_split(split, tokenizer, known)
+
+    def load_tokenizer(self, file: Path) -> PairTokenizer:
+        """See the base class."""
+        return tokenization.load(str(file))
 
     def resolve(self, config: Config, corpus: Corpus) -> Config:
         """Vocabulary and dtype written out."""
@@ -170,9 +181,9 @@ class Summarization(Task):
         return found
 
     def units_per_token(self, corpus: Corpus) -> float:
-        """Bytes of a summary for each of its tokens."""
+        """Bytes of the summaries for each of their tokens, as they are scored."""
         train = corpus.split("train")
-        return len(train.reference.values) / len(train.target.values)
+        return scored_bytes(train, corpus.tokenizer) / len(train.target.values)
 
     def write(
         self,
@@ -208,23 +219,24 @@ class Summarization(Task):
 
     def next_steps(self, workdir: str) -> list[str]:
         """With beams, and with one's own pairs."""
-        own = "\"Pairs.{} = 'my_{}.jsonl'\""  # lines of {"document": ..., "summary": ...}
-        splits = ("train", "validation")
-        train, validation = (f"--gin_bindings={own.format(s, s)}" for s in splits)
         return [
             f"python -m brt.evaluate --workdir={workdir} --split=test "
             "--gin_bindings='Decoding.beams = 4'",
             f"python -m brt.generate --workdir={workdir} --prompt_file=document.txt",
             'with your own pairs, a line of {"document": ..., "summary": ...} each:',
             "python -m brt.train --gin_file=configs/runs/summarize_quickstart.gin "
-            f"--workdir=runs/mine {train} {validation}",
+            "--workdir=runs/mine --gin_bindings=\"Pairs.train = 'mine.jsonl'\"",
         ]
 
     def exported(
-        self, source: Path, config: Config, params: PyTree[Array], corpus: Corpus
+        self,
+        source: Path,
+        config: Config,
+        params: PyTree[Array],
+        tokenizer: Callable[[], PairTokenizer],
     ) -> Exported:
         """As T5's or BART's form has it."""
-        decoding, tokenizer = config.decoding, corpus.tokenizer
+        decoding, own = config.decoding, tokenizer()
         generation = {
             "num_beams": decoding.beams,
             "length_penalty": decoding.length_penalty,
@@ -233,13 +245,12 @@ class Summarization(Task):
             "no_repeat_ngram_size": decoding.no_repeat_ngram,
         }
         described = Described(
-            config.seq2seq, config.cross_attention, special_tokens(tokenizer), generation, {}
+            config.seq2seq, config.cross_attention, special_tokens(own), generation, {}
         )
 
         def copy(target: Path) -> list[str]:
-            (found,) = (p for p in corpus.directory.glob("tokenizer.*") if p.suffix in NAMES)
-            name = NAMES[found.suffix]
-            (target / name).write_bytes(tokenizer.content)
+            name = NAMES[Path(own.name).suffix]
+            (target / name).write_bytes(own.content)
             return [name]
 
         kind, notes = config.attention.kind, []
@@ -248,8 +259,8 @@ class Summarization(Task):
                 f"trained with Attention.kind = {kind!r}; transformers will encode by full "
                 "attention, and so does --verify"
             )
-        form = partial(convert.form, Pretrained(params, described))
-        return Exported(source, form, copy, tuple(notes))
+        found = Pretrained(params, described)
+        return Exported(source, found, convert.form, copy, tuple(notes))
 
     def converted(self, config: Config, where: Path) -> Weights:
         """A T5 or BART that brt.convert wrote."""

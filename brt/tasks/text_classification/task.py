@@ -1,6 +1,7 @@
 """Sentences, or pairs of them, with a label or a number each."""
 
 import dataclasses
+from pathlib import Path
 from typing import ClassVar
 
 import jax
@@ -8,13 +9,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config, Encoder
+from brt.data.texts import tokenization
+from brt.data.texts.tokenization import TextTokenizer
 from brt.errors import ConfigError
-from brt.tasks.encoders import EncoderTask, next_of_encoder, own_files, refuse_ablation
+from brt.tasks.encoders import EncoderTask, next_of_encoder, own_rows, refuse_ablation
 from brt.tasks.protocol import Aux, Corpus, count_of
 from brt.tasks.report import SCORE, Measure
 from brt.tasks.text_classification.data import preparation
 from brt.tasks.text_classification.data.batches import SentenceReader
-from brt.tasks.text_classification.data.preparation import SentenceCorpus
+from brt.tasks.text_classification.data.preparation import Preparation, SentenceCorpus
 from brt.tasks.text_classification.evaluation import Classifier, Regressor, SentenceEvaluator
 from brt.types import TextBatch
 
@@ -45,6 +48,23 @@ class TextClassification(EncoderTask):
     def open(self, config: Config, *, progress: bool = True) -> SentenceCorpus:
         """Sentences with their labels."""
         return preparation.prepare(config.sentences, progress, numbers=self.numbers)
+
+    def open_split(
+        self, config: Config, split: str, tokenizer: TextTokenizer, *,
+        known: Path | None = None, progress: bool = True,
+    ) -> SentenceCorpus:  # fmt: skip
+        """See the base class."""
+        return Preparation(config.sentences, progress, self.numbers).open_split(
+            split, tokenizer, known
+        )
+
+    def load_tokenizer(self, file: Path) -> TextTokenizer:
+        """See the base class."""
+        return tokenization.load(str(file), "Sentences.tokenizer")
+
+    def knows_sizes(self, config: Config) -> bool:
+        """How many labels there are the data say."""
+        return False
 
     def resolve(self, config: Config, corpus: Corpus) -> Config:
         """Also the labels, in the order of the classifier's."""
@@ -115,7 +135,7 @@ class TextClassification(EncoderTask):
             *next_of_encoder(workdir),
             f'with your own sentences, a line of {{"sentence": ..., "{column}": ...}} each:',
             "python -m brt.train --gin_file=configs/runs/classification_quickstart.gin "
-            f"{task}--workdir=runs/mine {own_files('Sentences', 'jsonl')}",
+            f"{task}--workdir=runs/mine {own_rows('Sentences', 'jsonl')}",
         ]
 
 

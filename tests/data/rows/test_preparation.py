@@ -45,13 +45,16 @@ class Integers(Preparation):
             ids, digits = found.columns["ids"], found.ragged("digits")
         return DigitStore(directory=directory, manifest=found.manifest, ids=ids, digits=digits)
 
+    def rows(self, split, names):
+        (file,) = sources.files(*names)
+        for word in file.path.read_text().split():
+            yield word if word.isdecimal() else BadRow(word, "is no integer")
+
+    def content(self, row):
+        return row
+
     def write(self, split, directory, tally):
-        (file,) = sources.files(*getattr(self.section, split))
-        found = (
-            word if word.isdecimal() else BadRow(word, "is no integer")
-            for word in file.path.read_text().split()
-        )  # fmt: skip
-        ids = [*tally.settled(found, self.section.errors)]
+        ids = [*tally.settled(self.read(split), self.section.errors)]
         digits = ragged.joined([np.array([*map(int, word)]) for word in ids], np.dtype(np.int32))
         facts = {"texts": ["ids"], "rows": tally.report()}
         store.finish(directory, {**digits.columns("digits"), "ids": ids}, facts)

@@ -6,16 +6,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from brt.config import CrossAttention
+from brt import tasks
+from brt.config import Attention, Config, CrossAttention, Training
 from brt.errors import CheckpointError, ConfigError
 from brt.interop import pretrained
 from brt.interop.huggingface import convert, files, verify
+from brt.interop.huggingface.convert import converted
 
 SRFORMER = CrossAttention(kind="srformer", segment_size=4)
 
@@ -43,7 +46,7 @@ def source(tmp_path: Path, directory: Callable) -> Path:
 
 def test_there_and_back_is_the_same_checkpoint(source: Path, tmp_path: Path) -> None:
     there = list(convert.from_hf(source, tmp_path / "ours", verified=True))
-    back = list(convert.to_hf(tmp_path / "ours", tmp_path / "theirs", verified=True))
+    back = list(convert.to_hf(converted(tmp_path / "ours"), tmp_path / "theirs", verified=True))
     for lines in (there, back):
         assert "tokenizer: spiece.model" in lines
         assert any("largest difference 0.0e+00" in line for line in lines)
@@ -70,7 +73,7 @@ def test_the_recurrence_survives_both_ways(source: Path, tmp_path: Path) -> None
     assert model.described.cross == SRFORMER
     (tmp_path / "ours").mkdir()
     pretrained.save(tmp_path / "ours", model)
-    lines = list(convert.to_hf(tmp_path / "ours", tmp_path / "theirs", verified=True))
+    lines = list(convert.to_hf(converted(tmp_path / "ours"), tmp_path / "theirs", verified=True))
     assert any("transformers will read the source by full attention" in line for line in lines)
     again, _, imported = convert.read(tmp_path / "theirs")
     assert again.described == model.described and imported.initialised == []
@@ -80,7 +83,9 @@ def test_the_recurrence_survives_both_ways(source: Path, tmp_path: Path) -> None
 def test_bfloat16_is_rounding_and_float32_again(source: Path, tmp_path: Path) -> None:
     list(convert.from_hf(source, tmp_path / "ours", verified=False))
     target = tmp_path / "theirs"
-    lines = list(convert.to_hf(tmp_path / "ours", target, verified=True, dtype="bfloat16"))
+    lines = list(
+        convert.to_hf(converted(tmp_path / "ours"), target, verified=True, dtype="bfloat16")
+    )
     assert any("bfloat16" in line for line in lines)
     assert files.read_json(target / "config.json")["dtype"] == "bfloat16"
     again = convert.read(target)[0]
@@ -89,14 +94,15 @@ def test_bfloat16_is_rounding_and_float32_again(source: Path, tmp_path: Path) ->
     assert any("largest difference 0.0e+00" in line for line in lines)
 
 
-def test_what_transformers_computes_otherwise_is_said(
-    read: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(convert.trained, "is_run", lambda directory: True)
-    for kind, said in (("full", []), ("clustered", ["note: trained with Attention.kind = 'clust"])):
-        monkeypatch.setattr(convert.trained, "attention", lambda directory, kind=kind: kind)
-        lines = list(convert._notes(tmp_path, read("bart")[0]))
-        assert [line[: len(said[0])] for line in lines] == said
+def test_what_transformers_computes_otherwise_is_said(read: Callable, tmp_path: Path) -> None:
+    corpus = SimpleNamespace(tokenizer=SimpleNamespace(pad_id=0, eos_id=1), directory=tmp_path)
+    for kind, said in (("full", []), ("clustered", ["trained with Attention.kind = 'clust"])):
+        config = Config(
+            training=Training(task="summarization"),
+            attention=Attention(kind=kind, clusters=4),
+        )
+        exported = tasks.of(config).exported(tmp_path, config, read("bart")[0].params, corpus)
+        assert [note[:33] for note in exported.notes] == said
 
 
 def test_an_array_that_changed_is_found(

@@ -14,7 +14,6 @@ import pytest
 from brt.config import Config, Model, Sampling, Training
 from brt.data import tokenizers
 from brt.data.byte_level import ByteLevelTokenizer
-from brt.data.preparation import Corpus
 from brt.errors import CheckpointError
 from brt.generation.session import Session
 from brt.interop.huggingface import convert, files
@@ -56,8 +55,9 @@ def export(random_params: Callable, tmp_path: Path) -> Callable[..., SimpleNames
     def write(changes: dict[str, Any], **flags: Any) -> SimpleNamespace:
         model, flags = dataclasses.replace(MODEL, **changes), {"verified": False, **flags}
         params, target = random_params(model), tmp_path / "theirs"
-        corpus = Corpus(tmp_path, tokenizers.ByteTokenizer(), {})
-        own = LanguageModeling().exported(tmp_path / "run", Config(model=model), params, corpus)
+        own = LanguageModeling().exported(
+            tmp_path / "run", Config(model=model), params, tokenizers.ByteTokenizer
+        )
         lines = list(convert.to_hf(own, target, **flags))
         return SimpleNamespace(params=params, model=model, directory=target, lines=lines)
 

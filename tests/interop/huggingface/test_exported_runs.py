@@ -15,13 +15,14 @@ import pytest
 from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Attention, Config, Data, Encoder, Training
 from brt.config_io import config_json
+from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError
-from brt.interop import trained_encoder
 from brt.interop.huggingface import convert, files
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.huggingface.roberta import verify
 from brt.models import encoder
-from brt.training.workdir import Workdir
+from brt.training import exports, saved
+from brt.training import workdir as workdirs
 
 TYPES = "roberta.embeddings.token_type_embeddings.weight"
 SIZES = Encoder(
@@ -53,8 +54,11 @@ def run(tmp_path: Path) -> Callable[..., Path]:
         params = jax.tree.map(
             lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), shapes
         )
-        with CheckpointWriter(Workdir(tmp_path / "run").checkpoints) as writer:
-            meta = {"config": config_json(config), "tokenizer": "of bytes"}
+        workdir = workdirs.create(tmp_path / "run")
+        name, content = ByteTokenizer.file
+        (workdir.tokenizer / name).write_bytes(content)
+        with CheckpointWriter(workdir.checkpoints) as writer:
+            meta = {"config": config_json(config), "tokenizer": ByteTokenizer.fingerprint}
             writer.save(1, {"params": params}, meta)
         return tmp_path / "run"
 
@@ -70,7 +74,7 @@ def test_a_run_becomes_a_checkpoint_of_roberta(
 ) -> None:
     without_transformers(monkeypatch)
     workdir = run(attention=Attention(kind="improved_clustered", clusters=4, top_k=4))
-    lines = list(convert.to_hf(workdir, tmp_path / "theirs", verified=True))
+    lines = list(convert.to_hf(exports.of_directory(workdir), tmp_path / "theirs", verified=True))
     text = "\n".join(lines)
     assert "roberta for masked_language_modeling, 1 layers, width 12, 30 positions" in text
     assert "tokenizer: no files" in lines
@@ -82,7 +86,7 @@ def test_a_run_becomes_a_checkpoint_of_roberta(
     assert settings["architectures"] == ["RobertaForMaskedLM"]
     assert (settings["vocab_size"], settings["max_position_embeddings"]) == (257, 32)
     own, (again, arrays, imported) = (
-        trained_encoder.load(workdir),
+        exports.of_directory(workdir).model,
         roberta.read(tmp_path / "theirs"),
     )
     assert imported.initialised == imported.unexpected == []
@@ -110,19 +114,20 @@ def test_what_roberta_lacks_is_refused_and_nothing_is_written(
     run: Callable, tmp_path: Path, settings: dict, sentence: str
 ) -> None:
     with pytest.raises(CheckpointError, match=sentence):
-        list(convert.to_hf(run(**settings), tmp_path / "theirs", verified=False))
+        list(
+            convert.to_hf(
+                exports.of_directory(run(**settings)), tmp_path / "theirs", verified=False
+            )
+        )
     assert not (tmp_path / "theirs").exists()
 
 
 def test_a_sentencepiece_model_comes_along(
     run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workdir, corpus = run(), tmp_path / "corpus"
-    corpus.mkdir()
-    (corpus / "tokenizer.model").write_bytes(b"pieces")
-    prepared = SimpleNamespace(directory=corpus, tokenizer=SimpleNamespace(name="my.model"))
-    monkeypatch.setattr(trained_encoder.corpora, "open_corpus", lambda *_, **__: prepared)
-    lines = list(convert.to_hf(workdir, tmp_path / "theirs", verified=False))
+    kept = SimpleNamespace(name="my.model", file=("tokenizer.model", b"pieces"))
+    monkeypatch.setattr(saved, "tokenizer", lambda model: kept)
+    lines = list(convert.to_hf(exports.of_directory(run()), tmp_path / "theirs", verified=False))
     assert "tokenizer: tokenizer.model" in lines
     assert (tmp_path / "theirs/tokenizer.model").read_bytes() == b"pieces"
 
@@ -133,5 +138,5 @@ def test_transformers_computes_the_same(run: Callable, tmp_path: Path) -> None:
     """Where it is installed."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    lines = list(convert.to_hf(run(), tmp_path / "theirs", verified=True))
+    lines = list(convert.to_hf(exports.of_directory(run()), tmp_path / "theirs", verified=True))
     assert any(line.startswith("logits against transformers: largest") for line in lines)

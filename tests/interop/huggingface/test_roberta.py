@@ -18,6 +18,7 @@ from brt.config import Attention
 from brt.errors import CheckpointError, ConfigError
 from brt.interop import pretrained, pretrained_encoder
 from brt.interop.huggingface import convert, files
+from brt.interop.huggingface.convert import converted
 from brt.interop.huggingface.roberta import config, verify, weights
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.models import encoder, seq2seq
@@ -115,7 +116,7 @@ def test_one_class_is_a_number(directory: Callable, tmp_path: Path) -> None:
     found = roberta.read(theirs)[0]
     assert (found.described.task, found.described.model.classes) == ("regression", 1)
     list(convert.from_hf(theirs, tmp_path / "ours", verified=True))
-    list(convert.to_hf(tmp_path / "ours", tmp_path / "again", verified=True))
+    list(convert.to_hf(converted(tmp_path / "ours"), tmp_path / "again", verified=True))
     again = files.read_json(tmp_path / "again/config.json")
     assert again["architectures"] == ["RobertaForSequenceClassification"]
     assert again["id2label"] == {"0": "LABEL_0"}
@@ -126,7 +127,7 @@ def test_there_and_back_is_the_same_checkpoint(
     directory: Callable, tmp_path: Path, model: str
 ) -> None:
     there = list(convert.from_hf(directory(model), tmp_path / "ours", verified=True))
-    back = list(convert.to_hf(tmp_path / "ours", tmp_path / "again", verified=True))
+    back = list(convert.to_hf(converted(tmp_path / "ours"), tmp_path / "again", verified=True))
     for lines in (there, back):
         assert any("logits against the model before it was written: largest difference 0.0e+00"
                    in line for line in lines)  # fmt: skip
@@ -232,5 +233,5 @@ def test_logits_agree_both_ways(model: str, tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         theirs.save_pretrained(tmp_path / "theirs")
         lines = list(convert.from_hf(tmp_path / "theirs", tmp_path / "ours", verified=True))
-        lines += convert.to_hf(tmp_path / "ours", tmp_path / "again", verified=True)
+        lines += convert.to_hf(converted(tmp_path / "ours"), tmp_path / "again", verified=True)
     assert sum(line.startswith("logits against transformers: largest") for line in lines) == 2

@@ -16,8 +16,7 @@ def write(tokenizer: Tokenizer, target: Path) -> list[str]:
     """Writes the files into `target`; returns their names."""
     if tokenizer.name == ByteTokenizer.name:
         return _write_json(target, of_bytes(), BYTES_BOS, tokenizer.bos_id)
-    path = tokenizer.path
-    content = tokenizer_files.read(path)
+    path, content = Path(tokenizer.file[0]), tokenizer.file[1]
     if path.suffix == ".model":  # as we read it: without a dummy prefix
         exact = tokenizer_files.sentencepiece_model(path, content, exact=True)
         (target / "tokenizer.model").write_bytes(exact.serialized_model_proto())

@@ -1,7 +1,7 @@
 """From `config.Questions` to stores of windows: once per content, in the cache."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,12 @@ def prepare(section: config.Questions, progress: bool = True) -> QuestionCorpus:
     Raises:
       DataError: a source cannot be read as asked.
     """
-    return _Preparation(section, progress).open()
+    return Preparation(section, progress).open()
 
 
-class _Preparation(TextPreparation):
+class Preparation(TextPreparation):
+    """Prepares and opens questions."""
+
     corpus = QuestionCorpus
     kind, endings, version = "Questions", squad.ENDINGS, generated.VERSION
 
@@ -50,16 +52,19 @@ class _Preparation(TextPreparation):
     def texts(self) -> Iterator[str]:
         """Every context once, and the questions."""
         seen: set[str] = set()
-        for row in Tally("train", "").usable(self._read("train")):
+        for row in Tally("train", "").usable(self.read("train")):
             if row.context not in seen:
                 seen.add(row.context)
                 yield row.context
             yield row.text
 
-    def _read(self, split: str) -> Iterator[Question | BadRow]:
-        """The questions of a split; an id that was there before makes a bad one."""
+    def content(self, row: Question) -> str:
+        return row.context
+
+    def rows(self, split: str, names: Sequence[str]) -> Iterator[Question | BadRow]:
+        """An id that was there before makes a bad one."""
         seen: set[str] = set()
-        names, no_answer = getattr(self.section, split), self.section.no_answer
+        no_answer = self.section.no_answer
         for found in made_up.read(
             names, generated.questions, lambda files: squad.read(files, no_answer)
         ):
@@ -75,7 +80,7 @@ class _Preparation(TextPreparation):
         kept: list[Question] = []
         places, questions, rows = [], [], []
         cut = 0
-        placed = tally.settled(_placed(self._read(split), contexts), section.errors)
+        placed = tally.settled(_placed(self.read(split), contexts), section.errors)
         for group in iter(lambda: list(itertools.islice(placed, TOGETHER)), []):
             encoded = tokenizer.encode([question.text for question, *_ in group])
             for (question, place, answer), spelt in zip(group, encoded, strict=True):

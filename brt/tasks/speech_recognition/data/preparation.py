@@ -4,7 +4,7 @@ What encodes them is vocabulary.json, the tokens of the training transcripts.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from brt import config
@@ -17,7 +17,7 @@ from brt.errors import DataError
 from brt.tasks.speech_recognition.data import frames, joining, sources, store
 from brt.tasks.speech_recognition.data.frames import Moments
 from brt.tasks.speech_recognition.data.store import SpeechStore
-from brt.tasks.speech_recognition.data.utterances import Features, Utterance
+from brt.tasks.speech_recognition.data.utterances import Features, Recording, Utterance
 from brt.tasks.speech_recognition.data.vocabulary import Vocabulary, units
 
 
@@ -46,17 +46,16 @@ def prepare(speech: config.Speech, progress: bool = True) -> SpeechCorpus:
     Raises:
       DataError: a source cannot be read as asked, or an utterance is in two splits.
     """
-    return _Preparation(speech, progress).open()
+    return SpeechPreparation(speech, progress).open()
 
 
-class _Preparation(Preparation):
+class SpeechPreparation(Preparation):
     """Train comes first, whose vocabulary, width and rate the others share."""
 
     corpus, kind, encoding = SpeechCorpus, "speech", "vocabulary"
 
     def __init__(self, section: config.Speech, progress: bool):
         super().__init__(section, progress)
-        self._vocabulary: Vocabulary | None = None
         self._first: Utterance | None = None  # decides width and rate
         self._seen: dict[bytes, str] = {}  # the split of each utterance
 
@@ -84,16 +83,17 @@ class _Preparation(Preparation):
                 _, id, speaker, transcript, features, _ = utterance
                 rows.append((id, speaker, transcript, len(features)))
         columns = dict(zip((*store.TEXTS, "frames"), zip(*rows, strict=True), strict=True))
-        if self._vocabulary is None:
-            self._vocabulary = Vocabulary.of(self.section.unit, columns["transcripts"])
-            self._vocabulary.save(directory.parent / "vocabulary.json")
+        if self.tokenizer is None:
+            self.tokenizer = Vocabulary.of(self.section.unit, columns["transcripts"])
+            name, content = self.tokenizer.file
+            (directory.parent / name).write_bytes(content)
         facts = {"width": width, "shift_ms": self.section.shift_ms, "rows": tally.report()}
-        opened = store.finish(directory, writer.offsets, columns, self._vocabulary, facts)
+        opened = store.finish(directory, writer.offsets, columns, self.tokenizer, facts)
         return described(opened)
 
     def _read(self, split: str) -> Iterator[Utterance]:
         """Utterances whose frames are like those of the very first one."""
-        recordings = sources.recordings(getattr(self.section, split), self.section)
+        recordings = self.read(split)
         if self.section.join > 1:
             orders = self.section.join_orders if split == "train" else 1
             recordings = joining.joined(
@@ -118,6 +118,12 @@ class _Preparation(Preparation):
             yield utterance
         if recording is None:
             raise DataError(f"Speech.{split} = {getattr(self.section, split)} has no utterance")
+
+    def rows(self, split: str, names: Sequence[str]) -> Iterator[Recording]:
+        return sources.recordings(names, self.section)
+
+    def content(self, row: Recording) -> str:
+        return f"{row.id}\n{row.transcript}"
 
     def _usable(self, utterance: Utterance) -> Utterance | BadRow:
         speech = self.section

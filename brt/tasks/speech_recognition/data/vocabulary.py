@@ -43,7 +43,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: Path) -> "Vocabulary":
-        """Raises DataError for a file that `save` did not write."""
+        """Raises DataError for a file that is none."""
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
             return cls(saved["unit"], saved["tokens"])
@@ -52,9 +52,11 @@ class Vocabulary:
                 f"{path} is damaged ({error}); delete {path.parent} and prepare it again"
             ) from error
 
-    def save(self, path: Path) -> None:
+    @property
+    def file(self) -> tuple[str, bytes]:
+        """The name of a copy; its content."""
         saved = {"unit": self.unit, "tokens": self.tokens[1:]}
-        path.write_text(json.dumps(saved), encoding="utf-8")
+        return "vocabulary.json", json.dumps(saved).encode()
 
     @property
     def vocab_size(self) -> int:

@@ -1,13 +1,13 @@
 """From `config.Pairs` to stores of pairs: once per content, in the cache."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from brt import config
 from brt.data import sources, tokenizer_training
 from brt.data.rows import tables
 from brt.data.rows.preparation import RowCorpus, TokenizedPreparation
-from brt.data.rows.tally import Tally
+from brt.data.rows.tally import BadRow, Tally
 from brt.data.sources import FileHash
 from brt.tasks.summarization.data import columns, store, tokenization
 from brt.tasks.summarization.data.columns import Columns, Pair
@@ -31,15 +31,17 @@ def prepare(pairs: config.Pairs, progress: bool = True) -> PairCorpus:
     Raises:
       DataError: a source cannot be read as asked.
     """
-    return _Preparation(pairs, progress).open()
+    return Preparation(pairs, progress).open()
 
 
-class _Preparation(TokenizedPreparation):
-    corpus, kind = PairCorpus, "pairs"
+class Preparation(TokenizedPreparation):
+    """Prepares and opens pairs."""
+
+    corpus, kind, endings = PairCorpus, "pairs", tables.FORMATS
     special = tokenizer_training.T5
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
-        return sources.hashes(names, tables.FORMATS)
+        return sources.hashes(names, self.endings)
 
     def load(self, name: str) -> PairTokenizer:
         return tokenization.load(name)
@@ -48,20 +50,24 @@ class _Preparation(TokenizedPreparation):
         return PairStore.open(directory)
 
     def texts(self) -> Iterator[str]:
-        for pair in self._read("train", Tally("train", "Pairs.errors = 'skip'")):
+        tally = Tally("train", "Pairs.errors = 'skip'")
+        for pair in tally.settled(self.read("train"), self.section.errors):
             yield from (pair.source, pair.target)
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
         encoder = Encoder.of(self.section, self.tokenizer)
         opened = store.write(
-            directory, self._read(split, tally), encoder, facts=lambda: {"rows": tally.report()}
-        )
+            directory, tally.settled(self.read(split), self.section.errors), encoder,
+            facts=lambda: {"rows": tally.report()},
+        )  # fmt: skip
         return described(opened)
 
-    def _read(self, split: str, tally: Tally) -> Iterator[Pair]:
+    def rows(self, split: str, names: Sequence[str]) -> Iterator[Pair | BadRow]:
         pairs = self.section
-        asked = Columns(pairs.source_field, pairs.target_field, pairs.id_field)
-        return tally.settled(columns.read(getattr(pairs, split), asked), pairs.errors)
+        return columns.read(names, Columns(pairs.source_field, pairs.target_field, pairs.id_field))
+
+    def content(self, row: Pair) -> str:
+        return row.source
 
 
 def described(opened: PairStore) -> str:

@@ -1,8 +1,9 @@
 """From `config.Sentences` to stores of sentences: once per content, in the cache."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -45,10 +46,12 @@ def prepare(
       DataError: a source cannot be read as asked.
       ConfigError: Sentences.labels lacks one.
     """
-    return _Preparation(section, progress, numbers).open()
+    return Preparation(section, progress, numbers).open()
 
 
-class _Preparation(TextPreparation):
+class Preparation(TextPreparation):
+    """Prepares and opens sentences."""
+
     corpus = SentenceCorpus
     endings, version = examples.ENDINGS, generated.VERSION
 
@@ -58,16 +61,25 @@ class _Preparation(TextPreparation):
         self.kind = "Sentences with numbers" if numbers else "Sentences"
         self._labels: tuple[str, ...] = ()  # of train, which the other splits share
 
+    def open_split(self, split: str, encoder: Any, known: Path | None = None) -> SentenceCorpus:
+        self._labels = ordered(set(self.section.labels))  # as train has them
+        return super().open_split(split, encoder, known)
+
+    def of_train(self) -> dict[str, Any]:
+        return {"labels": self.section.labels}
+
     def open_store(self, directory: Path, encoder: TextTokenizer) -> SentenceStore:
         opened, labels = SentenceStore.open(directory), self.section.labels
         return opened.ordered(labels) if labels else opened
 
     def texts(self) -> Iterator[str]:
-        for row in Tally("train", "").usable(self._read("train")):
+        for row in Tally("train", "").usable(self.read("train")):
             yield from row.texts
 
-    def _read(self, split: str) -> Iterator[Example | BadRow]:
-        names = getattr(self.section, split)
+    def content(self, row: Example) -> str:
+        return "\n".join(row.texts)
+
+    def rows(self, split: str, names: Sequence[str]) -> Iterator[Example | BadRow]:
         if self._numbers and any(name.startswith(made_up.PREFIX) for name in names):
             raise DataError(
                 f"Sentences.{split} = {names} is made up with classes for labels, but "
@@ -81,7 +93,7 @@ class _Preparation(TextPreparation):
     def write(self, split: str, directory: Path, tally: Tally) -> str:
         section, tokenizer, limit = self.section, self.tokenizer, self.section.max_length
         tokens, labels, ids, cut = [], [], [], 0
-        rows = tally.settled(_known(self._read(split), self._labels), section.errors)
+        rows = tally.settled(_known(self.read(split), self._labels), section.errors)
         for group in iter(lambda: list(itertools.islice(rows, TOGETHER)), []):
             for row, parts in zip(group, _encoded(group, tokenizer), strict=True):
                 kept = shortened(parts, limit - tokenizer.around(len(parts)))

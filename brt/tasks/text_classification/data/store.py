@@ -55,6 +55,8 @@ class SentenceStore(RowStore):
         Raises:
           ConfigError: one that the rows have is missing.
         """
+        if tuple(labels) == self.labels:
+            return self
         if missing := [label for label in self.labels if label not in labels]:
             raise ConfigError(
                 f"Sentences.labels = {tuple(labels)} lacks {missing[0]!r}, which Sentences.train "

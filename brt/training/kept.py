@@ -1,0 +1,117 @@
+"""What a run keeps of its data, to stand alone: the tokenizer, and what the splits were."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from brt.errors import CheckpointError, DataError
+from brt.tasks.protocol import Corpus, Task
+from brt.tasks.weights import Tokenizer
+from brt.training import workdir as workdirs
+from brt.training.workdir import Workdir
+
+_SHOWN = 3  # files that a sentence names
+_HASH = 12  # digits of a hash
+
+
+class Kept(NamedTuple):
+    """What data.json says.
+
+    Attributes:
+      directory: where the data were prepared.
+      splits: what they were, as `Corpus.described` says it.
+    """
+
+    directory: str = ""
+    splits: Mapping[str, Mapping[str, Any]] = {}
+
+
+def keep(workdir: Workdir, corpus: Corpus) -> None:
+    """Writes the tokenizer and data.json."""
+    name, content = corpus.tokenizer.file
+    workdirs.write_bytes(workdir.tokenizer / name, content)
+    kept = Kept(str(corpus.directory.absolute()), corpus.described())
+    workdirs.write_json(workdir.data, kept._asdict())
+
+
+def read(workdir: Workdir) -> Kept:
+    """What `keep` wrote; nothing where that was not done yet.
+
+    Raises:
+      CheckpointError: it is damaged.
+    """
+    try:
+        return Kept(**json.loads(workdir.data.read_text()))
+    except FileNotFoundError:
+        return Kept()
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{workdir.data} is damaged ({error}); delete it") from error
+
+
+def tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
+    """The run's own.
+
+    Raises:
+      CheckpointError: it is not there, or not the one with this fingerprint.
+      DataError: it is damaged.
+    """
+    files = [path for path in workdir.tokenizer.glob("*") if not path.name.startswith(".")]
+    if len(files) != 1:
+        raise CheckpointError(
+            f"{workdir.path} does not hold its tokenizer, as runs of older versions do not; type "
+            f"python -m brt.train --workdir={workdir.path} where its training data are, which "
+            f"writes {workdir.tokenizer} and goes on"
+        )
+    found = task.load_tokenizer(files[0])
+    if found.fingerprint != fingerprint:
+        raise another_tokenizer(workdir, fingerprint, found)
+    return found
+
+
+def another_tokenizer(workdir: Workdir, known: str, found: Tokenizer) -> CheckpointError:
+    """What to say of data, or of a file, that the model of a run does not understand."""
+    return CheckpointError(
+        f"{workdir.path} was trained with another tokenizer than {found.name} ({known[:_HASH]}, "
+        f"not {found.fingerprint[:_HASH]}); evaluate it with the one it knows"
+    )
+
+
+def lines(splits: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What the splits are, a line each."""
+    found = []
+    for split, said in splits.items():
+        (unit, count), *_ = said.items()
+        size = f", {said['bytes']:,} bytes" if "bytes" in said else ""
+        names = [Path(name).name for name in said["names"]]
+        more = f" and {count - len(names):,} more" if count > len(names) > 0 else ""
+        documents = f" ({', '.join(names)}{more})" if names else ""
+        origin = f": {said['held_out']}" if said["held_out"] else ""
+        found.append(
+            f"{split}: {count:,} {unit}{documents}{size}, sha256 {said['sha256'][:_HASH]}{origin}"
+        )
+    return found
+
+
+def check_unchanged(workdir: Workdir, now: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises DataError where a run would go on with other training data than it began with."""
+    before, train = read(workdir).splits.get("train"), now["train"]
+    if not before or before["sha256"] == train["sha256"]:
+        return
+    old, new = ({f["name"]: f["sha256"] for f in x["sources"]} for x in (before, train))
+    changes = {
+        "new": new.keys() - old.keys(),
+        "gone": old.keys() - new.keys(),
+        "changed": {name for name in new.keys() & old.keys() if new[name] != old[name]},
+    }
+    said = "; ".join(f"{what}: {_some(sorted(names))}" for what, names in changes.items() if names)
+    raise DataError(
+        f"the training data are not those that {workdir.path} was trained on "
+        f"({said or 'they are split or tokenized otherwise'}); restore them, or train in another "
+        "--workdir"
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,271 @@
+"""What figures are made of: rows of uneven length, some cut, in batches that are filled up.
+
+Each is compared with sums over rows that are read alone, without padding.
+"""
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+from brt import tasks
+from brt.config import (
+    Config,
+    Data,
+    Decoding,
+    Encoder,
+    Evaluation,
+    Model,
+    Pairs,
+    Questions,
+    Sentences,
+    Seq2Seq,
+    Speech,
+    Training,
+)  # fmt: skip
+from brt.data.lanes import evaluation_batches as document_batches
+from brt.tasks.extractive_qa.data.batches import QuestionReader
+from brt.tasks.speech_recognition.data.batches import SpeechReader
+from brt.tasks.summarization.bits import scored_bytes
+from brt.tasks.summarization.data.batches import gather
+from brt.tasks.text_classification.data.batches import SentenceReader
+from brt.training.state import initial_params
+
+ENCODER = Encoder(
+    layers=1, model_dim=16, heads=2, mlp_dim=16, dropout=0.0, positions="sinusoidal",
+    dtype="float32",
+)  # fmt: skip
+WORDS = "fünf Füchse laufen über den kalten See und ruhen dann am Ufer aus".split()
+
+
+def text(seed: int, words: int) -> str:
+    return " ".join(np.random.default_rng(seed).choice(WORDS, words))
+
+
+class Case(NamedTuple):
+    """A model, and what it makes of its training data."""
+
+    config: Config
+    corpus: Any
+    params: Any
+    report: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+
+def case(config: Config) -> Case:
+    task = tasks.of(config)
+    corpus = task.open(config, progress=False)
+    config = task.resolve(config, corpus)
+    params = jax.jit(lambda: nn.meta.unbox(initial_params(config)))()
+    params = jax.tree.map(lambda x: 2 * x if x.ndim > 1 else x, params)
+    reading = task.evaluator(config, corpus, "train")(params)
+    return Case(config, corpus, params, reading.figures, next(iter(reading.rows.values())))
+
+
+def lines(place: Path, rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    (place / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return (str(place / "a.jsonl"),)
+
+
+def summed_loss(found: Case, batches: list[Any]) -> tuple[float, float]:
+    """Nats and counts of training's loss, each batch on its own."""
+    config, task = found.config, tasks.of(found.config)
+    loss = jax.jit(partial(task.loss, config))
+    carry = task.initial_carry(config, 1)
+    aux = [loss(found.params, carry, (), batch, jax.random.key(1))[1] for batch in batches]
+    return float(sum(a.nats for a in aux)), float(sum(a.count for a in aux))
+
+
+def approx(value: float) -> Any:
+    return pytest.approx(value, rel=2e-4)
+
+
+def test_bits_of_documents(tmp_path: Path) -> None:
+    """Uneven documents beside each other; and of each only the first tokens."""
+    texts = [text(0, 3), text(1, 40), text(2, 17)]
+    config = Config(
+        model=Model(
+            layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=16, window=8, dtype="float32"
+        ),
+        data=Data(
+            train=lines(tmp_path, [{"text": t} for t in texts]), validation_fraction=0.0,
+            test_fraction=0.0, cache_dir=str(tmp_path / "cache"),
+        ),
+        training=Training(segment_length=16, batch_size=1),
+        evaluation=Evaluation(batch_size=2, tokens_per_document=21),
+    )  # fmt: skip
+    found = case(config)
+    store = found.corpus.split("train")
+    batches = document_batches(store, batch_size=1, segment_length=512, window=8)
+    nats, count = summed_loss(found, [batch for batch, _ in batches])
+    sizes = [len(t.encode()) for t in texts]
+    assert count == found.report["tokens"] == sum(sizes) == found.report["bytes"]
+    assert found.report["bits_per_byte"] == approx(nats / math.log(2) / sum(sizes))
+    assert found.report["characters"] == sum(map(len, texts))
+    assert found.report["bits_per_character"] == approx(
+        nats / math.log(2) / found.report["characters"]
+    )
+    words = sum(len(t.split()) for t in texts)
+    assert found.report["word_perplexity"] == approx(math.exp(nats / words))
+    part = tasks.of(config).evaluator(found.config, found.corpus, "train")
+    figures = part(found.params, whole=False).figures
+    kept = [t.encode()[:21] for t in texts]
+    assert part.partial and figures["tokens"] == figures["bytes"] == sum(map(len, kept))
+    assert figures["words"] == sum(len(k.decode(errors="replace").split()) for k in kept)
+
+
+def test_bits_of_masked_tokens(tmp_path: Path) -> None:
+    config = Config(
+        encoder=ENCODER,
+        data=Data(
+            train=lines(tmp_path, [{"text": text(i, n)} for i, n in enumerate((2, 30, 11))]),
+            validation_fraction=0.0, test_fraction=0.0, cache_dir=str(tmp_path / "cache"),
+        ),
+        training=Training(task="masked_language_modeling", segment_length=16, batch_size=1),
+        evaluation=Evaluation(batch_size=2),
+    )  # fmt: skip
+    found = case(config)
+    report, rows = found.report, found.rows
+    lengths = found.corpus.split("train").lengths
+    assert report["masked_tokens"] == sum(r["masked_tokens"] for r in rows)
+    assert [r["masked_tokens"] > 0 for r in rows] == [True] * 3
+    assert report["masked_tokens"] < 0.3 * lengths.sum(), "a share of the text, not of the padding"
+    bits = sum(r["bits"] for r in rows)
+    assert report["bits_per_masked_token"] == approx(bits / report["masked_tokens"])
+    again = tasks.of(config).evaluator(
+        Config(**{**vars(found.config), "evaluation": Evaluation(batch_size=3)}), found.corpus,
+        "train",
+    )  # fmt: skip
+    assert again(found.params).figures["bits"] == approx(bits)
+
+
+@pytest.fixture(scope="module")
+def summaries(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Summaries of 3 to 40 words, of which 14 tokens are kept."""
+    place = tmp_path_factory.mktemp("pairs")
+    rows = [
+        {"id": str(i), "document": text(i, 8 + 9 * i), "summary": text(i + 9, words)}
+        for i, words in enumerate((3, 40, 12))
+    ]
+    config = Config(
+        seq2seq=Seq2Seq(
+            encoder_layers=1, decoder_layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=16,
+            dropout=0.0, dtype="float32",
+        ),
+        pairs=Pairs(
+            train=lines(place, rows), validation=(), test=(), tokenizer="train:290",
+            max_source_length=40, max_target_length=14, cache_dir=str(place / "cache"),
+        ),
+        training=Training(task="summarization"), evaluation=Evaluation(batch_size=2),
+        decoding=Decoding(max_length=4, batch_size=3),
+    )  # fmt: skip
+    return case(config)
+
+
+def test_bits_of_cut_summaries_are_over_the_bytes_that_are_scored(summaries: Case) -> None:
+    store, tokenizer = summaries.corpus.split("train"), summaries.corpus.tokenizer
+    assert (store.target_uncut > store.target.lengths).sum() == 2
+    batches = [gather(store, np.array([row]), len(store.source[row])) for row in range(3)]
+    nats, count = summed_loss(summaries, batches)
+    kept = [tokenizer.decode(store.target[row]) for row in range(3)]
+    assert kept[0] == store.summary(0) and len(kept[1]) < len(store.summary(1)) / 2
+    size = sum(len(k.encode()) for k in kept)
+    report = summaries.report
+    assert report["tokens"] == count == len(store.target.values)
+    assert report["bytes"] == scored_bytes(store, tokenizer) == size
+    assert report["bits_per_token"] == approx(nats / math.log(2) / count)
+    assert report["bits_per_byte"] == approx(nats / math.log(2) / size)
+
+
+def test_training_and_held_out_curves_of_summaries_share_a_measure(summaries: Case) -> None:
+    """The same summaries have the same bits per byte in both."""
+    units = tasks.of(summaries.config).units_per_token(summaries.corpus)
+    assert summaries.report["bits_per_token"] / units == approx(summaries.report["bits_per_byte"])
+
+
+def heads(task: str, **sections: Any) -> Config:
+    return Config(
+        encoder=ENCODER, training=Training(task=task),
+        evaluation=Evaluation(batch_size=2), **sections,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("task", ["text_classification", "text_regression"])
+def test_bits_of_labels_and_numbers(task: str, tmp_path: Path) -> None:
+    """Three rows, one of them cut, in batches of two."""
+    rows = [{"sentence": text(i, n), "label": i % 2} for i, n in enumerate((2, 40, 9))]
+    section = Sentences(
+        train=lines(tmp_path, rows), validation=(), test=(), max_length=64, buckets=(32, 64),
+        cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    found = case(heads(task, sentences=section))
+    store = found.corpus.split("train")
+    assert store.manifest["cut"] == 1
+    batches = SentenceReader.evaluation(store, batch_size=1, buckets=(), max_length=64)
+    nats, count = summed_loss(found, list(batches))
+    name = "bits_per_label" if task == "text_classification" else "bits_per_number"
+    assert count == found.report["rows"] == 3
+    assert found.report[name] == approx(nats / math.log(2) / 3)
+    if task == "text_classification":
+        right = [r["label"] == r["prediction"] for r in found.rows]
+        assert found.report["accuracy"] == approx(100 * np.mean(right))
+    else:
+        errors = [r["number"] - r["prediction"] for r in found.rows]
+        assert found.report["root_mean_square_error"] == approx(np.sqrt(np.mean(np.square(errors))))
+
+
+def test_bits_of_answers(tmp_path: Path) -> None:
+    """Two questions with one window and with several, an odd number in all."""
+    paragraphs = []
+    for i, words in enumerate((6, 50)):
+        context = text(i, words)
+        answer = {"text": context.split()[1], "answer_start": len(context.split()[0]) + 1}
+        asked = [{"id": str(i), "question": text(i + 5, 9 * i + 2), "answers": [answer]}]
+        paragraphs.append({"context": context, "qas": asked})
+    (tmp_path / "a.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    section = Questions(
+        train=(str(tmp_path / "a.json"),), validation=(), test=(), max_length=110, stride=16,
+        max_question_length=24, cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    found = case(heads("extractive_qa", questions=section))
+    store = found.corpus.split("train")
+    batches = QuestionReader.evaluation(store, batch_size=1, buckets=(), max_length=110)
+    nats, count = summed_loss(found, list(batches))
+    windows = len(store.rows)
+    assert store.manifest["cut"] == 1 and windows > 2
+    assert (found.report["questions"], found.report["windows"]) == (2, windows)
+    assert count == 2 * windows
+    assert found.report["bits_per_place"] == approx(nats / math.log(2) / (2 * windows))
+    assert found.report["f1"] == approx(100 * np.mean([r["f1"] for r in found.rows]))
+
+
+def test_bits_and_errors_of_transcripts(tmp_path: Path) -> None:
+    """Letters of two bytes; utterances of different lengths."""
+    features, said = np.random.default_rng(0).normal(size=(90, 4)), ["ä", "süß und", "öl"]
+    np.savez(
+        tmp_path / "a.npz", features=features, lengths=[12, 60, 18], ids=["a", "b", "c"],
+        transcripts=said,
+    )  # fmt: skip
+    section = Speech(
+        train=(str(tmp_path / "a.npz"),), validation=(), test=(), cache_dir=str(tmp_path / "cache")
+    )
+    found = case(heads("speech_recognition", speech=section))
+    store = found.corpus.split("train")
+    batches = SpeechReader.evaluation(store, batch_size=1, buckets=())
+    nats, count = summed_loss(found, list(batches))
+    tokens, size = sum(map(len, said)), sum(len(s.encode()) for s in said)
+    assert count == tokens == 10 and size == 14
+    assert found.report["bits_per_token"] == approx(nats / math.log(2) / tokens)
+    assert found.report["bits_per_byte"] == approx(nats / math.log(2) / size)
+    units = tasks.of(found.config).units_per_token(found.corpus)
+    assert found.report["bits_per_token"] / units == approx(found.report["bits_per_byte"])
+    edits = sum(
+        sum(v for k, v in r["token_errors"].items() if k != "reference") for r in found.rows
+    )
+    assert found.report["token_error_rate"] == approx(100 * edits / tokens)

@@ -1,0 +1,295 @@
+"""A run is a directory: what was trained goes on without the data it was trained on."""
+
+import dataclasses
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from brt import tasks
+from brt.config import (
+    Checkpoint,
+    Config,
+    Data,
+    Evaluation,
+    Model,
+    Optimizer,
+    Pairs,
+    Sampling,
+    Seq2Seq,
+    Training,
+)  # fmt: skip
+from brt.errors import BrtError, CheckpointError, DataError
+from brt.evaluation import job, writing
+from brt.tasks.protocol import WriteOptions
+from brt.training import kept, loop, run, run_summary, saved
+from brt.training.metrics import read_metrics
+from brt.training.saved import SavedModel
+from brt.training.workdir import Workdir
+
+WORDS = "the sea was calm and grey while we sat on the deck of an old ship".split()
+TRAINING = Training(
+    steps=2, batch_size=2, segment_length=16, log_every=1, evaluate_every=1, sample_every=0,
+    probe_every=0, plots=False,
+)  # fmt: skip
+OPTIMIZER = Optimizer(name="adamw", learning_rate=0.01, schedule="constant", warmup_steps=0)
+
+
+def text(seed: int, words: int) -> str:
+    return " ".join(np.random.default_rng(seed).choice(WORDS, words)) + "\n\n"
+
+
+def language_model(place: Path) -> Config:
+    books = place / "books"
+    books.mkdir()
+    for i in range(6):
+        (books / f"{i}.txt").write_text("".join(text(10 * i + j, 20) for j in range(4 + i)))
+    return Config(
+        model=Model(layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=16, window=8),
+        data=Data(train=(f"{books}/*.txt",), tokenizer="train:290", cache_dir=str(place / "cache")),
+        training=TRAINING, optimizer=OPTIMIZER, checkpoint=Checkpoint(every=0),
+        sampling=Sampling(temperature=0.0),
+        evaluation=Evaluation(batch_size=2, tokens_per_document=24),
+    )  # fmt: skip
+
+
+def summariser(place: Path) -> Config:
+    books = place / "books"
+    books.mkdir()
+    rows = [{"id": f"{i}", "document": text(i, 30), "summary": text(i, 6 + i)} for i in range(24)]
+    (books / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return Config(
+        seq2seq=Seq2Seq(
+            encoder_layers=1, decoder_layers=1, model_dim=16, heads=2, head_dim=8, mlp_dim=16
+        ),
+        pairs=Pairs(
+            train=(f"{books}/pairs.jsonl",), tokenizer="train:290", max_source_length=32,
+            max_target_length=12, cache_dir=str(place / "cache"),
+        ),
+        training=dataclasses.replace(TRAINING, task="summarization"), optimizer=OPTIMIZER,
+        checkpoint=Checkpoint(every=0),
+    )  # fmt: skip
+
+
+def open_model(workdir: Path, **changes: object) -> SavedModel:
+    place, found, config = saved.load_config(workdir)
+    section = tasks.of(config).data
+    changed = dataclasses.replace(getattr(config, section), **changes)
+    return saved.load(place, found, dataclasses.replace(config, **{section: changed}))
+
+
+def written(workdir: Path) -> str:
+    with tempfile.TemporaryFile("w+") as out:
+        writing.write(open_model(workdir), "the sea was", WriteOptions(max_tokens=8), out)
+        out.seek(0)
+        return out.read()
+
+
+class Trained:
+    """A run, its config, what it writes and what it makes of its test split."""
+
+    def __init__(self, config: Config, place: Path):
+        self.config, self.place, self.workdir = config, place, place / "run"
+        self.run, _ = loop.train(config, self.workdir)
+        self.text = written(self.workdir)
+        self.bits = job.evaluate(open_model(self.workdir), "test", None).report["bits_per_token"]
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable], Trained]:
+    """make -> a run of its config; never changed."""
+    found: dict[Callable, Trained] = {}
+
+    def get(make: Callable[[Path], Config]) -> Trained:
+        if make not in found:
+            place = tmp_path_factory.mktemp(make.__name__)
+            found[make] = Trained(make(place), place)
+        return found[make]
+
+    return get
+
+
+@pytest.fixture
+def trained(once: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """The same in a place of its own: the run, its data and its cache may be changed."""
+
+    def copied(make: Callable[[Path], Config]) -> Trained:
+        original = once(make)
+        found = object.__new__(Trained)
+        found.__dict__ |= original.__dict__
+        shutil.copytree(original.workdir, tmp_path / "copy")
+        found.workdir = tmp_path / "copy"
+        return found
+
+    return copied
+
+
+@pytest.fixture
+def moved(once: Callable) -> Callable:
+    """(make, *names): hides parts of where a run was made until the end of a test."""
+    hidden: list[Path] = []
+
+    def hide(make: Callable[[Path], Config], *names: str) -> None:
+        for path in (once(make).place / name for name in names):
+            path.rename(path.with_name(path.name + ".away"))
+            hidden.append(path)
+
+    yield hide
+    for path in hidden:
+        shutil.rmtree(path, ignore_errors=True)
+        path.with_name(path.name + ".away").rename(path)
+
+
+BOTH = pytest.mark.parametrize("make", [language_model, summariser])
+
+
+@BOTH
+def test_a_run_says_what_its_splits_are(
+    make: Callable, once: Callable, capsys: pytest.CaptureFixture
+) -> None:
+    run = once(make)
+    log = Workdir(run.workdir).log.read_text()
+    facts = json.loads(Workdir(run.workdir).data.read_text())["splits"]
+    assert list(facts) == ["train", "validation", "test"] and facts == run.run.corpus.described()
+    summary = run_summary.finish(run.run, Workdir(run.workdir), 0.0)
+    for line in kept.lines(facts):
+        assert line in log and line in summary
+    unit = "documents" if make is language_model else "pairs"
+    names = f" ({facts['validation']['names'][0][-5:]})" if make is language_model else ""
+    assert f"validation: 1 {unit}{names}, " in log and ": 5% of the " in log
+    assert f"sha256 {facts['test']['sha256'][:12]}" in log
+
+
+@BOTH
+def test_a_copied_run_writes_and_is_exported_without_its_data(
+    make: Callable, trained: Callable, moved: Callable
+) -> None:
+    run = trained(make)
+    moved(make, "books", "cache", "run")
+    assert written(run.workdir) == run.text
+    if make is summariser:
+        from brt.training import exports
+
+        exported = exports.of_directory(run.workdir)
+        (run.workdir / "hf").mkdir()
+        assert exported.copy_tokenizer(run.workdir / "hf") == ["spiece.model"]
+
+
+@BOTH
+def test_it_is_evaluated_where_only_its_prepared_data_are_left(
+    make: Callable, trained: Callable, moved: Callable
+) -> None:
+    run = trained(make)
+    moved(make, "books")
+    report = job.evaluate(open_model(run.workdir), "test", None).report
+    assert report["bits_per_token"] == run.bits
+
+
+@BOTH
+def test_it_is_evaluated_on_new_data_by_its_own_tokenizer(
+    make: Callable, trained: Callable, moved: Callable, tmp_path: Path
+) -> None:
+    run = trained(make)
+    if make is language_model:
+        (tmp_path / "new.txt").write_text(text(99, 30))
+        new = str(tmp_path / "new.txt")
+    else:
+        row = {"document": text(99, 30), "summary": text(99, 8)}
+        (tmp_path / "new.jsonl").write_text(json.dumps(row))
+        new = str(tmp_path / "new.jsonl")
+    moved(make, "books", "cache")
+    model = open_model(run.workdir, test=(new,))
+    assert job.evaluate(model, "test", None).report["tokens"] > 0
+    made = [json.loads(p.read_text()) for p in (run.place / "cache").glob("*/corpus.json")]
+    assert [one["splits"] for one in made] == [["test"]]
+
+
+@BOTH
+def test_other_documents_are_never_held_out_in_silence(
+    make: Callable, trained: Callable, moved: Callable
+) -> None:
+    run = trained(make)
+    moved(make, "cache")
+    assert job.evaluate(open_model(run.workdir), "test", None).report["bits_per_token"] == run.bits
+    away = run.place / "books"
+    moved(make, "books")
+    away.mkdir()
+    shutil.rmtree(run.place / "cache")
+    for path in (run.place / "books.away").iterdir():
+        content = re.sub("the|was|and|grey|ship|deck", "lake", path.read_text())
+        (away / path.name).write_text(content)
+    with pytest.raises(DataError, match="test is 5% of .*, so that other data would be held out"):
+        job.evaluate(open_model(run.workdir), "test", None)
+
+
+def test_training_goes_on_with_the_same_data_only(trained: Callable, moved: Callable) -> None:
+    run = trained(language_model)
+    steps = dataclasses.replace(run.config.training, steps=3)
+    config, books = dataclasses.replace(run.config, training=steps), run.place / "books"
+    moved(language_model, "books")
+    shutil.copytree(run.place / "books.away", books)
+    (books / "new.txt").write_text(text(7, 90))
+    (books / "5.txt").write_text(text(8, 90))
+    (books / "0.txt").unlink()
+    message = (
+        rf"not those that {run.workdir} was trained on \(new: .*/new\.txt; gone: .*/0\.txt; "
+        r"changed: .*/5\.txt\); restore them"
+    )
+    with pytest.raises(DataError, match=message):
+        loop.train(config, run.workdir)
+    assert written(run.workdir) == run.text
+
+
+def test_an_old_run_says_how_it_gets_its_tokenizer(trained: Callable, moved: Callable) -> None:
+    run = trained(language_model)
+    shutil.rmtree(run.workdir / "tokenizer")
+    (run.workdir / "data.json").unlink()
+    remedy = rf"{run.workdir} does not hold its tokenizer, .*; type python -m brt.train --workdir="
+    with pytest.raises(CheckpointError, match=remedy):
+        written(run.workdir)
+    loop.train(run.config, run.workdir)
+    assert written(run.workdir) == run.text
+
+
+def test_another_tokenizer_is_refused(trained: Callable, once: Callable) -> None:
+    run = trained(language_model)
+    other = once(summariser).workdir / "tokenizer" / "tokenizer.model"
+    shutil.copy(other, run.workdir / "tokenizer" / "tokenizer.model")
+    with pytest.raises(BrtError, match=r"another tokenizer|no BOS piece"):
+        written(run.workdir)
+
+
+def test_the_last_point_of_a_curve_is_read_as_the_others(once: Callable) -> None:
+    """24 tokens of a document while training, and the whole beside that at the end."""
+    run = once(language_model)
+    records = read_metrics(Workdir(run.workdir).metrics)
+    parts = [r for r in records if "eval/validation/bits_per_byte" in r]
+    whole = [r for r in records if "eval/validation_whole/bits_per_byte" in r]
+    assert [r["step"] for r in parts] == [1, 2] and [r["step"] for r in whole] == [2]
+    report = json.loads((run.workdir / "evaluations/2/validation.json").read_text())
+    assert report["protocol"]["tokens_per_document"] == "all"
+    assert whole[0]["eval/validation_whole/bits_per_byte"] == report["bits_per_byte"]
+    model = open_model(run.workdir)
+    corpus = saved.open_split(model, "validation")
+    evaluator = tasks.of(model.config).evaluator(model.config, corpus, "validation")
+    part = evaluator(model.params, whole=False).figures
+    assert part["tokens"] == 24 < report["tokens"]
+    assert parts[-1]["eval/validation/bits_per_byte"] == pytest.approx(part["bits_per_byte"])
+    assert f"validation: {report['bits_per_byte']:.3f}" in run_summary.finish(
+        run.run, Workdir(run.workdir), 0.0
+    )
+
+
+def test_sizes_need_no_data_where_the_vocabulary_is_known(tmp_path: Path) -> None:
+    config = language_model(tmp_path)
+    shutil.rmtree(tmp_path / "books")
+    assert run.without_data(config) is None
+    known = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=290))
+    sizes = run_summary.dry_run(run.without_data(known), None)
+    assert sizes["parameters"] - sizes["parameters_non_embedding"] == 290 * 16
+    assert not (tmp_path / "cache").exists()
