@@ -1,7 +1,10 @@
 """Converts T5, LongT5, BART and RoBERTa checkpoints between Hugging Face's form and ours.
 
+Language models go to theirs only, with a PyTorch file that reads them (docs/export.md).
+
 python -m brt.convert --from=hf t5-small --to=brt models/t5-small --verify
 python -m brt.convert --from=brt runs/summaries --to=hf exported --dtype=bfloat16
+python -m brt.convert --from=brt runs/novels --to=hf exported --verify
 python -m brt.convert --from=hf bart-base --to=brt models/bart-4k --extend_positions=4096
 
 DIR in Hugging Face's form holds config.json and model.safetensors (or its parts and index); in
@@ -53,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("target", metavar="OUT", help="a new directory")
     flags.add_argument(
         "--verify", action="store_true",
-        help="read it back and compare every array, and logits; also with transformers, if there",
+        help="read it back, compare every array, and logits; also those of torch or transformers",
     )  # fmt: skip
     flags.add_argument(
         "--extend_positions", type=int, default=0, metavar="N",

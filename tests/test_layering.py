@@ -117,7 +117,9 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
 @each_file
 def test_gin_stays_in_one_file_and_heavy_frameworks_stay_out(file: Path) -> None:
     names = {module.split(".")[0] for module in imports(file.read_text())}
-    assert not names & {"tensorflow", "torch"}
+    # Copied into exported directories and run there; nothing of ours imports it.
+    assert file.name == "modeling_brt.py" or not names & {"tensorflow", "torch"}
+    assert not any(module.endswith("modeling_brt") for module in imports(file.read_text()))
     assert "gin" not in names or file == ROOT / "brt/command_line.py"
 
 

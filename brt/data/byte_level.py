@@ -61,7 +61,7 @@ def _opened(path: Path, content: bytes) -> Any:
 
 def _bytes_of(piece: str) -> bytes:
     """Of a piece that is spelt as GPT-2 does (Radford et al. 2019, section 2.2)."""
-    return bytes(_BYTES[character] for character in piece)
+    return bytes(SPELT[character] for character in piece)
 
 
 def _spelt() -> dict[str, int]:
@@ -72,4 +72,4 @@ def _spelt() -> dict[str, int]:
     return dict(zip(characters, [*printable, *others], strict=True))
 
 
-_BYTES = _spelt()
+SPELT = _spelt()

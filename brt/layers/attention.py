@@ -88,10 +88,10 @@ class TransformerBlock(nn.Module):
         """Queries, keys and values of the tokens, by one product and one normalisation."""
         m = self.model
         h = dropout(self, rms_norm(x, self.norm), m.dropout)
-        kernels, scales = [self.queries, self.keys], [self._scale("scale"), jnp.ones((m.heads,))]
+        kernels, scales = [self.queries, self.keys], [self.query_scale(), jnp.ones((m.heads,))]
         if self.cross_attends:
             kernels.append(self.cross_queries)
-            scales.append(self._scale("cross_scale"))
+            scales.append(self.query_scale("cross_scale"))
         product = dense(h, jnp.stack([*kernels, self.values], axis=1))  # [B, T, n, H, K]
         scaled, values = product[:, :, :-1], product[:, :, -1]
         if m.normalize_qk:
@@ -102,14 +102,15 @@ class TransformerBlock(nn.Module):
         )
         return TokenProjections(queries, keys, values, cross[0] if cross else None)
 
-    def _scale(self, name: str) -> Float[Array, " H"]:
-        """The learned scale of queries, or the usual one of unnormalised queries."""
+    def query_scale(self, name: str = "scale") -> Float[Array, " H"]:
+        """What is folded into the queries: learned, or the usual one of unnormalised queries."""
         m = self.model
         if m.normalize_qk:
             return jnp.abs(getattr(self, name))
         return jnp.full((m.heads,), m.head_dim**-0.5)
 
-    def _bias(self) -> Float[Array, "H W"] | None:
+    def bias(self) -> Float[Array, "H W"] | None:
+        """Of keys by how far they lie before a query, nearest first; None: there is none."""
         m = self.model
         if m.positions == "t5":
             bias = relative_bias(
@@ -129,12 +130,8 @@ class TransformerBlock(nn.Module):
 
     def far_bias(self) -> Float[Array, " H"]:
         """Of keys that lie beyond the window: that of its farthest."""
-        bias = self._bias()
+        bias = self.bias()
         return jnp.zeros((self.model.heads,)) if bias is None else bias[:, -1]
-
-    def query_scale(self) -> Float[Array, " H"]:
-        """What is folded into the queries."""
-        return self._scale("scale")
 
     def attend(
         self,
@@ -157,7 +154,7 @@ class TransformerBlock(nn.Module):
             # Shared by lanes and blocks as in the original: one tile to draw and to read.
             mask = dropout(self, jnp.ones((m.heads, m.window, m.window)), m.dropout)
         part = window_part(
-            queries, keys, values, self._bias(), readable, mask,
+            queries, keys, values, self.bias(), readable, mask,
             attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
             implementation=self.kernels.window_attention,
         )  # fmt: skip
@@ -196,7 +193,7 @@ class TransformerBlock(nn.Module):
         if m.positions == "rotary":
             queries, keys = self._rotate_step(queries, keys, position)
         part = window_part_step(
-            queries[:, 0], keys, ring.values, self._bias(), cache_is_readable(m, window),
+            queries[:, 0], keys, ring.values, self.bias(), cache_is_readable(m, window),
             position, attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
         )  # fmt: skip
         part = AttentionPart(part.output[:, None], part.lse[:, None])

@@ -14,6 +14,7 @@ from brt.config import Config
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
 from brt.interop import pretrained, pretrained_encoder
 from brt.interop.exporting import Exported
+from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.huggingface.roberta.config import Described
 from brt.interop.pretrained_encoder import PretrainedEncoder
 from brt.models import encoder
@@ -147,7 +148,7 @@ class EncoderTask(Task):
             (target / name).write_bytes(content)
             return [name]
 
-        return Exported(source, found, copy, tuple(notes))
+        return Exported(source, found, roberta.form, copy, tuple(notes))
 
     # What it starts from.
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from brt import tasks
 from brt.checkpointing import reader
-from brt.interop import exporting
-from brt.interop.exporting import Exported
+from brt.interop.exporting import Exported, no_form
+from brt.interop.huggingface import convert
 from brt.training import saved
 from brt.training.workdir import Workdir
 
@@ -17,10 +17,10 @@ def of_directory(directory: Path) -> Exported:
       CheckpointError: there is none, or others have no form for such a model.
     """
     if not reader.present(Workdir(directory).checkpoints):
-        return exporting.converted(directory)
+        return convert.converted(directory)
     workdir, found, config = saved.load_config(directory)
     task = tasks.of(config)
     if not task.exports:
-        raise exporting.no_form(directory)
+        raise no_form(directory)
     model = saved.load(workdir, found, config)
     return task.exported(directory, config, model.params, lambda: saved.tokenizer(model))

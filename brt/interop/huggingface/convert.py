@@ -1,17 +1,18 @@
 """A checkpoint of Hugging Face as a directory that training starts from, and back."""
 
 import dataclasses
+import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from brt.interop import pretrained
-from brt.interop.exporting import Exported
+from brt.interop import pretrained, pretrained_encoder
+from brt.interop.exporting import Exported, Form
 from brt.interop.huggingface import config, files, verify, weights
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.pretrained import Pretrained
-from brt.interop.pretrained_encoder import PretrainedEncoder
 from brt.models import seq2seq
 
 
@@ -52,7 +53,7 @@ def from_hf(
     with files.new_directory(target) as directory:
         pretrained.save(directory, model)
         copied = pretrained.copy_tokenizer(source, directory)
-        yield _summary(model, source)
+        yield f"{source}: {_summary(model)}"
         yield from weights.mismatches(imported)
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
         if verified:
@@ -64,33 +65,55 @@ def from_hf(
     yield f"wrote {target}"
 
 
-def to_hf(own: Exported, target: Path, *, verified: bool, dtype: str = "float32") -> Iterator[str]:
-    """The other way; raises as `from_hf`."""
-    if isinstance(own.model, PretrainedEncoder):
-        yield from roberta.to_hf(own, target, verified=verified, dtype=dtype)
-        return
-    model = own.model
+def form(model: Pretrained, dtype: str) -> Form:
+    """As T5's or BART's own."""
     settings, generation = config.to_theirs(model.described, dtype)
     exported = weights.export_arrays(model.params, model.described.model)
+
+    def verified(directory: Path) -> Iterator[str]:
+        again, arrays, _ = read(directory)
+        compared = {name: exported[name] for name in arrays}
+        return _verified(model, again, compared, directory, arrays)
+
+    kind, notes = model.described.cross.kind, []
+    if kind != "full":
+        notes.append(
+            "transformers will read the source by full attention, not as "
+            f"CrossAttention.kind = {kind!r}; --from=hf will"
+        )
+    described = {"config.json": settings, "generation_config.json": generation}
+    return Form(_summary(model), described, exported, verified, notes=tuple(notes))
+
+
+def to_hf(own: Exported, target: Path, *, verified: bool, dtype: str = "float32") -> Iterator[str]:
+    """The other way, of any model; raises as `from_hf`."""
+    theirs = own.form(own.model, dtype)
     with files.new_directory(target) as directory:
-        rounded = {name: array.astype(files.DTYPES[dtype]) for name, array in exported.items()}
+        rounded = {name: array.astype(files.DTYPES[dtype]) for name, array in theirs.arrays.items()}
         files.write_tensors(directory, rounded)
-        files.write_json(directory / "config.json", settings)
-        files.write_json(directory / "generation_config.json", generation)
+        for name, content in theirs.settings.items():
+            files.write_json(directory / name, content)
+        for path in theirs.code:
+            shutil.copyfile(path, directory / path.name)
         copied = own.copy_tokenizer(directory)
-        yield _summary(model, own.source)
-        if model.described.cross.kind != "full":
-            yield (
-                "note: transformers will read the source by full attention, not as "
-                f"CrossAttention.kind = {model.described.cross.kind!r}; --from=hf will"
-            )
-        yield from (f"note: {note}" for note in own.notes)
+        yield f"{own.source}: {theirs.summary}"
+        yield from (f"note: {note}" for note in (*theirs.notes, *own.notes))
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
         if verified:
-            again, arrays, _ = read(directory)
-            compared = {name: exported[name] for name in arrays}
-            yield from _verified(model, again, compared, directory, arrays)
+            yield from theirs.verified(directory)
     yield f"wrote {target}"
+
+
+def converted(source: Path) -> Exported:
+    """What --to=brt wrote.
+
+    Raises:
+      CheckpointError: there is no such thing.
+    """
+    encoder = pretrained_encoder.is_one(source)
+    model = (pretrained_encoder if encoder else pretrained).load(source)
+    theirs = roberta.form if encoder else form
+    return Exported(source, model, theirs, partial(pretrained.copy_tokenizer, source))
 
 
 def _extended(model: Pretrained, positions: int, method: str) -> Pretrained:
@@ -127,10 +150,10 @@ def _verified(
         yield verify.check_logits(found, reference, "transformers")
 
 
-def _summary(model: Pretrained, source: Path) -> str:
+def _summary(model: Pretrained) -> str:
     settings, count = model.described.model, pretrained.parameter_count(model.params)
     return (
-        f"{source}: {settings.family}, {settings.encoder_layers} + {settings.decoder_layers} "
+        f"{settings.family}, {settings.encoder_layers} + {settings.decoder_layers} "
         f"layers, width {settings.model_dim}, encoder attention {settings.encoder_attention}, "
         f"cross-attention {model.described.cross.kind}, {count:,} parameters"
     )

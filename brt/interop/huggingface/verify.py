@@ -132,6 +132,11 @@ def check_logits(found: np.ndarray, expected: np.ndarray, of: str, rounding: flo
     largest = float(np.abs(expected).max())
     difference = float(np.abs(found - expected).max())
     line = f"logits against {of}: largest difference {difference:.1e} (largest logit {largest:.1f})"
-    if not difference <= (LOGIT_TOLERANCE + 32 * rounding) * max(largest, 1.0):
+    if not difference <= allowed(expected, rounding):
         raise CheckpointError(line)
     return line
+
+
+def allowed(expected: np.ndarray, rounding: float) -> float:
+    """How far logits may lie apart by arithmetic and rounding."""
+    return (LOGIT_TOLERANCE + 32 * rounding) * max(float(np.abs(expected).max()), 1.0)

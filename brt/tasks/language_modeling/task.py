@@ -1,6 +1,7 @@
 """Documents, segment after segment: each token from those before it."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from brt.data.preparation import Corpus
 from brt.data.tokenizers import Tokenizer
 from brt.errors import ConfigError
 from brt.generation.session import Session
+from brt.interop.exporting import Exported
+from brt.interop.huggingface.decoder import tokenizer as exported_tokenizer
+from brt.interop.huggingface.decoder.form import TrainedDecoder, form
 from brt.layers.stack import ModelState, StackState, new_model_state, runs
 from brt.models.decoder import Decoder, DecoderOutput, new_state
 from brt.models.flops import forward_flops_per_token
@@ -38,7 +42,7 @@ class LanguageModeling(Task):
     name = "language_modeling"
     sections = ("Model", "Data", "Sampling", "Decoding")
     model, data = "model", "data"
-    shows_examples, writes = False, True
+    shows_examples, writes, exports = False, True, True
     measures = columns = (BITS_PER_BYTE, BITS_PER_TOKEN)
 
     def check(self, config: Config) -> None:
@@ -201,6 +205,18 @@ class LanguageModeling(Task):
             f"python -m brt.generate --workdir={workdir} --prompt='It was a dark night' "
             "--max_tokens=500",
         ]
+
+    def exported(
+        self,
+        source: Path,
+        config: Config,
+        params: PyTree[Array],
+        tokenizer: Callable[[], Tokenizer],
+    ) -> Exported:
+        """With the code that reads it."""
+        own = tokenizer()
+        model = TrainedDecoder(params, config.model, own.bos_id)
+        return Exported(source, model, form, partial(exported_tokenizer.write, own))
 
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> Started:
         """Layer by layer: a layer of another kind takes what it knows."""

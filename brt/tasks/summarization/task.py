@@ -12,6 +12,7 @@ from brt.config import Config
 from brt.errors import ConfigError
 from brt.interop import pretrained
 from brt.interop.exporting import NAMES, Exported
+from brt.interop.huggingface import convert
 from brt.interop.huggingface.config import Described
 from brt.interop.pretrained import Pretrained
 from brt.models import seq2seq
@@ -234,7 +235,8 @@ class Summarization(Task):
                 f"trained with Attention.kind = {kind!r}; transformers will encode by full "
                 "attention, and so does --verify"
             )
-        return Exported(source, Pretrained(params, described), copy, tuple(notes))
+        found = Pretrained(params, described)
+        return Exported(source, found, convert.form, copy, tuple(notes))
 
     def converted(self, config: Config, where: Path) -> Weights:
         """A T5 or BART that brt.convert wrote."""

@@ -17,8 +17,8 @@ from brt import tasks
 from brt.config import Attention, Config, CrossAttention, Training
 from brt.errors import CheckpointError, ConfigError
 from brt.interop import pretrained
-from brt.interop.exporting import converted
 from brt.interop.huggingface import convert, files, verify
+from brt.interop.huggingface.convert import converted
 
 SRFORMER = CrossAttention(kind="srformer", segment_size=4)
 

@@ -17,8 +17,8 @@ import pytest
 from brt.config import Attention
 from brt.errors import CheckpointError, ConfigError
 from brt.interop import pretrained, pretrained_encoder
-from brt.interop.exporting import converted
 from brt.interop.huggingface import convert, files
+from brt.interop.huggingface.convert import converted
 from brt.interop.huggingface.roberta import config, verify, weights
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.models import encoder, seq2seq

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from brt.interop import pretrained
-from brt.interop.exporting import converted
 from brt.interop.huggingface import convert, verify
+from brt.interop.huggingface.convert import converted
 
 SIZES = {
     "vocab_size": 40, "d_model": 24, "d_kv": 4, "d_ff": 20, "num_layers": 2, "num_heads": 3,

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from brt.interop import pretrained, pretrained_encoder
-from brt.interop.exporting import Exported
+from brt.interop.exporting import Form
 from brt.interop.huggingface import files
 from brt.interop.huggingface import verify as reports
 from brt.interop.huggingface.roberta import config, verify, weights
@@ -41,7 +41,7 @@ def from_hf(
     with files.new_directory(target) as directory:
         pretrained_encoder.save(directory, model)
         copied = pretrained.copy_tokenizer(source, directory)
-        yield _summary(model, source)
+        yield f"{source}: {_summary(model)}"
         yield from mismatches(imported)
         yield f"tokenizer: {', '.join(copied) or 'no files'}"
         if verified:
@@ -56,23 +56,16 @@ def from_hf(
     yield f"wrote {target}"
 
 
-def to_hf(own: Exported, target: Path, *, verified: bool, dtype: str = "float32") -> Iterator[str]:
-    """The other way; raises as `from_hf`."""
-    model = own.model
-    settings = config.to_theirs(model.described, dtype)
+def form(model: PretrainedEncoder, dtype: str) -> Form:
+    """As RoBERTa's own."""
     exported = weights.export_arrays(model.params, model.described)
-    with files.new_directory(target) as directory:
-        rounded = {name: array.astype(files.DTYPES[dtype]) for name, array in exported.items()}
-        files.write_tensors(directory, rounded)
-        files.write_json(directory / "config.json", settings)
-        copied = own.copy_tokenizer(directory)
-        yield _summary(model, own.source)
-        yield f"tokenizer: {', '.join(copied) or 'no files'}"
-        yield from (f"note: {note}" for note in own.notes)
-        if verified:
-            again, arrays, _ = read(directory)
-            yield from _verified(model, again, exported, arrays, directory)
-    yield f"wrote {target}"
+
+    def verified(directory: Path) -> Iterator[str]:
+        again, arrays, _ = read(directory)
+        return _verified(model, again, exported, arrays, directory)
+
+    settings = {"config.json": config.to_theirs(model.described, dtype)}
+    return Form(_summary(model), settings, exported, verified)
 
 
 def _verified(
@@ -101,9 +94,9 @@ def _verified(
         yield reports.check_logits(found, reference, "transformers")
 
 
-def _summary(model: PretrainedEncoder, source: Path) -> str:
+def _summary(model: PretrainedEncoder) -> str:
     settings, count = model.described.model, parameter_count(model.params)
     return (
-        f"{source}: roberta for {model.described.task}, {settings.layers} layers, width "
+        f"roberta for {model.described.task}, {settings.layers} layers, width "
         f"{settings.model_dim}, {settings.max_positions} positions, {count:,} parameters"
     )

@@ -1,0 +1,140 @@
+"""A decoder's settings and arrays as modeling_brt.py reads them."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from brt.config import Model
+from brt.errors import CheckpointError
+from brt.interop.exporting import Form
+from brt.interop.huggingface.decoder import verify
+from brt.interop.pretrained import parameter_count
+from brt.layers.attention import TransformerBlock, has_null_keys
+from brt.layers.recurrent import StateCell
+from brt.layers.stack import runs
+from brt.models.decoder import logit_scale
+from brt.ops.gates import GateWeights
+
+CODE = Path(__file__).with_name("modeling_brt.py")
+KINDS = ("window", "recurrent")
+# Parameters that are folded into `bias` and the scales.
+_FOLDED = {"relative_bias", "alibi_scale", "alibi_bound", "scale", "cross_scale"}
+
+
+class TrainedDecoder(NamedTuple):
+    """A language model.
+
+    Attributes:
+      params: of `brt.models.decoder.Decoder`.
+      model: with its vocabulary size set.
+      bos_id: what a text begins with.
+    """
+
+    params: PyTree[Array]
+    model: Model
+    bos_id: int
+
+
+def form(own: TrainedDecoder, dtype: str) -> Form:
+    """What others read.
+
+    Raises:
+      CheckpointError: it has layers of a kind that modeling_brt.py does not know.
+    """
+    model = own.model
+    for kind in model.layer_types:
+        if kind not in KINDS:
+            field = f"{kind}_layers"
+            field = field if hasattr(model, field) else "layer_kinds"
+            raise CheckpointError(
+                f"Model.{field} = {getattr(model, field)} has no counterpart in Hugging Face's "
+                f"form: layers of the kind {kind!r} cannot be exported, only window and recurrent "
+                "ones"
+            )
+    exported = dict(arrays(own))
+    summary = (
+        f"decoder of {model.layers} layers, {model.layer_types.count('recurrent')} of them "
+        f"recurrent, width {model.model_dim}, window {model.window}, "
+        f"{parameter_count(own.params):,} parameters"
+    )
+    verified = partial(verify.verified, own.params, model, exported)
+    return Form(summary, {"config.json": settings(own, dtype)}, exported, verified, code=(CODE,))
+
+
+def settings(own: TrainedDecoder, dtype: str) -> dict[str, Any]:
+    """config.json; what has a usual name bears it."""
+    m = own.model
+    # See `brt.config.Model.gate_tanh`.
+    bounded = m.gate_layout == "single" if m.gate_tanh == "original" else m.gate == "lstm"
+    return {
+        "architectures": ["BrtForCausalLM"],
+        "model_type": "brt",
+        "auto_map": {
+            "AutoConfig": f"{CODE.stem}.BrtConfig",
+            "AutoModelForCausalLM": f"{CODE.stem}.BrtForCausalLM",
+        },
+        "dtype": dtype,
+        "vocab_size": m.vocab_size,
+        "bos_token_id": own.bos_id,
+        "hidden_size": m.model_dim,
+        "num_hidden_layers": m.layers,
+        "num_attention_heads": m.heads,
+        "head_dim": m.head_dim,
+        "intermediate_size": m.mlp_dim,
+        "logit_scale": logit_scale(m),
+        "window": m.window,
+        "attend_to_self": m.attend_to_self,
+        "normalize_qk": m.normalize_qk,
+        "rotary": m.positions == "rotary",
+        "position_bias": m.positions in ("t5", "alibi"),
+        "cache": m.cache,
+        "null_keys": has_null_keys(m),
+        "recurrent_layers": [i for i, kind in enumerate(m.layer_types) if kind == "recurrent"],
+        "states": m.states,
+        "gate": m.gate,
+        "gate_layout": m.gate_layout,
+        "bounded_updates": bounded,
+        "feedback": m.feedback,
+    }
+
+
+def arrays(own: TrainedDecoder) -> Iterator[tuple[str, np.ndarray]]:
+    """Float32, layer by layer; positions as one bias by distance, scales without a sign."""
+    params, model, first = own.params, own.model, 0
+    for name in ("embedding", "norm"):
+        yield f"decoder.{name}", np.asarray(params[name], np.float32)
+    for run, kind, count in runs(model):
+        for i in range(count):
+            own_params = jax.tree.map(lambda rows, i=i: rows[i], params["stack"][run])
+            for name, array in _layer(model, kind, own_params).items():
+                yield f"decoder.layers.{first + i}.{name}", np.asarray(array, np.float32)
+        first += count
+
+
+def _layer(model: Model, kind: str, params: PyTree[Array]) -> dict[str, Array]:
+    tokens, recurs = params["tokens"], kind == "recurrent"
+    found = {name: array for name, array in tokens.items() if name not in _FOLDED}
+    block = TransformerBlock(model, cross_attends=recurs or model.feedback)
+    call = partial(block.apply, {"params": tokens})
+    found["scale"] = call(method="query_scale")
+    if block.cross_attends:
+        found["cross_scale"] = call("cross_scale", method="query_scale")
+    if (bias := call(method="bias")) is not None:
+        found["bias"] = bias
+    return found | (_cell(model, params["cell"]) if recurs else {})
+
+
+def _cell(model: Model, params: PyTree[Array]) -> dict[str, Array]:
+    weights = StateCell(model).apply({"params": params}, method=lambda cell: cell.weights)
+    found = {"cell.initial": params["initial"]}
+    for name, value in weights._asdict().items():
+        parts = value._asdict() if isinstance(value, GateWeights) else {"": value}
+        for part, array in parts.items():
+            if array is not None:
+                found[f"cell.{name}.{part}".removesuffix(".")] = array
+    return found

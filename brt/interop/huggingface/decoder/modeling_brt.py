@@ -1,0 +1,383 @@
+"""A decoder of sliding-window and block-recurrent layers, in PyTorch and by itself.
+
+Block-Recurrent Transformers (Hutchins et al. 2022): a token attends to its own block and the one
+before it; recurrent layers also carry state vectors, which read every block at its end and are
+read by all tokens of the next one. What is carried has a constant size, however long the text:
+
+    model = load("DIRECTORY")  # torch and safetensors; or, where transformers is installed,
+    model = AutoModelForCausalLM.from_pretrained("DIRECTORY", trust_remote_code=True)
+    logits, state = model(ids)  # ids [B, T], of any T; begin a text with config.bos_token_id
+    logits, state = model(more, state)  # goes on
+    ids = model.generate(ids, max_new_tokens=200, do_sample=True, temperature=0.8)
+
+Letters of shapes: B texts, T tokens, W window, S states, H heads, K size of a head, D model width,
+F hidden width of an MLP, n attentions side by side (1, or 2 with recurrent states).
+"""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+try:
+    from transformers import PretrainedConfig, PreTrainedModel
+except ImportError:  # `load` needs none of it
+    PretrainedConfig = PreTrainedModel = None
+
+
+class Memory(NamedTuple):
+    """What tokens read of recurrent states: keys and values [B, S, H, K]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class LayerState(NamedTuple):
+    """Keys and values [B, <2W, H, K] of the block before and the open one; of recurrent layers
+    also the states [B, S, D], float32, and what tokens read of them."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    vectors: torch.Tensor | None = None
+    memory: Memory | None = None
+
+
+class State(NamedTuple):
+    """All that a model knows of a text: a state for each layer, and tokens in the open block."""
+
+    layers: tuple
+    position: int
+
+
+class Output(NamedTuple):
+    """Float32 logits [B, T, V] of the tokens that come next, and the state after the last one."""
+
+    logits: torch.Tensor
+    state: State
+
+
+def rms_norm(x, scale):
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * scale.float()).to(x)
+
+
+def l2_normalize(x):
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x)
+
+
+def rotate(x, first):
+    """Turns channels i and i + K / 2 of x [B, T, H, K], whose places are first, first + 1, ..."""
+    half = x.shape[-1] // 2
+    speeds = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    places = torch.arange(first, first + x.shape[1], dtype=torch.float64)
+    angles = math.pi * torch.outer(places, speeds)[:, None]
+    cosines, sines = (f(angles).float().to(x.device) for f in (torch.cos, torch.sin))
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cosines - b * sines, a * sines + b * cosines], dim=-1).to(x)
+
+
+def attend(queries, keys, values, bias=None, seen=None):
+    """[B, Q, H, K] from keys [B, X, H, K]; bias [H, Q, X]; zeros where no key is seen [Q, X]."""
+    logits = torch.einsum("bqhk,bxhk->bhqx", queries, keys).float()
+    if bias is not None:
+        logits = logits + bias.float()
+    if seen is not None:
+        logits = logits.masked_fill(~seen, -1e6)
+    weights = torch.softmax(logits, dim=-1)
+    if seen is not None:
+        weights = weights * seen
+    return torch.einsum("bhqx,bxhk->bqhk", weights.to(values), values)
+
+
+def parameters(module, **shapes):
+    """Gives a module parameters of these names and shapes, to be loaded."""
+    for name, shape in shapes.items():
+        module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+
+class Gate(nn.Module):
+    """The next state vectors of old ones, an update, and the features that made it."""
+
+    def __init__(self, config, features):
+        super().__init__()
+        self.kind, width = config.gate, config.hidden_size
+        parameters(self, bias=(width,))
+        if self.kind != "fixed":
+            parameters(self, kernel=(*features, width))
+        if self.kind == "lstm":
+            parameters(self, input_bias=(width,), input_kernel=(*features, width))
+
+    def forward(self, vectors, update, features):
+        def opened(kernel, bias, shift):
+            logits = torch.tensordot(features, kernel.float(), kernel.dim() - 1)
+            return torch.sigmoid(logits + bias.float() + shift)
+
+        if self.kind == "fixed":
+            keep = torch.sigmoid(self.bias.float())
+        else:
+            keep = opened(self.kernel, self.bias, 1.0)
+        if self.kind == "lstm":
+            return keep * vectors + opened(self.input_kernel, self.input_bias, -1.0) * update
+        return keep * vectors + (1 - keep) * update
+
+
+class StateCell(nn.Module):
+    """The horizontal direction of a recurrent layer, in float32 throughout."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, width, heads = config, config.hidden_size, config.num_attention_heads
+        kernel, attended = (width, heads, config.head_dim), (2, heads, config.head_dim)
+        parameters(
+            self, initial=(config.states, width), norm=(width,), ids=(config.states, width),
+            keys=kernel, values=kernel, queries=kernel, cross_queries=kernel, scale=(heads,),
+            cross_scale=(heads,),
+        )  # fmt: skip
+        self.projects = config.gate_layout != "single"
+        self.has_mlp = config.gate_layout != "skip"
+        if self.projects:
+            parameters(self, output=(*attended, width))
+            self.output_gate = Gate(config, attended)
+        if self.projects and self.has_mlp:
+            parameters(self, mlp_norm=(width,))
+        if self.has_mlp:
+            inputs = (width,) if self.projects else attended
+            hidden = config.intermediate_size
+            parameters(self, mlp_in=(*inputs, hidden), mlp_out=(hidden, width))
+            self.mlp_gate = Gate(config, (hidden,))
+
+    def _project(self, vectors, *names):
+        h = rms_norm(vectors, self.norm) + self.ids.float()
+        for name in names:
+            y = torch.einsum("bsd,dhk->bshk", h, getattr(self, name).float())
+            yield l2_normalize(y) if self.config.normalize_qk and name != "values" else y
+
+    def memory(self, vectors):
+        """What the tokens of a block read."""
+        return Memory(*(x.to(self.keys) for x in self._project(vectors, "keys", "values")))
+
+    def forward(self, vectors, keys, values):
+        """The states [B, S, D] after they have read the tokens' keys and values [B, X, H, K]."""
+        own, read, queries, crossing = self._project(
+            vectors, "keys", "values", "queries", "cross_queries"
+        )
+        queries, crossing = (
+            x * scale.float()[:, None]
+            for x, scale in ((queries, self.scale), (crossing, self.cross_scale))
+        )
+        attended = torch.stack(
+            [attend(queries, own, read), attend(crossing, keys.float(), values.float())], dim=2
+        )
+        bound = torch.tanh if self.config.bounded_updates else lambda update: update
+        features = attended  # [B, S, 2, H, K]
+        if self.projects:
+            update = bound(torch.tensordot(attended, self.output.float(), 3))
+            vectors = self.output_gate(vectors, update, attended)
+            if not self.has_mlp:
+                return vectors
+            features = rms_norm(vectors, self.mlp_norm)
+        kernel = self.mlp_in.float()
+        hidden = torch.relu(torch.tensordot(features, kernel, kernel.dim() - 1))
+        return self.mlp_gate(vectors, bound(hidden @ self.mlp_out.float()), hidden)
+
+
+class Layer(nn.Module):
+    """A sliding-window layer, or with states a recurrent one: (x, state) -> (y, state)."""
+
+    def __init__(self, config, recurs):
+        super().__init__()
+        self.config, width, heads = config, config.hidden_size, config.num_attention_heads
+        kernel, attends_twice = (width, heads, config.head_dim), recurs or config.feedback
+        parameters(
+            self, norm=(width,), queries=kernel, keys=kernel, values=kernel, scale=(heads,),
+            output=(2 if attends_twice else 1, heads, config.head_dim, width),
+            mlp_norm=(width,), mlp_in=(width, config.intermediate_size),
+            mlp_out=(config.intermediate_size, width),
+        )  # fmt: skip
+        if attends_twice:
+            parameters(self, cross_queries=kernel, cross_scale=(heads,))
+        if config.position_bias:  # of keys by how far they lie before a query, nearest first
+            parameters(self, bias=(heads, config.window))
+        self.cell = StateCell(config) if recurs else None
+
+    def new_state(self, batch):
+        """Of texts of which nothing was read; empty, or a block of zero keys."""
+        length = self.config.window if self.config.null_keys else 0
+        empty = self.keys.new_zeros(batch, length, *self.keys.shape[1:])
+        if self.cell is None:
+            return LayerState(empty, empty)
+        vectors = self.cell.initial.float().expand(batch, -1, -1)
+        return LayerState(empty, empty, vectors, self.cell.memory(vectors))
+
+    def _project(self, h, name, scale=None):
+        y = torch.einsum("btd,dhk->bthk", h, getattr(self, name))
+        if self.config.normalize_qk and name != "values":
+            y = l2_normalize(y)
+        return y if scale is None else y * scale[:, None]
+
+    def forward(self, x, state, feedback):
+        """Tokens of one block, at most up to its end; `feedback`: another layer's memory."""
+        h = rms_norm(x, self.norm)
+        queries = self._project(h, "queries", self.scale)
+        keys = torch.cat([state.keys, self._project(h, "keys")], dim=1)
+        values = torch.cat([state.values, self._project(h, "values")], dim=1)
+        attended = [self._attend_to_window(queries, keys, values)]
+        memory = feedback if self.cell is None else state.memory
+        if memory is not None:
+            crossing = self._project(h, "cross_queries", self.cross_scale)
+            attended.append(attend(crossing, *memory))
+        x = x + torch.tensordot(torch.stack(attended, dim=2), self.output, 3)
+        hidden = torch.relu(rms_norm(x, self.mlp_norm) @ self.mlp_in)
+        return x + hidden @ self.mlp_out, state._replace(keys=keys, values=values)
+
+    def _attend_to_window(self, queries, keys, values):
+        config, before = self.config, keys.shape[1] - queries.shape[1]
+        places = torch.arange(keys.shape[1], device=keys.device)
+        distances = places[before:, None] - places - (0 if config.attend_to_self else 1)
+        seen = (distances >= 0) & (distances < config.window)
+        if config.rotary:
+            queries, keys = rotate(queries, before), rotate(keys, 0)
+        bias = self.bias[:, distances.clamp(0, config.window - 1)] if config.position_bias else None
+        return attend(queries, keys, values, bias, seen)
+
+    def end_block(self, state):
+        """The state behind a full block, which the recurrent states have read."""
+        kept = self.config.window if self.config.cache else 0
+        first = state.keys.shape[1] - kept
+        after = state._replace(keys=state.keys[:, first:], values=state.values[:, first:])
+        if self.cell is None:
+            return after
+        vectors = self.cell(state.vectors, state.keys, state.values)
+        return after._replace(vectors=vectors, memory=self.cell.memory(vectors))
+
+
+class Decoder(nn.Module):
+    """The whole model; see the top of this file."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, width = config, config.hidden_size
+        parameters(self, embedding=(config.vocab_size, width), norm=(width,))
+        recurrent = set(config.recurrent_layers)
+        self.layers = nn.ModuleList(
+            Layer(config, i in recurrent) for i in range(config.num_hidden_layers)
+        )
+
+    def forward(self, input_ids, state=None):
+        """Reads ids [B, T] behind `state`, or as a text's beginning."""
+        if input_ids.shape[1] == 0:
+            raise ValueError("input_ids holds no token; a text begins with config.bos_token_id")
+        if state is None:
+            layers = tuple(layer.new_state(input_ids.shape[0]) for layer in self.layers)
+            state = State(layers, 0)
+        logits, window = [], self.config.window
+        while input_ids.shape[1]:
+            count = window - state.position
+            piece, input_ids = input_ids[:, :count], input_ids[:, count:]
+            x, state = self._read(self.embedding[piece], state)
+            product = rms_norm(x, self.norm) @ self.embedding.T
+            logits.append(product.float() * self.config.logit_scale)
+        return Output(torch.cat(logits, dim=1), state)
+
+    def _read(self, x, state):
+        """Tokens that do not reach beyond the open block."""
+        feedback = None
+        if self.config.feedback:  # every layer reads what the last recurrent one shows
+            feedback = state.layers[max(self.config.recurrent_layers)].memory
+        layers = []
+        for layer, own in zip(self.layers, state.layers, strict=True):
+            x, own = layer(x, own, feedback)
+            layers.append(own)
+        position = state.position + x.shape[1]
+        if position == self.config.window:
+            layers = [layer.end_block(own) for layer, own in zip(self.layers, layers, strict=True)]
+            position = 0
+        return x, State(tuple(layers), position)
+
+    @torch.no_grad()
+    def stream(self, input_ids, state=None, do_sample=False, generator=None, **sampling):
+        """Yields new tokens [B] without end, in constant memory; see `generate`. With each comes
+        the state that has read all before it: forward(token[:, None], state) goes on."""
+        for piece in input_ids.split(self.config.window, dim=1):  # of a long text: no long logits
+            logits, state = self(piece, state)
+        while True:
+            if do_sample:
+                chances = torch.softmax(restrict(logits[:, -1], **sampling), dim=-1)
+                token = torch.multinomial(chances, 1, generator=generator)[:, 0]
+            else:
+                token = logits[:, -1].argmax(dim=-1)
+            yield token, state
+            logits, state = self(token[:, None], state)
+
+    def generate(self, input_ids, max_new_tokens=500, **options):
+        """ids [B, T + max_new_tokens]; options as of transformers: do_sample (else greedily),
+        temperature, top_k, top_p; a torch.Generator; the state that input_ids go on from."""
+        tokens, stream = [input_ids], self.stream(input_ids, **options)
+        for _ in range(max_new_tokens):
+            tokens.append(next(stream)[0][:, None])
+        return torch.cat(tokens, dim=1)
+
+
+def restrict(logits, temperature=1.0, top_k=0, top_p=1.0):
+    """Masks all but the top_k tokens, then all but the fewest that hold top_p of the mass."""
+    logits = logits / temperature
+    if top_k:
+        best = logits.topk(min(top_k, logits.shape[-1])).values
+        logits = logits.masked_fill(logits < best[:, -1:], -math.inf)
+    if top_p < 1.0:
+        ordered = logits.sort(descending=True).values
+        mass = torch.softmax(ordered, -1).cumsum(-1)
+        last = (mass < top_p).sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)
+        logits = logits.masked_fill(logits < ordered.gather(-1, last), -math.inf)
+    return logits
+
+
+def load(directory, dtype=torch.float32):
+    """The model of a directory that holds this file, without transformers."""
+    from safetensors.torch import load_file
+
+    directory = Path(directory)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    model, found = Decoder(SimpleNamespace(**config)), {}
+    for file in sorted(directory.glob("model*.safetensors")):
+        found |= {k.removeprefix("decoder."): v for k, v in load_file(file).items()}
+    model.load_state_dict(found)
+    return model.to(dtype).eval()
+
+
+def refuse_padding(attention_mask):
+    if attention_mask is not None and not attention_mask.all():
+        raise ValueError("padding would be read as text; texts of a batch must be equally long")
+
+
+if PreTrainedModel is not None:
+
+    class BrtConfig(PretrainedConfig):
+        model_type = "brt"
+
+    class BrtForCausalLM(PreTrainedModel):
+        """The same behind `from_pretrained`; generates by itself, not by GenerationMixin."""
+
+        config_class, base_model_prefix, _no_split_modules = BrtConfig, "decoder", ["Layer"]
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.decoder = Decoder(config)
+            self.post_init()
+
+        def forward(self, input_ids, state=None, attention_mask=None):
+            refuse_padding(attention_mask)
+            return self.decoder(input_ids, state)
+
+        def stream(self, input_ids, attention_mask=None, **options):
+            refuse_padding(attention_mask)
+            return self.decoder.stream(input_ids, **options)
+
+        def generate(self, input_ids, max_new_tokens=500, attention_mask=None, **options):
+            refuse_padding(attention_mask)
+            return self.decoder.generate(input_ids, max_new_tokens, **options)

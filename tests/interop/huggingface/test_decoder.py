@@ -1,0 +1,289 @@
+"""Language models in Hugging Face's form, and modeling_brt.py, which reads them."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from brt.config import Config, Model, Sampling, Training
+from brt.data import tokenizers
+from brt.data.byte_level import ByteLevelTokenizer
+from brt.errors import CheckpointError
+from brt.generation.session import Session
+from brt.interop.huggingface import convert, files
+from brt.interop.huggingface.decoder import form, tokenizer, verify
+from brt.tasks.language_modeling.task import LanguageModeling
+
+WINDOW = 4
+MODEL = Model(
+    layers=3, model_dim=16, heads=2, head_dim=8, mlp_dim=24, window=WINDOW, states=3,
+    vocab_size=256, relative_buckets=4, relative_max_distance=16, dtype="float32",
+)  # fmt: skip
+RECURRENT = {"recurrent_layers": (1,)}
+MODELS = {
+    "t5": {},
+    "rotary": {"positions": "rotary", **RECURRENT},
+    "alibi": {"positions": "alibi", "logit_scale": "vocab"},
+    "no positions, plain queries": {"positions": "none", "normalize_qk": False, **RECURRENT},
+    "no cache": {"cache": False, "recurrent_layers": (0, -1)},
+    "strictly past": {"attend_to_self": False, **RECURRENT},
+    "null keys": {"mask_empty_cache": False, "positions": "rotary", **RECURRENT},
+    "scaled bias": {"bias_before_scale": True, "positions": "alibi"},
+    "parity": {
+        "attend_to_self": False, "mask_empty_cache": False, "bias_before_scale": True, **RECURRENT,
+    },
+    "feedback": {"recurrent_layers": (0, 1), "feedback": True},
+    "paper's lstm": {"gate": "lstm", "gate_layout": "dual", "gate_tanh": "paper", **RECURRENT},
+    **{
+        f"{gate}, {layout}": {"gate": gate, "gate_layout": layout, **RECURRENT}
+        for gate in ("fixed", "lstm", "gru")
+        for layout in ("dual", "single", "skip")
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def export(random_params: Callable, tmp_path: Path) -> Callable[..., SimpleNamespace]:
+    """(fields of Model, flags of `to_hf`) -> params, model, directory, lines."""
+
+    def write(changes: dict[str, Any], **flags: Any) -> SimpleNamespace:
+        model, flags = dataclasses.replace(MODEL, **changes), {"verified": False, **flags}
+        params, target = random_params(model), tmp_path / "theirs"
+        own = LanguageModeling().exported(
+            tmp_path / "run", Config(model=model), params, tokenizers.ByteTokenizer
+        )
+        lines = list(convert.to_hf(own, target, **flags))
+        return SimpleNamespace(params=params, model=model, directory=target, lines=lines)
+
+    return write
+
+
+def config_of(model: Model) -> Config:
+    return Config(model=model, training=Training(segment_length=2 * WINDOW))
+
+
+def test_a_directory_holds_all_that_others_need(export: Callable) -> None:
+    done = export({"gate": "lstm", "gate_layout": "dual", "feedback": True, **RECURRENT})
+    assert {path.name for path in done.directory.iterdir()} == {
+        "config.json", "model.safetensors", "modeling_brt.py", "tokenizer.json",
+        "tokenizer_config.json",
+    }  # fmt: skip
+    assert any("decoder of 3 layers, 1 of them recurrent, width 16" in x for x in done.lines)
+    assert (done.directory / "modeling_brt.py").read_bytes() == form.CODE.read_bytes()
+    settings = files.read_json(done.directory / "config.json")
+    assert settings["auto_map"]["AutoModelForCausalLM"] == "modeling_brt.BrtForCausalLM"
+    assert settings["recurrent_layers"] == [1] and settings["bos_token_id"] == 0
+
+    arrays = files.read_tensors(done.directory)
+    block = {
+        "norm": (16,), "queries": (16, 2, 8), "keys": (16, 2, 8), "values": (16, 2, 8),
+        "scale": (2,), "output": (2, 2, 8, 16), "mlp_norm": (16,), "mlp_in": (16, 24),
+        "mlp_out": (24, 16), "cross_queries": (16, 2, 8), "cross_scale": (2,), "bias": (2, 4),
+    }  # fmt: skip
+    gates = {
+        f"{gate}.{name}": (*inputs, 16)
+        for gate, features in (("output_gate", (2, 2, 8)), ("mlp_gate", (24,)))
+        for name, inputs in (
+            ("bias", ()), ("input_bias", ()), ("kernel", features), ("input_kernel", features),
+        )
+    }  # fmt: skip
+    by_head = dict.fromkeys(("keys", "values", "queries", "cross_queries"), (16, 2, 8))
+    cell = by_head | gates | {
+        "initial": (3, 16), "ids": (3, 16), "norm": (16,), "scale": (2,), "cross_scale": (2,),
+        "output": (2, 2, 8, 16), "mlp_norm": (16,), "mlp_in": (16, 24), "mlp_out": (24, 16),
+    }  # fmt: skip
+    expected = {"embedding": (256, 16), "norm": (16,)}
+    for layer in range(3):
+        expected |= {f"layers.{layer}.{name}": shape for name, shape in block.items()}
+    expected |= {f"layers.1.cell.{name}": shape for name, shape in cell.items()}
+    assert {name: array.shape for name, array in arrays.items()} == {
+        f"decoder.{name}": shape for name, shape in expected.items()
+    }
+
+
+def test_arrays_are_rounded_where_asked(export: Callable) -> None:
+    done = export(RECURRENT, dtype="bfloat16")
+    assert {str(x.dtype) for x in files.read_tensors(done.directory).values()} == {"bfloat16"}
+    assert files.read_json(done.directory / "config.json")["dtype"] == "bfloat16"
+
+
+def test_verification_says_what_it_lacks(export: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify.importlib.util, "find_spec", lambda name: None)
+    done = export(RECURRENT, verified=True)
+    assert any("decoder.layers.1.cell.ids" in line and "0.0e+00" in line for line in done.lines)
+    assert "logits and text: not compared; pip install torch" in "\n".join(done.lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"memorizing_layers": (1,)}, r"Model.memorizing_layers = \(1,\) has no counterpart"),
+        ({"clustered_layers": (0,)}, r"Model.clustered_layers = \(0,\) has no counterpart"),
+        ({"layer_kinds": ("window", "toy", "window")}, r"Model.layer_kinds = .*'toy' cannot be"),
+    ],
+)
+def test_other_kinds_of_layers_are_refused(changes: dict, sentence: str) -> None:
+    own = form.TrainedDecoder({}, dataclasses.replace(MODEL, **changes), 0)
+    with pytest.raises(CheckpointError, match=sentence):
+        form.form(own, "float32")
+
+
+def test_bytes_are_ids_in_the_tokenizer_of_others(tmp_path: Path) -> None:
+    text, own = "It wás\n late\t – \u0100\U0001f600 ", tokenizers.ByteTokenizer()
+    names = tokenizer.write(own, tmp_path)
+    assert names == ["tokenizer.json", "tokenizer_config.json"]
+    theirs = opened(tmp_path / "tokenizer.json")
+    ids = theirs.encode(text).ids
+    assert ids == [0, *own.encode(text).tolist()]
+    assert theirs.decode(ids) == text
+
+
+def test_a_tokenizer_of_others_begins_with_bos(tmp_path: Path) -> None:
+    """Whatever its file did before a text and behind it."""
+    (tmp_path / "own").mkdir()
+    settings = tokenizer.of_bytes()
+    settings["pre_tokenizer"] = settings["pre_tokenizer"] | {"add_prefix_space": True}
+    settings["added_tokens"][0] |= {"id": 256, "content": "<s>"}
+    settings["model"]["vocab"] |= {"<s>": 256}
+    settings["truncation"] = {
+        "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0,
+    }  # fmt: skip
+    (tmp_path / "own/tokenizer.json").write_text(json.dumps(settings))
+    own = ByteLevelTokenizer(tmp_path / "own/tokenizer.json")
+    tokenizer.write(own, tmp_path)
+    ids = opened(tmp_path / "tokenizer.json").encode("It was late").ids
+    assert ids == [256, *own.encode("It was late").tolist()]
+    assert files.read_json(tmp_path / "tokenizer_config.json")["bos_token"] == "<s>"
+
+
+def test_sentencepiece_reads_as_we_do(tmp_path: Path) -> None:
+    import sentencepiece
+
+    from brt.data.tokenizer_training import train_sentencepiece
+
+    (tmp_path / "own").mkdir()
+    path = tmp_path / "own/tokenizer.model"
+    train_sentencepiece(["it was a dark and stormy night, it was"] * 20, 290, path, seed=0)
+    own = tokenizers.load(str(path))
+    assert tokenizer.write(own, tmp_path) == ["tokenizer.model"]
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    text = "it was  dark\n night "
+    assert theirs.encode(text) == own.encode(text).tolist()
+
+
+def opened(path: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path))
+
+
+def of_torch(test: Callable) -> Callable:
+    """Run where it is installed; it and transformers warn of this and that."""
+    return pytest.mark.slow(pytest.mark.filterwarnings("ignore")(test))
+
+
+def torch() -> Any:
+    return pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@of_torch
+def test_logits_are_ours_over_segments_cut_anywhere(kind: str, export: Callable) -> None:
+    done = export(MODELS[kind])
+    ids = np.random.default_rng(0).integers(256, size=(2, 6 * WINDOW))
+    expected = verify.segment_logits(done.params, done.model, np.split(ids, 3, axis=1))
+    theirs = verify.loaded(done.directory).load(done.directory)
+    for cuts in ([8, 16], [1, 2, 7, 8, 20]):
+        found, state = [], None
+        for piece in np.split(ids, cuts, axis=1):
+            logits, state = theirs(torch().from_numpy(piece), state)
+            found.append(logits.detach().numpy())
+        np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["feedback", "rotary", "lstm, dual", "parity", "no cache"])
+@of_torch
+def test_greedy_text_is_ours(kind: str, export: Callable) -> None:
+    done = export(MODELS[kind], verified=True)
+    assert any(line.startswith("logits against 3 segments read by brt") for line in done.lines)
+    assert "greedy text against brt: the same 32 tokens" in done.lines
+    session = Session(config_of(done.model), done.params, bos_id=0)
+    session.read([5, 6, 7, 8, 9])
+    sampling = Sampling(temperature=0.0)
+    ours = [*session.write(20, sampling, jax.random.key(0))]
+    theirs = verify.loaded(done.directory).load(done.directory)
+    prompt = torch().tensor([[0, 5, 6, 7, 8, 9]])
+    text = theirs.generate(prompt, max_new_tokens=20).numpy()
+    np.testing.assert_array_equal(text[:, 6:], np.concatenate(ours, axis=1))
+
+
+@of_torch
+def test_what_is_carried_stays_as_large_as_it_was(export: Callable) -> None:
+    done = export(MODELS["gru, single"])
+    theirs = verify.loaded(done.directory).load(done.directory)
+    ids, state, sizes = torch().ones(1, 10 * WINDOW, dtype=torch().long), None, []
+    for piece in ids.split(WINDOW, dim=1):
+        _, state = theirs(piece, state)
+        sizes.append(sum(layer.keys.numel() for layer in state.layers))
+    assert len(set(sizes)) == 1
+
+
+@of_torch
+def test_samples_are_of_the_likeliest(export: Callable) -> None:
+    done = export(MODELS["t5"])
+    module = verify.loaded(done.directory)
+    theirs, prompt = module.load(done.directory), torch().zeros(3, 1, dtype=int)
+    options = {"do_sample": True, "max_new_tokens": 9, "temperature": 0.5}
+    greedy = theirs.generate(prompt, max_new_tokens=9)
+    assert (theirs.generate(prompt, top_k=1, **options) == greedy).all()
+    assert (theirs.generate(prompt, top_p=1e-6, **options) == greedy).all()
+    draws = [
+        theirs.generate(prompt, generator=torch().Generator().manual_seed(1), **options)
+        for _ in range(2)
+    ]
+    assert (draws[0] == draws[1]).all() and (draws[0] != greedy).any()
+
+
+@of_torch
+def test_damage_is_found(export: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = verify.segment_logits
+    monkeypatch.setattr(verify, "segment_logits", lambda *args: -kept(*args))
+    with pytest.raises(CheckpointError, match="logits against 3 segments read by brt"):
+        export(MODELS["t5"], verified=True)
+
+
+@of_torch
+def test_rounded_weights_are_verified_within_their_rounding(export: Callable) -> None:
+    done = export(MODELS["fixed, skip"], verified=True, dtype="bfloat16")
+    assert "greedy text against brt: the same 32 tokens" in done.lines
+
+
+@of_torch
+def test_transformers_reads_it(
+    export: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
+    done = export(MODELS["feedback"])
+    auto = transformers.AutoModelForCausalLM, transformers.AutoTokenizer
+    model, text = (
+        a.from_pretrained(done.directory, trust_remote_code=True, local_files_only=True)
+        for a in auto
+    )
+    inputs = text("It was late.", return_tensors="pt")
+    assert inputs["input_ids"].tolist() == [[0, *b"It was late."]]
+    alone = verify.loaded(done.directory).load(done.directory)
+    expected = alone(inputs["input_ids"]).logits.detach()
+    found = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    np.testing.assert_allclose(found.logits.detach(), expected, atol=1e-5)
+    mask = inputs["attention_mask"]
+    written = model.generate(inputs["input_ids"], attention_mask=mask, max_new_tokens=9)
+    assert (written == alone.generate(inputs["input_ids"], max_new_tokens=9)).all()
+    with pytest.raises(ValueError, match="padding would be read as text"):
+        model(inputs["input_ids"], attention_mask=0 * mask)
