@@ -50,10 +50,8 @@ def run(tmp_path: Path) -> Callable[..., Path]:
         config = Config(
             training=training, encoder=model, attention=attention or Attention(), data=data
         )
-        rng, network = (
-            np.random.default_rng(0),
-            encoder.EncoderWithHead(model, task=tasks.named(task).head),
-        )
+        rng = np.random.default_rng(0)
+        network = encoder.EncoderWithHead(model, task=tasks.named(task).head)
         shapes = jax.eval_shape(lambda: nn.meta.unbox(encoder.init(network, jax.random.key(0))))
         params = jax.tree.map(
             lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), shapes
@@ -64,6 +62,18 @@ def run(tmp_path: Path) -> Callable[..., Path]:
         return tmp_path / "run"
 
     return write
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a run's data, with a tokenizer that is not of bytes."""
+    corpus = SimpleNamespace(
+        directory=tmp_path / "corpus", tokenizer=SimpleNamespace(name="my.model"), splits={},
+        split=None,
+    )  # fmt: skip
+    corpus.directory.mkdir()
+    monkeypatch.setattr(exports.saved, "open_corpus", lambda _: corpus)
+    return corpus.directory
 
 
 def to_hf(workdir: Path, target: Path, verified: bool = False) -> list[str]:
@@ -116,22 +126,16 @@ def test_a_run_becomes_a_checkpoint_of_roberta(
     ],
 )
 def test_what_roberta_lacks_is_refused_and_nothing_is_written(
-    run: Callable, tmp_path: Path, settings: dict, sentence: str
+    run: Callable, prepared: Path, tmp_path: Path, settings: dict, sentence: str
 ) -> None:
     with pytest.raises(CheckpointError, match=sentence):
         to_hf(run(**settings), tmp_path / "theirs")
     assert not (tmp_path / "theirs").exists()
 
 
-def test_a_sentencepiece_model_comes_along(
-    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workdir, corpus = run(), tmp_path / "corpus"
-    corpus.mkdir()
-    (corpus / "tokenizer.model").write_bytes(b"pieces")
-    prepared = SimpleNamespace(directory=corpus, tokenizer=SimpleNamespace(name="my.model"))
-    monkeypatch.setattr(exports.saved, "open_corpus", lambda _: prepared)
-    lines = to_hf(workdir, tmp_path / "theirs")
+def test_a_sentencepiece_model_comes_along(run: Callable, prepared: Path, tmp_path: Path) -> None:
+    (prepared / "tokenizer.model").write_bytes(b"pieces")
+    lines = to_hf(run(), tmp_path / "theirs")
     assert "tokenizer: tokenizer.model" in lines
     assert (tmp_path / "theirs/tokenizer.model").read_bytes() == b"pieces"
 
