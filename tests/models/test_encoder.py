@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.config import Attention, Encoder
+from brt.config import Attention, Encoder, Kernels
 from brt.errors import ConfigError
 from brt.layers.encoder.inputs import Inputs
 from brt.layers.transformer.attention import Source
@@ -153,7 +153,7 @@ def test_convolutional_positions_tell_neighbours_at_whatever_place() -> None:
 def test_a_stack_is_its_layers_one_after_another() -> None:
     """Each with parameters of its own, and a key of its own for what is drawn."""
     model = dataclasses.replace(TOKENS, layers=2)
-    network, block = encoder.Encoder(model, attention("clustered")), of_encoder(model)
+    network, block = encoder.Encoder(model, attention("clustered")), of_encoder(model, Kernels())
     params, x, there, key = random_params(network), inputs(model, 1), valid(), jax.random.key(3)
     y = forward(network, params, x, there, key)
 

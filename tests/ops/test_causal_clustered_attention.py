@@ -143,14 +143,9 @@ def carried() -> State:
     return read(inputs(1), new_state(), starts((1, 3)))[1]
 
 
-def test_the_implementations_agree_in_outputs_states_and_gradients(carried: State) -> None:
-    start = starts((1, 2))
-    xla, reference = (
-        read_with_gradients(inputs(), carried, start, implementation=name)
-        for name in ("xla", "reference")
-    )
-    assert_close(xla, reference, 2e-5)
-    assert all(np.any(leaf) for leaf in jax.tree.leaves(xla[0]))
+def test_all_that_is_read_has_a_gradient(carried: State) -> None:
+    gradients, _ = read_with_gradients(inputs(), carried, starts((1, 2)))
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(gradients))
 
 
 def test_centroids_that_keep_every_key_give_exact_attention_to_the_whole_past() -> None:

@@ -26,17 +26,17 @@ VARIANTS = {
     "II: no norm": {"norm": "none"},
     "III: no neurons": {"use_raf": False},
     "IV: own segment": {"kv_source": "segment"},
-    "sigma": {"mix": "sigma"},
+    "sigma, clamp, stride": {
+        "mix": "sigma", "clamp": 2.0, "leak_init": 0.5, "index_mode": "stride", "stride": 3,
+    },
     "gated": {"mix": "gated"},
     "gated, no norm": {"mix": "gated", "norm": "none", "cache": "carry"},
-    "clamp": {"clamp": 2.0, "leak_init": 0.5},
     "bounded, bias": {"raf_parameters": "bounded", "raf_bias": True},
-    "stride": {"index_mode": "stride", "stride": 3},
     "padding counts": {"segment_count": "static", "mask_kv": False, "norm_epsilon": 0.0},
     "rnn memory": {"kind": "xl_memory"},
     "previous segment": {"kind": "xl_memory", "memory": "identity"},
     "means": {"kind": "local_global"},
-}
+}  # fmt: skip
 each_variant = pytest.mark.parametrize("name", VARIANTS)
 KINDS = ("full", "segmented", "srformer", "rnn memory", "previous segment", "means")
 each_kind = pytest.mark.parametrize("name", KINDS)
@@ -313,7 +313,7 @@ def test_a_carried_recurrence_moves_only_where_the_index_moves() -> None:
     parameters = parameters_of(config)
     q, *source = arrays()
     expected = oracle(q, *source, parameters, config)
-    filled = cross_attention.prefill(*source, parameters, config)
+    filled = jax.jit(partial(cross_attention.prefill, config=config))(*source, parameters)
     advance = jax.jit(lambda memory, t: cross_attention.advance(memory, t, config))
     step = jax.jit(lambda q, memory, t: cross_attention.step(q, memory, t, config))
     assert filled.table is None and filled.carry.index.tolist() == [-1] * BATCH
@@ -329,7 +329,8 @@ def test_a_carried_recurrence_moves_only_where_the_index_moves() -> None:
 @pytest.mark.parametrize(("size", "form"), [(2, "table"), (4, "table"), (1, "carry")])
 def test_the_smaller_cache_is_chosen(size: int, form: str) -> None:
     config = config_of("srformer", segment_size=size)
-    filled = cross_attention.prefill(*arrays()[1:], parameters_of(config), config)
+    prefill = partial(cross_attention.prefill, config=config)
+    filled = jax.eval_shape(prefill, *arrays()[1:], parameters_of(config))
     assert (filled.table is not None, filled.carry is not None) == (
         form == "table",
         form == "carry",
@@ -435,7 +436,8 @@ def test_dropout_is_that_of_the_softmax_weights() -> None:
     assert np.all(found.std(0) > 0)
     recurrence = config_of("I: no segment")
     dropout = Dropout(jax.random.key(1), 0.25)
-    y, _ = cross_attention.attend(*arrays(), parameters, recurrence, dropout=dropout)
+    attend = partial(cross_attention.attend, config=recurrence, dropout=dropout)
+    y, _ = jax.jit(attend)(*arrays(), parameters)
     close(y, oracle(*arrays(), parameters, recurrence))
 
 
@@ -496,6 +498,6 @@ def test_behind_a_new_gate_is_the_segment_alone() -> None:
     initial = cross_attention.initial_parameters(jax.random.key(0), gated, HEADS, WIDTH)
     assert initial.raf.gate == 0
     q, k, v, valid = arrays()
-    y, _ = cross_attention.attend(q, k, v, valid, initial, gated)
-    expected, _ = cross_attention.attend(q, k, v, valid, Parameters(), segmented)
+    y = attended(gated)(q, k, v, valid, initial)
+    expected = attended(segmented)(q, k, v, valid, Parameters())
     np.testing.assert_array_equal(y, expected)

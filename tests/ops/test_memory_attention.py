@@ -1,3 +1,4 @@
+import functools
 import inspect
 from typing import Any
 
@@ -69,20 +70,12 @@ def test_equals_a_search_by_hand(
     assert not np.any(y[empty]) and np.all(np.any(y[~empty], axis=-1))
 
 
-@each_option
-def test_equals_the_reference_with_gradients_for_queries_only(options: dict) -> None:
-    cotangent = np.random.default_rng(1).normal(size=arrays()[0].shape).astype(np.float32)
+@pytest.mark.parametrize("search", ["exact", "bucketed"])
+def test_gradients_are_for_queries_only(search: str) -> None:
+    def total(*a: jax.Array) -> jax.Array:
+        return jnp.sum(attention(*a, search=search) ** 2)
 
-    def results(implementation: str) -> tuple:
-        def total(*a: jax.Array) -> tuple:
-            y = attention(*a, implementation=implementation, **options)
-            return jnp.sum(y * cotangent), y
-
-        return jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(*arrays())
-
-    (gradients, y), (expected_gradients, expected) = results("xla"), results("reference")
-    np.testing.assert_allclose(y, expected, atol=TOLERANCE)
-    np.testing.assert_allclose(gradients[0], expected_gradients[0], atol=TOLERANCE)
+    gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*arrays())
     assert np.any(gradients[0]) and not np.any(gradients[1]) and not np.any(gradients[2])
 
 
@@ -105,16 +98,15 @@ def test_what_was_written_is_found_by_its_own_key() -> None:
     keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
     values = rng.normal(size=keys.shape).astype(np.float32)
     for search in ("exact", "bucketed"):
-        y = memory_attention(
-            jnp.asarray(1000 * keys.swapaxes(1, 2)), jnp.asarray(keys), jnp.asarray(values),
-            jnp.array([[SIZE]]), size=SIZE, neighbors=NEIGHBORS, search=search,
-        )  # fmt: skip
+        read = functools.partial(memory_attention, size=SIZE, neighbors=NEIGHBORS, search=search)
+        y = jax.jit(read)(1000 * keys.swapaxes(1, 2), keys, values, np.array([[SIZE]]))
         np.testing.assert_allclose(y.swapaxes(1, 2), values, atol=1e-3)
 
 
 def test_keeps_the_dtype_of_the_values() -> None:
-    exact = attention(*arrays())
-    y = attention(*(a.astype(jnp.bfloat16) for a in arrays()))
+    run = jax.jit(attention)
+    exact = run(*arrays())
+    y = run(*(a.astype(jnp.bfloat16) for a in arrays()))
     assert y.dtype == jnp.bfloat16
     assert np.mean(np.abs(np.asarray(y, np.float32) - exact)) < 0.05
 

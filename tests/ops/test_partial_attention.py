@@ -17,13 +17,19 @@ SEEN = rng.random(size=LOGITS.shape) < 0.7
 SEEN[0, 0] = False
 
 
-def weighed(logits: np.ndarray, values: np.ndarray, factors: np.ndarray | float) -> float:
-    """The sum that is differentiated, in float64; rows without keys add nothing."""
+def weighed(
+    logits: np.ndarray, values: np.ndarray, factors: np.ndarray | float
+) -> tuple[float, float]:
+    """The sum that is differentiated, in float64, and that of its terms' magnitudes.
+
+    Rows without keys add nothing.
+    """
     weights = np.where(SEEN, np.exp(logits), 0)
     sums = np.maximum(weights.sum(axis=-1), 1e-300)
     read = (weights * factors) @ values / sums[..., None]
     some = SEEN.any(axis=-1)
-    return np.sum(read * D_OUTPUT) + np.sum(np.where(some, np.log(sums), 0) * D_LSE)
+    terms = read * D_OUTPUT, np.where(some, np.log(sums), 0) * D_LSE
+    return sum(map(np.sum, terms)), sum(np.sum(np.abs(term)) for term in terms)
 
 
 def check_gradients(dropout: Dropout | None) -> None:
@@ -39,18 +45,20 @@ def check_gradients(dropout: Dropout | None) -> None:
 
     x = [jnp.asarray(a, jnp.float32) for a in (LOGITS, VALUES)]
     value, gradients = jax.jit(jax.value_and_grad(run, argnums=(0, 1)))(*x)
-    np.testing.assert_allclose(value, weighed(LOGITS, VALUES, factors), rtol=1e-5)
+    expected, size = weighed(LOGITS, VALUES, factors)
+    assert abs(value - expected) <= 1e-5 * size
     assert not np.any(np.asarray(gradients[0])[~SEEN])
     for i, gradient in enumerate(gradients):
         direction = rng.normal(size=gradient.shape)
 
         def at(step: float, i: int = i, direction: np.ndarray = direction) -> float:
             moved = [a + step * direction if j == i else a for j, a in enumerate((LOGITS, VALUES))]
-            return weighed(moved[0], moved[1], factors)
+            return weighed(moved[0], moved[1], factors)[0]
 
         slope = (at(1e-6) - at(-1e-6)) / 2e-6
         along = float(np.sum(np.asarray(gradient, np.float64) * direction))
-        np.testing.assert_allclose(along, slope, rtol=1e-4, atol=1e-4)
+        scale = np.linalg.norm(gradient) * np.linalg.norm(direction)
+        assert abs(along - slope) <= 1e-5 * scale
 
 
 def test_gradients_are_those_of_finite_differences() -> None:

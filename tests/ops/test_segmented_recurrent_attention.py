@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import inspect
 
 import jax
@@ -92,14 +93,19 @@ def test_neurons_and_their_gradients_are_autodiffs() -> None:
             outputs.append(jax.nn.relu(y))
         return jnp.stack(outputs)
 
-    for leak, threshold in ((0.1, 0.1), (1.0, 0.4), (0.5, -0.3)):
-        inputs = (x, jnp.float32(leak), jnp.float32(threshold))
+    @jax.jit
+    def both(*inputs: jax.Array) -> tuple:
         expected, backward = jax.vjp(plain, *inputs)
         found, our_backward, rate = jax.vjp(
             lambda x, *p: neurons.accumulate_fire(x, counts, *p), *inputs, has_aux=True
         )
+        return found, expected, our_backward(weights), backward(weights), rate
+
+    for leak, threshold in ((0.1, 0.1), (1.0, 0.4), (0.5, -0.3)):
+        inputs = (x, jnp.float32(leak), jnp.float32(threshold))
+        found, expected, our_gradients, gradients, rate = both(*inputs)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-        for ours, theirs in zip(our_backward(weights), backward(weights), strict=True):
+        for ours, theirs in zip(our_gradients, gradients, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
         fired = np.asarray(expected > 0)
         expected_rate = (fired[:, 0].mean() + fired[:2, 1].mean()) / 2
@@ -132,10 +138,11 @@ def test_the_reference_means_the_same(changes: dict) -> None:
     )(q, k, v, valid)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (q, k, v, parameters))
-        expected, _ = inspect.unwrap(cross_attention.attend)(
-            *wide[:3], jnp.asarray(valid), wide[3], config,
+        reference = functools.partial(
+            inspect.unwrap(cross_attention.attend), config=config,
             t0=1, target_length=7, implementation="reference",
         )  # fmt: skip
+        expected, _ = jax.jit(reference)(*wide[:3], jnp.asarray(valid), wide[3])
         assert expected.dtype == jnp.float64
         expected = np.asarray(expected)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())

@@ -1,5 +1,6 @@
 """Layers and stacks equal the original code's: outputs, next states and gradients."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -76,25 +77,28 @@ def test_layer(layer_file: Path) -> None:
     def start(flags: np.ndarray) -> jax.Array:
         return jnp.zeros((len(flags), blocks), bool).at[:, 0].set(flags)
 
-    def loss(params: dict, xs: jax.Array) -> tuple[jax.Array, tuple]:
-        state = meliad.layer_state(golden.under("state_in"), np.ones_like(golden["start"]))
-        ys, state = layer.apply({"params": params}, xs, state, start(golden["start"]))
+    @jax.jit
+    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    def value_and_grad(
+        params: dict, xs: jax.Array, state: tuple, start: jax.Array
+    ) -> tuple[jax.Array, tuple]:
+        ys, state = layer.apply({"params": params}, xs, state, start)
         value = jnp.sum(ys * golden["ct"])
         if isinstance(state, RecurrentState):
             value += jnp.sum(state.vectors * golden["cst"])
         return value, (ys, state)
 
-    value_and_grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-    (value, (ys, state)), (grads, grad_xs) = value_and_grad(params, jnp.asarray(golden["xs"]))
+    initial = meliad.layer_state(golden.under("state_in"), np.ones_like(golden["start"]))
+    (value, (ys, state)), (grads, grad_xs) = value_and_grad(
+        params, golden["xs"], initial, start(golden["start"])
+    )
     assert_close(ys, golden["ys"], "ys")
     check_state(state, golden.under("state_out"), "state")
     assert_close(value, golden["loss"], "loss", float(np.abs(golden["ys"] * golden["ct"]).sum()))
     assert_close(grad_xs, golden["grad_xs"], "gradient of xs")
     check_gradients(grads, golden, lambda a: meliad.layer_parameters(a, model))
 
-    ys2, state2 = layer.apply(
-        {"params": params}, jnp.asarray(golden["xs2"]), state, start(golden["start2"])
-    )
+    (_, (ys2, state2)), _ = value_and_grad(params, golden["xs2"], state, start(golden["start2"]))
     assert_close(ys2, golden["ys2"], "ys of segment 2")
     check_state(state2, golden.under("state_out2"), "state of segment 2")
 
@@ -106,10 +110,12 @@ def test_stack(stack_file: Path) -> None:
     module = decoder.Decoder(model)
     params = meliad.decoder_parameters(golden.under("params"), model)
     blocks = golden["tokens1"].shape[1] // window
-    initial = decoder.new_state(model, len(golden["start1"]))
 
-    def loss(params: dict, state: tuple, segment: int) -> tuple[jax.Array, tuple]:
-        tokens, flags = jnp.asarray(golden[f"tokens{segment}"]), golden[f"start{segment}"]
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def value_and_grad(
+        params: dict, state: tuple, tokens: jax.Array, flags: jax.Array
+    ) -> tuple[jax.Array, tuple]:
         start = jnp.zeros((len(flags), blocks), bool).at[:, 0].set(flags)
         hidden, state, *_ = module.apply({"params": params}, tokens, state, start)
         logits = decoder.logits(model, params["embedding"], hidden)
@@ -118,10 +124,11 @@ def test_stack(stack_file: Path) -> None:
         nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
         return jnp.sum(nats[..., 0] * scored), (logits, state)
 
-    value_and_grad = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=2)
-    state = initial
+    state = decoder.new_state(model, len(golden["start1"]))
     for segment in (1, 2):
-        (value, (logits, state)), grads = value_and_grad(params, state, segment)
+        (value, (logits, state)), grads = value_and_grad(
+            params, state, golden[f"tokens{segment}"], golden[f"start{segment}"]
+        )
         assert_close(logits, golden[f"logits{segment}"], f"logits {segment}")
         assert_close(value, golden[f"loss{segment}"], f"loss {segment}")
         first = 0
@@ -157,7 +164,7 @@ def test_adafactor(optimizer_file: Path) -> None:
         if step == 0:
             state = optimizer.init(params)
         gradients = jax.tree.map(jnp.asarray, golden.under(f"grad{step}"))
-        updates, state = optimizer.update(gradients, state, params)
+        updates, state = jax.jit(optimizer.update)(gradients, state, params)
         params = jax.tree.map(jnp.add, params, updates)
         for name, expected in golden.under(f"step{step}").items():
             assert_close(params[name], expected, f"{name} after step {step}")

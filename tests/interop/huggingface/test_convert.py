@@ -95,7 +95,8 @@ def test_bfloat16_is_rounding_and_float32_again(source: Path, tmp_path: Path) ->
 
 
 def test_what_transformers_computes_otherwise_is_said(read: Callable, tmp_path: Path) -> None:
-    corpus = SimpleNamespace(tokenizer=SimpleNamespace(pad_id=0, eos_id=1), directory=tmp_path)
+    tokenizer = SimpleNamespace(begin=(), decoder_start_id=0, eos_id=1, pad_id=0)
+    corpus = SimpleNamespace(directory=tmp_path, tokenizer=tokenizer, splits={}, split=None)
     for kind, said in (("full", []), ("clustered", ["trained with Attention.kind = 'clust"])):
         config = Config(
             training=Training(task="summarization"),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from brt.config import Decoding
+from brt.generation.decoder import TextDecoder
 from brt.generation.search import search
 from brt.models import seq2seq
 
@@ -37,10 +38,8 @@ def test_texts_and_scores_are_theirs(
         encoded = seq2seq.encode(network, params, source, mask)
         state = seq2seq.prefill(network, params, encoded, mask, decoding.beams, decoding.max_length)
         step = functools.partial(seq2seq.step, network, params)
-        return search(
-            step, seq2seq.reorder, state, batch=len(source), decoding=decoding,
-            ids=model.described.special,
-        )  # fmt: skip
+        decoder = TextDecoder(step, seq2seq.reorder, model.described.special)
+        return search(decoder, state, batch=len(source), decoding=decoding)
 
     found = write(model.params)
     expected = RECORDED[f"{model_name}/{number}/sequences"].astype(np.int32)
