@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from brt import tasks
 from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Attention, Config, Data, Encoder, Training
 from brt.config_io import config_json
