@@ -19,10 +19,10 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import flax.linen as nn
 import jax
-from brt.training.tasks import seq2seq
 from long_summaries import loss, random_pair
 from timing import ratio, show
 
+from brt import tasks
 from brt.config import Config, Pairs, Seq2Seq, Training
 
 
@@ -75,7 +75,7 @@ def lowered_step(args: argparse.Namespace, layers: int) -> Any:
         training=Training(task="summarization"),
     )
     key = jax.random.key(0)
-    params = jax.eval_shape(lambda: nn.meta.unbox(seq2seq.initial_params(config, key)))
+    params = jax.eval_shape(lambda: nn.meta.unbox(tasks.of(config).initial_params(config, key)))
     batch = random_pair(args.source, args.target)
     return jax.jit(jax.grad(lambda p, b, k: loss(config, p, b, k))).lower(params, batch, key)
 

@@ -24,10 +24,9 @@ from typing import Any, get_args
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from brt.training.tasks import seq2seq
 from timing import interleaved, ratio, show
 
-from brt import allocator
+from brt import allocator, tasks
 from brt.config import Config, CrossAttention, Pairs, Seq2Seq, Training
 from brt.ops import cross_attention
 from brt.ops.cross_attention import costs
@@ -158,7 +157,7 @@ def train_steps(shape: str, segments: Sequence[int], rounds: int) -> list[dict[s
 def training_step(config: Config) -> tuple[Callable[[], Any], float]:
     """A compiled step on random pairs, and the memory it takes besides its arguments."""
     key, pairs = jax.random.key(0), config.pairs
-    params = nn.meta.unbox(seq2seq.initial_params(config, key))
+    params = nn.meta.unbox(tasks.of(config).initial_params(config, key))
     source = jax.random.randint(key, (8, pairs.max_source_length), 2, config.seq2seq.vocab_size)
     target = source[:, : pairs.max_target_length]
     batch = PairBatch(
@@ -167,7 +166,7 @@ def training_step(config: Config) -> tuple[Callable[[], Any], float]:
     )  # fmt: skip
 
     def loss(params: Any, batch: PairBatch) -> Any:
-        return seq2seq.loss(params, (), batch, key, config)
+        return tasks.of(config).loss(config, params, (), {}, batch, key)
 
     compiled = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(params, batch).compile()
     return partial(compiled, params, batch), compiled.memory_analysis().temp_size_in_bytes / 2**20

@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from brt.training.tasks import language_modeling
 
-from brt import allocator
+from brt import allocator, tasks
 from brt.config import Config, Model, Training
 from brt.models.decoder import new_state
 from brt.training.state import initial_params, parameter_counts
@@ -88,7 +87,7 @@ class Contestant:
         args = (self.params, new_state(model, lanes), batch, jax.random.key(2))
 
         def loss(params, carried, batch, key):
-            return language_modeling.loss(params, carried, batch, key, config)
+            return tasks.of(config).loss(config, params, carried, {}, batch, key)
 
         begin = time.perf_counter()
         lowered = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(*args)

@@ -19,10 +19,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
-from brt.training.tasks import seq2seq
 from timing import interleaved, ratio, show
 
-from brt import allocator
+from brt import allocator, tasks
 from brt.config import Attention, Config, Pairs, Seq2Seq, Training
 from brt.types import PairBatch
 
@@ -59,7 +58,7 @@ def measured(args: argparse.Namespace, length: int) -> list[dict[str, Any]]:
     steps, memory = {}, {}
     for kind in KINDS:
         config = configured(args, length, kind)
-        params = jax.jit(lambda key, c=config: nn.meta.unbox(seq2seq.initial_params(c, key)))(
+        params = jax.jit(lambda key, c=config: nn.meta.unbox(tasks.of(c).initial_params(c, key)))(
             jax.random.key(0)
         )
         inputs = params, random_pair(length, args.target), jax.random.key(1)
@@ -79,7 +78,7 @@ def measured(args: argparse.Namespace, length: int) -> list[dict[str, Any]]:
 
 def loss(config: Config, params: Any, batch: PairBatch, key: jax.Array) -> jax.Array:
     """That of a training step."""
-    return seq2seq.loss(params, (), batch, key, config)[0]
+    return tasks.of(config).loss(config, params, (), {}, batch, key)[0]
 
 
 def configured(args: argparse.Namespace, length: int, kind: str) -> Config:
