@@ -44,7 +44,7 @@ def test_an_unknown_task_is_refused_with_those_that_there_are() -> None:
         tasks.named("nonsense")
     assert str(refused.value).startswith("Training.task = 'nonsense' must be one of 'langu")
     assert all(repr(name) in str(refused.value) for name in TASKS)
-    with pytest.raises(ConfigError, match="did you mean 'classification'"):
+    with pytest.raises(ConfigError, match="did you mean 'text_classification'"):
         tasks.of(config("clasification"))
 
 
@@ -58,11 +58,11 @@ def test_settings_that_nothing_would_read_are_refused() -> None:
         r"'language_modeling'; set Training.task = 'summarization', or leave it out$",
     ):
         tasks.check(config("language_modeling", pairs=pairs), origins)
-    tasks.check(config("seq2seq", pairs=pairs), origins)
+    tasks.check(config("summarization", pairs=pairs), origins)
     harmless = dataclasses.replace(pairs, train=Pairs().train)
     tasks.check(config("language_modeling", pairs=harmless), origins)
     with pytest.raises(ConfigError, match="--gin_bindings: Encoder.layers means nothing where"):
-        asked = config("seq2seq", encoder=Encoder(layers=3))
+        asked = config("summarization", encoder=Encoder(layers=3))
         tasks.check(asked, {"Encoder.layers": "--gin_bindings"})
 
 

@@ -30,6 +30,7 @@ from brt.training.workdir import Workdir
 DATA = Path(__file__).resolve().parents[1] / "data/huggingface"
 EMBEDDING = "encoder/inputs/token_embed/embedding"
 MASKED = "masked_language_modeling"
+SPEECH = "speech_recognition"
 LETTERS = Vocabulary("characters", "abc")
 SIZES = Encoder(layers=1, model_dim=8, heads=2, mlp_dim=12, max_positions=20, norm_first=False)
 
@@ -58,7 +59,7 @@ def known(asked: Config, tokenizer: Any) -> Config:
 def drawn(model: Encoder, task: Any, seed: int = 0) -> dict[str, Any]:
     """Parameters, without compiling what draws real ones."""
     rng = np.random.default_rng(seed)
-    network = encoder.EncoderWithHead(model, task=task)
+    network = encoder.EncoderWithHead(model, task=tasks.named(task).head)
     shapes = jax.eval_shape(lambda: nn.meta.unbox(encoder.init(network, jax.random.key(0))))
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), shapes)
 
@@ -99,7 +100,7 @@ def masked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The workdir of a model that reads speech."""
-    return write(tmp_path_factory.mktemp("speech"), "ctc", LETTERS.fingerprint,
+    return write(tmp_path_factory.mktemp("speech"), SPEECH, LETTERS.fingerprint,
                  vocab_size=4, features=5, positions="sinusoidal")  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def test_converted_weights_bring_their_sizes_and_all_arrays(roberta: Path) -> No
 
 
 def test_so_do_runs(masked: Path, speech: Path) -> None:
-    for where, objective in ((masked, MASKED), (speech, "ctc")):
+    for where, objective in ((masked, MASKED), (speech, SPEECH)):
         asked = ready(config(objective, where))
         model = asked.encoder
         assert (model.model_dim, model.norm_first, model.remat) == (8, False, False)
@@ -125,7 +126,7 @@ def test_so_do_runs(masked: Path, speech: Path) -> None:
         jax.tree.map(np.testing.assert_array_equal, flat(params), flat(expected))
 
 
-@pytest.mark.parametrize("task", ["classification", "spans"])
+@pytest.mark.parametrize("task", ["text_classification", "extractive_qa"])
 def test_the_head_of_another_task_is_new_and_named(masked: Path, task: Any) -> None:
     """Also where the old head has an array of the same name and shape; new ids are new rows."""
     model = dataclasses.replace(SIZES, vocab_size=259)
@@ -171,7 +172,7 @@ def test_a_run_starts_from_the_weights_and_says_what_is_new(
         (MASKED, {"heads": 4}, "Encoder.heads = 4, but the weights of .* have 2; leave it out"),
         (MASKED, {"vocab_size": 300}, "Encoder.vocab_size = 300, but the weights .* have 257; lea"),
         (
-            "ctc",
+            SPEECH,
             {},
             "masked.*read tokens, but Training.task = 'speech_recognition' needs .* read frames",
         ),
@@ -203,7 +204,12 @@ def test_another_vocabulary_is_refused(roberta: Path, masked: Path, speech: Path
             "know 64 ids, but the tokenizer bytes makes that 257, the mask",
         ),
         (masked, MASKED, pieces, "know another tokenizer than the words of the transcripts"),
-        (speech, "ctc", pieces, "know another tokenizer than the words of the transcripts"),
+        (
+            speech,
+            SPEECH,
+            pieces,
+            "know another tokenizer than the words of the transcripts",
+        ),
     ):
         with pytest.raises(ConfigError, match=sentence):
             known(config(objective, where), tokenizer)
@@ -217,16 +223,16 @@ def test_known_tokenizers_pass_and_special_ids_are_added(
     assert known(asked, theirs) == asked
     asked = ready(config(MASKED, masked))
     assert known(asked, ByteTokenizer()) == asked
-    asked = ready(config("classification", masked))
+    asked = ready(config("text_classification", masked))
     assert known(asked, tokenization.load("bytes", "Sentences.tokenizer")).encoder.vocab_size == 259
-    asked = ready(config("ctc", speech))
+    asked = ready(config(SPEECH, speech))
     assert known(asked, LETTERS) == asked
 
 
 def test_arrays_that_do_not_fit_are_named(masked: Path, tmp_path: Path) -> None:
     model = dataclasses.replace(SIZES, vocab_size=257)
     for changed, sentence in (
-        ({"mlp_dim": 10}, r"layers_0/mlp/wi/bias is \(12,\), but this model's is \(10,\); start"),
+        ({"mlp_dim": 10}, r"layers/mlp/wi/bias is \(1, 12\), but this model's is \(1, 10\); start"),
         ({"norm_first": True}, "lacks encoder/final_norm/bias, .*which this model has"),
         ({"positions": "none"}, r"pos_embed is \(22, 8\), but this model's is missing"),
         ({"vocab_size": 200}, r"embedding is \(257, 8\), but this model's is \(200, 8\)"),

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from brt.errors import CheckpointError, ConfigError
 from brt.interop import pretrained
 from brt.interop.huggingface import convert, files, verify
 from brt.interop.huggingface.convert import converted
+from brt.tasks.summarization.data.tokenization import PairTokenizer
 
 SRFORMER = CrossAttention(kind="srformer", segment_size=4)
 
@@ -95,15 +95,19 @@ def test_bfloat16_is_rounding_and_float32_again(source: Path, tmp_path: Path) ->
 
 
 def test_what_transformers_computes_otherwise_is_said(read: Callable, tmp_path: Path) -> None:
-    tokenizer = SimpleNamespace(begin=(), decoder_start_id=0, eos_id=1, pad_id=0)
-    corpus = SimpleNamespace(directory=tmp_path, tokenizer=tokenizer, splits={}, split=None)
+    tokenizer = PairTokenizer(
+        name="x.model", fingerprint="x", content=b"", vocab_size=9, pad_id=0, eos_id=1,
+        decoder_start_id=0, begin=(), encode_all=list, decode_ids=str,
+    )  # fmt: skip
     for kind, said in (("full", []), ("clustered", ["trained with Attention.kind = 'clust"])):
         config = Config(
             training=Training(task="summarization"),
             attention=Attention(kind=kind, clusters=4),
         )
-        exported = tasks.of(config).exported(tmp_path, config, read("bart")[0].params, corpus)
-        assert [note[:33] for note in exported.notes] == said
+        exported = tasks.of(config).exported(
+            tmp_path, config, read("bart")[0].params, lambda: tokenizer
+        )
+        assert [note[:36] for note in exported.notes] == said
 
 
 def test_an_array_that_changed_is_found(

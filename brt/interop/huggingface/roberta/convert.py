@@ -58,13 +58,13 @@ def from_hf(
 
 def form(model: PretrainedEncoder, dtype: str) -> Form:
     """As RoBERTa's own."""
+    settings = {"config.json": config.to_theirs(model.described, dtype)}  # or refuses
     exported = weights.export_arrays(model.params, model.described)
 
     def verified(directory: Path) -> Iterator[str]:
         again, arrays, _ = read(directory)
         return _verified(model, again, exported, arrays, directory)
 
-    settings = {"config.json": config.to_theirs(model.described, dtype)}
     return Form(_summary(model), settings, exported, verified)
 
 
