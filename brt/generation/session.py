@@ -267,7 +267,8 @@ class Session:
             raise DataError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(
-                f"{path} is no state that --save_state wrote, or it is damaged; read the text anew"
+                f"{path} is no state that --save_state wrote, or it is damaged; name such a file "
+                "with --load_state"
             ) from error
         different = [k for k in identity if found.get(k) != identity[k]]
         if different:

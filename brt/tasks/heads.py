@@ -80,7 +80,7 @@ class HeadEvaluator(abc.ABC):
         self,
         params: PyTree[Array],
         *,
-        model_state: PyTree[Array] = (),
+        model_state: PyTree[Array] | None = None,
         whole: bool = True,
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
@@ -100,7 +100,7 @@ class HeadEvaluator(abc.ABC):
         step: int,
         stop: Stop = lambda: None,
         *,
-        model_state: PyTree[Array] = (),
+        model_state: PyTree[Array] | None = None,
     ) -> str | None:
         """Some rows with what the model makes of them."""
         reading = self._once(params, *self._read[0], self.sampled, stop, lambda count: None)

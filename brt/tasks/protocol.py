@@ -78,7 +78,7 @@ class Evaluator(Protocol):
         self,
         params: PyTree[Array],
         *,
-        model_state: PyTree[Array] = (),
+        model_state: PyTree[Array] | None = None,
         whole: bool = True,
         stop: Stop = ...,
         progress: Progress = ...,
@@ -95,7 +95,7 @@ class Evaluator(Protocol):
         step: int,
         stop: Stop = ...,
         *,
-        model_state: PyTree[Array] = (),
+        model_state: PyTree[Array] | None = None,
     ) -> str | None:
         """Something to look at that the model makes of the split; None if asked to stop."""
 
@@ -134,7 +134,7 @@ class Scorer(Protocol):
     """Reads texts with parameters that may change between calls; compiled at first use."""
 
     def __call__(
-        self, params: PyTree[Array], tokens: np.ndarray, model_state: PyTree[Array] = ()
+        self, params: PyTree[Array], tokens: np.ndarray, model_state: PyTree[Array] | None = None
     ) -> Float[np.ndarray, " T"]:
         """The nats of each token of one document, from its start."""
 
@@ -317,7 +317,7 @@ class Task(abc.ABC):
         config: Config,
         params: PyTree[Array],
         tokenizer: Tokenizer,
-        model_state: PyTree[Array] = (),
+        model_state: PyTree[Array] | None = None,
     ) -> Writer:
         """Texts after, or of, prompts; only where the task `writes`."""
         raise self.silent()

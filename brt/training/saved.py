@@ -33,7 +33,7 @@ class SavedModel(NamedTuple):
     config: Config
     meta: dict[str, Any]
     params: PyTree[Array]
-    model_state: PyTree[Array] = ()
+    model_state: PyTree[Array] | None = None
 
 
 def load_config(workdir: Path, step: int | None = None) -> tuple[Workdir, reader.Found, Config]:

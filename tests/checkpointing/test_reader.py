@@ -225,8 +225,8 @@ def test_a_checkpoint_of_other_shapes_of_old_is_refused_with_the_remedy(director
         match=r"^checkpoint 3 of .* was written by an older brt \(parameters before 'by head'\); "
         r"train anew, or read it with the brt that wrote it \(its version is in provenance.json\)$",
     ):
-        checkpoint.restore(directory, abstract(state()))
-    assert checkpoint.restore(directory, abstract(state()), 2).step == 2
+        reader.restore(directory, abstract(state()))
+    assert reader.restore(directory, abstract(state()), 2).step == 2
 
 
 def test_a_changed_type_is_refused_not_cast(saved: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from brt.config import Data, Pairs, Questions, Sentences, Speech
 from brt.config.fields import settings
 from brt.config_io import SECTION_TYPES
-from brt.data import preparation
+from brt.data import cache, preparation
 from brt.errors import DataError
 from brt.tasks.extractive_qa.data import preparation as questions
 from brt.tasks.speech_recognition.data import preparation as speech
@@ -198,7 +198,7 @@ def content(found: dict[str, bytes] | str) -> dict[str, bytes] | str:
     return {
         name: file
         for name, file in found.items()
-        if not name.endswith(("manifest.json", preparation.MANIFEST))
+        if not name.endswith(("manifest.json", cache.MANIFEST))
     }
 
 

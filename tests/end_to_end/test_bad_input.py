@@ -115,8 +115,8 @@ def test_what_a_resumed_run_must_not_change(
         assert difference in message and "choose another --workdir" in message
     other = resumed / "other.txt"
     other.write_text("other documents")
-    message = refused(ConfigError, f"Data.train = '{other}'", workdir=resumed)
-    assert "the data position cannot be restored: store was" in message
+    message = refused(DataError, f"Data.train = '{other}'", workdir=resumed)
+    assert "the training data are not those that" in message and "other.txt" in message
     assert "has another Data.train" in capsys.readouterr().err
     assert reader.steps(resumed / "checkpoints") == [16, 20, 24], "nothing is lost"
 

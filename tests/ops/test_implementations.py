@@ -67,19 +67,19 @@ def window(**options: Any) -> tuple[Run, list]:
 
 
 def recurrent(kind: str, layout: str, null_keys: bool) -> tuple[Run, list]:
-    d, s, a, f = 8, 3, HEADS * SIZE, 12
+    d, s, f, heads = 8, 3, 12, (HEADS, SIZE)
 
-    def gate(inputs: int) -> GateWeights:
-        arrays = normal(inputs, (d,), (inputs, d), (d,), (inputs, d))
+    def gate(*inputs: int) -> GateWeights:
+        arrays = normal(len(inputs), (d,), (*inputs, d), (d,), (*inputs, d))
         return GateWeights(*arrays[: {"fixed": 1, "gru": 2, "lstm": 4}[kind]])
 
-    first = normal(2, (d,), (s, d), *[(d, a)] * 4, (HEADS,), (HEADS,), (2 * a, d))
+    first = normal(2, (d,), (s, d), *[(d, *heads)] * 4, (HEADS,), (HEADS,), (2, *heads, d))
     weights = CellWeights(*first[:-1])
     if layout != "single":
-        weights = weights._replace(output=first[-1], output_gate=gate(2 * a))
+        weights = weights._replace(output=first[-1], output_gate=gate(2, *heads))
     if layout != "skip":
-        inputs = 2 * a if layout == "single" else d
-        mlp_in, mlp_out, norm = normal(3, (inputs, f), (f, d), (d,))
+        inputs = (2, *heads) if layout == "single" else (d,)
+        mlp_in, mlp_out, norm = normal(3, (*inputs, f), (f, d), (d,))
         weights = weights._replace(mlp_in=mlp_in, mlp_out=mlp_out, mlp_gate=gate(f))
         weights = weights._replace(mlp_norm=norm if layout == "dual" else None)
     cached = (LANES, 4 * 6, HEADS, SIZE)

@@ -26,7 +26,7 @@ ARRAYS = {
 
 
 def point(index: int, group: str, seed: int, task: str = "language_modeling") -> Point:
-    config = Config(training=Training(steps=300, seed=seed, objective=task))
+    config = Config(training=Training(steps=300, seed=seed, task=task))
     name = f"{group},seed={seed}"
     return Point(index, name, name, group, {"Training.seed": seed}, Resolved(config, {}, {}))
 
@@ -143,9 +143,9 @@ def test_the_csv_has_every_figure_in_full(points: list[Point], tmp_path: Path) -
 @pytest.mark.parametrize(
     ("task", "name", "title"),
     [
-        ("ctc", "token_error_rate", "% of the tokens wrong"),
-        ("classification", "score", "score, %"),
-        ("seq2seq", "rougeL", "ROUGE-L"),
+        ("speech_recognition", "token_error_rate", "% of the tokens wrong"),
+        ("text_classification", "score", "score, %"),
+        ("summarization", "rougeL", "ROUGE-L"),
     ],
 )
 def test_what_a_task_compares_runs_by_has_a_column(
@@ -203,7 +203,7 @@ def _read(workdir: Path, points: list[Point]) -> tuple[list[results.Row], list[r
 
 
 def test_plots_show_error_rates_where_there_are_any(tmp_path: Path) -> None:
-    points = begun(tmp_path, "ctc")
+    points = begun(tmp_path, "speech_recognition")
     for i, rate in enumerate((10.0, 15.0)):
         evaluation = Directory(tmp_path / points[i].directory).evaluation("validation")
         figures = json.loads(evaluation.read_text()) | {"token_error_rate": rate}

@@ -87,27 +87,31 @@ def test_windows_are_what_an_epoch_of_questions_reads(questions):
 @pytest.mark.parametrize(
     ("objective", "changes", "message"),
     [
-        ("classification", {"encoder": {"features": 3}}, "Encoder.features = 3 must be 0 where"),
-        ("classification", {"encoder": {"max_positions": 64}},
+        ("text_classification", {"encoder": {"features": 3}},
+         "Encoder.features = 3 must be 0 where"),
+        ("text_classification", {"encoder": {"max_positions": 64}},
          "Sentences.max_length = 512 is above Encoder.max_positions = 64"),
-        ("classification", {"sentences": {"buckets": (64, 128)}},
+        ("text_classification", {"sentences": {"buckets": (64, 128)}},
          r"the last of Sentences.buckets = \(64, 128\) must be Sentences.max_length = 512"),
-        ("classification", {"sentences": {"labels": ("a", "a")}}, "has one of them twice"),
-        ("classification", {"sentences": {"second_field": "b"}}, "'b' needs Sentences.first_field"),
-        ("classification", {"sentences": {"train": ()}}, "Sentences.train names no source"),
-        ("regression", {"sentences": {"labels": ("a", "b")}},
+        ("text_classification", {"sentences": {"labels": ("a", "a")}}, "has one of them twice"),
+        ("text_classification", {"sentences": {"second_field": "b"}},
+         "'b' needs Sentences.first_field"),
+        ("text_classification", {"sentences": {"train": ()}}, "Sentences.train names no source"),
+        ("text_regression", {"sentences": {"labels": ("a", "b")}},
          r"Sentences.labels = \('a', 'b'\) is for classes; regression reads numbers"),
-        ("regression", {"training": {"label_smoothing": 0.1}},
+        ("text_regression", {"training": {"label_smoothing": 0.1}},
          "label_smoothing = 0.1 means nothing to regression"),
-        ("spans", {"training": {"label_smoothing": 0.1}}, "label_smoothing = 0.1 means nothing to"),
-        ("spans", {"encoder": {"max_positions": 64}}, "Questions.max_length = 512 is above"),
-        ("spans", {"attention": {"kind": "clustered", "clusters": 600}},
+        ("extractive_qa", {"training": {"label_smoothing": 0.1}},
+         "label_smoothing = 0.1 means nothing to"),
+        ("extractive_qa", {"encoder": {"max_positions": 64}},
+         "Questions.max_length = 512 is above"),
+        ("extractive_qa", {"attention": {"kind": "clustered", "clusters": 600}},
          "Attention.clusters = 600 is above Questions.max_length = 512"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused(sentences, questions, objective, changes, message):
-    config = questions if objective == "spans" else sentences
-    config = changed(config, "training", objective=objective)
+    config = questions if objective == "extractive_qa" else sentences
+    config = changed(config, "training", task=objective)
     with pytest.raises(ConfigError, match=message):
         for section, values in changes.items():
             config = changed(config, section, **values)

@@ -59,7 +59,7 @@ def sentences(tmp_path_factory):
         labels=("stone", "animal", "plant"),
         cache_dir=str(tmp_path_factory.mktemp("cache")),
     )  # fmt: skip
-    config, params = build("classification", sentences=section)
+    config, params = build("text_classification", sentences=section)
     return config, params, sentence_preparation.prepare(section, False)
 
 
@@ -70,7 +70,7 @@ def questions(tmp_path_factory):
         max_question_length=30, max_answer_length=9, no_answer=True,
         cache_dir=str(tmp_path_factory.mktemp("cache")),
     )  # fmt: skip
-    config, params = build("spans", questions=section)
+    config, params = build("extractive_qa", questions=section)
     return config, params, question_preparation.prepare(section, False)
 
 

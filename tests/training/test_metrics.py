@@ -177,11 +177,11 @@ def test_throughput_is_tokens_over_seconds_of_the_interval() -> None:
     for _ in range(4):
         throughput.step(500)
         clock.now += 0.25
-    assert throughput.rate() == (2000.0, 0.25)
+    assert throughput.rate() == (2000.0, 0.25, None)
     for _ in range(2):
         throughput.step(500)
         clock.now += 1
-    assert throughput.rate() == (500.0, 1.0), "the interval before does not count"
+    assert throughput.rate() == (500.0, 1.0, None), "the interval before does not count"
 
 
 def test_pauses_do_not_count_except_for_the_time_left() -> None:
@@ -191,11 +191,11 @@ def test_pauses_do_not_count_except_for_the_time_left() -> None:
     clock.now += 2
     with throughput.pause():
         clock.now += 6
-    assert throughput.rate() == (500.0, 2.0)
+    assert throughput.rate() == (500.0, 2.0, None)
     assert throughput.seconds_left(10) == 80
     throughput.step(1000)
     clock.now += 1
-    assert throughput.rate() == (1000.0, 1.0), "the pause belongs to the first interval"
+    assert throughput.rate() == (1000.0, 1.0, None), "the pause belongs to the first interval"
 
 
 def test_compiling_before_the_first_step_does_not_spoil_the_time_left() -> None:
@@ -207,4 +207,4 @@ def test_compiling_before_the_first_step_does_not_spoil_the_time_left() -> None:
         clock.now += 0.5
         throughput.step(100)
     assert throughput.seconds_left(10) == 5
-    assert throughput.rate() == (200.0, 0.5)
+    assert throughput.rate() == (200.0, 0.5, None)

@@ -36,7 +36,7 @@ def test_layout(tmp_path: Path) -> None:
     run = workdir.create(tmp_path / "runs/a")
     assert run == workdir.create(tmp_path / "runs/a"), "again, for a resumed run"
     assert sorted(path.name for path in run.path.iterdir()) == [
-        "checkpoints", "evaluations", "plots", "samples", "tensorboard",
+        "checkpoints", "evaluations", "plots", "samples", "tensorboard", "tokenizer",
     ]  # fmt: skip
     assert run.metrics == tmp_path / "runs/a/metrics.jsonl"
 

@@ -112,7 +112,7 @@ class DocumentEvaluator:
         self,
         params: PyTree[Array],
         *,
-        model_state: PyTree[Array] = (),
+        model_state: PyTree[Array] | None = None,
         whole: bool = True,
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
@@ -136,7 +136,7 @@ class DocumentEvaluator:
         step: int,
         stop: Stop = lambda: None,
         *,
-        model_state: PyTree[Array] = (),
+        model_state: PyTree[Array] | None = None,
     ) -> str | None:
         """Continues the beginning of the first document."""
         return self._sampler(params, step, model_state, stop=stop)
@@ -144,7 +144,7 @@ class DocumentEvaluator:
     def read(
         self,
         params: PyTree[Array],
-        model_state: PyTree[Array] = (),
+        model_state: PyTree[Array] | None = None,
         *,
         ablate: str | None = None,
         tokens_per_document: int = 0,

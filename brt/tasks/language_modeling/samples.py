@@ -25,7 +25,7 @@ class Sampler:
         self,
         params: PyTree[Array],
         step: int,
-        model_state: PyTree[Array] = (),
+        model_state: PyTree[Array] | None = None,
         stop: Callable[[], object] = lambda: None,
     ) -> str | None:
         """The prompt and what the model makes of it; None if asked to stop on the way."""

@@ -27,7 +27,7 @@ class TextScorer:
         self,
         params: PyTree[Array],
         tokens: Int[np.ndarray, " T"],
-        model_state: PyTree[Array] = (),
+        model_state: PyTree[Array] | None = None,
     ) -> Float[np.ndarray, " T"]:
         """Segments of Evaluation.segment_length, with carried state."""
         length, window = self._config.evaluation_segment_length, self._config.model.window

@@ -188,7 +188,7 @@ class LanguageModeling(Task):
         config: Config,
         params: PyTree[Array],
         tokenizer: Tokenizer,
-        model_state: PyTree[Array] = (),
+        model_state: PyTree[Array] | None = None,
     ) -> TextWriter:
         """Goes on from prompts."""
         session = Session(config, params, model_state, bos_id=tokenizer.bos_id)

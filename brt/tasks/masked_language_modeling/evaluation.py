@@ -96,7 +96,7 @@ class MaskedEvaluator:
         self,
         params: PyTree[Array],
         *,
-        model_state: PyTree[Array] = (),
+        model_state: PyTree[Array] | None = None,
         whole: bool = True,
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
@@ -127,7 +127,7 @@ class MaskedEvaluator:
         step: int,
         stop: Stop = lambda: None,
         *,
-        model_state: PyTree[Array] = (),
+        model_state: PyTree[Array] | None = None,
     ) -> str | None:
         """The beginning of the first document, with what the model guesses."""
         return None if stop() else filled(self._tokenizer, *self._first(params))

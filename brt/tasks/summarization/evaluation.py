@@ -30,7 +30,7 @@ class SummaryEvaluator:
         self,
         params: PyTree[Array],
         *,
-        model_state: PyTree[Array] = (),
+        model_state: PyTree[Array] | None = None,
         whole: bool = True,
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
@@ -61,7 +61,7 @@ class SummaryEvaluator:
         step: int,
         stop: Stop = lambda: None,
         *,
-        model_state: PyTree[Array] = (),
+        model_state: PyTree[Array] | None = None,
     ) -> str | None:
         """A document's summary beside what the model makes of it."""
         summaries = self._summarizer(params, self._store, limit=1, stop=stop)

@@ -188,7 +188,7 @@ class Summarization(Task):
         config: Config,
         params: PyTree[Array],
         tokenizer: PairTokenizer,
-        model_state: PyTree[Array] = (),
+        model_state: PyTree[Array] | None = None,
     ) -> SummaryWriter:
         """Summaries of prompts."""
         return SummaryWriter(config, params, tokenizer)

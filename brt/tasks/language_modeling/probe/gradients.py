@@ -118,7 +118,7 @@ def _backward(
 
     def of_params(params: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
         key = jax.random.key(0)  # of a dropout that is off
-        return loss(config, params, jax.lax.stop_gradient(carried), (), batch, key)
+        return loss(config, params, jax.lax.stop_gradient(carried), {}, batch, key)
 
     gradients, aux = jax.grad(of_params, has_aux=True)(params)
     return gradients, aux.carry

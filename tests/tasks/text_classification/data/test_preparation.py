@@ -198,7 +198,7 @@ def test_numbers_stay_numbers(make, tmp_path, capsys):
     classes = dataclasses.replace(section, validation=())
     assert prepare(classes).labels == ("0", "3.75", "nan"), "another store of the same file"
     floats = jsonl(tmp_path, "floats", [{"sentence": "g", "label": 4.2}])
-    with pytest.raises(DataError, match="has the number 4.2 for a label .*'regression' learns"):
+    with pytest.raises(DataError, match="has the number 4.2 for a label .*_regression' learns"):
         prepare(make(train=floats))
-    with pytest.raises(DataError, match="is made up with classes for labels, but Training.obj"):
+    with pytest.raises(DataError, match="is made up with classes for labels, but Training.task"):
         preparation.prepare(make(train="generated:t/3"), False, numbers=True)
