@@ -91,12 +91,19 @@ def open_split(model: SavedModel, split: str) -> Corpus:
     """The data of one split as the model's config names them, read by the run's tokenizer.
 
     Raises:
+      ConfigError: another tokenizer is named.
       CheckpointError: as `tokenizer`; or a store of another tokenizer is named.
       DataError: there is no such split, or it cannot be read; or it is a part of training data
         that have changed, so that what was held out is not known any more.
     """
     config, task = model.config, tasks.of(model.config)
     trained, now = (getattr(c, task.data) for c in (config_from_json(model.meta["config"]), config))
+    asked = getattr(now, "tokenizer", "")  # speech has none
+    if asked != getattr(trained, "tokenizer", ""):
+        raise ConfigError(
+            f"{model.workdir.path} was trained with another tokenizer than "
+            f"{type(now).__name__}.tokenizer = {asked!r}; evaluate it with the one it knows"
+        )
     before = kept.read(model.workdir) if trained == now else kept.Kept()
     known = Path(before.directory) if before.directory else None
     corpus = task.open_split(config, split, tokenizer(model), known=known)

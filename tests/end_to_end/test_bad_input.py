@@ -133,7 +133,7 @@ def test_another_tokenizer_than_the_model_knows(refused: Callable[..., str], tra
     other = "Data.tokenizer = 'train:300'"
     assert "Model.vocab_size" in refused(ConfigError, other, workdir=trained)
     message = refusal(evaluate, BrtError, f"--workdir={trained}", f"--gin_bindings={other}")
-    assert "was trained with another tokenizer than tokenizer.model" in message
+    assert "was trained with another tokenizer than Data.tokenizer = 'train:300'" in message
 
 
 def test_models_that_are_not_there(trained: Path, tmp_path: Path) -> None:

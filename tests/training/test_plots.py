@@ -100,6 +100,6 @@ def test_summary_says_where_things_are_and_what_to_type(
     name, xz = task.yardstick(config, corpus)
     assert name == "xz -9e" and f"validation: 2.200 bits per byte (xz -9e: {xz:.3f})\n" in said
     assert f"  checkpoints  {run.checkpoints}\n" in said
-    assert f"  python -m brt.evaluate --workdir='{run.path}' --split=test\n" in said
+    assert f"  python -m brt.evaluate --workdir='{run.path}' --split=validation\n" in said
     assert f"  python -m brt.generate --workdir='{run.path}' --prompt=" in said
     assert (run.plots / "bits_per_byte.png").exists()
