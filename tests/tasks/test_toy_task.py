@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from brt import tasks
+from brt import api, tasks
 from brt.checkpointing import reader
-from brt.config import Checkpoint, Config, Optimizer, Sampling, Training
+from brt.config import Checkpoint, Config, Optimizer, Training
 from brt.errors import CheckpointError
-from brt.evaluation import job, writing
-from brt.tasks.protocol import WriteOptions
+from brt.evaluation import job
 from brt.training import inspection, loop, run_summary, saved
 from brt.training.workdir import Workdir
 
@@ -77,12 +76,9 @@ def test_a_toy_task_is_trained_evaluated_and_writes(
     model = saved.load(place, found, theirs)
     evaluated = job.evaluate(model, "test", None)
     assert evaluated.report["bits_per_row"] < 0.1, "parity is learned"
-    capsys.readouterr()
-    for prompt in PARITY:
-        writing.write(model, prompt, WriteOptions(sampling=Sampling(temperature=0.0)))
-    assert capsys.readouterr().out == "".join(
-        f"{bits}{parity}\n" for bits, parity in PARITY.items()
-    )
+    writer = api.Model(model)
+    for bits, parity in PARITY.items():
+        assert writer.generate(bits, temperature=0.0) == f"{bits}{parity}"
 
 
 @pytest.mark.usefixtures("toy")

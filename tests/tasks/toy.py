@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from brt.data.rows.batches import RowReader, padded
@@ -12,7 +11,7 @@ from brt.data.rows.preparation import RowCorpus
 from brt.data.tokenizers import ByteTokenizer
 from brt.generation.sampling import choose
 from brt.tasks import TASKS
-from brt.tasks.protocol import Aux, Measure, Reading, Task
+from brt.tasks.protocol import Aux, Measure, Reading, Task, Writer
 from brt.types import TextBatch
 
 
@@ -51,29 +50,34 @@ class Parity(Task):
         return RowCorpus(Path(), ByteTokenizer(), {name: Store(drawn[name]) for name in splits})
 
     def reader(self, config, corpus, split="train"):
-        t = config.training
-        return Reader(store=corpus.split(split), batch_size=t.batch_size, seed=t.seed)
+        return Reader(
+            store=corpus.split(split), batch_size=(t := config.training).batch_size, seed=t.seed
+        )
 
     def initial_params(self, config, key):
         width = config.training.segment_length
-        return {"in": jax.random.normal(key, (width, 32)), "out": jnp.zeros((32, 2))}
+        return {"in": jax.random.normal(key, (width, 32)), "out": jax.numpy.zeros((32, 2))}
 
     def predict(self, config, params, batch):
-        return jnp.cos(batch.tokens @ params["in"]) @ params["out"]
+        return jax.numpy.cos(batch.tokens @ params["in"]) @ params["out"]
 
     def loss(self, config, params, carry, model_state, batch, key):
         log_p = jax.nn.log_softmax(self.predict(config, params, batch))
-        nats = -jnp.sum(jnp.take_along_axis(log_p, batch.targets, axis=1) * batch.scored)
-        return nats, Aux(nats, jnp.sum(batch.scored) * 1.0, carry, model_state, {})
+        nats = -jax.numpy.sum(
+            jax.numpy.take_along_axis(log_p, batch.targets, axis=1) * batch.scored
+        )
+        return nats, Aux(nats, jax.numpy.sum(batch.scored) * 1.0, carry, model_state, {})
 
     def evaluator(self, config, corpus, split, *, trained=None, ablate=None, beside=False):
         return Evaluator(self, config, next(self.reader(config, corpus, split).once(256)))
 
-    def write(self, config, params, tokenizer, prompt, options, out, **given):
-        bits = np.array([[int(bit) for bit in prompt]])
-        logits = self.predict(config, params, TextBatch(bits, *[None] * 4))
-        sampling, key = options.sampling or config.sampling, jax.random.key(options.seed or 0)
-        out.write(f"{prompt}{choose(logits, key, sampling)[0]}\n")
+    def writer(self, config, params, tokenizer, model_state=None):
+        def write(_, prompt, options):
+            batch = TextBatch(np.array([[int(bit) for bit in prompt]]), *[None] * 4)
+            logits, key = self.predict(config, params, batch), jax.random.key(options.seed or 0)
+            yield f"{prompt}{choose(logits, key, options.sampling)[0]}"
+
+        return type("ParityWriter", (Writer,), {"__call__": write})()
 
 
 TASKS[Parity.name] = Parity()

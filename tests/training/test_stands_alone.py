@@ -4,14 +4,13 @@ import dataclasses
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from brt import tasks
+from brt import api, tasks
 from brt.config import (
     Checkpoint,
     Config,
@@ -25,8 +24,7 @@ from brt.config import (
     Training,
 )  # fmt: skip
 from brt.errors import BrtError, CheckpointError, DataError
-from brt.evaluation import job, writing
-from brt.tasks.protocol import WriteOptions
+from brt.evaluation import job
 from brt.training import kept, loop, run, run_summary, saved
 from brt.training.metrics import read_metrics
 from brt.training.saved import SavedModel
@@ -84,10 +82,7 @@ def open_model(workdir: Path, **changes: object) -> SavedModel:
 
 
 def written(workdir: Path) -> str:
-    with tempfile.TemporaryFile("w+") as out:
-        writing.write(open_model(workdir), "the sea was", WriteOptions(max_tokens=8), out)
-        out.seek(0)
-        return out.read()
+    return api.Model(open_model(workdir)).generate("the sea was", max_tokens=8)
 
 
 class Trained:
