@@ -33,8 +33,8 @@ class Evaluator(NamedTuple):
 
     def __call__(self, params, *, stop=lambda: None, **given):
         _, aux = self.task.loss(self.config, params, (), (), self.batch, None)
-        bits = float(aux.nats / aux.count / np.log(2))
-        return None if stop() else Reading({"bits_per_row": bits}, f"{bits:.3f} bits", {}, "parity")
+        found = {"bits_per_row": float(aux.nats / aux.count / np.log(2))}
+        return None if stop() else Reading(found, f"{found}", {}, "parity")
 
     def sample(self, params, step, *more, **given):
         return str(np.argmax(self.task.predict(self.config, params, self.batch), axis=-1))
@@ -45,36 +45,32 @@ class Parity(Task):
     measures = columns = (Measure("bits_per_row", "bits per row"),)
 
     def open(self, config, *, progress=True):
-        shape, splits = (256, config.training.segment_length), ("train", "validation", "test")
-        drawn = {name: np.random.default_rng(len(name)).integers(0, 2, shape) for name in splits}
-        return RowCorpus(Path(), ByteTokenizer(), {name: Store(drawn[name]) for name in splits})
+        draw, shape = np.random.default_rng(0).integers, (256, config.training.segment_length)
+        splits = {x: Store(draw(0, 2, shape)) for x in ("train", "validation", "test")}
+        return RowCorpus(Path(), ByteTokenizer(), splits)
 
     def reader(self, config, corpus, split="train"):
-        return Reader(
-            store=corpus.split(split), batch_size=(t := config.training).batch_size, seed=t.seed
-        )
+        return Reader(store=corpus.split(split), batch_size=config.training.batch_size)
 
     def initial_params(self, config, key):
-        width = config.training.segment_length
-        return {"in": jax.random.normal(key, (width, 32)), "out": jax.numpy.zeros((32, 2))}
+        first = jax.random.normal(key, (config.training.segment_length, 32))
+        return {"in": first, "out": jax.numpy.zeros((32, 2))}
 
     def predict(self, config, params, batch):
         return jax.numpy.cos(batch.tokens @ params["in"]) @ params["out"]
 
     def loss(self, config, params, carry, model_state, batch, key):
-        log_p = jax.nn.log_softmax(self.predict(config, params, batch))
-        nats = -jax.numpy.sum(
-            jax.numpy.take_along_axis(log_p, batch.targets, axis=1) * batch.scored
-        )
-        return nats, Aux(nats, jax.numpy.sum(batch.scored) * 1.0, carry, model_state, {})
+        log_p = jax.nn.log_softmax(self.predict(config, params, batch)) * batch.scored
+        nats = -jax.numpy.take_along_axis(log_p, batch.targets, axis=1).sum()
+        return nats, Aux(nats, batch.scored.sum() * 1.0, carry, model_state, {})
 
     def evaluator(self, config, corpus, split, *, trained=None, ablate=None, beside=False):
         return Evaluator(self, config, next(self.reader(config, corpus, split).once(256)))
 
     def writer(self, config, params, tokenizer, model_state=None):
         def write(_, prompt, options):
-            batch = TextBatch(np.array([[int(bit) for bit in prompt]]), *[None] * 4)
-            logits, key = self.predict(config, params, batch), jax.random.key(options.seed or 0)
+            bits, key = np.array([[*map(int, prompt)]]), jax.random.key(options.seed or 0)
+            logits = self.predict(config, params, TextBatch(bits, *[None] * 4))
             yield f"{prompt}{choose(logits, key, options.sampling)[0]}"
 
         return type("ParityWriter", (Writer,), {"__call__": write})()
