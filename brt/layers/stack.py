@@ -125,6 +125,7 @@ class Stack(nn.Module):
             length=count,
             unroll=min(self.model.layer_unroll, count),
             metadata_params={nn.PARTITION_NAME: "layers"},
+            check_constancy_invariants=False,  # it would trace every layer twice
         )
         learnt = model_state[name] if learns else ()
         x, (after, aux) = scan(self.runs[run], x, inputs, learnt, *shared)
@@ -177,6 +178,7 @@ class Stack(nn.Module):
             in_axes=1,
             out_axes=(1, 0),
             unroll=min(self.model.block_unroll, document_start.shape[1]),
+            check_constancy_invariants=self.is_initializing(),  # a second trace makes parameters
         )
         blocks = x.reshape(x.shape[0], -1, self.model.window, x.shape[-1])
         (state, model_state), (y, aux) = scan(self, (state, model_state), blocks, document_start)
