@@ -1,5 +1,6 @@
 """Every test runs on eight fake CPU devices, in a cache and with settings of its own."""
 
+import gc
 import os
 from importlib.metadata import version
 
@@ -15,12 +16,39 @@ if version("jaxlib").startswith("0.10."):  # halves it again; later ones do not 
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 os.environ["MPLBACKEND"] = "Agg"
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # nobody reads the compiler's notes
+gc.set_threshold(200_000, 50, 100)  # what is traced is garbage all at once
 
 from collections.abc import Callable  # noqa: E402
+from fnmatch import fnmatchcase  # noqa: E402
+from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+
+
+TESTS = Path(__file__).parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "xdist_group(name): tests of one process")
+
+
+@pytest.hookimpl(tryfirst=True)  # before the marks choose
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what slow.txt lists, and gives files to processes.
+
+    What a file compiles is made once, therefore; and once what the commands train.
+    """
+    lines = (TESTS / "slow.txt").read_text().splitlines()
+    slow = [f"tests/{line}" for line in lines if line and not line.startswith("#")]
+    for item in items:
+        if any(fnmatchcase(item.nodeid, pattern) for pattern in slow):
+            item.add_marker(pytest.mark.slow)
+        folder = item.path.parent
+        group = folder if folder.name == "end_to_end" else item.path
+        item.add_marker(pytest.mark.xdist_group(str(group)))
 
 
 @pytest.fixture(autouse=True, scope="session")

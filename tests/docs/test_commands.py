@@ -1,0 +1,116 @@
+"""The commands of README and docs run as they are written, in the order of their page.
+
+They run on stand-ins for what a reader has, for two steps where they train. What needs weights
+or corpora that are not here, or hours, is resolved and no more: ONLY_RESOLVED says what.
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from brt.data.sources import CORPORA
+
+ROOT = Path(__file__).resolve().parents[2]
+FIXTURES = ROOT / "tests/data"
+PAGES = {
+    str(path.relative_to(ROOT)): path
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+SHORT = {
+    "train": (
+        "Training.steps = 2", "Optimizer.warmup_steps = 1",
+        "Training.sample_every = 0", "Training.evaluate_every = 0", "Training.plots = False",
+    ),
+}  # fmt: skip
+# A word of a command, and the flag that ends it before it needs what it names.
+ONLY_RESOLVED = {
+    "configs/data/pg19_tokens.gin": "--dry_run",  # 300 GB
+    "configs/runs/glue/rte.gin": "--print_config",  # weights of roberta-base
+    "runs/rte": None,  # the run of the line above
+    "weights/roberta-4k/tokenizer.json": "--print_config",
+    "configs/sweeps/table1.gin": "--list",  # a night
+    "configs/sweeps/gates.gin": "--list",
+    "runs/table1/Rec-fixed-skip,seed=0/point.gin": None,  # a point of that night
+    "runs/growth": None,
+}
+
+
+def commands(text: str) -> Iterator[str]:
+    """Of the code blocks of a page; a line that ends in a backslash goes on."""
+    for _, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            if re.match(r"(python -m brt|split|head) ?", line):
+                yield line
+
+
+def runs() -> list[tuple[str, list[str]]]:
+    """Every page that has commands, with them; the synopsis of all commands is not of these."""
+    found = [(name, list(commands(path.read_text()))) for name, path in PAGES.items()]
+    return [(name, [c for c in lines if not synopsis(c)]) for name, lines in found if lines]
+
+
+def synopsis(command: str) -> bool:
+    return bool(re.search(r"--workdir=DIR|--output DIR|\|brt", command))
+
+
+def adapted(command: str) -> list[str] | None:
+    """The words to run; None where what it reads cannot be here."""
+    words = shlex.split(command, comments=True)
+    for word, flag in ONLY_RESOLVED.items():
+        if any(w == word or w.endswith(f"={word}") or f"'{word}'" in w for w in words):
+            return [*words, flag] if flag else None
+    if words[0] == "python":
+        name = words[2].removeprefix("brt.")
+        words += [f"--gin_bindings={binding}" for binding in SHORT.get(name, ())]
+    return words
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with what the pages take for granted."""
+    path = tmp_path_factory.mktemp("home")
+    (path / "books").mkdir()
+    for number, book in enumerate(sorted(CORPORA.rglob("*.txt"))[:3]):
+        (path / f"books/{number}.txt").write_bytes(book.read_bytes()[:20000])
+    shutil.copy(path / "books/0.txt", path / "BOOK.txt")
+    shutil.copy(path / "books/1.txt", path / "document.txt")
+    for split in ("train", "validation", "test"):
+        (path / "pieces" / split).mkdir(parents=True)
+    shutil.copy(path / "books/2.txt", path / "pieces/test")
+    shutil.copytree(FIXTURES / "huggingface/roberta", path / "roberta-base")
+    shutil.copytree(FIXTURES / "huggingface/t5", path / "DIRECTORY")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "lines"), runs(), ids=[page for page, _ in runs()])
+def test_the_commands_of_a_page_run(page: str, lines: list[str], home: Path) -> None:
+    for command in lines:
+        words = adapted(command)
+        if words is not None:
+            run = [sys.executable, *words[1:]] if words[0] == "python" else words
+            done = subprocess.run(run, cwd=home, capture_output=True, text=True, timeout=900)
+            assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+
+
+def test_the_synopsis_names_flags_that_exist() -> None:
+    lines = [line for line in commands(PAGES["README.md"].read_text()) if synopsis(line)]
+    assert len({line.split()[2] for line in lines}) == 7
+    for line in lines:
+        name = line.split()[2]
+        shown = subprocess.run([sys.executable, "-m", name, "--help"], capture_output=True)
+        missing = [f for f in re.findall(r"--\w+", line) if f.encode() not in shown.stdout]
+        assert not missing, f"{name} has no {missing}"
+
+
+def test_make_quickstart_is_three_of_our_commands() -> None:
+    made = subprocess.run(
+        ["make", "--dry-run", "quickstart"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert re.findall(r"-m (brt\.\w+)", made) == ["brt.train", "brt.evaluate", "brt.generate"]
