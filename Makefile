@@ -16,7 +16,7 @@ help:
 	@echo 'make quickstart  install, train a small model on three novels, evaluate it, sample from it'
 	@echo 'make test        run the tests, but for the slow ones'
 	@echo 'make test-all    run all of them'
-	@echo 'make lint        check style and formatting'
+	@echo 'make lint        check style, formatting and types'
 	@echo 'make wheel       build dist/brt-*.whl'
 	@echo 'make clean       remove what was built; $(VENV) and runs/ stay'
 
@@ -34,13 +34,14 @@ test-all: $(VENV)/installed-test
 lint: $(VENV)/installed-test
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
 
 wheel: $(VENV)/created
 	$(RUN) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir=dist .
 	@ls dist/*.whl
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find brt tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are written last, so an interrupted install is done again.

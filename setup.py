@@ -49,6 +49,7 @@ EXTRAS = {
         "pytest-xdist>=3.6,<4",  # several processes
         "beartype>=0.21,<1",  # checks the annotations, shapes included, while tests run
         "ruff>=0.12,<1",  # make lint
+        "mypy>=2,<3",  # make lint: types, without running anything
         "setuptools>=77,<90",  # tests build the wheel without asking the network
         "zstandard>=0.23,<1",  # tests read .zst
         "pyarrow>=20,<27",  # tests read .parquet

@@ -98,7 +98,7 @@ class Memory:
     @property
     def logits(self) -> Float[np.ndarray, " V"]:
         """Of the next token, unnormalized."""
-        return self.state.logits[0]
+        return np.asarray(self.state.logits[0])
 
     def save(self, path: StrPath) -> None:
         """Writes an .npz that `Model.load_memory` and --load_state read."""
@@ -120,7 +120,7 @@ class Text(Iterator[str]):
     def memory(self) -> Memory:
         """What the model knows after the pieces so far, those that it wrote included."""
         self._check_turn()
-        return Memory(self._model._writer.session.snapshot(), self._model)
+        return Memory(self._model._held().snapshot(), self._model)
 
     def _check_turn(self) -> None:
         if self._model._text is not self:
@@ -241,9 +241,10 @@ class Model:
           ConfigError: the model predicts no text by itself.
           DataError: it is empty, or has ids that the model does not know.
         """
-        if not len(tokens := self._tokens(text)):
+        scorer, tokens = self._scorer, self._tokens(text)
+        if not len(tokens):
             raise DataError("the text is empty; bits of nothing mean nothing")
-        return self._scorer(self.params, tokens, self._saved.model_state) / math.log(2)
+        return scorer(self.params, tokens, self._saved.model_state) / math.log(2)
 
     def bits_per_byte(self, text: str) -> float:
         """`token_bits` over the bytes of the text in UTF-8; raises as they do."""
@@ -277,16 +278,22 @@ class Model:
             "tokenizer": self.tokenizer.fingerprint,
         }
 
-    def _session(self) -> Session:
-        """The writer's, which forgets everything."""
-        if not self.continues:
+    def _held(self) -> Session:
+        """The writer's."""
+        session = self._writer.session if self._task.writes else None
+        if session is None:
             raise ConfigError(
                 f"Training.task = {self._task.name!r} trains a model without a memory that "
                 "goes on; a language model has one"
             )
+        return session
+
+    def _session(self) -> Session:
+        """The writer's, which forgets everything."""
+        session = self._held()
         self._text = None
-        self._writer.session.forget()
-        return self._writer.session
+        session.forget()
+        return session
 
     def _resumed(self, memory: Memory) -> Session:
         if memory._model._identity != self._identity:
@@ -297,7 +304,8 @@ class Model:
 
     def _tokens(self, text: str | Integer[np.ndarray, " T"]) -> Integer[np.ndarray, " T"]:
         if isinstance(text, str):
-            return np.asarray(self.tokenizer.encode(text), np.int32)
+            tokenizer: Any = self.tokenizer  # of a language model
+            return np.asarray(tokenizer.encode(text), np.int32)
         size = self.tokenizer.vocab_size
         if len(text) and not 0 <= np.min(text) <= np.max(text) < size:
             raise DataError(f"token ids must be in 0 to {size - 1}, as the model's tokenizer has")

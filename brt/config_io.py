@@ -169,7 +169,7 @@ def _field_comments() -> dict[str, str]:
     for section, cls in SECTION_TYPES.items():
         source = inspect.getsource(cls)
         lines, end = source.splitlines(), 0
-        (parsed,) = ast.parse(source).body
+        parsed: Any = ast.parse(source).body[0]
         for node in parsed.body:
             start, end = end, node.end_lineno
             said = re.findall(r"(?:^|  ) *# (.+)", "\n".join(lines[start:end]), re.MULTILINE)

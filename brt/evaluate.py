@@ -26,10 +26,10 @@ def main(args: argparse.Namespace) -> None:
     workdir, found, config = saved.load_config(Path(args.workdir), args.step)
     config = command_line.resolve(args, base=config).config
     model = saved.load(workdir, found, config)
-    found = job.evaluate(model, args.split, args.ablate)
-    print(found.text)
+    evaluated = job.evaluate(model, args.split, args.ablate)
+    print(evaluated.text)
     if args.json:
-        command_line.write_json(args.json, found.report, args.workdir)
+        command_line.write_json(args.json, evaluated.report, args.workdir)
 
 
 def _follow(args: argparse.Namespace) -> None:

@@ -24,8 +24,8 @@ def write(directory: Path) -> None:
         file.writelines(lines)
         file.flush()
         os.fsync(file.fileno())
-    for path, _, _ in os.walk(directory):
-        sync_directory(Path(path))
+    for place, _, _ in os.walk(directory):
+        sync_directory(Path(place))
 
 
 def verify(directory: Path) -> list[str]:

@@ -94,7 +94,7 @@ class CheckpointWriter:
         if bad := tree_utils.not_finite(named):
             raise NonFiniteError(
                 f"step {step} is not saved, because these hold NaN or infinity: {join(bad)}; "
-                f"the newest checkpoint is {(steps(self._directory) or ['none'])[-1]}"
+                f"the newest checkpoint is {['none', *steps(self._directory)][-1]}"
             )
         arrays = tree_utils.describe(named)
         content = {**meta, "step": step, "format": FORMAT, "arrays": arrays}

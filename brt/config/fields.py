@@ -17,7 +17,7 @@ T = TypeVar("T")
 _DECLARED = "setting"
 _SOURCES = "sources"  # cached by the content of what they name
 _USUAL = "usual"
-_AUTO = ("auto",)
+_AUTO: Any = ("auto",)  # in the place of sources
 MADE_UP = "generated:"  # how sources begin that are no files
 
 
@@ -89,7 +89,7 @@ def cached_settings(section: Any) -> dict[str, Any]:
     names = {
         name if setting.cached is True else setting.cached
         for name, setting in settings(type(section)).items()
-        if setting.cached not in (False, _SOURCES)
+        if setting.cached and setting.cached != _SOURCES
     }
     return {name: getattr(section, name) for name in sorted(names)}
 

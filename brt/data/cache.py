@@ -89,9 +89,9 @@ def prepared_split(
     Raises:
       DataError: a source cannot be read as asked.
     """
-    there = known and (known / MANIFEST).is_file() and (known / split).is_dir()
+    there = known if known and (known / MANIFEST).is_file() and (known / split).is_dir() else None
     if there and part:
-        return known
+        return there
     try:
         if part or split == "train":  # which depend on the names of all sources
             own = {s: hashes(section.train) if s == "train" else [] for s in SPLITS}
@@ -100,9 +100,9 @@ def prepared_split(
     except DataError:
         if not there:
             raise
-        return known
-    if there and _sources(own)[split] == read_manifest(known)["sources"][split]:
-        return known
+        return there
+    if there and _sources(own)[split] == read_manifest(there)["sources"][split]:
+        return there
     return prepared(section, own, build, only=split, **more)
 
 

@@ -48,7 +48,7 @@ def _end(text: str, start: int, stop: int) -> int:
 class ChunkTokenizer(abc.ABC):
     """Encodes texts of any length, chunk by chunk, and gives back every byte."""
 
-    _bytes: Sequence[bytes]  # of each id
+    _bytes: list[bytes]  # of each id
 
     @abc.abstractmethod
     def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:

@@ -17,7 +17,7 @@ class Name(NamedTuple):
     """`generated:NAME/COUNT`."""
 
     name: str
-    count: int
+    size: int
 
 
 def parse(source: str) -> Name:

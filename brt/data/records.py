@@ -88,7 +88,8 @@ def _json_text(name: str, data: bytes, field: str, errors: str) -> str:
     return text
 
 
-def _field(name: str, example: Any, field: str) -> str | bytes:
+def _field(name: str, example: Any, field: str) -> Any:
+    """A text, or its bytes where an example holds such."""
     if not isinstance(example, dict):
         raise DataError(f"{name} is no object with a field '{field}'")
     if field not in example:

@@ -120,8 +120,8 @@ def ends(document: Document, length: int, fractions: Mapping[str, float]) -> Par
         begin + _border(text)
         for (begin, _), text in zip(windows, _texts(document.chunks, windows), strict=True)
     ]
-    bounds = [0, *places, None]
-    return {s: (bounds[i], bounds[i + 1]) for i, s in enumerate(("train", *sizes))}
+    bounds = zip([0, *places], [*places, None], strict=True)
+    return dict(zip(("train", *sizes), bounds, strict=True))
 
 
 class Shares:

@@ -39,7 +39,7 @@ def sentencepiece_model(
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
-    model = sentencepiece_model_pb2.ModelProto()
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made on import
     try:
         model.ParseFromString(content)
         if exact:

@@ -144,7 +144,8 @@ class Follower:
         except CheckpointError as error:
             removed = step not in reader.present(directory)
             reason = f"checkpoint {step} was removed while it was read" if removed else str(error)
-            return self._pass(step, reason)
+            self._pass(step, reason)
+            return None
         self._due.discard(step)
         return self._read(model)
 

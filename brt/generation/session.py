@@ -45,7 +45,7 @@ class Memory(NamedTuple):
     block: StackBlock
     position: Int[Array, ""]
     logits: Float[Array, "B V"]
-    count: Int[Array, ""]
+    count: Int[Array, ""]  # type: ignore[assignment]  # hides tuple's
 
 
 class Learnt(NamedTuple):

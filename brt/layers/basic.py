@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -54,8 +55,8 @@ def parameter(
 
     By default it is a kernel of one axis of inputs.
     """
-    init = init or kernel_init()
-    return module.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
+    boxed: Callable[..., Any] = nn.with_logical_partitioning(init or kernel_init(), axes)
+    return module.param(name, boxed, shape, jnp.float32)  # which takes it out of its box
 
 
 def dropout(module: nn.Module, x: Float[Array, "*B"], rate: float) -> Float[Array, "*B"]:

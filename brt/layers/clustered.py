@@ -163,8 +163,8 @@ class ClusteredLayer(nn.Module):
     ) -> tuple[None, ClusteredState]:
         """The state after a full block: the past takes in the block before it."""
         state, block = carried
-        before = (z.swapaxes(1, 2) for z in (state.window.keys, state.window.values))
+        keys, values = (z.swapaxes(1, 2) for z in (state.window.keys, state.window.values))
         readable = cache_is_readable(self.model, state.window)
-        past = past_after(state.past, *before, readable, self._centroids())
+        past = past_after(state.past, keys, values, readable, self._centroids())
         window = WindowState(block.keys, block.values, jnp.ones_like(state.window.valid))
         return x, ClusteredState(window, *past)

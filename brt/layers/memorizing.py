@@ -82,8 +82,8 @@ def remembered(
 ) -> MemoryState:
     """The state that keeps the last `length` tokens of the past; zeros stand before them."""
     kept = jnp.arange(size)[None] >= size - length[:, None]
-    parts = (jnp.where(kept[:, None, :, None], part[:, :, -size:], 0) for part in past)
-    return MemoryState(window, *parts, length)
+    keys, values = (jnp.where(kept[:, None, :, None], part[:, :, -size:], 0) for part in past)
+    return MemoryState(window, keys, values, length)
 
 
 class MemorizingLayer(nn.Module):

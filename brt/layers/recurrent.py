@@ -225,8 +225,8 @@ class RecurrentLayer(nn.Module):
             for pair in ((window.keys, block.keys), (window.values, block.values))
         )
         readable = cache_is_readable(self.model, window)
-        vectors, _ = state_update(
+        vectors = state_update(
             self.cell.weights, self._vectors(state), keys, values, readable, **self._options()
-        )
+        )[0]
         after = WindowState(block.keys, block.values, jnp.ones_like(window.valid))
         return x, RecurrentState(after, vectors, after.valid)

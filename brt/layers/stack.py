@@ -97,7 +97,7 @@ class Stack(nn.Module):
     def _through(
         self, run: int, method: str, x: Array | None, inputs: PyTree, *shared: Any,
         model_state: ModelState,
-    ) -> tuple[Array | None, PyTree, LayerAux]:  # fmt: skip
+    ) -> tuple[Any, PyTree, LayerAux]:  # fmt: skip
         """One run: a scan whose carry is x, over what each of its layers has of its own.
 
         Args:

@@ -31,7 +31,7 @@ class WindowState(NamedTuple):
 
 
 # A NamedTuple of arrays with the batch on axis 0, as the layer's kind makes it.
-LayerState = tuple[Any, ...]
+LayerState = Any
 
 
 class OpenBlock(NamedTuple):

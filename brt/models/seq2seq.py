@@ -161,7 +161,8 @@ def encode(
     network: Seq2Seq, params: Params, source: Int[Array, "B S"], mask: Bool[Array, "B S"]
 ) -> Float[Array, "B S D"]:
     """`Seq2Seq.encode` without dropout."""
-    return network.apply({"params": params}, source, mask, method="encode")
+    found: Any = network.apply({"params": params}, source, mask, method="encode")
+    return found
 
 
 def decode(
@@ -172,7 +173,8 @@ def decode(
     targets_in: Int[Array, "B T"],
 ) -> Decoded:
     """`Seq2Seq.decode` without dropout; `logits` of its vectors are those of the next tokens."""
-    return network.apply({"params": params}, encoded, mask, targets_in, method="decode")
+    found: Any = network.apply({"params": params}, encoded, mask, targets_in, method="decode")
+    return found
 
 
 def prefill(
@@ -184,14 +186,17 @@ def prefill(
     max_length: int,
 ) -> DecodeState:
     """`Seq2Seq.prefill`."""
-    return network.apply({"params": params}, encoded, mask, beams, max_length, method="prefill")
+    variables, given = {"params": params}, (encoded, mask, beams, max_length)
+    found: Any = network.apply(variables, *given, method="prefill")
+    return found
 
 
 def step(
     network: Seq2Seq, params: Params, tokens: Int[Array, "B N"], state: DecodeState
 ) -> tuple[Float[Array, "B N V"], DecodeState]:
     """Reads the next token of every beam: float32 logits of the one after it, and the state."""
-    hidden, state = network.apply({"params": params}, tokens, state, method="step")
+    found: Any = network.apply({"params": params}, tokens, state, method="step")
+    hidden, state = found
     return logits(readout(network.model, params), hidden), state
 
 

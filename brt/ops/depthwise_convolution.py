@@ -1,5 +1,7 @@
 """A convolution over the sequence, each channel on its own."""
 
+from functools import reduce
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -15,4 +17,4 @@ def depthwise_convolution(
     half = width // 2
     padded = jnp.pad(x, ((0, 0), (half, half), (0, 0)))
     rows = kernel.astype(x.dtype)[:, None, None]
-    return sum(rows[w] * padded[:, w : w + tokens] for w in range(width))
+    return reduce(jnp.add, (rows[w] * padded[:, w : w + tokens] for w in range(width)))

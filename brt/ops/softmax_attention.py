@@ -19,8 +19,8 @@ def attend(
     values: Float[Array, "*B S H K"],
 ) -> Float[Array, "*B Q H K"]:
     """Attention to every key; any scale is folded into the queries."""
-    by_head = (x.swapaxes(-3, -2) for x in (queries, keys, values))
-    return attend_by_head(*by_head, None, null_keys=False).swapaxes(-3, -2)
+    q, k, v = (x.swapaxes(-3, -2) for x in (queries, keys, values))
+    return attend_by_head(q, k, v, None, null_keys=False).swapaxes(-3, -2)
 
 
 def attend_by_head(

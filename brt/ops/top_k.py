@@ -19,7 +19,8 @@ def _top_k(x: Array, count: int) -> tuple[Array, Array]:
 def _of_rows(x: Array, count: int) -> tuple[Array, Array]:
     """As of a matrix: of more axes, XLA's CPU backend sorts every row as a whole."""
     found = jax.lax.top_k(x.reshape(-1, x.shape[-1]), count)
-    return tuple(y.reshape(*x.shape[:-1], count) for y in found)
+    values, places = (y.reshape(*x.shape[:-1], count) for y in found)
+    return values, places
 
 
 def _partition(count: int, mesh: jax.sharding.Mesh, arguments: tuple, _: tuple) -> tuple:

@@ -4,6 +4,7 @@ That is their error rate or score where they have one, else their bits per byte.
 """
 
 from collections.abc import Sequence
+from math import nan
 from pathlib import Path
 
 import matplotlib
@@ -62,7 +63,7 @@ def trade_off(groups: Sequence[Group], measure: Measure = BITS_PER_BYTE) -> Figu
         seeds, mean, milliseconds = (
             _seeds(measure, g),
             g.figures[measure.name],
-            1000 * g.step_seconds * (1 if steps else 1000 / g.tokens_per_step),
+            1000 * (g.step_seconds or nan) * (1 if steps else 1000 / (g.tokens_per_step or nan)),
         )
         axes.errorbar(
             milliseconds, mean, fmt="o", color=color, capsize=3,

@@ -29,7 +29,7 @@ class Point(NamedTuple):
       bindings: `Section.field` to value, of all that is not the same in every point.
     """
 
-    index: int
+    number: int
     name: str
     directory: str
     group: str
@@ -106,7 +106,7 @@ def listing(points: Iterable[Point]) -> str:
     points = list(points)
     width = max(len(point.directory) for point in points)
     return "\n".join(
-        f"{point.index:>4}  {point.directory:<{width}}  "
+        f"{point.number:>4}  {point.directory:<{width}}  "
         + ", ".join(f"{name} = {value!r}" for name, value in point.bindings.items())
         for point in points
     )

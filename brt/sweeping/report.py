@@ -103,7 +103,9 @@ def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
     out.writerow(["point", "group", "status", *names, "relative_step_time", *fields])
     for row in rows:
         group_seconds, times = relative[row.point.group]
-        own = row.step_seconds * times / group_seconds if row.step_seconds and times else None
+        own = None
+        if row.step_seconds and times and group_seconds:
+            own = row.step_seconds * times / group_seconds
         bindings = [row.point.bindings.get(name, "") for name in fields]
         values = [row.figures.get(name) for name in measures]
         values += [getattr(row, name) for name in figures]

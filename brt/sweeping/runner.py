@@ -48,7 +48,7 @@ class Runner:
         """Returns when every point has ended, or when those that run have stopped on a signal."""
         self._names = max((len(point.name) for point in points), default=0)
         self._digits = len(str(len(points)))
-        self._order = {point.index: number for number, point in enumerate(points, 1)}
+        self._order = {point.number: number for number, point in enumerate(points, 1)}
         waiting = list(points)
         with StopSignal(announce=self._say) as stop:
             try:
@@ -91,8 +91,8 @@ class Runner:
         return waiting
 
     def _wait(self, point: Point) -> None:
-        if point.index not in self._taken:
-            self._taken.add(point.index)
+        if point.number not in self._taken:
+            self._taken.add(point.number)
             self._tell(
                 point, "is still run by another process, perhaps of an earlier start; waiting"
             )
@@ -148,5 +148,5 @@ class Runner:
                 job.command.process.terminate()
 
     def _tell(self, point: Point, what: str) -> None:
-        number = f"{self._order[point.index]:>{self._digits}}/{len(self._order)}"
+        number = f"{self._order[point.number]:>{self._digits}}/{len(self._order)}"
         self._say(f"{time.strftime('%H:%M:%S')}  {number}  {point.name:<{self._names}}  {what}")

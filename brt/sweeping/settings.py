@@ -183,13 +183,13 @@ def _random(where: str, value: Any) -> dict[str, tuple[Any, ...]]:
     rules = {}
     for name, rule in _mapping(where, value).items():
         inside = f"{where}: {_known(where, name)}"
-        kind, *arguments = _sequence(inside, rule)
+        kind, *given = _sequence(inside, rule)
         if kind not in _DISTRIBUTIONS:
             guess = suggestion(str(kind), _DISTRIBUTIONS)
             raise ConfigError(
                 f"{inside} = {rule!r} must begin with one of {', '.join(_DISTRIBUTIONS)}{guess}"
             )
-        arguments = tuple(_value(where, name, argument) for argument in arguments)
+        arguments = tuple(_value(where, name, argument) for argument in given)
         if kind == "choice":
             _sequence(f"{inside}: choice", arguments)
         else:

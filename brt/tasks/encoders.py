@@ -80,10 +80,11 @@ class EncoderTask(Task):
           attention: the key of what attention draws; None: always the same.
         """
         attention = jax.random.key(0) if attention is None else attention
-        return self.network(config, training=dropout is not None).apply(
+        found: Any = self.network(config, training=dropout is not None).apply(
             {"params": params}, batch.tokens if inputs is None else inputs, batch.valid, attention,
             rngs=None if dropout is None else {"dropout": dropout}, **given,
         )  # fmt: skip
+        return found
 
     def flops(self, config: Config, batch: Any) -> int | None:
         """Where attention is exact."""

@@ -38,7 +38,7 @@ class Aux(NamedTuple):
     """
 
     nats: Float[Array, ""]
-    count: Float[Array, ""]
+    count: Float[Array, ""]  # type: ignore[assignment]  # hides tuple's
     carry: PyTree[Array]
     model_state: PyTree[Array]
     metrics: dict[str, Float[Array, ""]]

@@ -24,7 +24,7 @@ class Meter:
                 saved["tokens_seen"], saved["nats"], saved["tokens"],
             )  # fmt: skip
             self._norms, self._steps = saved["norms"], saved["steps"]
-            self._others = Counter(saved["others"])
+            self._others: Counter[str] = Counter(saved["others"])
         self._pending: tuple[int, StepMetrics] | None = None
 
     def add(self, step: int, metrics: StepMetrics) -> None:
@@ -77,7 +77,7 @@ class Meter:
     def _restart(self) -> None:
         self._nats = self._tokens = self._norms = 0.0
         self._steps = 0
-        self._others: Counter[str] = Counter()
+        self._others = Counter()
 
     def state(self) -> dict[str, Any]:
         """JSON that `__init__` takes up again; nothing may be in flight."""

@@ -1,7 +1,7 @@
 """Learning-rate schedules and optimizers."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from brt.config import Optimizer
 from brt.training import muon
 from brt.training.matrices import Axes, matrix_shape
 
-Parameters = PyTree[Array]
+Parameters: TypeAlias = PyTree[Array]
 
 
 def learning_rate(

@@ -89,8 +89,7 @@ class Progress:
         """The newest figure on held-out data; stays in the bar until the next one."""
         self._evaluation = headline
         self.message(f"step {step}/{self._steps}  {self._evaluation}")
-        if self._bar is not None:
-            self._refresh_bar(step)
+        self._refresh_bar(step)
 
     def message(self, text: str) -> None:
         """A line that stays, above the bar."""
@@ -128,7 +127,8 @@ class Progress:
 
     def _refresh_bar(self, step: int) -> None:
         self.step(step)
-        self._bar.set_postfix_str("  ".join(filter(None, (self._tail, self._evaluation))))
+        if self._bar is not None:
+            self._bar.set_postfix_str("  ".join(filter(None, (self._tail, self._evaluation))))
 
     def _show(self, text: str) -> None:
         if self._bar is None:

@@ -23,23 +23,34 @@ from brt.training.state import TrainState, initial_state, parameter_axes
 from brt.training.step import StepMetrics, train_step
 
 
+class Shapes(NamedTuple):
+    """What a config says of a run without its data.
+
+    Attributes:
+      abstract: shapes, dtypes and shardings of the train state.
+    """
+
+    mesh: jax.sharding.Mesh
+    optimizer: optax.GradientTransformation
+    abstract: TrainState
+
+
 class Run(NamedTuple):
-    """What training and a dry run need.
+    """What training needs.
 
     Attributes:
       config: with what depends on data and machine written out.
-      corpus, reader: None in `without_data`.
       weights: that it starts from, if from any.
-      abstract: shapes, dtypes and shardings of the train state.
+      mesh, optimizer, abstract: its `Shapes`.
     """
 
     config: Config
     task: Task
-    corpus: Corpus | None
-    reader: Reader | None
+    corpus: Corpus
+    reader: Reader
+    weights: Weights | None
     mesh: jax.sharding.Mesh
     optimizer: optax.GradientTransformation
-    weights: Weights | None
     abstract: TrainState
 
 
@@ -58,21 +69,19 @@ def build(config: Config, *, saved: Found | None = None, progress: bool = True) 
     compilation.use_cache(cache_directory(config.data))
     weights = _weights(config, saved)
     config, corpus, reader = prepare(config, weights, progress=progress)
-    return _shaped(config, corpus, reader, weights)
+    return Run(config, tasks.of(config), corpus, reader, weights, *_shapes(config))
 
 
-def without_data(config: Config) -> Run | None:
-    """A run to look at, not to train; None where its sizes depend on the data."""
+def without_data(config: Config) -> Shapes | None:
+    """Those of a run to look at, not to train; None where they depend on the data."""
     task = tasks.of(config)
     if config.training.init_from or not task.knows_sizes(config):
         return None
     tasks.check(config)
-    return _shaped(config, None, None, None)
+    return _shapes(config)
 
 
-def _shaped(
-    config: Config, corpus: Corpus | None, reader: Reader | None, weights: Weights | None
-) -> Run:
+def _shapes(config: Config) -> Shapes:
     mesh = make_mesh(config.mesh)
     optimizer = optimizers.build(config.optimizer, config.training.steps, parameter_axes(config))
     shapes = jax.eval_shape(partial(initial_state, config, optimizer))
@@ -81,7 +90,7 @@ def _shaped(
         shapes,
         state_shardings(mesh, shapes),
     )
-    return Run(config, tasks.of(config), corpus, reader, mesh, optimizer, weights, abstract)
+    return Shapes(mesh, optimizer, abstract)
 
 
 def prepare(

@@ -16,19 +16,19 @@ from brt.formatting import clock, short
 from brt.training import kept
 from brt.training.loop import SPLIT
 from brt.training.metrics import read_metrics
-from brt.training.run import Run
+from brt.training.run import Run, Shapes
 from brt.training.state import parameter_counts
 from brt.training.workdir import Workdir
 
 Yardstick = tuple[str, float]  # what something simpler makes of the data, behind its name
 
 
-def parameters(run: Run) -> str:
+def parameters(run: Run | Shapes) -> str:
     """Every parameter with its shape, as a table."""
     return parameter_overview.get_parameter_overview(run.abstract.params, include_stats=False)
 
 
-def dry_run(run: Run, directory: str | None) -> dict[str, Any]:
+def dry_run(run: Run | Shapes, directory: str | None) -> dict[str, Any]:
     """Counts and sizes of a run, from shapes alone; of its data only where they were read."""
     total, non_embedding = parameter_counts(run.abstract.params)
     return {
@@ -39,15 +39,13 @@ def dry_run(run: Run, directory: str | None) -> dict[str, Any]:
         "state_bytes": tree_utils.required_bytes(run.abstract.carry),
         "checkpoint_bytes": tree_utils.required_bytes(run.abstract),
         "free_disk_bytes": shutil.disk_usage(_existing(directory)).free,
-        **_of_data(run),
+        **(_of_data(run) if isinstance(run, Run) else {}),
         "devices": run.mesh.size,
         "platform": jax.default_backend(),
     }
 
 
 def _of_data(run: Run) -> dict[str, Any]:
-    if run.reader is None:
-        return {}
     return {
         "tokens_per_step": run.reader.positions(run.reader.largest()),
         "steps_per_epoch": run.reader.steps_per_epoch,

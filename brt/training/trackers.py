@@ -5,7 +5,7 @@ A resumed run goes on in the same place of theirs, which `trackers.json` remembe
 
 import importlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +28,9 @@ class _Service:
     """
 
     name: str  # of the module, and of brt's extra
+    _begin: Callable[[Config, Workdir, str | None], str]
+    _log: Callable[[int, Mapping[str, float | int]], None]
+    _end: Callable[[], None]
 
     def __init__(self, module: ModuleType, warn: Warn):
         self._module, self._warn, self._on = module, warn, True
@@ -112,7 +115,7 @@ def wanted(config: Config, warn: Warn) -> list[_Service]:
     return found
 
 
-def started(config: Config, workdir: Workdir, warn: Warn) -> list[Tracker]:
+def started(config: Config, workdir: Workdir, warn: Warn) -> Sequence[Tracker]:
     """Trackers for what is `wanted`, begun, or gone on with; raises as that does."""
     services, place = wanted(config, warn), workdir.path / "trackers.json"
     if not services:

@@ -316,12 +316,12 @@ def test_a_carried_recurrence_moves_only_where_the_index_moves() -> None:
     filled = jax.jit(partial(cross_attention.prefill, config=config))(*source, parameters)
     advance = jax.jit(lambda memory, t: cross_attention.advance(memory, t, config))
     step = jax.jit(lambda q, memory, t: cross_attention.step(q, memory, t, config))
-    assert filled.table is None and filled.carry.index.tolist() == [-1] * BATCH
+    assert filled.table is None and filled.carry.segment.tolist() == [-1] * BATCH
     memory = filled
     for t in (0, 1, 7, 11):
         memory = advance(memory, t)
         counts = [-(-n // SEGMENT) for n in LENGTHS]
-        assert memory.carry.index.tolist() == [t * m // TARGET for m in counts]
+        assert memory.carry.segment.tolist() == [t * m // TARGET for m in counts]
         for cache_ in (memory, filled):
             close(step(q[:, None, t : t + 1], cache_, t)[:, 0, 0], expected[:, t])
 

@@ -67,7 +67,7 @@ class TextTokenizer:
 
     def wrap(self, *texts: np.ndarray) -> Int[np.ndarray, " T"]:
         """One text or two, with the ids around them."""
-        parts = [self.between] * (2 * len(texts) - 1)
+        parts: list[Sequence[int] | np.ndarray] = [self.between] * (2 * len(texts) - 1)
         parts[::2] = texts
         return np.concatenate([self.begin, *parts, self.end]).astype(np.int32)
 

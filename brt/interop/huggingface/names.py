@@ -103,7 +103,7 @@ def is_optional(ours: str) -> bool:
     if ours == "logits_bias":
         return True
     inside = re.fullmatch(r"decoder/layers_\d+/cross_attn/(.+)", ours)
-    return bool(inside) and not re.fullmatch("[qkvo]/(kernel|bias)", inside[1])
+    return inside is not None and not re.fullmatch("[qkvo]/(kernel|bias)", inside[1])
 
 
 def their_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:

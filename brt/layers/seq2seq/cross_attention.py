@@ -24,7 +24,7 @@ class Learned(nn.Module):
         parts = cross_attention.specifications(self.cross, self.block.heads, self.block.head_dim)
         return {
             name: parameter(self, name, spec.shape, spec.axes, spec.initializer)
-            for name, spec in parts[self.name].items()
+            for name, spec in parts[str(self.name)].items()
         }
 
 

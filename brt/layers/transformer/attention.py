@@ -92,7 +92,7 @@ class SelfAttention(Projections):
         kernels = self.block.kernels
         keys, values = queries if self.shared_queries_keys else self.k(x), self.v(x)
         if self.radius:
-            side = self._side(x, source) if self.has_globals else None
+            side = self._side(x, source.blocks, source.side) if self.has_globals else None
             y = local_attention(
                 queries * scale, keys, values, source.bias, source.valid, side, drop,
                 radius=self.radius, implementation=kernels.encoder_attention,
@@ -107,6 +107,8 @@ class SelfAttention(Projections):
             )  # fmt: skip
         return self.o(y)
 
-    def _side(self, x: Float[Array, "B T D"], source: Source) -> Side:
-        sums = self.global_norm(block_sums(x, source.blocks))
-        return Side(self.k(sums), self.v(sums), source.side, source.blocks.exist)
+    def _side(
+        self, x: Float[Array, "B T D"], blocks: GlobalBlocks, bias: Float[Array, "B H T G"]
+    ) -> Side:
+        sums = self.global_norm(block_sums(x, blocks))
+        return Side(self.k(sums), self.v(sums), bias, blocks.exist)

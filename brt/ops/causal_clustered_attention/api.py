@@ -130,8 +130,6 @@ def causal_clustered_attention_step(
     left = jnp.arange(keys.shape[1]) < position + (1 if attend_to_self else 0)
     mask = (left[None] & readable[:, None])[:, None]
     part = AttentionPart(*(x.swapaxes(1, 2) for x in window))
-    by_head = (x.swapaxes(1, 2) for x in (keys, values))
-    y = xla.read(
-        queries.swapaxes(1, 2), part, *by_head, mask, kept(past, readable), centroids, bias
-    )
+    q, k, v = (x.swapaxes(1, 2) for x in (queries, keys, values))
+    y = xla.read(q, part, k, v, mask, kept(past, readable), centroids, bias)
     return y.swapaxes(1, 2)

@@ -21,9 +21,9 @@ def past_scan(
     centroids: Centroids,
 ) -> tuple[Past, Past]:
     """See `api.past_scan`."""
-    by_head = [x.astype(jnp.float32).swapaxes(1, 2) for x in (keys, values)]
+    k, v = (x.astype(jnp.float32).swapaxes(1, 2) for x in (keys, values))
     found = [
-        _found(*by_head, readable, past, centroids, block) for block in range(readable.shape[1] + 1)
+        _found(k, v, readable, past, centroids, block) for block in range(readable.shape[1] + 1)
     ]
     found = [
         past._replace(keys=past.keys.astype(keys.dtype), values=past.values.astype(values.dtype))

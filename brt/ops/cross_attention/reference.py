@@ -46,11 +46,11 @@ def _windows(
     k, v = (cut(x, size).swapaxes(2, 3) for x in (keys, values))
     if config.kind == "local_global":
         counted = mask if config.mask_kv else jnp.ones_like(mask)
-        means = (
+        mean_k, mean_v = (
             jnp.stack([_mean(part, of) for part, of in zip(x, counted, strict=True)], axis=2)
             for x in (k, v)
         )
-        return Windows(k, v, mask, counts, Shared(*means, jnp.any(counted, axis=2).T))
+        return Windows(k, v, mask, counts, Shared(mean_k, mean_v, jnp.any(counted, axis=2).T))
     if config.kind != "xl_memory":
         return Windows(k, v, mask, counts)
     recurs = config.memory == "rnn"
@@ -60,16 +60,14 @@ def _windows(
         before = [cut(_rnn(x, weights), size).swapaxes(2, 3) for x, weights in pairs]
     previous = [max(j - 1, 0) for j in range(len(mask))]
     before_mask = [mask[j] & (recurs or n > 0) for n, j in enumerate(previous)]
-    return Windows(
-        *(
-            jnp.stack(
-                [jnp.concatenate([x[j], own], axis=2) for j, own in zip(previous, y, strict=True)]
-            )
-            for x, y in zip(before, (k, v), strict=True)
-        ),
-        jnp.concatenate([jnp.stack(before_mask), mask], axis=2),
-        counts,
+    mask = jnp.concatenate([jnp.stack(before_mask), mask], axis=2)
+    k, v = (
+        jnp.stack(
+            [jnp.concatenate([x[j], own], axis=2) for j, own in zip(previous, y, strict=True)]
+        )
+        for x, y in zip(before, (k, v), strict=True)
     )
+    return Windows(k, v, mask, counts)
 
 
 def _mean(x: Float[Array, "B H S K"], counted: Bool[Array, "B S"]) -> Float[Array, "B H K"]:

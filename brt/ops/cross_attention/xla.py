@@ -1,5 +1,7 @@
 """Cross-attention in plain XLA: what each segment's targets read, and the reading of it."""
 
+from collections.abc import Iterable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -60,13 +62,14 @@ def _with_memory(
     parameters: Parameters,
     config: CrossAttention,
 ) -> segmented.Windows:
-    memories, recurs = (None, None), config.memory == "rnn"
+    recurs = config.memory == "rnn"
+    memories: Iterable[Array | None] = (None, None)
     if recurs:
         weights = (parameters.memory_keys, parameters.memory_values)
         memories = (
             cut(baselines.rnn(x, w), config.segment_size).swapaxes(2, 3)
             for x, w in zip((keys, values), weights, strict=True)
         )
-    both = map(baselines.with_previous, (windows.keys, windows.values), memories)
+    k, v = map(baselines.with_previous, (windows.keys, windows.values), memories)
     mask = baselines.previous_mask(windows.mask, first=recurs)
-    return segmented.Windows(*both, mask, windows.counts)
+    return segmented.Windows(k, v, mask, windows.counts)

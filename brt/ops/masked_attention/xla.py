@@ -78,7 +78,7 @@ def _logits(tile: Tiles, k: Array, mask: Array | None) -> Array:
     if tile.bias is not None:
         logits += tile.bias[None]
     mask = tile.mask if mask is None else mask
-    return jnp.where(mask[:, None], logits, -jnp.inf)
+    return jnp.where(jnp.expand_dims(mask, 1), logits, -jnp.inf)
 
 
 def _factors(dropout: Dropout | None, index: Array, like: Array) -> Array | None:

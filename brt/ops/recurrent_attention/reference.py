@@ -89,5 +89,5 @@ def _next(
             return vectors
         inputs = rms_norm(vectors, weights.mlp_norm)
     hidden = jax.nn.relu(jnp.tensordot(inputs, weights.mlp_in, axes=inputs.ndim - 2))
-    update = bound(hidden @ weights.mlp_out)
+    update = bound(jnp.matmul(hidden, weights.mlp_out))
     return gate(kind, weights.mlp_gate, vectors, update, hidden)

@@ -33,7 +33,7 @@ def _kernels(weights: CellWeights) -> _Kernels:
 
 def _inputs(kernels: _Kernels) -> _Kernels:
     """How many axes each product sums over; all but the first have one axis of outputs."""
-    return _Kernels(1, *(k if k is None else k.ndim - 1 for k in kernels[1:]))
+    return _Kernels(1, *(k if k is None else jnp.ndim(k) - 1 for k in kernels[1:]))
 
 
 def _dense(
@@ -154,7 +154,7 @@ def state_scan(
     kernels = jax.tree.map(jax.lax.stop_gradient, kernels)  # their gradients go by the taps
 
     def body(
-        s: Float[Array, "B S D"], block: tuple[Array | _Kernels, ...]
+        s: Float[Array, "B S D"], block: tuple[Array, Array, Array, Array, _Kernels]
     ) -> tuple[Float[Array, "B S D"], StateMemory]:
         k, v, may_read, starts, block_taps = block
         s = jnp.where(starts[:, None, None], initial[None], s)

@@ -36,7 +36,7 @@ from brt.ops.segmented_recurrent_attention.windows import (
 
 
 class Carry(NamedTuple):
-    """The neurons of each source after the segment `index`; -1: before the first.
+    """The neurons of each source after a segment; -1: before the first.
 
     Attributes:
       membrane, total: U and the sum of all A_j, float32.
@@ -44,7 +44,7 @@ class Carry(NamedTuple):
       parameters: those of the layer.
     """
 
-    index: Int[Array, " B"]
+    segment: Int[Array, " B"]
     membrane: Float[Array, "B H K K"]
     states: Float[Array, "B H K K"]
     total: Float[Array, "B H K K"]
@@ -103,19 +103,22 @@ def advance(cache: Cache, t: Int[Array, ""], config: CrossAttention) -> Cache:
     """
     if cache.carry is None:
         return cache
+    return cache._replace(carry=_advance(cache, cache.carry, t, config))
+
+
+def _advance(cache: Cache, carry: Carry, t: Int[Array, ""], config: CrossAttention) -> Carry:
     target = segment_index(t[None], cache.counts, pace(config, None))[:, 0]
-    carry = jax.lax.while_loop(
-        lambda carry: jnp.any(carry.index < target),
-        lambda carry: _next(cache, carry, carry.index < target, config),
-        cache.carry,
+    return jax.lax.while_loop(
+        lambda carry: jnp.any(carry.segment < target),
+        lambda carry: _next(cache, carry, carry.segment < target, config),
+        carry,
     )
-    return cache._replace(carry=carry)
 
 
 def _next(cache: Cache, carry: Carry, moves: Bool[Array, " B"], config: CrossAttention) -> Carry:
     """One more segment for the sources that move."""
-    index = carry.index + moves
-    keys, values = (_take(x, index[:, None])[:, 0] for x in (cache.keys, cache.values))
+    segment = carry.segment + moves
+    keys, values = (_take(x, segment[:, None])[:, 0] for x in (cache.keys, cache.values))
     own = own_sums(keys, values, carry.parameters, config)
     membrane = states = neuron_inputs(own[None], carry.total, carry.parameters, config)[0]
     if config.use_raf:
@@ -127,7 +130,7 @@ def _next(cache: Cache, carry: Carry, moves: Bool[Array, " B"], config: CrossAtt
         return jnp.where(moves[:, None, None, None], new.astype(old.dtype), old)
 
     return carry._replace(
-        index=index,
+        segment=segment,
         membrane=chosen(membrane, carry.membrane),
         states=chosen(states, carry.states),
     )
@@ -172,8 +175,8 @@ def _window(
     cache: Cache, index: Int[Array, "B P"]
 ) -> tuple[Float[Array, "B P H Y K"], Float[Array, "B P H Y K"], Bool[Array, "B P Y"]]:
     """Keys, values and which of them are usable, for each position."""
-    parts = [_take(x, index) for x in (cache.keys, cache.values, cache.mask)]
-    return with_shared(*parts, cache.shared, axis=1)
+    keys, values, mask = (_take(x, index) for x in (cache.keys, cache.values, cache.mask))
+    return with_shared(keys, values, mask, cache.shared, axis=1)
 
 
 def _states(
@@ -184,7 +187,7 @@ def _states(
         return _take(cache.table, index)
 
     def body(carry: Carry, t: Int[Array, ""]) -> tuple[Carry, Float[Array, "B H K K"]]:
-        carry = advance(cache._replace(carry=carry), t, config).carry
+        carry = _advance(cache, carry, t, config)
         return carry, carry.states
 
     return jnp.moveaxis(jax.lax.scan(body, cache.carry, positions)[1], 0, 1)

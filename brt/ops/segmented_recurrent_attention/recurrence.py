@@ -61,12 +61,10 @@ def effective(
     parameters: Parameters, config: CrossAttention
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Leak and threshold as the neurons use them."""
+    leak, threshold = (x for x in (parameters.leak, parameters.threshold) if x is not None)
     if config.raf_parameters == "raw":
-        return parameters.leak, parameters.threshold
-    return (
-        jax.nn.sigmoid(parameters.leak),
-        jax.nn.softplus(parameters.threshold) + SMALLEST_THRESHOLD,
-    )
+        return leak, threshold
+    return jax.nn.sigmoid(leak), jax.nn.softplus(threshold) + SMALLEST_THRESHOLD
 
 
 def recurrence(

@@ -28,8 +28,8 @@ def attend(
     if config.index_mode == "stride":
         reached = t // config.stride
     else:
-        of_batch = config.index_mode == "batch" and target_length
-        reached = t * counts // (target_length if of_batch else config.q_ref)
+        of_batch = target_length if config.index_mode == "batch" else None
+        reached = t * counts // (of_batch or config.q_ref)
     index = jnp.minimum(reached, counts - 1)
     y = jnp.zeros_like(queries)
     for i in range(windows.keys.shape[0]):
@@ -105,8 +105,8 @@ def _read(
     attended = jnp.einsum("bhts,bhse->bthe", weights, values)
     if recurrent is None:
         return attended
-    if config.mix == "sigma":
+    if p.sigma is not None:
         return p.sigma * attended + (1 - p.sigma) * recurrent
-    if config.mix == "gated":
+    if p.gate is not None:
         return attended + p.gate * recurrent
     return attended + recurrent

@@ -35,7 +35,7 @@ class Pace(NamedTuple):
     def longest_stay(self, count: int, end: int) -> int:
         """No segment of so many is read by more of the target positions before `end`."""
         usual = -(-self.positions // count) if self.spread else self.positions
-        return min(max(usual, end - self.start(count - 1, count)), end)
+        return min(max(usual, end - int(self.start(count - 1, count))), end)
 
 
 def pace(config: CrossAttention, target_length: int | None) -> Pace:

@@ -79,7 +79,7 @@ def mixed(
 ) -> Float[Array, "*B"]:
     """O of O_S and O_R, of which one may be missing: their sum, or shares sigma and 1 - sigma."""
     if attended is None or recurrent is None:
-        return recurrent if attended is None else attended
+        return next(x for x in (attended, recurrent) if x is not None)
     if sigma is None:
         return attended + recurrent
     sigma = sigma.astype(attended.dtype)

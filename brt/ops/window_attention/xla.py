@@ -8,7 +8,7 @@ the same w rows of a circulant matrix. The backward pass is written out: it keep
 softmax only, and reads each array once.
 """
 
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -169,10 +169,8 @@ def _forward(
     weights, lse = softmax_and_lse(logits if tile is None else logits + tile[None, None])
     kept = weights if dropout is None else weights * dropout[None]
     count = q.shape[1]
-    y = sum(
-        _product("bnhqs,bnhsk->bnhqk", part, v[:, j : j + count])
-        for j, part in enumerate(_unfolded(kept.astype(v.dtype), mask, static))
-    ).astype(v.dtype)
+    parts = _unfolded(kept.astype(v.dtype), mask, static)
+    y = _weighted_sum(parts, v, count).astype(v.dtype)
     return (y, lse), (q, k, v, mask, dropout, weights, y)
 
 
@@ -199,9 +197,7 @@ def _backward(static: _Static, saved: tuple, gradients: tuple[Array, Array]) -> 
     d_logits = weights * (d_weights - along)
     d_parts = _unfolded(d_logits.astype(q.dtype), mask, static)
     kept_parts = _unfolded(kept.astype(v.dtype), mask, static)
-    d_q = sum(
-        _product("bnhqs,bnhsk->bnhqk", part, k[:, j : j + count]) for j, part in enumerate(d_parts)
-    )
+    d_q = _weighted_sum(d_parts, k, count)
     d_k, d_v = (
         _overlapped([_product("bnhqs,bnhqk->bnhsk", part, x) for part in weighted])
         for weighted, x in ((d_parts, q), (kept_parts, gradient))
@@ -211,13 +207,24 @@ def _backward(static: _Static, saved: tuple, gradients: tuple[Array, Array]) -> 
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_tile, None, none
 
 
+def _weighted_sum(
+    parts: list[Float[Array, "B M H R R"]], x: Float[Array, "B Z H R K"], count: int
+) -> Float[Array, "B M H R K"]:
+    """Adds up what each stretch gives to `count` tiles: its rows of x, by their weights."""
+    products = (
+        _product("bnhqs,bnhsk->bnhqk", part, x[:, j : j + count]) for j, part in enumerate(parts)
+    )
+    return reduce(jnp.add, products)
+
+
 def _overlapped(stretches: list[Float[Array, "B M H R K"]]) -> Float[Array, "B Z H R K"]:
     """Adds up what each stretch got: stretch j of a tile lies j tiles further on."""
     last = len(stretches) - 1
-    return sum(
+    padded = (
         jnp.pad(part, ((0, 0), (j, last - j), (0, 0), (0, 0), (0, 0)))
         for j, part in enumerate(stretches)
     )
+    return reduce(jnp.add, padded)
 
 
 _attend.defvjp(_forward, _backward)

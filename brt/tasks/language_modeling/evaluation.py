@@ -186,7 +186,7 @@ class DocumentEvaluator:
             "tokens_per_document": tokens_per_document or "all",
             "tokenizer": self._tokenizer.name,
         }
-        speed = timed / (time.perf_counter() - begin) if timed else None
+        speed = timed / (time.perf_counter() - begin) if timed and begin else None
         return Result(protocol=protocol, documents=scores, tokens_per_second=speed)
 
     def _segment(
@@ -206,8 +206,9 @@ class DocumentEvaluator:
     def _score(self, store: TokenStore, index: int, nats: float, limit: int) -> DocumentScore:
         tokens, name = int(store.lengths[index]), store.names[index]
         if not limit or tokens <= limit:
-            counts = (int(c[index]) for c in (store.bytes, store.characters, store.words))
-            return DocumentScore(name, tokens, *counts, float(nats))
+            stored = store.bytes, store.characters, store.words
+            size, characters, words = (int(counts[index]) for counts in stored)
+            return DocumentScore(name, tokens, size, characters, words, float(nats))
         ids = store.document(index)[:limit]
         text = decode(self._tokenizer, ids)
         size = len(self._tokenizer.decode_bytes(ids))

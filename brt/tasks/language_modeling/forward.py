@@ -1,5 +1,7 @@
 """The forward pass, which loss, evaluation and probes share."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
@@ -24,10 +26,11 @@ def predict(
       model_state: may be left out where no layer has any.
       dropout: the key of a training step's; None: nothing is dropped.
     """
-    return Decoder(config.model, dropout is not None, config.kernels).apply(
+    found: Any = Decoder(config.model, dropout is not None, config.kernels).apply(
         {"params": params}, batch.inputs, carry, batch.document_start, model_state,
         rngs=None if dropout is None else {"dropout": dropout},
     )  # fmt: skip
+    return found
 
 
 def segment_nats(

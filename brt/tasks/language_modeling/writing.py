@@ -16,6 +16,8 @@ MAX_TOKENS = 500
 class TextWriter(Writer):
     """Reads the prompt, then writes: drawn token by token, or found by a search over beams."""
 
+    session: Session
+
     def __init__(self, session: Session, config: Config, tokenizer: Tokenizer):
         self.session, self._config, self._tokenizer = session, config, tokenizer
 

@@ -118,7 +118,7 @@ class MaskedEvaluator:
             timed += int(batch.scored.sum()) if begin else 0
             begin = begin or time.perf_counter()  # the first batch compiles
             progress(int(batch.scored.sum()))
-        speed = timed / (time.perf_counter() - begin) if timed else None
+        speed = timed / (time.perf_counter() - begin) if timed and begin else None
         return self._reading(nats / math.log(2), count, right, speed)
 
     def sample(
@@ -195,7 +195,8 @@ class MaskedEvaluator:
         for batch, segments in self._batches(0):
             for row in np.flatnonzero((segments == 0).all(axis=1)):
                 found = jax.device_get(self._predict(params, batch, segments))
-                return batch.targets[row][batch.scored[row]], Predictions(*(x[row] for x in found))
+                targets = np.asarray(batch.targets[row])[batch.scored[row]]
+                return targets, Predictions(*(x[row] for x in found))
         raise AssertionError("every store has a first document")
 
     def _batches(self, tokens_per_document: int) -> Iterator[tuple[Batch, Int[np.ndarray, "B 2"]]]:

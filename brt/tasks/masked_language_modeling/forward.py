@@ -1,5 +1,7 @@
 """The forward pass, which loss and evaluation share: only masked tokens get through the head."""
 
+from typing import Any
+
 import jax
 from jaxtyping import Array, Float, PyTree
 
@@ -33,7 +35,7 @@ def predict(
       attention: the key of what attention draws.
       dropout: the key of a training step's; None: nothing is dropped.
     """
-    hidden = network.apply(
+    hidden: Any = network.apply(
         {"params": params}, tokens.inputs, batch.scored, attention, tokens.positions,
         rngs=None if dropout is None else {"dropout": dropout}, method="at",
     )  # fmt: skip

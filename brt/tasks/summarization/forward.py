@@ -1,6 +1,6 @@
 """The forward pass, which loss, evaluation and generation share."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Float, PyTree
@@ -39,7 +39,7 @@ def predict(
     dropout, attention = None, None
     if key is not None:
         dropout, attention = (jax.random.fold_in(key, purpose) for purpose in _PURPOSES)
-    found = network(config, training=key is not None).apply(
+    found: Any = network(config, training=key is not None).apply(
         {"params": params}, batch.source, batch.source_mask, batch.target_in, attention,
         rngs=None if dropout is None else {"dropout": dropout},
     )  # fmt: skip

@@ -130,7 +130,7 @@ def _layer(model: Model, kind: str, params: PyTree[Array]) -> dict[str, Array]:
 
 
 def _cell(model: Model, params: PyTree[Array]) -> dict[str, Array]:
-    weights = StateCell(model).apply({"params": params}, method=lambda cell: cell.weights)
+    weights: Any = StateCell(model).apply({"params": params}, method=lambda cell: cell.weights)
     found = {"cell.initial": params["initial"]}
     for name, value in weights._asdict().items():
         parts = value._asdict() if isinstance(value, GateWeights) else {"": value}

@@ -47,7 +47,7 @@ def verified(
 def loaded(directory: Path) -> ModuleType:
     """The code that lies in a directory, which stays as it is."""
     name = "modeling_brt"
-    spec = importlib.util.spec_from_file_location(name, directory / f"{name}.py")
+    spec: Any = importlib.util.spec_from_file_location(name, directory / f"{name}.py")
     module, writes = importlib.util.module_from_spec(spec), sys.dont_write_bytecode
     sys.dont_write_bytecode = True
     try:
@@ -66,7 +66,7 @@ def segment_logits(
     @jax.jit
     def read(state: Any, tokens: Array) -> tuple[Array, Any]:
         start = jnp.zeros((len(tokens), tokens.shape[1] // model.window), bool)
-        out = Decoder(model).apply({"params": params}, tokens, state, start)
+        out: Any = Decoder(model).apply({"params": params}, tokens, state, start)
         return logits(model, params["embedding"], out.hidden), out.state
 
     state, found = new_state(model, len(segments[0])), []

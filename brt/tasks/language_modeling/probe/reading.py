@@ -228,7 +228,7 @@ def _counts(
     blocks = (*document.shape, window)
     targets, scored = batch.targets.reshape(blocks), batch.scored.reshape(blocks)
     scored = scored & (document >= 0)[..., None]
-    yield scored.sum(axis=2)
+    yield np.sum(scored, axis=2)
     size = np.zeros(document.shape, np.int64)
     for place in zip(*np.nonzero(scored.any(axis=2)), strict=True):
         size[place] = len(tokenizer.decode_bytes(targets[place][scored[place]]))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -80,7 +81,7 @@ def fixed_gate_decay(model: Model, params: PyTree[Array]) -> dict[int, Float[Arr
         if kinds.of(kind).recurs and model.gate == "fixed":
             cell = params["stack"][name]["cell"]
             biases = [cell[leaf] for leaf in cell if leaf.endswith("_gate_bias")]
-            decay = sum(jax.nn.softplus(-bias) for bias in biases)  # -log sigmoid(bias)
+            decay = reduce(jnp.add, (jax.nn.softplus(-b) for b in biases))  # -log sigmoid(b)
             found |= {first + i: decay[i] for i in range(count)}
         first += count
     return found

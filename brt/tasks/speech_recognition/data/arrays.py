@@ -2,6 +2,7 @@
 
 import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +39,12 @@ def recordings(path: Path) -> Iterator[Recording]:
         frames = features[end - lengths[i] : end]
         yield Recording(
             str(path), str(arrays["ids"][i]), str(speakers[i]), str(arrays["transcripts"][i]),
-            lambda frames=frames: (frames, 0),
+            partial(_load, frames),
         )  # fmt: skip
+
+
+def _load(frames: np.ndarray) -> tuple[np.ndarray, int]:
+    return frames, 0
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:

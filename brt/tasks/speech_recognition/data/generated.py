@@ -42,8 +42,12 @@ def recordings(source: str) -> Iterator[Recording]:
         speaker = f"{name}-{draw.randint(SPEAKERS)}"
         transcript = " ".join(words[i] for i in draw.randint(len(words), size=draw.randint(6, 9)))
         id = f"{name}-{number:05}"
-        said = partial(sound, transcript, speaker, id)
-        yield Recording(source, id, speaker, transcript, lambda said=said: (said(), 0))
+        load = partial(_load, transcript, speaker, id)
+        yield Recording(source, id, speaker, transcript, load)
+
+
+def _load(transcript: str, speaker: str, id: str) -> tuple[np.ndarray, int]:
+    return sound(transcript, speaker, id), 0
 
 
 def lexicon() -> list[str]:

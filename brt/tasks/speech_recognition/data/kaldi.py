@@ -13,7 +13,7 @@ from brt.tasks.speech_recognition.data import filter_bank
 from brt.tasks.speech_recognition.data.utterances import Recording
 
 TABLES = ("text", "utt2spk", "wav.scp", "feats.scp")
-_FLOATS = {b"FM ": np.dtype("<f4"), b"DM ": np.dtype("<f8")}
+_FLOATS: dict[bytes, np.dtype] = {b"FM ": np.dtype("<f4"), b"DM ": np.dtype("<f8")}
 
 
 def recordings(directory: Path, speech: config.Speech) -> Iterator[Recording]:

@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from brt import config
@@ -30,7 +31,7 @@ def recordings(source: str, speech: config.Speech) -> Iterator[Recording]:
         path = table.parent / row["file"]
         yield Recording(
             str(path), row["file"], row.get("speaker") or "", row["transcript"],
-            lambda path=path: filter_bank.read(path, speech),
+            partial(filter_bank.read, path, speech),
         )  # fmt: skip
 
 

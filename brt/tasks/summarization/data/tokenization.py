@@ -87,7 +87,8 @@ def load(path: str) -> PairTokenizer:
 def _sentencepiece(path: Path) -> PairTokenizer:
     content = tokenizer_files.read(path)
     processor = tokenizer_files.sentencepiece_model(path, content)
-    pad, end = _required(path, pad=processor.pad_id(), end=processor.eos_id())
+    pad = _required(path, processor.pad_id(), "padding", PAD)
+    end = _required(path, processor.eos_id(), "end", END)
     return PairTokenizer(
         name=path.name, fingerprint=hashlib.sha256(content).hexdigest(), content=content,
         vocab_size=processor.vocab_size(), pad_id=pad, eos_id=end, decoder_start_id=pad, begin=(),
@@ -98,8 +99,9 @@ def _sentencepiece(path: Path) -> PairTokenizer:
 def _json(path: Path) -> PairTokenizer:
     content = tokenizer_files.read(path)
     tokenizer = tokenizer_files.json_model(path, content)
-    begin, end = _wrapping(path, tokenizer)
-    pad, end = _required(path, pad=tokenizer.token_to_id(PAD), end=end)
+    begin, behind = _wrapping(path, tokenizer)
+    pad = _required(path, tokenizer.token_to_id(PAD), "padding", PAD)
+    end = _required(path, behind, "end", END)
 
     def encode(texts: list[str]) -> list[list[int]]:
         found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -126,11 +128,10 @@ def _wrapping(path: Path, tokenizer: Any) -> tuple[tuple[int, ...], int | None]:
     return tuple(wrapped[:place]), behind[0] if behind else None
 
 
-def _required(path: Path, *, pad: int | None, end: int | None) -> tuple[int, int]:
-    for found, what, piece in ((pad, "padding", PAD), (end, "end", END)):
-        if found is None or found < 0:
-            raise DataError(
-                f"the tokenizer {path} has no {what} token {piece}; train one that has it with "
-                "Pairs.tokenizer = 'train:VOCAB_SIZE'"
-            )
-    return pad, end
+def _required(path: Path, found: int | None, what: str, piece: str) -> int:
+    if found is None or found < 0:
+        raise DataError(
+            f"the tokenizer {path} has no {what} token {piece}; train one that has it with "
+            "Pairs.tokenizer = 'train:VOCAB_SIZE'"
+        )
+    return found

@@ -49,7 +49,7 @@ class Protocol(NamedTuple):
     def score(self, reference: str, prediction: str) -> dict[str, Score]:
         """`rouge1`, `rouge2`, `rougeL` and `rougeLsum`; all 0 where a text has no words."""
         texts = reference, prediction
-        words = [self.words(text) for text in texts]
+        words = self.words(reference), self.words(prediction)
         split = [[self.words(sentence) for sentence in self.split(text)] for text in texts]
         return {
             "rouge1": rouge_n(*words, 1),

@@ -31,7 +31,7 @@ class Dataset(NamedTuple):
       lists: features that are lists of text.
       source: the feature with the document.
       target: the one with the summary.
-      read: the examples of each split in a directory of raw data; None: they are given.
+      read: the examples of each split in a directory of raw data; none where they are given.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Dataset(NamedTuple):
     lists: tuple[str, ...] = ()
     source: str = "document"
     target: str = "summary"
-    read: Callable[[Path], Splits] | None = None
+    read: Callable[[Path], Splits] = lambda directory: {}
 
     @property
     def path(self) -> Path:
@@ -155,7 +155,7 @@ def _build(dataset: Dataset, splits: Mapping[str, Any], data_dir: str) -> None:
     config = {"config": dataset.config} if dataset.config else {}
 
     # Not registered: TFDS knows some of these names already, and others once it has TensorFlow.
-    class Local(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    class Local(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]  # TFDS is untyped
         name = dataset.name
         VERSION = version
         BUILDER_CONFIGS = [

@@ -1,0 +1,45 @@
+"""What a loaded model says where its task cannot do what is asked for."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from brt import api
+from brt.config import Config, Training
+from brt.data.texts.tokenization import Spelt, TextTokenizer
+from brt.errors import ConfigError
+from brt.tasks.protocol import WriteOptions, Writer
+from brt.training.saved import SavedModel
+from brt.training.workdir import Workdir
+
+
+def model(task: str) -> api.Model:
+    config = Config(training=Training(task=task))
+    return api.Model(SavedModel(Workdir(Path("run")), 1, config, {}, {}))
+
+
+def test_a_summary_in_the_making_has_no_memory() -> None:
+    class Summarizer(Writer):
+        def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
+            yield prompt
+
+    summarizer = model("summarization")
+    summarizer._writer = Summarizer()
+    with pytest.raises(ConfigError, match="trains a model without a memory that goes on"):
+        _ = summarizer.stream("a document").memory
+
+
+def test_a_classifier_predicts_no_text() -> None:
+    def spell(texts: list[str]) -> list[Spelt]:
+        return [Spelt(np.arange(len(t)), np.zeros((len(t), 2), np.int32)) for t in texts]
+
+    classifier = model("text_classification")
+    classifier.tokenizer = TextTokenizer(
+        name="t", fingerprint="f", file=("t", b""), vocab_size=300, begin=(1,), between=(2,),
+        end=(2,), pad_id=0, spell=spell,
+    )  # fmt: skip
+    for bits in (classifier.token_bits, classifier.bits_per_byte):
+        with pytest.raises(ConfigError, match="trains a model that predicts no text by itself"):
+            bits("a sentence")
