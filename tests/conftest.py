@@ -27,7 +27,6 @@ from typing import Any  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-
 TESTS = Path(__file__).parent
 
 

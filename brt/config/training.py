@@ -73,7 +73,7 @@ class Optimizer:
     min_dim_size_to_factor: int = fixed(128)  # Adafactor: smaller matrices keep full second moments
     b1: float = fixed(0.9)  # AdamW, and what Muon leaves to Adam
     b2: float = fixed(0.98)  # the same
-    orthogonal_steps: int = fixed(4)  # Muon: iterations that make an update orthogonal
+    orthogonal_steps: int = fixed(3)  # Muon: iterations that make an update orthogonal
     weight_decay: float = free(0.0)  # AdamW and Muon, on matrices
     clip_norm: float = fixed(0.0)  # global gradient norm; 0: no clipping
 

@@ -1,7 +1,7 @@
 """The training loop: step, report, evaluate, sample, save; stop cleanly when asked."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -172,7 +172,7 @@ def _steps(first: int, state: TrainState, tools: Tools) -> bool:
     run = tools.run
     t, every = run.config.training, run.config.checkpoint.every
     complete = True
-    with tools.progress.phase("compiling"), tools.throughput.pause():
+    with _busy("compiling", tools):
         step_function = runs.compiled_step(run)
     chosen = ", ".join(f"{op}: {name}" for op, name in dispatch.chosen().items())
     tools.progress.note(f"implementations chosen by 'auto': {chosen or 'none'}")
@@ -184,7 +184,7 @@ def _steps(first: int, state: TrainState, tools: Tools) -> bool:
             raise Preempted(f"saved at step {step}; run the same command again to go on")
         batch = next(tools.batches)
         if not step_function.prepared(batch):
-            with tools.progress.phase("compiling for another length"), tools.throughput.pause():
+            with _busy("compiling for another length", tools):
                 step_function.prepare(batch)
         done = step + 1
         tools.profile.before(done)
@@ -266,6 +266,15 @@ def _look(step: int, state: TrainState, tools: Tools, *, resumed: bool = False) 
     if _is_time(step, t.sample_every, t.steps) and not sampled:
         complete = _sample(step, state, sample, tools) and complete
     return complete
+
+
+@contextlib.contextmanager
+def _busy(name: str, tools: Tools) -> Iterator[None]:
+    """What a signal cannot interrupt."""
+    tools.stop.busy = name
+    with tools.progress.phase(name), tools.throughput.pause():
+        yield
+    tools.stop.busy = ""
 
 
 def _is_time(step: int, every: int, steps: int) -> bool:

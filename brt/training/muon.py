@@ -16,6 +16,12 @@ from brt.training.matrices import Axes, matrix_shape
 _TABLES = {"vocab", "states", "buckets", "positions", "types", "clusters"}
 _RMS = 0.2  # of an update, as AdamW's (Liu et al., 2025, section 2.2)
 _MOMENTUM = 0.95
+# Of x, x^3 and x^5: each the best polynomial for what the one before it leaves of singular values
+# in [0.03, 1] (the Polar Express, Amsel et al., 2025, theorem 3.1); the last is their limit.
+_POLYNOMIALS = (
+    (7.3625, -20.7434, 15.1606), (2.9175, -2.1824, 0.4755), (2.0463, -1.4295, 0.3934),
+    (1.8764, -1.2515, 0.3752), (1.875, -1.25, 0.375),
+)  # fmt: skip
 
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 
@@ -26,10 +32,11 @@ def build(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.Gradien
     All matrices of one shape are made orthogonal by one batch of products, whatever layers they
     are of: many small products in a row leave most of a machine idle.
     """
+    steps = optimizer.orthogonal_steps
     transform = muon(
-        schedule, ns_steps=optimizer.orthogonal_steps, beta=_MOMENTUM, preconditioning="aol",
-        weight_decay=optimizer.weight_decay, adam_b1=optimizer.b1, adam_b2=optimizer.b2,
-        consistent_rms=_RMS,
+        schedule, ns_coeffs=_polynomials(steps), ns_steps=steps, preconditioning="aol",
+        beta=_MOMENTUM, weight_decay=optimizer.weight_decay, adam_b1=optimizer.b1,
+        adam_b2=optimizer.b2, consistent_rms=_RMS,
         muon_weight_dimension_numbers=lambda tree: {
             "matrices": {shape: MuonDimensionNumbers(1, 2) for shape in tree["matrices"]},
             "others": None,
@@ -46,6 +53,10 @@ def build(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.Gradien
         return _ungrouped(updates, gradients, axes), after
 
     return optax.GradientTransformation(init, update)
+
+
+def _polynomials(steps: int) -> tuple[tuple[float, float, float], ...]:
+    return (_POLYNOMIALS + _POLYNOMIALS[-1:] * steps)[:steps]
 
 
 def _matrices(params: PyTree[Array], axes: Axes) -> dict[str, tuple[int, int, int]]:

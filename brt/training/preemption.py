@@ -42,10 +42,14 @@ class StopSignal:
 
     Args:
       announce: told once, in that thread, what happens now.
+
+    Attributes:
+      busy: what cannot be interrupted ("compiling"), while it lasts.
     """
 
     def __init__(self, announce: Callable[[str], None] = _announce):
         self._announce = announce
+        self.busy = ""
         self._requested: str | None = None
 
     @property
@@ -88,8 +92,10 @@ class StopSignal:
                 continue
             if self._requested is None:
                 self._requested = signal.Signals(received[0]).name
+                after = f", after {self.busy}" if self.busy else ""
                 self._announce(
-                    f"{self._requested}: saving at the next step boundary (Ctrl-C quits at once)"
+                    f"{self._requested}: saving at the next step boundary{after} "
+                    "(Ctrl-C quits at once)"
                 )
             elif received[0] == signal.SIGINT:
                 self._announce("SIGINT: quitting without saving")

@@ -53,7 +53,7 @@ def test_signals_a_full_disk_and_a_damaged_checkpoint_change_nothing(
 
     terminate, interrupt = "send(signal.SIGTERM)", "send(signal.SIGINT)"
     said = train(at(COMPILING, 1, terminate), code=75)
-    assert "SIGTERM: saving at the next step boundary (Ctrl-C quits at once)" in said
+    assert "SIGTERM: saving at the next step boundary, after compiling (Ctrl-C quits at" in said
     assert "brt: saved at step 0; run the same command again to go on" in said
     said = train(at(STEP, 3, terminate), code=75)
     assert "from step 0" in said and "saved at step 3;" in said, "in the middle of an interval"

@@ -145,7 +145,7 @@ def _verified(
         return
     reference = verify.transformers_logits(theirs, x)
     if reference is None:
-        yield "logits against transformers: not compared; it is not installed"
+        yield "logits against transformers: not compared; pip install torch transformers"
     else:
         yield verify.check_logits(found, reference, "transformers")
 

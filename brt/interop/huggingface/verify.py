@@ -97,15 +97,16 @@ def tensor_checks(
 
 
 def text(checks: list[TensorCheck]) -> str:
-    """A line for each array."""
-    width = max(len(check.name) for check in checks)
+    """A line for each array that changed, by rounding or worse, and one for all that did not."""
+    changed = [check for check in checks if check.difference > 0]
+    width = max((len(check.name) for check in changed), default=0)
     lines = [
         f"{check.name:<{width}}  {'x'.join(map(str, check.shape)) or 'scalar':>14}  "
         f"{check.dtype:<9} {check.difference:.1e}"
-        for check in checks
+        for check in changed
     ]
-    head = f"{'array':<{width}}  {'shape':>14}  {'dtype':<9} largest difference"
-    return "\n".join([head, *lines])
+    head = [f"{'array':<{width}}  {'shape':>14}  {'dtype':<9} largest difference"] if lines else []
+    return "\n".join([*head, *lines, f"{len(checks) - len(changed)} arrays are bit-equal"])
 
 
 def check(checks: list[TensorCheck]) -> None:

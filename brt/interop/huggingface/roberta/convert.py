@@ -89,7 +89,7 @@ def _verified(
         return
     reference = verify.transformers_logits(theirs, model.described, x)
     if reference is None:
-        yield "logits against transformers: not compared; it is not installed"
+        yield "logits against transformers: not compared; pip install torch transformers"
     else:
         yield reports.check_logits(found, reference, "transformers")
 
