@@ -59,22 +59,18 @@ def _bits_figure(
     axes.plot(tokens, train, color=_TRAIN, alpha=0.25, linewidth=1)
     axes.plot(tokens, smooth, color=_TRAIN, linewidth=2, label="train (smoothed)")
     shown = [smooth[len(smooth) // 20 :]]  # the first steps would squash the rest
-    splits = sorted(  # read as always; figures of the whole are of another protocol
-        {
-            name
-            for record in records
-            for name in record
-            if name.endswith(f"/{measure.name}") and "_whole/" not in name
-        }
+    splits = sorted(  # figures of the whole are of another protocol than those on the way
+        {name for record in records for name in record if name.endswith(f"/{measure.name}")}
     )
     for number, name in enumerate(splits):
         tokens, values = curve(records, name)
         color = _HELD_OUT[number % len(_HELD_OUT)]
-        axes.plot(tokens, values, "o-", color=color, markersize=4, label=name.split("/")[1])
+        split = name.split("/")[1].replace("_whole", ", whole")
+        axes.plot(tokens, values, "o-", color=color, markersize=4, label=split)
         shown.append(values[len(values) // 20 :])
     if yardstick:
         name, value = yardstick
-        label = f"{name} of the held-out text ({value:.2f})"
+        label = f"{name} of the whole held-out text ({value:.2f})"
         axes.axhline(value, color=_YARDSTICK, linestyle="--", label=label)
         shown.append(np.array([value]))
     low, high = np.min(np.concatenate(shown)), np.max(np.concatenate(shown))

@@ -62,13 +62,9 @@ def draw(run: Run, workdir: Workdir) -> Yardstick | None:
     from brt.training import plots  # matplotlib takes most of a second: not before training
 
     yardstick = run.task.yardstick(run.config, run.corpus)
-    measure, records = run.task.measures[0], read_metrics(workdir.metrics)
     if run.config.training.plots:
-        whole = any(f"eval/{SPLIT}_whole/{measure.name}" in record for record in records)
-        plots.draw(
-            workdir, measure, yardstick=None if whole else yardstick,  # which is of the whole
-            units_per_token=run.task.units_per_token(run.corpus),
-        )  # fmt: skip
+        units = run.task.units_per_token(run.corpus)
+        plots.draw(workdir, run.task.measures[0], yardstick=yardstick, units_per_token=units)
     return yardstick
 
 

@@ -67,7 +67,7 @@ def test_the_figure_shows_bits_per_byte_against_tokens(run: workdir.Workdir) -> 
     assert list(validation.get_xdata()) == [10000, 20000, 30000]
     assert set(xz.get_ydata()) == {2.75}
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == ["train (smoothed)", "validation", "xz -9e of the held-out text (2.75)"]
+    assert labels == ["train (smoothed)", "validation", "xz -9e of the whole held-out text (2.75)"]
     low, high = axes.get_ylim()
     assert low < min(smooth.get_ydata()) and high > 2.75
 
