@@ -25,7 +25,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_the_run_is_what_the_page_says(names: dict[str, Any]) -> None:
-    assert names["model"].step == 40 and names["short"].training.steps == 20
+    assert names["model"].step == 40 and names["slow"].training.steps == 100
     assert (names["model"].workdir.name, names["other"].model.layers) == ("python", 2)
 
 
