@@ -2,7 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_FLAGS ?= -n auto --maxprocesses=4 --dist=loadgroup --no-loadscope-reorder --durations=20
+# Whole files to a process: what a file trains or compiles for its tests is made once.
+PYTEST_FLAGS ?= -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --durations=20
 WORKDIR ?= runs/quickstart
 PROMPT ?= It was late in the evening when
 

@@ -30,24 +30,14 @@ import pytest  # noqa: E402
 TESTS = Path(__file__).parent
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "xdist_group(name): tests of one process")
+LINES = (TESTS / "slow.txt").read_text().splitlines()
+SLOW = [f"tests/{line}" for line in LINES if line and not line.startswith("#")]
 
 
-@pytest.hookimpl(tryfirst=True)  # before the marks choose
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what slow.txt lists, and gives files to processes.
-
-    What a file compiles is made once, therefore; and once what the commands train.
-    """
-    lines = (TESTS / "slow.txt").read_text().splitlines()
-    slow = [f"tests/{line}" for line in lines if line and not line.startswith("#")]
-    for item in items:
-        if any(fnmatchcase(item.nodeid, pattern) for pattern in slow):
-            item.add_marker(pytest.mark.slow)
-        folder = item.path.parent
-        group = folder if folder.name == "end_to_end" else item.path
-        item.add_marker(pytest.mark.xdist_group(str(group)))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks what slow.txt lists."""
+    if any(fnmatchcase(item.nodeid, pattern) for pattern in SLOW):
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -50,7 +50,7 @@ def test_there_and_back_is_the_same_checkpoint(source: Path, tmp_path: Path) -> 
     for lines in (there, back):
         assert "tokenizer: spiece.model" in lines
         assert any("largest difference 0.0e+00" in line for line in lines)
-        assert any("wo.weight" in line and "16x24" in line for line in lines)
+        assert any("arrays are bit-equal" in line for line in lines)
     assert_equal(files.read_tensors(tmp_path / "theirs"), files.read_tensors(source))
     assert (tmp_path / "theirs/spiece.model").read_bytes() == b"pieces"
     first, again = convert.read(source)[0], convert.read(tmp_path / "theirs")[0]
