@@ -80,6 +80,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (path / f"books/{number}.txt").write_bytes(book.read_bytes()[:20000])
     shutil.copy(path / "books/0.txt", path / "BOOK.txt")
     shutil.copy(path / "books/1.txt", path / "document.txt")
+    shutil.copy(path / "books/1.txt", path / "HELD_OUT.txt")
     for split in ("train", "validation", "test"):
         (path / "pieces" / split).mkdir(parents=True)
     shutil.copy(path / "books/2.txt", path / "pieces/test")
