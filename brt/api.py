@@ -17,8 +17,9 @@ from brt.errors import ConfigError, DataError
 from brt.evaluation import job
 from brt.generation import session as sessions
 from brt.generation.session import Session
-from brt.tasks.protocol import Scorer, WriteOptions, Writer
+from brt.tasks.protocol import Scorer
 from brt.tasks.weights import Tokenizer
+from brt.tasks.writers import WriteOptions, Writer
 from brt.training import loop, run_summary, saved
 
 StrPath = str | Path

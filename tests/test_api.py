@@ -10,7 +10,7 @@ from brt import api
 from brt.config import Config, Training
 from brt.data.texts.tokenization import Spelt, TextTokenizer
 from brt.errors import ConfigError
-from brt.tasks.protocol import WriteOptions, Writer
+from brt.tasks.writers import WriteOptions, Writer
 from brt.training.saved import SavedModel
 from brt.training.workdir import Workdir
 

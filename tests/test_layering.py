@@ -16,6 +16,7 @@ LAYERS = (
     {"config"},
     {"config_io"},
     {"bindings"},
+    {"distributed"},
     {"ops", "data"},
     {"layers"},
     {"models"},

@@ -25,7 +25,8 @@ from brt import tree_utils
 from brt.checkpointing import manifest
 from brt.errors import CheckpointError
 
-FORMAT = 2  # of the arrays: 2 has kernels by head
+FORMAT = 3  # of the arrays: 2 has kernels by head, 3 optimizers' matrices heads first
+_WITHOUT_OPTIMIZER = (2, FORMAT)  # whose parameters can be read
 META = "meta.json"
 STATE = "state"
 _SHOWN = 3  # problems named in one sentence
@@ -126,7 +127,7 @@ def find(
 
 
 def _check_format(directory: Path, step: int, meta: dict[str, Any]) -> None:
-    if meta.get("format") != FORMAT:
+    if meta.get("format") not in _WITHOUT_OPTIMIZER:
         raise CheckpointError(
             f"checkpoint {step} of {directory} was written by an older brt (parameters before 'by "
             "head'); train anew, or read it with the brt that wrote it (its version is in "
@@ -159,6 +160,12 @@ def restore(
     """
     while True:
         found = found or find(directory, step, warn=warn)
+        if not partial and target is not None and found.meta["format"] != FORMAT:
+            raise CheckpointError(
+                f"checkpoint {found.step} of {directory} was written by an older brt, whose "
+                "optimizers kept their moments in another order; its model can be used, but not "
+                "trained on: begin a new run with Training.init_from"
+            )
         tree = tree_utils.abstract(found.meta["arrays"]) if target is None else target
         wanted = tree_utils.named(tree)
         differences = tree_utils.differences(

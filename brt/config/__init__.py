@@ -60,12 +60,6 @@ class Config:
     questions: Questions = Questions()
 
     def __post_init__(self) -> None:
-        lanes = self.training.batch_size // self.training.gradient_accumulation
-        check(
-            lanes % self.mesh.data == 0,
-            f"Training.batch_size / Training.gradient_accumulation = {lanes} lanes cannot be "
-            f"shared equally by Mesh.data = {self.mesh.data} devices",
-        )
         check(
             self.optimizer.schedule not in ("cosine", "linear")
             or bool(self.training.epochs)  # the steps are not known yet

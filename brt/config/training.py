@@ -139,15 +139,16 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Devices along each axis of the mesh."""
+    """Devices along each axis of the mesh; -1: as many as the other axes leave."""
 
-    data: int = free(1)
-    fsdp: int = free(1)
-    tensor: int = free(1)
-    sequence: int = free(1)
+    data: int = free(1)  # share the lanes
+    fsdp: int = free(1)  # share the lanes, and parameters and optimizer state
+    tensor: int = free(1)  # share the heads, the MLP and the vocabulary
+    sequence: int = free(1)  # share the tokens of a segment
 
     def __post_init__(self) -> None:
-        check_positive(self, "data", "fsdp", "tensor", "sequence")
-        for name in ("fsdp", "tensor", "sequence"):
-            value = getattr(self, name)
-            check(value == 1, f"Mesh.{name} = {value} is not built yet; use Mesh.data")
+        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name, size in sizes.items():
+            check(size > 0 or size == -1, f"Mesh.{name} = {size} must be above 0, or -1")
+        rest = [f"Mesh.{name}" for name, size in sizes.items() if size == -1]
+        check(len(rest) < 2, f"{' and '.join(rest)} are both -1; only one can take what is left")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
+from brt.distributed.rules import constrain, count
 from brt.layers.basic import FROM_HEADS, INTO_HEADS, ONES, dropout, kernel_init, parameter
 from brt.layers.state import OpenBlock, WindowState, zero_where_invalid
 from brt.ops.activations import relu
@@ -18,7 +19,7 @@ from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import Rotation, alibi_bias, relative_bias, rotate, rotations
 from brt.ops.recurrent_attention import StateMemory
 from brt.ops.softmax_attention import attend
-from brt.ops.window_attention import window_part, window_part_step
+from brt.ops.window_attention import last_block, segment_part, window_part_step
 
 # (queries [B, T, H, K], what they read in the window) -> that mixed with something else
 Mix = Callable[[Array, AttentionPart], Array]
@@ -36,6 +37,27 @@ class TokenProjections(NamedTuple):
     keys: Float[Array, "B T H K"]
     values: Float[Array, "B T H K"]
     cross_queries: Float[Array, "B T H K"] | None
+
+
+class Past(NamedTuple):
+    """What the tokens of a segment find in the cache.
+
+    Attributes:
+      keys, values: [B, W, H, K], of the block before the segment.
+      readable: [B, N], whether block n may read the block before it.
+    """
+
+    keys: Float[Array, "B W H K"]
+    values: Float[Array, "B W H K"]
+    readable: Bool[Array, "B N"]
+
+    def joined(self, tokens: TokenProjections) -> tuple[Array, Array]:
+        """Keys and values [B, W+T, H, K] with those of the segment, all of them on every device
+        that shares its tokens."""
+        names = ("lanes", None, "heads", None)
+        pairs = (self.keys, tokens.keys), (self.values, tokens.values)
+        keys, values = (jnp.concatenate([old, constrain(x, *names)], axis=1) for old, x in pairs)
+        return keys, values
 
 
 class TransformerBlock(nn.Module):
@@ -92,7 +114,8 @@ class TransformerBlock(nn.Module):
         if self.cross_attends:
             kernels.append(self.cross_queries)
             scales.append(self.query_scale("cross_scale"))
-        product = dense(h, jnp.stack([*kernels, self.values], axis=1))  # [B, T, n, H, K]
+        product = dense(h, jnp.stack([*kernels, self.values], axis=1))
+        product = constrain(product, "lanes", self._along(x), None, "heads", None)
         scaled, values = product[:, :, :-1], product[:, :, -1]
         if m.normalize_qk:
             scaled = l2_normalize(scaled)
@@ -137,24 +160,25 @@ class TransformerBlock(nn.Module):
         self,
         x: Float[Array, "B T D"],
         projections: TokenProjections,
-        keys: Float[Array, "B Z H K"],
-        values: Float[Array, "B Z H K"],
-        readable: Bool[Array, "B N"],
+        past: Past,
         memory: StateMemory | None,
         mix: Mix | None = None,
     ) -> Float[Array, "B T D"]:
         """The layer's output for a segment; `memory` [B, N, S, H, K] is the states' or None."""
         m = self.model
-        tokens, mask, queries = x.shape[1], None, projections.queries
+        tokens, mask = x.shape[1], None
+        queries, keys, values, _ = projections
+        cached = past.keys
         if m.positions == "rotary":  # here, so that caches and states keep keys as they are
             table = rotations(-m.window, m.window + tokens, m.head_dim)
-            keys = rotate(keys, table)
-            queries = rotate(queries, Rotation(*(part[m.window :] for part in table)))
+            own = Rotation(*(part[m.window :] for part in table))
+            cached = rotate(cached, Rotation(*(part[: m.window] for part in table)))
+            queries, keys = rotate(queries, own), rotate(keys, own)
         if m.dropout and self.training:
             # Shared by lanes and blocks as in the original: one tile to draw and to read.
             mask = dropout(self, jnp.ones((m.heads, m.window, m.window)), m.dropout)
-        part = window_part(
-            queries, keys, values, self.bias(), readable, mask,
+        part = segment_part(
+            queries, (cached, past.values), keys, values, self.bias(), past.readable, mask,
             attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
             implementation=self.kernels.window_attention,
         )  # fmt: skip
@@ -220,13 +244,21 @@ class TransformerBlock(nn.Module):
         of_queries, of_keys = rows(position[None] + m.window), rows(slots + m.window * own)
         return rotate(queries, of_queries), rotate(keys, of_keys)
 
+    def _along(self, x: Float[Array, "B T D"]) -> str | None:
+        """The name of the tokens' axis: whole blocks are shared, or none."""
+        return "tokens" if count("blocks", x.shape[1] // self.model.window) > 1 else None
+
     def _finish(
         self, x: Float[Array, "B T D"], attended: Float[Array, "B T n H K"]
     ) -> Float[Array, "B T D"]:
         """Residual of the attention, then the MLP and its residual."""
-        x = x + dense(attended, self.output, inputs=3)
+        tokens = self._along(x)
+        attended = constrain(attended, "lanes", tokens, None, "heads", None)
+        x = constrain(x + dense(attended, self.output, inputs=3), "lanes", tokens, None)
         hidden = relu(dense(rms_norm(x, self.mlp_norm), self.mlp_in))
-        return x + dropout(self, dense(hidden, self.mlp_out), self.model.dropout)
+        hidden = constrain(hidden, "lanes", tokens, "mlp")
+        y = x + dropout(self, dense(hidden, self.mlp_out), self.model.dropout)
+        return constrain(y, "lanes", tokens, None)
 
 
 def cache_is_readable(model: Model, state: WindowState) -> Bool[Array, " B"]:
@@ -244,23 +276,16 @@ def with_cache(
     state: WindowState,
     projections: TokenProjections,
     document_start: Bool[Array, "B N"],
-) -> tuple[Array, Array, Array, WindowState]:
-    """Joins the cached block and the segment.
-
-    Returns:
-      keys and values [B, W+T, H, K], readable [B, N], and the next state.
-    """
+) -> tuple[Past, WindowState]:
+    """What a segment reads of the cache, and the next state."""
+    document_start = constrain(document_start, "lanes", None)
     rows = state.valid & ~document_start[:, 0]
     state = state._replace(valid=rows)
     if not model.mask_empty_cache:
         state = zero_where_invalid(state)
-    keys = jnp.concatenate([state.keys, projections.keys], axis=1)
-    values = jnp.concatenate([state.values, projections.values], axis=1)
     readable = jnp.concatenate([rows[:, None], ~document_start[:, 1:]], axis=1) & model.cache
-    last = WindowState(
-        keys[:, -model.window :], values[:, -model.window :], jnp.ones_like(state.valid)
-    )
-    return keys, values, readable, last
+    last = (last_block(x, model.window) for x in (projections.keys, projections.values))
+    return Past(state.keys, state.values, readable), WindowState(*last, jnp.ones_like(state.valid))
 
 
 class WindowLayer(nn.Module):
@@ -285,8 +310,8 @@ class WindowLayer(nn.Module):
     ) -> tuple[Float[Array, "B T D"], WindowState]:
         """A segment; with feedback its one block."""
         projections = self.tokens.project(x)
-        keys, values, readable, state = with_cache(self.model, state, projections, document_start)
-        return self.tokens.attend(x, projections, keys, values, readable, feedback), state
+        past, state = with_cache(self.model, state, projections, document_start)
+        return self.tokens.attend(x, projections, past, feedback), state
 
     def begin_block(self, x: None, state: WindowState, *_: None) -> tuple[None, OpenBlock]:
         """An empty block behind `state`."""

@@ -19,6 +19,7 @@ ZEROS = nn.initializers.zeros
 # Names of the axes of kernels by head: what they make of the tokens, and what reads the heads.
 INTO_HEADS = ("embed", "heads", "head_dim")
 FROM_HEADS = ("stack", "heads", "head_dim", "embed")
+WHOLE_HEADS = ("stack", "whole_heads", "head_dim")
 
 
 def compute_dtype(model: Model | Seq2Seq | Encoder) -> jnp.dtype:

@@ -1,6 +1,6 @@
 """The clustered layer: sliding-window attention, and attention to all of the past by clusters."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.config import Kernels, Model
 from brt.layers.attention import Mix, TransformerBlock, cache_is_readable, with_cache
 from brt.layers.basic import parameter
-from brt.layers.state import OpenBlock, WindowState, new_window_state
+from brt.layers.state import WINDOW_AXES, OpenBlock, WindowState, new_window_state
 from brt.ops.causal_clustered_attention import (
     Centroids,
     Past,
@@ -44,6 +44,10 @@ class ClusteredState(NamedTuple):
     @property
     def past(self) -> Past:
         return Past(*self[1:])
+
+
+_KEPT = ("lanes", "heads", None, None, None)
+CLUSTERED_AXES: Any = ClusteredState(WINDOW_AXES, _KEPT, _KEPT, _KEPT[:-1], _KEPT[:-2], ("lanes",))
 
 
 def new_clustered_state(model: Model, batch: int, dtype: jnp.dtype) -> ClusteredState:
@@ -115,7 +119,9 @@ class ClusteredLayer(nn.Module):
         """A segment, in two phases: the pasts of all blocks, then the tokens of all blocks."""
         m, centroids = self.model, self._centroids()
         projections = self.tokens.project(x)
-        keys, values, readable, window = with_cache(m, state.window, projections, document_start)
+        cached, window = with_cache(m, state.window, projections, document_start)
+        keys, values = cached.joined(projections)
+        readable = cached.readable
         implementation = self.kernels.causal_clustered_attention
         past, pasts = past_scan(
             keys, values, readable, state.past, centroids, implementation=implementation
@@ -127,7 +133,7 @@ class ClusteredLayer(nn.Module):
                 attend_to_self=m.attend_to_self, implementation=implementation,
             )  # fmt: skip
 
-        y = self.tokens.attend(x, projections, keys, values, readable, feedback, mix)
+        y = self.tokens.attend(x, projections, cached, feedback, mix)
         return y, ClusteredState(window, *past)
 
     def begin_block(self, x: None, state: ClusteredState, *_: None) -> tuple[None, OpenBlock]:

@@ -10,10 +10,20 @@ from jaxtyping import Array, PyTree
 from brt.config import Model
 from brt.errors import ConfigError
 from brt.layers.attention import WindowLayer
-from brt.layers.clustered import ClusteredLayer, clustered_flops, new_clustered_state
-from brt.layers.memorizing import MemorizingLayer, memory_flops, new_memory_state
-from brt.layers.recurrent import RecurrentLayer, new_recurrent_state, state_update_flops
-from brt.layers.state import LayerState, new_window_state
+from brt.layers.clustered import (
+    CLUSTERED_AXES,
+    ClusteredLayer,
+    clustered_flops,
+    new_clustered_state,
+)
+from brt.layers.memorizing import MEMORY_AXES, MemorizingLayer, memory_flops, new_memory_state
+from brt.layers.recurrent import (
+    RECURRENT_AXES,
+    RecurrentLayer,
+    new_recurrent_state,
+    state_update_flops,
+)
+from brt.layers.state import WINDOW_AXES, LayerState, new_window_state
 
 
 class LayerAux(NamedTuple):
@@ -47,6 +57,7 @@ class LayerKind(NamedTuple):
 
     Attributes:
       new_state: (model, batch, dtype) -> what has read nothing, with the batch on axis 0.
+      axes: the names of the axes of its arrays (`brt.distributed.rules`).
       parts: the fields of the state that make its "cache", its "state" or its "memory", each in
         one part: what can be ablated or exchanged by itself.
       flops: of a token, forward, of what the kind adds to a sliding-window layer.
@@ -59,6 +70,7 @@ class LayerKind(NamedTuple):
 
     module: type[nn.Module]
     new_state: Callable[[Model, int, jnp.dtype], LayerState]
+    axes: LayerState
     parts: Mapping[str, tuple[str, ...]]
     flops: Callable[[Model], int]
     settings: tuple[str, ...] = ()
@@ -68,11 +80,16 @@ class LayerKind(NamedTuple):
 
 KINDS = {
     "window": LayerKind(
-        WindowLayer, new_window_state, {"cache": ("keys", "values", "valid")}, lambda model: 0
+        WindowLayer,
+        new_window_state,
+        WINDOW_AXES,
+        {"cache": ("keys", "values", "valid")},
+        lambda model: 0,
     ),
     "recurrent": LayerKind(
         RecurrentLayer,
         new_recurrent_state,
+        RECURRENT_AXES,
         {"cache": ("window",), "state": ("vectors", "valid")},
         state_update_flops,
         ("recurrent_layers", "states", "gate", "gate_layout", "gate_bias", "gate_tanh"),
@@ -81,6 +98,7 @@ KINDS = {
     "memorizing": LayerKind(
         MemorizingLayer,
         new_memory_state,
+        MEMORY_AXES,
         {"cache": ("window",), "memory": ("keys", "values", "length")},
         memory_flops,
         ("memorizing_layers", "memory_size", "memory_neighbors", "memory_search"),
@@ -88,6 +106,7 @@ KINDS = {
     "clustered": LayerKind(
         ClusteredLayer,
         new_clustered_state,
+        CLUSTERED_AXES,
         {"cache": ("window",), "memory": ("keys", "values", "rest", "totals", "filled")},
         clustered_flops,
         ("clustered_layers", "clusters", "cluster_top_k", "cluster_jensen"),

@@ -1,7 +1,7 @@
 """The memorizing layer: sliding-window attention beside attention to a memory of past tokens."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
+from brt.distributed.rules import constrain
 from brt.layers.attention import Mix, TransformerBlock, with_cache
 from brt.layers.basic import parameter
-from brt.layers.state import OpenBlock, WindowState, new_window_state
+from brt.layers.state import WINDOW_AXES, OpenBlock, WindowState, new_window_state
 from brt.ops.memory_attention import memory_attention
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import StateMemory
@@ -31,6 +32,11 @@ class MemoryState(NamedTuple):
     keys: Float[Array, "B H M K"]
     values: Float[Array, "B H M K"]
     length: Int[Array, " B"]
+
+
+MEMORY_AXES: Any = MemoryState(
+    WINDOW_AXES, ("lanes", "heads", None, None), ("lanes", "heads", None, None), ("lanes",)
+)
 
 
 def new_memory_state(model: Model, batch: int, dtype: jnp.dtype) -> MemoryState:
@@ -74,7 +80,8 @@ def extended(
 ) -> Past:
     """The memory with a segment behind it."""
     pairs = (state.keys, keys), (state.values, values)
-    return Past(*(jnp.concatenate([old, new.swapaxes(1, 2)], axis=2) for old, new in pairs))
+    whole = ((old, constrain(new, "lanes", None, "heads", None)) for old, new in pairs)
+    return Past(*(jnp.concatenate([old, new.swapaxes(1, 2)], axis=2) for old, new in whole))
 
 
 def remembered(
@@ -138,11 +145,11 @@ class MemorizingLayer(nn.Module):
         """A segment; with feedback its one block."""
         m = self.model
         projections = self.tokens.project(x)
-        keys, values, readable, window = with_cache(m, state.window, projections, document_start)
+        cached, window = with_cache(m, state.window, projections, document_start)
         past = extended(state, projections.keys, projections.values)
         counts = tokens_before(state.length, document_start, window=m.window, size=m.memory_size)
         mix = self._mix(past, counts[:, :-1])
-        y = self.tokens.attend(x, projections, keys, values, readable, feedback, mix)
+        y = self.tokens.attend(x, projections, cached, feedback, mix)
         return y, remembered(past, counts[:, -1], window, size=m.memory_size)
 
     def begin_block(self, x: None, state: MemoryState, *_: None) -> tuple[None, OpenBlock]:

@@ -1,15 +1,30 @@
 """The recurrent layer: a token layer that reads state vectors which read its tokens."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
+from brt.distributed.rules import constrain
 from brt.layers.attention import TransformerBlock, cache_is_readable, has_null_keys, with_cache
-from brt.layers.basic import FROM_HEADS, INTO_HEADS, ONES, gate_bias, kernel_init, parameter
-from brt.layers.state import OpenBlock, WindowState, new_window_state, zero_where_invalid
+from brt.layers.basic import (
+    FROM_HEADS,
+    INTO_HEADS,
+    ONES,
+    WHOLE_HEADS,
+    gate_bias,
+    kernel_init,
+    parameter,
+)
+from brt.layers.state import (
+    WINDOW_AXES,
+    OpenBlock,
+    WindowState,
+    new_window_state,
+    zero_where_invalid,
+)
 from brt.ops.gates import GateWeights
 from brt.ops.recurrent_attention import (
     CellWeights,
@@ -33,6 +48,9 @@ class RecurrentState(NamedTuple):
     window: WindowState
     vectors: Float[Array, "B S D"]
     valid: Bool[Array, " B"]
+
+
+RECURRENT_AXES: Any = RecurrentState(WINDOW_AXES, ("lanes", None, None), ("lanes",))
 
 
 def new_recurrent_state(model: Model, batch: int, dtype: jnp.dtype) -> RecurrentState:
@@ -86,7 +104,7 @@ class StateCell(nn.Module):
             cross_scale=self._scale("cross_scale", scale),
         )  # fmt: skip
         if m.gate_layout == "single":
-            return self._mlp(weights, attended, FROM_HEADS[:-1])
+            return self._mlp(weights, attended, WHOLE_HEADS)  # its outputs are cut already
         weights = weights._replace(
             output=parameter(
                 self, "output", (*attended, m.model_dim), FROM_HEADS, kernel_init(inputs=3)
@@ -175,15 +193,15 @@ class RecurrentLayer(nn.Module):
     ) -> tuple[Float[Array, "B T D"], RecurrentState]:
         """A segment, in two phases: the states of all blocks, then the tokens of all blocks."""
         projections = self.tokens.project(x)
-        keys, values, readable, window = with_cache(
-            self.model, state.window, projections, document_start
-        )
+        past, window = with_cache(self.model, state.window, projections, document_start)
         vectors, memory = state_scan(
-            self.cell.weights, self.cell.initial, self._vectors(state), keys, values, readable,
-            document_start, unroll=self.model.block_unroll,
+            self.cell.weights, self.cell.initial, self._vectors(state), *past.joined(projections),
+            past.readable, document_start, unroll=self.model.block_unroll,
             implementation=self.kernels.recurrent_attention, **self._options(),
         )  # fmt: skip
-        y = self.tokens.attend(x, projections, keys, values, readable, memory)
+        names = ("lanes", "blocks", None, "heads", None)
+        memory = StateMemory(*(constrain(part, *names) for part in memory))
+        y = self.tokens.attend(x, projections, past, memory)
         return y, RecurrentState(window, vectors, window.valid)
 
     def begin_block(

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Kernels, Model
 from brt.config.checks import check
+from brt.distributed.rules import Names, constrain
 from brt.layers import kinds
 from brt.layers.kinds import LayerAux
 from brt.layers.state import LayerState
@@ -50,6 +51,20 @@ def new_stack_state(model: Model, batch: int, dtype: jnp.dtype) -> StackState:
         return jax.tree.map(lambda leaf: jnp.repeat(leaf[:, None], count, axis=1), layer)
 
     return tuple(stacked(kind, count) for _, kind, count in runs(model))
+
+
+def state_axes(model: Model) -> StackState:
+    """The names of the axes of a stack's state."""
+
+    def stacked(leaf: Names) -> Names:
+        return (*leaf[:1], "layers", *leaf[1:])
+
+    axes = (kinds.of(kind).axes for _, kind, _ in runs(model))
+    return tuple(jax.tree.map(stacked, own, is_leaf=_is_names) for own in axes)
+
+
+def _is_names(leaf: Any) -> bool:
+    return type(leaf) is tuple
 
 
 def new_model_state(model: Model) -> ModelState:
@@ -180,6 +195,7 @@ class Stack(nn.Module):
             unroll=min(self.model.block_unroll, document_start.shape[1]),
             check_constancy_invariants=self.is_initializing(),  # a second trace makes parameters
         )
+        x = constrain(x, "lanes", None, None)  # one block after the other: nobody has his own
         blocks = x.reshape(x.shape[0], -1, self.model.window, x.shape[-1])
         (state, model_state), (y, aux) = scan(self, (state, model_state), blocks, document_start)
         losses, metrics = (jax.tree.map(jnp.mean, values) for values in aux)

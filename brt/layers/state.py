@@ -30,6 +30,11 @@ class WindowState(NamedTuple):
     valid: Bool[Array, " B"]
 
 
+# The names of the axes of its arrays (`brt.distributed.rules`).
+WINDOW_AXES: Any = WindowState(
+    ("lanes", None, "heads", None), ("lanes", None, "heads", None), ("lanes",)
+)
+
 # A NamedTuple of arrays with the batch on axis 0, as the layer's kind makes it.
 LayerState = Any
 

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
+from brt.distributed.rules import constrain
 from brt.layers.basic import ONES, compute_dtype, dropout, parameter
 from brt.layers.stack import ModelState, Stack, StackBlock, StackState, graft, new_stack_state
+from brt.ops.lookup import lookup
 from brt.ops.normalization import rms_norm
 from brt.types import Tokens
 
@@ -59,10 +61,11 @@ class Decoder(nn.Module):
         self.norm = parameter(self, "norm", (m.model_dim,), ("embed",), ONES)
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return jnp.take(self.embedding, tokens, axis=0).astype(compute_dtype(self.model))
+        return lookup(self.embedding, tokens, compute_dtype(self.model), "vocab")
 
     def _hidden(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return dropout(self, rms_norm(x, self.norm), self.model.dropout)
+        hidden = dropout(self, rms_norm(x, self.norm), self.model.dropout)
+        return constrain(hidden, "lanes", "tokens", None)
 
     def __call__(
         self,

@@ -11,25 +11,32 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from brt.distributed.rules import constrain, count
 from brt.ops.dense import weight_gradient
 from brt.ops.reductions import sum_leading
 
 
 def _chunk_length(tokens: int, limit: int) -> int:
-    """The largest divisor of `tokens` up to `limit`."""
-    return next(n for n in range(min(limit, tokens), 0, -1) if tokens % n == 0)
+    """The largest divisor of a device's share of `tokens` up to `limit`."""
+    own = tokens // count("tokens", tokens)
+    return next(n for n in range(min(limit, own), 0, -1) if own % n == 0)
 
 
 def _chunked(x: Array, chunk: int) -> Array:
-    """[B, T, ...] -> [T / chunk, B, chunk, ...]; lanes stay whole, and on their device."""
+    """[B, T, ...] -> [count, B, C, ...]: a chunk of each device that shares the tokens.
+
+    Lanes and tokens stay on their device.
+    """
     batch, tokens = x.shape[:2]
-    return jnp.moveaxis(x.reshape(batch, tokens // chunk, chunk, *x.shape[2:]), 1, 0)
+    devices = count("tokens", tokens)
+    cut = x.reshape(batch, devices, -1, chunk, *x.shape[2:])
+    return jnp.moveaxis(cut, 2, 0).reshape(-1, batch, devices * chunk, *x.shape[2:])
 
 
-def _joined(x: Array) -> Array:
+def _joined(x: Array, chunk: int) -> Array:
     """The inverse of `_chunked`."""
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
+    cut = x.reshape(*x.shape[:2], -1, chunk, *x.shape[3:])
+    return jnp.moveaxis(cut, 0, 2).reshape(x.shape[1], -1, *x.shape[3:])
 
 
 def _chunk_nats(
@@ -45,6 +52,7 @@ def _chunk_nats(
     )
     if bias is not None:
         logits += bias[None, None]
+    logits = constrain(logits, "lanes", "tokens", "vocab")
     total = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return total - chosen, logits, total
@@ -65,7 +73,8 @@ def token_nats(
     def nats(piece: tuple[Array, Array]) -> Float[Array, "B C"]:
         return _chunk_nats(piece[0], embedding, piece[1], scale, bias)[0]
 
-    return _joined(jax.lax.map(nats, (_chunked(hidden, chunk), _chunked(targets, chunk))))
+    pieces = _chunked(hidden, chunk), _chunked(targets, chunk)
+    return _joined(jax.lax.map(nats, pieces), chunk)
 
 
 def cross_entropy(
@@ -159,7 +168,7 @@ def _forward(
     none = None if bias is None else jnp.zeros_like(bias)
     start = (jnp.zeros((2,), jnp.float32), jnp.zeros_like(embedding), none)
     (total, d_embedding, d_bias), d_hidden = jax.lax.scan(body, start, pieces)
-    return (total[0], total[1]), (_joined(d_hidden), d_embedding, d_bias)
+    return (total[0], total[1]), (_joined(d_hidden, chunk), d_embedding, d_bias)
 
 
 def _backward(

@@ -9,9 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from brt.distributed.rules import partitioned
+
 
 def sum_leading(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
     """The sum over the first `axes` axes."""
+    if partitioned():
+        return jnp.sum(x, axis=tuple(range(axes)))
     rows = x.reshape(-1, *x.shape[axes:])
     flat = rows.reshape(rows.shape[0], -1)
     total = jnp.matmul(jnp.ones((1, flat.shape[0]), x.dtype), flat, precision="highest")

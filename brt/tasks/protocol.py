@@ -5,7 +5,7 @@ above find everything through these classes and compare no task's name.
 """
 
 import abc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -13,14 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from brt.config import Config, Sampling
+from brt.config import Config
 from brt.data import tokenizers
 from brt.data.readers import Reader
+from brt.distributed.mesh import Needs
+from brt.distributed.rules import Names
 from brt.errors import CheckpointError, ConfigError
-from brt.generation.session import Session
 from brt.interop.exporting import Exported, no_form
 from brt.tasks.report import Measure, Reading
 from brt.tasks.weights import Started, Tokenizer, Weights, check_tokenizer, matched
+from brt.tasks.writers import Writer
 
 Stop = Callable[[], object]
 Progress = Callable[[int], object]
@@ -100,35 +102,6 @@ class Evaluator(Protocol):
         """Something to look at that the model makes of the split; None if asked to stop."""
 
 
-class WriteOptions(NamedTuple):
-    """How a text is to be written; None: as the task usually does.
-
-    Attributes:
-      beams: search with so many beams; 1: greedily.
-      sampling: draw tokens so.
-      max_tokens: of the text.
-    """
-
-    beams: int | None = None
-    sampling: Sampling | None = None
-    max_tokens: int | None = None
-    seed: int | None = None
-
-
-class Writer(abc.ABC):
-    """Writes texts with one set of parameters; what that needs is compiled once.
-
-    Attributes:
-      session: the memory of a text that goes on from what was read; None: there is none.
-    """
-
-    session: Session | None = None
-
-    @abc.abstractmethod
-    def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
-        """What comes after, or is made of, a prompt, piece by piece."""
-
-
 @runtime_checkable
 class Scorer(Protocol):
     """Reads texts with parameters that may change between calls; compiled at first use."""
@@ -201,6 +174,15 @@ class Task(abc.ABC):
     def reader(self, config: Config, corpus: Corpus) -> Reader:
         """Batches of the training split, by step."""
 
+    def shared(self, config: Config) -> Needs:
+        """What the devices of a mesh must divide."""
+        training, section = config.training, getattr(config, self.model)
+        lanes = training.batch_size // training.gradient_accumulation
+        return {
+            "lanes": ("Training.batch_size / Training.gradient_accumulation", lanes),
+            "heads": (f"{type(section).__name__}.heads", section.heads),
+        }
+
     def knows_sizes(self, config: Config) -> bool:
         """Whether the config says all sizes of the model, so that no data have to."""
         return getattr(config, self.model).vocab_size > 0
@@ -217,6 +199,10 @@ class Task(abc.ABC):
 
     def initial_carry(self, config: Config, lanes: int) -> PyTree[Array]:
         """What lanes that have read nothing carry from step to step."""
+        return ()
+
+    def carry_axes(self, config: Config) -> PyTree[Names]:
+        """The names of the axes of `initial_carry`."""
         return ()
 
     def initial_model_state(self, config: Config) -> PyTree[Array]:

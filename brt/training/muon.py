@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int, PyTree
 from optax.contrib import MuonDimensionNumbers, muon
 
 from brt.config import Optimizer
-from brt.training.matrices import Axes, matrix_shape
+from brt.distributed.rules import constrain
+from brt.training.matrices import Axes, as_matrix, from_matrix, matrix_shape
 
 # Axes of tables, whose rows are looked up and never multiplied: they get Nadam's steps.
 _TABLES = {"vocab", "states", "buckets", "positions", "types", "clusters"}
@@ -30,7 +31,8 @@ def build(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.Gradien
     """Muon for the matrices of every layer on its own; Nadam for tables, biases, norms.
 
     All matrices of one shape are made orthogonal by one batch of products, whatever layers they
-    are of: many small products in a row leave most of a machine idle.
+    are of: many small products in a row leave most of a machine idle. Devices that share
+    parameters share these matrices, each whole.
     """
     steps = optimizer.orthogonal_steps
     transform = muon(
@@ -77,9 +79,10 @@ def _grouped(params: PyTree[Array], axes: Axes) -> dict[str, dict[str, Array]]:
     others, groups = flatten_dict(params, sep="/"), {}
     for name, shape in _matrices(params, axes).items():
         group = groups.setdefault(f"{shape[1]}x{shape[2]}", [])
-        group.append(others.pop(name).reshape(shape))
-    matrices = {name: jnp.concatenate(group) for name, group in groups.items()}
-    return {"matrices": matrices, "others": others}
+        group.append(as_matrix(axes[name], others.pop(name)).reshape(shape))
+    joined = {name: jnp.concatenate(group) for name, group in groups.items()}
+    spread = {name: constrain(group, "matrices", None, None) for name, group in joined.items()}
+    return {"matrices": spread, "others": others}
 
 
 def _ungrouped(
@@ -91,5 +94,6 @@ def _ungrouped(
     for name, (count, rows, columns) in _matrices(like, axes).items():
         group, place = f"{rows}x{columns}", places[f"{rows}x{columns}"]
         taken = jax.lax.slice_in_dim(grouped["matrices"][group], place, place + count)
-        flat[name], places[group] = taken.reshape(shapes[name]), place + count
+        flat[name] = from_matrix(axes[name], taken, shapes[name])
+        places[group] = place + count
     return unflatten_dict(flat, sep="/")

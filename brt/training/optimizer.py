@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from brt.config import Optimizer
 from brt.training import muon
-from brt.training.matrices import Axes, matrix_shape
+from brt.training.matrices import Axes, as_matrix, from_matrix
 
 Parameters: TypeAlias = PyTree[Array]
 
@@ -63,13 +63,17 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
     def split(tree: Parameters) -> tuple[dict[str, Array], dict[str, dict[str, Array]]]:
         outside, stacked = {}, {}
         for name, leaf in flatten_dict(tree, sep="/").items():
-            first, *rest = axes.get(name, (None,) * leaf.ndim) or (None,)
-            if first == "layers":
-                shape = (len(leaf), *matrix_shape(tuple(rest), leaf.shape[1:]))
-                stacked.setdefault(str(len(leaf)), {})[name] = leaf.reshape(shape)
-            else:
-                outside[name] = leaf.reshape(matrix_shape(axes.get(name, ()), leaf.shape))
+            names = axes.get(name, ())
+            group = outside
+            if names[:1] == ("layers",):
+                group = stacked.setdefault(str(len(leaf)), {})
+            group[name] = as_matrix(names, leaf)
         return outside, stacked
+
+    def joined(updates: dict[str, Array], like: Parameters) -> Parameters:
+        shapes = {name: leaf.shape for name, leaf in flatten_dict(like, sep="/").items()}
+        back = {n: from_matrix(axes.get(n, ()), updates[n], s) for n, s in shapes.items()}
+        return unflatten_dict(back, sep="/")
 
     def init(params: Parameters) -> LayerwiseState:
         outside, stacked = split(params)
@@ -87,9 +91,7 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
                 group, state.stacked[depth], p_stacked[depth]
             )
             updates |= found
-        updates = unflatten_dict(updates, sep="/")
-        shaped = jax.tree.map(lambda x, g: x.reshape(g.shape), updates, gradients)
-        return shaped, LayerwiseState(after, of_layers)
+        return joined(updates, gradients), LayerwiseState(after, of_layers)
 
     return optax.GradientTransformation(init, update)
 

@@ -13,12 +13,14 @@ from brt.config import Config
 from brt.config_io import config_from_json
 from brt.data.cache import cache_directory
 from brt.data.readers import Reader
+from brt.distributed import mesh as meshes
+from brt.distributed.mesh import by_lane, replicated
 from brt.tasks import resolving
 from brt.tasks.protocol import Corpus, Task
 from brt.tasks.weights import Weights
 from brt.training import compilation, warm_start
 from brt.training import optimizer as optimizers
-from brt.training.sharding import by_lane, make_mesh, replicated, state_shardings
+from brt.training.sharding import state_shardings
 from brt.training.state import TrainState, initial_state, parameter_axes
 from brt.training.step import StepMetrics, train_step
 
@@ -82,13 +84,13 @@ def without_data(config: Config) -> Shapes | None:
 
 
 def _shapes(config: Config) -> Shapes:
-    mesh = make_mesh(config.mesh)
-    optimizer = optimizers.build(config.optimizer, config.training.steps, parameter_axes(config))
+    mesh, axes = meshes.build(config.mesh, tasks.of(config).shared(config)), parameter_axes(config)
+    optimizer = optimizers.build(config.optimizer, config.training.steps, axes)
     shapes = jax.eval_shape(partial(initial_state, config, optimizer))
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
-        state_shardings(mesh, shapes),
+        state_shardings(mesh, config, shapes, axes),
     )
     return Shapes(mesh, optimizer, abstract)
 
@@ -127,7 +129,8 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract)
     init = partial(initial_state, run.config, run.optimizer)
-    state = jax.jit(init, out_shardings=shardings)(_key(run))
+    with jax.set_mesh(run.mesh):
+        state = jax.jit(init, out_shardings=shardings)(_key(run))
     if not run.weights:
         return state
     where = run.weights.where
@@ -153,7 +156,7 @@ class CompiledStep:
         # One sharding stands for all that there is in the metrics.
         out = shardings, replicated(run.mesh)
         self._jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
-        self._key = jax.device_put(_key(run), replicated(run.mesh))
+        self._key = jax.jit(lambda: _key(run), out_shardings=replicated(run.mesh))()
         self._run = run
         self._compiled: dict[tuple, Any] = {}
 
@@ -164,7 +167,8 @@ class CompiledStep:
             abstract = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lanes), batch
             )
-            lowered = self._jitted.lower(self._run.abstract, abstract, self._key)
+            with jax.set_mesh(self._run.mesh):
+                lowered = self._jitted.lower(self._run.abstract, abstract, self._key)
             self._compiled[shape] = lowered.compile()
 
     def prepared(self, batch: Any) -> bool:

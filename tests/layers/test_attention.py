@@ -19,22 +19,23 @@ def test_the_cache_is_read_where_a_document_goes_on_and_kept_for_the_next_segmen
     start = jnp.array([[False, False, True], [False, True, False]])
     projections = TokenProjections(tokens, tokens, -tokens, None)
 
-    keys, values, readable, after = with_cache(MODEL, state, projections, start)
+    past, after = with_cache(MODEL, state, projections, start)
+    keys, values = past.joined(projections)
     np.testing.assert_array_equal(keys[0, :, 0, 0], [-100, -99, 0, 1, 2, 3, 4, 5])
     np.testing.assert_array_equal(values[0, :, 0, 0], [-200, -199, 0, -1, -2, -3, -4, -5])
-    np.testing.assert_array_equal(readable, [[True, True, False], [False, False, True]])
+    np.testing.assert_array_equal(past.readable, [[True, True, False], [False, False, True]])
     np.testing.assert_array_equal(after.keys, tokens[:, 4:])
     np.testing.assert_array_equal(after.values, -tokens[:, 4:])
     assert after.valid.all()
 
     vanilla = dataclasses.replace(MODEL, cache=False, mask_empty_cache=False)
-    _, _, readable, same = with_cache(vanilla, state, projections, start)
-    assert not readable.any()
+    past, same = with_cache(vanilla, state, projections, start)
+    assert not past.readable.any()
     jax.tree.map(np.testing.assert_array_equal, same, after)
 
     parity = dataclasses.replace(MODEL, mask_empty_cache=False)
-    keys, values, _, _ = with_cache(parity, state, projections, start)
-    assert keys[0, :2].all() and not keys[1, :2].any() and not values[1, :2].any()
+    keys, values, _ = with_cache(parity, state, projections, start)[0]
+    assert keys[0].all() and not keys[1].any() and not values[1].any()
 
 
 @pytest.mark.parametrize(

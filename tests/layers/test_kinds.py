@@ -88,6 +88,7 @@ class Toy(nn.Module):
 TOY = LayerKind(
     Toy,
     lambda model, batch, dtype: ToyState(jnp.zeros((batch, model.model_dim), dtype)),
+    ToyState(("lanes", None)),  # type: ignore[arg-type]
     parts={"state": ("total",)},
     flops=lambda model: 3 * model.model_dim,
     new_model_state=lambda model: jnp.zeros(()),

@@ -6,6 +6,7 @@ import pytest
 
 from brt.config import Optimizer
 from brt.training import optimizer as optimizers
+from brt.training.matrices import matrix_shape
 from brt.training.optimizer import learning_rate
 
 AXES = {
@@ -102,7 +103,7 @@ def test_adafactor_is_the_papers_for_every_layer_on_its_own() -> None:
     ],
 )
 def test_kernels_by_head_are_matrices(axes: tuple, shape: tuple, expected: tuple) -> None:
-    assert optimizers.matrix_shape(axes, shape) == expected
+    assert matrix_shape(axes, shape) == expected
 
 
 def test_adamw_decays_matrices_only() -> None:

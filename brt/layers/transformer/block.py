@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brt import config
+from brt.distributed.rules import constrain
 from brt.layers.basic import compute_dtype, dropout
 from brt.layers.transformer.linear import DEVIATION, Linear, Norm
 
@@ -98,4 +99,5 @@ class Residual(nn.Module):
     ) -> Float[Array, "*B D"]:
         """x and y, which a part made of it."""
         total = x + dropout(self, y, self.block.dropout)
+        total = constrain(total, "lanes", *["tokens"] * (x.ndim - 2), None)
         return total if self.block.norm_first else norm(total)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from brt.layers.basic import ONES, ZEROS, parameter
 from brt.ops.dense import dense
+from brt.ops.lookup import lookup
 from brt.ops.normalization import layer_norm, rms_norm
 from brt.ops.reductions import add_shared
 
@@ -33,12 +34,10 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """[..., *inputs] -> [..., *outputs] in x's dtype."""
-        rows = x.shape[: x.ndim - len(self.inputs)]
         width = math.prod(self.inputs)  # spelt out: there may be no rows
         init = nn.initializers.normal(self.deviation or width**-0.5)
         kernel = parameter(self, "kernel", (*self.inputs, *self.outputs), self.axes, init)
-        flat = kernel.reshape(width, math.prod(self.outputs))
-        y = dense(x.reshape(*rows, width), flat).reshape(*rows, *self.outputs)
+        y = dense(x, kernel, len(self.inputs))
         if not self.has_bias:
             return y
         axes = self.axes[len(self.inputs) :]
@@ -80,4 +79,6 @@ class Embedding(nn.Module):
 
     def __call__(self, ids: Int[Array, "*B"]) -> Float[Array, "*B D"]:
         """The rows of some ids."""
-        return jnp.take(self.embedding, ids, axis=0).astype(self.dtype)
+        if self.axes[1] != "embed":
+            return jnp.take(self.embedding, ids, axis=0).astype(self.dtype)
+        return lookup(self.embedding, ids, self.dtype, self.axes[0])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from brt.distributed.rules import constrain
 from brt.ops import deferred
 from brt.ops.activations import relu
 from brt.ops.deferred import Tap
@@ -86,6 +87,7 @@ def state_update(
     dtype = keys.dtype
     h = rms_norm(vectors, weights.norm) + weights.ids[None]
     product = _dense(h.astype(dtype), kernels.projection, taps.projection)
+    product = constrain(product, "lanes", None, None, "heads", None)
     scaled, v = product[:, :, :-1], product[:, :, -1]
     if normalize_qk:
         scaled = l2_normalize(scaled)
@@ -115,12 +117,14 @@ def _gated(
 
     def after_mlp(x: Float[Array, "B S *M"]) -> Float[Array, "B S D"]:
         hidden = relu(_dense(x, kernels.mlp_in, taps.mlp_in, inputs.mlp_in))
+        hidden = constrain(hidden, "lanes", None, "mlp")
         z = bound(_dense(hidden, kernels.mlp_out, taps.mlp_out))
         return gate(kind, weights.mlp_gate, vectors, z, hidden)
 
     if single:
         return after_mlp(attended)
     z = bound(_dense(attended, kernels.output, taps.output, inputs.output))
+    z = constrain(z, "lanes", None, None)
     vectors = gate(kind, weights.output_gate, vectors, z, attended)
     if weights.mlp_in is None:
         return vectors

@@ -4,3 +4,5 @@ from brt.ops.window_attention.api import window_attention as window_attention
 from brt.ops.window_attention.api import window_attention_step as window_attention_step
 from brt.ops.window_attention.api import window_part as window_part
 from brt.ops.window_attention.api import window_part_step as window_part_step
+from brt.ops.window_attention.segment import last_block as last_block
+from brt.ops.window_attention.segment import segment_part as segment_part

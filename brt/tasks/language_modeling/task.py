@@ -13,12 +13,13 @@ from brt.data import preparation, tokenizers
 from brt.data.lanes import LaneReader
 from brt.data.preparation import Corpus
 from brt.data.tokenizers import Tokenizer
+from brt.distributed.mesh import Needs
 from brt.errors import ConfigError
 from brt.generation.session import Session
 from brt.interop.exporting import Exported
 from brt.interop.huggingface.decoder import tokenizer as exported_tokenizer
 from brt.interop.huggingface.decoder.form import TrainedDecoder, form
-from brt.layers.stack import ModelState, StackState, new_model_state, runs
+from brt.layers.stack import ModelState, StackState, new_model_state, runs, state_axes
 from brt.models.decoder import Decoder, DecoderOutput, new_state
 from brt.models.flops import forward_flops_per_token
 from brt.tasks import resolving
@@ -102,6 +103,16 @@ class LanguageModeling(Task):
     def initial_carry(self, config: Config, lanes: int) -> StackState:
         """Caches and recurrent states without a past."""
         return new_state(config.model, lanes)
+
+    def carry_axes(self, config: Config) -> StackState:
+        """See the base class."""
+        return state_axes(config.model)
+
+    def shared(self, config: Config) -> Needs:
+        """Of a segment the blocks, too."""
+        blocks = config.training.segment_length // config.model.window
+        cut = ("Training.segment_length / Model.window", blocks)
+        return {**super().shared(config), "blocks": cut}
 
     def initial_model_state(self, config: Config) -> ModelState:
         """Of kinds of layers that have one."""

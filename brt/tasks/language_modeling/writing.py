@@ -8,7 +8,7 @@ import jax
 from brt.config import Config
 from brt.data.tokenizers import StreamDecoder, Tokenizer
 from brt.generation.session import Session
-from brt.tasks.protocol import WriteOptions, Writer
+from brt.tasks.writers import WriteOptions, Writer
 
 MAX_TOKENS = 500
 

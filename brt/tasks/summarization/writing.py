@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from jaxtyping import Array, PyTree
 
 from brt.config import Config, Decoding, Sampling
-from brt.tasks.protocol import WriteOptions, Writer
 from brt.tasks.summarization.data.encoding import Encoder
 from brt.tasks.summarization.data.tokenization import PairTokenizer
 from brt.tasks.summarization.summaries import Summarizer
+from brt.tasks.writers import WriteOptions, Writer
 
 
 class SummaryWriter(Writer):

@@ -1,0 +1,1 @@
+"""Many devices, many processes: what lies where, who writes, who stops."""

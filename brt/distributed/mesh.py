@@ -1,0 +1,95 @@
+"""The devices of a run as a mesh with four axes."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from brt.config import Mesh
+from brt.distributed.rules import RULES
+from brt.errors import ConfigError
+
+# By the name of an axis of arrays, as in RULES: what it is to people, and its size.
+Needs = Mapping[str, tuple[str, int]]
+
+AXES = ("data", "fsdp", "tensor", "sequence")
+
+
+def shape_of(mesh: Mesh, devices: int) -> dict[str, int]:
+    """Devices along each axis; -1 is what the others leave.
+
+    Raises:
+      ConfigError: they are more than there are, or leave a remainder.
+    """
+    shape = {axis: getattr(mesh, axis) for axis in AXES}
+    named = {axis: size for axis, size in shape.items() if size > 1}
+    asked = " * ".join(f"Mesh.{axis} = {size}" for axis, size in named.items())
+    wanted = math.prod(named.values())
+    there = f"there {'is' if devices == 1 else 'are'} {devices}"
+    if wanted > devices:
+        raise ConfigError(f"{asked} asks for {wanted} devices, but {there}; lower it")
+    rest = [axis for axis, size in shape.items() if size == -1]
+    if not rest:
+        return shape
+    if devices % wanted:
+        raise ConfigError(
+            f"{asked} does not divide {devices} devices, so Mesh.{rest[0]} = -1 has "
+            f"none left; {nearest(wanted, devices)} would"
+        )
+    return shape | {rest[0]: devices // wanted}
+
+
+def nearest(wanted: int, whole: int) -> int:
+    """The divisor of `whole` that is nearest to `wanted`, the smaller of two."""
+    return min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - wanted))
+
+
+def build(
+    mesh: Mesh, needs: Needs, devices: Sequence[jax.Device] | None = None
+) -> jax.sharding.Mesh:
+    """The mesh of the first devices.
+
+    Args:
+      needs: what the devices that cut it must divide.
+
+    Raises:
+      ConfigError: devices that are not there, or do not divide what they are to share.
+    """
+    devices = jax.devices() if devices is None else devices
+    shape = shape_of(mesh, len(devices))
+    for name, (what, size) in needs.items():
+        over = {axis: shape[axis] for axis in RULES[name] if shape[axis] > 1}
+        count = math.prod(over.values())
+        if size % count:
+            asked = " * ".join(f"Mesh.{axis} = {n}" for axis, n in over.items())
+            raise ConfigError(
+                f"{what} = {size} {name} cannot be shared equally by {asked} devices; "
+                f"{nearest(count, size)} would do"
+            )
+    used = math.prod(shape.values())
+    check_all_take_part(used, devices)
+    return jax.make_mesh(
+        tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape),
+        devices=devices[:used],
+    )  # fmt: skip
+
+
+def check_all_take_part(used: int, devices: Sequence[jax.Device]) -> None:
+    """Raises ConfigError where a process would have no device of the mesh, or only some."""
+    processes = {device.process_index for device in devices}
+    if len(processes) > 1 and used < len(devices):
+        raise ConfigError(
+            f"{len(processes)} processes have {len(devices)} devices, of which the mesh takes "
+            f"{used}; Mesh.data = -1 takes all"
+        )
+
+
+def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
+    """The same on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def by_lane(mesh: jax.sharding.Mesh) -> NamedSharding:
+    """Axis 0, the lanes, over the devices that share them."""
+    return NamedSharding(mesh, PartitionSpec(RULES["lanes"]))

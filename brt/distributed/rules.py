@@ -1,0 +1,86 @@
+"""What lies where: every axis of every array has a name, and this table says what cuts it.
+
+Parameters carry their names (`brt.layers.basic.parameter`); batches, activations, caches and
+states name theirs where they are made. An axis that its devices do not divide stays whole.
+"""
+
+import math
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import AbstractMesh, PartitionSpec
+from jaxtyping import Array
+
+Names = tuple[str | None, ...]
+Mesh = jax.sharding.Mesh | AbstractMesh
+
+# The axes of the mesh that cut an axis of this name.
+RULES: Mapping[str, tuple[str, ...]] = {
+    "lanes": ("data", "fsdp"),  # of batches, activations, caches and states
+    "tokens": ("sequence",),
+    "blocks": ("sequence",),
+    "embed": ("fsdp",),  # of parameters; activations have it whole
+    "heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "matrices": ("fsdp", "tensor"),  # that Muon makes orthogonal, each on one device
+} | dict.fromkeys(
+    (
+        "layers", "stack", "whole_heads", "head_dim", "states", "buckets", "positions", "types",
+        "clusters",
+    ),
+    (),
+)  # fmt: skip
+
+
+def spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """How an array is cut.
+
+    Raises:
+      ValueError: a name that is not in the table, or two axes that the same devices would cut.
+    """
+    if len(names) != len(shape):
+        raise ValueError(f"{names} does not name the axes of an array of shape {shape}")
+    cuts = [_cut(name, size, mesh) for name, size in zip(names, shape, strict=True)]
+    used = [axis for cut in cuts for axis in cut]
+    if len(set(used)) < len(used):
+        raise ValueError(f"the axes {names} collide: one of the mesh would cut two of them")
+    return PartitionSpec(*(cut if len(cut) > 1 else cut[0] if cut else None for cut in cuts))
+
+
+def _cut(name: str | None, size: int, mesh: Mesh) -> tuple[str, ...]:
+    if name is None:
+        return ()
+    if name not in RULES:
+        raise ValueError(f"no rule says what cuts axes named {name!r}; add it to RULES")
+    cut = tuple(axis for axis in RULES[name] if mesh.shape[axis] > 1)
+    return cut if size and size % math.prod(mesh.shape[axis] for axis in cut) == 0 else ()
+
+
+def parameter_spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """How a parameter is cut: vectors, of a layer or of all layers of a stack, are not."""
+    return spec(names, shape, mesh) if is_cut(names) else PartitionSpec()
+
+
+def is_cut(names: Names) -> bool:
+    """Whether a parameter is no vector."""
+    return sum(name != "layers" for name in names) > 1
+
+
+def partitioned() -> bool:
+    """Whether what is traced runs on several devices, where merging axes may move data."""
+    return jax.sharding.get_abstract_mesh().size > 1
+
+
+def count(name: str, size: int) -> int:
+    """How many devices share an axis of this name and size, where the mesh that is set is."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in _cut(name, size, mesh))
+
+
+def constrain(x: Array, *names: str | None) -> Array:
+    """`x`, cut by its names where a mesh of several devices is set (`jax.set_mesh`)."""
+    if not partitioned():
+        return x
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.lax.with_sharding_constraint(x, spec(names, x.shape, mesh))

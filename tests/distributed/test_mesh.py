@@ -1,0 +1,52 @@
+import jax
+import pytest
+
+from brt.config import Mesh
+from brt.distributed.mesh import build, shape_of
+from brt.errors import ConfigError
+
+LANES = {"lanes": ("Training.batch_size / Training.gradient_accumulation", 12)}
+
+
+def test_a_mesh_takes_the_first_devices() -> None:
+    mesh = build(Mesh(data=4), {})
+    assert dict(mesh.shape) == {"data": 4, "fsdp": 1, "tensor": 1, "sequence": 1}
+    assert list(mesh.devices.flat) == jax.devices()[:4]
+
+
+def test_one_axis_takes_what_the_others_leave() -> None:
+    assert shape_of(Mesh(data=-1, tensor=2), 8)["data"] == 4
+    with pytest.raises(ConfigError, match=r"Mesh.data and Mesh.fsdp are both -1"):
+        Mesh(data=-1, fsdp=-1)
+    with pytest.raises(ConfigError, match=r"^Mesh.tensor = 3 does not divide 8 devices.* 2 would"):
+        shape_of(Mesh(data=-1, tensor=3), 8)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "needs", "message"),
+    [
+        (Mesh(data=9), {}, r"^Mesh.data = 9 asks for 9 devices, but there are 8; lower it"),
+        (
+            Mesh(data=2, fsdp=4), LANES,
+            r"gradient_accumulation = 12 lanes cannot be shared equally by Mesh.data = 2 \* "
+            r"Mesh.fsdp = 4 devices; 6 would do$",
+        ),
+        (
+            Mesh(tensor=8), {"heads": ("Model.heads", 12)},
+            r"^Model.heads = 12 heads cannot be shared equally by Mesh.tensor = 8 devices; 6 would",
+        ),
+        (
+            Mesh(sequence=3), {"blocks": ("Training.segment_length / Model.window", 8)},
+            r"^Training.segment_length / Model.window = 8 blocks cannot be .* Mesh.sequence = 3 "
+            r"devices; 2 would do$",
+        ),
+    ],
+)  # fmt: skip
+def test_what_devices_do_not_divide_is_refused(mesh: Mesh, needs: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(mesh, needs)
+
+
+def test_sizes_below_one_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^Mesh.fsdp = 0 must be above 0, or -1$"):
+        Mesh(fsdp=0)

@@ -1,0 +1,198 @@
+"""Tiny runs of every task and every kind of layer, whose sizes eight devices divide on any axis."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from brt.config import (
+    Attention,
+    Config,
+    CrossAttention,
+    Data,
+    Encoder,
+    Mesh,
+    Model,
+    Optimizer,
+    Pairs,
+    Questions,
+    Sentences,
+    Seq2Seq,
+    Speech,
+    Training,
+)
+from brt.training import run as runs
+
+WORDS = "fünf Füchse laufen über den kalten See und ruhen dann am Ufer aus".split()
+MODEL = Model(
+    layers=2, model_dim=16, heads=8, head_dim=4, mlp_dim=32, window=4, states=4, memory_size=64,
+    memory_neighbors=4, clusters=3, cluster_top_k=2, dtype="float32",
+)  # fmt: skip
+ENCODER = Encoder(
+    layers=2, model_dim=32, heads=8, mlp_dim=32, dropout=0.0, positions="sinusoidal",
+    dtype="float32",
+)  # fmt: skip
+SEQ2SEQ = Seq2Seq(
+    encoder_layers=2, decoder_layers=2, model_dim=16, heads=8, head_dim=4, mlp_dim=32, dropout=0.0,
+    dtype="float32",
+)  # fmt: skip
+
+MESHES = {
+    "data": Mesh(data=8),
+    "fsdp": Mesh(fsdp=8),
+    "tensor": Mesh(tensor=8),
+    "sequence": Mesh(sequence=8),
+    "data_fsdp_tensor": Mesh(data=2, fsdp=2, tensor=2),
+    "data_sequence": Mesh(data=2, sequence=4),
+}
+
+
+def text(seed: int, words: int) -> str:
+    return " ".join(np.random.default_rng(seed).choice(WORDS, words))
+
+
+def _lines(place: Path, rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    (place / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return (str(place / "a.jsonl"),)
+
+
+def documents(place: Path, **model: Any) -> Config:
+    """Of several segments, and of less than one."""
+    rows = [{"text": text(i, words)} for i, words in enumerate((90, 3, 150, 40, 7, 70, 120, 60))]
+    return Config(
+        model=dataclasses.replace(MODEL, **model),
+        data=Data(train=_lines(place, rows), validation_fraction=0.0, test_fraction=0.0,
+                  cache_dir=str(place / "cache")),
+        training=Training(segment_length=32, batch_size=8, loss_chunk=8),
+    )  # fmt: skip
+
+
+def masked(place: Path, **attention: Any) -> Config:
+    data = documents(place).data
+    training = Training(task="masked_language_modeling", segment_length=32, batch_size=8)
+    return Config(
+        data=data, encoder=ENCODER, attention=Attention(**attention), training=training,
+    )  # fmt: skip
+
+
+def pairs(place: Path, cross: CrossAttention | None = None, **seq2seq: Any) -> Config:
+    rows = [
+        {"id": str(i), "document": text(i, 30 - i), "summary": text(i + 9, 5 + i % 3)}
+        for i in range(16)
+    ]
+    section = Pairs(
+        train=_lines(place, rows), validation=(), test=(), tokenizer="train:290",
+        max_source_length=32, max_target_length=16, cache_dir=str(place / "cache"),
+    )  # fmt: skip
+    return Config(
+        seq2seq=dataclasses.replace(SEQ2SEQ, **seq2seq), pairs=section,
+        cross_attention=cross or CrossAttention(),
+        training=Training(task="summarization", batch_size=8),
+    )  # fmt: skip
+
+
+def sentences(place: Path, task: str = "text_classification") -> Config:
+    rows = [{"sentence": text(i, 3 + i % 5), "label": i % 2} for i in range(16)]
+    section = Sentences(
+        train=_lines(place, rows), validation=(), test=(), max_length=64, buckets=(32, 64),
+        cache_dir=str(place / "cache"),
+    )  # fmt: skip
+    training = Training(task=task, batch_size=8)
+    return Config(encoder=ENCODER, sentences=section, training=training)
+
+
+def questions(place: Path) -> Config:
+    paragraphs = []
+    for i in range(16):
+        context = text(i, 6 + i)
+        answer = {"text": context.split()[1], "answer_start": len(context.split()[0]) + 1}
+        asked = [{"id": str(i), "question": text(i + 5, 4), "answers": [answer]}]
+        paragraphs.append({"context": context, "qas": asked})
+    (place / "a.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    section = Questions(
+        train=(str(place / "a.json"),), validation=(), test=(), max_length=112, stride=16,
+        max_question_length=24, cache_dir=str(place / "cache"),
+    )  # fmt: skip
+    training = Training(task="extractive_qa", batch_size=8)
+    return Config(encoder=ENCODER, questions=section, training=training)
+
+
+def speech(place: Path) -> Config:
+    lengths = [24 + 2 * i for i in range(16)]
+    features = np.random.default_rng(0).normal(size=(sum(lengths), 4))
+    np.savez(
+        place / "a.npz", features=features, lengths=lengths, ids=[str(i) for i in range(16)],
+        transcripts=[WORDS[i % len(WORDS)] for i in range(16)],
+    )  # fmt: skip
+    section = Speech(
+        train=(str(place / "a.npz"),), validation=(), test=(), cache_dir=str(place / "cache")
+    )
+    training = Training(task="speech_recognition", batch_size=8)
+    return Config(encoder=ENCODER, speech=section, training=training)
+
+
+CASES: dict[str, Callable[[Path], Config]] = {
+    "window": documents,
+    "recurrent": lambda place: documents(place, recurrent_layers=(1,)),
+    "recurrent_dual": lambda place: documents(
+        place, recurrent_layers=(1,), gate="lstm", gate_layout="dual", positions="rotary"
+    ),
+    "recurrent_single": lambda place: documents(
+        place, recurrent_layers=(1,), gate="gru", gate_layout="single", positions="alibi"
+    ),
+    "feedback": lambda place: documents(place, recurrent_layers=(1,), feedback=True),
+    "memorizing": lambda place: documents(place, memorizing_layers=(1,)),
+    "clustered": lambda place: documents(place, clustered_layers=(0,)),
+    "masked": masked,
+    "masked_clustered": lambda place: masked(
+        place, kind="improved_clustered", clusters=4, bits=8, top_k=4
+    ),
+    "masked_reformer": lambda place: masked(place, kind="reformer", chunk=4, buckets=4),
+    "t5": pairs,
+    "bart_raf": lambda place: pairs(
+        place, CrossAttention(kind="srformer", segment_size=8, q_ref=16), family="bart",
+        activation="gelu",
+    ),
+    "long_t5": lambda place: pairs(
+        place, encoder_attention="transient_global", encoder_radius=3, global_block=4,
+        activation="gated_gelu",
+    ),
+    "classification": sentences,
+    "regression": lambda place: sentences(place, "text_regression"),
+    "questions": questions,
+    "speech": speech,
+}  # fmt: skip
+
+
+def with_optimizer(config: Config, name: str, steps: int) -> Config:
+    optimizer = Optimizer(
+        name=name, learning_rate=0.003, warmup_steps=2, min_dim_size_to_factor=8, clip_norm=1.0
+    )
+    training = dataclasses.replace(config.training, steps=steps)
+    return dataclasses.replace(config, optimizer=optimizer, training=training)
+
+
+def curve(config: Config, mesh: Mesh, steps: int) -> tuple[list[float], Any]:
+    """Nats a step, and the state after the last on the host."""
+    run = runs.build(dataclasses.replace(config, mesh=mesh), progress=False)
+    state, step, nats = runs.new_state(run), runs.CompiledStep(run), []
+    for i in range(steps):
+        batch = run.reader[i]
+        state, metrics = step(state, runs.put(run, batch))
+        nats.append(metrics.nats)
+    return [float(x) for x in nats], jax.device_get(state)
+
+
+def worst(found: Any, expected: Any) -> float:
+    """The largest difference of two trees, each array's relative to its largest magnitude."""
+
+    def difference(a: np.ndarray, b: np.ndarray) -> float:
+        most = np.max(np.abs(np.subtract(a, b, dtype=np.float64)))
+        return float(most / max(np.max(np.abs(b)), 1e-6))
+
+    both = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return max((difference(a, b) for a, b in both if np.size(b)), default=0.0)
