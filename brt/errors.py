@@ -44,3 +44,7 @@ class Preempted(BrtError):
     """SIGTERM or Ctrl-C: all finished work is saved, run the same command again."""
 
     exit_code = 75
+
+
+class PeerError(Preempted):
+    """Another process of the run is gone; what was saved is whole, run the same again."""

@@ -26,6 +26,8 @@ def main(args: argparse.Namespace) -> None:
 
 def _train(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
+    command_line.launch(args)
+    from brt.distributed import processes
     from brt.training import loop, run, run_summary, workdir
 
     base = workdir.saved_config(args.workdir) if args.workdir and not args.gin_file else None
@@ -40,7 +42,8 @@ def _train(args: argparse.Namespace) -> None:
         )
         return
     trained, place = loop.train(config, Path(args.workdir))
-    print(run_summary.finish(trained, place, begin))
+    if processes.is_first():
+        print(run_summary.finish(trained, place, begin))
 
 
 class _Command(types.ModuleType):
@@ -58,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--dry_run", action="store_true", help="shape everything, report sizes, train nothing"
     )
+    command_line.add_process_flags(flags)
     command_line.add_json_flag(flags)
     return flags
 

@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from brt import tree_utils
 from brt.checkpointing import manifest
 from brt.checkpointing.reader import FORMAT, META, STATE, join, steps, verify, warn_on_stderr
+from brt.distributed import processes
 from brt.errors import CheckpointError, NonFiniteError
 
 
@@ -35,7 +36,8 @@ class CheckpointWriter:
     """Saves in the background; what goes wrong there is raised by the next call.
 
     Creating one removes what killed runs left behind, so only a trainer that holds the
-    workdir's lock may do it. As a context manager it is closed at the end.
+    workdir's lock may do it. Of several processes each writes its own arrays, and the first one
+    all the rest. As a context manager it is closed at the end.
 
     Args:
       directory: the `checkpoints` directory of a run, created if missing.
@@ -51,9 +53,11 @@ class CheckpointWriter:
         self._last_step: int | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            _clean(directory)
+            if processes.is_first():
+                _clean(directory)
         except OSError as error:
             raise CheckpointError(f"cannot write checkpoints to {directory}: {error}") from error
+        processes.wait_for_all("clean checkpoints")
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
@@ -101,7 +105,7 @@ class CheckpointWriter:
         text = json.dumps(content, indent=1, allow_nan=False)
         partial = self._directory / f"{step}.partial"
         try:
-            partial.mkdir()
+            partial.mkdir(exist_ok=processes.several())
             # Orbax refuses arrays without elements; `restore` makes them from their shape.
             arrays = {name: leaf for name, leaf in named.items() if leaf.size}
             self._orbax.save((partial / STATE).absolute(), args=ocp.args.PyTreeSave(arrays))
@@ -126,7 +130,7 @@ class CheckpointWriter:
         try:
             self.wait()
             if self._last_step is not None and (
-                problems := verify(self._directory, self._last_step)
+                problems := processes.is_first() and verify(self._directory, self._last_step)
             ):
                 raise CheckpointError(
                     f"the last checkpoint, {self._last_step} in {self._directory}, is damaged: "
@@ -141,7 +145,9 @@ class CheckpointWriter:
         """In the background: from arrays being written to a checkpoint that counts."""
         partial = self._directory / f"{step}.partial"
         try:
-            self._orbax.wait_until_finished()
+            self._orbax.wait_until_finished()  # of all processes
+            if not processes.is_first():
+                return
             (partial / META).write_text(meta)
             manifest.write(partial)
             _commit(partial)

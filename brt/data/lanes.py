@@ -27,16 +27,13 @@ class LaneReader(Reader):
     """`reader[step]` is the batch of that step, with the rows of `lanes`.
 
     Attributes:
-      batch_size: lanes in all, also where `lanes` asks for some of them.
       segment_length: tokens of a lane per step, a multiple of `window`.
       window: tokens of a block.
-      lanes: the rows to build, so that each host builds its own; None: all.
     """
 
     store: TokenStore
     segment_length: int
     window: int
-    lanes: range | None = None
 
     def __post_init__(self) -> None:
         blocks.per_segment(self.segment_length, self.window)

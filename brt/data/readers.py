@@ -6,6 +6,7 @@ same.
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,15 @@ class Reader(abc.ABC):
 
     Attributes:
       store: has a length, and a `fingerprint` that tells it from others.
-      batch_size: rows in all, also where a host builds only some of them.
+      batch_size: rows in all, also where `lanes` asks for some of them.
+      lanes: the rows to build, so that each process builds its own; None: all.
     """
 
     store: Any
     batch_size: int
     seed: int = 0
     shuffle: bool = True
+    lanes: Sequence[int] | None = None
 
     def __len__(self) -> int:
         """As good as endless."""

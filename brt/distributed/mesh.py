@@ -1,10 +1,13 @@
 """The devices of a run as a mesh with four axes."""
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from brt.config import Mesh
 from brt.distributed.rules import RULES
@@ -85,6 +88,13 @@ def check_all_take_part(used: int, devices: Sequence[jax.Device]) -> None:
         )
 
 
+@contextlib.contextmanager
+def use(mesh: jax.sharding.Mesh) -> Iterator[None]:
+    """What is traced within knows the mesh; one device needs none."""
+    with contextlib.nullcontext() if mesh.size == 1 else jax.set_mesh(mesh):
+        yield
+
+
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
     """The same on every device."""
     return NamedSharding(mesh, PartitionSpec())
@@ -93,3 +103,19 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
 def by_lane(mesh: jax.sharding.Mesh) -> NamedSharding:
     """Axis 0, the lanes, over the devices that share them."""
     return NamedSharding(mesh, PartitionSpec(RULES["lanes"]))
+
+
+def own_lanes(mesh: jax.sharding.Mesh, lanes: int) -> tuple[int, ...]:
+    """Which of the lanes this process's devices have."""
+    cuts = by_lane(mesh).addressable_devices_indices_map((lanes,)).values()
+    return tuple(sorted({lane for (cut,) in cuts for lane in range(lanes)[cut]}))
+
+
+def global_array(mesh: jax.sharding.Mesh, x: np.ndarray, own: Sequence[int], lanes: int) -> Array:
+    """One array of all processes' lanes, of which `x` holds those of this one."""
+    row = {lane: place for place, lane in enumerate(own)}
+
+    def part(cut: tuple[slice, ...]) -> np.ndarray:
+        return x[[row[lane] for lane in range(lanes)[cut[0]]]]
+
+    return jax.make_array_from_callback((lanes, *x.shape[1:]), by_lane(mesh), part)

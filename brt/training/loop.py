@@ -1,6 +1,8 @@
 """The training loop: step, report, evaluate, sample, save; stop cleanly when asked."""
 
 import contextlib
+import io
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +17,8 @@ from brt.checkpointing.writer import CheckpointWriter, check_disk
 from brt.config import Config
 from brt.config_io import config_from_json, config_json, config_text
 from brt.data.lanes import BatchIterator, iterate
+from brt.distributed import mesh as meshes
+from brt.distributed import processes
 from brt.errors import Preempted
 from brt.ops import dispatch
 from brt.tasks.protocol import Evaluator
@@ -44,6 +48,7 @@ class Tools(NamedTuple):
     progress: Progress
     throughput: Throughput
     stop: StopSignal
+    should_stop: Callable[[], str | None]
     profile: Profile
     batches: BatchIterator
     meter: Meter
@@ -60,14 +65,39 @@ def train(config: Config, path: Path) -> tuple[Run, Workdir]:
       BrtError: anything else that a person can mend.
     """
     trackers.wanted(config, reader.warn_on_stderr)  # refused before anything is prepared
-    found = newest(path)
-    run = runs.build(config, saved=found)
-    with StopSignal() as stop, contextlib.ExitStack() as stack:
-        workdir = workdirs.create(path)
-        stack.enter_context(workdirs.lock(workdir, reader.warn_on_stderr))
-        state, tools = _set_up(run, workdir, found, stop, stack)
-        _loop(state, tools)
+    with processes.explained():
+        found = newest(path)
+        run = runs.build(config, saved=found)
+        with StopSignal() as stop, contextlib.ExitStack() as stack:
+            workdir = _entered(path, stack)
+            stack.enter_context(meshes.use(run.mesh))
+            state, tools = _set_up(run, workdir, found, stop, stack)
+            _loop(state, tools)
+            processes.wait_for_all("end")
     return run, workdir
+
+
+def _entered(path: Path, stack: contextlib.ExitStack) -> Workdir:
+    """The workdir, for this process alone to write; other ones get its shadow."""
+    workdir = workdirs.create(path)
+    if processes.is_first():
+        stack.enter_context(workdirs.lock(workdir, reader.warn_on_stderr))
+    if processes.several():
+        processes.check_shared(path)
+    return workdir if processes.is_first() else stack.enter_context(workdirs.shadow(workdir))
+
+
+def _check_alike(run: Run, found: int | None, provenance: Mapping[str, object]) -> None:
+    """Refuses to begin where processes differ in what makes a run."""
+    versions = {"versions": provenance["versions"], "git": provenance["git"]}
+    processes.check_same(
+        {
+            "config": config_text(run.config),
+            "code": json.dumps(versions, indent=1),
+            "data": json.dumps(run.reader.identity, indent=1),
+            "checkpoint": str(found),
+        }
+    )
 
 
 def newest(path: Path) -> reader.Found | None:
@@ -90,13 +120,19 @@ def _set_up(
             workdir.checkpoints, keep=c.checkpoint.keep, keep_every=c.checkpoint.keep_every
         )
     )
-    if saved := _saved(run, workdir, found):
+    provenance = workdirs.provenance()
+    saved = _saved(run, workdir, found)
+    _check_alike(run, saved.step if saved else None, provenance)
+    if saved:
         kept.check_unchanged(workdir, run.corpus.described())
     needed = tree_utils.required_bytes(run.abstract) * min(c.checkpoint.keep, 2)
     check_disk(workdir.checkpoints, needed)
     start = saved.step if saved else 0
-    progress = stack.enter_context(Progress(c.training.steps, initial_step=start, log=workdir.log))
-    batches = iterate(run.reader, start)
+    stream = None if processes.is_first() else io.StringIO()
+    progress = stack.enter_context(
+        Progress(c.training.steps, initial_step=start, log=workdir.log, stream=stream)
+    )
+    batches = iterate(runs.own_reader(run), start)
     stack.callback(batches.close)
     if saved:
         batches.set_state(saved.meta["data"])
@@ -106,7 +142,6 @@ def _set_up(
     kept.keep(workdir, run.corpus)
     workdirs.write_text(workdir.config_gin, config_text(c))
     workdirs.write_json(workdir.config_json, config_json(c))
-    provenance = workdirs.provenance()
     workdirs.write_json(workdir.provenance, provenance)
     progress.message(startup.line(run, workdir))
     _warn_of_idle_devices(run, progress)
@@ -114,16 +149,25 @@ def _set_up(
     progress.note(overview)
     profile = Profile(c.training.profile_at, workdir.tensorboard)
     stack.callback(profile.close)
-    metrics = MetricsWriter(
-        workdir, start, progress.message, trackers.started(c, workdir, progress.message)
-    )
+    told = trackers.started(c, workdir, progress.message) if processes.is_first() else ()
+    metrics = MetricsWriter(workdir, start, progress.message, told)
     stack.callback(metrics.close)
     tools = Tools(
-        run, workdir, writer, metrics, progress, Throughput(), stop, profile, batches,
+        run, workdir, writer, metrics, progress, Throughput(), stop, _agreed(stop, stack),
+        profile, batches,
         Meter(saved.meta["meter"] if saved else None), _evaluator(run), run.task.probe(c),
         provenance,
     )  # fmt: skip
     return saved.state if saved else runs.new_state(run, progress.message), tools
+
+
+def _agreed(stop: StopSignal, stack: contextlib.ExitStack) -> Callable[[], str | None]:
+    """What asks this process to stop; of several, where all of them do."""
+    if not processes.several():
+        return lambda: stop.requested
+    agreed = processes.AgreedStop(lambda: stop.requested, reader.warn_on_stderr)
+    stack.callback(agreed.close)
+    return agreed.due
 
 
 def _saved(run: Run, workdir: Workdir, found: reader.Found | None) -> reader.Restored | None:
@@ -178,7 +222,7 @@ def _steps(first: int, state: TrainState, tools: Tools) -> bool:
     tools.progress.note(f"implementations chosen by 'auto': {chosen or 'none'}")
     rate = jax.jit(optimizer.learning_rate(run.config.optimizer, t.steps))
     for step in range(first, t.steps):
-        if tools.stop.requested:
+        if tools.should_stop():
             _save(state, tools)
             tools.writer.wait()
             raise Preempted(f"saved at step {step}; run the same command again to go on")
@@ -192,7 +236,9 @@ def _steps(first: int, state: TrainState, tools: Tools) -> bool:
         if tools.profile.after(done, metrics):
             tools.progress.message(f"profile of steps {t.profile_at[0]} to {done} is written")
         tools.meter.add(done, metrics)
-        tools.throughput.step(run.reader.positions(batch), run.task.flops(run.config, batch))
+        share = t.batch_size // len(batch[0])  # of this process's devices
+        flops = run.task.flops(run.config, batch)
+        tools.throughput.step(share * run.reader.positions(batch), flops and share * flops)
         tools.writer.check()
         tools.progress.step(done)
         if step == first and done % t.log_every:
@@ -258,8 +304,8 @@ def _look(step: int, state: TrainState, tools: Tools, *, resumed: bool = False) 
     t = tools.run.config.training
     sample = tools.workdir.samples / f"{step:08d}.txt"
     headline = f"eval/{SPLIT}/{tools.run.task.measures[0].name}"
-    evaluated = resumed and tools.metrics.has(step, headline)
-    sampled = resumed and sample.exists()
+    evaluated = resumed and processes.of_first(tools.metrics.has(step, headline))
+    sampled = resumed and processes.of_first(sample.exists())
     complete = True
     if _held_out(tools.run) and _is_time(step, t.evaluate_every, t.steps) and not evaluated:
         complete = _evaluate(step, state, tools)
@@ -291,7 +337,7 @@ def _evaluate(step: int, state: TrainState, tools: Tools) -> bool:
         with tools.throughput.pause():
             reading = read(
                 state.params, model_state=state.model_state, whole=whole,
-                stop=lambda: tools.stop.requested,
+                stop=tools.should_stop,
             )  # fmt: skip
         if reading is None:
             return False
@@ -309,7 +355,7 @@ def _sample(step: int, state: TrainState, path: Path, tools: Tools) -> bool:
     tools.meter.flush()
     with tools.throughput.pause():
         text = tools.evaluator.sample(
-            state.params, step, lambda: tools.stop.requested, model_state=state.model_state
+            state.params, step, tools.should_stop, model_state=state.model_state
         )
     if text is not None:
         workdirs.write_text(path, text)

@@ -1,5 +1,6 @@
 """A run made of its config: corpus, devices, optimizer, shapes. Nothing is trained here."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from brt.config_io import config_from_json
 from brt.data.cache import cache_directory
 from brt.data.readers import Reader
 from brt.distributed import mesh as meshes
+from brt.distributed import processes
 from brt.distributed.mesh import by_lane, replicated
 from brt.tasks import resolving
 from brt.tasks.protocol import Corpus, Task
@@ -129,7 +131,7 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract)
     init = partial(initial_state, run.config, run.optimizer)
-    with jax.set_mesh(run.mesh):
+    with meshes.use(run.mesh):
         state = jax.jit(init, out_shardings=shardings)(_key(run))
     if not run.weights:
         return state
@@ -142,9 +144,21 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     return state._replace(params=jax.device_put(params, shardings.params))
 
 
+def own_reader(run: Run) -> Reader:
+    """The run's, of the lanes that this process's devices have."""
+    if not processes.several():
+        return run.reader
+    lanes = meshes.own_lanes(run.mesh, run.config.training.batch_size)
+    return dataclasses.replace(run.reader, lanes=lanes)
+
+
 def put(run: Run, batch: Any) -> Any:
-    """A host batch on the devices, by lanes."""
-    return jax.device_put(batch, by_lane(run.mesh))
+    """A host batch of `own_reader` on the devices, by lanes."""
+    if not processes.several():
+        return jax.device_put(batch, by_lane(run.mesh))
+    lanes = run.config.training.batch_size
+    own = meshes.own_lanes(run.mesh, lanes)
+    return jax.tree.map(lambda x: meshes.global_array(run.mesh, x, own, lanes), batch)
 
 
 class CompiledStep:
@@ -163,13 +177,14 @@ class CompiledStep:
     def prepare(self, batch: Any) -> None:
         """Compiles for batches of this shape, if that was not done yet."""
         if (shape := _shape(batch)) not in self._compiled:
-            lanes = by_lane(self._run.mesh)
+            lanes, size = by_lane(self._run.mesh), self._run.config.training.batch_size
             abstract = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lanes), batch
+                lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype, sharding=lanes), batch
             )
-            with jax.set_mesh(self._run.mesh):
+            with meshes.use(self._run.mesh):
                 lowered = self._jitted.lower(self._run.abstract, abstract, self._key)
             self._compiled[shape] = lowered.compile()
+            processes.wait_for_all("compiled")  # who waits in a collective has no patience
 
     def prepared(self, batch: Any) -> bool:
         """Whether `prepare` has nothing to do."""
@@ -188,7 +203,8 @@ def compiled_step(run: Run) -> CompiledStep:
 
 
 def _shape(batch: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(x.shape for x in batch)
+    """Of one lane: all batches have as many, of which a process may hold some."""
+    return tuple(x.shape[1:] for x in batch)
 
 
 def _key(run: Run) -> jax.Array:

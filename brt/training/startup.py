@@ -17,7 +17,7 @@ def line(run: Run, workdir: Workdir) -> str:
     total, rest = parameter_counts(run.abstract.params)
     tokens = run.reader.positions(run.reader.largest())
     padded = "at most " * (not float(tokens * run.reader.steps_per_epoch).is_integer())
-    device, count = run.mesh.devices.flat[0], run.mesh.size
+    device, count = run.mesh.local_mesh.devices.flat[0], run.mesh.size
     there = _memory(device)
     of_memory = f" of {short(there)}B on each device" if there else ""
     return (

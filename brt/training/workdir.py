@@ -10,6 +10,7 @@ import platform
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -80,6 +81,17 @@ class Workdir:
         return self.path / "log.txt"
 
 
+@dataclasses.dataclass(frozen=True)
+class _Shadow(Workdir):
+    """Another directory with the checkpoints of a run."""
+
+    shared: Path = Path()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.shared
+
+
 def create(path: Path) -> Workdir:
     """Makes the directories of a run, new or resumed; ConfigError if that cannot be."""
     workdir = Workdir(path)
@@ -96,6 +108,17 @@ def create(path: Path) -> Workdir:
     except OSError as error:
         raise ConfigError(_cannot_write(path, error)) from error
     return workdir
+
+
+@contextlib.contextmanager
+def shadow(workdir: Workdir) -> Iterator[Workdir]:
+    """A workdir with the same checkpoints, where all else that is written vanishes.
+
+    For all processes of a run but the one that writes.
+    """
+    with tempfile.TemporaryDirectory(prefix="brt-") as place:
+        create(Path(place))
+        yield _Shadow(Path(place), workdir.checkpoints)
 
 
 def saved_config(path: Path | str) -> Config | None:

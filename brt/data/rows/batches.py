@@ -25,11 +25,9 @@ class RowReader(Reader):
     Attributes:
       store: has `lengths`, of the rows.
       buckets: lengths, ascending; (): only the longest.
-      part: the rows of a batch to build, so that each host builds its own; None: all.
     """
 
     buckets: tuple[int, ...] = ()
-    part: range | None = None
 
     @property
     def longest(self) -> int:
@@ -47,8 +45,8 @@ class RowReader(Reader):
     def __getitem__(self, step: int) -> Any:
         epoch, place = divmod(step, self.steps_per_epoch)
         rows, lengths = self._layout(epoch)
-        part = slice(None) if self.part is None else slice(self.part.start, self.part.stop)
-        return self.gather(rows[place, part], int(lengths[place]))
+        own = slice(None) if self.lanes is None else list(self.lanes)
+        return self.gather(rows[place, own], int(lengths[place]))
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
