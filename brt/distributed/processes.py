@@ -9,19 +9,18 @@ import json
 import os
 import re
 import socket
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
+from brt.distributed.heartbeat import HEARTBEAT_SECONDS, Heartbeat
 from brt.errors import ConfigError, PeerError
 
 RENDEZVOUS_SECONDS = 300  # to find each other
 PATIENCE_SECONDS = 1800  # where one compiles or reads and the others have done so
-HEARTBEAT_SECONDS = 60  # without a sign of life a process is gone
+_LEAVING_SECONDS = 10  # after the end, for the others
 _POLL_MILLISECONDS = 500
 # What collectives and the service say where somebody does not answer.
 _LOST = re.compile(r"gloo|connection|socket|unavailable|deadline|heartbeat|peer|aborted", re.I)
@@ -50,6 +49,8 @@ def start(launch: Launch) -> None:
     elif not (launch.distributed or _cluster()):
         return
     address, count, index = flags
+    if "jax_enable_recoverability" in jax.config.values:  # else it aborts where a process is gone
+        jax.config.update("jax_enable_recoverability", True)
     try:
         jax.distributed.initialize(
             address, count, index, initialization_timeout=RENDEZVOUS_SECONDS,
@@ -63,6 +64,8 @@ def start(launch: Launch) -> None:
             "from here, and that all were started with the same --process_count"
         ) from error
     _exchange_hosts(address)
+    global _heartbeat
+    _heartbeat = Heartbeat(service(), jax.process_index(), jax.process_count(), peer)
 
 
 def _check(launch: Launch) -> None:
@@ -113,12 +116,14 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def _client() -> Any:
+def service() -> Any:
+    """What keeps texts by name, and has all processes see them."""
     from jax._src import distributed  # there is no public way to the service's texts
 
     return distributed.global_state.client
 
 
+_heartbeat: Heartbeat | None = None
 _rounds: dict[str, int] = {}
 _hosts: list[str] = []
 
@@ -148,7 +153,7 @@ def gather(name: str, text: str, *, patience: float = PATIENCE_SECONDS) -> list[
     if not several():
         return [text]
     _rounds[name] = _rounds.get(name, 0) + 1
-    place, client = f"brt/{name}/{_rounds[name]}", _client()
+    place, client = f"brt/{name}/{_rounds[name]}", service()
     client.key_value_set(f"{place}/{jax.process_index()}", text)
     end = time.monotonic() + patience
     return [_waited(client, place, index, end) for index in range(jax.process_count())]
@@ -180,7 +185,7 @@ def say_goodbye(reason: str) -> None:
     """Tells the others, who would wait, that this process ends before its time."""
     if several():
         with contextlib.suppress(Exception):  # they may be gone, too
-            _client().key_value_set(f"brt/stopped/{jax.process_index()}", reason[:500])
+            service().key_value_set(f"brt/stopped/{jax.process_index()}", reason[:500])
 
 
 def wait_for_all(name: str) -> None:
@@ -241,74 +246,26 @@ def _appears(path: Any, seconds: float = 10.0) -> bool:
     return True
 
 
-class AgreedStop:
-    """One process is asked to stop, and all stop at the same look at it.
-
-    Every process looks as often as the others (`due`). Who is asked says so; a thread of each
-    then tells the others how far its process has looked, and the furthest is where all stop.
-
-    Args:
-      asked: what asks this process to stop, None before it.
-      announce: told why this process will stop, where another one was asked.
-    """
-
-    def __init__(self, asked: Callable[[], str | None], announce: Callable[[str], None]):
-        self._asked, self._announce = asked, announce
-        self._lock, self._agreed = threading.Condition(), threading.Event()
-        self._looks, self._frozen, self._at = 0, False, sys.maxsize
-        self.reason: str | None = None
-        self._over = False
-        self._thread = threading.Thread(target=self._watch, name="agreement", daemon=True)
-        self._thread.start()
-
-    def due(self) -> str | None:
-        """Why to stop here, None: go on."""
-        with self._lock:
-            waits = self._frozen
-            if not waits:
-                self._looks += 1
-        if waits:
-            self._agreed.wait(PATIENCE_SECONDS)
-            with self._lock:
-                self._looks += 1
-        return self.reason if self._looks > self._at else None
-
-    def close(self) -> None:
-        """No process looks any more."""
-        self._over = True
-
-    def _watch(self) -> None:
-        client, told = _client(), False
-        while not self._over:
-            if (asked := self._asked()) and not told:
-                told = True
-                with contextlib.suppress(Exception):  # another one was faster
-                    client.key_value_set("brt/stop", f"{asked} to {peer(jax.process_index())}")
-            try:
-                reason = client.blocking_key_value_get("brt/stop", 200)
-            except Exception as error:
-                if "DEADLINE_EXCEEDED" in str(error):
-                    continue
-                return
-            if not told:
-                self._announce(reason)
-            self._settle(reason)
+def _leave() -> None:
+    """Process 0 keeps the service that the others leave: it goes last."""
+    texts, count = service(), jax.process_count()
+    with contextlib.suppress(Exception):
+        texts.key_value_set(f"brt/left/{jax.process_index()}", "")
+        if not is_first():
+            jax.distributed.shutdown()
             return
-
-    def _settle(self, reason: str) -> None:
-        with self._lock:
-            self._frozen = True
-            looks = self._looks
-        try:
-            self._at = max(int(n) for n in gather("stop", str(looks)))
-            self.reason = reason
-        finally:
-            self._agreed.set()
+        end = time.monotonic() + _LEAVING_SECONDS
+        while len(texts.key_value_dir_get("brt/left")) < count and time.monotonic() < end:
+            time.sleep(0.1)
+        time.sleep(1.0)  # from saying so to having done it
 
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """What collectives raise when a peer is gone becomes a sentence; who fails says so."""
+    """What collectives raise when a peer is gone becomes a sentence; who fails says so.
+
+    Within, the others have to be there; behind it each goes its way.
+    """
     try:
         yield
     except PeerError:
@@ -318,9 +275,13 @@ def explained() -> Iterator[None]:
             say_goodbye(f"{type(error).__name__}: {_first_line(error)}")
             if isinstance(error, jax.errors.JaxRuntimeError) and _LOST.search(str(error)):
                 with contextlib.suppress(Exception):
-                    _refuse_if_stopped(_client())
+                    _refuse_if_stopped(service())
                 raise PeerError(
                     f"another process is gone, or the network between them: {_first_line(error)}; "
-                    "run the same command again to go on from the newest checkpoint"
+                    "start all processes again to go on from the newest checkpoint"
                 ) from error
         raise
+    finally:
+        if _heartbeat:
+            _heartbeat.close()
+            _leave()

@@ -19,6 +19,7 @@ from brt.config_io import config_from_json, config_json, config_text
 from brt.data.lanes import BatchIterator, iterate
 from brt.distributed import mesh as meshes
 from brt.distributed import processes
+from brt.distributed.stopping import AgreedStop
 from brt.errors import Preempted
 from brt.ops import dispatch
 from brt.tasks.protocol import Evaluator
@@ -165,7 +166,7 @@ def _agreed(stop: StopSignal, stack: contextlib.ExitStack) -> Callable[[], str |
     """What asks this process to stop; of several, where all of them do."""
     if not processes.several():
         return lambda: stop.requested
-    agreed = processes.AgreedStop(lambda: stop.requested, reader.warn_on_stderr)
+    agreed = AgreedStop(lambda: stop.requested, reader.warn_on_stderr)
     stack.callback(agreed.close)
     return agreed.due
 

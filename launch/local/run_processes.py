@@ -19,7 +19,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from typing import TextIO
+
+PATIENCE_SECONDS = 90  # with the others, where one has failed
 
 
 def main() -> int:
@@ -56,7 +59,11 @@ def main() -> int:
     ]
     for reader in readers:
         reader.start()
-    codes = [process.wait() for process in running]
+    while all(process.poll() in (None, 0) for process in running):
+        if all(process.poll() == 0 for process in running):
+            break
+        time.sleep(0.2)
+    codes = [end(process) for process in running]
     for reader in readers:
         reader.join()
     return max(128 - code if code < 0 else code for code in codes)
@@ -68,6 +75,15 @@ def show(index: int, lines: TextIO) -> None:
         if "[Gloo] Rank" in line:
             continue
         print(f"[{index}] {line}", end="", flush=True)
+
+
+def end(process: subprocess.Popen) -> int:
+    """Its code, when one of them has failed or all are done; who hangs is killed."""
+    try:
+        return process.wait(PATIENCE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def flags(devices: int) -> str:

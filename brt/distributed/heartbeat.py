@@ -1,0 +1,67 @@
+"""Signs of life: who misses one ends by himself, where collectives would wait for ever."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from brt.errors import PeerError
+
+HEARTBEAT_SECONDS = 30  # without a sign of life a process is gone
+GRACE_SECONDS = 15  # after a goodbye: for who notices by himself
+_BEAT_SECONDS = 1.0
+
+
+class Heartbeat:
+    """A thread that tells the others that this process lives, and watches that they do.
+
+    Args:
+      client: of the service that texts go through.
+      peer: how people know a process.
+    """
+
+    def __init__(self, client: Any, index: int, count: int, peer: Callable[[int], str]):
+        self._client, self._index, self._count, self._peer = client, index, count, peer
+        self._over = threading.Event()
+        self._seen = dict.fromkeys(range(count), ("", time.monotonic()))
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def close(self) -> None:
+        """Nobody has to be there any more."""
+        self._over.set()
+
+    def _beat(self) -> None:
+        beats = 0
+        while not self._over.wait(_BEAT_SECONDS):
+            beats += 1
+            try:
+                self._client.key_value_set(f"brt/alive/{self._index}", str(beats), True)
+                alive = self._read("brt/alive")
+                stopped = self._read("brt/stopped")
+            except Exception:
+                alive, stopped = {}, {}  # the service is gone, and with it process 0
+            now = time.monotonic()
+            for index in {0} | alive.keys() - {self._index}:
+                if alive.get(index, "") not in ("", self._seen[index][0]):
+                    self._seen[index] = alive[index], now
+                silent = now - self._seen[index][1]
+                if silent > (GRACE_SECONDS if index in stopped else HEARTBEAT_SECONDS):
+                    self._end(index, silent, stopped.get(index))
+
+    def _read(self, place: str) -> dict[int, str]:
+        found = self._client.key_value_dir_get(place)
+        return {int(key.rpartition("/")[2]): value for key, value in found}
+
+    def _end(self, index: int, silent: float, reason: str | None) -> None:
+        if self._over.is_set():
+            return
+        why = (
+            f"has stopped: {reason}" if reason else f"has given no sign of life for {silent:.0f} s"
+        )
+        print(
+            f"brt: {self._peer(index)} {why}; start all processes again to go on from the newest "
+            "checkpoint", file=sys.stderr, flush=True,
+        )  # fmt: skip
+        os._exit(PeerError.exit_code)

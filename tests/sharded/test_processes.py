@@ -1,0 +1,188 @@
+"""Real processes on this machine, each with devices of its own, are one run."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER = ROOT / "launch/local/run_processes.py"
+GIN = """
+Model.layers = 1
+Model.recurrent_layers = (0,)
+Model.model_dim = 16
+Model.heads = 4
+Model.head_dim = 4
+Model.mlp_dim = 32
+Model.window = 8
+Model.states = 8
+Training.steps = 8
+Training.batch_size = 8
+Training.segment_length = 16
+Training.log_every = 2
+Training.evaluate_every = 0
+Training.sample_every = 0
+Training.plots = False
+Optimizer.learning_rate = 0.01
+Optimizer.warmup_steps = 2
+Checkpoint.every = 4
+Sampling.max_tokens = 4
+Evaluation.tokens_per_document = 100
+"""
+TOLERANCE = 1e-5  # relative, of losses
+MESH = ("Mesh.data = 2", "Mesh.fsdp = 2", "Mesh.tensor = 2")
+
+
+class Trainer:
+    """Trains in a directory, as one process or as two."""
+
+    def __init__(self, place: Path):
+        self.place = place
+        words = "fünf Füchse laufen über den kalten See und ruhen dann am Ufer aus ".split()
+        for i in range(8):
+            text = " ".join(words[(i * j) % len(words)] for j in range(150 + 10 * i))
+            (place / f"{i}.txt").write_text(text)
+        (place / "tiny.gin").write_text(f"{GIN}\nData.train = '{place}/*.txt'\n")
+        self.environment = os.environ | {
+            "JAX_ENABLE_COMPILATION_CACHE": "true",
+            "JAX_COMPILATION_CACHE_DIR": str(place / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "XDG_CACHE_HOME": str(place / "cache"),
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        }
+
+    def command(self, workdir: str, *bindings: str) -> list[str]:
+        flags = [f"--gin_bindings={binding}" for binding in bindings]
+        start = [sys.executable, "-m", "brt.train", f"--gin_file={self.place / 'tiny.gin'}"]
+        return [*start, f"--workdir={self.place / workdir}", *flags]
+
+    def start(self, workdir: str, *bindings: str, processes: int = 2) -> subprocess.Popen:
+        command = self.command(workdir, *bindings)
+        flags = [f"--processes={processes}", f"--devices_per_process={8 // processes}"]
+        return subprocess.Popen(
+            [sys.executable, str(LAUNCHER), *flags, "--", *command], env=self.environment,
+            cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def run(self, workdir: str, *bindings: str, code: int = 0) -> str:
+        process = self.start(workdir, *bindings)
+        out, _ = process.communicate(timeout=300)
+        assert process.returncode == code, out
+        return out
+
+    def alone(self, workdir: str, *bindings: str) -> str:
+        flags = "--xla_force_host_platform_device_count=8"
+        done = subprocess.run(
+            self.command(workdir, *bindings), capture_output=True, text=True, cwd=ROOT,
+            env=self.environment | {"XLA_FLAGS": f"{self.environment['XLA_FLAGS']} {flags}"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    def rows(self, workdir: str) -> list[dict]:
+        lines = (self.place / workdir / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    return Trainer(tmp_path_factory.mktemp("processes"))
+
+
+def assert_same_curve(found: list[dict], expected: list[dict]) -> None:
+    tags = "train/loss", "train/gradient_norm", "eval/validation/bits_per_byte"
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for row, other in zip(found, expected, strict=True):
+        for tag in tags:
+            if tag in other:
+                assert row[tag] == pytest.approx(other[tag], rel=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_probe_and_sample(trainer: Trainer) -> None:
+    looks = ["Training.steps = 4", *(f"Training.{x}_every = 2" for x in ("evaluate", "probe"))]
+    looks += ["Training.sample_every = 4", "Model.layers = 2"]
+    trainer.alone("looking alone", *looks)
+    trainer.run("looking", *MESH, *looks)
+    found, expected = trainer.rows("looking"), trainer.rows("looking alone")
+    assert_same_curve(found, expected)
+    assert [set(row) for row in found] == [set(row) for row in expected]
+    assert any("eval/validation/bits_per_byte" in row for row in found)
+    samples = trainer.place / "looking/samples"
+    assert [path.name for path in samples.iterdir()] == ["00000004.txt"]
+
+
+def test_two_processes_are_one_run_which_one_process_goes_on_with(trainer: Trainer) -> None:
+    """Metrics are written once; what two have saved, one resumes on another mesh."""
+    trainer.alone("one", "Training.steps = 8")
+    out = trainer.run("two", *MESH, "Training.steps = 4")
+    assert "[0] " in out and "step 4/4" in out
+    trainer.alone("two", "Mesh.fsdp = 2", "Mesh.sequence = 2", "Training.steps = 8")
+    assert_same_curve(trainer.rows("two"), trainer.rows("one"))
+    assert sorted(p.name for p in (trainer.place / "two").iterdir()) == sorted(
+        p.name for p in (trainer.place / "one").iterdir()
+    )
+
+
+def _until(condition: Callable[[], object], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)
+
+
+def _child(process: subprocess.Popen, index: int) -> int:
+    """The process id of one of the launcher's processes."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    line = f"--process_index={index}".encode()
+    return next(int(c) for c in children if line in Path(f"/proc/{c}/cmdline").read_bytes())
+
+
+@pytest.mark.slow
+def test_all_stop_at_the_same_step_where_one_is_asked_to(trainer: Trainer) -> None:
+    process = trainer.start("stopped", *MESH, "Training.steps = 100000")
+    _until(lambda: (trainer.place / "stopped/metrics.jsonl").exists() and trainer.rows("stopped"))
+    os.kill(_child(process, 1), signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, out
+    saved = {line.split("saved at step ")[1] for line in out.splitlines() if "saved at" in line}
+    assert len(saved) == 1 and out.count("saved at step") == 2
+    step = int(saved.pop().split(";")[0])
+    assert str(step) in {p.name for p in (trainer.place / "stopped/checkpoints").iterdir()}
+
+
+@pytest.mark.slow
+def test_who_loses_a_peer_ends_and_says_so(trainer: Trainer) -> None:
+    process = trainer.start("lost", *MESH, "Training.steps = 100000")
+    _until(lambda: (trainer.place / "lost/metrics.jsonl").exists() and trainer.rows("lost"))
+    os.kill(_child(process, 1), signal.SIGKILL)
+    out, _ = process.communicate(timeout=120)
+    assert "start all processes again to go on from the newest checkpoint" in out
+    assert process.returncode == 128 + 9
+
+
+@pytest.mark.slow
+def test_another_config_on_one_process_is_named(trainer: Trainer, tmp_path: Path) -> None:
+    """Before step 0, by both."""
+    other = tmp_path / "other.sh"
+    other.write_text(
+        '#!/bin/sh\ncase "$*" in *process_index=1*) set -- "$@" --gin_bindings='
+        '"Optimizer.warmup_steps = 1";; esac\nexec "$@"\n'
+    )
+    other.chmod(0o755)
+    command = trainer.command("different", *MESH)
+    done = subprocess.run(
+        [sys.executable, str(LAUNCHER), "--devices_per_process=4", "--", str(other), *command],
+        env=trainer.environment, cwd=ROOT, text=True, capture_output=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout
+    sentence = "process 1 of 2 on .* has another config than process 0: 'Optimizer.warmup_steps = 1"
+    assert len(re.findall(sentence, done.stdout)) == 2
