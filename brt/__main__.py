@@ -12,7 +12,7 @@ from typing import NoReturn
 from brt.config_io import suggestion
 from brt.errors import ConfigError
 
-COMMANDS = ("prepare", "train", "evaluate", "generate", "inspect", "sweep", "convert")
+COMMANDS = ("prepare", "train", "evaluate", "generate", "inspect", "sweep", "plan", "convert")
 
 
 def listing() -> str:

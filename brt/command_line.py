@@ -105,25 +105,6 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_process_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds what tells this process that it is one of several, for `launch`."""
-    parser.add_argument("--coordinator_address", metavar="HOST:PORT", help="of process 0")
-    parser.add_argument("--process_count", type=int, metavar="N", help="of the whole run")
-    parser.add_argument("--process_index", type=int, metavar="I", help="of this one, from 0")
-    parser.add_argument(
-        "--distributed", action="store_true",
-        help="the cluster (TPU, Kubernetes, SLURM, Open MPI) says the three",
-    )  # fmt: skip
-
-
-def launch(args: argparse.Namespace) -> None:
-    """Finds the other processes that the flags, or the cluster, speak of."""
-    from brt.distributed import processes
-
-    names = processes.Launch._fields
-    processes.start(processes.Launch(*(getattr(args, name) for name in names)))
-
-
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     """Adds --json, for `print_figures`."""
     parser.add_argument("--json", metavar="FILE", help="write the figures to this file as well")

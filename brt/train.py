@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from brt import command_line
 from brt.config import Config
+from brt.distributed import flags
 from brt.errors import ConfigError
 from brt.training import preemption
 
@@ -26,7 +27,7 @@ def main(args: argparse.Namespace) -> None:
 
 def _train(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
-    command_line.launch(args)
+    flags.start(args)
     from brt.distributed import processes
     from brt.training import loop, run, run_summary, workdir
 
@@ -56,14 +57,14 @@ class _Command(types.ModuleType):
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = command_line.parser(__doc__)
-    command_line.add_config_flags(flags)
-    flags.add_argument(
+    parser = command_line.parser(__doc__)
+    command_line.add_config_flags(parser)
+    parser.add_argument(
         "--dry_run", action="store_true", help="shape everything, report sizes, train nothing"
     )
-    command_line.add_process_flags(flags)
-    command_line.add_json_flag(flags)
-    return flags
+    flags.add(parser)
+    command_line.add_json_flag(parser)
+    return parser
 
 
 sys.modules[__name__].__class__ = _Command

@@ -25,6 +25,7 @@ LAYERS = (
     {"tasks"},
     {"checkpointing"},
     {"training"},
+    {"planning"},
     {"evaluation"},
     {"sweeping"},
     {"command_line"},

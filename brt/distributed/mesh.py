@@ -61,21 +61,28 @@ def build(
     """
     devices = jax.devices() if devices is None else devices
     shape = shape_of(mesh, len(devices))
-    for name, (what, size) in needs.items():
-        over = {axis: shape[axis] for axis in RULES[name] if shape[axis] > 1}
-        count = math.prod(over.values())
-        if size % count:
-            asked = " * ".join(f"Mesh.{axis} = {n}" for axis, n in over.items())
-            raise ConfigError(
-                f"{what} = {size} {name} cannot be shared equally by {asked} devices; "
-                f"{nearest(count, size)} would do"
-            )
+    if problem := misfit(shape, needs):
+        raise ConfigError(problem)
     used = math.prod(shape.values())
     check_all_take_part(used, devices)
     return jax.make_mesh(
         tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape),
         devices=devices[:used],
     )  # fmt: skip
+
+
+def misfit(shape: Mapping[str, int], needs: Needs) -> str | None:
+    """What devices along the axes of a mesh do not divide, None: they divide all."""
+    for name, (what, size) in needs.items():
+        over = {axis: shape[axis] for axis in RULES[name] if shape[axis] > 1}
+        count = math.prod(over.values())
+        if size % count:
+            asked = " * ".join(f"Mesh.{axis} = {n}" for axis, n in over.items())
+            return (
+                f"{what} = {size} {name} cannot be shared equally by {asked} devices; "
+                f"{nearest(count, size)} would do"
+            )
+    return None
 
 
 def check_all_take_part(used: int, devices: Sequence[jax.Device]) -> None:

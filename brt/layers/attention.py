@@ -284,6 +284,7 @@ def with_cache(
     if not model.mask_empty_cache:
         state = zero_where_invalid(state)
     readable = jnp.concatenate([rows[:, None], ~document_start[:, 1:]], axis=1) & model.cache
+    readable = constrain(readable, "lanes", None)
     last = (last_block(x, model.window) for x in (projections.keys, projections.values))
     return Past(state.keys, state.values, readable), WindowState(*last, jnp.ones_like(state.valid))
 

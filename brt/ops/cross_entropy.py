@@ -39,6 +39,7 @@ def _joined(x: Array, chunk: int) -> Array:
     return jnp.moveaxis(cut, 0, 2).reshape(x.shape[1], -1, *x.shape[3:])
 
 
+@jax.named_scope("cross_entropy")
 def _chunk_nats(
     hidden: Float[Array, "B C D"],
     embedding: Float[Array, "V D"],
@@ -137,6 +138,7 @@ def _sums(
     return jnp.stack([jnp.sum(jnp.where(counts, x, 0.0)) for x in (loss, nats)])
 
 
+@jax.named_scope("cross_entropy")
 def _forward(
     hidden: Array,
     embedding: Array,
@@ -171,6 +173,7 @@ def _forward(
     return (total[0], total[1]), (_joined(d_hidden, chunk), d_embedding, d_bias)
 
 
+@jax.named_scope("cross_entropy")
 def _backward(
     scale: float,
     chunk: int,

@@ -89,7 +89,8 @@ def run(op: Op, name: str | None, *inputs: Any, **options: Any) -> Any:
         raise UnsupportedError(
             f"{op.name} cannot run by {name!r}: {reasons[name]}; it has {_listed(reasons)}"
         )
-    return by_name[name].function(*inputs, **options)
+    with jax.named_scope(op.name):  # profiles and plans tell parts of a model by it
+        return by_name[name].function(*inputs, **options)
 
 
 def chosen() -> dict[str, str]:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from brt.distributed.rules import constrain, partitioned
 
 
+@jax.named_scope("lookup")
 def lookup(
     table: Float[Array, "V D"], ids: Int[Array, "*B"], dtype: jnp.dtype, axis: str | None
 ) -> Float[Array, "*B D"]:
@@ -36,6 +37,7 @@ def _forward(
     return _fetched(table, ids, dtype, axis), (ids, jnp.zeros((len(table), 0), table.dtype))
 
 
+@jax.named_scope("lookup")
 def _backward(
     dtype: str, axis: str | None, saved: tuple[Array, Array], gradient: Array
 ) -> tuple[Array, None]:

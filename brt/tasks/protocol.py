@@ -191,6 +191,10 @@ class Task(abc.ABC):
         """How many the model knows."""
         return tokenizer.vocab_size
 
+    def example(self, config: Config) -> Any:
+        """A lane of the largest batch, of whatever content; None: only data tell its shape."""
+        return None
+
     # The model.
 
     @abc.abstractmethod

@@ -1,7 +1,7 @@
 """A run made of its config: corpus, devices, optimizer, shapes. Nothing is trained here."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -73,7 +73,7 @@ def build(config: Config, *, saved: Found | None = None, progress: bool = True) 
     compilation.use_cache(cache_directory(config.data))
     weights = _weights(config, saved)
     config, corpus, reader = prepare(config, weights, progress=progress)
-    return Run(config, tasks.of(config), corpus, reader, weights, *_shapes(config))
+    return Run(config, tasks.of(config), corpus, reader, weights, *shaped(config))
 
 
 def without_data(config: Config) -> Shapes | None:
@@ -82,11 +82,17 @@ def without_data(config: Config) -> Shapes | None:
     if config.training.init_from or not task.knows_sizes(config):
         return None
     tasks.check(config)
-    return _shapes(config)
+    return shaped(config)
 
 
-def _shapes(config: Config) -> Shapes:
-    mesh, axes = meshes.build(config.mesh, tasks.of(config).shared(config)), parameter_axes(config)
+def shaped(config: Config, devices: Sequence[jax.Device] | None = None) -> Shapes:
+    """Shapes of a config in which all sizes are written out.
+
+    Args:
+      devices: of its mesh, which need not be here; None: this machine's.
+    """
+    mesh = meshes.build(config.mesh, tasks.of(config).shared(config), devices)
+    axes = parameter_axes(config)
     optimizer = optimizers.build(config.optimizer, config.training.steps, axes)
     shapes = jax.eval_shape(partial(initial_state, config, optimizer))
     abstract = jax.tree.map(
@@ -161,15 +167,28 @@ def put(run: Run, batch: Any) -> Any:
     return jax.tree.map(lambda x: meshes.global_array(run.mesh, x, own, lanes), batch)
 
 
+def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lowered:
+    """The train step for batches like this one, of all lanes or of some, ready to be compiled."""
+    mesh, lanes = shapes.mesh, by_lane(shapes.mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.abstract)
+    step = partial(train_step, config=config, optimizer=shapes.optimizer)
+    # One sharding stands for all that there is in the metrics.
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+
+    def of_all_lanes(x: Any) -> jax.ShapeDtypeStruct:
+        shape = (config.training.batch_size, *x.shape[1:])
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=lanes)
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated(mesh))
+    with meshes.use(mesh):
+        return jitted.lower(shapes.abstract, jax.tree.map(of_all_lanes, batch), key)
+
+
 class CompiledStep:
     """The train step, compiled once for each shape of batch; it takes the state's memory over."""
 
     def __init__(self, run: Run):
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract)
-        step = partial(train_step, config=run.config, optimizer=run.optimizer)
-        # One sharding stands for all that there is in the metrics.
-        out = shardings, replicated(run.mesh)
-        self._jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
         self._key = jax.jit(lambda: _key(run), out_shardings=replicated(run.mesh))()
         self._run = run
         self._compiled: dict[tuple, Any] = {}
@@ -177,13 +196,8 @@ class CompiledStep:
     def prepare(self, batch: Any) -> None:
         """Compiles for batches of this shape, if that was not done yet."""
         if (shape := _shape(batch)) not in self._compiled:
-            lanes, size = by_lane(self._run.mesh), self._run.config.training.batch_size
-            abstract = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype, sharding=lanes), batch
-            )
-            with meshes.use(self._run.mesh):
-                lowered = self._jitted.lower(self._run.abstract, abstract, self._key)
-            self._compiled[shape] = lowered.compile()
+            shapes = Shapes(self._run.mesh, self._run.optimizer, self._run.abstract)
+            self._compiled[shape] = lowered_step(self._run.config, shapes, batch).compile()
             processes.wait_for_all("compiled")  # who waits in a collective has no patience
 
     def prepared(self, batch: Any) -> bool:

@@ -86,8 +86,9 @@ def train_step(
     key = jax.random.fold_in(jax.random.fold_in(key, DROPOUT), state.step)
     carry = jax.lax.stop_gradient(state.carry)
     aux, gradients = _accumulated(state, carry, batch, key, config)
-    gradients = jax.tree.map(lambda g: g / jnp.maximum(aux.count, 1.0), gradients)
-    updates, after = optimizer.update(gradients, state.optimizer, state.params)
-    params = optax.apply_updates(state.params, updates)
+    with jax.named_scope("optimizer"):
+        gradients = jax.tree.map(lambda g: g / jnp.maximum(aux.count, 1.0), gradients)
+        updates, after = optimizer.update(gradients, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
     metrics = StepMetrics(aux.nats, aux.count, optax.tree.norm(gradients), aux.metrics)
     return TrainState(state.step + 1, params, after, aux.carry, aux.model_state), metrics

@@ -9,7 +9,7 @@ from brt.ops.dropout import Dropout
 KEY = jax.random.key(0)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "tpu"])
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_entries_are_dropped_at_the_rate_and_the_mean_stays(rate: float, backend: str) -> None:
     with dispatch.use_backend(backend):

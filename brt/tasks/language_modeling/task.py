@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
@@ -92,6 +93,13 @@ class LanguageModeling(Task):
             store=corpus.split("train"), batch_size=t.batch_size, segment_length=t.segment_length,
             window=config.model.window, seed=t.seed, shuffle=config.data.shuffle,
         )  # fmt: skip
+
+    def example(self, config: Config) -> Batch:
+        """A segment."""
+        tokens = (1, config.training.segment_length)
+        blocks = (1, tokens[1] // config.model.window)
+        ids = np.zeros(tokens, np.int32)
+        return Batch(ids, ids, np.ones(tokens, bool), np.ones(blocks, bool))
 
     def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
         """Of the decoder."""

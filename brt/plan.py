@@ -1,0 +1,72 @@
+"""Says whether a run fits a machine, and how fast it would be, before there is one.
+
+python -m brt.plan --gin_file=configs/base/paper.gin --gin_file=configs/models/rec_fixed_skip.gin \\
+  --gin_bindings='Model.vocab_size = 32000' --gin_bindings='Mesh.data = -1' --topology=v4:2x4x4
+python -m brt.plan --gin_file=configs/runs/quickstart.gin --devices=8   # fake CPUs
+"""
+
+import argparse
+import os
+import sys
+
+from brt import command_line
+from brt.errors import ConfigError
+
+
+def main(args: argparse.Namespace) -> None:
+    if args.topology and args.devices is not None:
+        raise ConfigError("--topology and --devices are two machines; name one")
+    _choose_platform(args)
+    from brt.planning import plan, report, topologies
+    from brt.training import workdir
+
+    base = workdir.saved_config(args.workdir) if args.workdir and not args.gin_file else None
+    config = command_line.resolve(args, base=base).config
+    machine = topologies.named(args.topology) if args.topology else topologies.present()
+    if args.sweep_mesh:
+        tried = plan.sweep(config, machine, lambda line: print(f"brt: {line}", file=sys.stderr))
+        print(report.best(tried))
+        found = {"best": [report.figures(one) for one in tried]}
+    else:
+        planned = plan.plan(config, machine, low_effort=args.effort == "low")
+        print(report.text(planned, config))
+        found = report.figures(planned)
+    if args.json:
+        command_line.write_json(args.json, found, args.workdir)
+
+
+def _choose_platform(args: argparse.Namespace) -> None:
+    """Compiling for machines elsewhere leaves this one's accelerators to others."""
+    if args.devices is not None:
+        if args.devices < 1:
+            raise ConfigError(f"--devices={args.devices} must be above 0")
+        own = os.environ.get("XLA_FLAGS", "")
+        fake = f"--xla_force_host_platform_device_count={args.devices}"
+        os.environ["XLA_FLAGS"] = f"{own} {fake}".strip()
+    if args.topology or args.devices is not None:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = command_line.parser(__doc__)
+    command_line.add_config_flags(flags)
+    flags.add_argument(
+        "--topology", metavar="NAME",
+        help="a TPU slice (v4:2x4x4, v5e:16x16, v5p:2x2x4, v6e:4x4) or GPUs (h100x8); "
+        "default: the devices of this machine",
+    )  # fmt: skip
+    flags.add_argument("--devices", type=int, metavar="N", help="so many fake CPU devices")
+    flags.add_argument(
+        "--sweep_mesh", action="store_true",
+        help="try the meshes that divide the devices, print the best three",
+    )  # fmt: skip
+    flags.add_argument(
+        "--effort", choices=["full", "low"], default="full",
+        help="low: a fifth of the time; memory and collectives hold, cycles are left out",
+    )  # fmt: skip
+    command_line.add_json_flag(flags)
+    return flags
+
+
+if __name__ == "__main__":
+    command_line.main(main, parser())

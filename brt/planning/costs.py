@@ -1,0 +1,240 @@
+"""What a compiled step costs, by part of the model: operations, bytes, cycles, collectives.
+
+Counted from the optimized module with loops times their trip counts; the compilers' own
+`cost_analysis` counts the body of a loop once.
+"""
+
+import collections
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from brt.planning.hlo import Instruction, Module, shapes, size
+
+COLLECTIVES = (
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
+)  # fmt: skip
+# The first scope that is found in an operation's path of names says which part it is.
+PARTS = {
+    "cross_entropy": "loss",
+    "optimizer": "optimizer",
+    "recurrent_attention": "recurrence",
+    "/cell": "recurrence",
+    "_finish": "MLP and output",
+    "mlp": "MLP and output",
+    "window_attention": "attention",
+    "memory_attention": "attention",
+    "clustered": "attention",
+    "self_attn": "attention",
+    "cross_attn": "attention",
+    "tokens.attend": "attention",
+    "tokens.project": "projections",
+    "lookup": "embedding",
+    "embed": "embedding",
+    "stack": "layer scan",
+    "layer": "layer scan",
+}
+OTHER = "other"
+_FREE = {
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id",
+    "opt-barrier", "copy-done", "slice-done", "async-done", "all-reduce-done", "all-gather-done",
+    "collective-permute-done",
+}  # fmt: skip
+
+
+class Cost(NamedTuple):
+    """Of one device and step.
+
+    Attributes:
+      flops: of products with matrices.
+      bytes: read from and written to the large memory.
+      cycles: what the compiler estimates, without waiting for other devices; 0: it does not.
+    """
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    cycles: float = 0.0
+
+    def plus(self, other: "Cost", times: int = 1) -> "Cost":
+        return Cost(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+class Moved(NamedTuple):
+    """What one kind of collective does in a step: how often, and the bytes of its results."""
+
+    count: int = 0
+    bytes: int = 0
+
+
+class Costs(NamedTuple):
+    parts: Mapping[str, Cost]
+    collectives: Mapping[str, Moved]
+
+    @property
+    def total(self) -> Cost:
+        total = Cost()
+        for cost in self.parts.values():
+            total = total.plus(cost)
+        return total
+
+
+def costs(text: str) -> Costs:
+    """Of an optimized module, as `compiled.as_text()` gives it."""
+    module = Module(text)
+    parts: dict[str, Cost] = collections.defaultdict(Cost)
+    moved: dict[str, Moved] = collections.defaultdict(Moved)
+    for computation, one, times in module.run():
+        kind = one.operation.removesuffix("-start")
+        if kind in COLLECTIVES:
+            before = moved[kind]
+            moved[kind] = Moved(before.count + times, before.bytes + times * _result(one))
+            continue
+        cost = _cost(module, computation, one)
+        if any(cost):
+            part = part_of(one.source or _neighbour(module, computation, one))
+            parts[part] = parts[part].plus(cost, times)
+    return Costs(dict(parts), dict(moved))
+
+
+def part_of(source: str) -> str:
+    """The part of the model that a path of names belongs to."""
+    return next((part for scope, part in PARTS.items() if scope in source), OTHER)
+
+
+def _result(one: Instruction) -> int:
+    """Bytes; what is started has its operands in front of its results."""
+    found = one.shapes
+    if one.operation.endswith("-start") and len(found) > 1 and one.operation != "all-reduce-start":
+        found = found[len(found) // 2 :]
+    return sum(shape.bytes for shape in found)
+
+
+def _neighbour(module: Module, computation: str, one: Instruction) -> str:
+    """What the compiler made has the name of what it reads, or of what reads it."""
+    inside = module.computations[computation]
+    for operand in one.operands:
+        if operand in inside and inside[operand].source:
+            return inside[operand].source
+    users = (other for other in inside.values() if one.name in other.operands)
+    return next((user.source for user in users if user.source), "")
+
+
+def _cost(module: Module, computation: str, one: Instruction) -> Cost:
+    if one.operation in _FREE or "AllocateBuffer" in one.attributes:
+        return Cost()
+    inside = module.computations[computation]
+    read = [size(inside[o].type) if o in inside else 0 for o in one.operands]
+    written = [0 if shape.on_chip else shape.bytes for shape in one.shapes]
+    for i, operand in enumerate(one.operands):
+        if operand in inside and all(shape.on_chip for shape in shapes(inside[operand].type)):
+            read[i] = 0
+    flops = 0.0
+    if one.operation == "fusion":
+        called = one.called("calls") or ""
+        flops = _flops(module, called)
+        for i, part in _slices(module, called).items():
+            read[i] = min(read[i], part)
+        for i, part in enumerate(_updates(module, called)):
+            written[i] = min(written[i], part) if part is not None else written[i]
+    elif one.operation in ("dot", "convolution"):
+        flops = _product(module, computation, one)
+    elif one.operation == "dynamic-slice":
+        read = [sum(written)]
+    elif one.operation == "dynamic-update-slice":
+        update = size(inside[one.operands[1]].type)
+        read, written = [update], [update]
+    return Cost(flops, sum(read) + sum(written), one.cycles)
+
+
+def _slices(module: Module, called: str) -> dict[int, int]:
+    """Bytes that a fusion reads of parameters of which it reads slices only."""
+    inside, found = module.computations[called], {}
+    for parameter in inside.values():
+        if parameter.operation != "parameter":
+            continue
+        users = [one for one in inside.values() if parameter.name in one.operands]
+        if users and all(
+            one.operation in ("dynamic-slice", "dynamic-update-slice")
+            and one.operands[0] == parameter.name
+            for one in users
+        ):
+            sliced = (size(u.type) for u in users if u.operation == "dynamic-slice")
+            found[int(parameter.body)] = sum(sliced)
+    return found
+
+
+def _updates(module: Module, called: str) -> list[int | None]:
+    """Bytes that a fusion writes of results that are updated in place; None: all of them."""
+    inside = module.computations[called]
+    root = next(one for one in inside.values() if one.is_root)
+    results = [inside[o] for o in root.operands] if root.operation == "tuple" else [root]
+    found: list[int | None] = []
+    for result in results:
+        while result.operation == "bitcast" and result.operands[0] in inside:
+            result = inside[result.operands[0]]
+        in_place = result.operation == "dynamic-update-slice" and result.operands[1] in inside
+        found.append(size(inside[result.operands[1]].type) if in_place else None)
+    return found
+
+
+def _flops(module: Module, called: str) -> float:
+    total = 0.0
+    for one in module.computations[called].values():
+        if one.operation in ("dot", "convolution"):
+            total += _product(module, called, one)
+        elif one.operation == "fusion":
+            total += _flops(module, one.called("calls") or "")
+    return total
+
+
+def _product(module: Module, computation: str, one: Instruction) -> float:
+    """Twice the numbers that are multiplied; windows of a convolution count where they overlap."""
+    inside = module.computations[computation]
+    left, right = (shapes(inside[o].type)[0].dimensions for o in one.operands[:2])
+    out = 1
+    for dimension in one.shapes[0].dimensions:
+        out *= dimension
+    if one.operation == "dot":
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.attributes)
+        for place in (contracted[1] if contracted else "").split(","):
+            out *= left[int(place)] if place else 1
+        return 2.0 * out
+    return 2.0 * out * _summed(one, left, right)
+
+
+def _summed(one: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> float:
+    """Numbers that a convolution adds up for one of its results.
+
+    TPUs write batched products as convolutions whose windows meet the padding almost everywhere.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.attributes)
+    if not labels:
+        return 1.0
+    window = re.search(r"window=\{([^}]*)\}", one.attributes)
+    text = window[1] if window else ""
+
+    def listed(key: str, default: str) -> list[str]:
+        found = re.search(rf"\b{key}=([\dx_\-]+)", text)
+        return found[1].split("x") if found else [default] * len(sizes)
+
+    sizes = [int(n) for n in m[1].split("x")] if (m := re.search(r"size=([\dx]+)", text)) else []
+    pads, strides = listed("pad", "0_0"), listed("stride", "1")
+    dilations, spread = listed("lhs_dilate", "1"), listed("rhs_dilate", "1")
+    total = float(right[labels[2].index("i")])
+    for axis, length in enumerate(sizes):
+        if length == 1:
+            continue
+        there = left[labels[1].index(str(axis))]
+        results = one.shapes[0].dimensions[labels[3].index(str(axis))]
+        first, stride = int(pads[axis].split("_")[0]), int(strides[axis])
+        dilation, step = int(dilations[axis]), int(spread[axis])
+        if results * length > 1 << 20:
+            total *= min(length, there)
+            continue
+        meets = sum(
+            0 <= place < there * dilation and place % dilation == 0
+            for result in range(results)
+            for place in (result * stride + w * step - first for w in range(length))
+        )
+        total *= meets / results
+    return total

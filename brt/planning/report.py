@@ -1,0 +1,193 @@
+"""A plan as people read it, and as JSON."""
+
+from typing import Any
+
+from brt import tasks
+from brt.config import Config
+from brt.planning.plan import Plan, shown
+
+_GIB = 1 << 30
+_ROOM = 0.94  # of a chip's memory that programs get
+
+
+def figures(plan: Plan) -> dict[str, Any]:
+    """All numbers, of one device and step where nothing else is said."""
+    chip, paces = plan.topology.chip, plan.step_seconds
+    total = plan.costs.total
+    return {
+        "topology": plan.topology.name,
+        "devices": len(plan.topology.devices),
+        "mesh": dict(plan.mesh),
+        "parameter_bytes": plan.parameters,
+        "optimizer_bytes": plan.optimizer,
+        "carry_bytes": plan.carry,
+        "model_state_bytes": plan.model_state,
+        "temporary_bytes": plan.temporaries,
+        "peak_bytes": plan.peak,
+        "chip_bytes": chip.memory if chip else None,
+        "fits": plan.fits,
+        "flops": total.flops,
+        "memory_bytes": total.bytes,
+        "cycles": total.cycles if not plan.low_effort else None,
+        "parts": {name: cost._asdict() for name, cost in plan.costs.parts.items()},
+        "collectives": {kind: moved._asdict() for kind, moved in plan.costs.collectives.items()},
+        "tokens_per_step": plan.tokens,
+        "step_seconds": paces,
+        "tokens_per_second": {name: plan.tokens / s for name, s in paces.items() if s},
+        "mfu": _utilization(plan),
+        "compile_seconds": plan.seconds,
+        "low_effort": plan.low_effort,
+    }
+
+
+def _utilization(plan: Plan) -> dict[str, float]:
+    chip = plan.topology.chip
+    if chip is None or not plan.model_flops:
+        return {}
+    best = plan.model_flops / (chip.flops * _devices(plan))
+    return {name: best / s for name, s in plan.step_seconds.items() if s and name != "products"}
+
+
+def _devices(plan: Plan) -> int:
+    count = 1
+    for size in plan.mesh.values():
+        count *= size
+    return count
+
+
+def text(plan: Plan, config: Config) -> str:
+    """Memory, work by part, collectives, pace and verdict."""
+    lines = [
+        f"{plan.topology.name}: {len(plan.topology.devices)} devices as {shown(plan.mesh)}; "
+        f"compiled in {plan.seconds:.0f} s{' at low effort' * plan.low_effort}. "
+        "Of one device and step:",
+        "",
+        *_memory(plan),
+        "",
+        *_parts(plan),
+        "",
+        *_collectives(plan),
+        "",
+        *_pace(plan),
+        "",
+        verdict(plan, config),
+    ]
+    return "\n".join(lines)
+
+
+def _memory(plan: Plan) -> list[str]:
+    rows = {
+        "parameters": plan.parameters, "optimizer": plan.optimizer, "carry": plan.carry,
+        "model state": plan.model_state, "temporaries": plan.temporaries, "peak": plan.peak,
+    }  # fmt: skip
+    chip = plan.topology.chip
+    of = f" of {chip.memory / _GIB:.0f}" if chip else ""
+    shown_rows = {name: size for name, size in rows.items() if size or name == "peak"}
+    return [
+        f"  {name:<14} {size / _GIB:9.3f}{of * (name == 'peak')} GiB"
+        for name, size in shown_rows.items()
+    ]
+
+
+def _parts(plan: Plan) -> list[str]:
+    cycles = not plan.low_effort and plan.costs.total.cycles > 0
+    head = f"  {'part':<16}{'TFLOP':>9}{'GB':>9}" + f"{'Mcycles':>10}{'':>6}" * cycles
+    lines = [head]
+    rows = sorted(plan.costs.parts.items(), key=lambda row: -row[1].cycles or -row[1].bytes)
+    for name, cost in [*rows, ("all", plan.costs.total)]:
+        line = f"  {name:<16}{cost.flops / 1e12:9.3f}{cost.bytes / 1e9:9.2f}"
+        if cycles:
+            share = cost.cycles / plan.costs.total.cycles
+            line += f"{cost.cycles / 1e6:10.2f}{share:6.0%}"
+        lines.append(line)
+    return lines
+
+
+def _collectives(plan: Plan) -> list[str]:
+    if not plan.costs.collectives:
+        return ["  no collectives"]
+    return [
+        f"  {kind:<20} {moved.count:5d} times, {moved.bytes / 1e6:10.1f} MB of results"
+        for kind, moved in sorted(plan.costs.collectives.items())
+    ]
+
+
+def _pace(plan: Plan) -> list[str]:
+    paces = plan.step_seconds
+    if not paces:
+        return ["  no pace: nothing is known of what this device can do"]
+    meaning = {
+        "products": "products of matrices at the chip's peak",
+        "memory": "bytes at the bandwidth of its memory",
+        "network": "collectives at that of its links, nothing else meanwhile",
+        "roofline": "the slowest of these",
+        "compiler": "the compiler's cycles, then the collectives; not a measurement",
+    }
+    utilization = _utilization(plan)
+    lines = []
+    for name, seconds in paces.items():
+        line = f"  {name:<10} {1e3 * seconds:9.2f} ms"
+        if name in ("roofline", "compiler") and seconds:
+            line += f"  {plan.tokens / seconds:14,.0f} tokens/s"
+            line += f"  MFU {utilization[name]:4.0%}" if name in utilization else ""
+        lines.append(f"{line}  {meaning[name]}")
+    return lines
+
+
+def verdict(plan: Plan, config: Config) -> str:
+    """Whether it fits, and what would make it."""
+    chip = plan.topology.chip
+    if chip is None:
+        return "Whether it fits: this device does not say how much memory it has."
+    room = chip.memory * _ROOM
+    if plan.peak <= room:
+        return f"It fits, with {(chip.memory - plan.peak) / _GIB:.1f} GiB to spare."
+    ways = [way for applies, way in _remedies(plan, config) if applies]
+    return (
+        f"It does not fit: {plan.peak / _GIB:.1f} GiB on chips of {chip.memory / _GIB:.0f}. "
+        f"What helps: {'; '.join(ways)}."
+    )
+
+
+def _remedies(plan: Plan, config: Config) -> list[tuple[bool, str]]:
+    section = getattr(config, tasks.of(config).model)
+    name = type(section).__name__
+    state = plan.parameters + plan.optimizer
+    lanes = config.training.batch_size // config.training.gradient_accumulation
+    shared = plan.mesh["data"] * plan.mesh["fsdp"]
+    free = plan.mesh["data"] > 1 and plan.mesh["fsdp"] == 1
+    return [
+        (
+            hasattr(section, "remat") and not section.remat and plan.temporaries > state,
+            f"{name}.remat = True, which recomputes what {plan.temporaries / _GIB:.1f} GiB of "
+            "temporaries keep",
+        ),
+        (
+            free and state * 2 > plan.temporaries,
+            f"Mesh.fsdp = {plan.mesh['data']}, Mesh.data = 1: {state / _GIB:.1f} GiB of "
+            "parameters and optimizer are shared",
+        ),
+        (
+            lanes > shared,
+            f"Training.gradient_accumulation = {2 * config.training.gradient_accumulation}",
+        ),
+        (
+            config.training.segment_length > 2 * getattr(section, "window", 1 << 30),
+            f"Training.segment_length = {config.training.segment_length // 2}",
+        ),
+        (True, "more devices"),
+    ]
+
+
+def best(plans: list[Plan], count: int = 3) -> str:
+    """The first of a sweep, a line each."""
+    lines = ["The best meshes; at low effort memory and collectives hold, the schedule does not:"]
+    for plan in plans[:count]:
+        pace = plan.step_seconds.get("roofline")
+        line = f"  {shown(plan.mesh)}: peak {plan.peak / _GIB:.2f} GiB"
+        line += "" if plan.fits is None else ", fits" if plan.fits else ", does not fit"
+        if pace:
+            line += f", roofline {1e3 * pace:.1f} ms, {plan.tokens / pace:,.0f} tokens/s"
+        flags = " ".join(f"--gin_bindings='Mesh.{a} = {n}'" for a, n in plan.mesh.items() if n > 1)
+        lines += [line, f"    {flags}" if flags else ""]
+    return "\n".join(line for line in lines if line)

@@ -1,0 +1,136 @@
+"""Machines by name, whether they are here or not."""
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from brt.errors import ConfigError
+
+_GIB = 1 << 30
+
+
+class Chip(NamedTuple):
+    """What one device can do at most, as its maker says it.
+
+    Attributes:
+      memory: bytes.
+      flops: of bfloat16 products, a second.
+      bandwidth: of the large memory, bytes a second.
+      network: between neighbours, bytes a second of all links and one direction together.
+      clock: of the compiler's cycles, a second; 0: it does not estimate any.
+    """
+
+    memory: int
+    flops: float
+    bandwidth: float
+    network: float
+    clock: float = 0.0
+
+
+# cloud.google.com/tpu/docs/system-architecture-tpu-vm and NVIDIA's data sheets (dense, SXM).
+# Clocks: of the TensorCore, as the compilers' estimates match products at their peak.
+CHIPS = {
+    "v4": Chip(32 * _GIB, 275e12, 1.2e12, 135e9, 1.05e9),
+    "v5e": Chip(16 * _GIB, 197e12, 0.82e12, 180e9, 1.5e9),
+    "v5p": Chip(95 * _GIB, 459e12, 2.765e12, 270e9, 1.75e9),
+    "v6e": Chip(32 * _GIB, 918e12, 1.64e12, 360e9, 1.75e9),
+    "a100": Chip(80 * _GIB, 312e12, 2.0e12, 300e9),
+    "h100": Chip(80 * _GIB, 989e12, 3.35e12, 450e9),
+    "h200": Chip(141 * _GIB, 989e12, 4.8e12, 450e9),
+}
+_TPUS = ("v4", "v5e", "v5p", "v6e")
+_GPU_TARGETS = {"h100": "h100_sxm", "h200": "h200_sxm", "a100": "a100_sxm_80"}
+_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",
+          "TPU v6 lite": "v6e", "TPU v6e": "v6e"}  # fmt: skip
+
+
+class Topology(NamedTuple):
+    """Devices to compile for.
+
+    Attributes:
+      backend: 'cpu', 'gpu' or 'tpu'.
+      chip: None where nothing is known of it, as of CPUs.
+      here: whether they are this machine's.
+    """
+
+    name: str
+    devices: Sequence[Any]
+    backend: str
+    chip: Chip | None
+    here: bool
+
+
+def present() -> Topology:
+    """The devices of this machine."""
+    devices = jax.devices()
+    kind = devices[0].device_kind
+    names = (name for name in CHIPS if name in kind.lower() or _KINDS.get(kind) == name)
+    name = next(names, None)
+    shown = f"{len(devices)} x {kind}"
+    return Topology(shown, devices, jax.default_backend(), CHIPS.get(name or ""), True)
+
+
+def named(name: str) -> Topology:
+    """A TPU slice such as v5e:4x4, or so many GPUs such as h100x8.
+
+    Raises:
+      ConfigError: there is none of that name, or what compiles for it is not installed.
+    """
+    kind, colon, shape = name.partition(":")
+    if colon and kind in _TPUS:
+        return _tpu(name, kind, shape)
+    kind, times, count = name.partition("x")
+    if times and kind in _GPU_TARGETS and count.isdecimal() and int(count):
+        return _gpu(name, kind, int(count))
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> ConfigError:
+    return ConfigError(
+        f"--topology={name} is not known; there are TPU slices, {', '.join(_TPUS)} with their "
+        "shape (v4:2x2x1 to v4:8x8x16, v5e:1x1 to v5e:16x16, v5p:2x2x1, v6e:4x4, ...), and GPUs, "
+        f"{', '.join(_GPU_TARGETS)} with their number (h100x8)"
+    )
+
+
+def _tpu(name: str, kind: str, shape: str) -> Topology:
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError(
+            f"--topology={name} needs the TPU compiler, which runs on any Linux machine: "
+            "pip install 'brt[tpu-compile]'"
+        )
+    for variable, value in (
+        ("TPU_SKIP_MDS_QUERY", "1"), ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"), ("TPU_WORKER_ID", "0"),
+        ("TPU_ACCELERATOR_TYPE", "v5litepod-4"),  # of the host, which has none
+    ):  # fmt: skip
+        os.environ.setdefault(variable, value)
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if kind == "v4" else {}
+    if shape == "1x1":
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    try:
+        devices = topologies.get_topology_desc(name, "tpu", **options).devices
+    except Exception as error:
+        reason = str(error).split("\n")[0][:160]
+        raise ConfigError(f"{_unknown(name)}; the compiler says: {reason}") from error
+    return Topology(name, devices, "tpu", CHIPS[kind], False)
+
+
+def _gpu(name: str, kind: str, count: int) -> Topology:
+    if not any(importlib.util.find_spec(f"jax_cuda{v}_plugin") for v in (12, 13)):
+        raise ConfigError(
+            f"--topology={name} needs the GPU compiler, which runs on any Linux machine: "
+            "pip install 'brt[gpu-compile]'"
+        )
+    try:
+        devices = topologies.get_topology_desc(
+            f"1x1x{count}", "cuda", gpu_target_config_name=_GPU_TARGETS[kind]
+        ).devices
+    except Exception as error:
+        reason = str(error).split("\n")[0][:160]
+        raise ConfigError(f"--topology={name} cannot be compiled for: {reason}") from error
+    return Topology(name, devices, "gpu", CHIPS[kind], False)

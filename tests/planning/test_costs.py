@@ -1,0 +1,76 @@
+"""What is counted in a module, against what was put into it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from brt.config import Mesh
+from brt.distributed.mesh import build
+from brt.planning import hlo
+from brt.planning.costs import costs, part_of
+
+ROWS, WIDTH, LAYERS = 8, 32, 5
+
+
+def layers(x: jax.Array, kernels: jax.Array) -> jax.Array:
+    def layer(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, None]:
+        with jax.named_scope("mlp"):
+            return jnp.tanh(x @ kernel), None
+
+    return jax.lax.scan(layer, x, kernels)[0]
+
+
+def test_a_loop_counts_as_often_as_it_runs() -> None:
+    x, kernels = jnp.ones((ROWS, WIDTH)), jnp.ones((LAYERS, WIDTH, WIDTH))
+    found = costs(jax.jit(layers).lower(x, kernels).compile().as_text())
+    assert found.total.flops == LAYERS * 2 * ROWS * WIDTH**2
+    assert found.parts["MLP and output"].flops == found.total.flops
+    assert found.total.bytes >= 4 * kernels.size, "every kernel is read"
+    assert found.total.bytes < 4 * LAYERS * kernels.size, "and not all of them in each layer"
+    assert not found.collectives
+
+
+def test_collectives_are_counted_with_their_bytes() -> None:
+    mesh = build(Mesh(data=8), {})
+    lanes = jax.NamedSharding(mesh, jax.P("data"))
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32, sharding=lanes)
+    whole = jax.NamedSharding(mesh, jax.P())
+    summed = jax.jit(lambda x: jnp.sum(x, axis=0), out_shardings=whole).lower(x).compile()
+    (kind,) = (moved := costs(summed.as_text()).collectives)
+    assert kind == "all-reduce" and moved[kind] == (1, 4 * WIDTH)
+
+
+def test_types_are_read_with_their_memory() -> None:
+    found = hlo.shapes("(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, f32[], pred[7]{0})")
+    assert [(s.dtype, s.dimensions, s.bytes, s.on_chip) for s in found] == [
+        ("bf16", (2, 3), 12, True), ("f32", (), 4, False), ("pred", (7,), 7, False)
+    ]  # fmt: skip
+
+
+def test_a_batched_product_that_a_tpu_writes_as_a_convolution() -> None:
+    """[B, M, K] x [B, N, K]: the window slides over the batch and meets one of it at a time."""
+    text = """
+ENTRY %main (a: f32[4,8,16], b: f32[4,32,16]) -> f32[4,8,32] {
+  %a = f32[4,8,16]{2,1,0} parameter(0)
+  %b = f32[4,32,16]{2,1,0} parameter(1)
+  ROOT %c = f32[4,8,32]{2,1,0} convolution(%a, %b), ATTRIBUTES
+}
+"""
+    window = "window={size=4 stride=3 pad=0_0 lhs_dilate=4}, dim_labels=0bf_0oi->0bf"
+    cycles = 'backend_config={"estimated_cycles":"77"}'
+    found = costs(text.replace("ATTRIBUTES", f"{window}, {cycles}"))
+    assert found.total.flops == 2 * 4 * 8 * 32 * 16 and found.total.cycles == 77
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        ("jit(train_step)/jvp(Decoder)/tokens.attend/tokens._finish/dot", "MLP and output"),
+        ("jit(train_step)/transpose(jvp(Decoder))/tokens.attend/window_attention/dot", "attention"),
+        ("jit(train_step)/optimizer/mul", "optimizer"),
+        ("jit(train_step)/jvp()/cross_entropy/while/body/dot", "loss"),
+        ("", "other"),
+    ],
+)  # fmt: skip
+def test_parts_are_told_by_their_scopes(source: str, part: str) -> None:
+    assert part_of(source) == part

@@ -1,0 +1,122 @@
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from brt.config import Config, Mesh, Model, Optimizer, Training
+from brt.errors import ConfigError
+from brt.plan import main, parser
+from brt.planning import plan, report, topologies
+from brt.planning.costs import Cost, Costs, Moved
+from brt.planning.plan import Plan
+from brt.planning.topologies import CHIPS, Topology
+
+GIB = 1 << 30
+CONFIG = Config(
+    model=Model(
+        layers=2, recurrent_layers=(1,), model_dim=16, heads=4, head_dim=4, mlp_dim=32, window=8,
+        states=8, vocab_size=64,
+    ),
+    training=Training(batch_size=8, segment_length=32, loss_chunk=8),
+    optimizer=Optimizer(min_dim_size_to_factor=8),
+)  # fmt: skip
+
+
+def made(peak: float = 20.0, **changes: object) -> Plan:
+    """Of a v4 chip, made up."""
+    topology = Topology("v4:2x2x1", [None] * 4, "tpu", CHIPS["v4"], False)
+    found = Costs(
+        {"attention": Cost(2.75e12, 1.2e9, 1.05e6), "loss": Cost(0, 1.2e9, 1.05e6)},
+        {"all-reduce": Moved(3, 135_000_000)},
+    )
+    base = Plan(
+        topology, {"data": 4, "fsdp": 1, "tensor": 1, "sequence": 1}, 8 * GIB, 8 * GIB, 0, 0,
+        int((peak - 16) * GIB), int(peak * GIB), found, 4096, int(8e12), 1.0, False,
+    )  # fmt: skip
+    return base._replace(**changes)
+
+
+def test_paces_are_those_of_the_chip() -> None:
+    paces = made().step_seconds
+    assert paces["products"] == pytest.approx(2.75 / 275)
+    assert paces["memory"] == pytest.approx(2.4 / 1200)
+    assert paces["network"] == pytest.approx(2 * 135 / 135_000), "reduced, and told to all"
+    assert paces["roofline"] == paces["products"]
+    assert paces["compiler"] == pytest.approx(0.002 + paces["network"])
+    assert "compiler" not in made(low_effort=True).step_seconds
+
+
+def test_a_verdict_names_what_would_make_it_fit() -> None:
+    assert report.verdict(made(), CONFIG) == "It fits, with 12.0 GiB to spare."
+    refused = report.verdict(made(60.0), CONFIG)
+    assert refused.startswith("It does not fit: 60.0 GiB on chips of 32. What helps: Model.remat")
+    for way in ("Mesh.fsdp = 4", "gradient_accumulation = 2", "segment_length = 16"):
+        assert way in refused or way == "Mesh.fsdp = 4"
+    assert "Mesh.fsdp = 4" in report.verdict(made(34.0), CONFIG)
+
+
+def test_a_plan_counts_what_each_device_has() -> None:
+    """Of parameters a fourth of what fsdp = 4 shares, but all of the vectors."""
+    one = plan.plan(CONFIG, topologies.present())
+    config = dataclasses.replace(CONFIG, mesh=Mesh(data=2, fsdp=4))
+    shared = plan.plan(config, topologies.present())
+    assert one.parameters / 4 < shared.parameters < one.parameters / 3
+    assert shared.mesh == {"data": 2, "fsdp": 4, "tensor": 1, "sequence": 1}
+    assert shared.carry == one.carry / 8 and shared.tokens == one.tokens == 8 * 32
+    assert not one.costs.collectives and shared.costs.collectives["all-gather"].count
+    text = report.text(shared, config)
+    assert "8 devices as data 2 x fsdp 4" in text and "all-gather" in text
+    json.dumps(report.figures(shared))
+
+
+def test_meshes_divide_devices_and_what_they_share() -> None:
+    found = plan.meshes_of(CONFIG, 8)
+    assert Mesh(data=8) in found and Mesh(data=2, tensor=4) in found
+    assert Mesh(tensor=8) not in found, "there are four heads"
+    assert Mesh(sequence=8) not in found, "there are four blocks"
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("name", ["v5e", "v7:2x2", "h100", "h100x0", "cpu"])
+def test_a_machine_that_does_not_exist_is_refused_with_those_that_do(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--topology={name} is not known; there are TPU slices"):
+        topologies.named(name)
+
+
+@pytest.mark.parametrize(("name", "extra"), [("v5e:4x4", "tpu"), ("h100x8", "gpu")])
+def test_a_compiler_that_is_not_installed_is_named(
+    name: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=rf"pip install 'brt\[{extra}-compile\]'"):
+        topologies.named(name)
+
+
+def test_flags_that_clash_are_refused() -> None:
+    for flags, message in (
+        (["--topology=v5e:4x4", "--devices=8"], "are two machines; name one"),
+        (["--devices=0"], "--devices=0 must be above 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            main(parser().parse_args(flags))
+
+
+@pytest.mark.slow
+def test_the_papers_model_is_planned_for_a_slice(tmp_path: Path) -> None:
+    pytest.importorskip("libtpu", reason="needs brt[tpu-compile]")
+    flags = [
+        "--gin_file=configs/base/paper.gin", "--gin_file=configs/models/rec_fixed_skip.gin",
+        "--gin_bindings=Model.vocab_size = 32000", "--gin_bindings=Mesh.data = -1",
+        "--topology=v4:2x4x4", "--effort=low", f"--json={tmp_path / 'plan.json'}",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "brt.plan", *flags], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["devices"] == 32 and found["fits"] and found["cycles"] is None
+    assert found["parameter_bytes"] == pytest.approx(4 * 193.2e6, rel=0.01)
+    assert 4.5e12 < found["flops"] < 6.5e12

@@ -1,0 +1,42 @@
+"""What devices send each other in a step: no array changes the axis that it is cut along."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from sharded_cases import CASES, with_optimizer
+
+from brt.config import Mesh
+from brt.planning.costs import costs
+from brt.training import run as runs
+
+RESHARDING = {"all-to-all", "collective-permute"}
+EACH = [
+    ("recurrent", Mesh(tensor=4)),
+    *(
+        pytest.param(name, mesh, marks=pytest.mark.slow)
+        for name in ("window", "recurrent_dual", "recurrent_single", "feedback", "clustered", "t5")
+        for mesh in (Mesh(tensor=4), Mesh(data=8), Mesh(fsdp=8), Mesh(data=2, fsdp=2, tensor=2))
+    ),
+]
+
+
+def compiled(name: str, mesh: Mesh, place: Path) -> str:
+    config = dataclasses.replace(with_optimizer(CASES[name](place), "adafactor", 8), mesh=mesh)
+    run = runs.build(config, progress=False)
+    shapes = runs.Shapes(run.mesh, run.optimizer, run.abstract)
+    return runs.lowered_step(run.config, shapes, run.reader.largest()).compile().as_text()
+
+
+@pytest.mark.parametrize(("name", "mesh"), EACH)
+def test_nothing_is_sent_to_be_cut_another_way(name: str, mesh: Mesh, tmp_path: Path) -> None:
+    found = costs(compiled(name, mesh, tmp_path)).collectives
+    assert found and not RESHARDING & found.keys()
+
+
+def test_devices_that_share_a_segment_send_one_window_to_their_neighbour(tmp_path: Path) -> None:
+    """Keys and values, forward and back, of each of the two runs of layers."""
+    found = costs(compiled("recurrent", Mesh(sequence=4), tmp_path)).collectives
+    window = 8 * 4 * 8 * 4 * 4  # lanes, tokens, heads, numbers of a head, bytes
+    assert found["collective-permute"] == (8, 8 * window)
+    assert "all-to-all" not in found
