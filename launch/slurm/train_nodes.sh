@@ -1,0 +1,35 @@
+#!/bin/bash
+# One run on several nodes. Copy this file, say below what it needs, and submit it:
+#   sbatch train_nodes.sh --gin_file=configs/base/paper.gin ... --workdir=/shared/runs/a
+# DRY_RUN=1 bash train_nodes.sh ... prints what it would run.
+
+#SBATCH --job-name=train
+#SBATCH --output=train-%j.txt
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:TERM@300
+#SBATCH --time=24:00:00
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=32
+#SBATCH --mem=0
+#SBATCH --gres=gpu:8
+
+# One process a node has all of its GPUs. The processes find each other by what SLURM says; all of
+# them stop at the same step, five minutes before the time of the job is over.
+run() { if [ -n "${DRY_RUN:-}" ]; then echo "$*"; else "$@"; fi; }
+
+trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM # to all processes, not to this script
+run srun --kill-on-bad-exit=1 "${PYTHON:-python}" -m brt.train --distributed \
+  --gin_bindings='Mesh.data = -1' "$@" &
+child=$!
+wait "$child"
+code=$?
+while kill -0 "$child" 2>/dev/null; do # a signal ends the wait, not the child
+  wait "$child"
+  code=$?
+done
+if [ "$code" -eq 75 ]; then
+  run scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

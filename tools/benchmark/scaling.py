@@ -1,0 +1,128 @@
+"""Plans the paper's models for slices of 1 to 512 chips, and prints docs/scaling.md's tables.
+
+python tools/benchmark/scaling.py --json=scaling.json   # low effort: hours less than --full
+python tools/benchmark/scaling.py --steps               # Rec and Feedback beside Slide:13L
+
+The compiler's figures: nothing runs on any chip.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PAPER = ("--gin_file=configs/base/paper.gin", "--gin_bindings=Model.vocab_size = 32000")
+MODELS = {
+    "151M": (*PAPER, "--gin_file=configs/models/rec_fixed_skip.gin"),
+    "320M": (
+        "--gin_file=configs/base/large.gin", "--gin_file=configs/models/rec_fixed_skip.gin",
+        "--gin_bindings=Model.vocab_size = 32000",
+    ),
+    "1.3B": (
+        *PAPER, "--gin_bindings=Model.layers = 24", "--gin_bindings=Model.model_dim = 2048",
+        "--gin_bindings=Model.heads = 16", "--gin_bindings=Model.mlp_dim = 8192",
+        "--gin_bindings=Model.remat = True",
+    ),
+}  # fmt: skip
+SLICES = {
+    "v4": {1: "1x1x1", 16: "2x2x4", 128: "4x4x8", 512: "8x8x8"},
+    "v5e": {1: "1x1", 16: "4x4", 128: "8x16", 256: "16x16"},
+    "v5p": {1: "1x1x1", 16: "2x2x4", 128: "4x4x8", 512: "8x8x8"},
+    "v6e": {1: "1x1", 16: "4x4", 128: "8x16", 256: "16x16"},
+}
+SHARED = 16  # devices that share the parameters of the largest model
+STEPS = {
+    "Slide:13L": ("--gin_bindings=Model.layers = 13",),
+    "Rec:fixed:skip": ("--gin_file=configs/models/rec_fixed_skip.gin",),
+    "Feedback:fixed:skip": (
+        "--gin_file=configs/models/rec_fixed_skip.gin", "--gin_bindings=Model.feedback = True",
+    ),
+}  # fmt: skip
+MEASURED = {"Slide:13L": 1.0, "Rec:fixed:skip": 0.99, "Feedback:fixed:skip": 1.35}  # Table 1
+
+
+def planned(topology: str, *flags: str) -> dict[str, Any]:
+    """What brt.plan says, or why it does not."""
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "plan.json"
+        command = [sys.executable, "-m", "brt.plan", f"--topology={topology}", f"--json={path}"]
+        done = subprocess.run([*command, *flags], capture_output=True, text=True)
+        if done.returncode:
+            return {"error": done.stderr.strip().split("\n")[-1]}
+        return json.loads(path.read_text())
+
+
+def of_size(model: str, chip: str, count: int, effort: str) -> dict[str, Any]:
+    """A model on so many chips, a sequence each."""
+    fsdp = min(count, SHARED) if model == "1.3B" else 1
+    bindings = {"Mesh.fsdp": fsdp, "Mesh.data": count // fsdp, "Training.batch_size": count}
+    flags = [f"--gin_bindings={name} = {value}" for name, value in bindings.items()]
+    topology = f"{chip}:{SLICES[chip][count]}"
+    found = planned(topology, *MODELS[model], *flags, f"--effort={effort}")
+    return {"model": model, "chip": chip, "count": count, **found}
+
+
+def row(found: dict[str, Any]) -> str:
+    head = f"| {found['model']} | {found['chip']} | {found['count']} |"
+    if "error" in found:
+        return f"{head} {found['error']} |"
+    gib, paces = 1 << 30, found["step_seconds"]
+    mesh = " x ".join(f"{axis} {n}" for axis, n in found["mesh"].items() if n > 1) or "-"
+    state = (found["parameter_bytes"] + found["optimizer_bytes"]) / gib
+    moved = ", ".join(
+        f"{kind} {x['bytes'] / 1e9:.2f}" for kind, x in sorted(found["collectives"].items())
+    )
+    pace = paces.get("compiler", paces["roofline"])
+    return (
+        f"{head} {mesh} | {state:.2f} | {found['temporary_bytes'] / gib:.2f} | "
+        f"{found['peak_bytes'] / gib:.2f} of {found['chip_bytes'] / gib:.0f} | {moved or '-'} | "
+        f"{1e3 * pace:.0f} | {found['tokens_per_step'] / pace / 1e3:,.0f} |"
+    )
+
+
+def main() -> None:
+    args = parser().parse_args()
+    found = []
+    if args.steps:
+        print("| model | " + " | ".join(f"{t}, Mcycles" for t in args.topologies) + " | paper |")
+        cycles = {
+            name: [
+                planned(t, *PAPER, *flags, "--gin_bindings=Mesh.data = -1").get("cycles") or 0
+                for t in args.topologies
+            ]
+            for name, flags in STEPS.items()
+        }
+        for name, values in cycles.items():
+            cells = (
+                f"{v / 1e6:.1f} ({v / (first or 1):.2f})"
+                for v, first in zip(values, cycles["Slide:13L"], strict=True)
+            )
+            print(f"| {name} | {' | '.join(cells)} | {MEASURED[name]:.2f} |", flush=True)
+        return
+    for model in args.models:
+        for chip in args.chips:
+            for count in SLICES[chip]:
+                found.append(of_size(model, chip, count, "full" if args.full else "low"))
+                print(row(found[-1]), flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1))
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    flags.add_argument("--chips", nargs="+", choices=list(SLICES), default=list(SLICES))
+    flags.add_argument("--full", action="store_true", help="cycles, too, in five times the time")
+    flags.add_argument("--steps", action="store_true", help="the ratios of step times instead")
+    flags.add_argument("--topologies", nargs="+", default=["v4:2x4x4"], help="of --steps")
+    flags.add_argument("--json", metavar="FILE", help="write all figures there")
+    return flags
+
+
+if __name__ == "__main__":
+    main()
