@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from brt import command_line
+from brt.distributed import flags
 from brt.errors import ConfigError
 from brt.training import preemption
 
@@ -21,13 +22,18 @@ def main(args: argparse.Namespace) -> None:
         with preemption.stop_at_once():
             _follow(args)
         return
+    from brt.distributed import processes
     from brt.evaluation import job
     from brt.training import saved
 
-    workdir, found, config = saved.load_config(Path(args.workdir), args.step)
-    config = command_line.resolve(args, base=config).config
-    model = saved.load(workdir, found, config)
-    evaluated = job.evaluate(model, args.split, args.ablate)
+    with processes.explained():
+        workdir, found, config = saved.load_config(Path(args.workdir), args.step)
+        config = command_line.resolve(args, base=config).config
+        model = saved.load(workdir, found, config)
+        evaluated = job.evaluate(model, args.split, args.ablate)
+        processes.wait_for_all("end")
+    if not processes.is_first():
+        return
     print(evaluated.text)
     if args.json:
         command_line.write_json(args.json, evaluated.report, args.workdir)
@@ -56,33 +62,34 @@ def _follow(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = command_line.parser(__doc__)
-    command_line.add_config_flags(flags)
-    flags.add_argument(
+    own = command_line.parser(__doc__)
+    command_line.add_config_flags(own)
+    own.add_argument(
         "--split", choices=["train", "validation", "test"], default="test", help="default test"
     )
-    flags.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
-    flags.add_argument(
+    own.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
+    own.add_argument(
         "--ablate", choices=["state", "cache", "memory", "both"],
         help="read once more, forgetting this at every segment: what is the memory worth?",
     )  # fmt: skip
-    flags.add_argument(
+    own.add_argument(
         "--follow", action="store_true",
         help="evaluate every checkpoint of a running trainer, until training ends",
     )  # fmt: skip
-    flags.add_argument(
+    own.add_argument(
         "--poll_seconds",
         type=float,
         default=30.0,
         metavar="S",
         help="how often --follow looks; default 30",
     )
-    flags.add_argument(
+    own.add_argument(
         "--timeout_minutes", type=float, default=0.0, metavar="M",
         help="--follow gives up where no checkpoint comes for so long; 0: never",
     )  # fmt: skip
-    command_line.add_json_flag(flags)
-    return flags
+    flags.add(own)
+    command_line.add_json_flag(own)
+    return own
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from brt.config import Mesh
+from brt.distributed import processes
 from brt.distributed.rules import RULES
 from brt.errors import ConfigError
 
@@ -126,3 +127,22 @@ def global_array(mesh: jax.sharding.Mesh, x: np.ndarray, own: Sequence[int], lan
         return x[[row[lane] for lane in range(lanes)[cut[0]]]]
 
     return jax.make_array_from_callback((lanes, *x.shape[1:]), by_lane(mesh), part)
+
+
+def fitting(mesh: Mesh, needs: Needs) -> Mesh:
+    """A trained run's mesh, or what these devices can be of it: parameters are shared alike where
+    that is possible, and by none or by all where it is not."""
+    devices = len(jax.devices())
+    inner = {axis: max(getattr(mesh, axis), 1) for axis in AXES[1:]}
+    count = math.prod(inner.values())
+    candidates = [mesh] if -1 not in vars(mesh).values() else []
+    candidates += [Mesh(data=devices // count, **inner)] if devices % count == 0 else []
+    candidates += [Mesh(fsdp=devices)] if count > 1 or processes.several() else []
+    for candidate in candidates:
+        shape = {axis: getattr(candidate, axis) for axis in AXES}
+        used = math.prod(shape.values())
+        needed = {name: need for name, need in needs.items() if name == "heads"}
+        alone = not processes.several() and used <= devices
+        if (alone or used == devices) and not misfit(shape, needed):
+            return candidate
+    return Mesh()

@@ -4,12 +4,14 @@ Parameters carry their names (`brt.layers.basic.parameter`); batches, activation
 states name theirs where they are made. An axis that its devices do not divide stays whole.
 """
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 Names = tuple[str | None, ...]
 Mesh = jax.sharding.Mesh | AbstractMesh
@@ -78,9 +80,33 @@ def count(name: str, size: int) -> int:
     return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in _cut(name, size, mesh))
 
 
+def filled(name: str, size: int) -> int:
+    """The next size that the devices of the mesh that is set divide."""
+    mesh = jax.sharding.get_abstract_mesh()
+    devices = 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in RULES[name])
+    return -(-size // devices) * devices
+
+
 def constrain(x: Array, *names: str | None) -> Array:
     """`x`, cut by its names where a mesh of several devices is set (`jax.set_mesh`)."""
     if not partitioned():
         return x
     mesh = jax.sharding.get_abstract_mesh()
     return jax.lax.with_sharding_constraint(x, spec(names, x.shape, mesh))
+
+
+def everywhere(tree: PyTree[Array]) -> PyTree[Array]:
+    """Arrays that every device is to have whole, so that every process can read them."""
+    if not partitioned():
+        return tree
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()), tree)
+
+
+def jit(function: Callable[..., Any], **options: Any) -> Any:
+    """`jax.jit` of a function whose results are `everywhere`."""
+
+    @functools.wraps(function)
+    def whole(*args: Any, **kwargs: Any) -> PyTree[Array]:
+        return everywhere(function(*args, **kwargs))
+
+    return jax.jit(whole, **options)

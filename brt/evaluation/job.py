@@ -53,7 +53,8 @@ class SplitReader:
         with tqdm(
             total=read.total, desc=name, unit=read.unit, unit_scale=scale, disable=None
         ) as bar:
-            reading = read(model.params, model_state=model.model_state, progress=bar.update)
+            with model.on_devices():
+                reading = read(model.params, model_state=model.model_state, progress=bar.update)
         return evaluations.write(model.workdir, model.step, self._split, reading)
 
 
@@ -81,7 +82,8 @@ def inspect(model: SavedModel, split: str, tokens: int | None) -> tuple[dict[str
     corpus = saved.open_split(model, split)
     with contextlib.suppress(DataError):  # a split of one document borrows another
         corpus.splits.setdefault("train", saved.open_split(model, "train").split("train"))
-    found = task.inspect(model.config, corpus, model.params, split, tokens, where)
+    with model.on_devices():
+        found = task.inspect(model.config, corpus, model.params, split, tokens, where)
     directory = model.workdir.evaluations / str(model.step)
     directory.mkdir(parents=True, exist_ok=True)
     workdirs.write_json(directory / f"{split}_probe.json", found.figures)

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
 from brt.config import Config, Decoding, Sampling
+from brt.distributed import rules
 from brt.errors import DataError
 from brt.generation.decoder import TextDecoder
 from brt.generation.hypotheses import Hypotheses
@@ -177,13 +178,13 @@ class Session:
     ) -> None:
         decoder = Decoder(config.model, kernels=config.kernels)
         self._config, self._bos_id, self._lanes = config, bos_id, lanes
-        self._advance = jax.jit(partial(_advance, decoder), donate_argnums=1)
-        self._read_segment = jax.jit(partial(_read_segment, decoder), donate_argnums=1)
-        self._write = jax.jit(
+        self._advance = rules.jit(partial(_advance, decoder), donate_argnums=1)
+        self._read_segment = rules.jit(partial(_read_segment, decoder), donate_argnums=1)
+        self._write = rules.jit(
             partial(_write, decoder), static_argnames=("sampling", "steps"), donate_argnums=1
         )
-        self._search = jax.jit(partial(_search, decoder), static_argnames="decoding")
-        self._new_memory = jax.jit(partial(_new_memory, decoder, lanes))
+        self._search = rules.jit(partial(_search, decoder), static_argnames="decoding")
+        self._new_memory = rules.jit(partial(_new_memory, decoder, lanes))
         self.restart(params, model_state)
 
     def restart(self, params: PyTree[Array], model_state: ModelState | None = None) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
+from brt.distributed import rules
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
 from brt.interop import pretrained, pretrained_encoder
 from brt.interop.exporting import Exported
@@ -236,7 +237,7 @@ class Timed:
     """
 
     def __init__(self, function: Callable[..., PyTree[Array]]):
-        self._function = jax.jit(function)
+        self._function = rules.jit(function)
         self._compiled: dict[Any, Any] = {}
         self.seconds, self.inputs = 0.0, 0
 

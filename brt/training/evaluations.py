@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from brt.distributed import processes
 from brt.tasks.protocol import Evaluator, Task
 from brt.tasks.report import Reading
 from brt.training.workdir import Workdir, write_json, write_text
@@ -34,16 +35,21 @@ def scalars(
 def write(workdir: Workdir, step: int, split: str, reading: Reading) -> Evaluated:
     """Writes a report: its rows, its text, and last its figures, which say that all is done.
 
+    Of several processes the first one does so.
+
     Raises:
       ConfigError: the directory cannot be written.
     """
     directory, name = workdir.evaluations / str(step), f"{split}{reading.name}"
-    directory.mkdir(parents=True, exist_ok=True)
     report = {"step": step, **reading.figures}
     text = f"{workdir.path}, step {step}, {split}: {reading.text}"
+    evaluated = Evaluated(report, text, f"step {step}: {split} {reading.headline}")
+    if not processes.is_first():
+        return evaluated
+    directory.mkdir(parents=True, exist_ok=True)
     for what, rows in reading.rows.items():
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         write_text(directory / f"{name}_{what}.jsonl", lines)
     write_text(directory / f"{name}.txt", text + "\n")
     write_json(directory / f"{name}.json", report)
-    return Evaluated(report, text, f"step {step}: {split} {reading.headline}")
+    return evaluated

@@ -1,5 +1,6 @@
 """A trained model from its workdir."""
 
+import contextlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,12 +13,14 @@ from brt.checkpointing import reader
 from brt.config import Config
 from brt.config_io import config_from_json
 from brt.data.cache import cache_directory
+from brt.distributed import mesh as meshes
 from brt.errors import ConfigError, DataError
 from brt.tasks.protocol import Corpus
 from brt.tasks.weights import Tokenizer
 from brt.training import compilation, kept
 from brt.training.resuming import check_resumable
-from brt.training.state import initial_params
+from brt.training.sharding import parameter_shardings
+from brt.training.state import initial_params, parameter_axes
 from brt.training.workdir import Workdir
 
 
@@ -26,6 +29,7 @@ class SavedModel(NamedTuple):
 
     Attributes:
       meta: of the checkpoint.
+      mesh: where the parameters are; None: on the default device.
     """
 
     workdir: Workdir
@@ -34,6 +38,11 @@ class SavedModel(NamedTuple):
     meta: dict[str, Any]
     params: PyTree[Array]
     model_state: PyTree[Array] | None = None
+    mesh: jax.sharding.Mesh | None = None
+
+    def on_devices(self) -> contextlib.AbstractContextManager[object]:
+        """Where the model is read by all devices that share it."""
+        return contextlib.nullcontext() if self.mesh is None else meshes.use(self.mesh)
 
 
 def load_config(workdir: Path, step: int | None = None) -> tuple[Workdir, reader.Found, Config]:
@@ -59,7 +68,7 @@ def load(
     """Reads the parameters. `config` may differ from the saved one where that makes sense.
 
     Args:
-      sharding: where the parameters go; None: to the default device.
+      sharding: where the parameters go; None: as in training, as far as there are devices.
 
     Raises:
       ConfigError: it differs where it must not.
@@ -72,14 +81,39 @@ def load(
             "model_state": tasks.of(config).initial_model_state(config),
         }
     )
+    mesh = None if sharding else _mesh(config)
     target = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), learned
+        lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own),
+        learned,
+        _shardings(learned, mesh, config, sharding),
     )
     restored = reader.restore(workdir.checkpoints, target, found.step, found=found, partial=True)
     state = restored.state
     return SavedModel(
-        workdir, found.step, config, found.meta, state["params"], state["model_state"]
+        workdir, found.step, config, found.meta, state["params"], state["model_state"], mesh
     )
+
+
+def _mesh(config: Config) -> jax.sharding.Mesh | None:
+    """Of a run of several devices or processes; None: the default device will do."""
+    needs = tasks.of(config).shared(config)
+    mesh = meshes.build(meshes.fitting(config.mesh, needs), {})
+    return mesh if mesh.size > 1 else None
+
+
+def _shardings(
+    learned: PyTree[jax.ShapeDtypeStruct],
+    mesh: jax.sharding.Mesh | None,
+    config: Config,
+    sharding: jax.sharding.Sharding | None,
+) -> PyTree[jax.sharding.Sharding]:
+    if mesh is None:
+        place = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return jax.tree.map(lambda _: place, learned)
+    return {
+        "params": parameter_shardings(mesh, learned["params"], parameter_axes(config)),
+        "model_state": jax.tree.map(lambda _: meshes.replicated(mesh), learned["model_state"]),
+    }
 
 
 def tokenizer(model: SavedModel) -> Tokenizer:

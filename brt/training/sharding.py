@@ -4,6 +4,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from brt import tasks
 from brt.config import Config
@@ -27,10 +28,6 @@ def state_shardings(
     """
     shapes = {name: leaf.shape for name, leaf in flatten_dict(state.params, sep="/").items()}
 
-    def of_parameter(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        names = axes.get("/".join(key.key for key in path), (None,) * leaf.ndim)
-        return NamedSharding(mesh, rules.parameter_spec(names, leaf.shape, mesh))
-
     def of_optimizer(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         names = _moment_names(path, leaf.shape, axes, shapes)
         return NamedSharding(mesh, rules.spec(names, leaf.shape, mesh))
@@ -38,7 +35,7 @@ def state_shardings(
     carry_axes = tasks.of(config).carry_axes(config)
     return TrainState(
         step=replicated(mesh),
-        params=jax.tree.map_with_path(of_parameter, state.params),
+        params=parameter_shardings(mesh, state.params, axes),
         optimizer=jax.tree.map_with_path(of_optimizer, state.optimizer),
         carry=jax.tree.map(
             lambda leaf, names: NamedSharding(mesh, rules.spec(names, leaf.shape, mesh)),
@@ -46,6 +43,18 @@ def state_shardings(
         ),
         model_state=jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), state.model_state),
     )  # fmt: skip
+
+
+def parameter_shardings(
+    mesh: jax.sharding.Mesh, params: PyTree[jax.ShapeDtypeStruct], axes: Axes
+) -> PyTree[NamedSharding]:
+    """That of every parameter."""
+
+    def of_parameter(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        names = axes.get("/".join(key.key for key in path), (None,) * leaf.ndim)
+        return NamedSharding(mesh, rules.parameter_spec(names, leaf.shape, mesh))
+
+    return jax.tree.map_with_path(of_parameter, params)
 
 
 def _moment_names(

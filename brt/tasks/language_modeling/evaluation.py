@@ -19,6 +19,7 @@ from brt.data.lanes import evaluation_batches
 from brt.data.preparation import Corpus
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer, decode
+from brt.distributed import rules
 from brt.layers.stack import StackState, parts
 from brt.models.decoder import forget, new_state
 from brt.tasks.language_modeling.forward import block_nats
@@ -157,7 +158,7 @@ class DocumentEvaluator:
           tokens_per_document: only the first so many; 0: all.
         """
         config, store = self._config, self._store
-        batch_size = min(config.evaluation.batch_size, len(store))  # a lane needs a document
+        batch_size = rules.filled("lanes", min(config.evaluation.batch_size, len(store)))
         length = config.evaluation_segment_length
         nats = np.zeros(len(store))
         carry = new_state(config.model, batch_size)
@@ -201,7 +202,8 @@ class DocumentEvaluator:
         if ablate:
             model = self._config.model
             carry = forget(model, carry, parts(model) if ablate == "both" else (ablate,))
-        return block_nats(self._config, params, carry, batch, model_state or None)
+        nats, carry = block_nats(self._config, params, carry, batch, model_state or None)
+        return rules.everywhere(nats), carry
 
     def _score(self, store: TokenStore, index: int, nats: float, limit: int) -> DocumentScore:
         tokens, name = int(store.lengths[index]), store.names[index]

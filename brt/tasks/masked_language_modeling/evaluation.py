@@ -20,6 +20,7 @@ from brt.config import Config
 from brt.data.lanes import evaluation_batches
 from brt.data.preparation import Corpus
 from brt.data.tokenizers import Tokenizer, decode
+from brt.distributed import rules
 from brt.models import seq2seq
 from brt.models.encoder import EncoderWithHead
 from brt.tasks.masked_language_modeling.forward import masked, predict
@@ -62,7 +63,7 @@ class MaskedEvaluator:
         self._tokenizer, self._store = corpus.tokenizer, corpus.split(split)
         self.total = int(self._store.lengths.sum())
         self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())
-        self._predict = jax.jit(self.predictions)
+        self._predict = rules.jit(self.predictions)
 
     def predictions(
         self, params: PyTree[Array], batch: Batch, segments: Int[Array | np.ndarray, "B 2"]

@@ -3,12 +3,12 @@
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
+from brt.distributed import rules
 from brt.ops.cross_entropy import token_nats
 from brt.tasks.protocol import Stop
 from brt.tasks.summarization.data.batches import evaluation_batches
@@ -51,7 +51,7 @@ class TeacherForcing:
 
     def __init__(self, config: Config, tokenizer: PairTokenizer):
         self._config, self._tokenizer = config, tokenizer
-        self._nats = jax.jit(self.nats)
+        self._nats = rules.jit(self.nats)
 
     def __call__(
         self, params: PyTree[Array], store: PairStore, stop: Stop = lambda: None

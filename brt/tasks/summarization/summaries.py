@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
 from brt.config import Config, Sampling
+from brt.distributed import rules
 from brt.errors import NonFiniteError
 from brt.generation.decoder import TextDecoder
 from brt.generation.hypotheses import Hypotheses
@@ -53,7 +54,7 @@ class Summarizer:
                 )
             return search(decoder, state, batch=len(source), decoding=decoding)
 
-        self._write = jax.jit(written)
+        self._write = rules.jit(written)
 
     def __call__(
         self,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config, Model
+from brt.distributed import rules
 from brt.layers import kinds
 from brt.layers.stack import StackState, runs
 
@@ -101,7 +102,7 @@ class StateProbe:
 
     def __init__(self, config: Config):
         self._model = config.model
-        self._figures = jax.jit(self._compute)
+        self._figures = rules.jit(self._compute)
         self._recurs = any(kinds.of(kind).recurs for kind in config.model.layer_types)
 
     def _compute(self, params: PyTree[Array], carried: StackState) -> dict[str, Array]:
