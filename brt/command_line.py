@@ -7,7 +7,6 @@ Gin files are data here: `Section.field = value`, `NAME = value` with `%NAME`, a
 import argparse
 import contextlib
 import errno
-import importlib.util
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from typing import Any, Literal, NoReturn
 
 from gin import config_parser
 
-from brt import __version__, allocator, bindings
+from brt import __version__, allocator, bindings, platforms
 from brt.bindings import Binding, Macro, Resolved, Source
 from brt.config import SECTIONS, Config
 from brt.config_io import FIELDS, annotated_text, find_gin_file, shown_path, suggestion
@@ -206,7 +205,7 @@ def main(
 ) -> NoReturn:
     """Runs a command and exits: a BrtError as one sentence and its code, bugs with a traceback."""
     allocator.keep_memory()
-    _leave_compilers_alone()
+    platforms.leave_compilers_alone()
     # XLA tells of every slow compilation as of an error, and what fails is raised anyway.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
@@ -229,14 +228,6 @@ def main(
         message = f"error: the disk is full{where}; free some space and run the same command again"
         code = _say(message, CheckpointError.exit_code)
     sys.exit(code)
-
-
-def _leave_compilers_alone() -> None:
-    """Where libtpu only compiles (brt[tpu-compile]), jax would look for its TPUs, and complain."""
-    there = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("*"))
-    others = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-    if importlib.util.find_spec("libtpu") and not there and not others:
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def print_figures(figures: Mapping[str, Any], path: str | None, workdir: str | None) -> None:

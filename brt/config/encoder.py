@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from brt.config.checks import check, check_not_negative, check_positive
-from brt.config.fields import fixed, free, inherited
+from brt.config.fields import Kept, fixed, free, inherited
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,7 @@ class Encoder:
     attention_dropout: float = free(-1.0)  # on attention weights; -1: as dropout
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")  # auto: bfloat16 except on CPUs
     remat: bool = free(False)  # recompute a layer's activations in the backward pass
+    remat_keep: Kept = free("nothing")  # what remat keeps of a layer nevertheless
 
     def __post_init__(self) -> None:
         check_positive(

@@ -97,3 +97,7 @@ def cached_settings(section: Any) -> dict[str, Any]:
 def _field(default: T, setting: Setting) -> T:
     # what dataclass takes for a field has the type of its value, as dataclasses.field does it
     return dataclasses.field(default=default, metadata={_DECLARED: setting})
+
+
+# What recomputation keeps: nothing, all products, or those with weights (not of a batch).
+Kept = Literal["nothing", "products", "products_with_weights"]

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from brt.config.checks import check, check_not_negative, check_positive
-from brt.config.fields import adaptable, fixed, free, inherited
+from brt.config.fields import Kept, adaptable, fixed, free, inherited
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,7 @@ class Model:
     bias_before_scale: bool = inherited(False)  # True: (q.k + bias) * scale (original)
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")  # auto: bfloat16 except on CPUs
     remat: bool = free(False)  # recompute a layer's activations in the backward pass
+    remat_keep: Kept = free("nothing")  # what remat keeps of a layer nevertheless
     layer_unroll: int = free(1)  # layers per iteration of the scan over equal neighbours
     block_unroll: int = free(1)  # blocks per iteration of the scan over the recurrence
 

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from brt.config.checks import check, check_not_negative, check_positive, settle_rows
-from brt.config.fields import fixed, free, held_out, inherited, sources
+from brt.config.fields import Kept, fixed, free, held_out, inherited, sources
 from brt.errors import ConfigError
 
 SMALLEST_THRESHOLD = 1e-3  # of recurrent accumulate-and-fire with bounded parameters
@@ -41,6 +41,7 @@ class Seq2Seq:
     activation_dropout: float = free(-1.0)  # inside the MLP; -1: as dropout
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")  # auto: bfloat16 except on CPUs
     remat: bool = free(False)  # recompute a layer's activations in the backward pass
+    remat_keep: Kept = free("nothing")  # what remat keeps of a layer nevertheless
 
     def __post_init__(self) -> None:
         check_positive(

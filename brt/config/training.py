@@ -76,6 +76,7 @@ class Optimizer:
     orthogonal_steps: int = fixed(3)  # Muon: iterations that make an update orthogonal
     weight_decay: float = free(0.0)  # AdamW and Muon, on matrices
     clip_norm: float = fixed(0.0)  # global gradient norm; 0: no clipping
+    offload: bool = free(False)  # its state lies in the host's memory, and comes for its step
 
     def __post_init__(self) -> None:
         check_positive(self, "learning_rate", "min_dim_size_to_factor", "orthogonal_steps")

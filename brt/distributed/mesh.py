@@ -116,7 +116,7 @@ def by_lane(mesh: jax.sharding.Mesh) -> NamedSharding:
 def own_lanes(mesh: jax.sharding.Mesh, lanes: int) -> tuple[int, ...]:
     """Which of the lanes this process's devices have."""
     cuts = by_lane(mesh).addressable_devices_indices_map((lanes,)).values()
-    return tuple(sorted({lane for (cut,) in cuts for lane in range(lanes)[cut]}))
+    return tuple(sorted({lane for cut in cuts if cut for lane in range(lanes)[cut[0]]}))
 
 
 def global_array(mesh: jax.sharding.Mesh, x: np.ndarray, own: Sequence[int], lanes: int) -> Array:

@@ -285,8 +285,9 @@ def with_cache(
         state = zero_where_invalid(state)
     readable = jnp.concatenate([rows[:, None], ~document_start[:, 1:]], axis=1) & model.cache
     readable = constrain(readable, "lanes", None)
-    last = (last_block(x, model.window) for x in (projections.keys, projections.values))
-    return Past(state.keys, state.values, readable), WindowState(*last, jnp.ones_like(state.valid))
+    keys, values = (last_block(x, model.window) for x in (projections.keys, projections.values))
+    after = WindowState(keys, values, jnp.ones_like(state.valid))
+    return Past(state.keys, state.values, readable), after
 
 
 class WindowLayer(nn.Module):

@@ -5,10 +5,12 @@ from functools import partial
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brt.config import Encoder, Model, Seq2Seq
+from brt.config.fields import Kept
 from brt.ops import dispatch
 from brt.ops.dropout import Dropout
 
@@ -27,6 +29,16 @@ def compute_dtype(model: Model | Seq2Seq | Encoder) -> jnp.dtype:
     if model.dtype == "auto":
         return jnp.dtype("float32" if dispatch.backend() == "cpu" else "bfloat16")
     return jnp.dtype(model.dtype)
+
+
+def remat_policy(keep: Kept) -> Callable[..., Any]:
+    """What `nn.remat` keeps of a layer."""
+    policies = jax.checkpoint_policies
+    return {
+        "nothing": policies.nothing_saveable,
+        "products": policies.dots_saveable,
+        "products_with_weights": policies.dots_with_no_batch_dims_saveable,
+    }[keep]
 
 
 def kernel_init(inputs: int = 1, variance: float = 1.0) -> Initializer:

@@ -13,6 +13,7 @@ from brt.config import Kernels, Model
 from brt.config.checks import check
 from brt.distributed.rules import Names, constrain
 from brt.layers import kinds
+from brt.layers.basic import remat_policy
 from brt.layers.kinds import LayerAux
 from brt.layers.state import LayerState
 from brt.ops.recurrent_attention import StateMemory
@@ -130,7 +131,8 @@ class Stack(nn.Module):
             return x, (after, *(aux or [LayerAux()]))
 
         if self.model.remat and method == "__call__":
-            layer = nn.remat(layer, prevent_cse=False)
+            policy = remat_policy(self.model.remat_keep)
+            layer = nn.remat(layer, prevent_cse=False, policy=policy)
         scan = nn.scan(
             layer,
             variable_axes={"params": 0},

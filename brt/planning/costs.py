@@ -62,7 +62,7 @@ class Cost(NamedTuple):
 class Moved(NamedTuple):
     """What one kind of collective does in a step: how often, and the bytes of its results."""
 
-    count: int = 0
+    times: int = 0
     bytes: int = 0
 
 
@@ -87,7 +87,7 @@ def costs(text: str) -> Costs:
         kind = one.operation.removesuffix("-start")
         if kind in COLLECTIVES:
             before = moved[kind]
-            moved[kind] = Moved(before.count + times, before.bytes + times * _result(one))
+            moved[kind] = Moved(before.times + times, before.bytes + times * _result(one))
             continue
         cost = _cost(module, computation, one)
         if any(cost):
@@ -134,9 +134,9 @@ def _cost(module: Module, computation: str, one: Instruction) -> Cost:
         flops = _flops(module, called)
         for i, part in _slices(module, called).items():
             read[i] = min(read[i], part)
-        for i, part in enumerate(_updates(module, called)):
-            written[i] = min(written[i], part) if part is not None else written[i]
-    elif one.operation in ("dot", "convolution"):
+        for i, update in enumerate(_updates(module, called)):
+            written[i] = written[i] if update is None else min(written[i], update)
+    elif _is_product(one):
         flops = _product(module, computation, one)
     elif one.operation == "dynamic-slice":
         read = [sum(written)]
@@ -180,11 +180,18 @@ def _updates(module: Module, called: str) -> list[int | None]:
 def _flops(module: Module, called: str) -> float:
     total = 0.0
     for one in module.computations[called].values():
-        if one.operation in ("dot", "convolution"):
+        if _is_product(one):
             total += _product(module, called, one)
         elif one.operation == "fusion":
             total += _flops(module, one.called("calls") or "")
     return total
+
+
+def _is_product(one: Instruction) -> bool:
+    """Of matrices; on GPUs most are calls of cuBLAS."""
+    return one.operation in ("dot", "convolution") or (
+        one.operation == "custom-call" and "cublas" in one.attributes
+    )
 
 
 def _product(module: Module, computation: str, one: Instruction) -> float:
@@ -194,10 +201,11 @@ def _product(module: Module, computation: str, one: Instruction) -> float:
     out = 1
     for dimension in one.shapes[0].dimensions:
         out *= dimension
-    if one.operation == "dot":
-        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.attributes)
-        for place in (contracted[1] if contracted else "").split(","):
-            out *= left[int(place)] if place else 1
+    if one.operation != "convolution":
+        pattern = r'lhs_contracting_dim(?:ension)?s(?:"?[=:])[\[{]([\d,"]*)[\]}]'
+        contracted = re.search(pattern, one.attributes)
+        for place in re.findall(r"\d+", contracted[1] if contracted else ""):
+            out *= left[int(place)]
         return 2.0 * out
     return 2.0 * out * _summed(one, left, right)
 

@@ -105,14 +105,14 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
             compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             raise _refused(error) from error
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     state = shapes.abstract
-    parts = [_bytes(part) for part in (state.params, state.optimizer, state.carry)]
     arguments = memory.argument_size_in_bytes
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     temporaries = memory.temp_size_in_bytes
     return Plan(
-        topology, dict(shapes.mesh.shape), *parts, _bytes(state.model_state), temporaries,
+        topology, dict(shapes.mesh.shape), _bytes(state.params), _bytes(state.optimizer),
+        _bytes(state.carry), _bytes(state.model_state), temporaries,
         arguments + outputs + temporaries, costs(compiled.as_text()), tokens, flops,
         time.perf_counter() - begin, bool(options),
     )  # fmt: skip

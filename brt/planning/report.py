@@ -107,7 +107,7 @@ def _collectives(plan: Plan) -> list[str]:
     if not plan.costs.collectives:
         return ["  no collectives"]
     return [
-        f"  {kind:<20} {moved.count:5d} times, {moved.bytes / 1e6:10.1f} MB of results"
+        f"  {kind:<20} {moved.times:5d} times, {moved.bytes / 1e6:10.1f} MB of results"
         for kind, moved in sorted(plan.costs.collectives.items())
     ]
 

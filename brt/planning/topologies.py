@@ -43,7 +43,33 @@ CHIPS = {
     "h200": Chip(141 * _GIB, 989e12, 4.8e12, 450e9),
 }
 _TPUS = ("v4", "v5e", "v5p", "v6e")
-_GPU_TARGETS = {"h100": "h100_sxm", "h200": "h200_sxm", "a100": "a100_sxm_80"}
+_HOPPER = {
+    "name": "NVIDIA H100 80GB HBM3", "cores": 132, "shared": 233472, "optin": 232448,
+    "cache": 52428800, "clock": 1.98, "major": 9, "minor": 0,
+}  # fmt: skip
+_GPU_TARGETS: dict[str, dict[str, Any]] = {
+    "h100": _HOPPER,
+    "h200": _HOPPER | {"name": "NVIDIA H200"},
+    "a100": {
+        "name": "NVIDIA A100-SXM4-80GB", "cores": 108, "shared": 167936, "optin": 166912,
+        "cache": 41943040, "clock": 1.41, "major": 8, "minor": 0,
+    },
+}  # fmt: skip
+# What XLA asks of a GPU that is not here (its GpuTargetConfigProto).
+_GPU = """gpu_device_info {{
+  threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
+  shared_memory_per_core: {shared}  threads_per_core_limit: 2048  core_count: {cores}
+  fpus_per_core: 128  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535  memory_bandwidth: {bandwidth}  l2_cache_size: {cache}
+  clock_rate_ghz: {clock}  device_memory_size: {memory}  shared_memory_per_block_optin: {optin}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+runtime_version {{ major: 12 minor: 9 patch: 0 }}
+device_description_str: "{name}"
+"""
 _KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",
           "TPU v6 lite": "v6e", "TPU v6e": "v6e"}  # fmt: skip
 
@@ -126,9 +152,11 @@ def _gpu(name: str, kind: str, count: int) -> Topology:
             f"--topology={name} needs the GPU compiler, which runs on any Linux machine: "
             "pip install 'brt[gpu-compile]'"
         )
+    target = _GPU.format(**_GPU_TARGETS[kind], bandwidth=int(CHIPS[kind].bandwidth),
+                         memory=CHIPS[kind].memory)  # fmt: skip
     try:
         devices = topologies.get_topology_desc(
-            f"1x1x{count}", "cuda", gpu_target_config_name=_GPU_TARGETS[kind]
+            platform="cuda", target_config=target, topology=f"1x1x{count}"
         ).devices
     except Exception as error:
         reason = str(error).split("\n")[0][:160]

@@ -30,7 +30,8 @@ def state_shardings(
 
     def of_optimizer(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         names = _moment_names(path, leaf.shape, axes, shapes)
-        return NamedSharding(mesh, rules.spec(names, leaf.shape, mesh))
+        kind = "pinned_host" if config.optimizer.offload else None
+        return NamedSharding(mesh, rules.spec(names, leaf.shape, mesh), memory_kind=kind)
 
     carry_axes = tasks.of(config).carry_axes(config)
     return TrainState(

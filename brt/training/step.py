@@ -88,7 +88,12 @@ def train_step(
     aux, gradients = _accumulated(state, carry, batch, key, config)
     with jax.named_scope("optimizer"):
         gradients = jax.tree.map(lambda g: g / jnp.maximum(aux.count, 1.0), gradients)
-        updates, after = optimizer.update(gradients, state.optimizer, state.params)
+        moments = state.optimizer
+        if config.optimizer.offload:
+            moments = jax.device_put(moments, jax.memory.Space.Device)
+        updates, after = optimizer.update(gradients, moments, state.params)
+        if config.optimizer.offload:
+            after = jax.device_put(after, jax.memory.Space.Host)
         params = optax.apply_updates(state.params, updates)
     metrics = StepMetrics(aux.nats, aux.count, optax.tree.norm(gradients), aux.metrics)
     return TrainState(state.step + 1, params, after, aux.carry, aux.model_state), metrics

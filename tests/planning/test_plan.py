@@ -66,7 +66,7 @@ def test_a_plan_counts_what_each_device_has() -> None:
     assert one.parameters / 4 < shared.parameters < one.parameters / 3
     assert shared.mesh == {"data": 2, "fsdp": 4, "tensor": 1, "sequence": 1}
     assert shared.carry == one.carry / 8 and shared.tokens == one.tokens == 8 * 32
-    assert not one.costs.collectives and shared.costs.collectives["all-gather"].count
+    assert not one.costs.collectives and shared.costs.collectives["all-gather"].times
     text = report.text(shared, config)
     assert "8 devices as data 2 x fsdp 4" in text and "all-gather" in text
     json.dumps(report.figures(shared))

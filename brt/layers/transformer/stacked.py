@@ -6,9 +6,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from brt.config.fields import Kept
+from brt.layers.basic import remat_policy
+
 
 def stacked(
-    layer: type[nn.Module], count: int, *, remat: bool, methods: Sequence[str] = ("__call__",)
+    layer: type[nn.Module],
+    count: int,
+    *,
+    remat: bool,
+    keep: Kept,
+    methods: Sequence[str] = ("__call__",),
 ) -> type[nn.Module]:
     """A module of `count` layers with the fields of one, whose parameters have layers on axis 0.
 
@@ -16,10 +24,10 @@ def stacked(
     what is of each layer has the layers on axis 0.
 
     Args:
-      remat: compute what is in `__call__` again in the backward pass.
+      remat: compute what is in `__call__` again in the backward pass, but for what it is to keep.
     """
     if remat:
-        layer = nn.remat(layer, methods=["__call__"], prevent_cse=False)
+        layer = nn.remat(layer, methods=["__call__"], prevent_cse=False, policy=remat_policy(keep))
     return nn.scan(
         layer,
         variable_axes={"params": 0},

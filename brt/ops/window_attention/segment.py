@@ -4,8 +4,6 @@ Each of them reads one window of keys and values beyond its own tokens, those of
 neighbour; the first one reads the cache.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -32,21 +30,20 @@ def segment_part(
     implementation: str | None = None,
 ) -> AttentionPart:
     """`window_part` of tokens whose keys and values are not joined to the `cached` ones yet."""
-    attend = partial(
-        window_part, attend_to_self=attend_to_self, null_keys=null_keys,
-        implementation=implementation,
-    )  # fmt: skip
-    devices = rules.count("blocks", readable.shape[1])
-    if devices == 1:
-        joined = (
-            jnp.concatenate(pair, axis=1) for pair in zip(cached, (keys, values), strict=True)
-        )
-        return attend(queries, *joined, bias, readable, dropout)
 
-    def local(q, cached, k, v, bias, readable, dropout):  # type: ignore[no-untyped-def]
+    def attend(q, pairs, bias, readable, dropout):
+        joined_keys, joined_values = (jnp.concatenate(pair, axis=1) for pair in pairs)
+        return window_part(
+            q, joined_keys, joined_values, bias, readable, dropout, attend_to_self=attend_to_self,
+            null_keys=null_keys, implementation=implementation,
+        )  # fmt: skip
+
+    if rules.count("blocks", readable.shape[1]) == 1:
+        return attend(queries, zip(cached, (keys, values), strict=True), bias, readable, dropout)
+
+    def local(q, cached, k, v, bias, readable, dropout):
         pairs = zip(cached, (k, v), strict=True)
-        joined = (jnp.concatenate([_left(*pair), pair[1]], axis=1) for pair in pairs)
-        return attend(q, *joined, bias, readable, dropout)
+        return attend(q, [(_left(*pair), pair[1]) for pair in pairs], bias, readable, dropout)
 
     tokens = P(None, _AXIS)
     return jax.shard_map(
