@@ -43,7 +43,7 @@ class Heartbeat:
             except Exception:
                 alive, stopped = {}, {}  # the service is gone, and with it process 0
             now = time.monotonic()
-            for index in {0} | alive.keys() - {self._index}:
+            for index in ({0} | alive.keys()) - {self._index}:
                 if alive.get(index, "") not in ("", self._seen[index][0]):
                     self._seen[index] = alive[index], now
                 silent = now - self._seen[index][1]

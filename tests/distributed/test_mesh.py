@@ -2,7 +2,7 @@ import jax
 import pytest
 
 from brt.config import Mesh
-from brt.distributed.mesh import build, shape_of
+from brt.distributed.mesh import build, fitting, own_lanes, shape_of
 from brt.errors import ConfigError
 
 LANES = {"lanes": ("Training.batch_size / Training.gradient_accumulation", 12)}
@@ -50,3 +50,22 @@ def test_what_devices_do_not_divide_is_refused(mesh: Mesh, needs: dict, message:
 def test_sizes_below_one_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^Mesh.fsdp = 0 must be above 0, or -1$"):
         Mesh(fsdp=0)
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected"),
+    [
+        (Mesh(), Mesh()),
+        (Mesh(data=2, fsdp=2, tensor=2), Mesh(data=2, fsdp=2, tensor=2)),
+        (Mesh(data=16, tensor=4), Mesh(data=2, tensor=4)),
+        (Mesh(data=16, fsdp=16), Mesh(fsdp=8)),
+        (Mesh(data=-1), Mesh(data=8)),
+    ],
+)
+def test_a_trained_model_is_read_by_what_devices_there_are(trained: Mesh, expected: Mesh) -> None:
+    assert fitting(trained, {"heads": ("Model.heads", 8)}) == expected
+
+
+def test_lanes_of_a_process_are_those_of_its_devices() -> None:
+    mesh = build(Mesh(data=2, fsdp=2, tensor=2), {})
+    assert own_lanes(mesh, 8) == tuple(range(8))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from brt.distributed import rules
 from brt.ops.dropout import Dropout
 from brt.ops.reductions import sum_leading
 
@@ -29,13 +30,14 @@ def attend(
     """See `api.attend`.
 
     Args:
-      tile: logits that may exist at a time (those of one query for all heads and leading
-        axes do in any case).
+      tile: logits that may exist at a time on a device (those of one query for all of its heads
+        and leading axes do in any case).
     """
     lead, (length, heads, width) = queries.shape[:-3], queries.shape[-3:]
     q, k, v = (x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2) for x in (queries, keys, values))
     mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-2:])).reshape(-1, *mask.shape[-2:])
-    each = max(min(length, tile // max(q.shape[0] * heads * k.shape[2], 1)), 1)
+    shared = rules.count("lanes", lead[0]) * rules.count("heads", heads) if lead else 1
+    each = max(min(length, tile // max(q.shape[0] * heads * k.shape[2] // shared, 1)), 1)
     count = -(-length // each)
     each = -(-length // count)  # tiles of one size, with as few rows too many as can be
     tiles = Tiles(

@@ -1,0 +1,118 @@
+"""What processes refuse before they meet, and how one learns that another is gone."""
+
+import json
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from brt.distributed import heartbeat, processes
+from brt.distributed.heartbeat import Heartbeat
+from brt.distributed.processes import Launch
+from brt.errors import ConfigError, PeerError
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        (Launch("host:1"), "go together"),
+        (Launch("host:1", 2), "go together"),
+        (Launch("host:1", 2, 2), "--process_index=2 must be one of 0 to 1 "),
+        (Launch("host", 2, 0), "--coordinator_address=host must be HOST:PORT"),
+        (Launch("host:x", 2, 0), "must be HOST:PORT"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(launch: Launch, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        processes.start(launch)
+
+
+def test_a_loopback_address_is_refused_where_there_are_several_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "4")
+    for address in ("localhost:99", "127.0.0.1:99", "[::1]:99"):
+        with pytest.raises(ConfigError, match="from its own host only, but this job has 4"):
+            processes.start(Launch(address, 4, 1))
+
+
+def test_a_process_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    processes.start(Launch())
+    assert not processes.several() and processes.is_first()
+    assert processes.gather("a", "text") == ["text"] and processes.of_first([1, None]) == [1, None]
+    processes.wait_for_all("b")
+    processes.check_same({"config": "x"})
+    with pytest.raises(KeyError), processes.explained():
+        raise KeyError("bugs stay what they are")
+
+
+def test_another_fact_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = [{"config": "a = 1\nb = 2", "code": "1"}, {"config": "a = 1\nb = 3", "code": "1"}]
+    monkeypatch.setattr(processes, "gather", lambda *_: [json.dumps(one) for one in facts])
+    message = "process 1 of 1 has another config than process 0: 'b = 3', not 'b = 2'; start all"
+    with pytest.raises(ConfigError, match=message):
+        processes.check_same(facts[0])
+
+
+class Service:
+    """Texts by name, in this process."""
+
+    def __init__(self) -> None:
+        self.texts = {"brt/alive/1": "1"}
+
+    def key_value_set(self, key: str, value: str, overwrite: bool = False) -> None:
+        self.texts[key] = value
+
+    def key_value_dir_get(self, place: str) -> list[tuple[str, str]]:
+        return [(key, value) for key, value in self.texts.items() if key.startswith(f"{place}/")]
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    codes: list[int] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        threading.Event().wait()  # as there is no thread any more
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(heartbeat, "_BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.3)
+    monkeypatch.setattr(heartbeat, "GRACE_SECONDS", 0.05)
+    return codes
+
+
+def _waited(condition: Any) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_who_is_silent_is_named(ended: list[int], capfd: pytest.CaptureFixture) -> None:
+    service = Service()
+    Heartbeat(service, 0, 2, lambda index: f"process {index} of 2")
+    _waited(lambda: ended)
+    assert ended == [PeerError.exit_code] == [75]
+    assert "process 1 of 2 has given no sign of life" in capfd.readouterr().err
+    assert int(service.texts["brt/alive/0"]) > 3
+
+
+def test_who_said_goodbye_is_missed_at_once(ended: list[int], capfd: pytest.CaptureFixture) -> None:
+    service = Service()
+    service.texts["brt/stopped/1"] = "DataError: no file"
+    Heartbeat(service, 0, 2, lambda index: f"process {index}")
+    _waited(lambda: ended)
+    assert "process 1 has stopped: DataError: no file; start all" in capfd.readouterr().err
+
+
+def test_nobody_is_missed_after_the_end(ended: list[int]) -> None:
+    beats = Heartbeat(Service(), 0, 2, str)
+    beats.close()
+    time.sleep(0.5)
+    assert not ended
