@@ -11,8 +11,7 @@ from brt.data.rows.preparation import RowCorpus
 from brt.data.tokenizers import ByteTokenizer
 from brt.generation.sampling import choose
 from brt.tasks import TASKS
-from brt.tasks.protocol import Aux, Measure, Reading, Task
-from brt.tasks.writers import Writer
+from brt.tasks.protocol import Aux, Measure, Reading, Task, Writer
 from brt.types import TextBatch
 
 

@@ -104,7 +104,7 @@ def main() -> None:
         return
     for model in args.models:
         for chip in args.chips:
-            for count in SLICES[chip]:
+            for count in set(args.counts or SLICES[chip]) & SLICES[chip].keys():
                 found.append(of_size(model, chip, count, "full" if args.full else "low"))
                 print(row(found[-1]), flush=True)
     if args.json:
@@ -117,6 +117,7 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     flags.add_argument("--chips", nargs="+", choices=list(SLICES), default=list(SLICES))
+    flags.add_argument("--counts", nargs="+", type=int, help="of chips; default: all")
     flags.add_argument("--full", action="store_true", help="cycles, too, in five times the time")
     flags.add_argument("--steps", action="store_true", help="the ratios of step times instead")
     flags.add_argument("--topologies", nargs="+", default=["v4:2x4x4"], help="of --steps")
