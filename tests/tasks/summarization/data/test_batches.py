@@ -109,7 +109,7 @@ def test_the_order_depends_on_seed_and_epoch_only(make_store):
 
 @pytest.mark.parametrize("part", [range(0, 1), range(1, 3), range(0)])
 def test_a_part_has_rows_of_the_whole(store, buckets, part):
-    whole, some = (reader(store, buckets=buckets, part=p) for p in (None, part))
+    whole, some = (reader(store, buckets=buckets, lanes=p) for p in (None, part))
     for step in range(8):
         assert equal(some[step], [array[part.start : part.stop] for array in whole[step]])
 
