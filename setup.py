@@ -45,7 +45,10 @@ EXTRAS = {
     "wandb": ["wandb>=0.18,<1"],  # Logging.wandb_project
     "mlflow": ["mlflow-skinny>=2.14,<4"],  # Logging.mlflow_experiment; the client alone
     "tpu-compile": ["libtpu>=0.0.40,<0.1"],  # brt.plan --topology=v5e:4x4, without a TPU
-    "gpu-compile": ["jax-cuda12-plugin>=0.10.2,<0.13", "jax-cuda12-pjrt>=0.10.2,<0.13"],  # brt.plan --topology=h100x8, without a GPU
+    "gpu-compile": [
+        "jax-cuda12-plugin>=0.10.2,<0.13",
+        "jax-cuda12-pjrt>=0.10.2,<0.13",
+    ],  # brt.plan --topology=h100x8, without a GPU
     "test": [
         "pytest>=8.3,<10",
         "pytest-xdist>=3.6,<4",  # several processes

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -66,10 +67,10 @@ def build(
         raise ConfigError(problem)
     used = math.prod(shape.values())
     check_all_take_part(used, devices)
-    return jax.make_mesh(
-        tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape),
-        devices=devices[:used],
-    )  # fmt: skip
+    placed = mesh_utils.create_device_mesh(
+        tuple(shape.values()), devices[:used], allow_split_physical_axes=True
+    )
+    return jax.sharding.Mesh(placed, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
 def misfit(shape: Mapping[str, int], needs: Needs) -> str | None:
