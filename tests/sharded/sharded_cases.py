@@ -79,6 +79,12 @@ def masked(place: Path, **attention: Any) -> Config:
     )  # fmt: skip
 
 
+def shared(config: Config) -> Config:
+    """With one projection for queries and keys."""
+    encoder = dataclasses.replace(config.encoder, shared_queries_keys=True)
+    return dataclasses.replace(config, encoder=encoder)
+
+
 def pairs(place: Path, cross: CrossAttention | None = None, **seq2seq: Any) -> Config:
     rows = [
         {"id": str(i), "document": text(i, 30 - i), "summary": text(i + 9, 5 + i % 3)}
@@ -151,7 +157,7 @@ CASES: dict[str, Callable[[Path], Config]] = {
     "masked_clustered": lambda place: masked(
         place, kind="improved_clustered", clusters=4, bits=8, top_k=4
     ),
-    "masked_reformer": lambda place: masked(place, kind="reformer", chunk=4, buckets=4),
+    "masked_reformer": lambda place: shared(masked(place, kind="reformer", chunk=4, buckets=4)),
     "t5": pairs,
     "bart_raf": lambda place: pairs(
         place, CrossAttention(kind="srformer", segment_size=8, q_ref=16), family="bart",
