@@ -9,6 +9,8 @@ import json
 import os
 import re
 import socket
+import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -51,18 +53,19 @@ def start(launch: Launch) -> None:
     address, count, index = flags
     if "jax_enable_recoverability" in jax.config.values:  # else it aborts where a process is gone
         jax.config.update("jax_enable_recoverability", True)
+    # JAX would abort where nobody comes: it gets more time than we have patience.
+    patience = threading.Timer(RENDEZVOUS_SECONDS, _nobody_came, [launch])
+    patience.daemon = True
+    patience.start()
     try:
         jax.distributed.initialize(
-            address, count, index, initialization_timeout=RENDEZVOUS_SECONDS,
+            address, count, index, initialization_timeout=RENDEZVOUS_SECONDS + 60,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=30,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
-        where = f"at {address}" if address else "by what the environment says"
-        raise PeerError(
-            f"{_named(index, count)} found no coordinator {where} within {RENDEZVOUS_SECONDS} s "
-            f"({_first_line(error)}); see that process 0 runs, that its address can be reached "
-            "from here, and that all were started with the same --process_count"
-        ) from error
+        raise PeerError(f"{_missed(launch)}; JAX says: {_first_line(error)}") from error
+    finally:
+        patience.cancel()
     _exchange_hosts(address)
     global _heartbeat
     _heartbeat = Heartbeat(service(), jax.process_index(), jax.process_count(), peer)
@@ -96,6 +99,21 @@ def _cluster() -> bool:
     counts = (os.environ.get(name, "") for name in names)
     hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
     return any(n.isdecimal() and int(n) > 1 for n in counts) or "," in hosts
+
+
+def _missed(launch: Launch) -> str:
+    address, count, index, _ = launch
+    where = f"at {address}" if address else "by what the environment says"
+    return (
+        f"{_named(index, count)} did not find all others {where} within {RENDEZVOUS_SECONDS} s; "
+        "see that all of them run, that process 0 can be reached from here, and that all were "
+        "started with the same --process_count"
+    )
+
+
+def _nobody_came(launch: Launch) -> None:
+    print(f"brt: {_missed(launch)}", file=sys.stderr, flush=True)
+    os._exit(PeerError.exit_code)
 
 
 def _named(index: int | None, count: int | None) -> str:

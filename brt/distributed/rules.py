@@ -87,6 +87,19 @@ def filled(name: str, size: int) -> int:
     return -(-size // devices) * devices
 
 
+def cuts(name: str) -> bool:
+    """Whether the mesh that is set cuts axes of this name."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and any(mesh.shape[axis] > 1 for axis in RULES[name])
+
+
+def rows_adjoin(axes: int) -> bool:
+    """Whether the first so many axes of an array can be merged where they are: lanes come first,
+    and nothing behind them is cut. Where devices share more than lanes the compiler decides."""
+    only_lanes = not any(map(cuts, ("tokens", "embed", "heads")))
+    return not partitioned() or (axes <= 2 and only_lanes)
+
+
 def constrain(x: Array, *names: str | None) -> Array:
     """`x`, cut by its names where a mesh of several devices is set (`jax.set_mesh`)."""
     if not partitioned():

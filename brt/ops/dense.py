@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brt.distributed.rules import partitioned
+from brt.distributed.rules import cuts, rows_adjoin
 from brt.ops import dispatch
 
 
@@ -58,8 +58,8 @@ def weight_gradient(
     transposed, which takes longer than the product of a small model.
     """
     shape = (*x.shape[x.ndim - inputs :], *dy.shape[dy.ndim - outputs :])
-    if partitioned():
-        rows = tuple(range(x.ndim - inputs))
+    rows = tuple(range(x.ndim - inputs))
+    if not rows_adjoin(len(rows)) or cuts("heads"):
         return jnp.tensordot(x, dy, axes=(rows, rows), preferred_element_type=jnp.float32)
     if dispatch.backend() == "cpu":
         x, dy, inputs, outputs = _merged(x, inputs), _merged(dy, outputs), 1, 1
@@ -70,7 +70,7 @@ def weight_gradient(
 
 
 def _merges(kernel: Array) -> bool:
-    return kernel.ndim > 2 and dispatch.backend() == "cpu" and not partitioned()
+    return kernel.ndim > 2 and dispatch.backend() == "cpu" and not cuts("heads")
 
 
 def _merged(x: Array, axes: int) -> Array:

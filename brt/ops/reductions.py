@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brt.distributed.rules import partitioned
+from brt.distributed.rules import rows_adjoin
 
 
 def sum_leading(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
     """The sum over the first `axes` axes."""
-    if partitioned():
+    if not rows_adjoin(axes):
         return jnp.sum(x, axis=tuple(range(axes)))
     rows = x.reshape(-1, *x.shape[axes:])
     flat = rows.reshape(rows.shape[0], -1)

@@ -172,17 +172,39 @@ def test_who_loses_a_peer_ends_and_says_so(trainer: Trainer) -> None:
 @pytest.mark.slow
 def test_another_config_on_one_process_is_named(trainer: Trainer, tmp_path: Path) -> None:
     """Before step 0, by both."""
-    other = tmp_path / "other.sh"
-    other.write_text(
-        '#!/bin/sh\ncase "$*" in *process_index=1*) set -- "$@" --gin_bindings='
-        '"Optimizer.warmup_steps = 1";; esac\nexec "$@"\n'
-    )
+    change = 'set -- "$@" --gin_bindings="Optimizer.warmup_steps = 1"'
+    out = _differing(trainer, tmp_path, change, "different")
+    sentence = "process 1 of 2 on .* has another config than process 0: 'Optimizer.warmup_steps = 1"
+    assert len(re.findall(sentence, out)) == 2
+
+
+def _differing(trainer: Trainer, place: Path, change: str, workdir: str) -> str:
+    """What both say where process 1 is started with something else."""
+    other = place / "other.sh"
+    other.write_text(f'#!/bin/sh\ncase "$*" in *process_index=1*) {change};; esac\nexec "$@"\n')
     other.chmod(0o755)
-    command = trainer.command("different", *MESH)
+    command = trainer.command(workdir, *MESH)
     done = subprocess.run(
         [sys.executable, str(LAUNCHER), "--devices_per_process=4", "--", str(other), *command],
         env=trainer.environment, cwd=ROOT, text=True, capture_output=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 2, done.stdout
-    sentence = "process 1 of 2 on .* has another config than process 0: 'Optimizer.warmup_steps = 1"
-    assert len(re.findall(sentence, done.stdout)) == 2
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_workdir_that_is_not_shared_is_refused(trainer: Trainer, tmp_path: Path) -> None:
+    change = f'set -- "$@" --workdir={tmp_path / "elsewhere"}'
+    out = _differing(trainer, tmp_path, change, "shared not")
+    assert out.count("is not the same directory for all processes: process 1 of 2") == 2
+
+
+@pytest.mark.slow
+def test_who_waits_in_vain_for_the_others_says_so() -> None:
+    code = (
+        "from brt.distributed import processes; processes.RENDEZVOUS_SECONDS = 2; "
+        "processes.start(processes.Launch('localhost:9', 2, 1))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 75
+    assert "process 1 of 2 did not find all others at localhost:9 within 2 s" in done.stderr
