@@ -29,22 +29,35 @@ def _train(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
     flags.start(args)
     from brt.distributed import processes
-    from brt.training import loop, run, run_summary, workdir
+    from brt.training import loop, run_summary
+
+    with processes.explained():  # to the others, too
+        config = _config(args)
+        if args.dry_run:
+            _shape(config, args)
+            return
+        trained, place = loop.train(config, Path(args.workdir))
+    if processes.is_first():
+        print(run_summary.finish(trained, place, begin))
+
+
+def _config(args: argparse.Namespace) -> Config:
+    from brt.training import workdir
 
     base = workdir.saved_config(args.workdir) if args.workdir and not args.gin_file else None
     config = command_line.resolve(args, base=base).config
     if not args.workdir and not args.dry_run:
         raise ConfigError("--workdir says where the run lives; name a directory")
-    if args.dry_run:
-        built = run.without_data(config) or run.build(config)
-        print(f"{run_summary.parameters(built)}\n")
-        command_line.print_figures(
-            run_summary.dry_run(built, args.workdir), args.json, args.workdir
-        )
-        return
-    trained, place = loop.train(config, Path(args.workdir))
-    if processes.is_first():
-        print(run_summary.finish(trained, place, begin))
+    return config
+
+
+def _shape(config: Config, args: argparse.Namespace) -> None:
+    """What training would hold and read, without training."""
+    from brt.training import run, run_summary
+
+    built = run.without_data(config) or run.build(config)
+    print(f"{run_summary.parameters(built)}\n")
+    command_line.print_figures(run_summary.dry_run(built, args.workdir), args.json, args.workdir)
 
 
 class _Command(types.ModuleType):

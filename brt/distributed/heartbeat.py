@@ -23,7 +23,7 @@ class Heartbeat:
     """
 
     def __init__(self, client: Any, index: int, count: int, peer: Callable[[int], str]):
-        self._client, self._index, self._count, self._peer = client, index, count, peer
+        self._client, self._index, self._peer = client, index, peer
         self._over = threading.Event()
         self._seen = dict.fromkeys(range(count), ("", time.monotonic()))
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()

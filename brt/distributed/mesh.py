@@ -89,10 +89,10 @@ def misfit(shape: Mapping[str, int], needs: Needs) -> str | None:
 
 def check_all_take_part(used: int, devices: Sequence[jax.Device]) -> None:
     """Raises ConfigError where a process would have no device of the mesh, or only some."""
-    processes = {device.process_index for device in devices}
-    if len(processes) > 1 and used < len(devices):
+    count = len({device.process_index for device in devices})
+    if count > 1 and used < len(devices):
         raise ConfigError(
-            f"{len(processes)} processes have {len(devices)} devices, of which the mesh takes "
+            f"{count} processes have {len(devices)} devices, of which the mesh takes "
             f"{used}; Mesh.data = -1 takes all"
         )
 

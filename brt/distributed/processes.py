@@ -162,18 +162,18 @@ def peer(index: int) -> str:
     return f"process {index} of {jax.process_count()}{host}"
 
 
-def gather(name: str, text: str, *, patience: float = PATIENCE_SECONDS) -> list[str]:
+def gather(name: str, text: str) -> list[str]:
     """What every process says under a name, in the order of the processes.
 
     Raises:
-      PeerError: one of them has stopped, or says nothing for so many seconds.
+      PeerError: one of them has stopped, or says nothing for PATIENCE_SECONDS.
     """
     if not several():
         return [text]
     _rounds[name] = _rounds.get(name, 0) + 1
     place, client = f"brt/{name}/{_rounds[name]}", service()
     client.key_value_set(f"{place}/{jax.process_index()}", text)
-    end = time.monotonic() + patience
+    end = time.monotonic() + PATIENCE_SECONDS
     return [_waited(client, place, index, end) for index in range(jax.process_count())]
 
 

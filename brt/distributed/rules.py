@@ -10,11 +10,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Int, PyTree
 
 Names = tuple[str | None, ...]
 Mesh = jax.sharding.Mesh | AbstractMesh
+
+REPLICAS = "data"  # along which parameters are the same, and lanes are dealt with apart
 
 # The axes of the mesh that cut an axis of this name.
 RULES: Mapping[str, tuple[str, ...]] = {
@@ -55,7 +58,7 @@ def _cut(name: str | None, size: int, mesh: Mesh) -> tuple[str, ...]:
         return ()
     if name not in RULES:
         raise ValueError(f"no rule says what cuts axes named {name!r}; add it to RULES")
-    cut = tuple(axis for axis in RULES[name] if mesh.shape[axis] > 1)
+    cut = tuple(axis for axis in RULES[name] if _devices(axis, mesh) > 1)
     return cut if size and size % math.prod(mesh.shape[axis] for axis in cut) == 0 else ()
 
 
@@ -69,9 +72,15 @@ def is_cut(names: Names) -> bool:
     return sum(name != "layers" for name in names) > 1
 
 
+def _devices(axis: str, mesh: Mesh) -> int:
+    """Along an axis of a mesh; of replicas, which are traced each by itself, there is one."""
+    return 1 if axis in getattr(mesh, "manual_axes", ()) else mesh.shape[axis]
+
+
 def partitioned() -> bool:
     """Whether what is traced runs on several devices, where merging axes may move data."""
-    return jax.sharding.get_abstract_mesh().size > 1
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(_devices(axis, mesh) > 1 for axis in mesh.shape)
 
 
 def count(name: str, size: int) -> int:
@@ -83,14 +92,14 @@ def count(name: str, size: int) -> int:
 def filled(name: str, size: int) -> int:
     """The next size that the devices of the mesh that is set divide."""
     mesh = jax.sharding.get_abstract_mesh()
-    devices = 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in RULES[name])
+    devices = 1 if mesh.empty else math.prod(_devices(axis, mesh) for axis in RULES[name])
     return -(-size // devices) * devices
 
 
 def cuts(name: str) -> bool:
     """Whether the mesh that is set cuts axes of this name."""
     mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and any(mesh.shape[axis] > 1 for axis in RULES[name])
+    return not mesh.empty and any(_devices(axis, mesh) > 1 for axis in RULES[name])
 
 
 def rows_adjoin(axes: int) -> bool:
@@ -98,6 +107,18 @@ def rows_adjoin(axes: int) -> bool:
     and nothing behind them is cut. Where devices share more than lanes the compiler decides."""
     only_lanes = not any(map(cuts, ("tokens", "embed", "heads")))
     return not partitioned() or (axes <= 2 and only_lanes)
+
+
+def rows(count: int) -> Int[Array, " count"]:
+    """The numbers, in the whole batch, of the `count` lanes that are here."""
+    here = jnp.arange(count)
+    alone = REPLICAS not in getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
+    return here if alone else here + count * jax.lax.axis_index(REPLICAS)
+
+
+def row_keys(key: Array, count: int) -> Array:
+    """Keys of these rows, whoever else is in the batch, and on however many devices."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, rows(count))
 
 
 def constrain(x: Array, *names: str | None) -> Array:

@@ -23,12 +23,11 @@ class AgreedStop:
 
     def __init__(self, asked: Callable[[], str | None], announce: Callable[[str], None]):
         self._asked, self._announce = asked, announce
-        self._lock, self._agreed = threading.Condition(), threading.Event()
+        self._lock, self._agreed = threading.Lock(), threading.Event()
         self._looks, self._frozen, self._at = 0, False, sys.maxsize
         self.reason: str | None = None
         self._over = False
-        self._thread = threading.Thread(target=self._watch, name="agreement", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._watch, name="agreement", daemon=True).start()
 
     def due(self) -> str | None:
         """Why to stop here, None: go on."""

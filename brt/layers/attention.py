@@ -14,6 +14,7 @@ from brt.layers.basic import FROM_HEADS, INTO_HEADS, ONES, dropout, kernel_init,
 from brt.layers.state import OpenBlock, WindowState, zero_where_invalid
 from brt.ops.activations import relu
 from brt.ops.dense import dense
+from brt.ops.dropout import Dropout
 from brt.ops.normalization import l2_normalize, rms_norm
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import Rotation, alibi_bias, relative_bias, rotate, rotations
@@ -176,7 +177,8 @@ class TransformerBlock(nn.Module):
             queries, keys = rotate(queries, own), rotate(keys, own)
         if m.dropout and self.training:
             # Shared by lanes and blocks as in the original: one tile to draw and to read.
-            mask = dropout(self, jnp.ones((m.heads, m.window, m.window)), m.dropout)
+            drawn = Dropout(self.make_rng("dropout"), m.dropout)
+            mask = drawn.shared_factors((m.heads, m.window, m.window), jnp.dtype("float32"))
         part = segment_part(
             queries, (cached, past.values), keys, values, self.bias(), past.readable, mask,
             attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from brt.distributed.rules import row_keys
+
 
 def spec_augment(
     features: Float[Array, "B X F"],
@@ -20,24 +22,27 @@ def spec_augment(
     A band's width is uniform from 0 to the given one, but of time no more than half of the
     row's frames; its place is uniform where it fits.
     """
-    time_key, feature_key = jax.random.split(key)
+    keys = row_keys(key, len(features))
     frames, width = features.shape[1:]
     lengths = valid.sum(axis=1)
-    in_time = bands(time_key, lengths, frames, time_masks, time_mask_frames)
-    widths = jnp.full_like(lengths, width)
-    in_features = bands(feature_key, widths, width, feature_masks, feature_mask_width)
-    return jnp.where(in_time[:, :, None] | in_features[:, None, :], 0, features)
+
+    def masked(key: Array, length: Int[Array, ""]) -> Bool[Array, "X F"]:
+        of_time, of_features = jax.random.split(key)
+        in_time = bands(of_time, length, frames, time_masks, time_mask_frames)
+        whole = jnp.asarray(width)
+        in_features = bands(of_features, whole, width, feature_masks, feature_mask_width)
+        return in_time[:, None] | in_features[None]
+
+    return jnp.where(jax.vmap(masked)(keys, lengths), 0, features)
 
 
 def bands(
-    key: Array, lengths: Int[Array, " B"], size: int, count: int, widest: int
-) -> Bool[Array, "B size"]:
-    """True in `count` bands of each row, which may overlap."""
-    width_key, place_key = jax.random.split(key)
-    shape = (len(lengths), count)
-    limit = jnp.minimum(widest, lengths // 2)[:, None]
-    width = jnp.floor(jax.random.uniform(width_key, shape) * (limit + 1))
-    begin = jnp.floor(jax.random.uniform(place_key, shape) * (lengths[:, None] - width + 1))
-    place = jnp.arange(size)[None, None]
-    inside = (place >= begin[..., None]) & (place < (begin + width)[..., None])
-    return inside.any(axis=1)
+    key: Array, length: Int[Array, ""], size: int, count: int, widest: int
+) -> Bool[Array, " size"]:
+    """True in `count` bands, which may overlap."""
+    of_widths, of_places = jax.random.split(key)
+    limit = jnp.minimum(widest, length // 2)
+    width = jnp.floor(jax.random.uniform(of_widths, (count, 1)) * (limit + 1))
+    begin = jnp.floor(jax.random.uniform(of_places, (count, 1)) * (length - width + 1))
+    place = jnp.arange(size)[None]
+    return ((place >= begin) & (place < begin + width)).any(axis=0)

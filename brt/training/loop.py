@@ -66,15 +66,14 @@ def train(config: Config, path: Path) -> tuple[Run, Workdir]:
       BrtError: anything else that a person can mend.
     """
     trackers.wanted(config, reader.warn_on_stderr)  # refused before anything is prepared
-    with processes.explained():
-        found = newest(path)
-        run = runs.build(config, saved=found)
-        with StopSignal() as stop, contextlib.ExitStack() as stack:
-            workdir = _entered(path, stack)
-            stack.enter_context(meshes.use(run.mesh))
-            state, tools = _set_up(run, workdir, found, stop, stack)
-            _loop(state, tools)
-            processes.wait_for_all("end")
+    found = newest(path)
+    run = runs.build(config, saved=found)
+    with StopSignal() as stop, contextlib.ExitStack() as stack:
+        workdir = _entered(path, stack)
+        stack.enter_context(meshes.use(run.mesh))
+        state, tools = _set_up(run, workdir, found, stop, stack)
+        _loop(state, tools)
+        processes.wait_for_all("end")
     return run, workdir
 
 

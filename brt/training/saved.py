@@ -59,16 +59,10 @@ def load_config(workdir: Path, step: int | None = None) -> tuple[Workdir, reader
     return place, found, config_from_json(found.meta["config"])
 
 
-def load(
-    workdir: Workdir,
-    found: reader.Found,
-    config: Config,
-    sharding: jax.sharding.Sharding | None = None,
-) -> SavedModel:
-    """Reads the parameters. `config` may differ from the saved one where that makes sense.
+def load(workdir: Workdir, found: reader.Found, config: Config) -> SavedModel:
+    """Reads the parameters, onto devices as in training, as far as these are there.
 
-    Args:
-      sharding: where the parameters go; None: as in training, as far as there are devices.
+    `config` may differ from the saved one where that makes sense.
 
     Raises:
       ConfigError: it differs where it must not.
@@ -81,11 +75,11 @@ def load(
             "model_state": tasks.of(config).initial_model_state(config),
         }
     )
-    mesh = None if sharding else _mesh(config)
+    mesh = _mesh(config)
     target = jax.tree.map(
         lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own),
         learned,
-        _shardings(learned, mesh, config, sharding),
+        _shardings(learned, mesh, config),
     )
     restored = reader.restore(workdir.checkpoints, target, found.step, found=found, partial=True)
     state = restored.state
@@ -105,10 +99,9 @@ def _shardings(
     learned: PyTree[jax.ShapeDtypeStruct],
     mesh: jax.sharding.Mesh | None,
     config: Config,
-    sharding: jax.sharding.Sharding | None,
 ) -> PyTree[jax.sharding.Sharding]:
     if mesh is None:
-        place = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         return jax.tree.map(lambda _: place, learned)
     return {
         "params": parameter_shardings(mesh, learned["params"], parameter_axes(config)),

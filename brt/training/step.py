@@ -5,11 +5,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from brt import tasks
 from brt.config import Config
 from brt.tasks.protocol import Aux
+from brt.training import replicas
 from brt.training.state import TrainState
 
 # Purposes that randomness is folded with; numbers are part of a run's identity.
@@ -69,6 +71,28 @@ def _accumulated(
     return Aux(nats, tokens, joined, model_state, jax.tree.map(jnp.mean, metrics)), gradients
 
 
+def _of_all_lanes(
+    state: TrainState, carry: PyTree[Array], batch: Any, key: Array, config: Config
+) -> tuple[Aux, PyTree[Array]]:
+    """As `_accumulated`, of the lanes of all replicas; what is learned without gradients may
+    depend on all of them at once, and leaves it to the compiler."""
+    if replicas.number() == 1 or jax.tree.leaves(state.model_state):
+        return _accumulated(state, carry, batch, key, config)
+
+    def own(params: PyTree[Array], carry: PyTree[Array], batch: Any, key: Array) -> tuple:
+        aux, gradients = _accumulated(state._replace(params=params), carry, batch, key, config)
+        sums = replicas.summed((aux.nats, aux.count, gradients, aux.metrics))
+        nats, count, gradients, metrics = sums
+        means = jax.tree.map(lambda x: x / replicas.number(), metrics)
+        return (nats, count, means, gradients), aux.carry
+
+    whole, lanes = PartitionSpec(), replicas.lanes_of(carry, tasks.of(config).carry_axes(config))
+    (nats, count, metrics, gradients), carry = replicas.each(
+        own, (whole, lanes, replicas.LANES, whole), (whole, lanes)
+    )(state.params, carry, batch, key)
+    return Aux(nats, count, carry, state.model_state, metrics), gradients
+
+
 def train_step(
     state: TrainState,
     batch: Any,
@@ -85,7 +109,7 @@ def train_step(
     """
     key = jax.random.fold_in(jax.random.fold_in(key, DROPOUT), state.step)
     carry = jax.lax.stop_gradient(state.carry)
-    aux, gradients = _accumulated(state, carry, batch, key, config)
+    aux, gradients = _of_all_lanes(state, carry, batch, key, config)
     with jax.named_scope("optimizer"):
         gradients = jax.tree.map(lambda g: g / jnp.maximum(aux.count, 1.0), gradients)
         moments = state.optimizer

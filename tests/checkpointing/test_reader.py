@@ -229,6 +229,18 @@ def test_a_checkpoint_of_other_shapes_of_old_is_refused_with_the_remedy(director
     assert reader.restore(directory, abstract(state()), 2).step == 2
 
 
+def test_a_model_before_matrices_were_heads_first_is_read_but_not_trained_on(
+    directory: Path,
+) -> None:
+    meta = json.loads((directory / "3/meta.json").read_text())
+    (directory / "3/meta.json").write_text(json.dumps(meta | {"format": 2}))
+    manifest.write(directory / "3")
+    with pytest.raises(CheckpointError, match="its model can be used, but not trained on"):
+        reader.restore(directory, abstract(state()))
+    model = {"params": abstract(state())["params"]}
+    assert reader.restore(directory, model, partial=True).step == 3
+
+
 def test_a_changed_type_is_refused_not_cast(saved: Path) -> None:
     target = abstract(state())
     target["scale"] = jax.ShapeDtypeStruct((), jnp.bfloat16)

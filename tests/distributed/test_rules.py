@@ -49,7 +49,6 @@ def test_no_parameter_of_any_task_collides(task: str) -> None:
     config = Config(training=Training(task=task))
     section = getattr(config, tasks.of(config).model)
     sized = {"vocab_size": 512} if section.vocab_size == 0 else {}
-    config = jax.tree.map(lambda x: x, config)
     changed = type(section)(**{**vars(section), **sized})
     config = Config(**{**vars(config), tasks.of(config).model: changed})
     for names in parameter_axes(config).values():

@@ -61,8 +61,9 @@ def assert_close(actual: Any, expected: Any) -> None:
 def test_unrolling_and_recomputing_change_nothing(random_params: Callable) -> None:
     scanned = dataclasses.replace(MODEL, layers=2, recurrent_layers=(0, 1))
     params = random_params(scanned)["stack"]
-    changed = dataclasses.replace(scanned, layer_unroll=2, remat=True)
-    assert_close(results(changed, params), results(scanned, params))
+    expected = results(scanned, params)
+    for changes in ({"layer_unroll": 2, "remat": True}, {"remat": True, "remat_keep": "products"}):
+        assert_close(results(dataclasses.replace(scanned, **changes), params), expected)
 
 
 @pytest.mark.slow

@@ -53,8 +53,7 @@ def test_a_verdict_names_what_would_make_it_fit() -> None:
     assert report.verdict(made(), CONFIG) == "It fits, with 12.0 GiB to spare."
     refused = report.verdict(made(60.0), CONFIG)
     assert refused.startswith("It does not fit: 60.0 GiB on chips of 32. What helps: Model.remat")
-    for way in ("Mesh.fsdp = 4", "gradient_accumulation = 2", "segment_length = 16"):
-        assert way in refused or way == "Mesh.fsdp = 4"
+    assert "gradient_accumulation = 2" in refused and "segment_length = 16" in refused
     assert "Mesh.fsdp = 4" in report.verdict(made(34.0), CONFIG)
 
 

@@ -5,11 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sharded_cases import CASES, curve, with_optimizer
+from sharded_cases import CASES, STEPS, curve, with_optimizer
 
 from brt.config import Config, Mesh
-
-STEPS = 20
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from brt.config import (
 )
 from brt.training import run as runs
 
+STEPS = 20
 WORDS = "fünf Füchse laufen über den kalten See und ruhen dann am Ufer aus".split()
 MODEL = Model(
     layers=2, model_dim=16, heads=8, head_dim=4, mlp_dim=32, window=4, states=4, memory_size=64,

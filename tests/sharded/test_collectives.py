@@ -34,6 +34,15 @@ def test_nothing_is_sent_to_be_cut_another_way(name: str, mesh: Mesh, tmp_path: 
     assert found and not RESHARDING & found.keys()
 
 
+@pytest.mark.parametrize(
+    "name", ["recurrent", *(pytest.param(n, marks=pytest.mark.slow) for n in ("feedback", "t5"))]
+)
+def test_replicas_add_up_once(name: str, tmp_path: Path) -> None:
+    """Not in every block or layer, and all arrays as one."""
+    found = costs(compiled(name, Mesh(data=8), tmp_path)).collectives
+    assert {kind: count for kind, (count, _) in found.items()} == {"all-reduce": 1}
+
+
 def test_devices_that_share_a_segment_send_one_window_to_their_neighbour(tmp_path: Path) -> None:
     """Keys and values, forward and back, of each of the two runs of layers."""
     found = costs(compiled("recurrent", Mesh(sequence=4), tmp_path)).collectives

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 
 import pytest
-from sharded_cases import CASES, MESHES, curve, worst
+from sharded_cases import CASES, MESHES, STEPS, curve, worst
 
 TOLERANCE = 1e-5  # float32: of losses, caches and states, relative to the largest of an array
-STEPS = 20
 
 QUICK = {("recurrent", "data_fsdp_tensor"), ("window", "data_sequence"), ("t5", "data_fsdp_tensor")}
 EACH = [

@@ -146,13 +146,19 @@ def _child(process: subprocess.Popen, index: int) -> int:
     return next(int(c) for c in children if line in Path(f"/proc/{c}/cmdline").read_bytes())
 
 
+def _with_signal(trainer: Trainer, workdir: str, number: int) -> tuple[int, str]:
+    """How a run ends, and what it says, of which process 1 gets a signal."""
+    process = trainer.start(workdir, *MESH, "Training.steps = 100000")
+    _until(lambda: (trainer.place / workdir / "metrics.jsonl").exists() and trainer.rows(workdir))
+    os.kill(_child(process, 1), number)
+    out, _ = process.communicate(timeout=120)
+    return process.returncode, out
+
+
 @pytest.mark.slow
 def test_all_stop_at_the_same_step_where_one_is_asked_to(trainer: Trainer) -> None:
-    process = trainer.start("stopped", *MESH, "Training.steps = 100000")
-    _until(lambda: (trainer.place / "stopped/metrics.jsonl").exists() and trainer.rows("stopped"))
-    os.kill(_child(process, 1), signal.SIGTERM)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, out
+    code, out = _with_signal(trainer, "stopped", signal.SIGTERM)
+    assert code == 75, out
     saved = {line.split("saved at step ")[1] for line in out.splitlines() if "saved at" in line}
     assert len(saved) == 1 and out.count("saved at step") == 2
     step = int(saved.pop().split(";")[0])
@@ -161,12 +167,9 @@ def test_all_stop_at_the_same_step_where_one_is_asked_to(trainer: Trainer) -> No
 
 @pytest.mark.slow
 def test_who_loses_a_peer_ends_and_says_so(trainer: Trainer) -> None:
-    process = trainer.start("lost", *MESH, "Training.steps = 100000")
-    _until(lambda: (trainer.place / "lost/metrics.jsonl").exists() and trainer.rows("lost"))
-    os.kill(_child(process, 1), signal.SIGKILL)
-    out, _ = process.communicate(timeout=120)
+    code, out = _with_signal(trainer, "lost", signal.SIGKILL)
     assert "start all processes again to go on from the newest checkpoint" in out
-    assert process.returncode == 128 + 9
+    assert code == 128 + 9
 
 
 @pytest.mark.slow

@@ -62,7 +62,10 @@ def trained(
         (documents / f"{i}.txt").write_text(text[place : place + 250 - 20 * i])
 
     @functools.cache
-    def build(optimizer: str, devices: int, accumulation: int = 1, dropout: float = 0.0) -> Trained:
+    def build(
+        optimizer: str, devices: int, accumulation: int = 1, dropout: float = 0.0,
+        offload: bool = False,
+    ) -> Trained:  # fmt: skip
         train, validation, test = (
             (str(documents / names),) for names in ("[0-5].txt", "6.txt", "7.txt")
         )
@@ -72,7 +75,7 @@ def trained(
                 CONFIG.model, dropout=dropout, recurrent_layers=(0,) * (optimizer == "adamw")
             ),
             data=Data(train=train, validation=validation, test=test),
-            optimizer=dataclasses.replace(CONFIG.optimizer, name=optimizer),
+            optimizer=dataclasses.replace(CONFIG.optimizer, name=optimizer, offload=offload),
             training=dataclasses.replace(CONFIG.training, gradient_accumulation=accumulation),
             mesh=Mesh(data=devices),
         )
@@ -106,6 +109,13 @@ def test_eight_devices_equal_one_device(trained: Callable) -> None:
 
 def test_accumulated_gradients_on_eight_devices_equal_one_pass_on_one(trained: Callable) -> None:
     assert_close(trained("adamw", 8, accumulation=2).results(), trained("adamw", 1).results())
+
+
+def test_an_optimizer_in_the_hosts_memory_does_the_same(trained: Callable) -> None:
+    run = trained("adafactor", 1, dropout=0.1, offload=True)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(run.run.abstract.optimizer)}
+    assert kinds == {"pinned_host"}
+    assert_close(run.results(), trained("adafactor", 1, dropout=0.1).results())
 
 
 def test_dropout_is_decided_by_the_step(trained: Callable) -> None:

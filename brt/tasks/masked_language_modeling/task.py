@@ -9,6 +9,7 @@ from brt.config import Config
 from brt.data import preparation, tokenizers
 from brt.data.lanes import LaneReader
 from brt.data.preparation import Corpus
+from brt.distributed.rules import row_keys
 from brt.ops.cross_entropy import smoothed_cross_entropy
 from brt.tasks.encoders import EncoderTask, refuse_ablation
 from brt.tasks.masked_language_modeling.evaluation import MaskedEvaluator, token_entropy
@@ -78,7 +79,7 @@ class MaskedLanguageModeling(EncoderTask):
     ) -> tuple[Float[Array, ""], Aux]:
         """The summed loss of the masked tokens."""
         keys = [jax.random.fold_in(key, purpose) for purpose in (_MASKS, _ATTENTION, _DROPOUT)]
-        tokens = masked(config, batch, jax.random.split(keys[_MASKS], len(batch.targets)))
+        tokens = masked(config, batch, row_keys(keys[_MASKS], len(batch.targets)))
         network = self.network(config, training=True)
         hidden, out = predict(network, params, batch, tokens, keys[_ATTENTION], keys[_DROPOUT])
         total, nats = smoothed_cross_entropy(
