@@ -83,6 +83,17 @@ def partitioned() -> bool:
     return any(_devices(axis, mesh) > 1 for axis in mesh.shape)
 
 
+def axes() -> frozenset[str]:
+    """Of the mesh that is set, along which what is traced is not of one device yet."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
+
+
+def placed(*names: str | None, shape: tuple[int, ...]) -> PartitionSpec:
+    """How an array is cut by the mesh that is set."""
+    return spec(names, shape, jax.sharding.get_abstract_mesh())
+
+
 def count(name: str, size: int) -> int:
     """How many devices share an axis of this name and size, where the mesh that is set is."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -125,8 +136,7 @@ def constrain(x: Array, *names: str | None) -> Array:
     """`x`, cut by its names where a mesh of several devices is set (`jax.set_mesh`)."""
     if not partitioned():
         return x
-    mesh = jax.sharding.get_abstract_mesh()
-    return jax.lax.with_sharding_constraint(x, spec(names, x.shape, mesh))
+    return jax.lax.with_sharding_constraint(x, placed(*names, shape=x.shape))
 
 
 def everywhere(tree: PyTree[Array]) -> PyTree[Array]:

@@ -40,9 +40,12 @@ def lanes_of(tree: PyTree[Array], names: PyTree[Names]) -> PyTree[PartitionSpec]
 
 def each(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """`function` of each replica's part; what it gives whole must be the same on all."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    alone = {axis for axis, size in shape.items() if size == 1}  # else kernels would be refused
     return jax.shard_map(
-        function, in_specs=in_specs, out_specs=out_specs, axis_names={_AXIS}, check_vma=False
-    )
+        function, in_specs=in_specs, out_specs=out_specs, axis_names={_AXIS} | alone,
+        check_vma=False,
+    )  # fmt: skip
 
 
 def summed(tree: PyTree[Array]) -> PyTree[Array]:

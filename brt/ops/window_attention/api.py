@@ -12,13 +12,17 @@ from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import MASKED, softmax_and_lse
-from brt.ops.window_attention import reference, xla
+from brt.ops.window_attention import pallas_tpu, reference, xla
 
 OP = Op(
     "window_attention",
     (
         Implementation("xla_cpu", xla.in_fine_tiles, auto=("cpu",)),
+        Implementation(
+            "pallas_tpu", pallas_tpu.window_attention, ("tpu",), ("tpu",), pallas_tpu.refuses
+        ),
         Implementation("xla", xla.window_attention),
+        Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
         Implementation("reference", reference.window_attention, auto=()),
     ),
 )

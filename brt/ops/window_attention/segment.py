@@ -1,7 +1,8 @@
-"""Window attention of a segment behind its cache, which devices may share by whole blocks.
+"""Window attention of a segment behind its cache, which devices share by lanes, heads and blocks.
 
-Each of them reads one window of keys and values beyond its own tokens, those of its left
-neighbour; the first one reads the cache.
+Each computes its part by itself: what an implementation is, a kernel above all, is nothing that a
+compiler could cut. Of blocks it reads one window of keys and values beyond its own tokens, those
+of its left neighbour; the first one reads the cache.
 """
 
 import jax
@@ -38,18 +39,30 @@ def segment_part(
             null_keys=null_keys, implementation=implementation,
         )  # fmt: skip
 
-    if rules.count("blocks", readable.shape[1]) == 1:
-        return attend(queries, zip(cached, (keys, values), strict=True), bias, readable, dropout)
+    by_block = rules.count("blocks", readable.shape[1]) > 1
 
     def local(q, cached, k, v, bias, readable, dropout):
-        pairs = zip(cached, (k, v), strict=True)
-        return attend(q, [(_left(*pair), pair[1]) for pair in pairs], bias, readable, dropout)
+        pairs = list(zip(cached, (k, v), strict=True))
+        if by_block:
+            pairs = [(_left(*pair), pair[1]) for pair in pairs]
+        return attend(q, pairs, bias, readable, dropout)
 
-    tokens = P(None, _AXIS)
+    inputs = queries, cached, keys, values, bias, readable, dropout
+    if not rules.partitioned():
+        return local(*inputs)
+    tokens, blocks = ("tokens", "blocks") if by_block else (None, None)
+    by_token = rules.placed("lanes", tokens, "heads", None, shape=queries.shape)
+    before = rules.placed("lanes", None, "heads", None, shape=cached[0].shape)
+    of_heads = P(by_token[2])
     return jax.shard_map(
-        local, in_specs=(tokens, P(), tokens, tokens, P(), tokens, P()), out_specs=tokens,
-        axis_names={_AXIS}, check_vma=False,
-    )(queries, cached, keys, values, bias, readable, dropout)  # fmt: skip
+        local,
+        in_specs=(
+            by_token, (before, before), by_token, by_token, of_heads,
+            rules.placed("lanes", blocks, shape=readable.shape), of_heads,
+        ),
+        out_specs=AttentionPart(by_token, P(*by_token[:3])),
+        axis_names=rules.axes(), check_vma=False,
+    )(*inputs)  # fmt: skip
 
 
 def _left(cached: Float[Array, "B W H K"], own: Float[Array, "B T H K"]) -> Array:

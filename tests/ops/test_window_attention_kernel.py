@@ -1,0 +1,130 @@
+"""The kernel for TPUs, interpreted: it computes what plain XLA does, whatever it is cut into."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from brt.config import Mesh
+from brt.distributed.mesh import build
+from brt.ops import dispatch
+from brt.ops.window_attention import pallas_tpu, segment_part, window_part, xla
+
+# Of the largest magnitude of an array: sums of as many terms in another order.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
+ARRAYS = ("queries", "keys", "values", "bias")
+
+
+def inputs(lanes: int, window: int, width: int = 16, dtype: str = "float32") -> dict[str, Any]:
+    """Two blocks of two heads; a document starts in the middle of the last lane."""
+    rng = np.random.default_rng(window)
+    heads, tokens = 2, 2 * window
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    return {
+        "queries": normal(lanes, tokens, heads, width) * width**-0.5,
+        "keys": normal(lanes, window + tokens, heads, width),
+        "values": normal(lanes, window + tokens, heads, width),
+        "bias": jnp.asarray(rng.normal(size=(heads, window)), jnp.float32),
+        "readable": jnp.asarray([[True, True]] * (lanes - 1) + [[True, False]]),
+        "dropout": jnp.asarray(rng.choice([0.0, 1.25], (heads, window, window)), jnp.float32),
+    }
+
+
+def run(function: Callable, given: dict[str, Any], **options: bool) -> dict[str, np.ndarray]:
+    """Both results, and the gradients of a sum of them with random weights."""
+
+    def loss(learned: dict[str, Any]) -> tuple[jax.Array, tuple]:
+        y, lse = function(**given | learned, **options)
+        rng = np.random.default_rng(0)
+        weights = (jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in (y, lse))
+        return sum(jnp.sum(w * x) for w, x in zip(weights, (y, lse), strict=True)), (y, lse)
+
+    learned = {name: given[name] for name in ARRAYS if given[name] is not None}
+    gradients, (y, lse) = jax.jit(jax.grad(loss, has_aux=True))(learned)
+    found = {"output": y, "lse": lse} | gradients
+    return {name: np.asarray(x, np.float64) for name, x in found.items()}
+
+
+def assert_close(found: dict, expected: dict, dtype: str = "float32") -> None:
+    for name, value in expected.items():
+        error = np.abs(found[name] - value).max() / np.abs(value).max()
+        assert error <= TOLERANCE[dtype], f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("window", "options", "without", "dtype"),
+    [
+        (512, {"attend_to_self": False, "null_keys": True}, (), "float32"),
+        (512, {"attend_to_self": True, "null_keys": False}, ("dropout",), "bfloat16"),
+        (256, {"attend_to_self": True, "null_keys": True}, ("bias",), "float32"),
+        (256, {"attend_to_self": False, "null_keys": False}, ("bias", "dropout"), "float32"),
+    ],
+)
+def test_tiles_make_no_difference(
+    window: int, options: dict[str, bool], without: tuple[str, ...], dtype: str
+) -> None:
+    given = inputs(2, window, dtype=dtype) | dict.fromkeys(without)
+    expected = run(xla.window_attention, given, **options)
+    assert_close(run(pallas_tpu.interpreted, given, **options), expected, dtype)
+
+
+def test_nothing_is_read_that_was_not_written_and_nothing_races(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Memory begins as NaN."""
+    given, options = inputs(2, 256), {"attend_to_self": True, "null_keys": True}
+    watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
+
+    def kernel(**arguments: Any) -> tuple[jax.Array, jax.Array]:
+        return pallas_tpu.window_attention(**arguments, interpret=watched)
+
+    assert_close(run(kernel, given, **options), run(xla.window_attention, given, **options))
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=2, tensor=2, sequence=2), Mesh(fsdp=4, sequence=2)])
+def test_devices_that_share_a_segment_equal_one(mesh: Mesh) -> None:
+    given = inputs(4, 8)
+
+    def part(queries: Any, keys: Any, values: Any, bias: Any, **others: Any) -> Any:
+        cached = keys[:, :8], values[:, :8]
+        return segment_part(
+            queries, cached, keys[:, 8:], values[:, 8:], bias,
+            implementation="pallas_interpret", **others,
+        )  # fmt: skip
+
+    expected = run(part, given, null_keys=True)
+    with jax.set_mesh(build(mesh, {})):
+        assert_close(run(part, given, null_keys=True), expected)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"window": 100}, "has windows of 128, 256, 512, 1024 or 2048 tokens, not of 100"),
+        ({"width": 48}, "has heads of 64, 128 or 256, not of 48"),
+        ({"dtype": "float16"}, "computes in float32 and bfloat16, not in float16"),
+    ],
+)
+def test_what_the_kernel_does_not_support_is_said(changed: dict[str, Any], reason: str) -> None:
+    given = inputs(1, **{"window": 128, "width": 64} | changed)
+    with dispatch.use_backend("tpu"), pytest.raises(NotImplementedError, match=reason):
+        window_part(**given, implementation="pallas_tpu")
+
+
+def test_tpus_take_the_kernel_where_it_can_run_and_cpus_refuse_it() -> None:
+    def traced(window: int, **options: str) -> str:
+        given = inputs(1, window, width=64)
+        with dispatch.use_backend(options.pop("backend", "tpu")):
+            return str(jax.make_jaxpr(lambda: window_part(**given, **options))())
+
+    assert "pallas_call" in traced(128) and "pallas_call" not in traced(96)
+    with pytest.raises(NotImplementedError, match="runs on tpu, not on cpu"):
+        traced(128, backend="cpu", implementation="pallas_tpu")
