@@ -15,7 +15,7 @@ from brt.layers.state import OpenBlock, WindowState, zero_where_invalid
 from brt.ops.activations import relu
 from brt.ops.dense import dense
 from brt.ops.dropout import Dropout
-from brt.ops.normalization import l2_normalize, rms_norm
+from brt.ops.normalization import rms_norm, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import Rotation, alibi_bias, relative_bias, rotate, rotations
 from brt.ops.recurrent_attention import StateMemory
@@ -119,8 +119,9 @@ class TransformerBlock(nn.Module):
         product = constrain(product, "lanes", self._along(x), None, "heads", None)
         scaled, values = product[:, :, :-1], product[:, :, -1]
         if m.normalize_qk:
-            scaled = l2_normalize(scaled)
-        scaled = scaled * jnp.stack(scales).astype(x.dtype)[None, None, :, :, None]
+            scaled = scaled_unit(scaled, jnp.stack(scales))
+        else:
+            scaled = scaled * jnp.stack(scales).astype(x.dtype)[None, None, :, :, None]
         queries, keys, *cross = (
             part.squeeze(2) for part in jnp.split(scaled, len(kernels), axis=2)
         )

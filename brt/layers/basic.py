@@ -34,11 +34,14 @@ def compute_dtype(model: Model | Seq2Seq | Encoder) -> jnp.dtype:
 def remat_policy(keep: Kept) -> Callable[..., Any]:
     """What `nn.remat` keeps of a layer."""
     policies = jax.checkpoint_policies
-    return {
-        "nothing": policies.nothing_saveable,
+    if keep == "nothing":
+        return policies.nothing_saveable
+    kernels = policies.save_only_these_names(dispatch.KERNEL)
+    products = {
         "products": policies.dots_saveable,
         "products_with_weights": policies.dots_with_no_batch_dims_saveable,
-    }[keep]
+    }
+    return policies.save_from_both_policies(products[keep], kernels)
 
 
 def kernel_init(inputs: int = 1, variance: float = 1.0) -> Initializer:

@@ -11,11 +11,13 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Kernels, Model
 from brt.config.checks import check
+from brt.config.fields import Kept
 from brt.distributed.rules import Names, constrain
 from brt.layers import kinds
 from brt.layers.basic import remat_policy
 from brt.layers.kinds import LayerAux
 from brt.layers.state import LayerState
+from brt.ops import dispatch
 from brt.ops.recurrent_attention import StateMemory
 
 # One entry per run of equal layers. The batch is on axis 0, the layers of the run on axis 1.
@@ -94,6 +96,16 @@ def graft(
     )
 
 
+def _kept(model: Model) -> Kept | None:
+    """What the layers keep for their gradients beside their inputs; None: all that these need.
+
+    On accelerators it takes longer to move what is no product than to compute it again.
+    """
+    if model.remat:
+        return model.remat_keep
+    return None if dispatch.backend() == "cpu" else "products"
+
+
 class Stack(nn.Module):
     """(x, state) -> (y, state, aux) through all layers of `model.layer_types`."""
 
@@ -130,9 +142,8 @@ class Stack(nn.Module):
             x, after, *aux = getattr(module, method)(x, inputs, *shared, *known)
             return x, (after, *(aux or [LayerAux()]))
 
-        if self.model.remat and method == "__call__":
-            policy = remat_policy(self.model.remat_keep)
-            layer = nn.remat(layer, prevent_cse=False, policy=policy)
+        if (keep := _kept(self.model)) and method == "__call__":
+            layer = nn.remat(layer, prevent_cse=False, policy=remat_policy(keep))
         scan = nn.scan(
             layer,
             variable_axes={"params": 0},

@@ -22,6 +22,10 @@ def dense(x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int = 1) 
     Args:
       inputs: how many axes are summed over: the last of x, the first of the kernel.
     """
+    return _dense(x, kernel, inputs)
+
+
+def _dense(x: Array, kernel: Array, inputs: int) -> Array:
     kernel = kernel.astype(x.dtype)
     if not _merges(kernel):
         return jnp.tensordot(x, kernel, axes=inputs)
@@ -29,8 +33,9 @@ def dense(x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int = 1) 
     return y.reshape(*x.shape[: x.ndim - inputs], *kernel.shape[inputs:])
 
 
-def _forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tuple[Array, Array]]:
-    return dense(x, kernel, inputs), (x, kernel)
+def dense_forward(x: Array, kernel: Array, inputs: int) -> tuple[Array, tuple[Array, Array]]:
+    """The product, seen by `remat_keep`, and what its gradients need."""
+    return _dense(x, kernel, inputs), (x, kernel)
 
 
 def _backward(inputs: int, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
@@ -82,4 +87,4 @@ def _matrix(kernel: Array, inputs: int) -> Array:
     return kernel.reshape(math.prod(kernel.shape[:inputs]), math.prod(kernel.shape[inputs:]))
 
 
-dense.defvjp(_forward, _backward)
+dense.defvjp(dense_forward, _backward)

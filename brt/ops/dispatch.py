@@ -15,6 +15,7 @@ import jax
 from brt.errors import UnsupportedError
 
 AUTO = "auto"
+KERNEL = "kernel"  # `checkpoint_name` of a kernel's results, which `remat_keep` counts as products
 ANY: tuple[str, ...] = ("cpu", "gpu", "tpu")
 
 _backend: contextvars.ContextVar[str | None] = contextvars.ContextVar("backend", default=None)

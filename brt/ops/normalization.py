@@ -37,8 +37,8 @@ def rms_norm(
     return _rms_forward(x, scale, epsilon)[0]
 
 
-def _along_last(scale: Float[Array, " D"], like: Array) -> Array:
-    return scale.reshape((1,) * (like.ndim - 1) + scale.shape)
+def _along_last(scale: Float[Array, "*D"], like: Array) -> Array:
+    return scale.reshape((1,) * (like.ndim - scale.ndim) + scale.shape)
 
 
 def _rms_forward(
@@ -94,3 +94,29 @@ def _l2_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array]:
 
 
 l2_normalize.defvjp(_l2_forward, _l2_backward)
+
+
+@jax.custom_vjp
+def scaled_unit(x: Float[Array, "*B P H K"], scale: Float[Array, "P H"]) -> Array:
+    """x / |x| * scale of the heads H of P parts, in x's dtype.
+
+    The scale's gradient is a sum of what that of x needs anyway, and stays in float32.
+    """
+    return _unit_forward(x, scale)[0]
+
+
+def _unit_forward(x: Array, scale: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    inverse = _inverse(x, 1.0)
+    y = x.astype(jnp.float32) * (inverse * _along_last(scale, x[..., 0])[..., None])
+    return y.astype(x.dtype), (x, inverse, scale)
+
+
+def _unit_backward(saved: tuple[Array, Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, inverse, scale = saved
+    unit, gradient = x.astype(jnp.float32) * inverse, gradient.astype(jnp.float32)
+    along = jnp.sum(gradient * unit, axis=-1, keepdims=True)
+    dx = (gradient - along * unit) * (inverse * _along_last(scale, along[..., 0])[..., None])
+    return dx.astype(x.dtype), sum_leading(along[..., 0], x.ndim - 3)
+
+
+scaled_unit.defvjp(_unit_forward, _unit_backward)

@@ -1,7 +1,8 @@
 """The largest of many numbers, found where they are.
 
 XLA gathers what `jax.lax.top_k` reads onto every device, even if only leading axes are
-spread over devices. Told that rows are independent it leaves them there.
+spread over devices. Told that rows are independent it leaves them there. Replicas have rows
+of their own.
 """
 
 from functools import partial
@@ -9,6 +10,8 @@ from functools import partial
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jaxtyping import Array, Float, Int
+
+from brt.distributed import rules
 
 
 @partial(custom_partitioning, static_argnums=(1,))
@@ -36,4 +39,6 @@ _top_k.def_partition(
 
 def top_k(x: Float[Array, "*B M"], count: int) -> tuple[Float[Array, "*B R"], Int[Array, "*B R"]]:
     """The `count` largest of the last axis, largest first, and their indices; exact."""
+    if not rules.partitioned() or rules.REPLICAS not in rules.axes():  # which it cannot be told in
+        return _of_rows(x, count)
     return _top_k(x, count)

@@ -12,7 +12,7 @@ from brt.ops.activations import relu
 from brt.ops.deferred import Tap
 from brt.ops.dense import dense
 from brt.ops.gates import gate
-from brt.ops.normalization import l2_normalize, rms_norm
+from brt.ops.normalization import rms_norm, scaled_unit
 from brt.ops.recurrent_attention.cell import CellWeights, StateMemory
 from brt.ops.softmax_attention import attend, attend_by_head
 
@@ -89,10 +89,11 @@ def state_update(
     product = _dense(h.astype(dtype), kernels.projection, taps.projection)
     product = constrain(product, "lanes", None, None, "heads", None)
     scaled, v = product[:, :, :-1], product[:, :, -1]
-    if normalize_qk:
-        scaled = l2_normalize(scaled)
     scales = jnp.stack([jnp.ones_like(weights.scale), weights.scale, weights.cross_scale])
-    scaled = scaled * scales.astype(dtype)[None, None, :, :, None]
+    if normalize_qk:
+        scaled = scaled_unit(scaled, scales)
+    else:
+        scaled = scaled * scales.astype(dtype)[None, None, :, :, None]
     k, q, q_cross = (part.squeeze(2) for part in jnp.split(scaled, 3, axis=2))
     crossed = _attend_to_tokens(q_cross, keys, values, readable, null_keys)
     attended = jnp.stack([attend(q, k, v), crossed], axis=2)

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
+from brt.ops.dispatch import KERNEL
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.window_attention.xla import circulant
 
@@ -170,7 +172,7 @@ def _forward(
         compiler_params=_parameters(), interpret=static.interpret,
         cost_estimate=_cost(q, window, products=2), name="window_attention",
     )(readable, q, k, k, v, v, *shared)  # fmt: skip
-    lse = lse.reshape(batch, heads, tokens)
+    found, lse = (checkpoint_name(x, KERNEL) for x in (found, lse.reshape(batch, heads, tokens)))
     return (found, lse), (q, k, v, bias, readable, dropout, found, lse)
 
 
