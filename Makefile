@@ -10,13 +10,14 @@ PROMPT ?= It was late in the evening when
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help quickstart test test-all lint wheel clean
+.PHONY: help quickstart test test-all test-compile lint wheel clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make quickstart  install, train a small model on three novels, evaluate it, sample from it'
 	@echo 'make test        run the tests, but for the slow ones'
 	@echo 'make test-all    run all of them'
+	@echo 'make test-compile  compile kernels and steps for TPUs that are not here'
 	@echo 'make lint        check style, formatting and types'
 	@echo 'make wheel       build dist/brt-*.whl'
 	@echo 'make clean       remove what was built; $(VENV) and runs/ stay'
@@ -31,6 +32,10 @@ test: $(VENV)/installed-test
 
 test-all: $(VENV)/installed-test
 	$(RUN) -m pytest $(PYTEST_FLAGS) -m 'slow or not slow'
+
+test-compile: $(VENV)/installed-test
+	$(PIP) --editable '.[tpu-compile]'
+	$(RUN) -m pytest -m 'slow or not slow' tests/compiled
 
 lint: $(VENV)/installed-test
 	$(RUN) -m ruff check .

@@ -65,6 +65,8 @@ class LayerKind(NamedTuple):
         it; a kind without such a field is placed by Model.layer_kinds.
       recurs: whether it carries state vectors, `state.vectors` [B, S, D], and its open block
         shows them as `memory`: what probes look at, and what Model.feedback shows to others.
+      loops: whether it goes block by block through a segment: its gradients then need all that
+        it made on the way, which others compute again where that is quicker than to keep it.
       new_model_state: (model) -> that of a layer of this kind at step 0; None: it has none.
     """
 
@@ -75,6 +77,7 @@ class LayerKind(NamedTuple):
     flops: Callable[[Model], int]
     settings: tuple[str, ...] = ()
     recurs: bool = False
+    loops: bool = False
     new_model_state: Callable[[Model], Any] | None = None
 
 
@@ -94,6 +97,7 @@ KINDS = {
         state_update_flops,
         ("recurrent_layers", "states", "gate", "gate_layout", "gate_bias", "gate_tanh"),
         recurs=True,
+        loops=True,
     ),
     "memorizing": LayerKind(
         MemorizingLayer,
@@ -110,6 +114,7 @@ KINDS = {
         {"cache": ("window",), "memory": ("keys", "values", "rest", "totals", "filled")},
         clustered_flops,
         ("clustered_layers", "clusters", "cluster_top_k", "cluster_jensen"),
+        loops=True,
     ),
 }  # fmt: skip
 

@@ -96,14 +96,14 @@ def graft(
     )
 
 
-def _kept(model: Model) -> Kept | None:
-    """What the layers keep for their gradients beside their inputs; None: all that these need.
+def _kept(model: Model, kind: str) -> Kept | None:
+    """What layers keep for their gradients beside their inputs; None: all that these need.
 
     On accelerators it takes longer to move what is no product than to compute it again.
     """
     if model.remat:
         return model.remat_keep
-    return None if dispatch.backend() == "cpu" else "products"
+    return None if dispatch.backend() == "cpu" or kinds.of(kind).loops else "products"
 
 
 class Stack(nn.Module):
@@ -142,7 +142,7 @@ class Stack(nn.Module):
             x, after, *aux = getattr(module, method)(x, inputs, *shared, *known)
             return x, (after, *(aux or [LayerAux()]))
 
-        if (keep := _kept(self.model)) and method == "__call__":
+        if (keep := _kept(self.model, kind)) and method == "__call__":
             layer = nn.remat(layer, prevent_cse=False, policy=remat_policy(keep))
         scan = nn.scan(
             layer,

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from brt.planning import schedules
 from brt.planning.hlo import Instruction, Module, shapes, size
 
 COLLECTIVES = (
@@ -78,8 +79,8 @@ class Costs(NamedTuple):
         return total
 
 
-def costs(text: str) -> Costs:
-    """Of an optimized module, as `compiled.as_text()` gives it."""
+def costs(text: str, chip: str = "") -> Costs:
+    """Of an optimized module, as `compiled.as_text()` gives it, for a chip."""
     module = Module(text)
     parts: dict[str, Cost] = collections.defaultdict(Cost)
     moved: dict[str, Moved] = collections.defaultdict(Moved)
@@ -89,7 +90,7 @@ def costs(text: str) -> Costs:
             before = moved[kind]
             moved[kind] = Moved(before.times + times, before.bytes + times * _result(one))
             continue
-        cost = _cost(module, computation, one)
+        cost = _cost(module, computation, one, chip)
         if any(cost):
             part = part_of(one.source or _neighbour(module, computation, one))
             parts[part] = parts[part].plus(cost, times)
@@ -119,7 +120,7 @@ def _neighbour(module: Module, computation: str, one: Instruction) -> str:
     return next((user.source for user in users if user.source), "")
 
 
-def _cost(module: Module, computation: str, one: Instruction) -> Cost:
+def _cost(module: Module, computation: str, one: Instruction, chip: str = "") -> Cost:
     if one.operation in _FREE or "AllocateBuffer" in one.attributes:
         return Cost()
     inside = module.computations[computation]
@@ -138,12 +139,15 @@ def _cost(module: Module, computation: str, one: Instruction) -> Cost:
             written[i] = written[i] if update is None else min(written[i], update)
     elif _is_product(one):
         flops = _product(module, computation, one)
+    elif one.operation == "custom-call":
+        flops = schedules.flops(one.attributes)
     elif one.operation == "dynamic-slice":
         read = [sum(written)]
     elif one.operation == "dynamic-update-slice":
         update = size(inside[one.operands[1]].type)
         read, written = [update], [update]
-    return Cost(flops, sum(read) + sum(written), one.cycles)
+    cycles = one.cycles or schedules.cycles(one.attributes, chip)
+    return Cost(flops, sum(read) + sum(written), cycles)
 
 
 def _slices(module: Module, called: str) -> dict[int, int]:

@@ -107,13 +107,14 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
             raise _refused(error) from error
     memory: Any = compiled.memory_analysis()
     state = shapes.abstract
+    found = costs(compiled.as_text(), topology.chip.name if topology.chip else "")
     arguments = memory.argument_size_in_bytes
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     temporaries = memory.temp_size_in_bytes
     return Plan(
         topology, dict(shapes.mesh.shape), _bytes(state.params), _bytes(state.optimizer),
         _bytes(state.carry), _bytes(state.model_state), temporaries,
-        arguments + outputs + temporaries, costs(compiled.as_text()), tokens, flops,
+        arguments + outputs + temporaries, found, tokens, flops,
         time.perf_counter() - begin, bool(options),
     )  # fmt: skip
 

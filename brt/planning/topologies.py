@@ -17,6 +17,7 @@ class Chip(NamedTuple):
     """What one device can do at most, as its maker says it.
 
     Attributes:
+      name: as that of a slice begins.
       memory: bytes.
       flops: of bfloat16 products, a second.
       bandwidth: of the large memory, bytes a second.
@@ -24,6 +25,7 @@ class Chip(NamedTuple):
       clock: of the compiler's cycles, a second; 0: it does not estimate any.
     """
 
+    name: str
     memory: int
     flops: float
     bandwidth: float
@@ -34,13 +36,13 @@ class Chip(NamedTuple):
 # cloud.google.com/tpu/docs/system-architecture-tpu-vm and NVIDIA's data sheets (dense, SXM).
 # Clocks: of the TensorCore, as the compilers' estimates match products at their peak.
 CHIPS = {
-    "v4": Chip(32 * _GIB, 275e12, 1.2e12, 135e9, 1.05e9),
-    "v5e": Chip(16 * _GIB, 197e12, 0.82e12, 180e9, 1.5e9),
-    "v5p": Chip(95 * _GIB, 459e12, 2.765e12, 270e9, 1.75e9),
-    "v6e": Chip(32 * _GIB, 918e12, 1.64e12, 360e9, 1.75e9),
-    "a100": Chip(80 * _GIB, 312e12, 2.0e12, 300e9),
-    "h100": Chip(80 * _GIB, 989e12, 3.35e12, 450e9),
-    "h200": Chip(141 * _GIB, 989e12, 4.8e12, 450e9),
+    "v4": Chip("v4", 32 * _GIB, 275e12, 1.2e12, 135e9, 1.05e9),
+    "v5e": Chip("v5e", 16 * _GIB, 197e12, 0.82e12, 180e9, 1.5e9),
+    "v5p": Chip("v5p", 95 * _GIB, 459e12, 2.765e12, 270e9, 1.75e9),
+    "v6e": Chip("v6e", 32 * _GIB, 918e12, 1.64e12, 360e9, 1.75e9),
+    "a100": Chip("a100", 80 * _GIB, 312e12, 2.0e12, 300e9),
+    "h100": Chip("h100", 80 * _GIB, 989e12, 3.35e12, 450e9),
+    "h200": Chip("h200", 141 * _GIB, 989e12, 4.8e12, 450e9),
 }
 _TPUS = ("v4", "v5e", "v5p", "v6e")
 _HOPPER = {

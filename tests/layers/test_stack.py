@@ -12,6 +12,7 @@ from brt.config import Model
 from brt.layers.attention import WindowLayer
 from brt.layers.recurrent import RecurrentLayer
 from brt.layers.stack import Stack, StackState, new_stack_state, runs
+from brt.ops import dispatch
 from brt.ops.recurrent_attention import CellWeights, state_memory
 
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
@@ -64,6 +65,27 @@ def test_unrolling_and_recomputing_change_nothing(random_params: Callable) -> No
     expected = results(scanned, params)
     for changes in ({"layer_unroll": 2, "remat": True}, {"remat": True, "remat_keep": "products"}):
         assert_close(results(dataclasses.replace(scanned, **changes), params), expected)
+
+
+def products(model: Model, params: Any) -> int:
+    """Of matrices, in the gradients of a segment as they are traced."""
+    return str(jax.make_jaxpr(lambda p: results(model, p))(params)).count("dot_general")
+
+
+def test_what_is_kept_is_not_computed_again(random_params: Callable) -> None:
+    model = dataclasses.replace(MODEL, layers=1, recurrent_layers=())
+    params = random_params(model)["stack"]
+    plain = products(model, params)
+    again = {
+        keep: products(dataclasses.replace(model, remat=True, remat_keep=keep), params)
+        for keep in ("nothing", "products_with_weights")
+    }
+    assert again["nothing"] > again["products_with_weights"] >= plain
+    with dispatch.use_backend("tpu"):  # where the rest is computed again without being asked for
+        kept = dataclasses.replace(model, remat=True, remat_keep="products", dtype="float32")
+        own = dataclasses.replace(model, dtype="float32")
+        assert products(own, params) == products(kept, params)
+        assert "remat" in str(jax.make_jaxpr(lambda p: results(own, p))(params))
 
 
 @pytest.mark.slow

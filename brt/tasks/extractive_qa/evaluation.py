@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Config
+from brt.distributed import rules
 from brt.ops.spans import best_spans, span_nats
 from brt.tasks.encoders import EncoderTask, Timed
 from brt.tasks.extractive_qa import squad
@@ -75,8 +76,8 @@ class AnswerEvaluator(HeadEvaluator):
     def batches(self, limit: int) -> Iterator[TextBatch]:
         """See the base class."""
         return QuestionReader.evaluation(
-            self.store, batch_size=self._size, limit=limit, buckets=self._section.buckets,
-            max_length=self._section.max_length,
+            self.store, batch_size=rules.filled("lanes", self._size), limit=limit,
+            buckets=self._section.buckets, max_length=self._section.max_length,
         )  # fmt: skip
 
     def reading(self, config: Config, found: dict[int, tuple], timed: Timed) -> HeadReading:

@@ -204,9 +204,10 @@ class MaskedEvaluator:
         """Batches, and for each row its document (-1: none) and its segment there."""
         length, store = self._config.evaluation_segment_length, self._store
         past: Counter[int] = Counter()
+        size = rules.filled("lanes", min(self._config.evaluation.batch_size, len(store)))
         for batch, document in evaluation_batches(
-            store, batch_size=min(self._config.evaluation.batch_size, len(store)),
-            segment_length=length, window=length, tokens_per_document=tokens_per_document,
+            store, batch_size=size, segment_length=length, window=length,
+            tokens_per_document=tokens_per_document,
         ):  # fmt: skip
             rows = [int(d) for d in document[:, 0]]
             yield batch, np.array([(d, past[d]) for d in rows], np.int32)

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
+from brt.distributed import rules
 from brt.generation import ctc
 from brt.ops.ctc import ctc_nats
 from brt.tasks.encoders import EncoderTask, Timed
@@ -64,7 +65,10 @@ class TranscriptEvaluator(HeadEvaluator):
     def batches(self, limit: int) -> Iterator[SpeechBatch]:
         """See the base class."""
         return SpeechReader.evaluation(
-            self.store, batch_size=self._size, buckets=self._speech.buckets, limit=limit
+            self.store,
+            batch_size=rules.filled("lanes", self._size),
+            buckets=self._speech.buckets,
+            limit=limit,
         )
 
     def reading(self, config: Config, found: dict[int, tuple], timed: Timed) -> HeadReading:

@@ -60,7 +60,9 @@ class TeacherForcing:
         total, tokens = 0.0, 0
         config = self._config
         for batch in evaluation_batches(
-            store, batch_size=config.evaluation.batch_size, buckets=config.pairs.buckets
+            store,
+            batch_size=rules.filled("lanes", config.evaluation.batch_size),
+            buckets=config.pairs.buckets,
         ):
             if stop():
                 return None

@@ -100,7 +100,8 @@ class Summarizer:
         return best
 
     def _batches(self, store: PairStore, limit: int) -> Iterator[PairBatch]:
-        size, buckets = self._config.decoding.batch_size, self._config.pairs.buckets
+        size = rules.filled("lanes", self._config.decoding.batch_size)
+        buckets = self._config.pairs.buckets
         if not 0 < limit < len(store):
             yield from evaluation_batches(store, batch_size=size, buckets=buckets)
             return

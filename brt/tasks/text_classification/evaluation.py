@@ -12,6 +12,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
+from brt.distributed import rules
 from brt.tasks.encoders import EncoderTask, Timed
 from brt.tasks.heads import HeadEvaluator, HeadReading, columns
 from brt.tasks.protocol import Corpus
@@ -86,8 +87,8 @@ class SentenceEvaluator(HeadEvaluator):
     def batches(self, limit: int) -> Iterator[TextBatch]:
         """See the base class."""
         return SentenceReader.evaluation(
-            self.store, batch_size=self._size, limit=limit, buckets=self._section.buckets,
-            max_length=self._section.max_length,
+            self.store, batch_size=rules.filled("lanes", self._size), limit=limit,
+            buckets=self._section.buckets, max_length=self._section.max_length,
         )  # fmt: skip
 
     def reading(self, config: Config, found: dict[int, tuple], timed: Timed) -> HeadReading:

@@ -1,0 +1,74 @@
+"""What TPUs would run, compiled without one: kernels by themselves, and the paper's whole step."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from brt.planning.schedules import BUNDLES
+
+ROOT = Path(__file__).resolve().parents[2]
+CHIPS = ("v4", "v5e", "v5p", "v6e")
+GROWTH = 1.05  # of a schedule, which nobody has looked at
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="the TPU compiler is not installed (pip install 'brt[tpu-compile]')",
+)
+
+
+def run(*command: str) -> str:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+SIZES = [(512, 128, "bfloat16"), (2048, 64, "bfloat16"), (128, 256, "bfloat16"),
+         (256, 128, "float32")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("chip", "window", "head_dim", "dtype"),
+    [
+        pytest.param(
+            chip, *size, marks=[] if (chip, size) == ("v5e", SIZES[0]) else pytest.mark.slow
+        )
+        for size in SIZES
+        for chip in CHIPS
+    ],
+)
+def test_kernels_compile_forward_and_backward(
+    chip: str, window: int, head_dim: int, dtype: str
+) -> None:
+    sizes = f"--window={window}", f"--head_dim={head_dim}", f"--dtype={dtype}"
+    out = run("tools/benchmark/kernels.py", f"--one={chip}", *sizes)
+    used = json.loads(out.splitlines()[-1])
+    assert len(used) == 2 and max(used.values()) < 64 * 2**20
+
+
+@pytest.mark.slow
+def test_schedules_are_not_longer_than_those_that_plans_count_with() -> None:
+    out = run("tools/benchmark/kernels.py", "--json")
+    found = json.loads(out.splitlines()[-1])
+    for kernel, by_chip in found.items():
+        for chip, bundles in by_chip.items():
+            assert bundles <= GROWTH * BUNDLES[kernel][chip], (kernel, chip)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "lanes", "gib"), [("v4:2x4x4", 32, 6.0), ("v5e:4x4", 16, 6.0)]
+)
+def test_the_papers_step_fits(topology: str, lanes: int, gib: float, tmp_path: Path) -> None:
+    """With a sequence on each chip; kernels run on each device by itself."""
+    bindings = "Model.vocab_size = 32000", f"Training.batch_size = {lanes}", "Mesh.data = -1"
+    run(
+        "-m", "brt.plan", "--gin_file=configs/base/paper.gin",
+        "--gin_file=configs/models/rec_fixed_skip.gin", f"--topology={topology}", "--effort=low",
+        f"--json={tmp_path / 'plan.json'}", *(f"--gin_bindings={b}" for b in bindings),
+    )  # fmt: skip
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["peak_bytes"] < gib * 2**30
+    assert set(found["collectives"]) == {"all-reduce"}
