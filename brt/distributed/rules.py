@@ -120,11 +120,15 @@ def rows_adjoin(axes: int) -> bool:
     return not partitioned() or (axes <= 2 and only_lanes)
 
 
+def in_replica() -> bool:
+    """Whether what is traced is of one of several replicas (`brt.training.replicas`)."""
+    return REPLICAS in jax.sharding.get_abstract_mesh().manual_axes
+
+
 def rows(count: int) -> Int[Array, " count"]:
     """The numbers, in the whole batch, of the `count` lanes that are here."""
     here = jnp.arange(count)
-    alone = REPLICAS not in getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
-    return here if alone else here + count * jax.lax.axis_index(REPLICAS)
+    return here + count * jax.lax.axis_index(REPLICAS) if in_replica() else here
 
 
 def row_keys(key: Array, count: int) -> Array:

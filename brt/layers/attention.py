@@ -15,12 +15,12 @@ from brt.layers.state import OpenBlock, WindowState, zero_where_invalid
 from brt.ops.activations import relu
 from brt.ops.dense import dense
 from brt.ops.dropout import Dropout
-from brt.ops.normalization import rms_norm, scaled_unit
+from brt.ops.normalization import l2_normalize, rms_norm, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import Rotation, alibi_bias, relative_bias, rotate, rotations
 from brt.ops.recurrent_attention import StateMemory
 from brt.ops.softmax_attention import attend
-from brt.ops.window_attention import last_block, segment_part, window_part_step
+from brt.ops.window_attention import last_block, normalizes, segment_part, window_part_step
 
 # (queries [B, T, H, K], what they read in the window) -> that mixed with something else
 Mix = Callable[[Array, AttentionPart], Array]
@@ -32,12 +32,14 @@ class TokenProjections(NamedTuple):
     Attributes:
       queries, keys, values: [B, T, H, K].
       cross_queries: [B, T, H, K] for the recurrent states, or None.
+      raw: queries and keys before they were normalised, for window attention that does it itself.
     """
 
     queries: Float[Array, "B T H K"]
     keys: Float[Array, "B T H K"]
     values: Float[Array, "B T H K"]
     cross_queries: Float[Array, "B T H K"] | None
+    raw: tuple[Float[Array, "B T H K"], Float[Array, "B T H K"]] | None = None
 
 
 class Past(NamedTuple):
@@ -117,7 +119,9 @@ class TransformerBlock(nn.Module):
             scales.append(self.query_scale("cross_scale"))
         product = dense(h, jnp.stack([*kernels, self.values], axis=1))
         product = constrain(product, "lanes", self._along(x), None, "heads", None)
-        scaled, values = product[:, :, :-1], product[:, :, -1]
+        scaled, values, raw = product[:, :, :-1], product[:, :, -1], None
+        if m.normalize_qk and normalizes():
+            raw = product[:, :, 0], product[:, :, 1]
         if m.normalize_qk:
             scaled = scaled_unit(scaled, jnp.stack(scales))
         else:
@@ -125,7 +129,7 @@ class TransformerBlock(nn.Module):
         queries, keys, *cross = (
             part.squeeze(2) for part in jnp.split(scaled, len(kernels), axis=2)
         )
-        return TokenProjections(queries, keys, values, cross[0] if cross else None)
+        return TokenProjections(queries, keys, values, cross[0] if cross else None, raw)
 
     def query_scale(self, name: str = "scale") -> Float[Array, " H"]:
         """What is folded into the queries: learned, or the usual one of unnormalised queries."""
@@ -169,8 +173,8 @@ class TransformerBlock(nn.Module):
         """The layer's output for a segment; `memory` [B, N, S, H, K] is the states' or None."""
         m = self.model
         tokens, mask = x.shape[1], None
-        queries, keys, values, _ = projections
-        cached = past.keys
+        queries, keys = projections.raw or (projections.queries, projections.keys)
+        values, cached = projections.values, past.keys
         if m.positions == "rotary":  # here, so that caches and states keep keys as they are
             table = rotations(-m.window, m.window + tokens, m.head_dim)
             own = Rotation(*(part[m.window :] for part in table))
@@ -183,6 +187,7 @@ class TransformerBlock(nn.Module):
         part = segment_part(
             queries, (cached, past.values), keys, values, self.bias(), past.readable, mask,
             attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
+            scale=self.query_scale() if projections.raw else None,
             implementation=self.kernels.window_attention,
         )  # fmt: skip
         attended = [part.output if mix is None else mix(projections.queries, part)]
@@ -288,7 +293,11 @@ def with_cache(
         state = zero_where_invalid(state)
     readable = jnp.concatenate([rows[:, None], ~document_start[:, 1:]], axis=1) & model.cache
     readable = constrain(readable, "lanes", None)
-    keys, values = (last_block(x, model.window) for x in (projections.keys, projections.values))
+    values = last_block(projections.values, model.window)
+    if projections.raw:  # else all of them would be normalised for the sake of the last
+        keys = l2_normalize(last_block(projections.raw[1], model.window))
+    else:
+        keys = last_block(projections.keys, model.window)
     after = WindowState(keys, values, jnp.ones_like(state.valid))
     return Past(state.keys, state.values, readable), after
 

@@ -97,8 +97,8 @@ l2_normalize.defvjp(_l2_forward, _l2_backward)
 
 
 @jax.custom_vjp
-def scaled_unit(x: Float[Array, "*B P H K"], scale: Float[Array, "P H"]) -> Array:
-    """x / |x| * scale of the heads H of P parts, in x's dtype.
+def scaled_unit(x: Float[Array, "..."], scale: Float[Array, "..."]) -> Array:
+    """x / |x| * scale over the last axis, in x's dtype; before it are the scale's own axes, heads.
 
     The scale's gradient is a sum of what that of x needs anyway, and stays in float32.
     """
@@ -116,7 +116,7 @@ def _unit_backward(saved: tuple[Array, Array, Array], gradient: Array) -> tuple[
     unit, gradient = x.astype(jnp.float32) * inverse, gradient.astype(jnp.float32)
     along = jnp.sum(gradient * unit, axis=-1, keepdims=True)
     dx = (gradient - along * unit) * (inverse * _along_last(scale, along[..., 0])[..., None])
-    return dx.astype(x.dtype), sum_leading(along[..., 0], x.ndim - 3)
+    return dx.astype(x.dtype), sum_leading(along[..., 0], x.ndim - 1 - scale.ndim)
 
 
 scaled_unit.defvjp(_unit_forward, _unit_backward)

@@ -39,6 +39,6 @@ _top_k.def_partition(
 
 def top_k(x: Float[Array, "*B M"], count: int) -> tuple[Float[Array, "*B R"], Int[Array, "*B R"]]:
     """The `count` largest of the last axis, largest first, and their indices; exact."""
-    if not rules.partitioned() or rules.REPLICAS not in rules.axes():  # which it cannot be told in
+    if rules.in_replica():  # which XLA does not cut
         return _of_rows(x, count)
     return _top_k(x, count)

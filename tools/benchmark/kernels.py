@@ -79,16 +79,17 @@ def compile_one(chip: str, window: int, head_dim: int, dtype: str) -> None:
     tokens, heads = 2 * window, 8
     queries, keys = array(1, tokens, heads, head_dim), array(1, window + tokens, heads, head_dim)
     bias, readable = array(heads, window, dtype="float32"), array(1, 2, dtype="bool")
+    scale = array(heads, dtype="float32")
 
-    def gradients(q, k, v, bias, readable, weights):
-        def loss(q, k, v, bias):
-            part = window_part(q, k, v, bias, readable, implementation="pallas_tpu")
+    def gradients(q, k, v, bias, scale, readable, weights):
+        def loss(q, k, v, bias, scale):
+            part = window_part(q, k, v, bias, readable, scale=scale, implementation="pallas_tpu")
             return jnp.sum(part.output.astype(jnp.float32) * weights.astype(jnp.float32))
 
-        return jax.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, bias)
+        return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(q, k, v, bias, scale)
 
     with dispatch.use_backend("tpu"):
-        lowered = jax.jit(gradients).lower(queries, keys, keys, bias, readable, queries)
+        lowered = jax.jit(gradients).lower(queries, keys, keys, bias, scale, readable, queries)
     text = lowered.compile().as_text()
     print(json.dumps(vmem_of(text)))
 

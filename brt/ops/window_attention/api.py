@@ -5,27 +5,50 @@ itself (or with the one before it), wherever its block begins: keys of the block
 the segment come from the cache. XL is the case of one block a segment.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
+from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import MASKED, softmax_and_lse
 from brt.ops.window_attention import pallas_tpu, reference, xla
 
+
+def _of_units(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An implementation of attention by normalised queries and keys."""
+
+    def normalizing(
+        queries: Array, keys: Array, *others: Any, scale: Array | None, **options: bool
+    ) -> Any:
+        if scale is not None:
+            queries, keys = scaled_unit(queries, scale), l2_normalize(keys)
+        return function(queries, keys, *others, **options)
+
+    return normalizing
+
+
 OP = Op(
     "window_attention",
     (
-        Implementation("xla_cpu", xla.in_fine_tiles, auto=("cpu",)),
+        Implementation("xla_cpu", _of_units(xla.in_fine_tiles), auto=("cpu",)),
         Implementation(
             "pallas_tpu", pallas_tpu.window_attention, ("tpu",), ("tpu",), pallas_tpu.refuses
         ),
-        Implementation("xla", xla.window_attention),
+        Implementation("xla", _of_units(xla.window_attention)),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
-        Implementation("reference", reference.window_attention, auto=()),
+        Implementation("reference", _of_units(reference.window_attention), auto=()),
     ),
 )
+
+
+def normalizes() -> bool:
+    """Whether queries and keys are normalised more quickly by what attends with them."""
+    return dispatch.backend() == "tpu"
 
 
 def window_attention(
@@ -38,6 +61,7 @@ def window_attention(
     *,
     attend_to_self: bool = True,
     null_keys: bool = False,
+    scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
     """Attention of every token to its window; logits are q.k + bias, unscaled.
@@ -52,6 +76,7 @@ def window_attention(
       attend_to_self: whether the nearest key is the token itself.
       null_keys: unreadable keys count as zero keys with zero values, instead of not at
         all (the original's behaviour at a document's start).
+      scale: if given, keys are normalised first, and queries to this length.
       implementation: a named one runs or raises; None takes the best that can.
 
     Returns:
@@ -62,7 +87,7 @@ def window_attention(
     """
     return window_part(
         queries, keys, values, bias, readable, dropout, attend_to_self=attend_to_self,
-        null_keys=null_keys, implementation=implementation,
+        null_keys=null_keys, scale=scale, implementation=implementation,
     ).output  # fmt: skip
 
 
@@ -76,6 +101,7 @@ def window_part(
     *,
     attend_to_self: bool = True,
     null_keys: bool = False,
+    scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
 ) -> AttentionPart:
     """`window_attention` as one part of an attention that reads more: [B, T, H, K], [B, T, H].
@@ -84,7 +110,7 @@ def window_part(
     """
     part = dispatch.run(
         OP, implementation, queries, keys, values, bias, readable, dropout,
-        attend_to_self=attend_to_self, null_keys=null_keys,
+        attend_to_self=attend_to_self, null_keys=null_keys, scale=scale,
     )  # fmt: skip
     return AttentionPart(*part)
 

@@ -11,6 +11,7 @@ carries what the next block's queries add to this one's keys.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +23,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.dispatch import KERNEL
-from brt.ops.window_attention.tpu_kernels import Static, backward_kernel, forward_kernel
+from brt.ops.window_attention.tpu_kernels import (
+    Gradients,
+    Inputs,
+    Static,
+    backward_kernel,
+    forward_kernel,
+)
 from brt.ops.window_attention.xla import circulant
 
 _WINDOWS = (128, 256, 512, 1024, 2048)
@@ -59,6 +66,7 @@ def window_attention(
     *,
     attend_to_self: bool,
     null_keys: bool,
+    scale: Float[Array, " H"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
     """See `api.window_part`; `interpret` runs on any device, with windows of any size."""
@@ -72,134 +80,136 @@ def window_attention(
     if dropout is not None:
         dropout = dropout.swapaxes(1, 2)
     q, k, v = (x.swapaxes(1, 2) for x in (queries, keys, values))
-    y, lse = _attend(q, k, v, bias, readable.astype(jnp.int32), dropout, static)
+    given = _Given(q, k, v, scale, bias, readable.astype(jnp.int32), dropout)
+    y, lse = _attend(given, static)
     return y.swapaxes(1, 2), lse.swapaxes(1, 2)
 
 
 interpreted = functools.partial(window_attention, interpret=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attend(
-    q: Float[Array, "B H T K"],
-    k: Float[Array, "B H Z K"],
-    v: Float[Array, "B H Z K"],
-    bias: Float[Array, "H W"] | None,
-    readable: Int[Array, "B N"],
-    dropout: Float[Array, "H W W"] | None,
-    static: Static,
-) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T"]]:
+class _Given(NamedTuple):
+    """What attention is computed from, heads first."""
+
+    q: Float[Array, "B H T K"]
+    k: Float[Array, "B H Z K"]
+    v: Float[Array, "B H Z K"]
+    scale: Float[Array, " H"] | None
+    bias: Float[Array, "H W"] | None
+    readable: Int[Array, "B N"]
+    dropout: Float[Array, "H W W"] | None  # slots x rows
+
+    @property
+    def window(self) -> int:
+        return self.k.shape[2] - self.q.shape[2]
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Heads first: cores that share a chip share them, each with a bias of its own."""
+        return self.q.shape[1], self.q.shape[0], self.readable.shape[1]
+
+    def numbers(self, x: Float[Array, "B H T"]) -> Float[Array, "B H N 1 W"]:
+        return x.reshape(*x.shape[:2], -1, 1, self.window)
+
+    def inputs(self, rows: int, **others: Array) -> Inputs:
+        scale = tile = None
+        if self.scale is not None:
+            scale = jnp.broadcast_to(self.scale[:, None, None], (len(self.scale), 1, 128))
+        if self.bias is not None:
+            tile = _tile(self.bias, rows)
+        pairs = (self.k, self.k), (self.v, self.v)
+        return Inputs(self.q, *pairs, scale, tile, self.dropout, **others)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attend(given: _Given, static: Static) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T"]]:
     """Attention of slots x rows, and its log-sum-exp."""
-    return _forward(q, k, v, bias, readable, dropout, static)[0]
+    return _forward(given, static)[0]
 
 
-class _Blocks(NamedTuple):
-    """Blocks of a grid of heads, lanes and blocks of the segment, of which the last may be behind
-    the segment's end.
+def _specs(inputs: Inputs, blocks: int) -> Inputs:
+    """Where a step finds its inputs; behind the last block, as there."""
 
-    Attributes:
-      own: W rows [W, K] of the segment's.
-      before, current: as many of the keys', which begin with the cached block.
-      numbers: one for each row, [1, W].
-    """
-
-    own: pl.BlockSpec
-    before: pl.BlockSpec
-    current: pl.BlockSpec
-    numbers: pl.BlockSpec
-
-
-def _blocks(blocks: int, window: int, width: int) -> _Blocks:
     def there(n: Array) -> Array:
         return jnp.minimum(n, blocks - 1)
 
-    def block(place: Callable[[Array], Array]) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, window, width), lambda h, b, n, _: (b, h, place(n), 0))
+    def block(x: Array, place: Callable[[Array], Array]) -> pl.BlockSpec:
+        window = inputs.q.shape[2] // blocks
+        shape = (None, None, window, x.shape[3])
+        return pl.BlockSpec(shape, lambda h, b, n, _: (b, h, place(n), 0))
 
-    numbers = pl.BlockSpec((None, None, None, 1, window), lambda h, b, n, _: (b, h, there(n), 0, 0))
-    return _Blocks(block(there), block(there), block(lambda n: there(n) + 1), numbers)
+    def numbers(x: Array | None) -> pl.BlockSpec | None:
+        if x is None:
+            return None
+        return pl.BlockSpec(
+            (None, None, None, *x.shape[3:]), lambda h, b, n, _: (b, h, there(n), 0, 0)
+        )
+
+    def pair(x: tuple[Array, Array]) -> tuple[pl.BlockSpec, pl.BlockSpec]:
+        return block(x[0], there), block(x[1], lambda n: there(n) + 1)
+
+    return Inputs(
+        block(inputs.q, there), pair(inputs.keys), pair(inputs.values), _of_head(inputs.scale),
+        _of_head(inputs.tile), _of_head(inputs.dropout),
+        None if inputs.gradient is None else block(inputs.gradient, there),
+        numbers(inputs.lse), numbers(inputs.along),
+    )  # fmt: skip
 
 
-def _of_head(*shape: int) -> pl.BlockSpec:
-    return pl.BlockSpec((None, *shape), lambda h, b, n, _: (h, *(0 for _ in shape)))
+def _of_head(x: Any) -> pl.BlockSpec | None:
+    """Of what all steps of a head share."""
+    if x is None:
+        return None
+    return pl.BlockSpec((None, *x.shape[1:]), lambda h, b, n, _: (h, *(0 for _ in x.shape[1:])))
 
 
-def _forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    bias: Array | None,
-    readable: Array,
-    dropout: Array | None,
-    static: Static,
-) -> tuple[tuple[Array, Array], tuple]:
-    batch, heads, tokens, width = q.shape
-    blocks, window = readable.shape[1], k.shape[2] - tokens
-    at, shared = _blocks(blocks, window, width), _shared(bias, dropout, static.forward_rows)
-    found, lse = pl.pallas_call(
-        functools.partial(forward_kernel, static=static, biased=bias is not None),
+def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]:
+    (heads, batch, blocks), q = given.grid, given.q
+    inputs = given.inputs(static.forward_rows)
+    at = _specs(inputs, blocks)
+    numbers = jax.ShapeDtypeStruct((batch, heads, blocks, 1, given.window), jnp.float32)
+    rows = pl.BlockSpec((None, None, None, 1, given.window), lambda h, b, n, _: (b, h, n, 0, 0))
+    ((y, lse),) = pl.pallas_call(
+        functools.partial(forward_kernel, static=static),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1, grid=(heads, batch, blocks),
-            in_specs=[
-                at.own, at.before, at.current, at.before, at.current,
-                *(_of_head(*x.shape[1:]) for x in shared),
-            ],
-            out_specs=[at.own, at.numbers],
+            num_scalar_prefetch=1, grid=given.grid, in_specs=[at], out_specs=[(at.q, rows)]
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct(q.shape, v.dtype),
-            jax.ShapeDtypeStruct((batch, heads, blocks, 1, window), jnp.float32),
-        ],
-        compiler_params=_parameters(), interpret=static.interpret,
-        cost_estimate=_cost(q, window, products=2),
-        name=_named("window_attention", window, q, heads * batch * blocks),
-    )(readable, q, k, k, v, v, *shared)  # fmt: skip
-    found, lse = (checkpoint_name(x, KERNEL) for x in (found, lse.reshape(batch, heads, tokens)))
-    return (found, lse), (q, k, v, bias, readable, dropout, found, lse)
+        out_shape=[(jax.ShapeDtypeStruct(q.shape, given.v.dtype), numbers)],
+        cost_estimate=_cost(given, products=2), **_options(given, static, "window_attention"),
+    )(given.readable, inputs)  # fmt: skip
+    y, lse = (checkpoint_name(x, KERNEL) for x in (y, lse.reshape(q.shape[:-1])))
+    return (y, lse), (given, y, lse)
 
 
-def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> tuple:
-    q, k, v, bias, readable, dropout, y, lse = saved
+def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> tuple[_Given]:
+    given, y, lse = saved
     gradient, d_lse = gradients
-    batch, heads, tokens, width = q.shape
-    blocks, window = readable.shape[1], k.shape[2] - tokens
-    rows = static.backward_rows
-    at, shared = _blocks(blocks, window, width), _shared(bias, dropout, rows)
+    heads, batch, blocks = given.grid
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1) - d_lse
-    numbers = (x.reshape(batch, heads, blocks, 1, window) for x in (lse, along))
+    inputs = given.inputs(
+        static.backward_rows, gradient=gradient, lse=given.numbers(lse), along=given.numbers(along)
+    )
+    at, window, width = _specs(inputs, blocks), given.window, given.q.shape[3]
     walked = pl.BlockSpec((None, None, window, width), lambda h, b, n, _: (b, h, n, 0))
-    biased = bias is not None
-    d_q, d_k, d_v, *d_tile = pl.pallas_call(
-        functools.partial(backward_kernel, static=static, biased=biased),
+    like = Gradients(given.q, given.k, given.v, inputs.scale, inputs.tile)
+    (found,) = pl.pallas_call(
+        functools.partial(backward_kernel, static=static),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1, grid=(heads, batch, blocks + 1),
-            in_specs=[
-                at.own, at.before, at.current, at.before, at.current, at.own, at.numbers,
-                at.numbers, *(_of_head(*x.shape[1:]) for x in shared),
-            ],
-            out_specs=[at.own, walked, walked, *[_of_head(window, rows)] * biased],
+            num_scalar_prefetch=1, grid=(heads, batch, blocks + 1), in_specs=[at],
+            out_specs=[Gradients(at.q, walked, walked, at.scale, at.tile)],
             scratch_shapes=[pltpu.VMEM((2, window, width), jnp.float32)] * 2,
         ),
-        out_shape=[
-            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)),
-            *[jax.ShapeDtypeStruct((heads, window, rows), jnp.float32)] * biased,
-        ],
-        compiler_params=_parameters(), interpret=static.interpret,
-        cost_estimate=_cost(q, window, products=5),
-        name=_named("window_attention_backward", window, q, heads * batch * blocks),
-    )(readable, q, k, k, v, v, gradient, *numbers, *shared)  # fmt: skip
-    d_bias = _bias_gradient(d_tile[0], bias, rows) if biased else None
-    none = None if dropout is None else jnp.zeros_like(dropout)
-    return d_q, d_k, d_v, d_bias, None, none
+        out_shape=[jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)],
+        cost_estimate=_cost(given, products=5),
+        **_options(given, static, "window_attention_backward"),
+    )(given.readable, inputs)  # fmt: skip
+    d_scale = None if given.scale is None else found.scale[:, 0, 0]
+    d_bias = None if given.bias is None else _bias_gradient(found.tile, given.bias)
+    none = None if given.dropout is None else jnp.zeros_like(given.dropout)
+    return (_Given(found.q, found.keys, found.values, d_scale, d_bias, None, none),)
 
 
 _attend.defvjp(_forward, _backward)
-
-
-def _shared(bias: Array | None, dropout: Array | None, rows: int) -> list[Array]:
-    """What all blocks of a head share, slots x rows."""
-    tile = [] if bias is None else [_tile(bias, rows)]
-    return [*tile, *([] if dropout is None else [dropout])]
 
 
 def _tile(bias: Float[Array, "H W"], rows: int) -> Float[Array, "H W R"]:
@@ -207,26 +217,30 @@ def _tile(bias: Float[Array, "H W"], rows: int) -> Float[Array, "H W R"]:
     return circulant(bias, rows).swapaxes(1, 2)
 
 
-def _bias_gradient(d_tile: Float[Array, "H W R"], bias: Array, rows: int) -> Float[Array, "H W"]:
-    return jax.linear_transpose(functools.partial(_tile, rows=rows), bias)(d_tile)[0]
+def _bias_gradient(d_tile: Float[Array, "H W R"], bias: Array) -> Float[Array, "H W"]:
+    tile = functools.partial(_tile, rows=d_tile.shape[2])
+    return jax.linear_transpose(tile, bias)(d_tile)[0]
 
 
-def _parameters() -> pltpu.CompilerParams:
-    """Heads first: cores that share a chip share them, each with a bias of its own."""
-    return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=_VMEM_BYTES
-    )
+def _options(given: _Given, static: Static, name: str) -> dict[str, Any]:
+    """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
+    q = given.q
+    size = f"{given.window}x{q.shape[-1]}_{q.dtype}"
+    return {
+        "name": f"{name}_{size}_{math.prod(given.grid)}_steps",
+        "interpret": static.interpret,
+        "compiler_params": pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=_VMEM_BYTES,
+        ),
+    }
 
 
-def _named(kernel: str, window: int, q: Array, steps: int) -> str:
-    """As `brt.planning.schedules` knows it, and how often its grid runs."""
-    return f"{kernel}_{window}x{q.shape[-1]}_{q.dtype}_{steps}_steps"
-
-
-def _cost(q: Float[Array, "B H T K"], window: int, products: int) -> pl.CostEstimate:
+def _cost(given: _Given, products: int) -> pl.CostEstimate:
     """Of the keys that count; each array once."""
-    rows = q.size // q.shape[-1]
+    q = given.q
     return pl.CostEstimate(
-        flops=2 * products * window * q.size, transcendentals=rows * window,
+        flops=2 * products * given.window * q.size,
+        transcendentals=q.size // q.shape[-1] * given.window,
         bytes_accessed=(2 * products - 1) * q.size * q.dtype.itemsize,
-    )  # fmt: skip
+    )

@@ -28,26 +28,25 @@ def segment_part(
     *,
     attend_to_self: bool = True,
     null_keys: bool = False,
+    scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
 ) -> AttentionPart:
     """`window_part` of tokens whose keys and values are not joined to the `cached` ones yet."""
 
-    def attend(q, pairs, bias, readable, dropout):
-        joined_keys, joined_values = (jnp.concatenate(pair, axis=1) for pair in pairs)
-        return window_part(
-            q, joined_keys, joined_values, bias, readable, dropout, attend_to_self=attend_to_self,
-            null_keys=null_keys, implementation=implementation,
-        )  # fmt: skip
-
     by_block = rules.count("blocks", readable.shape[1]) > 1
 
-    def local(q, cached, k, v, bias, readable, dropout):
-        pairs = list(zip(cached, (k, v), strict=True))
-        if by_block:
-            pairs = [(_left(*pair), pair[1]) for pair in pairs]
-        return attend(q, pairs, bias, readable, dropout)
+    def local(q, cached, k, v, bias, readable, dropout, scale):
+        pairs = zip(cached, (k, v), strict=True)
+        joined_keys, joined_values = (
+            jnp.concatenate([_left(old, own) if by_block else old, own], axis=1)
+            for old, own in pairs
+        )
+        return window_part(
+            q, joined_keys, joined_values, bias, readable, dropout, attend_to_self=attend_to_self,
+            null_keys=null_keys, scale=scale, implementation=implementation,
+        )  # fmt: skip
 
-    inputs = queries, cached, keys, values, bias, readable, dropout
+    inputs = queries, cached, keys, values, bias, readable, dropout, scale
     if not rules.partitioned():
         return local(*inputs)
     tokens, blocks = ("tokens", "blocks") if by_block else (None, None)
@@ -58,7 +57,7 @@ def segment_part(
         local,
         in_specs=(
             by_token, (before, before), by_token, by_token, of_heads,
-            rules.placed("lanes", blocks, shape=readable.shape), of_heads,
+            rules.placed("lanes", blocks, shape=readable.shape), of_heads, of_heads,
         ),
         out_specs=AttentionPart(by_token, P(*by_token[:3])),
         axis_names=rules.axes(), check_vma=False,

@@ -8,11 +8,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
+from brt.ops.normalization import EPSILON
 from brt.ops.softmax import FLOOR, MASKED
 
 _BY_ROW = (((1,), (1,)), ((), ()))  # a b^T
 _BY_SLOT = (((0,), (0,)), ((), ()))  # a^T b
 _PLAIN = (((1,), (0,)), ((), ()))  # a b
+_LANES = 128  # of a vector register
 
 
 class Static(NamedTuple):
@@ -30,24 +32,83 @@ class Static(NamedTuple):
     interpret: bool | pltpu.InterpretParams
 
 
-class _Block(NamedTuple):
-    """What a step of the grid has loaded."""
+class Inputs(NamedTuple):
+    """Of a step of the grid, or where they are; None: there is none.
+
+    Attributes:
+      q: [W, K] of this block.
+      keys, values: [W, K] of the block before, and of this one.
+      scale: [1, 128], the length that queries get, where they and keys are normalised here.
+      tile: [W, R], the bias of the slots of a block's first rows.
+      dropout: [W, W].
+      gradient: [W, K] of the output; of it the rest, in the backward pass only.
+      lse, along: [1, W], the latter what the softmax's own gradient subtracts.
+    """
 
     q: Any
-    before: tuple[Array, Array]  # keys and values
-    current: tuple[Array, Array]
+    keys: tuple[Any, Any]
+    values: tuple[Any, Any]
+    scale: Any = None
+    tile: Any = None
+    dropout: Any = None
+    gradient: Any = None
+    lse: Any = None
+    along: Any = None
+
+
+class Gradients(NamedTuple):
+    """Of a step of the grid; those of keys and values are of the block before.
+
+    Attributes:
+      scale, tile: float32, added up over all steps of a head.
+    """
+
+    q: Any
+    keys: Any
+    values: Any
+    scale: Any
+    tile: Any
+
+
+class _Block(NamedTuple):
+    """Both blocks, loaded; keys normalised, if they are to be."""
+
+    keys: tuple[Array, Array]
+    values: tuple[Array, Array]
     unseen: Array  # float32, added to logits of the block before
 
 
-def _loaded(seen: Array, q: Any, refs: tuple[Any, ...], static: Static) -> _Block:
-    k_before, k, v_before, v = (ref[...] for ref in refs)
+def _loaded(seen: Array, inputs: Inputs, static: Static) -> _Block:
+    keys, values = ([ref[...] for ref in pair] for pair in (inputs.keys, inputs.values))
+    if inputs.scale is not None:
+        keys = [_unit(x)[0].astype(x.dtype) for x in keys]
     unseen = jnp.where(seen, 0.0, MASKED)
     if static.null_keys:
-        k_before, v_before = (
-            jax.lax.select(seen, x, jnp.zeros_like(x)) for x in (k_before, v_before)
-        )
+        for pair in (keys, values):
+            pair[0] = jax.lax.select(seen, pair[0], jnp.zeros_like(pair[0]))
         unseen = jnp.zeros(())
-    return _Block(q, (k_before, v_before), (k, v), unseen)
+    return _Block((keys[0], keys[1]), (values[0], values[1]), unseen)
+
+
+def _unit(x: Float[Array, "W K"]) -> tuple[Float[Array, "W K"], Float[Array, "W 1"]]:
+    """x / |x| and 1 / |x|, float32."""
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + EPSILON)
+    return wide * inverse, inverse
+
+
+def _queries(inputs: Inputs, rows: "_Rows") -> Float[Array, "R K"]:
+    own = inputs.q[rows.all]
+    return own if inputs.scale is None else (_unit(own)[0] * inputs.scale[:, :1]).astype(own.dtype)
+
+
+def _through_unit(
+    x: Float[Array, "W K"], gradient: Float[Array, "W K"]
+) -> tuple[Float[Array, "W K"], Float[Array, "W 1"]]:
+    """The gradient of x, given that of x / |x|; and the latter along it."""
+    unit, inverse = _unit(x)
+    along = jnp.sum(gradient * unit, axis=-1, keepdims=True)
+    return (gradient - along * unit) * inverse, along
 
 
 def _product(a: Array, b: Array, axes: tuple) -> Array:
@@ -112,10 +173,16 @@ class _Rows(NamedTuple):
         if self.i:
             tile[cut:] += x[:begin]
 
-    def against(self, block: _Block, which: int, x: Float[Array, "R K"]) -> Float[Array, "W R"]:
-        """Products of keys (0) or values (1) with rows."""
-        current, before = block.current[which], block.before[which]
-        unseen = block.unseen if which == 0 else 0.0
+    def logits(self, block: _Block, own: Float[Array, "R K"], tile: Any) -> Float[Array, "W R"]:
+        """Of their slots."""
+        found = self.against(block.keys, own, block.unseen)
+        return found if tile is None else found + self.rolled(tile)
+
+    def against(
+        self, pair: tuple[Array, Array], x: Float[Array, "R K"], unseen: Array | float = 0.0
+    ) -> Float[Array, "W R"]:
+        """Products of what both blocks hold with rows."""
+        before, current = pair
         return self.folded(
             _product(current[self.current], x, _BY_ROW),
             _product(before[self.before], x, _BY_ROW) + unseen,
@@ -124,49 +191,39 @@ class _Rows(NamedTuple):
     def sums(
         self, columns: tuple[Array, Array], current: Array, before: Array
     ) -> Float[Array, "K R"]:
-        """Of the columns [K, W] of this block and of the one before, by the weights of slots."""
-        of_current = _product(columns[0][:, self.current], current, _PLAIN)
-        return of_current + _product(columns[1][:, self.before], before, _PLAIN)
+        """Of the columns [K, W] of both blocks, by the weights of slots."""
+        of_current = _product(columns[1][:, self.current], current, _PLAIN)
+        return of_current + _product(columns[0][:, self.before], before, _PLAIN)
 
 
 def _tiles(window: int, rows: int, static: Static) -> list[_Rows]:
     return [_Rows(i, rows, static.attend_to_self) for i in range(window // rows)]
 
 
-def forward_kernel(readable: Any, q: Any, *refs: Any, static: Static, biased: bool) -> None:
-    *pairs, y, lse = refs
-    seen = readable[pl.program_id(1), pl.program_id(2)] > 0
-    block = _loaded(seen, q, tuple(pairs[:4]), static)
-    tile, dropout = _optional(pairs[4:], biased)
-    transposed = block.current[1].T, block.before[1].T
-    for rows in _tiles(q.shape[0], static.forward_rows, static):
-        logits = rows.against(block, 0, q[rows.all])
-        if tile is not None:
-            logits += rows.rolled(tile)
+def forward_kernel(
+    readable: Any, inputs: Inputs, outputs: tuple[Any, Any], *, static: Static
+) -> None:
+    y, lse = outputs
+    block = _loaded(readable[pl.program_id(1), pl.program_id(2)] > 0, inputs, static)
+    transposed = block.values[0].T, block.values[1].T
+    for rows in _tiles(y.shape[0], static.forward_rows, static):
+        logits = rows.logits(block, _queries(inputs, rows), inputs.tile)
         top = jnp.maximum(jnp.max(logits, axis=0, keepdims=True), FLOOR)
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=0, keepdims=True) + jnp.exp(FLOOR - top)
-        if dropout is not None:
-            weights *= dropout[:, rows.all]
+        if inputs.dropout is not None:
+            weights *= inputs.dropout[:, rows.all]
         current, before = rows.unfolded(weights, y.dtype)
         sums = rows.sums(transposed, current, before)
         y[rows.all] = (sums / total).T.astype(y.dtype)
         lse[:, rows.all] = top + jnp.log(total)
 
 
-def _optional(refs: Any, biased: bool) -> tuple[Any, Any]:
-    """The bias's tile and the dropout, each of which may not be there."""
-    tile = refs[0] if biased else None
-    rest = refs[int(biased) :]
-    return tile, rest[0] if rest else None
-
-
-def backward_kernel(readable: Any, q: Any, *all_refs: Any, static: Static, biased: bool) -> None:
-    *refs, keys_sum, values_sum = all_refs
-    count = 3 + biased
-    pairs, (gradient, lse, along), rest = refs[:4], refs[4:7], refs[7:-count]
-    d_q, d_k, d_v, *d_tile = refs[-count:]
-    tile, dropout = _optional(rest, biased)
+def backward_kernel(
+    readable: Any, inputs: Inputs, found: Gradients, keys_sum: Any, values_sum: Any, *,
+    static: Static,
+) -> None:  # fmt: skip
+    """The sums [2, W, K] are of both blocks; a step more than there are blocks writes the last."""
     lane, n, blocks = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
     before, current = n % 2, (n + 1) % 2  # where the sums of the two blocks are
 
@@ -177,39 +234,63 @@ def backward_kernel(readable: Any, q: Any, *all_refs: Any, static: Static, biase
 
     @pl.when((n == 0) & (lane == 0))
     def _() -> None:
-        for total in d_tile:
-            total[...] = jnp.zeros_like(total)
+        for total in (found.scale, found.tile):
+            if total is not None:
+                total[...] = jnp.zeros_like(total)
 
     @pl.when(n < blocks)
     def _() -> None:
         for total in (keys_sum, values_sum):
             total[current] = jnp.zeros_like(total[0])
         seen = readable[lane, n] > 0
-        block = _loaded(seen, q, tuple(pairs), static)
-        for rows in _tiles(q.shape[0], static.backward_rows, static):
-            own, theirs = q[rows.all], gradient[rows.all]
-            logits = rows.against(block, 0, own)
-            if biased:
-                logits += rows.rolled(tile)
-            weights = kept = jnp.exp(logits - lse[:, rows.all])
-            d_weights = rows.against(block, 1, theirs)
-            if dropout is not None:
-                kept, d_weights = kept * dropout[:, rows.all], d_weights * dropout[:, rows.all]
-            d_logits = weights * (d_weights - along[:, rows.all])
-            if biased:
-                rows.add_rolled(d_tile[0], d_logits)
-            of_keys, of_values = (rows.unfolded(x, q.dtype) for x in (d_logits, kept))
-            keys_sum[current, rows.current] += _product(of_keys[0], own, _PLAIN)
-            values_sum[current, rows.current] += _product(of_values[0], theirs, _PLAIN)
+        block = _loaded(seen, inputs, static)
+        for rows in _tiles(found.q.shape[0], static.backward_rows, static):
+            _add_gradients(
+                rows, block, inputs, found, (keys_sum, values_sum), (before, current), seen
+            )
 
-            @pl.when(seen)
-            def _(rows=rows, own=own, theirs=theirs, of_keys=of_keys, of_values=of_values) -> None:
-                keys_sum[before, rows.before] += _product(of_keys[1], own, _PLAIN)
-                values_sum[before, rows.before] += _product(of_values[1], theirs, _PLAIN)
+    d_keys = keys_sum[before]
+    if inputs.scale is not None:  # the last one is no longer the block before
+        of_block, last = (ref[...] for ref in inputs.keys)
+        d_keys = _through_unit(jax.lax.select(n < blocks, of_block, last), d_keys)[0]
+    found.keys[...] = d_keys.astype(found.keys.dtype)
+    found.values[...] = values_sum[before].astype(found.values.dtype)
 
-            found = _product(of_keys[0], block.current[0][rows.current], _BY_SLOT)
-            found += _product(of_keys[1], block.before[0][rows.before], _BY_SLOT)
-            d_q[rows.all] = found.astype(d_q.dtype)
 
-    d_k[...] = keys_sum[before].astype(d_k.dtype)
-    d_v[...] = values_sum[before].astype(d_v.dtype)
+def _add_gradients(
+    rows: _Rows,
+    block: _Block,
+    inputs: Inputs,
+    found: Gradients,
+    sums: tuple[Any, Any],
+    places: tuple[Array, Array],
+    seen: Array,
+) -> None:
+    """Those of some rows."""
+    keys_sum, values_sum = sums
+    before, current = places
+    own, theirs = _queries(inputs, rows), inputs.gradient[rows.all]
+    weights = kept = jnp.exp(rows.logits(block, own, inputs.tile) - inputs.lse[:, rows.all])
+    d_weights = rows.against(block.values, theirs)
+    if inputs.dropout is not None:
+        factors = inputs.dropout[:, rows.all]
+        kept, d_weights = kept * factors, d_weights * factors
+    d_logits = weights * (d_weights - inputs.along[:, rows.all])
+    if found.tile is not None:
+        rows.add_rolled(found.tile, d_logits)
+    of_keys, of_values = (rows.unfolded(x, own.dtype) for x in (d_logits, kept))
+    keys_sum[current, rows.current] += _product(of_keys[0], own, _PLAIN)
+    values_sum[current, rows.current] += _product(of_values[0], theirs, _PLAIN)
+
+    @pl.when(seen)
+    def _() -> None:
+        keys_sum[before, rows.before] += _product(of_keys[1], own, _PLAIN)
+        values_sum[before, rows.before] += _product(of_values[1], theirs, _PLAIN)
+
+    d_own = _product(of_keys[0], block.keys[1][rows.current], _BY_SLOT)
+    d_own += _product(of_keys[1], block.keys[0][rows.before], _BY_SLOT)
+    if inputs.scale is not None:
+        d_own, along = _through_unit(inputs.q[rows.all], d_own)
+        d_own *= inputs.scale[:, :1]
+        found.scale[...] += jnp.broadcast_to(jnp.sum(along, axis=0, keepdims=True), (1, _LANES))
+    found.q[rows.all] = d_own.astype(found.q.dtype)

@@ -1,0 +1,34 @@
+"""Trains each case as one of several processes: a program that `test_processes.py` starts.
+
+Prints the losses of every case, one line of JSON, where this process is the first.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from sharded_cases import CASES, MESHES, STEPS, curve, with_optimizer
+
+from brt.distributed import flags, processes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--place", type=Path, required=True)
+    flags.add(parser)
+    args = parser.parse_args()
+    flags.start(args)
+    for name in CASES:
+        place = args.place / name
+        if processes.is_first():
+            place.mkdir()
+        processes.wait_for_all("place")
+        config = with_optimizer(CASES[name](place), "adafactor", STEPS)
+        nats, _ = curve(config, MESHES["data_fsdp_tensor"], STEPS)
+        if processes.is_first():
+            print(json.dumps({"case": name, "nats": nats}), flush=True)
+    processes.wait_for_all("end")
+
+
+if __name__ == "__main__":
+    main()
