@@ -8,23 +8,28 @@ import re
 from collections.abc import Mapping
 
 _CHIPS = "v4", "v5e", "v5p", "v6e"
-# By kernel, window, size of heads and dtype, then by chip: bundles of a step of the grid.
+# By kernel, then by chip: bundles of a step of the grid, bfloat16, of this size.
+_WINDOW, _HEAD_DIM = 512, 128
 BUNDLES: Mapping[str, Mapping[str, int]] = {
     kernel: dict(zip(_CHIPS, bundles, strict=True))
     for kernel, bundles in {
-        "window_attention_512x128_bfloat16": (3939, 2621, 2915, 1782),
-        "window_attention_backward_512x128_bfloat16": (7582, 5690, 6146, 4406),
+        "window_attention": (3939, 2621, 2915, 1782),
+        "window_attention_backward": (7582, 5690, 6146, 4406),
     }.items()
-}  # fmt: skip
-_NAME = re.compile(r"\b(\w+)_(\d+)_steps\b")
+}
+_NAME = re.compile(r"\b([a-z_]+)_(\d+)x(\d+)_\w+_(\d+)_steps\b")
 _FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 
 
 def cycles(attributes: str, chip: str) -> float:
-    """Of the call of a kernel, which has its name and how often its grid runs in its own name; 0
-    where nothing is known of it."""
+    """Of the call of a kernel, whose name says how often its grid runs; of another size than that
+    of the table as its products compare. 0 where nothing is known of it."""
     found = _NAME.search(attributes)
-    return float(BUNDLES.get(found[1], {}).get(chip, 0) * int(found[2])) if found else 0.0
+    if not found:
+        return 0.0
+    window, width, steps = map(int, found.groups()[1:])
+    products = window**2 * width / (_WINDOW**2 * _HEAD_DIM)
+    return BUNDLES.get(found[1], {}).get(chip, 0) * products * steps
 
 
 def flops(attributes: str) -> float:

@@ -6,7 +6,7 @@ import pytest
 
 from brt.config import Mesh
 from brt.distributed.mesh import build
-from brt.planning import hlo
+from brt.planning import hlo, schedules
 from brt.planning.costs import costs, part_of
 
 ROWS, WIDTH, LAYERS = 8, 32, 5
@@ -74,3 +74,18 @@ ENTRY %main (a: f32[4,8,16], b: f32[4,32,16]) -> f32[4,8,32] {
 )  # fmt: skip
 def test_parts_are_told_by_their_scopes(source: str, part: str) -> None:
     assert part_of(source) == part
+
+
+def test_a_kernel_takes_its_schedule_as_often_as_its_grid_runs() -> None:
+    text = """
+ENTRY %main (q: bf16[8,128]) -> bf16[8,128] {
+  %q = bf16[8,128]{1,0} parameter(0)
+  ROOT %c = bf16[8,128]{1,0} custom-call(%q), custom_call_target="tpu_custom_call", ATTRIBUTES
+}
+"""
+    for size, times in (("512x128", 1.0), ("1024x64", 2.0)):
+        name = f'metadata={{op_name="jit(f)/window_attention_{size}_bfloat16_6_steps"}}'
+        cost = '"cost_estimate":{"flops":"99"}'
+        found = costs(text.replace("ATTRIBUTES", f"{name}, backend_config={{{cost}}}"), "v5e")
+        assert found.total.cycles == 6 * times * schedules.BUNDLES["window_attention"]["v5e"]
+        assert found.total.flops == 99 and found.parts.keys() == {"attention"}
