@@ -187,9 +187,9 @@ def curve(config: Config, mesh: Mesh, steps: int) -> tuple[list[float], Any]:
     """Nats a step, and the state after the last on the host; of several processes only nats."""
     run = runs.build(dataclasses.replace(config, mesh=mesh), progress=False)
     state, step, nats = runs.new_state(run), runs.CompiledStep(run), []
+    reader = runs.own_reader(run)
     for i in range(steps):
-        batch = run.reader[i]
-        state, metrics = step(state, runs.put(run, batch))
+        state, metrics = step(state, runs.put(run, reader[i]))
         nats.append(metrics.nats)
     alone = jax.process_count() == 1
     return [float(x) for x in nats], jax.device_get(state) if alone else None
