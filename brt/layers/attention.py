@@ -117,11 +117,11 @@ class TransformerBlock(nn.Module):
         if self.cross_attends:
             kernels.append(self.cross_queries)
             scales.append(self.query_scale("cross_scale"))
+        if m.normalize_qk and normalizes():
+            return self._projected_apart(h, [*kernels, self.values], scales)
         product = dense(h, jnp.stack([*kernels, self.values], axis=1))
         product = constrain(product, "lanes", self._along(x), None, "heads", None)
-        scaled, values, raw = product[:, :, :-1], product[:, :, -1], None
-        if m.normalize_qk and normalizes():
-            raw = product[:, :, 0], product[:, :, 1]
+        scaled, values = product[:, :, :-1], product[:, :, -1]
         if m.normalize_qk:
             scaled = scaled_unit(scaled, jnp.stack(scales))
         else:
@@ -129,6 +129,17 @@ class TransformerBlock(nn.Module):
         queries, keys, *cross = (
             part.squeeze(2) for part in jnp.split(scaled, len(kernels), axis=2)
         )
+        return TokenProjections(queries, keys, values, cross[0] if cross else None)
+
+    def _projected_apart(
+        self, h: Float[Array, "B T D"], kernels: list[Array], scales: list[Array]
+    ) -> TokenProjections:
+        """By a product each, which what attends finds where it is; parts of one would be copied."""
+        names = ("lanes", self._along(h), "heads", None)
+        *products, values = (constrain(dense(h, kernel), *names) for kernel in kernels)
+        scaled = (scaled_unit(*pair) for pair in zip(products, scales, strict=True))
+        queries, keys, *cross = scaled
+        raw = products[0], products[1]
         return TokenProjections(queries, keys, values, cross[0] if cross else None, raw)
 
     def query_scale(self, name: str = "scale") -> Float[Array, " H"]:

@@ -79,8 +79,9 @@ def read(
     values = jnp.concatenate([state.values, x.values], axis=1)
     readable = jnp.concatenate([state.valid[:, None] & ~start[:, :1], ~start[:, 1:]], axis=1)
     window = window_part(
-        x.queries, keys, values, x.window_bias, readable, attend_to_self=attend_to_self
-    )
+        x.queries, (state.keys, state.values), x.keys, x.values, x.window_bias, readable,
+        attend_to_self=attend_to_self,
+    )  # fmt: skip
     past, pasts = past_scan(
         keys, values, readable, state.past, x.centroids, implementation=implementation
     )

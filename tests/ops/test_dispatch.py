@@ -9,7 +9,7 @@ import pytest
 from brt.errors import BrtError
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
-from brt.ops.window_attention import api, window_attention
+from brt.ops.window_attention import api, window_part
 
 
 def small(x: float, **_: Any) -> str | None:
@@ -95,20 +95,23 @@ def test_the_backend_is_the_process_s_where_none_is_given() -> None:
 def test_an_entry_is_all_that_a_new_implementation_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """An op of brt, with a toy put in front of what it has."""
 
-    def values_alone(queries: jax.Array, keys: jax.Array, values: jax.Array, *_: Any, **__: Any):  # noqa: ANN202
-        return values[:, -queries.shape[1] :], jnp.zeros(queries.shape[:-1])
+    def values_alone(queries: Any, cached: Any, keys: Any, values: Any, *_: Any, **__: Any):  # noqa: ANN202
+        return values, jnp.zeros(queries.shape[:-1])
 
-    def refuses_bias(q: Any, k: Any, v: Any, bias: Any, *_: Any, **__: Any) -> str | None:
-        return None if bias is None else "has no bias"
+    def refuses_bias(
+        q: Any, cached: Any, k: Any, v: Any, bias: Any, *_: Any, **__: Any
+    ) -> str | None:
+        return None if inputs[4] is None else "has no bias"
 
     toy = Implementation("pallas_gpu", values_alone, supports=refuses_bias)
     own = api.OP.implementations
     monkeypatch.setattr(api, "OP", api.OP._replace(implementations=(toy, *own)))
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(1, n, 1, 2)), jnp.float32) for n in (4, 8, 8))
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 4, 1, 2)), jnp.float32) for _ in range(3))
     readable, bias = jnp.ones((1, 1), bool), jnp.zeros((1, 4))
-    np.testing.assert_array_equal(window_attention(q, k, v, None, readable), v[:, 4:])
-    assert np.any(window_attention(q, k, v, bias, readable) != v[:, 4:])
+    inputs = q, (k, v), k, v
+    np.testing.assert_array_equal(window_part(*inputs, None, readable).output, v)
+    assert np.any(window_part(*inputs, bias, readable).output != v)
     assert dispatch.chosen() == {"window_attention": "pallas_gpu, xla_cpu"}
     with pytest.raises(NotImplementedError, match="'pallas_gpu': has no bias"):
-        window_attention(q, k, v, bias, readable, implementation="pallas_gpu")
+        window_part(*inputs, bias, readable, implementation="pallas_gpu")

@@ -60,8 +60,11 @@ def window(**options: Any) -> tuple[Run, list]:
     readable = jnp.asarray([[False, True]])
     drop = 2.0 * (normal(1, (1, 256, 256))[0] > 0)
 
-    def run(name: str, *x: jax.Array) -> Any:
-        return window_part(*x, readable, drop, **options, implementation=name)
+    def run(name: str, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> Any:
+        cached, own = ([x[:, part] for x in (k, v)] for part in np.s_[:256, 256:])
+        return window_part(
+            q, tuple(cached), *own, bias, readable, drop, **options, implementation=name
+        )
 
     return run, [q, k, v, bias]
 

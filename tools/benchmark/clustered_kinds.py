@@ -60,6 +60,7 @@ def causal(q: jax.Array, k: jax.Array, v: jax.Array, clusters: int, top_k: int) 
     """A decoder's: exact in a window, clustered before it."""
     q = q * WIDTH**-0.5
     before = ((0, 0), (WINDOW, 0), (0, 0), (0, 0))
+    window_keys, cached = (k, v), (jnp.zeros_like(k[:, :WINDOW]),) * 2
     k, v = jnp.pad(k, before), jnp.pad(v, before)
     readable = jnp.arange(q.shape[1] // WINDOW)[None] > 0
     vectors = jax.random.normal(jax.random.key(1), (HEADS, clusters, WIDTH)) * WIDTH**-0.5
@@ -67,7 +68,7 @@ def causal(q: jax.Array, k: jax.Array, v: jax.Array, clusters: int, top_k: int) 
     best = jnp.zeros((1, HEADS, clusters, top_k, WIDTH))
     past = Past(best, best, best[..., 0, :], best[..., 0, 0], jnp.zeros((1,), jnp.int32))
     _, pasts = past_scan(k, v, readable, past, centroids)
-    window = window_part(q, k, v, None, readable)
+    window = window_part(q, cached, *window_keys, None, readable)
     bias = jnp.zeros((HEADS,))
     return causal_clustered_attention(q, window, k, v, readable, pasts, centroids, bias)
 

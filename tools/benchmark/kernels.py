@@ -77,19 +77,23 @@ def compile_one(chip: str, window: int, head_dim: int, dtype: str) -> None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
 
     tokens, heads = 2 * window, 8
-    queries, keys = array(1, tokens, heads, head_dim), array(1, window + tokens, heads, head_dim)
+    by_token, cached = (array(1, n, heads, head_dim) for n in (tokens, window))
     bias, readable = array(heads, window, dtype="float32"), array(1, 2, dtype="bool")
     scale = array(heads, dtype="float32")
 
-    def gradients(q, k, v, bias, scale, readable, weights):
+    def gradients(q, cached, k, v, bias, scale, readable, weights):
         def loss(q, k, v, bias, scale):
-            part = window_part(q, k, v, bias, readable, scale=scale, implementation="pallas_tpu")
+            part = window_part(
+                q, cached, k, v, bias, readable, scale=scale, implementation="pallas_tpu"
+            )
             return jnp.sum(part.output.astype(jnp.float32) * weights.astype(jnp.float32))
 
         return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(q, k, v, bias, scale)
 
     with dispatch.use_backend("tpu"):
-        lowered = jax.jit(gradients).lower(queries, keys, keys, bias, scale, readable, queries)
+        lowered = jax.jit(gradients).lower(
+            by_token, (cached, cached), by_token, by_token, bias, scale, readable, by_token
+        )
     text = lowered.compile().as_text()
     print(json.dumps(vmem_of(text)))
 

@@ -1,8 +1,6 @@
 """Sliding-window attention with carried keys and values."""
 
 from brt.ops.window_attention.api import normalizes as normalizes
-from brt.ops.window_attention.api import window_attention as window_attention
-from brt.ops.window_attention.api import window_attention_step as window_attention_step
 from brt.ops.window_attention.api import window_part as window_part
 from brt.ops.window_attention.api import window_part_step as window_part_step
 from brt.ops.window_attention.segment import last_block as last_block

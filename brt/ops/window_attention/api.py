@@ -19,29 +19,33 @@ from brt.ops.softmax import MASKED, softmax_and_lse
 from brt.ops.window_attention import pallas_tpu, reference, xla
 
 
-def _of_units(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation of attention by normalised queries and keys."""
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An implementation that reads all keys as one array, and normalised where they are to be."""
 
-    def normalizing(
-        queries: Array, keys: Array, *others: Any, scale: Array | None, **options: bool
-    ) -> Any:
+    def prepared(
+        queries: Array, cached: tuple[Array, Array], keys: Array, values: Array, *others: Any,
+        scale: Array | None, **options: bool,
+    ) -> Any:  # fmt: skip
+        keys, values = (
+            jnp.concatenate(pair, axis=1) for pair in zip(cached, (keys, values), strict=True)
+        )
         if scale is not None:
             queries, keys = scaled_unit(queries, scale), l2_normalize(keys)
-        return function(queries, keys, *others, **options)
+        return function(queries, keys, values, *others, **options)
 
-    return normalizing
+    return prepared
 
 
 OP = Op(
     "window_attention",
     (
-        Implementation("xla_cpu", _of_units(xla.in_fine_tiles), auto=("cpu",)),
+        Implementation("xla_cpu", _plain(xla.in_fine_tiles), auto=("cpu",)),
         Implementation(
             "pallas_tpu", pallas_tpu.window_attention, ("tpu",), ("tpu",), pallas_tpu.refuses
         ),
-        Implementation("xla", _of_units(xla.window_attention)),
+        Implementation("xla", _plain(xla.window_attention)),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
-        Implementation("reference", _of_units(reference.window_attention), auto=()),
+        Implementation("reference", _plain(reference.window_attention), auto=()),
     ),
 )
 
@@ -51,10 +55,11 @@ def normalizes() -> bool:
     return dispatch.backend() == "tpu"
 
 
-def window_attention(
+def window_part(
     queries: Float[Array, "B T H K"],
-    keys: Float[Array, "B Z H K"],
-    values: Float[Array, "B Z H K"],
+    cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
+    keys: Float[Array, "B T H K"],
+    values: Float[Array, "B T H K"],
     bias: Float[Array, "H W"] | None,
     readable: Bool[Array, "B N"],
     dropout: Float[Array, "H W W"] | None = None,
@@ -63,12 +68,12 @@ def window_attention(
     null_keys: bool = False,
     scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
-) -> Float[Array, "B T H K"]:
+) -> AttentionPart:
     """Attention of every token to its window; logits are q.k + bias, unscaled.
 
     Args:
       queries: with any scale folded in.
-      keys, values: those of the cached block, then those of the segment.
+      cached: keys and values of the block before the segment.
       bias: float32, by distance: column 0 is the nearest key that a token sees; None: none.
       readable: whether block n may read the block before it (False where a document
         starts at n, or where the cache holds nothing).
@@ -80,62 +85,18 @@ def window_attention(
       implementation: a named one runs or raises; None takes the best that can.
 
     Returns:
-      In the dtype of `values`; softmax in float32. Zeros where a token sees no key.
+      One part of an attention that may read more: the output [B, T, H, K], in the dtype of
+      `values`, zeros where a token sees no key; and float32 [B, T, H], the log-sum-exp, which
+      knows nothing of dropout.
 
     Raises:
       NotImplementedError: an implementation that does not exist, or not for these inputs.
     """
-    return window_part(
-        queries, keys, values, bias, readable, dropout, attend_to_self=attend_to_self,
-        null_keys=null_keys, scale=scale, implementation=implementation,
-    ).output  # fmt: skip
-
-
-def window_part(
-    queries: Float[Array, "B T H K"],
-    keys: Float[Array, "B Z H K"],
-    values: Float[Array, "B Z H K"],
-    bias: Float[Array, "H W"] | None,
-    readable: Bool[Array, "B N"],
-    dropout: Float[Array, "H W W"] | None = None,
-    *,
-    attend_to_self: bool = True,
-    null_keys: bool = False,
-    scale: Float[Array, " H"] | None = None,
-    implementation: str | None = None,
-) -> AttentionPart:
-    """`window_attention` as one part of an attention that reads more: [B, T, H, K], [B, T, H].
-
-    The log-sum-exp knows nothing of dropout.
-    """
     part = dispatch.run(
-        OP, implementation, queries, keys, values, bias, readable, dropout,
+        OP, implementation, queries, cached, keys, values, bias, readable, dropout,
         attend_to_self=attend_to_self, null_keys=null_keys, scale=scale,
     )  # fmt: skip
     return AttentionPart(*part)
-
-
-def window_attention_step(
-    query: Float[Array, "B H K"],
-    keys: Float[Array, "B W H K"],
-    values: Float[Array, "B W H K"],
-    bias: Float[Array, "H W"] | None,
-    readable: Bool[Array, " B"],
-    position: Int[Array, ""],
-    *,
-    attend_to_self: bool = True,
-    null_keys: bool = False,
-) -> Float[Array, "B H K"]:
-    """Row `position` of a block: the same as `window_attention`, for one token.
-
-    `keys` and `values` are a ring: slots up to `position` hold the open block, with the
-    token's own key in its slot, the others still hold the previous block, which is
-    `readable` or not. A strictly-past token's own slot still holds the previous block.
-    """
-    return window_part_step(
-        query, keys, values, bias, readable, position,
-        attend_to_self=attend_to_self, null_keys=null_keys,
-    ).output  # fmt: skip
 
 
 def window_part_step(
@@ -149,7 +110,12 @@ def window_part_step(
     attend_to_self: bool = True,
     null_keys: bool = False,
 ) -> AttentionPart:
-    """`window_attention_step` as one part of an attention that reads more: [B, H, K], [B, H]."""
+    """Row `position` of a block: `window_part` of one token, [B, H, K] and [B, H].
+
+    `keys` and `values` are a ring: slots up to `position` hold the open block, with the
+    token's own key in its slot, the others still hold the previous block, which is
+    `readable` or not. A strictly-past token's own slot still holds the previous block.
+    """
     window = keys.shape[1]
     slots = jnp.arange(window)
     nearest = 0 if attend_to_self else 1

@@ -26,6 +26,7 @@ from brt.ops.dispatch import KERNEL
 from brt.ops.window_attention.tpu_kernels import (
     Gradients,
     Inputs,
+    Pair,
     Static,
     backward_kernel,
     forward_kernel,
@@ -39,10 +40,10 @@ _VMEM_BYTES = 64 * 2**20
 
 
 def refuses(
-    queries: Float[Array, "B T H K"], keys: Float[Array, "B Z H K"], *_: Any, **__: Any
+    queries: Float[Array, "B T H K"], cached: tuple[Array, Array], *_: Any, **__: Any
 ) -> str | None:
     """Why these inputs cannot be; None: they can."""
-    window, width = keys.shape[1] - queries.shape[1], queries.shape[-1]
+    window, width = cached[0].shape[1], queries.shape[-1]
     if window not in _WINDOWS:
         return f"has windows of {_listed(_WINDOWS)} tokens, not of {window}"
     if width not in _HEAD_DIMS:
@@ -58,8 +59,9 @@ def _listed(numbers: tuple[int, ...]) -> str:
 
 def window_attention(
     queries: Float[Array, "B T H K"],
-    keys: Float[Array, "B Z H K"],
-    values: Float[Array, "B Z H K"],
+    cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
+    keys: Float[Array, "B T H K"],
+    values: Float[Array, "B T H K"],
     bias: Float[Array, "H W"] | None,
     readable: Bool[Array, "B N"],
     dropout: Float[Array, "H W W"] | None,
@@ -70,7 +72,7 @@ def window_attention(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
     """See `api.window_part`; `interpret` runs on any device, with windows of any size."""
-    window = keys.shape[1] - queries.shape[1]
+    window = cached[0].shape[1]
     forward, backward = (
         rows if window % rows == 0 else window for rows in (_FORWARD_ROWS, _BACKWARD_ROWS)
     )
@@ -79,8 +81,8 @@ def window_attention(
         bias = bias if attend_to_self else jnp.roll(bias, 1, axis=1)
     if dropout is not None:
         dropout = dropout.swapaxes(1, 2)
-    q, k, v = (x.swapaxes(1, 2) for x in (queries, keys, values))
-    given = _Given(q, k, v, scale, bias, readable.astype(jnp.int32), dropout)
+    q, k, v, *before = (x.swapaxes(1, 2) for x in (queries, keys, values, *cached))
+    given = _Given(q, k, v, *before, scale, bias, readable.astype(jnp.int32), dropout)
     y, lse = _attend(given, static)
     return y.swapaxes(1, 2), lse.swapaxes(1, 2)
 
@@ -92,8 +94,10 @@ class _Given(NamedTuple):
     """What attention is computed from, heads first."""
 
     q: Float[Array, "B H T K"]
-    k: Float[Array, "B H Z K"]
-    v: Float[Array, "B H Z K"]
+    k: Float[Array, "B H T K"]
+    v: Float[Array, "B H T K"]
+    cached_k: Float[Array, "B H W K"]
+    cached_v: Float[Array, "B H W K"]
     scale: Float[Array, " H"] | None
     bias: Float[Array, "H W"] | None
     readable: Int[Array, "B N"]
@@ -101,7 +105,7 @@ class _Given(NamedTuple):
 
     @property
     def window(self) -> int:
-        return self.k.shape[2] - self.q.shape[2]
+        return self.cached_k.shape[2]
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -117,7 +121,7 @@ class _Given(NamedTuple):
             scale = jnp.broadcast_to(self.scale[:, None, None], (len(self.scale), 1, 128))
         if self.bias is not None:
             tile = _tile(self.bias, rows)
-        pairs = (self.k, self.k), (self.v, self.v)
+        pairs = Pair(self.cached_k, self.k, self.k), Pair(self.cached_v, self.v, self.v)
         return Inputs(self.q, *pairs, scale, tile, self.dropout, **others)
 
 
@@ -145,8 +149,12 @@ def _specs(inputs: Inputs, blocks: int) -> Inputs:
             (None, None, None, *x.shape[3:]), lambda h, b, n, _: (b, h, there(n), 0, 0)
         )
 
-    def pair(x: tuple[Array, Array]) -> tuple[pl.BlockSpec, pl.BlockSpec]:
-        return block(x[0], there), block(x[1], lambda n: there(n) + 1)
+    def pair(x: Pair) -> Pair:
+        return Pair(
+            block(x.cached, lambda n: 0),
+            block(x.before, lambda n: jnp.maximum(there(n) - 1, 0)),
+            block(x.own, there),
+        )
 
     return Inputs(
         block(inputs.q, there), pair(inputs.keys), pair(inputs.values), _of_head(inputs.scale),
@@ -190,13 +198,19 @@ def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> t
         static.backward_rows, gradient=gradient, lse=given.numbers(lse), along=given.numbers(along)
     )
     at, window, width = _specs(inputs, blocks), given.window, given.q.shape[3]
-    walked = pl.BlockSpec((None, None, window, width), lambda h, b, n, _: (b, h, n, 0))
-    like = Gradients(given.q, given.k, given.v, inputs.scale, inputs.tile)
+    # Of the block before: a step that has none writes the cache's, which stay until they are.
+    behind = pl.BlockSpec(
+        (None, None, window, width), lambda h, b, n, _: (b, h, jnp.maximum(n - 1, 0), 0)
+    )
+    like = Gradients(given.q, given.k, given.v, given.cached_k, given.cached_v, inputs.scale,
+                     inputs.tile)  # fmt: skip
     (found,) = pl.pallas_call(
         functools.partial(backward_kernel, static=static),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=(heads, batch, blocks + 1), in_specs=[at],
-            out_specs=[Gradients(at.q, walked, walked, at.scale, at.tile)],
+            out_specs=[
+                Gradients(at.q, behind, behind, at.keys.cached, at.values.cached, at.scale, at.tile)
+            ],
             scratch_shapes=[pltpu.VMEM((2, window, width), jnp.float32)] * 2,
         ),
         out_shape=[jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)],
@@ -206,7 +220,7 @@ def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> t
     d_scale = None if given.scale is None else found.scale[:, 0, 0]
     d_bias = None if given.bias is None else _bias_gradient(found.tile, given.bias)
     none = None if given.dropout is None else jnp.zeros_like(given.dropout)
-    return (_Given(found.q, found.keys, found.values, d_scale, d_bias, None, none),)
+    return (_Given(*found[:5], d_scale, d_bias, None, none),)
 
 
 _attend.defvjp(_forward, _backward)

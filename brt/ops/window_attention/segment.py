@@ -31,18 +31,14 @@ def segment_part(
     scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
 ) -> AttentionPart:
-    """`window_part` of tokens whose keys and values are not joined to the `cached` ones yet."""
-
+    """`window_part` of a segment that devices share."""
     by_block = rules.count("blocks", readable.shape[1]) > 1
 
     def local(q, cached, k, v, bias, readable, dropout, scale):
-        pairs = zip(cached, (k, v), strict=True)
-        joined_keys, joined_values = (
-            jnp.concatenate([_left(old, own) if by_block else old, own], axis=1)
-            for old, own in pairs
-        )
+        if by_block:
+            cached = _left(cached[0], k), _left(cached[1], v)
         return window_part(
-            q, joined_keys, joined_values, bias, readable, dropout, attend_to_self=attend_to_self,
+            q, cached, k, v, bias, readable, dropout, attend_to_self=attend_to_self,
             null_keys=null_keys, scale=scale, implementation=implementation,
         )  # fmt: skip
 

@@ -32,12 +32,24 @@ class Static(NamedTuple):
     interpret: bool | pltpu.InterpretParams
 
 
+class Pair(NamedTuple):
+    """Keys or values [W, K] that a block sees; of the cache in the place of block -1."""
+
+    cached: Any
+    before: Any
+    own: Any
+
+    def loaded(self, first: Array) -> tuple[Array, Array]:
+        """Of the block before and of this one, which is the segment's first or is not."""
+        return jax.lax.select(first, self.cached[...], self.before[...]), self.own[...]
+
+
 class Inputs(NamedTuple):
     """Of a step of the grid, or where they are; None: there is none.
 
     Attributes:
       q: [W, K] of this block.
-      keys, values: [W, K] of the block before, and of this one.
+      keys, values: of the block before, and of this one.
       scale: [1, 128], the length that queries get, where they and keys are normalised here.
       tile: [W, R], the bias of the slots of a block's first rows.
       dropout: [W, W].
@@ -46,8 +58,8 @@ class Inputs(NamedTuple):
     """
 
     q: Any
-    keys: tuple[Any, Any]
-    values: tuple[Any, Any]
+    keys: Pair
+    values: Pair
     scale: Any = None
     tile: Any = None
     dropout: Any = None
@@ -60,12 +72,15 @@ class Gradients(NamedTuple):
     """Of a step of the grid; those of keys and values are of the block before.
 
     Attributes:
+      cached_keys, cached_values: of the cache, written by a segment's first step.
       scale, tile: float32, added up over all steps of a head.
     """
 
     q: Any
     keys: Any
     values: Any
+    cached_keys: Any
+    cached_values: Any
     scale: Any
     tile: Any
 
@@ -78,8 +93,8 @@ class _Block(NamedTuple):
     unseen: Array  # float32, added to logits of the block before
 
 
-def _loaded(seen: Array, inputs: Inputs, static: Static) -> _Block:
-    keys, values = ([ref[...] for ref in pair] for pair in (inputs.keys, inputs.values))
+def _loaded(n: Array, seen: Array, inputs: Inputs, static: Static) -> _Block:
+    keys, values = (list(pair.loaded(n == 0)) for pair in (inputs.keys, inputs.values))
     if inputs.scale is not None:
         keys = [_unit(x)[0].astype(x.dtype) for x in keys]
     unseen = jnp.where(seen, 0.0, MASKED)
@@ -204,7 +219,8 @@ def forward_kernel(
     readable: Any, inputs: Inputs, outputs: tuple[Any, Any], *, static: Static
 ) -> None:
     y, lse = outputs
-    block = _loaded(readable[pl.program_id(1), pl.program_id(2)] > 0, inputs, static)
+    lane, n = pl.program_id(1), pl.program_id(2)
+    block = _loaded(n, readable[lane, n] > 0, inputs, static)
     transposed = block.values[0].T, block.values[1].T
     for rows in _tiles(y.shape[0], static.forward_rows, static):
         logits = rows.logits(block, _queries(inputs, rows), inputs.tile)
@@ -243,18 +259,22 @@ def backward_kernel(
         for total in (keys_sum, values_sum):
             total[current] = jnp.zeros_like(total[0])
         seen = readable[lane, n] > 0
-        block = _loaded(seen, inputs, static)
+        block = _loaded(n, seen, inputs, static)
         for rows in _tiles(found.q.shape[0], static.backward_rows, static):
             _add_gradients(
                 rows, block, inputs, found, (keys_sum, values_sum), (before, current), seen
             )
 
-    d_keys = keys_sum[before]
+    d_keys, d_values = keys_sum[before], values_sum[before]
     if inputs.scale is not None:  # the last one is no longer the block before
-        of_block, last = (ref[...] for ref in inputs.keys)
+        of_block, last = inputs.keys.loaded(n == 0)
         d_keys = _through_unit(jax.lax.select(n < blocks, of_block, last), d_keys)[0]
-    found.keys[...] = d_keys.astype(found.keys.dtype)
-    found.values[...] = values_sum[before].astype(found.values.dtype)
+    d_keys, d_values = d_keys.astype(found.keys.dtype), d_values.astype(found.values.dtype)
+    found.keys[...], found.values[...] = d_keys, d_values
+
+    @pl.when(n == 0)
+    def _() -> None:
+        found.cached_keys[...], found.cached_values[...] = d_keys, d_values
 
 
 def _add_gradients(
