@@ -25,7 +25,8 @@ class Kernels:
     """
 
     window_attention: Name = free("auto")  # of a decoder's tokens to their window
-    recurrent_attention: Name = free("auto")  # of recurrent states to tokens
+    recurrent_attention: Name = free("auto")  # of recurrent states, block after block
+    softmax_attention: Name = free("auto")  # within: of states and tokens to each other
     memory_attention: Name = free("auto")  # of memorizing layers
     causal_clustered_attention: Name = free("auto")  # of clustered layers
     masked_attention: Name = free("auto")  # of encoders, and of the decoder of a Seq2Seq to itself

@@ -204,7 +204,10 @@ class TransformerBlock(nn.Module):
         attended = [part.output if mix is None else mix(projections.queries, part)]
         if memory is not None:
             blocked = (len(x), -1, m.window, m.heads, m.head_dim)
-            crossed = attend(jnp.reshape(projections.cross_queries, blocked), *memory)
+            crossed = attend(
+                jnp.reshape(projections.cross_queries, blocked), *memory,
+                implementation=self.kernels.softmax_attention,
+            )  # fmt: skip
             attended.append(crossed.reshape(attended[0].shape))
         return self._finish(x, jnp.stack(attended, axis=2))
 

@@ -175,6 +175,7 @@ class RecurrentLayer(nn.Module):
             "tanh": m.gate_tanh,
             "normalize_qk": m.normalize_qk,
             "null_keys": has_null_keys(m),
+            "attention": self.kernels.softmax_attention,
         }
 
     def _vectors(

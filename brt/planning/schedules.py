@@ -4,20 +4,22 @@ Of a TPU kernel the length of its schedule is known, in bundles, one a cycle, fo
 grid; waiting for memory is not in it. `tools/benchmark/kernels.py` makes these tables.
 """
 
+import math
 import re
 from collections.abc import Mapping
 
 _CHIPS = "v4", "v5e", "v5p", "v6e"
-# By kernel, then by chip: bundles of a step of the grid, bfloat16, of this size.
-_WINDOW, _HEAD_DIM = 512, 128
+# By kernel of this size (queries, keys, what a head has) and by chip: bundles of a step, bfloat16.
 BUNDLES: Mapping[str, Mapping[str, int]] = {
     kernel: dict(zip(_CHIPS, bundles, strict=True))
     for kernel, bundles in {
-        "window_attention": (3939, 2621, 2915, 1782),
-        "window_attention_backward": (7582, 5690, 6146, 4406),
+        "window_attention_512x512x128": (4157, 2613, 2999, 1807),
+        "window_attention_backward_512x512x128": (7930, 5910, 6452, 4621),
+        "softmax_attention_512x1024x128": (3663, 3426, 3651, 2562),
+        "softmax_attention_backward_512x1024x128": (5196, 4721, 4985, 2952),
     }.items()
 }
-_NAME = re.compile(r"\b([a-z_]+)_(\d+)x(\d+)_\w+_(\d+)_steps\b")
+_NAME = re.compile(r"\b([a-z_]+)_((?:\d+x)+\d+)_[a-z]+\d+_(\d+)_steps\b")
 _FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 
 
@@ -27,9 +29,16 @@ def cycles(attributes: str, chip: str) -> float:
     found = _NAME.search(attributes)
     if not found:
         return 0.0
-    window, width, steps = map(int, found.groups()[1:])
-    products = window**2 * width / (_WINDOW**2 * _HEAD_DIM)
-    return BUNDLES.get(found[1], {}).get(chip, 0) * products * steps
+    kernel, size, steps = found.groups()
+    for known, bundles in BUNDLES.items():
+        if known.rpartition("_")[0] == kernel:
+            return bundles.get(chip, 0) * _products(size) / _products(known) * int(steps)
+    return 0.0
+
+
+def _products(name: str) -> int:
+    """That the size at the end of a name stands for."""
+    return math.prod(map(int, name.rpartition("_")[2].split("x")))
 
 
 def flops(attributes: str) -> float:

@@ -45,18 +45,17 @@ def test_kernels_compile_forward_and_backward(
     sizes = f"--window={window}", f"--head_dim={head_dim}", f"--dtype={dtype}"
     out = run("tools/benchmark/kernels.py", f"--one={chip}", *sizes)
     used = json.loads(out.splitlines()[-1])
-    assert len(used) == 2 and max(used.values()) < 64 * 2**20
+    assert len(used) == 4 and max(used.values()) < 64 * 2**20
 
 
 @pytest.mark.slow
 def test_schedules_are_not_longer_than_those_that_plans_count_with() -> None:
     out = run("tools/benchmark/kernels.py", "--json")
     found = json.loads(out.splitlines()[-1])
-    known = {f"{kernel}_512x128_bfloat16": bundles for kernel, bundles in BUNDLES.items()}
-    assert found.keys() == known.keys()
+    assert found.keys() == BUNDLES.keys()
     for kernel, by_chip in found.items():
         for chip, bundles in by_chip.items():
-            assert bundles <= GROWTH * known[kernel][chip], (kernel, chip)
+            assert bundles <= GROWTH * BUNDLES[kernel][chip], (kernel, chip)
 
 
 @pytest.mark.slow

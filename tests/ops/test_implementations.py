@@ -30,6 +30,7 @@ from brt.ops.memory_attention import memory_attention
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import CellWeights, state_scan
 from brt.ops.segmented_recurrent_attention import Windows
+from brt.ops.softmax_attention import attend, attend_to_blocks
 from brt.ops.window_attention import window_part
 
 TOLERANCE = 1e-5  # float32, of the largest magnitude of an array
@@ -96,6 +97,18 @@ def recurrent(kind: str, layout: str, null_keys: bool) -> tuple[Run, list]:
         )  # fmt: skip
 
     return run, [weights, *arrays]
+
+
+def softmax(null_keys: bool | None) -> tuple[Run, list]:
+    q, k, v = normal(0, (LANES, 256, HEADS, SIZE), *[(LANES, HEADS, 512, SIZE)] * 2)
+
+    def run(name: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        if null_keys is None:
+            return attend(q, k.swapaxes(1, 2), v.swapaxes(1, 2), implementation=name)
+        readable = jnp.asarray([True, False])
+        return attend_to_blocks(q, k, v, readable, null_keys=null_keys, implementation=name)
+
+    return run, [q, k, v]
 
 
 def memory(search: str) -> tuple[Run, list]:
@@ -242,6 +255,9 @@ CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
     ("recurrent_attention", "dual"): lambda: recurrent("lstm", "dual", False),
     ("recurrent_attention", "single"): lambda: recurrent("gru", "single", True),
     ("recurrent_attention", "skip"): lambda: recurrent("fixed", "skip", False),
+    ("softmax_attention", "all keys"): lambda: softmax(None),
+    ("softmax_attention", "null keys"): lambda: softmax(True),
+    ("softmax_attention", "masked"): lambda: softmax(False),
     ("memory_attention", "exact"): lambda: memory("exact"),
     ("memory_attention", "bucketed"): lambda: memory("bucketed"),
     ("causal_clustered_attention", ""): causal_clustered,

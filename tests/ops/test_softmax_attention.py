@@ -1,11 +1,23 @@
 """The written-out backward pass against autodiff of the plain form."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
-from brt.ops.softmax_attention import attend, attend_by_head
+from brt.config import Mesh
+from brt.distributed.mesh import build
+from brt.ops import dispatch
+from brt.ops.softmax_attention import (
+    attend,
+    attend_by_head,
+    attend_to_blocks,
+    pallas_tpu,
+    reference,
+)
 
 SHAPE = {"queries": (2, 3, 5, 4), "keys": (2, 3, 7, 4), "values": (2, 3, 7, 4)}  # B H Q|S K
 
@@ -50,3 +62,66 @@ def test_heads_may_stand_behind_the_rows() -> None:
     rows_first = (x.swapaxes(1, 2) for x in (q, k, v))
     by_head = attend_by_head(q, k, v, None, null_keys=False)
     np.testing.assert_array_equal(attend(*rows_first).swapaxes(1, 2), by_head)
+
+
+def blocks(dtype: str = "float32") -> tuple[list[jax.Array], jax.Array]:
+    """Queries and the keys and values of two blocks, by head; and what lanes may read the first."""
+    rng = np.random.default_rng(2)
+    arrays = [jnp.asarray(rng.normal(size=(4, 2, 512, 8)) * 0.5, dtype) for _ in range(3)]
+    return arrays, jnp.asarray([True, False, True, True])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-6), ("bfloat16", 2e-2)])
+def test_the_kernel_computes_the_same_and_reads_nothing_unwritten(
+    dtype: str, tolerance: float, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Memory begins as NaN; of the largest magnitude of an array."""
+    arrays, readable = blocks(dtype)
+    watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
+
+    def run(attention: Callable, **options: object) -> tuple[jax.Array, ...]:
+        y, backward = jax.vjp(
+            lambda *x: attention(*x, readable, null_keys=True, **options), *arrays
+        )
+        return y, *backward(arrays[0][:, ::-1])
+
+    expected = run(reference.attention)
+    for found, wanted in zip(run(pallas_tpu.attention, interpret=watched), expected, strict=True):
+        found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
+        assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=2, tensor=2, sequence=2), Mesh(fsdp=4, tensor=2)])
+def test_devices_attend_each_for_itself(mesh: Mesh) -> None:
+    (q, k, v), readable = blocks()
+    rows = q.swapaxes(1, 2)
+
+    def loss(rows: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        of_blocks = attend_to_blocks(
+            rows, k, v, readable, null_keys=False, implementation="pallas_interpret"
+        )
+        cut = (x.reshape(4, 2, 256, 2, 8) for x in (rows, k.swapaxes(1, 2), of_blocks))
+        return jnp.sum(jnp.sin(attend(*cut, implementation="pallas_interpret")))
+
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+    expected = run(rows, k, v)
+    with jax.set_mesh(build(mesh, {})):
+        found = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(rows, k, v)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        ((1, 100, 1, 64), "float32", "multiple of 128 queries and of 256 keys, .* not 100 and 100"),
+        ((1, 4096, 1, 64), "float32", "at most 2048, not 4096 and 4096"),
+        ((1, 256, 1, 48), "float32", "heads of 64, 128 or 256, not of 48"),
+        ((1, 256, 1, 64), "float16", "float32 and bfloat16, not in float16"),
+    ],
+)
+def test_what_the_kernel_does_not_support_is_said(shape: tuple, dtype: str, reason: str) -> None:
+    x = jnp.zeros(shape, dtype)
+    with dispatch.use_backend("tpu"), pytest.raises(NotImplementedError, match=reason):
+        attend(x, x, x, implementation="pallas_tpu")

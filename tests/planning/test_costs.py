@@ -83,9 +83,10 @@ ENTRY %main (q: bf16[8,128]) -> bf16[8,128] {
   ROOT %c = bf16[8,128]{1,0} custom-call(%q), custom_call_target="tpu_custom_call", ATTRIBUTES
 }
 """
-    for size, times in (("512x128", 1.0), ("1024x64", 2.0)):
+    for size, times in (("512x512x128", 1.0), ("1024x1024x64", 2.0)):
         name = f'metadata={{op_name="jit(f)/window_attention_{size}_bfloat16_6_steps"}}'
         cost = '"cost_estimate":{"flops":"99"}'
         found = costs(text.replace("ATTRIBUTES", f"{name}, backend_config={{{cost}}}"), "v5e")
-        assert found.total.cycles == 6 * times * schedules.BUNDLES["window_attention"]["v5e"]
+        bundles = schedules.BUNDLES["window_attention_512x512x128"]["v5e"]
+        assert found.total.cycles == 6 * times * bundles
         assert found.total.flops == 99 and found.parts.keys() == {"attention"}

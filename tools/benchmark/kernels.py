@@ -3,8 +3,8 @@
 python tools/benchmark/kernels.py                  # 512 tokens, heads of 128, four chips: 4 minutes
 python tools/benchmark/kernels.py --chips v5e --window 1024 --head_dim 64
 
-The compiler's figures: bundles, one a cycle, of a step of the grid (a head, a lane, a block of the
-window), without waiting for memory. `brt.planning.schedules` keeps them, for `brt.plan`.
+The compiler's figures: bundles, one a cycle, of a step of the grid (a head of a lane's block),
+without waiting for memory. `brt.planning.schedules` keeps them, for `brt.plan`.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1"}
-NAME = re.compile(r"(window_attention\w*?)_\d+_steps")
+NAME = re.compile(r"\b([a-z_]+_(?:\d+x)+\d+)_[a-z]+\d+_\d+_steps")
 TOTAL = re.compile(r"total scheduled bundles:\s+(\d+)")
 
 
@@ -62,12 +62,13 @@ def schedules(place: Path) -> dict[str, int]:
 
 
 def compile_one(chip: str, window: int, head_dim: int, dtype: str) -> None:
-    """Forward and backward of one lane of two blocks and eight heads."""
+    """Forward and backward: two blocks of tokens and their window, and states that read them."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
 
     from brt.ops import dispatch
+    from brt.ops.softmax_attention import attend_to_blocks
     from brt.ops.window_attention import window_part
     from brt.planning import topologies
 
@@ -86,7 +87,12 @@ def compile_one(chip: str, window: int, head_dim: int, dtype: str) -> None:
             part = window_part(
                 q, cached, k, v, bias, readable, scale=scale, implementation="pallas_tpu"
             )
-            return jnp.sum(part.output.astype(jnp.float32) * weights.astype(jnp.float32))
+            states = attend_to_blocks(
+                q[:, :window], k.swapaxes(1, 2), v.swapaxes(1, 2), readable[:, 0],
+                null_keys=True, implementation="pallas_tpu",
+            )  # fmt: skip
+            y = part.output.astype(jnp.float32) + jnp.tile(states, (1, 2, 1, 1))
+            return jnp.sum(y * weights.astype(jnp.float32))
 
         return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(q, k, v, bias, scale)
 

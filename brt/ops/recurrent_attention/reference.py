@@ -24,8 +24,9 @@ def state_scan(
     normalize_qk: bool,
     null_keys: bool,
     unroll: int = 1,
+    attention: str | None = None,
 ) -> tuple[Float[Array, "B S D"], StateMemory]:
-    """See `api.state_scan`; `unroll` means nothing to a loop."""
+    """See `api.state_scan`; `unroll` and `attention` mean nothing here."""
     blocks, dtype = readable.shape[1], keys.dtype
     window = keys.shape[1] // (blocks + 1)
     shown = []

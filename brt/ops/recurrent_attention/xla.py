@@ -14,7 +14,7 @@ from brt.ops.dense import dense
 from brt.ops.gates import gate
 from brt.ops.normalization import rms_norm, scaled_unit
 from brt.ops.recurrent_attention.cell import CellWeights, StateMemory
-from brt.ops.softmax_attention import attend, attend_by_head
+from brt.ops.softmax_attention import attend, attend_to_blocks
 
 
 class _Kernels(NamedTuple):
@@ -43,20 +43,6 @@ def _dense(
     return dense(x, kernel, inputs) if tap is None else deferred.dot(x, kernel, tap, inputs)
 
 
-def _attend_to_tokens(
-    queries: Float[Array, "B S H K"],
-    keys: Float[Array, "B H X K"],
-    values: Float[Array, "B H X K"],
-    readable: Bool[Array, " B"],
-    null_keys: bool,
-) -> Float[Array, "B S H K"]:
-    """States attend to X = 2W tokens: the previous block, where it is readable, and this one."""
-    window = keys.shape[2] // 2
-    mask = readable[:, None] | (jnp.arange(2 * window) >= window)[None]  # [B, 2W]
-    by_head = attend_by_head(queries.swapaxes(1, 2), keys, values, mask, null_keys=null_keys)
-    return by_head.swapaxes(1, 2)
-
-
 def state_update(
     weights: CellWeights,
     vectors: Float[Array, "B S D"],
@@ -70,6 +56,7 @@ def state_update(
     tanh: str,
     normalize_qk: bool,
     null_keys: bool,
+    attention: str | None = None,
 ) -> tuple[Float[Array, "B S D"], StateMemory]:
     """One block: the states after it, and the memory of the states before it.
 
@@ -81,6 +68,7 @@ def state_update(
       kind: 'fixed', 'lstm' or 'gru'.
       tanh: 'original' (on the update of the single layout) or 'paper' (of lstm gates).
       null_keys: an unreadable block counts as zero keys with zero values.
+      attention: the implementation of both attentions.
     """
     kernels = kernels or _kernels(weights)
     taps = taps or _Kernels(None, None, None, None)
@@ -95,8 +83,10 @@ def state_update(
     else:
         scaled = scaled * scales.astype(dtype)[None, None, :, :, None]
     k, q, q_cross = (part.squeeze(2) for part in jnp.split(scaled, 3, axis=2))
-    crossed = _attend_to_tokens(q_cross, keys, values, readable, null_keys)
-    attended = jnp.stack([attend(q, k, v), crossed], axis=2)
+    crossed = attend_to_blocks(
+        q_cross, keys, values, readable, null_keys=null_keys, implementation=attention
+    )
+    attended = jnp.stack([attend(q, k, v, implementation=attention), crossed], axis=2)
     return _gated(weights, vectors, attended, kernels, taps, kind, tanh), StateMemory(k, v)
 
 

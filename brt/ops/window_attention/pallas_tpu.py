@@ -239,7 +239,7 @@ def _bias_gradient(d_tile: Float[Array, "H W R"], bias: Array) -> Float[Array, "
 def _options(given: _Given, static: Static, name: str) -> dict[str, Any]:
     """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
     q = given.q
-    size = f"{given.window}x{q.shape[-1]}_{q.dtype}"
+    size = f"{given.window}x{given.window}x{q.shape[-1]}_{q.dtype}"
     return {
         "name": f"{name}_{size}_{math.prod(given.grid)}_steps",
         "interpret": static.interpret,

@@ -13,14 +13,20 @@ from jaxtyping import Array, Bool, Float
 from brt.ops.softmax import MASKED
 
 
-def attend(
-    queries: Float[Array, "*B Q H K"],
-    keys: Float[Array, "*B S H K"],
-    values: Float[Array, "*B S H K"],
-) -> Float[Array, "*B Q H K"]:
-    """Attention to every key; any scale is folded into the queries."""
-    q, k, v = (x.swapaxes(-3, -2) for x in (queries, keys, values))
-    return attend_by_head(q, k, v, None, null_keys=False).swapaxes(-3, -2)
+def attention(
+    q: Float[Array, "*B H Q K"],
+    k: Float[Array, "*B H S K"],
+    v: Float[Array, "*B H S K"],
+    readable: Bool[Array, " B"] | None,
+    *,
+    null_keys: bool,
+) -> Float[Array, "*B H Q K"]:
+    """See `api.attend_to_blocks`; without `readable` every key counts."""
+    mask = None
+    if readable is not None:
+        size = k.shape[-2]
+        mask = readable[:, None] | (jnp.arange(size) >= size // 2)[None]
+    return attend_by_head(q, k, v, mask, null_keys=null_keys)
 
 
 def attend_by_head(

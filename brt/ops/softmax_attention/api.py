@@ -1,0 +1,76 @@
+"""Which implementation attends; each device does so for its own lanes, blocks and heads."""
+
+from functools import partial
+
+import jax
+from jaxtyping import Array, Bool, Float
+
+from brt.distributed import rules
+from brt.ops import dispatch
+from brt.ops.dispatch import Implementation, Op
+from brt.ops.softmax_attention import pallas_tpu, reference, xla
+
+OP = Op(
+    "softmax_attention",
+    (
+        Implementation("pallas_tpu", pallas_tpu.attention, ("tpu",), ("tpu",), pallas_tpu.refuses),
+        Implementation("xla", xla.attention),
+        Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
+        Implementation("reference", reference.attention, auto=()),
+    ),
+)
+
+
+def attend(
+    queries: Float[Array, "*B Q H K"],
+    keys: Float[Array, "*B S H K"],
+    values: Float[Array, "*B S H K"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "*B Q H K"]:
+    """Attention to every key; any scale is folded into the queries.
+
+    Args:
+      queries: of [B] or [B, N], lanes and their blocks.
+      implementation: a named one runs or raises; None takes the best that can.
+
+    Raises:
+      NotImplementedError: an implementation that does not exist, or not for these inputs.
+    """
+    q, k, v = (x.swapaxes(-3, -2) for x in (queries, keys, values))
+    return _attend(q, k, v, None, False, implementation).swapaxes(-3, -2)
+
+
+def attend_to_blocks(
+    queries: Float[Array, "B Q H K"],
+    keys: Float[Array, "B H X K"],
+    values: Float[Array, "B H X K"],
+    readable: Bool[Array, " B"],
+    *,
+    null_keys: bool,
+    implementation: str | None = None,
+) -> Float[Array, "B Q H K"]:
+    """Attention to the X = 2W tokens of two blocks, of which the first is readable or not.
+
+    Args:
+      null_keys: unreadable keys count as zero keys with zero values.
+      implementation: as of `attend`.
+    """
+    q = queries.swapaxes(1, 2)
+    return _attend(q, keys, values, readable, null_keys, implementation).swapaxes(1, 2)
+
+
+def _attend(
+    q: Array, k: Array, v: Array, readable: Array | None, null_keys: bool,
+    implementation: str | None,
+) -> Array:  # fmt: skip
+    local = partial(dispatch.run, OP, implementation, null_keys=null_keys)
+    if not rules.partitioned():
+        return local(q, k, v, readable)
+    lanes = ("lanes", "blocks")[: q.ndim - 3]
+    of_q, of_k = (rules.placed(*lanes, "heads", None, None, shape=x.shape) for x in (q, k))
+    of_lanes = rules.placed("lanes", shape=q.shape[:1])
+    return jax.shard_map(
+        local, in_specs=(of_q, of_k, of_k, of_lanes), out_specs=of_q,
+        axis_names=rules.axes(), check_vma=False,
+    )(q, k, v, readable)  # fmt: skip

@@ -1,0 +1,207 @@
+"""Softmax attention on TPUs: logits and weights stay on the chip.
+
+As in window attention all is transposed, slots x rows, and the backward pass makes the weights
+again from the log-sum-exp. A step of the grid has one head of one lane or block.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.ops.dispatch import KERNEL
+from brt.ops.softmax import MASKED
+from brt.ops.tpu import BY_ROW, BY_SLOT, PLAIN, heads_first, product, whole
+
+_HEAD_DIMS = (64, 128, 256)
+_MOST = 2048  # slots, of which a tile of rows has the logits on the chip
+_ROWS = 256  # of a tile, by the compiler's schedules
+
+
+def refuses(q: Array, k: Array, *_: Any, **__: Any) -> str | None:
+    """Why these inputs cannot be; None: they can."""
+    (queries, width), keys = q.shape[-2:], k.shape[-2]
+    if queries % 128 or keys % 256 or max(queries, keys) > _MOST:
+        return (
+            f"takes a multiple of 128 queries and of 256 keys, at most {_MOST}, "
+            f"not {queries} and {keys}"
+        )
+    if width not in _HEAD_DIMS:
+        return f"has heads of 64, 128 or 256, not of {width}"
+    if q.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"computes in float32 and bfloat16, not in {q.dtype}"
+    return None
+
+
+def attention(
+    q: Float[Array, "*B H Q K"],
+    k: Float[Array, "*B H S K"],
+    v: Float[Array, "*B H S K"],
+    readable: Bool[Array, " B"] | None,
+    *,
+    null_keys: bool,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Float[Array, "*B H Q K"]:
+    """See `api.attend_to_blocks`; `interpret` runs on any device, with any sizes."""
+    static = _Static(readable is not None, null_keys, interpret)
+    if readable is None:
+        readable = jnp.ones(q.shape[:1], bool)
+    merged = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+    flags = jnp.repeat(readable.astype(jnp.int32), math.prod(q.shape[1:-3]))
+    return _attend(_Given(*merged, flags), static).reshape(q.shape)
+
+
+interpreted = functools.partial(attention, interpret=True)
+
+
+class _Static(NamedTuple):
+    """What is known when tracing; `masks`: whether the first half of keys may be unreadable."""
+
+    masks: bool
+    null_keys: bool
+    interpret: bool | pltpu.InterpretParams
+
+
+class _Given(NamedTuple):
+    """What attention is computed from."""
+
+    q: Float[Array, "B H Q K"]
+    k: Float[Array, "B H S K"]
+    v: Float[Array, "B H S K"]
+    readable: Int[Array, " B"]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attend(given: _Given, static: _Static) -> Float[Array, "B H Q K"]:
+    return _forward(given, static)[0]
+
+
+def _forward(given: _Given, static: _Static) -> tuple[Array, tuple]:
+    q = given.q
+    of_q, of_k, numbers = _places(given)
+    y, lse = _call(
+        _forward_kernel, given, static, [of_q, of_k, of_k], [of_q, numbers],
+        [q, jax.ShapeDtypeStruct((*q.shape[:2], 1, q.shape[2]), jnp.float32)], products=2,
+    )(given.readable, *given[:3])  # fmt: skip
+    y, lse = (checkpoint_name(x, KERNEL) for x in (y, lse))
+    return y, (given, y, lse)
+
+
+def _backward(static: _Static, saved: tuple, gradient: Array) -> tuple[_Given]:
+    given, y, lse = saved
+    along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)[:, :, None]
+    of_q, of_k, numbers = _places(given)
+    d_q, d_k, d_v = _call(
+        _backward_kernel, given, static, [of_q, of_k, of_k, of_q, numbers, numbers],
+        [of_q, of_k, of_k], list(given[:3]), products=5,
+    )(given.readable, *given[:3], gradient, lse, along)  # fmt: skip
+    return (_Given(d_q, d_k, d_v, None),)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _places(given: _Given) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
+    """Where a step finds queries, keys, and what there is one number of per query."""
+    return whole(*given.q.shape[2:]), whole(*given.k.shape[2:]), whole(1, given.q.shape[2])
+
+
+def _call(
+    kernel: Any, given: _Given, static: _Static, inputs: list, outputs: list,
+    shapes: Sequence[Any], *, products: int,
+) -> Any:  # fmt: skip
+    """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
+    (batch, heads, queries, width), slots = given.q.shape, given.k.shape[2]
+    backward = "_backward" if products > 2 else ""
+    size = f"{queries}x{slots}x{width}_{given.q.dtype}"
+    scratch = [pltpu.VMEM((slots, width), jnp.float32)] * 2 if backward else []
+    return pl.pallas_call(
+        functools.partial(kernel, static=static),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1, grid=(heads, batch), in_specs=inputs, out_specs=outputs,
+            scratch_shapes=scratch,
+        ),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes],
+        name=f"softmax_attention{backward}_{size}_{batch * heads}_steps",
+        interpret=static.interpret, compiler_params=heads_first(2),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * products * slots * given.q.size,
+            transcendentals=slots * given.q.size // width,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*given[:3], *shapes)),
+        ),
+    )  # fmt: skip
+
+
+def _tiles(queries: int) -> list[slice]:
+    rows = math.gcd(queries, _ROWS)
+    return [slice(i, i + rows) for i in range(0, queries, rows)]
+
+
+def _loaded(seen: Array, keys: Any, values: Any, static: _Static) -> tuple[Array, Array]:
+    """Keys and values; null where they are and may not be read."""
+    if not (static.masks and static.null_keys):
+        return keys[...], values[...]
+    half = keys.shape[0] // 2
+
+    def known(x: Any) -> Array:
+        first = jax.lax.select(seen, x[:half], jnp.zeros_like(x[:half]))
+        return jnp.concatenate([first, x[half:]], axis=0)
+
+    return known(keys), known(values)
+
+
+def _logits(seen: Array, keys: Array, own: Array, static: _Static) -> Float[Array, "S R"]:
+    found = product(keys, own, BY_ROW)
+    if not static.masks or static.null_keys:
+        return found
+    half = keys.shape[0] // 2
+    return jnp.concatenate([found[:half] + jnp.where(seen, 0.0, MASKED), found[half:]], axis=0)
+
+
+def _forward_kernel(
+    readable: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, *, static: _Static
+) -> None:
+    seen = readable[pl.program_id(1)] > 0
+    keys, values = _loaded(seen, k, v, static)
+    columns = values.T
+    for rows in _tiles(q.shape[0]):
+        logits = _logits(seen, keys, q[rows], static)
+        top = jnp.max(logits, axis=0, keepdims=True)
+        weights = jnp.exp(logits - top)
+        total = jnp.sum(weights, axis=0, keepdims=True)
+        sums = product(columns, weights.astype(y.dtype), PLAIN)
+        y[rows] = (sums / total).T.astype(y.dtype)
+        lse[:, rows] = top + jnp.log(total)
+
+
+def _backward_kernel(
+    readable: Any, q: Any, k: Any, v: Any, gradient: Any, lse: Any, along: Any,
+    d_q: Any, d_k: Any, d_v: Any, keys_sum: Any, values_sum: Any, *, static: _Static,
+) -> None:  # fmt: skip
+    seen = readable[pl.program_id(1)] > 0
+    keys, values = _loaded(seen, k, v, static)
+    for rows in _tiles(q.shape[0]):
+        own, theirs = q[rows], gradient[rows]
+        weights = jnp.exp(_logits(seen, keys, own, static) - lse[:, rows])
+        d_logits = weights * (product(values, theirs, BY_ROW) - along[:, rows])
+        d_logits, weights = d_logits.astype(own.dtype), weights.astype(own.dtype)
+        d_q[rows] = product(d_logits, keys, BY_SLOT).astype(d_q.dtype)
+        of_keys, of_values = product(d_logits, own, PLAIN), product(weights, theirs, PLAIN)
+        if rows.start:
+            of_keys, of_values = of_keys + keys_sum[...], of_values + values_sum[...]
+        keys_sum[...], values_sum[...] = of_keys, of_values
+    for found, total in ((d_k, keys_sum), (d_v, values_sum)):
+        if static.masks and static.null_keys:
+            half = found.shape[0] // 2
+            first = total[:half]
+            found[:half] = jax.lax.select(seen, first, jnp.zeros_like(first)).astype(found.dtype)
+            found[half:] = total[half:].astype(found.dtype)
+        else:
+            found[...] = total[...].astype(found.dtype)

@@ -1,0 +1,23 @@
+"""The meaning of attention over all keys, for autodiff."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+def attention(
+    q: Float[Array, "*B H Q K"],
+    k: Float[Array, "*B H S K"],
+    v: Float[Array, "*B H S K"],
+    readable: Bool[Array, " B"] | None,
+    *,
+    null_keys: bool,
+) -> Float[Array, "*B H Q K"]:
+    """See `api.attend_to_blocks`; without `readable` every key counts."""
+    logits = jnp.einsum("...qk,...sk->...qs", q, k, preferred_element_type=jnp.float32)
+    if readable is None:
+        return jax.nn.softmax(logits).astype(v.dtype) @ v
+    size = k.shape[-2]
+    mask = readable[:, None, None, None] | (jnp.arange(size) >= size // 2)[None, None, None]
+    weights = jax.nn.softmax(jnp.where(mask, logits, 0.0 if null_keys else -jnp.inf))
+    return jnp.where(mask, weights, 0).astype(v.dtype) @ v
