@@ -77,6 +77,9 @@ class Optimizer:
     weight_decay: float = free(0.0)  # AdamW and Muon, on matrices
     clip_norm: float = fixed(0.0)  # global gradient norm; 0: no clipping
     offload: bool = free(False)  # its state lies in the host's memory, and comes for its step
+    # Of replicas (devices along Mesh.data): each has a share of its state and updates the
+    # parameters' same share, or all do all of it. auto: they share on accelerators, but for Muon.
+    state: Literal["auto", "shared", "whole"] = free("auto")
 
     def __post_init__(self) -> None:
         check_positive(self, "learning_rate", "min_dim_size_to_factor", "orthogonal_steps")
@@ -86,6 +89,11 @@ class Optimizer:
         for name in ("momentum", "second_moment_decay", "b1", "b2"):
             value = getattr(self, name)
             check(0 <= value < 1, f"Optimizer.{name} = {value} must be in [0, 1)")
+        check(
+            self.state != "shared" or self.name != "muon",
+            "Optimizer.state = 'shared' cuts matrices, which Optimizer.name = 'muon' needs whole; "
+            "use 'auto'",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

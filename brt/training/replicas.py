@@ -6,7 +6,7 @@ iteration. Where devices share parameters (`Mesh.fsdp`, `Mesh.tensor`) it is lef
 which cannot cut a lookup inside of a replica (jax 0.10: it aborts).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,19 +14,52 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
+from brt.config import Optimizer
 from brt.distributed import rules
 from brt.distributed.rules import Names
 from brt.ops import dispatch
 
 _AXIS = rules.REPLICAS
 LANES = PartitionSpec(_AXIS)  # of an array with lanes first
+_SHARED = "embed", "mlp", "vocab"  # axes of which a replica may have a share
 
 
-def number() -> int:
-    """How many the mesh that is set has; 1 where devices share parameters."""
-    shape = jax.sharding.get_abstract_mesh().shape
+def number(mesh: rules.Mesh | None = None) -> int:
+    """How many a mesh, or the one that is set, has; 1 where devices share parameters."""
+    shape = (mesh or jax.sharding.get_abstract_mesh()).shape
     shared = any(shape.get(axis, 1) > 1 for axis in ("fsdp", "tensor"))
     return 1 if shared else shape.get(_AXIS, 1)
+
+
+def share_state(optimizer: Optimizer) -> bool:
+    """Whether each has but a share of the optimizer's state (ZeRO's first stage: Rajbhandari et
+    al. 2019). CPUs send every array by itself, which costs more than they would save."""
+    if optimizer.state == "auto":
+        return dispatch.backend() != "cpu" and optimizer.name != "muon"
+    return optimizer.state == "shared"
+
+
+def share(names: Names, shape: tuple[int, ...], replicas: int) -> PartitionSpec:
+    """A replica's, of a parameter or a moment: of the first large axis that they divide."""
+    for axis, name in enumerate(names):
+        if name in _SHARED and rules.is_cut(names) and shape[axis] % replicas == 0:
+            return PartitionSpec(*(None,) * axis, _AXIS)
+    return PartitionSpec()
+
+
+def shares(params: PyTree[Array], axes: Mapping[str, Names]) -> PyTree[PartitionSpec]:
+    """Of every parameter, by the names of its axes."""
+
+    def of_leaf(path: tuple, leaf: Array) -> PartitionSpec:
+        names = axes.get("/".join(key.key for key in path), ())
+        return share(names, leaf.shape, number())
+
+    return jax.tree.map_with_path(of_leaf, params)
+
+
+def shared(tree: PyTree[Array], shares: PyTree[PartitionSpec]) -> PyTree[Array]:
+    """The same numbers, each where its share is."""
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shares)
 
 
 def lanes_of(tree: PyTree[Array], names: PyTree[Names]) -> PyTree[PartitionSpec]:
@@ -48,13 +81,21 @@ def each(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callabl
     )  # fmt: skip
 
 
-def summed(tree: PyTree[Array]) -> PyTree[Array]:
-    """The sums over the replicas.
+def summed(tree: PyTree[Array], shares: PyTree[PartitionSpec] | None = None) -> PyTree[Array]:
+    """The sums over the replicas, or each one's share of them.
 
     CPUs send every array by itself, and what that costs is waiting: there all go as one.
     """
     with jax.named_scope("replicas"):
+        if shares is not None:
+            return jax.tree.map(_sum_of_share, tree, shares)
         if dispatch.backend() != "cpu" or rules.partitioned():
             return jax.lax.psum(tree, _AXIS)
         flat, whole = ravel_pytree(tree)
         return whole(jax.lax.psum(flat, _AXIS))
+
+
+def _sum_of_share(x: Array, share: PartitionSpec) -> Array:
+    if not share:
+        return jax.lax.psum(x, _AXIS)
+    return jax.lax.psum_scatter(x, _AXIS, scatter_dimension=len(share) - 1, tiled=True)

@@ -11,6 +11,7 @@ from brt.config import Config
 from brt.distributed import rules
 from brt.distributed.mesh import replicated
 from brt.distributed.rules import Names
+from brt.training import replicas
 from brt.training.matrices import Axes, matrix_names, matrix_shape
 from brt.training.state import TrainState
 
@@ -30,8 +31,11 @@ def state_shardings(
 
     def of_optimizer(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         names = _moment_names(path, leaf.shape, axes, shapes)
+        spec = rules.spec(names, leaf.shape, mesh)
+        if (count := replicas.number(mesh)) > 1 and replicas.share_state(config.optimizer):
+            spec = replicas.share(names, leaf.shape, count)
         kind = "pinned_host" if config.optimizer.offload else None
-        return NamedSharding(mesh, rules.spec(names, leaf.shape, mesh), memory_kind=kind)
+        return NamedSharding(mesh, spec, memory_kind=kind)
 
     carry_axes = tasks.of(config).carry_axes(config)
     return TrainState(

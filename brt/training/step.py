@@ -12,7 +12,7 @@ from brt import tasks
 from brt.config import Config
 from brt.tasks.protocol import Aux
 from brt.training import replicas
-from brt.training.state import TrainState
+from brt.training.state import TrainState, parameter_axes
 
 # Purposes that randomness is folded with; numbers are part of a run's identity.
 DROPOUT = 1
@@ -72,23 +72,33 @@ def _accumulated(
 
 
 def _of_all_lanes(
-    state: TrainState, carry: PyTree[Array], batch: Any, key: Array, config: Config
+    state: TrainState,
+    carry: PyTree[Array],
+    batch: Any,
+    key: Array,
+    config: Config,
+    shares: PyTree[PartitionSpec] | None,
 ) -> tuple[Aux, PyTree[Array]]:
-    """As `_accumulated`, of the lanes of all replicas; what is learned without gradients may
-    depend on all of them at once, and leaves it to the compiler."""
+    """As `_accumulated`, of the lanes of all replicas, each with its share of the gradients; what
+    is learned without gradients may depend on all of them at once, and leaves it to the compiler.
+    """
     if replicas.number() == 1 or jax.tree.leaves(state.model_state):
         return _accumulated(state, carry, batch, key, config)
 
     def own(params: PyTree[Array], carry: PyTree[Array], batch: Any, key: Array) -> tuple:
         aux, gradients = _accumulated(state._replace(params=params), carry, batch, key, config)
-        sums = replicas.summed((aux.nats, aux.count, gradients, aux.metrics))
-        nats, count, gradients, metrics = sums
+        sums = aux.nats, aux.count, aux.metrics
+        if shares is None:
+            *sums, gradients = replicas.summed((*sums, gradients))
+        else:
+            sums, gradients = replicas.summed(sums), replicas.summed(gradients, shares)
+        nats, count, metrics = sums
         means = jax.tree.map(lambda x: x / replicas.number(), metrics)
         return (nats, count, means, gradients), aux.carry
 
     whole, lanes = PartitionSpec(), replicas.lanes_of(carry, tasks.of(config).carry_axes(config))
     (nats, count, metrics, gradients), carry = replicas.each(
-        own, (whole, lanes, replicas.LANES, whole), (whole, lanes)
+        own, (whole, lanes, replicas.LANES, whole), ((whole, whole, whole, shares or whole), lanes)
     )(state.params, carry, batch, key)
     return Aux(nats, count, carry, state.model_state, metrics), gradients
 
@@ -108,16 +118,22 @@ def train_step(
     it leaves runs that differ in nothing else with the same program, compiled once.
     """
     key = jax.random.fold_in(jax.random.fold_in(key, DROPOUT), state.step)
-    carry = jax.lax.stop_gradient(state.carry)
-    aux, gradients = _of_all_lanes(state, carry, batch, key, config)
+    carry, params, shares = jax.lax.stop_gradient(state.carry), state.params, None
+    if replicas.number() > 1 and replicas.share_state(config.optimizer):
+        shares = replicas.shares(params, parameter_axes(config))
+    aux, gradients = _of_all_lanes(state, carry, batch, key, config, shares)
     with jax.named_scope("optimizer"):
+        if shares is not None:
+            params, gradients = (replicas.shared(x, shares) for x in (params, gradients))
         gradients = jax.tree.map(lambda g: g / jnp.maximum(aux.count, 1.0), gradients)
         moments = state.optimizer
         if config.optimizer.offload:
             moments = jax.device_put(moments, jax.memory.Space.Device)
-        updates, after = optimizer.update(gradients, moments, state.params)
+        updates, after = optimizer.update(gradients, moments, params)
         if config.optimizer.offload:
             after = jax.device_put(after, jax.memory.Space.Host)
-        params = optax.apply_updates(state.params, updates)
+        params = optax.apply_updates(params, updates)
+        if shares is not None:
+            params = replicas.shared(params, shares)  # and then gathered, as they lie in the state
     metrics = StepMetrics(aux.nats, aux.count, optax.tree.norm(gradients), aux.metrics)
     return TrainState(state.step + 1, params, after, aux.carry, aux.model_state), metrics

@@ -1,9 +1,14 @@
 """However many devices share a run, and along whatever axis, it is the same run."""
 
+import dataclasses
+import math
 from collections.abc import Callable
 
+import jax
 import pytest
 from sharded_cases import CASES, MESHES, STEPS, curve, worst
+
+from brt.training import run as runs
 
 TOLERANCE = 1e-5  # float32: of losses, caches and states, relative to the largest of an array
 
@@ -33,3 +38,28 @@ def test_whatever_the_optimizer(optimizer: str, mesh: str, case: Callable) -> No
     found, after = curve(config, MESHES[mesh], STEPS)
     assert worst(found, nats) < TOLERANCE
     assert worst(after.carry, state.carry) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "mesh"),
+    [
+        ("adafactor", "data"),
+        pytest.param("adamw", "data", marks=pytest.mark.slow),
+        pytest.param("adafactor", "data_sequence", marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_may_share_what_the_optimizer_remembers(
+    optimizer: str, mesh: str, case: Callable
+) -> None:
+    config, (nats, state) = case("window", optimizer)
+    sharing = dataclasses.replace(config.optimizer, state="shared")
+    config = dataclasses.replace(config, optimizer=sharing)
+    found, after = curve(config, MESHES[mesh], STEPS)
+    assert worst(found, nats) < TOLERANCE
+    assert worst(after.params, state.params) < TOLERANCE
+    run = runs.build(dataclasses.replace(config, mesh=MESHES[mesh]), progress=False)
+    moments = [x for x in jax.tree.leaves(run.abstract.optimizer) if x.size > 512]
+    assert moments and all(
+        math.prod(x.sharding.shard_shape(x.shape)) * run.mesh.shape["data"] == x.size
+        for x in moments
+    )

@@ -53,9 +53,9 @@ def attention(
     static = _Static(readable is not None, null_keys, interpret)
     if readable is None:
         readable = jnp.ones(q.shape[:1], bool)
-    merged = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
     flags = jnp.repeat(readable.astype(jnp.int32), math.prod(q.shape[1:-3]))
-    return _attend(_Given(*merged, flags), static).reshape(q.shape)
+    of_q, of_k, of_v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+    return _attend(_Given(of_q, of_k, of_v, flags), static).reshape(q.shape)
 
 
 interpreted = functools.partial(attention, interpret=True)

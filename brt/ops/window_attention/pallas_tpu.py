@@ -81,8 +81,10 @@ def window_attention(
         bias = bias if attend_to_self else jnp.roll(bias, 1, axis=1)
     if dropout is not None:
         dropout = dropout.swapaxes(1, 2)
-    q, k, v, *before = (x.swapaxes(1, 2) for x in (queries, keys, values, *cached))
-    given = _Given(q, k, v, *before, scale, bias, readable.astype(jnp.int32), dropout)
+    arrays = queries, keys, values, *cached
+    q, k, v, cached_k, cached_v = (x.swapaxes(1, 2) for x in arrays)
+    flags = readable.astype(jnp.int32)
+    given = _Given(q, k, v, cached_k, cached_v, scale, bias, flags, dropout)
     y, lse = _attend(given, static)
     return y.swapaxes(1, 2), lse.swapaxes(1, 2)
 
@@ -151,7 +153,7 @@ def _specs(inputs: Inputs, blocks: int) -> Inputs:
 
     def pair(x: Pair) -> Pair:
         return Pair(
-            block(x.cached, lambda n: 0),
+            block(x.cached, jnp.zeros_like),
             block(x.before, lambda n: jnp.maximum(there(n) - 1, 0)),
             block(x.own, there),
         )
@@ -220,7 +222,10 @@ def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> t
     d_scale = None if given.scale is None else found.scale[:, 0, 0]
     d_bias = None if given.bias is None else _bias_gradient(found.tile, given.bias)
     none = None if given.dropout is None else jnp.zeros_like(given.dropout)
-    return (_Given(*found[:5], d_scale, d_bias, None, none),)
+    return (given._replace(
+        q=found.q, k=found.keys, v=found.values, cached_k=found.cached_keys,
+        cached_v=found.cached_values, scale=d_scale, bias=d_bias, readable=None, dropout=none,
+    ),)  # fmt: skip
 
 
 _attend.defvjp(_forward, _backward)
