@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 
 _CHIPS = "v4", "v5e", "v5p", "v6e"
+_CORES = {"v4": 2, "v5p": 2}  # of a chip: their compiled kernels do half of the grid's steps each
 # By kernel of this size (queries, keys, what a head has) and by chip: bundles of a step, bfloat16.
 BUNDLES: Mapping[str, Mapping[str, int]] = {
     kernel: dict(zip(_CHIPS, bundles, strict=True))
@@ -32,7 +33,8 @@ def cycles(attributes: str, chip: str) -> float:
     kernel, size, steps = found.groups()
     for known, bundles in BUNDLES.items():
         if known.rpartition("_")[0] == kernel:
-            return bundles.get(chip, 0) * _products(size) / _products(known) * int(steps)
+            own = int(steps) / _CORES.get(chip, 1)
+            return bundles.get(chip, 0) * _products(size) / _products(known) * own
     return 0.0
 
 

@@ -89,4 +89,6 @@ ENTRY %main (q: bf16[8,128]) -> bf16[8,128] {
         found = costs(text.replace("ATTRIBUTES", f"{name}, backend_config={{{cost}}}"), "v5e")
         bundles = schedules.BUNDLES["window_attention_512x512x128"]["v5e"]
         assert found.total.cycles == 6 * times * bundles
+        two_cores = costs(text.replace("ATTRIBUTES", name), "v4").total.cycles
+        assert two_cores == 3 * times * schedules.BUNDLES["window_attention_512x512x128"]["v4"]
         assert found.total.flops == 99 and found.parts.keys() == {"attention"}
