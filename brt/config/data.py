@@ -1,10 +1,11 @@
 """Where a language model's documents come from."""
 
 import dataclasses
+import re
 from typing import Literal
 
 from brt.config.checks import check
-from brt.config.fields import fixed, free, held_out, settle, sources
+from brt.config.fields import MEMORY, fixed, free, held_out, settle, sources
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -12,9 +13,10 @@ class Data:
     """Where documents come from and how they become tokens.
 
     A source is a file, a directory (its text and source code), a glob, `corpus:NAME/SPLIT`
-    (embedded), or `tfds:NAME/SPLIT` (prepared on this machine). Files may be compressed (.gz,
-    .xz, .zst). Where validation and test name none, they are a part of train: of its documents,
-    or of fewer than three documents the ends.
+    (embedded), `tfds:NAME/SPLIT` (prepared on this machine), or `memory:TASK/SPLIT/COUNT?SETTINGS`
+    (made up: docs/memory.md). Files may be compressed (.gz, .xz, .zst). Where validation and test
+    name none, they are a part of train: of its documents, or of fewer than three documents the
+    ends; of memory tasks documents of their own.
     """
 
     train: tuple[str, ...] = sources(("corpus:novels/train",))
@@ -34,7 +36,20 @@ class Data:
 
     def __post_init__(self) -> None:
         settle(self, ())
+        for split in ("validation", "test"):
+            if not getattr(self, split):
+                object.__setattr__(self, split, self._memory_tasks(split))
         check(bool(self.train or self.store), "Data.train names no source and Data.store is empty")
         for name in ("validation_fraction", "test_fraction"):
             value = getattr(self, name)
             check(0 <= value < 1, f"Data.{name} = {value} must be in [0, 1)")
+
+    def _memory_tasks(self, split: str) -> tuple[str, ...]:
+        """Those of train with documents of another split, as many as its fraction says."""
+        share = getattr(self, f"{split}_fraction")
+        tasks = [re.fullmatch(rf"({MEMORY}\w+)/train/(\d+)(.*)", name) for name in self.train]
+        return tuple(
+            f"{task[1]}/{split}/{max(round(share * int(task[2])), 1)}{task[3]}"
+            for task in tasks
+            if task and share
+        )

@@ -19,6 +19,7 @@ _SOURCES = "sources"  # cached by the content of what they name
 _USUAL = "usual"
 _AUTO: Any = ("auto",)  # in the place of sources
 MADE_UP = "generated:"  # how sources begin that are no files
+MEMORY = "memory:"  # and documents that ask for what they told: docs/memory.md
 
 
 class Setting(NamedTuple):

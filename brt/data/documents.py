@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from io import BufferedIOBase
 from typing import NamedTuple
 
+from brt.config.fields import MEMORY
 from brt.data import records, sources
+from brt.data.memory import documents as memory
 from brt.data.sources import File
 from brt.errors import DataError
 
@@ -40,6 +42,10 @@ def read(
         if source.startswith("tfds:"):
             for name, text in records.tfds(source, field=text_field, errors=errors):
                 yield Document(name, _with_text(name, [text]))
+            continue
+        if source.startswith(MEMORY):
+            for name, text in memory.documents(source):
+                yield Document(name, iter([text]))
             continue
         for file in sources.files(source):
             yield from _read_file(file, text_field, errors)

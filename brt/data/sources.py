@@ -3,6 +3,7 @@
     books/a.txt  books/  'books/*.txt'   a file, a directory (its text, recursively), a glob
     corpus:novels/train                  a corpus that comes with brt
     tfds:NAME[/CONFIG][:VERSION]/SPLIT   a prepared TensorFlow dataset, in ArrayRecord format
+    memory:copy/train/1000?distance=96   made up: see `brt.data.memory.names`
 
 Any text or JSONL file may be compressed (.gz, .xz, .zst).
 """
@@ -14,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from brt.config.fields import MEMORY
+from brt.data.memory import names
 from brt.errors import DataError
 
 CORPORA = Path(__file__).parent / "corpora"
@@ -51,6 +54,9 @@ def files(source: str, endings: Sequence[str] = TEXT) -> list[File]:
     """
     if source.startswith("corpus:"):
         return _corpus_files(source, endings)
+    if source.startswith(MEMORY):
+        novels = names.parse(source).novels
+        return _corpus_files(novels, endings) if novels else []
     if source.startswith("tfds:"):
         return [
             File(f"{source} {path.name}", path) for path in map(Path, tfds_data(source).filepaths)

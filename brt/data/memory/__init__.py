@@ -1,0 +1,1 @@
+"""Memory tasks: documents that ask for what they told long before."""

@@ -1,0 +1,217 @@
+"""Documents of memory tasks, and what reads them: where their answers stand, and what they must be.
+
+Answers are marked in the text itself, as `>answer<`, so that documents stay documents: token
+stores, lanes, models and generation know nothing of them, and whoever wants to know solves the
+document with `answers`, which reads the text as a person would.
+"""
+
+import re
+import string
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+from numpy.random import RandomState
+
+from brt.data import generated, sources
+from brt.data.memory.names import Memory, owned, parse
+from brt.errors import DataError
+
+T = TypeVar("T")
+Events = list[tuple[int, str]]  # a place in the filler, and what stands there
+Told = dict[bytes, tuple[bytes, int]]
+
+_DIGITS = "0123456789abcdef"
+_KEYS = {"copy": [""], "recall": list(string.ascii_letters), "needle": generated.words("keys", 52)}
+_PEOPLE = [name.capitalize() for name in generated.words("people", 8)]
+_THINGS = "bell book coin knife lamp letter map ring".split()
+_PLACES = "attic cellar chapel garden harbour kitchen library stable".split()
+_DRAWS = 1000  # of which one in eight belongs to a split
+_NOT_FILLER = re.compile(r"[^\n -;?-~]")  # marks, and what is more than a byte
+
+_FACT = re.compile(rb"(\w*)=(\w+);|(\w*)>(\w+)<")
+_SENTENCE = re.compile(
+    rf"({'|'.join(_PEOPLE)}) (goes to|takes) the (\w+)\.|the (\w+)\? >(\w+)<".encode()
+)
+_EVENT = re.compile(rb"\*|#>(\d)<")
+
+
+class Answer(NamedTuple):
+    """Where an answer stands.
+
+    Attributes:
+      start, stop: its bytes in the document.
+      told: the byte behind what it follows from; of several such places the first.
+      text: what it must be.
+    """
+
+    start: int
+    stop: int
+    told: int
+    text: bytes
+
+
+def documents(source: str) -> Iterator[tuple[str, str]]:
+    """Names and texts, every byte of which follows from the source's name (and the novels').
+
+    Raises:
+      DataError: the name says no such thing, or asks for more text than the novels have.
+    """
+    memory = parse(source)
+    novels = "\n".join(file.path.read_text("utf-8") for file in sources.files(source))
+    novels = _NOT_FILLER.sub("", novels)
+    if novels and memory.size > len(novels):
+        raise DataError(
+            f"{source}: size={memory.size} is more than the {len(novels)} bytes of the novels of "
+            f"{memory.split}; lower it"
+        )
+    random = generated.draw(" ".join(map(str, memory._replace(documents=0))))
+    for number in range(memory.documents):
+        start = random.randint(len(novels) - memory.size + 1) if novels else 0
+        filler = novels[start : start + memory.size] or "." * memory.size
+        distance = memory.distance[number % len(memory.distance)]
+        yield f"{source}#{number}", _laid(filler, _TASKS[memory.task].tell(memory, random, distance))
+
+
+def answers(name: str, text: bytes) -> Iterator[Answer]:
+    """The answers of a document of that name, in the order of the text."""
+    memory = parse(name)
+    return _TASKS[memory.task].solve(memory, text)
+
+
+def _laid(filler: str, events: Events) -> str:
+    """The filler with events at their places; in a text each before the next space."""
+    parts, last = [], 0
+    for place, event in sorted(events, key=lambda event: event[0]):
+        border = filler.find(" ", place)
+        place = max(last, place if border < 0 else border)
+        parts += [filler[last:place], event]
+        last = place
+    return "".join([*parts, filler[last:]])
+
+
+def _tell_facts(memory: Memory, random: RandomState, distance: int) -> Events:
+    """Values under keys, and questions for them."""
+    keys, spread = _KEYS[memory.task], memory.task == "needle"
+    before = " " if spread else ""
+    places = random.randint(memory.size - distance + 1, size=memory.facts if spread else 1)
+    told, asked = [], []
+    for number, key in enumerate(random.permutation(memory.symbols)[: memory.facts]):
+        place, name, value = int(places[number % len(places)]), keys[key], _value(memory, random)
+        told.append((place, f"{before}{name}={value};"))
+        own = len(f";{before}{name}>")  # bytes of the distance that are no filler
+        asked.append((place + max(distance - own, 0), f"{before}{name}>{value}<"))
+    if spread:
+        return told + asked
+    return told + [asked[i] for i in random.permutation(memory.facts)[: memory.queries]]
+
+
+def _value(memory: Memory, random: RandomState) -> str:
+    """One of the split's own."""
+    return _owned(
+        memory, lambda: "".join(_DIGITS[i] for i in random.randint(16, size=memory.length))
+    )
+
+
+def _owned(memory: Memory, draw: Callable[[], T]) -> T:
+    """The first draw that belongs to the split."""
+    for _ in range(_DRAWS):
+        if owned(str(found := draw()), memory.split):
+            return found
+    raise DataError(
+        f"memory:{memory.task} with facts={memory.facts}, symbols={memory.symbols} and "
+        f"size={memory.size} has no documents that {memory.split} shares with no other split; "
+        "raise them"
+    )
+
+
+def _solve_facts(memory: Memory, text: bytes) -> Iterator[Answer]:
+    told = {}
+    for found in _FACT.finditer(text):
+        key, value, asked, _ = found.groups()
+        if value:
+            told[key] = found.end(2), value
+        else:
+            yield Answer(*found.span(4), *told[asked])
+
+
+def _tell_moves(memory: Memory, random: RandomState, distance: int) -> Events:
+    """Who went where and took what; where things are in the end."""
+    sentences = _owned(
+        memory, lambda: [_sentence(i, memory.symbols, random) for i in range(memory.facts)]
+    )
+    places = sorted(random.randint(memory.size - distance + 1, size=memory.facts))
+    things = [_THINGS[i] for i in random.permutation(memory.symbols)[: memory.queries]]
+    at, has = _where("".join(sentences).encode())
+    where = {thing: at[has[thing.encode()][0]][0].decode() for thing in things}
+    asked = [(memory.size, f" Where is the {thing}? >{where[thing]}<") for thing in things]
+    return list(zip(map(int, places), sentences, strict=True)) + asked
+
+
+def _sentence(number: int, symbols: int, random: RandomState) -> str:
+    """First everybody goes somewhere, then everything is taken, then either."""
+    who, thing, place, goes = (int(i) for i in random.randint((symbols,) * 3 + (2,)))
+    if number < symbols:
+        who, goes = number, 1
+    elif number < 2 * symbols:
+        thing, goes = number - symbols, 0
+    what = f"goes to the {_PLACES[place]}" if goes else f"takes the {_THINGS[thing]}"
+    return f" {_PEOPLE[who]} {what}."
+
+
+def _where(text: bytes) -> tuple[Told, Told]:
+    """The place where everybody is, and who has everything, each with the byte behind the news."""
+    at: Told = {}
+    has: Told = {}
+    for found in _SENTENCE.finditer(text):
+        who, verb, what, *_ = found.groups()
+        if verb == b"goes to":
+            at[who] = what, found.end()
+        elif verb:
+            has[what] = who, found.end()
+    return at, has
+
+
+def _solve_moves(memory: Memory, text: bytes) -> Iterator[Answer]:
+    at, has = _where(text)  # nobody moves after the first question
+    for found in _SENTENCE.finditer(text):
+        if asked := found[4]:
+            who, taken = has[asked]
+            place, gone = at[who]
+            yield Answer(*found.span(5), min(taken, gone), place)
+
+
+def _tell_events(memory: Memory, random: RandomState, distance: int) -> Events:
+    """Stars, and the question how many there were."""
+
+    def draw() -> list[int]:
+        count = random.randint(memory.facts + 1)
+        return sorted(map(int, random.randint(memory.size - distance + 1, size=count)))
+
+    places = _owned(memory, draw)
+    question = f"#>{len(places) % memory.symbols}<"
+    return [(place, "*") for place in places] + [(memory.size, question)]
+
+
+def _solve_events(memory: Memory, text: bytes) -> Iterator[Answer]:
+    events = []
+    for found in _EVENT.finditer(text):
+        if found[1] is None:
+            events.append(found.end())
+        else:
+            told = events[0] if events else 0
+            yield Answer(*found.span(1), told, b"%d" % (len(events) % memory.symbols))
+
+
+class _Task(NamedTuple):
+    tell: Callable[[Memory, RandomState, int], Events]
+    solve: Callable[[Memory, bytes], Iterator[Answer]]
+
+
+_FACTS = _Task(_tell_facts, _solve_facts)
+_TASKS = {
+    "copy": _FACTS,
+    "recall": _FACTS,
+    "needle": _FACTS,
+    "tracking": _Task(_tell_moves, _solve_moves),
+    "counting": _Task(_tell_events, _solve_events),
+}
