@@ -78,6 +78,26 @@ def token_nats(
     return _joined(jax.lax.map(nats, pieces), chunk)
 
 
+def token_guesses(
+    hidden: Float[Array, "B T D"],
+    embedding: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    *,
+    scale: float,
+    chunk: int,
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """`token_nats`, and whether no token is likelier than the target."""
+    chunk = _chunk_length(hidden.shape[1], chunk)
+
+    def guesses(piece: tuple[Array, Array]) -> tuple[Float[Array, "B C"], Bool[Array, "B C"]]:
+        nats, logits, _ = _chunk_nats(piece[0], embedding, piece[1], scale, None)
+        return nats, jnp.argmax(logits, axis=-1) == piece[1]
+
+    pieces = _chunked(hidden, chunk), _chunked(targets, chunk)
+    nats, right = jax.lax.map(guesses, pieces)
+    return _joined(nats, chunk), _joined(right, chunk)
+
+
 def cross_entropy(
     hidden: Float[Array, "B T D"],
     embedding: Float[Array, "V D"],

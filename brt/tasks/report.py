@@ -1,6 +1,7 @@
 """What an evaluation gives, whatever the task, and how it is called."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -35,6 +36,7 @@ class Reading(NamedTuple):
       text: as people read it; the first line goes on from "workdir, step, split: ".
       name: added to that of the split in file names, where the model was read otherwise than it
         was trained.
+      draw: makes a picture of the figures, a file of that name; None: there is none.
     """
 
     figures: dict[str, Any]
@@ -42,6 +44,7 @@ class Reading(NamedTuple):
     rows: dict[str, list[dict[str, Any]]]
     text: str
     name: str = ""
+    draw: Callable[[Path], object] | None = None
 
 
 def some(count: int) -> Iterable[int]:

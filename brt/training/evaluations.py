@@ -33,7 +33,7 @@ def scalars(
 
 
 def write(workdir: Workdir, step: int, split: str, reading: Reading) -> Evaluated:
-    """Writes a report: its rows, its text, and last its figures, which say that all is done.
+    """Writes a report: rows, text, picture, and last its figures, which say that all is done.
 
     Of several processes the first one does so.
 
@@ -51,5 +51,7 @@ def write(workdir: Workdir, step: int, split: str, reading: Reading) -> Evaluate
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         write_text(directory / f"{name}_{what}.jsonl", lines)
     write_text(directory / f"{name}.txt", text + "\n")
+    if reading.draw:
+        reading.draw(workdir.plots / f"{name}.png")
     write_json(directory / f"{name}.json", report)
     return evaluated

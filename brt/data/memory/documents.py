@@ -69,7 +69,8 @@ def documents(source: str) -> Iterator[tuple[str, str]]:
         start = random.randint(len(novels) - memory.size + 1) if novels else 0
         filler = novels[start : start + memory.size] or "." * memory.size
         distance = memory.distance[number % len(memory.distance)]
-        yield f"{source}#{number}", _laid(filler, _TASKS[memory.task].tell(memory, random, distance))
+        events = _TASKS[memory.task].tell(memory, random, distance)
+        yield f"{source}#{number}", _laid(filler, events)
 
 
 def answers(name: str, text: bytes) -> Iterator[Answer]:

@@ -73,7 +73,9 @@ def parse(source: str) -> Memory:
             f"{name} must be {MEMORY}TASK/SPLIT/COUNT, as {MEMORY}copy/train/1000?distance=96; "
             f"tasks are {', '.join(_USUAL)}, splits {', '.join(SHARES)}"
         )
-    values = {name: (value,) for name, value in (_USUAL[found[1]] | {"seed": 0}).items()}
+    values: dict[str, tuple[int, ...]] = {
+        setting: (value,) for setting, value in (_USUAL[found[1]] | {"seed": 0}).items()
+    }
     values.setdefault("size", (0,))
     for pair in filter(None, (found[4] or "").split("&")):
         setting, _, value = pair.partition("=")
@@ -98,24 +100,31 @@ def owned(told: str, split: str) -> bool:
 
 
 def _wrong(memory: Memory) -> str:
-    """Which settings cannot be met, in words."""
-    low, high = _SYMBOLS.get(memory.task, (1, 1))
-    tracked = memory.task == "tracking"
-    asked_of, name = (memory.symbols, "symbols") if tracked else (memory.facts, "facts")
-    keyed = memory.task in ("recall", "needle")
-    wrong = {
-        f"distance={max(memory.distance)} lies beyond its size={memory.size} bytes of filler; "
-        "raise size, or lower distance": max(memory.distance) > memory.size,
-        f"symbols={memory.symbols} must be from {low} to {high}": not low <= memory.symbols <= high,
-        f"facts={memory.facts} must be above 0": memory.facts < 1,
-        f"facts={memory.facts} is more than symbols={memory.symbols}, the keys that tell them "
-        "apart": keyed and memory.facts > memory.symbols,
-        f"facts={memory.facts} must be at least {2 * memory.symbols}, a sentence for each of the "
-        f"symbols={memory.symbols} people and things": tracked and memory.facts < 2 * memory.symbols,
-        f"queries={memory.queries} must be from 1 to {name}={asked_of}": not (
-            1 <= memory.queries <= asked_of
-        ),
-        f"length={memory.length} must be at least {_SHORTEST}, so that no value of train is one "
-        "of test": memory.length < _SHORTEST,
-    }
-    return next((sentence for sentence, is_so in wrong.items() if is_so), "")
+    """Which settings cannot be met, in words; "" where all can."""
+    task, facts, symbols, farthest = memory.task, memory.facts, memory.symbols, max(memory.distance)
+    low, high = _SYMBOLS.get(task, (1, 1))
+    asked, of = (symbols, "symbols") if task == "tracking" else (facts, "facts")
+    if farthest > memory.size:
+        return (
+            f"distance={farthest} lies beyond its size={memory.size} bytes of filler; raise size, "
+            "or lower distance"
+        )
+    if not low <= symbols <= high:
+        return f"symbols={symbols} must be from {low} to {high}"
+    if facts < 1:
+        return f"facts={facts} must be above 0"
+    if task in ("recall", "needle") and facts > symbols:
+        return f"facts={facts} is more than symbols={symbols}, the keys that tell them apart"
+    if task == "tracking" and facts < 2 * symbols:
+        return (
+            f"facts={facts} must be at least {2 * symbols}, a sentence for each of the people and "
+            f"things, symbols={symbols} each"
+        )
+    if not 1 <= memory.queries <= asked:
+        return f"queries={memory.queries} must be from 1 to {of}={asked}"
+    if memory.length < _SHORTEST:
+        return (
+            f"length={memory.length} must be at least {_SHORTEST}, so that train and test share "
+            "no value"
+        )
+    return ""

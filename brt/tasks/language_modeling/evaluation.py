@@ -8,6 +8,8 @@ import dataclasses
 import lzma
 import math
 import time
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +24,8 @@ from brt.data.tokenizers import Tokenizer, decode
 from brt.distributed import rules
 from brt.layers.stack import StackState, parts
 from brt.models.decoder import forget, new_state
-from brt.tasks.language_modeling.forward import block_nats
+from brt.tasks.language_modeling import answers
+from brt.tasks.language_modeling.forward import block_nats, by_block, segment_guesses
 from brt.tasks.language_modeling.samples import Sampler
 from brt.tasks.protocol import Progress, Stop
 from brt.tasks.report import Reading
@@ -77,18 +80,24 @@ class Result:
       protocol: how it was read: all that a number must be quoted with.
       documents: in the order of the store.
       tokens_per_second: after the first segment, which compiles; None if there is no other.
+      answered: those that were read, where the documents are of memory tasks.
     """
 
     protocol: dict[str, Any]
     documents: list[DocumentScore]
     tokens_per_second: float | None
+    answered: Sequence[answers.Read] = ()
 
     @property
     def totals(self) -> dict[str, Any]:
-        """`figures` of all documents together, and the speed."""
+        """`figures` of all documents together, of answers where there are any, and the speed."""
         sums = [sum(column) for column in zip(*(d[1:] for d in self.documents), strict=True)]
+        found = figures(*sums)
+        if self.answered:
+            size, window = found["bytes"], self.protocol["window"]
+            found |= answers.figures(self.answered, window, found["bits"], size)
         speed = {"tokens_per_second": self.tokens_per_second}
-        return {**figures(*sums), "documents": len(self.documents), **speed}
+        return {**found, "documents": len(self.documents), **speed}
 
 
 class DocumentEvaluator:
@@ -106,6 +115,7 @@ class DocumentEvaluator:
         self._store, self._tokenizer = corpus.split(split), corpus.tokenizer
         self.total = int(self._store.lengths.sum()) * (2 if ablate else 1)
         self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())
+        self._answers = answers.spans(self._store, self._tokenizer)
         self._sampler = Sampler(config, self._store, corpus.tokenizer)
         self._step = jax.jit(self._segment, static_argnames="ablate", donate_argnums=1)
 
@@ -129,7 +139,7 @@ class DocumentEvaluator:
             if result is None:
                 return None
             results.append(result)
-        return _reading(results)
+        return _reading(results, self._config.training.plots)
 
     def sample(
         self,
@@ -161,7 +171,7 @@ class DocumentEvaluator:
         batch_size = rules.filled("lanes", min(config.evaluation.batch_size, len(store)))
         length = config.evaluation_segment_length
         nats = np.zeros(len(store))
-        carry = new_state(config.model, batch_size)
+        carry, tally = new_state(config.model, batch_size), answers.Tally(self._answers)
         begin, timed = None, 0
         for batch, document in evaluation_batches(
             store, batch_size=batch_size, segment_length=length, window=config.model.window,
@@ -169,9 +179,11 @@ class DocumentEvaluator:
         ):  # fmt: skip
             if stop():
                 return None
-            block_nats, carry = self._step(params, carry, batch, model_state, ablate=ablate)
+            found, guesses, carry = self._step(params, carry, batch, model_state, ablate=ablate)
             real = document >= 0
-            np.add.at(nats, document[real], np.asarray(block_nats, np.float64)[real])
+            np.add.at(nats, document[real], np.asarray(found, np.float64)[real])
+            if guesses:
+                tally.add(document, *map(np.asarray, guesses))
             tokens = int(np.sum(batch.scored))
             timed += tokens if begin else 0
             begin = begin or time.perf_counter()  # the first segment compiles
@@ -188,7 +200,10 @@ class DocumentEvaluator:
             "tokenizer": self._tokenizer.name,
         }
         speed = timed / (time.perf_counter() - begin) if timed and begin else None
-        return Result(protocol=protocol, documents=scores, tokens_per_second=speed)
+        return Result(
+            protocol=protocol, documents=scores, tokens_per_second=speed,
+            answered=tally.answers(tokens_per_document),
+        )  # fmt: skip
 
     def _segment(
         self,
@@ -198,12 +213,18 @@ class DocumentEvaluator:
         model_state: PyTree[Array],
         *,
         ablate: str | None,
-    ) -> tuple[Float[Array, "B N"], StackState]:
+    ) -> tuple[Float[Array, "B N"], tuple[Array, ...], StackState]:
+        """Nats of blocks; where there are answers also nats and guesses [B, T] of tokens."""
         if ablate:
             model = self._config.model
             carry = forget(model, carry, parts(model) if ablate == "both" else (ablate,))
-        nats, carry = block_nats(self._config, params, carry, batch, model_state or None)
-        return rules.everywhere(nats), carry
+        given = self._config, params, carry, batch, model_state or None
+        if not self._answers:
+            nats, carry = block_nats(*given)
+            return rules.everywhere(nats), (), carry
+        nats, right, carry = segment_guesses(*given)
+        blocks = by_block(self._config, nats)
+        return rules.everywhere(blocks), (rules.everywhere(nats), rules.everywhere(right)), carry
 
     def _score(self, store: TokenStore, index: int, nats: float, limit: int) -> DocumentScore:
         tokens, name = int(store.lengths[index]), store.names[index]
@@ -217,7 +238,7 @@ class DocumentEvaluator:
         return DocumentScore(name, limit, size, len(text), len(text.split()), float(nats))
 
 
-def _reading(results: list[Result]) -> Reading:
+def _reading(results: list[Result], plots: bool) -> Reading:
     """The first is reported; a second one is that without a part of the memory."""
     report = {**results[0].totals, "protocol": results[0].protocol}
     rows = [{"document": score.name, **figures(*score[1:])} for score in results[0].documents]
@@ -231,7 +252,17 @@ def _reading(results: list[Result]) -> Reading:
     if len(results) > 1:
         part = results[1].protocol["ablate"]
         headline += f", {difference:+.4f} without {part}"
-    return Reading(report, headline, {"documents": rows}, text(report))
+    draw = None
+    if report.get("answers"):
+        headline += f", {report[answers.EXACT.name]:.2f} % of the answers"
+        draw = partial(answers.draw, columns=_columns(report)) if plots else None
+    return Reading(report, headline, {"documents": rows}, text(report), draw=draw)
+
+
+def _columns(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The report, and that of a second reading behind what was taken away."""
+    second = report.get("ablation")
+    return {"": report} | ({f"without {second['protocol']['ablate']}": second} if second else {})
 
 
 def text(report: dict[str, Any]) -> str:
@@ -244,17 +275,14 @@ def text(report: dict[str, Any]) -> str:
         f"segment, whole documents, first token scored from BOS, tokenizer {p['tokenizer']}",
         "",
     ]
-    columns = {"": report} | (
-        {f"without {report['ablation']['protocol']['ablate']}": report["ablation"]}
-        if "ablation" in report
-        else {}
-    )
+    columns = _columns(report)
     names = ("bits_per_byte", "bits_per_token", "bits_per_character", "word_perplexity")
     lines.append(f"{'':20}" + "".join(f"{name:>16}" for name in columns))
     for name in names:
         values = [column[name] for column in columns.values()]
         cells = ["-" if v is None else f"{v:.4f}" if v < 1e6 else f"{v:.3e}" for v in values]
         lines.append(f"{name.replace('_', ' '):20}" + "".join(f"{cell:>16}" for cell in cells))
+    lines += answers.text(columns)
     if report["tokens_per_second"]:
         lines.append(f"{report['tokens_per_second']:,.0f} tokens per second")
     return "\n".join(lines)

@@ -3,12 +3,12 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from brt.config import Config
 from brt.layers.stack import ModelState, StackState
 from brt.models.decoder import Decoder, DecoderOutput, logit_scale
-from brt.ops.cross_entropy import token_nats
+from brt.ops.cross_entropy import token_guesses, token_nats
 from brt.types import Batch
 
 
@@ -50,6 +50,23 @@ def segment_nats(
     return jnp.where(batch.scored, nats, 0.0), carry
 
 
+def segment_guesses(
+    config: Config,
+    params: PyTree[Array],
+    carry: StackState,
+    batch: Batch,
+    model_state: ModelState | None = None,
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], StackState]:
+    """`segment_nats`, and whether each token is the likeliest one."""
+    model = config.model
+    hidden, carry, *_ = predict(config, params, carry, batch, model_state)
+    nats, right = token_guesses(
+        hidden, params["embedding"], batch.targets,
+        scale=logit_scale(model), chunk=config.training.loss_chunk,
+    )  # fmt: skip
+    return jnp.where(batch.scored, nats, 0.0), right, carry
+
+
 def block_nats(
     config: Config,
     params: PyTree[Array],
@@ -59,4 +76,9 @@ def block_nats(
 ) -> tuple[Float[Array, "B N"], StackState]:
     """Nats of every block of a segment, and the state after it."""
     nats, carry = segment_nats(config, params, carry, batch, model_state)
-    return jnp.sum(nats.reshape(nats.shape[0], -1, config.model.window), axis=2), carry
+    return by_block(config, nats), carry
+
+
+def by_block(config: Config, nats: Float[Array, "B T"]) -> Float[Array, "B N"]:
+    """Summed over the tokens of each block."""
+    return jnp.sum(nats.reshape(nats.shape[0], -1, config.model.window), axis=2)

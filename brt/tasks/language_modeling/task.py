@@ -25,6 +25,7 @@ from brt.models.decoder import Decoder, DecoderOutput, new_state
 from brt.models.flops import forward_flops_per_token
 from brt.tasks import resolving
 from brt.tasks.language_modeling import warm_start
+from brt.tasks.language_modeling.answers import ANSWER_BITS, EXACT, warn_of_cut_gradients
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, xz_bits_per_byte
 from brt.tasks.language_modeling.forward import predict
 from brt.tasks.language_modeling.loss import loss
@@ -45,7 +46,7 @@ class LanguageModeling(Task):
     sections = ("Model", "Data", "Sampling", "Decoding")
     model, data = "model", "data"
     shows_examples, writes, exports = False, True, True
-    measures = columns = (BITS_PER_BYTE, BITS_PER_TOKEN)
+    measures = columns = (BITS_PER_BYTE, BITS_PER_TOKEN, EXACT, ANSWER_BITS)
 
     def check(self, config: Config) -> None:
         """Segments of whole blocks, and a causal model."""
@@ -72,6 +73,8 @@ class LanguageModeling(Task):
 
     def open(self, config: Config, *, progress: bool = True) -> Corpus:
         """Documents."""
+        if progress:
+            warn_of_cut_gradients(config)
         return preparation.prepare(config.data, progress=progress)
 
     def open_split(
