@@ -119,9 +119,9 @@ def _owned(memory: Memory, draw: Callable[[], T]) -> T:
         if owned(str(found := draw()), memory.split):
             return found
     raise DataError(
-        f"memory:{memory.task} with facts={memory.facts}, symbols={memory.symbols} and "
-        f"size={memory.size} has no documents that {memory.split} shares with no other split; "
-        "raise them"
+        f"memory:{memory.task}/{memory.split} with facts={memory.facts}, "
+        f"symbols={memory.symbols} and size={memory.size} has no documents that no other split "
+        "has; raise them"
     )
 
 

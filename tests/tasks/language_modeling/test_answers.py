@@ -1,0 +1,197 @@
+"""Figures of answers: those of a hand-made example, however it is read."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt.config import Config, Data, Evaluation, Model, Training
+from brt.data import token_store
+from brt.data.documents import Document
+from brt.data.preparation import Corpus
+from brt.data.tokenizers import ByteTokenizer
+from brt.ops.cross_entropy import token_guesses, token_nats
+from brt.tasks import TASKS
+from brt.tasks.language_modeling import answers, evaluation
+from brt.tasks.language_modeling.answers import Read, Span
+from brt.tasks.language_modeling.evaluation import DocumentEvaluator
+from brt.tasks.language_modeling.scoring import TextScorer
+
+WINDOW = 4
+MODEL = Model(
+    layers=2, recurrent_layers=(1,), model_dim=16, heads=2, head_dim=8, mlp_dim=32, window=WINDOW,
+    states=4, vocab_size=256,
+)  # fmt: skip
+TASK = TASKS["language_modeling"]
+TEXTS = {  # uneven, of two tasks, and one that asks for nothing
+    "memory:copy/test/9?distance=5&length=3#0": "=abc;...>abc<",
+    "novel.txt": "It was late.",
+    "memory:recall/test/9?length=3#1": "a=123;b=456;..b>456<a>123<..",
+}
+SPANS = {0: [Span(9, 12, 5, 3)], 2: [Span(16, 19, 5, 3), Span(22, 25, 17, 3)]}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    documents = [Document(name, iter([text])) for name, text in TEXTS.items()]
+    directory: Path = tmp_path_factory.mktemp("corpus")
+    store = token_store.write(directory / "test", documents, ByteTokenizer())
+    return Corpus(directory, ByteTokenizer(), {"test": store})
+
+
+@pytest.fixture(scope="module")
+def params(random_params: Callable) -> Any:
+    return random_params(MODEL)
+
+
+def config(segment_length: int = 8, batch_size: int = 2, **training: Any) -> Config:
+    training = {"batch_size": 1, "segment_length": segment_length, "loss_chunk": 4, **training}
+    return Config(
+        model=MODEL, training=Training(**training), evaluation=Evaluation(batch_size=batch_size)
+    )
+
+
+def test_answers_stand_where_their_tokens_are(corpus: Corpus) -> None:
+    assert answers.spans(corpus.split("test"), corpus.tokenizer) == SPANS
+
+
+class Pairs(ByteTokenizer):
+    """Tokens are two bytes long; ids say where they begin."""
+
+    text = "=abc;...>abc<"
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.arange(0, len(text), 2, dtype=np.int32)
+
+    def decode_bytes(self, ids: np.ndarray) -> bytes:
+        return "".join(self.text[i : i + 2] for i in ids).encode()
+
+
+def test_answers_take_whole_tokens(tmp_path: Path) -> None:
+    """=a bc ;. .. >a bc <"""
+    documents = [Document("memory:copy/test/1?length=3#0", iter([Pairs.text]))]
+    store = token_store.write(tmp_path / "test", documents, Pairs())
+    assert answers.spans(store, Pairs()) == {0: [Span(4, 6, 2, 3)]}
+
+
+@pytest.mark.parametrize(("batch_size", "segment_length"), [(2, 8), (3, 16), (1, 4)])
+def test_answers_cost_what_their_tokens_cost(
+    corpus: Corpus, params: Any, batch_size: int, segment_length: int
+) -> None:
+    """However the documents lie in lanes: side by side or behind each other, cut and padded."""
+    c = config(segment_length, batch_size)
+    found = DocumentEvaluator(c, corpus, "test")(params).figures
+    score = TextScorer(c, bos_id=0)
+    store = corpus.split("test")
+    nats = {d: score(params, np.asarray(store.document(d), np.int32)) for d in range(3)}
+    own = {d: [float(nats[d][s.start : s.stop].sum()) for s in SPANS[d]] for d in SPANS}
+    close = {"rel": 1e-5}
+    near, far = own[0][0] + own[2][0], own[2][1]
+    rows = found["answers"]
+    assert [(row["windows"], row["answers_read"]) for row in rows] == [(2, 2), (8, 1)]
+    assert rows[0]["answer_bits_per_byte"] == pytest.approx(near / math.log(2) / 6, **close)
+    assert rows[1]["answer_bits_per_byte"] == pytest.approx(far / math.log(2) / 3, **close)
+    total = (near + far) / math.log(2)
+    assert found["answer_bits_per_byte"] == pytest.approx(total / 9, **close)
+    rest = found["bits"] - total
+    size = sum(map(len, TEXTS.values())) - 9
+    assert found["rest_bits_per_byte"] == pytest.approx(rest / size, **close)
+    assert found["answers_read"] == 3
+
+
+def test_an_answer_is_exact_where_every_token_is() -> None:
+    tally = answers.Tally(SPANS)
+    right = {d: np.ones(n, bool) for d, n in ((0, 16), (2, 28))}
+    right[2][17] = 0  # within the first answer of the third document
+    right[2][20] = right[0][12] = right[0][8] = 0  # beside answers
+    nats = {d: np.arange(len(r), dtype=float) for d, r in right.items()}
+    # Two lanes of two blocks; the third document goes on over three batches, beside padding.
+    layout = [[(0, 0), (0, 1), (2, 0), (2, 1)], [(0, 2), (0, 3), (2, 2), (2, 3)],
+              [(-1, 0), (-1, 0), (2, 4), (2, 5)], [(-1, 0), (-1, 0), (2, 6), (-1, 0)]]  # fmt: skip
+    for batch in layout:
+        document = np.array([d for d, _ in batch]).reshape(2, 2)
+        parts = [
+            [of[d][b * WINDOW :][:WINDOW] if d >= 0 else of[0][:WINDOW] for d, b in batch]
+            for of in (nats, right)
+        ]
+        tally.add(document, *(np.concatenate(part).reshape(2, 2 * WINDOW) for part in parts))
+    assert tally.answers() == [
+        Read(5, 3, 9 + 10 + 11, True), Read(5, 3, 16 + 17 + 18, False),
+        Read(17, 3, 22 + 23 + 24, True),
+    ]  # fmt: skip
+    assert tally.answers(19) == tally.answers()[:2], "of documents that were read in part"
+    assert tally.answers(11) == []
+
+
+def test_rows_are_windows_by_powers_of_two() -> None:
+    distances = (0, 4, 5, 8, 9, 16, 17, 33)
+    read = [Read(d, 2, math.log(2) * 4, d < 9) for d in distances]
+    found = answers.figures(read, 4, bits=100.0, size=50)
+    rows = {row["windows"]: row for row in found["answers"]}
+    assert {w: row["answers_read"] for w, row in rows.items()} == {1: 2, 2: 2, 4: 2, 8: 1, 16: 1}
+    assert [row["answers_exact"] for row in rows.values()] == [100, 100, 0, 0, 0]
+    assert found["answers_exact"] == 50 and found["answer_bits_per_byte"] == pytest.approx(2)
+    assert found["rest_bits_per_byte"] == pytest.approx((100 - 32) / (50 - 16))
+
+
+def test_guesses_are_the_likeliest_tokens() -> None:
+    rng = np.random.default_rng(0)
+    hidden, embedding = rng.normal(size=(2, 6, 5)), rng.normal(size=(7, 5))
+    logits = hidden @ embedding.T
+    best = logits.argmax(-1)
+    targets = np.where(np.arange(12).reshape(2, 6) % 3 == 0, best, (best + 1) % 7)
+    given = [jnp.asarray(x, jnp.float32) for x in (hidden, embedding)] + [jnp.asarray(targets)]
+    nats, right = token_guesses(*given, scale=0.5, chunk=3)
+    np.testing.assert_array_equal(right, targets == best)
+    np.testing.assert_array_equal(nats, token_nats(*given, scale=0.5, chunk=3))
+
+
+def test_a_report_has_a_table_a_picture_and_figures_to_log(
+    corpus: Corpus, params: Any, tmp_path: Path
+) -> None:
+    reading = DocumentEvaluator(config(), corpus, "test", ablate="state")(params)
+    lines = evaluation.text(reading.figures).splitlines()
+    (place,) = [i for i, line in enumerate(lines) if line.startswith("answers, by distance")]
+    assert (
+        lines[place].split()[3:]
+        == (
+            "answers exact, % exact, %, without state bits per byte bits per byte, without state"
+        ).split()
+    )
+    labels = [line[:22].strip() for line in lines[place + 1 : place + 5]]
+    assert labels == ["up to 2 windows", "up to 8 windows", "all", "the rest of the text"]
+    assert reading.headline.count("% of the answers") == 1
+    logged = TASK.figures(reading.figures)
+    assert {"answers_exact", "answer_bits_per_byte", "bits_per_byte"} <= logged.keys()
+    reading.draw(tmp_path / "plots/test.png")
+    assert (tmp_path / "plots/test.png").read_bytes().startswith(b"\x89PNG")
+    plain = DocumentEvaluator(config(plots=False), corpus, "test")
+    assert plain(params).draw is None
+
+
+def test_documents_that_ask_for_nothing_are_read_as_ever(
+    corpus: Corpus, params: Any, tmp_path: Path
+) -> None:
+    novel = [Document("novel.txt", iter([TEXTS["novel.txt"]]))]
+    store = token_store.write(tmp_path / "test", novel, ByteTokenizer())
+    alone = DocumentEvaluator(config(), corpus._replace(splits={"test": store}), "test")(params)
+    beside = DocumentEvaluator(config(), corpus, "test")(params)
+    assert "answers" not in alone.figures and alone.draw is None and "answers" not in alone.text
+    bits = beside.rows["documents"][1]["bits"]
+    assert alone.figures["bits"] == pytest.approx(bits, rel=1e-6)
+
+
+def test_gradients_that_end_before_the_answer_are_warned_of(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    for length, warned in ((8, True), (40, False)):
+        data = Data(train=("memory:copy/train/2?distance=6,39",), cache_dir=str(tmp_path))
+        c = Config(data=data, model=MODEL, training=Training(batch_size=1, segment_length=length))
+        TASK.open(c)
+        said = capsys.readouterr().err
+        assert ("told 39 bytes before" in said) == warned
+        assert ("Training.segment_length = 8" in said) == warned
