@@ -69,14 +69,14 @@ def documents(source: str) -> Iterator[tuple[str, str]]:
         start = random.randint(len(novels) - memory.size + 1) if novels else 0
         filler = novels[start : start + memory.size] or "." * memory.size
         distance = memory.distance[number % len(memory.distance)]
-        events = _TASKS[memory.task].tell(memory, random, distance)
+        events = _KINDS[memory.task].tell(memory, random, distance)
         yield f"{source}#{number}", _laid(filler, events)
 
 
 def answers(name: str, text: bytes) -> Iterator[Answer]:
     """The answers of a document of that name, in the order of the text."""
     memory = parse(name)
-    return _TASKS[memory.task].solve(memory, text)
+    return _KINDS[memory.task].solve(memory, text)
 
 
 def _laid(filler: str, events: Events) -> str:
@@ -203,16 +203,16 @@ def _solve_events(memory: Memory, text: bytes) -> Iterator[Answer]:
             yield Answer(*found.span(1), told, b"%d" % (len(events) % memory.symbols))
 
 
-class _Task(NamedTuple):
+class _Kind(NamedTuple):
     tell: Callable[[Memory, RandomState, int], Events]
     solve: Callable[[Memory, bytes], Iterator[Answer]]
 
 
-_FACTS = _Task(_tell_facts, _solve_facts)
-_TASKS = {
+_FACTS = _Kind(_tell_facts, _solve_facts)
+_KINDS = {
     "copy": _FACTS,
     "recall": _FACTS,
     "needle": _FACTS,
-    "tracking": _Task(_tell_moves, _solve_moves),
-    "counting": _Task(_tell_events, _solve_events),
+    "tracking": _Kind(_tell_moves, _solve_moves),
+    "counting": _Kind(_tell_events, _solve_events),
 }
