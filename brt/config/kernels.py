@@ -6,20 +6,22 @@ from typing import Literal
 from brt.config.fields import free
 
 Name = Literal[
-    "auto", "reference", "xla", "xla_cpu", "pallas_tpu", "pallas_gpu", "pallas_interpret"
-]
+    "auto", "reference", "xla", "xla_cpu", "pallas_tpu", "pallas_gpu", "pallas_interpret",
+    "pallas_gpu_interpret",
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernels:
     """By operation: `auto` takes the best that supports the inputs on this backend.
 
-    reference         the meaning, written naively: slow, and large
-    xla               plain XLA
-    xla_cpu           plain XLA, cut as CPUs like it
-    pallas_tpu        a kernel for TPUs
-    pallas_gpu        a kernel for GPUs
-    pallas_interpret  a kernel, interpreted: for tests
+    reference             the meaning, written naively: slow, and large
+    xla                   plain XLA
+    xla_cpu               plain XLA, cut as CPUs like it
+    pallas_tpu            a kernel for TPUs
+    pallas_gpu            a kernel for GPUs
+    pallas_interpret      a kernel for TPUs, interpreted: for tests
+    pallas_gpu_interpret  a kernel for GPUs, interpreted: for tests
 
     An operation refuses what it does not have, and says what it has.
     """

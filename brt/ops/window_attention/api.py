@@ -16,7 +16,7 @@ from brt.ops.dispatch import Implementation, Op
 from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import MASKED, softmax_and_lse
-from brt.ops.window_attention import pallas_tpu, reference, xla
+from brt.ops.window_attention import pallas_gpu, pallas_tpu, reference, xla
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,8 +43,12 @@ OP = Op(
         Implementation(
             "pallas_tpu", pallas_tpu.window_attention, ("tpu",), ("tpu",), pallas_tpu.refuses
         ),
+        Implementation(
+            "pallas_gpu", _plain(pallas_gpu.window_attention), ("gpu",), ("gpu",), pallas_gpu.refuses
+        ),
         Implementation("xla", _plain(xla.window_attention)),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
+        Implementation("pallas_gpu_interpret", _plain(pallas_gpu.interpreted), auto=()),
         Implementation("reference", _plain(reference.window_attention), auto=()),
     ),
 )

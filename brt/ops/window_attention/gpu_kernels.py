@@ -16,7 +16,8 @@ class Inputs(NamedTuple):
     """Of one head and lane, or where they are; None: there is none.
 
     Attributes:
-      band: float32 [W + 2R], the bias as powers of two, the farthest first, MASKED around it.
+      band: float32, the bias as powers of two, the farthest first, between as many MASKED as
+        a tile is long.
       readable: int32 [N].
       dropout: [W, W].
       gradient: of the output; of it the rest, in the backward pass only.
@@ -35,155 +36,165 @@ class Inputs(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of R tokens: tile i of the queries sees the tiles i to i + m of the keys, m = W / R.
+    """Of R queries by C keys: i counts those of queries, j those of keys.
 
-    Logits are [R, R], with the queries along axis 0 or 1.
+    What is by pair is [R, C], in the kernel that owns keys [C, R].
     """
 
     inputs: Inputs
     rows: int
+    columns: int
     null_keys: bool
-    queries: int = 0
+    transposed: bool = False
 
     @property
-    def last(self) -> int:
-        """m, the stretch of a tile's own keys."""
-        return (self.inputs.keys.shape[0] - self.inputs.q.shape[0]) // self.rows
+    def window(self) -> int:
+        return self.inputs.keys.shape[0] - self.inputs.q.shape[0]
 
-    @property
-    def count(self) -> int:
-        """Of tiles of queries."""
-        return self.inputs.q.shape[0] // self.rows
-
-    def at(self, i: Array) -> pl.Slice:
+    def queries(self, i: Array) -> pl.Slice:
         return pl.ds(i * self.rows, self.rows)
 
-    def first(self, i: Array) -> Array:
-        """The first stretch that tile i may read."""
-        readable = self.inputs.readable[jax.lax.div(i, self.last)] > 0
-        return jnp.where(readable, 0, self.last - jax.lax.rem(i, self.last))
+    def keys(self, j: Array) -> pl.Slice:
+        return pl.ds(j * self.columns, self.columns)
+
+    def seen(self, i: Array) -> tuple[Array, Array, Array]:
+        """The keys that tile i of the queries sees: from, to, and the first that it may read."""
+        begin = i * self.rows
+        block = jax.lax.div(begin, self.window)
+        readable = self.inputs.readable[block] > 0
+        first = jnp.where(readable, begin, (block + 1) * self.window)
+        places = begin, begin + self.window + self.rows, first
+        return tuple(jax.lax.div(place, self.columns) for place in places)
 
     def readers(self, j: Array) -> tuple[Array, Array]:
-        """The tiles of queries, from and to, that may read tile j of the keys."""
-        block = jax.lax.div(j, self.last)
+        """The queries, from and to, that may read tile j of the keys."""
+        begin = j * self.columns
+        block = jax.lax.div(begin, self.window)
         following = jnp.minimum(block, self.inputs.readable.shape[0] - 1)
-        end = jnp.where(self.inputs.readable[following] > 0, j + 1, block * self.last)
-        return jnp.maximum(j - self.last, 0), jnp.minimum(end, self.count)
+        readable = self.inputs.readable[following] > 0
+        end = jnp.where(readable, begin + self.columns, block * self.window)
+        places = jnp.maximum(begin - self.window, 0), jnp.minimum(end, self.inputs.q.shape[0])
+        return tuple(jax.lax.div(place, self.rows) for place in places)
 
-    def logits(self, s: Array, products: Array, seen: Array) -> Float[Array, "R R"]:
-        """As powers of two; masked ones by the band."""
+    def logits(self, i: Array, j: Array, products: Array, may_read: Any) -> Float[Array, "..."]:
+        """As powers of two; the band masks."""
         iota = [jax.lax.broadcasted_iota(jnp.int32, products.shape, axis) for axis in (0, 1)]
-        place = (s + 1) * self.rows - 1 + iota[1 - self.queries] - iota[self.queries]
-        return LOG2E * self.if_null(products, seen) + self.inputs.band[place]
+        row, column = reversed(iota) if self.transposed else iota
+        nearest = max(self.rows, self.columns) - 1 + j * self.columns - i * self.rows
+        return LOG2E * self.if_null(products, may_read) + self.inputs.band[nearest + column - row]
 
-    def if_null(self, x: Array, seen: Array) -> Array:
+    def if_null(self, x: Array, may_read: Any) -> Array:
         """Null keys and their values are zeros."""
-        return x * seen if self.null_keys else x
+        return where(may_read, x) if self.null_keys else x
 
-    def kept(self, i: Array, s: Array, weights: Array) -> Array:
+    def kept(self, i: Array, j: Array, weights: Array) -> Array:
         """Weights behind dropout, or their gradients before it."""
         if self.inputs.dropout is None:
             return weights
-        row, slot = (jax.lax.rem(x, self.last) for x in (i, i + s))
-        factors = self.inputs.dropout[self.at(row), self.at(slot)]
-        return weights * (factors.T if self.queries else factors)
+        row, slot = (jax.lax.rem(place, self.window) for place in (i * self.rows, j * self.columns))
+        factors = self.inputs.dropout[pl.ds(row, self.rows), pl.ds(slot, self.columns)]
+        return weights * (factors.T if self.transposed else factors)
 
     def gradients(
-        self, i: Array, s: Array, products: Array, d_weights: Array, seen: Array
-    ) -> tuple[Float[Array, "R R"], Float[Array, "R R"]]:
+        self, i: Array, j: Array, products: Array, d_weights: Array, may_read: Any
+    ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
         """The weights behind dropout, and the logits' gradient, of both operands' products."""
         lse, along = (
-            jnp.expand_dims(x[self.at(i)], 1 - self.queries)
+            jnp.expand_dims(x[self.queries(i)], 0 if self.transposed else 1)
             for x in (self.inputs.lse, self.inputs.along)
         )
-        weights = jnp.exp2(self.logits(s, products, seen) - LOG2E * lse)
-        d_weights = self.kept(i, s, self.if_null(d_weights, seen))
-        return self.kept(i, s, weights), weights * (d_weights - along)
+        weights = jnp.exp2(self.logits(i, j, products, may_read) - LOG2E * lse)
+        d_weights = self.kept(i, j, self.if_null(d_weights, may_read))
+        return self.kept(i, j, weights), weights * (d_weights - along)
 
 
-def _product(a: Array, b: Array) -> Float[Array, "..."]:
+def product(a: Array, b: Array) -> Float[Array, "..."]:
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
-def _seen(s: Array, first: Array) -> Array:
-    return jnp.where(s >= first, 1.0, 0.0)
+def where(may_read: Any, x: Array) -> Array:
+    return x if may_read is True else jnp.where(may_read, x, 0.0)
 
 
 def window_attention_forward(
-    inputs: Inputs, y: Any, lse: Any, *, rows: int, null_keys: bool
+    inputs: Inputs, y: Any, lse: Any, *, rows: int, columns: int, null_keys: bool
 ) -> None:
-    """Of a tile of queries; the softmax of the stretches so far is rescaled by each further one."""
-    tiles, i = Tiles(inputs, rows, null_keys), pl.program_id(0)
-    own, first = inputs.q[tiles.at(i)], tiles.first(i)
+    """Of a tile of queries; the softmax of the keys so far is rescaled by each further tile."""
+    tiles, i = Tiles(inputs, rows, columns, null_keys), pl.program_id(0)
+    own, (begin, end, first) = inputs.q[tiles.queries(i)], tiles.seen(i)
 
-    def add(s: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def add(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         read, top, total = carry
-        at, seen = tiles.at(i + s), _seen(s, first)
-        logits = tiles.logits(s, _product(own, inputs.keys[at].T), seen)
+        keys, values = (x[tiles.keys(j)] for x in (inputs.keys, inputs.values))
+        logits = tiles.logits(i, j, product(own, keys.T), j >= first)
         higher = jnp.maximum(top, jnp.max(logits, axis=1))
         weights, shrunk = jnp.exp2(logits - higher[:, None]), jnp.exp2(top - higher)
         total = total * shrunk + jnp.sum(weights, axis=1)
-        kept = tiles.kept(i, s, tiles.if_null(weights, seen))
-        values = inputs.values[at]
-        return read * shrunk[:, None] + _product(kept.astype(values.dtype), values), higher, total
+        kept = tiles.kept(i, j, tiles.if_null(weights, j >= first))
+        return read * shrunk[:, None] + product(kept.astype(values.dtype), values), higher, total
 
     # The virtual key that takes the mass of rows without keys: see `softmax.FLOOR`.
     start = jnp.zeros(own.shape, jnp.float32), jnp.full(rows, LOG2E * FLOOR), jnp.ones(rows)
-    begin = 0 if null_keys else first
-    read, top, total = jax.lax.fori_loop(begin, tiles.last + 1, add, start)
-    y[tiles.at(i)] = (read / total[:, None]).astype(y.dtype)
-    lse[tiles.at(i)] = (top + jnp.log2(total)) / LOG2E
+    read, top, total = jax.lax.fori_loop(begin if null_keys else first, end, add, start)
+    y[tiles.queries(i)] = (read / total[:, None]).astype(y.dtype)
+    lse[tiles.queries(i)] = (top + jnp.log2(total)) / LOG2E
 
 
-def window_attention_queries(inputs: Inputs, d_q: Any, *, rows: int, null_keys: bool) -> None:
+def window_attention_queries(
+    inputs: Inputs, d_q: Any, *, rows: int, columns: int, null_keys: bool
+) -> None:
     """The gradient of a tile of queries."""
-    tiles, i = Tiles(inputs, rows, null_keys), pl.program_id(0)
-    own, theirs, first = inputs.q[tiles.at(i)], inputs.gradient[tiles.at(i)], tiles.first(i)
+    tiles, i = Tiles(inputs, rows, columns, null_keys), pl.program_id(0)
+    own, theirs = inputs.q[tiles.queries(i)], inputs.gradient[tiles.queries(i)]
+    begin, end, first = tiles.seen(i)
 
-    def add(s: Array, total: Array) -> Array:
-        at, seen = tiles.at(i + s), _seen(s, first)
-        keys = inputs.keys[at]
-        products, d_weights = _product(own, keys.T), _product(theirs, inputs.values[at].T)
-        _, d_logits = tiles.gradients(i, s, products, d_weights, seen)
-        return total + _product(tiles.if_null(d_logits, seen).astype(keys.dtype), keys)
+    def add(j: Array, total: Array) -> Array:
+        keys, values = (x[tiles.keys(j)] for x in (inputs.keys, inputs.values))
+        pair = product(own, keys.T), product(theirs, values.T)
+        _, d_logits = tiles.gradients(i, j, *pair, j >= first)
+        return total + product(tiles.if_null(d_logits, j >= first).astype(keys.dtype), keys)
 
-    begin, zeros = 0 if null_keys else first, jnp.zeros(own.shape, jnp.float32)
-    d_q[tiles.at(i)] = jax.lax.fori_loop(begin, tiles.last + 1, add, zeros).astype(d_q.dtype)
+    zeros = jnp.zeros(own.shape, jnp.float32)
+    found = jax.lax.fori_loop(begin if null_keys else first, end, add, zeros)
+    d_q[tiles.queries(i)] = found.astype(d_q.dtype)
 
 
 def window_attention_keys(
-    inputs: Inputs, d_keys: Any, d_values: Any, *, rows: int, null_keys: bool
+    inputs: Inputs, d_keys: Any, d_values: Any, *, rows: int, columns: int, null_keys: bool
 ) -> None:
     """The gradients of a tile of keys and values, of the queries that may read it."""
-    tiles, j = Tiles(inputs, rows, null_keys, queries=1), pl.program_id(0)
-    keys, values = inputs.keys[tiles.at(j)], inputs.values[tiles.at(j)]
+    tiles, j = Tiles(inputs, rows, columns, null_keys, transposed=True), pl.program_id(0)
+    keys, values = (x[tiles.keys(j)] for x in (inputs.keys, inputs.values))
 
     def add(i: Array, totals: tuple[Array, Array]) -> tuple[Array, Array]:
-        q, gradient = inputs.q[tiles.at(i)], inputs.gradient[tiles.at(i)]
-        products, d_weights = _product(keys, q.T), _product(values, gradient.T)
-        kept, d_logits = tiles.gradients(i, j - i, products, d_weights, jnp.ones(()))
-        of_keys = totals[0] + _product(d_logits.astype(q.dtype), q)
-        return of_keys, totals[1] + _product(kept.astype(gradient.dtype), gradient)
+        q, gradient = (x[tiles.queries(i)] for x in (inputs.q, inputs.gradient))
+        pair = product(keys, q.T), product(values, gradient.T)
+        kept, d_logits = tiles.gradients(i, j, *pair, may_read=True)
+        of_keys = totals[0] + product(d_logits.astype(q.dtype), q)
+        return of_keys, totals[1] + product(kept.astype(gradient.dtype), gradient)
 
     zeros = jnp.zeros(keys.shape, jnp.float32)
     of_keys, of_values = jax.lax.fori_loop(*tiles.readers(j), add, (zeros, zeros))
-    d_keys[tiles.at(j)] = of_keys.astype(d_keys.dtype)
-    d_values[tiles.at(j)] = of_values.astype(d_values.dtype)
+    d_keys[tiles.keys(j)] = of_keys.astype(d_keys.dtype)
+    d_values[tiles.keys(j)] = of_values.astype(d_values.dtype)
 
 
 def window_attention_band(
-    inputs: Inputs, d_tile: Any, *, rows: int, null_keys: bool, walk: int
+    inputs: Inputs, d_tile: Any, *, rows: int, columns: int, null_keys: bool, walk: int
 ) -> None:
-    """The gradient of what one stretch adds to logits, summed over `walk` tiles of queries."""
-    tiles, s = Tiles(inputs, rows, null_keys), pl.program_id(0)
-    begin = jax.lax.rem(pl.program_id(2), tiles.count // walk) * walk
+    """The gradient of what tiles at one distance add to logits, over `walk` tiles of queries."""
+    tiles, distance = Tiles(inputs, rows, columns, null_keys), pl.program_id(0)
+    begin = jax.lax.rem(pl.program_id(2), inputs.q.shape[0] // rows // walk) * walk
 
     def add(i: Array, total: Array) -> Array:
-        at, seen = tiles.at(i + s), _seen(s, tiles.first(i))
-        products = _product(inputs.q[tiles.at(i)], inputs.keys[at].T)
-        d_weights = _product(inputs.gradient[tiles.at(i)], inputs.values[at].T)
-        _, d_logits = tiles.gradients(i, s, products, d_weights, seen)
-        return total + (d_logits if null_keys else d_logits * seen)
+        begin, _, first = tiles.seen(i)
+        j = begin + distance
+        pair = (
+            product(inputs.q[tiles.queries(i)], inputs.keys[tiles.keys(j)].T),
+            product(inputs.gradient[tiles.queries(i)], inputs.values[tiles.keys(j)].T),
+        )
+        _, d_logits = tiles.gradients(i, j, *pair, j >= first)
+        return total + (d_logits if null_keys else where(j >= first, d_logits))
 
-    zeros = jnp.zeros((rows, rows), jnp.float32)
+    zeros = jnp.zeros((rows, columns), jnp.float32)
     d_tile[...] = jax.lax.fori_loop(begin, begin + walk, add, zeros)

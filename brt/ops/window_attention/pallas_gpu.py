@@ -1,6 +1,5 @@
 """Window attention on GPUs: logits, softmax and the bias's gradient stay on the chip.
 
-A tile of R queries sees W / R + 1 tiles of keys, the first and the last by complementary triangles.
 Bias and mask are one vector a head, by distance and MASKED beyond the window: a tile of logits
 reads it along its diagonals, so that no tile is a special case. Tiles behind a document's start
 are not computed at all.
@@ -35,18 +34,34 @@ _WALK = 32  # tiles of queries of which a program adds up the bias's gradient, a
 
 
 class _Launch(NamedTuple):
-    """Rows of a tile, warps of a program, stages of its loop."""
+    """Queries and keys of a tile, warps of a program, stages of its loop."""
 
     rows: int
+    columns: int
     warps: int
     stages: int
 
 
 # By the size of a head: forward, queries, keys, band; without spills, by the compiler for sm_90a.
 _LAUNCHES = {
-    64: (_Launch(128, 8, 2), _Launch(64, 4, 2), _Launch(64, 4, 2), _Launch(64, 4, 2)),
-    128: (_Launch(128, 8, 2), _Launch(64, 4, 2), _Launch(64, 4, 2), _Launch(64, 4, 2)),
-    256: (_Launch(64, 8, 2), _Launch(64, 8, 1), _Launch(64, 8, 1), _Launch(64, 8, 1)),
+    64: (
+        _Launch(128, 64, 4, 2),
+        _Launch(64, 64, 4, 2),
+        _Launch(64, 64, 4, 2),
+        _Launch(64, 64, 4, 2),
+    ),
+    128: (
+        _Launch(128, 64, 8, 2),
+        _Launch(64, 64, 4, 2),
+        _Launch(64, 64, 4, 2),
+        _Launch(64, 64, 4, 2),
+    ),
+    256: (
+        _Launch(64, 64, 8, 2),
+        _Launch(64, 64, 8, 1),
+        _Launch(64, 64, 8, 1),
+        _Launch(64, 64, 8, 1),
+    ),
 }
 
 
@@ -114,12 +129,14 @@ class _Given(NamedTuple):
     def launch(self, kernel: int) -> _Launch:
         """Of the window where that is no multiple of a tile."""
         found = _LAUNCHES.get(self.q.shape[3], _LAUNCHES[64])[kernel]
-        return found if self.window % found.rows == 0 else found._replace(rows=self.window)
+        if self.window % max(found.rows, found.columns):
+            return found._replace(rows=self.window, columns=self.window)
+        return found
 
-    def inputs(self, static: Static, rows: int, **others: Array) -> Inputs:
+    def inputs(self, static: Static, launch: _Launch, **others: Array) -> Inputs:
         bias = jnp.zeros((self.q.shape[2], self.window)) if self.bias is None else self.bias
-        nearest = 0 if static.attend_to_self else 1
-        around = (0, 0), (rows - nearest, rows + nearest)
+        tile, nearest = max(launch.rows, launch.columns), 0 if static.attend_to_self else 1
+        around = (0, 0), (tile - nearest, tile + nearest)
         band = LOG2E * jnp.pad(jnp.flip(bias, axis=1), around, constant_values=MASKED)
         return Inputs(self.q, self.k, self.v, band, self.readable, self.dropout, **others)
 
@@ -158,7 +175,7 @@ def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> t
     launch = given.launch(2)
     d_k, d_v = _call(
         gpu_kernels.window_attention_keys, given, static, launch,
-        ((given.window + tokens) // launch.rows, heads, batch), [k, v], products=4, **others,
+        ((given.window + tokens) // launch.columns, heads, batch), [k, v], products=4, **others,
     )  # fmt: skip
     d_bias = None if given.bias is None else _bias_gradient(given, static, others)
     none = None if given.dropout is None else jnp.zeros_like(given.dropout)
@@ -168,9 +185,7 @@ def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> t
 _attend.defvjp(_forward, _backward)
 
 
-def _bias_gradient(
-    given: _Given, static: Static, others: dict[str, Array]
-) -> Float[Array, "H W"]:
+def _bias_gradient(given: _Given, static: Static, others: dict[str, Array]) -> Float[Array, "H W"]:
     """By stretches of R distances, then along the diagonals of each."""
     batch, tokens, heads, _ = given.q.shape
     launch = given.launch(3)
@@ -186,9 +201,7 @@ def _bias_gradient(
     return _distances(jnp.sum(found, axis=0), given.window, 0 if static.attend_to_self else 1)
 
 
-def _distances(
-    tiles: Float[Array, "H M R R"], window: int, nearest: int
-) -> Float[Array, "H W"]:
+def _distances(tiles: Float[Array, "H M R R"], window: int, nearest: int) -> Float[Array, "H W"]:
     """Sums along diagonals: row r, column c of tile s lie at place s R + R - 1 - r + c."""
     heads, count, rows, _ = tiles.shape
     # Rows of 2R numbers, read as rows of 2R - 1, shift by one a row.
@@ -245,10 +258,12 @@ def _call(
     **others: Array,
 ) -> list[Array]:
     """A program is a tile or a stretch, a head, and a lane or a part of one."""
-    inputs = given.inputs(static, launch.rows, **others)
+    inputs = given.inputs(static, launch, **others)
     shapes, places = zip(*outputs, strict=True)
     return pl.pallas_call(
-        functools.partial(kernel, rows=launch.rows, null_keys=static.null_keys),
+        functools.partial(
+            kernel, rows=launch.rows, columns=launch.columns, null_keys=static.null_keys
+        ),
         grid=grid, in_specs=[_specs(inputs, grid[2] // given.q.shape[0])],
         out_specs=places, out_shape=shapes,
         cost_estimate=_cost(given, products), interpret=static.interpret,
