@@ -256,7 +256,7 @@ def _call(
     outputs: list[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
     products: int,
     **others: Array,
-) -> list[Array]:
+) -> tuple[Array, ...]:
     """A program is a tile or a stretch, a head, and a lane or a part of one."""
     inputs = given.inputs(static, launch, **others)
     shapes, places = zip(*outputs, strict=True)
