@@ -17,7 +17,7 @@ help:
 	@echo 'make quickstart  install, train a small model on three novels, evaluate it, sample from it'
 	@echo 'make test        run the tests, but for the slow ones'
 	@echo 'make test-all    run all of them'
-	@echo 'make test-compile  compile kernels and steps for TPUs that are not here'
+	@echo 'make test-compile  compile kernels and steps for TPUs and GPUs that are not here'
 	@echo 'make lint        check style, formatting and types'
 	@echo 'make wheel       build dist/brt-*.whl'
 	@echo 'make clean       remove what was built; $(VENV) and runs/ stay'
@@ -34,7 +34,7 @@ test-all: $(VENV)/installed-test
 	$(RUN) -m pytest $(PYTEST_FLAGS) -m 'slow or not slow'
 
 test-compile: $(VENV)/installed-test
-	$(PIP) --editable '.[tpu-compile]'
+	$(PIP) --editable '.[tpu-compile,gpu-compile]'
 	$(RUN) -m pytest -m 'slow or not slow' tests/compiled
 
 lint: $(VENV)/installed-test

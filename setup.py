@@ -48,6 +48,7 @@ EXTRAS = {
     "gpu-compile": [
         "jax-cuda12-plugin>=0.10.2,<0.13",
         "jax-cuda12-pjrt>=0.10.2,<0.13",
+        "nvidia-cuda-nvcc-cu12>=12.9,<13",  # ptxas, which says what kernels occupy
     ],  # brt.plan --topology=h100x8, without a GPU
     "test": [
         "pytest>=8.3,<10",

@@ -18,7 +18,10 @@ AUTO = "auto"
 KERNEL = "kernel"  # `checkpoint_name` of a kernel's results, which `remat_keep` counts as products
 ANY: tuple[str, ...] = ("cpu", "gpu", "tpu")
 
-_backend: contextvars.ContextVar[str | None] = contextvars.ContextVar("backend", default=None)
+# What is compiled for, where it is not here: its name, and one of the devices.
+_elsewhere: contextvars.ContextVar[tuple[str, Any] | None] = contextvars.ContextVar(
+    "elsewhere", default=None
+)
 _chosen: dict[str, list[str]] = {}
 
 
@@ -53,21 +56,28 @@ class Op(NamedTuple):
 
 def backend() -> str:
     """What is compiled for: 'cpu', 'gpu' or 'tpu'."""
-    return _backend.get() or jax.default_backend()
+    elsewhere = _elsewhere.get()
+    return elsewhere[0] if elsewhere else jax.default_backend()
+
+
+def device() -> Any:
+    """One of the devices that are compiled for; None: which they are is not known."""
+    elsewhere = _elsewhere.get()
+    return elsewhere[1] if elsewhere else jax.devices()[0]
 
 
 @contextlib.contextmanager
-def use_backend(name: str) -> Iterator[None]:
-    """Compiles for devices that this process does not have.
+def use_backend(name: str, device: Any = None) -> Iterator[None]:
+    """Compiles for devices that this process does not have, of which `device` is one.
 
     `jax.jit` does not know of it and keeps its traces: functions that are traced within belong
     to this backend alone.
     """
-    token = _backend.set(name)
+    token = _elsewhere.set((name, device))
     try:
         yield
     finally:
-        _backend.reset(token)
+        _elsewhere.reset(token)
 
 
 def run(op: Op, name: str | None, *inputs: Any, **options: Any) -> Any:

@@ -97,7 +97,7 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
         refuses.
     """
     begin = time.perf_counter()
-    with dispatch.use_backend(topology.backend):
+    with dispatch.use_backend(topology.backend, topology.devices[0]):
         shapes, batch, tokens, flops = _shaped(config, topology)
         lowered = runs.lowered_step(config, shapes, batch)
         options = LOW_EFFORT if low_effort and topology.backend == "tpu" else {}

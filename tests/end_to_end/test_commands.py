@@ -126,7 +126,10 @@ def test_a_dry_run_sizes_the_checkpoint_and_writes_nothing(
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("pallas_gpu", "brt: error: window_attention cannot run by 'pallas_gpu': runs on gpu, not on"),
+        (
+            "pallas_gpu",
+            "brt: error: window_attention cannot run by 'pallas_gpu': runs on gpu, not on",
+        ),
         ("cuda", "Kernels.window_attention = 'cuda' must be one of 'auto', 'reference', 'xla', "),
     ],
 )

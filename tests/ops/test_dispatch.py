@@ -101,9 +101,9 @@ def test_an_entry_is_all_that_a_new_implementation_needs(monkeypatch: pytest.Mon
     def refuses_bias(
         q: Any, cached: Any, k: Any, v: Any, bias: Any, *_: Any, **__: Any
     ) -> str | None:
-        return None if inputs[4] is None else "has no bias"
+        return None if bias is None else "has no bias"
 
-    toy = Implementation("pallas_gpu", values_alone, supports=refuses_bias)
+    toy = Implementation("pallas_toy", values_alone, supports=refuses_bias)
     own = api.OP.implementations
     monkeypatch.setattr(api, "OP", api.OP._replace(implementations=(toy, *own)))
     rng = np.random.default_rng(0)
@@ -112,6 +112,6 @@ def test_an_entry_is_all_that_a_new_implementation_needs(monkeypatch: pytest.Mon
     inputs = q, (k, v), k, v
     np.testing.assert_array_equal(window_part(*inputs, None, readable).output, v)
     assert np.any(window_part(*inputs, bias, readable).output != v)
-    assert dispatch.chosen() == {"window_attention": "pallas_gpu, xla_cpu"}
-    with pytest.raises(NotImplementedError, match="'pallas_gpu': has no bias"):
-        window_part(*inputs, bias, readable, implementation="pallas_gpu")
+    assert dispatch.chosen() == {"window_attention": "pallas_toy, xla_cpu"}
+    with pytest.raises(NotImplementedError, match="'pallas_toy': has no bias"):
+        window_part(*inputs, bias, readable, implementation="pallas_toy")

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -168,6 +169,16 @@ def test_what_a_kernel_does_not_support_is_said(
     given = inputs(1, **{"window": 128, "width": 64, "dtype": "bfloat16"} | changed)
     with dispatch.use_backend(backend), pytest.raises(NotImplementedError, match=reason):
         window_part(**given, implementation=f"pallas_{backend}")
+
+
+@pytest.mark.parametrize("capability", ["8.0", "12.0"])
+def test_gpus_that_the_kernel_is_not_cut_for_take_plain_xla(capability: str) -> None:
+    given = inputs(1, 128, width=64, dtype="bfloat16")
+    with dispatch.use_backend("gpu", SimpleNamespace(compute_capability=capability)):
+        traced = str(jax.make_jaxpr(lambda: window_part(**given))())
+        with pytest.raises(NotImplementedError, match=rf"9.0 \(H100, H200\), not {capability}"):
+            window_part(**given, implementation="pallas_gpu")
+    assert "pallas_call" not in traced
 
 
 @pytest.mark.parametrize("backend", ["tpu", "gpu"])

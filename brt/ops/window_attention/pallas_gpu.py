@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
+from brt.ops import dispatch
 from brt.ops.dispatch import KERNEL
 from brt.ops.softmax import MASKED
 from brt.ops.window_attention import gpu_kernels
@@ -30,6 +31,7 @@ from brt.ops.window_attention.gpu_kernels import LOG2E, Inputs
 
 _WINDOWS = (128, 256, 512, 1024, 2048, 4096)
 _HEAD_DIMS = (64, 128, 256)
+_CAPABILITY = "9.0"  # others have less shared memory, or other matrix units
 _WALK = 32  # tiles of queries of which a program adds up the bias's gradient, at most
 
 
@@ -42,27 +44,30 @@ class _Launch(NamedTuple):
     stages: int
 
 
-# By the size of a head: forward, queries, keys, band; without spills, by the compiler for sm_90a.
+class _Launches(NamedTuple):
+    """Of each kernel; tiles of the last one are squares."""
+
+    forward: _Launch
+    queries: _Launch
+    keys: _Launch
+    band: _Launch
+
+
+# By the size of a head: what the compiler for sm_90a gives no spills and keeps eight warps busy.
 _LAUNCHES = {
-    64: (
-        _Launch(128, 64, 4, 2),
-        _Launch(64, 64, 4, 2),
-        _Launch(64, 64, 4, 2),
-        _Launch(64, 64, 4, 2),
+    64: _Launches(
+        _Launch(128, 64, 8, 3), _Launch(128, 64, 8, 3), _Launch(64, 128, 8, 3),
+        _Launch(64, 64, 4, 3),
     ),
-    128: (
-        _Launch(128, 64, 8, 2),
-        _Launch(64, 64, 4, 2),
-        _Launch(64, 64, 4, 2),
-        _Launch(64, 64, 4, 2),
-    ),
-    256: (
+    128: _Launches(
+        _Launch(128, 64, 8, 2), _Launch(128, 64, 8, 2), _Launch(32, 128, 8, 2),
         _Launch(64, 64, 8, 2),
-        _Launch(64, 64, 8, 1),
-        _Launch(64, 64, 8, 1),
+    ),
+    256: _Launches(
+        _Launch(128, 32, 8, 2), _Launch(64, 32, 8, 2), _Launch(32, 64, 8, 2),
         _Launch(64, 64, 8, 1),
     ),
-}
+}  # fmt: skip
 
 
 def refuses(
@@ -76,6 +81,9 @@ def refuses(
         return f"has heads of {_listed(_HEAD_DIMS)}, not of {width}"
     if queries.dtype not in (jnp.bfloat16, jnp.float16):
         return f"computes in bfloat16 and float16, not in {queries.dtype}"
+    capability = getattr(dispatch.device(), "compute_capability", _CAPABILITY)
+    if capability != _CAPABILITY:
+        return f"is cut for GPUs of compute capability {_CAPABILITY} (H100, H200), not {capability}"
     return None
 
 
@@ -126,9 +134,9 @@ class _Given(NamedTuple):
     def window(self) -> int:
         return self.k.shape[1] - self.q.shape[1]
 
-    def launch(self, kernel: int) -> _Launch:
+    def launch(self, kernel: str) -> _Launch:
         """Of the window where that is no multiple of a tile."""
-        found = _LAUNCHES.get(self.q.shape[3], _LAUNCHES[64])[kernel]
+        found = getattr(_LAUNCHES.get(self.q.shape[3], _LAUNCHES[64]), kernel)
         if self.window % max(found.rows, found.columns):
             return found._replace(rows=self.window, columns=self.window)
         return found
@@ -151,7 +159,7 @@ def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]
     batch, tokens, heads, _ = given.q.shape
     lse = jax.ShapeDtypeStruct((batch, heads, tokens), jnp.float32)
     outputs = [(_like(given.q), _tokens(given.q)), (lse, _numbers(lse))]
-    launch = given.launch(0)
+    launch = given.launch("forward")
     y, lse = _call(
         gpu_kernels.window_attention_forward, given, static, launch,
         (tokens // launch.rows, heads, batch), outputs, products=2,
@@ -167,12 +175,12 @@ def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> t
     others = {"gradient": gradient, "lse": lse, "along": along.swapaxes(1, 2) - d_lse}
     batch, tokens, heads, _ = given.q.shape
     q, k, v = ((_like(x), _tokens(x)) for x in (given.q, given.k, given.v))
-    launch = given.launch(1)
+    launch = given.launch("queries")
     (d_q,) = _call(
         gpu_kernels.window_attention_queries, given, static, launch,
         (tokens // launch.rows, heads, batch), [q], products=3, **others,
     )  # fmt: skip
-    launch = given.launch(2)
+    launch = given.launch("keys")
     d_k, d_v = _call(
         gpu_kernels.window_attention_keys, given, static, launch,
         ((given.window + tokens) // launch.columns, heads, batch), [k, v], products=4, **others,
@@ -188,7 +196,7 @@ _attend.defvjp(_forward, _backward)
 def _bias_gradient(given: _Given, static: Static, others: dict[str, Array]) -> Float[Array, "H W"]:
     """By stretches of R distances, then along the diagonals of each."""
     batch, tokens, heads, _ = given.q.shape
-    launch = given.launch(3)
+    launch = given.launch("band")
     rows = launch.rows
     stretches, walk = given.window // rows + 1, math.gcd(tokens // rows, _WALK)
     groups = batch * (tokens // rows // walk)

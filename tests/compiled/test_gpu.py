@@ -1,0 +1,62 @@
+"""What GPUs would run, compiled without one: kernels by themselves, and the paper's whole step."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = ("jax_cuda12_plugin", "nvidia")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not all(importlib.util.find_spec(name) for name in NEEDED),
+        reason="the GPU compiler is not installed (pip install 'brt[gpu-compile]')",
+    ),
+]
+
+
+def run(*command: str) -> str:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--window=512"],
+        ["--window=4096", "--dropout", "--dtype=float16"],
+        ["--window=128", "--dropout", "--null_keys", "--strictly_past"],
+    ],
+    ids=" ".join,
+)
+def test_kernels_compile_without_spills_or_atomics_and_use_the_matrix_units(
+    options: list[str],
+) -> None:
+    """Forward, the gradients of queries, of keys and values, of the bias; heads of three sizes."""
+    found = json.loads(run("tools/benchmark/gpu_kernels.py", "--json", *options).splitlines()[-1])
+    assert len(found) == 4 * 3
+    for name, used in found.items():
+        assert (used["spilled"], used["atomics"]) == (0, 0), name
+        assert used["wgmma"] > 0 and used["programs"] > 0, name
+
+
+def test_the_papers_step_needs_less_memory_than_with_plain_xla(tmp_path: Path) -> None:
+    def peak(implementation: str) -> int:
+        bindings = (
+            "Model.vocab_size = 32000", "Training.batch_size = 8", "Model.dtype = 'bfloat16'",
+            f"Kernels.window_attention = '{implementation}'",
+        )  # fmt: skip
+        place = tmp_path / f"{implementation}.json"
+        run(
+            "-m", "brt.plan", "--gin_file=configs/base/paper.gin",
+            "--gin_file=configs/models/rec_fixed_skip.gin", "--topology=h100x1",
+            f"--json={place}", *(f"--gin_bindings={b}" for b in bindings),
+        )  # fmt: skip
+        return json.loads(place.read_text())["peak_bytes"]
+
+    assert peak("pallas_gpu") == peak("auto") < 0.8 * peak("xla")

@@ -1,0 +1,148 @@
+"""Compiles window attention's kernels for a GPU that is not here, and reads what they occupy.
+
+python tools/benchmark/gpu_kernels.py                         # heads of 64, 128 and 256 on an H100
+python tools/benchmark/gpu_kernels.py --window 4096 --head_dims 64 --dropout --null_keys
+
+The compiler's figures, by kernel: registers of a thread, bytes of them spilled, shared memory and
+warps of a program, and how many programs a multiprocessor holds. They are no times.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+KERNELS = re.compile(r"\.entry (window_attention_\w+)")
+LAUNCHES = re.compile(
+    r"(window_attention_\w+) grid: .*? threads: \[(\d+), 1, 1\] *shared_memory: (\d+)"
+)
+# Of a multiprocessor: registers, bytes of shared memory, of which a program's own takes 1024 more.
+REGISTERS, SHARED, RESERVED = 65536, 233472, 1024
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if args.one:
+        compile_one(args)
+        return
+    found = {}
+    print(
+        "| kernel | head | registers | spilled | warps | shared KB | programs |\n"
+        + "|---" * 7
+        + "|"
+    )
+    for head_dim in args.head_dims:
+        for kernel, used in compiled(head_dim).items():
+            found[f"{kernel}_{head_dim}"] = used
+            shown = used["registers"], used["spilled"], used["warps"], used["shared"] // 1024
+            print(f"| {kernel} | {head_dim} |", *(f"{x} |" for x in (*shown, used["programs"])))
+    if args.json:
+        print(json.dumps(found))
+
+
+def compiled(head_dim: int) -> dict[str, dict[str, int]]:
+    """By kernel; a process of its own, since the compiler reads where to write when it starts."""
+    with tempfile.TemporaryDirectory() as place:
+        flags = os.environ.get("XLA_FLAGS", "") + f" --xla_dump_to={place}"
+        done = subprocess.run(
+            [sys.executable, __file__, *sys.argv[1:], f"--one={head_dim}"], text=True,
+            capture_output=True, env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        )  # fmt: skip
+        if done.returncode:
+            sys.exit(done.stderr.strip().splitlines()[-1])
+        return read(Path(place))
+
+
+def read(place: Path) -> dict[str, dict[str, int]]:
+    """What the compiler has written."""
+    (sequence,) = place.glob("*.thunk_sequence.txt")
+    launches = {m[1]: (int(m[2]), int(m[3])) for m in LAUNCHES.finditer(sequence.read_text())}
+    found = {}
+    for path in sorted(place.glob("*.ptx")):
+        text = path.read_text()
+        if name := KERNELS.search(text):
+            registers, spilled = assembled(path, re.findall(r"\.target (\w+)", text)[0])
+            threads, shared = launches[name[1]]
+            programs = min(REGISTERS // (registers * threads), SHARED // (shared + RESERVED))
+            found[name[1]] = {
+                "registers": registers, "spilled": spilled, "warps": threads // 32,
+                "shared": shared, "programs": programs, "wgmma": text.count("wgmma.mma_async"),
+                "atomics": len(re.findall(r"\b(?:red|atom)\.", text)),
+            }  # fmt: skip
+    return found
+
+
+def assembled(path: Path, target: str) -> tuple[int, int]:
+    """Registers of a thread, and bytes of them that went to memory."""
+    import nvidia.cuda_nvcc
+
+    ptxas = Path(nvidia.cuda_nvcc.__path__[0]) / "bin/ptxas"
+    said = subprocess.run(
+        [ptxas, "-v", f"-arch={target}", path, "-o", os.devnull], capture_output=True, text=True
+    ).stderr
+    return int(re.findall(r"Used (\d+) reg", said)[0]), int(
+        re.findall(r"(\d+) bytes spill", said)[0]
+    )
+
+
+def compile_one(args: argparse.Namespace) -> None:
+    """Forward and backward of two blocks of eight heads, with all that there can be."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import SingleDeviceSharding
+
+    from brt.ops import dispatch
+    from brt.ops.window_attention import window_part
+    from brt.planning import topologies
+
+    device = topologies.named(args.topology).devices[0]
+
+    def array(*shape: int, dtype: str = args.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
+
+    window, heads, blocks = args.window, 8, 2
+    queries = array(1, blocks * window, heads, args.one)
+    keys = array(1, (blocks + 1) * window, heads, args.one)
+    dropout = array(heads, window, window, dtype="float32") if args.dropout else None
+
+    def gradients(q: Any, k: Any, v: Any, bias: Any, readable: Any, dropout: Any, weights: Any):
+        def loss(q: Any, k: Any, v: Any, bias: Any) -> jax.Array:
+            part = window_part(
+                q, k, v, bias, readable, dropout, attend_to_self=not args.strictly_past,
+                null_keys=args.null_keys, implementation="pallas_gpu",
+            )  # fmt: skip
+            output = part.output.astype(jnp.float32) * weights.astype(jnp.float32)
+            return jnp.sum(output) + jnp.sum(part.lse)
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, bias)
+
+    bias, readable = array(heads, window, dtype="float32"), array(1, blocks, dtype="bool")
+    with dispatch.use_backend("gpu", device):
+        lowered = jax.jit(gradients).lower(queries, keys, keys, bias, readable, dropout, queries)
+    lowered.compile()
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument("--topology", default="h100x1")
+    flags.add_argument("--window", type=int, default=512)
+    sizes = {"type": lambda text: [int(x) for x in text.split(",")], "default": [64, 128, 256]}
+    flags.add_argument("--head_dims", metavar="SIZES", help="default: 64,128,256", **sizes)
+    flags.add_argument("--dtype", default="bfloat16")
+    flags.add_argument("--dropout", action="store_true")
+    flags.add_argument("--null_keys", action="store_true")
+    flags.add_argument("--strictly_past", action="store_true")
+    flags.add_argument("--json", action="store_true", help="one more line, for programs")
+    flags.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    return flags
+
+
+if __name__ == "__main__":
+    main()
