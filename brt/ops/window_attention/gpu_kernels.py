@@ -51,22 +51,22 @@ class Tiles(NamedTuple):
     def window(self) -> int:
         return self.inputs.keys.shape[0] - self.inputs.q.shape[0]
 
-    def queries(self, i: Array) -> pl.Slice:
+    def queries(self, i: Array) -> Any:
         return pl.ds(i * self.rows, self.rows)
 
-    def keys(self, j: Array) -> pl.Slice:
+    def keys(self, j: Array) -> Any:
         return pl.ds(j * self.columns, self.columns)
 
-    def seen(self, i: Array) -> tuple[Array, Array, Array]:
+    def seen(self, i: Array) -> tuple[Array, ...]:
         """The keys that tile i of the queries sees: from, to, and the first that it may read."""
         begin = i * self.rows
         block = jax.lax.div(begin, self.window)
         readable = self.inputs.readable[block] > 0
         first = jnp.where(readable, begin, (block + 1) * self.window)
-        places = begin, begin + self.window + self.rows, first
-        return tuple(jax.lax.div(place, self.columns) for place in places)
+        end = begin + self.window + self.rows
+        return tuple(jax.lax.div(place, self.columns) for place in (begin, end, first))
 
-    def readers(self, j: Array) -> tuple[Array, Array]:
+    def readers(self, j: Array) -> tuple[Array, ...]:
         """The queries, from and to, that may read tile j of the keys."""
         begin = j * self.columns
         block = jax.lax.div(begin, self.window)
@@ -187,8 +187,8 @@ def window_attention_band(
     begin = jax.lax.rem(pl.program_id(2), inputs.q.shape[0] // rows // walk) * walk
 
     def add(i: Array, total: Array) -> Array:
-        begin, _, first = tiles.seen(i)
-        j = begin + distance
+        farthest, _, first = tiles.seen(i)
+        j = farthest + distance
         pair = (
             product(inputs.q[tiles.queries(i)], inputs.keys[tiles.keys(j)].T),
             product(inputs.gradient[tiles.queries(i)], inputs.values[tiles.keys(j)].T),

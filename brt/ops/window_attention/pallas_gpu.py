@@ -157,8 +157,8 @@ def _attend(given: _Given, static: Static) -> tuple[Float[Array, "B T H K"], Flo
 
 def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]:
     batch, tokens, heads, _ = given.q.shape
-    lse = jax.ShapeDtypeStruct((batch, heads, tokens), jnp.float32)
-    outputs = [(_like(given.q), _tokens(given.q)), (lse, _numbers(lse))]
+    numbers = jax.ShapeDtypeStruct((batch, heads, tokens), jnp.float32)
+    outputs = [(_like(given.q), _tokens(given.q)), (numbers, _numbers(numbers))]
     launch = given.launch("forward")
     y, lse = _call(
         gpu_kernels.window_attention_forward, given, static, launch,
