@@ -173,8 +173,8 @@ def window_attention_keys(
         of_keys = totals[0] + product(d_logits.astype(q.dtype), q)
         return of_keys, totals[1] + product(kept.astype(gradient.dtype), gradient)
 
-    zeros = jnp.zeros(keys.shape, jnp.float32)
-    of_keys, of_values = jax.lax.fori_loop(*tiles.readers(j), add, (zeros, zeros))
+    (begin, end), zeros = tiles.readers(j), jnp.zeros(keys.shape, jnp.float32)
+    of_keys, of_values = jax.lax.fori_loop(begin, end, add, (zeros, zeros))
     d_keys[tiles.keys(j)] = of_keys.astype(d_keys.dtype)
     d_values[tiles.keys(j)] = of_values.astype(d_values.dtype)
 
