@@ -106,25 +106,24 @@ def compile_one(args: argparse.Namespace) -> None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
 
     window, heads, blocks = args.window, 8, 2
-    queries = array(1, blocks * window, heads, args.one)
-    keys = array(1, (blocks + 1) * window, heads, args.one)
+    tokens, cached = (array(1, n * window, heads, args.one) for n in (blocks, 1))
     dropout = array(heads, window, window, dtype="float32") if args.dropout else None
 
-    def gradients(q: Any, k: Any, v: Any, bias: Any, readable: Any, dropout: Any, weights: Any):
-        def loss(q: Any, k: Any, v: Any, bias: Any) -> jax.Array:
+    def gradients(learned: Any, readable: Any, dropout: Any, weights: Any) -> Any:
+        def loss(learned: Any) -> jax.Array:
             part = window_part(
-                q, k, v, bias, readable, dropout, attend_to_self=not args.strictly_past,
+                *learned, readable, dropout, attend_to_self=not args.strictly_past,
                 null_keys=args.null_keys, implementation="pallas_gpu",
             )  # fmt: skip
             output = part.output.astype(jnp.float32) * weights.astype(jnp.float32)
             return jnp.sum(output) + jnp.sum(part.lse)
 
-        return jax.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, bias)
+        return jax.grad(loss)(learned)
 
     bias, readable = array(heads, window, dtype="float32"), array(1, blocks, dtype="bool")
+    learned = tokens, (cached, cached), tokens, tokens, bias
     with dispatch.use_backend("gpu", device):
-        lowered = jax.jit(gradients).lower(queries, keys, keys, bias, readable, dropout, queries)
-    lowered.compile()
+        jax.jit(gradients).lower(learned, readable, dropout, tokens).compile()
 
 
 def parser() -> argparse.ArgumentParser:

@@ -44,7 +44,11 @@ OP = Op(
             "pallas_tpu", pallas_tpu.window_attention, ("tpu",), ("tpu",), pallas_tpu.refuses
         ),
         Implementation(
-            "pallas_gpu", _plain(pallas_gpu.window_attention), ("gpu",), ("gpu",), pallas_gpu.refuses
+            "pallas_gpu",
+            _plain(pallas_gpu.window_attention),
+            ("gpu",),
+            ("gpu",),
+            pallas_gpu.refuses,
         ),
         Implementation("xla", _plain(xla.window_attention)),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),

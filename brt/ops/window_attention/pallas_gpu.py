@@ -71,10 +71,13 @@ _LAUNCHES = {
 
 
 def refuses(
-    queries: Float[Array, "B T H K"], keys: Float[Array, "B Z H K"], *_: Any, **__: Any
+    queries: Float[Array, "B T H K"],
+    cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
+    *_: Any,
+    **__: Any,
 ) -> str | None:
     """Why these inputs cannot be; None: they can."""
-    window, width = keys.shape[1] - queries.shape[1], queries.shape[-1]
+    window, width = cached[0].shape[1], queries.shape[-1]
     if window not in _WINDOWS:
         return f"has windows of {_listed(_WINDOWS)} tokens, not of {window}"
     if width not in _HEAD_DIMS:
