@@ -48,7 +48,7 @@ def test_kernels_compile_without_spills_or_atomics_and_use_the_matrix_units(
 def test_the_papers_step_needs_less_memory_than_with_plain_xla(tmp_path: Path) -> None:
     def peak(implementation: str) -> int:
         bindings = (
-            "Model.vocab_size = 32000", "Training.batch_size = 8", "Model.dtype = 'bfloat16'",
+            "Model.vocab_size = 32000", "Training.batch_size = 8",
             f"Kernels.window_attention = '{implementation}'",
         )  # fmt: skip
         place = tmp_path / f"{implementation}.json"
@@ -59,4 +59,4 @@ def test_the_papers_step_needs_less_memory_than_with_plain_xla(tmp_path: Path) -
         )  # fmt: skip
         return json.loads(place.read_text())["peak_bytes"]
 
-    assert peak("pallas_gpu") == peak("auto") < 0.8 * peak("xla")
+    assert peak("auto") < 0.6 * peak("xla")
