@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "sweep", "plan"}
 LAYERS = (
-    {"allocator", "drawing", "errors", "formatting", "locks", "platforms", "tree_utils", "types"},
+    {"allocator", "drawing", "durable", "errors", "formatting", "locks", "platforms", "tree_utils", "types"},
     {"config"},
     {"config_io"},
     {"bindings"},

@@ -8,24 +8,21 @@ import os
 import re
 from pathlib import Path
 
+from brt import durable
+
 NAME = "MANIFEST.sha256"
 _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
 
 
 def write(directory: Path) -> None:
-    """Checksums every file below `directory` and makes all of it durable, the manifest last."""
+    """Checksums every file below `directory` and makes all of it durable."""
     lines = []
     for path in _files(directory):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-            os.fsync(file.fileno())
         lines.append(f"{digest}  {path.relative_to(directory).as_posix()}\n")
-    with (directory / NAME).open("w") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    for place, _, _ in os.walk(directory):
-        sync_directory(Path(place))
+    (directory / NAME).write_text("".join(lines))
+    durable.sync_tree(directory)
 
 
 def verify(directory: Path) -> list[str]:
@@ -48,15 +45,6 @@ def verify(directory: Path) -> list[str]:
     for name in sorted(expected.keys() & found.keys()):
         problems += _verify_file(found[name], name, expected[name])
     return problems
-
-
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable: what was created, renamed or removed there."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _files(directory: Path) -> list[Path]:

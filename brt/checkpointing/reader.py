@@ -6,10 +6,12 @@
 
 A save is written to `<step>.partial` and renamed when it is complete, so a killed run
 leaves whole checkpoints and litter, nothing between. A checkpoint is verified before it is
-read; where the newest is damaged the next older whole one is used, and said so.
+read; where the newest is damaged the next older whole one is used, and said so. One may be a link
+to a directory elsewhere. The file LAST beside `checkpoints` tells when these are gone.
 """
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -28,6 +30,7 @@ from brt.errors import CheckpointError
 FORMAT = 3  # of the arrays: 2 has kernels by head, 3 optimizers' matrices heads first
 _WITHOUT_OPTIMIZER = (2, FORMAT)  # whose parameters can be read
 META = "meta.json"
+LAST = "last_checkpoint.txt"  # the step that was saved last, also where nothing is left of it
 STATE = "state"
 _SHOWN = 3  # problems named in one sentence
 
@@ -59,9 +62,7 @@ def present(directory: Path) -> list[int]:
     return sorted(
         int(path.name)
         for path in directory.iterdir()
-        if re.fullmatch(r"0|[1-9][0-9]*", path.name)
-        and not path.is_symlink()
-        and _has_content(path)
+        if re.fullmatch(r"0|[1-9][0-9]*", path.name) and (path.is_symlink() or _has_content(path))
     )
 
 
@@ -73,8 +74,8 @@ def steps(directory: Path) -> list[int]:
 def verify(directory: Path, step: int) -> list[str]:
     """What is wrong with a checkpoint, one phrase per file; empty if it is whole."""
     path = directory / str(step)
-    if path.is_symlink():
-        return ["it is a symbolic link"]
+    if path.is_symlink() and not path.is_dir():
+        return [f"it is a link to {os.readlink(path)}, where no directory is"]
     problems = manifest.verify(path)
     if not problems and (found := read_meta(directory, step)["step"]) != step:
         problems = [f"{META} is of step {found}"]
@@ -86,6 +87,21 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
     path = directory / str(step) / META
     try:
         return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def last_saved(directory: Path) -> int | None:
+    """The step that was saved last in a `checkpoints` directory, whether it is there or not.
+
+    Raises:
+      CheckpointError: what says so is damaged.
+    """
+    path = directory.parent / LAST
+    try:
+        return int(path.read_text())
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
@@ -225,8 +241,6 @@ def _nothing_found(
 ) -> str:
     if step is not None and problems:
         return f"{directory}: {problems[step]}; choose another of {there}"
-    if step is not None and (directory / str(step)).is_symlink():
-        return f"{directory / str(step)} is a symbolic link, which is not followed"
     if step is not None and there:
         return f"{directory} has no checkpoint of step {step}; it has {there}"
     if problems:

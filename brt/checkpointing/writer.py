@@ -15,9 +15,18 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from brt import tree_utils
+from brt import durable, tree_utils
 from brt.checkpointing import manifest
-from brt.checkpointing.reader import FORMAT, META, STATE, join, steps, verify, warn_on_stderr
+from brt.checkpointing.reader import (
+    FORMAT,
+    LAST,
+    META,
+    STATE,
+    join,
+    steps,
+    verify,
+    warn_on_stderr,
+)
 from brt.distributed import processes
 from brt.errors import CheckpointError, NonFiniteError
 
@@ -151,6 +160,7 @@ class CheckpointWriter:
             (partial / META).write_text(meta)
             manifest.write(partial)
             _commit(partial)
+            durable.write(self._directory.parent / LAST, f"{step}\n".encode())
             self._prune(step)
         except Exception as error:
             raise self._failure(step, error) from error
@@ -179,17 +189,22 @@ def _commit(partial: Path) -> None:
     if final.exists() or final.is_symlink():
         _remove(final)
     partial.rename(final)
-    manifest.sync_directory(final.parent)
+    durable.sync(final.parent)
 
 
 def _remove(path: Path) -> None:
     """Removes a checkpoint so that no reader sees half of it."""
     doomed = path.with_name(f"{path.name}.deleted")
     path.rename(doomed)
-    if doomed.is_symlink():
-        doomed.unlink()
+    _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    """Of a link, whose directory somebody put elsewhere, only the link."""
+    if path.is_symlink():
+        path.unlink()
     else:
-        shutil.rmtree(doomed)
+        shutil.rmtree(path)
 
 
 def _clean(directory: Path) -> None:
@@ -201,7 +216,7 @@ def _clean(directory: Path) -> None:
         if nameless and not manifest.verify(path):
             _commit(path)
         else:
-            shutil.rmtree(path)
+            _delete(path)
 
 
 def _free_bytes(directory: Path) -> int:

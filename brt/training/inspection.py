@@ -11,7 +11,7 @@ from brt.config import Config
 from brt.config_io import config_from_json, difference
 from brt.errors import CheckpointError, ConfigError
 from brt.formatting import short
-from brt.training.metrics import read_metrics
+from brt.training.metrics import damaged_lines, read_metrics, unreadable
 from brt.training.state import counts
 from brt.training.workdir import Workdir
 
@@ -38,6 +38,7 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
         "steps": [entry["step"] for entry in checkpoints],
         "checkpoints": checkpoints,
         "metrics": _last_metrics(workdir.metrics),
+        "damaged_metrics": damaged_lines(workdir.metrics),
     }
     return found | (_described(directory, whole[-1]) if whole else {})
 
@@ -84,6 +85,8 @@ def text(found: dict[str, Any]) -> str:
         lines += ["", f"metrics, the last of each (step {found['metrics']['step']})"]
         shown = {name: value for name, value in found["metrics"].items() if name != "step"}
         lines += [f"  {name:28} {_figure(value)}" for name, value in shown.items()]
+    if found["damaged_metrics"]:
+        lines += ["", f"metrics.jsonl is {unreadable(found['damaged_metrics'])}"]
     return "\n".join(lines)
 
 

@@ -23,15 +23,14 @@ from brt.distributed.stopping import AgreedStop
 from brt.errors import Preempted
 from brt.ops import dispatch
 from brt.tasks.protocol import Evaluator
-from brt.training import evaluations, kept, optimizer, startup, trackers
+from brt.training import evaluations, kept, optimizer, resuming, startup, trackers
 from brt.training import run as runs
 from brt.training import workdir as workdirs
 from brt.training.meter import Meter
-from brt.training.metrics import MetricsWriter, Rate, Throughput
+from brt.training.metrics import MetricsWriter, Rate, Throughput, read_metrics
 from brt.training.preemption import StopSignal
 from brt.training.profiling import Profile, peak_flops
 from brt.training.progress import Progress
-from brt.training.resuming import check_resumable
 from brt.training.run import Run
 from brt.training.state import TrainState
 from brt.training.workdir import Workdir
@@ -66,7 +65,7 @@ def train(config: Config, path: Path) -> tuple[Run, Workdir]:
       BrtError: anything else that a person can mend.
     """
     trackers.wanted(config, reader.warn_on_stderr)  # refused before anything is prepared
-    found = newest(path)
+    found = resuming.newest(path)
     run = runs.build(config, saved=found)
     with StopSignal() as stop, contextlib.ExitStack() as stack:
         workdir = _entered(path, stack)
@@ -100,12 +99,6 @@ def _check_alike(run: Run, found: int | None, provenance: Mapping[str, object]) 
     )
 
 
-def newest(path: Path) -> reader.Found | None:
-    """The newest whole checkpoint of a workdir, None where it has none at all."""
-    directory = Workdir(path).checkpoints
-    return reader.find(directory) if reader.present(directory) else None
-
-
 def _set_up(
     run: Run,
     workdir: Workdir,
@@ -137,6 +130,8 @@ def _set_up(
     if saved:
         batches.set_state(saved.meta["data"])
         progress.message(f"resuming {workdir.path} from step {start}")
+    elif read_metrics(workdir.metrics):
+        progress.message(f"{workdir.path} was stopped before its first checkpoint; beginning again")
     for line in kept.lines(run.corpus.described()):
         progress.message(line)
     kept.keep(workdir, run.corpus)
@@ -174,10 +169,10 @@ def _saved(run: Run, workdir: Workdir, found: reader.Found | None) -> reader.Res
     """The newest whole checkpoint, if it is one of this run."""
     steps = reader.steps(workdir.checkpoints)
     if steps and (found is None or steps[-1] > found.step):
-        found = newest(workdir.path)  # another trainer went on before we had the lock
+        found = resuming.newest(workdir.path)  # another trainer went on before we had the lock
     if found is None:
         return None
-    for line in check_resumable(config_from_json(found.meta["config"]), run.config):
+    for line in resuming.check_resumable(config_from_json(found.meta["config"]), run.config):
         reader.warn_on_stderr(f"the checkpoint has another {line}")
     return reader.restore(workdir.checkpoints, run.abstract, found.step, found=found)
 

@@ -1,9 +1,11 @@
 """Numbers of a run: metrics.jsonl, TensorBoard, and how fast it goes."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +17,12 @@ from tensorboardX import summary
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import RecordWriter
 
+from brt import durable
 from brt.errors import CheckpointError
 from brt.training.workdir import Workdir
 
 _TENSORBOARD_FLUSH_SECONDS = 10
+_SHOWN = 3  # damaged lines that a sentence names
 
 
 @runtime_checkable
@@ -35,14 +39,15 @@ class Tracker(Protocol):
 class MetricsWriter:
     """Appends to metrics.jsonl, one line a step whatever restarts, and to TensorBoard.
 
-    Numbers beyond `resume_step` come from a run that was lost and are dropped. TensorBoard
-    is a convenience: where it fails, training goes on after one warning. `perf/time` says when a
-    line was begun, in seconds since 1970.
+    Numbers beyond `resume_step` come from a run that was lost and are dropped. Where lines are
+    damaged, a copy of the file stays as metrics.damaged_1.jsonl. TensorBoard is a convenience:
+    where it fails, training goes on after one warning. `perf/time` says when a line was begun, in
+    seconds since 1970.
 
     Args:
       workdir: the run's.
       resume_step: step of the checkpoint that the run resumes from; 0 for a new run.
-      warn: told when TensorBoard fails.
+      warn: told of damaged lines, and when TensorBoard fails.
       trackers: of others, which are told the same.
 
     Raises:
@@ -58,6 +63,8 @@ class MetricsWriter:
     ):
         self._path = workdir.metrics
         with self._explained():
+            if damaged := damaged_lines(self._path):
+                warn(_set_aside(self._path, damaged))
             self._line = _drop_beyond(self._path, resume_step)
             self._file: BinaryIO = self._path.open("r+b")
             self._offset = self._file.seek(0, os.SEEK_END)
@@ -110,14 +117,24 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl by step; a line torn by a crash is left out."""
-    records = {}
-    with contextlib.suppress(FileNotFoundError):
-        for line in path.read_bytes().splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                record = json.loads(line)
-                records[record["step"]] = record
+    """The records of a metrics.jsonl by step, of the lines that can be read."""
+    found = filter(None, map(_record, _lines(path)))
+    records = {record["step"]: record for record in found}
     return [records[step] for step in sorted(records)]
+
+
+def damaged_lines(path: Path) -> list[int]:
+    """Which lines of a metrics.jsonl cannot be read, from 1; not a last one that a crash tore."""
+    *lines, last = _lines(path) or [b""]
+    torn = re.fullmatch(rb"{[^}\0]*", last)  # a write that did not come to its end
+    lines += [] if torn else [last]
+    return [i for i, line in enumerate(lines, 1) if line.strip() and not _record(line)]
+
+
+def unreadable(damaged: Sequence[int]) -> str:
+    """What to say of a file with such lines."""
+    more = f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
+    return f"damaged: cannot read line {', '.join(map(str, damaged[:_SHOWN]))}{more}"
 
 
 class Rate(NamedTuple):
@@ -233,18 +250,35 @@ class TensorBoard:
             )
 
 
+def _lines(path: Path) -> list[bytes]:
+    """Of a file that may not be there; behind the last end of a line is one more."""
+    return path.read_bytes().split(b"\n") if path.exists() else []
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """What a line says, if it is one of ours."""
+    try:
+        record = json.loads(line, parse_constant=lambda name: None)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def _set_aside(path: Path, damaged: Sequence[int]) -> str:
+    """Keeps a copy of a file before its damaged lines go; returns what to say of it."""
+    copies = (path.with_name(f"{path.stem}.damaged_{i}.jsonl") for i in itertools.count(1))
+    copy = next(other for other in copies if not other.exists())
+    durable.write(copy, path.read_bytes())
+    return f"{path} is {unreadable(damaged)}; the others are kept, and it as {copy.name}"
+
+
 def _drop_beyond(path: Path, step: int) -> dict[str, Any]:
     """Rewrites the file if it holds later steps or torn lines; returns its last record."""
     text = path.read_bytes() if path.exists() else b""
     kept = [record for record in read_metrics(path) if record["step"] <= step]
     wanted = b"".join(map(_encode, kept))
     if text != wanted or not path.exists():
-        temporary = path.with_name(f".{path.name}.partial")
-        with temporary.open("wb") as file:
-            file.write(wanted)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        durable.write(path, wanted)
     return kept[-1] if kept else {}
 
 

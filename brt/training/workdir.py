@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import jax
 
 import brt
-from brt import locks
+from brt import durable, locks
 from brt.config import Config
 from brt.config_io import config_from_json
 from brt.errors import ConfigError
@@ -197,13 +197,8 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """The same, of bytes."""
-    temporary = path.with_name(f".{path.name}.partial")
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        durable.write(path, content)
     except OSError as error:
         raise ConfigError(_cannot_write(path, error)) from error
 

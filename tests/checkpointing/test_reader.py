@@ -156,7 +156,6 @@ def test_damage_to_any_file_is_loud_and_the_older_checkpoint_is_used(
 def test_litter_is_no_checkpoint(directory: Path) -> None:
     for name in ("9", "5.partial/state", "007", "-4", "8.deleted", "x"):
         (directory / name).mkdir(parents=True)
-    (directory / "10").symlink_to(directory / "3")
     assert reader.steps(directory) == reader.present(directory) == [1, 2, 3]
     assert reader.find(directory).step == 3
     assert (directory / "5.partial").exists(), "readers remove nothing"
@@ -168,10 +167,34 @@ def test_a_step_asked_for_by_name_must_be_whole(directory: Path) -> None:
         reader.restore(directory, abstract(state()), 3)
     with pytest.raises(CheckpointError, match=r"has no checkpoint of step 4; it has \[1, 2, 3\]"):
         reader.restore(directory, abstract(state()), 4)
-    (directory / "5").symlink_to(directory / "2")
-    with pytest.raises(CheckpointError, match="5 is a symbolic link, which is not followed"):
-        reader.restore(directory, abstract(state()), 5)
-    assert reader.verify(directory, 5) == ["it is a symbolic link"]
+
+
+def test_a_checkpoint_may_be_a_link_to_another_disk(directory: Path, tmp_path: Path) -> None:
+    for step in (1, 3):
+        (directory / str(step)).rename(tmp_path / f"moved-{step}")
+        (directory / str(step)).symlink_to(tmp_path / f"moved-{step}")
+    assert reader.steps(directory) == reader.present(directory) == [1, 2, 3]
+    restored = reader.restore(directory, abstract(state()))
+    assert restored.step == 3 and same_bits(restored.state, state(seed=3))
+    (directory / "10").symlink_to(tmp_path / "moved-3")
+    assert reader.verify(directory, 10) == ["meta.json is of step 3"]
+    (directory / "10").unlink()
+    (tmp_path / "moved-3").rename(tmp_path / "unmounted")
+    warnings: list[str] = []
+    assert reader.find(directory, warn=warnings.append).step == 2
+    (said,) = warnings
+    assert f"checkpoint 3 is damaged: it is a link to {tmp_path}/moved-3, where no" in said
+    (tmp_path / "moved-3").touch()
+    assert reader.find(directory, warn=warnings.append).step == 2 and warnings == [said, said]
+
+
+def test_a_damaged_note_of_the_last_step_is_named(directory: Path) -> None:
+    assert reader.last_saved(directory) is None
+    (directory.parent / reader.LAST).write_text("7\n")
+    assert reader.last_saved(directory) == 7
+    (directory.parent / reader.LAST).write_text("\0")
+    with pytest.raises(CheckpointError, match=r"last_checkpoint\.txt cannot be read: invalid lit"):
+        reader.last_saved(directory)
 
 
 def test_a_checkpoint_without_its_manifest_is_present_but_does_not_count(directory: Path) -> None:

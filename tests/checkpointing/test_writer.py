@@ -192,6 +192,20 @@ def test_litter_of_killed_runs_goes_and_a_complete_save_gets_its_name(tmp_path: 
     assert reader.verify(tmp_path, 2) == []
 
 
+def test_of_a_link_only_the_link_is_removed(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    with CheckpointWriter(directory) as writer:
+        writer.save(1, state(1), META)
+    (directory / "1").rename(tmp_path / "moved")
+    (directory / "1").symlink_to(tmp_path / "moved")
+    (directory / "0.deleted").symlink_to(tmp_path / "moved")
+    with CheckpointWriter(directory, keep=1) as writer:
+        writer.save(2, state(2), META)
+    assert names(directory) == ["2"]
+    assert manifest.verify(tmp_path / "moved") == []
+    assert reader.last_saved(directory) == 2
+
+
 def test_too_little_room_is_said_in_numbers(tmp_path: Path) -> None:
     module.check_disk(tmp_path / "new", 1000)
     with pytest.raises(

@@ -121,6 +121,16 @@ def test_what_a_resumed_run_must_not_change(
     assert reader.steps(resumed / "checkpoints") == [16, 20, 24], "nothing is lost"
 
 
+def test_a_run_whose_checkpoints_are_away_keeps_its_metrics(
+    refused: Callable[..., str], resumed: Path
+) -> None:
+    metrics = (resumed / "metrics.jsonl").read_bytes()
+    (resumed / "checkpoints").rename(resumed / "moved")
+    message = refused(CheckpointError, workdir=resumed)
+    assert "was saved at step 24, but there is no checkpoint in" in message
+    assert (resumed / "metrics.jsonl").read_bytes() == metrics
+
+
 def test_a_resumed_run_may_change_the_learning_rate_but_says_so(
     resumed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,7 +65,7 @@ def test_a_restart_drops_what_was_lost_and_continues_the_last_line(run: workdir.
     ]
 
 
-@pytest.mark.parametrize("torn", ['{"step": 30, "train/l', "\n", '{"step": 30', "\0\0\0", "7"])
+@pytest.mark.parametrize("torn", ['{"step": 30, "train/l', "\n", '{"step": 30'])
 def test_a_torn_last_line_is_dropped(run: workdir.Workdir, torn: str) -> None:
     write(run, 10, 20)
     with run.metrics.open("a") as file:
@@ -73,6 +73,37 @@ def test_a_torn_last_line_is_dropped(run: workdir.Workdir, torn: str) -> None:
     assert [record["step"] for record in read_metrics(run.metrics)] == [10, 20]
     write(run, 30, resume=20)
     assert [line["step"] for line in lines(run)] == [10, 20, 30]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "lost", "shown"),
+    [
+        (b'{"step": 20', b'{"step": 2\xb0', [20], "line 2"),
+        (b'{"step": 20', b'{"ste": 20', [20], "line 2"),
+        (b'{"step": 20', b'{"step": "x"', [20], "line 2"),
+        (b"}\n", b"}", [10, 20, 30, 40, 50], "line 1"),
+        (b"}\n", b"\0\n", [10, 20, 30, 40, 50], "line 1, 2, 3 and 2 more"),
+        (b'{"step": 50', bytes(40), [50], "line 5"),
+    ],
+)
+def test_damaged_lines_are_named_and_the_file_is_kept(
+    run: workdir.Workdir, old: bytes, new: bytes, lost: list[int], shown: str
+) -> None:
+    steps = [10, 20, 30, 40, 50]
+    write(run, *steps)
+    damaged = run.metrics.read_bytes().replace(old, new)
+    run.metrics.write_bytes(damaged)
+    said: list[str] = []
+    MetricsWriter(run, 50, said.append).close()
+    assert [line["step"] for line in lines(run)] == [step for step in steps if step not in lost]
+    assert (run.path / "metrics.damaged_1.jsonl").read_bytes() == damaged
+    (message,) = said
+    assert f"cannot read {shown};" in message and "it as metrics.damaged_1.jsonl" in message
+    MetricsWriter(run, 50, fail).close()  # says so once
+    run.metrics.write_bytes(bytes(99))
+    MetricsWriter(run, 50, said.append).close()
+    assert (run.path / "metrics.damaged_2.jsonl").read_bytes() == bytes(99)
+    assert "cannot read line 1;" in said[1]
 
 
 def test_a_last_line_that_only_lacks_its_end_is_kept(run: workdir.Workdir) -> None:

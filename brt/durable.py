@@ -1,0 +1,31 @@
+"""Files that are never seen half written, and that a power cut does not take back."""
+
+import os
+from pathlib import Path
+
+
+def write(path: Path, content: bytes) -> None:
+    """Replaces a file in one moment; raises OSError where that cannot be."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def sync_tree(directory: Path) -> None:
+    """Makes all files below a directory durable, and their names."""
+    for place, _, names in os.walk(directory):
+        for name in names:
+            sync(Path(place, name))
+        sync(Path(place))
+
+
+def sync(path: Path) -> None:
+    """Makes a file durable; of a directory, what was created, renamed or removed there."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

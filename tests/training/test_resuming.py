@@ -1,0 +1,66 @@
+"""Where a run goes on: at its newest checkpoint, never silently before it."""
+
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from brt.checkpointing.writer import CheckpointWriter
+from brt.errors import CheckpointError
+from brt.training import resuming
+from brt.training.workdir import Workdir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Workdir:
+    """Saved at steps 5 and 10."""
+    workdir = Workdir(tmp_path / "run")
+    with CheckpointWriter(workdir.checkpoints) as writer:
+        for step in (5, 10):
+            writer.save(step, {"w": jnp.ones(2)}, {})
+    return workdir
+
+
+def newest(run: Workdir) -> int | None:
+    found = resuming.newest(run.path)
+    return found and found.step
+
+
+def test_the_newest_or_none_before_the_first(run: Workdir, tmp_path: Path) -> None:
+    assert newest(run) == 10
+    assert newest(Workdir(tmp_path / "new")) is None
+
+
+@pytest.mark.parametrize("how", ["away", "another name", "one by one", "a link to nowhere"])
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(run: Workdir, how: str) -> None:
+    if how == "one by one":
+        for path in run.checkpoints.iterdir():
+            shutil.rmtree(path)
+    else:
+        run.checkpoints.rename(run.path / "elsewhere")
+    if how == "a link to nowhere":
+        run.checkpoints.symlink_to("nowhere")
+    elif how == "another name":
+        run.checkpoints.mkdir()
+    with pytest.raises(CheckpointError, match=r"run was saved at step 10, but .*; put them back"):
+        resuming.newest(run.path)
+
+
+def test_links_are_as_good(run: Workdir, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in ("5", "10"):
+        (run.checkpoints / step).rename(run.path / step)
+        (run.checkpoints / step).symlink_to(Path("..", step))
+    assert newest(run) == 10 and not capsys.readouterr().err
+    (run.path / "10").rename(run.path / "unmounted")
+    assert newest(run) == 5
+    said = capsys.readouterr().err
+    assert said.count("warning") == 1 and "10 is damaged: it is a link to ../10, where no" in said
+
+
+def test_going_back_to_an_older_one_is_said(
+    run: Workdir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(run.checkpoints / "10")
+    assert newest(run) == 5
+    assert f"checkpoint 10 is gone from {run.checkpoints}; using 5" in capsys.readouterr().err
