@@ -12,7 +12,17 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "sweep", "plan"}
 LAYERS = (
-    {"allocator", "drawing", "durable", "errors", "formatting", "locks", "platforms", "tree_utils", "types"},
+    {
+        "allocator",
+        "drawing",
+        "durable",
+        "errors",
+        "formatting",
+        "locks",
+        "platforms",
+        "tree_utils",
+        "types",
+    },  # fmt: skip
     {"config"},
     {"config_io"},
     {"bindings"},

@@ -1,6 +1,7 @@
 """Manifests, and directories that exist only when they are complete."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -10,9 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from brt import durable, locks
 from brt.errors import DataError
 
 FORMAT = 1  # of stores and prepared corpora; another format is another cache entry
+_HELD = ".held"  # in a temporary directory: locked as long as a process fills it
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -39,11 +42,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Writes JSON that is on the disk when this returns."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"format": FORMAT, **manifest}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    """Writes JSON with this format's number."""
+    path.write_text(json.dumps({"format": FORMAT, **manifest}, indent=1), encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -59,25 +59,57 @@ def undamaged(directory: Path, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_directory(directory: Path) -> Iterator[Path]:
-    """A temporary directory that becomes `directory` when the block ends well.
+    """A temporary directory that becomes `directory`, for good, when the block ends well.
 
-    If another process has made `directory` by then, this one's is dropped.
+    If another process has made `directory` by then, this one's is dropped. What killed processes
+    left of others beside it goes first.
+
+    Raises:
+      DataError: it cannot be made.
     """
+    with contextlib.ExitStack() as stack:
+        with _explained(directory):
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            _clean(directory.parent)
+            place = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+            stack.callback(shutil.rmtree, place, ignore_errors=True)
+            held = stack.enter_context(open(place / "new", "w"))
+            locks.acquire(held)  # before it has the name that `_clean` looks for
+            os.rename(held.name, place / _HELD)
+            content = place / directory.name
+            content.mkdir()
+        yield content
+        durable.sync_tree(content)
+        with _explained(directory):
+            try:
+                content.rename(directory)  # replaces an empty directory only
+            except OSError:
+                if not directory.exists():
+                    raise
+            durable.sync(directory.parent)
+
+
+@contextlib.contextmanager
+def _explained(directory: Path) -> Iterator[None]:
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    except (PermissionError, FileExistsError, NotADirectoryError) as error:
-        raise DataError(f"{directory} cannot be made: {error.strerror}") from error
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        try:
-            temporary.rename(directory)  # replaces an empty directory only
-        except OSError:
-            if not directory.exists():
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"{str(directory)!r} cannot be made: {reason}; name one that can be written"
+        ) from error
+
+
+def _clean(parent: Path) -> None:
+    """Removes directories that nobody fills any more."""
+    for path in parent.glob(f".*/{_HELD}"):
+        # Somebody is at work there, it is another user's, or gone by now.
+        with contextlib.suppress(BlockingIOError, PermissionError, FileNotFoundError):
+            with path.open("r+") as file:
+                if locks.acquire(file):
+                    shutil.rmtree(path.parent, ignore_errors=True)
 
 
 @contextlib.contextmanager

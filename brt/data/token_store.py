@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from brt.data import manifests, sources
+from brt.data import manifests
 from brt.data.documents import Document
 from brt.data.rows import store
 from brt.data.tokenizers import Tokenizer
@@ -90,19 +90,6 @@ class TokenStore:
     def document(self, index: int) -> np.ndarray:
         """The tokens of a document, a view."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
-
-    def verify(self) -> None:
-        """Compares the files with their hashes.
-
-        Raises:
-          DataError: names the file that differs.
-        """
-        for name, expected in self.manifest["sha256"].items():
-            if (found := sources.sha256(self.directory / name)) != expected:
-                raise DataError(
-                    f"{self.directory / name} is damaged: its sha256 is {found[:12]}, not "
-                    f"{expected[:12]}; delete the directory and prepare it again"
-                )
 
 
 def write(

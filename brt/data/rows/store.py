@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from brt.data import manifests, sources
+from brt.data import manifests, sources, verified
 from brt.data.rows import ragged
 from brt.data.rows.ragged import Ragged
 
@@ -105,6 +105,18 @@ def opened(
             columns: dict[str, Any] = {name: file[name] for name in file.files}
         columns |= {name: tuple(json.loads(columns[name].tobytes())) for name in lists}
         yield Files(directory, manifest, npz, columns)
+        verified.check(directory, manifest["sha256"])
+
+
+def verify(directory: Path) -> None:
+    """Reads all files of a store and compares them with their hashes, whenever that was done last.
+
+    Raises:
+      DataError: it is missing, unfinished, of another format, or one differs.
+    """
+    manifest = manifests.read(directory / "manifest.json")
+    with manifests.undamaged(directory, "store"):
+        verified.check(directory, manifest["sha256"], whole=True)
 
 
 def finish(

@@ -1,0 +1,111 @@
+"""A directory is there, whole and for good, or it is not; nothing else stays."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from brt.data import manifests
+from brt.errors import DataError
+
+FILL = """
+import sys
+from pathlib import Path
+from brt.data import manifests
+with manifests.atomic_directory(Path(sys.argv[1])) as place:
+    (place / "part").write_text("half")
+    print("filled", flush=True)
+    sys.stdin.read()
+"""
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.fixture
+def synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """What is made durable: names, and whether the directory had its own by then."""
+    found: list[tuple[str, bool]] = []
+    fsync = os.fsync
+
+    def recorded(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        found.append((name, (tmp_path / "at/done").exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    return found
+
+
+def test_all_of_it_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, synced: list[tuple[str, bool]]
+) -> None:
+    with manifests.atomic_directory(tmp_path / "at/done") as place:
+        (place / "below").mkdir()
+        for name in ("tokens.bin", "below/documents.npz"):
+            (place / name).write_text(name)
+        assert not (tmp_path / "at/done").exists()
+    assert names(tmp_path / "at") == ["done"]
+    assert names(tmp_path / "at/done") == ["below", "tokens.bin"]
+    before = {name for name, named in synced if not named}
+    assert before == {"tokens.bin", "documents.npz", "below", "done"}
+    assert synced[-1] == ("at", True)
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        with manifests.atomic_directory(tmp_path / "done"):
+            raise ZeroDivisionError
+    assert names(tmp_path) == []
+
+
+def test_what_another_process_made_meanwhile_stays(tmp_path: Path) -> None:
+    with manifests.atomic_directory(tmp_path / "done") as place:
+        (place / "late").touch()
+        (tmp_path / "done").mkdir()
+        (tmp_path / "done/early").touch()
+    assert names(tmp_path) == ["done"] and names(tmp_path / "done") == ["early"]
+
+
+def test_the_next_removes_what_a_killed_process_left_but_nothing_of_a_living_one(
+    tmp_path: Path,
+) -> None:
+    def start() -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, "-c", FILL, str(tmp_path / "done")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert process.stdout.readline() == "filled\n"
+        return process
+
+    (tmp_path / ".mine").mkdir()
+    with start() as killed:
+        killed.send_signal(signal.SIGKILL)
+    assert len(names(tmp_path)) == 2
+    with start() as living:
+        with manifests.atomic_directory(tmp_path / "other"):
+            assert len(names(tmp_path)) == 3, "my own, the living one's, and this one"
+        living.stdin.close()
+    assert names(tmp_path) == [".mine", "done", "other"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("/proc/brt/x", "No such file or directory"),
+        ("/proc/x", "No such file or directory"),
+        ("/dev/null/x", "File exists"),
+        ("a\0b/x", "embedded null byte"),
+        ("x" * 255, "File name too long"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_one_sentence(
+    tmp_path: Path, name: str, reason: str
+) -> None:
+    with pytest.raises(DataError, match=rf"cannot be made: {reason}; name one that can be wri"):
+        with manifests.atomic_directory(tmp_path / name):
+            pytest.fail("nothing is done in vain")

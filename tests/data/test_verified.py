@@ -1,0 +1,105 @@
+"""Files are compared with their hashes: once while nobody touches them, and on demand."""
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from brt.data import sources, verified
+
+CONTENT = {"a.bin": b"some", "b.npz": b"more"}
+HASHES = {name: hashlib.sha256(content).hexdigest() for name, content in CONTENT.items()}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "store").mkdir()
+    for name, content in CONTENT.items():
+        (tmp_path / "store" / name).write_bytes(content)
+    return tmp_path / "store"
+
+
+def sealed(place: Path) -> list[Path]:
+    return list(place.parent.glob("cache/brt/verified/*"))
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are read."""
+    names, sha256 = [], sources.sha256
+
+    def recorded(path: Path) -> str:
+        names.append(path.name)
+        return sha256(path)
+
+    monkeypatch.setattr(sources, "sha256", recorded)
+    return names
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files are old."""
+    monkeypatch.setattr(verified, "SETTLED", -1.0)
+
+
+def test_what_nobody_touched_is_read_once(place: Path, read: list[str], later: None) -> None:
+    for _ in range(3):
+        verified.check(place, HASHES)
+    assert read == ["a.bin", "b.npz"]
+    verified.check(place, HASHES, whole=True)
+    assert read == ["a.bin", "b.npz"] * 2
+
+
+def test_a_change_is_found_whatever_its_time_and_size(place: Path, later: None) -> None:
+    verified.check(place, HASHES)
+    stat = (place / "a.bin").stat()
+    (place / "a.bin").write_bytes(b"sOme")
+    os.utime(place / "a.bin", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^a\.bin has the sha256 \w{12}, not a6b46dd0d1ae$"):
+            verified.check(place, HASHES)
+    (place / "a.bin").write_bytes(CONTENT["a.bin"])
+    verified.check(place, HASHES)
+
+
+def test_what_was_just_written_is_not_trusted(place: Path, read: list[str]) -> None:
+    """A second change may bear the same time as the first."""
+    for _ in range(2):
+        verified.check(place, HASHES)
+    assert len(read) == 4 and not sealed(place)
+
+
+def test_damage_that_leaves_no_trace_is_found_on_demand_and_not_forgotten(
+    place: Path, later: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verified.check(place, HASHES)
+    monkeypatch.setattr(sources, "sha256", lambda path: "another")
+    verified.check(place, HASHES)
+    for whole in (True, False):
+        with pytest.raises(ValueError, match=r"a\.bin has"):
+            verified.check(place, HASHES, whole=whole)
+
+
+def test_without_a_cache_files_are_read_each_time(
+    place: Path, read: list[str], later: None
+) -> None:
+    (place.parent / "cache").touch()
+    for _ in range(2):
+        verified.check(place, HASHES)
+    assert len(read) == 4
+    (place / "b.npz").write_bytes(b"other")
+    with pytest.raises(ValueError, match=r"b\.npz has"):
+        verified.check(place, HASHES)
+
+
+def test_a_copy_is_read_again_and_what_was_moved_is_not(
+    place: Path, read: list[str], later: None
+) -> None:
+    verified.check(place, HASHES)
+    verified.check(place.rename(place.with_name("moved")), HASHES)
+    assert len(read) == 2
+    verified.check(shutil.copytree(place.with_name("moved"), place), HASHES)
+    assert len(read) == 4
