@@ -7,10 +7,8 @@ Gin files are data here: `Section.field = value`, `NAME = value` with `%NAME`, a
 import argparse
 import contextlib
 import errno
-import json
 import os
 import re
-import select
 import sys
 import tokenize
 import typing
@@ -20,11 +18,12 @@ from typing import Any, Literal, NoReturn
 
 from gin import config_parser
 
-from brt import __version__, allocator, bindings, platforms
+from brt import allocator, bindings, output, platforms
 from brt.bindings import Binding, Macro, Resolved, Source
 from brt.config import SECTIONS, Config
 from brt.config_io import FIELDS, annotated_text, find_gin_file, shown_path, suggestion
 from brt.errors import BrtError, CheckpointError, ConfigError, Preempted
+from brt.output import write_json
 
 BINDINGS_FLAG = bindings.COMMAND_LINE
 
@@ -36,6 +35,7 @@ class _Parser(argparse.ArgumentParser):
         namespace, unknown = self.parse_known_args(arguments, namespace)
         if unknown:
             self.error(self._unknown(unknown[0]))
+        output.check_files(vars(namespace))
         return namespace
 
     def error(self, message: str) -> NoReturn:
@@ -204,6 +204,7 @@ def main(
     function: Callable[[argparse.Namespace], int | None], parser: argparse.ArgumentParser
 ) -> NoReturn:
     """Runs a command and exits: a BrtError as one sentence and its code, bugs with a traceback."""
+    output.open_streams()
     allocator.keep_memory()
     platforms.leave_compilers_alone()
     # XLA tells of every slow compilation as of an error, and what fails is raised anyway.
@@ -218,7 +219,7 @@ def main(
     except KeyboardInterrupt:
         code = _say("interrupted", Preempted.exit_code)
     except BrokenPipeError:
-        if not _reader_is_gone():
+        if not output.reader_is_gone():
             raise
         code = 128 + 13  # what a shell reports for SIGPIPE
     except OSError as error:
@@ -240,39 +241,9 @@ def print_figures(figures: Mapping[str, Any], path: str | None, workdir: str | N
         write_json(path, figures, workdir)
 
 
-def write_json(path: str | Path, content: Mapping[str, Any], workdir: str | None) -> None:
-    """Writes `content` for --json=FILE, whole or not at all, with the run's name and brt's version.
-
-    Raises:
-      ConfigError: the directory does not exist or cannot be written.
-    """
-    run = Path(workdir).resolve().name if workdir else None
-    content = {"run": run, "version": __version__, **content}
-    text = json.dumps(content, indent=2, default=lambda array: array.tolist()) + "\n"
-    partial = Path(f"{path}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise ConfigError(f"--json={path} cannot be written: {error.strerror}") from error
-
-
 def _say(message: str, code: int = 0) -> int:
     print(f"brt: {message}", file=sys.stderr, flush=True)
     return code
-
-
-def _reader_is_gone() -> bool:
-    """Whether `| head` has read enough; then nothing more is written, not even at exit."""
-    output = sys.stdout.fileno()
-    poll = select.poll()
-    poll.register(output, select.POLLERR)
-    gone = bool(poll.poll(0))
-    if gone:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-    return gone
 
 
 def _sources(files: Sequence[str], texts: Sequence[str]) -> dict[str, Source]:

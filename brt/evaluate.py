@@ -30,12 +30,11 @@ def main(args: argparse.Namespace) -> None:
         workdir, found, config = saved.load_config(Path(args.workdir), args.step)
         config = command_line.resolve(args, base=config).config
         model = saved.load(workdir, found, config)
-        evaluated = job.evaluate(model, args.split, args.ablate)
+        evaluated = job.evaluate(
+            model, args.split, args.ablate, lambda found: print(found.text, flush=True)
+        )
         processes.wait_for_all("end")
-    if not processes.is_first():
-        return
-    print(evaluated.text)
-    if args.json:
+    if args.json and processes.is_first():
         command_line.write_json(args.json, evaluated.report, args.workdir)
 
 

@@ -1,4 +1,7 @@
-"""Numbers and times as people read them."""
+"""Numbers and times as people read them, and as JSON has them."""
+
+import json
+from typing import Any
 
 
 def short(number: float | int) -> str:
@@ -14,3 +17,9 @@ def clock(seconds: float | int) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def finite(content: Any) -> Any:
+    """What JSON has of it: arrays as lists, what is not finite as null."""
+    text = json.dumps(content, default=lambda array: array.tolist())
+    return json.loads(text, parse_constant=lambda name: None)

@@ -8,6 +8,9 @@ python -m brt.generate --workdir=runs/a --prompt='It was' --beams=4
 """
 
 import argparse
+import io
+import os
+import re
 import sys
 from pathlib import Path
 
@@ -50,13 +53,18 @@ def _prompt(prompt: str | None, file: str | None, resumed: bool) -> str:
     Raises:
       DataError: it is empty, or the file cannot be read; a loaded state needs no prompt.
     """
-    if file:
-        try:
-            prompt = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(f"--prompt_file={file} is not UTF-8 at byte {error.start}") from error
-        except OSError as error:
-            raise DataError(f"--prompt_file={file}: {error.strerror}") from error
+    flag = f"--prompt_file={file}" if file else "--prompt"
+    try:
+        if file == "-":
+            prompt = io.TextIOWrapper(sys.stdin.buffer, "utf-8").read()
+        elif file:
+            prompt = Path(file).read_text("utf-8")
+        elif prompt and re.search("[\udc80-\udcff]", prompt):  # which the locale does not know
+            prompt = os.fsencode(prompt).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{flag} is not UTF-8 at byte {error.start}") from error
+    except OSError as error:
+        raise DataError(f"{flag}: {error.strerror}") from error
     if not prompt and not resumed:
         raise DataError(
             "the prompt is empty; give some text with --prompt or --prompt_file, or go on from "

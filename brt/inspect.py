@@ -6,6 +6,7 @@ python -m brt.inspect --workdir=runs/quickstart --probe        # what is its mem
 """
 
 import argparse
+import functools
 from pathlib import Path
 
 from brt import command_line
@@ -50,8 +51,8 @@ def _probe(args: argparse.Namespace) -> None:
         raise ConfigError(f"--tokens={args.tokens} must not be negative; 0 reads all")
     workdir, checkpoint, config = saved.load_config(Path(args.workdir), args.step)
     model = saved.load(workdir, checkpoint, config)
-    found, text = job.inspect(model, args.split or "validation", args.tokens)
-    print(text)
+    show = functools.partial(print, flush=True)
+    found = job.inspect(model, args.split or "validation", args.tokens, show)
     if args.json:
         command_line.write_json(args.json, found, args.workdir)
 

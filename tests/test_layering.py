@@ -12,17 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "sweep", "plan"}
 LAYERS = (
-    {
-        "allocator",
-        "drawing",
-        "durable",
-        "errors",
-        "formatting",
-        "locks",
-        "platforms",
-        "tree_utils",
-        "types",
-    },  # fmt: skip
+    {"allocator", "drawing", "durable", "errors", "formatting", "locks"},
+    {"output", "platforms", "tree_utils", "types"},
     {"config"},
     {"config_io"},
     {"bindings"},

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging as absl_logging
 
 from brt import tree_utils
 from brt.checkpointing import manifest
-from brt.errors import CheckpointError
+from brt.errors import CheckpointError, NonFiniteError
 
 FORMAT = 3  # of the arrays: 2 has kernels by head, 3 optimizers' matrices heads first
 _WITHOUT_OPTIMIZER = (2, FORMAT)  # whose parameters can be read
@@ -86,9 +87,30 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
     """The metadata that `save` was given, with `step`, `format` and `arrays`; not verified."""
     path = directory / str(step) / META
     try:
-        return json.loads(path.read_text())
+        meta = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    check_json(meta, {"step": int, "arrays": dict}, str(path))
+    for name, entry in meta["arrays"].items():
+        check_json(entry, {"dtype": str, "shape": list}, f"{path}: arrays: {name}")
+        if {*map(type, entry["shape"])} - {int} or entry["dtype"] not in np.sctypeDict:
+            raise CheckpointError(f"{path}: arrays: {name} is {entry}, which no array is")
+    return meta
+
+
+def check_json(found: Any, fields: Mapping[str, Any], where: str) -> None:
+    """Raises CheckpointError where JSON is no dictionary with fields of these types, or lacks some.
+
+    Args:
+      fields: a type for each; or those of a dictionary in it.
+    """
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{where} is no dictionary, so brt did not write it")
+    for name, kind in fields.items():
+        if isinstance(kind, Mapping):
+            check_json(found.get(name), kind, f"{where}: {name}")
+        elif not isinstance(found.get(name), kind):
+            raise CheckpointError(f"{where} has no {name} as brt writes it")
 
 
 def last_saved(directory: Path) -> int | None:
@@ -173,6 +195,7 @@ def restore(
 
     Raises:
       CheckpointError: nothing whole to restore, or arrays that do not fit `target`.
+      NonFiniteError: an array holds NaN or infinity, which no trainer saves.
     """
     while True:
         found = found or find(directory, step, warn=warn)
@@ -199,6 +222,11 @@ def restore(
                 raise
             found = None  # removed by the trainer while we read it
             continue
+        if bad := tree_utils.not_finite(arrays):
+            raise NonFiniteError(
+                f"checkpoint {found.step} of {directory} is of no use: NaN or infinity is in "
+                f"{join(bad)}; choose another"
+            )
         state = jax.tree.unflatten(jax.tree.structure(tree), arrays.values())
         return Restored(found.step, state, found.meta, found.problems)
 

@@ -1,6 +1,9 @@
 """A trained model and a split, to a report in the workdir."""
 
 import contextlib
+import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -8,12 +11,19 @@ from tqdm import tqdm
 from brt import tasks
 from brt.config import Config
 from brt.config_io import config_from_json
-from brt.errors import DataError
+from brt.distributed import processes
+from brt.errors import DataError, NonFiniteError
 from brt.tasks.protocol import Evaluator
 from brt.training import evaluations, saved
 from brt.training import workdir as workdirs
 from brt.training.evaluations import Evaluated
 from brt.training.saved import SavedModel
+
+Tell = Callable[[Evaluated], object]
+
+
+def _silent(found: Evaluated) -> None:
+    """Tells nobody."""
 
 
 class SplitReader:
@@ -22,6 +32,7 @@ class SplitReader:
     Args:
       config: of the run, with what depends on data written out; changed where that makes sense.
       ablate: what to take away in a second reading.
+      tell: told what was found, before it is written.
 
     Raises:
       ConfigError: something is to be taken away that the model does not have.
@@ -31,9 +42,9 @@ class SplitReader:
       evaluator: what reads; None before the first checkpoint.
     """
 
-    def __init__(self, config: Config, split: str, ablate: str | None):
+    def __init__(self, config: Config, split: str, ablate: str | None, tell: Tell = _silent):
         self._task, self._config, self._split = tasks.of(config), config, split
-        self._ablate = ablate
+        self._ablate, self._tell = ablate, tell
         self.evaluator: Evaluator | None = None
 
     def __call__(self, model: SavedModel) -> Evaluated:
@@ -41,7 +52,10 @@ class SplitReader:
 
         Raises:
           CheckpointError: the run lacks its tokenizer.
+          ConfigError: the workdir cannot be written.
+          NonFiniteError: the headline figure is no number.
         """
+        _check_place(model.workdir.evaluations)
         if self.evaluator is None:
             corpus = saved.open_split(model, self._split)
             self.evaluator = self._task.evaluator(
@@ -55,37 +69,54 @@ class SplitReader:
         ) as bar:
             with model.on_devices():
                 reading = read(model.params, model_state=model.model_state, progress=bar.update)
-        return evaluations.write(model.workdir, model.step, self._split, reading)
+        headline = self._task.measures[0].name
+        if not math.isfinite(value := self._task.figures(reading.figures)[headline]):
+            raise NonFiniteError(
+                f"{headline} of {self._split} is {value} at step {model.step} of "
+                f"{model.workdir.path}; evaluate another --step"
+            )
+        return evaluations.write(model.workdir, model.step, self._split, reading, self._tell)
 
 
-def evaluate(model: SavedModel, split: str, ablate: str | None) -> Evaluated:
-    """The report of one checkpoint."""
-    return SplitReader(model.config, split, ablate)(model)
+def evaluate(model: SavedModel, split: str, ablate: str | None, tell: Tell = _silent) -> Evaluated:
+    """The report of one checkpoint; see `SplitReader`."""
+    return SplitReader(model.config, split, ablate, tell)(model)
 
 
-def inspect(model: SavedModel, split: str, tokens: int | None) -> tuple[dict[str, Any], str]:
+def inspect(
+    model: SavedModel, split: str, tokens: int | None, tell: Callable[[str], object]
+) -> dict[str, Any]:
     """All about a model's memory; writes evaluations/<step>/<split>_probe.json and plots/.
 
     Args:
       tokens: read about so many; None: as many as usual; 0: all.
+      tell: told the figures as people read them, before they are written.
 
     Returns:
-      The figures, with `workdir` and `step`, and the same as people read them.
+      The figures, with `workdir` and `step`.
 
     Raises:
-      ConfigError: the model has no memory.
+      ConfigError: the model has no memory, or the workdir cannot be written.
       DataError: the corpus has no such split.
       CheckpointError: the model knows another tokenizer.
     """
-    task = tasks.of(model.config)
+    directory, task = model.workdir.evaluations / str(model.step), tasks.of(model.config)
+    _check_place(model.workdir.evaluations, model.workdir.plots)
     where = {"workdir": str(model.workdir.path), "step": model.step}
     corpus = saved.open_split(model, split)
     with contextlib.suppress(DataError):  # a split of one document borrows another
         corpus.splits.setdefault("train", saved.open_split(model, "train").split("train"))
     with model.on_devices():
         found = task.inspect(model.config, corpus, model.params, split, tokens, where)
-    directory = model.workdir.evaluations / str(model.step)
-    directory.mkdir(parents=True, exist_ok=True)
+    tell(found.text)
+    workdirs.check_writable(directory)
     workdirs.write_json(directory / f"{split}_probe.json", found.figures)
     found.draw(model.workdir.plots)
-    return found.figures, found.text
+    return found.figures
+
+
+def _check_place(*directories: Path) -> None:
+    """Raises ConfigError before work is done whose result could not be written there."""
+    if processes.is_first():
+        for directory in directories:
+            workdirs.check_writable(directory)

@@ -139,7 +139,8 @@ def _row(point: Point, directory: Directory, split: str) -> Row:
 def _compared(point: Point, report: dict[str, Any]) -> dict[str, float]:
     task = tasks.of(point.config)
     found = {**report, **task.figures(report)} if report else {}
-    return {column.name: found[column.name] for column in task.columns if column.name in found}
+    values = {column.name: found.get(column.name) for column in task.columns}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def columns(rows: Sequence[Row]) -> list[Measure]:

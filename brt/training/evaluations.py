@@ -1,13 +1,14 @@
 """What evaluations leave in a workdir: `evaluations/<step>/<split>*`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from brt.distributed import processes
+from brt.formatting import finite
 from brt.tasks.protocol import Evaluator, Task
 from brt.tasks.report import Reading
-from brt.training.workdir import Workdir, write_json, write_text
+from brt.training.workdir import Workdir, check_writable, write_json, write_text
 
 
 class Evaluated(NamedTuple):
@@ -32,10 +33,19 @@ def scalars(
     return {f"{where}/{name}": value for name, value in task.figures(report).items()}
 
 
-def write(workdir: Workdir, step: int, split: str, reading: Reading) -> Evaluated:
+def write(
+    workdir: Workdir,
+    step: int,
+    split: str,
+    reading: Reading,
+    tell: Callable[[Evaluated], object] = lambda found: None,
+) -> Evaluated:
     """Writes a report: rows, text, picture, and last its figures, which say that all is done.
 
     Of several processes the first one does so.
+
+    Args:
+      tell: told before anything is written, which may fail.
 
     Raises:
       ConfigError: the directory cannot be written.
@@ -46,12 +56,13 @@ def write(workdir: Workdir, step: int, split: str, reading: Reading) -> Evaluate
     evaluated = Evaluated(report, text, f"step {step}: {split} {reading.headline}")
     if not processes.is_first():
         return evaluated
-    directory.mkdir(parents=True, exist_ok=True)
+    tell(evaluated)
+    check_writable(directory)
     for what, rows in reading.rows.items():
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        lines = "".join(json.dumps(finite(row)) + "\n" for row in rows)
         write_text(directory / f"{name}_{what}.jsonl", lines)
     write_text(directory / f"{name}.txt", text + "\n")
     if reading.draw:
         reading.draw(workdir.plots / f"{name}.png")
-    write_json(directory / f"{name}.json", report)
+    write_json(directory / f"{name}.json", finite(report))
     return evaluated

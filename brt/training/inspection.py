@@ -15,6 +15,15 @@ from brt.training.metrics import damaged_lines, read_metrics, unreadable
 from brt.training.state import counts
 from brt.training.workdir import Workdir
 
+_PROVENANCE = {
+    "command": list, "started": str, "python": str, "versions": dict, "git": dict | None,
+    "host": str, "platform": str, "devices": list,
+}  # fmt: skip
+_WRITTEN = {
+    "seed": int, "data": {"step": int}, "tokenizer": str, "config": dict,
+    "provenance": _PROVENANCE,
+}  # fmt: skip
+
 
 def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
     """Verifies every checkpoint and describes the newest whole one, or that of `step`.
@@ -25,6 +34,7 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
 
     Raises:
       ConfigError: the workdir does not exist.
+      CheckpointError: what describes the newest is nothing that a trainer wrote.
     """
     if not workdir.path.is_dir():
         raise ConfigError(f"--workdir={workdir.path} does not exist")
@@ -104,6 +114,14 @@ def _verified(directory: Path, step: int) -> dict[str, Any]:
 
 def _described(directory: Path, step: int) -> dict[str, Any]:
     meta = reader.read_meta(directory, step)
+    where = f"{directory / str(step) / reader.META}"
+    reader.check_json(meta, _WRITTEN, where)
+    if git := meta["provenance"]["git"]:
+        reader.check_json(git, {"commit": str, "dirty": bool}, f"{where}: git")
+    try:
+        config_from_json(meta["config"])
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: {error}") from error
     parameters, non_embedding = parameter_counts(meta)
     return {
         "step": step,
@@ -146,9 +164,9 @@ def _description(found: dict[str, Any]) -> list[str]:
     return lines + [
         "",
         "written by",
-        f"  {' '.join(provenance['command'])}",
+        f"  {' '.join(map(str, provenance['command']))}",
         f"  started {provenance['started']} on {provenance['host']}, {provenance['platform']}",
-        f"  {', '.join(provenance['devices'])}",
+        f"  {', '.join(map(str, provenance['devices']))}",
         f"  python {provenance['python']}, {', '.join(f'{n} {v}' for n, v in versions.items())}",
         *([f"  commit {git['commit']}{' and changes' * git['dirty']}"] if git else []),
     ]

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from brt import tasks
-from brt.checkpointing.reader import Found
+from brt import tasks, tree_utils
+from brt.checkpointing.reader import Found, join
 from brt.config import Config
 from brt.config_io import config_from_json
 from brt.data.cache import cache_directory
@@ -17,6 +17,7 @@ from brt.data.readers import Reader
 from brt.distributed import mesh as meshes
 from brt.distributed import processes
 from brt.distributed.mesh import by_lane, replicated
+from brt.errors import NonFiniteError
 from brt.tasks import resolving
 from brt.tasks.protocol import Corpus, Task
 from brt.tasks.weights import Weights
@@ -134,6 +135,7 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
 
     Raises:
       CheckpointError: the weights of Training.init_from cannot be read, or do not fit.
+      NonFiniteError: they hold NaN or infinity.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract)
     init = partial(initial_state, run.config, run.optimizer)
@@ -147,6 +149,10 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
         say(f"new, as {where} lacks them: {', '.join(new)}")
     if unread:
         say(f"of {where} this model has no place for: {', '.join(unread)}")
+    if bad := tree_utils.not_finite(tree_utils.named(params)):
+        raise NonFiniteError(
+            f"the weights of {where} hold NaN or infinity in {join(bad)}; start from others"
+        )
     return state._replace(params=jax.device_put(params, shardings.params))
 
 

@@ -110,6 +110,15 @@ def create(path: Path) -> Workdir:
     return workdir
 
 
+def check_writable(directory: Path) -> None:
+    """Makes a directory; ConfigError if it cannot be, or takes no file."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise ConfigError(_cannot_write(directory, error)) from error
+
+
 @contextlib.contextmanager
 def shadow(workdir: Workdir) -> Iterator[Workdir]:
     """A workdir with the same checkpoints, where all else that is written vanishes.

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from brt import tree_utils
 from brt.checkpointing import manifest, reader
 from brt.checkpointing.writer import CheckpointWriter
-from brt.errors import CheckpointError
+from brt.errors import CheckpointError, NonFiniteError
 
 
 class Memory(NamedTuple):
@@ -283,6 +283,43 @@ def test_a_checkpoint_removed_while_it_is_read_is_passed_over(
 
     monkeypatch.setattr(reader, "_read_arrays", remove_first)
     assert reader.restore(directory, abstract(state())).step == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ([1], "meta.json is no dictionary, so brt did not write it"),
+        ({"step": "3"}, "meta.json has no step as brt writes it"),
+        ({"arrays": None}, "meta.json has no arrays as brt writes it"),
+        ({"arrays": {"w": 7}}, "arrays: w is no dictionary"),
+        ({"arrays": {"w": {"dtype": "float32"}}}, "arrays: w has no shape"),
+        ({"arrays": {"w": {"dtype": "float32", "shape": ["8"]}}}, "which no array is"),
+        ({"arrays": {"w": {"dtype": "float33", "shape": [8]}}}, "which no array is"),
+    ],
+)
+def test_metadata_that_nobody_wrote_are_damage(directory: Path, change: Any, sentence: str) -> None:
+    meta = json.loads((directory / "3/meta.json").read_text())
+    crafted = meta | change if isinstance(change, dict) else change
+    (directory / "3/meta.json").write_text(json.dumps(crafted))
+    manifest.write(directory / "3")
+    warnings: list[str] = []
+    assert reader.find(directory, warn=warnings.append).step == 2
+    assert sentence in warnings[0]
+    with pytest.raises(CheckpointError, match=sentence):
+        reader.read_meta(directory, 3)
+
+
+def test_what_is_not_finite_is_not_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointWriter(tmp_path) as writer, monkeypatch.context() as careless:
+        careless.setattr(tree_utils, "not_finite", lambda leaves: [])
+        writer.save(7, {"w": jnp.array([1.0, jnp.nan]), "v": jnp.ones(1)}, {})
+    with pytest.raises(
+        NonFiniteError, match=rf"^checkpoint 7 of {tmp_path} is of no use: .* is in w; choose an"
+    ):
+        reader.restore(tmp_path)
+    assert reader.restore(tmp_path, {"v": jnp.ones(1)}, partial=True).step == 7
 
 
 def test_meta_is_readable_json_with_the_arrays(saved: Path) -> None:

@@ -1,0 +1,72 @@
+"""Where a command's results go: standard streams, and the files that flags name."""
+
+import errno
+import io
+import json
+import os
+import select
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from brt import __version__
+from brt.errors import ConfigError
+from brt.formatting import finite
+
+FLAGS = {"json", "save_state"}  # what they name is written when all is done
+
+
+def open_streams() -> None:
+    """Closed ones become /dev/null, lest a file of ours takes their number; all take any text."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdin = sys.stdin or open(0)
+    sys.stdout = sys.stdout or open(1, "w")
+    sys.stderr = sys.stderr or open(2, "w")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know all letters
+
+
+def reader_is_gone() -> bool:
+    """Whether `| head` has read enough; then nothing more is written, not even at exit."""
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, select.POLLERR)
+    gone = bool(poll.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return gone
+
+
+def check_files(flags: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a file that could not be written in the end."""
+    for flag in sorted(FLAGS & flags.keys()):
+        path = flags[flag] and Path(flags[flag])
+        try:
+            if path and path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if path:
+                tempfile.TemporaryFile(dir=path.absolute().parent).close()
+        except OSError as error:
+            raise ConfigError(f"--{flag}={path} cannot be written: {error.strerror}") from error
+
+
+def write_json(path: str | Path, content: Mapping[str, Any], workdir: str | None) -> None:
+    """Writes `content` for --json=FILE, whole or not at all, with the run's name and brt's version.
+
+    Raises:
+      ConfigError: the directory does not exist or cannot be written.
+    """
+    run = Path(workdir).resolve().name if workdir else None
+    text = json.dumps(finite({"run": run, "version": __version__, **content}), indent=2) + "\n"
+    partial = Path(f"{path}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigError(f"--json={path} cannot be written: {error.strerror}") from error
