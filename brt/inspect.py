@@ -2,6 +2,7 @@
 
 python -m brt.inspect --workdir=runs/quickstart
 python -m brt.inspect --workdir=runs/quickstart --state_hash   # equal hashes, equal runs
+python -m brt.inspect --workdir=runs/quickstart --data         # are the prepared data whole?
 python -m brt.inspect --workdir=runs/quickstart --probe        # what is its memory worth?
 """
 
@@ -18,6 +19,11 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigError("--workdir says which run to show; name its directory")
     if args.probe:
         _probe(args)
+        return
+    if args.data:
+        from brt.training import inspection, workdir
+
+        print(inspection.verify_data(workdir.Workdir(Path(args.workdir))))
         return
     if args.split is not None or args.tokens is not None:
         raise ConfigError("--split and --tokens say what --probe reads; add --probe")
@@ -64,6 +70,10 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--state_hash", action="store_true",
         help="print only a sha256 of all that a resume restores",
+    )  # fmt: skip
+    flags.add_argument(
+        "--data", action="store_true",
+        help="read only the prepared data, all of them, and compare them with their hashes",
     )  # fmt: skip
     flags.add_argument(
         "--probe", action="store_true",

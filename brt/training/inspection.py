@@ -9,8 +9,10 @@ from brt import tree_utils
 from brt.checkpointing import reader
 from brt.config import Config
 from brt.config_io import config_from_json, difference
-from brt.errors import CheckpointError, ConfigError
+from brt.data.rows import store
+from brt.errors import CheckpointError, ConfigError, DataError
 from brt.formatting import short
+from brt.training import kept
 from brt.training.metrics import damaged_lines, read_metrics, unreadable
 from brt.training.state import counts
 from brt.training.workdir import Workdir
@@ -68,6 +70,22 @@ def state_hash(workdir: Workdir, step: int) -> str:
     """One sha256 over all that a resume from `step` restores: equal hashes, equal runs."""
     restored = reader.restore(workdir.checkpoints, step=step)
     return tree_utils.state_hash(restored.state, restored.meta)
+
+
+def verify_data(workdir: Workdir) -> str:
+    """Reads a run's prepared data from the first byte to the last; says what is whole.
+
+    Raises:
+      DataError: they are damaged, or there are none.
+    """
+    known = kept.read(workdir)
+    directory = Path(known.directory)
+    splits = [split for split in known.splits if (directory / split).is_dir()]
+    if not splits:
+        raise DataError(f"{workdir.path} knows of no prepared data that are there")
+    for split in splits:
+        store.verify(directory / split)
+    return f"{', '.join(splits)} in {directory}: as they were prepared"
 
 
 def check(found: dict[str, Any], step: int | None = None) -> None:

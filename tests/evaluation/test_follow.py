@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from brt import evaluate, tasks
@@ -14,9 +16,9 @@ from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Checkpoint, Config, Data, Evaluation, Model, Training
 from brt.config_io import config_json
 from brt.data import preparation
-from brt.errors import CheckpointError, ConfigError
-from brt.evaluation import follow
-from brt.training import kept
+from brt.errors import CheckpointError, ConfigError, NonFiniteError
+from brt.evaluation import follow, job
+from brt.training import kept, saved
 from brt.training import workdir as workdirs
 from brt.training.workdir import Workdir
 
@@ -161,6 +163,31 @@ def test_a_run_that_goes_on_further_is_followed_further(followed: Followed) -> N
 
     followed.events = [restart, lambda: followed.add(30)]
     assert followed.reports() == STEPS
+
+
+def test_nothing_is_read_where_no_report_can_be_written(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed.add(10)
+    followed.workdir.evaluations.rmdir()
+    followed.workdir.evaluations.touch()
+    monkeypatch.setattr(saved, "open_split", lambda *_: pytest.fail("reads"))
+    with pytest.raises(ConfigError, match="^cannot write to .*/evaluations: File exists; choose"):
+        followed.reports()
+    model = saved.load(*saved.load_config(followed.workdir.path))
+    with pytest.raises(ConfigError, match="^cannot write to .*/evaluations: File exists; choose"):
+        job.inspect(model, "test", None, print)
+
+
+def test_a_model_that_predicts_no_numbers_is_an_error(followed: Followed) -> None:
+    followed.add(10)
+    model = saved.load(*saved.load_config(followed.workdir.path))
+    broken = model._replace(params=jax.tree.map(lambda x: x * jnp.nan, model.params))
+    with pytest.raises(
+        NonFiniteError, match="^bits_per_byte of test is nan at step 10 of .*another --step$"
+    ):
+        job.evaluate(broken, "test", None)
+    assert not list(followed.workdir.evaluations.iterdir())
 
 
 @pytest.mark.parametrize("flags", [["--step=3"], ["--poll_seconds=0"], ["--timeout_minutes=-1"]])

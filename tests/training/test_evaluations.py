@@ -1,10 +1,12 @@
 """What an evaluation leaves in a workdir."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
+from brt.errors import ConfigError
 from brt.tasks.report import Reading
 from brt.training import evaluations
 from brt.training.workdir import Workdir
@@ -34,6 +36,20 @@ def test_rows_text_and_last_the_figures_are_written(
     assert (directory / "test.txt").read_text("utf-8") == found.text + "\n"
     assert found.line == "step 7: test 2.000 bits"
     assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_figures_are_told_before_they_are_written_and_json_has_no_nan(tmp_path: Path) -> None:
+    (tmp_path / "evaluations").touch()
+    told: list[str] = []
+    reading = Reading({"bits": 2.0, "more": math.nan}, "2", {"rows": [{"a": math.inf}]}, "")
+    with pytest.raises(ConfigError, match="^cannot write to .*/evaluations/7: Not a directory"):
+        evaluations.write(Workdir(tmp_path), 7, "test", reading, lambda e: told.append(e.line))
+    assert told == ["step 7: test 2"]
+    (tmp_path / "evaluations").unlink()
+    evaluations.write(Workdir(tmp_path), 7, "test", reading)
+    report = json.loads((tmp_path / "evaluations/7/test.json").read_text())
+    assert report == {"step": 7, "bits": 2.0, "more": None}
+    assert (tmp_path / "evaluations/7/test_rows.jsonl").read_text() == '{"a": null}\n'
 
 
 def test_another_way_of_reading_has_files_of_its_own(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""What a workdir holds is described, or said to be damaged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from brt.checkpointing import manifest
+from brt.checkpointing.writer import CheckpointWriter
+from brt.config import Config, Data
+from brt.config_io import config_json
+from brt.data import preparation
+from brt.errors import CheckpointError, DataError
+from brt.training import inspection, kept
+from brt.training import workdir as workdirs
+from brt.training.workdir import Workdir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Workdir:
+    workdir = Workdir(tmp_path / "run")
+    meta = {
+        "seed": 3, "data": {"step": 7}, "tokenizer": "", "config": config_json(Config()),
+        "provenance": workdirs.provenance(),
+    }  # fmt: skip
+    with CheckpointWriter(workdir.checkpoints) as writer:
+        writer.save(7, {"params": {"w": jnp.ones((2, 3))}}, meta)
+    return workdir
+
+
+def test_a_run_is_described(run: Workdir) -> None:
+    run.metrics.write_text('{"step": 5, "train/loss": 2.5}\nx\n{"step": 7, "train/loss": null}\n')
+    shown = inspection.text(inspection.survey(run))
+    for line in ("step 7: 6 parameters", "seed 3", "not finite", "damaged: cannot read line 2"):
+        assert line in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"seed": "3"}, "has no seed"),
+        ({"data": [7]}, "data is no dictionary"),
+        ({"data": {}}, "data has no step"),
+        ({"config": {"Model": 7}}, "the saved config has Model = 7"),
+        ({"config": None}, "has no config"),
+        ({"provenance": {}}, "provenance has no command"),
+        ({"provenance": workdirs.provenance() | {"git": {"dirty": 1}}}, "git has no commit"),
+    ],
+)
+def test_metadata_that_no_trainer_wrote_are_one_sentence(
+    run: Workdir, change: dict[str, Any], sentence: str
+) -> None:
+    path = run.checkpoints / "7/meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    manifest.write(path.parent)
+    with pytest.raises(CheckpointError, match=rf"7/meta\.json.* {sentence}"):
+        inspection.survey(run)
+
+
+def test_prepared_data_are_read_whole_on_demand(tmp_path: Path) -> None:
+    workdir = workdirs.create(tmp_path / "run")
+    with pytest.raises(DataError, match="run knows of no prepared data that are there"):
+        inspection.verify_data(workdir)
+    for split in ("train", "test"):
+        (tmp_path / split).write_text(f"the text of {split}")
+    data = Data(train=(f"{tmp_path}/train",), validation=(), test=(f"{tmp_path}/test",),
+                validation_fraction=0.0)  # fmt: skip
+    kept.keep(workdir, preparation.prepare(data, tmp_path / "prepared", progress=False))
+    said = inspection.verify_data(workdir)
+    assert said == f"train, test in {tmp_path}/prepared: as they were prepared"
+    (tmp_path / "prepared/test/tokens.bin").write_bytes(bytes(16))
+    with pytest.raises(DataError, match=r"prepared/test is damaged \(tokens\.bin has the sha256"):
+        inspection.verify_data(workdir)
