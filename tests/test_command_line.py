@@ -1,6 +1,7 @@
 """Whatever a .gin file or a flag says is understood or refused in one sentence with its place."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from brt import __version__, command_line
+from brt import __version__, command_line, evaluate, generate
 from brt.bindings import Resolved
 from brt.config import Config, Training
 from brt.config_io import configs_directory
@@ -285,6 +286,8 @@ def command(args):
         case "full": raise OSError(errno.ENOSPC, "No space left on device", "/run/x")
         case "bug": raise RuntimeError("a bug")
         case "pipe": raise BrokenPipeError(errno.EPIPE, "a worker is gone")
+        case "letter": print("caf\u00e9")
+        case "number": print(open("file", "w").fileno() > 2, file=sys.stderr)
         case "print":
             while True: print("line")
         case name: raise getattr(errors, name)("because.")
@@ -295,13 +298,13 @@ command_line.main(command, parser)
 """
 
 
-def run(*flags: str, after: str = "") -> subprocess.CompletedProcess:
+def run(*flags: str, after: str = "", **environment: str) -> subprocess.CompletedProcess:
     Path("script.py").write_text(SCRIPT)
     root = Path(command_line.__file__).resolve().parent.parent
     shell = f'set -o pipefail; "$0" script.py "$@" {after}'
     return subprocess.run(
         ["bash", "-c", shell, sys.executable, *flags],
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root)},
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), **environment},
         capture_output=True,
         text=True,
         timeout=60,
@@ -344,11 +347,38 @@ def test_a_closed_reader_ends_a_command_quietly() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (141, "line\nline\n", "")
 
 
+def test_a_terminal_that_lacks_a_letter_shows_its_code() -> None:
+    done = run("--do=letter", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "caf\\xe9\n", "")
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&-"])
+def test_closed_streams_are_no_error_and_no_file_takes_their_place(closed: str) -> None:
+    done = run("--do=number", after=closed)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "True\n")
+
+
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("--json=none/x.json", "No such file or directory"),
+        ("--json=.", "Is a directory"),
+        ("--save_state=/proc/x.npz", "No such file or directory"),
+    ],
+)
+def test_a_result_that_could_not_be_written_is_refused_before_any_work(
+    flag: str, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{flag} cannot be written: {reason}$"):
+        (evaluate if "json" in flag else generate).parser().parse_args([flag])
+    assert not list(Path().iterdir())
+
+
 def test_json_is_written_whole_and_takes_arrays() -> None:
-    figures = {"bits": np.float32(0.5), "each": np.arange(2)}
+    figures = {"bits": np.float32(0.5), "each": np.arange(2), "none": math.nan}
     command_line.write_json("figures.json", figures, "runs/a")
     found = json.loads(Path("figures.json").read_text())
-    assert found == {"run": "a", "version": __version__, "bits": 0.5, "each": [0, 1]}
+    assert found == {"run": "a", "version": __version__, "bits": 0.5, "each": [0, 1], "none": None}
     assert [path.name for path in Path().iterdir()] == ["figures.json"]
     with pytest.raises(ConfigError, match="--json=none/x.json cannot be written: No such file"):
         command_line.write_json("none/x.json", {}, None)

@@ -157,6 +157,13 @@ def test_models_that_are_not_there(trained: Path, tmp_path: Path) -> None:
         assert message.endswith("has no checkpoint of step 7; it has [16, 20, 24]")
 
 
+def test_a_prompt_of_another_terminal_is_utf8_or_refused() -> None:
+    """As Python reads arguments whose bytes the locale has no letters for."""
+    assert generate._prompt("caf\udcc3\udca9", None, False) == "café"
+    with pytest.raises(DataError, match="^--prompt is not UTF-8 at byte 3$"):
+        generate._prompt("caf\udce9", None, False)
+
+
 def test_prompts(trained: Path, tmp_path: Path) -> None:
     workdir = f"--workdir={trained}"
     assert "the prompt is empty" in refusal(generate, DataError, workdir, "--prompt=")

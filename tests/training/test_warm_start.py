@@ -17,7 +17,7 @@ from brt.config import Config, Data, Encoder, Training
 from brt.config_io import config_json
 from brt.data.texts import tokenization
 from brt.data.tokenizers import ByteTokenizer
-from brt.errors import CheckpointError, ConfigError
+from brt.errors import CheckpointError, ConfigError, NonFiniteError
 from brt.interop import pretrained_encoder
 from brt.interop.huggingface import convert
 from brt.models import encoder
@@ -164,6 +164,14 @@ def test_a_run_starts_from_the_weights_and_says_what_is_new(
         f"new, as {masked} lacks them: head/a, head/b",
         f"of {masked} this model has no place for: old",
     ]
+
+    def broken(*given: Any) -> Started:
+        started = start(*given)
+        return started._replace(params=jax.tree.map(lambda x: x * np.nan, started.params))
+
+    monkeypatch.setattr(type(run.task), "start", lambda task, *given: broken(*given))
+    with pytest.raises(NonFiniteError, match=f"^the weights of {masked} hold NaN or infinity in "):
+        runs.new_state(run, said.append)
 
 
 @pytest.mark.parametrize(
