@@ -17,13 +17,11 @@ from brt.errors import ConfigError
 def main(args: argparse.Namespace) -> None:
     if not args.workdir:
         raise ConfigError("--workdir says which run to show; name its directory")
+    asked = [flag for flag in ("probe", "state_hash", "data") if getattr(args, flag)]
+    if len(asked) > 1:
+        raise ConfigError(f"--{' and --'.join(asked)} are several questions; ask them one by one")
     if args.probe:
         _probe(args)
-        return
-    if args.data:
-        from brt.training import inspection, workdir
-
-        print(inspection.verify_data(workdir.Workdir(Path(args.workdir))))
         return
     if args.split is not None or args.tokens is not None:
         raise ConfigError("--split and --tokens say what --probe reads; add --probe")
@@ -34,6 +32,9 @@ def main(args: argparse.Namespace) -> None:
     from brt.training.workdir import Workdir
 
     workdir = Workdir(Path(args.workdir))
+    if args.data:
+        command_line.print_figures(inspection.verify_data(workdir), args.json, args.workdir)
+        return
     found = inspection.survey(workdir, args.step)
     if not args.state_hash:
         print(inspection.text(found), flush=True)
@@ -51,8 +52,6 @@ def _probe(args: argparse.Namespace) -> None:
     from brt.evaluation import job
     from brt.training import saved
 
-    if args.state_hash:
-        raise ConfigError("--probe and --state_hash are two questions; ask them one by one")
     if args.tokens is not None and args.tokens < 0:
         raise ConfigError(f"--tokens={args.tokens} must not be negative; 0 reads all")
     workdir, checkpoint, config = saved.load_config(Path(args.workdir), args.step)

@@ -72,8 +72,8 @@ def state_hash(workdir: Workdir, step: int) -> str:
     return tree_utils.state_hash(restored.state, restored.meta)
 
 
-def verify_data(workdir: Workdir) -> str:
-    """Reads a run's prepared data from the first byte to the last; says what is whole.
+def verify_data(workdir: Workdir) -> dict[str, str]:
+    """Reads a run's prepared data from the first byte to the last; says of each split how it is.
 
     Raises:
       DataError: they are damaged, or there are none.
@@ -85,7 +85,7 @@ def verify_data(workdir: Workdir) -> str:
         raise DataError(f"{workdir.path} knows of no prepared data that are there")
     for split in splits:
         store.verify(directory / split)
-    return f"{', '.join(splits)} in {directory}: as they were prepared"
+    return {split: f"{directory / split} is whole" for split in splits}
 
 
 def check(found: dict[str, Any], step: int | None = None) -> None:

@@ -252,7 +252,7 @@ class TensorBoard:
 
 def _lines(path: Path) -> list[bytes]:
     """Of a file that may not be there; behind the last end of a line is one more."""
-    return path.read_bytes().split(b"\n") if path.exists() else []
+    return path.read_bytes().split(b"\n") if path.is_file() else []
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

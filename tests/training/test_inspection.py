@@ -69,7 +69,7 @@ def test_prepared_data_are_read_whole_on_demand(tmp_path: Path) -> None:
                 validation_fraction=0.0)  # fmt: skip
     kept.keep(workdir, preparation.prepare(data, tmp_path / "prepared", progress=False))
     said = inspection.verify_data(workdir)
-    assert said == f"train, test in {tmp_path}/prepared: as they were prepared"
+    assert said == {s: f"{tmp_path}/prepared/{s} is whole" for s in ("train", "test")}
     (tmp_path / "prepared/test/tokens.bin").write_bytes(bytes(16))
     with pytest.raises(DataError, match=r"prepared/test is damaged \(tokens\.bin has the sha256"):
         inspection.verify_data(workdir)
