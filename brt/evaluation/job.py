@@ -14,6 +14,7 @@ from brt.config_io import config_from_json
 from brt.distributed import processes
 from brt.errors import DataError, NonFiniteError
 from brt.tasks.protocol import Evaluator
+from brt.tasks.report import Reading
 from brt.training import evaluations, saved
 from brt.training import workdir as workdirs
 from brt.training.evaluations import Evaluated
@@ -69,13 +70,16 @@ class SplitReader:
         ) as bar:
             with model.on_devices():
                 reading = read(model.params, model_state=model.model_state, progress=bar.update)
-        headline = self._task.measures[0].name
-        if not math.isfinite(value := self._task.figures(reading.figures)[headline]):
+        self._check_finite(reading, model)
+        return evaluations.write(model.workdir, model.step, self._split, reading, self._tell)
+
+    def _check_finite(self, reading: Reading, model: SavedModel) -> None:
+        name = self._task.measures[0].name
+        if not math.isfinite(value := self._task.figures(reading.figures)[name]):
             raise NonFiniteError(
-                f"{headline} of {self._split} is {value} at step {model.step} of "
+                f"{name} of {self._split} is {value} at step {model.step} of "
                 f"{model.workdir.path}; evaluate another --step"
             )
-        return evaluations.write(model.workdir, model.step, self._split, reading, self._tell)
 
 
 def evaluate(model: SavedModel, split: str, ablate: str | None, tell: Tell = _silent) -> Evaluated:
