@@ -56,7 +56,7 @@ class SplitReader:
           ConfigError: the workdir cannot be written.
           NonFiniteError: the headline figure is no number.
         """
-        _check_place(model.workdir.evaluations)
+        _check_place(model.workdir.evaluations, model.workdir.plots)
         if self.evaluator is None:
             corpus = saved.open_split(model, self._split)
             self.evaluator = self._task.evaluator(
