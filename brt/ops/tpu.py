@@ -1,5 +1,6 @@
 """What kernels for TPUs share."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +11,8 @@ from jaxtyping import Array
 
 LANES = 128  # of a vector register
 VMEM_BYTES = 64 * 2**20  # that a kernel may take
+BLOCK_BYTES = 14 * 2**20  # of blocks that must fit into the least of the chips, v4: 16 MiB
+_STRAIGHT = 16  # parts whose code stands one after the other
 
 # Which axes of two matrices a product sums over.
 BY_ROW = (((1,), (1,)), ((), ()))  # a b^T
@@ -33,3 +36,15 @@ def heads_first(axes: int) -> pltpu.CompilerParams:
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", *["arbitrary"] * (axes - 1)), vmem_limit_bytes=VMEM_BYTES
     )
+
+
+def each(count: int, body: Callable[[Any, Any], Any], carry: Any = None) -> Any:
+    """What `carry` becomes over the parts 0 to `count`; up to 16 of them are straight code."""
+    size = next(n for n in range(min(count, _STRAIGHT), 0, -1) if count % n == 0)
+
+    def some(i: Any, carry: Any) -> Any:
+        for j in range(size):
+            carry = body(i * size + j, carry)
+        return carry
+
+    return some(0, carry) if size == count else jax.lax.fori_loop(0, count // size, some, carry)

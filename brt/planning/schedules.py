@@ -10,12 +10,18 @@ from collections.abc import Mapping
 
 _CHIPS = "v4", "v5e", "v5p", "v6e"
 _CORES = {"v4": 2, "v5p": 2}  # of a chip: their compiled kernels do half of the grid's steps each
-# By kernel of this size (queries, keys, what a head has) and by chip: bundles of a step, bfloat16.
+# By kernel of this size (queries, keys, what a head has; segments, their tokens, what heads have;
+# tokens, clusters) and by chip: bundles of a step, bfloat16.
 BUNDLES: Mapping[str, Mapping[str, int]] = {
     kernel: dict(zip(_CHIPS, bundles, strict=True))
     for kernel, bundles in {
         "window_attention_512x512x128": (4157, 2613, 2999, 1807),
         "window_attention_backward_512x512x128": (7930, 5910, 6452, 4621),
+        "accumulate_fire_16x64x128": (2280, 1539, 1671, 1863),
+        "accumulate_fire_backward_16x64x128": (5245, 3916, 3977, 4698),
+        "kmeans_4096x128": (2949, 2342, 2381, 1540),
+        "clustered_attention_4096x112": (6101, 4370, 4453, 3083),
+        "clustered_attention_backward_4096x112": (7620, 5945, 6188, 5066),
         "softmax_attention_512x1024x128": (3663, 3426, 3651, 2562),
         "softmax_attention_backward_512x1024x128": (5196, 4721, 4985, 2952),
     }.items()

@@ -12,6 +12,7 @@ from brt.planning.schedules import BUNDLES
 
 ROOT = Path(__file__).resolve().parents[2]
 CHIPS = ("v4", "v5e", "v5p", "v6e")
+CASES = {"window": 4, "segmented": 2, "clustered": 3}  # and how many kernels they have
 GROWTH = 1.05  # of a schedule, which nobody has looked at
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -49,9 +50,28 @@ def test_kernels_compile_forward_and_backward(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("segmented", "bfloat16"),
+        ("segmented", "float32"),
+        ("clustered", "bfloat16"),
+        ("clustered", "float32"),
+    ],
+)
+def test_kernels_of_sources_compile_forward_and_backward(chip: str, case: str, dtype: str) -> None:
+    out = run("tools/benchmark/kernels.py", f"--one={chip}", f"--case={case}", f"--dtype={dtype}")
+    used = json.loads(out.splitlines()[-1])
+    assert len(used) == CASES[case] and max(used.values()) < 64 * 2**20
+
+
+@pytest.mark.slow
 def test_schedules_are_not_longer_than_those_that_plans_count_with() -> None:
-    out = run("tools/benchmark/kernels.py", "--json")
-    found = json.loads(out.splitlines()[-1])
+    found: dict[str, dict[str, int]] = {}
+    for case in CASES:
+        out = run("tools/benchmark/kernels.py", "--json", f"--case={case}")
+        found |= json.loads(out.splitlines()[-1])
     assert found.keys() == BUNDLES.keys()
     for kernel, by_chip in found.items():
         for chip, bundles in by_chip.items():

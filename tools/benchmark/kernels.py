@@ -2,6 +2,8 @@
 
 python tools/benchmark/kernels.py                  # 512 tokens, heads of 128, four chips: 4 minutes
 python tools/benchmark/kernels.py --chips v5e --window 1024 --head_dim 64
+python tools/benchmark/kernels.py --case clustered        # or segmented: `kernel_cases.py`
+python tools/benchmark/kernels.py --case segmented --compare --lanes 16    # with plain XLA
 
 The compiler's figures: bundles, one a cycle, of a step of the grid (a head of a lane's block),
 without waiting for memory. `brt.planning.schedules` keeps them, for `brt.plan`.
@@ -24,7 +26,10 @@ TOTAL = re.compile(r"total scheduled bundles:\s+(\d+)")
 def main() -> None:
     args = parser().parse_args()
     if args.one:
-        compile_one(args.one, args.window, args.head_dim, args.dtype)
+        print(json.dumps(vmem_of(compile_one(args.one, args)[0])))
+        return
+    if args.compare:
+        compare(args)
         return
     known: dict[str, dict[str, int]] = {}
     print("| kernel | chip | bundles | MB of VMEM |\n|---|---|---|---|")
@@ -41,7 +46,8 @@ def main() -> None:
 def compiled(chip: str, place: Path, args: argparse.Namespace) -> dict[str, int]:
     """Bytes of VMEM by kernel; the compiler writes its schedules into a directory."""
     flags = f"--xla_jf_dump_to={place} --xla_jf_dump_llo_text=true"
-    sizes = [f"--window={args.window}", f"--head_dim={args.head_dim}", f"--dtype={args.dtype}"]
+    kept = "case", "window", "head_dim", "dtype"
+    sizes = [f"--{name}={getattr(args, name)}" for name in kept]
     done = subprocess.run(
         [sys.executable, __file__, f"--one={chip}", *sizes], capture_output=True, text=True,
         env=os.environ | {"LIBTPU_INIT_ARGS": flags, "JAX_PLATFORMS": "cpu"},
@@ -61,47 +67,39 @@ def schedules(place: Path) -> dict[str, int]:
     return found
 
 
-def compile_one(chip: str, window: int, head_dim: int, dtype: str) -> None:
-    """Forward and backward: two blocks of tokens and their window, and states that read them."""
+def compile_one(chip: str, args: argparse.Namespace) -> tuple[str, int]:
+    """The text of the compiled module of a case, and the bytes of its temporaries."""
     import jax
-    import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
+    from kernel_cases import CASES
 
     from brt.ops import dispatch
-    from brt.ops.softmax_attention import attend_to_blocks
-    from brt.ops.window_attention import window_part
     from brt.planning import topologies
 
     device = topologies.named(CHIPS[chip]).devices[0]
 
-    def array(*shape: int, dtype: str = dtype) -> jax.ShapeDtypeStruct:
+    def array(*shape: int, dtype: str = args.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
 
-    tokens, heads = 2 * window, 8
-    by_token, cached = (array(1, n, heads, head_dim) for n in (tokens, window))
-    bias, readable = array(heads, window, dtype="float32"), array(1, 2, dtype="bool")
-    scale = array(heads, dtype="float32")
-
-    def gradients(q, cached, k, v, bias, scale, readable, weights):
-        def loss(q, k, v, bias, scale):
-            part = window_part(
-                q, cached, k, v, bias, readable, scale=scale, implementation="pallas_tpu"
-            )
-            states = attend_to_blocks(
-                q[:, :window], k.swapaxes(1, 2), v.swapaxes(1, 2), readable[:, 0],
-                null_keys=True, implementation="pallas_tpu",
-            )  # fmt: skip
-            y = part.output.astype(jnp.float32) + jnp.tile(states, (1, 2, 1, 1))
-            return jnp.sum(y * weights.astype(jnp.float32))
-
-        return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(q, k, v, bias, scale)
-
+    function, arguments = CASES[args.case](array, args)
     with dispatch.use_backend("tpu"):
-        lowered = jax.jit(gradients).lower(
-            by_token, (cached, cached), by_token, by_token, bias, scale, readable, by_token
-        )
-    text = lowered.compile().as_text()
-    print(json.dumps(vmem_of(text)))
+        compiled = jax.jit(function).lower(*arguments).compile()
+    return compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Plain XLA and kernels, side by side."""
+    from brt.planning.costs import costs
+
+    print("| case | chip | implementation | Mcycles | GB | temporaries, MiB |")
+    print("|---|---|---|---|---|---|")
+    for chip in args.chips:
+        for name in ("xla", "pallas_tpu"):
+            args.implementation = name
+            text, temporaries = compile_one(chip, args)
+            total = costs(text, chip).total
+            numbers = f"{total.cycles / 1e6:.2f} | {total.bytes / 1e9:.2f} | {temporaries >> 20}"
+            print(f"| {args.case} | {chip} | {name} | {numbers} |", flush=True)
 
 
 def vmem_of(text: str) -> dict[str, int]:
@@ -121,10 +119,14 @@ def parser() -> argparse.ArgumentParser:
     )
     chips = {"type": lambda text: text.split(","), "default": list(CHIPS)}
     flags.add_argument("--chips", metavar="NAMES", help=f"default: {','.join(CHIPS)}", **chips)
+    flags.add_argument("--case", choices=("window", "segmented", "clustered"), default="window")
+    flags.add_argument("--compare", action="store_true", help="with plain XLA, by costs")
+    flags.add_argument("--lanes", type=int, default=1)
     flags.add_argument("--window", type=int, default=512)
     flags.add_argument("--head_dim", type=int, default=128)
     flags.add_argument("--dtype", default="bfloat16")
     flags.add_argument("--json", action="store_true", help="one more line, for programs")
+    flags.add_argument("--implementation", default="pallas_tpu", help=argparse.SUPPRESS)
     flags.add_argument("--one", choices=CHIPS, help=argparse.SUPPRESS)
     return flags
 

@@ -4,7 +4,7 @@ Not causal: which queries share a cluster, and which keys count as its best, dep
 whole sequence, so a causal mask could not make it so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +12,31 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Attention
 from brt.ops import dispatch
-from brt.ops.clustered_attention import reference, xla
+from brt.ops.clustered_attention import clustered_tpu, reference, xla
 from brt.ops.clustered_attention.clustering import cluster_queries
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 
 
-def _op(xla: Callable[..., Array], reference: Callable[..., Array]) -> Op:
+def _op(
+    xla: Callable[..., Array],
+    reference: Callable[..., Array],
+    kernels: Sequence[Implementation] = (),
+) -> Op:
     naive = Implementation("reference", reference, auto=(), supports=dispatch.refuses_dropout)
-    return Op("clustered_attention", (Implementation("xla", xla), naive))
+    return Op("clustered_attention", (*kernels, Implementation("xla", xla), naive))
 
 
+_KERNELS = (
+    Implementation(
+        "pallas_tpu", clustered_tpu.clustered, ("tpu",), ("tpu",), clustered_tpu.refuses
+    ),
+    Implementation(
+        "pallas_interpret", clustered_tpu.interpreted, (), supports=clustered_tpu.has_no_such
+    ),
+)
 OPS = {
-    "clustered": _op(xla.clustered, reference.clustered),
+    "clustered": _op(xla.clustered, reference.clustered, _KERNELS),
     "improved_clustered": _op(xla.improved_clustered, reference.improved_clustered),
 }  # by `Attention.kind`
 

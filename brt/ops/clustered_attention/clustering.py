@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from brt.config import Attention
 from brt.ops import dispatch
-from brt.ops.clustered_attention import reference
+from brt.ops.clustered_attention import kmeans_tpu, reference
 from brt.ops.clustered_attention.hashing import hash_codes, random_planes, unit_scale
 from brt.ops.clustered_attention.members import cluster_sums, member_counts
 from brt.ops.dispatch import Implementation, Op
@@ -71,8 +71,10 @@ def kmeans(
       active: False on clusters that stay empty.
 
     Returns:
-      Labels, as those of `assign`, and the centroids that they were found by.
+      Labels, as those of `assign`, and the centroids that they were found by: both constants to
+      differentiation.
     """
+    codes, centroids = map(jax.lax.stop_gradient, (codes, centroids))
     return dispatch.run(OP, implementation, codes, valid, centroids, active, iterations=iterations)
 
 
@@ -95,7 +97,12 @@ def _kmeans(
 
 OP = Op(
     "kmeans",
-    (Implementation("xla", _kmeans), Implementation("reference", reference.kmeans, auto=())),
+    (
+        Implementation("pallas_tpu", kmeans_tpu.kmeans, ("tpu",), ("tpu",), kmeans_tpu.refuses),
+        Implementation("xla", _kmeans),
+        Implementation("pallas_interpret", kmeans_tpu.interpreted, auto=()),
+        Implementation("reference", reference.kmeans, auto=()),
+    ),
 )
 
 

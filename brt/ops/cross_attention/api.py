@@ -7,6 +7,9 @@ xl_memory     softmax over one segment and a memory of the one before
 local_global  softmax over one segment and the means of all segments
 """
 
+from functools import partial
+from typing import Any
+
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import CrossAttention
@@ -20,13 +23,26 @@ from brt.ops.dropout import Dropout
 from brt.ops.segmented_recurrent_attention import Aux as Aux
 from brt.ops.segmented_recurrent_attention import Cache as CrossCache
 
+
+def _kernel_refuses(
+    queries: Array, keys: Array, values: Array, valid: Array, parameters: Parameters,
+    config: CrossAttention, **__: Any,
+) -> str | None:  # fmt: skip
+    _, length, heads, width = keys.shape
+    return segmented.refuses(config, heads, width, -(-length // config.segment_size), keys.dtype)
+
+
 OP = Op(
     "cross_attention",
     (
+        Implementation(
+            "pallas_tpu", partial(xla.attend, implementation="pallas_tpu"),
+            ("tpu",), ("tpu",), _kernel_refuses,
+        ),
         Implementation("xla", xla.attend),
         Implementation("reference", reference.attend, auto=(), supports=dispatch.refuses_dropout),
     ),
-)
+)  # fmt: skip
 
 
 def attend(

@@ -24,12 +24,13 @@ def attend(
     t0: int | Int[Array, ""] = 0,
     target_length: int | None = None,
     dropout: Dropout | None = None,
+    implementation: str = "xla",
 ) -> tuple[Float[Array, "B T H K"], segmented.Aux]:
-    """See `api.attend`."""
+    """See `api.attend`; `implementation` is that of segmented recurrent attention."""
     windows = windows_of(keys, values, valid, parameters, config)
     return segmented.attend(
-        queries, windows, parameters.raf, config,
-        t0=t0, target_length=target_length, dropout=dropout, implementation="xla",
+        queries, windows, parameters.raf, config, t0=t0, target_length=target_length,
+        dropout=dropout, implementation=implementation,
     )  # fmt: skip
 
 

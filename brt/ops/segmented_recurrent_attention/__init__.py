@@ -9,3 +9,4 @@ from brt.ops.segmented_recurrent_attention.api import advance as advance
 from brt.ops.segmented_recurrent_attention.api import attend as attend
 from brt.ops.segmented_recurrent_attention.api import prefill as prefill
 from brt.ops.segmented_recurrent_attention.api import step as step
+from brt.ops.segmented_recurrent_attention.pallas_tpu import refuses as refuses

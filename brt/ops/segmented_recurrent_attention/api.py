@@ -6,6 +6,9 @@ by linear attention, whose states pass through accumulate-and-fire neurons:
     O[t] = softmax(Q[t] K_i^T) V_i + Q[t] R_i / norm(K),  i the segment of t
 """
 
+from functools import partial
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -13,20 +16,36 @@ from brt.config import CrossAttention
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
-from brt.ops.segmented_recurrent_attention import cache, reference, xla
+from brt.ops.segmented_recurrent_attention import cache, pallas_tpu, reference, xla
 from brt.ops.segmented_recurrent_attention.cache import Cache as Cache
 from brt.ops.segmented_recurrent_attention.recurrence import Aux as Aux
 from brt.ops.segmented_recurrent_attention.recurrence import Parameters as Parameters
 from brt.ops.segmented_recurrent_attention.windows import Shared as Shared
 from brt.ops.segmented_recurrent_attention.windows import Windows as Windows
 
+
+def _kernel_refuses(
+    queries: Array, windows: Windows, parameters: Parameters, config: CrossAttention, **__: Any
+) -> str | None:
+    segments, _, heads, _, width = windows.keys.shape
+    return pallas_tpu.refuses(config, heads, width, segments, windows.keys.dtype)
+
+
 OP = Op(
     "segmented_recurrent_attention",
     (
+        Implementation(
+            "pallas_tpu", partial(xla.attend, recur=pallas_tpu.recurrence),
+            ("tpu",), ("tpu",), _kernel_refuses,
+        ),
         Implementation("xla", xla.attend),
+        Implementation(
+            "pallas_interpret", partial(xla.attend, recur=pallas_tpu.interpreted), (),
+            supports=lambda _, windows, parameters, config, **__: pallas_tpu.has_no_such(config),
+        ),
         Implementation("reference", reference.attend, auto=(), supports=dispatch.refuses_dropout),
     ),
-)
+)  # fmt: skip
 
 
 def attend(

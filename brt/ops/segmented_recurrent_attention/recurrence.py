@@ -120,12 +120,20 @@ def neuron_inputs(
 
 
 def output_scale(
-    keys: Float[Array, "M B H S K"], parameters: Parameters, config: CrossAttention
+    keys: Float[Array, "M B H S K"],
+    parameters: Parameters,
+    config: CrossAttention,
+    squares: Float[Array, "B H 1 K"] | None = None,
 ) -> Float[Array, "B H 1 K"] | None:
-    """What O_R is multiplied by: the gate, by the inverse norm of the keys; None: neither."""
+    """What O_R is multiplied by: the gate, by the inverse norm of the keys; None: neither.
+
+    Args:
+      squares: `key_squares`, where they are known.
+    """
     gate, scale = parameters.gate, None
     if config.norm == "feature":
-        scale = inverse_norm(keys, config.norm_epsilon)
+        squares = key_squares(keys) if squares is None else squares
+        scale = inverse_norm(squares, config.norm_epsilon)
     if gate is None:
         return scale
     if scale is None:
@@ -133,12 +141,16 @@ def output_scale(
     return gate * scale
 
 
-def inverse_norm(keys: Float[Array, "M B H S K"], epsilon: float) -> Float[Array, "B H 1 K"]:
-    """1 / sqrt(sum over positions of k^2 + epsilon^2), of each feature; 1 where that is 1 / 0."""
+def key_squares(keys: Float[Array, "M B H S K"]) -> Float[Array, "B H 1 K"]:
+    """The sum over positions of k^2, of each feature; float32."""
     squares = jnp.square(keys.astype(jnp.float32))
     ones = jnp.ones((*keys.shape[:3], 1, keys.shape[3]), jnp.float32)  # as in `sum_segments`
-    sums = jnp.sum(jnp.matmul(ones, squares, precision="highest"), axis=0)
-    sums += epsilon**2
+    return jnp.sum(jnp.matmul(ones, squares, precision="highest"), axis=0)
+
+
+def inverse_norm(squares: Float[Array, "B H 1 K"], epsilon: float) -> Float[Array, "B H 1 K"]:
+    """1 / sqrt(sum over positions of k^2 + epsilon^2), of each feature; 1 where that is 1 / 0."""
+    sums = squares + epsilon**2
     return jnp.where(sums > 0, jax.lax.rsqrt(jnp.where(sums > 0, sums, 1.0)), 1.0)
 
 

@@ -1,0 +1,160 @@
+"""K-means of hash codes on TPUs: codes and centroids stay on the chip through all steps.
+
+Products of +1 and -1 count the bits that agree, exactly, as their sums are in float32. A centroid
+is scaled by minus the number of clusters, a power of 2, so that its number can be added to the
+product: the least of these sums is that of the nearest centroid, and among equals of the first.
+Which sums are the least is, as zeros and ones, the left factor of the members' sums. Below the
+codes is a row of ones, which counts members; padding is zeros, and adds nothing.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.distributed import rules
+from brt.ops.tpu import BLOCK_BYTES, BY_ROW, LANES, PLAIN, each, heads_first, product, whole
+
+_MOST_CLUSTERS = 1024
+_UNUSED = 2.0**22  # beyond all sums
+_TILE = 32 * 8 * LANES  # sums at a time, half of the registers
+
+
+def refuses(
+    codes: Float[Array, "B H T P"],
+    valid: Any,
+    centroids: Float[Array, "B H C P"],
+    *_: Any,
+    **__: Any,
+) -> str | None:
+    """Why these inputs cannot be; None: they can."""
+    tokens, bits = codes.shape[2:]
+    if centroids.shape[2] > _MOST_CLUSTERS:
+        return f"has {_MOST_CLUSTERS} clusters at most, not {centroids.shape[2]}"
+    if bits > LANES - 8:
+        return f"has codes of {LANES - 8} bits at most, not of {bits}"
+    taken = 4 * LANES * (tokens + 5 * centroids.shape[2])  # two of each block, and sums
+    if taken > BLOCK_BYTES:
+        return f"keeps codes on the chip, {BLOCK_BYTES >> 20} MiB of it at most, not {taken >> 20}"
+    return None
+
+
+def kmeans(
+    codes: Float[Array, "B H T P"],
+    valid: Bool[Array, "B T"],
+    centroids: Float[Array, "B H C P"],
+    active: Bool[Array, "B C"],
+    *,
+    iterations: int,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
+    """See `clustering.kmeans`; `interpret` runs on any device."""
+    local = functools.partial(_local, iterations=iterations, interpret=interpret)
+    if rules.partitioned():
+        by_head = rules.placed("lanes", "heads", None, None, shape=codes.shape)
+        of_lanes = rules.placed("lanes", None, shape=valid.shape)
+        local = jax.shard_map(
+            local, in_specs=(by_head, of_lanes, by_head, of_lanes), out_specs=(by_head, by_head),
+            axis_names=rules.axes(), check_vma=False,
+        )  # fmt: skip
+    labels, centroids = local(codes, valid, centroids, active)
+    return labels[..., 0], centroids
+
+
+interpreted = functools.partial(kmeans, interpret=True)
+
+
+class _Inputs(NamedTuple):
+    """Of a step of the grid: a head of a lane.
+
+    Attributes:
+      codes: [P', T], bfloat16; row P is ones, zeros for padding.
+      centroids: [C', P'], +1 and -1.
+      numbers: [C', 1], of a cluster; `_UNUSED` more if it is none.
+    """
+
+    codes: Any
+    centroids: Any
+    numbers: Any
+
+
+def _local(
+    codes: Array, valid: Array, centroids: Array, active: Array, *, iterations: int, interpret: Any
+) -> tuple[Int[Array, "B H T 1"], Float[Array, "B H C P"]]:
+    batch, heads, tokens, bits = codes.shape
+    count = centroids.shape[2]
+    clusters = max(1 << (count - 1).bit_length(), 16)
+    tile = max(_TILE // clusters // LANES, 1) * LANES
+    rows = -(-(bits + 1) // 16) * 16
+    spare = -tokens % (LANES if tokens <= tile else tile)
+    ones = jnp.ones((batch, heads, tokens, 1), codes.dtype)
+    all_codes = jnp.where(valid[:, None, :, None], jnp.concatenate([codes, ones], axis=-1), 0)
+    all_codes = jnp.pad(all_codes, ((0, 0), (0, 0), (0, spare), (0, rows - bits - 1)))
+    first = ((0, 0), (0, 0), (0, clusters - count), (0, rows - bits))
+    numbers = jnp.pad(jnp.where(active, 0.0, _UNUSED), ((0, 0), (0, clusters - count)),
+                      constant_values=_UNUSED)  # fmt: skip
+    numbers += jnp.arange(clusters, dtype=jnp.float32)[None]
+    inputs = _Inputs(
+        all_codes.swapaxes(2, 3).astype(jnp.bfloat16),
+        jnp.pad(centroids, first),
+        numbers[:, :, None],
+    )
+    width = tokens + spare
+    of_lane = pl.BlockSpec((None, clusters, 1), lambda h, b, i: (b, 0, 0))
+    labels, found = pl.pallas_call(
+        functools.partial(_kernel, bits=bits, tile=min(tile, width)),
+        grid=(heads, batch, iterations),
+        in_specs=[_Inputs(whole(rows, width), whole(clusters, rows), of_lane)],
+        out_specs=[whole(1, width), whole(clusters, rows)],
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, heads, 1, width), jnp.int32),
+            jax.ShapeDtypeStruct((batch, heads, clusters, rows), jnp.float32),
+        ],
+        scratch_shapes=[pltpu.VMEM((clusters, rows), jnp.float32)],
+        name=f"kmeans_{width}x{clusters}_bits{rows}_{batch * heads * iterations}_steps",
+        interpret=interpret, compiler_params=heads_first(3),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * batch * heads * iterations * width * clusters * rows, transcendentals=0,
+            bytes_accessed=2 * batch * heads * width * rows,
+        ),
+    )(inputs)  # fmt: skip
+    labels = jnp.where(valid[:, None], labels[:, :, 0, :tokens], count)
+    return labels[..., None], found[:, :, :count, :bits].astype(centroids.dtype)
+
+
+def _kernel(
+    inputs: _Inputs, labels: Any, centroids: Any, sums: Any, *, bits: int, tile: int
+) -> None:
+    """`sums` [C', P'] are those of the last step, which this one's centroids come from."""
+    step = pl.program_id(2)
+    clusters = centroids.shape[0]
+
+    @pl.when(step == 0)
+    def _() -> None:
+        centroids[...] = inputs.centroids[...]
+
+    @pl.when(step > 0)
+    def _() -> None:
+        majority = jnp.where(sums[...] > 0, 1.0, -1.0)
+        kept = (sums[:, bits : bits + 1] > 0) & (
+            jax.lax.broadcasted_iota(jnp.int32, sums.shape, 1) < bits
+        )
+        centroids[...] = jnp.where(kept, majority, centroids[...])
+
+    scaled = (centroids[...] * -float(clusters)).astype(jnp.bfloat16)
+    sums[...] = jnp.zeros_like(sums)
+
+    def some(i: Any, _: None) -> None:
+        place = pl.ds(i * tile, tile)
+        codes = inputs.codes[:, place]
+        ranked = product(scaled, codes, PLAIN) + inputs.numbers[...]
+        least = jnp.min(ranked, axis=0, keepdims=True)
+        labels[:, place] = least.astype(jnp.int32) & (clusters - 1)
+        nearest = jnp.where(ranked == least, 1.0, 0.0).astype(jnp.bfloat16)
+        sums[...] += product(nearest, codes, BY_ROW)
+
+    each(labels.shape[1] // tile, some)

@@ -1,0 +1,235 @@
+"""The recurrence over segments on TPUs: sums, neurons and membranes stay on the chip.
+
+A step of the grid has one source and as many heads as fill the lanes, two of 64. It reads keys
+and values once, multiplies values by W, sums up K_j^T V_j of every segment in VMEM, and lets the
+neurons pass over the segments. The backward pass does that again, keeping the membranes where the
+sums were, and goes back over them. As in `xla`, the comparison has no gradient.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from brt.config import CrossAttention
+from brt.distributed import rules
+from brt.ops.dispatch import KERNEL
+from brt.ops.segmented_recurrent_attention.recurrence import (
+    Parameters,
+    Recurrence,
+    effective,
+    output_scale,
+)
+from brt.ops.segmented_recurrent_attention.tpu_kernels import (
+    Gradients,
+    Inputs,
+    Outputs,
+    Static,
+    backward_kernel,
+    forward_kernel,
+)
+from brt.ops.tpu import BLOCK_BYTES, LANES, heads_first
+
+_HEAD_DIMS = (64, 128)
+
+
+def has_no_such(config: CrossAttention) -> str | None:
+    """Of any size."""
+    if config.kind != "srformer" or not config.use_raf:
+        return "is of CrossAttention.kind = 'srformer' with its neurons (use_raf)"
+    if config.clamp:
+        return f"has no CrossAttention.clamp, which is {config.clamp:g}"
+    return None
+
+
+def refuses(
+    config: CrossAttention, heads: int, width: int, segments: int, dtype: jnp.dtype
+) -> str | None:
+    """Why such a source cannot be; None: it can."""
+    if said := has_no_such(config):
+        return said
+    if width not in _HEAD_DIMS:
+        return f"has heads of 64 or 128, not of {width}"
+    together, heads = LANES // width, heads // rules.count("heads", heads)
+    if heads % together:
+        return f"takes heads of {width} in pairs; a device has {heads}"
+    if config.segment_size % 8:
+        return f"has segments of a multiple of 8 tokens, not of {config.segment_size}"
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        return f"computes in float32 and bfloat16, not in {dtype}"
+    numbers = segments * LANES * (8 * config.segment_size + 2 * width)  # two of each block
+    taken = numbers * dtype.itemsize + segments * width * LANES * 4
+    if taken > BLOCK_BYTES:
+        return (
+            f"keeps a source on the chip, {BLOCK_BYTES >> 20} MiB of it at most, not {taken >> 20}"
+        )
+    return None
+
+
+def recurrence(
+    keys: Float[Array, "M B H S K"],
+    values: Float[Array, "M B H S K"],
+    counts: Int[Array, " B"],
+    parameters: Parameters,
+    config: CrossAttention,
+    *,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Recurrence:
+    """See `recurrence.recurrence`; `interpret` runs on any device, with heads of any size."""
+    learned = parameters.kernel, parameters.bias, jnp.stack(effective(parameters, config))
+    width = keys.shape[-1]
+    static = Static(width, width, config.kv_source != "segment", interpret)
+    local = functools.partial(_local, static=static)
+    if rules.partitioned():
+        by_head = rules.placed(None, "lanes", "heads", None, None, shape=keys.shape)
+        of_lanes = P(by_head[1])
+        local = jax.shard_map(
+            local,
+            in_specs=(by_head, by_head, of_lanes, P()),
+            out_specs=(by_head, P(*by_head[1:3]), P(*by_head[1:3])),
+            axis_names=rules.axes(), check_vma=False,
+        )  # fmt: skip
+    states, squares, fired = local(keys, values, counts, learned)
+    numbers = counts * math.prod(states.shape[2:])
+    rate = jnp.mean(jnp.sum(fired, axis=1) / numbers)
+    return Recurrence(states, output_scale(keys, parameters, config, squares[:, :, None]), rate)
+
+
+interpreted = functools.partial(recurrence, interpret=True)
+
+
+class _Given(NamedTuple):
+    """What states are computed from, on one device; float32 but for keys and values."""
+
+    keys: Float[Array, "B M S HK"]
+    values: Float[Array, "B M S HK"]
+    kernel: Float[Array, "K K"]
+    bias: Float[Array, " K"] | None
+    neuron: Float[Array, " 2"]  # leak and threshold
+    counts: Int[Array, " B"]
+
+
+def _local(
+    keys: Array, values: Array, counts: Array, learned: tuple, static: Static
+) -> tuple[Float[Array, "M B H K K"], Float[Array, "B H K"], Float[Array, "B H"]]:
+    """States, sums of squared keys, and how many states are above 0."""
+    segments, batch, heads, _, width = keys.shape
+    static = static._replace(wide=width * math.gcd(heads, max(LANES // width, 1)))
+    k, v = (
+        x.transpose(1, 0, 3, 2, 4).reshape(batch, segments, -1, heads * width)
+        for x in (keys, values)
+    )
+    kernel, bias, neuron = learned
+    found = _fired(_Given(k, v, kernel, bias, neuron, counts), static)
+    states = found.states.reshape(*found.states.shape[:-1], -1, width)
+    states = states.transpose(2, 0, 1, 4, 3, 5).reshape(segments, batch, heads, width, width)
+    squares, fired = (x.reshape(batch, heads, width) for x in found[1:])
+    return states, squares, jnp.sum(fired, axis=-1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _fired(given: _Given, static: Static) -> Outputs:
+    """States [B, H', M, K, P] of H' = H K / P steps, and sums [B, H', 1, P]."""
+    return _forward(given, static)[0]
+
+
+def _forward(given: _Given, static: Static) -> tuple[Outputs, _Given]:
+    batch, segments, _, heads = given.keys.shape
+    steps = heads // static.wide
+    row = jax.ShapeDtypeStruct((batch, steps, 1, static.wide), jnp.float32)
+    shape = batch, steps, segments, static.width, static.wide
+    at = _places(given, static)
+    (found,) = pl.pallas_call(
+        functools.partial(forward_kernel, static=static),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2, grid=(steps, batch),
+            in_specs=[at._replace(states=None, squares=None)],
+            out_specs=[Outputs(at.states, at.squares, at.squares)],
+            scratch_shapes=[pltpu.VMEM(shape[2:], jnp.float32)],
+        ),
+        out_shape=[Outputs(jax.ShapeDtypeStruct(shape, given.keys.dtype), row, row)],
+        **_options(given, static, "accumulate_fire", products=2),
+    )(given.counts, _neuron(given), _inputs(given, static))  # fmt: skip
+    return jax.tree.map(lambda x: checkpoint_name(x, KERNEL), found), given
+
+
+def _backward(static: Static, given: _Given, gradients: Outputs) -> tuple[_Given]:
+    batch, segments, _, heads = given.keys.shape
+    steps, width = heads // static.wide, static.width
+    inputs = _inputs(given, static, states=gradients.states, squares=gradients.squares)
+    at = _places(given, static)
+
+    def sums(rows: int) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
+        """Of what all lanes add to."""
+        spec = pl.BlockSpec((None, rows, static.wide), lambda p, b, *_: (p, 0, 0))
+        return spec, jax.ShapeDtypeStruct((steps, rows, static.wide), jnp.float32)
+
+    added = sums(width), sums(1) if given.bias is not None else (None, None), sums(2)
+    like = jax.ShapeDtypeStruct(given.keys.shape, given.keys.dtype)
+    (found,) = pl.pallas_call(
+        functools.partial(backward_kernel, static=static),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1, grid=(steps, batch), in_specs=[at],
+            out_specs=[Gradients(at.keys, at.values, *(spec for spec, _ in added))],
+            scratch_shapes=[pltpu.VMEM((segments, width, static.wide), jnp.float32)],
+        ),
+        out_shape=[Gradients(like, like, *(shape for _, shape in added))],
+        **_options(given, static, "accumulate_fire_backward", products=7),
+    )(_neuron(given), inputs)  # fmt: skip
+    kernel, bias = (
+        None if x is None else jnp.sum(x.reshape(steps, -1, static.wide // width, width), (0, 2))
+        for x in (found.kernel, found.bias)
+    )
+    neuron = jnp.sum(found.neuron, axis=(0, 2))
+    return (
+        _Given(found.keys, found.values, kernel, None if bias is None else bias[0], neuron, None),
+    )
+
+
+_fired.defvjp(_forward, _backward)
+
+
+def _neuron(given: _Given) -> Float[Array, " 3"]:
+    return jnp.append(given.neuron, 1 / given.neuron[1])
+
+
+def _inputs(given: _Given, static: Static, **others: Array) -> Inputs:
+    together = static.wide // static.width
+    kernel = jnp.kron(jnp.eye(together), given.kernel).astype(given.keys.dtype)
+    bias = None if given.bias is None else jnp.tile(given.bias, together)[None]
+    return Inputs(given.keys, given.values, kernel, bias, **others)
+
+
+def _places(given: _Given, static: Static) -> Inputs:
+    """Where a step finds its inputs."""
+    (_, segments, size, _), wide = given.keys.shape, static.wide
+    tokens = pl.BlockSpec((None, segments, size, wide), lambda p, b, *_: (b, 0, 0, p))
+    kernel, bias = (pl.BlockSpec((rows, wide), lambda p, b, *_: (0, 0)) for rows in (wide, 1))
+    return Inputs(
+        tokens, tokens, kernel, None if given.bias is None else bias,
+        pl.BlockSpec((None, None, segments, static.width, wide), lambda p, b, *_: (b, p, 0, 0, 0)),
+        pl.BlockSpec((None, None, 1, wide), lambda p, b, *_: (b, p, 0, 0)),
+    )  # fmt: skip
+
+
+def _options(given: _Given, static: Static, name: str, products: int) -> dict[str, Any]:
+    """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
+    keys = given.keys
+    batch, segments, size, heads = keys.shape
+    steps = batch * heads // static.wide
+    return {
+        "name": f"{name}_{segments}x{size}x{static.wide}_{keys.dtype}_{steps}_steps",
+        "interpret": static.interpret,
+        "compiler_params": heads_first(2),
+        "cost_estimate": pl.CostEstimate(
+            flops=2 * products * keys.size * static.width, transcendentals=0,
+            bytes_accessed=(products // 2 + 1) * keys.size * keys.dtype.itemsize,
+        ),
+    }  # fmt: skip

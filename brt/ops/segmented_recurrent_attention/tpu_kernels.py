@@ -1,0 +1,197 @@
+"""What a TPU does for a lane and as many heads as fill its lanes: see `pallas_tpu`.
+
+P is the width of these heads together, 128: what there is of each, K x K, lies side by side, K x P.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from brt.ops.tpu import BY_ROW, BY_SLOT, PLAIN, each, product
+
+
+class Static(NamedTuple):
+    """What is known when tracing.
+
+    Attributes:
+      width, wide: of a head, and of all heads of a step.
+      remaining: whether neurons read the other segments, not their own.
+      interpret: runs on any device, slowly.
+    """
+
+    width: int
+    wide: int
+    remaining: bool
+    interpret: bool | pltpu.InterpretParams
+
+
+class Inputs(NamedTuple):
+    """Of a step of the grid, or where they are; None: there is none.
+
+    Attributes:
+      keys, values: [M, S, P].
+      kernel: [P, P], W of each head.
+      bias: [1, P], or None.
+      states: [M, K, P], their gradient; of it the rest, in the backward pass only.
+      squares: [1, P], the gradient of the sums of squared keys.
+    """
+
+    keys: Any
+    values: Any
+    kernel: Any
+    bias: Any
+    states: Any = None
+    squares: Any = None
+
+
+class Outputs(NamedTuple):
+    """Of a step.
+
+    Attributes:
+      states: [M, K, P].
+      squares: [1, P], float32, of the keys.
+      fired: [1, P], float32: states above 0 in the segments that count.
+    """
+
+    states: Any
+    squares: Any
+    fired: Any
+
+
+class Gradients(NamedTuple):
+    """Of a step; but for those of keys and values float32, added up over all lanes.
+
+    Attributes:
+      neuron: [2, P], of leak and threshold.
+    """
+
+    keys: Any
+    values: Any
+    kernel: Any
+    bias: Any
+    neuron: Any
+
+
+def forward_kernel(
+    counts: Any, neuron: Any, inputs: Inputs, outputs: Outputs, own: Any, *, static: Static
+) -> None:
+    """`own` [M, K, P] keeps the A_j; `neuron`: leak, threshold and its inverse."""
+    count = counts[pl.program_id(1)]
+    total, outputs.squares[...] = _sums(inputs, own, static)
+
+    def fire(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        membrane, fired = carry
+        membrane = neuron[0] * membrane + _input(own[j], total, inputs, static)
+        above = membrane * neuron[2] - 1
+        outputs.states[j] = jnp.maximum(above, 0).astype(outputs.states.dtype)
+        counted = jnp.where(j < count, 1.0, 0.0)
+        fired += jnp.where(above > 0, counted, 0)
+        return _reset(membrane, neuron), fired
+
+    zeros = jnp.zeros(own.shape[1:], jnp.float32)
+    _, fired = each(own.shape[0], fire, (zeros, zeros))
+    outputs.fired[...] = jnp.sum(fired, axis=0, keepdims=True)
+
+
+def backward_kernel(
+    neuron: Any, inputs: Inputs, found: Gradients, own: Any, *, static: Static
+) -> None:
+    """`own` holds A_j, then U_j before its reset, then the gradient of U_j."""
+    count, leak, inverse = own.shape[0], neuron[0], neuron[2]
+
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        for sums in (found.kernel, found.bias, found.neuron):
+            if sums is not None:
+                sums[...] = jnp.zeros_like(sums)
+
+    total = _sums(inputs, own, static)[0]
+
+    def charge(j: Any, membrane: Array) -> Array:
+        own[j] = leak * membrane + _input(own[j], total, inputs, static)
+        return _reset(own[j], neuron)
+
+    def back(i: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        j = count - 1 - i
+        later, d_total, d_leak, d_threshold = carry
+        above = own[j] * inverse - 1 > 0
+        direct = jnp.where(above, inputs.states[j].astype(jnp.float32) * inverse, 0)
+        d_leak += later * _reset(own[j], neuron)
+        d_threshold -= direct * own[j] * inverse + leak * jnp.where(above, later, 0)
+        own[j] = later = direct + leak * later
+        return later, d_total + later, d_leak, d_threshold
+
+    zeros = jnp.zeros(own.shape[1:], jnp.float32)
+    each(count, charge, zeros)
+    _, d_total, d_leak, d_threshold = each(count, back, (zeros, zeros, zeros, zeros))
+    if found.bias is not None:
+        found.bias[...] += jnp.sum(d_total, axis=0, keepdims=True)
+    for row, of_row in enumerate((d_leak, d_threshold)):
+        found.neuron[row : row + 1] += jnp.sum(of_row, axis=0, keepdims=True)
+
+    def through_products(j: Any, d_kernel: Array) -> Array:
+        keys, raw, kernel = inputs.keys[j], inputs.values[j], inputs.kernel[...]
+        d_own = d_total - own[j] if static.remaining else own[j]
+        d_own = _apart(d_own, static).astype(keys.dtype)
+        d_keys = product(_weighted(inputs, j), d_own, BY_ROW)
+        d_keys += 2 * keys.astype(jnp.float32) * inputs.squares[...]
+        d_values = product(keys, d_own, PLAIN).astype(keys.dtype)
+        found.keys[j] = d_keys.astype(keys.dtype)
+        found.values[j] = product(d_values, kernel, BY_ROW).astype(keys.dtype)
+        return d_kernel + product(raw, d_values, BY_SLOT)
+
+    d_kernel = each(count, through_products, jnp.zeros(inputs.kernel.shape, jnp.float32))
+    found.kernel[...] += _side_by_side(d_kernel, static)
+
+
+def _sums(inputs: Inputs, own: Any, static: Static) -> tuple[Array, Array]:
+    """A_j of each segment into `own`, their sum, and that of squared keys."""
+
+    def add(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        keys = inputs.keys[j]
+        own[j] = _side_by_side(product(keys, _weighted(inputs, j), BY_SLOT), static)
+        squares = jnp.square(keys.astype(jnp.float32))
+        return carry[0] + own[j], carry[1] + jnp.sum(squares, axis=0, keepdims=True)
+
+    zeros = (jnp.zeros(shape, jnp.float32) for shape in (own.shape[1:], (1, own.shape[2])))
+    return each(own.shape[0], add, tuple(zeros))
+
+
+def _weighted(inputs: Inputs, j: Any) -> Float[Array, "S P"]:
+    """V_j W."""
+    values = inputs.values[j]
+    return product(values, inputs.kernel[...], PLAIN).astype(values.dtype)
+
+
+def _input(own: Array, total: Array, inputs: Inputs, static: Static) -> Float[Array, "K P"]:
+    x = total - own if static.remaining else own
+    return x if inputs.bias is None else x + inputs.bias[...]
+
+
+def _reset(membrane: Array, neuron: Any) -> Array:
+    return membrane - jnp.where(membrane * neuron[2] - 1 > 0, neuron[1], 0)
+
+
+def _head(width: int, wide: int) -> Array:
+    return jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, (width, wide), 1), width)
+
+
+def _side_by_side(x: Float[Array, "P P"], static: Static) -> Float[Array, "K P"]:
+    """Of products of all heads with all, those with themselves."""
+    width, wide = static.width, x.shape[1]
+    found, head = x[:width], _head(width, wide)
+    for i in range(1, wide // width):
+        found = jnp.where(head == i, x[i * width : (i + 1) * width], found)
+    return found
+
+
+def _apart(x: Float[Array, "K P"], static: Static) -> Float[Array, "P P"]:
+    """Zeros between one head and another."""
+    head = _head(*x.shape)
+    return jnp.concatenate(
+        [jnp.where(head == i, x, 0) for i in range(x.shape[1] // static.width)], axis=0
+    )

@@ -1,0 +1,92 @@
+"""What `kernels.py` compiles: forward and backward of the operations that have kernels for TPUs.
+
+Each case takes a function that makes arrays of a shape and dtype, and returns another function and
+its arguments.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from brt.config import Attention, CrossAttention
+from brt.ops import clustered_attention, cross_attention
+from brt.ops.softmax_attention import attend_to_blocks
+from brt.ops.window_attention import window_part
+
+Case = tuple[Callable[..., Any], list[Any]]
+SOURCE, TARGETS, SEGMENT, HEADS, WIDTH = 1024, 128, 64, 8, 64  # of a T5-small that reads news
+TOKENS, CLUSTERS, BITS = 4096, 100, 63
+
+
+def window(array: Callable[..., Any], args: argparse.Namespace) -> Case:
+    """Two blocks of tokens and their window, and states that read them."""
+    size, tokens, heads = args.window, 2 * args.window, 8
+    by_token, cached = (array(args.lanes, n, heads, args.head_dim) for n in (tokens, size))
+    bias, readable = array(heads, size, dtype="float32"), array(args.lanes, 2, dtype="bool")
+    scale = array(heads, dtype="float32")
+
+    def gradients(q, cached, k, v, bias, scale, readable, weights):
+        def loss(q, k, v, bias, scale):
+            part = window_part(
+                q, cached, k, v, bias, readable, scale=scale, implementation=args.implementation
+            )
+            states = attend_to_blocks(
+                q[:, :size], k.swapaxes(1, 2), v.swapaxes(1, 2), readable[:, 0],
+                null_keys=True, implementation=args.implementation,
+            )  # fmt: skip
+            return _inner(part.output + jnp.tile(states, (1, 2, 1, 1)), weights)
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(q, k, v, bias, scale)
+
+    both = cached, cached
+    return gradients, [by_token, both, by_token, by_token, bias, scale, readable, by_token]
+
+
+def segmented(array: Callable[..., Any], args: argparse.Namespace) -> Case:
+    """SRformer's cross-attention."""
+    config = CrossAttention(kind="srformer", segment_size=SEGMENT, q_ref=TARGETS)
+    shapes = jax.eval_shape(
+        lambda: cross_attention.initial_parameters(jax.random.key(0), config, HEADS, WIDTH)
+    )
+    parameters = jax.tree.map(lambda x: array(*x.shape, dtype=x.dtype), shapes)
+    source, target = (array(args.lanes, n, HEADS, WIDTH) for n in (SOURCE, TARGETS))
+
+    def gradients(q, k, v, valid, parameters, weights):
+        def loss(q, k, v, parameters):
+            y, aux = cross_attention.attend(
+                q, k, v, valid, parameters, config, implementation=args.implementation
+            )
+            return _inner(y, weights), aux
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(q, k, v, parameters)
+
+    valid = array(args.lanes, SOURCE, dtype="bool")
+    return gradients, [target, source, source, valid, parameters, target]
+
+
+def clustered(array: Callable[..., Any], args: argparse.Namespace) -> Case:
+    """Clustered attention, and the k-means before it."""
+    config = Attention(kind="clustered", clusters=CLUSTERS, bits=BITS)
+    name, x = args.implementation, array(args.lanes, TOKENS, HEADS, WIDTH)
+
+    def gradients(q, k, v, valid, weights):
+        def loss(q, k, v):
+            y = clustered_attention.attend(
+                q, k, v, valid, config, jax.random.key(0), scale=WIDTH**-0.5,
+                implementation=name, kmeans_implementation=name,
+            )  # fmt: skip
+            return _inner(y, weights)
+
+        return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    return gradients, [x, x, x, array(args.lanes, TOKENS, dtype="bool"), x]
+
+
+def _inner(x: jax.Array, weights: jax.Array) -> jax.Array:
+    return jnp.sum(x.astype(jnp.float32) * weights.astype(jnp.float32))
+
+
+CASES = {"window": window, "segmented": segmented, "clustered": clustered}
