@@ -31,7 +31,8 @@ class Kernels:
     softmax_attention: Name = free("auto")  # within: of states and tokens to each other
     memory_attention: Name = free("auto")  # of memorizing layers
     causal_clustered_attention: Name = free("auto")  # of clustered layers
-    masked_attention: Name = free("auto")  # of encoders, and of the decoder of a Seq2Seq to itself
+    # of encoders, of the decoder of a Seq2Seq to itself, and of summary layers
+    masked_attention: Name = free("auto")
     encoder_attention: Name = free(
         "auto"
     )  # Seq2Seq.encoder_attention = 'local', 'transient_global'

@@ -36,6 +36,13 @@ class Model:
     clusters: int = adaptable(64)
     cluster_top_k: int = adaptable(16)  # keys of the past that a centroid keeps; others it sums up
     cluster_jensen: bool = adaptable(True)  # count in how far queries lie from their centroid
+    summary_layers: tuple[int, ...] = adaptable(())  # which layers sum up every block (MELODI)
+    # which do, and remember the sums of many blocks
+    long_summary_layers: tuple[int, ...] = adaptable(())
+    summaries: int = adaptable(128)  # vectors in which a layer sums up a block for the one above
+    short_memory: int = adaptable(128)  # vectors in which it does for its own next block
+    long_memory: int = adaptable(8192)  # vectors that a long_summary layer remembers
+    long_increment: int = adaptable(64)  # of them, how many are of one block
     cache: bool = adaptable(True)  # False: a block reads only itself (a vanilla transformer)
     # of all layers, where kinds have no field X_layers above
     layer_kinds: tuple[str, ...] = adaptable(())
@@ -44,6 +51,7 @@ class Model:
     relative_buckets: int = inherited(32)  # T5 relative position bias
     relative_max_distance: int = inherited(128)
     normalize_qk: bool = inherited(True)  # L2-normalised queries and keys, learned scale per head
+    mlp_bias: bool = inherited(False)
     scale_init: float = adaptable(1.0)  # that scale's initial value
     # after the pre-attention norm, on attention, after the MLP, before logits
     dropout: float = free(0.0)
@@ -79,6 +87,7 @@ class Model:
         self._check_places()
         self._check_memory()
         self._check_clusters()
+        self._check_summaries()
 
     def _check_places(self) -> None:
         """Every layer has one kind."""
@@ -137,6 +146,26 @@ class Model:
             f"Model.clustered_layers = {self.clustered_layers} read what leaves the window, which "
             "needs Model.cache = True",
         )
+
+    def _check_summaries(self) -> None:
+        check_positive(self, "summaries", "short_memory", "long_memory", "long_increment")
+        check(
+            self.long_memory % self.long_increment == 0,
+            f"Model.long_memory = {self.long_memory} must be a multiple of Model.long_increment = "
+            f"{self.long_increment}",
+        )
+        for name in ("summary_layers", "long_summary_layers"):
+            layers = getattr(self, name)
+            check(
+                not layers or self.positions != "rotary",
+                f"Model.positions = 'rotary' has no place for the vectors that Model.{name} = "
+                f"{layers} remember; take 't5', 'alibi' or 'none'",
+            )
+            check(
+                not layers or not self.feedback,
+                f"Model.feedback = True has every layer read recurrent states, which Model.{name} "
+                f"= {layers} do not; set it to False",
+            )
 
     def _places(self) -> dict[str, tuple[int, ...]]:
         """The layers that a field <kind>_layers names, by kind."""

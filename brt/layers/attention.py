@@ -10,7 +10,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
 from brt.distributed.rules import constrain, count
-from brt.layers.basic import FROM_HEADS, INTO_HEADS, ONES, dropout, kernel_init, parameter
+from brt.layers.basic import (
+    FROM_HEADS,
+    INTO_HEADS,
+    ONES,
+    ZEROS,
+    dropout,
+    kernel_init,
+    parameter,
+)
 from brt.layers.state import OpenBlock, WindowState, zero_where_invalid
 from brt.ops.activations import relu
 from brt.ops.dense import dense
@@ -19,6 +27,7 @@ from brt.ops.normalization import l2_normalize, rms_norm, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import Rotation, alibi_bias, relative_bias, rotate, rotations
 from brt.ops.recurrent_attention import StateMemory
+from brt.ops.reductions import add_shared
 from brt.ops.softmax_attention import attend
 from brt.ops.window_attention import last_block, normalizes, segment_part, window_part_step
 
@@ -108,6 +117,9 @@ class TransformerBlock(nn.Module):
         self.mlp_norm = parameter(self, "mlp_norm", (m.model_dim,), ("embed",), ONES)
         self.mlp_in = parameter(self, "mlp_in", (m.model_dim, m.mlp_dim), ("embed", "mlp"))
         self.mlp_out = parameter(self, "mlp_out", (m.mlp_dim, m.model_dim), ("mlp", "embed"))
+        if m.mlp_bias:
+            self.mlp_in_bias = parameter(self, "mlp_in_bias", (m.mlp_dim,), ("mlp",), ZEROS)
+            self.mlp_out_bias = parameter(self, "mlp_out_bias", (m.model_dim,), ("embed",), ZEROS)
 
     def project(self, x: Float[Array, "B T D"]) -> TokenProjections:
         """Queries, keys and values of the tokens, by one product and one normalisation."""
@@ -142,6 +154,12 @@ class TransformerBlock(nn.Module):
         raw = products[0], products[1]
         return TokenProjections(queries, keys, values, cross[0] if cross else None, raw)
 
+    def memorize(self, z: Float[Array, "B S D"]) -> StateMemory:
+        """Keys and values [B, S, H, K] of vectors that are no tokens, made as those of tokens."""
+        h = dropout(self, rms_norm(z, self.norm), self.model.dropout)
+        keys, values = dense(h, self.keys), dense(h, self.values)
+        return StateMemory(l2_normalize(keys) if self.model.normalize_qk else keys, values)
+
     def query_scale(self, name: str = "scale") -> Float[Array, " H"]:
         """What is folded into the queries: learned, or the usual one of unnormalised queries."""
         m = self.model
@@ -149,17 +167,21 @@ class TransformerBlock(nn.Module):
             return jnp.abs(getattr(self, name))
         return jnp.full((m.heads,), m.head_dim**-0.5)
 
-    def bias(self) -> Float[Array, "H W"] | None:
-        """Of keys by how far they lie before a query, nearest first; None: there is none."""
-        m = self.model
+    def bias(self, reach: int | None = None) -> Float[Array, "H W"] | None:
+        """Of keys by how far they lie before a query, nearest first; None: there is none.
+
+        Args:
+          reach: of how many keys; None: of the window's.
+        """
+        m, reach = self.model, reach or self.model.window
         if m.positions == "t5":
             bias = relative_bias(
-                self.relative_bias, window=m.window, attend_to_self=m.attend_to_self,
+                self.relative_bias, window=reach, attend_to_self=m.attend_to_self,
                 max_distance=m.relative_max_distance,
             )  # fmt: skip
         elif m.positions == "alibi":
             bias = alibi_bias(
-                self.alibi_scale, self.alibi_bound, heads=m.heads, window=m.window,
+                self.alibi_scale, self.alibi_bound, heads=m.heads, window=reach,
                 attend_to_self=m.attend_to_self,
             )  # fmt: skip
         else:
@@ -209,7 +231,7 @@ class TransformerBlock(nn.Module):
                 implementation=self.kernels.softmax_attention,
             )  # fmt: skip
             attended.append(crossed.reshape(attended[0].shape))
-        return self._finish(x, jnp.stack(attended, axis=2))
+        return self.finish(x, jnp.stack(attended, axis=2))
 
     def attend_step(
         self,
@@ -246,7 +268,7 @@ class TransformerBlock(nn.Module):
         attended = [part.output if mix is None else mix(projections.queries, part)]
         if memory is not None:
             attended.append(attend(projections.cross_queries, *memory))
-        return self._finish(x, jnp.stack(attended, axis=2)), after
+        return self.finish(x, jnp.stack(attended, axis=2)), after
 
     def _rotate_step(
         self,
@@ -270,16 +292,21 @@ class TransformerBlock(nn.Module):
         """The name of the tokens' axis: whole blocks are shared, or none."""
         return "tokens" if count("blocks", x.shape[1] // self.model.window) > 1 else None
 
-    def _finish(
+    def finish(
         self, x: Float[Array, "B T D"], attended: Float[Array, "B T n H K"]
     ) -> Float[Array, "B T D"]:
         """Residual of the attention, then the MLP and its residual."""
         tokens = self._along(x)
         attended = constrain(attended, "lanes", tokens, None, "heads", None)
         x = constrain(x + dense(attended, self.output, inputs=3), "lanes", tokens, None)
-        hidden = relu(dense(rms_norm(x, self.mlp_norm), self.mlp_in))
-        hidden = constrain(hidden, "lanes", tokens, "mlp")
-        y = x + dropout(self, dense(hidden, self.mlp_out), self.model.dropout)
+        hidden = dense(rms_norm(x, self.mlp_norm), self.mlp_in)
+        if self.model.mlp_bias:
+            hidden = add_shared(hidden, self.mlp_in_bias)
+        hidden = constrain(relu(hidden), "lanes", tokens, "mlp")
+        out = dense(hidden, self.mlp_out)
+        if self.model.mlp_bias:
+            out = add_shared(out, self.mlp_out_bias)
+        y = x + dropout(self, out, self.model.dropout)
         return constrain(y, "lanes", tokens, None)
 
 

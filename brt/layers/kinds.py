@@ -24,6 +24,16 @@ from brt.layers.recurrent import (
     state_update_flops,
 )
 from brt.layers.state import WINDOW_AXES, LayerState, new_window_state
+from brt.layers.summary import (
+    LONG_SUMMARY_AXES,
+    SUMMARY_AXES,
+    LongSummaryLayer,
+    SummaryLayer,
+    long_summary_flops,
+    new_long_summary_state,
+    new_summary_state,
+    summary_flops,
+)
 
 
 class LayerAux(NamedTuple):
@@ -51,6 +61,9 @@ class LayerKind(NamedTuple):
       decode_step(x [B, 1, D], (state, block), position, feedback) -> (y, block)
       end_block(None, (state, block), None, None) -> (None, state)
 
+    Where a kind `sums_up`, x is a `Stream` with all that travels, and end_block takes and gives
+    one, too; the summaries pass by the others.
+
     `feedback` is the `StateMemory` that a layer shows to all others, or None. What a layer
     learns without gradients is its model state: the last argument of all four methods where the
     kind has one, and read only but for the first, which returns (y, state, LayerAux).
@@ -61,12 +74,13 @@ class LayerKind(NamedTuple):
       parts: the fields of the state that make its "cache", its "state" or its "memory", each in
         one part: what can be ablated or exchanged by itself.
       flops: of a token, forward, of what the kind adds to a sliding-window layer.
-      settings: the fields of `Model` that only this kind reads. One named <kind>_layers places
+      settings: the fields of `Model` that are this kind's. One named <kind>_layers places
         it; a kind without such a field is placed by Model.layer_kinds.
       recurs: whether it carries state vectors, `state.vectors` [B, S, D], and its open block
         shows them as `memory`: what probes look at, and what Model.feedback shows to others.
       loops: whether it goes block by block through a segment: its gradients then need all that
         it made on the way, which others compute again where that is quicker than to keep it.
+      sums_up: whether it reads and makes summaries of blocks.
       new_model_state: (model) -> that of a layer of this kind at step 0; None: it has none.
     """
 
@@ -78,6 +92,7 @@ class LayerKind(NamedTuple):
     settings: tuple[str, ...] = ()
     recurs: bool = False
     loops: bool = False
+    sums_up: bool = False
     new_model_state: Callable[[Model], Any] | None = None
 
 
@@ -115,6 +130,26 @@ KINDS = {
         clustered_flops,
         ("clustered_layers", "clusters", "cluster_top_k", "cluster_jensen"),
         loops=True,
+    ),
+    "summary": LayerKind(
+        SummaryLayer,
+        new_summary_state,
+        SUMMARY_AXES,
+        {"state": ("vectors", "valid")},
+        summary_flops,
+        ("summary_layers", "summaries", "short_memory"),
+        loops=True,
+        sums_up=True,
+    ),
+    "long_summary": LayerKind(
+        LongSummaryLayer,
+        new_long_summary_state,
+        LONG_SUMMARY_AXES,
+        {"state": ("short",), "memory": ("vectors", "length")},
+        long_summary_flops,
+        ("long_summary_layers", "long_memory", "long_increment"),
+        loops=True,
+        sums_up=True,
     ),
 }  # fmt: skip
 

@@ -14,9 +14,9 @@ from brt.config.checks import check
 from brt.config.fields import Kept
 from brt.distributed.rules import Names, constrain
 from brt.layers import kinds
-from brt.layers.basic import remat_policy
+from brt.layers.basic import compute_dtype, parameter, remat_policy
 from brt.layers.kinds import LayerAux
-from brt.layers.state import LayerState
+from brt.layers.state import LayerState, Stream
 from brt.ops import dispatch
 from brt.ops.recurrent_attention import StateMemory
 
@@ -121,26 +121,38 @@ class Stack(nn.Module):
         ]
         if self.model.feedback:
             self.speaker = max(i for i, (_, k, _) in enumerate(places) if kinds.of(k).recurs)
+        if any(kinds.of(kind).sums_up for _, kind, _ in places):
+            self.summaries = parameter(
+                self, "summaries", (self.model.summaries, self.model.model_dim),
+                ("states", "embed"), nn.initializers.truncated_normal(0.25),
+            )  # fmt: skip
+
+    def _lowest_summaries(self, lanes: int, blocks: int) -> Float[Array, "B N U D"] | None:
+        """Of every block the learned ones; None in models without."""
+        if not any(kinds.of(kind).sums_up for kind in self.model.layer_types):
+            return None
+        learned = self.summaries.astype(compute_dtype(self.model))
+        return jnp.broadcast_to(learned, (lanes, blocks, *learned.shape))
 
     def _through(
-        self, run: int, method: str, x: Array | None, inputs: PyTree, *shared: Any,
+        self, run: int, method: str, stream: Stream, inputs: PyTree, *shared: Any,
         model_state: ModelState,
-    ) -> tuple[Any, PyTree, LayerAux]:  # fmt: skip
-        """One run: a scan whose carry is x, over what each of its layers has of its own.
+    ) -> tuple[Stream, PyTree, LayerAux]:  # fmt: skip
+        """One run: a scan whose carry is the stream, over what each of its layers has of its own.
 
         Args:
           method: of the layers.
           inputs: of the layers, on axis 1; `shared`: two arguments for all.
         """
         name, kind, count = runs(self.model)[run]
-        learns = kinds.of(kind).new_model_state is not None
+        learns, sums_up = kinds.of(kind).new_model_state is not None, kinds.of(kind).sums_up
 
         def layer(
-            module: nn.Module, x: Array | None, inputs: PyTree, learnt: PyTree, *shared: Any
-        ) -> tuple[Array | None, tuple[PyTree, LayerAux]]:
-            known = (learnt,) if learns else ()
+            module: nn.Module, stream: Stream, inputs: PyTree, learnt: PyTree, *shared: Any
+        ) -> tuple[Stream, tuple[PyTree, LayerAux]]:
+            known, x = (learnt,) if learns else (), stream if sums_up else stream.tokens
             x, after, *aux = getattr(module, method)(x, inputs, *shared, *known)
-            return x, (after, *(aux or [LayerAux()]))
+            return x if sums_up else stream._replace(tokens=x), (after, *(aux or [LayerAux()]))
 
         if (keep := _kept(self.model, kind)) and method == "__call__":
             layer = nn.remat(layer, prevent_cse=False, policy=remat_policy(keep))
@@ -156,8 +168,8 @@ class Stack(nn.Module):
             check_constancy_invariants=False,  # it would trace every layer twice
         )
         learnt = model_state[name] if learns else ()
-        x, (after, aux) = scan(self.runs[run], x, inputs, learnt, *shared)
-        return x, after, aux
+        stream, (after, aux) = scan(self.runs[run], stream, inputs, learnt, *shared)
+        return stream, after, aux
 
     def __call__(
         self,
@@ -180,16 +192,18 @@ class Stack(nn.Module):
         feedback: StateMemory | None,
     ) -> tuple[Float[Array, "B T D"], StackState, LayerAux]:
         after, learnt, losses, metrics = [], {}, {}, {}
+        stream = Stream(x, self._lowest_summaries(*document_start.shape))
         for run, (name, _, _) in enumerate(runs(self.model)):
-            x, run_state, aux = self._through(
-                run, "__call__", x, state[run], document_start, feedback, model_state=model_state
-            )
+            stream, run_state, aux = self._through(
+                run, "__call__", stream, state[run], document_start, feedback,
+                model_state=model_state,
+            )  # fmt: skip
             after.append(run_state)
             learnt |= {name: aux.model_state} if name in model_state else {}
             for loss, values in aux.losses.items():
                 losses[loss] = losses.get(loss, 0.0) + jnp.sum(values)
             metrics |= {f"{name}/{metric}": jnp.mean(v) for metric, v in aux.metrics.items()}
-        return x, tuple(after), LayerAux(learnt, losses, metrics)
+        return stream.tokens, tuple(after), LayerAux(learnt, losses, metrics)
 
     def _block_by_block(
         self,
@@ -223,16 +237,18 @@ class Stack(nn.Module):
         state, model_state = carry
         speaker = self.speaker
         _, opened, _ = self._through(
-            speaker, "begin_block", None, state[speaker], start, None, model_state=model_state
-        )
+            speaker, "begin_block", Stream(None), state[speaker], start, None,
+            model_state=model_state,
+        )  # fmt: skip
         feedback = jax.tree.map(lambda part: part[:, None], _feedback(opened))
         x, state, aux = self._layer_by_layer(x, state, start[:, None], model_state, feedback)
         return (state, aux.model_state), (x, (aux.losses, aux.metrics))
 
     def begin_block(self, state: StackState, model_state: ModelState) -> StackBlock:
         """Empty blocks behind `state`, to be filled by `decode_step`."""
+        nothing = Stream(None)
         return tuple(
-            self._through(run, "begin_block", None, own, None, None, model_state=model_state)[1]
+            self._through(run, "begin_block", nothing, own, None, None, model_state=model_state)[1]
             for run, own in enumerate(state)
         )
 
@@ -246,22 +262,26 @@ class Stack(nn.Module):
     ) -> tuple[Float[Array, "B 1 D"], StackBlock]:
         """One token of the open blocks."""
         feedback = _feedback(block[self.speaker]) if self.model.feedback else None
-        after = []
+        stream, after = Stream(x), []
         for run, pair in enumerate(zip(state, block, strict=True)):
-            x, opened, _ = self._through(
-                run, "decode_step", x, pair, position, feedback, model_state=model_state
+            stream, opened, _ = self._through(
+                run, "decode_step", stream, pair, position, feedback, model_state=model_state
             )
             after.append(opened)
-        return x, tuple(after)
+        return stream.tokens, tuple(after)
 
     def end_block(
         self, state: StackState, block: StackBlock, model_state: ModelState
     ) -> StackState:
-        """The state after full blocks."""
-        return tuple(
-            self._through(run, "end_block", None, pair, None, None, model_state=model_state)[1]
-            for run, pair in enumerate(zip(state, block, strict=True))
-        )
+        """The state after full blocks; their summaries climb the layers now."""
+        lanes = len(jax.tree.leaves(state)[0])
+        stream, after = Stream(None, self._lowest_summaries(lanes, 1)), []
+        for run, pair in enumerate(zip(state, block, strict=True)):
+            stream, ended, _ = self._through(
+                run, "end_block", stream, pair, None, None, model_state=model_state
+            )
+            after.append(ended)
+        return tuple(after)
 
 
 def _feedback(opened: Any) -> StateMemory:

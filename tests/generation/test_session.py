@@ -38,6 +38,15 @@ MODELS = {
     "clustered": dataclasses.replace(
         WINDOWED, clustered_layers=(1,), clusters=3, cluster_top_k=2, positions="alibi"
     ),
+    "summary": dataclasses.replace(
+        WINDOWED,
+        summary_layers=(0,),
+        long_summary_layers=(1,),
+        summaries=2,
+        short_memory=3,
+        long_memory=4,
+        long_increment=2,
+    ),
     "bfloat16": dataclasses.replace(WINDOWED, layers=1, recurrent_layers=(0,), dtype="bfloat16"),
 }
 TEXT = np.random.default_rng(0).integers(1, VOCABULARY, 29).tolist()  # with BOS 7.5 blocks

@@ -38,6 +38,10 @@ MODELS = {
         "layers": 2, "clustered_layers": (0,), "clusters": 3, "cluster_top_k": 2,
         "positions": "alibi", "recurrent_layers": (1,), "feedback": True,
     },
+    "summary": {
+        "summary_layers": (0,), "long_summary_layers": (2,), "summaries": 2, "short_memory": 3,
+        "long_memory": 4, "long_increment": 2,
+    },
     "memorizing, recurrent": {
         "layers": 2, "memorizing_layers": (0,), "memory_size": 12, "memory_neighbors": 3,
         "memory_search": "bucketed", "recurrent_layers": (1,), "feedback": True,
@@ -112,6 +116,7 @@ def test_segments_with_carried_state_equal_one_long_segment(
         "no cache, recurrent",
         "memorizing",
         "clustered, recurrent",
+        "summary",
     ],
 )
 def test_nothing_reads_the_future_or_another_lane(compiled: Callable, name: str) -> None:
@@ -129,13 +134,15 @@ def test_nothing_reads_the_future_or_another_lane(compiled: Callable, name: str)
     near = (distance >= 0) & (distance <= model.layers * (WINDOW - 1))
     if not model.cache:
         near &= place[:, None] // WINDOW == place[None, :] // WINDOW
-    # The past of earlier blocks, too: all through recurrent states, some through a memory.
-    most = distance >= 0 if model.recurrent_layers or model.memorizing_layers else near
+    # The past of earlier blocks, too: all through recurrent states and summaries, some through a
+    # memory.
+    everywhere = model.recurrent_layers or model.memorizing_layers or model.summary_layers
+    most = distance >= 0 if everywhere else near
     least = near if model.memorizing_layers else most
     assert (least <= differs[0]).all() and (differs[0] <= most).all()
 
 
-@pytest.mark.parametrize("name", ["window", "edges", "feedback", "memorizing"])
+@pytest.mark.parametrize("name", ["window", "edges", "feedback", "memorizing", "summary"])
 @pytest.mark.parametrize("block", [0, 2])
 def test_a_document_does_not_depend_on_what_was_read_before_it(
     compiled: Callable, name: str, block: int

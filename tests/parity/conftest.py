@@ -17,6 +17,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     patterns = {
         "layer_file": ("sliding_layer_", "xl_layer_", "recurrent_layer_"),
         "stack_file": ("stack_",),
+        "melodi_layer_file": ("melodi_short", "melodi_long"),
+        "melodi_stack_file": ("melodi_stack",),
         "optimizer_file": ("opt_adafactor",),
         "schedule_file": ("lr_schedules",),
         "bias_file": ("t5_bias",),

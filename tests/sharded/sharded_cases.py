@@ -31,7 +31,8 @@ STEPS = 20
 WORDS = "fünf Füchse laufen über den kalten See und ruhen dann am Ufer aus".split()
 MODEL = Model(
     layers=2, model_dim=16, heads=8, head_dim=4, mlp_dim=32, window=4, states=4, memory_size=64,
-    memory_neighbors=4, clusters=3, cluster_top_k=2, dtype="float32",
+    memory_neighbors=4, clusters=3, cluster_top_k=2, summaries=2, short_memory=2, long_memory=8,
+    long_increment=2, dtype="float32",
 )  # fmt: skip
 ENCODER = Encoder(
     layers=2, model_dim=32, heads=8, mlp_dim=32, dropout=0.0, positions="sinusoidal",
@@ -154,6 +155,7 @@ CASES: dict[str, Callable[[Path], Config]] = {
     "feedback": lambda place: documents(place, recurrent_layers=(1,), feedback=True),
     "memorizing": lambda place: documents(place, memorizing_layers=(1,)),
     "clustered": lambda place: documents(place, clustered_layers=(0,)),
+    "summary": lambda place: documents(place, summary_layers=(0,), long_summary_layers=(1,)),
     "masked": masked,
     "masked_clustered": lambda place: masked(
         place, kind="improved_clustered", clusters=4, bits=8, top_k=4

@@ -44,7 +44,7 @@ def form(own: TrainedDecoder, dtype: str) -> Form:
     """What others read.
 
     Raises:
-      CheckpointError: it has layers of a kind that modeling_brt.py does not know.
+      CheckpointError: it has layers of a kind, or biases, that modeling_brt.py does not know.
     """
     model = own.model
     for kind in model.layer_types:
@@ -56,6 +56,11 @@ def form(own: TrainedDecoder, dtype: str) -> Form:
                 f"form: layers of the kind {kind!r} cannot be exported, only window and recurrent "
                 "ones"
             )
+    if model.mlp_bias:
+        raise CheckpointError(
+            "Model.mlp_bias = True has no counterpart in Hugging Face's form; only MLPs without "
+            "biases can be exported"
+        )
     exported = dict(arrays(own))
     summary = (
         f"decoder of {model.layers} layers, {model.layer_types.count('recurrent')} of them "

@@ -1,0 +1,29 @@
+"""What the original code gave, and how close to it is close."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+
+TOLERANCE = 1e-5  # relative to the largest magnitude of the array, float32
+
+
+class Golden(dict):
+    """The arrays of one file; `under` gives those of a folder by their names within it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(np.load(path))
+        self.meta = json.loads(str(self.pop("meta")))
+
+    def under(self, folder: str) -> dict[str, np.ndarray]:
+        return {k[len(folder) + 1 :]: v for k, v in self.items() if k.startswith(folder + "/")}
+
+
+def assert_close(
+    actual: jax.Array, expected: np.ndarray, name: str, scale: float | None = None
+) -> None:
+    """Relative to `scale`: the largest magnitude, or of a sum that of all its terms."""
+    scale = max(scale or float(np.abs(expected).max()), 1e-3)
+    error = float(np.abs(np.asarray(actual) - expected).max()) / scale
+    assert error <= TOLERANCE, f"{name}: relative error {error:.2e}"

@@ -1,0 +1,187 @@
+"""Layers that sum up blocks equal MELODI's own code: outputs, memories and gradients."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from recordings import Golden, assert_close
+
+from brt.config import Model
+from brt.layers.kinds import KINDS
+from brt.layers.state import Stream
+from brt.layers.summary import LongSummaryState, SummaryState
+from brt.models import decoder
+from brt.models.decoder import Decoder
+
+_MIXES = {
+    "summary_mix": "token_mixing_summary", "short_mix": "token_mixing_short",
+    "long_mix": "long_mem_token_mixing",
+}  # fmt: skip
+_MIX = {
+    "kernel": "lin_mix/kernel", "bias": "lin_mix/bias", "token_norm": "layernorm1/scale",
+    "summary_norm": "layernorm2/scale",
+}  # fmt: skip
+NAMES = {
+    "tokens/norm": "tbase/pre_attn_layernorm/scale",
+    "tokens/queries": "tbase/_kvq/queries_layer/kernel",
+    "tokens/keys": "tbase/_kvq/keys_layer/kernel",
+    "tokens/values": "tbase/_kvq/values_layer/kernel",
+    "tokens/scale": "tbase/_kvq/attention_scale",
+    "tokens/relative_bias": "relative_positions/rel_embedding",
+    "tokens/output": "tbase/post_attn_mlp/output_layer/kernel",
+    "tokens/mlp_norm": "tbase/pre_ffn_layernorm/scale",
+    "tokens/mlp_in": "tbase/ffn/mlp_layer/input_layer/kernel",
+    "tokens/mlp_in_bias": "tbase/ffn/mlp_layer/input_layer/bias",
+    "tokens/mlp_out": "tbase/ffn/mlp_layer/output_layer/kernel",
+    "tokens/mlp_out_bias": "tbase/ffn/mlp_layer/output_layer/bias",
+    "memory_gate": "attn_gate",
+    **{f"{a}/{b}": f"{x}/{y}" for a, x in _MIXES.items() for b, y in _MIX.items()},
+}
+MEMORY = "_memory/previous_mems_train"
+
+
+def model_of(golden: Golden) -> Model:
+    cfg = golden.meta["cfg"]
+    long = tuple(cfg.get("long_layers", [0] if cfg.get("kind") == "long" else []))
+    layers = cfg["layers"] if "long_layers" in cfg else 1
+    own = {} if not long else {"long_memory": cfg["long"], "long_increment": cfg["increment"]}
+    return Model(
+        layers=layers, long_summary_layers=long,
+        summary_layers=tuple(i for i in range(layers) if i not in long),
+        model_dim=cfg["d"], heads=cfg["heads"], head_dim=cfg["head_dim"], mlp_dim=cfg["mlp"],
+        window=cfg["window"], summaries=cfg["summary"], short_memory=cfg["short"], mlp_bias=True,
+        vocab_size=cfg["vocab"], dtype="float32", **own,
+    ).parity()  # fmt: skip
+
+
+def layer_parameters(arrays: dict[str, np.ndarray], model: Model) -> dict[str, Any]:
+    """One layer's arrays by the names and shapes of ours; none is left over."""
+    arrays = {name.removeprefix("melodi_layer/"): array for name, array in arrays.items()}
+    heads, flat = (model.heads, model.head_dim), {}
+    for ours, theirs in NAMES.items():
+        if theirs not in arrays:
+            continue
+        array = jnp.asarray(arrays.pop(theirs))
+        if ours in ("tokens/queries", "tokens/keys", "tokens/values"):
+            array = array.reshape(-1, *heads)
+        elif ours == "tokens/output":
+            array = array.reshape(1, *heads, -1)
+        flat[ours] = array
+    assert not arrays
+    return unflatten_dict(flat, sep="/")
+
+
+def layer_state(arrays: dict[str, np.ndarray]) -> SummaryState | LongSummaryState:
+    """Memories of rows that have read much."""
+    short = jnp.asarray(arrays["short" + MEMORY])
+    short = SummaryState(short, jnp.ones(len(short), bool))
+    if "long" + MEMORY not in arrays:
+        return short
+    long = jnp.asarray(arrays["long" + MEMORY])
+    return LongSummaryState(short, long, jnp.full(len(long), long.shape[1]))
+
+
+def check_state(state: Any, arrays: dict[str, np.ndarray], name: str) -> None:
+    assert_close(state.short.vectors, arrays["short" + MEMORY], f"{name}, short")
+    if isinstance(state, LongSummaryState):
+        assert_close(state.vectors, arrays["long" + MEMORY], f"{name}, long")
+
+
+def starts(flags: np.ndarray, tokens: int, model: Model) -> jax.Array:
+    return jnp.zeros((len(flags), tokens // model.window), bool).at[:, 0].set(flags)
+
+
+def test_layer(melodi_layer_file: Path) -> None:
+    golden = Golden(melodi_layer_file)
+    model = model_of(golden)
+    module = KINDS[model.layer_types[0]].module(model)
+    params = layer_parameters(golden.under("params"), model)
+
+    def stream(segment: str) -> Stream:
+        us = jnp.asarray(golden["us" + segment])
+        us = us.reshape(len(us), -1, model.summaries, model.model_dim)
+        return Stream(jnp.asarray(golden["xs" + segment]), us)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    def value_and_grad(params: Any, stream: Stream, state: Any, start: jax.Array) -> tuple:
+        after, state = module.apply({"params": params}, stream, state, start)
+        us, memories = after.summaries.reshape(golden["us"].shape), golden.under("cs")
+        value = jnp.sum(after.tokens * golden["ct"]) + jnp.sum(us * golden["cu"])
+        value += jnp.sum(state.short.vectors * memories["short" + MEMORY])
+        if isinstance(state, LongSummaryState):
+            value += jnp.sum(state.vectors * memories["long" + MEMORY])
+        return value, (after.tokens, us, state)
+
+    tokens = golden["xs"].shape[1]
+    (value, (ys, us, state)), (grads, grad_stream) = value_and_grad(
+        params, stream(""), layer_state(golden.under("state_in")),
+        starts(golden["start"], tokens, model),
+    )  # fmt: skip
+    assert_close(ys, golden["ys"], "ys")
+    assert_close(us, golden["ys_us"], "summaries")
+    check_state(state, golden.under("state_out"), "state")
+    scale = float(np.abs(golden["ys"] * golden["ct"]).sum())
+    assert_close(value, golden["loss"], "loss", scale)
+    assert_close(grad_stream.tokens, golden["grad_xs"], "gradient of xs")
+    grad_us = grad_stream.summaries.reshape(golden["us"].shape)
+    assert_close(grad_us, golden["grad_us"], "gradient of summaries")
+    expected = flatten_dict(layer_parameters(golden.under("grad_params"), model), sep="/")
+    for name, gradient in flatten_dict(grads, sep="/").items():
+        assert_close(gradient, expected[name], f"gradient of {name}")
+
+    (_, (ys, us, state)), _ = value_and_grad(
+        params, stream("2"), state, starts(golden["start2"], tokens, model)
+    )
+    assert_close(ys, golden["ys2"], "ys of segment 2")
+    assert_close(us, golden["ys_us2"], "summaries of segment 2")
+    check_state(state, golden.under("state_out2"), "state of segment 2")
+
+
+def test_stack(melodi_stack_file: Path) -> None:
+    golden = Golden(melodi_stack_file)
+    model = model_of(golden)
+    names = ["summary_0", "long_summary_1", "summary_2"]  # runs of one layer each
+
+    def parameters(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+        def of_layer(i: int) -> dict[str, Any]:
+            prefix = f"layer_stack/melodi_layers_{i}/"
+            own = {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+            return jax.tree.map(lambda x: x[None], layer_parameters(own, model))
+
+        stack = {name: of_layer(i) for i, name in enumerate(names)}
+        stack["summaries"] = jnp.asarray(arrays["layer_stack/summary_embeddings"])
+        return {
+            "embedding": jnp.asarray(arrays["embed/embedding"]),
+            "norm": jnp.asarray(arrays["layer_stack/final_layernorm/scale"]),
+            "stack": stack,
+        }
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def value_and_grad(params: Any, state: Any, tokens: jax.Array, start: jax.Array) -> tuple:
+        hidden, state, *_ = Decoder(model).apply({"params": params}, tokens, state, start)
+        logits = decoder.logits(model, params["embedding"], hidden)
+        targets = jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], axis=1)
+        scored = (tokens > 0) & (targets > 0)
+        nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
+        return jnp.sum(nats[..., 0] * scored), (logits, state)
+
+    params, state = parameters(golden.under("params")), decoder.new_state(model, 2)
+    for segment, gradients in (("1", "grad_params"), ("2", "grad_params2")):
+        tokens = golden["tokens" + segment]
+        start = starts(golden["start" + segment], tokens.shape[1], model)
+        (value, (logits, state)), grads = value_and_grad(params, state, tokens, start)
+        assert_close(logits, golden["logits" + segment], "logits")
+        assert_close(value, golden["loss" + segment], "loss")
+        for i, run_state in enumerate(state):
+            own = jax.tree.map(lambda leaf: leaf[:, 0], run_state)
+            folder = f"state{segment}/layer_stack/melodi_layers_{i}"
+            check_state(own, golden.under(folder), folder)
+        expected = flatten_dict(parameters(golden.under(gradients)), sep="/")
+        for name, gradient in flatten_dict(grads, sep="/").items():
+            assert_close(gradient, expected[name], f"gradient {segment} of {name}")
