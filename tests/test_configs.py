@@ -50,6 +50,8 @@ PINNED = {
     # XL:512 with a gate per head in place of one layer's position bias.
     "memorizing": 151_023_712 - 8 * 32 + 8,
 }
+# MELODI's without the embedding, by the sizes of its paper's rows.
+MELODI = {"s128_l64": 166_035_112, "s192_l96": 167_513_416}
 PAPER_MILLIONS = {  # sections 4.1 and 4.5; it rounds 374.4 up
     "slide_12": 151,
     "slide_13": 164,
@@ -91,12 +93,13 @@ def structure(model: Model) -> Model:
     kinds = [kind for _, run in groupby(model.layer_types) for kind in list(run)[:2]]
     places = {
         name: tuple(i for i, kind in enumerate(kinds) if f"{kind}_layers" == name)
-        for name in ("recurrent_layers", "memorizing_layers", "clustered_layers")
+        for name in (field.name for field in dataclasses.fields(Model))
+        if name.endswith("_layers")
     }
     return dataclasses.replace(
         model, **places, layers=len(kinds), vocab_size=8, model_dim=8, heads=2, head_dim=4,
         mlp_dim=8, window=8, states=8, memory_size=32, memory_neighbors=4, clusters=4,
-        cluster_top_k=2, dropout=0.0,
+        cluster_top_k=2, summaries=2, short_memory=2, long_memory=4, long_increment=2, dropout=0.0,
     )  # fmt: skip
 
 
@@ -165,6 +168,11 @@ def test_builds(row: str) -> None:
             assert non_embedding == PINNED[short(row)]
         case "model":
             assert parameters(decoders()[structure(sized(row))])[1] > 0
+
+
+@pytest.mark.parametrize(("name", "count"), MELODI.items())
+def test_layers_that_sum_up_have_the_originals_parameters(name: str, count: int) -> None:
+    assert parameters(sized(f"melodi/pg19_{name}"))[1] == count
 
 
 @pytest.mark.parametrize("name", PARITY)
