@@ -99,7 +99,8 @@ def structure(model: Model) -> Model:
     return dataclasses.replace(
         model, **places, layers=len(kinds), vocab_size=8, model_dim=8, heads=2, head_dim=4,
         mlp_dim=8, window=8, states=8, memory_size=32, memory_neighbors=4, clusters=4,
-        cluster_top_k=2, summaries=2, short_memory=2, long_memory=4, long_increment=2, dropout=0.0,
+        cluster_top_k=2, summaries=2, short_memory=2, long_memory=4, long_increment=2,
+        compressed_memory=8, dropout=0.0,
     )  # fmt: skip
 
 

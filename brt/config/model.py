@@ -36,6 +36,13 @@ class Model:
     clusters: int = adaptable(64)
     cluster_top_k: int = adaptable(16)  # keys of the past that a centroid keeps; others it sums up
     cluster_jensen: bool = adaptable(True)  # count in how far queries lie from their centroid
+    # which layers keep the past compressed (Compressive Transformer)
+    compressive_layers: tuple[int, ...] = adaptable(())
+    compressed_memory: int = adaptable(512)  # slots that a compressive layer keeps
+    compression_rate: int = adaptable(2)  # tokens that become one slot
+    # conv: learned, so that attention to slots reads what attention to their block does
+    compression: Literal["mean", "max", "conv"] = adaptable("conv")
+    compression_weight: float = free(1.0)  # of that loss beside the model's own
     summary_layers: tuple[int, ...] = adaptable(())  # which layers sum up every block (MELODI)
     # which do, and remember the sums of many blocks
     long_summary_layers: tuple[int, ...] = adaptable(())
@@ -87,6 +94,7 @@ class Model:
         self._check_places()
         self._check_memory()
         self._check_clusters()
+        self._check_compression()
         self._check_summaries()
 
     def _check_places(self) -> None:
@@ -144,6 +152,26 @@ class Model:
         check(
             not self.clustered_layers or self.cache,
             f"Model.clustered_layers = {self.clustered_layers} read what leaves the window, which "
+            "needs Model.cache = True",
+        )
+
+    def _check_compression(self) -> None:
+        check_positive(self, "compressed_memory", "compression_rate")
+        check_not_negative(self, "compression_weight")
+        layers = self.compressive_layers
+        check(
+            not layers or self.window % self.compression_rate == 0,
+            f"Model.window = {self.window} must be a multiple of Model.compression_rate = "
+            f"{self.compression_rate}",
+        )
+        check(
+            not layers or self.positions != "rotary",
+            f"Model.positions = 'rotary' has no place for the slots of Model.compressive_layers = "
+            f"{layers}; take 't5', 'alibi' or 'none'",
+        )
+        check(
+            not layers or self.cache,
+            f"Model.compressive_layers = {layers} read the block before and what it becomes, which "
             "needs Model.cache = True",
         )
 

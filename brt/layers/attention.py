@@ -154,10 +154,16 @@ class TransformerBlock(nn.Module):
         raw = products[0], products[1]
         return TokenProjections(queries, keys, values, cross[0] if cross else None, raw)
 
-    def memorize(self, z: Float[Array, "B S D"]) -> StateMemory:
-        """Keys and values [B, S, H, K] of vectors that are no tokens, made as those of tokens."""
-        h = dropout(self, rms_norm(z, self.norm), self.model.dropout)
-        keys, values = dense(h, self.keys), dense(h, self.values)
+    def memorize(self, z: Float[Array, "B S D"], *, learns: bool = True) -> StateMemory:
+        """Keys and values [B, S, H, K] of vectors that are no tokens, made as those of tokens.
+
+        Args:
+          learns: False: the weights are constants.
+        """
+        weights = self.norm, self.keys, self.values
+        norm, of_keys, of_values = weights if learns else jax.lax.stop_gradient(weights)
+        h = dropout(self, rms_norm(z, norm), self.model.dropout)
+        keys, values = dense(h, of_keys), dense(h, of_values)
         return StateMemory(l2_normalize(keys) if self.model.normalize_qk else keys, values)
 
     def query_scale(self, name: str = "scale") -> Float[Array, " H"]:

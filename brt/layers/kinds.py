@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
 
 from brt.config import Model
 from brt.errors import ConfigError
@@ -16,6 +15,12 @@ from brt.layers.clustered import (
     clustered_flops,
     new_clustered_state,
 )
+from brt.layers.compressive import (
+    COMPRESSED_AXES,
+    CompressiveLayer,
+    compressive_flops,
+    new_compressed_state,
+)
 from brt.layers.memorizing import MEMORY_AXES, MemorizingLayer, memory_flops, new_memory_state
 from brt.layers.recurrent import (
     RECURRENT_AXES,
@@ -24,6 +29,7 @@ from brt.layers.recurrent import (
     state_update_flops,
 )
 from brt.layers.state import WINDOW_AXES, LayerState, new_window_state
+from brt.layers.state import LayerAux as LayerAux
 from brt.layers.summary import (
     LONG_SUMMARY_AXES,
     SUMMARY_AXES,
@@ -34,20 +40,6 @@ from brt.layers.summary import (
     new_summary_state,
     summary_flops,
 )
-
-
-class LayerAux(NamedTuple):
-    """What a layer makes of a segment besides its output and its state.
-
-    Attributes:
-      model_state: the next one; () of kinds that have none.
-      losses: by name, float32 scalars per token: their mean over the tokens of the segment.
-      metrics: by name, float32 scalars to be logged.
-    """
-
-    model_state: PyTree[Array] = ()
-    losses: Mapping[str, Array] = {}
-    metrics: Mapping[str, Array] = {}
 
 
 class LayerKind(NamedTuple):
@@ -130,6 +122,17 @@ KINDS = {
         clustered_flops,
         ("clustered_layers", "clusters", "cluster_top_k", "cluster_jensen"),
         loops=True,
+    ),
+    "compressive": LayerKind(
+        CompressiveLayer,
+        new_compressed_state,
+        COMPRESSED_AXES,
+        {"cache": ("window", "inputs"), "memory": ("vectors", "length")},
+        compressive_flops,
+        (
+            "compressive_layers", "compressed_memory", "compression_rate", "compression",
+            "compression_weight",
+        ),
     ),
     "summary": LayerKind(
         SummaryLayer,

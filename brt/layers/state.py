@@ -6,6 +6,7 @@ one at a time, an `OpenBlock` holds the block that is being filled; the state it
 changes at block borders only, exactly as in training.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +52,20 @@ class Stream(NamedTuple):
 
 # A NamedTuple of arrays with the batch on axis 0, as the layer's kind makes it.
 LayerState = Any
+
+
+class LayerAux(NamedTuple):
+    """What a layer makes of a segment besides its output and its state.
+
+    Attributes:
+      model_state: the next one; () of kinds that have none.
+      losses: by name, float32 scalars per token: their mean over the tokens of the segment.
+      metrics: by name, float32 scalars to be logged.
+    """
+
+    model_state: PyTree[Array] = ()
+    losses: Mapping[str, Array] = {}
+    metrics: Mapping[str, Array] = {}
 
 
 class OpenBlock(NamedTuple):

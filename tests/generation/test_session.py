@@ -38,6 +38,9 @@ MODELS = {
     "clustered": dataclasses.replace(
         WINDOWED, clustered_layers=(1,), clusters=3, cluster_top_k=2, positions="alibi"
     ),
+    "compressive": dataclasses.replace(
+        WINDOWED, compressive_layers=(0,), compressed_memory=5, compression_rate=2
+    ),
     "summary": dataclasses.replace(
         WINDOWED,
         summary_layers=(0,),

@@ -38,6 +38,13 @@ MODELS = {
         "layers": 2, "clustered_layers": (0,), "clusters": 3, "cluster_top_k": 2,
         "positions": "alibi", "recurrent_layers": (1,), "feedback": True,
     },
+    "compressive": {
+        "compressive_layers": (0, 2), "compressed_memory": 4, "compression_rate": 2,
+    },
+    "compressive, recurrent": {
+        "layers": 2, "compressive_layers": (0,), "compressed_memory": 3, "compression_rate": 4,
+        "compression": "max", "positions": "alibi", "recurrent_layers": (1,), "feedback": True,
+    },
     "summary": {
         "summary_layers": (0,), "long_summary_layers": (2,), "summaries": 2, "short_memory": 3,
         "long_memory": 4, "long_increment": 2,
@@ -117,6 +124,7 @@ def test_segments_with_carried_state_equal_one_long_segment(
         "memorizing",
         "clustered, recurrent",
         "summary",
+        "compressive",
     ],
 )
 def test_nothing_reads_the_future_or_another_lane(compiled: Callable, name: str) -> None:
@@ -137,12 +145,15 @@ def test_nothing_reads_the_future_or_another_lane(compiled: Callable, name: str)
     # The past of earlier blocks, too: all through recurrent states and summaries, some through a
     # memory.
     everywhere = model.recurrent_layers or model.memorizing_layers or model.summary_layers
+    everywhere = everywhere or model.compressive_layers
     most = distance >= 0 if everywhere else near
-    least = near if model.memorizing_layers else most
+    least = near if model.memorizing_layers or model.compressive_layers else most
     assert (least <= differs[0]).all() and (differs[0] <= most).all()
 
 
-@pytest.mark.parametrize("name", ["window", "edges", "feedback", "memorizing", "summary"])
+@pytest.mark.parametrize(
+    "name", ["window", "edges", "feedback", "memorizing", "summary", "compressive"]
+)
 @pytest.mark.parametrize("block", [0, 2])
 def test_a_document_does_not_depend_on_what_was_read_before_it(
     compiled: Callable, name: str, block: int

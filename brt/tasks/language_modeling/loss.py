@@ -28,6 +28,7 @@ def loss(
         logit_scale(config.model), training.loss_chunk, training.label_smoothing,
     )  # fmt: skip
     count = count_of(batch.scored)
-    total += count * sum(found.losses.values(), jnp.zeros(()))
+    # By tokens, scored or not: the same on however many devices and in however many parts.
+    total += batch.scored.size * sum(found.losses.values(), jnp.zeros(()))
     metrics = {**found.metrics, **{f"loss/{name}": value for name, value in found.losses.items()}}
     return total, Aux(nats, count, found.state, found.model_state, metrics)
