@@ -169,7 +169,7 @@ def test_the_memory_does_not_grow(recurrent: Case) -> None:
     assert shapes() == before
 
 
-@pytest.mark.parametrize("name", ["recurrent", "bfloat16"])
+@pytest.mark.parametrize("name", ["recurrent", "bfloat16", "compressive", "summary"])
 def test_a_loaded_session_goes_on_as_if_it_had_not_stopped(
     build: Callable[[str], Case], name: str, tmp_path: Path
 ) -> None:

@@ -125,6 +125,8 @@ def test_verification_says_what_it_lacks(export: Callable, monkeypatch: pytest.M
     [
         ({"memorizing_layers": (1,)}, r"Model.memorizing_layers = \(1,\) has no counterpart"),
         ({"clustered_layers": (0,)}, r"Model.clustered_layers = \(0,\) has no counterpart"),
+        ({"summary_layers": (1,)}, r"Model.summary_layers = \(1,\) has no counterpart"),
+        ({"mlp_bias": True}, "Model.mlp_bias = True has no counterpart"),
         ({"layer_kinds": ("window", "toy", "window")}, r"Model.layer_kinds = .*'toy' cannot be"),
     ],
 )
