@@ -98,13 +98,14 @@ class CompressiveLayer(nn.Module):
         self.tokens = TransformerBlock(
             m, cross_attends=m.feedback, training=self.training, kernels=self.kernels
         )
-        self.convolution = None
+        self.compressor: Any = m.compression
         if m.compression == "conv":
             shape = (m.compression_rate, m.model_dim, m.model_dim)
-            self.convolution = Convolution(
-                parameter(self, "compressor", shape, (None, "embed", None), kernel_init(inputs=2)),
-                parameter(self, "compressor_bias", (m.model_dim,), ("embed",), ZEROS),
+            kernel = parameter(
+                self, "compressor_kernel", shape, (None, "embed", None), kernel_init(inputs=2)
             )
+            bias = parameter(self, "compressor_bias", (m.model_dim,), ("embed",), ZEROS)
+            self.compressor = Convolution(kernel, bias)
 
     def __call__(
         self,
@@ -146,8 +147,7 @@ class CompressiveLayer(nn.Module):
         return 0 if self.model.attend_to_self else 1
 
     def _compressed(self, x: Float[Array, "*B W D"]) -> Float[Array, "*B S D"]:
-        m = self.model
-        return compress(x, m.compression_rate, m.compression, self.convolution)
+        return compress(x, self.model.compression_rate, self.compressor)
 
     def _slots(self, vectors: Float[Array, "B S D"]) -> StateMemory:
         """Keys and values by today's weights."""
@@ -204,7 +204,7 @@ class CompressiveLayer(nn.Module):
     ) -> LayerAux:
         """The compressor's loss, of tokens that have a block before theirs."""
         m = self.model
-        if self.convolution is None or m.compression_weight == 0:
+        if m.compression != "conv" or m.compression_weight == 0:
             return LayerAux()
         rows = made.reshape(len(made), -1, m.model_dim).astype(compute_dtype(m))
         slots = (_by_block(x, made.shape[1]) for x in self.tokens.memorize(rows, learns=False))

@@ -41,13 +41,13 @@ class Stream(NamedTuple):
     """What travels up a stack.
 
     Attributes:
-      tokens: [B, T, D]; None while blocks open and close.
-      summaries: [B, N, U, D], what layers make of each of N blocks for the layers above; None in
-        models without, and while the tokens of an open block are read.
+      tokens: None while blocks open and close.
+      summaries: what layers make of each of N blocks for the layers above; None in models
+        without, and while the tokens of an open block are read.
     """
 
-    tokens: Float[Array, "B T D"] | None
-    summaries: Float[Array, "B N U D"] | None = None
+    tokens: Float[Array, "B T D"]
+    summaries: Float[Array, "B N U D"] = None  # type: ignore[assignment]
 
 
 # A NamedTuple of arrays with the batch on axis 0, as the layer's kind makes it.

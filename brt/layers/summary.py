@@ -66,11 +66,11 @@ class Read(NamedTuple):
     """What is known while a block is read.
 
     Attributes:
-      state: before the block.
+      state: before the block; of either kind.
       long: keys and values [B, M, H, K] of the long-term memory, or None.
     """
 
-    state: SummaryState | LongSummaryState
+    state: Any
     long: StateMemory | None
 
 

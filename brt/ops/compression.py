@@ -13,9 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.ops.dense import dense
 from brt.ops.partial_attention import AttentionPart, attend_to_part, merged
 from brt.ops.products import inner
+from brt.ops.reductions import add_shared
 from brt.ops.softmax import MASKED
-
-Compression = Literal["mean", "max", "conv"]
 
 
 class Convolution(NamedTuple):
@@ -31,16 +30,15 @@ class Convolution(NamedTuple):
 
 
 def compress(
-    x: Float[Array, "*B W D"], rate: int, kind: Compression, convolution: Convolution | None
+    x: Float[Array, "*B W D"], rate: int, how: Literal["mean", "max"] | Convolution
 ) -> Float[Array, "*B S D"]:
     """S = W / rate slots, oldest first, each of `rate` neighbours; float32."""
     groups = x.reshape(*x.shape[:-2], -1, rate, x.shape[-1])
-    if kind == "max":
+    if isinstance(how, Convolution):
+        return add_shared(dense(groups, how.kernel, 2).astype(jnp.float32), how.bias)
+    if how == "max":
         return jnp.max(groups, axis=-2).astype(jnp.float32)
-    if kind == "mean":
-        return jnp.mean(groups, axis=-2, dtype=jnp.float32)
-    y = dense(groups, convolution.kernel, 2).astype(jnp.float32)
-    return y + convolution.bias.reshape((1,) * (y.ndim - 1) + (-1,))
+    return jnp.mean(groups, axis=-2, dtype=jnp.float32)
 
 
 def slots_before(

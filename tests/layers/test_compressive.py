@@ -61,12 +61,12 @@ def test_neighbours_become_one_by_hand() -> None:
     x = np.random.default_rng(0).normal(size=(3, 6, 2)).astype(np.float32)
     for kind, by_hand in (("mean", np.mean), ("max", np.max)):
         slots = [by_hand(x[:, i : i + 3], axis=1) for i in (0, 3)]
-        found = compress(jnp.asarray(x), 3, kind, None)
+        found = compress(jnp.asarray(x), 3, kind)
         np.testing.assert_allclose(found, np.stack(slots, axis=1), atol=1e-6)
     kernel, bias = np.random.default_rng(1).normal(size=(3, 2, 2)), np.array([1.0, -2.0])
     learned = Convolution(jnp.asarray(kernel, jnp.float32), jnp.asarray(bias, jnp.float32))
     slots = [bias + sum(x[:, 3 * j + i] @ kernel[i] for i in range(3)) for j in range(2)]
-    found = compress(jnp.asarray(x), 3, "conv", learned)
+    found = compress(jnp.asarray(x), 3, learned)
     np.testing.assert_allclose(found, np.stack(slots, axis=1), rtol=1e-5)
 
 
@@ -85,8 +85,8 @@ def test_slots_are_made_of_blocks_two_back_oldest_first_and_leave(params: Any) -
         length = min(length + SLOTS * (n > 0), MODEL.compressed_memory)
         assert state.length.tolist() == [length] * LANES
         if n > 0:
-            learned = Convolution(params["compressor"], params["compressor_bias"])
-            made = compress(before.inputs, MODEL.compression_rate, "conv", learned)
+            learned = Convolution(params["compressor_kernel"], params["compressor_bias"])
+            made = compress(before.inputs, MODEL.compression_rate, learned)
             np.testing.assert_allclose(state.vectors[:, -SLOTS:], made, atol=TOLERANCE)
             np.testing.assert_array_equal(state.vectors[:, :-SLOTS], before.vectors[:, SLOTS:])
         assert not np.any(state.vectors[:, : MODEL.compressed_memory - length])
@@ -112,7 +112,7 @@ def test_a_token_reads_its_block_the_one_before_and_slots_of_older_ones(params: 
     document = place // WINDOW >= 2
     np.testing.assert_array_equal(depends[1], expected & (document[:, None] == document[None]))
     # A slot is of both of its tokens: the compressor alone decides what block 3 has of block 1.
-    silent = {**params, "compressor": jnp.zeros_like(params["compressor"])}
+    silent = {**params, "compressor_kernel": jnp.zeros_like(params["compressor_kernel"])}
     deaf, other = (
         read(silent, x, new_state(model), start, model)[0]
         for x in (inputs(), inputs().at[:, WINDOW].add(1.0))
@@ -127,7 +127,7 @@ def test_slots_that_are_tokens_are_a_window_of_all_that_was_read(random_params: 
         MODEL, positions="none", compression_rate=1, compressed_memory=TOKENS
     )
     params = layer_params(random_params, model)
-    identity = {"compressor": jnp.eye(16)[None], "compressor_bias": jnp.zeros(16)}
+    identity = {"compressor_kernel": jnp.eye(16)[None], "compressor_bias": jnp.zeros(16)}
     y, _, _ = read(params | identity, inputs(), new_state(model), model=model)
     wide = dataclasses.replace(model, window=TOKENS)
     expected, _, _ = read(params, inputs(), new_state(wide), NOWHERE[:, :1], wide)
@@ -155,7 +155,7 @@ def test_the_task_trains_all_but_the_compressor_whose_loss_trains_nothing_else(
 ) -> None:
     state = read(params, inputs(1), new_state())[1]
     _, (of_task, of_x, of_slots) = gradients(False, params, inputs(), state)
-    compressor = {"compressor", "compressor_bias"}
+    compressor = {"compressor_kernel", "compressor_bias"}
     assert not any(np.any(of_task[name]) for name in compressor) and not np.any(of_slots)
     assert all(map(np.any, jax.tree.leaves(of_task["tokens"]))) and np.any(of_x)
     _, (of_own, of_x, of_slots) = gradients(True, params, inputs(), state)
