@@ -161,17 +161,17 @@ def test_every_parameter_learns_but_the_uppermost_summaries_and_states_do_not(
     ids = jnp.asarray(np.random.default_rng(0).integers(8, size=(LANES, TOKENS)), jnp.int32)
 
     @functools.partial(jax.jit, static_argnums=2)
-    def gradients(params: Any, state: Any, remat: bool) -> Any:
+    def gradients(params: Any, state: Any, remat: bool) -> tuple:
         own = dataclasses.replace(model, remat=remat)
 
-        def loss(params: Any, vectors: Any) -> jax.Array:
-            hidden, *_ = Decoder(own).apply({"params": params}, ids, vectors, start)
-            return jnp.mean(jnp.sin(hidden))
+        def loss(params: Any, state: Any) -> tuple[jax.Array, Any]:
+            hidden, after, *_ = Decoder(own).apply({"params": params}, ids, state, start)
+            return jnp.mean(jnp.sin(hidden)), after
 
-        return jax.grad(loss, argnums=(0, 1), allow_int=True)(params, state)
+        return jax.grad(loss, argnums=(0, 1), allow_int=True, has_aux=True)(params, state)
 
-    _, state, *_ = Decoder(model).apply({"params": params}, ids, decoder.new_state(model, 2), start)
-    of_params, of_state = gradients(params, state, False)
+    _, state = gradients(params, decoder.new_state(model, LANES), False)
+    (of_params, of_state), _ = gradients(params, state, False)
     without = {
         jax.tree_util.keystr(path, simple=True, separator="/")
         for path, gradient in jax.tree.leaves_with_path(of_params)
@@ -180,7 +180,7 @@ def test_every_parameter_learns_but_the_uppermost_summaries_and_states_do_not(
     top = {"kernel", "bias", "token_norm", "summary_norm"}
     assert without == {f"stack/summary_1/summary_mix/{name}" for name in top}
     assert all(np.any(g) for g in jax.tree.leaves(of_state) if g.dtype == jnp.float32)
-    assert_close(gradients(params, state, True)[0], of_params)
+    assert_close(gradients(params, state, True)[0][0], of_params)
 
 
 def test_memories_are_parts_of_the_state_and_there_is_no_cache(params: Any) -> None:
