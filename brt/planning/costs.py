@@ -21,7 +21,7 @@ PARTS = {
     "optimizer": "optimizer",
     "recurrent_attention": "recurrence",
     "/cell": "recurrence",
-    "_finish": "MLP and output",
+    "finish": "MLP and output",
     "mlp": "MLP and output",
     "window_attention": "attention",
     "memory_attention": "attention",

@@ -65,7 +65,7 @@ ENTRY %main (a: f32[4,8,16], b: f32[4,32,16]) -> f32[4,8,32] {
 @pytest.mark.parametrize(
     ("source", "part"),
     [
-        ("jit(train_step)/jvp(Decoder)/tokens.attend/tokens._finish/dot", "MLP and output"),
+        ("jit(train_step)/jvp(Decoder)/tokens.attend/tokens.finish/dot", "MLP and output"),
         ("jit(train_step)/transpose(jvp(Decoder))/tokens.attend/window_attention/dot", "attention"),
         ("jit(train_step)/optimizer/mul", "optimizer"),
         ("jit(train_step)/jvp()/cross_entropy/while/body/dot", "loss"),
