@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from brt.config import CrossAttention
-from brt.ops import cross_attention
+from brt.ops import cross_attention, dispatch
 from brt.ops.segmented_recurrent_attention import accumulate_fire as neurons
 from brt.ops.segmented_recurrent_attention import segments, xla
 from brt.ops.segmented_recurrent_attention.segments import Pace
@@ -146,3 +146,14 @@ def test_the_reference_means_the_same(changes: dict) -> None:
         assert expected.dtype == jnp.float64
         expected = np.asarray(expected)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
+def test_tpus_deal_segments_by_a_product_bit_for_bit(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(5, 2, 3, 4)), dtype)
+    segment = jnp.asarray([[0, 0, 4, 2, 1], [3, 1, 1, 0, 0]])
+    expected = np.asarray(x)[np.asarray(segment).T, np.arange(2)]
+    np.testing.assert_array_equal(xla._repeated(x, segment), expected)
+    with dispatch.use_backend("tpu"):
+        np.testing.assert_array_equal(xla._repeated(x, segment), expected)
