@@ -23,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.dispatch import KERNEL
+from brt.ops.tpu import LANES, heads_first
 from brt.ops.window_attention.tpu_kernels import (
     Gradients,
     Inputs,
@@ -36,7 +37,6 @@ from brt.ops.window_attention.xla import circulant
 _WINDOWS = (128, 256, 512, 1024, 2048)
 _HEAD_DIMS = (64, 128, 256)
 _FORWARD_ROWS, _BACKWARD_ROWS = 256, 128  # of a tile, by the compiler's schedules
-_VMEM_BYTES = 64 * 2**20
 
 
 def refuses(
@@ -120,7 +120,7 @@ class _Given(NamedTuple):
     def inputs(self, rows: int, **others: Array) -> Inputs:
         scale = tile = None
         if self.scale is not None:
-            scale = jnp.broadcast_to(self.scale[:, None, None], (len(self.scale), 1, 128))
+            scale = jnp.broadcast_to(self.scale[:, None, None], (len(self.scale), 1, LANES))
         if self.bias is not None:
             tile = _tile(self.bias, rows)
         pairs = Pair(self.cached_k, self.k, self.k), Pair(self.cached_v, self.v, self.v)
@@ -248,10 +248,7 @@ def _options(given: _Given, static: Static, name: str) -> dict[str, Any]:
     return {
         "name": f"{name}_{size}_{math.prod(given.grid)}_steps",
         "interpret": static.interpret,
-        "compiler_params": pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=_VMEM_BYTES,
-        ),
+        "compiler_params": heads_first(3),
     }
 
 

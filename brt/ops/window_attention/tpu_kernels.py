@@ -10,11 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from brt.ops.normalization import EPSILON
 from brt.ops.softmax import FLOOR, MASKED
-
-_BY_ROW = (((1,), (1,)), ((), ()))  # a b^T
-_BY_SLOT = (((0,), (0,)), ((), ()))  # a^T b
-_PLAIN = (((1,), (0,)), ((), ()))  # a b
-_LANES = 128  # of a vector register
+from brt.ops.tpu import BY_ROW, BY_SLOT, LANES, PLAIN, product
 
 
 class Static(NamedTuple):
@@ -126,11 +122,6 @@ def _through_unit(
     return (gradient - along * unit) * inverse, along
 
 
-def _product(a: Array, b: Array, axes: tuple) -> Array:
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
-
-
 def _stacked(parts: list[Array]) -> Array:
     """One below the other, but for empty ones."""
     return jnp.concatenate([part for part in parts if len(part)], axis=0)
@@ -199,16 +190,16 @@ class _Rows(NamedTuple):
         """Products of what both blocks hold with rows."""
         before, current = pair
         return self.folded(
-            _product(current[self.current], x, _BY_ROW),
-            _product(before[self.before], x, _BY_ROW) + unseen,
+            product(current[self.current], x, BY_ROW),
+            product(before[self.before], x, BY_ROW) + unseen,
         )
 
     def sums(
         self, columns: tuple[Array, Array], current: Array, before: Array
     ) -> Float[Array, "K R"]:
         """Of the columns [K, W] of both blocks, by the weights of slots."""
-        of_current = _product(columns[1][:, self.current], current, _PLAIN)
-        return of_current + _product(columns[0][:, self.before], before, _PLAIN)
+        of_current = product(columns[1][:, self.current], current, PLAIN)
+        return of_current + product(columns[0][:, self.before], before, PLAIN)
 
 
 def _tiles(window: int, rows: int, static: Static) -> list[_Rows]:
@@ -299,18 +290,18 @@ def _add_gradients(
     if found.tile is not None:
         rows.add_rolled(found.tile, d_logits)
     of_keys, of_values = (rows.unfolded(x, own.dtype) for x in (d_logits, kept))
-    keys_sum[current, rows.current] += _product(of_keys[0], own, _PLAIN)
-    values_sum[current, rows.current] += _product(of_values[0], theirs, _PLAIN)
+    keys_sum[current, rows.current] += product(of_keys[0], own, PLAIN)
+    values_sum[current, rows.current] += product(of_values[0], theirs, PLAIN)
 
     @pl.when(seen)
     def _() -> None:
-        keys_sum[before, rows.before] += _product(of_keys[1], own, _PLAIN)
-        values_sum[before, rows.before] += _product(of_values[1], theirs, _PLAIN)
+        keys_sum[before, rows.before] += product(of_keys[1], own, PLAIN)
+        values_sum[before, rows.before] += product(of_values[1], theirs, PLAIN)
 
-    d_own = _product(of_keys[0], block.keys[1][rows.current], _BY_SLOT)
-    d_own += _product(of_keys[1], block.keys[0][rows.before], _BY_SLOT)
+    d_own = product(of_keys[0], block.keys[1][rows.current], BY_SLOT)
+    d_own += product(of_keys[1], block.keys[0][rows.before], BY_SLOT)
     if inputs.scale is not None:
         d_own, along = _through_unit(inputs.q[rows.all], d_own)
         d_own *= inputs.scale[:, :1]
-        found.scale[...] += jnp.broadcast_to(jnp.sum(along, axis=0, keepdims=True), (1, _LANES))
+        found.scale[...] += jnp.broadcast_to(jnp.sum(along, axis=0, keepdims=True), (1, LANES))
     found.q[rows.all] = d_own.astype(found.q.dtype)
