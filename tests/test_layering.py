@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "sweep", "plan"}
 LAYERS = (
     {"allocator", "drawing", "durable", "errors", "formatting", "locks"},
-    {"output", "platforms", "tree_utils", "types"},
+    {"output", "platforms", "tree_utils", "types", "untrusted"},
     {"config"},
     {"config_io"},
     {"bindings"},

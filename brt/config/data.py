@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Literal
 
-from brt.config.checks import check
+from brt.config.checks import check, check_positive
 from brt.config.fields import MEMORY, fixed, free, held_out, settle, sources
 
 
@@ -28,6 +28,8 @@ class Data:
     tokenizer: str = free("bytes", cached=True)
     text_field: str = free("text", cached=True)  # the field of a JSONL line or of a TFDS example
     errors: Literal["strict", "replace"] = free("strict", cached=True)  # bytes that are not UTF-8
+    # of a record, and of what a compressed file becomes: more is refused
+    max_document_bytes: int = free(1 << 30)
     # of the documents, where validation names no source
     validation_fraction: float = free(0.05, cached=True)
     test_fraction: float = free(0.05, cached=True)  # the same for test
@@ -40,6 +42,7 @@ class Data:
             if not getattr(self, split):
                 object.__setattr__(self, split, self._memory_tasks(split))
         check(bool(self.train or self.store), "Data.train names no source and Data.store is empty")
+        check_positive(self, "max_document_bytes")
         for name in ("validation_fraction", "test_fraction"):
             value = getattr(self, name)
             check(0 <= value < 1, f"Data.{name} = {value} must be in [0, 1)")

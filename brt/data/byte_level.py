@@ -1,19 +1,21 @@
 """Byte-level BPE from a tokenizer.json, as GPT-2 and RoBERTa have it: every byte is kept."""
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from brt import untrusted
 from brt.data import tokenizer_files
 from brt.data.chunks import ChunkTokenizer
 from brt.errors import DataError
 
+CHANGING = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")  # what is read
 START = ("<s>", "<|endoftext|>", "[CLS]", "<bos>")  # how files spell a document's beginning
 MASK = "<mask>"
+NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that no text in UTF-8 has
 
 
 class ByteLevelTokenizer(ChunkTokenizer):
@@ -38,8 +40,11 @@ class ByteLevelTokenizer(ChunkTokenizer):
             raise DataError(f"the tokenizer {path} has none of the pieces {', '.join(START)}")
         added = self._tokenizer.get_added_tokens_decoder()
         self._bytes = [
-            b"" if i in added else _bytes_of(self._tokenizer.id_to_token(i)) for i in range(size)
+            _bytes_of(path, self._tokenizer.id_to_token(i), added.get(i)) for i in range(size)
         ]
+        missing = {bytes([byte]) for byte in range(256) if byte not in NEVER} - {*self._bytes}
+        if missing:
+            raise _loses(path, f": no piece is {min(missing)!r}, nor {len(missing) - 1} other bytes")
 
     def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:
         for found in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
@@ -48,19 +53,33 @@ class ByteLevelTokenizer(ChunkTokenizer):
 
 def _opened(path: Path, content: bytes) -> Any:
     tokenizer = tokenizer_files.json_model(path, content)
-    settings = json.loads(content)
+    settings = untrusted.parse_json(content)
     before, after = settings.get("pre_tokenizer") or {}, settings.get("decoder") or {}
+    model, kind = settings["model"], type(tokenizer.model).__name__
     if settings.get("normalizer") or {before.get("type"), after.get("type")} != {"ByteLevel"}:
-        raise DataError(
-            f"the tokenizer {path} does not keep every byte of a text; only byte-level BPE without "
-            "a normalizer does, such as RoBERTa's"
-        )
+        raise _loses(path)
+    if kind != "BPE" or any(map(model.get, CHANGING)):
+        raise _loses(path, ": it is " + " with ".join([kind, *filter(model.get, CHANGING)]))
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if not token.special and (token.lstrip or token.rstrip):
+            raise _loses(path, f": {token.content!r} takes the spaces beside it")
     tokenizer.pre_tokenizer.add_prefix_space = False  # it would act on every chunk
     return tokenizer
 
 
-def _bytes_of(piece: str) -> bytes:
-    """Of a piece that is spelt as GPT-2 does (Radford et al. 2019, section 2.2)."""
+def _loses(path: Path | str, why: str = "") -> DataError:
+    return DataError(
+        f"the tokenizer {path} does not keep every byte of a text{why}; only byte-level BPE "
+        "without a normalizer does, such as RoBERTa's"
+    )
+
+
+def _bytes_of(path: Path | str, piece: str, added: Any) -> bytes:
+    """Of a piece that is spelt as GPT-2 does (Radford et al. 2019, section 2.2), or was added."""
+    if added:
+        return b"" if added.special else added.content.encode()
+    if strange := {*piece} - SPELT.keys():
+        raise _loses(path, f": its piece {piece!r} has {min(strange)!r}, which spells no byte")
     return bytes(SPELT[character] for character in piece)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from io import BufferedIOBase
 from typing import NamedTuple
 
+from brt import untrusted
 from brt.config.fields import MEMORY
 from brt.data import records, sources
 from brt.data.memory import documents as memory
@@ -15,6 +16,7 @@ from brt.data.sources import File
 from brt.errors import DataError
 
 CHUNK = 1 << 20  # bytes read at a time
+ZSTD_CHUNK = 1 << 10  # of zstd's, which may become 32 MiB
 
 
 class Document(NamedTuple):
@@ -25,7 +27,11 @@ class Document(NamedTuple):
 
 
 def read(
-    names: Sequence[str], *, text_field: str = "text", errors: str = "strict"
+    names: Sequence[str],
+    *,
+    text_field: str = "text",
+    errors: str = "strict",
+    max_bytes: int = untrusted.LARGEST,
 ) -> Iterator[Document]:
     """Yields the documents of the sources (see `brt.data.sources`) in order.
 
@@ -34,6 +40,7 @@ def read(
     Args:
       text_field: the field of a JSONL line, a JSON record or a TFDS example.
       errors: "replace" reads bytes that are not UTF-8 as U+FFFD.
+      max_bytes: of a record, and of a text that comes out of a compressed file.
 
     Raises:
       DataError: names the file and what is wrong with it; while chunks are read, too.
@@ -41,33 +48,53 @@ def read(
     for source in names:
         if source.startswith("tfds:"):
             for name, text in records.tfds(source, field=text_field, errors=errors):
-                yield Document(name, _with_text(name, [text]))
+                yield Document(name, _with_text(name, _pieces(text)))
             continue
         if source.startswith(MEMORY):
             for name, text in memory.documents(source):
                 yield Document(name, iter([text]))
             continue
         for file in sources.files(source):
-            yield from _read_file(file, text_field, errors)
+            yield from _read_file(file, text_field, errors, max_bytes)
 
 
-def _read_file(file: File, field: str, errors: str) -> Iterator[Document]:
+def _read_file(file: File, field: str, errors: str, max_bytes: int) -> Iterator[Document]:
     name = file.path.name
     for ending in sources.COMPRESSED:
         name = name.removesuffix(ending)
     if name.endswith(".jsonl"):
-        pairs = records.jsonl(file, content(file), field=field, errors=errors)
+        pairs = records.jsonl(
+            file, content(file), field=field, errors=errors, max_bytes=max_bytes
+        )  # fmt: skip
     elif ".array_record" in name:
-        pairs = records.array_record(file, field=field, errors=errors)
+        pairs = records.array_record(file, field=field, errors=errors, max_bytes=max_bytes)
     else:
-        yield Document(file.name, _with_text(file.name, _text(file, errors)))
+        data = content(file)
+        if name != file.path.name:
+            data = no_more_than(max_bytes, file.name, data)
+        yield Document(file.name, _with_text(file.name, _text(file, data, errors)))
         return
     found = False
     for document, text in pairs:
         found = True
-        yield Document(document, _with_text(document, [text]))
+        yield Document(document, _with_text(document, _pieces(text)))
     if not found:
         raise DataError(f"{file.name} has no text")
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A record in parts, of which what counts and encodes them holds one at a time."""
+    return (text[start : start + CHUNK] for start in range(0, len(text) or 1, CHUNK))
+
+
+def no_more_than(max_bytes: int, name: str, data: Iterable[bytes]) -> Iterator[bytes]:
+    """The same; raises DataError for a few bytes that become a flood."""
+    size = 0
+    for chunk in data:
+        size += len(chunk)
+        if size > max_bytes:
+            raise records.too_large(name, max_bytes)
+        yield chunk
 
 
 def _with_text(name: str, chunks: Iterable[str]) -> Iterator[str]:
@@ -80,18 +107,18 @@ def _with_text(name: str, chunks: Iterable[str]) -> Iterator[str]:
         raise DataError(f"{name} has no text")
 
 
-def _text(file: File, errors: str) -> Iterator[str]:
+def _text(file: File, data: Iterable[bytes], errors: str) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     offset = 0  # of the first byte that the decoder has not turned into text yet
     first = True
-    for data in _ended(content(file)):
+    for chunk in _ended(data):
         pending = decoder.getstate()[0]
         try:
-            text = decoder.decode(data, final=not data)
+            text = decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
-            bad = (pending + data)[error.start]
+            bad = (pending + chunk)[error.start]
             raise records.undecodable(file.name, offset + error.start, bad) from error
-        offset += len(pending) + len(data) - len(decoder.getstate()[0])
+        offset += len(pending) + len(chunk) - len(decoder.getstate()[0])
         if text:
             yield text.removeprefix("\ufeff") if first else text
             first = False
@@ -140,7 +167,7 @@ def _zstd(file: File, raw: BufferedIOBase) -> Iterator[bytes]:
         raise DataError(f"{file.name} needs a library: pip install zstandard") from error
     try:
         frame = zstandard.ZstdDecompressor().decompressobj()
-        for data in _reads(raw):
+        while data := raw.read(ZSTD_CHUNK):
             while data:
                 if frame.eof:
                     frame = zstandard.ZstdDecompressor().decompressobj()

@@ -1,28 +1,32 @@
 """Documents out of records: JSONL lines, ArrayRecord files, TensorFlow datasets.
 
-One record is one document and is held in memory whole.
+One record is one document and is held in memory whole: at most about four times its bytes.
 """
 
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from brt import untrusted
 from brt.data import sources
 from brt.data.sources import File
 from brt.errors import DataError
 
 READ_RECORDS = 64  # ArrayRecord records fetched at a time
+_SHOWN = 20  # fields that a sentence names
 
 
-def jsonl(file: File, data: Iterable[bytes], *, field: str, errors: str) -> Iterator[tuple]:
+def jsonl(
+    file: File, data: Iterable[bytes], *, field: str, errors: str, max_bytes: int
+) -> Iterator[tuple]:
     """Yields (name, text) of every line of the file's content; empty lines are skipped."""
-    for number, line in enumerate(lines(data), 1):
-        if line.strip():
+    for number, line in enumerate(lines(file.name, data, max_bytes), 1):
+        if line and not line.isspace():
             name = f"{file.name}:{number}"
             yield name, _json_text(name, line, field, errors)
 
 
-def array_record(file: File, *, field: str, errors: str) -> Iterator[tuple]:
+def array_record(file: File, *, field: str, errors: str, max_bytes: int) -> Iterator[tuple]:
     """Yields (name, text) of every record: UTF-8 text, or a JSON object with `field`."""
     from array_record.python.array_record_module import ArrayRecordReader
 
@@ -34,6 +38,8 @@ def array_record(file: File, *, field: str, errors: str) -> Iterator[tuple]:
         for start in range(0, count, READ_RECORDS):
             for i, record in enumerate(reader.read(start, min(start + READ_RECORDS, count)), start):
                 name = f"{file.name}:{i}"
+                if len(record) > max_bytes:
+                    raise too_large(name, max_bytes)
                 is_json = record.lstrip()[:1] == b"{"
                 read = _json_text if is_json else _plain_text
                 yield name, read(name, record, field, errors)
@@ -77,7 +83,7 @@ def _plain_text(name: str, data: bytes, field: str, errors: str) -> str:
 
 def _json_text(name: str, data: bytes, field: str, errors: str) -> str:
     try:
-        example = json.loads(_plain_text(name, data, field, errors))
+        example = untrusted.parse_json(_plain_text(name, data, field, errors))
     except json.JSONDecodeError as error:
         raise DataError(f"{name} is not JSON: {error.msg} at column {error.colno}") from error
     text = _field(name, example, field)
@@ -94,7 +100,8 @@ def _field(name: str, example: Any, field: str) -> Any:
         raise DataError(f"{name} is no object with a field '{field}'")
     if field not in example:
         raise DataError(
-            f"{name} has no field '{field}'; set Data.text_field to one of {sorted(example)}"
+            f"{name} has no field '{field}'; set Data.text_field to one of "
+            f"{sorted(example)[:_SHOWN]}"
         )
     value = example[field]
     if not isinstance(value, str | bytes):
@@ -102,13 +109,32 @@ def _field(name: str, example: Any, field: str) -> Any:
     return value
 
 
-def lines(data: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of what comes in parts, without their newlines; the last may be empty."""
+def lines(
+    name: str, data: Iterable[bytes], max_bytes: int = untrusted.LARGEST
+) -> Iterator[bytes]:
+    """The lines of what comes in parts, without their newlines; the last may be empty.
+
+    Raises:
+      DataError: one is longer than `max_bytes`.
+    """
     parts: list[bytes] = []  # of a line that is not complete yet
+    size = number = 0
     for chunk in data:
-        first, *rest = chunk.split(b"\n")
-        parts.append(first)
-        for line in rest:
-            yield b"".join(parts)
-            parts = [line]
-    yield b"".join(parts)
+        for i, part in enumerate(chunk.split(b"\n")):
+            if i:
+                whole, parts, size, number = b"".join(parts), [], 0, number + 1
+                yield whole
+            parts.append(part)
+            size += len(part)
+            if size > max_bytes:
+                raise too_large(f"{name}:{number + 1}", max_bytes)
+    whole, parts = b"".join(parts), []
+    yield whole
+
+
+def too_large(name: str, max_bytes: int) -> DataError:
+    """The sentence about what may not fit in memory, or never ends."""
+    return DataError(
+        f"{name} is larger than {max_bytes:,} bytes; cut it, or raise Data.max_document_bytes if "
+        "it is a document"
+    )

@@ -10,11 +10,13 @@ Any text or JSONL file may be compressed (.gz, .xz, .zst).
 
 import glob
 import hashlib
+import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from brt import untrusted
 from brt.config.fields import MEMORY
 from brt.data.memory import names
 from brt.errors import DataError
@@ -62,19 +64,37 @@ def files(source: str, endings: Sequence[str] = TEXT) -> list[File]:
             File(f"{source} {path.name}", path) for path in map(Path, tfds_data(source).filepaths)
         ]
     path = Path(source).expanduser()
-    if path.exists():
+    if os.path.exists(path):  # not Path's, to which a name may be too long
         return _path_files(path, endings)
     if not glob.has_magic(source):
         raise DataError(f"{source} does not exist")
-    matches = sorted(glob.glob(str(path), recursive=True))
+    matches = sorted(set(_matches(str(path))))
     if not matches:
         raise DataError(f"the pattern {source} matches no file")
-    return [file for match in matches for file in _path_files(Path(match), endings)]
+    found = [file for match in matches for file in _path_files(Path(match), endings)]
+    once = {os.path.realpath(file.path): file for file in reversed(found)}
+    return [file for file in found if once[os.path.realpath(file.path)] is file]
+
+
+def _matches(pattern: str) -> Iterator[str]:
+    """What a pattern matches; `**` is every directory below once, where links lead in circles."""
+    head, stars, tail = pattern.partition("**/")
+    if not stars or (head and not head.endswith("/")):
+        yield from glob.glob(pattern, recursive=True)
+        return
+    for top in glob.glob(head) if head else ["."]:
+        seen = set()
+        for place, inside, _ in os.walk(top, followlinks=True):
+            real = os.path.realpath(place)
+            inside[:] = [name for name in inside if not name.startswith(".")] if real not in seen else []
+            if real not in seen:
+                seen.add(real)
+                yield from _matches(os.path.normpath(os.path.join(place, tail)))
 
 
 def sha256(path: Path) -> str:
     """The hexadecimal sha256 of a file's content."""
-    with open(path, "rb") as file:
+    with untrusted.open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -86,7 +106,8 @@ def hashes(sources: Sequence[str], endings: Sequence[str] = TEXT) -> list[FileHa
 def hashed(file: File) -> FileHash:
     """Raises DataError where it cannot be read."""
     try:
-        return FileHash(file.name, file.path.stat().st_size, sha256(file.path))
+        digest = sha256(file.path)
+        return FileHash(file.name, file.path.stat().st_size, digest)
     except OSError as error:
         raise DataError(f"{file.name} cannot be read: {error.strerror}") from error
 
@@ -146,8 +167,10 @@ def _corpus_files(source: str, endings: Sequence[str]) -> list[File]:
 
 
 def _path_files(path: Path, endings: Sequence[str]) -> list[File]:
-    if not path.is_dir():
+    if path.is_file():
         return [File(str(path), path)]
+    if not path.is_dir():
+        raise DataError(f"{path} is neither a file nor a directory; write what it gives to a file")
     paths = [p for p in _ending(path.rglob("*"), endings) if not _hidden(p, path)]
     if not paths:
         prepared = (path / "corpus.json").exists()

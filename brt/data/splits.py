@@ -67,8 +67,9 @@ class Plan:
 
     def _read(self, split: str) -> Iterator[Document]:
         return documents.read(
-            getattr(self._data, split), text_field=self._data.text_field, errors=self._data.errors
-        )
+            getattr(self._data, split), text_field=self._data.text_field,
+            errors=self._data.errors, max_bytes=self._data.max_document_bytes,
+        )  # fmt: skip
 
 
 def fractions_of(data: config.Data) -> dict[str, float]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import sentencepiece
 
+from brt import untrusted
 from brt.errors import DataError
 
 MAX_BYTES = 64 << 20
@@ -18,9 +19,7 @@ def read(path: Path) -> bytes:
       DataError: it is missing, or too large to be one.
     """
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise DataError(f"the tokenizer {path} is larger than {MAX_BYTES >> 20} MiB")
-        return path.read_bytes()
+        return untrusted.read_file(path, MAX_BYTES)
     except OSError as error:
         raise DataError(f"the tokenizer {path} cannot be read: {error.strerror}") from error
 
@@ -57,7 +56,7 @@ def json_model(path: Path, content: bytes) -> Any:
     """A tokenizer.json of Hugging Face's tokenizers that neither cuts nor pads.
 
     Raises:
-      DataError: it is none.
+      DataError: it is none, or its ids have holes, so that they are not below their number.
     """
     from tokenizers import Tokenizer
 
@@ -65,6 +64,9 @@ def json_model(path: Path, content: bytes) -> Any:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises nothing more specific
         raise DataError(f"the tokenizer {path} is no tokenizer.json ({error})") from error
+    vocabulary = tokenizer.get_vocab()
+    if sorted(vocabulary.values()) != [*range(len(vocabulary))]:
+        raise DataError(f"the ids of the tokenizer {path} are not 0 to {len(vocabulary) - 1:,}")
     tokenizer.no_truncation()  # the file may ask for both
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # `</s>` in a text is text, and ends nothing

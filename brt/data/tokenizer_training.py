@@ -14,6 +14,7 @@ from brt.errors import ConfigError, DataError
 
 PIECE = 1024  # characters; sentencepiece silently drops lines above 4192 bytes
 MAX_BYTES = 200_000_000  # of text that is kept in memory
+FIXED = 260  # pieces that any corpus has: bytes, and special ones
 RESERVED = "\u2585"  # sentencepiece drops a line with this character
 
 
@@ -46,7 +47,7 @@ def vocabulary_size(tokenizer: str, setting: str = "Data.tokenizer") -> int | No
     if not tokenizer.startswith("train:"):
         return None
     size = tokenizer.removeprefix("train:")
-    if not (size.isdecimal() and size.isascii() and int(size) > 0):
+    if not re.fullmatch("[1-9][0-9]{0,8}", size):
         raise ConfigError(f"{setting} = '{tokenizer}' must name a size, as train:32000")
     return int(size)
 
@@ -78,6 +79,8 @@ def train_sentencepiece(
     sample, coverage = _sample(pieces, max_bytes, random.Random(seed))
     if not sample:
         raise DataError("there is no text to train a tokenizer on")
+    if vocab_size > coverage.seen + FIXED:  # a piece more is a place less: BPE would look for long
+        raise _too_many(f"{setting} = 'train:{vocab_size}'", coverage.seen + FIXED)
     try:
         model = _train(iter(sample), vocab_size, special)
     except RuntimeError as error:
@@ -128,11 +131,15 @@ def _train(pieces: Iterator[bytes], vocab_size: int, special: Special) -> bytes:
     return model.getvalue()
 
 
+def _too_many(asked: str, limit: int) -> DataError:
+    return DataError(
+        f"{asked} asks for more pieces than this corpus yields; use train:{limit} or less"
+    )
+
+
 def _explained(error: RuntimeError, asked: str) -> Exception:
     if limit := re.search(r"value <= (\d+)", str(error)):
-        return DataError(
-            f"{asked} asks for more pieces than this corpus yields; use train:{limit[1]} or less"
-        )
+        return _too_many(asked, int(limit[1]))
     if limit := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):
         return DataError(
             f"{asked} is too small for the bytes and characters "

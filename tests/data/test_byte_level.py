@@ -76,6 +76,36 @@ def test_a_corpus_keeps_the_file(file, tmp_path):
     assert text == b"a text of its own"
 
 
+def changed(settings, **model):
+    return json.dumps({**settings, "model": {**settings["model"], **model}})
+
+
+def without(settings, piece, instead=None):
+    """Without a piece and all that is made of it; another may have its id."""
+    model = settings["model"]
+    vocabulary = {found: i for found, i in model["vocab"].items() if found != piece}
+    if instead:
+        vocabulary[instead] = model["vocab"][piece]
+    merges = [pair for pair in model["merges"] if piece not in (*pair, "".join(pair))]
+    return changed(settings, vocab=vocabulary, merges=merges)
+
+
+def greedy(settings):
+    word = {"id": 401, "content": " the", "special": False, "lstrip": True, "rstrip": False,
+            "single_word": False, "normalized": False}  # fmt: skip
+    return json.dumps({**settings, "added_tokens": [*settings["added_tokens"], word]})
+
+
+def test_added_words_are_text(file, tmp_path):
+    other = Tokenizer.from_file(str(file))
+    other.add_tokens(["  the"])
+    other.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = tokenizers.load(str(tmp_path / "tokenizer.json"))
+    ids = tokenizer.encode("of  the  sea")
+    assert 401 in ids
+    assert tokenizers.decode(tokenizer, ids) == "of  the  sea"
+
+
 def test_files_that_lose_bytes_are_refused(file, tmp_path):
     settings = json.loads(file.read_bytes())
     other = Tokenizer.from_file(str(file))
@@ -84,6 +114,12 @@ def test_files_that_lose_bytes_are_refused(file, tmp_path):
         ("broken", "{", "is no tokenizer.json"),
         ("lower", other.to_str(), "does not keep every byte of a text; only byte-level BPE"),
         ("cut", json.dumps({**settings, "pre_tokenizer": None}), "does not keep every byte"),
+        ("no-newline", without(settings, "\u010a", "\u0109\u0109"), r"no piece is b'\n', nor 0"),
+        ("hole", without(settings, "Ġt"), "are not 0 to 399"),
+        ("strange", without(settings, "Ġt", "\u4e00"), "has '\u4e00', which spells no byte"),
+        ("dropout", changed(settings, dropout=0.1), ": it is BPE with dropout; only"),
+        ("ends", changed(settings, end_of_word_suffix="w"), "BPE with end_of_word_suffix"),
+        ("greedy", greedy(settings), ": ' the' takes the spaces beside it"),
         ("nameless", file.read_text().replace("<s>", "<S>"), "has none of the pieces <s>, <|endo"),
     ):
         path = tmp_path / f"{name}.json"

@@ -1,9 +1,13 @@
+import gzip
+import lzma
 import sys
+import tracemalloc
 
 import pytest
 
-from brt.data import documents, sources
-from brt.errors import DataError
+from brt.config import Data
+from brt.data import documents, preparation, sources, token_store, tokenizers
+from brt.errors import ConfigError, DataError
 
 
 def read(*names, **settings):
@@ -92,3 +96,50 @@ def test_bad_tfds_names_are_refused(tfds_name):
             read(source)
     with pytest.raises(DataError, match="has no field 'text'; .*book_text"):
         read(f"tfds:{tfds_name}/train")
+
+
+def test_a_record_costs_a_few_times_its_bytes(tmp_path):
+    size = 8 << 20
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "' + b"a word " * (size // 7) + b'"}\n', 1))
+    tracemalloc.start()
+    store = token_store.write(
+        tmp_path / "store", documents.read([str(path)]), tokenizers.ByteTokenizer()
+    )
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert store.words.tolist() == [2 * (size // 7)]
+    assert peak < 4.5 * size
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.txt.xz", "a.jsonl"])
+def test_more_than_a_document_may_have_is_refused(name, tmp_path):
+    content = b'{"text": "' + b"x" * 5000 + b'"}\n' + b"\n"
+    pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(name[-3:], bytes)
+    (tmp_path / name).write_bytes(pack(content))
+    place = ":1" if "jsonl" in name else ""
+    with pytest.raises(DataError, match=rf"{name}{place} is larger than 5,000 bytes; cut it, or ra"):
+        read(tmp_path / name, max_bytes=5000)
+    assert read(tmp_path / name, max_bytes=6000)
+
+
+def test_the_limit_is_a_setting(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "' + "a b " * 300 + '"}\n')
+    data = Data(train=(str(tmp_path / "a.jsonl"),), validation_fraction=0.0, test_fraction=0.0,
+                cache_dir=str(tmp_path / "cache"), max_document_bytes=1000)  # fmt: skip
+    with pytest.raises(DataError, match=r"a\.jsonl:1 is larger than 1,000 bytes"):
+        preparation.prepare(data, progress=False)
+    with pytest.raises(ConfigError, match="Data.max_document_bytes = 0 must be above 0"):
+        Data(max_document_bytes=0)
+
+
+@pytest.mark.parametrize(
+    "line, why",
+    [("[" * 100_000, "Brackets too deep"), ('{"text": 1%s}' % ("0" * 5000), "Number with too many"),
+     ('{"text": ' + '{"a":' * 100_000, "Brackets too deep")],
+    ids=["brackets", "digits", "objects"],
+)  # fmt: skip
+def test_lines_that_exceed_the_parser_are_named(line, why, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(DataError, match=rf"a\.jsonl:2 is not JSON: {why}"):
+        read(tmp_path / "a.jsonl")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from brt import untrusted
 from brt.data import documents, records, sources
 from brt.data.rows.tally import BadRow
 from brt.data.sources import File
@@ -106,14 +107,14 @@ def _rows(file: File, formats: tuple[str, ...], header: tuple[str, ...]) -> Iter
 
 def jsonl(file: File) -> Iterator[Row]:
     """The rows of a file of JSON lines, whatever it is called; empty lines are none."""
-    for number, line in enumerate(records.lines(documents.content(file)), 1):
+    for number, line in enumerate(records.lines(file.name, documents.content(file)), 1):
         if line.strip():
             yield _json_row(f"{file.name}:{number}", line)
 
 
 def _json_row(name: str, line: bytes) -> Row:
     try:
-        value = json.loads(line.decode("utf-8").removeprefix("\ufeff"))
+        value = untrusted.parse_json(line.decode("utf-8").removeprefix("\ufeff"))
     except UnicodeDecodeError as error:
         return Row(name, {}, not_utf8(error))
     except json.JSONDecodeError as error:
@@ -131,7 +132,7 @@ def _csv(file: File) -> Iterator[Row]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a document is longer than its 128 kB
     lines = (
         (line + b"\n").decode("utf-8", "surrogateescape")
-        for line in records.lines(documents.content(file))
+        for line in records.lines(file.name, documents.content(file))
     )
     found = csv.reader(lines, strict=True)
     number = 0
@@ -152,7 +153,7 @@ def _csv(file: File) -> Iterator[Row]:
 def _tsv(file: File, header: tuple[str, ...]) -> Iterator[Row]:
     """Lines of tab-separated values without quotes; a column without a name is left out."""
     names: Sequence[str] = header
-    for number, line in enumerate(records.lines(documents.content(file)), 1):
+    for number, line in enumerate(records.lines(file.name, documents.content(file)), 1):
         name = f"{file.name}:{number}"
         if not line.strip(b"\r"):
             continue

@@ -146,13 +146,16 @@ def test_bytes_are_ids_in_the_tokenizer_of_others(tmp_path: Path) -> None:
     assert theirs.decode(ids) == text
 
 
+SPELT_NUL = "\u0100"
+
+
 def test_a_tokenizer_of_others_begins_with_bos(tmp_path: Path) -> None:
     """Whatever its file did before a text and behind it."""
     (tmp_path / "own").mkdir()
     settings = tokenizer.of_bytes()
     settings["pre_tokenizer"] = settings["pre_tokenizer"] | {"add_prefix_space": True}
     settings["added_tokens"][0] |= {"id": 256, "content": "<s>"}
-    settings["model"]["vocab"] |= {"<s>": 256}
+    settings["model"]["vocab"] |= {"<s>": 256, SPELT_NUL: 257}
     settings["truncation"] = {
         "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0,
     }  # fmt: skip

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from brt import untrusted
 from brt.data import documents, sources
 from brt.data.rows.tally import BadRow
 from brt.data.sources import File
@@ -92,7 +93,8 @@ def _problem(answer: Any, context: str) -> str:
 def _entries(file: File) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Contexts with places and members of `qas`."""
     try:
-        content = json.loads(b"".join(documents.content(file)).decode("utf-8-sig"))
+        data = documents.no_more_than(untrusted.LARGEST, file.name, documents.content(file))
+        content = untrusted.parse_json(b"".join(data).decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(f"{file.name} is not UTF-8 at byte {error.start}") from error
     except json.JSONDecodeError as error:

@@ -1,0 +1,172 @@
+"""Files that anybody may have written: what they claim is checked before memory is asked for.
+
+Nothing in them is run or unpickled. What is damaged is a ValueError, what cannot be read an
+OSError; who knows what the file was for makes a sentence of it.
+"""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import re
+import stat
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+LARGEST = 1 << 30  # bytes held in memory whole, where nobody says otherwise
+_CHUNK = 1 << 20  # bytes of an array read at a time
+_RATIO = 1032  # deflate makes nothing smaller than that
+_UNUSUAL = 0x61  # flags of members that are encrypted or patches
+_DAMAGE = (
+    zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, OverflowError, struct.error,
+)  # fmt: skip
+_HEADER = re.compile(
+    r"\{'descr': '([<>|=]?(?:b1|[iu][1248]|f[248]|[US][1-9]\d{0,8}))', "
+    r"'fortran_order': (True|False), 'shape': \(((?:\d{1,19}, ?)*(?:\d{1,19})?)\),? ?\} *\n?"
+)
+
+
+def open_file(path: Path | str) -> BufferedReader:
+    """Opens a regular file to read.
+
+    Raises:
+      OSError: it cannot be opened, or may have no end: a FIFO, a device.
+    """
+    try:
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    except ValueError as error:  # a NUL in its name
+        raise OSError(errno.EINVAL, f"{error}", str(path)) from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return file
+
+
+def read_file(path: Path | str, largest: int = LARGEST) -> bytes:
+    """The content of a regular file; OSError also where it has more than `largest` bytes."""
+    with open_file(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > largest:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {largest:,}", str(path))
+        return file.read()
+
+
+def parse_json(text: str | bytes, decode: Callable[[Any], Any] = json.loads) -> Any:
+    """A value; json.JSONDecodeError also for what nests too deep, and for endless numbers."""
+    try:
+        return decode(text)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except RecursionError as error:
+        raise json.JSONDecodeError("Brackets too deep", "", 0) from error
+    except ValueError as error:  # Python reads no integer of more than 4300 digits
+        raise json.JSONDecodeError("Number with too many digits", "", 0) from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file in UTF-8; ValueError where it is something else."""
+    content = parse_json(read_file(path).decode("utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}, no object")
+    return content
+
+
+def check(value: Any, kind: Any, name: str = "it") -> None:
+    """Raises ValueError where JSON is not as `kind` says.
+
+    Args:
+      kind: a type; [kind] for a list of any length; {name: kind} for an object, which may have
+        more.
+    """
+    if isinstance(kind, Mapping):
+        check(value, dict, name)
+        for key, inner in kind.items():
+            if key not in value:
+                raise ValueError(f"{key} is missing")
+            check(value[key], inner, key)
+    elif isinstance(kind, list):
+        check(value, list, name)
+        for item in value:
+            check(item, kind[0], f"a part of {name}")
+    elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{name} is {repr(value)[:40]}, which is no {kind.__name__}")
+
+
+class Stored(NamedTuple):
+    """An array of an .npz file that is not in memory yet.
+
+    Attributes:
+      read: gives the array; ValueError where it is damaged.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+
+@contextlib.contextmanager
+def npz(path: Path) -> Iterator[dict[str, Stored]]:
+    """The arrays of an .npz file, by name; they can be read within the context.
+
+    All of them together have no more bytes than the file can hold: its size, where they are
+    stored as they are, and 1032 times that where they are compressed.
+
+    Raises:
+      ValueError: it is none, or damaged, or has arrays of objects.
+      OSError: it cannot be read.
+    """
+    with open_file(path) as file:
+        with _said_of(path.name):
+            archive = zipfile.ZipFile(file)
+            members = archive.infolist()
+            if sum(m.compress_size for m in members) > os.fstat(file.fileno()).st_size:
+                raise ValueError("it claims more bytes than it has")
+            found = {m.filename.removesuffix(".npy"): _stored(archive, m) for m in members}
+        yield found
+
+
+def _stored(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Stored:
+    ratio = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: _RATIO}.get(member.compress_type, 0)
+    if not ratio or member.flag_bits & _UNUSUAL:
+        raise ValueError(f"{member.filename} is packed as NumPy does not")
+    with archive.open(member) as file:
+        magic = file.read(8)
+        size = int.from_bytes(file.read(2 if magic[6:7] == b"\1" else 4), "little")
+        text = file.read(min(size, 1 << 16)).decode("latin1")
+        begin = file.tell()
+    header = _HEADER.fullmatch(text)
+    if magic[:6] != b"\x93NUMPY" or not header:
+        raise ValueError(f"{member.filename} is no array of numbers or text")
+    dtype, shape = np.dtype(header[1]), tuple(map(int, re.findall(r"\d+", header[3])))
+    count = math.prod(shape) * dtype.itemsize
+    if begin + count != member.file_size or member.file_size > ratio * member.compress_size:
+        raise ValueError(f"{member.filename} has not the {count:,} bytes of {shape} {dtype}")
+
+    def read() -> np.ndarray:
+        content = np.empty(count, np.uint8)
+        with _said_of(member.filename), archive.open(member) as file:
+            file.read(begin)
+            place = 0
+            while got := file.readinto(memoryview(content)[place : place + _CHUNK]):
+                place += got
+            if place < count:
+                raise EOFError("it ends too early")
+        return content.view(dtype).reshape(shape, order="F" if header[2] == "True" else "C")
+
+    return Stored(shape, dtype, read)
+
+
+@contextlib.contextmanager
+def _said_of(name: str) -> Iterator[None]:
+    """What is wrong with an archive as ValueErrors."""
+    try:
+        yield
+    except _DAMAGE as error:
+        raise ValueError(f"{name}: {error}") from error
