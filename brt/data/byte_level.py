@@ -44,7 +44,9 @@ class ByteLevelTokenizer(ChunkTokenizer):
         ]
         missing = {bytes([byte]) for byte in range(256) if byte not in NEVER} - {*self._bytes}
         if missing:
-            raise _loses(path, f": no piece is {min(missing)!r}, nor {len(missing) - 1} other bytes")
+            raise _loses(
+                path, f": no piece is {min(missing)!r}, nor {len(missing) - 1} other bytes"
+            )
 
     def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:
         for found in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):

@@ -109,9 +109,7 @@ def _field(name: str, example: Any, field: str) -> Any:
     return value
 
 
-def lines(
-    name: str, data: Iterable[bytes], max_bytes: int = untrusted.LARGEST
-) -> Iterator[bytes]:
+def lines(name: str, data: Iterable[bytes], max_bytes: int = untrusted.LARGEST) -> Iterator[bytes]:
     """The lines of what comes in parts, without their newlines; the last may be empty.
 
     Raises:

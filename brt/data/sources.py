@@ -77,19 +77,22 @@ def files(source: str, endings: Sequence[str] = TEXT) -> list[File]:
 
 
 def _matches(pattern: str) -> Iterator[str]:
-    """What a pattern matches; `**` is every directory below once, where links lead in circles."""
+    """As glob has it; but `**` is each directory below once, though links lead in circles."""
+    if os.path.basename(pattern) == "**":
+        pattern = f"{pattern}/*"
     head, stars, tail = pattern.partition("**/")
-    if not stars or (head and not head.endswith("/")):
-        yield from glob.glob(pattern, recursive=True)
+    if not stars or (head and head[-1] != "/"):
+        yield from glob.glob(pattern)
         return
+    seen = set()
     for top in glob.glob(head) if head else ["."]:
-        seen = set()
         for place, inside, _ in os.walk(top, followlinks=True):
             real = os.path.realpath(place)
-            inside[:] = [name for name in inside if not name.startswith(".")] if real not in seen else []
+            inside[:] = sorted(n for n in inside if real not in seen and not n.startswith("."))
             if real not in seen:
                 seen.add(real)
-                yield from _matches(os.path.normpath(os.path.join(place, tail)))
+                below = os.path.join(glob.escape(place), tail)
+                yield from _matches(below if head else below.removeprefix("./"))
 
 
 def sha256(path: Path) -> str:

@@ -118,7 +118,9 @@ def test_more_than_a_document_may_have_is_refused(name, tmp_path):
     pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(name[-3:], bytes)
     (tmp_path / name).write_bytes(pack(content))
     place = ":1" if "jsonl" in name else ""
-    with pytest.raises(DataError, match=rf"{name}{place} is larger than 5,000 bytes; cut it, or ra"):
+    with pytest.raises(
+        DataError, match=rf"{name}{place} is larger than 5,000 bytes; cut it, or ra"
+    ):
         read(tmp_path / name, max_bytes=5000)
     assert read(tmp_path / name, max_bytes=6000)
 

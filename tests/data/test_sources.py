@@ -1,8 +1,10 @@
+import glob
 import hashlib
+import os
 
 import pytest
 
-from brt.data import sources
+from brt.data import sources, tokenizers
 from brt.errors import DataError
 
 
@@ -75,3 +77,51 @@ def test_the_summaries_are_those_that_the_readme_lists():
     for file in found:
         assert f"{file.sha256}  {file.name.removeprefix('corpus:summaries/')}" in listed
         assert f"| {file.bytes} |" in listed
+
+
+PATTERNS = ("**/*.txt", "**", "*/**/c*", "d/**/*.txt", "./**/a.txt", "**/e/**/*.txt", "d/**/e/*",
+            "**/[[]x]/*", "d**/*.txt")  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("absolute", [False, True])
+def test_patterns_match_what_glob_does(pattern, absolute, tmp_path, monkeypatch):
+    for name in ("a.txt", "d/b.txt", "d/e/c.txt", "d/e/e/a.txt", "f/e/[x]/c.txt", ".h/a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.chdir(tmp_path)
+    pattern = f"{tmp_path}/{pattern}" if absolute else pattern
+    expected = {
+        os.path.normpath(p) for p in glob.glob(pattern, recursive=True) if os.path.isfile(p)
+    }
+    found = [str(file.path) for file in sources.files(pattern)]
+    assert expected and sorted(found) == sorted(expected)
+
+
+def test_links_that_lead_in_circles_are_followed_once(books):
+    for i in range(3):  # glob would find 3 ** 40 ways
+        (books / f"self{i}").symlink_to(".")
+    outside = books.parent / "outside"
+    outside.mkdir()
+    (outside / "d.txt").write_text("elsewhere")
+    (books / "zlink").symlink_to(outside)
+    (books / "alias.txt").symlink_to("b.txt")
+    assert names(books / "**" / "*.txt") == ["a.txt", "alias.txt", "d.txt"]
+
+
+def test_what_may_have_no_end_is_no_source(tmp_path):
+    os.mkfifo(tmp_path / "f.txt")
+    for name in (tmp_path / "f.txt", tmp_path / "f.*", "/dev/zero"):
+        with pytest.raises(DataError, match="is neither a file nor a directory; write what it"):
+            sources.files(str(name))
+    os.mkfifo(tmp_path / "f.model")
+    with pytest.raises(DataError, match=r"f\.model cannot be read: it is no regular file"):
+        tokenizers.load(str(tmp_path / "f.model"))
+    for path in ("f.txt", "a\0b"):
+        with pytest.raises(DataError, match=r"cannot be read: (it is no regular|embedded null)"):
+            sources.hashed(sources.File(path, tmp_path / path))
+
+
+def test_a_name_longer_than_files_have(tmp_path):
+    with pytest.raises(DataError, match="xxx does not exist"):
+        sources.files("x" * 5000)

@@ -182,11 +182,15 @@ def test_vocabularies_that_do_not_fit_are_refused(tmp_path):
 
 def test_more_pieces_than_there_are_bytes_are_refused_at_once(tmp_path):
     """Not behind minutes in which nothing can be interrupted."""
-    with pytest.raises(DataError, match=r"'train:999999999' asks for more .* use train:272 or less"):
+    with pytest.raises(
+        DataError, match=r"'train:999999999' asks for more .* use train:272 or less"
+    ):
         tokenizer_training.train_sentencepiece([["hello world\n"]], 999_999_999, tmp_path / "a")
 
 
-@pytest.mark.parametrize("text", ["train:", "train:-1", "train:0", "train:1e3", "train:٣", "train:1" + "0" * 5000])
+@pytest.mark.parametrize(
+    "text", ["train:", "train:-1", "train:0", "train:1e3", "train:٣", "train:1" + "0" * 5000]
+)
 def test_a_size_that_is_none_is_refused(text):
     with pytest.raises(ConfigError, match=f"Data.tokenizer = '{text}' must name a size"):
         tokenizer_training.vocabulary_size(text)
