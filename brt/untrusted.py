@@ -83,14 +83,16 @@ def check(value: Any, kind: Any, name: str = "it") -> None:
 
     Args:
       kind: a type; [kind] for a list of any length; {name: kind} for an object, which may have
-        more.
+        more, and may lack `name?`; {str: kind} for one with any names.
     """
     if isinstance(kind, Mapping):
         check(value, dict, name)
         for key, inner in kind.items():
-            if key not in value:
-                raise ValueError(f"{key} is missing")
-            check(value[key], inner, key)
+            for found in value if key is str else [key.removesuffix("?")]:
+                if found in value:
+                    check(value[found], inner, found)
+                elif found == key:
+                    raise ValueError(f"{key} is missing")
     elif isinstance(kind, list):
         check(value, list, name)
         for item in value:

@@ -14,6 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from brt import untrusted
 from brt.config.fields import cached_settings
 from brt.data import manifests, sources
 from brt.data.sources import FileHash
@@ -24,6 +25,14 @@ MANIFEST = "corpus.json"
 SEED = 0  # of a tokenizer's sample
 NAMED = 3  # documents of a split
 
+_KIND = {
+    "key": str,
+    "sources": {str: [{"name": str, "bytes": int, "sha256": str}]},
+    "splits": [str],
+    "held_out?": {str: str},
+    "tokenizer?": {"file": str, "name": str},
+    "vocabulary?": {"file": str},
+}
 Section = Any  # of the config: it has train, validation, test and cache_dir
 Hashes = Mapping[str, Sequence[FileHash]]
 
@@ -66,7 +75,10 @@ def prepared(
             described = build(temporary, facts)
             manifests.write(temporary / MANIFEST, {"key": key, **facts, **described})
     if _existing_key(directory) != key:
-        raise DataError(f"{directory} holds something else; delete it or name another directory")
+        what = "is damaged; delete it" if output is None else (
+            "holds something else; delete it or name another directory"
+        )  # fmt: skip
+        raise DataError(f"{directory} {what}")
     return directory
 
 
@@ -145,8 +157,21 @@ def cache_directory(section: Section) -> Path:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """What a prepared corpus was made of: sources, settings, tokenizer and its coverage."""
-    return manifests.read(directory / MANIFEST)
+    """What a prepared corpus was made of: sources, settings, tokenizer and its coverage.
+
+    Raises:
+      DataError: it is missing or damaged, or names files elsewhere.
+    """
+    found = manifests.read(directory / MANIFEST, _KIND)
+    with manifests.undamaged(directory, "corpus"):
+        if coverage := found.get("tokenizer", {}).get("coverage"):
+            untrusted.check(coverage, {"fraction": float}, "coverage")
+        if not {*found["splits"]} <= {*SPLITS}:
+            raise ValueError(f"{MANIFEST} has the splits {', '.join(found['splits'])}")
+        for name in (found[kind]["file"] for kind in ("tokenizer", "vocabulary") if kind in found):
+            if Path(name).name != name or not (directory / name).is_file():
+                raise ValueError(f"{MANIFEST} names {name!r}, which is not there")
+    return found
 
 
 def _sources(hashes: Hashes) -> dict[str, list[dict[str, Any]]]:
@@ -158,10 +183,7 @@ def _occupied(directory: Path) -> bool:
 
 
 def _existing_key(directory: Path) -> str | None:
-    try:
-        return read_manifest(directory)["key"]
-    except DataError:
-        return None
+    return read_manifest(directory)["key"] if (directory / MANIFEST).exists() else None
 
 
 def refuse_shared(hashes: Hashes, section: str) -> None:

@@ -6,35 +6,40 @@ import json
 import os
 import shutil
 import tempfile
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from brt import durable, locks
+from brt import durable, locks, untrusted
 from brt.errors import DataError
 
 FORMAT = 1  # of stores and prepared corpora; another format is another cache entry
 _HELD = ".held"  # in a temporary directory: locked as long as a process fills it
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, kind: Mapping[Any, Any]) -> dict[str, Any]:
     """A manifest of this format.
 
+    Args:
+      kind: what it has to have; see `untrusted.check`.
+
     Raises:
-      DataError: it is missing, no JSON, or of another format.
+      DataError: it is missing, damaged, or of another format.
     """
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = untrusted.read_object(path)
+        if (found := manifest.get("format")) == FORMAT:
+            untrusted.check(manifest, kind)
     except OSError as error:
         raise DataError(
             f"{path.parent} holds no finished preparation ({path.name} is missing); "
             "write it with python -m brt.prepare"
         ) from error
     except ValueError as error:
-        raise DataError(f"{path} is damaged ({error}); prepare {path.parent} again") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else None
+        raise DataError(
+            f"{path} is damaged ({error}); delete {path.parent} and prepare it again"
+        ) from error
+    if found != FORMAT:
         raise DataError(
             f"{path} has format {found}, this brt reads {FORMAT}; prepare {path.parent} again"
         )
@@ -51,7 +56,7 @@ def undamaged(directory: Path, what: str) -> Iterator[None]:
     """Raises DataError for anything that does not fit in a directory's files."""
     try:
         yield
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise DataError(
             f"the {what} {directory} is damaged ({error}); delete it and prepare it again"
         ) from error

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from brt import config
-from brt.data import cache, sources, token_store, tokenizer_training, tokenizers
+from brt.data import cache, manifests, sources, token_store, tokenizer_training, tokenizers
 from brt.data.cache import read_manifest
 from brt.data.documents import Document
 from brt.data.splits import SPLITS, Plan, fractions_of
@@ -111,8 +111,8 @@ def open_corpus(directory: Path) -> Corpus:
       DataError: it is missing, unfinished or damaged.
     """
     manifest = read_manifest(directory)
-    name = manifest["tokenizer"]["file"]
-    of_bytes = manifest["tokenizer"]["name"] == "bytes"
+    with manifests.undamaged(directory, "corpus"):
+        name, of_bytes = manifest["tokenizer"]["file"], manifest["tokenizer"]["name"] == "bytes"
     tokenizer = tokenizers.load("bytes" if of_bytes else str(directory / name))
     splits = {split: _opened(directory, split, tokenizer) for split in manifest["splits"]}
     return Corpus(directory, tokenizer, splits)
@@ -222,7 +222,7 @@ def summary(corpus: Corpus) -> str:
             f"{m['words']:12,} {m['bytes'] / m['tokens']:11.3f}"
         )
     described = read_manifest(corpus.directory)["tokenizer"]
-    line = f"tokenizer {described['name']}, {described['vocab_size']:,} ids"
-    if coverage := described["coverage"]:
+    line = f"tokenizer {described['name']}, {corpus.tokenizer.vocab_size:,} ids"
+    if coverage := described.get("coverage"):
         line += f", trained on {coverage['fraction']:.1%} of the train text"
     return "\n".join([*lines, line])

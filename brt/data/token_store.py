@@ -54,15 +54,18 @@ class TokenStore:
           DataError: it is missing, unfinished, of another format, or its sizes do not fit.
         """
         with store.opened(
-            directory, ["names"], npz="documents.npz", what="token store"
+            directory, ["names"], facts=_FACTS, npz="documents.npz", what="token store"
         ) as found:  # fmt: skip
-            manifest, file = found.manifest, found.directory / "tokens.bin"
-            dtype = np.dtype(manifest["dtype"])
-            if file.stat().st_size != manifest["tokens"] * dtype.itemsize:
+            manifest, columns = found.manifest, found.columns
+            dtype, offsets = stored_dtype(manifest), columns["offsets"]
+            tokens = found.mapped("tokens.bin", dtype, offsets, "documents").values
+            if (
+                manifest["tokens"] != len(tokens)
+                or not 0 <= manifest["bos_id"] < manifest["vocab_size"]
+            ):
                 raise ValueError("tokens.bin has another size than its manifest says")
-            tokens = np.memmap(file, dtype, mode="r")
-            found.check("documents", found.columns["names"])
-            columns = {name: found.columns[name] for name in (*_COLUMNS, "names")}
+            found.check("documents", *(columns[name] for name in (*_COLUMNS[1:], "names")))
+            columns = {name: columns[name] for name in (*_COLUMNS, "names")}
         return cls(directory=found.directory, manifest=manifest, tokens=tokens, **columns)
 
     @property
@@ -145,6 +148,11 @@ def write(
 
 
 _COLUMNS = ("offsets", "bytes", "characters", "words")
+_FACTS = {
+    **dict.fromkeys(("documents", "tokens", "bytes", "characters", "words"), int),
+    "vocab_size": int, "bos_id": int, "dtype": str, "tokenizer": {"fingerprint": str},
+}  # fmt: skip
+_DTYPES = {"|u1": 1 << 8, "<u2": 1 << 16, "<u4": 1 << 32}
 
 
 class _Counter:
@@ -168,5 +176,11 @@ class _Counter:
 
 def ids_dtype(vocab_size: int) -> np.dtype:
     """The smallest unsigned integers that hold all ids, little-endian."""
-    sizes = {"<u1": 1 << 8, "<u2": 1 << 16, "<u4": 1 << 32}
-    return np.dtype(next(name for name, limit in sizes.items() if vocab_size <= limit))
+    return np.dtype(next(name for name, limit in _DTYPES.items() if vocab_size <= limit))
+
+
+def stored_dtype(manifest: Mapping[str, Any]) -> np.dtype:
+    """What `ids_dtype` was; ValueError where it says something else."""
+    if manifest["dtype"] not in _DTYPES:
+        raise ValueError(f"dtype is {manifest['dtype']!r}, none of {', '.join(_DTYPES)}")
+    return np.dtype(manifest["dtype"])

@@ -5,7 +5,6 @@ block borders, exactly as in training, so its logits are those of one long segme
 """
 
 import json
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
+from brt import untrusted
 from brt.config import Config, Decoding, Sampling
 from brt.distributed import rules
 from brt.errors import DataError
@@ -257,32 +257,56 @@ class Session:
         Raises:
           DataError: the file is missing, damaged, or of another model.
         """
+        old, structure = jax.tree.flatten(self.memory)
         try:
-            # NumPy leaves a damaged archive open if it opened it.
-            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-                found = json.loads(str(file["identity"]))
-                leaves = [file[f"leaf{i}"] for i in range(len(jax.tree.leaves(self.memory)))]
+            with untrusted.npz(path) as arrays:
+                found = untrusted.parse_json(str(arrays["identity"].read()))
+                untrusted.check(found, {str: object})
+                _check_identity(path, found, identity)
+                stored = [arrays[f"leaf{i}"] for i in range(len(old))]
+                if [array.shape for array in stored] != [leaf.shape for leaf in old]:
+                    raise DataError(
+                        f"{path} holds arrays of other shapes; load it with as many lanes"
+                    )
+                leaves = [_leaf(*both) for both in zip(stored, old, strict=True)]
+            memory = jax.tree.unflatten(structure, leaves)
+            if memory.count < 0 or not 0 <= memory.position < self._config.model.window:
+                raise ValueError("its place is none")
         except FileNotFoundError as error:
             raise DataError(f"there is no state file {path}") from error
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except (ValueError, KeyError) as error:
+            if isinstance(error, DataError):
+                raise
             raise DataError(
                 f"{path} is no state that --save_state wrote, or it is damaged; name such a file "
                 "with --load_state"
             ) from error
-        different = [k for k in identity if found.get(k) != identity[k]]
-        if different:
-            raise DataError(
-                f"{path} belongs to another model: "
-                + ", ".join(f"{k} was {found.get(k)} and is {identity[k]}" for k in different)
-            )
-        old, structure = jax.tree.flatten(self.memory)
-        if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in old]:
-            raise DataError(f"{path} holds arrays of other shapes; load it with as many lanes")
-        self.memory = jax.tree.unflatten(
-            structure, [jnp.asarray(new, leaf.dtype) for new, leaf in zip(leaves, old, strict=True)]
+        self.memory = memory
+
+
+def _check_identity(
+    path: Path, found: Mapping[str, object], identity: Mapping[str, object]
+) -> None:
+    different = [k for k in identity if found.get(k) != identity[k]]
+    if different:
+        raise DataError(
+            f"{path} belongs to another model: "
+            + ", ".join(f"{k} was {found.get(k)} and is {identity[k]}" for k in different)
         )
+
+
+def _leaf(stored: untrusted.Stored, old: Array) -> Array:
+    """What was saved for an array of the memory; ValueError where it cannot have been."""
+    array = stored.read()
+    counts = array.dtype.kind == "i"
+    if (
+        array.dtype != _stored(old.dtype)
+        or not (array >= 0 if counts else np.isfinite(array)).all()
+    ):
+        raise ValueError(f"it has {array.dtype} for {old.dtype}, or what is no finite number")
+    return jnp.asarray(array, old.dtype)
 
 
 def save(memory: Memory, path: Path, identity: Mapping[str, object]) -> None:

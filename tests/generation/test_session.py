@@ -12,6 +12,7 @@ import pytest
 
 from brt.config import Config, Decoding, Model, Sampling, Training
 from brt.errors import DataError
+from brt.generation import session as sessions
 from brt.generation.session import CHUNK, Session
 from brt.models import decoder
 from brt.models.decoder import Decoder
@@ -242,3 +243,51 @@ def test_a_search_goes_on_from_nothing_and_in_the_middle_of_a_block(recurrent: C
     text = [*session.search(decoding), *session.search(decoding)]
     assert len(text) == 10 and int(session.memory.count) == 11
     assert_close(copy(session).logits[0], recurrent.whole(text)[-1])
+
+
+def test_a_damaged_memory_is_one_sentence_or_as_it_was(build: Callable, tmp_path: Path) -> None:
+    session = build("recurrent").session
+    session.forget()
+    session.read(TEXT)
+    path = tmp_path / "state.npz"
+    session.save(path, IDENTITY)
+    good, expected = path.read_bytes(), session.snapshot()
+    loaded = 0
+    for place in range(28, len(good), len(good) // 150):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        try:
+            session.load(path, IDENTITY)
+        except DataError:
+            continue
+        loaded += 1
+        for new, old in zip(*map(jax.tree.leaves, (session.memory, expected)), strict=True):
+            np.testing.assert_array_equal(new, old)
+    assert loaded < 30
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"position": np.int32(WINDOW)}, {"position": np.int32(-1)}, {"count": np.int32(-5)},
+        {"count": np.int64(5)}, {"logits": np.nan}, {"logits": np.float64(1)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_memory_that_no_session_has_is_refused(
+    change: dict, build: Callable, tmp_path: Path
+) -> None:
+    session = build("window").session
+    session.forget()
+    before = session.snapshot()
+    name, value = next(iter(change.items()))
+    old = getattr(before, name)
+    changed = before._replace(**{name: np.full(old.shape, value, np.asarray(value).dtype)})
+    if name == "logits" and np.isnan(value):
+        changed = before._replace(logits=np.full_like(old, np.nan))
+    sessions.save(changed, tmp_path / "s.npz", IDENTITY)
+    with pytest.raises(
+        DataError, match=r"s\.npz is no state that --save_state wrote, or it is dam"
+    ):
+        session.load(tmp_path / "s.npz", IDENTITY)
+    for new, old in zip(*map(jax.tree.leaves, (session.memory, before)), strict=True):
+        np.testing.assert_array_equal(new, old)

@@ -35,6 +35,16 @@ class Ragged:
         return {name: self.values, f"{name}_offsets": self.offsets}
 
 
+def checked(values: np.ndarray, offsets: np.ndarray) -> Ragged:
+    """Rows that somebody else has described; ValueError where they are not among the values."""
+    if (
+        offsets.dtype != np.int64 or offsets.ndim != 1 or not len(offsets) or offsets[0] != 0
+        or offsets[-1] != len(values) or (offsets[1:] < offsets[:-1]).any()
+    ):  # fmt: skip
+        raise ValueError(f"rows do not fill {len(values):,} values")
+    return Ragged(values, offsets)
+
+
 def joined(rows: Sequence[np.ndarray], dtype: np.dtype) -> Ragged:
     """Rows that are in memory."""
     empty = np.zeros((0, *rows[0].shape[1:]) if rows else 0, dtype)
@@ -76,6 +86,6 @@ def read(path: Path, dtype: np.dtype, offsets: np.ndarray) -> Ragged:
       ValueError: it has another size than `offsets` says.
       OSError: it cannot be read.
     """
-    if path.stat().st_size != offsets[-1] * dtype.itemsize:
+    if offsets.size and path.stat().st_size != int(offsets.flat[-1]) * dtype.itemsize:
         raise ValueError(f"{path.name} has another size than its rows")
-    return Ragged(np.memmap(path, dtype, mode="r"), offsets)
+    return checked(np.memmap(path, dtype, mode="r"), offsets)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from brt import untrusted
 from brt.data import manifests, sources, verified
 from brt.data.rows import ragged
 from brt.data.rows.ragged import Ragged
@@ -64,7 +65,7 @@ class Files(NamedTuple):
 
     def ragged(self, name: str, offsets: str = "") -> Ragged:
         """Rows whose values and offsets are two arrays."""
-        return Ragged(self.columns[name], self.columns[offsets or f"{name}_offsets"])
+        return ragged.checked(self.columns[name], self.columns[offsets or f"{name}_offsets"])
 
     def mapped(self, file: str, dtype: np.dtype, offsets: np.ndarray, count: str) -> Ragged:
         """The rows of a file; raises ValueError for more or fewer than the manifest counts."""
@@ -83,6 +84,7 @@ def opened(
     directory: Path | str,
     lists: Sequence[str] | None = None,
     *,
+    facts: Mapping[str, Any] = {},
     npz: str = "rows.npz",
     what: str = "store",
 ) -> Iterator[Files]:
@@ -90,6 +92,7 @@ def opened(
 
     Args:
       lists: columns that are no arrays; None: those that the manifest says.
+      facts: kinds of what the manifest has to say; see `untrusted.check`.
       npz: the name of the file of columns.
       what: the directory is, as messages call it.
 
@@ -98,12 +101,16 @@ def opened(
         context shows that it is damaged.
     """
     directory = Path(directory)
-    manifest = manifests.read(directory / "manifest.json")
+    kind = {"fingerprint": str, "sha256": {str: str}, **({} if lists else {"texts": [str]})}
+    manifest = manifests.read(directory / "manifest.json", {**kind, **facts})
     with manifests.undamaged(directory, what):
-        lists = manifest["texts"] if lists is None else lists
-        with np.load(directory / npz, allow_pickle=False) as file:
-            columns: dict[str, Any] = {name: file[name] for name in file.files}
-        columns |= {name: tuple(json.loads(columns[name].tobytes())) for name in lists}
+        with untrusted.npz(directory / npz) as arrays:
+            columns: dict[str, Any] = {name: array.read() for name, array in arrays.items()}
+        for name, column in columns.items():
+            if column.dtype.kind not in "biuf" or not column.ndim or not np.isfinite(column).all():
+                raise ValueError(f"{name} is no column of finite numbers")
+        for name in lists or manifest["texts"]:
+            columns[name] = _list(name, columns[name])
         yield Files(directory, manifest, npz, columns)
         verified.check(directory, manifest["sha256"])
 
@@ -114,9 +121,23 @@ def verify(directory: Path) -> None:
     Raises:
       DataError: it is missing, unfinished, of another format, or one differs.
     """
-    manifest = manifests.read(directory / "manifest.json")
+    manifest = manifests.read(directory / "manifest.json", {"sha256": {str: str}})
     with manifests.undamaged(directory, "store"):
         verified.check(directory, manifest["sha256"], whole=True)
+
+
+def _list(name: str, column: np.ndarray) -> tuple[Any, ...]:
+    found = untrusted.parse_json(column.tobytes().decode("utf-8"))
+    for item in found if isinstance(found, list) else [found]:
+        untrusted.check(item, [str] if isinstance(item, list) else str, f"a part of {name}")
+    untrusted.check(found, list, name)
+    return tuple(found)
+
+
+def within(name: str, places: np.ndarray, counts: int | np.ndarray) -> None:
+    """Raises ValueError for integers that are no places among so many."""
+    if places.dtype.kind != "i" or ((places < 0) | (places >= counts)).any():
+        raise ValueError(f"{name} points where nothing is")
 
 
 def finish(

@@ -56,10 +56,19 @@ class QuestionStore(RowStore):
     def open(cls, directory: Path, tokenizer: TextTokenizer) -> "QuestionStore":
         """Raises DataError where it is missing, unfinished or damaged."""
         names = ("context_of", "rows", "ids", "asked", "texts")
-        with store.opened(directory) as found:
+        with store.opened(directory, facts={"rows": {"bad": int}}) as found:
             parts = {name: found.ragged(name) for name in ("contexts", "spans", "questions")}
             columns = {name: found.columns[name] for name in names}
             answers = tuple(map(tuple, found.columns["answers"]))
+            contexts, asked = len(parts["contexts"]), len(parts["questions"])
+            store.within("context_of", columns["context_of"], contexts)
+            lengths = parts["contexts"].lengths[columns["context_of"]]
+            rows = columns["rows"].reshape(-1, len(Row._fields))
+            store.within("rows", rows[:, 0], asked)
+            store.within("rows", rows[:, 2] - rows[:, 1], rows[:, 2] + 1)
+            store.within("rows", rows[:, 2], lengths[rows[:, 0]] + 1)
+            if {*map(len, (answers, columns["asked"], lengths))} != {asked}:
+                raise ValueError("its columns have other lengths")
         return cls(
             directory=directory, manifest=found.manifest, tokenizer=tokenizer, answers=answers,
             **parts, **columns,

@@ -22,6 +22,10 @@ from brt.tasks.speech_recognition.data.vocabulary import Vocabulary
 
 TEXTS = ("ids", "speakers", "transcripts")
 FLOAT = np.dtype("<f4")
+_FACTS = {
+    **dict.fromkeys(("utterances", "tokens", "frames", "width"), int), "shift_ms": float,
+    "vocabulary": str, "rows": {"bad": int},
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,11 +51,13 @@ class SpeechStore(RowStore):
         Raises:
           DataError: it is missing, unfinished, of another format, or its sizes do not fit.
         """
-        with store.opened(directory, TEXTS) as found:
+        with store.opened(directory, TEXTS, facts=_FACTS) as found:
             values = found.mapped("features.bin", FLOAT, found.columns["values"], "utterances")
             targets = found.ragged("targets", "target_offsets")
             columns = {name: found.columns[name] for name in (*TEXTS, "frames")}
             found.check("utterances", targets, *columns.values())
+            if found.manifest["width"] < 1 or (values.offsets % found.manifest["width"]).any():
+                raise ValueError(f"its rows are no frames of {found.manifest['width']} features")
         return cls(
             directory=found.directory, manifest=found.manifest, values=values, targets=targets,
             **columns,

@@ -4,11 +4,12 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from jaxtyping import Int
 
+from brt import untrusted
 from brt.errors import DataError
 
 UNKNOWN = "\ufffd"  # id 0: a token of held-out transcripts that training does not have
@@ -45,9 +46,12 @@ class Vocabulary:
     def load(cls, path: Path) -> "Vocabulary":
         """Raises DataError for a file that is none."""
         try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
+            saved = untrusted.read_object(path)
+            untrusted.check(saved, {"unit": str, "tokens": [str]})
+            if saved["unit"] not in get_args(Unit):
+                raise ValueError(f"unit is {saved['unit']!r}")
             return cls(saved["unit"], saved["tokens"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise DataError(
                 f"{path} is damaged ({error}); delete {path.parent} and prepare it again"
             ) from error

@@ -22,13 +22,18 @@ from brt.data import manifests
 from brt.data.rows import ragged, store
 from brt.data.rows.ragged import Ragged
 from brt.data.rows.store import RowStore
-from brt.data.token_store import ids_dtype
+from brt.data.token_store import ids_dtype, stored_dtype
 from brt.errors import DataError
 from brt.tasks.summarization.data.columns import Pair
 from brt.tasks.summarization.data.encoding import Encoder
 
 TOGETHER = 64  # pairs that are tokenized in parallel
 TEXTS = ("source", "target", "reference")
+_FACTS = {
+    **dict.fromkeys(("pairs", "max_source_length", "max_target_length"), int),
+    **dict.fromkeys(("vocab_size", "pad_id", "eos_id", "decoder_start_id"), int),
+    "tokenizer": {"fingerprint": str}, "dtype": str,
+}  # fmt: skip
 UNCUT = ("source_uncut", "target_uncut")
 
 
@@ -56,13 +61,17 @@ class PairStore(RowStore):
         Raises:
           DataError: it is missing, unfinished, of another format, or its sizes do not fit.
         """
-        with store.opened(directory, ["ids"]) as found:
-            dtypes = dict.fromkeys(TEXTS, found.manifest["dtype"]) | {"reference": np.uint8}
+        with store.opened(directory, ["ids"], facts=_FACTS) as found:
+            dtypes = dict.fromkeys(TEXTS, stored_dtype(found.manifest))
+            dtypes["reference"] = np.dtype(np.uint8)
             texts = {
-                name: found.mapped(f"{name}.bin", np.dtype(dtype), found.columns[name], "pairs")
+                name: found.mapped(f"{name}.bin", dtype, found.columns[name], "pairs")
                 for name, dtype in dtypes.items()
             }
-            found.check("pairs", found.columns["ids"])
+            found.check("pairs", *(found.columns[name] for name in ("ids", *UNCUT)))
+            for name in ("source", "target"):
+                if texts[name].lengths.max() > found.manifest[limit := f"max_{name}_length"]:
+                    raise ValueError(f"{name}.bin has rows longer than {limit}")
             columns = {name: found.columns[name] for name in ("ids", *UNCUT)}
         return cls(directory=found.directory, manifest=found.manifest, **columns, **texts)
 

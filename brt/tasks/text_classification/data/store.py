@@ -30,9 +30,13 @@ class SentenceStore(RowStore):
     @classmethod
     def open(cls, directory: Path) -> "SentenceStore":
         """Raises DataError where it is missing, unfinished or damaged."""
-        with store.opened(directory) as found:
+        with store.opened(directory, facts={"rows": {"bad": int}}) as found:
             columns = {name: found.columns[name] for name in ("targets", "ids", "labels")}
             tokens = found.ragged("tokens")
+            if columns["labels"]:
+                store.within("targets", columns["targets"], len(columns["labels"]))
+            if {*map(len, (columns["targets"], columns["ids"]))} != {len(tokens)}:
+                raise ValueError("its columns have other lengths")
         return cls(directory=directory, manifest=found.manifest, tokens=tokens, **columns)
 
     @property

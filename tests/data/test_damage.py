@@ -1,0 +1,144 @@
+"""Stores with a bit that is another, and such as nobody would write."""
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from brt.config import Data
+from brt.data import preparation, rows
+from brt.data.preparation import Corpus
+from brt.data.rows import ragged
+from brt.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("corpus")
+    for i in range(3):
+        (place / f"{i}.txt").write_text(f"document {i}\n" * 9)
+    data = Data(train=(f"{place}/*.txt",), validation=(), test=(), validation_fraction=0.3,
+                test_fraction=0.0)  # fmt: skip
+    return preparation.prepare(data, place / "corpus", progress=False).directory
+
+
+@pytest.fixture
+def corpus(prepared: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(prepared, tmp_path / "corpus"))
+
+
+def read_all(directory: Path) -> Corpus:
+    """Opens a corpus and asks for all that others ask of it."""
+    corpus = preparation.open_corpus(directory)
+    preparation.summary(corpus)
+    corpus.described()
+    store = corpus.split("train")
+    assert store.fingerprint and store.vocab_size > store.bos_id >= 0
+    assert sum(len(store.document(i)) for i in range(len(store))) == store.lengths.sum()
+    return corpus
+
+
+@pytest.mark.parametrize("name", ["corpus.json", "train/manifest.json", "train/documents.npz"])
+def test_a_bit_that_is_another_is_one_sentence_or_changes_nothing_that_is_read(name, corpus):
+    path = corpus / name
+    good = path.read_bytes()
+    refused = 0
+    for place in range(0, len(good), 11):
+        path.write_bytes(good[:place] + bytes([good[place] ^ (1 << place % 8)]) + good[place + 1 :])
+        try:
+            read_all(corpus)
+        except DataError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > 20
+    path.write_bytes(good)
+    read_all(corpus)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"key": 5}, "key is 5, which is no str"),
+        ({"splits": None}, "splits is None, which is no list"),
+        (
+            {"splits": ["train", "../../other"]},
+            r"corpus\.json has the splits train, \.\./\.\./other",
+        ),
+        ({"sources": {"train": [{"name": "a"}]}}, "bytes is missing"),
+        ({"tokenizer": {"name": "x", "file": "../t.json"}}, r"corpus\.json names .*'\.\./t\.json'"),
+        (
+            {"tokenizer": {"name": "x", "file": "t.model"}},
+            r"corpus\.json names 't\.model', which is not",
+        ),
+        ({"held_out": []}, "held_out is .., which is no dict"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_what_a_corpus_says_is_checked(change, said, corpus):
+    path = corpus / "corpus.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(DataError, match=rf"is damaged \(.*{said}.*\); delete .*prepare it again"):
+        read_all(corpus)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"offsets": np.array([0, 90, 20, 108])}, "rows do not fill|tokens.bin"),
+        ({"offsets": np.array([0, 2**62, -(2**62), 108])}, "rows do not fill|tokens.bin"),
+        ({"words": np.array([1.5, np.nan])}, "words is no column of finite numbers"),
+        ({"names": np.frombuffer(b"{}", np.uint8)}, "a part of names is {}, which is no str"),
+        ({"names": np.frombuffer(b"[" * 9**5, np.uint8)}, "Brackets too deep"),
+        ({"bytes": np.array(7)}, "bytes is no column"),
+        ({"names": np.array(["a"], object)}, r"names\.npy is no array of numbers or text"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_columns_that_do_not_fit_are_refused(change, said, corpus):
+    path = corpus / "train" / "documents.npz"
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    np.savez(path, **{**arrays, **change})
+    with pytest.raises(DataError, match=rf"train is damaged \(({said}).*\); delete it and prepare"):
+        read_all(corpus)
+
+
+def test_memory_is_asked_for_what_a_file_can_hold(corpus):
+    """Also where header and directory agree on terabytes."""
+    path = corpus / "train" / "documents.npz"
+    header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (500000000000,), }"
+    member = b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("more.npy", member)
+        archive.filelist[-1].file_size = archive.filelist[-1].compress_size = (
+            len(member) + 4 * 10**12
+        )
+    with pytest.raises(DataError, match=r"train is damaged \(it claims more bytes than it has"):
+        read_all(corpus)
+
+
+def test_a_damaged_cache_says_so(tmp_path):
+    (tmp_path / "a.txt").write_text("some text\n" * 9)
+    data = Data(train=(f"{tmp_path}/a.txt",), validation_fraction=0.0, test_fraction=0.0,
+                cache_dir=str(tmp_path / "cache"))  # fmt: skip
+    path = preparation.prepare(data, progress=False).directory / "corpus.json"
+    for content in (path.read_bytes()[:40], path.read_bytes().replace(b'"key": "', b'"key": "0')):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match="is damaged.*; delete"):
+            preparation.prepare(data, progress=False)
+
+
+@pytest.mark.parametrize("offsets", [[0, 3, 2, 4], [1, 4], [0, 3], [[0, 4]], [], [0.0, 4.0]])
+def test_rows_lie_among_their_values(offsets):
+    with pytest.raises(ValueError, match="rows do not fill 4 values"):
+        ragged.checked(np.arange(4), np.array(offsets))
+    assert len(ragged.checked(np.arange(4), np.array([0, 0, 4]))) == 2
+
+
+@pytest.mark.parametrize("places", [[-1], [3], [0.5]])
+def test_places_among_others(places):
+    with pytest.raises(ValueError, match="x points where nothing is"):
+        rows.store.within("x", np.array(places), 3)
