@@ -202,6 +202,8 @@ class Model:
         """
         if not self._task.writes:
             raise self._task.silent()
+        if not -(2**63) <= seed < 2**63:
+            raise ConfigError(f"seed={seed} is more than 64 bits hold")
         drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         options = WriteOptions(
             beams, _sampling(self.config.sampling, beams, drawn), _count(max_tokens), seed

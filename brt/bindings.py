@@ -15,6 +15,10 @@ from brt.config_io import FIELDS, SECTION_TYPES, checked_value, suggestion, unkn
 from brt.errors import ConfigError
 
 COMMAND_LINE = "--gin_bindings"  # the origin of what it binds
+DEEPEST = 50  # macros within macros, brackets within brackets, files included by files
+_SHOWN = 100  # characters of a text that a sentence quotes
+MOST_STRINGS = 100  # side by side, that become one
+MOST_VALUES = 10_000  # that one setting becomes, macros written out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +94,7 @@ def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
     found = {key: [b for b in s.bindings if _belongs(b, name)] for key, s in sources.items()}
     _check_defined(macros, [*macros.values(), *(b for own in found.values() for b in own)])
     fields = {
-        key: [b._replace(value=_substituted(b.value, macros, (), b.origin)) for b in own]
+        key: [b._replace(value=_substituted(b.value, macros)) for b in own]
         for key, own in found.items()
     }
     winners = _winners(fields, _below(sources))
@@ -166,14 +170,14 @@ def _check_macros(macros: Mapping[str, Binding], sources: Mapping[str, Source]) 
         if name not in used:
             guess = suggestion(name, used)
             raise ConfigError(f"{binding.origin}: macro {name} is never used{guess}")
-        _substituted(binding.value, macros, (name,), binding.origin)  # refuses a circle
 
 
 def _check_defined(
     macros: Mapping[str, Binding], bindings: Iterable[Binding]
 ) -> dict[str, Binding]:
-    """One user of each macro that `bindings` use."""
+    """One user of each macro that `bindings` use, none of which grows without bounds."""
     used: dict[str, Binding] = {}
+    bindings = list(bindings)
     for binding in bindings:
         used |= dict.fromkeys(_macros_in(binding.value), binding)
     for name, user in used.items():
@@ -182,28 +186,53 @@ def _check_defined(
             raise ConfigError(
                 f"{user.origin}: {user.name} uses %{name}, which is not defined{guess}"
             )
+    sizes: dict[str, int] = {}
+    for binding in bindings:
+        _size(binding.value, macros, sizes, (binding.name,), binding.origin)
     return used
 
 
+def _size(
+    value: Any,
+    macros: Mapping[str, Binding],
+    sizes: dict[str, int],
+    inside: tuple[str, ...],
+    origin: str,
+) -> int:
+    """How many values this one is with macros written out; `sizes` are those of macros so far."""
+    if isinstance(value, Macro):
+        if value.name in inside:
+            raise ConfigError(f"{origin}: macro {value.name} is defined by itself; give it a value")
+        if len(inside) > DEEPEST:
+            raise ConfigError(f"{origin}: macros are nested more than {DEEPEST} deep")
+        if value.name not in sizes:
+            defined = macros[value.name].value
+            sizes[value.name] = _size(defined, macros, sizes, (*inside, value.name), origin)
+        return sizes[value.name]
+    parts = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, list | tuple | dict):
+        return 1
+    size = 1 + sum(_size(part, macros, sizes, inside, origin) for part in parts)
+    if size > MOST_VALUES:
+        raise ConfigError(f"{origin}: {inside[-1]} is more than {MOST_VALUES:,} values")
+    return size
+
+
 def _evaluated(binding: Binding, macros: Mapping[str, Binding]) -> Binding:
-    value = _substituted(binding.value, macros, (), binding.origin)
+    value = _substituted(binding.value, macros)
     try:
         return binding._replace(value=checked_value(binding.name, value))
     except ConfigError as error:
         raise ConfigError(f"{binding.origin}: {error}") from error
 
 
-def _substituted(
-    value: Any, macros: Mapping[str, Binding], inside: tuple[str, ...], origin: str
-) -> Any:
+def _substituted(value: Any, macros: Mapping[str, Binding]) -> Any:
     if isinstance(value, Macro):
-        if value.name in inside:
-            raise ConfigError(f"{origin}: macro {value.name} is defined by itself; give it a value")
-        return _substituted(macros[value.name].value, macros, (*inside, value.name), origin)
+        return _substituted(macros[value.name].value, macros)
     if isinstance(value, list | tuple):
-        return type(value)(_substituted(item, macros, inside, origin) for item in value)
+        return type(value)(_substituted(item, macros) for item in value)
     if isinstance(value, dict):
-        return {k: _substituted(item, macros, inside, origin) for k, item in value.items()}
+        return {k: _substituted(item, macros) for k, item in value.items()}
     return value
 
 
@@ -255,6 +284,17 @@ def _shorten_warmup(
 def explained(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
     """The error, with the places where the fields that it names are bound."""
     return ConfigError(f"{error}{_whence(str(error), origins)}")
+
+
+def unreadable(message: str, line: str | None) -> str:
+    """What to say of a text that gin's parser has refused with a message, perhaps at a line."""
+    if found := re.search("Failed to parse token '(.*)'", message):
+        word = found[1][:_SHOWN]
+        reason = f"{word} is no value; text needs quotes ({word!r}), booleans are True, False"
+    else:
+        reason = " ".join(message.split())[:_SHOWN].rstrip(".")
+    quoted = f" {line.strip()[:_SHOWN]!r}" if line else " it"
+    return f"cannot read{quoted}: {reason}"
 
 
 def _whence(message: str, origins: Mapping[str, str]) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn
 
 from gin import config_parser
 
-from brt import allocator, bindings, output, platforms
+from brt import allocator, bindings, output, platforms, untrusted
 from brt.bindings import Binding, Macro, Resolved, Source
 from brt.config import SECTIONS, Config
 from brt.config_io import FIELDS, annotated_text, find_gin_file, shown_path, suggestion
@@ -26,6 +26,8 @@ from brt.errors import BrtError, CheckpointError, ConfigError, Preempted
 from brt.output import write_json
 
 BINDINGS_FLAG = bindings.COMMAND_LINE
+LARGEST_FILE = 1 << 17  # bytes of a .gin file
+_BETWEEN = (tokenize.STRING, tokenize.NL, tokenize.COMMENT)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -84,24 +86,16 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     """Adds --workdir, --gin_file, --gin_bindings and --print_config, which `resolve` reads."""
     parser.add_argument("--workdir", metavar="DIR", help="where the run lives")
     parser.add_argument(
-        "--gin_file",
-        action="append",
-        default=[],
-        metavar="FILE",
+        "--gin_file", action="append", default=[], metavar="FILE",
         help="a .gin file, here or among those that come with brt; repeatable",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        BINDINGS_FLAG,
-        "--gin_param",
-        action="append",
-        default=[],
+        BINDINGS_FLAG, "--gin_param", action="append", default=[],
         metavar="'Section.field = value'",
         help="beats the files; repeatable; --gin.Section.field=value is the same",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--print_config",
-        action="store_true",
-        help="print every setting with its origin and stop",
+        "--print_config", action="store_true", help="print every setting with its origin and stop"
     )
 
 
@@ -266,9 +260,11 @@ def _read_file(path: Path, sources: dict[str, Source], including: tuple[str, ...
         raise ConfigError(f"{shown}: files include each other in a circle: {circle}")
     if key not in sources:
         try:
-            text = path.read_text(encoding="utf-8")
+            text = untrusted.read_file(path, LARGEST_FILE).decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{shown} cannot be read: {error}") from error
+        if len(including) > bindings.DEEPEST:
+            raise ConfigError(f"{shown}: files include files more than {bindings.DEEPEST} deep")
         sources[key] = Source([], [])
         for statement, origin in _statements(text, shown):
             _add(statement, origin, key, path.parent, sources, (*including, key))
@@ -311,11 +307,21 @@ class _Grammar(config_parser.ConfigParser):
     """Gin's, but a dictionary with a key twice is refused, of which Python keeps the last."""
 
     _keys: set[Any] = set()
+    _depth = _strings = 0  # brackets around this, and strings that stand side by side
+
+    def _advance_one_token(self) -> None:
+        super()._advance_one_token()  # whose work on strings grows with the square of their number
+        kind = self._current_token.type
+        self._strings = (self._strings + (kind == tokenize.STRING)) * (kind in _BETWEEN)
+        if self._strings > bindings.MOST_STRINGS:
+            self._raise_syntax_error(f"more than {bindings.MOST_STRINGS} strings side by side")
 
     def _maybe_parse_container(self) -> tuple[bool, Any]:
-        outer, self._keys = self._keys, set()
+        outer, self._keys, self._depth = self._keys, set(), self._depth + 1
+        if self._depth > bindings.DEEPEST:
+            self._raise_syntax_error(f"brackets are nested more than {bindings.DEEPEST} deep")
         result = super()._maybe_parse_container()
-        self._keys = outer
+        self._keys, self._depth = outer, self._depth - 1
         return result
 
     def _parse_dict_item(self) -> tuple[Any, Any]:
@@ -356,14 +362,10 @@ def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
                 )
             yield statement, place
     except SyntaxError as error:
-        raise ConfigError(f"{origin(error.lineno)}: {_reason(error.msg, error.text)}") from error
+        raise ConfigError(
+            f"{origin(error.lineno)}: {bindings.unreadable(error.msg, error.text)}"
+        ) from error
     except (tokenize.TokenError, TypeError) as error:  # TypeError: a list as a dictionary's key
-        raise ConfigError(f"{origin(None)}: {_reason(str(error.args[0]), None)}") from error
-
-
-def _reason(message: str, line: str | None) -> str:
-    if word := re.search("Failed to parse token '(.*)'", message):
-        reason = f"{word[1]} is no value; text needs quotes ({word[1]!r}), booleans are True, False"
-    else:
-        reason = " ".join(message.split()).rstrip(".")
-    return f"cannot read {line.strip()!r}: {reason}" if line else f"cannot read it: {reason}"
+        raise ConfigError(
+            f"{origin(None)}: {bindings.unreadable(str(error.args[0]), None)}"
+        ) from error

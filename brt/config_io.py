@@ -147,7 +147,7 @@ def find_gin_file(path: str, *, asked: str, beside: Path | None = None) -> Path:
     if beside is not None:
         candidates.insert(0, beside / path)
     for candidate in candidates:
-        if candidate.is_file():
+        if os.path.isfile(candidate):  # also of names that no file system takes
             return candidate
     directory = configs_directory()
     known = [str(Path("configs", f.relative_to(directory))) for f in directory.rglob("*.gin")]
@@ -202,6 +202,8 @@ def _checked_tuple(name: str, item: Any, value: Any) -> tuple[Any, ...]:
 
 def _integer(name: str, value: Any) -> int:
     if type(value) is int:
+        if not -(2**63) <= value < 2**63:
+            raise ConfigError(f"{name} = {value} is more than 64 bits hold")
         return value
     whole = isinstance(value, float) and value.is_integer()
     raise ConfigError(f"{name} = {value!r} must be an int{f'; write {value:.0f}' if whole else ''}")

@@ -156,8 +156,9 @@ def _stored(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Stored:
         with _said_of(member.filename), archive.open(member) as file:
             file.read(begin)
             place = 0
-            while got := file.readinto(memoryview(content)[place : place + _CHUNK]):
-                place += got
+            while chunk := file.read(_CHUNK):
+                content[place : place + len(chunk)] = np.frombuffer(chunk, np.uint8)
+                place += len(chunk)
             if place < count:
                 raise EOFError("it ends too early")
         return content.view(dtype).reshape(shape, order="F" if header[2] == "True" else "C")

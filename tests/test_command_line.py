@@ -13,8 +13,9 @@ import pytest
 from brt import __version__, command_line, evaluate, generate
 from brt.bindings import Resolved
 from brt.config import Config, Training
-from brt.config_io import configs_directory
+from brt.config_io import FIELDS, SECTION_TYPES, configs_directory
 from brt.errors import ConfigError
+from brt.training.workdir import saved_config
 
 
 @pytest.fixture(autouse=True)
@@ -249,6 +250,63 @@ def test_a_longer_circle_names_its_files() -> None:
 def test_a_binding_that_another_beats_is_checked_too() -> None:
     write(base="Training.steps = 7.5", top="include 'base.gin'\nTraining.steps = 8")
     assert "base.gin:1: Training.steps = 7.5 must be an int" in refusal("--gin_file=top.gin")
+
+
+DOUBLING = "".join(f"A{i} = (%A{i + 1}, %A{i + 1})\n" for i in range(40)) + "A40 = 3\n"
+CHAIN = "".join(f"A{i} = %A{i + 1}\n" for i in range(3000)) + "A3000 = 3\nTraining.steps = %A0"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Model.recurrent_layers = " + "[" * 3000 + "]" * 3000, "nested more than 50 deep"),
+        ("Model.recurrent_layers = " + "{1:" * 3000, "brackets are nested more than 50 deep"),
+        (CHAIN, "a.gin:1: macros are nested more than 50 deep"),
+        (DOUBLING + "Model.recurrent_layers = %A0", "A27 is more than 10,000 values"),
+        ("Model.recurrent_layers = (" + "1," * 10_001 + ")", "is more than 10,000 values"),
+        ("Data.store = " + "'a' " * 20_000, "more than 100 strings side by side"),
+        ("Model.layers = 3 # x\n" * 500_000, "it has 10,500,000 bytes, more than 131,072"),
+        ("Training.steps = 1" + "0" * 30, "is more than 64 bits hold"),
+        ("Training.steps = 1" + "0" * 5000, "a.gin:1: cannot read 'Training.steps = 1000"),
+        ("Training.steps = 3000000000", "Training.steps = 3000000000 must be at most 2147483647"),
+        ("Training.segment_length = 16000000000000", "must be at most 2147483647"),
+        ("Training.segment_length = 512000000", "lanes of Training.segment_length = 512000000 tok"),
+        ("Model.layers = 20000", "Model.layers = 20000 must be at most 1,024"),
+        ("include '" + "x" * 400 + ".gin'", "xxx.gin': no such file"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_what_grows_without_bounds_is_refused_at_once(text: str, message: str) -> None:
+    write(a=text)
+    said = refusal("--gin_file=a.gin")
+    assert message in said and len(said) < 1000
+
+
+def test_files_that_include_files_without_end_are_refused() -> None:
+    write(**{f"i{i}": f"include 'i{i + 1}.gin'" for i in range(60)}, i60="Training.steps = 1")
+    assert "i51.gin: files include files more than 50 deep" in refusal("--gin_file=i0.gin")
+    assert resolve("--gin_file=i20.gin").config.training.steps == 1
+
+
+def test_a_byte_order_mark_is_no_text() -> None:
+    Path("a.gin").write_bytes(b"\xef\xbb\xbfTraining.steps = 7")
+    assert resolve("--gin_file=a.gin").config.training.steps == 7
+
+
+def test_names_that_no_file_system_takes() -> None:
+    assert "no such file" in refusal(f"--gin_file={'x' * 300}.gin")
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        saved_config("x" * 300)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in FIELDS.items() if kind is int])
+def test_every_count_has_an_end(name: str) -> None:
+    section, _, field = name.partition(".")
+    for value in (10**22, -(10**22)):
+        assert name in refusal(f"--gin_bindings={name} = {value}")
+        if name not in ("Data.max_document_bytes",) or value < 0:
+            with pytest.raises(ConfigError):
+                SECTION_TYPES[section](**{field: value})
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:

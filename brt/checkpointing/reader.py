@@ -10,7 +10,6 @@ read; where the newest is damaged the next older whole one is used, and said so.
 to a directory elsewhere. The file LAST beside `checkpoints` tells when these are gone.
 """
 
-import json
 import os
 import re
 import sys
@@ -24,7 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging as absl_logging
 
-from brt import tree_utils
+from brt import tree_utils, untrusted
 from brt.checkpointing import manifest
 from brt.errors import CheckpointError, NonFiniteError
 
@@ -87,7 +86,7 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
     """The metadata that `save` was given, with `step`, `format` and `arrays`; not verified."""
     path = directory / str(step) / META
     try:
-        meta = json.loads(path.read_text())
+        meta = untrusted.read_object(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     check_json(meta, {"step": int, "arrays": dict}, str(path))

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_positive
+from brt.config.checks import check, check_not_negative, check_positive
 from brt.config.fields import free
 
 MAX_BITS = 63  # of a hash, as in the original, where it is one integer
@@ -60,6 +60,7 @@ class Attention:
             f"Attention.fit_queries = {self.fit_queries} must not be below Attention.clusters = "
             f"{self.clusters}; 0 takes all queries",
         )
+        check_not_negative(self, "min_length", "tile", "fit_queries")
         check(
             self.buckets % 2 == 0,
             f"Attention.buckets = {self.buckets} must be even: a hash has two signs",

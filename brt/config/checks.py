@@ -6,6 +6,8 @@ from brt.config.fields import settle
 from brt.errors import ConfigError
 
 PART = "part:"  # of train's rows
+LARGEST = 2**31 - 1  # of a count: indices and steps are int32
+DEEPEST = 1024  # layers, of which more would compile for hours
 
 
 def check(condition: bool, message: str) -> None:
@@ -17,12 +19,31 @@ def check_positive(section: object, *names: str) -> None:
     for name in names:
         value = getattr(section, name)
         check(value > 0, f"{type(section).__name__}.{name} = {value} must be above 0")
+        _check_counts(section, name)
 
 
 def check_not_negative(section: object, *names: str) -> None:
     for name in names:
         value = getattr(section, name)
         check(value >= 0, f"{type(section).__name__}.{name} = {value} must not be negative")
+        _check_counts(section, name)
+
+
+def check_layers(section: object, *names: str) -> None:
+    """How many there are."""
+    check_positive(section, *names)
+    for name in names:
+        value = getattr(section, name)
+        where = f"{type(section).__name__}.{name}"
+        check(value <= DEEPEST, f"{where} = {value} must be at most {DEEPEST:,}")
+
+
+def _check_counts(section: object, name: str) -> None:
+    value = getattr(section, name)
+    where = f"{type(section).__name__}.{name}"
+    check(
+        isinstance(value, float) or value <= LARGEST, f"{where} = {value} must be at most {LARGEST}"
+    )
 
 
 def check_buckets(section: Any) -> None:

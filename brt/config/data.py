@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Literal
 
-from brt.config.checks import check, check_positive
+from brt.config.checks import check
 from brt.config.fields import MEMORY, fixed, free, held_out, settle, sources
 
 
@@ -42,7 +42,10 @@ class Data:
             if not getattr(self, split):
                 object.__setattr__(self, split, self._memory_tasks(split))
         check(bool(self.train or self.store), "Data.train names no source and Data.store is empty")
-        check_positive(self, "max_document_bytes")
+        check(
+            self.max_document_bytes > 0,
+            f"Data.max_document_bytes = {self.max_document_bytes} must be above 0",
+        )
         for name in ("validation_fraction", "test_fraction"):
             value = getattr(self, name)
             check(0 <= value < 1, f"Data.{name} = {value} must be in [0, 1)")

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_not_negative, check_positive
+from brt.config.checks import check, check_layers, check_not_negative, check_positive
 from brt.config.fields import Kept, fixed, free, inherited
 
 
@@ -40,8 +40,9 @@ class Encoder:
     remat_keep: Kept = free("nothing")  # what remat keeps of a layer nevertheless
 
     def __post_init__(self) -> None:
+        check_layers(self, "layers")
         check_positive(
-            self, "layers", "model_dim", "heads", "mlp_dim", "classes", "max_positions",
+            self, "model_dim", "heads", "mlp_dim", "classes", "max_positions",
             "norm_epsilon", "convolution_width",
         )  # fmt: skip
         check_not_negative(self, "features", "vocab_size", "token_types")

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_not_negative, check_positive
+from brt.config.checks import check, check_layers, check_not_negative, check_positive
 from brt.config.fields import Kept, adaptable, fixed, free, inherited
 
 
@@ -75,8 +75,10 @@ class Model:
     block_unroll: int = free(1)  # blocks per iteration of the scan over the recurrence
 
     def __post_init__(self) -> None:
+        check_layers(self, "layers")
         check_positive(
-            self, "layers", "model_dim", "heads", "head_dim", "mlp_dim", "window", "states",
+            self, "model_dim", "heads", "head_dim", "mlp_dim", "window", "states",
+            "relative_max_distance",
             "scale_init", "layer_unroll", "block_unroll",
         )  # fmt: skip
         check_not_negative(self, "vocab_size")

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_buckets, settle_rows
+from brt.config.checks import check, check_buckets, check_positive, settle_rows
 from brt.config.fields import fixed, free, held_out, sources
 
 
@@ -49,6 +49,7 @@ class Sentences:
             self.max_length >= 8,
             f"Sentences.max_length = {self.max_length} must be at least 8: some ids are special",
         )
+        check_positive(self, "max_length")
         check(
             bool(self.first_field) or not self.second_field,
             f"Sentences.second_field = {self.second_field!r} needs Sentences.first_field",

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_not_negative, check_positive, settle_rows
+from brt.config.checks import check, check_layers, check_not_negative, check_positive, settle_rows
 from brt.config.fields import Kept, fixed, free, held_out, inherited, sources
 from brt.errors import ConfigError
 
@@ -44,11 +44,18 @@ class Seq2Seq:
     remat_keep: Kept = free("nothing")  # what remat keeps of a layer nevertheless
 
     def __post_init__(self) -> None:
+        check_layers(self, "encoder_layers", "decoder_layers")
         check_positive(
-            self, "encoder_layers", "decoder_layers", "model_dim", "heads", "head_dim", "mlp_dim",
+            self, "model_dim", "heads", "head_dim", "mlp_dim",
             "encoder_radius", "global_block", "max_positions", "norm_epsilon",
+            "relative_max_distance",
         )  # fmt: skip
         check_not_negative(self, "vocab_size")
+        check(
+            self.relative_buckets >= 4 and self.relative_max_distance > self.relative_buckets // 2,
+            f"Seq2Seq.relative_buckets = {self.relative_buckets} must be at least 4, and "
+            f"Seq2Seq.relative_max_distance = {self.relative_max_distance} above half of it",
+        )
         check(0 <= self.dropout < 1, f"Seq2Seq.dropout = {self.dropout} must be in [0, 1)")
         for name in ("attention_dropout", "activation_dropout"):
             value = getattr(self, name)
@@ -185,6 +192,7 @@ class Pairs:
         for name in ("max_source_length", "max_target_length"):
             value = getattr(self, name)
             check(value >= 3, f"Pairs.{name} = {value} must be at least 3: begin, a token, end")
+            check_positive(self, name)
         check(
             not self.buckets
             or (min(self.buckets) > 0 and list(self.buckets) == sorted({*self.buckets})),

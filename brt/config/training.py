@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_not_negative, check_positive
+from brt.config.checks import LARGEST, check, check_not_negative, check_positive
 from brt.config.fields import fixed, free
 
 
@@ -38,6 +38,12 @@ class Training:
             "log_every",
         )  # fmt: skip
         check_not_negative(self, "epochs", "evaluate_every", "sample_every", "probe_every")
+        check(-(2**63) <= self.seed < 2**63, f"Training.seed = {self.seed} must have 64 bits")
+        check(
+            self.batch_size * self.segment_length <= LARGEST,
+            f"Training.batch_size = {self.batch_size} lanes of Training.segment_length = "
+            f"{self.segment_length} tokens are more than {LARGEST} in a step",
+        )
         check(
             not self.profile_at
             or (len(self.profile_at) == 2 and 0 < self.profile_at[0] <= self.profile_at[1]),
@@ -159,5 +165,6 @@ class Mesh:
         sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name, size in sizes.items():
             check(size > 0 or size == -1, f"Mesh.{name} = {size} must be above 0, or -1")
+            check(size <= LARGEST, f"Mesh.{name} = {size} must be at most {LARGEST}")
         rest = [f"Mesh.{name}" for name, size in sizes.items() if size == -1]
         check(len(rest) < 2, f"{' and '.join(rest)} are both -1; only one can take what is left")

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from brt import untrusted
 from brt.config import Config, CrossAttention
 from brt.config_io import config_from_json, config_json
 from brt.errors import CheckpointError
@@ -125,12 +126,15 @@ def describe(directory: Path) -> Described:
         raise CheckpointError(f"{directory} holds an encoder alone, which writes no summaries")
     config = config_from_json(content)
     saved = files.read_json(directory / GENERATION)
+    ids = dict.fromkeys(("pad", "start", "eos"), int)
+    kind = {"special_tokens": ids, "defaults": {str: object}, "tasks": {str: dict}}
     try:
+        untrusted.check(saved, kind)
         special = SpecialTokens(**saved["special_tokens"])
         return Described(
             config.seq2seq, config.cross_attention, special, saved["defaults"], saved["tasks"]
         )
-    except (KeyError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise CheckpointError(f"{directory / GENERATION} is not of brt: {error}") from error
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from brt.errors import ConfigError
 from brt.sweeping.settings import SEED, NamedPoint, Sweep
 
 RESERVED = ("plots", "slurm")  # what a sweep has in its workdir besides points
+MOST = 10_000  # points
 _LONGEST = 96  # characters of a directory's name
 _HASH = 8
 
@@ -52,6 +54,9 @@ def expand(sweep: Sweep, resolve: Resolve) -> list[Point]:
         or the baseline is none of them.
     """
     named = sweep.points or (NamedPoint("", (), {}),)
+    cells = sum(math.prod(map(len, point.grid(sweep.grid).values())) for point in named)
+    if (count := cells * max(sweep.samples, 1)) > MOST:
+        raise ConfigError(f"the sweep has {count:,} points, more than {MOST:,}; vary less at once")
     samples = [sweep.sample(i) for i in range(sweep.samples)] or [{}]
     short = _short_names(dict.fromkeys([*sweep.random, *sweep.grid, SEED]))
     points = []

@@ -1,10 +1,10 @@
 """What a run keeps of its data, to stand alone: the tokenizer, and what the splits were."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from brt import untrusted
 from brt.errors import CheckpointError, DataError
 from brt.tasks.protocol import Corpus, Task
 from brt.tasks.weights import Tokenizer
@@ -42,7 +42,7 @@ def read(workdir: Workdir) -> Kept:
       CheckpointError: it is damaged.
     """
     try:
-        return Kept(**json.loads(workdir.data.read_text()))
+        return Kept(**untrusted.read_object(workdir.data))
     except FileNotFoundError:
         return Kept()
     except (ValueError, TypeError) as error:

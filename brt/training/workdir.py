@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import jax
 
 import brt
-from brt import durable, locks
+from brt import durable, locks, untrusted
 from brt.config import Config
 from brt.config_io import config_from_json
 from brt.errors import ConfigError
@@ -134,9 +134,11 @@ def saved_config(path: Path | str) -> Config | None:
     """The config of the run in a workdir, None where there is none."""
     file = Workdir(Path(path)).config_json
     try:
-        return config_from_json(json.loads(file.read_text()))
+        return config_from_json(untrusted.read_object(file))
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{file} is no config that brt wrote: {error}") from error
 

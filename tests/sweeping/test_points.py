@@ -32,6 +32,18 @@ def test_a_grid_is_every_combination_the_last_field_fastest(names: Names) -> Non
     ]
 
 
+def test_more_points_than_anybody_runs_are_refused_at_once(names: Names) -> None:
+    seeds, states = (tuple(range(first, 200)) for first in (0, 1))
+    many = f"Sweep.grid = {{'Training.seed': {seeds}, 'Model.states': {states}}}"
+    with pytest.raises(ConfigError, match="the sweep has 39,800 points, more than 10,000"):
+        names(many)
+    with pytest.raises(ConfigError, match="the sweep has 1,000,000,000 points"):
+        names(
+            "Sweep.random = {'Optimizer.learning_rate': ('uniform', 1e-4, 1e-2)}\n"
+            "Sweep.samples = 1000000000"
+        )
+
+
 def test_named_points_take_files_bindings_and_the_grid(sweeps: Sweeps) -> None:
     (sweeps.directory / "rec.gin").write_text(
         "Model.recurrent_layers = (-1,)\nModel.states = 32\nTraining.steps = 99"

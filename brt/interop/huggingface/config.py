@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from brt import untrusted
 from brt.config import Config, CrossAttention, Decoding, Seq2Seq
-from brt.config_io import config_from_json, config_json
-from brt.errors import CheckpointError
+from brt.config_io import checked_value, config_from_json, config_json
+from brt.errors import CheckpointError, ConfigError
 from brt.models.targets import SpecialTokens
 
 CROSS_KEY = "brt_cross_attention"  # ours in their config.json, which keeps what it does not know
@@ -28,6 +29,7 @@ _T5 = {
     "relative_max_distance": "relative_attention_max_distance",
     "norm_epsilon": "layer_norm_epsilon", "dropout": "dropout_rate",
 }  # fmt: skip
+_LONG = {"encoder_radius": "local_radius", "global_block": "global_block_size"}
 _BART = {
     "encoder_layers": "encoder_layers", "decoder_layers": "decoder_layers",
     "model_dim": "d_model", "heads": "encoder_attention_heads", "mlp_dim": "encoder_ffn_dim",
@@ -81,20 +83,44 @@ def from_theirs(
     """
     kind = check_type(config)
     config = {**(_BART_DEFAULTS if kind == "bart" else _T5_DEFAULTS), **config}
-    try:
-        fields = _bart_fields(config) if kind == "bart" else _t5_fields(config)
-    except KeyError as error:
-        raise CheckpointError(f"config.json has no {error.args[0]!r}") from error
+    fields = _bart_fields(config) if kind == "bart" else _t5_fields(config)
     saved = config.get(CROSS_KEY, {})
     cross = config_from_json({"CrossAttention": saved}).cross_attention
     both = {**config, **{k: v for k, v in generation.items() if v is not None}}
+    tasks = config.get("task_specific_params") or {}
+    try:
+        untrusted.check(tasks, {str: dict}, "task_specific_params")
+    except ValueError as error:
+        raise CheckpointError(f"config.json cannot be used: {error}") from error
     return Described(
         Seq2Seq(**fields, tied_logits=tied),
         cross,
         _special(both),
         {name: both[name] for name in GENERATION if both.get(name) is not None},
-        dict(config.get("task_specific_params") or {}),
+        tasks,
     )
+
+
+def fields_of(
+    section: str, table: Mapping[str, str], config: Mapping[str, Any], file: str = "config.json"
+) -> dict[str, Any]:
+    """The fields of a section of ours.
+
+    Args:
+      table: their names by ours.
+
+    Raises:
+      CheckpointError: one is missing, or of a type that ours has not.
+    """
+    fields = {}
+    for ours, theirs in table.items():
+        if config.get(theirs) is None:
+            raise CheckpointError(f"{file} has no {theirs!r}")
+        try:
+            fields[ours] = checked_value(f"{section}.{ours}", config[theirs])
+        except ConfigError as error:
+            raise CheckpointError(f"{file}: {theirs} cannot be used: {error}") from error
+    return fields
 
 
 def check_type(config: Mapping[str, Any]) -> str:
@@ -114,8 +140,8 @@ def check_type(config: Mapping[str, Any]) -> str:
 def _t5_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     config = {**config, "num_decoder_layers": config.get("num_decoder_layers")}
     if config["num_decoder_layers"] is None:
-        config["num_decoder_layers"] = config["num_layers"]
-    fields = {ours: config[theirs] for ours, theirs in _T5.items()}
+        config["num_decoder_layers"] = config.get("num_layers")
+    fields = fields_of("Seq2Seq", _T5, config)
     fields["activation"] = _chosen(config, "feed_forward_proj", _ACTIVATIONS)
     scaled = config.get("scale_decoder_outputs")
     # Before transformers 5, T5 1.1 was told from 1.0 by this flag.
@@ -124,8 +150,7 @@ def _t5_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     )
     if config["model_type"] == "longt5":
         fields["encoder_attention"] = _chosen(config, "encoder_attention_type", _ENCODERS)
-        fields["encoder_radius"] = config["local_radius"]
-        fields["global_block"] = config["global_block_size"]
+        fields |= fields_of("Seq2Seq", _LONG, config)
     return fields
 
 
@@ -134,20 +159,20 @@ def _bart_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         if config.get(name):
             raise CheckpointError(f"config.json sets {name}, which BART itself does not have")
     for name in ("attention_heads", "ffn_dim"):
-        encoder, decoder = config[f"encoder_{name}"], config[f"decoder_{name}"]
+        encoder, decoder = config.get(f"encoder_{name}"), config.get(f"decoder_{name}")
         if encoder != decoder:
             raise CheckpointError(
                 f"encoder_{name} = {encoder} and decoder_{name} = {decoder} must be equal"
             )
-    fields = {ours: config[theirs] for ours, theirs in _BART.items()}
+    fields = fields_of("Seq2Seq", _BART, config)
     activations = {name: name for name in ("gelu", "relu")}
     fields["activation"] = _chosen(config, "activation_function", activations)
-    fields["head_dim"] = fields["model_dim"] // fields["heads"]
+    fields["head_dim"] = fields["model_dim"] // max(fields["heads"], 1)
     return {"family": "bart", "norm_epsilon": 1e-5, "scale_logits": False, **fields}
 
 
-def _chosen(config: Mapping[str, Any], name: str, known: Mapping[str, str]) -> str:
-    if config[name] not in known:
+def _chosen(config: Mapping[str, Any], name: str, known: Mapping[Any, Any]) -> Any:
+    if config[name] not in [*known]:
         raise CheckpointError(f"{name} = {config[name]!r} is not supported; {list(known)} are")
     return known[config[name]]
 
@@ -156,9 +181,9 @@ def _special(config: Mapping[str, Any]) -> SpecialTokens:
     ids = {ours: config.get(theirs) for ours, theirs in _SPECIAL.items()}
     if ids["start"] is None:
         ids["start"] = ids["pad"]
-    lists = [name for name, value in ids.items() if isinstance(value, list)]
+    lists = [name for name, value in ids.items() if type(value) not in (int, type(None))]
     if lists:
-        raise CheckpointError(f"{_SPECIAL[lists[0]]} = {ids[lists[0]]} must be one id")
+        raise CheckpointError(f"{_SPECIAL[lists[0]]} = {ids[lists[0]]!r} must be one id")
     return SpecialTokens(**ids)
 
 
@@ -234,7 +259,9 @@ def decoding(described: Described, task: str = "") -> Decoding:
         "num_beams": "beams", "length_penalty": "length_penalty", "max_length": "max_length",
         "min_length": "min_length", "no_repeat_ngram_size": "no_repeat_ngram",
     }  # fmt: skip
-    fields = {ours[name]: value for name, value in wanted.items() if name in ours}
+    table = {ours[name]: name for name in ours if wanted.get(name) is not None}
+    fields = fields_of("Decoding", table, wanted, file="generation_config.json")
     stopping = {True: "yes", False: "heuristic", "never": "never"}
     # Where nothing is said, theirs stops by a heuristic.
-    return Decoding(**fields, early_stopping=stopping[wanted.get("early_stopping", False)])
+    early = _chosen({"early_stopping": False, **wanted}, "early_stopping", stopping)
+    return Decoding(**fields, early_stopping=early)

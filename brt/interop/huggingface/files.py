@@ -5,16 +5,25 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes  # also registers bfloat16 with NumPy, which safetensors asks for
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from brt import untrusted
 from brt.errors import CheckpointError, ConfigError
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_READ = {
+    "F64",
+    "F32",
+    "F16",
+    "BF16",
+    *(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64)),
+}
 SHARD_BYTES = 5 * 10**9
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}  # of written weights
 
@@ -26,10 +35,9 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
       CheckpointError: no safetensors (perhaps only `pytorch_model.bin`), or damaged ones.
     """
     if (directory / INDEX).is_file():
-        files = set(read_json(directory / INDEX).get("weight_map", {}).values())
         return {
             name: array
-            for file in sorted(files)
+            for file in _shards(directory / INDEX)
             for name, array in read_file(directory / file).items()
         }
     if (directory / FILE).is_file():
@@ -43,6 +51,19 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
     raise CheckpointError(f"{directory} has no {FILE}")
 
 
+def _shards(index: Path) -> list[str]:
+    """The files of an index, all of them beside it."""
+    try:
+        places: Any = read_json(index).get("weight_map")
+        untrusted.check(places, {str: str}, "weight_map")
+    except ValueError as error:
+        raise CheckpointError(f"{index} is no index of parts: {error}") from error
+    for name in places.values():
+        if Path(name).name != name:
+            raise CheckpointError(f"{index} names {name!r}; parts lie beside their index")
+    return sorted({*places.values()})
+
+
 def read_file(path: Path) -> dict[str, np.ndarray]:
     """The arrays of one file.
 
@@ -50,7 +71,14 @@ def read_file(path: Path) -> dict[str, np.ndarray]:
       CheckpointError: it is missing or damaged.
     """
     try:
+        untrusted.open_file(path).close()
         with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118
+                if (dtype := file.get_slice(name).get_dtype()) not in _READ:
+                    raise CheckpointError(
+                        f"{path}: {name} is {dtype}, which is not read; save it as float32, "
+                        "float16 or bfloat16"
+                    )
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -79,9 +107,15 @@ def write_tensors(
 
 
 def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes one file. `format` is what transformers looks for in it."""
+    """Writes one file; CheckpointError where that cannot be.
+
+    `format` is what transformers looks for in it.
+    """
     contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    save_file(contiguous, path, metadata={"format": "pt"})
+    try:
+        save_file(contiguous, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}; make room there") from error
 
 
 def read_json(path: Path) -> dict:
@@ -91,12 +125,9 @@ def read_json(path: Path) -> dict:
       CheckpointError: it is missing or is no JSON object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return untrusted.read_object(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object")
-    return content
 
 
 def write_json(path: Path, content: Mapping) -> None:

@@ -121,6 +121,8 @@ GOOD = '{"document": "d", "summary": "s"}'
     [
         ("{'document': 1}", "is not JSON: Expecting property name .* at column 2"),
         ('["d", "s"]', "is no JSON object"),
+        ("[" * 100_000, "is not JSON: Brackets too deep"),
+        ("9" * 5000, "is not JSON: Number with too many digits"),
         (b'{"document": "d\xff", "summary": "s"}', r"is not UTF-8 at byte 15 \(0xff\)"),
         ('{"document": " \\n", "summary": "s"}', "has an empty document"),
         ('{"document": "d", "summary": ""}', "has an empty summary"),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from brt.config import CrossAttention, Decoding
-from brt.errors import CheckpointError
+from brt.errors import CheckpointError, ConfigError
 from brt.interop.huggingface import config, files
 from brt.models.targets import SpecialTokens
 
@@ -88,12 +88,62 @@ def test_a_silent_config_takes_their_defaults() -> None:
         (T5_SMALL, {"feed_forward_proj": "gated-silu"}, "'gated-silu' is not supported; .*relu"),
         (T5_SMALL, {"eos_token_id": [1, 2]}, r"eos_token_id = \[1, 2\] must be one id"),
         (BART_BASE, {"scale_embedding": True}, "sets scale_embedding"),
+        (
+            T5_SMALL,
+            {"d_model": "8"},
+            "config.json: d_model cannot be used: .* = '8' must be an int",
+        ),
+        (T5_SMALL, {"d_model": None}, "config.json has no 'd_model'"),
+        (T5_SMALL, {"d_ff": 1.5}, "d_ff cannot be used"),
+        (T5_SMALL, {"vocab_size": 10**22}, "vocab_size cannot be used: .* is more than 64 bits"),
+        (T5_SMALL, {"task_specific_params": [1]}, "task_specific_params is .1., which is no dict"),
+        (T5_SMALL, {"pad_token_id": "0"}, "pad_token_id = '0' must be one id"),
+        (
+            T5_SMALL,
+            {"feed_forward_proj": ["relu"]},
+            "feed_forward_proj = .'relu'. is not supported",
+        ),
+        (
+            BART_BASE,
+            {"encoder_attention_heads": "8", "decoder_attention_heads": "8"},
+            "must be an int",
+        ),
         (BART_BASE, {"decoder_ffn_dim": 64}, "encoder_ffn_dim = 3072 and decoder_ffn_dim = 64"),
     ],
 )
 def test_what_ours_lacks_is_refused(settings: dict, changes: dict, sentence: str) -> None:
     with pytest.raises(CheckpointError, match=sentence):
         theirs(settings, **changes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "sentence"),
+    [
+        (
+            T5_SMALL,
+            {"num_layers": 10**9},
+            "Seq2Seq.encoder_layers = 1000000000 must be at most 1,024",
+        ),
+        (T5_SMALL, {"vocab_size": 10**12}, "Seq2Seq.vocab_size = 1000000000000 must be at most 21"),
+        (
+            T5_SMALL,
+            {"relative_attention_num_buckets": 0},
+            "relative_buckets = 0 must be at least 4",
+        ),
+        (BART_BASE, {"encoder_attention_heads": 0, "decoder_attention_heads": 0}, "heads = 0 must"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(settings: dict, changes: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        theirs(settings, **changes)
+
+
+def test_generation_that_is_no_generation_is_refused() -> None:
+    for name, value in (("num_beams", "4"), ("early_stopping", "soon"), ("early_stopping", [1])):
+        described = config.from_theirs(T5_SMALL, {}, tied=True)
+        described = described._replace(generation={name: value})
+        with pytest.raises(CheckpointError, match=f"{name}"):
+            config.decoding(described)
 
 
 def test_a_missing_size_is_named() -> None:

@@ -133,5 +133,33 @@ def test_pickles_and_damaged_files_are_refused(tmp_path: Path, directory: Callab
     with pytest.raises(CheckpointError, match="cannot be read"):
         files.read_tensors(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="holds a list, not an object"):
+    with pytest.raises(CheckpointError, match="it holds a list, no object"):
         files.read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    "places", [None, [], "a", {"x": 1}, {"x": "../m.safetensors"}, {"x": "/m"}]
+)
+def test_an_index_names_files_beside_it(places: Any, tmp_path: Path, directory: Callable) -> None:
+    (tmp_path / "m.safetensors").write_bytes((directory("t5") / files.FILE).read_bytes())
+    inside = tmp_path / "model"
+    inside.mkdir()
+    files.write_json(inside / files.INDEX, {"weight_map": places})
+    with pytest.raises(CheckpointError, match="no index of parts|parts lie beside their index"):
+        files.read_tensors(inside)
+
+
+def test_a_dtype_that_numpy_lacks_is_named(tmp_path: Path) -> None:
+    header = b'{"x":{"dtype":"F8_E4M3","shape":[4],"data_offsets":[0,4]}}'
+    content = len(header).to_bytes(8, "little") + header + bytes(4)
+    (tmp_path / files.FILE).write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match="x is F8_E4M3, which is not read; save it as float32"
+    ):
+        files.read_tensors(tmp_path)
+
+
+def test_weights_that_cannot_be_written_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / files.FILE).mkdir()
+    with pytest.raises(CheckpointError, match="model.safetensors cannot be written: .*make room"):
+        files.write_tensors(tmp_path, {"x": np.zeros(3, np.float32)})

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from brt.config import Encoder
 from brt.errors import CheckpointError
+from brt.interop.huggingface.config import fields_of
 from brt.layers.transformer.linear import POSITION_OFFSET
 from brt.models.encoder import Task
 
@@ -68,14 +69,15 @@ def from_theirs(config: Mapping[str, Any], names: Iterable[str]) -> Described:
         )
     names = set(names)
     tasks = [task for task, (name, _) in HEADS.items() if name in names]
-    try:
-        fields = {ours: config[theirs] for ours, theirs in _FIELDS.items()}
-    except KeyError as error:
-        raise CheckpointError(f"config.json has no {error.args[0]!r}") from error
+    fields = fields_of("Encoder", _FIELDS, config)
+    positions = fields_of("Encoder", {"max_positions": "max_position_embeddings"}, config)
+    labels = config.get("id2label") or {}
+    if not isinstance(labels, dict):
+        raise CheckpointError(f"config.json: id2label = {labels!r} does not name classes")
     model = Encoder(
         **fields,
-        max_positions=config["max_position_embeddings"] - POSITION_OFFSET,
-        classes=len(config["id2label"]) if config.get("id2label") else 2,
+        max_positions=positions["max_positions"] - POSITION_OFFSET,
+        classes=len(labels) or 2,
         norm_first=False,
         positions="learned",
     )

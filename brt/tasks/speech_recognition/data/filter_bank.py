@@ -1,13 +1,14 @@
 """Log-mel filter banks of 16 bit wav files."""
 
 import functools
+import os
 import wave
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
 
-from brt import config
+from brt import config, untrusted
 from brt.errors import DataError
 
 LOWEST_HZ = 20.0
@@ -22,10 +23,13 @@ def read(path: Path, speech: config.Speech) -> tuple[Float[np.ndarray, "X F"], i
       DataError: it is no wav file of one channel with 16 bit samples.
     """
     try:
-        with wave.open(str(path), "rb") as file:
+        with untrusted.open_file(path) as opened, wave.open(opened, "rb") as file:
             channels, width, rate, count = file.getparams()[:4]
-            content = file.readframes(count)
-    except (wave.Error, EOFError) as error:
+            there = os.fstat(opened.fileno()).st_size >= count * channels * width
+            content = file.readframes(count) if there else b""
+            if len(content) != count * channels * width:
+                raise EOFError(f"it ends before the {count:,} samples that it says it has")
+    except (wave.Error, EOFError, RuntimeError) as error:  # the last: parts of impossible sizes
         reason = str(error) or "it ends too early"
         raise DataError(f"{path} is no wav file of plain samples ({reason})") from error
     except OSError as error:

@@ -1,13 +1,15 @@
 """Directories as Kaldi's recipes make them: text files by utterance, wav files or archives."""
 
 import io
+import os
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from brt import config
+from brt import config, untrusted
 from brt.errors import DataError
 from brt.tasks.speech_recognition.data import filter_bank
 from brt.tasks.speech_recognition.data.utterances import Recording
@@ -78,7 +80,7 @@ def table(path: Path) -> dict[str, str]:
       DataError: the file is missing or no UTF-8, or a word comes twice.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = untrusted.read_file(path).decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 at byte {error.start}") from error
     except OSError as error:
@@ -102,14 +104,17 @@ def matrix(where: str) -> np.ndarray:
     """
     archive, _, position = where.rpartition(":")
     try:
-        with open(archive, "rb") as file:
+        with untrusted.open_file(archive) as file:
+            size = os.fstat(file.fileno()).st_size
+            if not re.fullmatch("[0-9]{1,19}", position) or int(position) > size:
+                raise ValueError(f"it has {size:,} bytes")
             file.seek(int(position))
-            return _matrix(file, where)
+            return _matrix(file, where, size - int(position))
     except (OSError, ValueError) as error:
         raise DataError(f"{where} holds no matrix ({error})") from error
 
 
-def _matrix(file: io.BufferedReader, where: str) -> np.ndarray:
+def _matrix(file: io.BufferedReader, where: str, left: int) -> np.ndarray:
     start = file.read(5)
     if start[:2] != b"\0B":
         raise ValueError("it is not in Kaldi's binary format")
@@ -122,4 +127,6 @@ def _matrix(file: io.BufferedReader, where: str) -> np.ndarray:
     sizes = np.frombuffer(file.read(10), np.dtype([("bytes", "i1"), ("value", "<i4")]))
     rows, columns = (int(size) for size in sizes["value"])
     dtype = _FLOATS[start[2:]]
+    if min(rows, columns) < 0 or rows * columns * dtype.itemsize > left:
+        raise ValueError(f"it ends before {rows:,} rows of {columns:,}")
     return np.frombuffer(file.read(rows * columns * dtype.itemsize), dtype).reshape(rows, columns)

@@ -1,11 +1,10 @@
 """Tables of wav files: a line of tab-separated values for each, with a header."""
 
-import csv
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from brt import config
+from brt import config, untrusted
 from brt.errors import DataError
 from brt.tasks.speech_recognition.data import filter_bank
 from brt.tasks.speech_recognition.data.utterances import Recording
@@ -44,23 +43,23 @@ def rows(source: str) -> list[dict[str, str]]:
     """The rows of the split, by column."""
     path, split = parse(source)
     try:
-        with open(path, encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-            found, columns = list(reader), reader.fieldnames or []
+        lines = untrusted.read_file(path).decode("utf-8-sig").replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 at byte {error.start}") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    columns, *found = [line.split("\t") for line in lines if line] or [[]]
     for name in (*NEEDED, "split") if split else NEEDED:
         if name not in columns:
             raise DataError(f"{path} has no column {name!r}; it has {', '.join(columns)}")
     for number, row in enumerate(found, 2):
-        if None in row or None in row.values():
+        if len(row) != len(columns):
             raise DataError(f"{path}:{number} has another number of columns than the header")
+    named = [dict(zip(columns, row, strict=True)) for row in found]
     if not split:
-        return found
-    chosen = [row for row in found if row["split"] == split]
+        return named
+    chosen = [row for row in named if row["split"] == split]
     if not chosen:
-        there = ", ".join(sorted({row["split"] for row in found}))
+        there = ", ".join(sorted({row["split"] for row in named}))
         raise DataError(f"{path} has no row of the split {split!r}; it has {there}")
     return chosen

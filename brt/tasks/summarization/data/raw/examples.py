@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from brt import untrusted
 from brt.data.rows import tables
 from brt.data.rows.tally import BadRow
 from brt.errors import DataError
@@ -55,7 +57,7 @@ def json_file(path: Path) -> Any:
       DataError: it is no JSON, or not UTF-8.
     """
     try:
-        return json.loads(path.read_bytes())
+        return untrusted.parse_json(untrusted.read_file(path))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is no JSON file ({error})") from error
 
@@ -75,7 +77,9 @@ def json_array(path: Path) -> Iterator[Any]:
             place = _next(buffer, 1)
             while buffer[place : place + 1] != "]":
                 try:
-                    value, end = decoder.raw_decode(buffer, place)
+                    value, end = untrusted.parse_json(
+                        buffer, partial(decoder.raw_decode, idx=place)
+                    )
                 except json.JSONDecodeError as error:  # it may go on in the next chunk
                     if not (more := file.read(CHUNK)):
                         raise DataError(f"{path} is no JSON array ({error.msg})") from error
