@@ -47,7 +47,8 @@ def sentencepiece_model(
         processor = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
         if processor.vocab_size() == 0:
             raise DecodeError("it has no pieces")
-    except (DecodeError, RuntimeError) as error:
+        processor.id_to_piece([*range(processor.vocab_size())])
+    except (DecodeError, RuntimeError, UnicodeDecodeError) as error:
         raise DataError(f"the tokenizer {path} is no sentencepiece model ({error})") from error
     return processor
 
