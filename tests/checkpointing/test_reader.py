@@ -288,7 +288,7 @@ def test_a_checkpoint_removed_while_it_is_read_is_passed_over(
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ([1], "meta.json is no dictionary, so brt did not write it"),
+        ([1], "meta.json cannot be read: it holds a list, no object"),
         ({"step": "3"}, "meta.json has no step as brt writes it"),
         ({"arrays": None}, "meta.json has no arrays as brt writes it"),
         ({"arrays": {"w": 7}}, "arrays: w is no dictionary"),
