@@ -74,7 +74,7 @@ def test_bad_tokenizers_are_named(tmp_path, bart_json, lines):
     plain = json.loads(bart_json.read_text())
     plain["post_processor"] = None
     no_end = plain | {"added_tokens": [t for t in plain["added_tokens"] if t["content"] != "</s>"]}
-    no_end["model"]["vocab"].pop("</s>")
+    no_end["model"]["vocab"]["</t>"] = no_end["model"]["vocab"].pop("</s>")
     lm = tmp_path / "lm.model"
     tokenizer_training.train_sentencepiece([["\n".join(lines)]], 500, lm)
     for path, message in (
