@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+from brt import locks
 from brt.checkpointing import reader
 from brt.training import inspection
 from brt.training.workdir import Workdir
@@ -87,22 +89,32 @@ class Result(NamedTuple):
 
 
 class Commands:
-    """Starts commands. They share what they compile, and nothing else."""
+    """Starts commands. They share what they compile, a config and its documents."""
 
-    def __init__(self, directory: Path, compiled: Path):
+    def __init__(self, directory: Path):
         self.directory = directory
         self.config = directory / "tiny.gin"
-        splits = {"train": ".", "validation": "!", "test": "?"}
-        books = {name: write_books(directory / name, last) for name, last in splits.items()}
-        self.config.write_text(CONFIG.format(**books))
         self._environment = os.environ | {
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiles three times as fast
+            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1",
             "JAX_ENABLE_COMPILATION_CACHE": "true",
-            "JAX_COMPILATION_CACHE_DIR": str(compiled),
+            "JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             "XDG_CACHE_HOME": str(directory / "cache"),
         }
+
+    def once(self, made: Path, make: Callable[[], object]) -> None:
+        """Makes what is not there yet; all processes that run tests share the directory."""
+        with (self.directory / "lock").open("ab") as file:
+            locks.acquire(file, wait=True)
+            if not made.exists():
+                make()
+
+    def write_config(self) -> None:
+        """And the documents that it names."""
+        splits = {"train": ".", "validation": "!", "test": "?"}
+        books = {name: write_books(self.directory / name, last) for name, last in splits.items()}
+        self.config.write_text(CONFIG.format(**books))
 
     def run(self, name: str, *flags: str, hook: str = "", code: int = 0) -> Result:
         """A command to its end, which is to be `code`; `hook` is Python, run before it."""
@@ -135,15 +147,20 @@ def write_books(directory: Path, last: str) -> Path:
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
-    return Commands(tmp_path_factory.mktemp("commands"), shared / "compiled")
+    (shared / "commands").mkdir(exist_ok=True)
+    found = Commands(shared / "commands")
+    found.once(found.config, found.write_config)
+    return found
 
 
 @pytest.fixture(scope="session")
-def trained(commands: Commands) -> Path:
-    """The workdir of a run that nothing interrupted; read only."""
-    workdir = commands.directory / "trained"
-    commands.train(workdir, "Training.sample_every = 12")
-    return workdir
+def trained(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The workdir of a run that nothing interrupted; read only, and no other process's."""
+    run = commands.directory / "trained"
+    commands.once(
+        run / "checkpoints/24", lambda: commands.train(run, "Training.sample_every = 12")
+    )
+    return Path(shutil.copytree(run, tmp_path_factory.mktemp("trained") / "run"))
 
 
 @pytest.fixture(scope="session")

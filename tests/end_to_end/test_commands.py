@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from brt import command_line, inspect, train, tree_utils
+from brt import command_line, evaluate, inspect, train, tree_utils
 from brt.checkpointing import reader
 from brt.errors import CheckpointError, NonFiniteError
 from brt.training.metrics import read_metrics
@@ -35,10 +35,12 @@ def test_training_leaves_what_its_summary_names(
         assert line in again.out
 
 
-def test_evaluation_reports_every_token(commands: Commands, trained: Path, tmp_path: Path) -> None:
-    done = commands.run(
-        "evaluate", f"--workdir={trained}", "--ablate=state", f"--json={tmp_path}/e.json"
-    )
+def test_evaluation_reports_every_token(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [f"--workdir={trained}", "--ablate=state", f"--json={tmp_path}/e.json"]
+    evaluate.main(evaluate.parser().parse_args(flags))
+    said = capsys.readouterr()
     report = json.loads((tmp_path / "e.json").read_text())
     assert (report["step"], report["tokens"], report["bytes"]) == (24, TOKENS, TOKENS)
     assert report["bits_per_byte"] == report["bits_per_token"]
@@ -46,10 +48,10 @@ def test_evaluation_reports_every_token(commands: Commands, trained: Path, tmp_p
     assert report["ablation_costs_bits_per_byte"] == pytest.approx(
         report["ablation"]["bits_per_byte"] - report["bits_per_byte"]
     )
-    assert f"{report['bits_per_byte']:.4f}" in done.out and "window 8, segment 16" in done.out
+    assert f"{report['bits_per_byte']:.4f}" in said.out and "window 8, segment 16" in said.out
     rows = (trained / "evaluations/24/test_documents.jsonl").read_text().splitlines()
     assert sum(json.loads(row)["bits"] for row in rows) == pytest.approx(report["bits"])
-    assert done.err == "", "progress is for terminals"
+    assert said.err == "", "progress is for terminals"
 
 
 def test_a_text_can_be_continued_another_day(

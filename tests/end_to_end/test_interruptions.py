@@ -110,12 +110,13 @@ def test_a_second_ctrl_c_quits_at_once(commands: Commands, tmp_path: Path) -> No
 def kill_and_restart(
     commands: Commands, workdir: Path, kills: int, seconds: float, *bindings: str
 ) -> None:
-    """Saves every step and is killed at random moments, then may finish."""
-    bindings = ("Checkpoint.every = 1", *bindings)
+    """Saves every step and is killed at random moments, then may finish, saving less."""
     for _ in range(kills):
         delay = random.uniform(0, seconds)
         kill = f"lambda: threading.Timer({delay}, os.kill, (os.getpid(), signal.SIGKILL)).start()"
-        commands.train(workdir, *bindings, hook=at(STEP, 1, kill), code=-9)
+        commands.train(
+            workdir, "Checkpoint.every = 1", *bindings, hook=at(STEP, 1, kill), code=-9
+        )
         for step in reader.steps(workdir / "checkpoints"):
             assert manifest.verify(workdir / f"checkpoints/{step}") == [], f"killed at {delay} s"
     done = commands.train(workdir, *bindings, hook=at(CLOSING, 1, "send(signal.SIGTERM)"))

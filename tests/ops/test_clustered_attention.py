@@ -398,17 +398,21 @@ def test_queries_that_cluster_are_approximated_well() -> None:
 def test_bad_arguments_are_refused() -> None:
     x, valid = [jnp.asarray(a) for a in arrays()], jnp.asarray(VALID)
     labels, key = jnp.asarray(random_labels()), jax.random.key(0)
+
+    def trace(function: Any, *arguments: Any, **options: Any) -> None:
+        jax.eval_shape(lambda: function(*arguments, scale=SCALE, **options))
+
     with pytest.raises(NotImplementedError, match="kind = 'full' is no clustered attention"):
-        attend(*x, valid, Attention(), key, scale=SCALE)
+        trace(attend, *x, valid, Attention(), key)
     with pytest.raises(ValueError, match="4 queries of 24 keys need queries_valid"):
-        attend(x[0][:, :4], *x[1:], valid, CONFIGS["clustered"], key, scale=SCALE)
+        trace(attend, x[0][:, :4], *x[1:], valid, CONFIGS["clustered"], key)
     unchecked = inspect.unwrap(attend_by_label)  # the suite's type checks would come first
     with pytest.raises(NotImplementedError, match="no implementation 'pallas'; it has .*'xla'"):
-        unchecked(*x, valid, labels, CONFIGS["paper"], scale=SCALE, implementation="pallas")
+        trace(unchecked, *x, valid, labels, CONFIGS["paper"], implementation="pallas")
     with pytest.raises(
         NotImplementedError, match="clustered_attention cannot run by 'reference': has no dropout"
     ):
-        attend_by_label(
-            *x, valid, labels, CONFIGS["paper"], Dropout(key, 0.5),
-            scale=SCALE, implementation="reference",
+        trace(
+            attend_by_label, *x, valid, labels, CONFIGS["paper"], Dropout(key, 0.5),
+            implementation="reference",
         )  # fmt: skip

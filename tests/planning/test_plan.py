@@ -59,8 +59,10 @@ def test_a_verdict_names_what_would_make_it_fit() -> None:
 
 def test_a_plan_counts_what_each_device_has() -> None:
     """Of parameters a fourth of what fsdp = 4 shares, but all of the vectors."""
-    one = plan.plan(CONFIG, topologies.present())
-    config = dataclasses.replace(CONFIG, mesh=Mesh(data=2, fsdp=4))
+    model = dataclasses.replace(CONFIG.model, layers=1, recurrent_layers=(0,))
+    alone = dataclasses.replace(CONFIG, model=model)
+    one = plan.plan(alone, topologies.present())
+    config = dataclasses.replace(alone, mesh=Mesh(data=2, fsdp=4))
     shared = plan.plan(config, topologies.present())
     assert one.parameters / 4 < shared.parameters < one.parameters / 3
     assert shared.mesh == {"data": 2, "fsdp": 4, "tensor": 1, "sequence": 1}

@@ -12,7 +12,7 @@ from brt.training import run as runs
 
 TOLERANCE = 1e-5  # float32: of losses, caches and states, relative to the largest of an array
 
-QUICK = {("recurrent", "data_fsdp_tensor"), ("window", "data_sequence"), ("t5", "data_fsdp_tensor")}
+QUICK = {("recurrent", "data_sequence"), ("t5", "data_fsdp_tensor")}
 EACH = [
     pytest.param(
         name, mesh, id=f"{name}-{mesh}", marks=[] if (name, mesh) in QUICK else pytest.mark.slow

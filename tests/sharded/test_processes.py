@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from sharded_cases import CASES, STEPS, curve, with_optimizer, worst
 
+from brt import train
 from brt.config import Mesh
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,14 +58,14 @@ class Trainer:
             "JAX_ENABLE_COMPILATION_CACHE": "true",
             "JAX_COMPILATION_CACHE_DIR": str(place / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "XDG_CACHE_HOME": str(place / "cache"),
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
         }
 
+    def flags(self, workdir: str, *bindings: str) -> list[str]:
+        bound = [f"--gin_bindings={binding}" for binding in bindings]
+        return [f"--gin_file={self.place / 'tiny.gin'}", f"--workdir={self.place / workdir}", *bound]
+
     def command(self, workdir: str, *bindings: str) -> list[str]:
-        flags = [f"--gin_bindings={binding}" for binding in bindings]
-        start = [sys.executable, "-m", "brt.train", f"--gin_file={self.place / 'tiny.gin'}"]
-        return [*start, f"--workdir={self.place / workdir}", *flags]
+        return [sys.executable, "-m", "brt.train", *self.flags(workdir, *bindings)]
 
     def start(self, workdir: str, *bindings: str, processes: int = 2) -> subprocess.Popen:
         command = self.command(workdir, *bindings)
@@ -81,14 +82,9 @@ class Trainer:
         assert process.returncode == code, out
         return out
 
-    def alone(self, workdir: str, *bindings: str) -> str:
-        flags = "--xla_force_host_platform_device_count=8"
-        done = subprocess.run(
-            self.command(workdir, *bindings), capture_output=True, text=True, cwd=ROOT,
-            env=self.environment | {"XLA_FLAGS": f"{self.environment['XLA_FLAGS']} {flags}"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stderr
+    def alone(self, workdir: str, *bindings: str) -> None:
+        """As one process, which is this one; it has eight devices, too."""
+        train.main(train.parser().parse_args(self.flags(workdir, *bindings)))
 
     def rows(self, workdir: str) -> list[dict]:
         lines = (self.place / workdir / "metrics.jsonl").read_text().splitlines()

@@ -251,10 +251,11 @@ def test_an_old_run_says_how_it_gets_its_tokenizer(trained: Callable, moved: Cal
     assert written(run.workdir) == run.text
 
 
-def test_another_tokenizer_is_refused(trained: Callable, once: Callable) -> None:
-    run = trained(language_model)
-    other = once(summariser).workdir / "tokenizer" / "tokenizer.model"
-    shutil.copy(other, run.workdir / "tokenizer" / "tokenizer.model")
+def test_another_tokenizer_is_refused(trained: Callable, tmp_path: Path) -> None:
+    run, config = trained(language_model), summariser(tmp_path)
+    name, content = tasks.of(config).open(config, progress=False).tokenizer.file
+    assert name == "tokenizer.model"
+    (run.workdir / "tokenizer" / name).write_bytes(content)
     with pytest.raises(BrtError, match=r"another tokenizer|no BOS piece"):
         written(run.workdir)
 

@@ -37,7 +37,7 @@ CONFIG = Config(
         max_positions=LENGTH,
         dropout=0.0,
     ),
-    attention=Attention(kind="improved_clustered", clusters=4, top_k=5),
+    attention=Attention(kind="clustered", clusters=4),
     evaluation=Evaluation(batch_size=2),
 )
 TASK = tasks.of(CONFIG)
