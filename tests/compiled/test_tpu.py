@@ -14,10 +14,13 @@ ROOT = Path(__file__).resolve().parents[2]
 CHIPS = ("v4", "v5e", "v5p", "v6e")
 CASES = {"window": 4, "segmented": 2, "clustered": 3}  # and how many kernels they have
 GROWTH = 1.05  # of a schedule, which nobody has looked at
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="the TPU compiler is not installed (pip install 'brt[tpu-compile]')",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="the TPU compiler is not installed (pip install 'brt[tpu-compile]')",
+    ),
+]
 
 
 def run(*command: str) -> str:
@@ -31,14 +34,7 @@ SIZES = [(512, 128, "bfloat16"), (2048, 64, "bfloat16"), (128, 256, "bfloat16"),
 
 
 @pytest.mark.parametrize(
-    ("chip", "window", "head_dim", "dtype"),
-    [
-        pytest.param(
-            chip, *size, marks=[] if (chip, size) == ("v5e", SIZES[0]) else pytest.mark.slow
-        )
-        for size in SIZES
-        for chip in CHIPS
-    ],
+    ("chip", "window", "head_dim", "dtype"), [(chip, *size) for size in SIZES for chip in CHIPS]
 )
 def test_kernels_compile_forward_and_backward(
     chip: str, window: int, head_dim: int, dtype: str
@@ -49,7 +45,6 @@ def test_kernels_compile_forward_and_backward(
     assert len(used) == 4 and max(used.values()) < 64 * 2**20
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize(
     ("case", "dtype"),
@@ -66,7 +61,6 @@ def test_kernels_of_sources_compile_forward_and_backward(chip: str, case: str, d
     assert len(used) == CASES[case] and max(used.values()) < 64 * 2**20
 
 
-@pytest.mark.slow
 def test_schedules_are_not_longer_than_those_that_plans_count_with() -> None:
     found: dict[str, dict[str, int]] = {}
     for case in CASES:
@@ -78,7 +72,6 @@ def test_schedules_are_not_longer_than_those_that_plans_count_with() -> None:
             assert bundles <= GROWTH * BUNDLES[kernel][chip], (kernel, chip)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "lanes", "gib"), [("v4:2x4x4", 32, 6.0), ("v5e:4x4", 16, 6.0)]
 )

@@ -157,9 +157,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
 def trained(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The workdir of a run that nothing interrupted; read only, and no other process's."""
     run = commands.directory / "trained"
-    commands.once(
-        run / "checkpoints/24", lambda: commands.train(run, "Training.sample_every = 12")
-    )
+    commands.once(run / "checkpoints/24", lambda: commands.train(run, "Training.sample_every = 12"))
     return Path(shutil.copytree(run, tmp_path_factory.mktemp("trained") / "run"))
 
 

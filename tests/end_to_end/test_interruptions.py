@@ -114,9 +114,7 @@ def kill_and_restart(
     for _ in range(kills):
         delay = random.uniform(0, seconds)
         kill = f"lambda: threading.Timer({delay}, os.kill, (os.getpid(), signal.SIGKILL)).start()"
-        commands.train(
-            workdir, "Checkpoint.every = 1", *bindings, hook=at(STEP, 1, kill), code=-9
-        )
+        commands.train(workdir, "Checkpoint.every = 1", *bindings, hook=at(STEP, 1, kill), code=-9)
         for step in reader.steps(workdir / "checkpoints"):
             assert manifest.verify(workdir / f"checkpoints/{step}") == [], f"killed at {delay} s"
     done = commands.train(workdir, *bindings, hook=at(CLOSING, 1, "send(signal.SIGTERM)"))

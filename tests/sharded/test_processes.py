@@ -61,8 +61,8 @@ class Trainer:
         }
 
     def flags(self, workdir: str, *bindings: str) -> list[str]:
-        bound = [f"--gin_bindings={binding}" for binding in bindings]
-        return [f"--gin_file={self.place / 'tiny.gin'}", f"--workdir={self.place / workdir}", *bound]
+        where = f"--gin_file={self.place / 'tiny.gin'}", f"--workdir={self.place / workdir}"
+        return [*where, *(f"--gin_bindings={binding}" for binding in bindings)]
 
     def command(self, workdir: str, *bindings: str) -> list[str]:
         return [sys.executable, "-m", "brt.train", *self.flags(workdir, *bindings)]

@@ -69,7 +69,7 @@ def test_transcripts_are_those_of_each_utterance_alone(corpus, config, params, r
             store.transcripts[row],
         )
         targets = jnp.asarray(store.targets[row])[None]
-        nats = ctc_nats(logits, there, targets, jnp.ones(targets.shape, bool))
+        nats = jax.jit(ctc_nats)(logits, there, targets, jnp.ones(targets.shape, bool))
         np.testing.assert_allclose(transcript["nats"], nats[0], rtol=1e-4)
         said, heard = transcript["reference"], transcript["hypothesis"]
         assert transcript["token_errors"] == errors(said, heard)._asdict()
