@@ -30,13 +30,17 @@ import pytest  # noqa: E402
 TESTS = Path(__file__).parent
 
 
-LINES = (TESTS / "slow.txt").read_text().splitlines()
-SLOW = [f"tests/{line}" for line in LINES if line and not line.startswith("#")]
+SLOW: dict[str, list[str]] = {}  # patterns of each file
+for line in (TESTS / "slow.txt").read_text().splitlines():
+    if line and not line.startswith("#"):
+        file, _, pattern = line.partition("::")
+        SLOW.setdefault(f"tests/{file}", []).append(pattern)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks what slow.txt lists."""
-    if any(fnmatchcase(item.nodeid, pattern) for pattern in SLOW):
+    file, _, name = item.nodeid.partition("::")
+    if any(fnmatchcase(name, pattern) for pattern in SLOW.get(file, ())):
         item.add_marker(pytest.mark.slow)
 
 

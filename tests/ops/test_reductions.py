@@ -22,7 +22,8 @@ def test_what_is_shared_by_leading_axes_has_the_usual_gradients(shape: tuple[int
     shared = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
 
     def gradients(operation: Callable) -> tuple[jax.Array, ...]:
-        return jax.grad(lambda *a: jnp.sum(jnp.sin(operation(*a))), argnums=(0, 1))(X, shared)
+        of_both = jax.grad(lambda *a: jnp.sum(jnp.sin(operation(*a))), argnums=(0, 1))
+        return jax.jit(of_both)(X, shared)
 
     for own, plain in ((add_shared, jnp.add), (scale_shared, jnp.multiply)):
         jax.tree.map(
