@@ -24,11 +24,12 @@ TOLERANCE = 1e-5  # float32, relative
 def test_equal_states_have_rank_one_and_orthogonal_ones_full_rank() -> None:
     same = jnp.tile(jnp.asarray([[3.0, 4.0, 0.0]]), (4, 1))
     axes = jnp.concatenate([2 * jnp.eye(3), jnp.zeros((1, 3))])
-    figures = state_figures(jnp.stack([same, axes]))
+    compiled = jax.jit(state_figures)
+    figures = compiled(jnp.stack([same, axes]))
     np.testing.assert_allclose(figures.norm, [5, 6 / 4], rtol=TOLERANCE)
     np.testing.assert_allclose(figures.rank, [1, 3], rtol=TOLERANCE)
     assert figures.similarity[0] == pytest.approx(1)
-    orthogonal = state_figures(5 * jnp.eye(3)[None])
+    orthogonal = compiled(5 * jnp.eye(3)[None])
     assert orthogonal.rank[0] == pytest.approx(3) and abs(orthogonal.similarity[0]) < TOLERANCE
 
 
