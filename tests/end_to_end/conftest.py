@@ -105,7 +105,7 @@ class Commands:
 
     def once(self, made: Path, make: Callable[[], object]) -> None:
         """Makes what is not there yet; all processes that run tests share the directory."""
-        with (self.directory / "lock").open("ab") as file:
+        with (self.directory / f"{made.name}.lock").open("ab") as file:
             locks.acquire(file, wait=True)
             if not made.exists():
                 make()
