@@ -130,7 +130,8 @@ def test_every_file_that_comes_with_brt_is_understood() -> None:
         of_encoder = not said and re.search("^(Speech|Encoder|Attention)", text, re.M)
         task = "summarization" if of_pairs else "speech_recognition"
         parts = [f"--gin_bindings=Training.task = '{task}'"] if of_pairs or of_encoder else []
-        resolve(f"--gin_file={file}", *parts)
+        asked = re.findall(r"^#.*\((Model\.\w+ = \d+)\)", text, re.M)  # of who includes it
+        resolve(f"--gin_file={file}", *parts, *(f"--gin_bindings={one}" for one in asked))
 
 
 def test_a_saved_config_is_what_flags_change() -> None:
