@@ -1,0 +1,218 @@
+"""What a train step costs by part of the model, as the compilers of machines elsewhere say it.
+
+    python tools/benchmark/compiled.py --topology=v5e:1x1 --gin_file=FILE.gin [--gin_bindings=...]
+        [--implementations=window_attention:xla,pallas_tpu | --lengths=4096,8192]
+    python tools/benchmark/compiled.py --baseline=tools/benchmark/baselines/rec.json [--record]
+
+Of one device and step: loops times their trip counts, kernels by the length of their schedule
+(`brt/planning`). Nothing runs. Implementations of an operation stand side by side, with ratios to
+the first; lengths of the segment with what a token of each costs.
+
+A baseline holds a case (files, bindings, machine), the versions that compiled it and its figures.
+The case is compiled anew and a part that grew by more than 5 % ends with exit code 1; with
+--record the new figures take the old ones' place, or begin a file with the case of the flags.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from brt import command_line
+from brt.errors import ConfigError
+
+GROWTH = 1.05
+LEAST = 0.001  # of all: what is less may grow
+UNITS = {"cycles": ("Mcycles", 1e6), "bytes": ("GB", 1e9)}
+Figures = Mapping[str, Any]
+
+
+class Case(NamedTuple):
+    """What is compiled, for which machine."""
+
+    gin_file: list[str]
+    gin_bindings: list[str]
+    topology: str
+
+    def figures(self, *more: str) -> Figures:
+        """Those of `brt.plan`, with more bindings.
+
+        Raises:
+          ConfigError: a setting, or a machine that there is not; or the compiler refuses.
+        """
+        from brt.planning import plan, report, topologies
+
+        config = command_line.read(self.gin_file, [*self.gin_bindings, *more]).config
+        return report.figures(plan.plan(config, topologies.named(self.topology)))
+
+
+def main(args: argparse.Namespace) -> int:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # before jax starts: accelerators are left to others
+    if args.baseline:
+        return beside_baseline(args)
+    if not args.topology:
+        raise ConfigError("--topology or --baseline says which machine to compile for")
+    case = Case(args.gin_file, args.gin_bindings, args.topology)
+    if args.lengths:
+        found = {n: case.figures(f"Training.segment_length = {n}") for n in args.lengths}
+        lines = by_length(found)
+    else:
+        found = {name: case.figures(*more) for name, more in variants(args.implementations)}
+        lines = side_by_side(found)
+    print("\n".join(lines))
+    if args.json:
+        command_line.write_json(args.json, {str(name): one for name, one in found.items()}, None)
+    return 0
+
+
+def variants(text: str | None) -> Iterator[tuple[str, list[str]]]:
+    """Names of implementations and the bindings that choose them, of `operation:name,name`."""
+    if not text:
+        yield "auto", []
+        return
+    operation, colon, names = text.partition(":")
+    if not (colon and names):
+        raise ConfigError(
+            f"--implementations={text} must be an operation and names of what computes it, as "
+            "in --implementations=window_attention:xla,pallas_tpu"
+        )
+    for name in names.split(","):
+        yield name, [f"Kernels.{operation} = {name!r}"]
+
+
+def parts_of(found: Figures) -> dict[str, Mapping[str, float]]:
+    """Cycles and bytes of each part, the largest first, and of all."""
+    parts = sorted(found["parts"].items(), key=lambda one: (-one[1]["cycles"], -one[1]["bytes"]))
+    return dict(parts) | {"all": {"cycles": found["cycles"], "bytes": found["memory_bytes"]}}
+
+
+def side_by_side(found: Mapping[str, Figures]) -> list[str]:
+    """A table of the parts, with ratios to the first; compilers for GPUs tell no cycles."""
+    first, *others = found
+    columns = [column for column in UNITS if parts_of(found[first])["all"][column]]
+    heads = [f"{name}: {UNITS[column][0]}" for name in found for column in columns]
+    heads += [f"{column}, {name} / {first}" for name in others for column in columns]
+    lines = [f"| part | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    by_part = {name: parts_of(one) for name, one in found.items()}
+    for part in dict.fromkeys(part for one in by_part.values() for part in [*one][:-1]) | {
+        "all": None
+    }:
+        values = {
+            (name, column): by_part[name].get(part, {}).get(column, 0.0)
+            for name in found
+            for column in columns
+        }
+        cells = [f"{value / UNITS[column][1]:.2f}" for (_, column), value in values.items()]
+        cells += [
+            _ratio(values[name, column], values[first, column])
+            for name in others
+            for column in columns
+        ]
+        lines.append(f"| {part} | {' | '.join(cells)} |")
+    return [*lines, "", *(memory(name, one) for name, one in found.items())]
+
+
+def _ratio(value: float, first: float) -> str:
+    return f"{value / first:.2f}" if first else "-"
+
+
+def memory(name: str, found: Figures) -> str:
+    temporaries, peak = (found[f"{what}_bytes"] / 2**30 for what in ("temporary", "peak"))
+    return f"{name}: {temporaries:.2f} GiB of temporaries, peak {peak:.2f} GiB"
+
+
+def by_length(found: Mapping[int, Figures]) -> list[str]:
+    """Costs of a token, without the optimizer's, which do not depend on how many there are."""
+    lines = ["| tokens | cycles a token | KB a token | temporaries, KB a token |", "|---" * 4 + "|"]
+    costs = []
+    for tokens, one in found.items():
+        parts = parts_of(one)
+        cycles, size = (
+            (parts["all"][column] - parts.get("optimizer", {}).get(column, 0)) / tokens
+            for column in UNITS
+        )
+        costs.append((cycles, size))
+        temporaries = one["temporary_bytes"] / tokens / 1e3
+        lines.append(f"| {tokens:,} | {cycles:,.0f} | {size / 1e3:.1f} | {temporaries:.1f} |")
+    spread = [max(column) / min(column) - 1 for column in zip(*costs, strict=True)]
+    return [*lines, "", f"Largest over smallest: cycles +{spread[0]:.1%}, bytes +{spread[1]:.1%}"]
+
+
+def beside_baseline(args: argparse.Namespace) -> int:
+    """Compiles a baseline's case; 1 where it costs more than it did."""
+    path = Path(args.baseline)
+    recorded = json.loads(path.read_text()) if path.exists() else {}
+    if args.topology:
+        case = Case(args.gin_file, args.gin_bindings, args.topology)
+    elif recorded:
+        case = Case(**recorded["case"])
+    else:
+        raise ConfigError(f"--baseline={path} does not exist; --topology and --record begin it")
+    versions = {name: version(name) for name in ("jax", "libtpu")}
+    if args.record:
+        content = {"case": case._asdict(), "versions": versions, **kept(case.figures())}
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        return 0
+    if versions != recorded["versions"]:
+        raise ConfigError(
+            f"{path} is of {shown(recorded['versions'])}, and here are {shown(versions)}, whose "
+            "figures are others; --record takes them down"
+        )
+    now = kept(case.figures())
+    found = list(grown(now, recorded))
+    for sentence in found:
+        print(f"{path.stem}: {sentence}")
+    if found:
+        print(f"If so be it: python tools/benchmark/compiled.py --baseline={path} --record")
+    else:
+        print(f"{path.stem}: no part costs more than 5 % more than it did")
+    return int(bool(found))
+
+
+def shown(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in versions.items())
+
+
+def kept(found: Figures) -> dict[str, Any]:
+    """What a baseline has of the figures."""
+    parts = {
+        part: {column: round(cost[column]) for column in UNITS}
+        for part, cost in parts_of(found).items()
+    }
+    return {"temporary_bytes": found["temporary_bytes"], "parts": parts}
+
+
+def grown(now: Figures, then: Figures) -> Iterator[str]:
+    """A sentence for each part that costs too much more; parts that are next to nothing may."""
+    for column, (unit, scale) in UNITS.items():
+        for part, cost in now["parts"].items():
+            before = then["parts"].get(part, {}).get(column, 0)
+            if cost[column] > GROWTH * before + LEAST * then["parts"]["all"][column]:
+                yield f"{part} takes {cost[column] / scale:.2f} {unit}, not {before / scale:.2f}"
+    temporaries, before = now["temporary_bytes"], then["temporary_bytes"]
+    if temporaries > GROWTH * before:
+        yield f"temporaries take {temporaries / 2**30:.2f} GiB, not {before / 2**30:.2f}"
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = command_line.parser(__doc__)
+    repeated: dict[str, Any] = {"action": "append", "default": []}
+    flags.add_argument("--topology", metavar="NAME", help="as brt.plan takes it: v5e:1x1, h100x1")
+    flags.add_argument("--gin_file", metavar="FILE", help="repeatable", **repeated)
+    flags.add_argument("--gin_bindings", metavar="'Section.field = value'", **repeated)
+    flags.add_argument("--implementations", metavar="OPERATION:NAME,NAME")
+    flags.add_argument(
+        "--lengths", metavar="TOKENS,TOKENS", help="of segments, one step each",
+        type=lambda text: [int(n) for n in text.split(",")],
+    )  # fmt: skip
+    flags.add_argument("--baseline", metavar="FILE")
+    flags.add_argument("--record", action="store_true", help="write the baseline")
+    command_line.add_json_flag(flags)
+    return flags
+
+
+if __name__ == "__main__":
+    command_line.main(main, parser())
