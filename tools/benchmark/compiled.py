@@ -92,31 +92,25 @@ def parts_of(found: Figures) -> dict[str, Mapping[str, float]]:
 def side_by_side(found: Mapping[str, Figures]) -> list[str]:
     """A table of the parts, with ratios to the first; compilers for GPUs tell no cycles."""
     first, *others = found
-    columns = [column for column in UNITS if parts_of(found[first])["all"][column]]
+    by_part = {name: parts_of(one) for name, one in found.items()}
+    columns = [column for column in UNITS if by_part[first]["all"][column]]
     heads = [f"{name}: {UNITS[column][0]}" for name in found for column in columns]
     heads += [f"{column}, {name} / {first}" for name in others for column in columns]
     lines = [f"| part | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    by_part = {name: parts_of(one) for name, one in found.items()}
-    for part in dict.fromkeys(part for one in by_part.values() for part in [*one][:-1]) | {
-        "all": None
-    }:
-        values = {
-            (name, column): by_part[name].get(part, {}).get(column, 0.0)
-            for name in found
-            for column in columns
-        }
-        cells = [f"{value / UNITS[column][1]:.2f}" for (_, column), value in values.items()]
-        cells += [
-            _ratio(values[name, column], values[first, column])
-            for name in others
+    parts = dict.fromkeys(part for one in by_part.values() for part in [*one][:-1])
+    for part in [*parts, "all"]:
+        costs = {name: by_part[name].get(part, {"cycles": 0.0, "bytes": 0.0}) for name in found}
+        cells = [
+            f"{cost[column] / UNITS[column][1]:.2f}"
+            for cost in costs.values()
             for column in columns
         ]
+        for name in others:
+            for column in columns:
+                before = costs[first][column]
+                cells.append(f"{costs[name][column] / before:.2f}" if before else "-")
         lines.append(f"| {part} | {' | '.join(cells)} |")
     return [*lines, "", *(memory(name, one) for name, one in found.items())]
-
-
-def _ratio(value: float, first: float) -> str:
-    return f"{value / first:.2f}" if first else "-"
 
 
 def memory(name: str, found: Figures) -> str:

@@ -77,13 +77,7 @@ class Contestant:
     def __init__(self, model: Model, lanes: int, segment: int) -> None:
         config = Config(model=model, training=Training(batch_size=lanes, segment_length=segment))
         self.params = jax.tree.map(jnp.asarray, _unboxed(initial_params(config)))
-        tokens = jax.random.randint(jax.random.key(1), (lanes, segment), 0, model.vocab_size)
-        batch = Batch(
-            inputs=tokens,
-            targets=jnp.roll(tokens, -1, axis=1),
-            scored=jnp.ones(tokens.shape, bool),
-            document_start=jnp.zeros((lanes, segment // model.window), bool),
-        )
+        batch = random_batch(model, lanes, segment)
         args = (self.params, new_state(model, lanes), batch, jax.random.key(2))
 
         def loss(params, carried, batch, key):
@@ -102,6 +96,17 @@ class Contestant:
         begin = time.perf_counter()
         jax.block_until_ready(self.step(*self.args))
         self.times.append((time.perf_counter() - begin) * 1e3)
+
+
+def random_batch(model: Model, lanes: int, segment: int) -> Batch:
+    """Segments in the middle of documents."""
+    tokens = jax.random.randint(jax.random.key(1), (lanes, segment), 0, model.vocab_size)
+    return Batch(
+        inputs=tokens,
+        targets=jnp.roll(tokens, -1, axis=1),
+        scored=jnp.ones(tokens.shape, bool),
+        document_start=jnp.zeros((lanes, segment // model.window), bool),
+    )
 
 
 def _unboxed(params):

@@ -30,7 +30,10 @@ def ratio(times: dict[str, list[float]], name: str, baseline: str) -> float:
 
 def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
     """A table."""
-    widths = {name: max(len(name), 10) for name in rows[0]} | {"kind": 18}
+    widths = {
+        name: max(len(name), 10, *(len(row[name]) for row in rows if isinstance(row[name], str)))
+        for name in rows[0]
+    }
     print(title)
     print("  ".join(f"{name:>{widths[name]}}" for name in rows[0]))
     for row in rows:

@@ -1,0 +1,160 @@
+"""What the benchmarks compare, and that they say so."""
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from brt import command_line
+from brt.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOLS = ROOT / "tools/benchmark"
+BASELINES = sorted(TOOLS.glob("baselines/*.json"))
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return importlib.import_module
+
+
+def figures(attention: float = 30e6, loss: float = 70e6, **others: Any) -> dict[str, Any]:
+    parts = {"attention": attention, "loss": loss, "optimizer": 40.96e6}
+    costs = {name: {"cycles": x, "bytes": 10 * x, "flops": 0.0} for name, x in parts.items()}
+    total = sum(parts.values())
+    memory = {"temporary_bytes": 2**30, "peak_bytes": 2**31}
+    return {"parts": costs, "cycles": total, "memory_bytes": 10 * total, **memory, **others}
+
+
+def test_a_part_that_grew_is_named_with_both_numbers(tool: Callable) -> None:
+    compiled = tool("compiled")
+    then = compiled.kept(figures())
+    assert not list(compiled.grown(then, then))
+    assert not list(compiled.grown(compiled.kept(figures(attention=31.4e6)), then))
+    now = compiled.kept(figures(attention=32e6))
+    cycles, size = "attention takes 32.00 Mcycles, not 30.00", "attention takes 0.32 GB, not 0.30"
+    assert list(compiled.grown(now, then)) == [cycles, size]
+    more = compiled.kept(figures(temporary_bytes=2**30 * 1.1))
+    assert list(compiled.grown(more, then)) == ["temporaries take 1.10 GiB, not 1.00"]
+
+
+def test_a_new_part_has_grown_but_one_next_to_nothing_has_not(tool: Callable) -> None:
+    compiled = tool("compiled")
+    then = compiled.kept(figures())
+    for cycles, says in ((1e5, []), (2e6, ["copies takes 2.00 Mcycles, not 0.00"])):
+        now = compiled.kept(figures())
+        now["parts"]["copies"] = {"cycles": cycles, "bytes": 0}
+        assert list(compiled.grown(now, then)) == says
+
+
+def test_implementations_stand_side_by_side_with_ratios(tool: Callable) -> None:
+    compiled = tool("compiled")
+    lines = compiled.side_by_side({"xla": figures(), "kernel": figures(attention=15e6)})
+    assert lines[0] == (
+        "| part | xla: Mcycles | xla: GB | kernel: Mcycles | kernel: GB "
+        "| cycles, kernel / xla | bytes, kernel / xla |"
+    )
+    assert "| attention | 30.00 | 0.30 | 15.00 | 0.15 | 0.50 | 0.50 |" in lines
+    assert lines[5].startswith("| all | 140.96 |")
+    assert lines[-1] == "kernel: 1.00 GiB of temporaries, peak 2.00 GiB"
+    on_gpus = compiled.side_by_side({"auto": figures() | {"cycles": 0.0}})
+    assert on_gpus[0] == "| part | auto: GB |"
+
+
+def test_costs_of_a_token_leave_the_optimizer_out(tool: Callable) -> None:
+    lines = tool("compiled").by_length({10000: figures(), 20000: figures(62e6, 140e6)})
+    assert lines[2] == "| 10,000 | 10,000 | 100.0 | 107.4 |"
+    assert lines[3].startswith("| 20,000 | 10,100 | 101.0 |")
+    assert lines[-1] == "Largest over smallest: cycles +1.0%, bytes +1.0%"
+
+
+def test_implementations_are_asked_for_as_the_error_says(tool: Callable) -> None:
+    variants = tool("compiled").variants
+    assert list(variants(None)) == [("auto", [])]
+    assert list(variants("kmeans:xla")) == [("xla", ["Kernels.kmeans = 'xla'"])]
+    with pytest.raises(ConfigError, match="--implementations=xla must be an operation and names"):
+        list(variants("xla"))
+
+
+@pytest.mark.parametrize("file", BASELINES, ids=lambda file: file.stem)
+def test_a_baseline_has_a_case_that_still_is_one(file: Path) -> None:
+    recorded = json.loads(file.read_text())
+    case = recorded["case"]
+    config = command_line.read(case["gin_file"], case["gin_bindings"]).config
+    assert config.training.batch_size == 1 and recorded["versions"].keys() == {"jax", "libtpu"}
+    whole = recorded["parts"].pop("all")
+    for column, number in whole.items():
+        assert number == pytest.approx(sum(part[column] for part in recorded["parts"].values()))
+
+
+@pytest.mark.parametrize("name", ["brt xla", "brt xla_cpu", "jax.nn xla"])
+def test_contestants_compute_the_same_as_float64(name: str, tool: Callable) -> None:
+    kinds = tool("attention_kinds")
+    sizes = kinds.Sizes(lanes=2, tokens=24, window=8, heads=2, head_dim=4, dtype="float32")
+    given = [kinds.inputs(sizes, seed) for seed in range(2)]
+    found = dict(tool("attention_jax").contestants(given, sizes))
+    one, expected = found[name], kinds.exact(given[0])
+    results = one.results(kinds.first_lane(given[0].gradient))
+    assert results.keys() == expected.keys() == {"output", *kinds.GRADIENTS}
+    assert kinds.error(results, expected) < 2e-6
+    assert kinds.error(one.results(given[0].gradient), expected) > 1e-2, "the bias of all lanes"
+    assert kinds.deterministic(one, given[0].gradient) and one.memory > 0
+    assert found["jax.nn cudnn"] == "runs on gpu, not on cpu"
+
+
+def test_a_bound_knows_neither_bias_nor_cached_block(tool: Callable) -> None:
+    import jax
+
+    kinds, room = tool("attention_kinds"), tool("attention_jax")
+    sizes = kinds.Sizes(lanes=1, tokens=24, window=8, heads=2, head_dim=4, dtype="float32")
+    one = kinds.inputs(sizes)
+
+    def plain(*x: jax.Array, **options: Any) -> jax.Array:
+        return jax.nn.dot_product_attention(*x, scale=1.0, implementation="xla", **options)
+
+    output = room.windowed(plain, *(jax.numpy.asarray(x) for x in one[:4]))
+    np.testing.assert_allclose(output[0], kinds.exact(one, biased=False)["output"], atol=2e-6)
+
+
+def run(script: str, *flags: str) -> str:
+    done = subprocess.run(
+        [sys.executable, TOOLS / script, *flags], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_processes_take_turns_and_who_is_absent_is_named(tmp_path: Path) -> None:
+    sizes = "--lanes=1", "--tokens=32", "--window=8", "--heads=2", "--head_dim=8"
+    flags = "--dtype=float32", "--rounds=2", "--only=brt,torch", f"--json={tmp_path / 'rows'}"
+    out = run("attention.py", *sizes, *flags)
+    found = json.loads((tmp_path / "rows").read_text())
+    rows = {row["kind"]: row for row in found["rows"]}
+    assert {"brt xla_cpu", "brt xla"} <= rows.keys() and rows["brt xla_cpu"]["of brt xla_cpu"] == 1
+    assert all(row["both ms"] > 0 and float(row["max error"]) < 1e-5 for row in rows.values())
+    for name in found["absent"]:
+        assert f"absent: {name} (" in out
+    assert "brt pallas_tpu" in found["absent"] and ("torch" in found["absent"]) != (
+        "torch sdpa" in rows
+    )
+
+
+@pytest.mark.slow
+def test_train_steps_take_turns(tmp_path: Path) -> None:
+    run(
+        "train_step.py", "--size=small", "--tokens=128", "--rounds=1", "--models=Slide:13L",
+        "--implementations=window_attention:xla,xla_cpu", "--dtype=float32",
+        f"--json={tmp_path / 'rows'}",
+    )  # fmt: skip
+    rows = json.loads((tmp_path / "rows").read_text())["rows"]
+    assert [row["kind"] for row in rows] == ["Slide:13L, xla", "Slide:13L, xla_cpu"]
+    assert rows[0]["of xla"] == rows[0]["of Slide:13L"] == 1
+    assert all(row["tokens/s"] > 0 and row["MiB"] > 1 for row in rows)

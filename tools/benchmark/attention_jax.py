@@ -1,0 +1,115 @@
+"""Window attention by brt's implementations and by jax.nn, for `attention.py`."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attention_kinds import GRADIENTS, Contestant, Inputs, Sizes
+
+from brt.ops.window_attention import window_attention
+from brt.ops.window_attention.api import OP
+from brt.ops.window_attention.xla import circulant
+
+UNSEEN = -1e9  # a logit
+SLOW = ("reference", "pallas_interpret")  # they are there for tests
+
+
+def device() -> str:
+    return f"jax {jax.__version__}, {jax.devices()[0].device_kind}"
+
+
+def contestants(given: list[Inputs], sizes: Sizes) -> Iterator[tuple[str, Contestant | str]]:
+    """All of them by name; why, of those that cannot be here."""
+    arrays = [
+        tuple(jnp.asarray(x, jnp.float32 if x is one.bias else sizes.dtype) for x in one)
+        for one in given
+    ]
+    plain = partial(jax.nn.dot_product_attention, scale=1.0, implementation="xla")
+    functions: dict[str, tuple[Callable, bool]] = {
+        f"brt {one.name}": (partial(_own, implementation=one.name), True)
+        for one in OP.implementations
+        if one.name not in SLOW
+    }
+    functions |= {
+        "jax.nn xla": (partial(blocked, plain), True),
+        "jax.nn cudnn": (partial(blocked, _cudnn), True),
+        "cudnn, no bias": (partial(windowed, _cudnn), False),
+    }
+    for name, (function, biased) in functions.items():
+        if "cudnn" in name and jax.default_backend() != "gpu":
+            yield name, f"runs on gpu, not on {jax.default_backend()}"
+            continue
+        try:
+            yield name, _contestant(function, arrays, biased)
+        except NotImplementedError as error:
+            yield name, str(error).split(";")[0]
+
+
+def _contestant(function: Callable, arrays: list[tuple], biased: bool) -> Contestant:
+    names = GRADIENTS if biased else GRADIENTS[:-1]
+
+    def with_gradients(*x: jax.Array) -> dict[str, jax.Array]:
+        output, pull = jax.vjp(function, *x[:-1])
+        return {"output": output, **dict(zip(names, pull(x[-1]), strict=False))}
+
+    forward = jax.jit(function).lower(*arrays[0][:-1]).compile()
+    both = jax.jit(with_gradients).lower(*arrays[0]).compile()
+    turns = itertools.cycle(arrays)
+
+    def results(gradient: np.ndarray) -> dict[str, np.ndarray]:
+        *x, last = arrays[0]
+        found = both(*x, jnp.asarray(gradient, last.dtype))
+        own = {name: array if biased else _own_tokens(name, array, last.shape[1])
+               for name, array in found.items()}  # fmt: skip
+        return {name: np.asarray(array.astype(jnp.float32)) for name, array in own.items()}
+
+    memory = both.memory_analysis()
+    sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
+    return Contestant(
+        lambda: forward(*next(turns)[:-1]), lambda: both(*next(turns)), results, sum(sizes), biased
+    )
+
+
+def _own_tokens(name: str, x: jax.Array, tokens: int) -> jax.Array:
+    """Without the cached block."""
+    return x[:, -tokens:] if name in ("keys", "values") else x
+
+
+def _cudnn(*x: jax.Array, bias: jax.Array | None = None, **options: tuple[int, int]) -> jax.Array:
+    bias = None if bias is None else bias.astype(x[0].dtype)
+    return jax.nn.dot_product_attention(*x, bias, scale=1.0, implementation="cudnn", **options)
+
+
+def _own(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, **options: str) -> jax.Array:
+    blocks = q.shape[1] // bias.shape[1]
+    return window_attention(q, k, v, bias, jnp.ones((q.shape[0], blocks), bool), **options)
+
+
+def blocked(
+    attend: Callable, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array
+) -> jax.Array:
+    """Each block to itself and the one before, as a batch of its own; half of it is not seen."""
+    lanes, tokens, *heads = q.shape
+    window = bias.shape[1]
+
+    def pairs(x: jax.Array) -> jax.Array:
+        blocks = x.reshape(lanes, -1, window, *heads)
+        both = jnp.concatenate([blocks[:, :-1], blocks[:, 1:]], axis=2)
+        return both.reshape(-1, 2 * window, *heads)
+
+    distance = np.arange(window)[:, None] + window - np.arange(2 * window)
+    tile = jnp.tile(circulant(bias, window), (1, 1, 2))
+    tile = jnp.where((distance >= 0) & (distance < window), tile, UNSEEN)[None]
+    y = attend(q.reshape(-1, window, *heads), pairs(k), pairs(v), bias=tile)
+    return y.reshape(q.shape)
+
+
+def windowed(
+    attend: Callable, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array
+) -> jax.Array:
+    """What it takes without a bias and a cached block, which its kernel does not have."""
+    tokens, window = q.shape[1], bias.shape[1]
+    return attend(q, k[:, -tokens:], v[:, -tokens:], local_window_size=(window - 1, 0))

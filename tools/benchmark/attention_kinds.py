@@ -1,0 +1,131 @@
+"""What `attention.py` measures: sizes, inputs that all frameworks share, and the exact result."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp  # NumPy has no bfloat16 of its own
+import numpy as np
+
+GRADIENTS = ("queries", "keys", "values", "bias")
+PRODUCTS = {"forward": 2, "both": 6}  # of queries and keys of a window that have to be
+
+
+class Sizes(NamedTuple):
+    lanes: int
+    tokens: int
+    window: int
+    heads: int
+    head_dim: int
+    dtype: str
+
+    def flops(self, what: str) -> float:
+        """Of the keys that a token sees; what tiles compute besides, or anew, does not count."""
+        pairs = self.lanes * self.heads * self.tokens * self.window
+        return 2.0 * PRODUCTS[what] * pairs * self.head_dim
+
+
+class Inputs(NamedTuple):
+    """Float32 that the dtype of the computation holds.
+
+    Attributes:
+      queries, gradient: [B, T, H, K], scaled; and the gradient of the output.
+      keys, values: [B, W + T, H, K], those of the cached block first.
+      bias: [H, W], by distance.
+    """
+
+    queries: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    bias: np.ndarray
+    gradient: np.ndarray
+
+
+class Contestant(NamedTuple):
+    """One way to compute it, on inputs of its own.
+
+    Attributes:
+      forward, both: without and with gradients, on inputs that take turns; what
+        `jax.block_until_ready` waits for.
+      results: the output and the gradients of all arrays that have one, of this gradient.
+      memory: bytes of the device at most, with gradients; None: the backend does not say.
+      biased: whether it has the bias and the cached block; else a bound for those that have.
+    """
+
+    forward: Callable[[], Any]
+    both: Callable[[], Any]
+    results: Callable[[np.ndarray], dict[str, np.ndarray]]
+    memory: int | None
+    biased: bool = True
+
+
+def inputs(sizes: Sizes, seed: int = 0) -> Inputs:
+    draw = np.random.default_rng(seed)
+    lanes, tokens, window, heads, width, dtype = sizes
+
+    def normal(*shape: int) -> np.ndarray:
+        x = draw.standard_normal(shape, np.float32)
+        return x.astype(jnp.dtype(dtype)).astype(np.float32)
+
+    before = lanes, window + tokens, heads, width
+    own = lanes, tokens, heads, width
+    scaled = (normal(*own) * np.float32(width**-0.5)).astype(jnp.dtype(dtype)).astype(np.float32)
+    return Inputs(scaled, normal(*before), normal(*before), normal(heads, window), normal(*own))
+
+
+def first_lane(gradient: np.ndarray) -> np.ndarray:
+    """The gradient of a loss that depends on the first lane alone."""
+    only = np.zeros_like(gradient)
+    only[0] = gradient[0]
+    return only
+
+
+def exact(given: Inputs, biased: bool = True) -> dict[str, np.ndarray]:
+    """Output and gradients of the first lane, float64, block by block.
+
+    Args:
+      biased: False leaves out the bias and the cached block.
+    """
+    q, k, v, g = (x[0].astype(np.float64) for x in (given[0], *given[1:3], given.gradient))
+    bias = given.bias.astype(np.float64) * biased
+    window = bias.shape[1]
+    distance = np.arange(window)[:, None] + window - np.arange(2 * window)
+    output, d_q, d_k, d_v = (np.zeros_like(x) for x in (q, q, k, v))
+    d_bias = np.zeros_like(bias)
+    for begin in range(0, len(q), window):
+        rows, columns = slice(begin, begin + window), slice(begin, begin + 2 * window)
+        seen = (distance >= 0) & (distance < window)
+        if not (begin or biased):
+            seen &= np.arange(2 * window) >= window
+        logits = np.einsum("qhk,shk->hqs", q[rows], k[columns])
+        logits += bias[:, np.clip(distance, 0, window - 1)]
+        weights = np.where(seen, np.exp(logits - logits.max(where=seen, axis=-1, keepdims=True,
+                                                            initial=-np.inf)), 0.0)  # fmt: skip
+        weights /= weights.sum(axis=-1, keepdims=True)
+        output[rows] = np.einsum("hqs,shk->qhk", weights, v[columns])
+        d_v[columns] += np.einsum("hqs,qhk->shk", weights, g[rows])
+        d_logits = np.einsum("qhk,shk->hqs", g[rows], v[columns])
+        d_logits = weights * (d_logits - (weights * d_logits).sum(axis=-1, keepdims=True))
+        d_q[rows] = np.einsum("hqs,shk->qhk", d_logits, k[columns])
+        d_k[columns] += np.einsum("hqs,qhk->shk", d_logits, q[rows])
+        for own, of_head in zip(d_bias, d_logits, strict=True):
+            own += np.bincount(distance[seen], of_head[seen], minlength=window)
+    if not biased:
+        return {"output": output, "queries": d_q, "keys": d_k[window:], "values": d_v[window:]}
+    return {"output": output, "queries": d_q, "keys": d_k, "values": d_v, "bias": d_bias}
+
+
+def error(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    """The largest of any array, over the largest number of that array; of the first lane."""
+    worst = 0.0
+    for name, x in found.items():
+        own = x if name == "bias" else x[0]
+        difference = np.abs(own.astype(np.float64) - expected[name]).max()
+        worst = max(worst, float(difference / np.abs(expected[name]).max()))
+    return worst
+
+
+def deterministic(contestant: Contestant, gradient: np.ndarray, times: int = 3) -> bool:
+    """Whether output and gradients are the same bit by bit."""
+    first = contestant.results(gradient)
+    again = (contestant.results(gradient) for _ in range(times - 1))
+    return all(np.array_equal(first[name], x) for one in again for name, x in one.items())

@@ -1,0 +1,141 @@
+"""Window attention by torch's functions, for `attention.py`, where torch is installed."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from attention_kinds import GRADIENTS, Contestant, Inputs, Sizes
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+UNSEEN = -1e9  # a logit
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+Function = Callable[..., torch.Tensor]
+
+
+class Pending:
+    """What `jax.block_until_ready` waits for."""
+
+    def block_until_ready(self) -> None:
+        if GPU:
+            torch.cuda.synchronize()
+
+
+def device() -> str:
+    return f"torch {torch.__version__}, {torch.cuda.get_device_name() if GPU else 'cpu'}"
+
+
+def contestants(given: list[Inputs], sizes: Sizes) -> Iterator[tuple[str, Contestant | str]]:
+    """All of them by name; why, of those that cannot be here."""
+    arrays = [[_tensor(name, x, sizes) for name, x in one._asdict().items()] for one in given]
+    yield "torch sdpa", _contestant(blocked, arrays, True)
+    for name, biased in (("torch flex", True), ("flex, no bias", False)):
+        if GPU:
+            yield name, _contestant(flexible(sizes, biased), arrays, biased)
+        else:
+            yield name, "has gradients on GPUs alone"
+
+
+def _tensor(name: str, x: np.ndarray, sizes: Sizes) -> torch.Tensor:
+    """[B, H, T, K] of an array, which is how torch has heads."""
+    if name == "bias":
+        return torch.tensor(x, device=DEVICE, requires_grad=True)
+    made = torch.tensor(x, device=DEVICE, dtype=getattr(torch, sizes.dtype))
+    return made.transpose(1, 2).contiguous().requires_grad_(name != "gradient")
+
+
+def _contestant(function: Function, arrays: list[list], biased: bool) -> Contestant:
+    names = GRADIENTS if biased else GRADIENTS[:-1]
+
+    def gradients(x: list[torch.Tensor], gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        output = function(*x)
+        return output, *torch.autograd.grad(output, x[: len(names)], gradient)
+
+    turns = itertools.cycle(arrays)
+
+    def forward() -> Any:
+        with torch.no_grad():
+            function(*next(turns)[:-1])
+        return Pending()
+
+    def both() -> Any:
+        *x, gradient = next(turns)
+        gradients(x, gradient)
+        return Pending()
+
+    def results(gradient: np.ndarray) -> dict[str, np.ndarray]:
+        *x, last = arrays[0]
+        given = torch.tensor(gradient, device=DEVICE, dtype=last.dtype).transpose(1, 2)
+        found = dict(zip(("output", *names), gradients(x, given.contiguous()), strict=True))
+        numbers = {name: y.detach().float().cpu() for name, y in found.items()}
+        tokens = last.shape[2]
+        return {
+            name: (y if name == "bias" else _tokens(name, y, tokens, biased)).numpy()
+            for name, y in numbers.items()
+        }
+
+    both().block_until_ready()
+    if GPU:
+        torch.cuda.reset_peak_memory_stats()
+        both().block_until_ready()
+    return Contestant(
+        forward, both, results, torch.cuda.max_memory_allocated() if GPU else None, biased
+    )
+
+
+def _tokens(name: str, x: torch.Tensor, tokens: int, biased: bool) -> torch.Tensor:
+    """[B, T, H, K]; without the cached block, if that is not read."""
+    x = x.transpose(1, 2)
+    return x if biased or name not in ("keys", "values") else x[:, -tokens:]
+
+
+def blocked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Each block to itself and the one before, as a batch of its own; half of it is not seen."""
+    lanes, heads, tokens, width = q.shape
+    window = bias.shape[1]
+    blocks = tokens // window
+
+    def pairs(x: torch.Tensor) -> torch.Tensor:
+        of_blocks = x.unfold(2, 2 * window, window).permute(0, 2, 1, 4, 3)
+        return of_blocks.reshape(-1, heads, 2 * window, width)
+
+    rows, columns = torch.arange(window, device=DEVICE), torch.arange(2 * window, device=DEVICE)
+    distance = rows[:, None] + window - columns
+    # Slot c of row r is of distance r - c modulo the window: a vector that is shifted row by row.
+    repeated = bias.roll(-1, 1).repeat(1, window + 1).reshape(heads, window, window + 1)
+    tile = repeated[:, :, :window].flip(2).repeat(1, 1, 2)
+    seen = (distance >= 0) & (distance < window)
+    tile = torch.where(seen, tile, UNSEEN)[None].to(q.dtype)
+    own = q.reshape(lanes, heads, blocks, window, width).transpose(1, 2).flatten(0, 1)
+    y = scaled_dot_product_attention(own, pairs(k), pairs(v), attn_mask=tile, scale=1.0)
+    return y.unflatten(0, (lanes, blocks)).transpose(1, 2).reshape(q.shape)
+
+
+def flexible(sizes: Sizes, biased: bool) -> Function:
+    """By its own blocks; without the bias also without the cached block."""
+    window, cached = sizes.window, sizes.window if biased else 0
+
+    def seen(b: Any, h: Any, row: Any, column: Any) -> Any:
+        distance = row + cached - column
+        return (distance >= 0) & (distance < window)
+
+    lengths = sizes.tokens, cached + sizes.tokens
+    mask = create_block_mask(seen, None, None, *lengths, device=DEVICE)
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
+        def with_bias(score: Any, b: Any, h: Any, row: Any, column: Any) -> Any:
+            return score + bias[h, (row - column) % window]
+
+        if not biased:
+            k, v = k[:, :, -sizes.tokens :], v[:, :, -sizes.tokens :]
+        return compiled(
+            q, k, v, score_mod=with_bias if biased else None, block_mask=mask, scale=1.0
+        )
+
+    return attend

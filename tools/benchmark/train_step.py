@@ -1,0 +1,150 @@
+"""Tokens a second and MFU of the train step, by model and by implementation, in one run.
+
+    python tools/benchmark/train_step.py [--size=paper|small] [--tokens=131072] [--rounds=5]
+        [--models=Slide:13L,Rec:fixed:skip] [--implementations=window_attention:xla,pallas_tpu]
+        [--dtype=bfloat16] [--json=FILE]
+
+The paper's rows (Table 1) with their optimizer's work, Adafactor, and without dropout, on one
+device; random tokens. Models and implementations take turns in one process, and with them a large
+product, which says what the device does at best: the second MFU is that of it, the first of the
+peak by the data sheet. Figures are medians over the rounds, ratios medians of those within one.
+"""
+
+import argparse
+import statistics
+import sys
+from functools import partial
+from typing import Any
+
+import jax
+from compiled import variants
+from lm_step import random_batch
+from table1_step import BASELINE, PAPER, SIZES, USUAL, row
+from timing import interleaved, ratio, show
+
+from brt import command_line
+from brt.config import Config
+from brt.distributed.mesh import by_lane, use
+from brt.errors import ConfigError
+from brt.models.flops import forward_flops_per_token
+from brt.training import run as runs
+from brt.training.profiling import peak_flops
+from brt.training.state import initial_state
+
+PRODUCT = "product"
+CHAINED = 8  # products, so that starting them is none of their time
+
+
+class Contestant:
+    """A compiled train step, and the state that it goes on from."""
+
+    def __init__(self, config: Config):
+        self.model, training = config.model, config.training
+        shapes = runs.shaped(config)
+        batch = random_batch(self.model, training.batch_size, training.segment_length)
+        self.step = runs.lowered_step(config, shapes, batch).compile()
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.abstract)
+        init = partial(initial_state, config, shapes.optimizer)
+        with use(shapes.mesh):
+            self.state = jax.jit(init, out_shardings=shardings)()
+        self.batch = jax.device_put(batch, by_lane(shapes.mesh))
+        self.key = jax.random.key(training.seed)
+        memory = self.step.memory_analysis()
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        self.bytes = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+
+    def run(self) -> jax.Array:
+        self.state, metrics = self.step(self.state, self.batch, self.key)
+        return metrics.nats
+
+
+def main(args: argparse.Namespace) -> None:
+    names = args.models.split(",")
+    for name in names:
+        if name not in PAPER:
+            raise ConfigError(f"--models={name}: Table 1 has {', '.join(PAPER)}")
+    contestants, tokens = {}, {}
+    for chosen, bindings in variants(args.implementations):
+        for name in names:
+            config, tokens[name] = of_row(name, args, bindings)
+            contestants[name, chosen] = Contestant(config)
+            print(f"compiled {name}, {chosen}", file=sys.stderr)
+    size, flops = product(args.dtype)
+    functions = {", ".join(key): one.run for key, one in contestants.items()} | {PRODUCT: size}
+    times = interleaved(functions, args.rounds)
+    best = flops / statistics.median(times[PRODUCT]) * 1e3
+    rows = [
+        figures(name, chosen, contestants, times, tokens[name], best)
+        for name, chosen in contestants
+    ]
+    device = jax.devices()[0]
+    print(f"jax {jax.__version__}, {device.device_kind}; products at {best / 1e12:.2f} TFLOP/s")
+    show("A train step", rows)
+    if args.json:
+        command_line.write_json(args.json, {"rows": rows, "product_flops": best}, None)
+
+
+def of_row(name: str, args: argparse.Namespace, bindings: list[str]) -> tuple[Config, int]:
+    """A row of Table 1, and its tokens a step."""
+    model, lanes, segment = row(name, SIZES[args.size], args.tokens)
+    text = [
+        f"Training.batch_size = {lanes}", f"Training.segment_length = {segment}",
+        "Optimizer.name = 'adafactor'", f"Model.dtype = {args.dtype!r}",
+    ]  # fmt: skip
+    base = Config(model=model)
+    return command_line.read([], [*text, *bindings], base).config, lanes * segment
+
+
+def product(dtype: str) -> tuple[Any, float]:
+    """Large products one after another, and their FLOPs."""
+    size = 1024 if jax.default_backend() == "cpu" else 8192
+    x = jax.random.normal(jax.random.key(0), (size, size), dtype) * size**-0.5
+
+    @jax.jit
+    def chained(x: jax.Array) -> jax.Array:
+        y = x
+        for _ in range(CHAINED):
+            y = y @ x
+        return y
+
+    return partial(chained, x), 2.0 * CHAINED * size**3
+
+
+def figures(
+    name: str, chosen: str, contestants: dict, times: dict[str, list[float]], tokens: int,
+    best: float,
+) -> dict[str, Any]:  # fmt: skip
+    """One row."""
+    own, one = f"{name}, {chosen}", contestants[name, chosen]
+    milliseconds = statistics.median(times[own])
+    first = next(other for _, other in contestants)
+    pace = 3e3 * tokens * forward_flops_per_token(one.model) / milliseconds
+    peak = peak_flops(jax.devices()[0])
+    slide = f"{BASELINE}, {chosen}"
+    return {
+        "kind": own,
+        "ms": milliseconds,
+        "tokens/s": round(tokens / milliseconds * 1e3),
+        "MFU": pace / peak if peak else "-",
+        f"of {PRODUCT}": pace / best,
+        f"of {first}": ratio(times, own, f"{name}, {first}"),
+        f"of {BASELINE}": ratio(times, own, slide) if slide in times else "-",
+        "paper": PAPER[name],
+        "MiB": one.bytes / 2**20,
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = command_line.parser(__doc__)
+    flags.add_argument("--size", choices=SIZES, default="paper")
+    flags.add_argument("--tokens", type=int, default=131072, help="per step")
+    flags.add_argument("--rounds", type=int, default=5)
+    flags.add_argument("--models", default=USUAL, help=f"of {', '.join(PAPER)}")
+    flags.add_argument("--implementations", metavar="OPERATION:NAME,NAME")
+    flags.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    command_line.add_json_flag(flags)
+    return flags
+
+
+if __name__ == "__main__":
+    command_line.main(main, parser())
