@@ -95,18 +95,20 @@ def test_a_baseline_has_a_case_that_still_is_one(file: Path) -> None:
         assert number == pytest.approx(sum(part[column] for part in recorded["parts"].values()))
 
 
-@pytest.mark.parametrize("name", ["brt xla", "brt xla_cpu", "jax.nn xla"])
-def test_contestants_compute_the_same_as_float64(name: str, tool: Callable) -> None:
+def test_contestants_compute_the_same_as_float64(tool: Callable) -> None:
     kinds = tool("attention_kinds")
     sizes = kinds.Sizes(lanes=2, tokens=24, window=8, heads=2, head_dim=4, dtype="float32")
     given = [kinds.inputs(sizes, seed) for seed in range(2)]
     found = dict(tool("attention_jax").contestants(given, sizes))
-    one, expected = found[name], kinds.exact(given[0])
-    results = one.results(kinds.first_lane(given[0].gradient))
-    assert results.keys() == expected.keys() == {"output", *kinds.GRADIENTS}
-    assert kinds.error(results, expected) < 2e-6
-    assert kinds.error(one.results(given[0].gradient), expected) > 1e-2, "the bias of all lanes"
-    assert kinds.deterministic(one, given[0].gradient) and one.memory > 0
+    here = {name: one for name, one in found.items() if not isinstance(one, str)}
+    assert here.keys() >= {"brt xla", "brt xla_cpu", "jax.nn xla"}
+    for one in here.values():
+        expected = kinds.exact(given[0])
+        results = one.results(kinds.first_lane(given[0].gradient))
+        assert results.keys() == expected.keys() == {"output", *kinds.GRADIENTS}
+        assert kinds.error(results, expected) < 2e-6
+        assert kinds.error(one.results(given[0].gradient), expected) > 1e-2, "all lanes' bias"
+        assert kinds.deterministic(one, given[0].gradient) and one.memory > 0
     assert found["jax.nn cudnn"] == "runs on gpu, not on cpu"
 
 

@@ -16,6 +16,7 @@ The case is compiled anew and a part that grew by more than 5 % ends with exit c
 import argparse
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -46,7 +47,10 @@ class Case(NamedTuple):
         from brt.planning import plan, report, topologies
 
         config = command_line.read(self.gin_file, [*self.gin_bindings, *more]).config
-        return report.figures(plan.plan(config, topologies.named(self.topology)))
+        found = report.figures(plan.plan(config, topologies.named(self.topology)))
+        shown = ", ".join(more) or self.topology
+        print(f"{shown}: compiled in {found['compile_seconds']:.0f} s", file=sys.stderr)
+        return found
 
 
 def main(args: argparse.Namespace) -> int:
