@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from attention_kinds import GRADIENTS, Contestant, Inputs, Sizes
 
-from brt.ops.window_attention import window_attention
+from brt.ops.window_attention import window_part
 from brt.ops.window_attention.api import OP
 from brt.ops.window_attention.xla import circulant
 
 UNSEEN = -1e9  # a logit
+Array = jax.Array
+Pair = tuple[jax.Array, jax.Array]  # keys and values of the cached block
 SLOW = ("reference", "pallas_interpret")  # they are there for tests
 
 
@@ -52,30 +54,25 @@ def _contestant(function: Callable, arrays: list[tuple], biased: bool) -> Contes
     names = GRADIENTS if biased else GRADIENTS[:-1]
 
     def with_gradients(*x: jax.Array) -> dict[str, jax.Array]:
-        output, pull = jax.vjp(function, *x[:-1])
+        output, pull = jax.vjp(partial(function, x[:2]), *x[2:-1])
         return {"output": output, **dict(zip(names, pull(x[-1]), strict=False))}
 
-    forward = jax.jit(function).lower(*arrays[0][:-1]).compile()
-    both = jax.jit(with_gradients).lower(*arrays[0]).compile()
+    def without(*x: jax.Array) -> jax.Array:
+        return function(x[:2], *x[2:-1])
+
+    forward, both = (jax.jit(f).lower(*arrays[0]).compile() for f in (without, with_gradients))
     turns = itertools.cycle(arrays)
 
     def results(gradient: np.ndarray) -> dict[str, np.ndarray]:
         *x, last = arrays[0]
         found = both(*x, jnp.asarray(gradient, last.dtype))
-        own = {name: array if biased else _own_tokens(name, array, last.shape[1])
-               for name, array in found.items()}  # fmt: skip
-        return {name: np.asarray(array.astype(jnp.float32)) for name, array in own.items()}
+        return {name: np.asarray(array.astype(jnp.float32)) for name, array in found.items()}
 
     memory = both.memory_analysis()
     sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
     return Contestant(
-        lambda: forward(*next(turns)[:-1]), lambda: both(*next(turns)), results, sum(sizes), biased
+        lambda: forward(*next(turns)), lambda: both(*next(turns)), results, sum(sizes), biased
     )
-
-
-def _own_tokens(name: str, x: jax.Array, tokens: int) -> jax.Array:
-    """Without the cached block."""
-    return x[:, -tokens:] if name in ("keys", "values") else x
 
 
 def _cudnn(*x: jax.Array, bias: jax.Array | None = None, **options: tuple[int, int]) -> jax.Array:
@@ -83,33 +80,28 @@ def _cudnn(*x: jax.Array, bias: jax.Array | None = None, **options: tuple[int, i
     return jax.nn.dot_product_attention(*x, bias, scale=1.0, implementation="cudnn", **options)
 
 
-def _own(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, **options: str) -> jax.Array:
-    blocks = q.shape[1] // bias.shape[1]
-    return window_attention(q, k, v, bias, jnp.ones((q.shape[0], blocks), bool), **options)
+def _own(cached: Pair, q: Array, k: Array, v: Array, bias: Array, **options: str) -> Array:
+    readable = jnp.ones((q.shape[0], q.shape[1] // bias.shape[1]), bool)
+    return window_part(q, cached, k, v, bias, readable, **options).output
 
 
-def blocked(
-    attend: Callable, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array
-) -> jax.Array:
+def blocked(attend: Callable, cached: Pair, q: Array, k: Array, v: Array, bias: Array) -> Array:
     """Each block to itself and the one before, as a batch of its own; half of it is not seen."""
-    lanes, tokens, *heads = q.shape
+    lanes, _, *heads = q.shape
     window = bias.shape[1]
 
-    def pairs(x: jax.Array) -> jax.Array:
-        blocks = x.reshape(lanes, -1, window, *heads)
-        both = jnp.concatenate([blocks[:, :-1], blocks[:, 1:]], axis=2)
-        return both.reshape(-1, 2 * window, *heads)
+    def pairs(before: Array, x: Array) -> Array:
+        own = x.reshape(lanes, -1, window, *heads)
+        others = jnp.concatenate([before[:, None], own[:, :-1]], axis=1)
+        return jnp.concatenate([others, own], axis=2).reshape(-1, 2 * window, *heads)
 
     distance = np.arange(window)[:, None] + window - np.arange(2 * window)
     tile = jnp.tile(circulant(bias, window), (1, 1, 2))
     tile = jnp.where((distance >= 0) & (distance < window), tile, UNSEEN)[None]
-    y = attend(q.reshape(-1, window, *heads), pairs(k), pairs(v), bias=tile)
-    return y.reshape(q.shape)
+    keys, values = (pairs(before, x) for before, x in zip(cached, (k, v), strict=True))
+    return attend(q.reshape(-1, window, *heads), keys, values, bias=tile).reshape(q.shape)
 
 
-def windowed(
-    attend: Callable, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array
-) -> jax.Array:
+def windowed(attend: Callable, cached: Pair, q: Array, k: Array, v: Array, bias: Array) -> Array:
     """What it takes without a bias and a cached block, which its kernel does not have."""
-    tokens, window = q.shape[1], bias.shape[1]
-    return attend(q, k[:, -tokens:], v[:, -tokens:], local_window_size=(window - 1, 0))
+    return attend(q, k, v, local_window_size=(bias.shape[1] - 1, 0))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp  # NumPy has no bfloat16 of its own
 import numpy as np
 
-GRADIENTS = ("queries", "keys", "values", "bias")
+GRADIENTS = ("queries", "keys", "values", "bias")  # as in training, none of the cached block
 PRODUCTS = {"forward": 2, "both": 6}  # of queries and keys of a window that have to be
 
 
@@ -28,11 +28,14 @@ class Inputs(NamedTuple):
     """Float32 that the dtype of the computation holds.
 
     Attributes:
-      queries, gradient: [B, T, H, K], scaled; and the gradient of the output.
-      keys, values: [B, W + T, H, K], those of the cached block first.
+      cached_keys, cached_values: [B, W, H, K], of the block before the segment.
+      queries, keys, values: [B, T, H, K]; queries are scaled.
       bias: [H, W], by distance.
+      gradient: of the output.
     """
 
+    cached_keys: np.ndarray
+    cached_values: np.ndarray
     queries: np.ndarray
     keys: np.ndarray
     values: np.ndarray
@@ -46,7 +49,7 @@ class Contestant(NamedTuple):
     Attributes:
       forward, both: without and with gradients, on inputs that take turns; what
         `jax.block_until_ready` waits for.
-      results: the output and the gradients of all arrays that have one, of this gradient.
+      results: the output and the gradients, by name, from that of the output.
       memory: bytes of the device at most, with gradients; None: the backend does not say.
       biased: whether it has the bias and the cached block; else a bound for those that have.
     """
@@ -62,14 +65,15 @@ def inputs(sizes: Sizes, seed: int = 0) -> Inputs:
     draw = np.random.default_rng(seed)
     lanes, tokens, window, heads, width, dtype = sizes
 
-    def normal(*shape: int) -> np.ndarray:
-        x = draw.standard_normal(shape, np.float32)
+    def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+        x = draw.standard_normal(shape, np.float32) * np.float32(scale)
         return x.astype(jnp.dtype(dtype)).astype(np.float32)
 
-    before = lanes, window + tokens, heads, width
-    own = lanes, tokens, heads, width
-    scaled = (normal(*own) * np.float32(width**-0.5)).astype(jnp.dtype(dtype)).astype(np.float32)
-    return Inputs(scaled, normal(*before), normal(*before), normal(heads, window), normal(*own))
+    cached, own = (lanes, window, heads, width), (lanes, tokens, heads, width)
+    return Inputs(
+        normal(*cached), normal(*cached), normal(*own, scale=width**-0.5), normal(*own),
+        normal(*own), normal(heads, window), normal(*own),
+    )  # fmt: skip
 
 
 def first_lane(gradient: np.ndarray) -> np.ndarray:
@@ -85,8 +89,10 @@ def exact(given: Inputs, biased: bool = True) -> dict[str, np.ndarray]:
     Args:
       biased: False leaves out the bias and the cached block.
     """
-    q, k, v, g = (x[0].astype(np.float64) for x in (given[0], *given[1:3], given.gradient))
-    bias = given.bias.astype(np.float64) * biased
+    before_k, before_v, q, k, v, bias, g = (
+        (x if x is given.bias else x[0]).astype(np.float64) for x in given
+    )
+    k, v, bias = np.concatenate([before_k, k]), np.concatenate([before_v, v]), bias * biased
     window = bias.shape[1]
     distance = np.arange(window)[:, None] + window - np.arange(2 * window)
     output, d_q, d_k, d_v = (np.zeros_like(x) for x in (q, q, k, v))
@@ -109,9 +115,9 @@ def exact(given: Inputs, biased: bool = True) -> dict[str, np.ndarray]:
         d_k[columns] += np.einsum("hqs,qhk->shk", d_logits, q[rows])
         for own, of_head in zip(d_bias, d_logits, strict=True):
             own += np.bincount(distance[seen], of_head[seen], minlength=window)
-    if not biased:
-        return {"output": output, "queries": d_q, "keys": d_k[window:], "values": d_v[window:]}
-    return {"output": output, "queries": d_q, "keys": d_k, "values": d_v, "bias": d_bias}
+    gradients = (d_q, d_k[window:], d_v[window:], d_bias)
+    names = GRADIENTS if biased else GRADIENTS[:-1]
+    return {"output": output, **dict(zip(names, gradients, strict=False))}
 
 
 def error(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 from attention_kinds import GRADIENTS, Contestant, Inputs, Sizes
+from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 UNSEEN = -1e9  # a logit
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-Function = Callable[..., torch.Tensor]
+Function = Callable[..., Tensor]
 
 
 class Pending:
@@ -39,20 +40,20 @@ def contestants(given: list[Inputs], sizes: Sizes) -> Iterator[tuple[str, Contes
             yield name, "has gradients on GPUs alone"
 
 
-def _tensor(name: str, x: np.ndarray, sizes: Sizes) -> torch.Tensor:
+def _tensor(name: str, x: np.ndarray, sizes: Sizes) -> Tensor:
     """[B, H, T, K] of an array, which is how torch has heads."""
     if name == "bias":
         return torch.tensor(x, device=DEVICE, requires_grad=True)
     made = torch.tensor(x, device=DEVICE, dtype=getattr(torch, sizes.dtype))
-    return made.transpose(1, 2).contiguous().requires_grad_(name != "gradient")
+    return made.transpose(1, 2).contiguous().requires_grad_(name in GRADIENTS)
 
 
 def _contestant(function: Function, arrays: list[list], biased: bool) -> Contestant:
     names = GRADIENTS if biased else GRADIENTS[:-1]
 
-    def gradients(x: list[torch.Tensor], gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def gradients(x: list[Tensor], gradient: Tensor) -> tuple[Tensor, ...]:
         output = function(*x)
-        return output, *torch.autograd.grad(output, x[: len(names)], gradient)
+        return output, *torch.autograd.grad(output, x[2 : 2 + len(names)], gradient)
 
     turns = itertools.cycle(arrays)
 
@@ -71,9 +72,8 @@ def _contestant(function: Function, arrays: list[list], biased: bool) -> Contest
         given = torch.tensor(gradient, device=DEVICE, dtype=last.dtype).transpose(1, 2)
         found = dict(zip(("output", *names), gradients(x, given.contiguous()), strict=True))
         numbers = {name: y.detach().float().cpu() for name, y in found.items()}
-        tokens = last.shape[2]
         return {
-            name: (y if name == "bias" else _tokens(name, y, tokens, biased)).numpy()
+            name: (y if name == "bias" else y.transpose(1, 2)).numpy()
             for name, y in numbers.items()
         }
 
@@ -86,20 +86,16 @@ def _contestant(function: Function, arrays: list[list], biased: bool) -> Contest
     )
 
 
-def _tokens(name: str, x: torch.Tensor, tokens: int, biased: bool) -> torch.Tensor:
-    """[B, T, H, K]; without the cached block, if that is not read."""
-    x = x.transpose(1, 2)
-    return x if biased or name not in ("keys", "values") else x[:, -tokens:]
-
-
-def blocked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def blocked(
+    cached_k: Tensor, cached_v: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+) -> Tensor:
     """Each block to itself and the one before, as a batch of its own; half of it is not seen."""
     lanes, heads, tokens, width = q.shape
     window = bias.shape[1]
     blocks = tokens // window
 
-    def pairs(x: torch.Tensor) -> torch.Tensor:
-        of_blocks = x.unfold(2, 2 * window, window).permute(0, 2, 1, 4, 3)
+    def pairs(*joined: Tensor) -> Tensor:
+        of_blocks = torch.cat(joined, 2).unfold(2, 2 * window, window).permute(0, 2, 1, 4, 3)
         return of_blocks.reshape(-1, heads, 2 * window, width)
 
     rows, columns = torch.arange(window, device=DEVICE), torch.arange(2 * window, device=DEVICE)
@@ -110,7 +106,8 @@ def blocked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tenso
     seen = (distance >= 0) & (distance < window)
     tile = torch.where(seen, tile, UNSEEN)[None].to(q.dtype)
     own = q.reshape(lanes, heads, blocks, window, width).transpose(1, 2).flatten(0, 1)
-    y = scaled_dot_product_attention(own, pairs(k), pairs(v), attn_mask=tile, scale=1.0)
+    keys, values = pairs(cached_k, k), pairs(cached_v, v)
+    y = scaled_dot_product_attention(own, keys, values, attn_mask=tile, scale=1.0)
     return y.unflatten(0, (lanes, blocks)).transpose(1, 2).reshape(q.shape)
 
 
@@ -127,13 +124,13 @@ def flexible(sizes: Sizes, biased: bool) -> Function:
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
-    ) -> torch.Tensor:
+        cached_k: Tensor, cached_v: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+    ) -> Tensor:
         def with_bias(score: Any, b: Any, h: Any, row: Any, column: Any) -> Any:
             return score + bias[h, (row - column) % window]
 
-        if not biased:
-            k, v = k[:, :, -sizes.tokens :], v[:, :, -sizes.tokens :]
+        if biased:
+            k, v = torch.cat([cached_k, k], 2), torch.cat([cached_v, v], 2)
         return compiled(
             q, k, v, score_mod=with_bias if biased else None, block_mask=mask, scale=1.0
         )
