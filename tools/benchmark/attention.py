@@ -105,10 +105,11 @@ def _repeats(functions: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    args = parser().parse_args()
+    flags = parser()
+    args = flags.parse_args()
     sizes = Sizes(*(getattr(args, name) for name in Sizes._fields))
     if sizes.tokens % sizes.window:
-        sys.exit(f"--tokens={sizes.tokens} must be a multiple of --window={sizes.window}")
+        flags.error(f"--tokens={sizes.tokens} must be a multiple of --window={sizes.window}")
     if args.serve:
         serve(args.serve, sizes, args.only.split(","))
         return
