@@ -80,7 +80,9 @@ def test_implementations_are_asked_for_as_the_error_says(tool: Callable) -> None
     variants = tool("compiled").variants
     assert list(variants(None)) == [("auto", [])]
     assert list(variants("kmeans:xla")) == [("xla", ["Kernels.kmeans = 'xla'"])]
-    with pytest.raises(ConfigError, match="--implementations=xla must be an operation and names"):
+    both = ["Kernels.kmeans = 'reference'", "Kernels.reformer = 'reference'"]
+    assert list(variants("kmeans,reformer:xla,reference"))[1] == ("reference", both)
+    with pytest.raises(ConfigError, match="--implementations=xla must be operations and names"):
         list(variants("xla"))
 
 

@@ -5,8 +5,8 @@
     python tools/benchmark/compiled.py --baseline=tools/benchmark/baselines/rec.json [--record]
 
 Of one device and step: loops times their trip counts, kernels by the length of their schedule
-(`brt/planning`). Nothing runs. Implementations of an operation stand side by side, with ratios to
-the first; lengths of the segment with what a token of each costs.
+(`brt/planning`). Nothing runs. Implementations of one or several operations stand side by side,
+with ratios to the first; lengths of the segment with what a token of each costs.
 
 A baseline holds a case (files, bindings, machine), the versions that compiled it and its figures.
 The case is compiled anew and a part that grew by more than 5 % ends with exit code 1; with
@@ -73,18 +73,18 @@ def main(args: argparse.Namespace) -> int:
 
 
 def variants(text: str | None) -> Iterator[tuple[str, list[str]]]:
-    """Names of implementations and the bindings that choose them, of `operation:name,name`."""
+    """Names of implementations and the bindings that choose them, of `operation,...:name,...`."""
     if not text:
         yield "auto", []
         return
-    operation, colon, names = text.partition(":")
+    operations, colon, names = text.partition(":")
     if not (colon and names):
         raise ConfigError(
-            f"--implementations={text} must be an operation and names of what computes it, as "
+            f"--implementations={text} must be operations and names of what computes them, as "
             "in --implementations=window_attention:xla,pallas_tpu"
         )
     for name in names.split(","):
-        yield name, [f"Kernels.{operation} = {name!r}"]
+        yield name, [f"Kernels.{one} = {name!r}" for one in operations.split(",")]
 
 
 def parts_of(found: Figures) -> dict[str, Mapping[str, float]]:
@@ -201,7 +201,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--topology", metavar="NAME", help="as brt.plan takes it: v5e:1x1, h100x1")
     flags.add_argument("--gin_file", metavar="FILE", help="repeatable", **repeated)
     flags.add_argument("--gin_bindings", metavar="'Section.field = value'", **repeated)
-    flags.add_argument("--implementations", metavar="OPERATION:NAME,NAME")
+    flags.add_argument("--implementations", metavar="OPERATION,...:NAME,...")
     flags.add_argument(
         "--lengths", metavar="TOKENS,TOKENS", help="of segments, one step each",
         type=lambda text: [int(n) for n in text.split(",")],

@@ -140,7 +140,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--tokens", type=int, default=131072, help="per step")
     flags.add_argument("--rounds", type=int, default=5)
     flags.add_argument("--models", default=USUAL, help=f"of {', '.join(PAPER)}")
-    flags.add_argument("--implementations", metavar="OPERATION:NAME,NAME")
+    flags.add_argument("--implementations", metavar="OPERATION,...:NAME,...")
     flags.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     command_line.add_json_flag(flags)
     return flags
