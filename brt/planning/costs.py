@@ -41,6 +41,8 @@ _FREE = {
     "opt-barrier", "copy-done", "slice-done", "async-done", "all-reduce-done", "all-gather-done",
     "collective-permute-done",
 }  # fmt: skip
+_SLICES = "slice", "dynamic-slice"
+_STARTS = {"copy-start": 0, "slice-start": 1}  # where the result is, beside the operand
 
 
 class Cost(NamedTuple):
@@ -141,8 +143,11 @@ def _cost(module: Module, computation: str, one: Instruction, chip: str = "") ->
         flops = _product(module, computation, one)
     elif one.operation == "custom-call":
         flops = schedules.flops(one.attributes)
-    elif one.operation == "dynamic-slice":
-        read = [sum(written)]
+    elif one.operation in _STARTS:
+        result = one.shapes[_STARTS[one.operation]]
+        read, written = [min(read[0], result.bytes)], [0 if result.on_chip else result.bytes]
+    elif one.operation in _SLICES:
+        read = [min(read[0], size(one.type))]
     elif one.operation == "dynamic-update-slice":
         update = size(inside[one.operands[1]].type)
         read, written = [update], [update]
@@ -152,19 +157,32 @@ def _cost(module: Module, computation: str, one: Instruction, chip: str = "") ->
 
 def _slices(module: Module, called: str) -> dict[int, int]:
     """Bytes that a fusion reads of parameters of which it reads slices only."""
-    inside, found = module.computations[called], {}
-    for parameter in inside.values():
-        if parameter.operation != "parameter":
-            continue
-        users = [one for one in inside.values() if parameter.name in one.operands]
-        if users and all(
-            one.operation in ("dynamic-slice", "dynamic-update-slice")
-            and one.operands[0] == parameter.name
-            for one in users
-        ):
-            sliced = (size(u.type) for u in users if u.operation == "dynamic-slice")
-            found[int(parameter.body)] = sum(sliced)
-    return found
+    inside = module.computations[called].values()
+    found = {
+        int(one.body): _sliced(module, called, one.name)
+        for one in inside
+        if one.operation == "parameter"
+    }
+    return {place: part for place, part in found.items() if part is not None}
+
+
+def _sliced(module: Module, computation: str, name: str) -> int | None:
+    """Bytes of the slices that are read of an array; None: it is read whole."""
+    users = [one for one in module.computations[computation].values() if name in one.operands]
+    parts: list[int | None] = [None] if not users else []
+    for user in users:
+        if user.operation == "bitcast":
+            parts.append(_sliced(module, computation, user.name))
+        elif user.operation == "fusion":
+            inner = _slices(module, user.called("calls") or "")
+            parts += [inner.get(i) for i, operand in enumerate(user.operands) if operand == name]
+        elif user.operation in _SLICES and user.operands[0] == name:
+            parts.append(size(user.type))
+        else:
+            in_place = user.operation == "dynamic-update-slice" and user.operands[0] == name
+            parts.append(0 if in_place else None)
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
 
 
 def _updates(module: Module, called: str) -> list[int | None]:

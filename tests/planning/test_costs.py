@@ -62,6 +62,53 @@ ENTRY %main (a: f32[4,8,16], b: f32[4,32,16]) -> f32[4,8,32] {
     assert found.total.flops == 2 * 4 * 8 * 32 * 16 and found.total.cycles == 77
 
 
+def test_a_fusion_reads_the_slices_of_what_its_own_fusions_slice() -> None:
+    """As TPUs do where a loop takes one of many: the others are not read."""
+    text = """
+%inner (p: f32[64,8,16], i: s32[]) -> f32[8,16] {
+  %p = f32[64,8,16]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %whole = f32[64,128]{1,0} bitcast(%p)
+  %d = f32[1,128]{1,0} dynamic-slice(%whole, %i, %i), dynamic_slice_sizes={1,128}
+  ROOT %r = f32[8,16]{1,0} bitcast(%d)
+}
+
+%outer (q: f32[64,8,16], j: s32[]) -> f32[8,16] {
+  %q = f32[64,8,16]{2,1,0} parameter(0)
+  %j = s32[] parameter(1)
+  %f = f32[8,16]{1,0} fusion(%q, %j), kind=kLoop, calls=%inner
+  ROOT %n = f32[8,16]{1,0} USE
+}
+
+ENTRY %main (a: f32[64,8,16], k: s32[]) -> f32[8,16] {
+  %a = f32[64,8,16]{2,1,0} parameter(0)
+  %k = s32[] parameter(1)
+  ROOT %c = f32[8,16]{1,0} fusion(%a, %k), kind=kOutput, calls=%outer
+}
+"""
+    one, index = 4 * 8 * 16, 4
+    assert costs(text.replace("USE", "negate(%f)")).total.bytes == 2 * one + index
+    whole = costs(text.replace("USE", "custom-call(%f, %q)")).total.bytes
+    assert whole == 65 * one + index, "something else reads all of it"
+
+
+def test_what_is_started_is_read_and_written_once() -> None:
+    """Copies and slices into the memory beside the processor, whose type names the operand, too."""
+    for operation, kinds, size in (
+        ("copy-start", "(f32[64,8]{1,0:S(1)}, f32[64,8]{1,0}, u32[])", 64),
+        ("copy-start", "(f32[64,8]{1,0}, f32[64,8]{1,0}, u32[])", 2 * 64),
+        ("slice-start", "((f32[64,8]{1,0}), f32[4,8]{1,0:S(1)}, s32[])", 4),
+        ("slice", "f32[4,8]{1,0}", 2 * 4),
+    ):
+        text = f"""
+ENTRY %main (a: f32[64,8]) -> f32[4,8] {{
+  %a = f32[64,8]{{1,0}} parameter(0)
+  ROOT %c = {kinds} {operation}(%a)
+}}
+"""
+        assert costs(text).total.bytes == 4 * 8 * size, kinds
+
+
 @pytest.mark.parametrize(
     ("source", "part"),
     [
