@@ -16,7 +16,7 @@ from brt.ops.window_attention.xla import circulant
 UNSEEN = -1e9  # a logit
 Array = jax.Array
 Pair = tuple[jax.Array, jax.Array]  # keys and values of the cached block
-SLOW = ("reference", "pallas_interpret")  # they are there for tests
+FOR_TESTS = ("reference", "interpret")
 
 
 def device() -> str:
@@ -33,7 +33,7 @@ def contestants(given: list[Inputs], sizes: Sizes) -> Iterator[tuple[str, Contes
     functions: dict[str, tuple[Callable, bool]] = {
         f"brt {one.name}": (partial(_own, implementation=one.name), True)
         for one in OP.implementations
-        if one.name not in SLOW
+        if not one.name.endswith(FOR_TESTS)
     }
     functions |= {
         "jax.nn xla": (partial(blocked, plain), True),
