@@ -121,9 +121,10 @@ def suggestion(wrong: str, known: Iterable[str]) -> str:
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str | None:
-    """The known name that differs least, whatever its case."""
+    """The known name that differs least, whatever its case; best one that ends the wrong one."""
     by_lower = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(wrong.lower(), by_lower, n=1)
+    near = difflib.get_close_matches(wrong.lower(), by_lower, n=9)
+    near.sort(key=lambda name: not wrong.lower().endswith(f"_{name}"))
     return by_lower[near[0]] if near else None
 
 

@@ -98,7 +98,8 @@ def check(value: Any, kind: Any, name: str = "it") -> None:
         for item in value:
             check(item, kind[0], f"a part of {name}")
     elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{name} is {repr(value)[:40]}, which is no {kind.__name__}")
+        wanted = getattr(kind, "__name__", kind)
+        raise ValueError(f"{name} is {repr(value)[:40]}, which is no {wanted}")
 
 
 class Stored(NamedTuple):

@@ -47,7 +47,7 @@ if script.exists():
 if name == "train":  # in as many steps as an epoch may have
     (workdir / "checkpoints/5").mkdir(parents=True, exist_ok=True)
     (workdir / "checkpoints/5/MANIFEST.sha256").touch()
-    (workdir / "checkpoints/5/meta.json").write_text('{"arrays": {}}')
+    (workdir / "checkpoints/5/meta.json").write_text('{"step": 5, "arrays": {}}')
 if name == "evaluate":
     (workdir / "evaluations/5").mkdir(parents=True, exist_ok=True)
     figures = '{"bits_per_byte": 2.5, "bits_per_token": 2.5}'

@@ -19,9 +19,9 @@ from brt.training.metrics import MetricsWriter
 from brt.training.workdir import create
 
 ARRAYS = {
-    "params/embedding": {"shape": [256, 4]},
-    "params/layer": {"shape": [3, 5]},
-    "optimizer/layer": {"shape": [3, 5]},
+    "params/embedding": {"shape": [256, 4], "dtype": "float32"},
+    "params/layer": {"shape": [3, 5], "dtype": "float32"},
+    "optimizer/layer": {"shape": [3, 5], "dtype": "float32"},
 }
 
 

@@ -40,13 +40,16 @@ def test_a_run_is_described(run: Workdir) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"seed": "3"}, "has no seed"),
-        ({"data": [7]}, "data is no dictionary"),
-        ({"data": {}}, "data has no step"),
+        ({"seed": "3"}, "seed is '3', which is no int"),
+        ({"data": [7]}, r"data is \[7\], which is no dict"),
+        ({"data": {}}, "step is missing"),
         ({"config": {"Model": 7}}, "the saved config has Model = 7"),
-        ({"config": None}, "has no config"),
-        ({"provenance": {}}, "provenance has no command"),
-        ({"provenance": workdirs.provenance() | {"git": {"dirty": 1}}}, "git has no commit"),
+        ({"config": None}, "config is None, which is no dict"),
+        ({"provenance": {}}, "command is missing"),
+        (
+            {"provenance": workdirs.provenance() | {"git": {"dirty": 1}}},
+            "brt writes it: commit is missing",
+        ),
     ],
 )
 def test_metadata_that_no_trainer_wrote_are_one_sentence(
