@@ -1,0 +1,30 @@
+"""What SECURITY.md says of the sources themselves."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = [*(ROOT / "brt").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
+FORBIDDEN = {
+    "unpickles": r"^\s*(import|from) (pickle|dill|cloudpickle|shelve|marshal)\b",
+    "lets NumPy unpickle": r"allow_pickle\s*=\s*True",
+    "runs text": r"(?<![\w.])(eval|exec)\(",
+    "runs a shell": r"shell\s*=\s*True|os\.system\(",
+}  # fmt: skip
+
+
+def test_nothing_unpickles_or_runs_what_it_reads() -> None:
+    found = [
+        f"{path.relative_to(ROOT)} {what}: {line.strip()}"
+        for path in SOURCES
+        for line in path.read_text("utf-8").splitlines()
+        for what, pattern in FORBIDDEN.items()
+        if re.search(pattern, line)
+    ]
+    assert not found, found
+
+
+def test_the_files_that_it_names_exist() -> None:
+    text = (ROOT / "SECURITY.md").read_text("utf-8")
+    named = re.findall(r"`((?:brt|tests|tools)/[\w/]+\.py)`", text)
+    assert len(named) >= 3 and all((ROOT / name).exists() for name in named)
