@@ -28,9 +28,9 @@ from brt.ops.dispatch import KERNEL
 from brt.ops.softmax import MASKED
 from brt.ops.window_attention import gpu_kernels
 from brt.ops.window_attention.gpu_kernels import LOG2E, Inputs
+from brt.ops.window_attention.limits import Limits
 
-_WINDOWS = (128, 256, 512, 1024, 2048, 4096)
-_HEAD_DIMS = (64, 128, 256)
+_LIMITS = Limits((128, 256, 512, 1024, 2048, 4096), (64, 128, 256), ("bfloat16", "float16"))
 _CAPABILITY = "9.0"  # others have less shared memory, or other matrix units
 _WALK = 32  # tiles of queries of which a program adds up the bias's gradient, at most
 
@@ -77,21 +77,12 @@ def refuses(
     **__: Any,
 ) -> str | None:
     """Why these inputs cannot be; None: they can."""
-    window, width = cached[0].shape[1], queries.shape[-1]
-    if window not in _WINDOWS:
-        return f"has windows of {_listed(_WINDOWS)} tokens, not of {window}"
-    if width not in _HEAD_DIMS:
-        return f"has heads of {_listed(_HEAD_DIMS)}, not of {width}"
-    if queries.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"computes in bfloat16 and float16, not in {queries.dtype}"
+    if reason := _LIMITS.refuse(queries, cached):
+        return reason
     capability = getattr(dispatch.device(), "compute_capability", _CAPABILITY)
     if capability != _CAPABILITY:
         return f"is cut for GPUs of compute capability {_CAPABILITY} (H100, H200), not {capability}"
     return None
-
-
-def _listed(numbers: tuple[int, ...]) -> str:
-    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
 
 
 class Static(NamedTuple):

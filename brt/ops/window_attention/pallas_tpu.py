@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.dispatch import KERNEL
 from brt.ops.tpu import LANES, heads_first
+from brt.ops.window_attention.limits import Limits
 from brt.ops.window_attention.tpu_kernels import (
     Gradients,
     Inputs,
@@ -34,8 +35,7 @@ from brt.ops.window_attention.tpu_kernels import (
 )
 from brt.ops.window_attention.xla import circulant
 
-_WINDOWS = (128, 256, 512, 1024, 2048)
-_HEAD_DIMS = (64, 128, 256)
+_LIMITS = Limits((128, 256, 512, 1024, 2048), (64, 128, 256), ("float32", "bfloat16"))
 _FORWARD_ROWS, _BACKWARD_ROWS = 256, 128  # of a tile, by the compiler's schedules
 
 
@@ -43,18 +43,7 @@ def refuses(
     queries: Float[Array, "B T H K"], cached: tuple[Array, Array], *_: Any, **__: Any
 ) -> str | None:
     """Why these inputs cannot be; None: they can."""
-    window, width = cached[0].shape[1], queries.shape[-1]
-    if window not in _WINDOWS:
-        return f"has windows of {_listed(_WINDOWS)} tokens, not of {window}"
-    if width not in _HEAD_DIMS:
-        return f"has heads of {_listed(_HEAD_DIMS)}, not of {width}"
-    if queries.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"computes in float32 and bfloat16, not in {queries.dtype}"
-    return None
-
-
-def _listed(numbers: tuple[int, ...]) -> str:
-    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
+    return _LIMITS.refuse(queries, cached)
 
 
 def window_attention(
