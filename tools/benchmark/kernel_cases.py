@@ -22,8 +22,9 @@ TOKENS, CLUSTERS, BITS = 4096, 100, 63
 
 
 def window(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """Two blocks of tokens and their window, and states that read them."""
+    """Two blocks of tokens and their window, and states that read them, 1,024 at most."""
     size, tokens, heads = args.window, 2 * args.window, 8
+    states_read = min(tokens, 2048)
     by_token, cached = (array(args.lanes, n, heads, args.head_dim) for n in (tokens, size))
     bias, readable = array(heads, size, dtype="float32"), array(args.lanes, 2, dtype="bool")
     scale = array(heads, dtype="float32")
@@ -34,10 +35,11 @@ def window(array: Callable[..., Any], args: argparse.Namespace) -> Case:
                 q, cached, k, v, bias, readable, scale=scale, implementation=args.implementation
             )
             states = attend_to_blocks(
-                q[:, :size], k.swapaxes(1, 2), v.swapaxes(1, 2), readable[:, 0],
-                null_keys=True, implementation=args.implementation,
+                q[:, : states_read // 2], *(x[:, :states_read].swapaxes(1, 2) for x in (k, v)),
+                readable[:, 0], null_keys=True, implementation=args.implementation,
             )  # fmt: skip
-            return _inner(part.output + jnp.tile(states, (1, 2, 1, 1)), weights)
+            states = jnp.tile(states, (1, 2 * tokens // states_read, 1, 1))
+            return _inner(part.output + states, weights)
 
         return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(q, k, v, bias, scale)
 

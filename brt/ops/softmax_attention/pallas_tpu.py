@@ -18,11 +18,21 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.dispatch import KERNEL
 from brt.ops.softmax import MASKED
-from brt.ops.tpu import BY_ROW, BY_SLOT, PLAIN, heads_first, product, whole
+from brt.ops.tpu import (
+    BLOCK_BYTES,
+    BY_ROW,
+    BY_SLOT,
+    LANES,
+    PLAIN,
+    heads_first,
+    product,
+    whole,
+)
 
 _HEAD_DIMS = (64, 128, 256)
 _MOST = 2048  # slots, of which a tile of rows has the logits on the chip
-_ROWS = 256  # of a tile, by the compiler's schedules
+_ROWS = 256  # of a tile at most, by the compiler's schedules
+_TILE = 1024 * _ROWS  # logits of a tile at most: five such arrays of float32 are there at once
 
 
 def refuses(q: Array, k: Array, *_: Any, **__: Any) -> str | None:
@@ -37,7 +47,20 @@ def refuses(q: Array, k: Array, *_: Any, **__: Any) -> str | None:
         return f"has heads of 64, 128 or 256, not of {width}"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"computes in float32 and bfloat16, not in {q.dtype}"
+    if (taken := _bytes(queries, keys, max(width, LANES), q.dtype.itemsize)) > BLOCK_BYTES:
+        return f"keeps a head on the chip, {BLOCK_BYTES >> 20} MiB of it at most, not {taken >> 20}"
     return None
+
+
+def _bytes(queries: int, keys: int, width: int, itemsize: int) -> int:
+    """Of VMEM that the backward pass takes: two of each block, its sums, a tile of logits."""
+    blocks = 2 * width * itemsize * (3 * queries + 4 * keys)
+    return blocks + 2 * keys * width * 4 + 5 * keys * _rows(queries, keys) * 4
+
+
+def _rows(queries: int, keys: int) -> int:
+    """Of a tile."""
+    return math.gcd(queries, max(LANES, min(_ROWS, _TILE // keys)))
 
 
 def attention(
@@ -139,8 +162,8 @@ def _call(
     )  # fmt: skip
 
 
-def _tiles(queries: int) -> list[slice]:
-    rows = math.gcd(queries, _ROWS)
+def _tiles(queries: int, keys: int) -> list[slice]:
+    rows = _rows(queries, keys)
     return [slice(i, i + rows) for i in range(0, queries, rows)]
 
 
@@ -171,7 +194,7 @@ def _forward_kernel(
     seen = readable[pl.program_id(1)] > 0
     keys, values = _loaded(seen, k, v, static)
     columns = values.T
-    for rows in _tiles(q.shape[0]):
+    for rows in _tiles(q.shape[0], k.shape[0]):
         logits = _logits(seen, keys, q[rows], static)
         top = jnp.max(logits, axis=0, keepdims=True)
         weights = jnp.exp(logits - top)
@@ -187,7 +210,7 @@ def _backward_kernel(
 ) -> None:  # fmt: skip
     seen = readable[pl.program_id(1)] > 0
     keys, values = _loaded(seen, k, v, static)
-    for rows in _tiles(q.shape[0]):
+    for rows in _tiles(q.shape[0], k.shape[0]):
         own, theirs = q[rows], gradient[rows]
         weights = jnp.exp(_logits(seen, keys, own, static) - lse[:, rows])
         d_logits = weights * (product(values, theirs, BY_ROW) - along[:, rows])
