@@ -97,7 +97,7 @@ def check(value: Any, kind: Any, name: str = "it") -> None:
         check(value, list, name)
         for item in value:
             check(item, kind[0], f"a part of {name}")
-    elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+    elif not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
         wanted = getattr(kind, "__name__", kind)
         raise ValueError(f"{name} is {repr(value)[:40]}, which is no {wanted}")
 

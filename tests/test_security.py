@@ -1,7 +1,11 @@
-"""What SECURITY.md says of the sources themselves."""
+"""What SECURITY.md says of the sources, and of what files claim."""
 
 import re
 from pathlib import Path
+
+import pytest
+
+from brt import untrusted
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [*(ROOT / "brt").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
@@ -28,3 +32,9 @@ def test_the_files_that_it_names_exist() -> None:
     text = (ROOT / "SECURITY.md").read_text("utf-8")
     named = re.findall(r"`((?:brt|tests|tools)/[\w/]+\.py)`", text)
     assert len(named) >= 3 and all((ROOT / name).exists() for name in named)
+
+
+def test_a_setting_of_any_kind_may_be_true() -> None:
+    untrusted.check({"early_stopping": True, "beams": 4}, {str: object})
+    with pytest.raises(ValueError, match="beams is True, which is no int"):
+        untrusted.check({"beams": True}, {"beams": int})

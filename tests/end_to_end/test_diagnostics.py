@@ -23,7 +23,8 @@ def test_a_probe_says_what_the_memory_is_worth(
     flags = (f"--workdir={trained}", "--probe", "--split=test", f"--json={tmp_path}/p.json")
     done = commands.run("inspect", *flags)
     found = json.loads((tmp_path / "p.json").read_text())
-    assert found == json.loads((trained / "evaluations/24/test_probe.json").read_text())
+    kept = json.loads((trained / "evaluations/24/test_probe.json").read_text())
+    assert kept.items() <= found.items() and found.keys() - kept.keys() == {"run", "version"}
     assert found["step"] == 24 and found["protocol"]["tokens"] == sum(LENGTHS.values())
     replaced = [(row["part"], row["how"]) for row in found["memory"]]
     assert replaced == [(part, how) for part in PARTS for how in HOWS]

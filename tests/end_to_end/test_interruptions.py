@@ -59,7 +59,7 @@ def test_signals_a_full_disk_and_a_damaged_checkpoint_change_nothing(
     assert "from step 0" in said and "saved at step 3;" in said, "in the middle of an interval"
     said = train(at(EVALUATING, 1, interrupt), code=75)
     assert "from step 3" in said and "saved at step 12;" in said
-    assert "validation" not in said, "half an evaluation counts for nothing"
+    assert "12/24  validation" not in said, "half an evaluation counts for nothing"
     said = train(at(STEP, STEPS_PER_EPOCH - 12, interrupt), code=75)
     assert "step 12/24  validation" in said, "the next run makes up for it"
     assert "saved at step 16;" in said, "at the border of an epoch"

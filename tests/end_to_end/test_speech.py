@@ -90,7 +90,8 @@ def test_evaluation_with_another_attention_and_beams(
     assert (report["attention"], report["trained_with"]) == ("oracle_top_k", "improved_clustered")
     assert report["audio_seconds"] > 5 and report["seconds"] > 0
     directory = recogniser / "evaluations/8"
-    assert json.loads((directory / "test_oracle_top_k.json").read_text()) == report
+    kept = json.loads((directory / "test_oracle_top_k.json").read_text())
+    assert kept.items() <= report.items() and report.keys() - kept.keys() == {"run", "version"}
     lines = (directory / "test_oracle_top_k_predictions.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row["id"] for row in rows] == [f"test-{i:05}" for i in range(5)]

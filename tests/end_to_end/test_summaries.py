@@ -75,7 +75,7 @@ def summariser(commands: Commands, gin: Path, tmp_path_factory: pytest.TempPathF
     done = commands.run("train", f"--gin_file={gin}", f"--workdir={workdir}")
     assert "compiling for another length" in done.err, "there are two lengths of documents"
     assert "5 documents; ROUGE, protocol hf" in done.out, "summaries beside their references"
-    assert "reference" in done.out and "my_train.jsonl" in done.out
+    assert "reference" in done.out and "mine.jsonl" in done.out
     return workdir
 
 
@@ -124,8 +124,6 @@ def test_one_document_is_summarised(commands: Commands, summariser: Path) -> Non
 @pytest.mark.parametrize(
     ("command", "flags", "code", "said"),
     [
-        ("generate", ["--prompt=a", "--temperature=1"], 2, "--temperature is for language models"),
-        ("generate", ["--prompt=a", "--max_tokens=9"], 2, "--max_tokens is for language models"),
         ("evaluate", ["--ablate=state"], 2, "--ablate=state is for language models"),
         ("evaluate", ["--gin_bindings=CrossAttention.kind = 'full'"], 2, "another run"),
         ("evaluate", ["--gin_bindings=CrossAttention.q_ref = 5"], 2, "is longer than CrossAttent"),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,6 +191,7 @@ def opened(path: Path) -> Any:
 
 def of_torch(test: Callable) -> Callable:
     """Run where it is installed; it and transformers warn of this and that."""
+    test = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")(test)
     return pytest.mark.slow(pytest.mark.filterwarnings("ignore")(test))
 
 
