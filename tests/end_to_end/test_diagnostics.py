@@ -75,7 +75,7 @@ def test_a_follower_beside_a_trainer(commands: Commands, tmp_path: Path) -> None
 
     def follow() -> None:
         flags = (f"--workdir={workdir}", "--split=test", "--follow", "--poll_seconds=0.05")
-        results.append(commands.run("evaluate", *flags))
+        results.append(commands.run("evaluate", *flags, noisy=True))
 
     thread = threading.Thread(target=follow)
     thread.start()
