@@ -12,6 +12,11 @@ def short(number: float | int) -> str:
     return f"{number:.0f}"
 
 
+def counted(count: int, thing: str) -> str:
+    """1 document, 1,200 documents."""
+    return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
+
+
 def clock(seconds: float | int) -> str:
     """Seconds as 1:20 or 2:05:09."""
     minutes, rest = divmod(round(seconds), 60)

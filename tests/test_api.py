@@ -38,7 +38,7 @@ def test_a_classifier_predicts_no_text() -> None:
     classifier = model("text_classification")
     classifier.tokenizer = TextTokenizer(
         name="t", fingerprint="f", file=("t", b""), vocab_size=300, begin=(1,), between=(2,),
-        end=(2,), pad_id=0, spell=spell,
+        end=(2,), pad_id=0, spell=spell, unspell=str,
     )  # fmt: skip
     for bits in (classifier.token_bits, classifier.bits_per_byte):
         with pytest.raises(ConfigError, match="trains a model that predicts no text by itself"):

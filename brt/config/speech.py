@@ -32,6 +32,8 @@ class Speech:
     join: int = fixed(1, cached=True)
     # training: join all of them so often, in another order each time
     join_orders: int = fixed(1, cached=True)
+    # samples a second of wav files; 0: as train has them, which a run keeps
+    sample_rate: int = fixed(0, cached=True)
     mel_bands: int = fixed(40, cached=True)  # of a wav file's frame
     window_ms: float = fixed(25.0, cached=True)  # of a wav file that a frame describes
     # from frame to frame, also where features are read from files
@@ -59,7 +61,7 @@ class Speech:
             self, "join", "join_orders", "mel_bands", "window_ms", "shift_ms", "stack", "stride",
             "time_mask_frames", "feature_mask_width", "beams",
         )  # fmt: skip
-        check_not_negative(self, "time_masks", "feature_masks")
+        check_not_negative(self, "sample_rate", "time_masks", "feature_masks")
         check(
             self.join > 1 or self.join_orders == 1,
             f"Speech.join_orders = {self.join_orders} says how often recordings are joined; set "

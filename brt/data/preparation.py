@@ -22,6 +22,7 @@ from brt.data.splits import SPLITS, Plan, fractions_of
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
 from brt.errors import DataError
+from brt.formatting import counted
 
 
 class Corpus(NamedTuple):
@@ -149,7 +150,7 @@ def _write(
             )
         counts = store.manifest
         cache.say(
-            f"prepared {split}{origin}: {counts['documents']:,} documents, "
+            f"prepared {split}{origin}: {counted(counts['documents'], 'document')}, "
             f"{counts['bytes']:,} bytes, {counts['tokens']:,} tokens",
             progress and not sys.stderr.isatty(),
         )

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from brt import untrusted
 from brt.errors import CheckpointError, DataError
+from brt.formatting import counted
 from brt.tasks.protocol import Corpus, Task
 from brt.tasks.weights import Tokenizer
 from brt.training import workdir as workdirs
@@ -87,9 +88,8 @@ def lines(splits: Mapping[str, Mapping[str, Any]]) -> list[str]:
         more = f" and {count - len(names):,} more" if count > len(names) > 0 else ""
         documents = f" ({', '.join(names)}{more})" if names else ""
         origin = f": {said['held_out']}" if said["held_out"] else ""
-        found.append(
-            f"{split}: {count:,} {unit}{documents}{size}, sha256 {said['sha256'][:_HASH]}{origin}"
-        )
+        much = f"{counted(count, unit.removesuffix('s'))}{documents}{size}"
+        found.append(f"{split}: {much}, sha256 {said['sha256'][:_HASH]}{origin}")
     return found
 
 

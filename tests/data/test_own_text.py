@@ -64,7 +64,7 @@ def test_the_end_of_one_file_is_held_out_at_paragraphs(
     assert corpus.split("train").names == (f"{tmp_path}/input.txt[:{place}]",)
     assert corpus.split("test").names == (f"{tmp_path}/input.txt[{place + len(validation)}:]",)
     said = "5% of each document of Data.train, at its end"
-    assert f"prepared validation ({said}): 1 documents" in capsys.readouterr().err
+    assert f"prepared validation ({said}): 1 document," in capsys.readouterr().err
     assert corpus.described()["test"]["held_out"] == said
 
 

@@ -22,13 +22,13 @@ FIXTURES = ROOT / "tests/data"
 PAGES = {
     str(path.relative_to(ROOT)): path
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    if path.name != "python.md"  # test_python.py runs it, and looks at what comes out
 }
-SHORT = {
-    "train": (
-        "Training.steps = 2", "Optimizer.warmup_steps = 1",
-        "Training.sample_every = 0", "Training.evaluate_every = 0", "Training.plots = False",
-    ),
-}  # fmt: skip
+SHORT = (
+    "Training.steps = 2", "Optimizer.warmup_steps = 1",
+    "Training.sample_every = 0", "Training.evaluate_every = 0", "Training.plots = False",
+)  # fmt: skip
+LAUNCHER = "launch/local/run_processes.py"
 # A word of a command, and the flag that ends it before it needs what it names.
 ONLY_RESOLVED = {
     "configs/data/pg19_tokens.gin": "--print_config",  # 11 GB
@@ -44,10 +44,18 @@ ONLY_RESOLVED = {
 
 
 def commands(text: str) -> Iterator[str]:
-    """Of the code blocks of a page; a line that ends in a backslash goes on."""
-    for _, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S):
+    """Of the code blocks of a page; a line that ends in a backslash goes on, Python is one.
+
+    Bindings without a command are those of a config.
+    """
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S):
+        if language == "python":
+            yield shlex.join(["python", "-c", block])
+            continue
         for line in block.replace("\\\n", " ").splitlines():
-            if re.match(r"(python -m brt|split|head) ?", line):
+            if line.startswith("--gin_bindings"):
+                line = f"python -m brt.train {line} --print_config"
+            if re.match(r"(python -m brt|python launch/|split|head|cp) ?", line):
                 yield line
 
 
@@ -69,8 +77,9 @@ def adapted(command: str) -> list[str] | None:
     for word, flag in ONLY_RESOLVED.items():
         if any(w == word or w.endswith(f"={word}") or f"'{word}'" in w for w in words):
             return [sys.executable, *words[1:], flag] if flag else None
-    bindings = SHORT.get(words[2].removeprefix("brt."), ())
-    return [sys.executable, *words[1:], *(f"--gin_bindings={binding}" for binding in bindings)]
+    bindings = [f"--gin_bindings={binding}" for binding in SHORT if "brt.train" in words]
+    known = {"python": sys.executable, LAUNCHER: str(ROOT / LAUNCHER)}
+    return [*(known.get(word, word) for word in words), *bindings]
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +92,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(path / "books/0.txt", path / "BOOK.txt")
     shutil.copy(path / "books/1.txt", path / "document.txt")
     shutil.copy(path / "books/1.txt", path / "HELD_OUT.txt")
+    pairs = next(CORPORA.glob("summaries/train/*.jsonl")).read_text().splitlines(keepends=True)
+    (path / "pairs.jsonl").write_text("".join(pairs[:40]))
     for split in ("train", "validation", "test"):
         (path / "pieces" / split).mkdir(parents=True)
     shutil.copy(path / "books/2.txt", path / "pieces/test")

@@ -119,6 +119,7 @@ def test_numbers_are_those_of_rows_alone_and_their_errors_the_loss(tmp_path):
         guesses.append(alone(ids, valid, jax.random.key(0)).item())
         assert found["prediction"] == pytest.approx(guesses[-1], rel=1e-4)
         assert (found["id"], found["number"]) == (store.ids[row], rows[row][1])
+    assert f"\n{store.ids[0]}, 'one': 1.5, guessed {guesses[0]:.2f}\n" in reading.text
     true = np.array([number for _, number in rows])
     figures, errors = reading.figures, true - guesses
     assert figures["pearson"] == pytest.approx(100 * np.corrcoef(true, guesses)[0, 1], rel=1e-3)

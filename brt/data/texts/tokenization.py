@@ -44,6 +44,7 @@ class TextTokenizer:
       begin, between, end: around and between texts.
       pad_id: what fills a batch.
       spell: of many texts at once.
+      unspell: what ids, none of them special, stand for.
     """
 
     name: str
@@ -55,6 +56,7 @@ class TextTokenizer:
     end: tuple[int, ...]
     pad_id: int
     spell: Callable[[list[str]], list[Spelt]] = dataclasses.field(repr=False)
+    unspell: Callable[[list[int]], str] = dataclasses.field(repr=False)
 
     def encode(self, texts: Sequence[str]) -> list[Spelt]:
         """Ids without special ones, also where a text spells these out."""
@@ -64,6 +66,12 @@ class TextTokenizer:
             kept = ~np.isin(ids, special)
             found.append(Spelt(ids[kept], spans[kept]))
         return found
+
+    def texts(self, ids: Int[np.ndarray, " T"]) -> list[str]:
+        """The texts that `wrap` was given, as far as their ids say."""
+        around = [*self.begin, *self.between, *self.end, self.pad_id]
+        parts = np.split(ids, np.flatnonzero(np.diff(np.isin(ids, around))) + 1)
+        return [self.unspell(part.tolist()) for part in parts if part[0] not in around]
 
     def wrap(self, *texts: np.ndarray) -> Int[np.ndarray, " T"]:
         """One text or two, with the ids around them."""
@@ -107,8 +115,12 @@ def _bytes() -> TextTokenizer:
             found.append(Spelt(ids, np.stack([places, places + 1], axis=1).astype(np.int32)))
         return found
 
+    def unspell(ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
     digest = hashlib.sha256(b"bytes of a text, between special ids").hexdigest()
-    return _with_special("bytes", digest, (tokenizer_files.BYTES, b"bytes\n"), 256, spell)
+    file = tokenizer_files.BYTES, b"bytes\n"
+    return _with_special("bytes", digest, file, 256, spell, unspell)
 
 
 def _sentencepiece(path: Path) -> TextTokenizer:
@@ -123,7 +135,7 @@ def _sentencepiece(path: Path) -> TextTokenizer:
     ids = [i if i >= 0 else None for i in special]
     digest = hashlib.sha256(content).hexdigest()
     file = "tokenizer.model", content
-    return _with_special(path.name, digest, file, processor.vocab_size(), spell, *ids)
+    return _with_special(path.name, digest, file, processor.vocab_size(), spell, processor.decode, *ids)
 
 
 def _json(path: Path) -> TextTokenizer:
@@ -140,7 +152,8 @@ def _json(path: Path) -> TextTokenizer:
     ]
     digest = hashlib.sha256(content).hexdigest()
     file = "tokenizer.json", content
-    made = _with_special(path.name, digest, file, tokenizer.get_vocab_size(), spell, *ids)
+    size = tokenizer.get_vocab_size()
+    made = _with_special(path.name, digest, file, size, spell, tokenizer.decode, *ids)
     return dataclasses.replace(made, **_template(tokenizer) or {})
 
 
@@ -171,6 +184,7 @@ def _with_special(
     file: tuple[str, bytes],
     size: int,
     spell: Callable[[list[str]], list[Spelt]],
+    unspell: Callable[[list[int]], str],
     begin: int | None = None,
     end: int | None = None,
     pad: int | None = None,
@@ -183,5 +197,5 @@ def _with_special(
     begin, end, pad = known
     return TextTokenizer(
         name=name, fingerprint=fingerprint, file=file, vocab_size=size, begin=(begin,),
-        between=(end, end), end=(end,), pad_id=pad, spell=spell,
+        between=(end, end), end=(end,), pad_id=pad, spell=spell, unspell=unspell,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from brt.data.preparation import Corpus
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer, decode
 from brt.distributed import rules
+from brt.formatting import counted
 from brt.layers.stack import StackState, parts
 from brt.models.decoder import forget, new_state
 from brt.tasks.language_modeling import answers
@@ -269,7 +270,7 @@ def text(report: dict[str, Any]) -> str:
     """The report as people read it, protocol first."""
     p = report["protocol"]
     lines = [
-        f"{report['documents']} documents, {report['tokens']:,} tokens, {report['bytes']:,} bytes, "
+        f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, {report['bytes']:,} bytes, "
         f"{report['words']:,} words",
         f"window {p['window']}, segment {p['segment_length']}, state carried from segment to "
         f"segment, whole documents, first token scored from BOS, tokenizer {p['tokenizer']}",

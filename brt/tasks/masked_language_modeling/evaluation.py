@@ -21,6 +21,7 @@ from brt.data.lanes import evaluation_batches
 from brt.data.preparation import Corpus
 from brt.data.tokenizers import Tokenizer, decode
 from brt.distributed import rules
+from brt.formatting import counted
 from brt.models import seq2seq
 from brt.models.encoder import EncoderWithHead
 from brt.tasks.masked_language_modeling.forward import masked, predict
@@ -178,7 +179,7 @@ class MaskedEvaluator:
     def _text(self, figures: dict[str, Any]) -> str:
         p, kind = figures["protocol"], self._config.attention.kind
         lines = [
-            f"{figures['documents']} documents, {figures['masked_tokens']:,} masked tokens "
+            f"{counted(figures['documents'], 'document')}, {figures['masked_tokens']:,} masked tokens "
             f"({p['mask_share']:.0%})",
             f"segments of {p['segment_length']}, each read on its own; attention {kind}"
             + (f", trained with {self._trained}" if self._trained != kind else "")

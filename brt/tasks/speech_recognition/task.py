@@ -69,7 +69,7 @@ class SpeechRecognition(EncoderTask):
         return super().knows_sizes(config) and config.encoder.features > 0
 
     def resolve(self, config: Config, corpus: SpeechCorpus) -> Config:
-        """Also the width of the frames.
+        """Also the width of the frames and the rate of wav files.
 
         Raises:
           ConfigError: another one is set, or the longest utterance is beyond learned positions.
@@ -94,7 +94,11 @@ class SpeechRecognition(EncoderTask):
                 "Speech.stride"
             )
         check_attention(config, corpus)
-        return dataclasses.replace(config, encoder=dataclasses.replace(encoder, features=width))
+        return dataclasses.replace(
+            config,
+            encoder=dataclasses.replace(encoder, features=width),
+            speech=dataclasses.replace(config.speech, sample_rate=corpus.rate),
+        )
 
     def reader(self, config: Config, corpus: Corpus) -> SpeechReader:
         """Utterances in a new order every epoch."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from brt.formatting import counted
 from brt.tasks.summarization.rouge import Aggregate, Protocol, Score, aggregate
 from brt.tasks.summarization.rouge.aggregation import TEXT
 
@@ -106,7 +107,7 @@ def text(scored: ScoredSummaries) -> str:
                                            "reference_words")
     )  # fmt: skip
     copied = report["copied_bigrams"]
-    lines = [f"{report['documents']:,} documents; {report['protocol']['rouge']};", TEXT, ""]
+    lines = [f"{counted(report['documents'], 'document')}; {report['protocol']['rouge']};", TEXT, ""]
     lines += [
         f"{rouge:<9} ({name})  F1 {f['f1']:6.2f}  [{f['low']:.2f}, {f['high']:.2f}]   "
         f"precision {f['precision']:6.2f}  recall {f['recall']:6.2f}"

@@ -2,6 +2,7 @@
 
 import abc
 import math
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,6 +21,8 @@ from brt.tasks.text_classification import confusion
 from brt.tasks.text_classification.correlation import pearson, spearman
 from brt.tasks.text_classification.data.batches import SentenceReader
 from brt.types import TextBatch
+
+_SHOWN = 60  # characters of a text
 
 
 class Scored(NamedTuple):
@@ -110,8 +113,16 @@ class SentenceEvaluator(HeadEvaluator):
             {"id": self.store.ids[row], **own, "nats": lost}
             for row, own, lost in zip(order, scored.rows, nats, strict=True)
         ]
-        shown = [f"{row['id']}: {said}" for row, said in zip(rows, scored.shown, strict=True)]
+        shown = [
+            f"{self.store.ids[row]}, {self._begun(row)}: {said}"
+            for row, said in zip(order, scored.shown, strict=True)
+        ]
         return HeadReading(kind, figures, scored.headline, rows, shown)
+
+    def _begun(self, row: int) -> str:
+        """How the texts of a row begin."""
+        texts = self.corpus.tokenizer.texts(self.store.read(row))
+        return " / ".join(repr(textwrap.shorten(t, _SHOWN, placeholder=" ...")) for t in texts)
 
     def table(self, report: dict[str, Any], readings: list[HeadReading]) -> list[str]:
         """See the base class."""

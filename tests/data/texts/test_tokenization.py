@@ -36,6 +36,13 @@ def test_special_ids_are_only_around_texts(tokenizer):
     assert len({tokenizer.begin[0], tokenizer.end[0], tokenizer.pad_id}) == 3
 
 
+def test_ids_become_their_texts_again(tokenizer):
+    texts = ["the best of times", "it was"]
+    ids = tokenizer.wrap(*(spelt.ids for spelt in tokenizer.encode(texts)))
+    assert [text.strip().lower() for text in tokenizer.texts(ids)] == texts
+    assert tokenizer.texts(tokenizer.wrap(ids[:0])) == []
+
+
 @pytest.mark.parametrize("name", ["roberta_json", "bert_json"])
 def test_a_pair_is_what_its_file_says(request, name):
     path = request.getfixturevalue(name)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from brt.formatting import short
+from brt.formatting import counted, short
 
 
 def text(found: dict[str, Any]) -> str:
@@ -11,7 +11,7 @@ def text(found: dict[str, Any]) -> str:
     p = found["protocol"]
     lines = [
         f"{found['workdir']}, step {found['step']}, {p['split']}: {p['tokens']:,} tokens of "
-        f"{p['documents']} documents in {p['lanes']} lanes; window {p['window']}, segment "
+        f"{counted(p['documents'], 'document')} in {counted(p['lanes'], 'lane')}; window {p['window']}, segment "
         f"{p['segment_length']}, tokenizer {p['tokenizer']}; {found['bits_per_byte']:.4f} bits "
         "per byte",
     ]

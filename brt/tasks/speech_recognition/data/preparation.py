@@ -32,6 +32,11 @@ class SpeechCorpus(RowCorpus[Vocabulary, SpeechStore]):
         return self.split("train").width
 
     @property
+    def rate(self) -> int:
+        """Samples a second of the wav files; 0 where features were read."""
+        return self.split("train").rate
+
+    @property
     def longest(self) -> int:
         """Frames that a model reads of the longest utterance of all splits."""
         return max(int(store.lengths.max()) for store in self.splits.values())
@@ -87,7 +92,12 @@ class SpeechPreparation(Preparation):
             self.tokenizer = Vocabulary.of(self.section.unit, columns["transcripts"])
             name, content = self.tokenizer.file
             (directory.parent / name).write_bytes(content)
-        facts = {"width": width, "shift_ms": self.section.shift_ms, "rows": tally.report()}
+        facts = {
+            "width": width,
+            "rate": self._first.rate if self._first else 0,
+            "shift_ms": self.section.shift_ms,
+            "rows": tally.report(),
+        }
         opened = store.finish(directory, writer.offsets, columns, self.tokenizer, facts)
         return described(opened)
 
@@ -114,6 +124,12 @@ class SpeechPreparation(Preparation):
                 raise DataError(
                     f"{utterance.file} has {utterance.rate} samples a second where {first.file} "
                     f"has {first.rate}; convert one of them"
+                )
+            wanted_rate = self.section.sample_rate  # of features nobody knows it
+            if wanted_rate and utterance.rate not in (0, wanted_rate):
+                raise DataError(
+                    f"{utterance.file} has {utterance.rate} samples a second, but "
+                    f"Speech.sample_rate = {wanted_rate}; convert it"
                 )
             yield utterance
         if recording is None:

@@ -24,7 +24,7 @@ TEXTS = ("ids", "speakers", "transcripts")
 FLOAT = np.dtype("<f4")
 _FACTS = {
     **dict.fromkeys(("utterances", "tokens", "frames", "width"), int), "shift_ms": float,
-    "vocabulary": str, "rows": {"bad": int},
+    "rate?": int, "vocabulary": str, "rows": {"bad": int},
 }  # fmt: skip
 
 
@@ -75,6 +75,11 @@ class SpeechStore(RowStore):
     def width(self) -> int:
         """Of a frame."""
         return self.manifest["width"]
+
+    @property
+    def rate(self) -> int:
+        """Samples a second of the wav files; 0 of features, and where nobody wrote it down."""
+        return self.manifest.get("rate", 0)
 
     @property
     def lengths(self) -> np.ndarray:

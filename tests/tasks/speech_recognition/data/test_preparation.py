@@ -138,6 +138,12 @@ def test_samples_of_another_rate_are_refused(make, tmp_path, write_wav):
         tables.append(str(table))
     with pytest.raises(DataError, match="16000 samples a second where .*8000.wav has 8000"):
         prepare(make(train=tables[0], validation=tables[1]))
+    corpus = prepare(make(train=tables[0], validation=()))
+    assert corpus.rate == 8000
+    other = make(train=tables[0], validation=tables[1], sample_rate=8000)  # as a run keeps it
+    message = "16000.wav has 16000 samples a second, but Speech.sample_rate = 8000; convert it"
+    with pytest.raises(DataError, match=message):
+        preparation.SpeechPreparation(other, False).open_split("validation", corpus.tokenizer)
 
 
 def test_speech_in_two_splits_is_refused(make):
