@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, NullFormatter, StrMethodFormatter
 
 
 def new_figure(rows: int, height: float | None = None) -> tuple[Figure, list[Axes]]:
@@ -18,6 +18,17 @@ def new_figure(rows: int, height: float | None = None) -> tuple[Figure, list[Axe
         panel.spines[["top", "right"]].set_visible(False)
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))
     return figure, axes
+
+
+def logarithmic(axes: Axes, values: Sequence[float] | np.ndarray) -> None:
+    """A logarithmic y axis for values above 0, if there are no others; its ticks read 0.6."""
+    if not len(values) or min(values) <= 0:
+        return
+    axes.set_yscale("log")
+    plain = StrMethodFormatter("{x:g}")
+    axes.yaxis.set_major_formatter(plain)
+    # within a decade there may be no major tick; over several, minor ones would be a crowd
+    axes.yaxis.set_minor_formatter(plain if max(values) < 10 * min(values) else NullFormatter())
 
 
 def curve(records: Sequence[Mapping[str, Any]], tag: str) -> tuple[np.ndarray, np.ndarray]:

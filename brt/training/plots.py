@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from brt.drawing import curve, new_figure, smoothed
+from brt.drawing import curve, logarithmic, new_figure, smoothed
 from brt.errors import DataError
 from brt.tasks.report import Measure
 from brt.training.metrics import read_metrics
@@ -78,7 +78,7 @@ def _bits_figure(
     axes.set(
         xlabel="training tokens",
         ylabel=measure.title,
-        title="How well the model predicts text",
+        title="Training data and held-out data",
         ylim=(low - margin, high + margin),
     )
     axes.legend(frameon=False)
@@ -93,6 +93,5 @@ def _optimization_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
     lower.plot(tokens, norms, color=_TRAIN, alpha=0.25, linewidth=1)
     lower.plot(tokens, smoothed(norms), color=_TRAIN, linewidth=2)
     lower.set(xlabel="training tokens", ylabel="gradient norm")
-    if norms.size and norms.min() > 0:
-        lower.set_yscale("log")
+    logarithmic(lower, norms)
     return figure

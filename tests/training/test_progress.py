@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from brt.training.progress import Progress, clock, short
+from brt.formatting import clock, counted, short
+from brt.training.progress import Progress
 
 
 def figures(progress: Progress, step: int) -> None:
@@ -85,3 +86,4 @@ def test_numbers_and_times_for_people() -> None:
         "7", "950", "41.2k", "3.1M", "2.0G",
     ]  # fmt: skip
     assert [clock(s) for s in (0, 59.6, 80, 7509)] == ["0:00", "1:00", "1:20", "2:05:09"]
+    assert (counted(1, "lane"), counted(1200, "row")) == ("1 lane", "1,200 rows")

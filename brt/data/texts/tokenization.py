@@ -135,7 +135,8 @@ def _sentencepiece(path: Path) -> TextTokenizer:
     ids = [i if i >= 0 else None for i in special]
     digest = hashlib.sha256(content).hexdigest()
     file = "tokenizer.model", content
-    return _with_special(path.name, digest, file, processor.vocab_size(), spell, processor.decode, *ids)
+    size = processor.vocab_size()
+    return _with_special(path.name, digest, file, size, spell, processor.decode, *ids)
 
 
 def _json(path: Path) -> TextTokenizer:

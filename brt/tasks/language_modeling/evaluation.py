@@ -270,8 +270,8 @@ def text(report: dict[str, Any]) -> str:
     """The report as people read it, protocol first."""
     p = report["protocol"]
     lines = [
-        f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, {report['bytes']:,} bytes, "
-        f"{report['words']:,} words",
+        f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "
+        f"{report['bytes']:,} bytes, {report['words']:,} words",
         f"window {p['window']}, segment {p['segment_length']}, state carried from segment to "
         f"segment, whole documents, first token scored from BOS, tokenizer {p['tokenizer']}",
         "",

@@ -179,8 +179,8 @@ class MaskedEvaluator:
     def _text(self, figures: dict[str, Any]) -> str:
         p, kind = figures["protocol"], self._config.attention.kind
         lines = [
-            f"{counted(figures['documents'], 'document')}, {figures['masked_tokens']:,} masked tokens "
-            f"({p['mask_share']:.0%})",
+            f"{counted(figures['documents'], 'document')}, {figures['masked_tokens']:,} masked "
+            f"tokens ({p['mask_share']:.0%})",
             f"segments of {p['segment_length']}, each read on its own; attention {kind}"
             + (f", trained with {self._trained}" if self._trained != kind else "")
             + f"; tokenizer {p['tokenizer']}",

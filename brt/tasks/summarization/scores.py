@@ -107,7 +107,8 @@ def text(scored: ScoredSummaries) -> str:
                                            "reference_words")
     )  # fmt: skip
     copied = report["copied_bigrams"]
-    lines = [f"{counted(report['documents'], 'document')}; {report['protocol']['rouge']};", TEXT, ""]
+    documents = counted(report["documents"], "document")
+    lines = [f"{documents}; {report['protocol']['rouge']};", TEXT, ""]
     lines += [
         f"{rouge:<9} ({name})  F1 {f['f1']:6.2f}  [{f['low']:.2f}, {f['high']:.2f}]   "
         f"precision {f['precision']:6.2f}  recall {f['recall']:6.2f}"

@@ -113,6 +113,7 @@ def positions(reading: Reading) -> list[dict[str, Any]]:
                 "bytes": int(reading.bytes[where].sum()),
                 "bits": float(reading.nats[None][where].sum() / math.log(2)),
                 "bits_per_byte": reading.bits_per_byte(None, where),
+                "standard_error": _finite(reading.bits_error(where)),
                 "without": {arm.part: reading.bits_per_byte(arm, where) for arm in zeroed},
             }
         )

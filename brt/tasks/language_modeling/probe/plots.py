@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from brt.drawing import new_figure
+from brt.drawing import logarithmic, new_figure
 from brt.tasks.language_modeling.probe.text import span
 
 _COLORS = {"normal": "#4c78a8", "state": "#e4572e", "cache": "#2a9d62", "memory": "#a05195"}
@@ -51,9 +51,10 @@ def _positions(rows: list[dict[str, Any]]) -> Figure:
         "Bits by position in the document", "tokens before the block", "bits per byte"
     )
     places = range(len(rows))
-    axes.plot(
-        places, [r["bits_per_byte"] for r in rows], "o-", color=_COLORS["normal"], label="normal"
-    )
+    axes.errorbar(
+        places, [r["bits_per_byte"] for r in rows], [r["standard_error"] or 0.0 for r in rows],
+        fmt="o-", color=_COLORS["normal"], capsize=4, label="normal",
+    )  # fmt: skip
     for part in rows[0]["without"]:
         values = [row["without"][part] for row in rows]
         axes.plot(places, values, "o--", color=_COLORS[part], label=f"without the {part}")
@@ -89,7 +90,6 @@ def _gradients(rows: list[dict[str, Any]]) -> Figure:
             range(1, len(row["blocks"]) + 1), row["blocks"], "o-", label=f"layer {row['layer']}"
         )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if all(value > 0 for row in rows for value in row["blocks"]):
-        axes.set_yscale("log")
+    logarithmic(axes, [value for row in rows for value in row["blocks"]])
     axes.legend(frameon=False)
     return figure

@@ -71,10 +71,17 @@ class Reading:
         return (self.document >= 0) & (self.foreign if arm.how == "shuffled" else True)
 
     def standard_error(self, arm: Arm) -> float:
-        """Of the difference that an arm makes in bits per byte, from segment to segment."""
-        where = self.counted(arm)
-        difference = np.where(where, self.nats[arm] - self.nats[None], 0.0)
-        segments = difference.reshape(-1, self.segment_blocks).sum(1)
+        """Of the difference that an arm makes in bits per byte."""
+        return self._error(self.nats[arm] - self.nats[None], self.counted(arm))
+
+    def bits_error(self, where: np.ndarray) -> float:
+        """The standard error of the bits per byte over the blocks `where` is true."""
+        mean = self.nats[None][where].sum() / self.bytes[where].sum()
+        return self._error(self.nats[None] - mean * self.bytes, where)
+
+    def _error(self, nats: np.ndarray, where: np.ndarray) -> float:
+        """Of a sum of nats in bits per byte, as it varies from segment to segment."""
+        segments = np.where(where, nats, 0.0).reshape(-1, self.segment_blocks).sum(1)
         segments = segments[where.reshape(-1, self.segment_blocks).any(1)]
         if len(segments) < 2:
             return math.inf
@@ -103,8 +110,8 @@ def read(
 
     Args:
       donor: where a second lane finds a document if `store` has only one.
-      tokens: stop after about so many, the longest documents first; 0: all.
-      progress: told how many tokens were read.
+      tokens: stop after about so many, the longest documents first; 0: all. None of a donor.
+      progress: told how many of them were read.
     """
     scored = len(store)
     if scored == 1 and donor is not None:
@@ -114,12 +121,13 @@ def read(
     streams = _Streams(config, params, lanes)
     batches = evaluation_batches(store, batch_size=lanes, segment_length=length, window=window)
     columns: list[tuple[np.ndarray, ...]] = []
-    for batch, document in islice(batches, math.ceil(tokens / (lanes * length)) or None):
+    segments = math.ceil(tokens / (min(lanes, scored) * length)) or None
+    for batch, document in islice(batches, segments):
         foreign, nats = streams.read(batch, document, document[:, -1] >= 0)
         document = np.where(document < scored, document, -1)
-        counts = _counts(tokenizer, batch, document, window)
-        columns.append((document, *counts, foreign, *nats))
-        progress(int(batch.scored.sum()))
+        count, size = _counts(tokenizer, batch, document, window)
+        columns.append((document, count, size, foreign, *nats))
+        progress(int(count.sum()))
     joined = [np.concatenate(column, axis=1) for column in zip(*columns, strict=True)]
     document, count, size, foreign, *nats = joined
     return Reading(

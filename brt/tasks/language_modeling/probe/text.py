@@ -11,9 +11,9 @@ def text(found: dict[str, Any]) -> str:
     p = found["protocol"]
     lines = [
         f"{found['workdir']}, step {found['step']}, {p['split']}: {p['tokens']:,} tokens of "
-        f"{counted(p['documents'], 'document')} in {counted(p['lanes'], 'lane')}; window {p['window']}, segment "
-        f"{p['segment_length']}, tokenizer {p['tokenizer']}; {found['bits_per_byte']:.4f} bits "
-        "per byte",
+        f"{counted(p['documents'], 'document')} in {counted(p['lanes'], 'lane')}; "
+        f"window {p['window']}, segment {p['segment_length']}, tokenizer {p['tokenizer']}; "
+        f"{found['bits_per_byte']:.4f} bits per byte",
     ]
     for section in (_memory, _positions, _layers, _gates):
         lines += ["", *section(found)] if any(section(found)) else []

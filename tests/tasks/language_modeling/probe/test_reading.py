@@ -79,6 +79,9 @@ def test_positions_sum_up_to_the_total(
     assert rows[0]["tokens"] == np.minimum(lengths, 8).sum()
     assert rows[1]["tokens"] == np.clip(lengths - 8, 0, 12).sum()
     assert all(set(row["without"]) == {"state", "cache"} for row in rows)
+    assert all(row["standard_error"] > 0 for row in rows)
+    even = dataclasses.replace(reading, nats=reading.nats | {None: 2.0 * reading.bytes})
+    assert [row["standard_error"] for row in job.positions(even)] == pytest.approx([0, 0, 0])
 
 
 def test_the_same_document_in_another_lane_is_no_other(
@@ -111,6 +114,8 @@ def test_an_only_document_is_read_beside_one_of_another_split(
     only = written(texts[1:2])
     reading = read(tiny, params, ByteTokenizer(), only, donor=store)
     assert reading.tokens.sum() == len(texts[1])
+    part = read(tiny, params, ByteTokenizer(), only, donor=store, tokens=20)
+    assert part.tokens.sum() == 32, "two segments of the document's own"
     assert reading.nats[Arm("state", "shuffled")].sum() != reading.nats[None].sum()
     alone = read(tiny, params, ByteTokenizer(), only)
     assert Arm("state", "shuffled") not in alone.nats and Arm("state", "frozen") in alone.nats
