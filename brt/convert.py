@@ -26,7 +26,9 @@ def main(args: argparse.Namespace) -> None:
     if args.extend_positions and args.source_form != "hf":
         raise ConfigError("--extend_positions is of what --to=brt writes")
     if not Path(args.source).is_dir():
-        raise ConfigError(f"{args.source} is no directory; download the checkpoint first")
+        of_hf, of_brt = "download the checkpoint first", "name the workdir of a run"
+        remedy = of_hf if args.source_form == "hf" else of_brt
+        raise ConfigError(f"{args.source} is no directory; {remedy}")
     import jax
 
     jax.config.update("jax_platforms", "cpu")

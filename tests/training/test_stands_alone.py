@@ -154,7 +154,7 @@ def test_a_run_says_what_its_splits_are(
     summary = run_summary.finish(run.run, Workdir(run.workdir), 0.0)
     for line in kept.lines(facts):
         assert line in log and line in summary
-    unit = "documents" if make is language_model else "pairs"
+    unit = "document" if make is language_model else "pair"
     names = f" ({facts['validation']['names'][0][-5:]})" if make is language_model else ""
     assert f"validation: 1 {unit}{names}, " in log and ": 5% of the " in log
     assert f"sha256 {facts['test']['sha256'][:12]}" in log
