@@ -8,7 +8,7 @@ WORKDIR ?= runs/quickstart
 PROMPT ?= It was late in the evening when
 
 RUN := $(VENV)/bin/python
-# Python compiles what is imported: a third of the wait for a first step was pip compiling the rest.
+# Python compiles what is imported; pip, which compiles all, takes a quarter longer to a first step.
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet --no-compile
 
 .PHONY: help quickstart test test-all test-compile lint wheel clean
