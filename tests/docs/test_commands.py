@@ -83,7 +83,7 @@ def adapted(command: str) -> list[str] | None:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def granted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with what the pages take for granted."""
     path = tmp_path_factory.mktemp("home")
     (path / "books").mkdir()
@@ -106,7 +106,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "lines"), runs(), ids=[page for page, _ in runs()])
-def test_the_commands_of_a_page_run(page: str, lines: list[str], home: Path) -> None:
+def test_the_commands_of_a_page_run(
+    page: str, lines: list[str], granted: Path, tmp_path: Path
+) -> None:
+    home = shutil.copytree(granted, tmp_path / "home")
     for command in lines:
         words = adapted(command)
         if words is not None:
