@@ -147,7 +147,11 @@ def test_devices_that_share_lanes_and_heads_equal_one(mesh: Mesh) -> None:
         ({"width": 32}, "has heads of 64 or 128, not of 32 and 32"),
         ({"clusters": 600}, "has 512 clusters at most, not 600"),
         ({"dtype": "float16"}, "computes in float32 and bfloat16, not in float16"),
-        ({"tokens": 1 << 17}, "keeps a head on the chip, 14 MiB of it at most, not 224"),
+        (
+            {"tokens": 4096, "dtype": "float32"},
+            "keeps a head on the chip, 14 MiB of it at most, not 16",
+        ),
+        ({"tokens": 1 << 17}, "keeps a head on the chip, 14 MiB of it at most, not 226"),
         ({"dropout": Dropout(None, 0.1)}, "has no dropout; set its rate to 0"),
         ({"bias": jnp.zeros((1, 255))}, "has no bias of distances"),
     ],

@@ -72,7 +72,9 @@ def segmented(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 def clustered(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     """Clustered attention, and the k-means before it."""
     config = Attention(kind="clustered", clusters=CLUSTERS, bits=BITS)
-    name, x = args.implementation, array(args.lanes, TOKENS, HEADS, WIDTH)
+    name = args.implementation
+    tokens = TOKENS // (jnp.dtype(args.dtype).itemsize // 2)  # as many as a v4 takes
+    x = array(args.lanes, tokens, HEADS, WIDTH)
 
     def gradients(q, k, v, valid, weights):
         def loss(q, k, v):
@@ -84,7 +86,7 @@ def clustered(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 
         return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
 
-    return gradients, [x, x, x, array(args.lanes, TOKENS, dtype="bool"), x]
+    return gradients, [x, x, x, array(args.lanes, tokens, dtype="bool"), x]
 
 
 def _inner(x: jax.Array, weights: jax.Array) -> jax.Array:

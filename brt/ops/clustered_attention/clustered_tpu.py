@@ -35,6 +35,7 @@ from brt.ops.tpu import (
 
 _WIDTHS = (64, 128)
 _MOST_CLUSTERS = 512
+_TILE_BYTES = 2 * 2**20  # logits, weights and members of a tile, and small arrays
 _TILE = 32 * 8 * LANES  # logits at a time, half of the registers
 
 
@@ -67,6 +68,7 @@ def refuses(
     q, k, v = (x[0, 0].size for x in (queries, keys, values))
     of_y = queries.shape[2] * values.shape[3]
     taken = 2 * (2 * (q + k + v) + of_y) * queries.dtype.itemsize  # backward, two of each block
+    taken += _TILE_BYTES
     if taken > BLOCK_BYTES:
         return f"keeps a head on the chip, {BLOCK_BYTES >> 20} MiB of it at most, not {taken >> 20}"
     return None
