@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from importlib.metadata import version
 
 # Before jax starts; commands that tests run as processes inherit them.
@@ -10,6 +11,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
     + " --xla_backend_optimization_level=0"  # tests compile far longer than they compute
+    + " --xla_cpu_parallel_codegen_split_count=1"  # parts for threads cost a quarter more in all
 )
 if version("jaxlib").startswith("0.10."):  # halves it again; later ones do not know it and abort
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
@@ -18,7 +20,11 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # nobody reads the compiler's notes
 gc.set_threshold(200_000, 50, 100)  # what is traced is garbage all at once
+# Rewritten for its assertions and its types, a module is kept: many processes import it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
+from collections import Counter  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from fnmatch import fnmatchcase  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -28,9 +34,9 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 TESTS = Path(__file__).parent
-
-
+FIRST = "tests/end_to_end/test_bad_input.py::"
 SLOW: dict[str, list[str]] = {}  # patterns of each file
+CASES = pytest.StashKey[dict[str, Counter[str]]]()  # of each function, how many are quick or slow
 for line in (TESTS / "slow.txt").read_text().splitlines():
     if line and not line.startswith("#"):
         file, _, pattern = line.partition("::")
@@ -42,6 +48,26 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     file, _, name = item.nodeid.partition("::")
     if any(fnmatchcase(name, pattern) for pattern in SLOW.get(file, ())):
         item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # before what is not asked for is left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Counts each function's cases for test_slow.py and tools/list_properties.py.
+
+    The file that trains the commands' run goes first, so that no other worker waits for it.
+    """
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
+    found = config.stash.setdefault(CASES, {})
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        kind = "slow" if item.get_closest_marker("slow") else "quick"
+        found.setdefault(function, Counter())[kind] += 1
+
+
+@pytest.fixture(scope="session")
+def cases(request: pytest.FixtureRequest) -> dict[str, Counter[str]]:
+    """How many quick and slow cases each function has that was collected."""
+    return request.config.stash[CASES]
 
 
 @pytest.fixture(autouse=True, scope="session")

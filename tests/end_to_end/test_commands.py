@@ -179,7 +179,14 @@ def test_a_run_that_explodes_stops_and_saves_nothing_of_it(
         assert tree_utils.not_finite(state) == []
 
 
-def test_help_is_quick(commands: Commands) -> None:
-    for name in ("train", "evaluate", "generate", "inspect", "prepare"):
-        assert f"python -m brt.{name}" in commands.run(name, "--help").out
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train",
+        *(pytest.param(n, marks=pytest.mark.slow)
+          for n in ("evaluate", "generate", "inspect", "prepare")),
+    ],
+)  # fmt: skip
+def test_help_is_quick(name: str, commands: Commands) -> None:
+    assert f"python -m brt.{name}" in commands.run(name, "--help").out
     assert "jax" not in vars(command_line)

@@ -59,12 +59,19 @@ def assert_close(actual: Any, expected: Any) -> None:
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), actual, expected)
 
 
-def test_unrolling_and_recomputing_change_nothing(random_params: Callable) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_unroll": 2, "remat": True},
+        pytest.param({"remat": True, "remat_keep": "products"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_unrolling_and_recomputing_change_nothing(random_params: Callable, changes: dict) -> None:
     scanned = dataclasses.replace(MODEL, layers=2, recurrent_layers=(0, 1))
     params = random_params(scanned)["stack"]
     expected = results(scanned, params)
-    for changes in ({"layer_unroll": 2, "remat": True}, {"remat": True, "remat_keep": "products"}):
-        assert_close(results(dataclasses.replace(scanned, **changes), params), expected)
+    assert_close(results(dataclasses.replace(scanned, **changes), params), expected)
 
 
 def products(model: Model, params: Any) -> int:

@@ -151,8 +151,9 @@ def test_an_empty_memory_has_no_say_or_that_of_zeros(params: Any, masked: bool) 
     assert np.array_equal(first_block(0.0, noise), first_block(0.0, unread)) == masked
 
 
+@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_parameter_learns_but_the_uppermost_summaries_and_states_do_not(
-    random_params: Callable,
+    random_params: Callable, remat: bool
 ) -> None:
     model = dataclasses.replace(
         MODEL, layers=2, summary_layers=(1,), mlp_bias=True, dtype="float32"
@@ -180,7 +181,8 @@ def test_every_parameter_learns_but_the_uppermost_summaries_and_states_do_not(
     top = {"kernel", "bias", "token_norm", "summary_norm"}
     assert without == {f"stack/summary_1/summary_mix/{name}" for name in top}
     assert all(np.any(g) for g in jax.tree.leaves(of_state) if g.dtype == jnp.float32)
-    assert_close(gradients(params, state, True)[0][0], of_params)
+    if remat:
+        assert_close(gradients(params, state, True)[0][0], of_params)
 
 
 def test_memories_are_parts_of_the_state_and_there_is_no_cache(params: Any) -> None:

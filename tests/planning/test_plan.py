@@ -59,7 +59,7 @@ def test_a_verdict_names_what_would_make_it_fit() -> None:
 
 def test_a_plan_counts_what_each_device_has() -> None:
     """Of parameters a fourth of what fsdp = 4 shares, but all of the vectors."""
-    model = dataclasses.replace(CONFIG.model, layers=1, recurrent_layers=(0,))
+    model = dataclasses.replace(CONFIG.model, layers=1, recurrent_layers=())
     alone = dataclasses.replace(CONFIG, model=model)
     one = plan.plan(alone, topologies.present())
     config = dataclasses.replace(alone, mesh=Mesh(data=2, fsdp=4))

@@ -12,10 +12,15 @@ from brt.training import run as runs
 
 RESHARDING = {"all-to-all", "collective-permute"}
 EACH = [
-    ("recurrent", Mesh(tensor=4)),
+    ("window", Mesh(tensor=4)),
+    pytest.param("recurrent", Mesh(tensor=4), marks=pytest.mark.slow),
+    *(
+        pytest.param("window", mesh, marks=pytest.mark.slow)
+        for mesh in (Mesh(data=8), Mesh(fsdp=8), Mesh(data=2, fsdp=2, tensor=2))
+    ),
     *(
         pytest.param(name, mesh, marks=pytest.mark.slow)
-        for name in ("window", "recurrent_dual", "recurrent_single", "feedback", "clustered", "t5")
+        for name in ("recurrent_dual", "recurrent_single", "feedback", "clustered", "t5")
         for mesh in (Mesh(tensor=4), Mesh(data=8), Mesh(fsdp=8), Mesh(data=2, fsdp=2, tensor=2))
     ),
 ]

@@ -67,19 +67,19 @@ class Trainer:
     def command(self, workdir: str, *bindings: str) -> list[str]:
         return [sys.executable, "-m", "brt.train", *self.flags(workdir, *bindings)]
 
-    def start(self, workdir: str, *bindings: str, processes: int = 2) -> subprocess.Popen:
+    def start(self, workdir: str, *bindings: str, devices: int = 8) -> subprocess.Popen:
         command = self.command(workdir, *bindings)
-        flags = [f"--processes={processes}", f"--devices_per_process={8 // processes}"]
+        flags = ["--processes=2", f"--devices_per_process={devices // 2}"]
         return subprocess.Popen(
             [sys.executable, str(LAUNCHER), *flags, "--", *command], env=self.environment,
             cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
 
-    def run(self, workdir: str, *bindings: str, code: int = 0) -> str:
-        process = self.start(workdir, *bindings)
+    def run(self, workdir: str, *bindings: str, devices: int = 8) -> str:
+        process = self.start(workdir, *bindings, devices=devices)
         out, _ = process.communicate(timeout=300)
-        assert process.returncode == code, out
+        assert process.returncode == 0, out
         return out
 
     def alone(self, workdir: str, *bindings: str) -> None:
@@ -119,15 +119,30 @@ def test_two_processes_evaluate_probe_and_sample(trainer: Trainer) -> None:
     assert [path.name for path in samples.iterdir()] == ["00000004.txt"]
 
 
-def test_two_processes_are_one_run_which_one_process_goes_on_with(trainer: Trainer) -> None:
+@pytest.mark.parametrize(
+    ("model", "devices", "mesh", "other"),
+    [
+        pytest.param(
+            "Model.recurrent_layers = ()", 2, ("Mesh.data = 2",), ("Mesh.fsdp = 2",), id="window"
+        ),
+        pytest.param(
+            "Model.recurrent_layers = (0,)", 8, MESH, ("Mesh.fsdp = 2", "Mesh.sequence = 2"),
+            id="recurrent", marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_two_processes_are_one_run_which_one_process_goes_on_with(
+    trainer: Trainer, model: str, devices: int, mesh: tuple[str, ...], other: tuple[str, ...]
+) -> None:
     """Metrics are written once; what two have saved, one resumes on another mesh."""
-    trainer.alone("one", "Training.steps = 8")
-    out = trainer.run("two", *MESH, "Training.steps = 4")
+    one, two = f"one {devices}", f"two {devices}"
+    trainer.alone(one, model, "Training.steps = 8")
+    out = trainer.run(two, model, *mesh, "Training.steps = 4", devices=devices)
     assert "[0] " in out and "step 4/4" in out
-    trainer.alone("two", "Mesh.fsdp = 2", "Mesh.sequence = 2", "Training.steps = 8")
-    assert_same_curve(trainer.rows("two"), trainer.rows("one"))
-    assert sorted(p.name for p in (trainer.place / "two").iterdir()) == sorted(
-        p.name for p in (trainer.place / "one").iterdir()
+    trainer.alone(two, model, *other, "Training.steps = 8")
+    assert_same_curve(trainer.rows(two), trainer.rows(one))
+    assert sorted(p.name for p in (trainer.place / two).iterdir()) == sorted(
+        p.name for p in (trainer.place / one).iterdir()
     )
 
 
