@@ -1,6 +1,7 @@
 """The order of imports, and other rules that a reader relies on, read from the source."""
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -43,8 +44,6 @@ MODULES = {
 ROOMS = sorted(init.parent for init in (ROOT / "brt/tasks").glob("*/__init__.py"))
 MAX_LINES = 400
 
-each_file = pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
-
 
 class _WithoutTyping(ast.NodeTransformer):
     """Leaves out what `if TYPE_CHECKING` imports, which nothing runs."""
@@ -67,32 +66,37 @@ def imports(source: str) -> set[str]:
     return found
 
 
+@functools.cache
+def imported_by(file: Path) -> set[str]:
+    return imports(file.read_text())
+
+
 def part(module: str) -> str:
     """`data` of brt.data.lanes; an empty string for brt itself."""
     return module.split(".")[1] if "." in module else ""
 
 
-@each_file
-def test_imports_point_downwards(file: Path) -> None:
-    importer = part(".".join(file.relative_to(ROOT).with_suffix("").parts))
-    if importer == "__init__":
-        assert not {name for name in imports(file.read_text()) if name.startswith("brt")}
-        return
-    assert importer in RANKS, f"{importer} has no place in LAYERS"
-    for module in imports(file.read_text()):
-        imported = part(module) if module.split(".")[0] == "brt" else ""
-        if not imported or imported == importer:
+def test_imports_point_downwards() -> None:
+    for file in FILES:
+        importer = part(".".join(file.relative_to(ROOT).with_suffix("").parts))
+        if importer == "__init__":
+            assert not {name for name in imported_by(file) if name.startswith("brt")}
             continue
-        assert imported in RANKS, f"{imported} has no place in LAYERS"
-        assert RANKS[imported] <= RANKS[importer], f"{importer} must not import {module}"
-        assert imported not in COMMANDS, f"{module} is a command, which nothing imports"
+        assert importer in RANKS, f"{importer} has no place in LAYERS"
+        for module in imported_by(file):
+            imported = part(module) if module.split(".")[0] == "brt" else ""
+            if not imported or imported == importer:
+                continue
+            assert imported in RANKS, f"{imported} has no place in LAYERS"
+            assert RANKS[imported] <= RANKS[importer], f"{file} must not import {module}"
+            assert imported not in COMMANDS, f"{file}: {module} is a command; nothing imports one"
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
 def test_a_room_imports_no_other(room: Path) -> None:
     others = tuple(f"brt.tasks.{other.name}" for other in ROOMS if other != room)
     for file in room.rglob("*.py"):
-        found = {module for module in imports(file.read_text()) if module.startswith(others)}
+        found = {module for module in imported_by(file) if module.startswith(others)}
         assert not found, f"{file.relative_to(ROOT)} imports {found} of another task"
 
 
@@ -108,27 +112,25 @@ def test_no_floor_above_asks_which_task_it_has() -> None:
 def test_no_file_imports_itself_by_way_of_others() -> None:
     """At any depth: an import inside a function ties files as much."""
     name = {file: ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in FILES}
-    graph = {
-        name[file].removesuffix(".__init__"): imports(file.read_text()) & MODULES for file in FILES
-    }
+    graph = {name[file].removesuffix(".__init__"): imported_by(file) & MODULES for file in FILES}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pytest.fail(f"a circle of imports: {' -> '.join(reversed(error.args[1]))}")
 
 
-@each_file
-def test_gin_stays_in_one_file_and_heavy_frameworks_stay_out(file: Path) -> None:
-    names = {module.split(".")[0] for module in imports(file.read_text())}
-    # Copied into exported directories and run there; nothing of ours imports it.
-    assert file.name == "modeling_brt.py" or not names & {"tensorflow", "torch"}
-    assert not any(module.endswith("modeling_brt") for module in imports(file.read_text()))
-    assert "gin" not in names or file == ROOT / "brt/command_line.py"
+def test_gin_stays_in_one_file_and_heavy_frameworks_stay_out() -> None:
+    for file in FILES:
+        names = {module.split(".")[0] for module in imported_by(file)}
+        # Copied into exported directories and run there; nothing of ours imports it.
+        assert file.name == "modeling_brt.py" or not names & {"tensorflow", "torch"}, file
+        assert not any(module.endswith("modeling_brt") for module in imported_by(file)), file
+        assert "gin" not in names or file == ROOT / "brt/command_line.py", file
 
 
-@each_file
-def test_files_are_short(file: Path) -> None:
-    assert len(file.read_text().splitlines()) <= MAX_LINES
+def test_files_are_short() -> None:
+    lengths = {str(file): len(file.read_text().splitlines()) for file in FILES}
+    assert {file: n for file, n in lengths.items() if n > MAX_LINES} == {}
 
 
 def test_the_package_imports_nothing_before_it_is_asked() -> None:

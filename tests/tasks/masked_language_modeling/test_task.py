@@ -55,13 +55,15 @@ def batch() -> Batch:
     return Batch(jnp.asarray(tokens), jnp.asarray(tokens), jnp.asarray(scored), start)
 
 
-def test_the_loss_is_of_the_masked_tokens_alone(params: Any) -> None:
+@pytest.mark.parametrize("kind", ["full", pytest.param("clustered", marks=pytest.mark.slow)])
+def test_the_loss_is_of_the_masked_tokens_alone(kind: str, params: Any) -> None:
     """As from all logits; 3 + 1 tokens of 20 + 9 are masked, and all parameters learn.
 
     The third row is all padding.
     """
     key = jax.random.key(3)
-    step = jax.jit(jax.value_and_grad(lambda p, *x: TASK.loss(CONFIG, p, (), (), *x), has_aux=True))
+    config = dataclasses.replace(CONFIG, attention=Attention(kind=kind, clusters=4))
+    step = jax.jit(jax.value_and_grad(lambda p, *x: TASK.loss(config, p, (), (), *x), has_aux=True))
     (total, aux), gradients = step(params, batch(), key)
     assert aux.carry == aux.model_state == () and int(aux.count) == 4
     np.testing.assert_allclose(total, aux.nats)
@@ -69,8 +71,8 @@ def test_the_loss_is_of_the_masked_tokens_alone(params: Any) -> None:
     assert all(np.any(leaf) and np.isfinite(leaf).all() for leaf in leaves)
 
     masks, attention = (jax.random.fold_in(key, purpose) for purpose in (0, 1))
-    tokens = masked(CONFIG, batch(), jax.random.split(masks, 3))
-    network = TASK.network(CONFIG)
+    tokens = masked(config, batch(), jax.random.split(masks, 3))
+    network = TASK.network(config)
     vectors = jax.jit(network.apply)({"params": params}, tokens.inputs, batch().scored, attention)
     logits = np.asarray(seq2seq.logits(encoder.readout(params), vectors), np.float64)
     expected = 0.0
