@@ -31,6 +31,7 @@ class Kernels:
     softmax_attention: Name = free("auto")  # within: of states and tokens to each other
     memory_attention: Name = free("auto")  # of memorizing layers
     causal_clustered_attention: Name = free("auto")  # of clustered layers
+    routed_attention: Name = free("auto")  # of routing layers, to the tokens of a cluster
     # of encoders, of the decoder of a Seq2Seq to itself, and of summary layers
     masked_attention: Name = free("auto")
     encoder_attention: Name = free(

@@ -50,6 +50,13 @@ class Model:
     short_memory: int = adaptable(128)  # vectors in which it does for its own next block
     long_memory: int = adaptable(8192)  # vectors that a long_summary layer remembers
     long_increment: int = adaptable(64)  # of them, how many are of one block
+    # which layers have heads that read their token's cluster (Routing Transformer, made causal)
+    routing_layers: tuple[int, ...] = inherited(())
+    routing_heads: int = inherited(2)  # how many of their heads; the others read a window
+    routing_clusters: int = inherited(16)  # of such a head
+    routing_keep: int = adaptable(512)  # tokens of its cluster that a token reads, itself included
+    routing_decay: float = free(0.999)  # of what clusters' centres are averages of, a step
+    routing_commitment: float = free(1e-4)  # weight of the distance of queries to these
     cache: bool = adaptable(True)  # False: a block reads only itself (a vanilla transformer)
     # of all layers, where kinds have no field X_layers above
     layer_kinds: tuple[str, ...] = adaptable(())
@@ -98,6 +105,7 @@ class Model:
         self._check_clusters()
         self._check_compression()
         self._check_summaries()
+        self._check_routing()
 
     def _check_places(self) -> None:
         """Every layer has one kind."""
@@ -196,6 +204,35 @@ class Model:
                 f"Model.feedback = True has every layer read recurrent states, which Model.{name} "
                 f"= {layers} do not; set it to False",
             )
+
+    def _check_routing(self) -> None:
+        check_positive(self, "routing_heads", "routing_clusters", "routing_keep")
+        check_not_negative(self, "routing_commitment")
+        check(
+            0 < self.routing_decay < 1,
+            f"Model.routing_decay = {self.routing_decay} must be in (0, 1)",
+        )
+        layers = self.routing_layers
+        check(
+            not layers or self.routing_heads < self.heads,
+            f"Model.routing_heads = {self.routing_heads} leave none of Model.heads = {self.heads} "
+            f"for a window; set it to {self.heads - 1} at most",
+        )
+        check(
+            not layers or self.positions != "rotary",
+            f"Model.positions = 'rotary' turns apart the queries that Model.routing_layers = "
+            f"{layers} share out to clusters; take 't5', 'alibi' or 'none'",
+        )
+        check(
+            not layers or self.cache,
+            f"Model.routing_layers = {layers} read what leaves the window, which needs "
+            "Model.cache = True",
+        )
+        check(
+            not layers or not self.feedback,
+            f"Model.feedback = True has every layer read recurrent states, which "
+            f"Model.routing_layers = {layers} do not; set it to False",
+        )
 
     def _places(self) -> dict[str, tuple[int, ...]]:
         """The layers that a field <kind>_layers names, by kind."""

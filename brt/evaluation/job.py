@@ -111,7 +111,9 @@ def inspect(
     with contextlib.suppress(DataError):  # a split of one document borrows another
         corpus.splits.setdefault("train", saved.open_split(model, "train").split("train"))
     with model.on_devices():
-        found = task.inspect(model.config, corpus, model.params, split, tokens, where)
+        found = task.inspect(
+            model.config, corpus, model.params, split, tokens, where, model.model_state
+        )
     tell(found.text)
     workdirs.check_writable(directory)
     workdirs.write_json(directory / f"{split}_probe.json", found.figures)

@@ -121,10 +121,13 @@ class TransformerBlock(nn.Module):
             self.mlp_in_bias = parameter(self, "mlp_in_bias", (m.mlp_dim,), ("mlp",), ZEROS)
             self.mlp_out_bias = parameter(self, "mlp_out_bias", (m.model_dim,), ("embed",), ZEROS)
 
+    def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """What queries, keys and values are made of."""
+        return dropout(self, rms_norm(x, self.norm), self.model.dropout)
+
     def project(self, x: Float[Array, "B T D"]) -> TokenProjections:
         """Queries, keys and values of the tokens, by one product and one normalisation."""
-        m = self.model
-        h = dropout(self, rms_norm(x, self.norm), m.dropout)
+        m, h = self.model, self.normed(x)
         kernels, scales = [self.queries, self.keys], [self.query_scale(), jnp.ones((m.heads,))]
         if self.cross_attends:
             kernels.append(self.cross_queries)
@@ -208,8 +211,13 @@ class TransformerBlock(nn.Module):
         past: Past,
         memory: StateMemory | None,
         mix: Mix | None = None,
+        beside: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """The layer's output for a segment; `memory` [B, N, S, H, K] is the states' or None."""
+        """The layer's output for a segment; `memory` [B, N, S, H, K] is the states' or None.
+
+        Args:
+          beside: what other heads have read, through their output kernel.
+        """
         m = self.model
         tokens, mask = x.shape[1], None
         queries, keys = projections.raw or (projections.queries, projections.keys)
@@ -237,7 +245,7 @@ class TransformerBlock(nn.Module):
                 implementation=self.kernels.softmax_attention,
             )  # fmt: skip
             attended.append(crossed.reshape(attended[0].shape))
-        return self.finish(x, jnp.stack(attended, axis=2))
+        return self.finish(x if beside is None else x + beside, jnp.stack(attended, axis=2))
 
     def attend_step(
         self,
@@ -247,6 +255,7 @@ class TransformerBlock(nn.Module):
         position: Int[Array, ""],
         memory: StateMemory | None,
         mix: Mix | None = None,
+        beside: Float[Array, "B 1 D"] | None = None,
     ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
         """The same for one token, at `position` in its block; writes it into the block.
 
@@ -274,6 +283,7 @@ class TransformerBlock(nn.Module):
         attended = [part.output if mix is None else mix(projections.queries, part)]
         if memory is not None:
             attended.append(attend(projections.cross_queries, *memory))
+        x = x if beside is None else x + beside
         return self.finish(x, jnp.stack(attended, axis=2)), after
 
     def _rotate_step(

@@ -28,6 +28,14 @@ from brt.layers.recurrent import (
     new_recurrent_state,
     state_update_flops,
 )
+from brt.layers.routing import (
+    ROUTED_AXES,
+    RoutingLayer,
+    new_routed_state,
+    new_routing,
+    routing_flops,
+    settled_routing,
+)
 from brt.layers.state import WINDOW_AXES, LayerState, new_window_state
 from brt.layers.state import LayerAux as LayerAux
 from brt.layers.summary import (
@@ -74,6 +82,7 @@ class LayerKind(NamedTuple):
         it made on the way, which others compute again where that is quicker than to keep it.
       sums_up: whether it reads and makes summaries of blocks.
       new_model_state: (model) -> that of a layer of this kind at step 0; None: it has none.
+      settle: (model, model_state) -> the next step's, of what a step's parts have made of it.
     """
 
     module: type[nn.Module]
@@ -86,6 +95,7 @@ class LayerKind(NamedTuple):
     loops: bool = False
     sums_up: bool = False
     new_model_state: Callable[[Model], Any] | None = None
+    settle: Callable[[Model, Any], Any] = lambda model, model_state: model_state
 
 
 KINDS = {
@@ -133,6 +143,19 @@ KINDS = {
             "compressive_layers", "compressed_memory", "compression_rate", "compression",
             "compression_weight",
         ),
+    ),
+    "routing": LayerKind(
+        RoutingLayer,
+        new_routed_state,
+        ROUTED_AXES,
+        {"cache": ("window",), "memory": ("keys", "values", "filled")},
+        routing_flops,
+        (
+            "routing_layers", "routing_heads", "routing_clusters", "routing_keep",
+            "routing_decay", "routing_commitment",
+        ),
+        new_model_state=new_routing,
+        settle=settled_routing,
     ),
     "summary": LayerKind(
         SummaryLayer,

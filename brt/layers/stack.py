@@ -80,6 +80,12 @@ def new_model_state(model: Model) -> ModelState:
     }
 
 
+def settled(model: Model, model_state: ModelState) -> ModelState:
+    """The model state of the next step, of what the parts of one have made of it."""
+    kind_of = {name: kinds.of(kind) for name, kind, _ in runs(model)}
+    return {name: kind_of[name].settle(model, own) for name, own in model_state.items()}
+
+
 def parts(model: Model) -> set[str]:
     """What the state of a model consists of: "cache", "state", "memory"."""
     return set().union(*(kinds.of(kind).parts for kind in model.layer_types))

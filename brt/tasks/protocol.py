@@ -213,6 +213,10 @@ class Task(abc.ABC):
         """What is learned without gradients, before the first step."""
         return ()
 
+    def settled(self, config: Config, model_state: PyTree[Array]) -> PyTree[Array]:
+        """What is learned without gradients, once a step: after all parts of its batch."""
+        return model_state
+
     @abc.abstractmethod
     def loss(
         self,
@@ -280,6 +284,7 @@ class Task(abc.ABC):
         split: str,
         tokens: int | None,
         where: Mapping[str, Any],
+        model_state: PyTree[Array] | None = None,
     ) -> "Inspection":
         """All about a model's memory, for `brt.inspect --probe`.
 
@@ -372,6 +377,12 @@ class Task(abc.ABC):
           CheckpointError: the weights do not fit.
         """
         return matched(weights, initial)
+
+    def start_model_state(
+        self, config: Config, weights: Weights, initial: PyTree[Array]
+    ) -> PyTree[Array]:
+        """What is learned without gradients to start from; `initial` is that of step 0."""
+        return initial
 
 
 class Inspection(NamedTuple):

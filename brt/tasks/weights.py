@@ -37,6 +37,7 @@ class Weights(NamedTuple):
       tokenizer: the fingerprint of theirs; None: nobody wrote it down.
       task: that they were trained for; None: nobody wrote it down.
       load: reads the parameters.
+      load_model_state: reads what was learned without gradients; ().
     """
 
     where: str
@@ -44,6 +45,7 @@ class Weights(NamedTuple):
     tokenizer: str | None
     task: str | None
     load: Callable[[], PyTree[Array]]
+    load_model_state: Callable[[], PyTree[Array]] = tuple
 
 
 class Started(NamedTuple):

@@ -153,7 +153,11 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
         raise NonFiniteError(
             f"the weights of {where} hold NaN or infinity in {join(bad)}; start from others"
         )
-    return state._replace(params=jax.device_put(params, shardings.params))
+    learnt = run.task.start_model_state(run.config, run.weights, state.model_state)
+    return state._replace(
+        params=jax.device_put(params, shardings.params),
+        model_state=jax.device_put(learnt, shardings.model_state),
+    )
 
 
 def own_reader(run: Run) -> Reader:

@@ -136,4 +136,5 @@ def train_step(
         if shares is not None:
             params = replicas.shared(params, shares)  # and then gathered, as they lie in the state
     metrics = StepMetrics(aux.nats, aux.count, optax.tree.norm(gradients), aux.metrics)
-    return TrainState(state.step + 1, params, after, aux.carry, aux.model_state), metrics
+    learnt = tasks.of(config).settled(config, aux.model_state)
+    return TrainState(state.step + 1, params, after, aux.carry, learnt), metrics

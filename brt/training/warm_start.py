@@ -1,6 +1,7 @@
 """Weights that training starts from (Training.init_from): found, fitted to the run, taken."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ def find(config: Config) -> Weights | None:
     if not reader.present(Workdir(Path(where)).checkpoints):
         return task.converted(config, Path(where))
     workdir, found, theirs = saved.load_config(Path(where))
+    model = functools.cache(lambda: saved.load(workdir, found, theirs))
     return of_run(where, config, theirs, found.meta["tokenizer"])._replace(
-        load=lambda: saved.load(workdir, found, theirs).params
+        load=lambda: model().params, load_model_state=lambda: model().model_state
     )
 
 

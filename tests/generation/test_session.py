@@ -14,6 +14,7 @@ from brt.config import Config, Decoding, Model, Sampling, Training
 from brt.errors import DataError
 from brt.generation import session as sessions
 from brt.generation.session import CHUNK, Session
+from brt.layers.stack import new_model_state
 from brt.models import decoder
 from brt.models.decoder import Decoder
 
@@ -51,6 +52,9 @@ MODELS = {
         long_memory=4,
         long_increment=2,
     ),
+    "routing": dataclasses.replace(
+        WINDOWED, routing_layers=(1,), routing_heads=1, routing_clusters=3, routing_keep=4
+    ),
     "bfloat16": dataclasses.replace(WINDOWED, layers=1, recurrent_layers=(0,), dtype="bfloat16"),
 }
 TEXT = np.random.default_rng(0).integers(1, VOCABULARY, 29).tolist()  # with BOS 7.5 blocks
@@ -64,6 +68,7 @@ class Case(NamedTuple):
 
     session: Session
     params: Any
+    learnt: Any
     whole: Callable[[list[int]], np.ndarray]
 
 
@@ -72,13 +77,13 @@ def build(random_params: Callable) -> Callable[[str], Case]:
     @functools.cache
     def case(name: str) -> Case:
         model = MODELS[name]
-        params = random_params(model)
+        params, learnt = random_params(model), new_model_state(model)
         config = Config(model=model, training=Training(batch_size=1, segment_length=SEGMENT))
 
         @jax.jit
         def read(ids: jax.Array) -> jax.Array:
             state, start = decoder.new_state(model, 1), jnp.zeros((1, ids.shape[1] // WINDOW), bool)
-            hidden, *_ = Decoder(model).apply({"params": params}, ids, state, start)
+            hidden, *_ = Decoder(model).apply({"params": params}, ids, state, start, learnt)
             return decoder.logits(model, params["embedding"], hidden)
 
         def whole(text: list[int]) -> np.ndarray:
@@ -86,7 +91,7 @@ def build(random_params: Callable) -> Callable[[str], Case]:
             ids[0, : len(text) + 1] = [BOS, *text]
             return np.asarray(read(ids))[0, : len(text) + 1]
 
-        return Case(Session(config, params, bos_id=BOS, lanes=LANES), params, whole)
+        return Case(Session(config, params, learnt, bos_id=BOS, lanes=LANES), params, learnt, whole)
 
     return case
 
@@ -94,14 +99,14 @@ def build(random_params: Callable) -> Callable[[str], Case]:
 @pytest.fixture(params=[name for name in MODELS if name != "bfloat16"])
 def case(request: pytest.FixtureRequest, build: Callable[[str], Case]) -> Case:
     found = build(request.param)
-    found.session.restart(found.params)
+    found.session.restart(found.params, found.learnt)
     return found
 
 
 @pytest.fixture
 def recurrent(build: Callable[[str], Case]) -> Case:
     found = build("recurrent")
-    found.session.restart(found.params)
+    found.session.restart(found.params, found.learnt)
     return found
 
 
@@ -135,7 +140,7 @@ def test_the_memory_is_the_same_however_a_text_is_cut(case: Case) -> None:
     assert_close(together.logits[0], expected[-1])
     assert together.count == len(TEXT) + 1 and together.position == (len(TEXT) + 1) % WINDOW
     for cuts in ([3, 7], [1, 2, 8, 12, 20], [11, 27]):
-        session.restart(case.params)
+        session.restart(case.params, case.learnt)
         for begin, end in zip([0, *cuts], [*cuts, len(TEXT)], strict=True):
             session.read(TEXT[begin:end])
             assert_close(session.memory.logits[0], expected[end])
@@ -170,19 +175,19 @@ def test_the_memory_does_not_grow(recurrent: Case) -> None:
     assert shapes() == before
 
 
-@pytest.mark.parametrize("name", ["recurrent", "bfloat16", "compressive", "summary"])
+@pytest.mark.parametrize("name", ["recurrent", "bfloat16", "compressive", "summary", "routing"])
 def test_a_loaded_session_goes_on_as_if_it_had_not_stopped(
     build: Callable[[str], Case], name: str, tmp_path: Path
 ) -> None:
-    session, params, _ = build(name)
-    session.restart(params)
+    session, params, learnt, _ = build(name)
+    session.restart(params, learnt)
     session.read(TEXT[:2])
     written(session, CHUNK, sampling=RANDOM)
     before = copy(session)
     session.save(tmp_path / "state.npz", IDENTITY)
     expected = written(session, CHUNK, sampling=RANDOM)
 
-    session.restart(params)
+    session.restart(params, learnt)
     session.load(tmp_path / "state.npz", IDENTITY)
     jax.tree.map(np.testing.assert_array_equal, copy(session), before)
     np.testing.assert_array_equal(written(session, CHUNK, sampling=RANDOM), expected)

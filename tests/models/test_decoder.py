@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from brt.config import Model
+from brt.layers.stack import new_model_state
 from brt.models import decoder
 from brt.models.decoder import Decoder, forget
 from brt.ops.cross_entropy import cross_entropy
@@ -49,6 +50,9 @@ MODELS = {
         "summary_layers": (0,), "long_summary_layers": (2,), "summaries": 2, "short_memory": 3,
         "long_memory": 4, "long_increment": 2,
     },
+    "routing": {
+        "routing_layers": (0, 2), "routing_heads": 1, "routing_clusters": 3, "routing_keep": 5,
+    },
     "memorizing, recurrent": {
         "layers": 2, "memorizing_layers": (0,), "memory_size": 12, "memory_neighbors": 3,
         "memory_search": "bucketed", "recurrent_layers": (1,), "feedback": True,
@@ -70,7 +74,8 @@ def compiled(random_params: Callable) -> Callable[[str], Compiled]:
     def build(name: str) -> Compiled:
         model = dataclasses.replace(MODEL, **MODELS[name])
         params = random_params(model)
-        read = jax.jit(lambda *args: Decoder(model).apply({"params": params}, *args)[:2])
+        learnt = new_model_state(model)
+        read = jax.jit(lambda *args: Decoder(model).apply({"params": params}, *args, learnt)[:2])
         return Compiled(model, params, read)
 
     return build
@@ -125,6 +130,7 @@ def test_segments_with_carried_state_equal_one_long_segment(
         "clustered, recurrent",
         "summary",
         "compressive",
+        "routing",
     ],
 )
 def test_nothing_reads_the_future_or_another_lane(compiled: Callable, name: str) -> None:
@@ -145,14 +151,16 @@ def test_nothing_reads_the_future_or_another_lane(compiled: Callable, name: str)
     # The past of earlier blocks, too: all through recurrent states and summaries, some through a
     # memory.
     everywhere = model.recurrent_layers or model.memorizing_layers or model.summary_layers
-    everywhere = everywhere or model.compressive_layers
-    most = distance >= 0 if everywhere else near
-    least = near if model.memorizing_layers or model.compressive_layers else most
+    some = model.memorizing_layers or model.compressive_layers or model.routing_layers
+    most = distance >= 0 if everywhere or some else near
+    least = near if some else most
     assert (least <= differs[0]).all() and (differs[0] <= most).all()
 
 
 @pytest.mark.parametrize(
-    "name", ["window", "edges", "feedback", "memorizing", "summary", "compressive"]
+    "name",
+    ["window", "edges", "feedback", "memorizing", "clustered, recurrent", "summary", "compressive",
+     "routing"],
 )
 @pytest.mark.parametrize("block", [0, 2])
 def test_a_document_does_not_depend_on_what_was_read_before_it(
@@ -185,7 +193,8 @@ def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(
     def value_and_grad(ids: jax.Array, targets: jax.Array, scored: jax.Array) -> tuple:
         def loss(params: Any) -> jax.Array:
             state, start = decoder.new_state(model, LANES), starts((0, 0), (0, 2), (1, 0), (1, 2))
-            hidden, *_ = Decoder(model).apply({"params": params}, ids, state, start)
+            learnt = new_model_state(model)
+            hidden, *_ = Decoder(model).apply({"params": params}, ids, state, start, learnt)
             nats = cross_entropy(hidden, params["embedding"], targets, scored, 0.25, TOKENS)
             return nats / TOKENS
 

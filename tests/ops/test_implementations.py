@@ -29,6 +29,7 @@ from brt.ops.gates import GateWeights
 from brt.ops.memory_attention import memory_attention
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import CellWeights, state_scan
+from brt.ops.routed_attention import Rings, Routed, rings_after, routed_attention
 from brt.ops.segmented_recurrent_attention import Windows
 from brt.ops.softmax_attention import attend, attend_to_blocks
 from brt.ops.window_attention import window_part
@@ -121,6 +122,21 @@ def memory(search: str) -> tuple[Run, list]:
         )
 
     return run, [q]
+
+
+def routed() -> tuple[Run, list]:
+    rings, clusters, kept = (LANES, HEADS, 3, 5, SIZE), 3, 5
+    drawn = np.random.default_rng(5).integers(clusters, size=(LANES, TOKENS, HEADS))
+    filled = jnp.asarray([[[5, 2, 0], [0, 1, 5]]] * LANES)
+    start = jnp.asarray(~READABLE)
+
+    def run(name: str, q: Any, k: Any, v: Any, old_k: Any, old_v: Any, bias: Any) -> Any:
+        before = Rings(old_k, old_v, filled)
+        tokens = Routed(k, v, jnp.asarray(drawn))
+        y = routed_attention(q, tokens, before, start, bias, implementation=name)
+        return y, rings_after(tokens, before, start)
+
+    return run, [*qkv(), *normal(1, rings, rings, (HEADS, kept))]
 
 
 def causal_clustered() -> tuple[Run, list]:
@@ -261,6 +277,7 @@ CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
     ("memory_attention", "exact"): lambda: memory("exact"),
     ("memory_attention", "bucketed"): lambda: memory("bucketed"),
     ("causal_clustered_attention", ""): causal_clustered,
+    ("routed_attention", ""): routed,
     ("masked_attention", "bias"): lambda: masked(True),
     ("masked_attention", "no bias"): lambda: masked(False),
     ("encoder_attention", "local"): lambda: local(False),

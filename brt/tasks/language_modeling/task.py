@@ -20,7 +20,7 @@ from brt.generation.session import Session
 from brt.interop.exporting import Exported
 from brt.interop.huggingface.decoder import tokenizer as exported_tokenizer
 from brt.interop.huggingface.decoder.form import TrainedDecoder, form
-from brt.layers.stack import ModelState, StackState, new_model_state, runs, state_axes
+from brt.layers.stack import ModelState, StackState, new_model_state, runs, settled, state_axes
 from brt.models.decoder import Decoder, DecoderOutput, new_state
 from brt.models.flops import forward_flops_per_token
 from brt.tasks import resolving
@@ -129,6 +129,10 @@ class LanguageModeling(Task):
         """Of kinds of layers that have one."""
         return new_model_state(config.model)
 
+    def settled(self, config: Config, model_state: ModelState) -> ModelState:
+        """See `brt.layers.stack.settled`."""
+        return settled(config.model, model_state)
+
     def predict(
         self, config: Config, params: PyTree[Array], batch: Batch, **given: Any
     ) -> DecoderOutput:
@@ -185,14 +189,10 @@ class LanguageModeling(Task):
         split: str,
         tokens: int | None,
         where: Mapping[str, Any],
+        model_state: PyTree[Array] | None = None,
     ) -> Inspection:
         """What the model does with its memory."""
-        if new_model_state(config.model):
-            raise ConfigError(
-                f"--probe does not know what Model.layer_kinds = {config.model.layer_kinds} learn "
-                "without gradients; evaluate with --ablate instead"
-            )
-        return job.inspect(config, params, corpus, split, tokens, where)
+        return job.inspect(config, params, corpus, split, tokens, where, model_state)
 
     def yardstick(self, config: Config, corpus: Corpus) -> tuple[str, float] | None:
         """`xz -9e`."""
@@ -243,3 +243,9 @@ class LanguageModeling(Task):
     def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> Started:
         """Layer by layer: a layer of another kind takes what it knows."""
         return warm_start.start(config.model, weights, initial)
+
+    def start_model_state(
+        self, config: Config, weights: Weights, initial: ModelState
+    ) -> ModelState:
+        """Of every layer that is of the kind it was."""
+        return warm_start.start_model_state(config.model, weights, initial)

@@ -1,12 +1,13 @@
 """Starting from another language model, whose layers may have become others."""
 
+import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, PyTree
 
 from brt.config import Model
 from brt.errors import CheckpointError
-from brt.layers.stack import runs
+from brt.layers.stack import ModelState, runs
 from brt.tasks.weights import Started, Weights
 
 
@@ -30,6 +31,35 @@ def start(model: Model, weights: Weights, initial: PyTree[Array]) -> Started:
     taken = {name: old.get(name, array) for name, array in new.items()}
     lacking = [name for name in new if name not in old]
     return Started(_by_run(taken, model), lacking, [name for name in old if name not in new])
+
+
+def start_model_state(model: Model, weights: Weights, initial: ModelState) -> ModelState:
+    """What the weights' layers have learned without gradients, where layers are as they were.
+
+    Args:
+      initial: of `model`, at step 0.
+    """
+    if not initial:
+        return initial
+    old, rows = _rows(weights.load_model_state(), weights.model), _rows(initial, model)
+    taken = {place: old.get(place, row) for place, row in rows.items()}
+    found, first = {}, 0
+    for run, kind, count in runs(model):
+        if run in initial:
+            own = [taken[kind, first + i] for i in range(count)]
+            found[run] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *own)
+        first += count
+    return found
+
+
+def _rows(model_state: ModelState, model: Model) -> dict[tuple[str, int], PyTree[Array]]:
+    """By kind and place of the layer."""
+    found, first = {}, 0
+    for run, kind, count in runs(model):
+        for i in range(count if run in model_state else 0):
+            found[kind, first + i] = jax.tree.map(lambda leaf, i=i: leaf[i], model_state[run])
+        first += count
+    return found
 
 
 def _by_layer(params: PyTree[Array], model: Model) -> dict[str, Array]:

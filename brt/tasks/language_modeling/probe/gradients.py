@@ -14,7 +14,7 @@ from brt import tree_utils
 from brt.config import Config
 from brt.data.lanes import evaluation_batches
 from brt.data.token_store import TokenStore
-from brt.layers.stack import StackState, runs
+from brt.layers.stack import ModelState, StackState, runs
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.forward import block_nats
 from brt.tasks.language_modeling.loss import loss
@@ -23,7 +23,12 @@ from brt.tasks.protocol import Aux
 from brt.types import Batch
 
 
-def gradient_reach(config: Config, params: PyTree[Array], store: TokenStore) -> dict[str, Any]:
+def gradient_reach(
+    config: Config,
+    params: PyTree[Array],
+    store: TokenStore,
+    model_state: ModelState | None = None,
+) -> dict[str, Any]:
     """One backward pass of the training loss, over a segment of the longest document.
 
     The segment is read twice side by side: behind the segment before it, and as a document's
@@ -38,12 +43,14 @@ def gradient_reach(config: Config, params: PyTree[Array], store: TokenStore) -> 
     config = _without_dropout(config)
     backward = jax.jit(partial(_backward, config))
     first, batch = _segments(config, store)
-    _, carried = backward(params, new_state(config.model, 2), first)
-    gradients, _ = backward(params, carried, batch)
+    learnt = model_state or {}
+    _, carried = backward(params, new_state(config.model, 2), learnt, first)
+    gradients, _ = backward(params, carried, learnt, batch)
     named = jax.device_get(by_layer(config, gradients))
     starved = [name for name, gradient in named.items() if not np.any(gradient)]
     broken = [name for name, gradient in named.items() if not np.all(np.isfinite(gradient))]
-    blocks, through = jax.device_get(jax.jit(partial(_state_reach, config))(params, carried, batch))
+    reach = jax.jit(partial(_state_reach, config))
+    blocks, through = jax.device_get(reach(params, carried, learnt, batch))
     found = {
         "parameters": len(named),
         "starved": starved,
@@ -112,20 +119,28 @@ def _segments(config: Config, store: TokenStore) -> tuple[Batch, Batch]:
 
 
 def _backward(
-    config: Config, params: PyTree[Array], carried: StackState, batch: Batch
+    config: Config,
+    params: PyTree[Array],
+    carried: StackState,
+    learnt: ModelState,
+    batch: Batch,
 ) -> tuple[PyTree[Array], StackState]:
     """Gradients of a step, and the state after it."""
 
     def of_params(params: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
         key = jax.random.key(0)  # of a dropout that is off
-        return loss(config, params, jax.lax.stop_gradient(carried), {}, batch, key)
+        return loss(config, params, jax.lax.stop_gradient(carried), learnt, batch, key)
 
     gradients, aux = jax.grad(of_params, has_aux=True)(params)
     return gradients, aux.carry
 
 
 def _state_reach(
-    config: Config, params: PyTree[Array], carried: StackState, batch: Batch
+    config: Config,
+    params: PyTree[Array],
+    carried: StackState,
+    learnt: ModelState,
+    batch: Batch,
 ) -> tuple[dict[int, Float[Array, " N"]], dict[int, Float[Array, ""]]]:
     """By recurrent layer: of each block's nats, and through the states, in the first lane."""
     before = recurrent_vectors(config.model, carried)
@@ -134,7 +149,7 @@ def _state_reach(
 
     def read(vectors: dict[int, Array]) -> tuple[Float[Array, " N"], dict[int, Array]]:
         state = with_vectors(config.model, carried, vectors)
-        nats, after = block_nats(config, params, state, batch)
+        nats, after = block_nats(config, params, state, batch, learnt)
         return nats[0], {k: v[0] for k, v in recurrent_vectors(config.model, after).items()}
 
     (nats, after), pull_back = jax.vjp(read, before)

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from brt.config import Config
 from brt.data.preparation import Corpus
 from brt.data.token_store import TokenStore
+from brt.layers.stack import ModelState
 from brt.tasks.language_modeling.probe.gradients import gradient_reach
 from brt.tasks.language_modeling.probe.reading import Reading, read
 from brt.tasks.language_modeling.probe.retention import half_life_blocks, retention
@@ -30,17 +31,23 @@ def inspect(
     split: str,
     tokens: int | None,
     where: Mapping[str, Any],
+    model_state: ModelState | None = None,
 ) -> Inspection:
     """`figures` of about so many tokens, the longest documents first; 0: all."""
     from brt.tasks.language_modeling.probe import plots
 
     count = TOKENS if tokens is None else tokens
-    found = {**where, **figures(config, params, corpus, split, count)}
+    found = {**where, **figures(config, params, corpus, split, count, model_state)}
     return Inspection(found, text(found), lambda directory: plots.draw(directory, found))
 
 
 def figures(
-    config: Config, params: PyTree[Array], corpus: Corpus, split: str, tokens: int = 0
+    config: Config,
+    params: PyTree[Array],
+    corpus: Corpus,
+    split: str,
+    tokens: int = 0,
+    model_state: ModelState | None = None,
 ) -> dict[str, Any]:
     """All probes as JSON: protocol, memory, positions, gradients and layers.
 
@@ -53,8 +60,9 @@ def figures(
     total = min(tokens or math.inf, int(store.lengths.sum()))
     with tqdm(total=total, desc=f"probing {split}", unit="tok", unit_scale=True, disable=None) as b:
         reading = read(
-            config, params, corpus.tokenizer, store, donor=donor, tokens=tokens, progress=b.update
-        )
+            config, params, corpus.tokenizer, store, model_state=model_state, donor=donor,
+            tokens=tokens, progress=b.update,
+        )  # fmt: skip
     rows = memory(reading)
     return {
         "protocol": {
@@ -71,8 +79,8 @@ def figures(
         "bits_per_byte": reading.bits_per_byte(None, reading.document >= 0),
         "memory": rows,
         "positions": positions(reading),
-        "gradients": gradient_reach(config, params, store),
-        "layers": layers(config, params, store, reading),
+        "gradients": gradient_reach(config, params, store, model_state),
+        "layers": layers(config, params, store, reading, model_state),
         "verdicts": [_verdict(row) for row in rows if row["how"] == "zeroed"],
     }
 
@@ -121,13 +129,17 @@ def positions(reading: Reading) -> list[dict[str, Any]]:
 
 
 def layers(
-    config: Config, params: PyTree[Array], store: TokenStore, reading: Reading
+    config: Config,
+    params: PyTree[Array],
+    store: TokenStore,
+    reading: Reading,
+    model_state: ModelState | None = None,
 ) -> list[dict[str, Any]]:
     """The gate, the horizon and the states of every recurrent layer."""
     window = config.model.window
     decays = fixed_gate_decay(config.model, params)
     rows = []
-    for layer, left in retention(config, params, store).items():
+    for layer, left in retention(config, params, store, model_state).items():
         gate = None
         if layer in decays:
             half_lives = half_life_tokens(decays[layer], window)

@@ -22,7 +22,7 @@ from brt.config import Config
 from brt.data.lanes import evaluation_batches
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
-from brt.layers.stack import StackState, graft, parts
+from brt.layers.stack import ModelState, StackState, graft, parts
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.forward import block_nats
 from brt.tasks.language_modeling.probe.states import recurrent_vectors, state_figures
@@ -102,6 +102,7 @@ def read(
     tokenizer: Tokenizer,
     store: TokenStore,
     *,
+    model_state: ModelState | None = None,
     donor: TokenStore | None = None,
     tokens: int = 0,
     progress: Callable[[int], object] = lambda tokens: None,
@@ -109,6 +110,7 @@ def read(
     """Reads the documents of `store` in every way.
 
     Args:
+      model_state: may be left out where no layer has any.
       donor: where a second lane finds a document if `store` has only one.
       tokens: stop after about so many, the longest documents first; 0: all. None of a donor.
       progress: told how many of them were read.
@@ -118,7 +120,7 @@ def read(
         store = _with_donor(store, donor)
     lanes = min(max(config.evaluation.batch_size, 2), len(store))
     window, length = config.model.window, config.evaluation_segment_length
-    streams = _Streams(config, params, lanes)
+    streams = _Streams(config, params, model_state, lanes)
     batches = evaluation_batches(store, batch_size=lanes, segment_length=length, window=window)
     columns: list[tuple[np.ndarray, ...]] = []
     segments = math.ceil(tokens / (min(lanes, scored) * length)) or None
@@ -140,8 +142,10 @@ def read(
 class _Streams:
     """The states of all arms, side by side."""
 
-    def __init__(self, config: Config, params: PyTree[Array], lanes: int):
-        self._config, self._params = config, params
+    def __init__(
+        self, config: Config, params: PyTree[Array], model_state: ModelState | None, lanes: int
+    ):
+        self._config, self._learnt = config, (params, model_state)
         self._figures = jax.jit(self._layer_figures)
         start = new_state(config.model, lanes)
         self._carried: dict[Arm | None, StackState] = {
@@ -173,7 +177,10 @@ class _Streams:
         for arm, carried in self._carried.items():
             if arm is not None:
                 carried = graft(self._config.model, carried, donors[arm.how], {arm.part})
-            block, self._carried[arm] = _read_blocks(self._config, self._params, carried, batch)
+            params, model_state = self._learnt
+            block, self._carried[arm] = _read_blocks(
+                self._config, params, carried, batch, model_state
+            )
             nats.append(np.asarray(block, np.float64))
         started = batch.document_start.any(axis=1)
         self._frozen = _select(started, self._carried[None], self._frozen)

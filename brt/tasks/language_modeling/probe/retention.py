@@ -19,7 +19,7 @@ from brt.config import Config, Model
 from brt.data.blocks import block_counts
 from brt.data.lanes import evaluation_batches
 from brt.data.token_store import TokenStore
-from brt.layers.stack import StackState
+from brt.layers.stack import ModelState, StackState
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.forward import block_nats
 from brt.tasks.language_modeling.probe.states import recurrent_vectors, with_vectors
@@ -28,7 +28,12 @@ BLOCKS = 16  # that are read behind the disturbance
 _SIZE = 0.01  # of the disturbance, of the vectors' own root mean square
 
 
-def retention(config: Config, params: PyTree[Array], store: TokenStore) -> dict[int, list[float]]:
+def retention(
+    config: Config,
+    params: PyTree[Array],
+    store: TokenStore,
+    model_state: ModelState | None = None,
+) -> dict[int, list[float]]:
     """By recurrent layer, the share of a disturbance that is left after 1, 2 ... blocks.
 
     Reads the longest document; the lists are shorter, or empty, where it is too short.
@@ -54,7 +59,8 @@ def retention(config: Config, params: PyTree[Array], store: TokenStore) -> dict[
             start = _distances(model, carried)
         start_of = np.full((1 + len(layers), 1), place == 0)
         lanes = jax.tree.map(lambda x: np.repeat(x, 1 + len(layers), axis=0), block)
-        carried = read(params, carried, lanes._replace(document_start=start_of))
+        lanes = lanes._replace(document_start=start_of)
+        carried = read(params, carried, lanes, model_state)
         if place >= before:
             for layer, distance in _distances(model, carried).items():
                 left[layer].append(distance / start[layer])
