@@ -100,7 +100,7 @@ def structure(model: Model) -> Model:
         model, **places, layers=len(kinds), vocab_size=8, model_dim=8, heads=2, head_dim=4,
         mlp_dim=8, window=8, states=8, memory_size=32, memory_neighbors=4, clusters=4,
         cluster_top_k=2, summaries=2, short_memory=2, long_memory=4, long_increment=2,
-        compressed_memory=8, dropout=0.0,
+        compressed_memory=8, routing_heads=1, routing_clusters=2, routing_keep=2, dropout=0.0,
     )  # fmt: skip
 
 

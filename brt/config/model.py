@@ -27,7 +27,9 @@ class Model:
     gate_tanh: Literal["original", "paper"] = adaptable("original")
     feedback: bool = adaptable(False)  # every layer reads the (last) recurrent layer's states
     memorizing_layers: tuple[int, ...] = adaptable(())  # which layers look up a memory of the past
-    memory_size: int = adaptable(32768)  # tokens that a memorizing layer remembers
+    # which layers read all of a memory instead, together with the block, by one softmax
+    dense_memory_layers: tuple[int, ...] = adaptable(())
+    memory_size: int = adaptable(32768)  # tokens that layers of these two kinds remember
     memory_neighbors: int = adaptable(128)  # tokens that a query finds in the memory
     # bucketed: the original's, approximate
     memory_search: Literal["exact", "bucketed"] = adaptable("exact")
@@ -40,9 +42,11 @@ class Model:
     compressive_layers: tuple[int, ...] = adaptable(())
     compressed_memory: int = adaptable(512)  # slots that a compressive layer keeps
     compression_rate: int = adaptable(2)  # tokens that become one slot
-    # conv: learned, so that attention to slots reads what attention to their block does
+    # conv: learned, by a loss of its own
     compression: Literal["mean", "max", "conv"] = adaptable("conv")
-    compression_weight: float = free(1.0)  # of that loss beside the model's own
+    # that attention to slots reads what attention to their block does, or that slots give it back
+    compression_loss: Literal["attention", "autoencoding"] = adaptable("attention")
+    compression_weight: float = free(1.0)  # of that loss beside the model's own; 0: it learns none
     summary_layers: tuple[int, ...] = adaptable(())  # which layers sum up every block (MELODI)
     # which do, and remember the sums of many blocks
     long_summary_layers: tuple[int, ...] = adaptable(())
@@ -150,6 +154,13 @@ class Model:
             self.memory_search == "exact" or self.memory_size % self.memory_neighbors == 0,
             f"Model.memory_size = {self.memory_size} must be a multiple of Model.memory_neighbors "
             f"= {self.memory_neighbors} where Model.memory_search = 'bucketed'",
+        )
+
+        layers = self.dense_memory_layers
+        check(
+            not layers or not self.feedback,
+            f"Model.feedback = True has every layer read recurrent states, which "
+            f"Model.dense_memory_layers = {layers} do not; set it to False",
         )
 
     def _check_clusters(self) -> None:

@@ -24,6 +24,7 @@ from brt.ops.compression import (
     attend_beyond,
     compress,
     reconstruction,
+    restored_error,
     slots_before,
     windows,
 )
@@ -74,7 +75,7 @@ def compressive_flops(model: Model) -> int:
     m, width = model, model.heads * model.head_dim
     left = (m.window + 1) // 2 if m.attend_to_self else (m.window - 1) // 2  # on average
     keys = 4 * m.model_dim * width * m.compressed_memory // m.window
-    learned = 2 * m.model_dim**2 if m.compression == "conv" else 0
+    learned = 2 * m.model_dim**2 if m.compression == "conv" else 0  # without its loss
     return 4 * width * (m.compressed_memory + left) + keys + learned
 
 
@@ -86,7 +87,8 @@ class CompressiveLayer(nn.Module):
     push them out. To the learned positions all of them are as far as the window's farthest key.
 
     Slots are constants to what reads them. A compressor that learns does so by its own loss: that
-    attention to the slots of a block reads what attention to the block does.
+    attention to the slots of a block reads what attention to the block does, or that a transposed
+    convolution makes the block of them again.
     """
 
     model: Model
@@ -106,6 +108,15 @@ class CompressiveLayer(nn.Module):
             )
             bias = parameter(self, "compressor_bias", (m.model_dim,), ("embed",), ZEROS)
             self.compressor = Convolution(kernel, bias)
+        if self._restores():
+            shape = (m.model_dim, m.compression_rate, m.model_dim)
+            kernel = parameter(self, "decompressor_kernel", shape, ("embed", None, None))
+            bias = parameter(self, "decompressor_bias", (m.model_dim,), ("embed",), ZEROS)
+            self.decompressor = Convolution(kernel, bias)
+
+    def _restores(self) -> bool:
+        m = self.model
+        return m.compression == "conv" and m.compression_loss == "autoencoding"
 
     def __call__(
         self,
@@ -141,7 +152,7 @@ class CompressiveLayer(nn.Module):
         mix = self._mix(slots, tokens, length[:, :-1], past.readable, left)
         y = self.tokens.attend(x, projections, past, feedback, mix)
         after = self._after(window, inputs[:, -m.window :], vectors, length[:, -1])
-        return y, after, self._aux(projections, tokens, made, past)
+        return y, after, self._aux(projections, tokens, before, made, past)
 
     def _nearest(self) -> int:
         return 0 if self.model.attend_to_self else 1
@@ -199,6 +210,7 @@ class CompressiveLayer(nn.Module):
         self,
         projections: TokenProjections,
         before: StateMemory,
+        inputs: Float[Array, "B N W D"],
         made: Float[Array, "B N S D"],
         past: Past,
     ) -> LayerAux:
@@ -206,10 +218,13 @@ class CompressiveLayer(nn.Module):
         m = self.model
         if m.compression != "conv" or m.compression_weight == 0:
             return LayerAux()
-        rows = made.reshape(len(made), -1, m.model_dim).astype(compute_dtype(m))
-        slots = (_by_block(x, made.shape[1]) for x in self.tokens.memorize(rows, learns=False))
-        queries = _by_block(projections.queries, made.shape[1])
-        errors = reconstruction(queries, tuple(before), tuple(slots))
+        if self._restores():
+            errors = restored_error(inputs, made, self.decompressor)
+        else:
+            rows = made.reshape(len(made), -1, m.model_dim).astype(compute_dtype(m))
+            slots = (_by_block(x, made.shape[1]) for x in self.tokens.memorize(rows, learns=False))
+            queries = _by_block(projections.queries, made.shape[1])
+            errors = reconstruction(queries, tuple(before), tuple(slots))
         loss = m.compression_weight * jnp.mean(jnp.where(past.readable, errors, 0))
         return LayerAux(losses={"compression": loss})
 

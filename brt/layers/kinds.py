@@ -21,6 +21,12 @@ from brt.layers.compressive import (
     compressive_flops,
     new_compressed_state,
 )
+from brt.layers.dense_memory import (
+    DENSE_AXES,
+    DenseMemoryLayer,
+    dense_memory_flops,
+    new_dense_state,
+)
 from brt.layers.memorizing import MEMORY_AXES, MemorizingLayer, memory_flops, new_memory_state
 from brt.layers.recurrent import (
     RECURRENT_AXES,
@@ -124,6 +130,14 @@ KINDS = {
         memory_flops,
         ("memorizing_layers", "memory_size", "memory_neighbors", "memory_search"),
     ),
+    "dense_memory": LayerKind(
+        DenseMemoryLayer,
+        new_dense_state,
+        DENSE_AXES,
+        {"memory": ("keys", "values", "length")},
+        dense_memory_flops,
+        ("dense_memory_layers",),
+    ),
     "clustered": LayerKind(
         ClusteredLayer,
         new_clustered_state,
@@ -141,7 +155,7 @@ KINDS = {
         compressive_flops,
         (
             "compressive_layers", "compressed_memory", "compression_rate", "compression",
-            "compression_weight",
+            "compression_loss", "compression_weight",
         ),
     ),
     "routing": LayerKind(

@@ -82,6 +82,19 @@ def attend_beyond(
     return merged([near, beyond]).output.swapaxes(2, 3).astype(values.dtype)
 
 
+def restored_error(
+    x: Float[Array, "*B W D"], slots: Float[Array, "*B S D"], decoder: Convolution
+) -> Float[Array, "*B"]:
+    """Mean square of what a transposed convolution makes of slots otherwise than `x`, a constant.
+
+    Args:
+      decoder: its kernel is [D, R, D], from a slot to each of its tokens.
+    """
+    found = add_shared(dense(slots, decoder.kernel), decoder.bias).astype(jnp.float32)
+    errors = found.reshape(x.shape) - jax.lax.stop_gradient(x).astype(jnp.float32)
+    return jnp.mean(jnp.square(errors), axis=(-2, -1))
+
+
 def reconstruction(
     queries: Float[Array, "B N Q H K"],
     exact: tuple[Float[Array, "B N W H K"], Float[Array, "B N W H K"]],

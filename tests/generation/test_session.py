@@ -52,6 +52,7 @@ MODELS = {
         long_memory=4,
         long_increment=2,
     ),
+    "dense memory": dataclasses.replace(WINDOWED, dense_memory_layers=(1,), memory_size=10),
     "routing": dataclasses.replace(
         WINDOWED, routing_layers=(1,), routing_heads=1, routing_clusters=3, routing_keep=4
     ),

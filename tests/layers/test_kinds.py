@@ -152,7 +152,8 @@ def test_a_gin_file_places_it_and_its_arithmetic_is_counted(model: Model) -> Non
         (
             {"layer_kinds": ("toy", "tony", "window")},
             "^Model.layer_kinds names 'tony', but the kinds of layers are 'window', 'recurrent', "
-            "'memorizing', 'clustered', 'compressive', 'routing', 'summary', 'long_summary', 'toy'$",
+            "'memorizing', 'dense_memory', 'clustered', 'compressive', 'routing', 'summary', "
+            "'long_summary', 'toy'$",
         ),
         ({"layer_kinds": ("toy",)}, "must name the kinds of all Model.layers = 3 layers"),
         (

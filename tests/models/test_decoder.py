@@ -50,6 +50,7 @@ MODELS = {
         "summary_layers": (0,), "long_summary_layers": (2,), "summaries": 2, "short_memory": 3,
         "long_memory": 4, "long_increment": 2,
     },
+    "dense memory": {"dense_memory_layers": (1,), "memory_size": 10},
     "routing": {
         "routing_layers": (0, 2), "routing_heads": 1, "routing_clusters": 3, "routing_keep": 5,
     },
@@ -131,6 +132,7 @@ def test_segments_with_carried_state_equal_one_long_segment(
         "summary",
         "compressive",
         "routing",
+        "dense memory",
     ],
 )
 def test_nothing_reads_the_future_or_another_lane(compiled: Callable, name: str) -> None:
@@ -152,6 +154,7 @@ def test_nothing_reads_the_future_or_another_lane(compiled: Callable, name: str)
     # memory.
     everywhere = model.recurrent_layers or model.memorizing_layers or model.summary_layers
     some = model.memorizing_layers or model.compressive_layers or model.routing_layers
+    some = some or model.dense_memory_layers
     most = distance >= 0 if everywhere or some else near
     least = near if some else most
     assert (least <= differs[0]).all() and (differs[0] <= most).all()
@@ -159,8 +162,17 @@ def test_nothing_reads_the_future_or_another_lane(compiled: Callable, name: str)
 
 @pytest.mark.parametrize(
     "name",
-    ["window", "edges", "feedback", "memorizing", "clustered, recurrent", "summary", "compressive",
-     "routing"],
+    [
+        "window",
+        "edges",
+        "feedback",
+        "memorizing",
+        "clustered, recurrent",
+        "summary",
+        "compressive",
+        "routing",
+        "dense memory",
+    ],
 )
 @pytest.mark.parametrize("block", [0, 2])
 def test_a_document_does_not_depend_on_what_was_read_before_it(

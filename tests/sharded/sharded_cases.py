@@ -156,6 +156,7 @@ CASES: dict[str, Callable[[Path], Config]] = {
     "memorizing": lambda place: documents(place, memorizing_layers=(1,)),
     "clustered": lambda place: documents(place, clustered_layers=(0,)),
     "compressive": lambda place: documents(place, compressive_layers=(0,), compressed_memory=8),
+    "dense_memory": lambda place: documents(place, dense_memory_layers=(1,)),
     "routing": lambda place: documents(
         place, routing_layers=(0,), routing_clusters=4, routing_keep=8
     ),

@@ -1,0 +1,79 @@
+"""What every point of a sweep over memories keeps and costs: a table, from shapes alone.
+
+python tools/memory_kinds.py [--gin_file=configs/sweeps/memory.gin]
+"""
+
+import argparse
+import dataclasses
+import math
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+
+from brt import command_line, sweep
+from brt.config import Config
+from brt.models.decoder import new_state
+from brt.models.flops import forward_flops_per_token
+from brt.sweeping import points, settings
+from brt.training.state import initial_params, parameter_counts
+
+BYTES = 259  # of text, and special ids: a vocabulary
+HEAD = """\
+| model | parameters | carried, bytes a lane | FLOPs a token |
+|---|---|---|---|"""
+
+
+class Row(NamedTuple):
+    """A point: its name and its config, with a vocabulary."""
+
+    name: str
+    config: Config
+
+    @property
+    def parameters(self) -> int:
+        """Of all the model, without making one."""
+        return parameter_counts(nn.meta.unbox(jax.eval_shape(lambda: initial_params(self.config))))[
+            0
+        ]
+
+    @property
+    def carried(self) -> int:
+        """Bytes of a lane's state, at the end of a segment and between tokens alike."""
+        shapes = jax.eval_shape(lambda: new_state(self.config.model, 1))
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+
+    @property
+    def flops(self) -> int:
+        """Of a token, forward."""
+        return forward_flops_per_token(self.config.model)
+
+    def line(self) -> str:
+        """Of the table."""
+        return f"| {self.name} | {self.parameters:,} | {self.carried:,} | {self.flops:,} |"
+
+
+def rows(gin_file: str) -> list[Row]:
+    """The points of a sweep, in float32."""
+    args = sweep.parser().parse_args([f"--gin_file={gin_file}"])
+    bound, resolve = command_line.variants(args, "Sweep")
+    found = []
+    for point in points.expand(settings.from_bindings(bound), resolve):
+        model = dataclasses.replace(
+            point.config.model, vocab_size=point.config.model.vocab_size or BYTES, dtype="float32"
+        )
+        found.append(Row(point.name, dataclasses.replace(point.config, model=model)))
+    return found
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gin_file", default="configs/sweeps/memory.gin")
+    print(HEAD)
+    for row in rows(parser.parse_args().gin_file):
+        print(row.line(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
