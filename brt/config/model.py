@@ -145,17 +145,19 @@ class Model:
 
     def _check_memory(self) -> None:
         check_positive(self, "memory_size", "memory_neighbors")
+        searched = bool(self.memorizing_layers) or not self.dense_memory_layers
         check(
-            self.memory_neighbors <= self.memory_size,
+            not searched or self.memory_neighbors <= self.memory_size,
             f"Model.memory_neighbors = {self.memory_neighbors} must not be above "
             f"Model.memory_size = {self.memory_size}",
         )
         check(
-            self.memory_search == "exact" or self.memory_size % self.memory_neighbors == 0,
+            not searched
+            or self.memory_search == "exact"
+            or self.memory_size % self.memory_neighbors == 0,
             f"Model.memory_size = {self.memory_size} must be a multiple of Model.memory_neighbors "
             f"= {self.memory_neighbors} where Model.memory_search = 'bucketed'",
         )
-
         layers = self.dense_memory_layers
         check(
             not layers or not self.feedback,

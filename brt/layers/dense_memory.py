@@ -114,14 +114,14 @@ class DenseMemoryLayer(nn.Module):
     ) -> Float[Array, "B Q H K"]:
         """What tokens at `places` of a block read; `seen` is the memory, then the block."""
         m = self.model
-        columns = jnp.arange(seen.keys.shape[1])
-        there = (columns >= m.memory_size)[None] | (columns >= m.memory_size - length[:, None])
+        columns = jnp.arange(seen.keys.shape[1])[None]
+        there = (columns >= m.memory_size) | (columns >= m.memory_size - length[:, None])
         if not m.mask_empty_cache:  # what is not there counts as zero vectors
             kept = there[:, :, None, None]
             seen = StateMemory(*(jnp.where(kept, z, 0) for z in seen))
             there = jnp.ones_like(there)
         last = places + m.memory_size - (0 if m.attend_to_self else 1)
-        mask = there[:, None] & (columns[None] <= last[:, None])[None]
+        mask = there[:, None] & (columns <= last[:, None])[None]
         return attend(
             queries, *seen, None, mask, dropout, implementation=self.kernels.masked_attention
         )

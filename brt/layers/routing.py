@@ -186,8 +186,9 @@ class RoutingLayer(nn.Module):
 
     def begin_block(self, x: None, state: RoutedState, *_: Any) -> tuple[None, RoutedBlock]:
         """An empty block behind `state`."""
-        (lanes, heads, _, _, width), window = state.keys.shape, state.window
-        keys = jnp.zeros((lanes, self.model.window, heads, width), state.keys.dtype)
+        window, m = state.window, self.model
+        shape = (len(state.keys), m.window, m.routing_heads, m.head_dim)
+        keys = jnp.zeros(shape, state.keys.dtype)
         routed = Routed(keys, keys, jnp.zeros(keys.shape[:3], jnp.int32))
         return x, RoutedBlock(OpenBlock(window.keys, window.values, None), routed)
 

@@ -166,14 +166,23 @@ def test_what_is_written_does_not_depend_on_how_calls_are_cut(recurrent: Case) -
     assert np.any(texts[0][0] != texts[0][1]), "every lane draws its own"
 
 
-def test_the_memory_does_not_grow(recurrent: Case) -> None:
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("recurrent", 40), *(pytest.param(name, 20_000, marks=pytest.mark.slow) for name in MODELS)],
+)
+def test_the_memory_does_not_grow(build: Callable[[str], Case], name: str, tokens: int) -> None:
+    session, params, learnt, _ = build(name)
+    session.restart(params, learnt)
+
     def shapes() -> Any:
-        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), recurrent.session.memory)
+        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), session.memory)
 
     before = shapes()
-    recurrent.session.read(TEXT)
-    written(recurrent.session, 40, sampling=RANDOM)
+    session.read(TEXT)
+    assert written(session, tokens, sampling=RANDOM).shape == (LANES, tokens)
     assert shapes() == before
+    assert int(session.memory.count) == 1 + len(TEXT) + tokens
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(copy(session)))
 
 
 @pytest.mark.parametrize("name", ["recurrent", "bfloat16", "compressive", "summary", "routing"])

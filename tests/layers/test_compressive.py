@@ -163,6 +163,37 @@ def test_the_task_trains_all_but_the_compressor_whose_loss_trains_nothing_else(
     assert not any(map(np.any, jax.tree.leaves((of_own["tokens"], of_x, of_slots))))
 
 
+def test_slots_that_are_to_give_back_their_block_teach_the_compressor_alone(
+    random_params: Callable,
+) -> None:
+    model = dataclasses.replace(MODEL, compression_loss="autoencoding")
+    params, state = layer_params(random_params, model), new_state(model)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(own: bool, params: Any, x: jax.Array) -> tuple:
+        def loss(params: Any, x: jax.Array) -> jax.Array:
+            y, _, aux = CompressiveLayer(model).apply({"params": params}, x, state, START)
+            return aux.losses["compression"] if own else jnp.sum(y**2)
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(params, x)
+
+    learned = {f"{name}_{part}" for name in ("compressor", "decompressor")
+               for part in ("kernel", "bias")}  # fmt: skip
+    assert params.keys() == {"tokens", *learned}
+    value, (of_own, of_x) = gradients(True, params, inputs())
+    assert all(np.any(of_own[name]) for name in learned)
+    assert not any(map(np.any, jax.tree.leaves((of_own["tokens"], of_x))))
+    _, (of_task, _) = gradients(False, params, inputs())
+    assert not any(np.any(of_task[name]) for name in learned)
+    x = np.asarray(inputs()).reshape(LANES, BLOCKS, SLOTS, -1, MODEL.model_dim)[:, :-1]
+    kernel, bias = (params[f"compressor_{part}"] for part in ("kernel", "bias"))
+    slots = np.einsum("bnsrd,rde->bnse", x, kernel) + bias
+    kernel, bias = (params[f"decompressor_{part}"] for part in ("kernel", "bias"))
+    errors = np.einsum("bnse,erd->bnsrd", slots, kernel) + bias - x
+    expected = np.mean(errors**2) * (BLOCKS - 1) / BLOCKS  # the first block has none before it
+    assert float(value) == pytest.approx(expected, rel=1e-4)
+
+
 def test_weights_learn_from_the_slots_they_read(params: Any, gradients: Callable) -> None:
     """Tokens of zeros teach nothing of values, nor do their slots without a bias."""
     params = {**params, "compressor_bias": jnp.zeros(16)}

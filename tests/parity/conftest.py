@@ -19,6 +19,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         "stack_file": ("stack_",),
         "melodi_layer_file": ("melodi_short", "melodi_long"),
         "melodi_stack_file": ("melodi_stack",),
+        "dense_layer_file": ("densekv_layer",),
+        "dense_stack_file": ("densekv_stack",),
         "optimizer_file": ("opt_adafactor",),
         "schedule_file": ("lr_schedules",),
         "bias_file": ("t5_bias",),

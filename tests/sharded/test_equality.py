@@ -5,9 +5,11 @@ import math
 from collections.abc import Callable
 
 import jax
+import numpy as np
 import pytest
 from sharded_cases import CASES, MESHES, STEPS, curve, worst
 
+from brt.config import Mesh
 from brt.training import run as runs
 
 TOLERANCE = 1e-5  # float32: of losses, caches and states, relative to the largest of an array
@@ -28,6 +30,19 @@ def test_devices_that_share_a_run_equal_one(name: str, mesh: str, case: Callable
     found, after = curve(config, MESHES[mesh], STEPS)
     assert worst(found, nats) < TOLERANCE
     assert worst(after.carry, state.carry) < TOLERANCE
+    assert worst(after.model_state, state.model_state) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_what_is_learned_without_gradients_is_of_the_whole_batch(case: Callable) -> None:
+    """However many parts it is read in, which move nothing before the last of them."""
+    config, (nats, state) = case("routing")
+    training = dataclasses.replace(config.training, gradient_accumulation=2)
+    found, after = curve(dataclasses.replace(config, training=training), Mesh(), STEPS)
+    assert worst(found, nats) < TOLERANCE
+    assert worst(after.model_state, state.model_state) < TOLERANCE
+    moved = jax.tree.leaves(state.model_state)
+    assert moved and all(map(np.any, moved[:2]))
 
 
 @pytest.mark.slow

@@ -84,8 +84,7 @@ def rings_after(tokens: Routed, rings: Rings, document_start: Bool[Array, "B N"]
     places_in_order = jnp.maximum(ends[..., None] - size + jnp.arange(size)[None, None, None], 0)
     flat = places_in_order.reshape(*ends.shape[:2], -1)
     chosen = jnp.take_along_axis(order, flat, axis=-1).reshape(places_in_order.shape)
-    after = Rings(*(take(x, chosen) for x in here[:2]), jnp.minimum(counts, size))
+    keys, values = (take(x, chosen) for x in here[:2])
+    after = Rings(keys, values, jnp.minimum(counts, size))
     kept = is_filled(after)[..., None]
-    return after._replace(
-        keys=jnp.where(kept, after.keys, 0), values=jnp.where(kept, after.values, 0)
-    )
+    return after._replace(keys=jnp.where(kept, keys, 0), values=jnp.where(kept, values, 0))

@@ -17,9 +17,11 @@ from brt.config import Config, Data, Model, Training
 from brt.config_io import config_json
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError
+from brt.layers.stack import new_model_state
 from brt.tasks.weights import Started
 from brt.training import run as runs
 from brt.training import warm_start
+from brt.training.saved import load, load_config
 from brt.training.state import initial_params
 from brt.training.workdir import Workdir
 
@@ -118,6 +120,28 @@ def test_a_run_starts_from_the_weights(recurrent: Path, tmp_path: Path) -> None:
     state = runs.new_state(run, said.append)
     jax.tree.map(np.testing.assert_array_equal, state.params, drawn(MODEL, seed=1))
     assert not said and run.config.model == MODEL
+
+
+def test_what_was_learned_without_gradients_comes_bit_by_bit(tmp_path: Path) -> None:
+    """With a checkpoint, and with the weights that another run starts from."""
+    model = dataclasses.replace(
+        MODEL, recurrent_layers=(), routing_layers=(0, 2), routing_heads=1, routing_clusters=2,
+        routing_keep=4,
+    )  # fmt: skip
+    rng = np.random.default_rng(3)
+    learnt = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), new_model_state(model)
+    )
+    saved = dataclasses.replace(config(), model=model)
+    meta = {"config": config_json(saved), "tokenizer": ByteTokenizer.fingerprint}
+    with CheckpointWriter(Workdir(tmp_path).checkpoints) as writer:
+        writer.save(1, {"params": drawn(model, seed=1), "model_state": learnt}, meta)
+    found = load(*load_config(tmp_path))
+    jax.tree.map(np.testing.assert_array_equal, found.model_state, learnt)
+    asked = dataclasses.replace(saved, training=config(tmp_path).training)
+    weights, new = warm_start.find(asked), new_model_state(model)
+    started = tasks.of(asked).start_model_state(asked, weights, new)
+    jax.tree.map(np.testing.assert_array_equal, started, learnt)
 
 
 def test_what_does_not_fit_is_refused(recurrent: Path, tmp_path: Path) -> None:

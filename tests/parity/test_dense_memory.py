@@ -1,0 +1,133 @@
+"""The layer that reads a dense memory equals that of MELODI's code: outputs, memory, gradients.
+
+Its memory is a ring that all rows share, ours has the oldest token first; without positions the
+order of keys means nothing. There a stack adds what the layer makes to what it read, residual and
+all, and a segment is the layer's block, however short windows are.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict
+from recordings import Golden, assert_close
+from test_melodi import layer_parameters, starts
+
+from brt.config import Model
+from brt.layers.attention import WindowLayer
+from brt.layers.dense_memory import DenseMemoryLayer, DenseState, new_dense_state
+from brt.layers.state import new_window_state
+from brt.models import decoder
+from brt.ops.normalization import rms_norm
+
+RING = "recurrent_memory/{}_train"
+
+
+def model_of(golden: Golden) -> Model:
+    """Whose block is the segment."""
+    cfg = golden.meta["cfg"]
+    return Model(
+        layers=1, dense_memory_layers=(0,), memory_size=cfg["memory"], model_dim=cfg["d"],
+        heads=cfg["heads"], head_dim=cfg["head_dim"], mlp_dim=cfg["mlp"], window=cfg["seq"],
+        mlp_bias=True, vocab_size=cfg["vocab"], dtype="float32",
+    ).parity()  # fmt: skip
+
+
+def memory(arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values, oldest first."""
+    place = int(arrays[RING.format("write_index")])
+    names = (RING.format(name) for name in ("memory_keys", "memory_values"))
+    keys, values = (np.roll(arrays[name], -place, axis=1) for name in names)
+    return keys, values
+
+
+def check_memory(state: DenseState, arrays: dict[str, np.ndarray], name: str) -> None:
+    for ours, theirs in zip(state[:2], memory(arrays), strict=True):
+        assert_close(ours, theirs, name)
+
+
+def test_layer(dense_layer_file: Path) -> None:
+    golden = Golden(dense_layer_file)
+    model = model_of(golden)
+    params = layer_parameters(golden.under("params"), model)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    def value_and_grad(params: Any, xs: jax.Array, state: DenseState, start: jax.Array) -> tuple:
+        ys, state = DenseMemoryLayer(model).apply({"params": params}, xs, state, start)
+        return jnp.sum(ys * golden["ct"]), (ys, state)
+
+    keys, values = map(jnp.asarray, memory(golden.under("state_in")))
+    state = DenseState(keys, values, jnp.full(len(keys), model.memory_size))
+    tokens = golden["xs"].shape[1]
+    (value, (ys, state)), (grads, grad_xs) = value_and_grad(
+        params, jnp.asarray(golden["xs"]), state, starts(golden["start"], tokens, model)
+    )
+    assert_close(ys, golden["ys"], "ys")
+    check_memory(state, golden.under("state_out"), "memory")
+    scale = float(np.abs(golden["ys"] * golden["ct"]).sum())
+    assert_close(value, golden["loss"], "loss", scale)
+    assert_close(grad_xs, golden["grad_xs"], "gradient of xs")
+    expected = flatten_dict(layer_parameters(golden.under("grad_params"), model), sep="/")
+    for name, gradient in flatten_dict(grads, sep="/").items():
+        assert_close(gradient, expected[name], f"gradient of {name}")
+    (_, (ys, state)), _ = value_and_grad(
+        params, jnp.asarray(golden["xs2"]), state, starts(golden["start2"], tokens, model)
+    )
+    assert_close(ys, golden["ys2"], "ys of segment 2")
+    check_memory(state, golden.under("state_out2"), "memory after segment 2")
+
+
+def test_stack(dense_stack_file: Path) -> None:
+    golden = Golden(dense_stack_file)
+    dense = model_of(golden)
+    cfg = golden.meta["cfg"]
+    xl = dataclasses.replace(
+        dense, dense_memory_layers=(), memory_neighbors=1, window=cfg["window"]
+    )
+    layers = {"transformer0": xl, "side_layer": dense, "transformer1": xl}
+
+    def parameters(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "embedding": jnp.asarray(arrays["embed/embedding"]),
+            "norm": jnp.asarray(arrays["layer_stack/final_layernorm/scale"]),
+        }
+        for name, model in layers.items():
+            prefix = f"layer_stack/{name}/"
+            own = {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+            found[name] = layer_parameters(own, model)
+        return found
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def value_and_grad(params: Any, states: tuple, tokens: jax.Array, flags: jax.Array) -> tuple:
+        x, after = params["embedding"][tokens], []
+        for (name, model), state in zip(layers.items(), states, strict=True):
+            layer = DenseMemoryLayer if model is dense else WindowLayer
+            start = starts(flags, tokens.shape[1], model)
+            y, own = layer(model).apply({"params": params[name]}, x, state, start)
+            x = x + y if model is dense else y
+            after.append(own)
+        logits = decoder.logits(xl, params["embedding"], rms_norm(x, params["norm"]))
+        targets = jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], axis=1)
+        scored = (tokens > 0) & (targets > 0)
+        nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
+        return jnp.sum(nats[..., 0] * scored), (logits, tuple(after))
+
+    params, kind = parameters(golden.under("params")), jnp.dtype("float32")
+    fresh = new_window_state(xl, 2, kind)
+    states: tuple = (fresh, new_dense_state(dense, 2, kind), fresh)
+    for segment, gradients in (("1", "grad_params"), ("2", "grad_params2")):
+        tokens, flags = (jnp.asarray(golden[name + segment]) for name in ("tokens", "start"))
+        (value, (logits, states)), grads = value_and_grad(params, states, tokens, flags)
+        assert_close(logits, golden["logits" + segment], "logits")
+        assert_close(value, golden["loss" + segment], "loss")
+        folder = f"state{segment}/layer_stack/side_layer"
+        check_memory(states[1], golden.under(folder), folder)
+        expected = flatten_dict(parameters(golden.under(gradients)), sep="/")
+        for name, gradient in flatten_dict(grads, sep="/").items():
+            assert_close(gradient, expected[name], f"gradient {segment} of {name}")
