@@ -146,6 +146,22 @@ def test_a_document_does_not_depend_on_what_was_read_before_it() -> None:
     np.testing.assert_array_equal(y[0], fresh[0])
 
 
+def test_there_is_room_for_documents_of_a_block_each_behind_full_rings() -> None:
+    """As many clusters of as many documents as can be, none of which fills its last chunk."""
+    rings = Rings(*(x + 1 for x in new_rings()[:2]), new_rings().filled + KEPT)
+    clusters = jnp.arange(TOKENS)[None, :, None] % CLUSTERS
+    tokens = routed(queries())._replace(
+        clusters=jnp.broadcast_to(clusters, (LANES, TOKENS, HEADS)).astype(jnp.int32)
+    )
+    first_too = np.array([[True], [False]])
+    start = np.concatenate([first_too, np.ones((LANES, BLOCKS - 1), bool)], axis=1)
+    (y, after), (expected, others) = (
+        read(tokens, rings, start, name=name) for name in (None, "reference")
+    )
+    np.testing.assert_allclose(y, expected, atol=TOLERANCE)
+    jax.tree.map(np.testing.assert_array_equal, after, others)
+
+
 @pytest.mark.parametrize("itself", [True, False])
 def test_segments_and_tokens_one_by_one_read_the_same(itself: bool) -> None:
     tokens, rings = routed(queries()), new_rings()

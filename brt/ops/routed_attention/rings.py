@@ -60,7 +60,8 @@ def places(tokens: Routed, rings: Rings, document_start: Bool[Array, "B N"]) -> 
     documents = jnp.repeat(jnp.cumsum(document_start, axis=1, dtype=jnp.int32), width, axis=1)
     of_tokens = documents[:, None] * clusters + tokens.clusters.swapaxes(1, 2)
     own = jnp.arange(clusters, dtype=jnp.int32)[None, None, :, None]
-    of_rings = jnp.where(is_filled(rings), own, NOWHERE)
+    there = is_filled(rings) & ~document_start[:, :1, None, None]
+    of_rings = jnp.where(there, own, NOWHERE)
     of_rings = of_rings.reshape(*of_rings.shape[:2], -1)
     pairs = (rings.keys, tokens.keys), (rings.values, tokens.values)
     keys, values = (
