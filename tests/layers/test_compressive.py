@@ -186,9 +186,9 @@ def test_slots_that_are_to_give_back_their_block_teach_the_compressor_alone(
     _, (of_task, _) = gradients(False, params, inputs())
     assert not any(np.any(of_task[name]) for name in learned)
     x = np.asarray(inputs()).reshape(LANES, BLOCKS, SLOTS, -1, MODEL.model_dim)[:, :-1]
-    kernel, bias = (params[f"compressor_{part}"] for part in ("kernel", "bias"))
+    kernel, bias = (np.asarray(params[f"compressor_{part}"]) for part in ("kernel", "bias"))
     slots = np.einsum("bnsrd,rde->bnse", x, kernel) + bias
-    kernel, bias = (params[f"decompressor_{part}"] for part in ("kernel", "bias"))
+    kernel, bias = (np.asarray(params[f"decompressor_{part}"]) for part in ("kernel", "bias"))
     errors = np.einsum("bnse,erd->bnsrd", slots, kernel) + bias - x
     expected = np.mean(errors**2) * (BLOCKS - 1) / BLOCKS  # the first block has none before it
     assert float(value) == pytest.approx(expected, rel=1e-4)
