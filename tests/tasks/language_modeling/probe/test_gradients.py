@@ -8,6 +8,7 @@ import pytest
 from brt.config import Config
 from brt.data.token_store import TokenStore
 from brt.layers import recurrent
+from brt.layers.stack import new_model_state
 from brt.tasks.language_modeling.probe.gradients import by_layer, gradient_reach
 
 
@@ -62,3 +63,13 @@ def test_segments_of_one_block_do_not_train_the_update_of_the_states(
     found = gradient_reach(dataclasses.replace(tiny, training=training), params, store)
     names = ("cross_queries", "cross_scale", "output", "output_gate_bias", "queries", "scale")
     assert sorted(found["starved"]) == [f"layer_0/cell/{name}" for name in names]
+
+
+def test_a_model_that_learns_without_gradients_too_is_reached(
+    tiny: Config, random_params: Callable, store: TokenStore
+) -> None:
+    routing = {"routing_layers": (0,), "routing_heads": 1, "routing_clusters": 2}
+    model = dataclasses.replace(tiny.model, recurrent_layers=(), routing_keep=8, **routing)
+    config = dataclasses.replace(tiny, model=model)
+    found = gradient_reach(config, random_params(model), store, new_model_state(model))
+    assert found["starved"] == found["not_finite"] == [] and found["states"] == []

@@ -11,6 +11,7 @@ from brt.config import Config
 from brt.data.preparation import Corpus
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import ByteTokenizer
+from brt.layers.stack import new_model_state
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
 from brt.tasks.language_modeling.probe import job
 from brt.tasks.language_modeling.probe.reading import HOWS, Arm, Reading, read
@@ -139,14 +140,29 @@ def test_a_model_without_any_memory_has_nothing_to_replace(
     assert list(reading.nats) == [None] and reading.states == {} and job.memory(reading) == []
 
 
-def test_a_memory_of_tokens_is_a_part_as_well(
-    tiny: Config, store: TokenStore, random_params: Callable
+MEMORIES: dict[str, dict[str, Any]] = {
+    "memorizing": {"memorizing_layers": (0,), "memory_size": 16, "memory_neighbors": 2},
+    "dense memory": {"dense_memory_layers": (0,), "memory_size": 16},
+    "clustered": {"clustered_layers": (0,), "clusters": 2, "cluster_top_k": 2},
+    "compressive": {"compressive_layers": (0,), "compressed_memory": 8},
+    "routing": {"routing_layers": (0,), "routing_heads": 1, "routing_clusters": 2,
+                "routing_keep": 8},
+    "summary": {"long_summary_layers": (0,), "summaries": 2, "short_memory": 2, "long_memory": 8,
+                "long_increment": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_a_memory_of_any_kind_is_a_part_as_well(
+    name: str, tiny: Config, store: TokenStore, random_params: Callable
 ) -> None:
-    memorizing = {"memorizing_layers": (0,), "memory_size": 16, "memory_neighbors": 2}
-    model = dataclasses.replace(tiny.model, recurrent_layers=(), **memorizing)
-    config = dataclasses.replace(tiny, model=model)
-    rows = job.memory(read(config, random_params(model), ByteTokenizer(), store))
+    model = dataclasses.replace(tiny.model, recurrent_layers=(), **MEMORIES[name])
+    config, learnt = dataclasses.replace(tiny, model=model), new_model_state(model)
+    tokenizer = ByteTokenizer()
+    reading = read(config, random_params(model), tokenizer, store, model_state=learnt)
+    rows = job.memory(reading)
+    own = {"dense memory": ("memory",), "summary": ("state", "memory")}
     assert [(row["part"], row["how"]) for row in rows] == [
-        (part, how) for part in ("cache", "memory") for how in HOWS
+        (part, how) for part in own.get(name, ("cache", "memory")) for how in HOWS
     ]
     assert all(row["difference"] != 0 for row in rows)
