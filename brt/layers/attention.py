@@ -211,13 +211,8 @@ class TransformerBlock(nn.Module):
         past: Past,
         memory: StateMemory | None,
         mix: Mix | None = None,
-        beside: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """The layer's output for a segment; `memory` [B, N, S, H, K] is the states' or None.
-
-        Args:
-          beside: what other heads have read, through their output kernel.
-        """
+        """The layer's output for a segment; `memory` [B, N, S, H, K] is the states' or None."""
         m = self.model
         tokens, mask = x.shape[1], None
         queries, keys = projections.raw or (projections.queries, projections.keys)
@@ -245,7 +240,7 @@ class TransformerBlock(nn.Module):
                 implementation=self.kernels.softmax_attention,
             )  # fmt: skip
             attended.append(crossed.reshape(attended[0].shape))
-        return self.finish(x if beside is None else x + beside, jnp.stack(attended, axis=2))
+        return self.finish(x, jnp.stack(attended, axis=2))
 
     def attend_step(
         self,
@@ -255,14 +250,14 @@ class TransformerBlock(nn.Module):
         position: Int[Array, ""],
         memory: StateMemory | None,
         mix: Mix | None = None,
-        beside: Float[Array, "B 1 D"] | None = None,
+        projections: TokenProjections | None = None,
     ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
         """The same for one token, at `position` in its block; writes it into the block.
 
-        `memory` is [B, S, H, K] or None.
+        `memory` is [B, S, H, K] or None; `projections`, if not of x, are given.
         """
         m = self.model
-        projections = self.project(x)
+        projections = projections or self.project(x)
 
         def written(ring: Float[Array, "B W H K"], z: Float[Array, "B 1 H K"]) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(ring, z, position, axis=1)
@@ -283,7 +278,6 @@ class TransformerBlock(nn.Module):
         attended = [part.output if mix is None else mix(projections.queries, part)]
         if memory is not None:
             attended.append(attend(projections.cross_queries, *memory))
-        x = x if beside is None else x + beside
         return self.finish(x, jnp.stack(attended, axis=2)), after
 
     def _rotate_step(

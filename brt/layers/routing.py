@@ -168,8 +168,8 @@ class RoutingLayer(nn.Module):
             queries, routed, state.rings, start, self._bias(), attend_to_self=m.attend_to_self,
             implementation=self.kernels.routed_attention,
         )  # fmt: skip
-        beside = dense(read, self.output, inputs=2)
-        y = self.tokens.attend(x, projections, past, None, beside=beside)
+        x = x + dense(read, self.output, inputs=2)  # and what the other heads read is added to it
+        y = self.tokens.attend(x, projections, past, None)
         rings = rings_after(routed, state.rings, start)
         return y, RoutedState(window, *rings), self._aux(routed, statistics)
 
@@ -213,10 +213,10 @@ class RoutingLayer(nn.Module):
             queries, routed.clusters[:, 0], whole, state.rings, position, self._bias(),
             attend_to_self=self.model.attend_to_self,
         )  # fmt: skip
-        beside = dense(read, self.output, inputs=2)
         y, tokens = self.tokens.attend_step(
-            x, state.window, block.tokens, position, None, beside=beside
-        )
+            x + dense(read, self.output, inputs=2), state.window, block.tokens, position, None,
+            projections=self.tokens.project(x),
+        )  # fmt: skip
         return y, RoutedBlock(tokens, whole)
 
     def end_block(

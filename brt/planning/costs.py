@@ -25,6 +25,7 @@ PARTS = {
     "mlp": "MLP and output",
     "window_attention": "attention",
     "memory_attention": "attention",
+    "routed_attention": "attention",
     "clustered": "attention",
     "self_attn": "attention",
     "cross_attn": "attention",

@@ -215,6 +215,6 @@ def test_centres_are_moving_averages_and_one_without_tokens_stays() -> None:
 
 
 def test_clusters_are_found_by_direction_whatever_a_centres_length() -> None:
-    longer = STATISTICS._replace(sums=STATISTICS.sums * jnp.asarray([1.0, 50.0, 3.0])[:, None])
+    longer = STATISTICS._replace(sums=STATISTICS.sums * jnp.asarray([[[1.0], [50.0], [3.0]]]))
     np.testing.assert_array_equal(nearest(queries(), longer), nearest(queries(), STATISTICS))
     assert isinstance(longer, Statistics)
