@@ -6,6 +6,26 @@ from pathlib import Path
 import jax
 import numpy as np
 
+# What files of each kind begin with, by the argument of the tests that read them.
+PATTERNS = {
+    "layer_file": ("sliding_layer_", "xl_layer_", "recurrent_layer_"),
+    "stack_file": ("stack_",),
+    "melodi_layer_file": ("melodi_short", "melodi_long"),
+    "melodi_stack_file": ("melodi_stack",),
+    "dense_layer_file": ("densekv_layer",),
+    "dense_stack_file": ("densekv_stack",),
+    "optimizer_file": ("opt_adafactor",),
+    "schedule_file": ("lr_schedules",),
+    "bias_file": ("t5_bias",),
+    "knn_file": ("knn_memory",),
+    "external_file": ("external_attention",),
+    "exact_file": ("full", "exact_topk"),
+    "reformer_file": ("reformer_",),
+    "hash_file": ("hash_",),
+    "kmeans_file": ("kmeans_",),
+    "clustered_file": ("clustered_", "iclustered_"),
+}
+
 TOLERANCE = 1e-5  # relative to the largest magnitude of the array, float32
 
 
