@@ -44,12 +44,9 @@ def routed_attention(
 ) -> Float[Array, "B T H K"]:
     """See `api.routed_attention`."""
     here = places(tokens, rings, document_start)
-    (count, blocks), clusters, reach = (
-        (queries.shape[1], document_start.shape[1]),
-        rings.keys.shape[2],
-        bias.shape[1],
-    )
-    # Every cluster of every document has a chunk that is not full: together no more than tokens.
+    count, blocks = queries.shape[1], document_start.shape[1]
+    clusters, reach = rings.keys.shape[2], bias.shape[1]
+    # Every cluster of every document may have a chunk that is not full.
     size = min(max(count // (blocks * clusters), LEAST), reach)
     total = here.groups.shape[-1]
     chunks = (total + blocks * clusters * (size - 1)) // size
