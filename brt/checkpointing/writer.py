@@ -3,12 +3,14 @@
 The trainer is the only writer; everyone else uses `brt.checkpointing.reader`.
 """
 
+import contextlib
 import errno
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -52,12 +54,21 @@ class CheckpointWriter:
       directory: the `checkpoints` directory of a run, created if missing.
       keep: how many of the newest checkpoints stay.
       keep_every: checkpoints at multiples of so many steps stay for good; 0: none.
+      beside: a context that is told what the background does.
     """
 
-    def __init__(self, directory: Path, *, keep: int = 3, keep_every: int = 0):
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int = 3,
+        keep_every: int = 0,
+        beside: Callable[[str], AbstractContextManager[None]] = contextlib.nullcontext,
+    ):
         self._directory = directory
         self._keep = keep
         self._keep_every = keep_every
+        self._beside = beside
         self._pending: Future[None] | None = None
         self._last_step: int | None = None
         try:
@@ -157,11 +168,12 @@ class CheckpointWriter:
             self._orbax.wait_until_finished()  # of all processes
             if not processes.is_first():
                 return
-            (partial / META).write_text(meta)
-            manifest.write(partial)
-            _commit(partial)
-            durable.write(self._directory.parent / LAST, f"{step}\n".encode())
-            self._prune(step)
+            with self._beside("committing"):
+                (partial / META).write_text(meta)
+                manifest.write(partial)
+                _commit(partial)
+                durable.write(self._directory.parent / LAST, f"{step}\n".encode())
+                self._prune(step)
         except Exception as error:
             raise self._failure(step, error) from error
 

@@ -19,15 +19,15 @@ from brt.config_io import config_from_json, config_json, config_text
 from brt.data.lanes import BatchIterator, iterate
 from brt.distributed import mesh as meshes
 from brt.distributed import processes
-from brt.distributed.stopping import AgreedStop
 from brt.errors import Preempted
 from brt.ops import dispatch
 from brt.tasks.protocol import Evaluator
-from brt.training import evaluations, kept, optimizer, resuming, startup, trackers
+from brt.training import evaluations, kept, optimizer, requests, resuming, startup, trackers
 from brt.training import run as runs
 from brt.training import workdir as workdirs
 from brt.training.meter import Meter
 from brt.training.metrics import MetricsWriter, Rate, Throughput, read_metrics
+from brt.training.phases import Phases
 from brt.training.preemption import StopSignal
 from brt.training.profiling import Profile, peak_flops
 from brt.training.progress import Progress
@@ -47,7 +47,7 @@ class Tools(NamedTuple):
     metrics: MetricsWriter
     progress: Progress
     throughput: Throughput
-    stop: StopSignal
+    phases: Phases
     should_stop: Callable[[], str | None]
     profile: Profile
     batches: BatchIterator
@@ -67,10 +67,12 @@ def train(config: Config, path: Path) -> tuple[Run, Workdir]:
     trackers.wanted(config, reader.warn_on_stderr)  # refused before anything is prepared
     found = resuming.newest(path)
     run = runs.build(config, saved=found)
-    with StopSignal() as stop, contextlib.ExitStack() as stack:
+    phases = Phases()
+    with StopSignal(waits=lambda: phases.waits) as stop, contextlib.ExitStack() as stack:
         workdir = _entered(path, stack)
         stack.enter_context(meshes.use(run.mesh))
-        state, tools = _set_up(run, workdir, found, stop, stack)
+        state, tools = _set_up(run, workdir, found, stop, phases, stack)
+        stack.callback(phases.enter, "ending")
         _loop(state, tools)
         processes.wait_for_all("end")
     return run, workdir
@@ -104,31 +106,42 @@ def _set_up(
     workdir: Workdir,
     found: reader.Found | None,
     stop: StopSignal,
+    phases: Phases,
     stack: contextlib.ExitStack,
 ) -> tuple[TrainState, Tools]:
     """Restores or starts the run, and opens everything that has to be closed."""
     c = run.config
     writer = stack.enter_context(  # first, for it removes what a killed run left behind
         CheckpointWriter(
-            workdir.checkpoints, keep=c.checkpoint.keep, keep_every=c.checkpoint.keep_every
-        )
+            workdir.checkpoints,
+            keep=c.checkpoint.keep,
+            keep_every=c.checkpoint.keep_every,
+            beside=phases.beside,
+        )  # fmt: skip
     )
     provenance = workdirs.provenance()
-    saved = _saved(run, workdir, found)
+    found = _found(run, workdir, found)
+    newest = found.step if found else 0
+    stream = None if processes.is_first() else io.StringIO()
+    progress = stack.enter_context(
+        Progress(c.training.steps, initial_step=newest, log=workdir.log, stream=stream)
+    )
+    phases.listen(progress.phase)
+    saved = None
+    if found:
+        with phases.during("restoring", newest):
+            saved = reader.restore(workdir.checkpoints, run.abstract, newest, found=found)
     _check_alike(run, saved.step if saved else None, provenance)
     if saved:
         kept.check_unchanged(workdir, run.corpus.described())
+    start = saved.step if saved else 0
     needed = tree_utils.required_bytes(run.abstract) * min(c.checkpoint.keep, 2)
     check_disk(workdir.checkpoints, needed)
-    start = saved.step if saved else 0
-    stream = None if processes.is_first() else io.StringIO()
-    progress = stack.enter_context(
-        Progress(c.training.steps, initial_step=start, log=workdir.log, stream=stream)
-    )
     batches = iterate(runs.own_reader(run), start)
     stack.callback(batches.close)
     if saved:
-        batches.set_state(saved.meta["data"])
+        with phases.during("seeking"):
+            batches.set_state(saved.meta["data"])
         progress.message(f"resuming {workdir.path} from step {start}")
     elif read_metrics(workdir.metrics):
         progress.message(f"{workdir.path} was stopped before its first checkpoint; beginning again")
@@ -148,33 +161,23 @@ def _set_up(
     metrics = MetricsWriter(workdir, start, progress.message, told)
     stack.callback(metrics.close)
     tools = Tools(
-        run, workdir, writer, metrics, progress, Throughput(), stop, _agreed(stop, stack),
-        profile, batches,
+        run, workdir, writer, metrics, progress, Throughput(), phases,
+        requests.agreed(stop, phases, stack), profile, batches,
         Meter(saved.meta["meter"] if saved else None), _evaluator(run), run.task.probe(c),
         provenance,
     )  # fmt: skip
     return saved.state if saved else runs.new_state(run, progress.message), tools
 
 
-def _agreed(stop: StopSignal, stack: contextlib.ExitStack) -> Callable[[], str | None]:
-    """What asks this process to stop; of several, where all of them do."""
-    if not processes.several():
-        return lambda: stop.requested
-    agreed = AgreedStop(lambda: stop.requested, reader.warn_on_stderr)
-    stack.callback(agreed.close)
-    return agreed.due
-
-
-def _saved(run: Run, workdir: Workdir, found: reader.Found | None) -> reader.Restored | None:
+def _found(run: Run, workdir: Workdir, found: reader.Found | None) -> reader.Found | None:
     """The newest whole checkpoint, if it is one of this run."""
     steps = reader.steps(workdir.checkpoints)
     if steps and (found is None or steps[-1] > found.step):
         found = resuming.newest(workdir.path)  # another trainer went on before we had the lock
-    if found is None:
-        return None
-    for line in resuming.check_resumable(config_from_json(found.meta["config"]), run.config):
-        reader.warn_on_stderr(f"the checkpoint has another {line}")
-    return reader.restore(workdir.checkpoints, run.abstract, found.step, found=found)
+    if found:
+        for line in resuming.check_resumable(config_from_json(found.meta["config"]), run.config):
+            reader.warn_on_stderr(f"the checkpoint has another {line}")
+    return found
 
 
 def _held_out(run: Run) -> str | None:
@@ -201,7 +204,8 @@ def _loop(state: TrainState, tools: Tools) -> None:
         complete = _steps(first, state, tools)
     else:
         progress.message(f"step {first} of {steps} is done already; raise Training.steps to go on")
-    tools.writer.wait()
+    with tools.phases.during("committing"):
+        tools.writer.wait()
     if not complete:
         raise Preempted(f"saved at step {max(first, steps)}, not evaluated; run the same again")
 
@@ -211,19 +215,20 @@ def _steps(first: int, state: TrainState, tools: Tools) -> bool:
     run = tools.run
     t, every = run.config.training, run.config.checkpoint.every
     complete = True
-    with _busy("compiling", tools):
+    with _phase("compiling", tools):
         step_function = runs.compiled_step(run)
     chosen = ", ".join(f"{op}: {name}" for op, name in dispatch.chosen().items())
     tools.progress.note(f"implementations chosen by 'auto': {chosen or 'none'}")
     rate = jax.jit(optimizer.learning_rate(run.config.optimizer, t.steps))
+    tools.phases.enter("stepping", first)
     for step in range(first, t.steps):
         if tools.should_stop():
-            _save(state, tools)
-            tools.writer.wait()
+            _save(state, tools, wait=True)
             raise Preempted(f"saved at step {step}; run the same command again to go on")
         batch = next(tools.batches)
         if not step_function.prepared(batch):
-            with _busy("compiling for another length", tools):
+            tools.progress.message("a batch of another length")
+            with _phase("compiling", tools):
                 step_function.prepare(batch)
         done = step + 1
         tools.profile.before(done)
@@ -235,6 +240,7 @@ def _steps(first: int, state: TrainState, tools: Tools) -> bool:
         flops = run.task.flops(run.config, batch)
         tools.throughput.step(share * run.reader.positions(batch), flops and share * flops)
         tools.writer.check()
+        tools.phases.moved(done)
         tools.progress.step(done)
         if step == first and done % t.log_every:
             tools.progress.began(done, tools.meter.bits_per_token())
@@ -310,12 +316,10 @@ def _look(step: int, state: TrainState, tools: Tools, *, resumed: bool = False) 
 
 
 @contextlib.contextmanager
-def _busy(name: str, tools: Tools) -> Iterator[None]:
-    """What a signal cannot interrupt."""
-    tools.stop.busy = name
-    with tools.progress.phase(name), tools.throughput.pause():
+def _phase(name: str, tools: Tools) -> Iterator[None]:
+    """What is no training, and does not count for its speed."""
+    with tools.phases.during(name), tools.throughput.pause():
         yield
-    tools.stop.busy = ""
 
 
 def _is_time(step: int, every: int, steps: int) -> bool:
@@ -329,7 +333,7 @@ def _evaluate(step: int, state: TrainState, tools: Tools) -> bool:
     last, read, found = step >= tools.run.config.training.steps, tools.evaluator, {}
     headlines = []
     for whole in (False, True) if last and read.partial else (last,):
-        with tools.throughput.pause():
+        with _phase("evaluating", tools):
             reading = read(
                 state.params, model_state=state.model_state, whole=whole,
                 stop=tools.should_stop,
@@ -348,7 +352,7 @@ def _evaluate(step: int, state: TrainState, tools: Tools) -> bool:
 def _sample(step: int, state: TrainState, path: Path, tools: Tools) -> bool:
     """Writes a text that the model draws."""
     tools.meter.flush()
-    with tools.throughput.pause():
+    with _phase("sampling", tools):
         text = tools.evaluator.sample(
             state.params, step, tools.should_stop, model_state=state.model_state
         )
@@ -357,11 +361,14 @@ def _sample(step: int, state: TrainState, path: Path, tools: Tools) -> bool:
     return text is not None
 
 
-def _save(state: TrainState, tools: Tools) -> None:
-    """Starts a checkpoint of everything that a resumed run needs."""
+def _save(state: TrainState, tools: Tools, *, wait: bool = False) -> None:
+    """Starts a checkpoint of everything that a resumed run needs, or waits until it is there."""
     tools.meter.flush()
-    with tools.throughput.pause():
+    with _phase("saving", tools):
         tools.writer.save(int(state.step), state, _meta(tools))
+    if wait:
+        with _phase("committing", tools):
+            tools.writer.wait()
 
 
 def _meta(tools: Tools) -> dict[str, object]:

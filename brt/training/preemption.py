@@ -42,14 +42,11 @@ class StopSignal:
 
     Args:
       announce: told once, in that thread, what happens now.
-
-    Attributes:
-      busy: what cannot be interrupted ("compiling"), while it lasts.
+      waits: what cannot be interrupted now ("compiling"), "": nothing.
     """
 
-    def __init__(self, announce: Callable[[str], None] = _announce):
-        self._announce = announce
-        self.busy = ""
+    def __init__(self, announce: Callable[[str], None] = _announce, waits: Callable[[], str] = str):
+        self._announce, self._waits = announce, waits
         self._requested: str | None = None
 
     @property
@@ -92,7 +89,7 @@ class StopSignal:
                 continue
             if self._requested is None:
                 self._requested = signal.Signals(received[0]).name
-                after = f", after {self.busy}" if self.busy else ""
+                after = f", after {phase}" if (phase := self._waits()) else ""
                 self._announce(
                     f"{self._requested}: saving at the next step boundary{after} "
                     "(Ctrl-C quits at once)"

@@ -6,7 +6,6 @@ import io
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -14,6 +13,10 @@ from typing import TextIO
 from tqdm import tqdm
 
 from brt.formatting import clock, short
+from brt.training.phases import Moment
+
+_USUAL = "stepping"  # of which figures speak
+_TIMED = ("restoring", "compiling")
 
 
 class Progress:
@@ -40,6 +43,7 @@ class Progress:
         self._stream = stream or sys.stderr
         self._evaluation = ""
         self._tail = ""
+        self._phase, self._began = _USUAL, time.perf_counter()
         self._bar: tqdm | None = None
         self._log: TextIO | None = None
         try:
@@ -100,13 +104,25 @@ class Progress:
         """Lines for log.txt alone."""
         self._write_log(text)
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Says what is going on ("compiling") before it starts, and what it took."""
-        begin = time.perf_counter()
-        self.message(f"{name} ...")
-        yield
-        self.message(f"{name}: {time.perf_counter() - begin:.1f} s")
+    def phase(self, now: Moment) -> None:
+        """Says what begins ("compiling") before it does; of what nobody can foresee, what it took.
+
+        On a terminal it stands behind the bar as long as it lasts.
+        """
+        if now.phase == self._phase:
+            return
+        before, self._phase = self._phase, now.phase
+        took, self._began = time.perf_counter() - self._began, time.perf_counter()
+        if before in _TIMED:
+            self.message(f"{before}: {took:.1f} s")
+        if now.phase == _USUAL:
+            self._refresh_bar(now.step)
+            return
+        text = f"step {now.step}/{self._steps}  " * bool(now.step) + f"{now.phase} ..."
+        self._write_log(text)
+        if self._bar is None or now.phase in _TIMED:
+            self._show(text)
+        self._refresh_bar(now.step)
 
     def close(self) -> None:
         """Leaves the bar as it stands and closes the log."""
@@ -128,7 +144,9 @@ class Progress:
     def _refresh_bar(self, step: int) -> None:
         self.step(step)
         if self._bar is not None:
-            self._bar.set_postfix_str("  ".join(filter(None, (self._tail, self._evaluation))))
+            doing = f"{self._phase} ..." * (self._phase != _USUAL)
+            parts = filter(None, (self._tail, self._evaluation, doing))
+            self._bar.set_postfix_str("  ".join(parts))
 
     def _show(self, text: str) -> None:
         if self._bar is None:

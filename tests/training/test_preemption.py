@@ -90,3 +90,12 @@ def test_other_threads_change_nothing() -> None:
     thread.start()
     thread.join()
     assert seen == [(None, signal.getsignal(signal.SIGTERM))]
+
+
+def test_it_says_what_it_waits_for() -> None:
+    messages: list[str] = []
+    with StopSignal(messages.append, waits=lambda: "compiling"):
+        signal.raise_signal(signal.SIGINT)
+        while not messages:
+            time.sleep(0.01)
+    assert "at the next step boundary, after compiling (Ctrl-C" in messages[0]
