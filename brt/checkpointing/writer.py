@@ -63,7 +63,7 @@ class CheckpointWriter:
         *,
         keep: int = 3,
         keep_every: int = 0,
-        beside: Callable[[str], AbstractContextManager[None]] = contextlib.nullcontext,
+        beside: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
     ):
         self._directory = directory
         self._keep = keep

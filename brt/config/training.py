@@ -28,6 +28,9 @@ class Training:
     sample_every: int = free(1000)  # steps; 0: never
     # steps; figures of the recurrent states, at next to no cost; 0: never
     probe_every: int = free(1000)
+    # without a step or any other sign of life, after which all stacks are written down and the run
+    # ends with exit code 70; four times as long while it compiles, restores or saves; 0: never
+    watchdog_seconds: int = free(1800)
     plots: bool = free(True)  # draw plots/ at the end
     # the first and the last step of a trace that TensorBoard's profiler opens; (): none
     profile_at: tuple[int, ...] = free(())
@@ -37,7 +40,9 @@ class Training:
             self, "steps", "batch_size", "segment_length", "gradient_accumulation", "loss_chunk",
             "log_every",
         )  # fmt: skip
-        check_not_negative(self, "epochs", "evaluate_every", "sample_every", "probe_every")
+        check_not_negative(
+            self, "epochs", "evaluate_every", "sample_every", "probe_every", "watchdog_seconds"
+        )
         check(-(2**63) <= self.seed < 2**63, f"Training.seed = {self.seed} must have 64 bits")
         check(
             self.batch_size * self.segment_length <= LARGEST,

@@ -20,13 +20,26 @@ class Heartbeat:
     Args:
       client: of the service that texts go through.
       peer: how people know a process.
+
+    Attributes:
+      doing: what this process says that it does ("stepping after step 3").
     """
+
+    doing: Callable[[], str] = str
 
     def __init__(self, client: Any, index: int, count: int, peer: Callable[[int], str]):
         self._client, self._index, self._peer = client, index, peer
         self._over = threading.Event()
         self._seen = dict.fromkeys(range(count), ("", time.monotonic()))
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def last_words(self) -> list[str]:
+        """What the others did when they were last heard of."""
+        return [
+            f"{self._peer(index)} was {said}"
+            for index, (beat, _) in self._seen.items()
+            if index != self._index and (said := _doing(beat))
+        ]
 
     def close(self) -> None:
         """Nobody has to be there any more."""
@@ -37,7 +50,9 @@ class Heartbeat:
         while not self._over.wait(_BEAT_SECONDS):
             beats += 1
             try:
-                self._client.key_value_set(f"brt/alive/{self._index}", str(beats), True)
+                self._client.key_value_set(
+                    f"brt/alive/{self._index}", f"{beats} {self.doing()}", True
+                )
                 alive = self._read("brt/alive")
                 stopped = self._read("brt/stopped")
             except Exception:
@@ -57,11 +72,16 @@ class Heartbeat:
     def _end(self, index: int, silent: float, reason: str | None) -> None:
         if self._over.is_set():
             return
-        why = (
-            f"has stopped: {reason}" if reason else f"has given no sign of life for {silent:.0f} s"
-        )
+        said = _doing(self._seen[index][0])
+        last = f", last while {said}" * bool(said)
+        why = f"has given no sign of life for {silent:.0f} s{last}"
+        why = f"has stopped: {reason}" if reason else why
         print(
             f"brt: {self._peer(index)} {why}; start all processes again to go on from the newest "
             "checkpoint", file=sys.stderr, flush=True,
         )  # fmt: skip
         os._exit(PeerError.exit_code)
+
+
+def _doing(beat: str) -> str:
+    return beat.partition(" ")[2]

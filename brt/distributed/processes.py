@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -204,6 +204,17 @@ def say_goodbye(reason: str) -> None:
     if several():
         with contextlib.suppress(Exception):  # they may be gone, too
             service().key_value_set(f"brt/stopped/{jax.process_index()}", reason[:500])
+
+
+def tell(doing: Callable[[], str]) -> None:
+    """Lets the others know what this process does, for when they hear of it no more."""
+    if _heartbeat:
+        _heartbeat.doing = doing
+
+
+def last_words() -> list[str]:
+    """What the other processes did when they were last heard of, a phrase each."""
+    return _heartbeat.last_words() if _heartbeat else []
 
 
 def wait_for_all(name: str) -> None:

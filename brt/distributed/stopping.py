@@ -1,4 +1,4 @@
-"""When several processes stop."""
+"""When several processes stop, or do anything else that one of them is asked for."""
 
 import contextlib
 import sys
@@ -10,27 +10,32 @@ import jax
 from brt.distributed.processes import PATIENCE_SECONDS, gather, peer, service
 
 
-class AgreedStop:
-    """One process is asked to stop, and all stop at the same look at it.
+class Agreed:
+    """One process is asked for something, and all do it at the same look.
 
     Every process looks as often as the others (`due`). Who is asked says so; a thread of each
-    then tells the others how far its process has looked, and the furthest is where all stop.
+    then tells the others how far its process has looked, and the furthest is where all do it.
+    What is over (`done`, on all of them at the same look) may be asked for again.
 
     Args:
-      asked: what asks this process to stop, None before it.
-      announce: told why this process will stop, where another one was asked.
+      name: of what is asked for.
+      asked: what asks this process, None before it.
+      announce: told why this process will do it, where another one was asked.
     """
 
-    def __init__(self, asked: Callable[[], str | None], announce: Callable[[str], None]):
-        self._asked, self._announce = asked, announce
+    def __init__(
+        self, name: str, asked: Callable[[], str | None], announce: Callable[[str], object]
+    ):
+        self._name, self._asked, self._announce = name, asked, announce
         self._lock, self._agreed = threading.Lock(), threading.Event()
+        self._done = threading.Event()
         self._looks, self._frozen, self._at = 0, False, sys.maxsize
         self.reason: str | None = None
         self._over = False
-        threading.Thread(target=self._watch, name="agreement", daemon=True).start()
+        threading.Thread(target=self._watch, name=f"agreement: {name}", daemon=True).start()
 
     def due(self) -> str | None:
-        """Why to stop here, None: go on."""
+        """Why to do it here, None: go on."""
         with self._lock:
             waits = self._frozen
             if not waits:
@@ -41,34 +46,51 @@ class AgreedStop:
                 self._looks += 1
         return self.reason if self._looks > self._at else None
 
+    def done(self) -> None:
+        """It is over, and whatever asked for it is gone."""
+        with self._lock:
+            self._frozen, self._at, self.reason = False, sys.maxsize, None
+            self._agreed.clear()
+        self._done.set()
+
     def close(self) -> None:
         """No process looks any more."""
         self._over = True
+        self._done.set()
 
     def _watch(self) -> None:
+        number = 0
+        while (reason := self._heard(f"brt/asked/{self._name}/{number}")) is not None:
+            self._settle(reason)
+            self._done.wait()
+            self._done.clear()
+            number += 1
+
+    def _heard(self, place: str) -> str | None:
+        """Why this process, or another one, is asked; None: nobody will be any more."""
         texts, told = service(), False
         while not self._over:
             if (asked := self._asked()) and not told:
                 told = True
                 with contextlib.suppress(Exception):  # another one was faster
-                    texts.key_value_set("brt/stop", f"{asked} to {peer(jax.process_index())}")
+                    texts.key_value_set(place, f"{asked} to {peer(jax.process_index())}")
             try:
-                reason = texts.blocking_key_value_get("brt/stop", 200)
+                reason = texts.blocking_key_value_get(place, 200)
             except Exception as error:
                 if "DEADLINE_EXCEEDED" in str(error):
                     continue
-                return
+                return None
             if not told:
                 self._announce(reason)
-            self._settle(reason)
-            return
+            return reason
+        return None
 
     def _settle(self, reason: str) -> None:
         with self._lock:
             self._frozen = True
             looks = self._looks
         try:
-            self._at = max(int(n) for n in gather("stop", str(looks)))
+            self._at = max(int(n) for n in gather(self._name, str(looks)))
             self.reason = reason
         finally:
             self._agreed.set()

@@ -22,17 +22,19 @@ from brt.distributed import processes
 from brt.errors import Preempted
 from brt.ops import dispatch
 from brt.tasks.protocol import Evaluator
-from brt.training import evaluations, kept, optimizer, requests, resuming, startup, trackers
+from brt.training import evaluations, kept, optimizer, resuming, startup, trackers
 from brt.training import run as runs
 from brt.training import workdir as workdirs
 from brt.training.meter import Meter
-from brt.training.metrics import MetricsWriter, Rate, Throughput, read_metrics
+from brt.training.metrics import MetricsWriter, Throughput, read_metrics
 from brt.training.phases import Phases
 from brt.training.preemption import StopSignal
-from brt.training.profiling import Profile, peak_flops
+from brt.training.profiling import Profile, utilization
 from brt.training.progress import Progress
+from brt.training.requests import Requests
 from brt.training.run import Run
 from brt.training.state import TrainState
+from brt.training.watchdog import attended
 from brt.training.workdir import Workdir
 
 SPLIT = "validation"  # that is looked at in training
@@ -48,7 +50,7 @@ class Tools(NamedTuple):
     progress: Progress
     throughput: Throughput
     phases: Phases
-    should_stop: Callable[[], str | None]
+    requests: Requests
     profile: Profile
     batches: BatchIterator
     meter: Meter
@@ -70,6 +72,8 @@ def train(config: Config, path: Path) -> tuple[Run, Workdir]:
     phases = Phases()
     with StopSignal(waits=lambda: phases.waits) as stop, contextlib.ExitStack() as stack:
         workdir = _entered(path, stack)
+        watched = attended(workdir, phases, run.config.training.watchdog_seconds)
+        stack.enter_context(watched)
         stack.enter_context(meshes.use(run.mesh))
         state, tools = _set_up(run, workdir, found, stop, phases, stack)
         stack.callback(phases.enter, "ending")
@@ -162,7 +166,7 @@ def _set_up(
     stack.callback(metrics.close)
     tools = Tools(
         run, workdir, writer, metrics, progress, Throughput(), phases,
-        requests.agreed(stop, phases, stack), profile, batches,
+        Requests(stop, workdir, phases, _evaluates(run), progress.message, stack), profile, batches,
         Meter(saved.meta["meter"] if saved else None), _evaluator(run), run.task.probe(c),
         provenance,
     )  # fmt: skip
@@ -182,6 +186,12 @@ def _found(run: Run, workdir: Workdir, found: reader.Found | None) -> reader.Fou
 
 def _held_out(run: Run) -> str | None:
     return SPLIT if SPLIT in run.corpus.splits else None
+
+
+def _evaluates(run: Run, step: int | None = None) -> bool:
+    """Whether held-out data are read at a step; None: at any."""
+    every, steps = run.config.training.evaluate_every, run.config.training.steps
+    return bool(_held_out(run)) and _is_time(steps if step is None else step, every, steps)
 
 
 def _evaluator(run: Run) -> Evaluator:
@@ -222,7 +232,7 @@ def _steps(first: int, state: TrainState, tools: Tools) -> bool:
     rate = jax.jit(optimizer.learning_rate(run.config.optimizer, t.steps))
     tools.phases.enter("stepping", first)
     for step in range(first, t.steps):
-        if tools.should_stop():
+        if tools.requests.stop():
             _save(state, tools, wait=True)
             raise Preempted(f"saved at step {step}; run the same command again to go on")
         batch = next(tools.batches)
@@ -252,6 +262,14 @@ def _steps(first: int, state: TrainState, tools: Tools) -> bool:
         complete = _look(done, state, tools)
         if last or (every and done % every == 0):
             _save(state, tools)
+        if tools.requests.checkpoint():
+            _save(state, tools, wait=True)
+            tools.requests.saved(done)
+        if complete and _evaluates(run, done) and tools.requests.stop_after_evaluation():
+            _save(state, tools, wait=True)
+            tools.requests.stopped(done)
+            if not last:
+                raise Preempted(f"saved at step {done}; run the same command again to go on")
     return complete
 
 
@@ -266,7 +284,7 @@ def _report(step: int, rate: float, tools: Tools) -> None:
             "train/learning_rate": rate,
             "perf/tokens_per_second": speed.tokens_per_second,
             "perf/step_seconds": speed.step_seconds,
-            **_utilization(speed, tools.run),
+            **utilization(speed.flops_per_second, tools.run.mesh),
             "data/epoch": tools.run.reader.epoch(step),
         },
     )
@@ -276,14 +294,6 @@ def _report(step: int, rate: float, tools: Tools) -> None:
         tokens_per_second=speed.tokens_per_second,
         seconds_left=tools.throughput.seconds_left(tools.run.config.training.steps - step),
     )
-
-
-def _utilization(speed: Rate, run: Run) -> dict[str, float]:
-    """Model FLOPs over what the devices could do at most; nothing where that is not known."""
-    peak = peak_flops(run.mesh.devices.flat[0])
-    if not (speed.flops_per_second and peak):
-        return {}
-    return {"perf/mfu": speed.flops_per_second / (peak * run.mesh.size)}
 
 
 def _probe(step: int, state: TrainState, tools: Tools) -> None:
@@ -308,7 +318,7 @@ def _look(step: int, state: TrainState, tools: Tools, *, resumed: bool = False) 
     evaluated = resumed and processes.of_first(tools.metrics.has(step, headline))
     sampled = resumed and processes.of_first(sample.exists())
     complete = True
-    if _held_out(tools.run) and _is_time(step, t.evaluate_every, t.steps) and not evaluated:
+    if _evaluates(tools.run, step) and not evaluated:
         complete = _evaluate(step, state, tools)
     if _is_time(step, t.sample_every, t.steps) and not sampled:
         complete = _sample(step, state, sample, tools) and complete
@@ -332,18 +342,18 @@ def _evaluate(step: int, state: TrainState, tools: Tools) -> bool:
     tools.meter.flush()
     last, read, found = step >= tools.run.config.training.steps, tools.evaluator, {}
     headlines = []
-    for whole in (False, True) if last and read.partial else (last,):
-        with _phase("evaluating", tools):
+    with _phase("evaluating", tools):
+        for whole in (False, True) if last and read.partial else (last,):
             reading = read(
                 state.params, model_state=state.model_state, whole=whole,
-                stop=tools.should_stop,
+                stop=tools.requests.stop,
             )  # fmt: skip
-        if reading is None:
-            return False
-        if whole:
-            evaluations.write(tools.workdir, step, SPLIT, reading)
-        found |= evaluations.scalars(tools.run.task, read, SPLIT, reading.figures, whole)
-        headlines.append("whole: " * (whole and read.partial) + reading.headline)
+            if reading is None:
+                return False
+            if whole:
+                evaluations.write(tools.workdir, step, SPLIT, reading)
+            found |= evaluations.scalars(tools.run.task, read, SPLIT, reading.figures, whole)
+            headlines.append("whole: " * (whole and read.partial) + reading.headline)
     tools.metrics.write(step, found)
     tools.progress.evaluation(step, f"{SPLIT} {', '.join(headlines)}")
     return True
@@ -354,7 +364,7 @@ def _sample(step: int, state: TrainState, path: Path, tools: Tools) -> bool:
     tools.meter.flush()
     with _phase("sampling", tools):
         text = tools.evaluator.sample(
-            state.params, step, tools.should_stop, model_state=state.model_state
+            state.params, step, tools.requests.stop, model_state=state.model_state
         )
     if text is not None:
         workdirs.write_text(path, text)

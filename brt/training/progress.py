@@ -15,7 +15,7 @@ from tqdm import tqdm
 from brt.formatting import clock, short
 from brt.training.phases import Moment
 
-_USUAL = "stepping"  # of which figures speak
+_USUAL = ("starting", "stepping")  # of which other lines speak
 _TIMED = ("restoring", "compiling")
 
 
@@ -43,7 +43,7 @@ class Progress:
         self._stream = stream or sys.stderr
         self._evaluation = ""
         self._tail = ""
-        self._phase, self._began = _USUAL, time.perf_counter()
+        self._phase, self._began = _USUAL[0], time.perf_counter()
         self._bar: tqdm | None = None
         self._log: TextIO | None = None
         try:
@@ -115,7 +115,7 @@ class Progress:
         took, self._began = time.perf_counter() - self._began, time.perf_counter()
         if before in _TIMED:
             self.message(f"{before}: {took:.1f} s")
-        if now.phase == _USUAL:
+        if now.phase in _USUAL:
             self._refresh_bar(now.step)
             return
         text = f"step {now.step}/{self._steps}  " * bool(now.step) + f"{now.phase} ..."
@@ -144,7 +144,7 @@ class Progress:
     def _refresh_bar(self, step: int) -> None:
         self.step(step)
         if self._bar is not None:
-            doing = f"{self._phase} ..." * (self._phase != _USUAL)
+            doing = f"{self._phase} ..." * (self._phase not in _USUAL)
             parts = filter(None, (self._tail, self._evaluation, doing))
             self._bar.set_postfix_str("  ".join(parts))
 

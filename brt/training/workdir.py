@@ -77,19 +77,27 @@ class Workdir:
         return self.path / "plots"
 
     @property
+    def heartbeat(self) -> Path:
+        return self.path / "heartbeat"
+
+    @property
     def log(self) -> Path:
         return self.path / "log.txt"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Shadow(Workdir):
-    """Another directory with the checkpoints of a run."""
+    """Another directory with the checkpoints of a run, and its signs of life."""
 
-    shared: Path = Path()
+    shared: Workdir = Workdir(Path())
 
     @property
     def checkpoints(self) -> Path:
-        return self.shared
+        return self.shared.checkpoints
+
+    @property
+    def heartbeat(self) -> Path:
+        return self.shared.heartbeat
 
 
 def create(path: Path) -> Workdir:
@@ -121,13 +129,13 @@ def check_writable(directory: Path) -> None:
 
 @contextlib.contextmanager
 def shadow(workdir: Workdir) -> Iterator[Workdir]:
-    """A workdir with the same checkpoints, where all else that is written vanishes.
+    """A workdir with the same checkpoints and heartbeats, where all else that is written vanishes.
 
     For all processes of a run but the one that writes.
     """
     with tempfile.TemporaryDirectory(prefix="brt-") as place:
         create(Path(place))
-        yield _Shadow(Path(place), workdir.checkpoints)
+        yield _Shadow(Path(place), workdir)
 
 
 def saved_config(path: Path | str) -> Config | None:

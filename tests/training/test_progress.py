@@ -2,8 +2,6 @@ import io
 import re
 from pathlib import Path
 
-import pytest
-
 from brt.formatting import clock, counted, short
 from brt.training.phases import Moment
 from brt.training.progress import Progress

@@ -1,0 +1,61 @@
+"""A small file that says what a process does now, for whoever watches from outside."""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from brt.training.phases import Moment, Phases
+
+EVERY_SECONDS = 5.0
+
+
+@contextlib.contextmanager
+def written(path: Path, phases: Phases) -> Iterator[None]:
+    """Keeps a file of JSON up to date: at each new phase, and every few seconds; "ended" behind it.
+
+    It holds `phase`, `beside` (what a thread does meanwhile), `step` (completed ones), `moved`
+    (when there was a sign of life) and `time` (when it was written), both in seconds since 1970,
+    `pid` and `host`. A reader never sees half of it. Where it cannot be written training goes on:
+    an old `time` says so.
+    """
+    over, changed = threading.Event(), threading.Event()
+    phases.listen(lambda now: changed.set())
+
+    def keep() -> None:
+        while not over.is_set():
+            _write(path, phases.now)
+            changed.wait(EVERY_SECONDS)
+            changed.clear()
+        _write(path, phases.now._replace(phase="ended"))
+
+    thread = threading.Thread(target=keep, name="heartbeat file", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        changed.set()
+        thread.join(EVERY_SECONDS)  # a file system that hangs holds nobody up
+
+
+def _write(path: Path, now: Moment) -> None:
+    seconds = time.time()
+    content = {
+        "phase": now.phase,
+        "beside": now.beside,
+        "step": now.step,
+        "moved": round(seconds - (time.monotonic() - now.moved), 3),
+        "time": round(seconds, 3),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+    }
+    temporary = path.with_name(f".{path.name}.partial")
+    with contextlib.suppress(OSError):  # a full disk; the checkpoints say so
+        path.parent.mkdir(exist_ok=True)
+        temporary.write_text(json.dumps(content) + "\n")
+        temporary.replace(path)  # not synced: it is of this moment

@@ -1,0 +1,80 @@
+"""What one process is asked for, all do at the same look."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from brt.distributed import stopping
+
+
+class Service:
+    """Texts by name, for threads that stand for processes."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str) -> None:
+        self.texts[key] = value
+
+    def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
+        time.sleep(0.01)
+        if key not in self.texts:
+            raise RuntimeError("DEADLINE_EXCEEDED")
+        return self.texts[key]
+
+
+class Gather:
+    """Of two threads."""
+
+    def __init__(self) -> None:
+        self.barrier, self.said = threading.Barrier(2), []
+
+    def __call__(self, name: str, text: str) -> list[str]:
+        if self.barrier.wait(10) == 0:
+            self.said = []
+        self.barrier.wait(10)
+        self.said.append(text)
+        self.barrier.wait(10)
+        found = list(self.said)
+        self.barrier.wait(10)
+        return found
+
+
+def test_all_do_it_at_the_same_look_as_often_as_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = Service()
+    monkeypatch.setattr(stopping, "service", lambda: service)
+    monkeypatch.setattr(stopping, "gather", Gather())
+    files: set[str] = {"checkpoint_now"}
+    first: Callable[[], str | None] = lambda: "a file" if files else None  # noqa: E731
+    heard: list[str] = []
+    processes = [
+        stopping.Agreed("checkpoint", asked, heard.append) for asked in (first, lambda: None)
+    ]
+    done: list[list[int]] = [[], []]
+
+    def work(index: int) -> None:
+        look = 0
+        while len(done[index]) < 3:
+            time.sleep(0.001 * (1 + 3 * index))  # one is slower
+            if processes[index].due():
+                done[index].append(look)
+                if index == 0:
+                    files.clear()
+                processes[index].done()
+                if index == 0:
+                    threading.Timer(0.05, files.add, ["checkpoint_now"]).start()
+            look += 1
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for process in processes:
+        process.close()
+    assert done[0] == done[1] and len(done[0]) == 3
+    assert heard == ["a file to process 0 of 1"] * 3, "one hears of it, the other was asked"
