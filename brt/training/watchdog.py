@@ -24,13 +24,13 @@ _GOODBYE_SECONDS = 5.0
 
 
 @contextlib.contextmanager
-def attended(workdir: Workdir, phases: Phases, seconds: float) -> Iterator[None]:
+def attended(workdir: Workdir, phases: Phases, seconds: int) -> Iterator[None]:
     """A run whose phases are in its heartbeat files and known to its other processes, watched."""
     own = str(jax.process_index())
     processes.tell(lambda: _described(phases.now))
     with (
         heartbeat.written(workdir.heartbeat / f"{own}.json", phases),
-        watching(phases, seconds, workdir.heartbeat / f"{own}.stacks.txt"),
+        watching(phases, float(seconds), workdir.heartbeat / f"{own}.stacks.txt"),
     ):
         yield
 

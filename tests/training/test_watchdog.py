@@ -59,7 +59,7 @@ def test_signs_of_life_and_silent_phases_keep_it_quiet(tmp_path: Path) -> None:
         for step in range(8):
             time.sleep(0.1)
             phases.moved(step)
-    with watching(phases, 0, stacks):
+    with watching(phases, 0.0, stacks):
         time.sleep(0.6)
     assert not stacks.exists()
 

@@ -1,0 +1,259 @@
+"""Runs that faults strike, and what must hold when they have been started again until done."""
+
+import dataclasses
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sharded_cases import CASES, documents
+
+from brt.checkpointing import manifest, reader
+from brt.config import Checkpoint, Config, Evaluation, Mesh, Sampling
+from brt.config_io import config_text
+from brt.training import inspection
+from brt.training.workdir import Workdir
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER = ROOT / "launch/local/run_processes.py"
+STRUCK = Path(__file__).with_name("struck.py")
+STEPS, SAVES = 8, 2
+TASKS: dict[str, Callable[[Path], Config]] = {
+    "language": lambda place: documents(place, layers=1, recurrent_layers=(0,)),
+    "masked": CASES["masked"],
+    "summaries": CASES["t5"],
+    "sentences": CASES["classification"],
+    "questions": CASES["questions"],
+    "speech": CASES["speech"],
+}
+# In an order in which one life after the other reaches them: how often it was entered before.
+PHASES = {
+    "starting": 1, "compiling": 1, "stepping": 1, "saving": 1, "committing": 1, "restoring": 1,
+    "seeking": 1, "evaluating": 1, "ending": 1,
+}  # fmt: skip
+# What a life that is struck may end with: a phase may be the last in which something is done.
+CODES = {
+    "kill": {-9, 137}, "terminate": {0, 75, -15, 143}, "interrupt": {0, 75}, "hang": {70, 75},
+    "full": {0, 4}, "stop": {75, 137},
+}  # fmt: skip
+LONGEST_LIFE = 600  # seconds
+
+
+class Life(NamedTuple):
+    """One start of the command, to its end."""
+
+    code: int
+    lines: list[tuple[float, str]]  # and when they came
+    ended: float
+
+    @property
+    def said(self) -> str:
+        return "".join(line for _, line in self.lines)
+
+    @property
+    def struck(self) -> bool:
+        return "struck: " in self.said
+
+    def seconds_from_strike(self, until: str | None = None) -> float:
+        """To the first line that has the text `until`, or to the end."""
+        struck = next(at for at, line in self.lines if "struck: " in line)
+        said = (at for at, line in self.lines if until and until in line)
+        return next(said, self.ended) - struck
+
+
+class Runs:
+    """Runs of one task, as one process or as several, that share what they prepare and compile.
+
+    Args:
+      place: a directory of its own.
+      task: one of TASKS.
+    """
+
+    def __init__(self, place: Path, task: str, processes: int = 1):
+        self.place, self.processes = place, processes
+        place.mkdir(parents=True, exist_ok=True)
+        config = _config(TASKS[task](place), processes)
+        self.gin = place / "run.gin"
+        self.gin.write_text(config_text(config))
+        self._environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": re.sub(r"\S*host_platform_device_count\S*", "", _flags()),
+            "JAX_ENABLE_COMPILATION_CACHE": "true",
+            "JAX_COMPILATION_CACHE_DIR": str(place / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        self._whole: Path | None = None
+
+    def start(
+        self, workdir: Path, *bindings: str, strike: tuple[str, int, str] | None = None,
+        process: int = 0,
+    ) -> subprocess.Popen:  # fmt: skip
+        """The command, which `strike` (phase, count, fault) hits in one of its processes."""
+        workdir.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "brt.train"]
+        if strike:
+            command = [sys.executable, str(STRUCK), *map(str, strike), str(process), "--"]
+        command += [f"--gin_file={self.gin}", f"--workdir={workdir}"]
+        command += [f"--gin_bindings={binding}" for binding in bindings]
+        if self.processes > 1:
+            split = [sys.executable, str(LAUNCHER), f"--processes={self.processes}"]
+            command = [*split, "--", *command]
+        return subprocess.Popen(
+            command, env=self._environment, cwd=ROOT, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+    def live(self, workdir: Path, *bindings: str, **strike: Any) -> Life:
+        process = self.start(workdir, *bindings, **strike)
+        late = threading.Timer(LONGEST_LIFE, os.killpg, [process.pid, signal.SIGKILL])
+        late.start()
+        lines = [(time.monotonic(), line) for line in process.stdout]
+        code = process.wait()
+        assert late.is_alive(), f"did not end: {lines}"
+        late.cancel()
+        return Life(code, lines, time.monotonic())
+
+    def strike(
+        self, workdir: Path, phase: str, fault: str, count: int = 1, process: int = 0
+    ) -> Life:
+        """A life that is struck in a phase; it ends as it may, and leaves whole checkpoints."""
+        bindings = ["Training.watchdog_seconds = 3"] * (fault == "hang")
+        life = self.live(workdir, *bindings, strike=(phase, count, fault), process=process)
+        place = f"{fault} while {phase}: {life.said}"
+        if life.struck:
+            assert life.code in CODES[fault], f"{life.code}, {place}"
+        else:
+            assert life.code == 0, f"{life.code}, {place}"
+        assert "Traceback" not in life.said, place
+        for step in reader.steps(workdir / "checkpoints"):
+            assert manifest.verify(workdir / f"checkpoints/{step}") == [], place
+        return life
+
+    def finish(self, workdir: Path, lives: int = 3) -> Life:
+        """Starts it again until it is done."""
+        for _ in range(lives):
+            life = self.live(workdir)
+            if life.code == 0:
+                return life
+            assert life.code == 75, life.said
+        raise AssertionError(f"not done after {lives} starts: {life.said}")
+
+    @property
+    def whole(self) -> Path:
+        """The workdir of a run to which nothing happened."""
+        if self._whole is None:
+            path = self.place / "whole"
+            self.finish(path, 1)
+            self._whole = path
+        return self._whole
+
+    def assert_as_if_nothing_had_been(self, workdir: Path) -> None:
+        """The same bits, every line of metrics once, no litter."""
+        assert state_hash(workdir) == state_hash(self.whole)
+        assert metrics(workdir) == metrics(self.whole)
+        assert litter(workdir) == []
+
+
+def _flags() -> str:
+    return os.environ.get("XLA_FLAGS", "") or "--xla_backend_optimization_level=0"
+
+
+def _config(config: Config, processes: int) -> Config:
+    """A short one, which saves and evaluates on the way."""
+    training = dataclasses.replace(
+        config.training, steps=STEPS, log_every=1, evaluate_every=4, sample_every=0, plots=False,
+        probe_every=0,
+    )  # fmt: skip
+    name = next(
+        n for n in ("pairs", "sentences", "questions", "speech", "data") if _differs(config, n)
+    )
+    data = getattr(config, name)
+    held_out = {"validation": data.train} if name != "data" else {"validation_fraction": 0.2}
+    return dataclasses.replace(
+        config, training=training, checkpoint=Checkpoint(every=SAVES),
+        mesh=Mesh(data=processes), sampling=Sampling(max_tokens=4),
+        evaluation=Evaluation(tokens_per_document=64),
+        **{name: dataclasses.replace(data, **held_out)},
+    )  # fmt: skip
+
+
+def _differs(config: Config, name: str) -> bool:
+    return getattr(config, name) != type(getattr(config, name))()
+
+
+def state_hash(workdir: Path) -> str:
+    """Of the newest checkpoint."""
+    place = Workdir(workdir)
+    return inspection.state_hash(place, reader.steps(place.checkpoints)[-1])
+
+
+def metrics(workdir: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl without what depends on the clock."""
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines]
+
+
+def litter(workdir: Path) -> list[str]:
+    """What a killed or failed life has left that nobody needs."""
+    saved = set(map(str, reader.steps(workdir / "checkpoints")))
+    found = [path.name for path in (workdir / "checkpoints").iterdir() if path.name not in saved]
+    hidden = [path for path in workdir.rglob(".*") if path != workdir / ".lock"]
+    ends = [path for path in workdir.rglob("*") if re.search(r"(partial|deleted|tmp)$", path.name)]
+    return found + [str(path) for path in {*hidden, *ends}]
+
+
+class Flip(NamedTuple):
+    """A bit of a file that is another now."""
+
+    kind: str  # of the file
+    file: Path
+    bit: int
+
+
+def file_classes(workdir: Path, cache: Path) -> dict[str, list[Path]]:
+    """Every file that a resumed run could read, by what it is."""
+    found: dict[str, list[Path]] = {}
+    for base, name in ((workdir, "workdir"), (cache, "cache")):
+        for path in sorted(p for p in base.rglob("*") if p.is_file() and p.stat().st_size):
+            parts = path.relative_to(base).parts
+            if "tensorboard" in parts or "compiled" in parts or "xla" in parts:
+                continue
+            kind = "/".join(re.sub(r"^[0-9a-f]{8,}$|^[0-9]+(?=\.|$)", "N", part) for part in parts)
+            kind = re.sub(r"state/.*", "state", kind)
+            found.setdefault(f"{name}/{kind}", []).append(path)
+    return found
+
+
+def flips(workdir: Path, cache: Path, count: int, draw: random.Random) -> Iterator[Flip]:
+    """So many, of one class after the other."""
+    classes = file_classes(workdir, cache)
+    for number in range(count):
+        kind = sorted(classes)[number % len(classes)]
+        file = draw.choice(classes[kind])
+        yield Flip(kind, file, draw.randrange(8 * file.stat().st_size))
+
+
+def flip(file: Path, bit: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+def small_disk(path: Path, size: str = "16m") -> Callable[[], None] | None:
+    """Mounts one; returns what takes it away, None where this machine does not allow that."""
+    path.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+    if os.geteuid() or not shutil.which("mount") or subprocess.run(mount).returncode:
+        return None
+    return lambda: subprocess.run(["umount", "--lazy", str(path)], check=True) and None

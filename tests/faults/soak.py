@@ -1,0 +1,246 @@
+"""Strikes runs for hours and counts what came of it; anything lost or silent ends it with 1.
+
+python tests/faults/soak.py --kills 1000 --flips 200 [--seed 0] [--tasks language,speech]
+
+Kills at random moments of every task, of one process and of two; a bit flipped in every class of
+file; a full disk in every phase; a hung peer and a dead one; SIGTERM in every phase. Each run is
+started again until it is done and compared with one to which nothing happened.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/sharded"), str(Path(__file__).parent)]
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from harness import PHASES, TASKS, Life, Runs, flip, flips, small_disk  # noqa: E402
+
+from brt.checkpointing import manifest, reader  # noqa: E402
+
+_STEP = re.compile(r'{"step": (\d+)')
+
+
+class Soak:
+    """Counts, by what they are of."""
+
+    def __init__(self, place: Path, seed: int):
+        self.place, self.draw = place, random.Random(seed)
+        self.counts, self.most = Counter(), {}
+        self.failures: list[str] = []
+        self._runs: dict[tuple[str, int], Runs] = {}
+
+    def runs(self, task: str, processes: int) -> Runs:
+        key = task, processes
+        if key not in self._runs:
+            self._runs[key] = Runs(self.place / f"{task}-{processes}", *key)
+        return self._runs[key]
+
+    def workdir(self, own: Runs) -> Path:
+        return Path(tempfile.mkdtemp(dir=own.place)) / "run"
+
+    def at_most(self, name: str, value: float) -> None:
+        self.most[name] = round(max(value, self.most.get(name, 0.0)), 2)
+
+    def check(self, own: Runs, workdir: Path, what: str) -> bool:
+        """Whether a run that is done is as if nothing had been."""
+        try:
+            own.finish(workdir)
+            own.assert_as_if_nothing_had_been(workdir)
+        except AssertionError as error:
+            self.failures.append(f"{what}: {workdir}: {str(error)[:2000]}")
+            return False
+        shutil.rmtree(workdir.parent)
+        return True
+
+
+def kills(soak: Soak, task: str, processes: int, count: int) -> None:
+    """Of a run at random moments, until it is done; then of the next one."""
+    own, sent = soak.runs(task, processes), 0
+    own.whole  # noqa: B018 - made once, and with it what is compiled
+    begin = time.monotonic()
+    own.live(soak.workdir(own))
+    life = time.monotonic() - begin
+    while sent < count:
+        workdir, here, done = soak.workdir(own), 0, False
+        while not done and here < count - sent:
+            process = own.start(workdir)
+            delay = soak.draw.uniform(0.2, 1.0) * life
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=delay)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+                here += 1
+                soak.at_most("steps lost at most", _step(workdir) - _newest(workdir))
+            done = process.returncode == 0
+            for step in reader.steps(workdir / "checkpoints"):
+                if problems := manifest.verify(workdir / f"checkpoints/{step}"):
+                    soak.failures.append(f"killed after {delay:.1f} s: {problems}")
+        sent += here
+        survived = soak.check(own, workdir, f"{here} kills of {task} as {processes}")
+        soak.counts["kills sent"] += here
+        soak.counts["kills survived"] += here * survived
+        print(f"{task}, {processes} process(es): {sent} of {count} kills", flush=True)
+
+
+def _newest(workdir: Path) -> int:
+    return max(reader.steps(workdir / "checkpoints"), default=0)
+
+
+def _step(workdir: Path) -> int:
+    """That a run has completed, as its metrics say, of every step one line."""
+    try:
+        lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    except OSError:
+        return 0
+    return max((int(found[1]) for line in lines if (found := _STEP.match(line))), default=0)
+
+
+def corruptions(soak: Soak, task: str, count: int) -> None:
+    """Each in a copy of a run that is half done, which then goes on."""
+    own = soak.runs(task, 1)
+    half = own.place / "half"
+    if not (half / "run").exists():
+        own.strike(half / "run", "evaluating", "terminate", 1)
+    cache = own.place / "cache"
+    shutil.copytree(cache, own.place / "cache.whole", dirs_exist_ok=True)
+    for number, one in enumerate(list(flips(half / "run", cache, count, soak.draw))):
+        workdir = soak.workdir(own)
+        shutil.copytree(half / "run", workdir)
+        in_cache = one.kind.startswith("cache/")
+        target = one.file if in_cache else workdir / one.file.relative_to(half / "run")
+        flip(target, one.bit)
+        life = own.live(workdir)
+        soak.counts["flips injected"] += 1
+        outcome = _outcome(soak, own, workdir, life)
+        soak.counts[f"flips: {outcome}"] += 1
+        if outcome in ("silent", "crash"):
+            said = life.said[-1500:]
+            soak.failures.append(f"{outcome}: bit {one.bit} of {one.kind}: {life.code} {said}")
+        shutil.rmtree(cache)
+        shutil.copytree(own.place / "cache.whole", cache)
+        shutil.rmtree(workdir.parent)
+        print(f"{number + 1} of {count} flips: {one.kind}: {outcome}", flush=True)
+
+
+def _outcome(soak: Soak, own: Runs, workdir: Path, life: Life) -> str:
+    """What became of a flipped bit: told and gone on, told and refused, of no matter, or worse."""
+    if "Traceback" in life.said:
+        return "crash"
+    if life.code in (2, 3, 4) and "brt: error: " in life.said:
+        return "refused with a sentence"
+    try:
+        own.assert_as_if_nothing_had_been(workdir)
+        same = True
+    except AssertionError:
+        same = False
+    told = "warning: " in life.said or "damaged" in life.said
+    if life.code == 0 and told:
+        return "told, and gone on from what is whole" if same else "told, and another result"
+    return "of no matter: the same result" if life.code == 0 and same else "silent"
+
+
+def full_disks(soak: Soak, task: str) -> None:
+    own = soak.runs(task, 1)
+    for phase, number in PHASES.items():
+        disk = own.place / f"disk-{phase}"
+        take_away = small_disk(disk)
+        if take_away is None:
+            print("full disks: left out, this machine does not let us mount a file system")
+            return
+        try:
+            if phase in ("restoring", "seeking"):
+                own.strike(disk / "lives" / "run", "evaluating", "kill")
+            own.strike(disk / "lives" / "run", phase, "full", number)
+            (disk / "lives/filler").unlink(missing_ok=True)
+            soak.counts["full disks"] += 1
+            soak.counts["full disks survived"] += soak.check(
+                own, disk / "lives" / "run", f"full while {phase}"
+            )
+        except AssertionError as error:
+            soak.failures.append(f"full disk while {phase}, {task}: {str(error)[:2000]}")
+        finally:
+            take_away()
+    print(f"{task}: full disks in {len(PHASES)} phases", flush=True)
+
+
+def signals(soak: Soak, task: str, processes: int) -> None:
+    """How long it takes from SIGTERM to the exit, in every phase."""
+    own = soak.runs(task, processes)
+    workdir = soak.workdir(own)
+    for phase, number in PHASES.items():
+        life = own.strike(workdir, phase, "terminate", number)
+        if life.struck:
+            name = f"seconds from SIGTERM to the exit, {processes} process(es)"
+            soak.at_most(name, life.seconds_from_strike())
+        soak.counts["SIGTERMs"] += life.struck
+    soak.check(own, workdir, f"SIGTERMs of {task}")
+
+
+def peers(soak: Soak, task: str, count: int) -> None:
+    """One of two processes is killed, or stands still; the other ends by itself and says so."""
+    own = soak.runs(task, 2)
+    for fault, process in [("kill", 1), ("stop", 1), ("kill", 0), ("stop", 0)] * count:
+        workdir = soak.workdir(own)
+        life = own.strike(workdir, "stepping", fault, 2, process=process)
+        name = "dead" if fault == "kill" else "hung"
+        who = "the first" if process == 0 else "another"
+        seconds = life.seconds_from_strike("start all processes again")
+        soak.at_most(f"seconds from a {name} peer ({who}) to the sentence", seconds)
+        soak.counts[f"{name} peers"] += 1
+        soak.counts[f"{name} peers survived"] += soak.check(own, workdir, f"{name} peer {process}")
+        print(f"{name} peer, process {process}: {life.said.splitlines()[-1][:200]}", flush=True)
+
+
+def main() -> int:
+    args = parser().parse_args()
+    tasks = args.tasks.split(",")
+    with tempfile.TemporaryDirectory(prefix="brt-soak-", dir=args.place) as place:
+        soak = Soak(Path(place), args.seed)
+        cases = [(task, processes) for task in tasks for processes in (1, 2)]
+        for number, (task, processes) in enumerate(cases):
+            share = args.kills * (number + 1) // len(cases) - args.kills * number // len(cases)
+            kills(soak, task, processes, share)
+        for number, task in enumerate(tasks):
+            share = args.flips * (number + 1) // len(tasks) - args.flips * number // len(tasks)
+            corruptions(soak, task, share)
+        if not args.only_kills:
+            for task in tasks:
+                full_disks(soak, task)
+                signals(soak, task, 1)
+            signals(soak, tasks[0], 2)
+            peers(soak, tasks[0], 1)
+    for name, value in [*sorted(soak.counts.items()), *sorted(soak.most.items())]:
+        print(f"{name:<60} {value}")
+    for failure in soak.failures:
+        print(f"FAILED {failure}", file=sys.stderr)
+    return bool(soak.failures)
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument("--kills", type=int, default=1000, help="SIGKILLs over all; default 1000")
+    flags.add_argument("--flips", type=int, default=200, help="bits over all; default 200")
+    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--tasks", default=",".join(TASKS), help="default: all of them")
+    flags.add_argument("--only_kills", action="store_true", help="and flips, nothing else")
+    flags.add_argument("--place", help="where to work; default: the system's temporary directory")
+    return flags
+
+
+if __name__ == "__main__":
+    sys.exit(main())

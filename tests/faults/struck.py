@@ -1,0 +1,73 @@
+"""`python -m brt.train`, to which something happens when it enters a phase.
+
+python struck.py PHASE COUNT FAULT PROCESS -- flags of brt.train
+
+The fault strikes where the process of this number enters the phase for the COUNT-th time, in the
+thread that enters it, before anything is done there.
+"""
+
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+
+from brt.training.phases import Moment, Phases
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(0.3)  # the thread that answers signals has its turn
+
+
+def fill() -> None:
+    """Leaves no room in the file system of the workdir."""
+    workdir = next(flag for flag in sys.argv if flag.startswith("--workdir=")).partition("=")[2]
+    with Path(workdir).parent.joinpath("filler").open("ab", buffering=0) as file:
+        size = 1 << 16
+        while size:
+            try:
+                file.write(bytes(size))
+            except OSError:
+                size //= 2
+
+
+FAULTS = {
+    "kill": lambda: send(signal.SIGKILL),
+    "terminate": lambda: send(signal.SIGTERM),
+    "interrupt": lambda: send(signal.SIGINT),
+    "stop": lambda: send(signal.SIGSTOP),
+    "hang": lambda: time.sleep(100_000),
+    "full": fill,
+}
+
+
+def main() -> None:
+    phase, count, fault, process = sys.argv[1:5]
+    sys.argv[:] = ["brt.train", *sys.argv[6:]]
+    if f"--process_index={process}" in sys.argv or "--process_count" not in " ".join(sys.argv):
+        strike(phase, int(count), FAULTS[fault])
+    runpy.run_module("brt.train", run_name="__main__", alter_sys=True)
+
+
+def strike(phase: str, count: int, fault: object) -> None:
+    make, seen = Phases.__init__, []
+
+    def heard(now: Moment) -> None:
+        if phase in (now.phase, now.beside):
+            seen.append(now)
+            if len(seen) == count:
+                print(f"struck: {phase} after step {now.step}", file=sys.stderr, flush=True)
+                fault()
+
+    def struck(self: Phases) -> None:
+        make(self)
+        self.listen(heard)
+        heard(self.now)
+
+    Phases.__init__ = struck
+
+
+if __name__ == "__main__":
+    main()

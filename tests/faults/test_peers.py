@@ -1,0 +1,37 @@
+"""One of two processes dies or stands still: the other ends by itself and says whom it missed."""
+
+from pathlib import Path
+
+import pytest
+
+from .harness import Runs
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("two"), "language", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_peer_is_missed_and_nothing_is_lost(
+    fault: str, process: int, two: Runs, tmp_path: Path
+) -> None:
+    """Process 0 keeps the service that the others hear each other by."""
+    life = two.strike(tmp_path / "run", "stepping", fault, 2, process=process)
+    assert life.struck and "start all processes again" in life.said
+    if process == 1:
+        assert "process 1 of 2 on " in life.said
+    assert life.seconds_from_strike("start all processes again") < 45
+    two.finish(tmp_path / "run")
+    two.assert_as_if_nothing_had_been(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_peer_whose_step_hangs_is_told_of_by_its_phase(two: Runs, tmp_path: Path) -> None:
+    life = two.strike(tmp_path / "run", "evaluating", "hang", process=1)
+    assert life.struck and life.code in (70, 75)
+    assert "no sign of life for" in life.said and "while evaluating after step 4" in life.said
+    two.finish(tmp_path / "run")
+    two.assert_as_if_nothing_had_been(tmp_path / "run")

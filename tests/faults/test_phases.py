@@ -1,0 +1,75 @@
+"""Whatever strikes in whichever phase: started again until done, a run is as if nothing had been.
+
+The product phase x fault x task x topology. `make soak` has more of each.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .harness import PHASES, TASKS, Runs, small_disk
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, int], Runs]]:
+    class Made(dict):
+        def __missing__(self, key: tuple[str, int]) -> Runs:
+            self[key] = Runs(tmp_path_factory.mktemp("-".join(map(str, key))), *key)
+            return self[key]
+
+    return Made()
+
+
+def test_a_kill_and_a_hang_change_nothing(
+    runs: dict[tuple[str, int], Runs], tmp_path: Path
+) -> None:
+    """The quick one: it is killed with a checkpoint half there, and hangs."""
+    one, workdir = runs["language", 1], tmp_path / "run"
+    assert one.strike(workdir, "committing", "kill").struck
+    hung = one.strike(workdir, "stepping", "hang")
+    assert "brt: no sign of life for" in hung.said and "while stepping after step 0" in hung.said
+    assert "struck.py" in hung.said, "stacks"
+    assert "struck.py" in (workdir / "heartbeat/0.stacks.txt").read_text()
+    one.finish(workdir)
+    one.assert_as_if_nothing_had_been(workdir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("fault", ["kill", "terminate", "interrupt", "hang"])
+def test_a_fault_in_every_phase_changes_nothing(
+    fault: str, task: str, processes: int, runs: dict[tuple[str, int], Runs], tmp_path: Path
+) -> None:
+    """One life after the other, each struck in the next phase, of two processes the second."""
+    own, workdir = runs[task, processes], tmp_path / "run"
+    for phase, count in PHASES.items():
+        # The first process alone commits; all are stopped alike.
+        own.strike(workdir, phase, fault, count, process=(phase != "committing") * (processes - 1))
+    own.finish(workdir)
+    own.assert_as_if_nothing_had_been(workdir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_full_disk_in_every_phase_changes_nothing(
+    phase: str, task: str, runs: dict[tuple[str, int], Runs], tmp_path: Path
+) -> None:
+    own, disk = runs[task, 1], tmp_path / "disk"
+    take_away = small_disk(disk)
+    if take_away is None:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        if phase in ("restoring", "seeking"):
+            own.strike(disk / "run", "evaluating", "kill")
+        life = own.strike(disk / "run", phase, "full", PHASES[phase])
+        assert life.struck
+        if life.code:
+            assert "brt: error: " in life.said and "room" in life.said
+        (disk / "filler").unlink()
+        own.finish(disk / "run")
+        own.assert_as_if_nothing_had_been(disk / "run")
+    finally:
+        take_away()
