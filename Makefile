@@ -11,7 +11,7 @@ RUN := $(VENV)/bin/python
 # Python compiles what is imported; pip, which compiles all, takes a quarter longer to a first step.
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet --no-compile
 
-.PHONY: help quickstart test test-all test-compile lint wheel clean
+.PHONY: help quickstart test test-all test-compile soak lint wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo 'make test        run the tests, but for the slow ones'
 	@echo 'make test-all    run all of them'
 	@echo 'make test-compile  compile kernels and steps for TPUs and GPUs that are not here'
+	@echo 'make soak        kill, damage, fill and hang runs for hours; SOAK_FLAGS="--kills 30" for less'
 	@echo 'make lint        check style, formatting and types'
 	@echo 'make wheel       build dist/brt-*.whl'
 	@echo 'make clean       remove what was built; $(VENV) and runs/ stay'
@@ -37,6 +38,9 @@ test-all: $(VENV)/installed-test
 test-compile: $(VENV)/installed-test
 	$(PIP) --editable '.[tpu-compile,gpu-compile]'
 	$(RUN) -m pytest -m 'slow or not slow' tests/compiled
+
+soak: $(VENV)/installed-test
+	$(RUN) tests/faults/soak.py $(SOAK_FLAGS)
 
 lint: $(VENV)/installed-test
 	$(RUN) -m ruff check .

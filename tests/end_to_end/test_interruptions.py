@@ -123,14 +123,6 @@ def kill_and_restart(
     assert left == set(map(str, reader.steps(workdir / "checkpoints"))), "no litter"
 
 
-def test_kills_lose_nothing(
-    commands: Commands, trained: Path, state_hash: Callable[[Path], str], tmp_path: Path
-) -> None:
-    kill_and_restart(commands, tmp_path, 1, 1.0)
-    assert state_hash(tmp_path) == state_hash(trained)
-    assert metrics(tmp_path) == metrics(trained)
-
-
 @pytest.mark.slow
 def test_many_kills_lose_nothing(
     commands: Commands, state_hash: Callable[[Path], str], tmp_path: Path

@@ -42,8 +42,8 @@ PHASES = {
 }  # fmt: skip
 # What a life that is struck may end with: a phase may be the last in which something is done.
 CODES = {
-    "kill": {-9, 137}, "terminate": {0, 75, -15, 143}, "interrupt": {0, 75}, "hang": {70, 75},
-    "full": {0, 4}, "stop": {75, 137},
+    "kill": {-9, 137}, "terminate": {0, 75}, "interrupt": {0, 75}, "hang": {70, 75},
+    "sleep": {70, 75}, "full": {0, 4}, "stop": {75, 137},
 }  # fmt: skip
 LONGEST_LIFE = 600  # seconds
 
@@ -125,10 +125,10 @@ class Runs:
         return Life(code, lines, time.monotonic())
 
     def strike(
-        self, workdir: Path, phase: str, fault: str, count: int = 1, process: int = 0
-    ) -> Life:
+        self, workdir: Path, phase: str, fault: str, count: int = 1, *bindings: str,
+        process: int = 0,
+    ) -> Life:  # fmt: skip
         """A life that is struck in a phase; it ends as it may, and leaves whole checkpoints."""
-        bindings = ["Training.watchdog_seconds = 3"] * (fault == "hang")
         life = self.live(workdir, *bindings, strike=(phase, count, fault), process=process)
         place = f"{fault} while {phase}: {life.said}"
         if life.struck:

@@ -6,6 +6,7 @@ The fault strikes where the process of this number enters the phase for the COUN
 thread that enters it, before anything is done there.
 """
 
+import contextlib
 import os
 import runpy
 import signal
@@ -13,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from brt.training import watchdog
 from brt.training.phases import Moment, Phases
 
 
@@ -33,12 +35,29 @@ def fill() -> None:
                 size //= 2
 
 
+_watched: list[tuple[Phases, Path]] = []
+
+
+def hang() -> None:
+    """With a watchdog that has little patience from now on: before, the machine may be slow."""
+    for phases, stacks in _watched:
+        _watching(phases, 0.2, stacks).__enter__()
+    time.sleep(100_000)
+
+
+def _later(phases: Phases, seconds: float, stacks: Path) -> contextlib.AbstractContextManager:
+    _watched.append((phases, stacks))
+    return contextlib.nullcontext()
+
+
+_watching = watchdog.watching
 FAULTS = {
     "kill": lambda: send(signal.SIGKILL),
     "terminate": lambda: send(signal.SIGTERM),
     "interrupt": lambda: send(signal.SIGINT),
     "stop": lambda: send(signal.SIGSTOP),
-    "hang": lambda: time.sleep(100_000),
+    "hang": hang,
+    "sleep": lambda: time.sleep(100_000),
     "full": fill,
 }
 
@@ -48,6 +67,8 @@ def main() -> None:
     sys.argv[:] = ["brt.train", *sys.argv[6:]]
     if f"--process_index={process}" in sys.argv or "--process_count" not in " ".join(sys.argv):
         strike(phase, int(count), FAULTS[fault])
+        if fault == "hang":
+            watchdog.watching = _later
     runpy.run_module("brt.train", run_name="__main__", alter_sys=True)
 
 

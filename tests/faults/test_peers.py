@@ -29,8 +29,10 @@ def test_a_peer_is_missed_and_nothing_is_lost(
 
 
 @pytest.mark.slow
-def test_a_peer_whose_step_hangs_is_told_of_by_its_phase(two: Runs, tmp_path: Path) -> None:
-    life = two.strike(tmp_path / "run", "evaluating", "hang", process=1)
+def test_a_peer_whose_step_hangs_ends_both(two: Runs, tmp_path: Path) -> None:
+    """By the setting, as people have it."""
+    limit = "Training.watchdog_seconds = 60"
+    life = two.strike(tmp_path / "run", "evaluating", "sleep", 1, limit, process=1)
     assert life.struck and life.code in (70, 75)
     assert "no sign of life for" in life.said and "while evaluating after step 4" in life.said
     two.finish(tmp_path / "run")
