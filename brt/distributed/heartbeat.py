@@ -15,7 +15,7 @@ _BEAT_SECONDS = 1.0
 
 
 class Heartbeat:
-    """A thread that tells the others that this process lives, and watches that they do.
+    """Threads that tell the others that this process lives, and watch that they do.
 
     Args:
       client: of the service that texts go through.
@@ -31,7 +31,9 @@ class Heartbeat:
         self._client, self._index, self._peer = client, index, peer
         self._over = threading.Event()
         self._seen = dict.fromkeys(range(count), ("", time.monotonic()))
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        self._stopped: dict[int, str] = {}
+        for work in (self._beat, self._watch):
+            threading.Thread(target=work, name="heartbeat", daemon=True).start()
 
     def last_words(self) -> list[str]:
         """What the others did when they were last heard of."""
@@ -50,20 +52,26 @@ class Heartbeat:
         while not self._over.wait(_BEAT_SECONDS):
             beats += 1
             try:
-                self._client.key_value_set(
-                    f"brt/alive/{self._index}", f"{beats} {self.doing()}", True
-                )
+                said = f"{beats} {self.doing()}"
+                self._client.key_value_set(f"brt/alive/{self._index}", said, True)
                 alive = self._read("brt/alive")
-                stopped = self._read("brt/stopped")
+                self._stopped = self._read("brt/stopped")
             except Exception:
-                alive, stopped = {}, {}  # the service is gone, and with it process 0
-            now = time.monotonic()
-            for index in ({0} | alive.keys()) - {self._index}:
-                if alive.get(index, "") not in ("", self._seen[index][0]):
-                    self._seen[index] = alive[index], now
-                silent = now - self._seen[index][1]
-                if silent > (GRACE_SECONDS if index in stopped else HEARTBEAT_SECONDS):
-                    self._end(index, silent, stopped.get(index))
+                continue  # the service is gone, and with it process 0
+            for index in alive.keys() - {self._index}:
+                if alive[index] != self._seen[index][0]:
+                    self._seen[index] = alive[index], time.monotonic()
+
+    def _watch(self) -> None:
+        """Apart from the beats: who asks a process that stands still gets no answer."""
+        while not self._over.wait(_BEAT_SECONDS):
+            for index, (beat, at) in sorted(self._seen.items()):
+                silent = time.monotonic() - at
+                reason = self._stopped.get(index)
+                if index == self._index or not (beat or index == 0):
+                    continue  # one that was never heard of is missed where all meet
+                if silent > (GRACE_SECONDS if reason else HEARTBEAT_SECONDS):
+                    self._end(index, silent, reason)
 
     def _read(self, place: str) -> dict[int, str]:
         found = self._client.key_value_dir_get(place)

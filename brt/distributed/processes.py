@@ -60,7 +60,8 @@ def start(launch: Launch) -> None:
     try:
         jax.distributed.initialize(
             address, count, index, initialization_timeout=RENDEZVOUS_SECONDS + 60,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=30,
+            # JAX aborts without a sentence of ours, so ours comes first.
+            heartbeat_timeout_seconds=2 * HEARTBEAT_SECONDS, shutdown_timeout_seconds=30,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise PeerError(f"{_missed(launch)}; JAX says: {_first_line(error)}") from error

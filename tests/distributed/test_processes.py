@@ -100,7 +100,7 @@ def test_who_is_silent_is_named(ended: list[int], capfd: pytest.CaptureFixture) 
     _waited(lambda: ended)
     assert ended == [PeerError.exit_code] == [75]
     assert "process 1 of 2 has given no sign of life" in capfd.readouterr().err
-    assert int(service.texts["brt/alive/0"]) > 3
+    assert int(service.texts["brt/alive/0"]) > 3, "beats go on"
 
 
 def test_who_said_goodbye_is_missed_at_once(ended: list[int], capfd: pytest.CaptureFixture) -> None:
@@ -109,6 +109,39 @@ def test_who_said_goodbye_is_missed_at_once(ended: list[int], capfd: pytest.Capt
     Heartbeat(service, 0, 2, lambda index: f"process {index}")
     _waited(lambda: ended)
     assert "process 1 has stopped: DataError: no file; start all" in capfd.readouterr().err
+
+
+def test_a_first_process_that_stands_still_is_named_though_it_answers_nothing(
+    ended: list[int], capfd: pytest.CaptureFixture
+) -> None:
+    service = Service()
+    service.texts["brt/alive/0"] = "1 saving after step 6"
+    answered = service.key_value_dir_get
+
+    def answers_once(place: str) -> list[tuple[str, str]]:
+        if place == "brt/stopped":
+            threading.Event().wait()
+        return answered(place)
+
+    service.key_value_dir_get = answers_once
+    Heartbeat(service, 1, 2, lambda index: f"process {index} of 2")
+    _waited(lambda: ended)
+    assert ended == [75]
+    assert "process 0 of 2 has given no sign of life for 0 s" in capfd.readouterr().err
+
+
+def test_what_others_did_last_is_known(
+    ended: list[int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    service = Service()
+    service.texts["brt/alive/1"] = "4 evaluating after step 12"
+    beats = Heartbeat(service, 0, 2, lambda index: f"process {index} of 2")
+    beats.doing = lambda: "stepping after step 12"
+    _waited(beats.last_words)
+    assert beats.last_words() == ["process 1 of 2 was evaluating after step 12"]
+    _waited(lambda: service.texts["brt/alive/0"].endswith(" stepping after step 12"))
+    _waited(lambda: ended)
+    assert "no sign of life for 0 s, last while evaluating after step 12" in capfd.readouterr().err
 
 
 def test_nobody_is_missed_after_the_end(ended: list[int]) -> None:
