@@ -40,9 +40,10 @@ _watched: list[tuple[Phases, Path]] = []
 
 def hang() -> None:
     """With a watchdog that has little patience from now on: before, the machine may be slow."""
-    for phases, stacks in _watched:
-        _watching(phases, 0.2, stacks).__enter__()
-    time.sleep(100_000)
+    with contextlib.ExitStack() as stack:
+        for phases, stacks in _watched:
+            stack.enter_context(_watching(phases, 0.2, stacks))
+        time.sleep(100_000)
 
 
 def _later(phases: Phases, seconds: float, stacks: Path) -> contextlib.AbstractContextManager:
