@@ -115,13 +115,14 @@ class Runs:
         )  # fmt: skip
 
     def live(self, workdir: Path, *bindings: str, **strike: Any) -> Life:
-        process = self.start(workdir, *bindings, **strike)
-        late = threading.Timer(LONGEST_LIFE, os.killpg, [process.pid, signal.SIGKILL])
-        late.start()
-        lines = [(time.monotonic(), line) for line in process.stdout]
-        code = process.wait()
+        with self.start(workdir, *bindings, **strike) as process:
+            late = threading.Timer(LONGEST_LIFE, os.killpg, [process.pid, signal.SIGKILL])
+            late.start()
+            lines = [(time.monotonic(), line) for line in process.stdout]
+            code = process.wait()
         assert late.is_alive(), f"did not end: {lines}"
         late.cancel()
+        late.join()
         return Life(code, lines, time.monotonic())
 
     def strike(
