@@ -21,6 +21,7 @@ PATIENCE = 4  # times as long for phases that give no sign of life until they ar
 _LOOKS = 10  # within the limit
 _LONGEST_LOOK = 5.0  # seconds
 _GOODBYE_SECONDS = 5.0
+_STDERR = 2  # by its number: who runs this may have put something else in sys.stderr's place
 
 
 @contextlib.contextmanager
@@ -53,10 +54,11 @@ def watching(phases: Phases, seconds: float, stacks: Path) -> Iterator[None]:
         yield
         return
     over = threading.Event()
-    stacks.unlink(missing_ok=True)  # of a run before
+    with contextlib.suppress(OSError):
+        stacks.unlink()  # of a run before
 
     def dump_where_python_cannot(limit: float) -> None:
-        faulthandler.dump_traceback_later(2 * limit, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(2 * limit, exit=True, file=_STDERR)
 
     def watch() -> None:
         pause = min(seconds / _LOOKS, _LONGEST_LOOK)
@@ -85,7 +87,7 @@ def _end(now: Moment, still: float, stacks: Path) -> None:
     what = f"no sign of life for {still:.0f} s while {_described(now)}"
     farewell = threading.Thread(target=processes.say_goodbye, args=[what], daemon=True)
     farewell.start()
-    faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+    faulthandler.dump_traceback(_STDERR, all_threads=True)
     where = "the stacks are above"
     with contextlib.suppress(OSError):  # a full disk must not keep it alive
         with stacks.open("w") as file:

@@ -222,6 +222,10 @@ class Flip(NamedTuple):
     bit: int
 
 
+# Whose lines have no checksum: a digit that is another is not noticed.
+UNCHECKED = "workdir/metrics.jsonl"
+
+
 def file_classes(workdir: Path, cache: Path) -> dict[str, list[Path]]:
     """Every file that a resumed run could read, by what it is."""
     found: dict[str, list[Path]] = {}

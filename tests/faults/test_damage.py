@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .harness import Runs, file_classes, flip, flips
+from .harness import UNCHECKED, Runs, file_classes, flip, flips, state_hash
 
 
 @pytest.mark.slow
@@ -29,7 +29,8 @@ def test_a_bit_in_every_class_of_file_is_named_or_of_no_matter(tmp_path: Path) -
             try:
                 own.assert_as_if_nothing_had_been(workdir)
             except AssertionError:
-                assert "warning: " in life.said, what
+                same = state_hash(workdir) == state_hash(own.whole)
+                assert "warning: " in life.said or (one.kind == UNCHECKED and same), what
         else:
             assert life.code in (2, 3, 4) and "brt: error: " in life.said, what
         shutil.rmtree(cache)
