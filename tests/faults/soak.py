@@ -221,13 +221,16 @@ def main() -> int:
     tasks = args.tasks.split(",")
     with tempfile.TemporaryDirectory(prefix="brt-soak-", dir=args.place) as place:
         soak = Soak(Path(place), args.seed)
-        cases = [(task, processes) for task in tasks for processes in (1, 2)]
+        counts = [int(count) for count in args.processes.split(",")]
+        cases = [(task, count) for task in tasks for count in counts]
         for number, (task, processes) in enumerate(cases):
             share = args.kills * (number + 1) // len(cases) - args.kills * number // len(cases)
-            kills(soak, task, processes, share)
+            if share:
+                kills(soak, task, processes, share)
         for number, task in enumerate(tasks):
             share = args.flips * (number + 1) // len(tasks) - args.flips * number // len(tasks)
-            corruptions(soak, task, share)
+            if share:
+                corruptions(soak, task, share)
         if not args.only_kills:
             for task in tasks:
                 full_disks(soak, task)
@@ -249,6 +252,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--flips", type=int, default=200, help="bits over all; default 200")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--tasks", default=",".join(TASKS), help="default: all of them")
+    flags.add_argument("--processes", default="1,2", help="of killed runs; default: 1,2")
     flags.add_argument("--only_kills", action="store_true", help="and flips, nothing else")
     flags.add_argument("--place", help="where to work; default: the system's temporary directory")
     return flags
