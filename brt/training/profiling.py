@@ -31,7 +31,7 @@ def peak_flops(device: jax.Device) -> float | None:
     return _PEAKS[max(names, key=len)] if names and "TPU" not in kind else None
 
 
-def utilization(flops_per_second: float, mesh: jax.sharding.Mesh) -> dict[str, float]:
+def utilization(flops_per_second: float | None, mesh: jax.sharding.Mesh) -> dict[str, float]:
     """Model FLOPs over what the devices could do at most; nothing where that is not known."""
     peak = peak_flops(mesh.devices.flat[0])
     if not (flops_per_second and peak):

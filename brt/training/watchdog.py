@@ -21,6 +21,7 @@ PATIENCE = 4  # times as long for phases that give no sign of life until they ar
 _LOOKS = 10  # within the limit
 _LONGEST_LOOK = 5.0  # seconds
 _GOODBYE_SECONDS = 5.0
+_SLACK = 10.0  # seconds that a busy machine may keep our thread waiting
 _STDERR = 2  # by its number: who runs this may have put something else in sys.stderr's place
 
 
@@ -45,7 +46,7 @@ def watching(phases: Phases, seconds: float, stacks: Path) -> Iterator[None]:
     process stood still (Ctrl-Z) does not count, unless it is more than twice the limit. All
     Python stacks go to stderr and into the file `stacks`. A thread does this, so that the main
     one may be stuck in C; where that keeps Python's lock and no thread can run, `faulthandler`
-    shows them after twice the limit, and the exit code is 1.
+    shows them after little more than twice the limit, and the exit code is 1.
 
     Args:
       seconds: 0: nobody watches.
@@ -58,7 +59,7 @@ def watching(phases: Phases, seconds: float, stacks: Path) -> Iterator[None]:
         stacks.unlink()  # of a run before
 
     def dump_where_python_cannot(limit: float) -> None:
-        faulthandler.dump_traceback_later(2 * limit, exit=True, file=_STDERR)
+        faulthandler.dump_traceback_later(2 * limit + _SLACK, exit=True, file=_STDERR)
 
     def watch() -> None:
         pause = min(seconds / _LOOKS, _LONGEST_LOOK)
