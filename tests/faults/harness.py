@@ -45,7 +45,7 @@ CODES = {
     "kill": {-9, 137}, "terminate": {0, 75}, "interrupt": {0, 75}, "hang": {70, 75},
     "sleep": {70, 75}, "full": {0, 4}, "stop": {75, 137},
 }  # fmt: skip
-LONGEST_LIFE = 600  # seconds
+LONGEST_LIFE = 1800  # seconds; many may share a machine
 
 
 class Life(NamedTuple):
