@@ -52,7 +52,7 @@ def of_data(place: Path) -> Example:
     return Example(preparation.prepare, section, {
         "train": some[:1], "validation": other, "test": other, "store": str(written.directory),
         "tokenizer": "train:290", "text_field": "other", "errors": "strict",
-        "max_document_bytes": 1 << 20,
+        "max_document_bytes": 1 << 20, "max_bad_records": 5,
         "validation_fraction": 0.4, "test_fraction": 0.4, "shuffle": False,
     })  # fmt: skip
 
