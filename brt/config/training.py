@@ -29,6 +29,13 @@ class Training:
     # steps; figures of the recurrent states, at next to no cost; 0: never
     probe_every: int = free(1000)
     plots: bool = free(True)  # draw plots/ at the end
+    # at a loss or gradient that is not finite, or a loss beyond spike_factor. stop: nothing of it
+    # is saved; skip: the step changes nothing; rollback: on behind that batch with what the newest
+    # checkpoint holds
+    on_bad_step: Literal["stop", "skip", "rollback"] = free("stop")
+    # times the median of recent steps: a loss above is bad; 0: none is
+    spike_factor: float = free(0.0)
+    max_bad_steps: int = free(10)  # that a run skips or goes back from; one more stops it
     # the first and the last step of a trace that TensorBoard's profiler opens; (): none
     profile_at: tuple[int, ...] = free(())
 
@@ -37,7 +44,13 @@ class Training:
             self, "steps", "batch_size", "segment_length", "gradient_accumulation", "loss_chunk",
             "log_every",
         )  # fmt: skip
-        check_not_negative(self, "epochs", "evaluate_every", "sample_every", "probe_every")
+        check_not_negative(
+            self, "epochs", "evaluate_every", "sample_every", "probe_every", "max_bad_steps"
+        )
+        check(
+            not self.spike_factor or self.spike_factor > 1,
+            f"Training.spike_factor = {self.spike_factor} must be above 1, or 0 for none",
+        )
         check(-(2**63) <= self.seed < 2**63, f"Training.seed = {self.seed} must have 64 bits")
         check(
             self.batch_size * self.segment_length <= LARGEST,
