@@ -49,7 +49,7 @@ def read(
     Raises:
       DataError: names the file and what is wrong with it; while chunks are read, too.
     """
-    bad = bad or Quarantine()
+    bad = Quarantine() if bad is None else bad
     for source in names:
         if source.startswith("tfds:"):
             for name, text in records.tfds(source, field=text_field, errors=errors, bad=bad):

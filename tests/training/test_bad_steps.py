@@ -115,15 +115,26 @@ def test_a_bad_step_stops_a_run_and_nothing_of_it_is_saved(
 
 
 @pytest.mark.parametrize("poison", SOME)
-@pytest.mark.parametrize(("devices", "parts"), [pytest.param(1, 1, marks=pytest.mark.slow), (4, 2)])
+@pytest.mark.parametrize(
+    ("devices", "parts", "optimizer"),
+    [
+        pytest.param(1, 1, {}, marks=pytest.mark.slow),
+        pytest.param(1, 1, {"offload": True}, marks=pytest.mark.slow),
+        pytest.param(4, 1, {"state": "shared"}, marks=pytest.mark.slow),
+        (4, 2, {}),
+    ],
+)
 def test_a_step_that_is_skipped_changes_nothing_but_its_number(
-    poison: str, devices: int, parts: int, poisoned: Callable
+    poison: str, devices: int, parts: int, optimizer: dict, poisoned: Callable
 ) -> None:
     poisoned(poison, 2)
-    config = with_training(
-        on_bad_step="skip", spike_factor=5.0, gradient_accumulation=parts
-    )  # fmt: skip
-    run = runs.build(dataclasses.replace(config, mesh=Mesh(data=devices)), progress=False)
+    config = with_training(on_bad_step="skip", spike_factor=5.0, gradient_accumulation=parts)
+    config = dataclasses.replace(
+        config,
+        optimizer=dataclasses.replace(config.optimizer, **optimizer),
+        mesh=Mesh(data=devices),
+    )
+    run = runs.build(config, progress=False)
     step, state = runs.compiled_step(run), runs.new_state(run)
     state, metrics = step(state, runs.put(run, run.reader[0]), 5.0)
     before = jax.device_get(state)

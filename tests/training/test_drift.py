@@ -46,19 +46,24 @@ def history(path: Path) -> list[dict]:
 def test_a_run_becomes_another_only_where_it_is_told_so(tmp_path: Path) -> None:
     loop.train(CONFIG, tmp_path)
     assert history(tmp_path) == []
-    config = changed("training", steps=6, seed=1)
-    with pytest.raises(ConfigError, match=r"seed was 0 and is 1; .* --allow_.*=Training.seed$"):
+    config = changed("training", steps=6, batch_size=16)
+    with pytest.raises(
+        ConfigError, match=r"batch_size was 8 and is 16; .* --allow_.*=Training.batch_size$"
+    ):
         loop.train(config, tmp_path)
-    with pytest.raises(ConfigError, match="seed was 0"):
+    with pytest.raises(ConfigError, match="batch_size was 8"):
         loop.train(config, tmp_path, ["Optimizer.b1"])
-    run, place = loop.train(config, tmp_path, ["Training.seed", "Optimizer.b1"])
+    run, place = loop.train(config, tmp_path, ["Training.batch_size", "Optimizer.b1"])
     first = {
-        "step": 4, "changed": ["Training.steps: 4 -> 6", "Training.seed: 0 -> 1"],
-        "allowed": ["Training.seed"],
+        "step": 4, "changed": ["Training.steps: 4 -> 6", "Training.batch_size: 8 -> 16"],
+        "allowed": ["Training.batch_size"],
     }  # fmt: skip
     assert history(tmp_path) == [first]
     said = run_summary.finish(run, place, 0.0)
-    assert "From step 4 on, as was allowed: Training.seed: 0 -> 1" in said and "4 -> 6" not in said
+    assert (
+        "From step 4 on, as was allowed: Training.batch_size: 8 -> 16" in said
+        and "4 -> 6" not in said
+    )
     assert "documents come in another order" in place.log.read_text()
     config = dataclasses.replace(config, optimizer=dataclasses.replace(CONFIG.optimizer, b1=0.5))
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=8))
