@@ -182,7 +182,7 @@ def test_two_processes_leave_the_same_batches_out_as_one(trainer: Trainer, polic
     bad = [f"Training.on_bad_step = '{policy}'", "Training.spike_factor = 1.0005"]
     bad += ["Optimizer.learning_rate = 1e-6", "Training.steps = 26", "Training.max_bad_steps = 99"]
     trainer.alone(f"{policy} alone", *bad)
-    trainer.run(policy, MESH[0], *bad)
+    trainer.run(policy, *MESH, *bad)
     one, two = (
         (trainer.place / name / "bad_batches.jsonl") for name in (f"{policy} alone", policy)
     )
