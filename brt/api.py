@@ -46,14 +46,18 @@ def config_from_gin(
     return command_line.read([str(name) for name in names], list(bindings), base).config
 
 
-def train(config: Config, workdir: StrPath) -> "Model":
+def train(config: Config, workdir: StrPath, *, allow_config_change: Sequence[str] = ()) -> "Model":
     """Trains in a workdir, from its newest checkpoint if it has one; says how it goes on stderr.
+
+    Args:
+      allow_config_change: settings, as "Optimizer.b1", that a run goes on with although it
+        otherwise keeps those of its checkpoint.
 
     Raises:
       Preempted: Ctrl-C or SIGTERM came; everything is saved, and the same call goes on.
       BrtError: anything else that a person can mend.
     """
-    run, place = loop.train(config, Path(workdir))
+    run, place = loop.train(config, Path(workdir), allow_config_change)
     run_summary.draw(run, place)
     return load(workdir)
 

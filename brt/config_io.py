@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from brt.config import SECTIONS, Config
 from brt.errors import ConfigError
+from brt.redaction import redacted
 
 SECTION_TYPES = {section: typing.get_type_hints(Config)[name] for section, name in SECTIONS.items()}
 FIELDS = {
@@ -52,6 +53,11 @@ def config_json(config: Config) -> dict[str, dict[str, Any]]:
     return result
 
 
+def saved_json(config: Config) -> dict[str, dict[str, Any]]:
+    """The same for files that others may read: without passwords and keys."""
+    return redacted(config_json(config))
+
+
 def config_from_json(saved: Mapping[str, Any]) -> Config:
     """The config that `config_json` wrote; fields it lacks take their defaults.
 
@@ -75,8 +81,8 @@ def config_from_json(saved: Mapping[str, Any]) -> Config:
 
 
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """`(name, old value, new value)` of every field that differs."""
-    before, after = config_values(old), config_values(new)
+    """`(name, old value, new value)` of every field that differs in more than a secret."""
+    before, after = redacted(config_values(old)), redacted(config_values(new))
     return [(name, before[name], after[name]) for name in before if before[name] != after[name]]
 
 

@@ -35,7 +35,7 @@ class CheckpointError(BrtError):
 
 
 class NonFiniteError(BrtError):
-    """Loss or gradients became NaN or infinite."""
+    """Loss or gradients became NaN or infinite, or the loss jumped."""
 
     exit_code = 5
 

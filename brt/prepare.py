@@ -33,6 +33,7 @@ KINDS = (*datasets.RAW, "files")
 COMMON = {"validation", "test", "output", "errors"}
 DOCUMENTS = COMMON | {
     "documents", "tokenizer", "text_field", "validation_fraction", "test_fraction",
+    "max_bad_records",
 }  # fmt: skip
 FILES = COMMON | {"pairs", "name", "train", "source_field", "target_field", "id_field"}
 RAW = {"pairs", "raw", "output", "errors"}
@@ -66,6 +67,8 @@ def parser() -> argparse.ArgumentParser:
     documents.add_argument("--tokenizer", help="bytes (default), path/to/file.model, "
                            "path/to/tokenizer.json or train:VOCAB_SIZE")  # fmt: skip
     documents.add_argument("--text_field", help=f"default: {defaults.text_field}")
+    documents.add_argument("--max_bad_records", type=int, metavar="N",
+                           help="leave out up to N that cannot be read; default: 0")  # fmt: skip
     for split in ("validation", "test"):
         default = getattr(defaults, f"{split}_fraction")
         documents.add_argument(f"--{split}_fraction", type=float, help=f"default: {default}")

@@ -7,13 +7,16 @@ import argparse
 import sys
 import time
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from brt import command_line
 from brt.config import Config
+from brt.config_io import config_values
 from brt.distributed import flags
 from brt.errors import ConfigError
+from brt.redaction import lacks_secret
 from brt.training import preemption
 
 if TYPE_CHECKING:
@@ -36,7 +39,7 @@ def _train(args: argparse.Namespace) -> None:
         if args.dry_run:
             _shape(config, args)
             return
-        trained, place = loop.train(config, Path(args.workdir))
+        trained, place = loop.train(config, Path(args.workdir), args.allow_config_change)
     if processes.is_first():
         print(run_summary.finish(trained, place, begin))
 
@@ -46,6 +49,12 @@ def _config(args: argparse.Namespace) -> Config:
 
     base = workdir.saved_config(args.workdir) if args.workdir and not args.gin_file else None
     config = command_line.resolve(args, base=base).config
+    for name, value in config_values(config).items() if base else ():
+        if lacks_secret(value):
+            raise ConfigError(
+                f"{name} = {value!r} was saved without its secret; say it again with "
+                f"{command_line.BINDINGS_FLAG}"
+            )
     if not args.workdir and not args.dry_run:
         raise ConfigError("--workdir says where the run lives; name a directory")
     return config
@@ -63,10 +72,12 @@ def _shape(config: Config, args: argparse.Namespace) -> None:
 class _Command(types.ModuleType):
     """This module, which Python calls, too: `brt.train(config, workdir)`."""
 
-    def __call__(self, config: Config, workdir: str | Path) -> "Model":
+    def __call__(
+        self, config: Config, workdir: str | Path, *, allow_config_change: Sequence[str] = ()
+    ) -> "Model":
         from brt import api
 
-        return api.train(config, workdir)
+        return api.train(config, workdir, allow_config_change=allow_config_change)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,6 +86,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry_run", action="store_true", help="shape everything, report sizes, train nothing"
     )
+    parser.add_argument(
+        "--allow_config_change", action="append", default=[], metavar="SECTION.FIELD",
+        help="go on with another value of it than the checkpoint's, which a run otherwise keeps; "
+        "repeatable",
+    )  # fmt: skip
     flags.add(parser)
     command_line.add_json_flag(parser)
     return parser

@@ -162,3 +162,15 @@ def test_train_steps_take_turns(tmp_path: Path) -> None:
     assert [row["kind"] for row in rows] == ["Slide:13L, xla", "Slide:13L, xla_cpu"]
     assert rows[0]["of xla"] == rows[0]["of Slide:13L"] == 1
     assert all(row["tokens/s"] > 0 and row["MiB"] > 1 for row in rows)
+
+
+@pytest.mark.slow
+def test_saving_is_measured_beside_the_same_steps(tmp_path: Path) -> None:
+    run(
+        "saving.py", "--size=small", "--tokens=64", "--steps=3", "--rounds=1", "--every=10",
+        f"--json={tmp_path / 'rows'}",
+    )  # fmt: skip
+    (row,) = json.loads((tmp_path / "rows").read_text())["rows"]
+    assert row["waits s"] > 0 and row["checksums s"] > 0 and row["state MB"] > 1
+    share = 100 * row["save adds s"] / (row["step ms"] / 1e3 * 10)
+    assert row["share %"] == pytest.approx(share)

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "sweep", "plan"}
 LAYERS = (
-    {"allocator", "drawing", "durable", "errors", "formatting", "locks"},
+    {"allocator", "drawing", "durable", "errors", "formatting", "locks", "redaction"},
     {"output", "platforms", "tree_utils", "types", "untrusted"},
     {"config"},
     {"config_io"},

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Literal
 
-from brt.config.checks import check
+from brt.config.checks import check, check_not_negative
 from brt.config.fields import MEMORY, fixed, free, held_out, settle, sources
 
 
@@ -27,7 +27,9 @@ class Data:
     # bytes | path/to/a .model or byte-level .json | train:VOCAB_SIZE
     tokenizer: str = free("bytes", cached=True)
     text_field: str = free("text", cached=True)  # the field of a JSONL line or of a TFDS example
-    errors: Literal["strict", "replace"] = free("strict", cached=True)  # bytes that are not UTF-8
+    errors: Literal["strict", "replace"] = free("strict", cached=True)  # NULs, what is not UTF-8
+    # so many documents that cannot be read are left out, and named in quarantine.jsonl; 0: none is
+    max_bad_records: int = free(0, cached=True)
     # of a record, and of what a compressed file becomes: more is refused
     max_document_bytes: int = free(1 << 30)
     # of the documents, where validation names no source
@@ -46,6 +48,7 @@ class Data:
             self.max_document_bytes > 0,
             f"Data.max_document_bytes = {self.max_document_bytes} must be above 0",
         )
+        check_not_negative(self, "max_bad_records")
         for name in ("validation_fraction", "test_fraction"):
             value = getattr(self, name)
             check(0 <= value < 1, f"Data.{name} = {value} must be in [0, 1)")

@@ -32,6 +32,13 @@ class Training:
     # ends with exit code 70; four times as long while it compiles, restores or saves; 0: never
     watchdog_seconds: int = free(1800)
     plots: bool = free(True)  # draw plots/ at the end
+    # at a loss or gradient that is not finite, or a loss beyond spike_factor. stop: nothing of it
+    # is saved; skip: the step changes nothing; rollback: on behind that batch with what the newest
+    # checkpoint holds
+    on_bad_step: Literal["stop", "skip", "rollback"] = free("stop")
+    # times the median of recent steps: a loss above is bad; 0: none is
+    spike_factor: float = free(0.0)
+    max_bad_steps: int = free(10)  # that a run skips or goes back from; one more stops it
     # the first and the last step of a trace that TensorBoard's profiler opens; (): none
     profile_at: tuple[int, ...] = free(())
 
@@ -41,7 +48,12 @@ class Training:
             "log_every",
         )  # fmt: skip
         check_not_negative(
-            self, "epochs", "evaluate_every", "sample_every", "probe_every", "watchdog_seconds"
+            self, "epochs", "evaluate_every", "sample_every", "probe_every", "watchdog_seconds",
+            "max_bad_steps",
+        )  # fmt: skip
+        check(
+            not self.spike_factor or self.spike_factor > 1,
+            f"Training.spike_factor = {self.spike_factor} must be above 1, or 0 for none",
         )
         check(-(2**63) <= self.seed < 2**63, f"Training.seed = {self.seed} must have 64 bits")
         check(

@@ -30,6 +30,7 @@ _KIND = {
     "sources": {str: [{"name": str, "bytes": int, "sha256": str}]},
     "splits": [str],
     "held_out?": {str: str},
+    "quarantined?": int,
     "tokenizer?": {"file": str, "name": str},
     "vocabulary?": {"file": str},
 }

@@ -4,6 +4,7 @@ import codecs
 import gzip
 import lzma
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from io import BufferedIOBase
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from brt import untrusted
 from brt.config.fields import MEMORY
 from brt.data import records, sources
 from brt.data.memory import documents as memory
+from brt.data.quarantine import BadRecord, Quarantine
 from brt.data.sources import File
 from brt.errors import DataError
 
@@ -32,6 +34,7 @@ def read(
     text_field: str = "text",
     errors: str = "strict",
     max_bytes: int = untrusted.LARGEST,
+    bad: Quarantine | None = None,
 ) -> Iterator[Document]:
     """Yields the documents of the sources (see `brt.data.sources`) in order.
 
@@ -39,47 +42,60 @@ def read(
 
     Args:
       text_field: the field of a JSONL line, a JSON record or a TFDS example.
-      errors: "replace" reads bytes that are not UTF-8 as U+FFFD.
+      errors: "replace" reads bytes that are not UTF-8, and NULs, as U+FFFD.
       max_bytes: of a record, and of a text that comes out of a compressed file.
+      bad: takes what is damaged; files of text are then read once more, ahead.
 
     Raises:
       DataError: names the file and what is wrong with it; while chunks are read, too.
     """
+    bad = Quarantine() if bad is None else bad
     for source in names:
         if source.startswith("tfds:"):
-            for name, text in records.tfds(source, field=text_field, errors=errors):
-                yield Document(name, _with_text(name, _pieces(text)))
+            for name, text in records.tfds(source, field=text_field, errors=errors, bad=bad):
+                yield Document(name, _pieces(text))
             continue
         if source.startswith(MEMORY):
             for name, text in memory.documents(source):
                 yield Document(name, iter([text]))
             continue
         for file in sources.files(source):
-            yield from _read_file(file, text_field, errors, max_bytes)
+            yield from _read_file(file, text_field, errors, max_bytes, bad)
 
 
-def _read_file(file: File, field: str, errors: str, max_bytes: int) -> Iterator[Document]:
-    name = file.path.name
+def _read_file(
+    file: File, field: str, errors: str, max_bytes: int, bad: Quarantine
+) -> Iterator[Document]:
+    name, how = file.path.name, {"field": field, "errors": errors, "max_bytes": max_bytes}
     for ending in sources.COMPRESSED:
         name = name.removesuffix(ending)
     if name.endswith(".jsonl"):
-        pairs = records.jsonl(
-            file, content(file), field=field, errors=errors, max_bytes=max_bytes
-        )  # fmt: skip
+        yield from _records(file, records.jsonl(file, content(file), bad=bad, **how), bad)
     elif ".array_record" in name:
-        pairs = records.array_record(file, field=field, errors=errors, max_bytes=max_bytes)
+        yield from _records(file, records.array_record(file, bad=bad, **how), bad)
     else:
-        data = content(file)
-        if name != file.path.name:
-            data = no_more_than(max_bytes, file.name, data)
-        yield Document(file.name, _with_text(file.name, _text(file, data, errors)))
-        return
+        packed = name != file.path.name
+
+        def text() -> Iterator[str]:
+            data = content(file)
+            data = no_more_than(max_bytes, file.name, data) if packed else data
+            return _with_text(file.name, _text(file, data, errors))
+
+        if not bad.most or bad.tried(lambda: deque(text(), maxlen=0), file.name) is not None:
+            yield Document(file.name, text())
+
+
+def _records(file: File, pairs: Iterator[tuple], bad: Quarantine) -> Iterator[Document]:
+    """Those of a file, up to where it is damaged."""
     found = False
-    for document, text in pairs:
-        found = True
-        yield Document(document, _with_text(document, _pieces(text)))
-    if not found:
-        raise DataError(f"{file.name} has no text")
+    try:
+        for document, text in pairs:
+            found = True
+            yield Document(document, _pieces(text))
+        if not found and not bad.knows(file.name):
+            raise records.no_text(file.name)
+    except BadRecord as error:
+        bad.take(error, file.name)
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -104,13 +120,13 @@ def _with_text(name: str, chunks: Iterable[str]) -> Iterator[str]:
         blank = blank and not chunk.strip()
         yield chunk
     if blank:
-        raise DataError(f"{name} has no text")
+        raise records.no_text(name)
 
 
 def _text(file: File, data: Iterable[bytes], errors: str) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     offset = 0  # of the first byte that the decoder has not turned into text yet
-    first = True
+    first, characters = True, 0
     for chunk in _ended(data):
         pending = decoder.getstate()[0]
         try:
@@ -120,8 +136,9 @@ def _text(file: File, data: Iterable[bytes], errors: str) -> Iterator[str]:
             raise records.undecodable(file.name, offset + error.start, bad) from error
         offset += len(pending) + len(chunk) - len(decoder.getstate()[0])
         if text:
+            text = records.without_nul(file.name, text, errors, characters)
             yield text.removeprefix("\ufeff") if first else text
-            first = False
+            first, characters = False, characters + len(text)
 
 
 def _ended(data: Iterable[bytes]) -> Iterator[bytes]:
@@ -136,7 +153,7 @@ def content(file: File) -> Iterator[bytes]:
         with open(file.path, "rb") as raw:
             yield from _decompressed(file, raw)
     except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
-        raise DataError(
+        raise BadRecord(
             f"{file.name} is truncated or damaged ({error}); fetch or compress it again"
         ) from error
     except OSError as error:

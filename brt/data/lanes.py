@@ -10,7 +10,7 @@ block then starts without a past, but its first input is the token before.
 import dataclasses
 import functools
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,9 +39,17 @@ class LaneReader(Reader):
         blocks.per_segment(self.segment_length, self.window)
 
     def __getitem__(self, step: int) -> Batch:
+        document, block, begins = self._blocks(step, self.lanes)
+        batch = blocks.gather(self.store, document, block, window=self.window)
+        return batch._replace(document_start=batch.document_start | begins)
+
+    def _blocks(
+        self, step: int, lanes: Sequence[int] | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """int [B, N], which document and which of its blocks; bool [N], where a lane begins."""
         epoch, segment = divmod(step, self.steps_per_epoch)
         order, begins = self._layout(epoch)
-        rows = range(self.batch_size) if self.lanes is None else self.lanes
+        rows = range(self.batch_size) if lanes is None else lanes
         lane, total = np.array(rows, np.int64)[:, None], begins[-1]
         count = self.segment_length // self.window
         in_lane = segment * count + np.arange(count)
@@ -49,9 +57,17 @@ class LaneReader(Reader):
         real = place < (lane + 1) * total // self.batch_size
         place = np.where(real, place, 0)
         index = np.searchsorted(begins, place, side="right") - 1
-        document = np.where(real, order[index], -1)
-        batch = blocks.gather(self.store, document, place - begins[index], window=self.window)
-        return batch._replace(document_start=batch.document_start | (in_lane == 0))
+        return np.where(real, order[index], -1), place - begins[index], in_lane == 0
+
+    def described(self, step: int) -> list[dict[str, Any]]:
+        found = []
+        for lane, (documents, own) in enumerate(zip(*self._blocks(step, None)[:2], strict=True)):
+            for d in dict.fromkeys(documents[documents >= 0].tolist()):
+                places = own[documents == d] * self.window
+                end = min(places[-1] + self.window, self.store.lengths[d])
+                tokens = [int(places[0]), int(end)]
+                found.append({"lane": lane, "document": self.store.names[d], "tokens": tokens})
+        return found
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:

@@ -4,6 +4,7 @@ A prepared corpus is a directory (see `brt.data.cache`):
 
     train/ validation/ test/             token stores (a split without documents is absent)
     tokenizer.model or tokenizer.json    the tokenizer
+    quarantine.jsonl                     documents that could not be read, if there were any
     corpus.json                          what it was made of; written last
 """
 
@@ -15,7 +16,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from brt import config
-from brt.data import cache, manifests, sources, token_store, tokenizer_training, tokenizers
+from brt.data import (
+    cache,
+    manifests,
+    quarantine,
+    sources,
+    token_store,
+    tokenizer_training,
+    tokenizers,
+)
 from brt.data.cache import read_manifest
 from brt.data.documents import Document
 from brt.data.splits import SPLITS, Plan, fractions_of
@@ -75,7 +84,9 @@ def prepare(data: config.Data, output: Path | str | None = None, progress: bool 
         written = _write(plan, plan.splits, tokenizer, place, facts, progress)
         return {**written, "tokenizer": described}
 
-    return open_corpus(cache.prepared(data, hashes, build, output, **more))
+    directory = cache.prepared(data, hashes, build, output, **more)
+    _say_quarantined(directory, progress)
+    return open_corpus(directory)
 
 
 def prepare_split(
@@ -102,6 +113,7 @@ def prepare_split(
     directory = cache.prepared_split(
         data, split, part, known, sources.hashes, build, tokenizer=tokenizer.fingerprint
     )
+    _say_quarantined(directory, progress)
     return Corpus(directory, tokenizer, {split: _opened(directory, split, tokenizer)})
 
 
@@ -155,7 +167,15 @@ def _write(
             progress and not sys.stderr.isatty(),
         )
     held_out = {split: plan.held_out[split] for split in splits if split in plan.held_out}
-    return {"splits": list(splits), "held_out": held_out}
+    plan.bad.write(directory)
+    return {"splits": list(splits), "held_out": held_out, "quarantined": len(plan.bad)}
+
+
+def _say_quarantined(directory: Path, progress: bool) -> None:
+    if count := read_manifest(directory).get("quarantined"):
+        found = "1 document is" if count == 1 else f"{count:,} documents are"
+        where = directory / quarantine.NAME
+        cache.say(f"{found} left out, which cannot be read: {where}", progress)
 
 
 def _unshared(

@@ -46,6 +46,10 @@ class Reader(abc.ABC):
     def largest(self) -> Any:
         """A batch of the largest shape."""
 
+    @abc.abstractmethod
+    def described(self, step: int) -> list[dict[str, Any]]:
+        """What the rows of a step come from, JSON: of all lanes, those with padding left out."""
+
     @staticmethod
     @abc.abstractmethod
     def positions(batch: Any) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from brt import config
 from brt.data import documents
 from brt.data.documents import Document
+from brt.data.quarantine import Quarantine
 from brt.errors import DataError
 
 SPLITS = ("train", "validation", "test")
@@ -32,6 +33,7 @@ class Plan:
     Attributes:
       splits: those that have documents.
       held_out: how documents came into those splits that name no source.
+      bad: documents that could not be read, of all that was read.
 
     Raises:
       DataError: a document is too short to hold out its end.
@@ -39,6 +41,7 @@ class Plan:
 
     def __init__(self, data: config.Data, wanted: Sequence[str] = SPLITS):
         self._data = data
+        self.bad = Quarantine(data.max_bad_records)
         self._fractions = fractions_of(data)
         self.splits = tuple(s for s in SPLITS if getattr(data, s) or s in self._fractions)
         self._parts: list[Parts] = []  # of each document of Data.train, where it is shared
@@ -69,6 +72,7 @@ class Plan:
         return documents.read(
             getattr(self._data, split), text_field=self._data.text_field,
             errors=self._data.errors, max_bytes=self._data.max_document_bytes,
+            bad=self.bad,
         )  # fmt: skip
 
 

@@ -3,28 +3,29 @@
 import contextlib
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 from clu import parameter_overview
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from brt import tree_utils
 from brt.checkpointing import reader
 from brt.checkpointing.writer import CheckpointWriter, check_disk
 from brt.config import Config
-from brt.config_io import config_from_json, config_json, config_text
-from brt.data.lanes import BatchIterator, iterate
+from brt.config_io import config_text, saved_json
+from brt.data.lanes import iterate
 from brt.distributed import mesh as meshes
 from brt.distributed import processes
-from brt.errors import Preempted
+from brt.errors import NonFiniteError, Preempted
 from brt.ops import dispatch
+from brt.redaction import redacted
 from brt.tasks.protocol import Evaluator
-from brt.training import evaluations, kept, optimizer, resuming, startup, trackers
+from brt.training import evaluations, kept, optimizer, restoring, resuming, startup, trackers
 from brt.training import run as runs
 from brt.training import workdir as workdirs
+from brt.training.bad_steps import BadStep, BadSteps
 from brt.training.meter import Meter
 from brt.training.metrics import MetricsWriter, Throughput, read_metrics
 from brt.training.phases import Phases
@@ -34,39 +35,26 @@ from brt.training.progress import Progress
 from brt.training.requests import Requests
 from brt.training.run import Run
 from brt.training.state import TrainState
+from brt.training.tools import Tools
 from brt.training.watchdog import attended
 from brt.training.workdir import Workdir
 
 SPLIT = "validation"  # that is looked at in training
 
 
-class Tools(NamedTuple):
-    """What the loop works with."""
-
-    run: Run
-    workdir: Workdir
-    writer: CheckpointWriter
-    metrics: MetricsWriter
-    progress: Progress
-    throughput: Throughput
-    phases: Phases
-    requests: Requests
-    profile: Profile
-    batches: BatchIterator
-    meter: Meter
-    evaluator: Evaluator
-    probe: Callable[[PyTree[Array], PyTree[Array]], Mapping[str, float]] | None
-    provenance: dict[str, object]
-
-
-def train(config: Config, path: Path) -> tuple[Run, Workdir]:
+def train(config: Config, path: Path, allowed: Collection[str] = ()) -> tuple[Run, Workdir]:
     """Trains in a workdir, from its newest checkpoint if it has one, to Training.steps.
+
+    Args:
+      allowed: fields, as "Training.seed", that may differ from the checkpoint's although a run
+        keeps them.
 
     Raises:
       Preempted: SIGTERM or Ctrl-C came; everything is saved.
       BrtError: anything else that a person can mend.
     """
     trackers.wanted(config, reader.warn_on_stderr)  # refused before anything is prepared
+    resuming.check_names(allowed)
     found = resuming.newest(path)
     run = runs.build(config, saved=found)
     phases = Phases()
@@ -75,7 +63,7 @@ def train(config: Config, path: Path) -> tuple[Run, Workdir]:
         watched = attended(workdir, phases, run.config.training.watchdog_seconds)
         stack.enter_context(watched)
         stack.enter_context(meshes.use(run.mesh))
-        state, tools = _set_up(run, workdir, found, stop, phases, stack)
+        state, tools = _set_up(run, workdir, found, allowed, stop, phases, stack)
         stack.callback(phases.enter, "ending")
         _loop(state, tools)
         processes.wait_for_all("end")
@@ -109,6 +97,7 @@ def _set_up(
     run: Run,
     workdir: Workdir,
     found: reader.Found | None,
+    allowed: Collection[str],
     stop: StopSignal,
     phases: Phases,
     stack: contextlib.ExitStack,
@@ -124,7 +113,8 @@ def _set_up(
         )  # fmt: skip
     )
     provenance = workdirs.provenance()
-    found = _found(run, workdir, found)
+    found, change = restoring.newest(run, workdir, found, allowed)
+    provenance["config_changes"] = resuming.history(found and found.meta, change)
     newest = found.step if found else 0
     stream = None if processes.is_first() else io.StringIO()
     progress = stack.enter_context(
@@ -144,19 +134,23 @@ def _set_up(
     batches = iterate(runs.own_reader(run), start)
     stack.callback(batches.close)
     if saved:
+        place = resuming.position(saved.meta["data"], batches.get_state(), change)
+        if place != saved.meta["data"]:
+            progress.message("documents come in another order from here: some may come twice")
         with phases.during("seeking"):
-            batches.set_state(saved.meta["data"])
+            batches.set_state(place)
         progress.message(f"resuming {workdir.path} from step {start}")
     elif read_metrics(workdir.metrics):
         progress.message(f"{workdir.path} was stopped before its first checkpoint; beginning again")
     for line in kept.lines(run.corpus.described()):
         progress.message(line)
     kept.keep(workdir, run.corpus)
-    workdirs.write_text(workdir.config_gin, config_text(c))
-    workdirs.write_json(workdir.config_json, config_json(c))
+    workdirs.write_text(workdir.config_gin, redacted(config_text(c)))
+    workdirs.write_json(workdir.config_json, saved_json(c))
     workdirs.write_json(workdir.provenance, provenance)
     progress.message(startup.line(run, workdir))
-    _warn_of_idle_devices(run, progress)
+    if idle := startup.idle_devices(run):
+        progress.message(idle)
     overview = parameter_overview.get_parameter_overview(run.abstract.params, include_stats=False)
     progress.note(overview)
     profile = Profile(c.training.profile_at, workdir.tensorboard)
@@ -164,24 +158,17 @@ def _set_up(
     told = trackers.started(c, workdir, progress.message) if processes.is_first() else ()
     metrics = MetricsWriter(workdir, start, progress.message, told)
     stack.callback(metrics.close)
+    bad = BadSteps(c.training, workdir.bad_batches, start, run.reader.described)
+    meter = Meter(
+        saved.meta["meter"] if saved else None, spike_factor=c.training.spike_factor,
+        skipped=lambda step, reason: progress.message(bad.skipped(step, reason)),
+    )  # fmt: skip
     tools = Tools(
         run, workdir, writer, metrics, progress, Throughput(), phases,
         Requests(stop, workdir, phases, _evaluates(run), progress.message, stack), profile, batches,
-        Meter(saved.meta["meter"] if saved else None), _evaluator(run), run.task.probe(c),
-        provenance,
+        meter, bad, _evaluator(run), run.task.probe(c), provenance,
     )  # fmt: skip
     return saved.state if saved else runs.new_state(run, progress.message), tools
-
-
-def _found(run: Run, workdir: Workdir, found: reader.Found | None) -> reader.Found | None:
-    """The newest whole checkpoint, if it is one of this run."""
-    steps = reader.steps(workdir.checkpoints)
-    if steps and (found is None or steps[-1] > found.step):
-        found = resuming.newest(workdir.path)  # another trainer went on before we had the lock
-    if found:
-        for line in resuming.check_resumable(config_from_json(found.meta["config"]), run.config):
-            reader.warn_on_stderr(f"the checkpoint has another {line}")
-    return found
 
 
 def _held_out(run: Run) -> str | None:
@@ -199,19 +186,13 @@ def _evaluator(run: Run) -> Evaluator:
     return run.task.evaluator(run.config, run.corpus, _held_out(run) or "train", beside=True)
 
 
-def _warn_of_idle_devices(run: Run, progress: Progress) -> None:
-    there, used = len(jax.devices()), run.mesh.size
-    if there > used:
-        progress.message(f"using {used} of {there} devices; Mesh.data = {there} would use all")
-
-
 def _loop(state: TrainState, tools: Tools) -> None:
     """Steps until the end or until asked to stop."""
     progress, steps = tools.progress, tools.run.config.training.steps
     first = int(state.step)
     complete = not first or _look(first, state, tools, resumed=True)
     if first < steps:
-        complete = _steps(first, state, tools)
+        complete = _to_the_end(first, state, tools)
     else:
         progress.message(f"step {first} of {steps} is done already; raise Training.steps to go on")
     with tools.phases.during("committing"):
@@ -220,18 +201,37 @@ def _loop(state: TrainState, tools: Tools) -> None:
         raise Preempted(f"saved at step {max(first, steps)}, not evaluated; run the same again")
 
 
-def _steps(first: int, state: TrainState, tools: Tools) -> bool:
+def _to_the_end(first: int, state: TrainState, tools: Tools) -> bool:
+    """Trains, if need be again; False where the look at the last step was cut short."""
+    with _phase("compiling", tools):
+        step_function = runs.compiled_step(tools.run)
+    chosen = ", ".join(f"{op}: {name}" for op, name in dispatch.chosen().items())
+    tools.progress.note(f"implementations chosen by 'auto': {chosen or 'none'}")
+    while True:
+        try:
+            return _steps(first, state, step_function, tools)
+        except BadStep as error:
+            if not tools.bad.goes_back:
+                raise
+            bad = error.with_traceback(None)  # which would keep the state of that step
+        with _phase("restoring", tools):
+            state = restoring.go_back(bad, tools)
+        first = int(state.step)
+
+
+def _steps(first: int, state: TrainState, step_function: runs.CompiledStep, tools: Tools) -> bool:
     """Trains from step `first` to the last; False where the look at that was cut short."""
     run = tools.run
     t, every = run.config.training, run.config.checkpoint.every
-    complete = True
-    with _phase("compiling", tools):
-        step_function = runs.compiled_step(run)
-    chosen = ", ".join(f"{op}: {name}" for op, name in dispatch.chosen().items())
-    tools.progress.note(f"implementations chosen by 'auto': {chosen or 'none'}")
+    if first == t.steps:  # all that was left was left out
+        complete = _look(first, state, tools)
+        _save(state, tools)
     rate = jax.jit(optimizer.learning_rate(run.config.optimizer, t.steps))
     tools.phases.enter("stepping", first)
     for step in range(first, t.steps):
+        if tools.bad.hop(step):
+            state, step = restoring.hop(step, state, tools)
+            return _steps(step, state, step_function, tools)
         if tools.requests.stop():
             _save(state, tools, wait=True)
             raise Preempted(f"saved at step {step}; run the same command again to go on")
@@ -242,7 +242,7 @@ def _steps(first: int, state: TrainState, tools: Tools) -> bool:
                 step_function.prepare(batch)
         done = step + 1
         tools.profile.before(done)
-        state, metrics = step_function(state, runs.put(run, batch))
+        state, metrics = step_function(state, runs.put(run, batch), tools.meter.limit(done))
         if tools.profile.after(done, metrics):
             tools.progress.message(f"profile of steps {t.profile_at[0]} to {done} is written")
         tools.meter.add(done, metrics)
@@ -256,7 +256,7 @@ def _steps(first: int, state: TrainState, tools: Tools) -> bool:
             tools.progress.began(done, tools.meter.bits_per_token())
         last = done == t.steps
         if last or done % t.log_every == 0:
-            _report(done, float(rate(done)), tools)
+            _report(done, rate, tools)
         if _is_time(done, t.probe_every, t.steps):
             _probe(done, state, tools)
         complete = _look(done, state, tools)
@@ -273,15 +273,17 @@ def _steps(first: int, state: TrainState, tools: Tools) -> bool:
     return complete
 
 
-def _report(step: int, rate: float, tools: Tools) -> None:
+def _report(step: int, rate: Callable[[int], Array], tools: Tools) -> None:
     """Adds an interval to metrics.jsonl and the progress bar."""
     tools.meter.flush()
-    values, speed = tools.meter.report(), tools.throughput.rate()
+    values, speed, skipped = tools.meter.report(), tools.throughput.rate(), tools.meter.skipped
+    if skipped or tools.run.config.training.on_bad_step != "stop":
+        values["train/skipped_steps"] = skipped
     tools.metrics.write(
         step,
         {
             **values,
-            "train/learning_rate": rate,
+            "train/learning_rate": float(rate(step - skipped)),
             "perf/tokens_per_second": speed.tokens_per_second,
             "perf/step_seconds": speed.step_seconds,
             **utilization(speed.flops_per_second, tools.run.mesh),
@@ -375,7 +377,12 @@ def _save(state: TrainState, tools: Tools, *, wait: bool = False) -> None:
     """Starts a checkpoint of everything that a resumed run needs, or waits until it is there."""
     tools.meter.flush()
     with _phase("saving", tools):
-        tools.writer.save(int(state.step), state, _meta(tools))
+        try:
+            tools.writer.save(int(state.step), state, _meta(tools))
+        except NonFiniteError as error:
+            if not tools.bad.goes_back:
+                raise
+            raise BadStep(int(state.step), "its update is not finite", str(error)) from error
     if wait:
         with _phase("committing", tools):
             tools.writer.wait()
@@ -387,7 +394,7 @@ def _meta(tools: Tools) -> dict[str, object]:
         "seed": run.config.training.seed,
         "data": tools.batches.get_state(),
         "meter": tools.meter.state(),
-        "config": config_json(run.config),
+        "config": saved_json(run.config),
         "tokenizer": run.corpus.tokenizer.fingerprint,
         "provenance": tools.provenance,
     }

@@ -65,13 +65,24 @@ class MetricsWriter:
         with self._explained():
             if damaged := damaged_lines(self._path):
                 warn(_set_aside(self._path, damaged))
-            self._line = _drop_beyond(self._path, resume_step)
+        self._open(resume_step)
+        self._tensorboard = TensorBoard(workdir.tensorboard, resume_step, warn)
+        self._trackers = trackers
+
+    def _open(self, step: int) -> None:
+        with self._explained():
+            self._line = _drop_beyond(self._path, step)
             self._file: BinaryIO = self._path.open("r+b")
             self._offset = self._file.seek(0, os.SEEK_END)
         if self._line:  # the last line may still grow
             self._offset -= len(_encode(self._line))
-        self._tensorboard = TensorBoard(workdir.tensorboard, resume_step, warn)
-        self._trackers = trackers
+
+    def go_back(self, step: int) -> None:
+        """Drops the numbers beyond a step; trackers of others keep them."""
+        with self._explained():
+            self._file.close()
+        self._open(step)
+        self._tensorboard.go_back(step)
 
     def write(self, step: int, values: Mapping[str, ArrayLike]) -> None:
         """Adds numbers to a step, the last one written or a later one; a kill loses none.
@@ -211,8 +222,13 @@ class TensorBoard:
             name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
             self._writer = RecordWriter(str(directory / name))
             self._add(Event(file_version="brain.Event:2"))
-            purge = SessionLog(status=SessionLog.START)  # hides what a lost run wrote beyond
-            self._add(Event(step=resume_step + 1, session_log=purge))
+        self.go_back(resume_step)
+
+    def go_back(self, step: int) -> None:
+        """Hides what was written beyond a step."""
+        with self._tolerated():
+            purge = SessionLog(status=SessionLog.START)
+            self._add(Event(step=step + 1, session_log=purge))
 
     def write(self, step: int, numbers: Mapping[str, float | int | None]) -> None:
         """Adds numbers to a step."""

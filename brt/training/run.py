@@ -1,11 +1,13 @@
 """A run made of its config: corpus, devices, optimizer, shapes. Nothing is trained here."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from brt import tasks, tree_utils
@@ -177,6 +179,11 @@ def put(run: Run, batch: Any) -> Any:
     return jax.tree.map(lambda x: meshes.global_array(run.mesh, x, own, lanes), batch)
 
 
+def put_scalar(run: Run, value: np.generic) -> jax.Array:
+    """A number that all processes have, on the devices."""
+    return jax.make_array_from_callback((), replicated(run.mesh), lambda _: np.asarray(value))
+
+
 def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lowered:
     """The train step for batches like this one, of all lanes or of some, ready to be compiled."""
     mesh, lanes = shapes.mesh, by_lane(shapes.mesh)
@@ -191,8 +198,15 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated(mesh))
+    limit = jax.ShapeDtypeStruct((), np.float32, sharding=replicated(mesh))
+    limits = (limit,) if skips_spikes(config) else ()
     with meshes.use(mesh):
-        return jitted.lower(shapes.abstract, jax.tree.map(of_all_lanes, batch), key)
+        return jitted.lower(shapes.abstract, jax.tree.map(of_all_lanes, batch), key, *limits)
+
+
+def skips_spikes(config: Config) -> bool:
+    """Whether the step is told above which loss it changes nothing."""
+    return config.training.on_bad_step == "skip" and bool(config.training.spike_factor)
 
 
 class CompiledStep:
@@ -201,6 +215,7 @@ class CompiledStep:
     def __init__(self, run: Run):
         self._key = jax.jit(lambda: _key(run), out_shardings=replicated(run.mesh))()
         self._run = run
+        self._limited = skips_spikes(run.config)
         self._compiled: dict[tuple, Any] = {}
 
     def prepare(self, batch: Any) -> None:
@@ -214,9 +229,13 @@ class CompiledStep:
         """Whether `prepare` has nothing to do."""
         return _shape(batch) in self._compiled
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
+    def __call__(
+        self, state: TrainState, batch: Any, limit: float = math.inf
+    ) -> tuple[TrainState, StepMetrics]:
+        """One step; of a loss above `limit` where such steps are skipped."""
         self.prepare(batch)
-        return self._compiled[_shape(batch)](state, batch, self._key)
+        limits = (put_scalar(self._run, np.float32(limit)),) if self._limited else ()
+        return self._compiled[_shape(batch)](state, batch, self._key, *limits)
 
 
 def compiled_step(run: Run) -> CompiledStep:

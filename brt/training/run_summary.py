@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from clu import parameter_overview
 
-from brt import tree_utils
+from brt import tree_utils, untrusted
 from brt.checkpointing.reader import steps
 from brt.formatting import clock, short
 from brt.training import kept
@@ -83,9 +83,21 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
             beside = f" ({yardstick[0]}: {yardstick[1]:.3f})" if yardstick else ""
             lines.append(f"{SPLIT}: {values[-1]:.3f} {measure.title}{beside}")
             break
+    lines += _changes(workdir)
     data = [f"  {line}" for line in kept.lines(kept.read(workdir).splits)]
     data = ["", "What it read:", *data] if data else []
     return "\n".join([*_held_out_report(run, workdir), *lines, *data, *_places(run, workdir)])
+
+
+def _changes(workdir: Workdir) -> list[str]:
+    """What became another run on the way, by --allow_config_change."""
+    changes = untrusted.read_object(workdir.provenance).get("config_changes", [])
+    return [
+        f"From step {change['step']} on, as was allowed: {line}"
+        for change in changes
+        for line in change["changed"]
+        if line.partition(":")[0] in change["allowed"]
+    ]
 
 
 def _places(run: Run, workdir: Workdir) -> list[str]:

@@ -28,6 +28,12 @@ def line(run: Run, workdir: Workdir) -> str:
     )
 
 
+def idle_devices(run: Run) -> str:
+    """What would make use of devices that are not used, "" where all are."""
+    there, used = len(jax.devices()), run.mesh.size
+    return f"using {used} of {there} devices; Mesh.data = {there} would use all" * (there > used)
+
+
 def _memory(device: jax.Device) -> int | None:
     """Bytes that a device has for arrays; None where it does not say, as CPUs."""
     return (device.memory_stats() or {}).get("bytes_limit")

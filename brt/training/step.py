@@ -26,12 +26,14 @@ class StepMetrics(NamedTuple):
       tokens: how many were scored.
       gradient_norm: of the mean loss, before any clipping.
       others: what the task has to log besides, by name.
+      skipped: 1 where the step changed nothing, else 0; None where it always does.
     """
 
     nats: Float[Array, ""]
     tokens: Float[Array, ""]
     gradient_norm: Float[Array, ""]
     others: dict[str, Float[Array, ""]]
+    skipped: Float[Array, ""] | None = None
 
 
 def _accumulated(
@@ -107,6 +109,7 @@ def train_step(
     state: TrainState,
     batch: Any,
     key: Array,
+    limit: Float[Array, ""] | None = None,
     *,
     config: Config,
     optimizer: optax.GradientTransformation,
@@ -116,6 +119,9 @@ def train_step(
     The loss is the mean over what is scored of the whole batch. Gradients end where the carry
     comes in, here and nowhere else. `key` is that of the run's seed at every step; as an argument
     it leaves runs that differ in nothing else with the same program, compiled once.
+
+    Args:
+      limit: of the loss, above which a step is skipped where Training.on_bad_step says so.
     """
     key = jax.random.fold_in(jax.random.fold_in(key, DROPOUT), state.step)
     carry, params, shares = jax.lax.stop_gradient(state.carry), state.params, None
@@ -130,11 +136,32 @@ def train_step(
         if config.optimizer.offload:
             moments = jax.device_put(moments, jax.memory.Space.Device)
         updates, after = optimizer.update(gradients, moments, params)
-        if config.optimizer.offload:
+        skip = config.training.on_bad_step == "skip"
+        if config.optimizer.offload and not skip:
             after = jax.device_put(after, jax.memory.Space.Host)
         params = optax.apply_updates(params, updates)
         if shares is not None:
             params = replicas.shared(params, shares)  # and then gathered, as they lie in the state
     metrics = StepMetrics(aux.nats, aux.count, optax.tree.norm(gradients), aux.metrics)
     learnt = tasks.of(config).settled(config, aux.model_state)
-    return TrainState(state.step + 1, params, after, aux.carry, learnt), metrics
+    new = TrainState(state.step + 1, params, after, aux.carry, learnt)
+    if skip:
+        new, metrics = _unless_bad(state._replace(optimizer=moments), new, metrics, limit)
+        if config.optimizer.offload:
+            after = jax.device_put(new.optimizer, jax.memory.Space.Host)
+            new = new._replace(optimizer=after)
+    return new, metrics
+
+
+def _unless_bad(
+    before: TrainState, new: TrainState, metrics: StepMetrics, limit: Array | None
+) -> tuple[TrainState, StepMetrics]:
+    """The state before, but for the step, where loss, gradients or the new state are not finite."""
+    found = [x for x in jax.tree.leaves(new) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    finite = [jnp.isfinite(x).all() for x in (metrics.nats, metrics.gradient_norm, *found)]
+    good = jnp.stack(finite).all()
+    if limit is not None:
+        good &= metrics.nats / jnp.maximum(metrics.tokens, 1.0) <= limit
+    kept = jax.tree.map(lambda old, new: jnp.where(good, new, old), before, new)
+    kept = kept._replace(step=new.step)
+    return kept, metrics._replace(skipped=1.0 - good.astype(jnp.float32))

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from brt.config import Config
-from brt.config_io import config_json
+from brt.config_io import saved_json
 from brt.errors import ConfigError
 from brt.training.metrics import Tracker
 from brt.training.workdir import Workdir, write_json
@@ -63,7 +63,7 @@ class _Wandb(_Service):
     def _begin(self, config: Config, workdir: Workdir, known: str | None) -> str:
         self._run = self._module.init(
             project=config.logging.wandb_project, name=workdir.path.name, id=known,
-            resume="allow", config=config_json(config), dir=str(workdir.path),
+            resume="allow", config=saved_json(config), dir=str(workdir.path),
         )  # fmt: skip
         return self._run.id
 
@@ -80,7 +80,7 @@ class _Mlflow(_Service):
     def _begin(self, config: Config, workdir: Workdir, known: str | None) -> str:
         self._module.set_experiment(config.logging.mlflow_experiment)
         run = self._module.start_run(run_id=known, run_name=workdir.path.name)
-        self._module.log_dict(config_json(config), "config.json")
+        self._module.log_dict(saved_json(config), "config.json")
         return run.info.run_id
 
     def _log(self, step: int, numbers: Mapping[str, float | int]) -> None:

@@ -22,6 +22,7 @@ from brt import durable, locks, untrusted
 from brt.config import Config
 from brt.config_io import config_from_json
 from brt.errors import ConfigError
+from brt.redaction import redacted
 
 _LIBRARIES = ("brt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -55,6 +56,11 @@ class Workdir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def bad_batches(self) -> Path:
+        """Beside the checkpoints: all processes of a run read it."""
+        return self.checkpoints.parent / "bad_batches.jsonl"
 
     @property
     def metrics(self) -> Path:
@@ -187,7 +193,7 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
 def provenance() -> dict[str, Any]:
     """What runs where, as JSON: versions, machine, devices, command, commit, time."""
     return {
-        "command": sys.argv,
+        "command": redacted(sys.argv),
         "started": _now(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _LIBRARIES},

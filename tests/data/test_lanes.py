@@ -55,6 +55,18 @@ def epoch_targets(read, epoch):
     return np.concatenate([read[step].targets[read[step].scored] for step in steps])
 
 
+def test_what_a_batch_is_said_to_be_made_of_is_what_it_reads(store):
+    read = reader(store)
+    for step in range(2 * read.steps_per_epoch):
+        batch, said = read[step], json.loads(json.dumps(read.described(step)))
+        for lane in range(3):
+            own = [part for part in said if part["lane"] == lane]
+            tokens = [store.document(int(x["document"]))[slice(*x["tokens"])] for x in own]
+            expected = batch.targets[lane][batch.scored[lane]]
+            assert np.array_equal(np.concatenate([*tokens, []]), expected)
+    assert reader(store, lanes=(1,)).described(0) == read.described(0), "of all lanes"
+
+
 def test_all_batches_are_as_large(store):
     read = reader(store)
     assert read.positions(read.largest()) == 3 * 8 == read.positions(read[read.steps_per_epoch])

@@ -46,15 +46,17 @@ ONLY_RESOLVED = {
 def commands(text: str) -> Iterator[str]:
     """Of the code blocks of a page; a line that ends in a backslash goes on, Python is one.
 
-    Bindings without a command are those of a config.
+    Bindings without a command are those of the files of the command before.
     """
+    files = ""
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S):
         if language == "python":
             yield shlex.join(["python", "-c", block])
             continue
         for line in block.replace("\\\n", " ").splitlines():
             if line.startswith("--gin_bindings"):
-                line = f"python -m brt.train {line} --print_config"
+                line = f"python -m brt.train {files} {line} --print_config"
+            files = " ".join(re.findall(r"--gin_file=\S+", line)) or files
             if re.match(r"(python -m brt|python launch/|split|head|cp) ?", line):
                 yield line
 
@@ -77,7 +79,8 @@ def adapted(command: str) -> list[str] | None:
     for word, flag in ONLY_RESOLVED.items():
         if any(w == word or w.endswith(f"={word}") or f"'{word}'" in w for w in words):
             return [sys.executable, *words[1:], flag] if flag else None
-    bindings = [f"--gin_bindings={binding}" for binding in SHORT if "brt.train" in words]
+    short = [binding for binding in SHORT if binding.split()[0] not in command]
+    bindings = [f"--gin_bindings={binding}" for binding in short if "brt.train" in words]
     known = {"python": sys.executable, LAUNCHER: str(ROOT / LAUNCHER)}
     return [*(known.get(word, word) for word in words), *bindings]
 

@@ -191,6 +191,25 @@ def _with_signal(trainer: Trainer, workdir: str, number: int) -> tuple[int, str]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_two_processes_leave_the_same_batches_out_as_one(trainer: Trainer, policy: str) -> None:
+    """Where next to nothing is learned, a loss is that of its batch: some are above the median."""
+    bad = [f"Training.on_bad_step = '{policy}'", "Training.spike_factor = 1.0005"]
+    bad += ["Optimizer.learning_rate = 1e-6", "Training.steps = 26", "Training.max_bad_steps = 99"]
+    trainer.alone(f"{policy} alone", *bad)
+    trainer.run(policy, *MESH, *bad)
+    one, two = (
+        (trainer.place / name / "bad_batches.jsonl") for name in (f"{policy} alone", policy)
+    )
+    found, expected = (
+        [json.loads(line) for line in x.read_text().splitlines()] for x in (two, one)
+    )
+    without = [{k: v for k, v in record.items() if k != "reason"} for record in found]
+    assert found and without == [{k: r[k] for k in r if k != "reason"} for r in expected]
+    assert_same_curve(trainer.rows(policy), trainer.rows(f"{policy} alone"))
+
+
+@pytest.mark.slow
 def test_all_stop_at_the_same_step_where_one_is_asked_to(trainer: Trainer) -> None:
     code, out = _with_signal(trainer, "stopped", signal.SIGTERM)
     assert code == 75, out

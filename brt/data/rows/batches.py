@@ -48,6 +48,15 @@ class RowReader(Reader):
         own = slice(None) if self.lanes is None else list(self.lanes)
         return self.gather(rows[place, own], int(lengths[place]))
 
+    def described(self, step: int) -> list[dict[str, Any]]:
+        epoch, place = divmod(step, self.steps_per_epoch)
+        found, ids = self._layout(epoch)[0][place].tolist(), getattr(self.store, "ids", {})
+        return [
+            {"lane": lane, "row": row, **({"id": ids[row]} if ids else {})}
+            for lane, row in enumerate(found)
+            if row >= 0
+        ]
+
     @functools.cached_property
     def steps_per_epoch(self) -> int:
         return -(-len(self.store) // self.batch_size)

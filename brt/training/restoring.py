@@ -1,0 +1,62 @@
+"""What a run goes on with: its newest checkpoint, once more, or behind what is left out."""
+
+from collections.abc import Collection
+
+import numpy as np
+
+from brt.checkpointing import reader
+from brt.distributed import processes
+from brt.training import resuming
+from brt.training import run as runs
+from brt.training.bad_steps import BadStep
+from brt.training.run import Run
+from brt.training.state import TrainState
+from brt.training.tools import Tools
+from brt.training.workdir import Workdir
+
+
+def newest(
+    run: Run, workdir: Workdir, found: reader.Found | None, allowed: Collection[str]
+) -> tuple[reader.Found | None, resuming.Change | None]:
+    """The newest whole checkpoint, if it is one of this run, and what has changed since."""
+    steps = reader.steps(workdir.checkpoints)
+    if steps and (found is None or steps[-1] > found.step):
+        found = resuming.newest(workdir.path)  # another trainer went on before we had the lock
+    if found is None:
+        return None, None
+    change = resuming.change(found, run.config, run.abstract, allowed)
+    for line in change.lines:
+        reader.warn_on_stderr(f"the checkpoint has another {line}")
+    return found, change
+
+
+def go_back(bad: BadStep, tools: Tools) -> TrainState:
+    """What the newest checkpoint holds, or what the run began with; what came later is forgotten.
+
+    Raises:
+      NonFiniteError: it was done too often.
+      CheckpointError: no checkpoint is whole.
+    """
+    tools.writer.wait()
+    processes.wait_for_all("rollback")  # process 0 gives a checkpoint its name
+    found = resuming.newest(tools.workdir.checkpoints.parent)
+    if found is None:
+        state, meter = runs.new_state(tools.run, lambda line: None), None
+    else:
+        restored = reader.restore(tools.workdir.checkpoints, tools.run.abstract, found=found)
+        state, meter = restored.state, restored.meta["meter"]
+    step = int(state.step)
+    tools.progress.message(tools.bad.left_out(bad, step))
+    tools.meter.go_back(meter)
+    tools.metrics.go_back(step)
+    tools.batches.set_state({**tools.batches.get_state(), "step": step})
+    return state
+
+
+def hop(step: int, state: TrainState, tools: Tools) -> tuple[TrainState, int]:
+    """The same state behind the batches that are left out, and the step at which that is."""
+    ahead = min(tools.bad.hop(step), tools.run.config.training.steps)
+    tools.progress.message(f"steps {step + 1} to {ahead} are left out: bad_batches.jsonl says why")
+    tools.batches.set_state({**tools.batches.get_state(), "step": ahead})
+    tools.meter.skipped += ahead - step
+    return state._replace(step=runs.put_scalar(tools.run, np.int32(ahead))), ahead

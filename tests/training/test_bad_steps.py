@@ -1,0 +1,300 @@
+"""A bad step stops a run, changes nothing, or is gone around; a killed run does the same."""
+
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brt import tasks
+from brt.checkpointing import reader
+from brt.config import Checkpoint, Config, Mesh, Optimizer, Training
+from brt.errors import CheckpointError, ConfigError, NonFiniteError
+from brt.training import inspection, loop
+from brt.training import run as runs
+from brt.training.bad_steps import FEWEST, RECENT, BadSteps, Usual
+from brt.training.workdir import Workdir
+
+TOY = Path(__file__).parents[1] / "tasks/toy.py"
+STEPS = 24  # of 32 in an epoch
+CONFIG = Config(
+    training=Training(
+        task="poisoned", steps=STEPS, batch_size=8, segment_length=4, log_every=5,
+        evaluate_every=0, sample_every=0, probe_every=0, plots=False,
+    ),
+    optimizer=Optimizer(name="adamw", learning_rate=0.05, schedule="cosine", warmup_steps=5),
+    checkpoint=Checkpoint(every=4, keep=9),
+)  # fmt: skip
+POISONS = {"nan": math.nan, "infinity": math.inf, "spike": 50.0, "gradient": 1.0}
+SOME = ["nan", *(pytest.param(name, marks=pytest.mark.slow) for name in [*POISONS][1:])]
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """(poison, step, ...): what the batches of these steps (from 1) do to the loss."""
+    monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
+    toy: dict[str, Any] = {"__name__": "toy"}
+    exec(TOY.read_text(), toy)
+
+    def register(poison: str, *steps: int) -> None:
+        class Poisoned(toy["Parity"]):
+            name = "poisoned"
+
+            def loss(self, config, params, carry, model_state, batch, key):
+                nats, aux = super().loss(config, params, carry, model_state, batch, key)
+                rows = self.reader(config, self.open(config))
+                there = jnp.array([rows[step - 1].row[0] for step in steps])
+                bad = jnp.isin(batch.row, there).any()
+                nats = nats * jnp.where(bad, POISONS[poison], 1.0)
+                if poison == "gradient":  # of a root at 0
+                    weight = params["out"][0, 0]
+                    nothing = weight - jax.lax.stop_gradient(weight)
+                    nats = nats + jnp.sqrt(jnp.where(bad, nothing, 1.0))
+                return nats, aux._replace(nats=nats)
+
+        tasks.TASKS["poisoned"] = Poisoned()
+
+    return register
+
+
+def with_training(**changes: object) -> Config:
+    return dataclasses.replace(CONFIG, training=dataclasses.replace(CONFIG.training, **changes))
+
+
+def results(path: Path) -> tuple[str, list[dict[str, Any]], str]:
+    """The state, the numbers without the clock's, and bad_batches.jsonl."""
+    workdir = Workdir(path)
+    lines = map(json.loads, workdir.metrics.read_text().splitlines())
+    numbers = [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines]
+    newest = reader.steps(workdir.checkpoints)[-1]
+    assert newest == STEPS
+    return inspection.state_hash(workdir, newest), numbers, workdir.bad_batches.read_text()
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Workdir(path).bad_batches.read_text().splitlines()]
+
+
+class Killed(Exception):
+    pass
+
+
+def train_killed_at(call: int, config: Config, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends without saving before the batch of this call is read, and begins again."""
+    calls, put = [], runs.put
+
+    def killing(*given: object) -> object:
+        calls.append(None)
+        if len(calls) == call:
+            raise Killed
+        return put(*given)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(runs, "put", killing)
+        loop.train(config, path)
+    loop.train(config, path)
+
+
+@pytest.mark.parametrize("poison", SOME)
+def test_a_bad_step_stops_a_run_and_nothing_of_it_is_saved(
+    poison: str, poisoned: Callable, tmp_path: Path
+) -> None:
+    poisoned(poison, 20)
+    with pytest.raises(NonFiniteError, match=r"^step 20: the loss .*; lower Opt") as error:
+        loop.train(with_training(spike_factor=5.0), tmp_path)
+    assert error.value.exit_code == 5
+    assert reader.steps(tmp_path / "checkpoints")[-1] == 16
+    assert not Workdir(tmp_path).bad_batches.exists()
+
+
+@pytest.mark.parametrize("poison", SOME)
+@pytest.mark.parametrize(
+    ("devices", "parts", "optimizer"),
+    [
+        pytest.param(1, 1, {}, marks=pytest.mark.slow),
+        pytest.param(1, 1, {"offload": True}, marks=pytest.mark.slow),
+        pytest.param(4, 1, {"state": "shared"}, marks=pytest.mark.slow),
+        (4, 2, {}),
+    ],
+)
+def test_a_step_that_is_skipped_changes_nothing_but_its_number(
+    poison: str, devices: int, parts: int, optimizer: dict, poisoned: Callable
+) -> None:
+    poisoned(poison, 2)
+    config = with_training(on_bad_step="skip", spike_factor=5.0, gradient_accumulation=parts)
+    config = dataclasses.replace(
+        config,
+        optimizer=dataclasses.replace(config.optimizer, **optimizer),
+        mesh=Mesh(data=devices),
+    )
+    run = runs.build(config, progress=False)
+    step, state = runs.compiled_step(run), runs.new_state(run)
+    state, metrics = step(state, runs.put(run, run.reader[0]), 5.0)
+    before = jax.device_get(state)
+    assert metrics.skipped == 0
+    state, metrics = step(state, runs.put(run, run.reader[1]), 5.0)
+    after = jax.device_get(state)
+    assert metrics.skipped == 1 and (before.step, after.step) == (1, 2)
+    jax.tree.map(np.testing.assert_array_equal, before._replace(step=2), after)
+    state, metrics = step(state, runs.put(run, run.reader[2]), 5.0)
+    assert metrics.skipped == 0
+    assert not np.array_equal(jax.device_get(state).params["out"], after.params["out"])
+
+
+@pytest.mark.parametrize(
+    ("policy", "calls"),  # around the first bad step, which is seen one later
+    [
+        ("rollback", [12]),
+        pytest.param("rollback", [10, 11, 13, 20, 21], marks=pytest.mark.slow),
+        pytest.param("skip", [10, 11, 12, 13, 20], marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_leaves_the_same_batches_out(
+    policy: str,
+    calls: list[int],
+    poisoned: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    poisoned("nan", 10, 19)
+    config = with_training(on_bad_step=policy)
+    loop.train(config, tmp_path / "whole")
+    whole = results(tmp_path / "whole")
+    for call in calls:
+        train_killed_at(call, config, tmp_path / str(call), monkeypatch)
+        assert results(tmp_path / str(call)) == whole
+    said = [(r["step"], r["policy"], r.get("from")) for r in records(tmp_path / "whole")]
+    if policy == "skip":
+        assert said == [(10, "skip", None), (19, "skip", None)]
+    else:
+        assert said == [(10, "rollback", 8), (19, "rollback", 16)]
+    left_out = (
+        {5: 0, 10: 1, 15: 1, 20: 2, 24: 2} if policy == "skip" else {5: 0, 15: 2, 20: 5, 24: 5}
+    )
+    assert {row["step"]: row["train/skipped_steps"] for row in whole[1]} == left_out
+    run = runs.build(config, progress=False)
+    for record in records(tmp_path / "whole"):
+        rows = run.reader[record["step"] - 1].row.tolist()
+        assert [x["row"] for x in record["batch"]] == rows and "not finite" in record["reason"]
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_skipped_is_as_if_it_had_not_been(
+    poisoned: Callable, tmp_path: Path
+) -> None:
+    """Whatever is in it: the run is the same with another poison."""
+    found = []
+    for poison in ("nan", "infinity"):
+        poisoned(poison, 18)
+        loop.train(with_training(on_bad_step="skip"), tmp_path / poison)
+        found.append(results(tmp_path / poison)[:2])
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bad", "since"), [((2,), [0]), ((STEPS,), [20]), ((9, 10, 12), [8, 8, 8])]
+)
+def test_a_run_goes_back_to_what_there_is(
+    bad: tuple[int, ...], since: list[int], poisoned: Callable, tmp_path: Path
+) -> None:
+    """Before the first checkpoint, at the last step, and over several bad batches in a row."""
+    poisoned("nan", *bad)
+    config = with_training(on_bad_step="rollback")
+    loop.train(config, tmp_path)
+    results(tmp_path)
+    assert [(r["step"], r["from"]) for r in records(tmp_path)] == list(zip(bad, since, strict=True))
+    trained = reader.find(tmp_path / "checkpoints").meta["meter"]
+    assert trained["skipped"] == bad[-1] - since[-1]
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_before_where_it_went_back_goes_on_alike(
+    poisoned: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint is gone from which it went on."""
+    poisoned("nan", 10)
+    config = with_training(on_bad_step="rollback")
+    loop.train(config, tmp_path / "whole")
+    path = tmp_path / "older"
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "put_scalar", lambda *given: pytest.fail("before it goes on"))
+        with pytest.raises(pytest.fail.Exception):
+            loop.train(config, path)
+    shutil.rmtree(path / "checkpoints/8")
+    loop.train(config, path)
+    assert results(path) == results(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_too_many_bad_steps_stop_a_run(poisoned: Callable, tmp_path: Path) -> None:
+    for policy in ("skip", "rollback"):
+        poisoned("nan", 10, 14, 19)
+        config = with_training(on_bad_step=policy, max_bad_steps=2)
+        path = tmp_path / policy
+        for _ in range(2):  # and when it is started again
+            with pytest.raises(NonFiniteError, match=r"step 19: .*; 2 bad steps are all that Tr"):
+                loop.train(config, path)
+        assert [record["step"] for record in records(path)] == [10, 14]
+        assert reader.steps(path / "checkpoints")[-1] <= 18
+        loop.train(with_training(on_bad_step=policy, max_bad_steps=3), path)
+        assert len(records(path)) == 3
+
+
+def test_the_limit_of_a_step_knows_no_step_that_may_be_in_flight() -> None:
+    usual = Usual(3.0)
+    for step in range(1, FEWEST + 1):
+        usual.add(step, float(step))
+        assert usual.limit(step + 1) == math.inf
+    assert usual.limit(FEWEST + 2) == 3.0 * (FEWEST + 1) / 2
+    usual.add(FEWEST + 1, 1e9)
+    assert usual.limit(FEWEST + 2) == 3.0 * (FEWEST + 1) / 2
+    again = Usual(3.0, json.loads(json.dumps(usual.state())))
+    for step in range(FEWEST + 2, 3 * RECENT):
+        for x in (usual, again):
+            x.add(step, 2.0 + step % 2)
+        assert usual.limit(step + 1) == again.limit(step + 1)
+    assert usual.limit(3 * RECENT + 1) == 7.5
+    none = Usual(0.0)
+    for step in range(1, 99):
+        none.add(step, 1.0)
+    assert none.limit(99) == math.inf and none.state() == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", '{"step": 3}', '{"step": 3, "policy": "", "reason": "", "from": 3, "batch": []}'],
+)
+def test_a_damaged_file_is_not_taken_for_an_empty_one(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad_batches.jsonl"
+    file.write_text(line + "\n")
+    with pytest.raises(
+        CheckpointError, match=r"bad_batches.jsonl is damaged \(.*delete it to read"
+    ):
+        BadSteps(Training(), file, 0, lambda step: [])
+
+
+def test_settings_that_make_every_step_bad_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Training.spike_factor = 0.5 must be above 1, or 0"):
+        Training(spike_factor=0.5)
+
+
+def test_who_stops_compiles_what_who_goes_back_does(poisoned: Callable) -> None:
+    poisoned("nan", 1)
+
+    def program(**changes: object) -> str:
+        run = runs.build(with_training(**changes), progress=False)
+        shapes = runs.Shapes(run.mesh, run.optimizer, run.abstract)
+        return runs.lowered_step(run.config, shapes, run.reader.largest()).as_text()
+
+    plain = program()
+    assert program(on_bad_step="rollback", spike_factor=3.0) == plain
+    assert program(spike_factor=3.0) == plain
+    assert program(on_bad_step="skip") != plain

@@ -1,0 +1,98 @@
+"""A run goes on with other settings where that is asked for and possible, and remembers it."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from brt import tasks, train
+from brt.checkpointing import reader
+from brt.config import Checkpoint, Config, Optimizer, Training
+from brt.errors import ConfigError
+from brt.training import loop, run_summary
+from brt.training.workdir import Workdir
+
+TOY = Path(__file__).parents[1] / "tasks/toy.py"
+CONFIG = Config(
+    training=Training(
+        task="parity", steps=4, batch_size=8, segment_length=4, log_every=2,
+        evaluate_every=0, sample_every=0, probe_every=0, plots=False,
+    ),
+    optimizer=Optimizer(name="adamw", learning_rate=0.05, warmup_steps=2),
+    checkpoint=Checkpoint(every=2),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
+    exec(TOY.read_text(), {"__name__": "toy"})
+
+
+def changed(section: str, **changes: object) -> Config:
+    return dataclasses.replace(
+        CONFIG, **{section: dataclasses.replace(getattr(CONFIG, section), **changes)}
+    )
+
+
+def history(path: Path) -> list[dict]:
+    provenance = json.loads(Workdir(path).provenance.read_text())
+    newest = reader.find(path / "checkpoints").meta["provenance"]
+    assert newest["config_changes"] == provenance["config_changes"]
+    return provenance["config_changes"]
+
+
+def test_a_run_becomes_another_only_where_it_is_told_so(tmp_path: Path) -> None:
+    loop.train(CONFIG, tmp_path)
+    assert history(tmp_path) == []
+    config = changed("training", steps=6, batch_size=16)
+    with pytest.raises(
+        ConfigError, match=r"batch_size was 8 and is 16; .* --allow_.*=Training.batch_size$"
+    ):
+        loop.train(config, tmp_path)
+    with pytest.raises(ConfigError, match="batch_size was 8"):
+        loop.train(config, tmp_path, ["Optimizer.b1"])
+    run, place = loop.train(config, tmp_path, ["Training.batch_size", "Optimizer.b1"])
+    first = {
+        "step": 4, "changed": ["Training.steps: 4 -> 6", "Training.batch_size: 8 -> 16"],
+        "allowed": ["Training.batch_size"],
+    }  # fmt: skip
+    assert history(tmp_path) == [first]
+    said = run_summary.finish(run, place, 0.0)
+    assert (
+        "From step 4 on, as was allowed: Training.batch_size: 8 -> 16" in said
+        and "4 -> 6" not in said
+    )
+    assert "documents come in another order" in place.log.read_text()
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(CONFIG.optimizer, b1=0.5))
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=8))
+    loop.train(config, tmp_path, ["Optimizer.b1"])
+    assert [change["step"] for change in history(tmp_path)] == [4, 6]
+    assert history(tmp_path)[1]["allowed"] == ["Optimizer.b1"]
+    loop.train(config, tmp_path)
+    assert len(history(tmp_path)) == 2, "nothing else changed"
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "name"),
+    [
+        ("training", {"segment_length": 8}, "Training.segment_length"),
+        ("optimizer", {"name": "adafactor"}, "Optimizer.name"),
+        ("optimizer", {"clip_norm": 1.0}, "Optimizer.clip_norm"),
+    ],
+)
+def test_what_changes_shapes_cannot_change(
+    section: str, changes: dict, name: str, tmp_path: Path
+) -> None:
+    loop.train(CONFIG, tmp_path)
+    with pytest.raises(ConfigError, match=rf"^{name} cannot change in a run, even so: the shapes"):
+        loop.train(changed(section, **changes), tmp_path, [name])
+    assert history(tmp_path) == []
+
+
+def test_a_name_that_is_none_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    flags = ["--allow_config_change=Training.sed", f"--workdir={tmp_path / 'run'}"]
+    with pytest.raises(ConfigError, match=r"--allow_config_change=Training.sed: .*Training.seed"):
+        train.main(train.parser().parse_args(flags))
+    assert not (tmp_path / "run").exists()

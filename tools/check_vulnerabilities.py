@@ -1,0 +1,89 @@
+"""Asks OSV (https://osv.dev) whether a version in requirements.lock is known to be vulnerable.
+
+    python tools/check_vulnerabilities.py [requirements.lock]
+
+Ends with 0 where none is, 1 where some are, and 2 where nobody could be asked, which says nothing.
+"""
+
+import argparse
+import json
+import re
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+OSV = "https://api.osv.dev/v1/querybatch"
+SECONDS = 30.0
+
+
+def pinned(lock: Path) -> dict[str, str]:
+    """The version of every package that a lock file names."""
+    found = {}
+    for line in lock.read_text().splitlines():
+        if line and not line.startswith("#"):
+            match = re.fullmatch(r"([A-Za-z0-9._-]+)==(\S+)", line)
+            if not match:
+                raise SystemExit(f"{lock}: {line!r} is no name==version")
+            found[match[1]] = match[2]
+    return found
+
+
+def vulnerabilities(versions: Mapping[str, str], url: str = OSV) -> dict[str, list[str]]:
+    """The names of what is known of each package, where anything is.
+
+    Raises:
+      OSError: nobody answers.
+      ValueError: the answer is not one.
+    """
+    found: dict[str, list[str]] = {name: [] for name in versions}
+    asked: list[tuple[str, str | None]] = [(name, None) for name in versions]
+    while asked:  # OSV answers in pages
+        queries = [
+            {
+                "package": {"name": name, "ecosystem": "PyPI"},
+                "version": versions[name],
+                **({"page_token": page} if page else {}),
+            }
+            for name, page in asked
+        ]
+        results = _post(url, {"queries": queries}).get("results")
+        if not isinstance(results, list) or len(results) != len(queries):
+            raise ValueError("OSV answered another number of questions than it was asked")
+        for (name, _), result in zip(asked, results, strict=True):
+            found[name] += [vulnerability["id"] for vulnerability in result.get("vulns", ())]
+        pairs = zip(asked, results, strict=True)
+        asked = [(name, r["next_page_token"]) for (name, _), r in pairs if "next_page_token" in r]
+    return {name: ids for name, ids in found.items() if ids}
+
+
+def _post(url: str, content: Any) -> dict[str, Any]:
+    request = urllib.request.Request(
+        url, json.dumps(content).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+        return json.load(answer)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("lock", nargs="?", type=Path, default=ROOT / "requirements.lock")
+    parser.add_argument("--url", default=OSV, help="of another server that answers as OSV does")
+    args = parser.parse_args()
+    versions = pinned(args.lock)
+    try:
+        found = vulnerabilities(versions, args.url)
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        print(f"{args.url} did not answer ({error}): nothing was checked", file=sys.stderr)
+        return 2
+    for name, ids in found.items():
+        print(f"{name} {versions[name]}: {', '.join(f'https://osv.dev/{i}' for i in ids)}")
+    print(f"{len(versions)} packages, {len(found)} with known vulnerabilities")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
