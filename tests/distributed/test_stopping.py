@@ -65,7 +65,7 @@ def test_all_do_it_at_the_same_look_as_often_as_it_is_asked_for(
                 if index == 0:
                     files.clear()
                 processes[index].done()
-                if index == 0:
+                if index == 0 and len(done[0]) < 3:
                     threading.Timer(0.05, files.add, ["checkpoint_now"]).start()
             look += 1
 

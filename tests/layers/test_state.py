@@ -40,7 +40,8 @@ def test_cut_gradient_lets_none_through() -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_parts_are_all_that_a_state_is_and_can_be_exchanged_one_by_one(name: str) -> None:
-    model = Model(model_dim=4, heads=1, head_dim=4, window=3, states=3, memory_size=128)
+    sizes = {"window": 3, "states": 3, "memory_size": 128, "routing_heads": 1}
+    model = Model(model_dim=4, heads=2, head_dim=4, **sizes)
     kind = KINDS[name]
     state = kind.new_state(model, 2, jnp.dtype("float32"))
     donor = jax.tree.map(lambda x: x + 1 if x.dtype != bool else ~x, state)

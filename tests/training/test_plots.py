@@ -89,6 +89,7 @@ def test_summary_says_where_things_are_and_what_to_type(
 ) -> None:
     (run.checkpoints / "300").mkdir()
     (run.checkpoints / "300/MANIFEST.sha256").touch()
+    run.provenance.write_text("{}")
     config, text = Config(), "what is to be compressed"
     store = token_store.write(tmp_path / "s", [Document("a", iter([text]))], ByteTokenizer())
     corpus = Corpus(tmp_path, ByteTokenizer(), {"train": store, "validation": store})
