@@ -14,10 +14,11 @@ from matplotlib.ticker import ScalarFormatter
 
 from brt.drawing import curve, new_figure, smoothed
 from brt.sweeping.results import Group, Row, columns, same_step
+from brt.tasks.language_modeling.answers import by_distance
 from brt.tasks.report import BITS_PER_BYTE, Measure
 
 _TRADE_OFF, _BARS, _CURVES = "bits_against_step_time.png", "bits.png", "training_curves.png"
-_CONVERGENCE = "convergence.png"
+_CONVERGENCE, _DISTANCES = "convergence.png", "answers_against_distance.png"
 _BAR, _SEED = "#4c78a8", "#222222"
 _LEGEND_LINES = 24
 
@@ -45,6 +46,8 @@ def draw(groups: Sequence[Group], directory: Path) -> list[str]:
     begun = [g for g in groups if any(row.records for row in g.rows)]
     if begun:
         figures[_CURVES] = training_curves(begun)
+    if any(g.answers for g in done):
+        figures[_DISTANCES] = by_distance({g.name: g.answers for g in done if g.answers})
     if measure != BITS_PER_BYTE and any(_validated(row, measure) for g in begun for row in g.rows):
         figures[_CONVERGENCE] = convergence(begun, measure)
     directory.mkdir(parents=True, exist_ok=True)

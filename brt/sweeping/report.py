@@ -10,6 +10,7 @@ from brt.sweeping import plots, results
 from brt.sweeping.points import Point
 from brt.sweeping.results import Group, Row
 from brt.sweeping.settings import Sweep
+from brt.tasks.language_modeling.answers import EXACT
 from brt.tasks.report import BITS_PER_BYTE
 from brt.training.workdir import write_text
 
@@ -42,6 +43,7 @@ def text(
         "",
         *group_table(groups),
         "",
+        *_distances(groups),
         *(f"![{name}](plots/{name})" for name in pictures),
         "",
         "## Every point",
@@ -86,6 +88,16 @@ def point_table(rows: Sequence[Row]) -> list[str]:
             "steps": [f"{row.steps:,}" for row in rows],
         }
     )
+
+
+def _distances(groups: Sequence[Group]) -> list[str]:
+    """Exact answers of memory tasks, a column for each distance; nothing of others."""
+    windows = sorted({distance for g in groups for distance in g.answers})
+    if not windows:
+        return []
+    cells = {f"{far}": [_number(g.answers.get(far), EXACT.form) for g in groups] for far in windows}
+    title = f"{EXACT.title}, up to so many windows behind what they follow from:"
+    return [title, "", *_table({"": [_cell(g.name) for g in groups], **cells}), ""]
 
 
 def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:

@@ -3,17 +3,20 @@
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from brt import tasks
 from brt.checkpointing import reader
 from brt.sweeping.directory import Directory
 from brt.sweeping.points import Point
+from brt.tasks.language_modeling.answers import EXACT
 from brt.tasks.report import Measure
 from brt.training import inspection
 from brt.training.metrics import read_metrics
+
+T = TypeVar("T")
 
 
 class Row(NamedTuple):
@@ -21,6 +24,7 @@ class Row(NamedTuple):
 
     Attributes:
       figures: that its task compares runs by, by name.
+      answers: of memory tasks, exact ones in per cent by windows of distance.
       step_seconds: median over the intervals of training.
       tokens_per_second: of training, the same.
       tokens_per_step: the same.
@@ -32,6 +36,7 @@ class Row(NamedTuple):
     status: str
     reason: str
     figures: dict[str, float]
+    answers: dict[int, float]
     step_seconds: float | None
     tokens_per_second: float | None
     tokens_per_step: float | None
@@ -48,7 +53,7 @@ class Group(NamedTuple):
 
     Attributes:
       runs: how many are finished.
-      figures: that any of them has, by name.
+      figures: that any of them has, by name; answers: those that any has, by distance.
       spread: of their bits per byte: highest less lowest; None for fewer than two.
       relative_step_time: to the baseline's; None where its steps are of other size.
     """
@@ -57,6 +62,7 @@ class Group(NamedTuple):
     runs: int
     planned: int
     figures: dict[str, float]
+    answers: dict[int, float]
     spread: float | None
     step_seconds: float | None
     relative_step_time: float | None
@@ -124,6 +130,7 @@ def _row(point: Point, directory: Directory, split: str) -> Row:
         status="trained" if status == "finished" and not evaluation else status,
         reason=progress.reason,
         figures=_compared(point, report),
+        answers={row["windows"]: row[EXACT.name] for row in report.get("answers", [])},
         step_seconds=_median(records, "perf/step_seconds"),
         tokens_per_second=_median(records, "perf/tokens_per_second"),
         tokens_per_step=_median(records, "perf/tokens_per_second", "perf/step_seconds"),
@@ -163,17 +170,21 @@ def _group(name: str, rows: list[Row]) -> Group:
         values = [v for v in map(value, finished) if v is not None]
         return statistics.fmean(values) if values else None
 
-    def mean_figure(name: str) -> float | None:
-        return mean(lambda row: row.figures.get(name))
+    def means(of: Callable[[Row], Mapping[T, float]]) -> dict[T, float]:
+        found: dict[T, list[float]] = {}
+        for row in finished:
+            for name, value in of(row).items():
+                found.setdefault(name, []).append(value)
+        return {name: statistics.fmean(values) for name, values in found.items()}
 
-    names = dict.fromkeys(name for row in finished for name in row.figures)
     bits = [b for row in finished if (b := row.figures.get("bits_per_byte")) is not None]
     first = finished[0] if finished else None
     return Group(
         name=name,
         runs=len(finished),
         planned=len(rows),
-        figures={name: value for name in names if (value := mean_figure(name)) is not None},
+        figures=means(lambda row: row.figures),
+        answers=means(lambda row: row.answers),
         spread=max(bits) - min(bits) if len(bits) > 1 else None,
         step_seconds=mean(lambda row: row.step_seconds),
         relative_step_time=None,

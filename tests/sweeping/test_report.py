@@ -221,3 +221,19 @@ def test_plots_show_error_rates_where_there_are_any(tmp_path: Path) -> None:
     assert [line.get_xdata()[1] for line in lines] == [0.25, 0.5], "the second trains half as fast"
     report.write(tmp_path, points, sweep())
     assert (tmp_path / "plots" / "convergence.png").exists()
+
+
+def test_answers_of_memory_tasks_are_shown_by_distance(tmp_path: Path) -> None:
+    points = begun(tmp_path)
+    assert "windows" not in report.text(tmp_path, *_read(tmp_path, points), [], sweep())
+    for i, exact in enumerate((40.0, 60.0)):
+        evaluation = Directory(tmp_path / points[i].directory).evaluation("validation")
+        rows = [{"windows": 1, "answers_exact": 100.0}, {"windows": 8, "answers_exact": exact}]
+        evaluation.write_text(json.dumps({"bits_per_byte": 2.0, "answers": rows}))
+    groups = results.group(results.read(tmp_path, points, "validation"), "")
+    assert [g.answers for g in groups] == [{1: 100.0, 8: 50.0}, {}, {}]
+    report.write(tmp_path, points, sweep())
+    text = (tmp_path / "report.md").read_text()
+    lines = [line.replace(" ", "") for line in text.split("up to so many windows")[1].splitlines()]
+    assert lines[2] == "||1|8|" and lines[4] == "|Slide|100.00|50.00|"
+    assert (tmp_path / "plots" / "answers_against_distance.png").exists()

@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -21,6 +21,9 @@ from brt.data.memory import names
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
 from brt.tasks.report import Measure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 EXACT = Measure("answers_exact", "answers exact, %", ".2f", higher_is_better=True)
 ANSWER_BITS = Measure("answer_bits_per_byte", "bits per byte of answers")
@@ -158,24 +161,31 @@ def _line(label: str, count: str, cells: Sequence[str], widths: Sequence[int]) -
 
 def draw(path: Path, columns: Mapping[str, Mapping[str, Any]]) -> None:
     """Exact answers by distance, of reports by what was taken away."""
+    lines = {
+        name or "as trained": {row["windows"]: row[EXACT.name] for row in report["answers"]}
+        for name, report in columns.items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    by_distance(lines).savefig(path, dpi=150)
+
+
+def by_distance(lines: Mapping[str, Mapping[int, float]]) -> "Figure":
+    """A line for each of these, by name: exact answers in per cent, by windows of distance."""
     from brt.drawing import new_figure
 
     figure, (axes,) = new_figure(1)
-    for name, report in columns.items():
-        rows = report["answers"]
-        x, y = ([row[key] for row in rows] for key in ("windows", EXACT.name))
-        axes.plot(x, y, "o-", label=name or "as trained")
+    for name, found in lines.items():
+        axes.plot(list(found), list(found.values()), "o-", label=name)
     axes.set_xscale("log", base=2)
-    ticks = [row["windows"] for report in columns.values() for row in report["answers"]]
+    ticks = sorted({windows for found in lines.values() for windows in found})
     axes.set_xticks(ticks, list(map(str, ticks)))
     axes.set(
         title="What is remembered", xlabel="up to so many windows before", ylabel=EXACT.title,
         ylim=(-3, 103),
     )  # fmt: skip
-    if len(columns) > 1:
+    if len(lines) > 1:
         axes.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 def warn_of_cut_gradients(config: Config) -> None:
