@@ -37,6 +37,8 @@ class Data:
     test_fraction: float = free(0.05, cached=True)  # the same for test
     cache_dir: str = free("")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
     shuffle: bool = fixed(True)  # documents in a new order every epoch
+    # of memory tasks: steps after which the second and further sources of train are read, too
+    curriculum: tuple[int, ...] = fixed(())
 
     def __post_init__(self) -> None:
         settle(self, ())
@@ -44,6 +46,7 @@ class Data:
             if not getattr(self, split):
                 object.__setattr__(self, split, self._memory_tasks(split))
         check(bool(self.train or self.store), "Data.train names no source and Data.store is empty")
+        self._check_curriculum()
         check(
             self.max_document_bytes > 0,
             f"Data.max_document_bytes = {self.max_document_bytes} must be above 0",
@@ -52,6 +55,23 @@ class Data:
         for name in ("validation_fraction", "test_fraction"):
             value = getattr(self, name)
             check(0 <= value < 1, f"Data.{name} = {value} must be in [0, 1)")
+
+    def _check_curriculum(self) -> None:
+        steps, own = self.curriculum, all(name.startswith(MEMORY) for name in self.train)
+        check(
+            not steps or (own and not self.store),
+            f"Data.curriculum = {steps} is for memory tasks, and not for what Data.train = "
+            f"{self.train} or Data.store = {self.store!r} name",
+        )
+        check(
+            not steps or len(steps) == len(self.train) - 1,
+            f"Data.curriculum = {steps} must have a step for every source of Data.train but the "
+            f"first, which are {len(self.train) - 1}",
+        )
+        check(
+            all(a < b for a, b in zip((0, *steps), steps, strict=False)),
+            f"Data.curriculum = {steps} must be steps above 0, each after the one before",
+        )
 
     def _memory_tasks(self, split: str) -> tuple[str, ...]:
         """Those of train with documents of another split, as many as its fraction says."""

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.data import preparation, tokenizers
+from brt.data import curriculum, preparation, tokenizers
 from brt.data.lanes import LaneReader
 from brt.data.preparation import Corpus
 from brt.data.tokenizers import Tokenizer
@@ -92,9 +92,9 @@ class LanguageModeling(Task):
     def reader(self, config: Config, corpus: Corpus) -> LaneReader:
         """Lanes, each reading its own documents in a new order every epoch."""
         t = config.training
-        return LaneReader(
-            store=corpus.split("train"), batch_size=t.batch_size, segment_length=t.segment_length,
-            window=config.model.window, seed=t.seed, shuffle=config.data.shuffle,
+        return curriculum.reader(
+            config.data, corpus.split("train"), batch_size=t.batch_size,
+            segment_length=t.segment_length, window=config.model.window, seed=t.seed,
         )  # fmt: skip
 
     def example(self, config: Config) -> Batch:

@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
-from brt.data import preparation, tokenizers
+from brt.data import curriculum, preparation, tokenizers
 from brt.data.lanes import LaneReader
 from brt.data.preparation import Corpus
 from brt.distributed.rules import row_keys
@@ -63,9 +63,9 @@ class MaskedLanguageModeling(EncoderTask):
     def reader(self, config: Config, corpus: Corpus) -> LaneReader:
         """Segments, in each of which there is only one document: an encoder sees all of it."""
         t = config.training
-        return LaneReader(
-            store=corpus.split("train"), batch_size=t.batch_size, segment_length=t.segment_length,
-            window=t.segment_length, seed=t.seed, shuffle=config.data.shuffle,
+        return curriculum.reader(
+            config.data, corpus.split("train"), batch_size=t.batch_size,
+            segment_length=t.segment_length, window=t.segment_length, seed=t.seed,
         )  # fmt: skip
 
     def loss(
