@@ -37,6 +37,7 @@ ONLY_RESOLVED = {
     "weights/roberta-4k/tokenizer.json": "--print_config",
     "configs/sweeps/table1.gin": "--list",  # a night
     "configs/sweeps/gates.gin": "--list",
+    "configs/sweeps/memory_distance.gin": "--list",  # two models, trained
     "runs/table1/Rec-fixed-skip,seed=0/point.gin": None,  # a point of that night
     "runs/growth": None,
     "--topology=v4:2x4x4": "--print_config",  # the compiler of TPUs is an extra
