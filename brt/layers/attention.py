@@ -19,7 +19,10 @@ from brt.layers.basic import (
     kernel_init,
     parameter,
 )
-from brt.layers.state import OpenBlock, WindowState, zero_where_invalid
+from brt.layers.state import OpenBlock, WindowState, cache_is_readable, has_null_keys
+from brt.layers.state import zero_where_invalid as zero_where_invalid
+from brt.layers.taps import NO_TAPS, TokenTaps
+from brt.ops import deferred
 from brt.ops.activations import relu
 from brt.ops.dense import dense
 from brt.ops.dropout import Dropout
@@ -125,16 +128,20 @@ class TransformerBlock(nn.Module):
         """What queries, keys and values are made of."""
         return dropout(self, rms_norm(x, self.norm), self.model.dropout)
 
-    def project(self, x: Float[Array, "B T D"]) -> TokenProjections:
+    def project(self, x: Float[Array, "B T D"], taps: TokenTaps = NO_TAPS) -> TokenProjections:
         """Queries, keys and values of the tokens, by one product and one normalisation."""
         m, h = self.model, self.normed(x)
         kernels, scales = [self.queries, self.keys], [self.query_scale(), jnp.ones((m.heads,))]
         if self.cross_attends:
             kernels.append(self.cross_queries)
             scales.append(self.query_scale("cross_scale"))
+        each = [*kernels, self.values]
         if m.normalize_qk and normalizes():
-            return self._projected_apart(h, [*kernels, self.values], scales)
-        product = dense(h, jnp.stack([*kernels, self.values], axis=1))
+            return self._projected_apart(h, each, scales, taps)
+        if taps.projections is None:
+            product = dense(h, jnp.stack(each, axis=1))
+        else:
+            product = jnp.stack(deferred.dots(h, each, taps.projections), axis=2)
         product = constrain(product, "lanes", self._along(x), None, "heads", None)
         scaled, values = product[:, :, :-1], product[:, :, -1]
         if m.normalize_qk:
@@ -147,13 +154,13 @@ class TransformerBlock(nn.Module):
         return TokenProjections(queries, keys, values, cross[0] if cross else None)
 
     def _projected_apart(
-        self, h: Float[Array, "B T D"], kernels: list[Array], scales: list[Array]
+        self, h: Float[Array, "B T D"], kernels: list[Array], scales: list[Array], taps: TokenTaps
     ) -> TokenProjections:
         """By a product each, which what attends finds where it is; parts of one would be copied."""
         names = ("lanes", self._along(h), "heads", None)
-        *products, values = (constrain(dense(h, kernel), *names) for kernel in kernels)
-        scaled = (scaled_unit(*pair) for pair in zip(products, scales, strict=True))
-        queries, keys, *cross = scaled
+        found = deferred.dots(h, kernels, taps.projections)
+        *products, values = (constrain(product, *names) for product in found)
+        queries, keys, *cross = (scaled_unit(*pair) for pair in zip(products, scales, strict=True))
         raw = products[0], products[1]
         return TokenProjections(queries, keys, values, cross[0] if cross else None, raw)
 
@@ -177,11 +184,7 @@ class TransformerBlock(nn.Module):
         return jnp.full((m.heads,), m.head_dim**-0.5)
 
     def bias(self, reach: int | None = None) -> Float[Array, "H W"] | None:
-        """Of keys by how far they lie before a query, nearest first; None: there is none.
-
-        Args:
-          reach: of how many keys; None: of the window's.
-        """
+        """Of `reach` keys (None: the window's), nearest to a query first; or none."""
         m, reach = self.model, reach or self.model.window
         if m.positions == "t5":
             bias = relative_bias(
@@ -211,6 +214,7 @@ class TransformerBlock(nn.Module):
         past: Past,
         memory: StateMemory | None,
         mix: Mix | None = None,
+        taps: TokenTaps = NO_TAPS,
     ) -> Float[Array, "B T D"]:
         """The layer's output for a segment; `memory` [B, N, S, H, K] is the states' or None."""
         m = self.model
@@ -240,7 +244,7 @@ class TransformerBlock(nn.Module):
                 implementation=self.kernels.softmax_attention,
             )  # fmt: skip
             attended.append(crossed.reshape(attended[0].shape))
-        return self.finish(x, jnp.stack(attended, axis=2))
+        return self.finish(x, jnp.stack(attended, axis=2), taps)
 
     def attend_step(
         self,
@@ -303,31 +307,23 @@ class TransformerBlock(nn.Module):
         return "tokens" if count("blocks", x.shape[1] // self.model.window) > 1 else None
 
     def finish(
-        self, x: Float[Array, "B T D"], attended: Float[Array, "B T n H K"]
-    ) -> Float[Array, "B T D"]:
+        self, x: Float[Array, "B T D"], attended: Float[Array, "B T n H K"],
+        taps: TokenTaps = NO_TAPS,
+    ) -> Float[Array, "B T D"]:  # fmt: skip
         """Residual of the attention, then the MLP and its residual."""
         tokens = self._along(x)
         attended = constrain(attended, "lanes", tokens, None, "heads", None)
-        x = constrain(x + dense(attended, self.output, inputs=3), "lanes", tokens, None)
-        hidden = dense(rms_norm(x, self.mlp_norm), self.mlp_in)
+        x = x + deferred.dot(attended, self.output, taps.output, inputs=3)
+        x = constrain(x, "lanes", tokens, None)
+        hidden = deferred.dot(rms_norm(x, self.mlp_norm), self.mlp_in, taps.mlp_in)
         if self.model.mlp_bias:
             hidden = add_shared(hidden, self.mlp_in_bias)
         hidden = constrain(relu(hidden), "lanes", tokens, "mlp")
-        out = dense(hidden, self.mlp_out)
+        out = deferred.dot(hidden, self.mlp_out, taps.mlp_out)
         if self.model.mlp_bias:
             out = add_shared(out, self.mlp_out_bias)
         y = x + dropout(self, out, self.model.dropout)
         return constrain(y, "lanes", tokens, None)
-
-
-def cache_is_readable(model: Model, state: WindowState) -> Bool[Array, " B"]:
-    """Whether the open block of each lane may read the block before it."""
-    return state.valid & model.cache
-
-
-def has_null_keys(model: Model) -> bool:
-    """Whether an empty cache counts as zero keys; one that is never read does not."""
-    return model.cache and not model.mask_empty_cache
 
 
 def with_cache(
@@ -372,11 +368,12 @@ class WindowLayer(nn.Module):
         state: WindowState,
         document_start: Bool[Array, "B N"],
         feedback: StateMemory | None = None,
+        taps: TokenTaps = NO_TAPS,
     ) -> tuple[Float[Array, "B T D"], WindowState]:
-        """A segment; with feedback its one block."""
-        projections = self.tokens.project(x)
+        """A segment; with taps its one block."""
+        projections = self.tokens.project(x, taps)
         past, state = with_cache(self.model, state, projections, document_start)
-        return self.tokens.attend(x, projections, past, feedback), state
+        return self.tokens.attend(x, projections, past, feedback, taps=taps), state
 
     def begin_block(self, x: None, state: WindowState, *_: None) -> tuple[None, OpenBlock]:
         """An empty block behind `state`."""

@@ -7,9 +7,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
-from brt.layers.attention import Mix, TransformerBlock, cache_is_readable, with_cache
+from brt.layers.attention import Mix, TransformerBlock, with_cache
 from brt.layers.basic import parameter
-from brt.layers.state import WINDOW_AXES, OpenBlock, WindowState, new_window_state
+from brt.layers.state import (
+    WINDOW_AXES,
+    OpenBlock,
+    WindowState,
+    cache_is_readable,
+    new_window_state,
+)
 from brt.ops.causal_clustered_attention import (
     Centroids,
     Past,

@@ -9,16 +9,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
-from brt.layers.attention import (
-    Mix,
-    Past,
-    TokenProjections,
-    TransformerBlock,
-    cache_is_readable,
-    with_cache,
-)
+from brt.layers.attention import Mix, Past, TokenProjections, TransformerBlock, with_cache
 from brt.layers.basic import ZEROS, compute_dtype, kernel_init, parameter
-from brt.layers.state import WINDOW_AXES, LayerAux, OpenBlock, WindowState, new_window_state
+from brt.layers.state import (
+    WINDOW_AXES,
+    LayerAux,
+    OpenBlock,
+    WindowState,
+    cache_is_readable,
+    new_window_state,
+)
 from brt.ops.compression import (
     Convolution,
     attend_beyond,

@@ -32,6 +32,7 @@ from brt.layers.recurrent import (
     RECURRENT_AXES,
     RecurrentLayer,
     new_recurrent_state,
+    recurrent_taps,
     state_update_flops,
 )
 from brt.layers.routing import (
@@ -54,6 +55,7 @@ from brt.layers.summary import (
     new_summary_state,
     summary_flops,
 )
+from brt.layers.taps import token_taps
 
 
 class LayerKind(NamedTuple):
@@ -87,6 +89,9 @@ class LayerKind(NamedTuple):
       loops: whether it goes block by block through a segment: its gradients then need all that
         it made on the way, which others compute again where that is quicker than to keep it.
       sums_up: whether it reads and makes summaries of blocks.
+      taps: (model, parameters of a run, blocks, lanes) -> a last argument of the first method,
+        for weight gradients that are computed after a scan over blocks (`brt.ops.deferred`):
+        with blocks on axis 0 and layers on axis 1; None: the kind takes none.
       new_model_state: (model) -> that of a layer of this kind at step 0; None: it has none.
       settle: (model, model_state) -> the next step's, of what a step's parts have made of it.
     """
@@ -100,6 +105,7 @@ class LayerKind(NamedTuple):
     recurs: bool = False
     loops: bool = False
     sums_up: bool = False
+    taps: Callable[[Model, Mapping[str, Any], int, int], Any] | None = None
     new_model_state: Callable[[Model], Any] | None = None
     settle: Callable[[Model, Any], Any] = lambda model, model_state: model_state
 
@@ -111,6 +117,7 @@ KINDS = {
         WINDOW_AXES,
         {"cache": ("keys", "values", "valid")},
         lambda model: 0,
+        taps=token_taps,
     ),
     "recurrent": LayerKind(
         RecurrentLayer,
@@ -121,6 +128,7 @@ KINDS = {
         ("recurrent_layers", "states", "gate", "gate_layout", "gate_bias", "gate_tanh"),
         recurs=True,
         loops=True,
+        taps=recurrent_taps,
     ),
     "memorizing": LayerKind(
         MemorizingLayer,

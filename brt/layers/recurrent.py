@@ -1,19 +1,21 @@
 """The recurrent layer: a token layer that reads state vectors which read its tokens."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
-from brt.layers.attention import TransformerBlock, cache_is_readable, has_null_keys, with_cache
+from brt.layers.attention import TransformerBlock, with_cache
 from brt.layers.basic import (
     FROM_HEADS,
     INTO_HEADS,
     ONES,
     WHOLE_HEADS,
+    compute_dtype,
     gate_bias,
     kernel_init,
     parameter,
@@ -22,15 +24,19 @@ from brt.layers.state import (
     WINDOW_AXES,
     OpenBlock,
     WindowState,
+    cache_is_readable,
+    has_null_keys,
     new_window_state,
     zero_where_invalid,
 )
+from brt.layers.taps import NO_TAPS, TokenTaps, token_taps
 from brt.ops.gates import GateWeights
 from brt.ops.recurrent_attention import (
     CellWeights,
     StateMemory,
     state_memory,
     state_scan,
+    state_taps,
     state_update,
     two_blocks,
 )
@@ -155,6 +161,29 @@ class StateCell(nn.Module):
         )
 
 
+class RecurrentTaps(NamedTuple):
+    """Where the weight gradients of a `RecurrentLayer` go; `cell`: as `state_scan` takes them."""
+
+    tokens: TokenTaps = NO_TAPS
+    cell: PyTree[Array] = None
+
+
+_NO_TAPS = RecurrentTaps()
+
+
+def recurrent_taps(
+    model: Model, params: Mapping[str, Any], blocks: int, lanes: int
+) -> RecurrentTaps:
+    """Of the blocks of a segment (axis 0), and of layers (axis 1; of parameters 0)."""
+    cell = {k: v for k, v in params["cell"].items() if k in CellWeights._fields}
+    scales = dict.fromkeys(("scale", "cross_scale"))
+    dtype = compute_dtype(model)
+    return RecurrentTaps(
+        token_taps(model, params, blocks, lanes),
+        state_taps(CellWeights(**(scales | cell)), blocks, (lanes, model.states), dtype),
+    )
+
+
 class RecurrentLayer(nn.Module):
     """A block-recurrent layer: (x, state) -> (y, state)."""
 
@@ -191,18 +220,23 @@ class RecurrentLayer(nn.Module):
         state: RecurrentState,
         document_start: Bool[Array, "B N"],
         _: StateMemory | None = None,
+        taps: RecurrentTaps = _NO_TAPS,
     ) -> tuple[Float[Array, "B T D"], RecurrentState]:
-        """A segment, in two phases: the states of all blocks, then the tokens of all blocks."""
-        projections = self.tokens.project(x)
+        """A segment, in two phases: the states of all blocks, then the tokens of all blocks.
+
+        Args:
+          taps: of the one block that the segment has with them.
+        """
+        projections = self.tokens.project(x, taps.tokens)
         past, window = with_cache(self.model, state.window, projections, document_start)
         vectors, memory = state_scan(
             self.cell.weights, self.cell.initial, self._vectors(state), *past.joined(projections),
-            past.readable, document_start, unroll=self.model.block_unroll,
+            past.readable, document_start, taps=taps.cell, unroll=self.model.block_unroll,
             implementation=self.kernels.recurrent_attention, **self._options(),
         )  # fmt: skip
         names = ("lanes", "blocks", None, "heads", None)
         memory = StateMemory(*(constrain(part, *names) for part in memory))
-        y = self.tokens.attend(x, projections, past, memory)
+        y = self.tokens.attend(x, projections, past, memory, taps=taps.tokens)
         return y, RecurrentState(window, vectors, window.valid)
 
     def begin_block(

@@ -1,6 +1,6 @@
 """A stack of layers: equal neighbours share one trace, as a scan over stacked parameters."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -112,6 +112,11 @@ def _kept(model: Model, kind: str) -> Kept | None:
     return None if dispatch.backend() == "cpu" or kinds.of(kind).loops else "products"
 
 
+def _defers() -> bool:
+    """Whether a scan over blocks hands out pairs of which weight gradients are made after it."""
+    return dispatch.backend() != "cpu"
+
+
 class Stack(nn.Module):
     """(x, state) -> (y, state, aux) through all layers of `model.layer_types`."""
 
@@ -142,22 +147,25 @@ class Stack(nn.Module):
 
     def _through(
         self, run: int, method: str, stream: Stream, inputs: PyTree, *shared: Any,
-        model_state: ModelState,
+        model_state: ModelState, taps: PyTree[Array] = None,
     ) -> tuple[Stream, PyTree, LayerAux]:  # fmt: skip
         """One run: a scan whose carry is the stream, over what each of its layers has of its own.
 
         Args:
           method: of the layers.
           inputs: of the layers, on axis 1; `shared`: two arguments for all.
+          taps: of the layers, on axis 0, where there are any.
         """
         name, kind, count = runs(self.model)[run]
         learns, sums_up = kinds.of(kind).new_model_state is not None, kinds.of(kind).sums_up
 
         def layer(
-            module: nn.Module, stream: Stream, inputs: PyTree, learnt: PyTree, *shared: Any
-        ) -> tuple[Stream, tuple[PyTree, LayerAux]]:
+            module: nn.Module, stream: Stream, inputs: PyTree, learnt: PyTree, taps: PyTree,
+            *shared: Any,
+        ) -> tuple[Stream, tuple[PyTree, LayerAux]]:  # fmt: skip
             known, x = (learnt,) if learns else (), stream if sums_up else stream.tokens
-            x, after, *aux = getattr(module, method)(x, inputs, *shared, *known)
+            tapped = () if taps is None else (taps,)
+            x, after, *aux = getattr(module, method)(x, inputs, *shared, *known, *tapped)
             return x if sums_up else stream._replace(tokens=x), (after, *(aux or [LayerAux()]))
 
         if (keep := _kept(self.model, kind)) and method == "__call__":
@@ -166,7 +174,7 @@ class Stack(nn.Module):
             layer,
             variable_axes={"params": 0},
             split_rngs={"params": True, "dropout": True},
-            in_axes=(1, 0, nn.broadcast, nn.broadcast),
+            in_axes=(1, 0, 0, nn.broadcast, nn.broadcast),
             out_axes=(1, 0),
             length=count,
             unroll=min(self.model.layer_unroll, count),
@@ -174,7 +182,7 @@ class Stack(nn.Module):
             check_constancy_invariants=False,  # it would trace every layer twice
         )
         learnt = model_state[name] if learns else ()
-        stream, (after, aux) = scan(self.runs[run], stream, inputs, learnt, *shared)
+        stream, (after, aux) = scan(self.runs[run], stream, inputs, learnt, taps, *shared)
         return stream, after, aux
 
     def __call__(
@@ -187,7 +195,7 @@ class Stack(nn.Module):
         """A segment; losses are summed over layers, metrics are means of the layers of a run."""
         if self.model.feedback:
             return self._block_by_block(x, state, document_start, model_state)
-        return self._layer_by_layer(x, state, document_start, model_state, None)
+        return self._layer_by_layer(x, state, document_start, model_state)
 
     def _layer_by_layer(
         self,
@@ -195,14 +203,18 @@ class Stack(nn.Module):
         state: StackState,
         document_start: Bool[Array, "B N"],
         model_state: ModelState,
-        feedback: StateMemory | None,
+        feedback: StateMemory | None = None,
+        taps: Sequence[PyTree[Array]] | None = None,
+        first: int = 0,
     ) -> tuple[Float[Array, "B T D"], StackState, LayerAux]:
+        """The runs that `state` is of, from the `first` one on, one after the other."""
         after, learnt, losses, metrics = [], {}, {}, {}
         stream = Stream(x, self._lowest_summaries(*document_start.shape))
-        for run, (name, _, _) in enumerate(runs(self.model)):
+        places = runs(self.model)[first : first + len(state)]
+        for i, (name, _, _) in enumerate(places):
             stream, run_state, aux = self._through(
-                run, "__call__", stream, state[run], document_start, feedback,
-                model_state=model_state,
+                first + i, "__call__", stream, state[i], document_start, feedback,
+                model_state=model_state, taps=taps and taps[i],
             )  # fmt: skip
             after.append(run_state)
             learnt |= {name: aux.model_state} if name in model_state else {}
@@ -218,37 +230,61 @@ class Stack(nn.Module):
         document_start: Bool[Array, "B N"],
         model_state: ModelState,
     ) -> tuple[Float[Array, "B T D"], StackState, LayerAux]:
-        """With feedback the lowest layer needs what the recurrent one made of the block before."""
+        """With feedback the lowest layer needs what the recurrent one made of the block before.
+
+        Those above the recurrent one need nothing of the sort: they read the segment as ever.
+        """
+        serial = self.speaker + 1
         scan = nn.scan(
             Stack._read_block,
             variable_broadcast="params",
             split_rngs={"params": False, "dropout": True},
-            in_axes=1,
-            out_axes=(1, 0),
+            in_axes=(1, 1, 0),
+            out_axes=(1, 1, 0),
             unroll=min(self.model.block_unroll, document_start.shape[1]),
             check_constancy_invariants=self.is_initializing(),  # a second trace makes parameters
         )
         x = constrain(x, "lanes", None, None)  # one block after the other: nobody has his own
         blocks = x.reshape(x.shape[0], -1, self.model.window, x.shape[-1])
-        (state, model_state), (y, aux) = scan(self, (state, model_state), blocks, document_start)
+        carry, taps = (state[:serial], model_state), self._taps(*blocks.shape[:2])
+        (below, learnt), (y, feedback, aux) = scan(self, carry, blocks, document_start, taps)
+        y, above, more = self._layer_by_layer(
+            y.reshape(x.shape), state[serial:], document_start, learnt, feedback, first=serial
+        )
         losses, metrics = (jax.tree.map(jnp.mean, values) for values in aux)
-        return y.reshape(x.shape), state, LayerAux(model_state, losses, metrics)
+        for loss, value in more.losses.items():
+            losses[loss] = losses.get(loss, 0.0) + value
+        learnt = {**learnt, **more.model_state}
+        return y, (*below, *above), LayerAux(learnt, losses, metrics | more.metrics)
+
+    def _taps(self, lanes: int, blocks: int) -> list[PyTree[Array]] | None:
+        """Of the runs that go block by block; None where gradients are added up block by block."""
+        if self.is_initializing() or not _defers():
+            return None
+        params = self.variables["params"]
+        places = [(name, kinds.of(kind)) for name, kind, _ in runs(self.model)[: self.speaker + 1]]
+        return [
+            kind.taps and kind.taps(self.model, params[name], blocks, lanes)
+            for name, kind in places
+        ]
 
     def _read_block(
         self,
         carry: tuple[StackState, ModelState],
         x: Float[Array, "B W D"],
         start: Bool[Array, " B"],
-    ) -> tuple[tuple[StackState, ModelState], tuple[Float[Array, "B W D"], tuple]]:
+        taps: Sequence[PyTree[Array]] | None,
+    ) -> tuple[tuple[StackState, ModelState], tuple[Float[Array, "B W D"], StateMemory, tuple]]:
         state, model_state = carry
         speaker = self.speaker
         _, opened, _ = self._through(
             speaker, "begin_block", Stream(None), state[speaker], start, None,
             model_state=model_state,
         )  # fmt: skip
-        feedback = jax.tree.map(lambda part: part[:, None], _feedback(opened))
-        x, state, aux = self._layer_by_layer(x, state, start[:, None], model_state, feedback)
-        return (state, aux.model_state), (x, (aux.losses, aux.metrics))
+        feedback = _feedback(opened)
+        heard = jax.tree.map(lambda part: part[:, None], feedback)
+        x, state, aux = self._layer_by_layer(x, state, start[:, None], model_state, heard, taps)
+        return (state, {**model_state, **aux.model_state}), (x, feedback, (aux.losses, aux.metrics))
 
     def begin_block(self, state: StackState, model_state: ModelState) -> StackBlock:
         """Empty blocks behind `state`, to be filled by `decode_step`."""

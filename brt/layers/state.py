@@ -97,6 +97,16 @@ def zero_where_invalid(window: WindowState) -> WindowState:
     )
 
 
+def cache_is_readable(model: Model, state: WindowState) -> Bool[Array, " B"]:
+    """Whether the open block of each lane may read the block before it."""
+    return state.valid & model.cache
+
+
+def has_null_keys(model: Model) -> bool:
+    """Whether an empty cache counts as zero keys; one that is never read does not."""
+    return model.cache and not model.mask_empty_cache
+
+
 def cut_gradient(state: PyTree[Array]) -> PyTree[Array]:
     """The state as a constant: the one place where a train step cuts the gradient."""
     return jax.tree.map(jax.lax.stop_gradient, state)

@@ -134,6 +134,55 @@ def test_feedback_is_a_loop_over_blocks_and_layers(random_params: Callable) -> N
     assert_close(results(changed, params), results(model, params, loop))
 
 
+FED_BACK = {
+    "skip": {"layers": 4, "recurrent_layers": (2,)},
+    "dual, of the last": {"gate": "lstm", "gate_layout": "dual", "remat": True},
+    "single": {"gate": "gru", "gate_layout": "single", "normalize_qk": False},
+    "memorizing": {"memorizing_layers": (0,), "memory_size": 16, "memory_neighbors": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FED_BACK)
+def test_weight_gradients_after_the_blocks_are_those_added_up_block_by_block(
+    name: str, random_params: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = dataclasses.replace(MODEL, feedback=True, **FED_BACK[name])
+    params = random_params(model)["stack"]
+    expected = results(model, params)
+    monkeypatch.setattr("brt.layers.stack._defers", lambda: True)
+    assert_close(results(model, params), expected)
+
+
+def added_up(jaxpr: Any) -> set[tuple[int, ...]]:
+    """Shapes of what the loops over blocks carry on the way back."""
+    found = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan" and eqn.params["reverse"]:
+            if eqn.params["length"] == BLOCKS:
+                found |= {var.aval.shape for var in eqn.outvars[: eqn.params["num_carry"]]}
+        inner = (getattr(part, "jaxpr", None) for part in eqn.params.values())
+        found = found.union(*(added_up(part) for part in inner if part is not None))
+    return found
+
+
+def test_with_taps_no_loop_over_blocks_adds_up_gradients_of_its_large_kernels(
+    random_params: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = dataclasses.replace(MODEL, feedback=True, **FED_BACK["skip"])
+    params = random_params(model)["stack"]
+    window, recurrent = params["window_0"]["tokens"], params["recurrent_2"]
+    kernels = {window[name].shape for name in ("queries", "output", "mlp_in", "mlp_out")}
+    kernels |= {recurrent["tokens"]["mlp_in"].shape, recurrent["cell"]["output"].shape}
+
+    def carried() -> set[tuple[int, ...]]:
+        return added_up(jax.make_jaxpr(lambda p: results(model, p))(params).jaxpr)
+
+    assert kernels <= carried()
+    monkeypatch.setattr("brt.layers.stack._defers", lambda: True)
+    assert not kernels & carried()
+
+
 def test_with_feedback_every_block_draws_its_own_dropout(random_params: Callable) -> None:
     model = dataclasses.replace(MODEL, layers=1, recurrent_layers=(0,), feedback=True, dropout=0.5)
     params = random_params(model)["stack"]

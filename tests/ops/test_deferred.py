@@ -17,14 +17,12 @@ def test_weight_gradients_after_the_scan_are_those_of_a_plain_scan() -> None:
         return jnp.sum(s) + jnp.sum(ys**2)
 
     def tapped(kernel: jax.Array, s: jax.Array) -> jax.Array:
-        frozen = jax.lax.stop_gradient(kernel)
-
         def body(s: jax.Array, tap: tuple) -> tuple[jax.Array, jax.Array]:
             # One product used twice, as one tap holds one pair.
-            y = deferred.dot(s, frozen, tap)
+            y = deferred.dot(s, kernel, tap)
             return jnp.tanh(y), y
 
-        taps = deferred.tap(kernel, (STEPS, LANES), jnp.dtype("float32"))
+        taps = deferred.tap((kernel,), (STEPS, LANES), jnp.dtype("float32"))
         s, ys = jax.lax.scan(body, s, taps)
         return jnp.sum(s) + jnp.sum(ys**2)
 
@@ -32,3 +30,38 @@ def test_weight_gradients_after_the_scan_are_those_of_a_plain_scan() -> None:
         jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(kernel, start) for f in (plain, tapped)
     )
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5), actual, expected)
+
+
+def test_those_of_layers_are_those_of_plain_scans_one_in_the_other() -> None:
+    rng, layers = np.random.default_rng(0), 2
+    shapes = (layers, WIDTH, 2, WIDTH // 2), (layers, WIDTH, WIDTH)
+    kernels = tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    blocks = jnp.asarray(rng.normal(size=(STEPS, LANES, 1, WIDTH)), jnp.float32)
+
+    def through(kernels: tuple[jax.Array, ...], taps: deferred.Tap | None) -> jax.Array:
+        def layer(x: jax.Array, own: tuple) -> tuple[jax.Array, None]:
+            by_head, plain = deferred.dots(x, *own)
+            return jnp.tanh(by_head.reshape(x.shape) + plain), None
+
+        def block(y: jax.Array, xs: tuple) -> tuple[jax.Array, jax.Array]:
+            y, _ = jax.lax.scan(layer, y + xs[0], (kernels, xs[1]))
+            return y, y
+
+        return jnp.sum(jax.lax.scan(block, jnp.zeros_like(blocks[0]), (blocks, taps))[1] ** 2)
+
+    def tapped(kernels: tuple[jax.Array, ...]) -> jax.Array:
+        taps = deferred.stacked_tap(kernels, blocks.shape[:-1], jnp.dtype("float32"))
+        assert taps is not None
+        return through(kernels, taps)
+
+    expected = jax.jit(jax.grad(lambda kernels: through(kernels, None)))(kernels)
+    actual = jax.jit(jax.grad(tapped))(kernels)
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=1e-5), actual, expected)
+
+
+def test_pairs_of_more_rows_than_a_sum_is_worth_are_not_handed_out() -> None:
+    few, many = (
+        deferred.stacked_tap((jnp.zeros((2, 64, 64)),), (STEPS, 1, rows), jnp.dtype("bfloat16"))
+        for rows in (128, 129)
+    )
+    assert few is not None and many is None

@@ -152,7 +152,7 @@ CASES: dict[str, Callable[[Path], Config]] = {
     "recurrent_single": lambda place: documents(
         place, recurrent_layers=(1,), gate="gru", gate_layout="single", positions="alibi"
     ),
-    "feedback": lambda place: documents(place, recurrent_layers=(1,), feedback=True),
+    "feedback": lambda place: documents(place, layers=3, recurrent_layers=(1,), feedback=True),
     "memorizing": lambda place: documents(place, memorizing_layers=(1,)),
     "clustered": lambda place: documents(place, clustered_layers=(0,)),
     "compressive": lambda place: documents(place, compressive_layers=(0,), compressed_memory=8),

@@ -32,13 +32,12 @@ def rnn(x: Float[Array, "B X H K"], weights: Rnn) -> Float[Array, "B X H K"]:
     batch, length, heads, width = x.shape
     inputs = dense(x.reshape(batch, length, heads * width), weights.input_kernel)
     inputs = inputs + weights.bias.astype(x.dtype)[None, None]
-    taps = deferred.tap(weights.kernel, (length, batch), x.dtype)
-    kernel = jax.lax.stop_gradient(weights.kernel)  # its gradient goes by the taps
+    taps = deferred.tap((weights.kernel,), (length, batch), x.dtype)
 
     def body(
         h: Float[Array, "B A"], xs: tuple[Float[Array, "B A"], deferred.Tap]
     ) -> tuple[Float[Array, "B A"], Float[Array, "B A"]]:
-        h = jnp.tanh(xs[0] + deferred.dot(h, kernel, xs[1]))
+        h = jnp.tanh(xs[0] + deferred.dot(h, weights.kernel, xs[1]))
         return h, h
 
     _, states = jax.lax.scan(body, jnp.zeros_like(inputs[:, 0]), (inputs.swapaxes(0, 1), taps))

@@ -6,7 +6,7 @@ takes two phases: `state_scan` runs over the blocks and emits what the tokens of
 block read, then the layer attends for the tokens of all blocks at once.
 """
 
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
@@ -31,6 +31,7 @@ def state_scan(
     readable: Bool[Array, "B N"],
     document_start: Bool[Array, "B N"],
     *,
+    taps: PyTree[Array] = None,
     unroll: int = 1,
     implementation: str | None = None,
     **options: str | bool,
@@ -43,6 +44,7 @@ def state_scan(
       keys, values: of the tokens: those of the cached block, then those of the segment.
       readable: whether block n may read the block before it.
       document_start: where the states begin anew.
+      taps: of a segment of one block, a step's of those of `state_taps`; None: its own.
       unroll: blocks per iteration of the scan.
       implementation: a named one runs or raises; None takes the best that can.
       options: of `state_update`.
@@ -56,5 +58,5 @@ def state_scan(
     """
     return dispatch.run(
         OP, implementation, weights, initial, vectors, keys, values, readable, document_start,
-        unroll=unroll, **options,
+        taps=taps, unroll=unroll, **options,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from brt.ops.gates import gate
 from brt.ops.normalization import l2_normalize, rms_norm
@@ -23,10 +23,11 @@ def state_scan(
     tanh: str,
     normalize_qk: bool,
     null_keys: bool,
+    taps: PyTree[Array] = None,
     unroll: int = 1,
     attention: str | None = None,
 ) -> tuple[Float[Array, "B S D"], StateMemory]:
-    """See `api.state_scan`; `unroll` and `attention` mean nothing here."""
+    """See `api.state_scan`; `taps`, `unroll` and `attention` mean nothing here."""
     blocks, dtype = readable.shape[1], keys.dtype
     window = keys.shape[1] // (blocks + 1)
     shown = []

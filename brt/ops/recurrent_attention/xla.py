@@ -10,7 +10,6 @@ from brt.distributed.rules import constrain
 from brt.ops import deferred
 from brt.ops.activations import relu
 from brt.ops.deferred import Tap
-from brt.ops.dense import dense
 from brt.ops.gates import gate
 from brt.ops.normalization import rms_norm, scaled_unit
 from brt.ops.recurrent_attention.cell import CellWeights, StateMemory
@@ -32,15 +31,30 @@ def _kernels(weights: CellWeights) -> _Kernels:
     return _Kernels(jnp.stack(parts, axis=1), weights.output, weights.mlp_in, weights.mlp_out)
 
 
+_NO_TAPS = _Kernels(None, None, None, None)
+
+
 def _inputs(kernels: _Kernels) -> _Kernels:
     """How many axes each product sums over; all but the first have one axis of outputs."""
     return _Kernels(1, *(k if k is None else jnp.ndim(k) - 1 for k in kernels[1:]))
 
 
-def _dense(
-    x: Float[Array, "B S *M"], kernel: Array, tap: Tap | None, inputs: int = 1
-) -> Float[Array, "B S ..."]:
-    return dense(x, kernel, inputs) if tap is None else deferred.dot(x, kernel, tap, inputs)
+def state_taps(
+    weights: CellWeights, blocks: int, vectors: tuple[int, int], dtype: jnp.dtype
+) -> _Kernels:
+    """What `state_scan` takes where a scan over blocks is around a scan over layers.
+
+    Args:
+      weights: of layers, which are on axis 0.
+      vectors: lanes, and states of each.
+    """
+    kernels, rows = jax.vmap(_kernels)(weights), (blocks, *vectors)
+
+    def of(kernel: Array | None, inputs: int | None) -> Tap | None:
+        return None if kernel is None else deferred.stacked_tap((kernel,), rows, dtype, inputs)
+
+    one = jax.tree.map(lambda kernel: kernel[0], kernels)
+    return _Kernels(*map(of, kernels, _inputs(one)))
 
 
 def state_update(
@@ -71,10 +85,10 @@ def state_update(
       attention: the implementation of both attentions.
     """
     kernels = kernels or _kernels(weights)
-    taps = taps or _Kernels(None, None, None, None)
+    taps = taps or _NO_TAPS
     dtype = keys.dtype
     h = rms_norm(vectors, weights.norm) + weights.ids[None]
-    product = _dense(h.astype(dtype), kernels.projection, taps.projection)
+    product = deferred.dot(h.astype(dtype), kernels.projection, taps.projection)
     product = constrain(product, "lanes", None, None, "heads", None)
     scaled, v = product[:, :, :-1], product[:, :, -1]
     scales = jnp.stack([jnp.ones_like(weights.scale), weights.scale, weights.cross_scale])
@@ -107,14 +121,14 @@ def _gated(
     inputs = _inputs(kernels)
 
     def after_mlp(x: Float[Array, "B S *M"]) -> Float[Array, "B S D"]:
-        hidden = relu(_dense(x, kernels.mlp_in, taps.mlp_in, inputs.mlp_in))
+        hidden = relu(deferred.dot(x, kernels.mlp_in, taps.mlp_in, inputs.mlp_in))
         hidden = constrain(hidden, "lanes", None, "mlp")
-        z = bound(_dense(hidden, kernels.mlp_out, taps.mlp_out))
+        z = bound(deferred.dot(hidden, kernels.mlp_out, taps.mlp_out))
         return gate(kind, weights.mlp_gate, vectors, z, hidden)
 
     if single:
         return after_mlp(attended)
-    z = bound(_dense(attended, kernels.output, taps.output, inputs.output))
+    z = bound(deferred.dot(attended, kernels.output, taps.output, inputs.output))
     z = constrain(z, "lanes", None, None)
     vectors = gate(kind, weights.output_gate, vectors, z, attended)
     if weights.mlp_in is None:
@@ -138,15 +152,20 @@ def state_scan(
     readable: Bool[Array, "B N"],
     document_start: Bool[Array, "B N"],
     *,
+    taps: _Kernels | None = None,
     unroll: int = 1,
     **options: str | bool,
 ) -> tuple[Float[Array, "B S D"], StateMemory]:
     """See `api.state_scan`."""
     batch, blocks = readable.shape
     kernels, rows = _kernels(weights), (blocks, batch, vectors.shape[1])
-    pairs = zip(kernels, _inputs(kernels), strict=True)
-    taps = _Kernels(*(k if k is None else deferred.tap(k, rows, keys.dtype, i) for k, i in pairs))
-    kernels = jax.tree.map(jax.lax.stop_gradient, kernels)  # their gradients go by the taps
+    if taps is None:
+        pairs = zip(kernels, _inputs(kernels), strict=True)
+        taps = _Kernels(
+            *(k if k is None else deferred.tap((k,), rows, keys.dtype, i) for k, i in pairs)
+        )
+    else:
+        taps = jax.tree.map(lambda part: part[None], taps)
 
     def body(
         s: Float[Array, "B S D"], block: tuple[Array, Array, Array, Array, _Kernels]

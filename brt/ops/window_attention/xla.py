@@ -37,9 +37,8 @@ def circulant(bias: Float[Array, "H W"], rows: int) -> Float[Array, "H R W"]:
     """Tile [h, r, c] = bias[h, (r - c) mod W] of the first rows; no gather, no scatter back."""
     heads, window = bias.shape
     # A vector repeated with period W and cut every W + 1 is shifted by one a row.
-    repeated = jnp.tile(jnp.roll(bias, -1, axis=1), (1, window + 1))
-    shifted = repeated.reshape(heads, window, window + 1)[:, :rows, :window]
-    return jnp.flip(shifted, axis=2)
+    repeated = jnp.tile(jnp.roll(bias, -1, axis=1), (1, rows + 1))[:, : rows * (window + 1)]
+    return jnp.flip(repeated.reshape(heads, rows, window + 1)[:, :, :window], axis=2)
 
 
 def window_attention(

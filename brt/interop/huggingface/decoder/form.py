@@ -14,9 +14,10 @@ from brt.errors import CheckpointError
 from brt.interop.exporting import Form
 from brt.interop.huggingface.decoder import verify
 from brt.interop.pretrained import parameter_count
-from brt.layers.attention import TransformerBlock, has_null_keys
+from brt.layers.attention import TransformerBlock
 from brt.layers.recurrent import StateCell
 from brt.layers.stack import runs
+from brt.layers.state import has_null_keys
 from brt.models.decoder import logit_scale
 from brt.ops.gates import GateWeights
 

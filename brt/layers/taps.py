@@ -1,0 +1,37 @@
+"""Where the weight gradients of layers go that are scanned within a scan over blocks."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from brt.config import Model
+from brt.layers.basic import compute_dtype
+from brt.ops import deferred
+from brt.ops.deferred import Tap
+
+
+class TokenTaps(NamedTuple):
+    """Where the weight gradients of a `TransformerBlock` go (`brt.ops.deferred`).
+
+    `projections` has one of queries, keys, of the queries of recurrent states where there are any,
+    and of values.
+    """
+
+    projections: Tap | None = None
+    output: Tap | None = None
+    mlp_in: Tap | None = None
+    mlp_out: Tap | None = None
+
+
+NO_TAPS = TokenTaps()
+
+
+def token_taps(model: Model, params: Mapping[str, Any], blocks: int, lanes: int) -> TokenTaps:
+    """Of the blocks of a segment (axis 0), and of layers (axis 1; of parameters 0)."""
+    projections = ("queries", "keys", "cross_queries", "values")
+    rows, own = (blocks, lanes, model.window), params["tokens"]
+
+    def of(inputs: int, *names: str) -> Tap | None:
+        kernels = tuple(own[name] for name in names if name in own)
+        return deferred.stacked_tap(kernels, rows, compute_dtype(model), inputs)
+
+    return TokenTaps(of(1, *projections), of(3, "output"), of(1, "mlp_in"), of(1, "mlp_out"))
