@@ -55,6 +55,7 @@ def of_data(place: Path) -> Example:
         "tokenizer": "train:290", "text_field": "other", "errors": "strict",
         "max_document_bytes": 1 << 20, "max_bad_records": 0,
         "validation_fraction": 0.4, "test_fraction": 0.4, "shuffle": False,
+        "curriculum": (),  # of memory tasks alone
     })  # fmt: skip
 
 

@@ -14,7 +14,7 @@ def row(name: str, seconds: float, tokens: float) -> Row:
         point=Point(0, name, name, name, {}, Resolved(Config(), {}, {})), status="finished",
         reason="", figures={"bits_per_byte": 2.0}, step_seconds=seconds,
         tokens_per_second=tokens / seconds, tokens_per_step=tokens, parameters=None,
-        parameters_non_embedding=None, steps=1, seconds=1.0, threads=0, records=[],
+        parameters_non_embedding=None, steps=1, seconds=1.0, threads=0, records=[], answers={},
     )  # fmt: skip
 
 
