@@ -6,7 +6,6 @@ Gin files are data here: `Section.field = value`, `NAME = value` with `%NAME`, a
 
 import argparse
 import contextlib
-import errno
 import os
 import re
 import sys
@@ -18,7 +17,7 @@ from typing import Any, Literal, NoReturn
 
 from gin import config_parser
 
-from brt import allocator, bindings, output, platforms, untrusted
+from brt import allocator, bindings, durable, output, platforms, untrusted
 from brt.bindings import Binding, Macro, Resolved, Source
 from brt.config import SECTIONS, Config
 from brt.config_io import FIELDS, annotated_text, find_gin_file, shown_path, suggestion
@@ -199,7 +198,9 @@ def main(
 ) -> NoReturn:
     """Runs a command and exits: a BrtError as one sentence and its code, bugs with a traceback."""
     output.open_streams()
+    output.tell_failures_once()
     allocator.keep_memory()
+    allocator.search_rarely()
     platforms.leave_compilers_alone()
     # XLA tells of every slow compilation as of an error, and what fails is raised anyway.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -217,7 +218,7 @@ def main(
             raise
         code = 128 + 13  # what a shell reports for SIGPIPE
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not durable.no_room(error):
             raise
         where = f" at {error.filename}" if error.filename else ""
         message = f"error: the disk is full{where}; free some space and run the same command again"

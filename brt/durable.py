@@ -1,7 +1,13 @@
 """Files that are never seen half written, and that a power cut does not take back."""
 
+import errno
 import os
 from pathlib import Path
+
+
+def no_room(error: BaseException) -> bool:
+    """Whether an error is that of a full disk, or of a quota that is used up."""
+    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
 
 
 def write(path: Path, content: bytes) -> None:

@@ -7,11 +7,12 @@ import os
 import select
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from brt import __version__
+from brt import __version__, durable
 from brt.errors import ConfigError
 from brt.formatting import finite
 
@@ -28,6 +29,22 @@ def open_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w")
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know all letters
+
+
+def tell_failures_once() -> None:
+    """Of arrays that cannot be saved, the first one's error is raised and told by who waits for it.
+
+    Those of the others reach TensorStore's threads when nobody waits any more: no tracebacks.
+    """
+    report = sys.unraisablehook
+
+    def hook(told: Any) -> None:
+        error, thread = told.exc_value, threading.current_thread()
+        late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+        if not late or thread is threading.main_thread():
+            report(told)
+
+    sys.unraisablehook = hook
 
 
 def reader_is_gone() -> bool:
@@ -67,6 +84,6 @@ def write_json(path: str | Path, content: Mapping[str, Any], workdir: str | None
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if durable.no_room(error):
             raise
         raise ConfigError(f"--json={path} cannot be written: {error.strerror}") from error

@@ -4,7 +4,6 @@ The trainer is the only writer; everyone else uses `brt.checkpointing.reader`.
 """
 
 import contextlib
-import errno
 import json
 import re
 import shutil
@@ -184,7 +183,7 @@ class CheckpointWriter:
         self._last_step = None
         text = " ".join(str(error).split())
         cause = f"{type(error).__name__}: {text[:300]}"
-        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text:
+        if durable.no_room(error) or "No space left" in text:
             cause = f"the disk is full ({_size(free)} were free); make room, then run again"
         return CheckpointError(f"saving step {step} to {self._directory} failed: {cause}")
 

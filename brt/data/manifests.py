@@ -1,7 +1,6 @@
 """Manifests, and directories that exist only when they are complete."""
 
 import contextlib
-import errno
 import json
 import os
 import shutil
@@ -99,7 +98,7 @@ def _explained(directory: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        if durable.no_room(error):
             raise
         reason = getattr(error, "strerror", None) or error
         raise DataError(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 
 from brt.distributed.processes import PATIENCE_SECONDS, gather, peer, service
+from brt.errors import PeerError
 
 
 class Agreed:
@@ -31,11 +32,16 @@ class Agreed:
         self._done = threading.Event()
         self._looks, self._frozen, self._at = 0, False, sys.maxsize
         self.reason: str | None = None
+        self._lost: PeerError | None = None
         self._over = False
         threading.Thread(target=self._watch, name=f"agreement: {name}", daemon=True).start()
 
     def due(self) -> str | None:
-        """Why to do it here, None: go on."""
+        """Why to do it here, None: go on.
+
+        Raises:
+          PeerError: a process did not say how far it is.
+        """
         with self._lock:
             waits = self._frozen
             if not waits:
@@ -44,6 +50,8 @@ class Agreed:
             self._agreed.wait(PATIENCE_SECONDS)
             with self._lock:
                 self._looks += 1
+        if self._lost is not None:
+            raise self._lost
         return self.reason if self._looks > self._at else None
 
     def done(self) -> None:
@@ -62,6 +70,8 @@ class Agreed:
         number = 0
         while (reason := self._heard(f"brt/asked/{self._name}/{number}")) is not None:
             self._settle(reason)
+            if self._lost is not None:
+                return
             self._done.wait()
             self._done.clear()
             number += 1
@@ -92,5 +102,7 @@ class Agreed:
         try:
             self._at = max(int(n) for n in gather(self._name, str(looks)))
             self.reason = reason
+        except PeerError as error:  # told at the next look; who has ended looks no more
+            self._lost = error
         finally:
             self._agreed.set()

@@ -19,8 +19,13 @@ from brt.layers.basic import (
     kernel_init,
     parameter,
 )
-from brt.layers.state import OpenBlock, WindowState, cache_is_readable, has_null_keys
-from brt.layers.state import zero_where_invalid as zero_where_invalid
+from brt.layers.state import (
+    OpenBlock,
+    WindowState,
+    cache_is_readable,
+    has_null_keys,
+    zero_where_invalid,
+)
 from brt.layers.taps import NO_TAPS, TokenTaps
 from brt.ops import deferred
 from brt.ops.activations import relu
@@ -347,51 +352,3 @@ def with_cache(
         keys = last_block(projections.keys, model.window)
     after = WindowState(keys, values, jnp.ones_like(state.valid))
     return Past(state.keys, state.values, readable), after
-
-
-class WindowLayer(nn.Module):
-    """A sliding-window layer: (x, state) -> (y, state)."""
-
-    model: Model
-    training: bool = False
-    kernels: Kernels = Kernels()
-
-    def setup(self) -> None:
-        self.tokens = TransformerBlock(
-            self.model, cross_attends=self.model.feedback, training=self.training,
-            kernels=self.kernels,
-        )  # fmt: skip
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        state: WindowState,
-        document_start: Bool[Array, "B N"],
-        feedback: StateMemory | None = None,
-        taps: TokenTaps = NO_TAPS,
-    ) -> tuple[Float[Array, "B T D"], WindowState]:
-        """A segment; with taps its one block."""
-        projections = self.tokens.project(x, taps)
-        past, state = with_cache(self.model, state, projections, document_start)
-        return self.tokens.attend(x, projections, past, feedback, taps=taps), state
-
-    def begin_block(self, x: None, state: WindowState, *_: None) -> tuple[None, OpenBlock]:
-        """An empty block behind `state`."""
-        return x, OpenBlock(state.keys, state.values, None)
-
-    def decode_step(
-        self,
-        x: Float[Array, "B 1 D"],
-        carried: tuple[WindowState, OpenBlock],
-        position: Int[Array, ""],
-        feedback: StateMemory | None = None,
-    ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
-        """One token of the open block."""
-        return self.tokens.attend_step(x, *carried, position, feedback)
-
-    def end_block(
-        self, x: None, carried: tuple[WindowState, OpenBlock], *_: None
-    ) -> tuple[None, WindowState]:
-        """The state after a full block."""
-        state, block = carried
-        return x, WindowState(block.keys, block.values, jnp.ones_like(state.valid))

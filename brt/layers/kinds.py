@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from brt.config import Model
 from brt.errors import ConfigError
-from brt.layers.attention import WindowLayer
 from brt.layers.clustered import (
     CLUSTERED_AXES,
     ClusteredLayer,
@@ -56,6 +55,7 @@ from brt.layers.summary import (
     summary_flops,
 )
 from brt.layers.taps import token_taps
+from brt.layers.window import WindowLayer
 
 
 class LayerKind(NamedTuple):

@@ -59,10 +59,10 @@ def _existing(directory: str | None) -> str:
 
 def draw(run: Run, workdir: Workdir) -> Yardstick | None:
     """Draws plots/ if they are wanted; returns what they compare with."""
-    from brt.training import plots  # matplotlib takes most of a second: not before training
-
     yardstick = run.task.yardstick(run.config, run.corpus)
     if run.config.training.plots:
+        from brt.training import plots  # matplotlib takes most of a second: not before training
+
         units = run.task.units_per_token(run.corpus)
         plots.draw(workdir, run.task.measures[0], yardstick=yardstick, units_per_token=units)
     return yardstick

@@ -21,7 +21,7 @@ import brt
 from brt import durable, locks, untrusted
 from brt.config import Config
 from brt.config_io import config_from_json
-from brt.errors import ConfigError
+from brt.errors import BrtError, CheckpointError, ConfigError
 from brt.redaction import redacted
 
 _LIBRARIES = ("brt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -107,7 +107,12 @@ class _Shadow(Workdir):
 
 
 def create(path: Path) -> Workdir:
-    """Makes the directories of a run, new or resumed; ConfigError if that cannot be."""
+    """Makes the directories of a run, new or resumed.
+
+    Raises:
+      ConfigError: that cannot be.
+      CheckpointError: there is no room.
+    """
     workdir = Workdir(path)
     try:
         for directory in (
@@ -120,17 +125,22 @@ def create(path: Path) -> Workdir:
         ):
             directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(_cannot_write(path, error)) from error
+        raise _unwritable(path, error) from error
     return workdir
 
 
 def check_writable(directory: Path) -> None:
-    """Makes a directory; ConfigError if it cannot be, or takes no file."""
+    """Makes a directory.
+
+    Raises:
+      ConfigError: it cannot be made, or takes no file.
+      CheckpointError: there is no room.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
-        raise ConfigError(_cannot_write(directory, error)) from error
+        raise _unwritable(directory, error) from error
 
 
 @contextlib.contextmanager
@@ -163,12 +173,13 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
 
     Raises:
       ConfigError: another trainer holds it, or the directory is not writable.
+      CheckpointError: there is no room.
     """
     path = workdir.path / ".lock"
     try:
         file = path.open("a+")
     except OSError as error:
-        raise ConfigError(_cannot_write(workdir.path, error)) from error
+        raise _unwritable(workdir.path, error) from error
     with file:
         try:
             locked = locks.acquire(file)
@@ -216,7 +227,12 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file that is never seen half written; ConfigError if it cannot be."""
+    """Writes a text file that is never seen half written.
+
+    Raises:
+      ConfigError: it cannot be written there.
+      CheckpointError: there is no room.
+    """
     write_bytes(path, text.encode())
 
 
@@ -225,7 +241,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     try:
         durable.write(path, content)
     except OSError as error:
-        raise ConfigError(_cannot_write(path, error)) from error
+        raise _unwritable(path, error) from error
 
 
 def _holder(file: TextIO) -> str:
@@ -240,8 +256,12 @@ def _takeover(holder: str) -> str:
     return message
 
 
-def _cannot_write(path: Path, error: OSError) -> str:
-    return f"cannot write to {path}: {error.strerror}; choose another --workdir or make room there"
+def _unwritable(path: Path, error: OSError) -> BrtError:
+    """Where there is no room the same command will do when there is some."""
+    full = durable.no_room(error)
+    remedy = "make room there" if full else "choose another --workdir or make room there"
+    kind = CheckpointError if full else ConfigError
+    return kind(f"cannot write to {path}: {error.strerror}; {remedy}")
 
 
 def _now() -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from brt.distributed import stopping
+from brt.errors import PeerError
 
 
 class Service:
@@ -78,3 +79,22 @@ def test_all_do_it_at_the_same_look_as_often_as_it_is_asked_for(
         process.close()
     assert done[0] == done[1] and len(done[0]) == 3
     assert heard == ["a file to process 0 of 1"] * 3, "one hears of it, the other was asked"
+
+
+def test_who_asks_when_another_one_is_gone_hears_it_at_the_next_look_if_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def alone(name: str, text: str) -> list[str]:
+        raise PeerError("the run's coordinator is gone")
+
+    service = Service()
+    monkeypatch.setattr(stopping, "service", lambda: service)
+    monkeypatch.setattr(stopping, "gather", alone)
+    failures: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    process = stopping.Agreed("stop", lambda: "SIGTERM", lambda reason: None)
+    with pytest.raises(PeerError, match="coordinator is gone"):
+        while process.due() is None:
+            time.sleep(0.01)
+    process.close()
+    assert not failures, "no traceback of a thread"

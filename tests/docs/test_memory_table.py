@@ -37,9 +37,9 @@ def test_the_sweep_has_every_kind_and_the_table_what_each_keeps_and_costs(rows: 
     table = {name: values for name, *values in line.findall(text)}
     assert list(table) == [row.name for row in rows]
     named = (ROOT / "docs/configs.md").read_text()
-    for row in rows:
-        counted = [f"{row.parameters:,}", f"{row.carried:,}", f"{row.flops:,}"]
-        assert table[row.name][:3] == counted, row.line()
-        assert f"\n| {table[row.name][3]} |" in named
     sizes = [row.parameters for row in rows]
+    for row, size in zip(rows, sizes, strict=True):
+        counted = [f"{size:,}", f"{row.carried:,}", f"{row.flops:,}"]
+        assert table[row.name][:3] == counted, row.name
+        assert f"\n| {table[row.name][3]} |" in named
     assert max(sizes) <= 1.05 * min(sizes)

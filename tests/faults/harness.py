@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from sharded_cases import CASES, documents
 
 from brt.checkpointing import manifest, reader
-from brt.config import Checkpoint, Config, Evaluation, Mesh, Sampling
+from brt.config import Checkpoint, Config, Evaluation, Mesh
 from brt.config_io import config_text
 from brt.training import inspection
 from brt.training.workdir import Workdir
@@ -40,10 +41,11 @@ PHASES = {
     "starting": 1, "compiling": 1, "stepping": 1, "saving": 1, "committing": 1, "restoring": 1,
     "seeking": 1, "evaluating": 1, "ending": 1,
 }  # fmt: skip
-# What a life that is struck may end with: a phase may be the last in which something is done.
+# What a life that is struck may end with: a phase may be the last in which something is done; 134
+# is that of processes whose first one has ended, which JAX ends itself.
 CODES = {
-    "kill": {-9, 137}, "terminate": {0, 75}, "interrupt": {0, 75}, "hang": {70, 75},
-    "sleep": {70, 75}, "full": {0, 4}, "stop": {75, 137},
+    "kill": {-9, 137}, "terminate": {0, 75}, "interrupt": {0, 75}, "hang": {70, 75, 134},
+    "sleep": {70, 75, 134}, "full": {0, 4}, "stop": {75, 137},
 }  # fmt: skip
 LONGEST_LIFE = 1800  # seconds; many may share a machine
 
@@ -103,7 +105,7 @@ class Runs:
         workdir.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "brt.train"]
         if strike:
-            command = [sys.executable, str(STRUCK), *map(str, strike), str(process), "--"]
+            command = [sys.executable, str(STRUCK), *map(str, strike), str(process)]
         command += [f"--gin_file={self.gin}", f"--workdir={workdir}"]
         command += [f"--gin_bindings={binding}" for binding in bindings]
         if self.processes > 1:
@@ -180,13 +182,39 @@ def _config(config: Config, processes: int) -> Config:
         n for n in ("pairs", "sentences", "questions", "speech", "data") if _differs(config, n)
     )
     data = getattr(config, name)
-    held_out = {"validation": data.train} if name != "data" else {"validation_fraction": 0.2}
+    if name == "data":
+        held_out = {"validation_fraction": 0.2}
+    else:
+        held_out = {"validation": (_last_quarter(Path(data.train[0])),)}
     return dataclasses.replace(
         config, training=training, checkpoint=Checkpoint(every=SAVES),
-        mesh=Mesh(data=processes), sampling=Sampling(max_tokens=4),
-        evaluation=Evaluation(tokens_per_document=64),
+        mesh=Mesh(data=processes), evaluation=Evaluation(tokens_per_document=64),
         **{name: dataclasses.replace(data, **held_out)},
     )  # fmt: skip
+
+
+def _last_quarter(rows: Path) -> str:
+    """Goes from a file of training rows to one of its own."""
+    other = rows.with_stem("held_out")
+    if rows.suffix == ".npz":
+        arrays = dict(np.load(rows))
+        cut = 3 * len(arrays["ids"]) // 4
+        frames = arrays["lengths"][:cut].sum()
+        for path, part, features in (
+            (rows, slice(cut), slice(frames)), (other, slice(cut, None), slice(frames, None))
+        ):  # fmt: skip
+            own = {name: x[features if name == "features" else part] for name, x in arrays.items()}
+            np.savez(path, **own)
+        return str(other)
+    if rows.suffix == ".json":
+        found = json.loads(rows.read_text())["data"][0]["paragraphs"]
+    else:
+        found = rows.read_text().splitlines()
+    cut = 3 * len(found) // 4
+    for path, part in ((rows, found[:cut]), (other, found[cut:])):
+        document = {"data": [{"paragraphs": part}]}
+        path.write_text(json.dumps(document) if rows.suffix == ".json" else "\n".join(part))
+    return str(other)
 
 
 def _differs(config: Config, name: str) -> bool:

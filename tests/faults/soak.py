@@ -174,7 +174,7 @@ def full_disks(soak: Soak, task: str) -> None:
             return
         try:
             if phase in ("restoring", "seeking"):
-                own.strike(disk / "lives" / "run", "evaluating", "kill")
+                own.strike(disk / "lives" / "run", "evaluating", "terminate")
             own.strike(disk / "lives" / "run", phase, "full", number)
             (disk / "lives/filler").unlink(missing_ok=True)
             soak.counts["full disks"] += 1

@@ -1,6 +1,6 @@
 """`python -m brt.train`, to which something happens when it enters a phase.
 
-python struck.py PHASE COUNT FAULT PROCESS -- flags of brt.train
+python struck.py PHASE COUNT FAULT PROCESS flags of brt.train
 
 The fault strikes where the process of this number enters the phase for the COUNT-th time, in the
 thread that enters it, before anything is done there.
@@ -65,7 +65,7 @@ FAULTS = {
 
 def main() -> None:
     phase, count, fault, process = sys.argv[1:5]
-    sys.argv[:] = ["brt.train", *sys.argv[6:]]
+    sys.argv[:] = ["brt.train", *sys.argv[5:]]
     if f"--process_index={process}" in sys.argv or "--process_count" not in " ".join(sys.argv):
         strike(phase, int(count), FAULTS[fault])
         if fault == "hang":
@@ -77,7 +77,8 @@ def strike(phase: str, count: int, fault: object) -> None:
     make, seen = Phases.__init__, []
 
     def heard(now: Moment) -> None:
-        if phase in (now.phase, now.beside):
+        unwatched = fault is hang and not _watched  # for good: nobody would ever end it
+        if phase in (now.phase, now.beside) and not unwatched:
             seen.append(now)
             if len(seen) == count:
                 print(f"struck: {phase} after step {now.step}", file=sys.stderr, flush=True)

@@ -7,8 +7,9 @@ import pytest
 
 from brt.config import Model
 from brt.errors import ConfigError
-from brt.layers.attention import TokenProjections, WindowLayer, with_cache
+from brt.layers.attention import TokenProjections, with_cache
 from brt.layers.state import WindowState, new_window_state
+from brt.layers.window import WindowLayer
 
 MODEL = Model(window=2, heads=1, head_dim=1)
 

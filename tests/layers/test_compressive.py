@@ -77,16 +77,17 @@ def test_blocks_find_the_slots_of_their_document_that_fit() -> None:
 
 
 def test_slots_are_made_of_blocks_two_back_oldest_first_and_leave(params: Any) -> None:
-    state, length = new_state(), 0
+    state, length, x = new_state(), 0, np.asarray(inputs())
+    learned = Convolution(params["compressor_kernel"], params["compressor_bias"])
+    made_of = jax.jit(lambda x: compress(x, MODEL.compression_rate, learned))
     for n in range(BLOCKS):
-        before, block = state, inputs()[:, n * WINDOW : (n + 1) * WINDOW]
-        _, state, _ = read(params, block, state, NOWHERE[:, :1])
+        before, block = state, x[:, n * WINDOW : (n + 1) * WINDOW]
+        state = jax.tree.map(np.asarray, read(params, block, state, NOWHERE[:, :1])[1])
         np.testing.assert_array_equal(state.inputs, block)
         length = min(length + SLOTS * (n > 0), MODEL.compressed_memory)
         assert state.length.tolist() == [length] * LANES
         if n > 0:
-            learned = Convolution(params["compressor_kernel"], params["compressor_bias"])
-            made = compress(before.inputs, MODEL.compression_rate, learned)
+            made = made_of(before.inputs)
             np.testing.assert_allclose(state.vectors[:, -SLOTS:], made, atol=TOLERANCE)
             np.testing.assert_array_equal(state.vectors[:, :-SLOTS], before.vectors[:, SLOTS:])
         assert not np.any(state.vectors[:, : MODEL.compressed_memory - length])

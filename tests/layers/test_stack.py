@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from brt.config import Model
-from brt.layers.attention import WindowLayer
 from brt.layers.recurrent import RecurrentLayer
 from brt.layers.stack import Stack, StackState, new_stack_state, runs
+from brt.layers.window import WindowLayer
 from brt.ops import dispatch
 from brt.ops.recurrent_attention import CellWeights, state_memory
 

@@ -167,18 +167,20 @@ def test_segments_and_tokens_one_by_one_read_the_same(itself: bool) -> None:
     tokens, rings = routed(queries()), new_rings()
     q = 2 * tokens.keys
     start = jnp.asarray(NOWHERE)
-    whole = routed_attention(q, tokens, rings, start, BIAS, attend_to_self=itself)
+    attend = jax.jit(functools.partial(routed_attention, attend_to_self=itself))
+    whole = attend(q, tokens, rings, start, BIAS)
     step = jax.jit(functools.partial(routed_attention_step, attend_to_self=itself))
-    found = []
+    shift = jax.jit(rings_after)
+    q, pieces, found = np.asarray(q), jax.tree.map(np.asarray, tokens), []
     for n in range(BLOCKS):
-        block = jax.tree.map(lambda x, n=n: x[:, n * WINDOW : (n + 1) * WINDOW], tokens)
+        block = jax.tree.map(lambda x, n=n: x[:, n * WINDOW : (n + 1) * WINDOW], pieces)
         for place in range(WINDOW):
             own = q[:, n * WINDOW + place, None]
             cluster = block.clusters[:, place]
-            found.append(step(own, cluster, block, rings, jnp.asarray(place), BIAS))
-        rings = rings_after(block, rings, jnp.zeros((LANES, 1), bool))
-    np.testing.assert_allclose(jnp.concatenate(found, axis=1), whole, atol=TOLERANCE)
-    after = rings_after(tokens, new_rings(), start)
+            found.append(step(own, cluster, block, rings, np.int32(place), BIAS))
+        rings = shift(block, rings, np.zeros((LANES, 1), bool))
+    np.testing.assert_allclose(np.concatenate(found, axis=1), whole, atol=TOLERANCE)
+    after = shift(tokens, new_rings(), start)
     jax.tree.map(np.testing.assert_array_equal, rings, after)
 
 

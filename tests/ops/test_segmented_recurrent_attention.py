@@ -19,7 +19,7 @@ SPREAD, STRIDE = Pace(12, spread=True), Pace(3, spread=False)
 @pytest.mark.parametrize("target", [1, 7, 64, 128, 299])
 def test_indices_are_those_of_exact_arithmetic(target: int) -> None:
     counts, positions = np.arange(1, 130), np.arange(target + 9)
-    found = segments.segment_index(jnp.asarray(positions), jnp.asarray(counts), Pace(target, True))
+    found = jax.jit(segments.segment_index, static_argnums=2)(positions, counts, Pace(target, True))
     expected = [[min(t * m // target, m - 1) for t in positions.tolist()] for m in counts.tolist()]
     np.testing.assert_array_equal(found, expected)
 
@@ -62,10 +62,13 @@ def test_counts_end_with_the_last_valid_position() -> None:
 def test_every_query_has_a_slot_of_its_own(pace: Pace, length: int, t0: int) -> None:
     """In a row that holds its segment, for all segment counts of a batch at once."""
     rows = 9
-    counts = jnp.arange(1, rows + 1, dtype=jnp.int32)
-    plan = jax.tree.map(np.asarray, xla.plan(counts, rows, length, t0, pace))
+    counts = np.arange(1, rows + 1, dtype=np.int32)
+    plan = jax.jit(lambda m: xla.plan(m, rows, length, t0, pace))(counts)
+    plan = jax.tree.map(np.asarray, plan)
     size = xla.row_size(rows, length, t0, pace)
-    index = segments.segment_index(t0 + jnp.arange(length), counts, pace)
+    index = np.asarray(
+        jax.jit(lambda t, m: segments.segment_index(t, m, pace))(t0 + np.arange(length), counts)
+    )
     for b in range(rows):
         slots = plan.slot[b]
         assert len(set(slots.tolist())) == length and slots.max() < rows * size

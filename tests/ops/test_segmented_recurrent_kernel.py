@@ -93,8 +93,10 @@ def test_many_segments_run_in_a_loop() -> None:
     rng = np.random.default_rng(2)
     keys, values = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
     counts, learned = jnp.array([16]), inputs()[2]
-    expected = recurrence(keys, values, counts, learned, CONFIG)
-    found = pallas_tpu.interpreted(keys, values, counts, learned, CONFIG)
+    expected, found = (
+        jax.jit(of, static_argnums=4)(keys, values, counts, learned, CONFIG)
+        for of in (recurrence, pallas_tpu.interpreted)
+    )
     assert_close(found, expected)
 
 

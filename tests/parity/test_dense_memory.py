@@ -18,9 +18,9 @@ from recordings import Golden, assert_close
 from test_melodi import layer_parameters, starts
 
 from brt.config import Model
-from brt.layers.attention import WindowLayer
 from brt.layers.dense_memory import DenseMemoryLayer, DenseState, new_dense_state
 from brt.layers.state import new_window_state
+from brt.layers.window import WindowLayer
 from brt.models import decoder
 from brt.ops.normalization import rms_norm
 

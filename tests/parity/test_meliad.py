@@ -11,8 +11,8 @@ from recordings import Golden, assert_close
 
 from brt.config import Optimizer
 from brt.interop import meliad
-from brt.layers.attention import WindowLayer
 from brt.layers.recurrent import RecurrentLayer, RecurrentState
+from brt.layers.window import WindowLayer
 from brt.models import decoder
 from brt.ops.positions import relative_bias, t5_buckets
 from brt.training import optimizer as optimizers

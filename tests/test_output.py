@@ -1,0 +1,26 @@
+"""What libraries' threads say of a failure that is told already is not printed."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import threading
+from brt import output
+output.tell_failures_once()
+class Array:
+    def __init__(self, text):
+        self.text = text
+    def __del__(self):
+        raise RuntimeError(self.text)
+for text in ("Event loop is closed", "another"):
+    thread = threading.Thread(target=Array, args=(text,))
+    thread.start()
+    thread.join()
+Array("Event loop is closed")
+"""
+
+
+def test_failures_of_threads_whose_loop_has_ended_are_not_printed() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    said = [line for line in done.stderr.splitlines() if line.startswith("RuntimeError")]
+    assert said == ["RuntimeError: another", "RuntimeError: Event loop is closed"]
