@@ -277,17 +277,20 @@ def _appears(path: Any, seconds: float = 10.0) -> bool:
 
 
 def _leave() -> None:
-    """Process 0 keeps the service that the others leave: it goes last."""
-    texts, count = service(), jax.process_count()
-    with contextlib.suppress(Exception):
-        texts.key_value_set(f"brt/left/{jax.process_index()}", "")
-        if not is_first():
+    """Process 0 keeps the service, without which the others abort: it goes last."""
+    if is_first():
+        gone = threading.Thread(target=_wait_for_others_to_leave, daemon=True)
+        gone.start()
+        gone.join(_LEAVING_SECONDS)
+    else:
+        with contextlib.suppress(Exception):
             jax.distributed.shutdown()
-            return
-        end = time.monotonic() + _LEAVING_SECONDS
-        while len(texts.key_value_dir_get("brt/left")) < count and time.monotonic() < end:
-            time.sleep(0.1)
-        time.sleep(1.0)  # from saying so to having done it
+
+
+def _wait_for_others_to_leave() -> None:
+    """Who leaves is alive no more, and who is alone need not wait; who hangs never does either."""
+    with contextlib.suppress(Exception):
+        service().get_live_nodes(list(range(jax.process_count())))
 
 
 @contextlib.contextmanager

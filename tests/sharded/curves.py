@@ -18,8 +18,14 @@ def main() -> None:
     flags.add(parser)
     args = parser.parse_args()
     flags.start(args)
+    with processes.explained():
+        train(args.place)
+
+
+def train(directory: Path) -> None:
+    """Trains all cases, one after another."""
     for name in CASES:
-        place = args.place / name
+        place = directory / name
         if processes.is_first():
             place.mkdir()
         processes.wait_for_all("place")

@@ -219,6 +219,30 @@ def test_all_stop_at_the_same_step_where_one_is_asked_to(trainer: Trainer) -> No
     assert str(step) in {p.name for p in (trainer.place / "stopped/checkpoints").iterdir()}
 
 
+# A process that takes its time between its end and its leaving.
+LATE = """
+import argparse, time, jax
+from brt.distributed import flags, processes
+
+parser = argparse.ArgumentParser()
+flags.add(parser)
+flags.start(parser.parse_args())
+with processes.explained():
+    processes.wait_for_all("end")
+    if not processes.is_first():
+        leave = jax.distributed.shutdown
+        jax.distributed.shutdown = lambda: (time.sleep(4), leave())
+"""
+
+
+@pytest.mark.slow
+def test_the_first_process_waits_for_the_others_to_leave() -> None:
+    """They would abort without it."""
+    launch = [sys.executable, str(LAUNCHER), "--processes=3", "--", sys.executable, "-c", LATE]
+    done = subprocess.run(launch, cwd=ROOT, text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.slow
 def test_who_loses_a_peer_ends_and_says_so(trainer: Trainer) -> None:
     code, out = _with_signal(trainer, "lost", signal.SIGKILL)
