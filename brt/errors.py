@@ -5,9 +5,15 @@ Anything else that escapes is a bug in brt and keeps its traceback.
 
 
 class BrtError(Exception):
-    """Base class; `exit_code` is what the command returns."""
+    """Base class; `exit_code` is what the command returns.
+
+    Its text is one line, whatever lines a library has that it quotes.
+    """
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return " ".join(super().__str__().splitlines())
 
 
 class ConfigError(BrtError, ValueError):

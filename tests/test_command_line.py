@@ -14,7 +14,7 @@ from brt import __version__, command_line, evaluate, generate
 from brt.bindings import Resolved
 from brt.config import Config, Training
 from brt.config_io import FIELDS, SECTION_TYPES, configs_directory
-from brt.errors import ConfigError
+from brt.errors import CheckpointError, ConfigError, DataError
 from brt.training.workdir import saved_config
 
 
@@ -441,3 +441,10 @@ def test_json_is_written_whole_and_takes_arrays() -> None:
     assert [path.name for path in Path().iterdir()] == ["figures.json"]
     with pytest.raises(ConfigError, match="--json=none/x.json cannot be written: No such file"):
         command_line.write_json("none/x.json", {}, None)
+
+
+def test_an_error_is_one_line_whatever_it_quotes() -> None:
+    for error in (ConfigError, DataError, CheckpointError):
+        assert str(error("no model (byte piece <\nx85>\u2028 is invalid)")) == (
+            "no model (byte piece < x85>  is invalid)"
+        )
