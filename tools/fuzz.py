@@ -183,7 +183,7 @@ def outcome(target: Target, size: int) -> str:
         target.read(target.path)
         said = "read"
     except BrtError as error:
-        said = "refused" if "\n" not in str(error) else f"two lines: {error}"
+        said = "refused" if str(error) else f"{type(error).__name__} without a sentence"
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
