@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,9 +44,9 @@ _STEP = re.compile(r'{"step": (\d+)')
 
 
 class Soak:
-    """Counts, by what they are of."""
+    """One task's counts, by what they are of."""
 
-    def __init__(self, place: Path, seed: int):
+    def __init__(self, place: Path, seed: str):
         self.place, self.draw = place, random.Random(seed)
         self.counts, self.most = Counter(), {}
         self.failures: list[str] = []
@@ -63,13 +64,18 @@ class Soak:
     def at_most(self, name: str, value: float) -> None:
         self.most[name] = round(max(value, self.most.get(name, 0.0)), 2)
 
+    def fail(self, what: str) -> None:
+        """Told at once too: the counts come hours later."""
+        self.failures.append(what)
+        print(f"FAILED {what}", flush=True)
+
     def check(self, own: Runs, workdir: Path, what: str) -> bool:
         """Whether a run that is done is as if nothing had been."""
         try:
             own.finish(workdir)
             own.assert_as_if_nothing_had_been(workdir)
         except AssertionError as error:
-            self.failures.append(f"{what}: {workdir}: {str(error)[:2000]}")
+            self.fail(f"{what}: {workdir}: {str(error)[:2000]}")
             return False
         shutil.rmtree(workdir.parent)
         return True
@@ -97,7 +103,7 @@ def kills(soak: Soak, task: str, processes: int, count: int) -> None:
             done = process.returncode == 0
             for step in reader.steps(workdir / "checkpoints"):
                 if problems := manifest.verify(workdir / f"checkpoints/{step}"):
-                    soak.failures.append(f"killed after {delay:.1f} s: {problems}")
+                    soak.fail(f"killed after {delay:.1f} s: {problems}")
         sent += here
         survived = soak.check(own, workdir, f"{here} kills of {task} as {processes}")
         soak.counts["kills sent"] += here
@@ -138,11 +144,11 @@ def corruptions(soak: Soak, task: str, count: int) -> None:
         soak.counts[f"flips: {outcome}"] += 1
         if outcome in ("silent", "crash"):
             said = life.said[-1500:]
-            soak.failures.append(f"{outcome}: bit {one.bit} of {one.kind}: {life.code} {said}")
+            soak.fail(f"{outcome}: bit {one.bit} of {one.kind}: {life.code} {said}")
         shutil.rmtree(cache)
         shutil.copytree(own.place / "cache.whole", cache)
         shutil.rmtree(workdir.parent)
-        print(f"{number + 1} of {count} flips: {one.kind}: {outcome}", flush=True)
+        print(f"{task}: {number + 1} of {count} flips: {one.kind}: {outcome}", flush=True)
 
 
 def _outcome(own: Runs, workdir: Path, life: Life, kind: str) -> str:
@@ -182,7 +188,7 @@ def full_disks(soak: Soak, task: str) -> None:
                 own, disk / "lives" / "run", f"full while {phase}"
             )
         except AssertionError as error:
-            soak.failures.append(f"full disk while {phase}, {task}: {str(error)[:2000]}")
+            soak.fail(f"full disk while {phase}, {task}: {str(error)[:2000]}")
         finally:
             take_away()
     print(f"{task}: full disks in {len(PHASES)} phases", flush=True)
@@ -213,35 +219,59 @@ def peers(soak: Soak, task: str, count: int) -> None:
         soak.at_most(f"seconds from a {name} peer ({who}) to the sentence", seconds)
         soak.counts[f"{name} peers"] += 1
         soak.counts[f"{name} peers survived"] += soak.check(own, workdir, f"{name} peer {process}")
-        print(f"{name} peer, process {process}: {life.said.splitlines()[-1][:200]}", flush=True)
+        print(
+            f"{task}: {name} peer, process {process}: {life.said.splitlines()[-1][:200]}",
+            flush=True,
+        )
+
+
+def ordeal(
+    soak: Soak, task: str, kills_: dict[int, int], flips_: int, args: argparse.Namespace
+) -> None:
+    """All that one task goes through, one life after the other."""
+    for processes, share in kills_.items():
+        if share:
+            kills(soak, task, processes, share)
+    if flips_:
+        corruptions(soak, task, flips_)
+    if not args.only_kills:
+        full_disks(soak, task)
+        signals(soak, task, 1)
+        if task == args.tasks.split(",")[0]:
+            signals(soak, task, 2)
+            peers(soak, task, 1)
 
 
 def main() -> int:
     args = parser().parse_args()
     tasks = args.tasks.split(",")
+    counts = [int(count) for count in args.processes.split(",")]
+    shares = iter(_shared(args.kills, len(tasks) * len(counts)))
+    kills_ = [{processes: next(shares) for processes in counts} for _ in tasks]
+    flips_ = _shared(args.flips, len(tasks))
     with tempfile.TemporaryDirectory(prefix="brt-soak-", dir=args.place) as place:
-        soak = Soak(Path(place), args.seed)
-        counts = [int(count) for count in args.processes.split(",")]
-        cases = [(task, count) for task in tasks for count in counts]
-        for number, (task, processes) in enumerate(cases):
-            share = args.kills * (number + 1) // len(cases) - args.kills * number // len(cases)
-            if share:
-                kills(soak, task, processes, share)
-        for number, task in enumerate(tasks):
-            share = args.flips * (number + 1) // len(tasks) - args.flips * number // len(tasks)
-            if share:
-                corruptions(soak, task, share)
-        if not args.only_kills:
-            for task in tasks:
-                full_disks(soak, task)
-                signals(soak, task, 1)
-            signals(soak, tasks[0], 2)
-            peers(soak, tasks[0], 1)
-    for name, value in [*sorted(soak.counts.items()), *sorted(soak.most.items())]:
+        soaks = [Soak(Path(place), f"{args.seed} {task}") for task in tasks]
+        with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(ordeal, soaks, tasks, kills_, flips_, [args] * len(tasks)))
+    report(soaks)
+    return any(soak.failures for soak in soaks)
+
+
+def _shared(whole: int, parts: int) -> list[int]:
+    return [whole * (part + 1) // parts - whole * part // parts for part in range(parts)]
+
+
+def report(soaks: list[Soak]) -> None:
+    """What all counted, the longest times, and what failed."""
+    counts, most = Counter(), {}
+    for soak in soaks:
+        counts += soak.counts
+        most |= {name: max(value, most.get(name, 0.0)) for name, value in soak.most.items()}
+    for name, value in [*sorted(counts.items()), *sorted(most.items())]:
         print(f"{name:<60} {value}")
-    for failure in soak.failures:
-        print(f"FAILED {failure}", file=sys.stderr)
-    return bool(soak.failures)
+    for soak in soaks:
+        for failure in soak.failures:
+            print(f"FAILED {failure}", file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -253,6 +283,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--tasks", default=",".join(TASKS), help="default: all of them")
     flags.add_argument("--processes", default="1,2", help="of killed runs; default: 1,2")
+    flags.add_argument("--jobs", type=int, default=2, help="tasks side by side; default: 2")
     flags.add_argument("--only_kills", action="store_true", help="and flips, nothing else")
     flags.add_argument("--place", help="where to work; default: the system's temporary directory")
     return flags
