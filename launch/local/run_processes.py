@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Runs a command of brt as several processes on this machine, each with fake CPU devices.
 
-What a cluster does, small enough to try: two processes of two devices train together with
+What a cluster does, small enough to try: two processes train together with
 
-  python launch/local/run_processes.py --processes 2 --devices_per_process 2 -- \\
+  python launch/local/run_processes.py --processes 2 -- \\
     python -m brt.train --gin_file=configs/runs/quickstart.gin --workdir=runs/two \\
     --gin_bindings='Mesh.data = -1'
 
