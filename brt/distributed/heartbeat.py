@@ -11,6 +11,7 @@ from brt.errors import PeerError
 
 HEARTBEAT_SECONDS = 30  # without a sign of life a process is gone
 GRACE_SECONDS = 15  # after a goodbye: for who notices by himself
+JOIN_SECONDS = 5  # for threads at the end, which hear at once unless the service is gone
 _BEAT_SECONDS = 1.0
 
 
@@ -32,8 +33,12 @@ class Heartbeat:
         self._over = threading.Event()
         self._seen = dict.fromkeys(range(count), ("", time.monotonic()))
         self._stopped: dict[int, str] = {}
-        for work in (self._beat, self._watch):
-            threading.Thread(target=work, name="heartbeat", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=work, name="heartbeat", daemon=True)
+            for work in (self._beat, self._watch)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def last_words(self) -> list[str]:
         """What the others did when they were last heard of."""
@@ -44,8 +49,13 @@ class Heartbeat:
         ]
 
     def close(self) -> None:
-        """Nobody has to be there any more."""
+        """Nobody has to be there any more.
+
+        Python aborts where it ends while a thread is within the service's code.
+        """
         self._over.set()
+        for thread in self._threads:
+            thread.join(JOIN_SECONDS)
 
     def _beat(self) -> None:
         beats = 0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 
+from brt.distributed.heartbeat import JOIN_SECONDS
 from brt.distributed.processes import PATIENCE_SECONDS, gather, peer, service
 from brt.errors import PeerError
 
@@ -34,7 +35,8 @@ class Agreed:
         self.reason: str | None = None
         self._lost: PeerError | None = None
         self._over = False
-        threading.Thread(target=self._watch, name=f"agreement: {name}", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name=f"agreement: {name}", daemon=True)
+        self._thread.start()
 
     def due(self) -> str | None:
         """Why to do it here, None: go on.
@@ -62,9 +64,13 @@ class Agreed:
         self._done.set()
 
     def close(self) -> None:
-        """No process looks any more."""
+        """No process looks any more.
+
+        Python aborts where it ends while a thread is within the service's code.
+        """
         self._over = True
         self._done.set()
+        self._thread.join(JOIN_SECONDS)
 
     def _watch(self) -> None:
         number = 0

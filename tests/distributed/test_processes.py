@@ -144,6 +144,22 @@ def test_what_others_did_last_is_known(
     assert "no sign of life for 0 s, last while evaluating after step 12" in capfd.readouterr().err
 
 
+def test_no_beat_is_within_the_service_when_python_ends(ended: list[int]) -> None:
+    within = threading.Event()
+
+    class Slow(Service):
+        def key_value_dir_get(self, place: str) -> list[tuple[str, str]]:
+            within.set()
+            time.sleep(0.2)
+            return super().key_value_dir_get(place)
+
+    before = set(threading.enumerate())
+    beats = Heartbeat(Slow(), 0, 2, str)
+    within.wait(10)
+    beats.close()
+    assert set(threading.enumerate()) <= before
+
+
 def test_nobody_is_missed_after_the_end(ended: list[int]) -> None:
     beats = Heartbeat(Service(), 0, 2, str)
     beats.close()

@@ -98,3 +98,19 @@ def test_who_asks_when_another_one_is_gone_hears_it_at_the_next_look_if_there_is
             time.sleep(0.01)
     process.close()
     assert not failures, "no traceback of a thread"
+
+
+def test_no_thread_is_within_the_service_when_python_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, within = Service(), threading.Event()
+
+    def slow(key: str, milliseconds: int) -> str:
+        within.set()
+        time.sleep(milliseconds / 1000)
+        raise RuntimeError("DEADLINE_EXCEEDED")
+
+    monkeypatch.setattr(service, "blocking_key_value_get", slow)
+    monkeypatch.setattr(stopping, "service", lambda: service)
+    process = stopping.Agreed("end", lambda: None, lambda reason: None)
+    within.wait(10)
+    process.close()
+    assert "agreement: end" not in [thread.name for thread in threading.enumerate()]
