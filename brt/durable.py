@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -12,12 +13,22 @@ def no_room(error: BaseException) -> bool:
 
 def write(path: Path, content: bytes) -> None:
     """Replaces a file in one moment; raises OSError where that cannot be."""
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = partial_name(path)
     with temporary.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def partial_name(path: Path) -> Path:
+    """Of a file that is being written."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def partial_files(directory: Path) -> Iterator[Path]:
+    """What `write` left in a directory when it was killed; nothing where there is no directory."""
+    return directory.glob(".*.partial")
 
 
 def sync_tree(directory: Path) -> None:

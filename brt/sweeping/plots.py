@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
+from brt import durable
 from brt.drawing import curve, new_figure, smoothed
 from brt.sweeping.results import Group, Row, columns, same_step
 from brt.tasks.language_modeling.answers import by_distance
@@ -52,7 +53,7 @@ def draw(groups: Sequence[Group], directory: Path) -> list[str]:
         figures[_CONVERGENCE] = convergence(begun, measure)
     directory.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
-        temporary = directory / f".{name}.partial"
+        temporary = durable.partial_name(directory / name)
         figure.savefig(temporary, dpi=150, format="png")
         temporary.replace(directory / name)
     return list(figures)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from brt import durable
 from brt.training.phases import Moment, Phases
 
 EVERY_SECONDS = 5.0
@@ -54,7 +55,7 @@ def _write(path: Path, now: Moment) -> None:
         "pid": os.getpid(),
         "host": socket.gethostname(),
     }
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = durable.partial_name(path)
     with contextlib.suppress(OSError):  # a full disk; the checkpoints say so
         path.parent.mkdir(exist_ok=True)
         temporary.write_text(json.dumps(content) + "\n")

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -195,10 +196,18 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, started {_now()}")
         file.flush()
+        _remove_partial_files(workdir)
         try:
             yield
         finally:
             file.truncate(0)
+
+
+def _remove_partial_files(workdir: Workdir) -> None:
+    """Those of a trainer that was killed while it wrote; others write to `evaluations` too."""
+    own = workdir.path, workdir.tokenizer, workdir.samples, workdir.plots, workdir.heartbeat
+    for path in itertools.chain.from_iterable(map(durable.partial_files, own)):
+        path.unlink(missing_ok=True)
 
 
 def provenance() -> dict[str, Any]:

@@ -163,9 +163,9 @@ class Runs:
 
     def assert_as_if_nothing_had_been(self, workdir: Path) -> None:
         """The same bits, every line of metrics once, no litter."""
-        assert state_hash(workdir) == state_hash(self.whole)
-        assert metrics(workdir) == metrics(self.whole)
-        assert litter(workdir) == []
+        assert state_hash(workdir) == state_hash(self.whole), "another state"
+        assert metrics(workdir) == metrics(self.whole), "other metrics"
+        assert not (left := litter(workdir)), f"left lying about: {left}"
 
 
 def _flags() -> str:

@@ -64,6 +64,17 @@ def test_a_second_trainer_is_refused_and_a_killed_one_frees_the_workdir(tmp_path
     assert "another host" not in messages[0]
 
 
+def test_what_a_killed_trainer_was_writing_goes(tmp_path: Path) -> None:
+    run = workdir.create(tmp_path)
+    ours = [run.path / ".last_checkpoint.txt.partial", run.samples / ".1.txt.partial"]
+    others = [run.evaluations / ".test.json.partial", run.path / "notes.partial"]
+    for path in (*ours, *others):
+        path.touch()
+    with workdir.lock(run, print):
+        assert not any(path.exists() for path in ours)
+        assert all(path.exists() for path in others), "an evaluator may be at work"
+
+
 def test_an_orderly_end_leaves_no_message(tmp_path: Path) -> None:
     messages: list[str] = []
     for _ in range(2):
