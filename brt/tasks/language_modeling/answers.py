@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 EXACT = Measure("answers_exact", "answers exact, %", ".2f", higher_is_better=True)
 ANSWER_BITS = Measure("answer_bits_per_byte", "bits per byte of answers")
+_COLORS = 10  # that are told apart
+_WITHIN = 5  # names that a picture has room for
 
 
 class Span(NamedTuple):
@@ -170,12 +172,17 @@ def draw(path: Path, columns: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def by_distance(lines: Mapping[str, Mapping[int, float]]) -> "Figure":
-    """A line for each of these, by name: exact answers in per cent, by windows of distance."""
+    """A line for each of these, by name: exact answers in per cent, by windows of distance.
+
+    Many are named beside the picture, in the order of what they remember.
+    """
     from brt.drawing import new_figure
 
     figure, (axes,) = new_figure(1)
-    for name, found in lines.items():
-        axes.plot(list(found), list(found.values()), "o-", label=name)
+    best_first = sorted(lines.items(), key=lambda line: -sum(line[1].values()))
+    for number, (name, found) in enumerate(best_first):
+        style = "o-" if number < _COLORS else "s--"
+        axes.plot(list(found), list(found.values()), style, markersize=4, label=name)
     axes.set_xscale("log", base=2)
     ticks = sorted({windows for found in lines.values() for windows in found})
     axes.set_xticks(ticks, list(map(str, ticks)))
@@ -183,7 +190,9 @@ def by_distance(lines: Mapping[str, Mapping[int, float]]) -> "Figure":
         title="What is remembered", xlabel="up to so many windows before", ylabel=EXACT.title,
         ylim=(-3, 103),
     )  # fmt: skip
-    if len(lines) > 1:
+    if len(lines) > _WITHIN:
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    elif len(lines) > 1:
         axes.legend(frameon=False)
     return figure
 
