@@ -38,6 +38,9 @@ ONLY_RESOLVED = {
     "configs/sweeps/table1.gin": "--list",  # a night
     "configs/sweeps/gates.gin": "--list",
     "configs/sweeps/memory_distance.gin": "--list",  # two models, trained
+    "configs/sweeps/memory.gin": "--list",  # 15 models
+    "--gin.Training.segment_length=512": "--print_config",  # minutes
+    "runs/far": None,  # the run of the line above
     "runs/table1/Rec-fixed-skip,seed=0/point.gin": None,  # a point of that night
     "runs/growth": None,
     "--topology=v4:2x4x4": "--print_config",  # the compiler of TPUs is an extra
