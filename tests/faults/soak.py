@@ -265,7 +265,7 @@ def report(soaks: list[Soak]) -> None:
     """What all counted, the longest times, and what failed."""
     counts, most = Counter(), {}
     for soak in soaks:
-        counts += soak.counts
+        counts.update(soak.counts)
         most |= {name: max(value, most.get(name, 0.0)) for name, value in soak.most.items()}
     for name, value in [*sorted(counts.items()), *sorted(most.items())]:
         print(f"{name:<60} {value}")
