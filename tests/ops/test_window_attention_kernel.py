@@ -26,11 +26,11 @@ def inputs(lanes: int, window: int, width: int = 16, dtype: str = "float32") -> 
     rng = np.random.default_rng(window)
     heads, tokens = 2, 2 * window
 
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape), dtype)
+    def normal(*shape: int, scale: float = 1.0) -> jax.Array:
+        return jnp.asarray(scale * rng.normal(size=shape), dtype)
 
     return {
-        "queries": normal(lanes, tokens, heads, width) * width**-0.5,
+        "queries": normal(lanes, tokens, heads, width, scale=width**-0.5),
         "cached": (normal(lanes, window, heads, width), normal(lanes, window, heads, width)),
         "keys": normal(lanes, tokens, heads, width),
         "values": normal(lanes, tokens, heads, width),
