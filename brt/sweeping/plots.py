@@ -10,18 +10,20 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.ticker import EngFormatter, ScalarFormatter
 
 from brt import durable
 from brt.drawing import curve, new_figure, smoothed
-from brt.sweeping.results import Group, Row, columns, same_step
-from brt.tasks.language_modeling.answers import by_distance
+from brt.sweeping.results import Group, Row, columns, reference, same_step
+from brt.tasks.language_modeling.answers import EXACT, by_distance
 from brt.tasks.report import BITS_PER_BYTE, Measure
 
 _TRADE_OFF, _BARS, _CURVES = "bits_against_step_time.png", "bits.png", "training_curves.png"
 _CONVERGENCE, _DISTANCES = "convergence.png", "answers_against_distance.png"
+_LEARNED = "answers_learned.png"
 _BAR, _SEED = "#4c78a8", "#222222"
 _LEGEND_LINES = 24
+_PANELS = 4  # side by side
 
 
 def compared(groups: Sequence[Group]) -> Measure:
@@ -35,7 +37,7 @@ def _seeds(measure: Measure, group: Group) -> list[float]:
     return [row.figures[measure.name] for row in group.rows if measure.name in row.figures]
 
 
-def draw(groups: Sequence[Group], directory: Path) -> list[str]:
+def draw(groups: Sequence[Group], directory: Path, baseline: str = "") -> list[str]:
     """Draws what there is something to draw of; returns the names of the files."""
     measure = compared(groups)
     done = [g for g in groups if measure.name in g.figures]
@@ -51,6 +53,8 @@ def draw(groups: Sequence[Group], directory: Path) -> list[str]:
         figures[_DISTANCES] = by_distance({g.name: g.answers for g in done if g.answers})
     if measure != BITS_PER_BYTE and any(_validated(row, measure) for g in begun for row in g.rows):
         figures[_CONVERGENCE] = convergence(begun, measure)
+    if any(_validated(row, EXACT) for g in begun for row in g.rows):
+        figures[_LEARNED] = answers_learned(begun, reference(begun, baseline))
     directory.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
         temporary = durable.partial_name(directory / name)
@@ -146,6 +150,28 @@ def convergence(groups: Sequence[Group], measure: Measure) -> Figure:
     axes.set(
         xlabel="minutes of training, without compilation", ylabel=f"{measure.title}, validation"
     )
+    return figure
+
+
+def answers_learned(groups: Sequence[Group], baseline: Group) -> Figure:
+    """Exact answers of the validation split while training: a panel for each group, every seed a
+    line, with the baseline's in grey behind them."""
+    others = [g for g in groups if g is not baseline] or [baseline]
+    columns = min(_PANELS, len(others))
+    rows = -(-len(others) // columns)
+    figure = Figure(figsize=(3 * columns, 2.4 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat
+    for axes in panels[len(others) :]:
+        axes.set_axis_off()
+    for axes, g in zip(panels, others, strict=False):
+        for one, color in ((baseline, "#aaaaaa"), (g, _BAR)):
+            for row in one.rows:
+                axes.plot(*curve(row.records, f"eval/validation/{EXACT.name}"), color=color)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.set_title(g.name, fontsize=9)
+        axes.grid(alpha=0.25)
+    figure.supxlabel("training tokens", fontsize=9)
+    figure.supylabel(f"{EXACT.title} (grey: {baseline.name})", fontsize=9)
     return figure
 
 

@@ -21,7 +21,7 @@ def write(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
     """Writes the report into the sweep's workdir and returns the table of the groups."""
     rows = results.read(workdir, points, sweep.split)
     groups = results.group(rows, sweep.baseline)
-    pictures = plots.draw(groups, workdir / "plots")
+    pictures = plots.draw(groups, workdir / "plots", sweep.baseline)
     write_text(workdir / "report.csv", table_csv(rows, groups))
     write_text(workdir / "report.md", text(workdir, rows, groups, pictures, sweep))
     return "\n".join(group_table(groups))

@@ -237,3 +237,21 @@ def test_answers_of_memory_tasks_are_shown_by_distance(tmp_path: Path) -> None:
     lines = [line.replace(" ", "") for line in text.split("up to so many windows")[1].splitlines()]
     assert lines[2] == "||1|8|" and lines[4] == "|Slide|100.00|50.00|"
     assert (tmp_path / "plots" / "answers_against_distance.png").exists()
+
+
+def test_answers_are_drawn_while_they_are_learned_beside_those_of_the_baseline(
+    tmp_path: Path,
+) -> None:
+    points = begun(tmp_path)
+    tag = "eval/validation/answers_exact"
+    for i in range(4):
+        with Directory(tmp_path / points[i].directory).run.metrics.open("a") as file:
+            file.writelines(json.dumps({"step": s, tag: float(s + i)}) + "\n" for s in (100, 300))
+    groups = results.group(results.read(tmp_path, points, "validation"), "")[:2]
+    (panel,) = plots.answers_learned(groups, groups[1]).axes
+    assert panel.get_title() == groups[0].name
+    lines = [list(line.get_ydata()) for line in panel.get_lines()]
+    assert sorted(lines[:2]) == [[102, 302], [103, 303]], "the baseline's, behind"
+    assert sorted(lines[2:]) == [[100, 300], [101, 301]]
+    report.write(tmp_path, points, sweep())
+    assert (tmp_path / "plots" / "answers_learned.png").exists()
