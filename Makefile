@@ -26,7 +26,7 @@ help:
 
 quickstart: $(VENV)/installed
 	$(RUN) -m brt.train --gin_file=configs/runs/quickstart.gin --workdir=$(WORKDIR)
-	$(RUN) -m brt.evaluate --workdir=$(WORKDIR) --split=test --ablate=state
+	$(RUN) -m brt.evaluate --workdir=$(WORKDIR) --split=test --ablate=state --gin.Evaluation.segment_length=64
 	$(RUN) -m brt.generate --workdir=$(WORKDIR) --prompt='$(PROMPT)' --max_tokens=400
 
 test: $(VENV)/installed-test

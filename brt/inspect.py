@@ -4,6 +4,8 @@ python -m brt.inspect --workdir=runs/quickstart
 python -m brt.inspect --workdir=runs/quickstart --state_hash   # equal hashes, equal runs
 python -m brt.inspect --workdir=runs/quickstart --data         # are the prepared data whole?
 python -m brt.inspect --workdir=runs/quickstart --probe        # what is its memory worth?
+python -m brt.inspect --workdir=runs/quickstart --probe \\
+    --gin.Evaluation.segment_length=64                         # taken away before every 64 tokens
 """
 
 import argparse
@@ -25,6 +27,8 @@ def main(args: argparse.Namespace) -> None:
         return
     if args.split is not None or args.tokens is not None:
         raise ConfigError("--split and --tokens say what --probe reads; add --probe")
+    if args.gin_file or args.gin_bindings or args.print_config:
+        raise ConfigError("settings say how --probe reads; add --probe")
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # a trainer may have the accelerator
@@ -55,6 +59,7 @@ def _probe(args: argparse.Namespace) -> None:
     if args.tokens is not None and args.tokens < 0:
         raise ConfigError(f"--tokens={args.tokens} must not be negative; 0 reads all")
     workdir, checkpoint, config = saved.load_config(Path(args.workdir), args.step)
+    config = command_line.resolve(args, base=config).config
     model = saved.load(workdir, checkpoint, config)
     show = functools.partial(print, flush=True)
     found = job.inspect(model, args.split or "validation", args.tokens, show)
@@ -64,7 +69,7 @@ def _probe(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     flags = command_line.parser(__doc__)
-    flags.add_argument("--workdir", metavar="DIR", help="where the run lives")
+    command_line.add_config_flags(flags)
     flags.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
     flags.add_argument(
         "--state_hash", action="store_true",

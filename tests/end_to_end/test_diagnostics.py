@@ -10,6 +10,7 @@ from brt import inspect
 from brt.errors import ConfigError
 from brt.tasks.language_modeling.probe.reading import HOWS, PARTS
 from brt.training.metrics import read_metrics
+from brt.training.saved import load_config
 
 from .conftest import LENGTHS, Commands, Result
 
@@ -52,6 +53,21 @@ def test_training_logs_its_states(trained: Path) -> None:
 def test_flags_of_the_probe_are_checked(flags: list[str], trained: Path) -> None:
     with pytest.raises(ConfigError, match="--tokens"):
         inspect.main(inspect.parser().parse_args([f"--workdir={trained}", *flags]))
+
+
+@pytest.mark.slow
+def test_a_probe_replaces_memory_as_often_as_it_is_asked_to(trained: Path, tmp_path: Path) -> None:
+    window = load_config(trained)[2].model.window
+    flags = [f"--workdir={trained}", "--probe", f"--json={tmp_path}/p.json"]
+    binding = f"--gin_bindings=Evaluation.segment_length = {window}"
+    inspect.main(inspect.parser().parse_args([*flags, binding]))
+    assert json.loads((tmp_path / "p.json").read_text())["protocol"]["segment_length"] == window
+
+
+def test_settings_are_refused_where_nothing_is_probed(trained: Path) -> None:
+    flags = [f"--workdir={trained}", "--gin_bindings=Evaluation.segment_length = 64"]
+    with pytest.raises(ConfigError, match="add --probe"):
+        inspect.main(inspect.parser().parse_args(flags))
 
 
 def test_a_follower_that_is_stopped_goes_on_later(
