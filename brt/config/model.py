@@ -23,6 +23,8 @@ class Model:
     gate: Literal["fixed", "lstm", "gru"] = adaptable("fixed")
     gate_layout: Literal["dual", "single", "skip"] = adaptable("skip")
     gate_bias: float = adaptable(0.0)  # mean of the gate's initial bias; above 0 states last longer
+    # in its place: channels keep a state for 1 to so many blocks at first (chrono); 0: all alike
+    gate_horizon: float = adaptable(0.0)
     # original: single layout; paper: lstm
     gate_tanh: Literal["original", "paper"] = adaptable("original")
     feedback: bool = adaptable(False)  # every layer reads the (last) recurrent layer's states
@@ -94,6 +96,15 @@ class Model:
         )  # fmt: skip
         check_not_negative(self, "vocab_size")
         check(0 <= self.dropout < 1, f"Model.dropout = {self.dropout} must be in [0, 1)")
+        check(
+            self.gate_horizon == 0 or self.gate_horizon > 1,
+            f"Model.gate_horizon = {self.gate_horizon} must be above 1 block, or 0",
+        )
+        check(
+            self.gate_horizon == 0 or self.gate_bias == 0,
+            f"Model.gate_horizon = {self.gate_horizon} stands in place of Model.gate_bias = "
+            f"{self.gate_bias}; set one of them to 0",
+        )
         half = self.relative_buckets // 2
         check(
             half >= 1 and self.relative_max_distance > half,

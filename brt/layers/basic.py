@@ -60,6 +60,16 @@ def gate_bias(mean: float) -> Initializer:
     return lambda key, shape, dtype: mean + normal(key, shape, dtype)
 
 
+def gate_bias_until(horizon: float, shift: float) -> Initializer:
+    """Channels that keep a state for 1 to `horizon` blocks (Tallec and Ollivier 2018, eq. 16).
+
+    The gate adds `shift` to what it learns.
+    """
+    return lambda key, shape, dtype: (
+        jnp.log(jax.random.uniform(key, shape, dtype, 1.0, horizon)) - shift
+    )
+
+
 def parameter(
     module: nn.Module,
     name: str,

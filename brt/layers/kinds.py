@@ -125,7 +125,10 @@ KINDS = {
         RECURRENT_AXES,
         {"cache": ("window",), "state": ("vectors", "valid")},
         state_update_flops,
-        ("recurrent_layers", "states", "gate", "gate_layout", "gate_bias", "gate_tanh"),
+        (
+            "recurrent_layers", "states", "gate", "gate_layout", "gate_bias", "gate_horizon",
+            "gate_tanh",
+        ),
         recurs=True,
         loops=True,
         taps=recurrent_taps,

@@ -17,6 +17,7 @@ from brt.layers.basic import (
     WHOLE_HEADS,
     compute_dtype,
     gate_bias,
+    gate_bias_until,
     kernel_init,
     parameter,
 )
@@ -78,6 +79,13 @@ def state_update_flops(model: Model) -> int:
     if m.gate_layout != "skip":
         flops += 2 * into_mlp * m.mlp_dim + (1 + gates) * 2 * m.mlp_dim * m.model_dim
     return flops * m.states // m.window
+
+
+def _first_keeps(model: Model) -> nn.initializers.Initializer:
+    """What gates are biased by at first, so that they keep states."""
+    if model.gate_horizon:
+        return gate_bias_until(model.gate_horizon, shift=0.0 if model.gate == "fixed" else 1.0)
+    return gate_bias(model.gate_bias)
 
 
 class StateCell(nn.Module):
@@ -144,7 +152,7 @@ class StateCell(nn.Module):
         kind, width = self.model.gate, self.model.model_dim
 
         def bias(part: str, keeps: bool = True) -> Float[Array, " D"]:
-            init = gate_bias(self.model.gate_bias) if keeps else gate_bias(0.0)
+            init = _first_keeps(self.model) if keeps else gate_bias(0.0)
             return parameter(self, f"{name}_{part}bias", (width,), ("embed",), init)
 
         def kernel(part: str) -> Float[Array, "*M D"]:

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from brt.config import Config, Model, Training
+from brt.errors import ConfigError
 from brt.layers.recurrent import RecurrentLayer, new_recurrent_state
 from brt.training.state import initial_params
 
@@ -80,18 +82,46 @@ def test_every_parameter_gets_a_gradient(both_ways: tuple) -> None:
     assert small == []
 
 
-@pytest.mark.parametrize("gate", ["fixed", "lstm"])
-def test_the_gate_begins_with_the_bias_asked_for(gate: str) -> None:
+def _initial(**gate: Any) -> dict[str, np.ndarray]:
+    """Parameters of a recurrent layer with that gate, by name."""
     model = Model(
-        layers=1, recurrent_layers=(0,), gate=gate, gate_bias=3.0, states=4, model_dim=64,
-        heads=2, head_dim=8, mlp_dim=32, window=WINDOW, vocab_size=8,
+        layers=1, recurrent_layers=(0,), states=4, model_dim=64, heads=2, head_dim=8, mlp_dim=32,
+        window=WINDOW, vocab_size=8, **gate,
     )  # fmt: skip
     config = Config(model=model, training=Training(segment_length=WINDOW))
     params = jax.jit(lambda: nn.meta.unbox(initial_params(config)))()
-    names = {
-        jax.tree_util.keystr(path): float(np.mean(leaf))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
+    found = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in found}
+
+
+@pytest.mark.parametrize("gate", ["fixed", "lstm", "gru"])
+def test_channels_begin_to_keep_states_for_one_to_so_many_blocks(gate: str) -> None:
+    """A channel with a gate of g keeps a state for g / (1 - g) more blocks in the mean."""
+    params = _initial(gate=gate, gate_horizon=30.0)
+    found = [v for k, v in params.items() if "gate_bias" in k or "forget_bias" in k]
+    for bias in found:
+        blocks = np.exp(bias + (0 if gate == "fixed" else 1))
+        assert 1 <= blocks.min() < 6 and 25 < blocks.max() <= 30
+        assert 11 < blocks.mean() < 20
+    assert found
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"gate_horizon": 0.5}, "Model.gate_horizon = 0.5 must be above 1 block, or 0"),
+        ({"gate_horizon": 8.0, "gate_bias": 1.0}, "in place of Model.gate_bias = 1.0; set one"),
+    ],
+)
+def test_a_gate_begins_in_one_way(settings: dict[str, float], reason: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        Model(**settings)
+
+
+@pytest.mark.parametrize("gate", ["fixed", "lstm"])
+def test_the_gate_begins_with_the_bias_asked_for(gate: str) -> None:
+    found = _initial(gate=gate, gate_bias=3.0)
+    names = {name: float(np.mean(leaf)) for name, leaf in found.items()}
     keeps = [v for k, v in names.items() if "gate_bias" in k or "forget_bias" in k]
     takes = [v for k, v in names.items() if "input_bias" in k]
     assert keeps and all(abs(value - 3) < 0.2 for value in keeps)
