@@ -20,6 +20,8 @@ class Model:
     mlp_dim: int = inherited(4096)
     window: int = adaptable(512)  # tokens a token attends to, itself included; also block length
     states: int = adaptable(512)  # recurrent state vectors of a recurrent layer
+    # deviation, at first, of states' identities, which are added to states of size 1
+    id_init: float = adaptable(1.0)
     gate: Literal["fixed", "lstm", "gru"] = adaptable("fixed")
     gate_layout: Literal["dual", "single", "skip"] = adaptable("skip")
     gate_bias: float = adaptable(0.0)  # mean of the gate's initial bias; above 0 states last longer
@@ -92,7 +94,7 @@ class Model:
         check_positive(
             self, "model_dim", "heads", "head_dim", "mlp_dim", "window", "states",
             "relative_max_distance",
-            "scale_init", "layer_unroll", "block_unroll",
+            "scale_init", "id_init", "layer_unroll", "block_unroll",
         )  # fmt: skip
         check_not_negative(self, "vocab_size")
         check(0 <= self.dropout < 1, f"Model.dropout = {self.dropout} must be in [0, 1)")

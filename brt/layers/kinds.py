@@ -126,8 +126,8 @@ KINDS = {
         {"cache": ("window",), "state": ("vectors", "valid")},
         state_update_flops,
         (
-            "recurrent_layers", "states", "gate", "gate_layout", "gate_bias", "gate_horizon",
-            "gate_tanh",
+            "recurrent_layers", "states", "id_init", "gate", "gate_layout", "gate_bias",
+            "gate_horizon", "gate_tanh",
         ),
         recurs=True,
         loops=True,

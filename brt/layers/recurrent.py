@@ -108,7 +108,7 @@ class StateCell(nn.Module):
             norm=parameter(self, "norm", (m.model_dim,), ("embed",), ONES),
             ids=parameter(
                 self, "ids", (m.states, m.model_dim), ("states", "embed"),
-                nn.initializers.normal(1.0),
+                nn.initializers.normal(m.id_init),
             ),
             keys=parameter(self, "keys", by_head, INTO_HEADS),
             values=parameter(self, "values", by_head, INTO_HEADS),

@@ -39,6 +39,7 @@ ONLY_RESOLVED = {
     "configs/sweeps/gates.gin": "--list",
     "configs/sweeps/memory_distance.gin": "--list",  # two models, trained
     "configs/sweeps/memory.gin": "--list",  # 15 models
+    "configs/sweeps/recurrence.gin": "--list",  # 42 of them
     "--gin.Training.segment_length=512": "--print_config",  # minutes
     "runs/far": None,  # the run of the line above
     "runs/table1/Rec-fixed-skip,seed=0/point.gin": None,  # a point of that night

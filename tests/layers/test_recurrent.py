@@ -106,9 +106,17 @@ def test_channels_begin_to_keep_states_for_one_to_so_many_blocks(gate: str) -> N
     assert found
 
 
+@pytest.mark.parametrize("deviation", [0.2, 1.0])
+def test_identities_begin_as_far_apart_as_is_asked_for(deviation: float) -> None:
+    (found,) = (v for k, v in _initial(id_init=deviation).items() if "'ids'" in k)
+    assert found.shape[-2:] == (4, 64)
+    assert 0.8 * deviation < np.std(found) < 1.2 * deviation
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
+        ({"id_init": 0.0}, "Model.id_init = 0.0 must be above 0"),
         ({"gate_horizon": 0.5}, "Model.gate_horizon = 0.5 must be above 1 block, or 0"),
         ({"gate_horizon": 8.0, "gate_bias": 1.0}, "in place of Model.gate_bias = 1.0; set one"),
     ],
