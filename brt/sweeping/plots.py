@@ -157,13 +157,14 @@ def answers_learned(groups: Sequence[Group], baseline: Group) -> Figure:
     """Exact answers of the validation split while training: a panel for each group, every seed a
     line, with the baseline's in grey behind them."""
     others = [g for g in groups if g is not baseline] or [baseline]
-    columns = min(_PANELS, len(others))
-    rows = -(-len(others) // columns)
-    figure = Figure(figsize=(3 * columns, 2.4 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat
+    across = min(_PANELS, len(others))
+    down = -(-len(others) // across)
+    figure = Figure(figsize=(3 * across, 2.4 * down), layout="constrained")
+    panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat
     for axes in panels[len(others) :]:
         axes.set_axis_off()
-    for axes, g in zip(panels, others, strict=False):
+    for number, (axes, g) in enumerate(zip(panels, others, strict=False)):
+        axes.tick_params(labelbottom=number + across >= len(others))  # of a column's last
         for one, color in ((baseline, "#aaaaaa"), (g, _BAR)):
             for row in one.rows:
                 axes.plot(*curve(row.records, f"eval/validation/{EXACT.name}"), color=color)
