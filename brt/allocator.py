@@ -7,13 +7,48 @@ the time of a small model.
 """
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import os
+import platform
 import sys
+from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
 _NEVER = 2**31 - 1
+_TUNABLES = f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={_NEVER}"
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def use_huge_pages() -> None:
+    """Begins the process anew in its place, with pages of 2 MB, where that is not chosen yet.
+
+    What is larger than 64 MB a thread's arena maps anew each time, whatever is kept: 60,000 faults
+    a step of a mid-sized model, a fifth of its time. glibc reads this one setting at its start
+    only. Nothing happens without glibc 2.35 or pages of that size, nor where `GLIBC_TUNABLES` or
+    `MALLOC_...` are set, which come first.
+    """
+    if _chosen() or not (sys.executable and "-" not in sys.orig_argv):  # stdin is read once
+        return
+    if _glibc() >= (2, 35) and _huge_pages():
+        os.environ["GLIBC_TUNABLES"] = _TUNABLES
+        os.execv(sys.executable, sys.orig_argv)
+
+
+def _chosen() -> bool:
+    return any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+
+
+def _glibc() -> tuple[int, ...]:
+    library, version = platform.libc_ver()
+    return tuple(map(int, version.split("."))) if library == "glibc" else ()
+
+
+def _huge_pages() -> bool:
+    with contextlib.suppress(OSError):
+        return "[never]" not in _HUGE_PAGES.read_text()
+    return False
 
 
 def keep_memory() -> None:
@@ -21,8 +56,7 @@ def keep_memory() -> None:
 
     glibc's own environment variables (MALLOC_..., GLIBC_TUNABLES) come first.
     """
-    chosen = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
-    if chosen or not sys.platform.startswith("linux"):
+    if _chosen() or not sys.platform.startswith("linux"):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

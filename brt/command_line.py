@@ -199,13 +199,16 @@ def main(
     """Runs a command and exits: a BrtError as one sentence and its code, bugs with a traceback."""
     output.open_streams()
     output.tell_failures_once()
-    allocator.keep_memory()
     allocator.search_rarely()
     platforms.leave_compilers_alone()
     # XLA tells of every slow compilation as of an error, and what fails is raised anyway.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
-        code = function(parser.parse_args()) or 0
+        arguments = parser.parse_args()
+        if function.__module__ == "__main__":  # a process of its own
+            allocator.use_huge_pages()
+        allocator.keep_memory()
+        code = function(arguments) or 0
         sys.stdout.flush()
     except Preempted as stop:
         code = _say(str(stop), stop.exit_code)

@@ -6,39 +6,70 @@ import sys
 
 import pytest
 
-PROGRAM = """
-import ctypes, resource
 from brt import allocator
-allocator.keep_memory()
+
+PROGRAM = """
+import ctypes, resource, threading
+from brt import allocator
 c = ctypes.CDLL(None)
 c.malloc.restype, c.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 c.malloc.argtypes, c.memset.argtypes = [ctypes.c_size_t], [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-size = 64 << 20
+size = 96 << 20
 def step():
     piece = c.malloc(size)
     c.memset(piece, 1, size)
     c.free(piece)
-step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-step()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+def two_steps():
+    step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """  # noqa: E501
+KEEPING = PROGRAM + "allocator.keep_memory()\ntwo_steps()"
+IN_A_THREAD = PROGRAM + "threading.Thread(target=two_steps).start()"
+HUGE_PAGES = PROGRAM + "allocator.use_huge_pages()\nthreading.Thread(target=two_steps).start()"
 
 
-def faults(**environment: str) -> int:
-    """Page faults of the second step that uses 64 MB."""
-    clean = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
+def run(program: str, *arguments: str, **environment: str) -> str:
+    clean = {k: v for k, v in os.environ.items() if "MALLOC" not in k and k != "GLIBC_TUNABLES"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=clean | environment, capture_output=True, check=True
-    )
-    return int(done.stdout)
+        [sys.executable, "-c", program, *arguments],
+        env=clean | environment, capture_output=True, check=True, text=True,
+    )  # fmt: skip
+    return done.stdout
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
+def faults(program: str = KEEPING, **environment: str) -> int:
+    """Page faults of the second step that uses 96 MB."""
+    return int(run(program, **environment))
+
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
+huge_pages = pytest.mark.skipif(
+    not (allocator._huge_pages() and allocator._glibc() >= (2, 35)), reason="no huge pages"
+)
+
+
+@linux
 def test_the_second_step_maps_no_pages_again() -> None:
     assert faults() < 100
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
+@linux
 def test_the_users_own_setting_stands() -> None:
     assert faults(MALLOC_MMAP_THRESHOLD_="1000000") > 10_000
+
+
+@huge_pages
+def test_a_thread_maps_few_pages_again() -> None:
+    assert faults(IN_A_THREAD) > 10_000, "or there is nothing to spare any more"
+    assert faults(HUGE_PAGES) < 1000
+
+
+@huge_pages
+def test_beginning_anew_keeps_arguments_and_the_users_own_setting() -> None:
+    program = "import os, sys\nfrom brt import allocator\nprint(os.getpid(), flush=True)\n"
+    program += "allocator.use_huge_pages()\nprint(*sys.argv[1:])"
+    first, second, said = run(program, "--a", "b c").splitlines()
+    assert first == second and said == "--a b c"
+    assert len(run(program, GLIBC_TUNABLES="glibc.malloc.check=0").splitlines()) == 2

@@ -174,4 +174,5 @@ def sizes(rounds: int, tokens: int = 4096, queries: str = "sharp") -> list[Row]:
 
 
 if __name__ == "__main__":
+    allocator.use_huge_pages()  # as the commands do
     main()

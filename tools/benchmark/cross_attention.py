@@ -173,4 +173,5 @@ def training_step(config: Config) -> tuple[Callable[[], Any], float]:
 
 
 if __name__ == "__main__":
+    allocator.use_huge_pages()  # as the commands do
     main()

@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--unroll", type=int, default=1, help="layers and blocks per iteration")
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
-    allocator.keep_memory()  # as the commands do
+    allocator.keep_memory()
     device = jax.devices()[0]
     print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}")
     names = list(SIZES) if args.size == "all" else [args.size]
@@ -189,4 +189,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    allocator.use_huge_pages()  # as the commands do
     main()

@@ -111,4 +111,5 @@ def random_pair(length: int, target: int) -> PairBatch:
 
 
 if __name__ == "__main__":
+    allocator.use_huge_pages()  # as the commands do
     main()

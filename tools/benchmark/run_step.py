@@ -56,4 +56,5 @@ def contestant(file: str, bindings: list[str]) -> Contestant:
 
 
 if __name__ == "__main__":
+    allocator.use_huge_pages()  # as the commands do
     main()

@@ -127,4 +127,5 @@ def show(rows: list[dict[str, object]]) -> None:
 
 
 if __name__ == "__main__":
+    allocator.use_huge_pages()  # as the commands do
     main()
