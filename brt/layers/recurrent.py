@@ -39,7 +39,7 @@ from brt.ops.recurrent_attention import (
     state_scan,
     state_taps,
     state_update,
-    two_blocks,
+    tokens_by_head,
 )
 
 
@@ -237,8 +237,12 @@ class RecurrentLayer(nn.Module):
         """
         projections = self.tokens.project(x, taps.tokens)
         past, window = with_cache(self.model, state.window, projections, document_start)
+        everywhere = ("lanes", None, "heads", None)  # on all devices that share the tokens
+        keys, values = (
+            constrain(x, *everywhere) for x in (projections.keys, projections.values)
+        )
         vectors, memory = state_scan(
-            self.cell.weights, self.cell.initial, self._vectors(state), *past.joined(projections),
+            self.cell.weights, self.cell.initial, self._vectors(state), past[:2], keys, values,
             past.readable, document_start, taps=taps.cell, unroll=self.model.block_unroll,
             implementation=self.kernels.recurrent_attention, **self._options(),
         )  # fmt: skip
@@ -281,13 +285,10 @@ class RecurrentLayer(nn.Module):
         window = state.window
         if not self.model.mask_empty_cache:
             window = zero_where_invalid(window)
-        keys, values = (
-            two_blocks(jnp.concatenate(pair, axis=1), blocks=1)[0]
-            for pair in ((window.keys, block.keys), (window.values, block.values))
-        )
+        before, own = (tokens_by_head(*x) for x in (window[:2], block[:2]))
         readable = cache_is_readable(self.model, window)
         vectors = state_update(
-            self.cell.weights, self._vectors(state), keys, values, readable, **self._options()
+            self.cell.weights, self._vectors(state), before, own, readable, **self._options()
         )[0]
         after = WindowState(block.keys, block.values, jnp.ones_like(window.valid))
         return x, RecurrentState(after, vectors, after.valid)

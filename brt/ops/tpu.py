@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array
+from jaxtyping import Array, Float
+
+from brt.ops.normalization import EPSILON
 
 LANES = 128  # of a vector register
 VMEM_BYTES = 64 * 2**20  # that a kernel may take
@@ -24,6 +26,22 @@ def product(a: Array, b: Array, axes: tuple) -> Array:
     """Float32; of float32 at full precision."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
+def unit(x: Float[Array, "R K"]) -> tuple[Float[Array, "R K"], Float[Array, "R 1"]]:
+    """x / |x| and 1 / |x|, float32."""
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + EPSILON)
+    return wide * inverse, inverse
+
+
+def through_unit(
+    x: Float[Array, "R K"], gradient: Float[Array, "R K"]
+) -> tuple[Float[Array, "R K"], Float[Array, "R 1"]]:
+    """The gradient of x, given that of x / |x|; and the latter along it."""
+    direction, inverse = unit(x)
+    along = jnp.sum(gradient * direction, axis=-1, keepdims=True)
+    return (gradient - along * direction) * inverse, along
 
 
 def whole(*shape: int) -> Any:

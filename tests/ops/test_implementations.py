@@ -87,13 +87,15 @@ def recurrent(kind: str, layout: str, null_keys: bool) -> tuple[Run, list]:
         mlp_in, mlp_out, norm = normal(3, (*inputs, f), (f, d), (d,))
         weights = weights._replace(mlp_in=mlp_in, mlp_out=mlp_out, mlp_gate=gate(f))
         weights = weights._replace(mlp_norm=norm if layout == "dual" else None)
-    cached = (LANES, 4 * 6, HEADS, SIZE)
-    arrays = normal(4, (s, d), (LANES, s, d), cached, cached)
+    all_tokens = (LANES, 4 * 6, HEADS, SIZE)
+    arrays = normal(4, (s, d), (LANES, s, d), all_tokens, all_tokens)
     readable = jnp.asarray(READABLE)
 
     def run(name: str, *x: Any) -> Any:
+        *first, keys, values = x
+        cached, own = ([y[:, part] for y in (keys, values)] for part in np.s_[:6, 6:])
         return state_scan(
-            *x, readable, ~readable, kind=kind, tanh="paper", normalize_qk=True,
+            *first, tuple(cached), *own, readable, ~readable, kind=kind, tanh="paper", normalize_qk=True,
             null_keys=null_keys, implementation=name,
         )  # fmt: skip
 

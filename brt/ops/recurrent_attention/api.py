@@ -10,13 +10,15 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
-from brt.ops.recurrent_attention import reference, xla
+from brt.ops.recurrent_attention import pallas_tpu, reference, xla
 from brt.ops.recurrent_attention.cell import CellWeights, StateMemory
 
 OP = Op(
     "recurrent_attention",
     (
+        Implementation("pallas_tpu", pallas_tpu.state_scan, ("tpu",), ("tpu",), pallas_tpu.refuses),
         Implementation("xla", xla.state_scan),
+        Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
         Implementation("reference", reference.state_scan, auto=()),
     ),
 )
@@ -26,28 +28,30 @@ def state_scan(
     weights: CellWeights,
     initial: Float[Array, "S D"],
     vectors: Float[Array, "B S D"],
-    keys: Float[Array, "B Z H K"],
-    values: Float[Array, "B Z H K"],
+    cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
+    keys: Float[Array, "B T H K"],
+    values: Float[Array, "B T H K"],
     readable: Bool[Array, "B N"],
     document_start: Bool[Array, "B N"],
     *,
     taps: PyTree[Array] = None,
     unroll: int = 1,
     implementation: str | None = None,
-    **options: str | bool,
+    **options: str | bool | None,
 ) -> tuple[Float[Array, "B S D"], StateMemory]:
     """Runs the state update over the blocks of a segment.
 
     Args:
       initial: the learned states that a document starts from; float32.
       vectors: the states that the segment takes in; float32.
-      keys, values: of the tokens: those of the cached block, then those of the segment.
+      cached: keys and values of the tokens of the block before the segment.
+      keys, values: of those of the segment.
       readable: whether block n may read the block before it.
       document_start: where the states begin anew.
       taps: of a segment of one block, a step's of those of `state_taps`; None: its own.
       unroll: blocks per iteration of the scan.
       implementation: a named one runs or raises; None takes the best that can.
-      options: of `state_update`.
+      options: `kind`, `tanh`, `normalize_qk`, `null_keys` and `attention` of `state_update`.
 
     Returns:
       The states after the last block, and the memory that each block's tokens read,
@@ -57,6 +61,6 @@ def state_scan(
       NotImplementedError: an implementation that does not exist, or not for these inputs.
     """
     return dispatch.run(
-        OP, implementation, weights, initial, vectors, keys, values, readable, document_start,
-        taps=taps, unroll=unroll, **options,
+        OP, implementation, weights, initial, vectors, cached, keys, values, readable,
+        document_start, taps=taps, unroll=unroll, **options,
     )  # fmt: skip

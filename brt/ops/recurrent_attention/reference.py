@@ -14,8 +14,9 @@ def state_scan(
     weights: CellWeights,
     initial: Float[Array, "S D"],
     vectors: Float[Array, "B S D"],
-    keys: Float[Array, "B Z H K"],
-    values: Float[Array, "B Z H K"],
+    cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
+    keys: Float[Array, "B T H K"],
+    values: Float[Array, "B T H K"],
     readable: Bool[Array, "B N"],
     document_start: Bool[Array, "B N"],
     *,
@@ -29,7 +30,9 @@ def state_scan(
 ) -> tuple[Float[Array, "B S D"], StateMemory]:
     """See `api.state_scan`; `taps`, `unroll` and `attention` mean nothing here."""
     blocks, dtype = readable.shape[1], keys.dtype
-    window = keys.shape[1] // (blocks + 1)
+    window = keys.shape[1] // blocks
+    pairs = zip(cached, (keys, values), strict=True)
+    keys, values = (jnp.concatenate(pair, axis=1) for pair in pairs)
     shown = []
     for n in range(blocks):
         vectors = jnp.where(document_start[:, n, None, None], initial[None], vectors)

@@ -1,6 +1,7 @@
 """The state update in plain XLA; its weight gradients are computed once, after the scan."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,51 +58,84 @@ def state_taps(
     return _Kernels(*map(of, kernels, _inputs(one)))
 
 
+class Tokens(NamedTuple):
+    """Keys and values of the tokens of a block, by head."""
+
+    keys: Float[Array, "*B H W K"]
+    values: Float[Array, "*B H W K"]
+
+
+def tokens_by_head(keys: Float[Array, "*B W H K"], values: Float[Array, "*B W H K"]) -> Tokens:
+    return Tokens(keys.swapaxes(-3, -2), values.swapaxes(-3, -2))
+
+
+def state_attention(
+    projected: Float[Array, "B S 4 H K"],
+    scales: Float[Array, "2 H"],
+    before: Tokens,
+    own: Tokens,
+    readable: Bool[Array, " B"],
+    *,
+    normalize_qk: bool,
+    null_keys: bool,
+    attention: str | None = None,
+) -> tuple[Float[Array, "B S 2 H K"], StateMemory]:
+    """What states read of states and of tokens, and the memory that they are themselves.
+
+    Args:
+      projected: keys, queries, queries to tokens, and values, of one product.
+      scales: of both kinds of queries.
+      before, own: the tokens of two blocks, of which the former may be unreadable.
+      attention: the implementation of both attentions.
+    """
+    scaled, v = projected[:, :, :-1], projected[:, :, -1]
+    scales = jnp.concatenate([jnp.ones_like(scales[:1]), scales])
+    if normalize_qk:
+        scaled = scaled_unit(scaled, scales)
+    else:
+        scaled = scaled * scales.astype(scaled.dtype)[None, None, :, :, None]
+    k, q, crossing = (part.squeeze(2) for part in jnp.split(scaled, 3, axis=2))
+    keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(before, own, strict=True))
+    crossed = attend_to_blocks(
+        crossing, keys, values, readable, null_keys=null_keys, implementation=attention
+    )
+    return jnp.stack([attend(q, k, v, implementation=attention), crossed], axis=2), StateMemory(k, v)
+
+
 def state_update(
     weights: CellWeights,
     vectors: Float[Array, "B S D"],
-    keys: Float[Array, "B H X K"],
-    values: Float[Array, "B H X K"],
+    before: Tokens,
+    own: Tokens,
     readable: Bool[Array, " B"],
     kernels: _Kernels | None = None,
     taps: _Kernels | None = None,
     *,
     kind: str,
     tanh: str,
-    normalize_qk: bool,
-    null_keys: bool,
-    attention: str | None = None,
+    read: Callable[..., tuple[Array, StateMemory]] = state_attention,
+    **options: bool | str | None,
 ) -> tuple[Float[Array, "B S D"], StateMemory]:
     """One block: the states after it, and the memory of the states before it.
 
     Args:
       vectors: float32.
-      keys, values: of the previous block and of this one, X = 2W.
+      before, own: the tokens of the previous block, and of this one.
       readable: whether the previous block may be read.
       kernels, taps: given by `state_scan` only.
       kind: 'fixed', 'lstm' or 'gru'.
       tanh: 'original' (on the update of the single layout) or 'paper' (of lstm gates).
-      null_keys: an unreadable block counts as zero keys with zero values.
-      attention: the implementation of both attentions.
+      read: `state_attention`, or what stands for it.
+      options: of `state_attention`.
     """
     kernels = kernels or _kernels(weights)
     taps = taps or _NO_TAPS
-    dtype = keys.dtype
     h = rms_norm(vectors, weights.norm) + weights.ids[None]
-    product = deferred.dot(h.astype(dtype), kernels.projection, taps.projection)
-    product = constrain(product, "lanes", None, None, "heads", None)
-    scaled, v = product[:, :, :-1], product[:, :, -1]
-    scales = jnp.stack([jnp.ones_like(weights.scale), weights.scale, weights.cross_scale])
-    if normalize_qk:
-        scaled = scaled_unit(scaled, scales)
-    else:
-        scaled = scaled * scales.astype(dtype)[None, None, :, :, None]
-    k, q, q_cross = (part.squeeze(2) for part in jnp.split(scaled, 3, axis=2))
-    crossed = attend_to_blocks(
-        q_cross, keys, values, readable, null_keys=null_keys, implementation=attention
-    )
-    attended = jnp.stack([attend(q, k, v, implementation=attention), crossed], axis=2)
-    return _gated(weights, vectors, attended, kernels, taps, kind, tanh), StateMemory(k, v)
+    projected = deferred.dot(h.astype(own.keys.dtype), kernels.projection, taps.projection)
+    projected = constrain(projected, "lanes", None, None, "heads", None)
+    scales = jnp.stack([weights.scale, weights.cross_scale])
+    attended, memory = read(projected, scales, before, own, readable, **options)
+    return _gated(weights, vectors, attended, kernels, taps, kind, tanh), memory
 
 
 def _gated(
@@ -136,27 +170,21 @@ def _gated(
     return after_mlp(rms_norm(vectors, weights.mlp_norm).astype(attended.dtype))
 
 
-def two_blocks(x: Float[Array, "B Z H K"], blocks: int) -> Float[Array, "N B H X K"]:
-    """Of each block of the segment, the tokens of the block before it and its own: X = 2W."""
-    batch, _, heads, size = x.shape
-    cut = x.reshape(batch, blocks + 1, -1, heads, size).transpose(1, 0, 3, 2, 4)
-    return jnp.concatenate([cut[:-1], cut[1:]], axis=3)
-
-
 def state_scan(
     weights: CellWeights,
     initial: Float[Array, "S D"],
     vectors: Float[Array, "B S D"],
-    keys: Float[Array, "B Z H K"],
-    values: Float[Array, "B Z H K"],
+    cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
+    keys: Float[Array, "B T H K"],
+    values: Float[Array, "B T H K"],
     readable: Bool[Array, "B N"],
     document_start: Bool[Array, "B N"],
     *,
     taps: _Kernels | None = None,
     unroll: int = 1,
-    **options: str | bool,
+    **options: Any,
 ) -> tuple[Float[Array, "B S D"], StateMemory]:
-    """See `api.state_scan`."""
+    """See `api.state_scan`; further options are those of `state_update`."""
     batch, blocks = readable.shape
     kernels, rows = _kernels(weights), (blocks, batch, vectors.shape[1])
     if taps is None:
@@ -168,14 +196,21 @@ def state_scan(
         taps = jax.tree.map(lambda part: part[None], taps)
 
     def body(
-        s: Float[Array, "B S D"], block: tuple[Array, Array, Array, Array, _Kernels]
-    ) -> tuple[Float[Array, "B S D"], StateMemory]:
-        k, v, may_read, starts, block_taps = block
+        carried: tuple[Float[Array, "B S D"], Tokens],
+        block: tuple[Tokens, Array, Array, _Kernels],
+    ) -> tuple[tuple[Float[Array, "B S D"], Tokens], StateMemory]:
+        s, before = carried
+        own, may_read, starts, block_taps = block
         s = jnp.where(starts[:, None, None], initial[None], s)
-        return state_update(weights, s, k, v, may_read, kernels, block_taps, **options)
+        s, memory = state_update(
+            weights, s, before, own, may_read, kernels, block_taps, **options
+        )
+        return (s, own), memory
 
-    xs = (
-        two_blocks(keys, blocks), two_blocks(values, blocks), readable.T, document_start.T, taps,
-    )  # fmt: skip
-    vectors, memory = jax.lax.scan(body, vectors, xs, unroll=min(unroll, blocks))
+    def by_block(x: Float[Array, "B T H K"]) -> Float[Array, "N B W H K"]:
+        return jnp.moveaxis(x.reshape(batch, blocks, -1, *x.shape[2:]), 1, 0)
+
+    tokens = tokens_by_head(by_block(keys), by_block(values))
+    carried, xs = (vectors, tokens_by_head(*cached)), (tokens, readable.T, document_start.T, taps)
+    (vectors, _), memory = jax.lax.scan(body, carried, xs, unroll=min(unroll, blocks))
     return vectors, StateMemory(*(jnp.moveaxis(m, 0, 1) for m in memory))

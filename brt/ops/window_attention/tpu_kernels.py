@@ -8,9 +8,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.normalization import EPSILON
 from brt.ops.softmax import FLOOR, MASKED
-from brt.ops.tpu import BY_ROW, BY_SLOT, LANES, PLAIN, product
+from brt.ops.tpu import BY_ROW, BY_SLOT, LANES, PLAIN, product, through_unit, unit
 
 
 class Static(NamedTuple):
@@ -92,7 +91,7 @@ class _Block(NamedTuple):
 def _loaded(n: Array, seen: Array, inputs: Inputs, static: Static) -> _Block:
     keys, values = (list(pair.loaded(n == 0)) for pair in (inputs.keys, inputs.values))
     if inputs.scale is not None:
-        keys = [_unit(x)[0].astype(x.dtype) for x in keys]
+        keys = [unit(x)[0].astype(x.dtype) for x in keys]
     unseen = jnp.where(seen, 0.0, MASKED)
     if static.null_keys:
         for pair in (keys, values):
@@ -101,25 +100,9 @@ def _loaded(n: Array, seen: Array, inputs: Inputs, static: Static) -> _Block:
     return _Block((keys[0], keys[1]), (values[0], values[1]), unseen)
 
 
-def _unit(x: Float[Array, "W K"]) -> tuple[Float[Array, "W K"], Float[Array, "W 1"]]:
-    """x / |x| and 1 / |x|, float32."""
-    wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + EPSILON)
-    return wide * inverse, inverse
-
-
 def _queries(inputs: Inputs, rows: "_Rows") -> Float[Array, "R K"]:
     own = inputs.q[rows.all]
-    return own if inputs.scale is None else (_unit(own)[0] * inputs.scale[:, :1]).astype(own.dtype)
-
-
-def _through_unit(
-    x: Float[Array, "W K"], gradient: Float[Array, "W K"]
-) -> tuple[Float[Array, "W K"], Float[Array, "W 1"]]:
-    """The gradient of x, given that of x / |x|; and the latter along it."""
-    unit, inverse = _unit(x)
-    along = jnp.sum(gradient * unit, axis=-1, keepdims=True)
-    return (gradient - along * unit) * inverse, along
+    return own if inputs.scale is None else (unit(own)[0] * inputs.scale[:, :1]).astype(own.dtype)
 
 
 def _stacked(parts: list[Array]) -> Array:
@@ -259,7 +242,7 @@ def backward_kernel(
     d_keys, d_values = keys_sum[before], values_sum[before]
     if inputs.scale is not None:  # the last one is no longer the block before
         of_block, last = inputs.keys.loaded(n == 0)
-        d_keys = _through_unit(jax.lax.select(n < blocks, of_block, last), d_keys)[0]
+        d_keys = through_unit(jax.lax.select(n < blocks, of_block, last), d_keys)[0]
     d_keys, d_values = d_keys.astype(found.keys.dtype), d_values.astype(found.values.dtype)
     found.keys[...], found.values[...] = d_keys, d_values
 
@@ -301,7 +284,7 @@ def _add_gradients(
     d_own = product(of_keys[0], block.keys[1][rows.current], BY_SLOT)
     d_own += product(of_keys[1], block.keys[0][rows.before], BY_SLOT)
     if inputs.scale is not None:
-        d_own, along = _through_unit(inputs.q[rows.all], d_own)
+        d_own, along = through_unit(inputs.q[rows.all], d_own)
         d_own *= inputs.scale[:, :1]
         found.scale[...] += jnp.broadcast_to(jnp.sum(along, axis=0, keepdims=True), (1, LANES))
     found.q[rows.all] = d_own.astype(found.q.dtype)

@@ -1,0 +1,201 @@
+"""The states' attention on TPUs: norms, both softmaxes and what they sum up stay on the chip.
+
+A step of the grid has one head of the states of one lane, before and after: it normalises keys
+and queries, attends to the states and to the tokens of two blocks, and hands out the keys as
+tokens are shown them. What the product before it made is read where it is, and the gradients
+of its four parts are written as the one array that the products behind them take. As in
+window attention all is transposed, slots x rows, and the backward pass makes the weights again
+from the log-sum-exp.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.distributed import rules
+from brt.ops.dispatch import AUTO, KERNEL
+from brt.ops.recurrent_attention import xla
+from brt.ops.recurrent_attention.cell import CellWeights, StateMemory
+from brt.ops.recurrent_attention.tpu_kernels import (
+    KEYS,
+    ROWS,
+    VALUES,
+    Gradients,
+    Inputs,
+    Outputs,
+    Static,
+    backward_kernel,
+    forward_kernel,
+)
+from brt.ops.recurrent_attention.xla import Tokens
+from brt.ops.tpu import BLOCK_BYTES, LANES, heads_first, whole
+
+_HEAD_DIMS = (64, 128, 256)
+
+
+def refuses(
+    weights: CellWeights,
+    initial: Array,
+    vectors: Array,
+    cached: tuple[Array, Array],
+    keys: Array,
+    *_: Any,
+    attention: str | None = None,
+    **__: Any,
+) -> str | None:
+    """Why these inputs cannot be; None: they can."""
+    states, window, width = vectors.shape[1], cached[0].shape[1], keys.shape[-1]
+    if attention not in (None, AUTO):
+        return f"attends by itself, not by Kernels.softmax_attention = {attention!r}"
+    if states % 128 or window % 128:
+        return f"takes a multiple of 128 states and of 128 tokens, not {states} and {window}"
+    if width not in _HEAD_DIMS:
+        return f"has heads of 64, 128 or 256, not of {width}"
+    if keys.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"computes in float32 and bfloat16, not in {keys.dtype}"
+    if (taken := _bytes(states, window, max(width, LANES), keys.dtype.itemsize)) > BLOCK_BYTES:
+        return f"keeps a head on the chip, {BLOCK_BYTES >> 20} MiB of it at most, not {taken >> 20}"
+    return None
+
+
+def _bytes(states: int, window: int, width: int, itemsize: int) -> int:
+    """Of VMEM that the backward pass takes: two of each block, its sums, a tile of logits."""
+    slots = max(states, 2 * window)
+    blocks = 2 * width * itemsize * (2 * (4 * states + 4 * window) + 6 * states)
+    return blocks + 2 * (states + 2 * window) * width * 4 + 5 * slots * min(ROWS, states) * 4
+
+
+def state_attention(
+    projected: Float[Array, "B S 4 H K"],
+    scales: Float[Array, "2 H"],
+    before: Tokens,
+    own: Tokens,
+    readable: Bool[Array, " B"],
+    *,
+    normalize_qk: bool,
+    null_keys: bool,
+    attention: str | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[Float[Array, "B S 2 H K"], StateMemory]:
+    """See `xla.state_attention`; `interpret` runs on any device, with any sizes."""
+    static = Static(normalize_qk, null_keys, interpret)
+    given = _Given(
+        projected.transpose(0, 2, 3, 1, 4), scales.astype(jnp.float32).T, before, own,
+        readable.astype(jnp.int32),
+    )  # fmt: skip
+    attend = functools.partial(_attend, static=static)
+    if rules.partitioned():
+        by_head = rules.placed("lanes", "heads", None, None, shape=before.keys.shape)
+        tokens, lanes = Tokens(by_head, by_head), rules.placed("lanes", shape=readable.shape)
+        parts = rules.placed("lanes", None, "heads", None, None, shape=given.projected.shape)
+        heads = rules.placed("heads", None, shape=given.scales.shape)
+        attend = jax.shard_map(
+            attend, in_specs=(_Given(parts, heads, tokens, tokens, lanes),),
+            out_specs=(parts, StateMemory(by_head, by_head)), axis_names=rules.axes(),
+            check_vma=False,
+        )  # fmt: skip
+    y, memory = attend(given)
+    return y.transpose(0, 3, 1, 2, 4), StateMemory(*(x.swapaxes(1, 2) for x in memory))
+
+
+state_scan = functools.partial(xla.state_scan, read=state_attention)
+interpreted = functools.partial(
+    xla.state_scan, read=functools.partial(state_attention, interpret=True)
+)
+
+
+class _Given(NamedTuple):
+    """What attention is computed from."""
+
+    projected: Float[Array, "B 4 H S K"]
+    scales: Float[Array, "H 2"]
+    before: Tokens
+    own: Tokens
+    readable: Int[Array, " B"]
+
+    def inputs(self, **others: Any) -> Inputs:
+        scales = jnp.broadcast_to(self.scales[..., None], (*self.scales.shape, LANES))
+        keys, values = zip(self.before, self.own, strict=True)
+        return Inputs(self.projected, scales, keys, values, **others)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attend(given: _Given, static: Static) -> tuple[Float[Array, "B 2 H S K"], StateMemory]:
+    """What states read, and their memory by head."""
+    return _forward(given, static)[0]
+
+
+def _forward(
+    given: _Given, static: Static
+) -> tuple[tuple[Array, StateMemory], tuple[_Given, Array, Array]]:
+    batch, _, heads, states, width = given.projected.shape
+    dtype = given.projected.dtype
+    shapes = Outputs(
+        jax.ShapeDtypeStruct((batch, 2, heads, states, width), dtype),
+        jax.ShapeDtypeStruct((batch, heads, states, width), dtype),
+        jax.ShapeDtypeStruct((batch, heads, 2, 1, states), jnp.float32),
+    )
+    (found,) = _call(forward_kernel, given, given.inputs(), shapes, static, products=2)
+    y, lse = (checkpoint_name(x, KERNEL) for x in (found.y, found.lse))
+    return (y, StateMemory(found.keys, given.projected[:, VALUES])), (given, y, lse)
+
+
+def _backward(
+    static: Static, saved: tuple[_Given, Array, Array], gradients: tuple[Array, StateMemory]
+) -> tuple[_Given]:
+    given, y, lse = saved
+    gradient, shown = gradients
+    inputs = given.inputs(gradient=gradient, shown=tuple(shown), y=y, lse=lse)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+        Gradients(given.projected, inputs.scales, inputs.keys, inputs.values),
+    )
+    (found,) = _call(backward_kernel, given, inputs, shapes, static, products=5)
+    before, own = (Tokens(*pair) for pair in zip(found.keys, found.values, strict=True))
+    return (_Given(found.projected, found.scales[..., 0], before, own, None),)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _place(x: Any) -> pl.BlockSpec:
+    """Where a step of the grid finds its part: [B, parts, H, ...], [H, ...] or [B, H, ...]."""
+    if x.ndim == 5 and x.shape[-2] > 1:
+        parts, _, *rest = x.shape[1:]
+        return pl.BlockSpec((None, parts, None, *rest), lambda h, b, *_: (b, 0, h, 0, 0))
+    if x.ndim == 3:
+        return pl.BlockSpec((None, *x.shape[1:]), lambda h, b, *_: (h, 0, 0))
+    return whole(*x.shape[2:])
+
+
+def _call(
+    kernel: Any, given: _Given, inputs: Inputs, shapes: Any, static: Static, *, products: int
+) -> Any:
+    """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
+    batch, _, heads, states, width = given.projected.shape
+    slots = states + 2 * given.own.keys.shape[2]
+    backward = "_backward" if products > 2 else ""
+    size = f"{states}x{slots}x{width}_{given.projected.dtype}"
+    queries = batch * heads * states
+    arrays = jax.tree.leaves((inputs, shapes))
+    return pl.pallas_call(
+        functools.partial(kernel, static=static),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1, grid=(heads, batch),
+            in_specs=[jax.tree.map(_place, inputs)], out_specs=[jax.tree.map(_place, shapes)],
+            scratch_shapes=[pltpu.VMEM((slots, width), jnp.float32)] * 2 if backward else [],
+        ),
+        out_shape=[shapes],
+        name=f"state_attention{backward}_{size}_{batch * heads}_steps",
+        interpret=static.interpret, compiler_params=heads_first(2),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * products * queries * slots * width, transcendentals=queries * slots,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
+        ),
+    )(given.readable, inputs)  # fmt: skip

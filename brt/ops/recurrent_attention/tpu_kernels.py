@@ -1,0 +1,200 @@
+"""What a TPU does for one head of the states of one lane: see `pallas_tpu`."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from brt.ops.softmax import MASKED
+from brt.ops.tpu import BY_ROW, BY_SLOT, LANES, PLAIN, product, through_unit, unit
+
+KEYS, QUERIES, VALUES = 0, (1, 2), 3  # of the projected states: queries to states, and to tokens
+ROWS = 256  # of a tile at most, by the compiler's schedules
+
+
+class Static(NamedTuple):
+    """What is known when tracing."""
+
+    normalize_qk: bool
+    null_keys: bool
+    interpret: bool | pltpu.InterpretParams
+
+
+class Inputs(NamedTuple):
+    """Of a step of the grid, or where they are.
+
+    Attributes:
+      projected: [4, S, K], of the states, not normalised.
+      scales: [2, 128], the length that queries get, or what they are multiplied by.
+      keys, values: [W, K] twice, of the tokens of the block before, and of this one.
+      gradient: [2, S, K] of `Outputs.y`; of it the rest, in the backward pass only.
+      shown: [S, K] of keys and of values, gradients of what is shown to tokens.
+      y, lse: as they came out.
+    """
+
+    projected: Any
+    scales: Any
+    keys: tuple[Any, Any]
+    values: tuple[Any, Any]
+    gradient: Any = None
+    shown: tuple[Any, Any] | None = None
+    y: Any = None
+    lse: Any = None
+
+
+class Outputs(NamedTuple):
+    """Of a step of the grid, or where they go.
+
+    Attributes:
+      y: [2, S, K], what states read of states, and of tokens.
+      keys: [S, K], of the states, as they are shown to tokens.
+      lse: [2, 1, S].
+    """
+
+    y: Any
+    keys: Any
+    lse: Any
+
+
+class Gradients(NamedTuple):
+    """Of a step of the grid; as of `Inputs`. The scales' are added up over the lanes of a head."""
+
+    projected: Any
+    scales: Any
+    keys: tuple[Any, Any]
+    values: tuple[Any, Any]
+
+
+class _Part(NamedTuple):
+    """Keys and values [X, K] that queries see, and float32 that is added to their logits."""
+
+    keys: Array
+    values: Array
+    unseen: Array | float = 0.0
+
+
+def _parts(seen: Array, inputs: Inputs, static: Static) -> tuple[list[_Part], list[_Part]]:
+    """What states see of states, and of tokens."""
+    keys, (before, own) = inputs.projected[KEYS], zip(inputs.keys, inputs.values, strict=True)
+    if static.normalize_qk:
+        keys = unit(keys)[0].astype(keys.dtype)
+    known, unseen = [x[...] for x in before], jnp.where(seen, 0.0, MASKED)
+    if static.null_keys:
+        known = [jax.lax.select(seen, x, jnp.zeros_like(x)) for x in known]
+        unseen = jnp.zeros(())
+    tokens = [_Part(known[0], known[1], unseen), _Part(own[0][...], own[1][...])]
+    return [_Part(keys, inputs.projected[VALUES])], tokens
+
+
+def _queries(which: int, rows: slice, inputs: Inputs, static: Static) -> Float[Array, "R K"]:
+    own = inputs.projected[QUERIES[which], rows]
+    wide = unit(own)[0] if static.normalize_qk else own.astype(jnp.float32)
+    return (wide * inputs.scales[which : which + 1, :1]).astype(own.dtype)
+
+
+def _against(arrays: Iterator[Array], x: Float[Array, "R K"]) -> Float[Array, "X R"]:
+    return jnp.concatenate([product(one, x, BY_ROW) for one in arrays], axis=0)
+
+
+def _logits(parts: list[_Part], own: Float[Array, "R K"]) -> Float[Array, "X R"]:
+    found = [product(part.keys, own, BY_ROW) + part.unseen for part in parts]
+    return jnp.concatenate(found, axis=0)
+
+
+def _cut(x: Float[Array, "X R"], parts: list[_Part]) -> list[Array]:
+    """What of it is of each part."""
+    ends = [sum(len(part.keys) for part in parts[:i]) for i in range(len(parts) + 1)]
+    return [x[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def _tiles(states: int) -> list[slice]:
+    rows = math.gcd(states, ROWS)
+    return [slice(i, i + rows) for i in range(0, states, rows)]
+
+
+def forward_kernel(readable: Any, inputs: Inputs, outputs: Outputs, *, static: Static) -> None:
+    both = _parts(readable[pl.program_id(1)] > 0, inputs, static)
+    outputs.keys[...] = both[0][0].keys
+    for which, parts in enumerate(both):
+        columns = [part.values.T for part in parts]
+        for rows in _tiles(outputs.keys.shape[0]):
+            logits = _logits(parts, _queries(which, rows, inputs, static))
+            top = jnp.max(logits, axis=0, keepdims=True)
+            weights = jnp.exp(logits - top)
+            total = jnp.sum(weights, axis=0, keepdims=True)
+            pairs = zip(columns, _cut(weights.astype(columns[0].dtype), parts), strict=True)
+            sums = sum(product(column, part, PLAIN) for column, part in pairs)
+            outputs.y[which, rows] = (sums / total).T.astype(outputs.y.dtype)
+            outputs.lse[which, :, rows] = top + jnp.log(total)
+
+
+def backward_kernel(
+    readable: Any, inputs: Inputs, found: Gradients, keys_sum: Any, values_sum: Any, *,
+    static: Static,
+) -> None:  # fmt: skip
+    """The sums are float32, of the states and behind them of both blocks of tokens."""
+    lane = pl.program_id(1)
+    seen = readable[lane] > 0
+    both = _parts(seen, inputs, static)
+    states = found.projected.shape[1]
+
+    @pl.when(lane == 0)
+    def _() -> None:
+        found.scales[...] = jnp.zeros_like(found.scales)
+
+    places = slice(0, states), slice(states, None)
+    for which, (parts, place) in enumerate(zip(both, places, strict=True)):
+        for rows in _tiles(states):
+            sums = _add_gradients(which, rows, parts, inputs, found, static)
+            for total, found_here in zip((keys_sum, values_sum), sums, strict=True):
+                total[place] = found_here + total[place] if rows.start else found_here
+    own = [total[:states] + x[...] for total, x in zip((keys_sum, values_sum), inputs.shown or ())]
+    if static.normalize_qk:
+        own[0] = through_unit(inputs.projected[KEYS], own[0])[0]
+    for place, gradient in zip((KEYS, VALUES), own, strict=True):
+        found.projected[place] = gradient.astype(found.projected.dtype)
+    _write_tokens(seen, found, (keys_sum, values_sum), static)
+
+
+def _write_tokens(
+    seen: Array, found: Gradients, sums: tuple[Any, Any], static: Static
+) -> None:
+    """The gradients of the tokens of both blocks."""
+    window = found.keys[0].shape[0]
+    for (before, own), total in zip((found.keys, found.values), sums, strict=True):
+        end = total.shape[0] - window
+        of_before = total[end - window : end]
+        if static.null_keys:
+            of_before = jax.lax.select(seen, of_before, jnp.zeros_like(of_before))
+        before[...] = of_before.astype(before.dtype)
+        own[...] = total[end:].astype(own.dtype)
+
+
+def _add_gradients(
+    which: int, rows: slice, parts: list[_Part], inputs: Inputs, found: Gradients, static: Static
+) -> tuple[Float[Array, "X K"], Float[Array, "X K"]]:
+    """Writes those of some queries; returns those of the keys and values that they see."""
+    own, theirs = _queries(which, rows, inputs, static), inputs.gradient[which, rows]
+    along = jnp.sum(theirs.astype(jnp.float32) * inputs.y[which, rows], axis=-1, keepdims=True)
+    along = jnp.broadcast_to(along, (len(along), LANES)).T[:1]
+    weights = jnp.exp(_logits(parts, own) - inputs.lse[which, :, rows])
+    d_logits = weights * (_against((part.values for part in parts), theirs) - along)
+    d_logits, weights = d_logits.astype(own.dtype), weights.astype(own.dtype)
+    pairs = zip(_cut(d_logits, parts), parts, strict=True)
+    d_own = sum(product(cut, part.keys, BY_SLOT) for cut, part in pairs)
+    place, scale = QUERIES[which], slice(which, which + 1)
+    if static.normalize_qk:
+        d_own, length = through_unit(inputs.projected[place, rows], d_own)
+    else:
+        wide = inputs.projected[place, rows].astype(jnp.float32)
+        length = jnp.sum(d_own * wide, axis=-1, keepdims=True)
+    total = jnp.sum(length, axis=0, keepdims=True)
+    found.scales[scale] += jnp.broadcast_to(total, (1, LANES))
+    d_own *= inputs.scales[scale, :1]
+    found.projected[place, rows] = d_own.astype(found.projected.dtype)
+    return product(d_logits, own, PLAIN), product(weights, theirs, PLAIN)
