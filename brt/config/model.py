@@ -86,17 +86,18 @@ class Model:
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")  # auto: bfloat16 except on CPUs
     remat: bool = free(False)  # recompute a layer's activations in the backward pass
     remat_keep: Kept = free("nothing")  # what remat keeps of a layer nevertheless
-    layer_unroll: int = free(1)  # layers per iteration of the scan over equal neighbours
-    block_unroll: int = free(1)  # blocks per iteration of the scan over the recurrence
+    # layers per iteration of the scan over equal neighbours; 0: one, with feedback on TPUs all
+    layer_unroll: int = free(0)
+    block_unroll: int = free(0)  # blocks, of that over the recurrence; 0: one, on TPUs eight
 
     def __post_init__(self) -> None:
         check_layers(self, "layers")
         check_positive(
             self, "model_dim", "heads", "head_dim", "mlp_dim", "window", "states",
             "relative_max_distance",
-            "scale_init", "id_init", "layer_unroll", "block_unroll",
+            "scale_init", "id_init",
         )  # fmt: skip
-        check_not_negative(self, "vocab_size")
+        check_not_negative(self, "vocab_size", "layer_unroll", "block_unroll")
         check(0 <= self.dropout < 1, f"Model.dropout = {self.dropout} must be in [0, 1)")
         check(
             self.gate_horizon == 0 or self.gate_horizon > 1,

@@ -21,6 +21,7 @@ ZEROS = nn.initializers.zeros
 # Names of the axes of kernels by head: what they make of the tokens, and what reads the heads.
 INTO_HEADS = ("embed", "heads", "head_dim")
 FROM_HEADS = ("stack", "heads", "head_dim", "embed")
+BLOCKS_AT_ONCE = 8  # of a recurrence on TPUs: more only compile longer
 WHOLE_HEADS = ("stack", "whole_heads", "head_dim")
 
 
@@ -29,6 +30,14 @@ def compute_dtype(model: Model | Seq2Seq | Encoder) -> jnp.dtype:
     if model.dtype == "auto":
         return jnp.dtype("float32" if dispatch.backend() == "cpu" else "bfloat16")
     return jnp.dtype(model.dtype)
+
+
+def unrolled(asked: int, steps: int, on_tpus: int) -> int:
+    """How many steps of a scan are one iteration; `asked` = 0: so many on TPUs, elsewhere one.
+
+    What a loop stacks for its backward pass takes a TPU longer than a block takes to compute.
+    """
+    return min(steps, asked or (on_tpus if dispatch.backend() == "tpu" else 1))
 
 
 def remat_policy(keep: Kept) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
 from brt.layers.attention import TransformerBlock, with_cache
 from brt.layers.basic import (
+    BLOCKS_AT_ONCE,
     FROM_HEADS,
     INTO_HEADS,
     ONES,
@@ -20,6 +21,7 @@ from brt.layers.basic import (
     gate_bias_until,
     kernel_init,
     parameter,
+    unrolled,
 )
 from brt.layers.state import (
     WINDOW_AXES,
@@ -238,13 +240,12 @@ class RecurrentLayer(nn.Module):
         projections = self.tokens.project(x, taps.tokens)
         past, window = with_cache(self.model, state.window, projections, document_start)
         everywhere = ("lanes", None, "heads", None)  # on all devices that share the tokens
-        keys, values = (
-            constrain(x, *everywhere) for x in (projections.keys, projections.values)
-        )
+        keys, values = (constrain(x, *everywhere) for x in (projections.keys, projections.values))
         vectors, memory = state_scan(
             self.cell.weights, self.cell.initial, self._vectors(state), past[:2], keys, values,
-            past.readable, document_start, taps=taps.cell, unroll=self.model.block_unroll,
-            implementation=self.kernels.recurrent_attention, **self._options(),
+            past.readable, document_start, taps=taps.cell, implementation=self.kernels.recurrent_attention,
+            unroll=unrolled(self.model.block_unroll, document_start.shape[1], BLOCKS_AT_ONCE),
+            **self._options(),
         )  # fmt: skip
         names = ("lanes", "blocks", None, "heads", None)
         memory = StateMemory(*(constrain(part, *names) for part in memory))

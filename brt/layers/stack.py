@@ -14,7 +14,7 @@ from brt.config.checks import check
 from brt.config.fields import Kept
 from brt.distributed.rules import Names, constrain
 from brt.layers import kinds
-from brt.layers.basic import compute_dtype, parameter, remat_policy
+from brt.layers.basic import BLOCKS_AT_ONCE, compute_dtype, parameter, remat_policy, unrolled
 from brt.layers.kinds import LayerAux
 from brt.layers.state import LayerState, Stream
 from brt.ops import dispatch
@@ -177,7 +177,7 @@ class Stack(nn.Module):
             in_axes=(1, 0, 0, nn.broadcast, nn.broadcast),
             out_axes=(1, 0),
             length=count,
-            unroll=min(self.model.layer_unroll, count),
+            unroll=unrolled(self.model.layer_unroll, count, count if self.model.feedback else 1),
             metadata_params={nn.PARTITION_NAME: "layers"},
             check_constancy_invariants=False,  # it would trace every layer twice
         )
@@ -241,7 +241,7 @@ class Stack(nn.Module):
             split_rngs={"params": False, "dropout": True},
             in_axes=(1, 1, 0),
             out_axes=(1, 1, 0),
-            unroll=min(self.model.block_unroll, document_start.shape[1]),
+            unroll=unrolled(self.model.block_unroll, document_start.shape[1], BLOCKS_AT_ONCE),
             check_constancy_invariants=self.is_initializing(),  # a second trace makes parameters
         )
         x = constrain(x, "lanes", None, None)  # one block after the other: nobody has his own

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
 from brt.layers.attention import TransformerBlock
-from brt.layers.basic import ONES, ZEROS, compute_dtype, parameter
+from brt.layers.basic import BLOCKS_AT_ONCE, ONES, ZEROS, compute_dtype, parameter, unrolled
 from brt.layers.state import Stream
 from brt.ops.dropout import Dropout
 from brt.ops.masked_attention import attend
@@ -194,7 +194,7 @@ class SummaryLayer(nn.Module):
             split_rngs={"params": False, "dropout": True},
             in_axes=(1, 1, nn.broadcast),
             out_axes=1,
-            unroll=min(m.block_unroll, blocks),
+            unroll=unrolled(m.block_unroll, blocks, BLOCKS_AT_ONCE),
             check_constancy_invariants=self.is_initializing(),  # a second trace makes parameters
         )
         read = Read(state, self._long(state))

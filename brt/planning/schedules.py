@@ -22,6 +22,8 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "kmeans_4096x128": (2949, 2342, 2381, 1540),
         "clustered_attention_4096x112": (6101, 4370, 4453, 3083),
         "clustered_attention_backward_4096x112": (7620, 5945, 6188, 5066),
+        "state_attention_512x1536x128": (6902, 5297, 5438, 3684),
+        "state_attention_backward_512x1536x128": (11185, 8444, 8409, 5802),
         "softmax_attention_512x1024x128": (3663, 3426, 3651, 2562),
         "softmax_attention_backward_512x1024x128": (5196, 4721, 4985, 2952),
     }.items()

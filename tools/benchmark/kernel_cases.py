@@ -6,6 +6,7 @@ its arguments.
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 
 from brt.config import Attention, CrossAttention
 from brt.ops import clustered_attention, cross_attention
+from brt.ops.gates import GateWeights
+from brt.ops.recurrent_attention import CellWeights, state_scan
 from brt.ops.softmax_attention import attend_to_blocks
 from brt.ops.window_attention import window_part
 
@@ -45,6 +48,33 @@ def window(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 
     both = cached, cached
     return gradients, [by_token, both, by_token, by_token, bias, scale, readable, by_token]
+
+
+def recurrent(array: Callable[..., Any], args: argparse.Namespace) -> Case:
+    """A block of tokens, and as many states, that read each other and the tokens."""
+    size, heads, model_dim = args.window, 8, 256
+    by_head, of_heads = (model_dim, heads, args.head_dim), array(heads, dtype="float32")
+    wide = partial(array, dtype="float32")
+    weights = CellWeights(
+        wide(model_dim), wide(size, model_dim), *(wide(*by_head) for _ in range(4)),
+        of_heads, of_heads, wide(2, *by_head[1:], model_dim), GateWeights(wide(model_dim)),
+    )  # fmt: skip
+    tokens, vectors = array(args.lanes, size, *by_head[1:]), wide(args.lanes, size, model_dim)
+
+    def gradients(weights, vectors, cached, keys, values, flags, d_vectors):
+        def loss(weights, vectors, cached, keys, values):
+            after, memory = state_scan(
+                weights, weights.ids, vectors, cached, keys, values, flags, flags, kind="fixed",
+                tanh="original", normalize_qk=True, null_keys=True,
+                implementation=args.implementation,
+            )  # fmt: skip
+            shown = sum(_inner(part[:, 0], keys) for part in memory)
+            return _inner(after, d_vectors) + shown
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(weights, vectors, cached, keys, values)
+
+    flags = array(args.lanes, 1, dtype="bool")
+    return gradients, [weights, vectors, (tokens, tokens), tokens, tokens, flags, vectors]
 
 
 def segmented(array: Callable[..., Any], args: argparse.Namespace) -> Case:
@@ -93,4 +123,6 @@ def _inner(x: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.sum(x.astype(jnp.float32) * weights.astype(jnp.float32))
 
 
-CASES = {"window": window, "segmented": segmented, "clustered": clustered}
+CASES = {
+    "window": window, "recurrent": recurrent, "segmented": segmented, "clustered": clustered,
+}  # fmt: skip

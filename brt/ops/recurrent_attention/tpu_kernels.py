@@ -161,9 +161,7 @@ def backward_kernel(
     _write_tokens(seen, found, (keys_sum, values_sum), static)
 
 
-def _write_tokens(
-    seen: Array, found: Gradients, sums: tuple[Any, Any], static: Static
-) -> None:
+def _write_tokens(seen: Array, found: Gradients, sums: tuple[Any, Any], static: Static) -> None:
     """The gradients of the tokens of both blocks."""
     window = found.keys[0].shape[0]
     for (before, own), total in zip((found.keys, found.values), sums, strict=True):

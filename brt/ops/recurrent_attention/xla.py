@@ -99,7 +99,9 @@ def state_attention(
     crossed = attend_to_blocks(
         crossing, keys, values, readable, null_keys=null_keys, implementation=attention
     )
-    return jnp.stack([attend(q, k, v, implementation=attention), crossed], axis=2), StateMemory(k, v)
+    return jnp.stack([attend(q, k, v, implementation=attention), crossed], axis=2), StateMemory(
+        k, v
+    )
 
 
 def state_update(
@@ -202,9 +204,7 @@ def state_scan(
         s, before = carried
         own, may_read, starts, block_taps = block
         s = jnp.where(starts[:, None, None], initial[None], s)
-        s, memory = state_update(
-            weights, s, before, own, may_read, kernels, block_taps, **options
-        )
+        s, memory = state_update(weights, s, before, own, may_read, kernels, block_taps, **options)
         return (s, own), memory
 
     def by_block(x: Float[Array, "B T H K"]) -> Float[Array, "N B W H K"]:
