@@ -243,7 +243,8 @@ class RecurrentLayer(nn.Module):
         keys, values = (constrain(x, *everywhere) for x in (projections.keys, projections.values))
         vectors, memory = state_scan(
             self.cell.weights, self.cell.initial, self._vectors(state), past[:2], keys, values,
-            past.readable, document_start, taps=taps.cell, implementation=self.kernels.recurrent_attention,
+            past.readable, document_start, taps=taps.cell,
+            implementation=self.kernels.recurrent_attention,
             unroll=unrolled(self.model.block_unroll, document_start.shape[1], BLOCKS_AT_ONCE),
             **self._options(),
         )  # fmt: skip

@@ -95,8 +95,8 @@ def recurrent(kind: str, layout: str, null_keys: bool) -> tuple[Run, list]:
         *first, keys, values = x
         cached, own = ([y[:, part] for y in (keys, values)] for part in np.s_[:6, 6:])
         return state_scan(
-            *first, tuple(cached), *own, readable, ~readable, kind=kind, tanh="paper", normalize_qk=True,
-            null_keys=null_keys, implementation=name,
+            *first, tuple(cached), *own, readable, ~readable, kind=kind, tanh="paper",
+            normalize_qk=True, null_keys=null_keys, implementation=name,
         )  # fmt: skip
 
     return run, [weights, *arrays]

@@ -9,6 +9,7 @@ from the log-sum-exp.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,6 @@ from brt.ops.dispatch import AUTO, KERNEL
 from brt.ops.recurrent_attention import xla
 from brt.ops.recurrent_attention.cell import CellWeights, StateMemory
 from brt.ops.recurrent_attention.tpu_kernels import (
-    KEYS,
     ROWS,
     VALUES,
     Gradients,
@@ -86,14 +86,14 @@ def state_attention(
     """See `xla.state_attention`; `interpret` runs on any device, with any sizes."""
     static = Static(normalize_qk, null_keys, interpret)
     given = _Given(
-        projected.transpose(0, 2, 3, 1, 4), scales.astype(jnp.float32).T, before, own,
+        projected.transpose(2, 0, 3, 1, 4), scales.astype(jnp.float32).T, before, own,
         readable.astype(jnp.int32),
     )  # fmt: skip
     attend = functools.partial(_attend, static=static)
     if rules.partitioned():
         by_head = rules.placed("lanes", "heads", None, None, shape=before.keys.shape)
         tokens, lanes = Tokens(by_head, by_head), rules.placed("lanes", shape=readable.shape)
-        parts = rules.placed("lanes", None, "heads", None, None, shape=given.projected.shape)
+        parts = rules.placed(None, "lanes", "heads", None, None, shape=given.projected.shape)
         heads = rules.placed("heads", None, shape=given.scales.shape)
         attend = jax.shard_map(
             attend, in_specs=(_Given(parts, heads, tokens, tokens, lanes),),
@@ -101,7 +101,7 @@ def state_attention(
             check_vma=False,
         )  # fmt: skip
     y, memory = attend(given)
-    return y.transpose(0, 3, 1, 2, 4), StateMemory(*(x.swapaxes(1, 2) for x in memory))
+    return y.transpose(1, 3, 0, 2, 4), StateMemory(*(x.swapaxes(1, 2) for x in memory))
 
 
 state_scan = functools.partial(xla.state_scan, read=state_attention)
@@ -113,7 +113,7 @@ interpreted = functools.partial(
 class _Given(NamedTuple):
     """What attention is computed from."""
 
-    projected: Float[Array, "B 4 H S K"]
+    projected: Float[Array, "4 B H S K"]  # as the product before it has them
     scales: Float[Array, "H 2"]
     before: Tokens
     own: Tokens
@@ -126,7 +126,7 @@ class _Given(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(given: _Given, static: Static) -> tuple[Float[Array, "B 2 H S K"], StateMemory]:
+def _attend(given: _Given, static: Static) -> tuple[Float[Array, "2 B H S K"], StateMemory]:
     """What states read, and their memory by head."""
     return _forward(given, static)[0]
 
@@ -134,16 +134,16 @@ def _attend(given: _Given, static: Static) -> tuple[Float[Array, "B 2 H S K"], S
 def _forward(
     given: _Given, static: Static
 ) -> tuple[tuple[Array, StateMemory], tuple[_Given, Array, Array]]:
-    batch, _, heads, states, width = given.projected.shape
+    _, batch, heads, states, width = given.projected.shape
     dtype = given.projected.dtype
     shapes = Outputs(
-        jax.ShapeDtypeStruct((batch, 2, heads, states, width), dtype),
+        jax.ShapeDtypeStruct((2, batch, heads, states, width), dtype),
         jax.ShapeDtypeStruct((batch, heads, states, width), dtype),
         jax.ShapeDtypeStruct((batch, heads, 2, 1, states), jnp.float32),
     )
     (found,) = _call(forward_kernel, given, given.inputs(), shapes, static, products=2)
     y, lse = (checkpoint_name(x, KERNEL) for x in (found.y, found.lse))
-    return (y, StateMemory(found.keys, given.projected[:, VALUES])), (given, y, lse)
+    return (y, StateMemory(found.keys, given.projected[VALUES])), (given, y, lse)
 
 
 def _backward(
@@ -164,21 +164,39 @@ def _backward(
 _attend.defvjp(_forward, _backward)
 
 
-def _place(x: Any) -> pl.BlockSpec:
-    """Where a step of the grid finds its part: [B, parts, H, ...], [H, ...] or [B, H, ...]."""
-    if x.ndim == 5 and x.shape[-2] > 1:
-        parts, _, *rest = x.shape[1:]
-        return pl.BlockSpec((None, parts, None, *rest), lambda h, b, *_: (b, 0, h, 0, 0))
-    if x.ndim == 3:
-        return pl.BlockSpec((None, *x.shape[1:]), lambda h, b, *_: (h, 0, 0))
-    return whole(*x.shape[2:])
+def _parts(x: Any) -> pl.BlockSpec:
+    """Where a step of the grid finds what it has of several arrays, [N, B, H, S, K]."""
+    return pl.BlockSpec((x.shape[0], None, None, *x.shape[3:]), lambda h, b, *_: (0, b, h, 0, 0))
+
+
+def _of_head(x: Any) -> pl.BlockSpec:
+    return pl.BlockSpec((None, *x.shape[1:]), lambda h, b, *_: (h, 0, 0))
+
+
+def _by_head(tree: Any) -> Any:
+    return jax.tree.map(lambda x: whole(*x.shape[2:]), tree)
+
+
+_PLACES: dict[str, Callable[[Any], Any]] = {
+    "projected": _parts, "scales": _of_head, "gradient": _parts, "y": _parts,
+}  # fmt: skip
+
+
+def _places(fields: Any) -> Any:
+    """Where a step of the grid finds or leaves each field."""
+    return type(fields)(
+        *(
+            None if x is None else _PLACES.get(name, _by_head)(x)
+            for name, x in fields._asdict().items()
+        )
+    )
 
 
 def _call(
     kernel: Any, given: _Given, inputs: Inputs, shapes: Any, static: Static, *, products: int
 ) -> Any:
     """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
-    batch, _, heads, states, width = given.projected.shape
+    _, batch, heads, states, width = given.projected.shape
     slots = states + 2 * given.own.keys.shape[2]
     backward = "_backward" if products > 2 else ""
     size = f"{states}x{slots}x{width}_{given.projected.dtype}"
@@ -188,7 +206,7 @@ def _call(
         functools.partial(kernel, static=static),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=(heads, batch),
-            in_specs=[jax.tree.map(_place, inputs)], out_specs=[jax.tree.map(_place, shapes)],
+            in_specs=[_places(inputs)], out_specs=[_places(shapes)],
             scratch_shapes=[pltpu.VMEM((slots, width), jnp.float32)] * 2 if backward else [],
         ),
         out_shape=[shapes],

@@ -153,10 +153,11 @@ def backward_kernel(
             sums = _add_gradients(which, rows, parts, inputs, found, static)
             for total, found_here in zip((keys_sum, values_sum), sums, strict=True):
                 total[place] = found_here + total[place] if rows.start else found_here
-    own = [total[:states] + x[...] for total, x in zip((keys_sum, values_sum), inputs.shown or ())]
+    pairs = zip((keys_sum, values_sum), inputs.shown or (), strict=True)
+    own = [total[:states] + shown[...] for total, shown in pairs]
     if static.normalize_qk:
         own[0] = through_unit(inputs.projected[KEYS], own[0])[0]
-    for place, gradient in zip((KEYS, VALUES), own, strict=True):
+    for part, gradient in zip((KEYS, VALUES), own, strict=True):
         found.projected[place] = gradient.astype(found.projected.dtype)
     _write_tokens(seen, found, (keys_sum, values_sum), static)
 

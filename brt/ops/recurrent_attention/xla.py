@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from brt.distributed.rules import constrain
 from brt.ops import deferred
@@ -207,10 +207,27 @@ def state_scan(
         s, memory = state_update(weights, s, before, own, may_read, kernels, block_taps, **options)
         return (s, own), memory
 
+    starts = tokens_by_head(*cached)
+    flags = readable.T, document_start.T
+    if unroll >= blocks:  # without a loop nothing is moved to where blocks are the first axis
+        cut = zip(*(jnp.split(x, blocks, axis=1) for x in (keys, values)), strict=True)
+        tokens = [tokens_by_head(*pair) for pair in cut]
+        shown, carried = [], (vectors, starts)
+        for own, *others in zip(tokens, *flags, _unstacked(taps, blocks), strict=True):
+            carried, memory = body(carried, (own, *others))
+            shown.append(memory)
+        return carried[0], jax.tree.map(lambda *parts: jnp.stack(parts, axis=1), *shown)
+
     def by_block(x: Float[Array, "B T H K"]) -> Float[Array, "N B W H K"]:
         return jnp.moveaxis(x.reshape(batch, blocks, -1, *x.shape[2:]), 1, 0)
 
-    tokens = tokens_by_head(by_block(keys), by_block(values))
-    carried, xs = (vectors, tokens_by_head(*cached)), (tokens, readable.T, document_start.T, taps)
-    (vectors, _), memory = jax.lax.scan(body, carried, xs, unroll=min(unroll, blocks))
+    xs = tokens_by_head(by_block(keys), by_block(values)), *flags, taps
+    (vectors, _), memory = jax.lax.scan(body, (vectors, starts), xs, unroll=unroll)
     return vectors, StateMemory(*(jnp.moveaxis(m, 0, 1) for m in memory))
+
+
+def _unstacked(tree: PyTree[Array], count: int) -> list[PyTree[Array]]:
+    """Of each of the first axis; their gradients are joined, not padded and added up."""
+    leaves, structure = jax.tree.flatten(tree)
+    parts = zip(*map(jnp.unstack, leaves), strict=True) if leaves else [()] * count
+    return [jax.tree.unflatten(structure, part) for part in parts]

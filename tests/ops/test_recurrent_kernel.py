@@ -1,0 +1,118 @@
+"""The TPU kernel of the states' attention, interpreted, against plain XLA and its autodiff."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from brt.config import Mesh
+from brt.distributed.mesh import build
+from brt.ops import dispatch
+from brt.ops.recurrent_attention import CellWeights, pallas_tpu, state_scan, xla
+from brt.ops.recurrent_attention.xla import Tokens
+
+HEADS, SIZE = 2, 8
+WATCHED = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
+
+
+def inputs(
+    lanes: int = 2, states: int = 24, window: int = 16, dtype: str = "float32"
+) -> tuple[list[Any], jax.Array]:
+    """What states read, and which lanes may read the block before."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    before, own = (Tokens(*(normal(lanes, HEADS, window, SIZE) for _ in range(2))) for _ in "ab")
+    scales = jnp.asarray(rng.uniform(0.5, 2.0, size=(2, HEADS)), jnp.float32)
+    readable = jnp.arange(lanes) % 2 == 0
+    return [normal(lanes, states, 4, HEADS, SIZE), scales, before, own], readable
+
+
+def both_passes(read: Callable, arrays: list[Any], readable: jax.Array) -> list[np.ndarray]:
+    """What is read, the memory that is shown, and all gradients."""
+    outputs, backward = jax.vjp(lambda *x: read(*x, readable), *arrays)
+    cotangents = jax.tree.map(lambda x: jnp.sin(3 * x), outputs)
+    found = jax.tree.leaves((outputs, backward(cotangents)))
+    return [np.asarray(x, np.float64) for x in found]
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("null_keys", [False, True])
+@pytest.mark.parametrize("normalize_qk", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-6), ("bfloat16", 3e-2)])
+def test_equals_plain_xla_in_float32(
+    dtype: str, tolerance: float, normalize_qk: bool, null_keys: bool, lanes: int
+) -> None:
+    """Of the largest magnitude of an array; plain XLA computes in float32 either way."""
+    arrays, readable = inputs(lanes, dtype=dtype)
+    options = {"normalize_qk": normalize_qk, "null_keys": null_keys}
+    kernel = partial(pallas_tpu.state_attention, interpret=True, **options)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+    expected = both_passes(partial(xla.state_attention, **options), wide, readable)
+    for found, wanted in zip(both_passes(kernel, arrays, readable), expected, strict=True):
+        assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
+
+
+def test_reads_nothing_unwritten_and_repeats_bit_by_bit(capfd: pytest.CaptureFixture) -> None:
+    arrays, readable = inputs(states=512)  # two tiles of rows
+    options = {"normalize_qk": True, "null_keys": True}
+    kernel = partial(pallas_tpu.state_attention, interpret=WATCHED, **options)
+    first, again = (both_passes(kernel, arrays, readable) for _ in range(2))
+    expected = both_passes(partial(xla.state_attention, **options), arrays, readable)
+    for found, repeated, wanted in zip(first, again, expected, strict=True):
+        np.testing.assert_array_equal(found, repeated)
+        assert np.abs(found - wanted).max() <= 5e-6 * np.abs(wanted).max()
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=2, tensor=2, sequence=2), Mesh(fsdp=4, tensor=2)])
+def test_devices_read_each_for_itself(mesh: Mesh) -> None:
+    arrays, readable = inputs(lanes=4)
+
+    def loss(*arrays: Any) -> jax.Array:
+        read = partial(pallas_tpu.state_attention, interpret=True)
+        found = read(*arrays, readable, normalize_qk=True, null_keys=False)
+        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(found))
+
+    def run() -> list[Any]:
+        return jax.tree.leaves(jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(*arrays))
+
+    expected = run()
+    with jax.set_mesh(build(mesh, {})):
+        found = run()
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "reason"),
+    [
+        ((100, 128, 64), {}, "multiple of 128 states and of 128 tokens, not 100 and 128"),
+        ((128, 100, 64), {}, "multiple of 128 states and of 128 tokens, not 128 and 100"),
+        ((128, 128, 48), {}, "heads of 64, 128 or 256, not of 48"),
+        ((1024, 1024, 128), {}, "14 MiB of it at most, not 24"),
+        ((128, 128, 64), {"attention": "xla"}, "not by Kernels.softmax_attention = 'xla'"),
+        ((128, 128, 64), {"dtype": "float16"}, "float32 and bfloat16, not in float16"),
+    ],
+)
+def test_what_the_kernel_does_not_support_is_said(
+    shape: tuple[int, int, int], changes: dict[str, str], reason: str
+) -> None:
+    (states, window, size), dtype = shape, changes.pop("dtype", "bfloat16")
+    tokens, flags = jnp.zeros((1, window, 1, size), dtype), jnp.ones((1, 1), bool)
+    vectors, of_heads = jnp.zeros((1, states, size)), jnp.ones((1,))
+    weights = CellWeights(
+        vectors[0, 0], vectors[0], *[jnp.zeros((size, 1, size))] * 4, of_heads, of_heads
+    )
+    with dispatch.use_backend("tpu"), pytest.raises(NotImplementedError, match=reason):
+        state_scan(
+            weights, vectors[0], vectors, (tokens, tokens), tokens, tokens, flags, flags,
+            implementation="pallas_tpu", **changes,
+        )  # fmt: skip
