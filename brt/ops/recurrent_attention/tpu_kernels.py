@@ -158,7 +158,7 @@ def backward_kernel(
     if static.normalize_qk:
         own[0] = through_unit(inputs.projected[KEYS], own[0])[0]
     for part, gradient in zip((KEYS, VALUES), own, strict=True):
-        found.projected[place] = gradient.astype(found.projected.dtype)
+        found.projected[part] = gradient.astype(found.projected.dtype)
     _write_tokens(seen, found, (keys_sum, values_sum), static)
 
 
