@@ -42,3 +42,4 @@ class Kernels:
     kmeans: Name = free("auto")  # what clusters their queries
     reformer: Name = free("auto")  # Attention.kind = 'reformer'
     oracle_top_k: Name = free("auto")  # Attention.kind = 'oracle_top_k'
+    token_logits: Name = free("auto")  # of losses: over the vocabulary, and what sums them up

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.distributed.rules import constrain, count
+from brt.distributed.rules import count
 from brt.ops.dense import weight_gradient
 from brt.ops.reductions import sum_leading
+from brt.ops.token_logits import Scored, token_logits
 
 
 def _chunk_length(tokens: int, limit: int) -> int:
@@ -39,26 +40,6 @@ def _joined(x: Array, chunk: int) -> Array:
     return jnp.moveaxis(cut, 0, 2).reshape(x.shape[1], -1, *x.shape[3:])
 
 
-@jax.named_scope("cross_entropy")
-def _chunk_nats(
-    hidden: Float[Array, "B C D"],
-    embedding: Float[Array, "V D"],
-    targets: Int[Array, "B C"],
-    scale: float,
-    bias: Float[Array, " V"] | None,
-) -> tuple[Float[Array, "B C"], Float[Array, "B C V"], Float[Array, "B C"]]:
-    """Nats of each target, the float32 logits and their log-sum-exp."""
-    logits = scale * jnp.einsum(
-        "bcd,vd->bcv", hidden, embedding.astype(hidden.dtype), preferred_element_type=jnp.float32
-    )
-    if bias is not None:
-        logits += bias[None, None]
-    logits = constrain(logits, "lanes", "tokens", "vocab")
-    total = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return total - chosen, logits, total
-
-
 def token_nats(
     hidden: Float[Array, "B T D"],
     embedding: Float[Array, "V D"],
@@ -67,12 +48,15 @@ def token_nats(
     *,
     scale: float,
     chunk: int,
+    implementation: str | None = None,
 ) -> Float[Array, "B T"]:
     """-log p(target) of every token, float32. For evaluation: not made for gradients."""
     chunk = _chunk_length(hidden.shape[1], chunk)
 
     def nats(piece: tuple[Array, Array]) -> Float[Array, "B C"]:
-        return _chunk_nats(piece[0], embedding, piece[1], scale, bias)[0]
+        return token_logits(
+            piece[0], embedding, piece[1], bias, scale=scale, implementation=implementation
+        ).nats
 
     pieces = _chunked(hidden, chunk), _chunked(targets, chunk)
     return _joined(jax.lax.map(nats, pieces), chunk)
@@ -85,13 +69,16 @@ def token_guesses(
     *,
     scale: float,
     chunk: int,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
     """`token_nats`, and whether no token is likelier than the target."""
     chunk = _chunk_length(hidden.shape[1], chunk)
 
     def guesses(piece: tuple[Array, Array]) -> tuple[Float[Array, "B C"], Bool[Array, "B C"]]:
-        nats, logits, _ = _chunk_nats(piece[0], embedding, piece[1], scale, None)
-        return nats, jnp.argmax(logits, axis=-1) == piece[1]
+        found = token_logits(
+            piece[0], embedding, piece[1], scale=scale, implementation=implementation
+        )
+        return found.nats, jnp.argmax(found.logits, axis=-1) == piece[1]
 
     pieces = _chunked(hidden, chunk), _chunked(targets, chunk)
     nats, right = jax.lax.map(guesses, pieces)
@@ -116,7 +103,7 @@ def cross_entropy(
     return smoothed_cross_entropy(hidden, embedding, targets, mask, scale, chunk, 0.0)[0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 8))
 def smoothed_cross_entropy(
     hidden: Float[Array, "B T D"],
     embedding: Float[Array, "V D"],
@@ -126,12 +113,14 @@ def smoothed_cross_entropy(
     chunk: int,
     smoothing: float,
     bias: Float[Array, " V"] | None = None,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`cross_entropy` with smoothed labels (Szegedy et al. 2016, section 7).
 
     Args:
       smoothing: the share of each target's probability that all tokens divide equally.
       bias: float32, added to the logits behind the scale; None: none.
+      implementation: of `token_logits`.
 
     Returns:
       The summed loss, and the summed nats of the targets alone, which have no gradient.
@@ -140,22 +129,21 @@ def smoothed_cross_entropy(
 
     def body(total: Array, piece: tuple[Array, ...]) -> tuple[Array, None]:
         h, target, counts = piece
-        nats, logits, log_sum = _chunk_nats(h, embedding, target, scale, bias)
-        return total + _sums(nats, logits, log_sum, counts, smoothing), None
+        found = token_logits(h, embedding, target, bias, scale=scale, implementation=implementation)
+        return total + _sums(found, counts, smoothing), None
 
     pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, mask))
     total, _ = jax.lax.scan(body, jnp.zeros((2,), jnp.float32), pieces)
     return total[0], total[1]
 
 
-def _sums(
-    nats: Array, logits: Array, log_sum: Array, counts: Array, smoothing: float
-) -> Float[Array, "2"]:
+def _sums(found: Scored, counts: Array, smoothing: float) -> Float[Array, "2"]:
     """Summed loss and nats of a chunk."""
-    loss = nats
+    loss = found.nats
     if smoothing:
-        loss = (1 - smoothing) * nats + smoothing * (log_sum - jnp.mean(logits, axis=-1))
-    return jnp.stack([jnp.sum(jnp.where(counts, x, 0.0)) for x in (loss, nats)])
+        uniform = found.lse - jnp.mean(found.logits, axis=-1)
+        loss = (1 - smoothing) * found.nats + smoothing * uniform
+    return jnp.stack([jnp.sum(jnp.where(counts, x, 0.0)) for x in (loss, found.nats)])
 
 
 @jax.named_scope("cross_entropy")
@@ -168,14 +156,16 @@ def _forward(
     chunk: int,
     smoothing: float,
     bias: Array | None,
+    implementation: str | None,
 ) -> tuple[tuple[Array, Array], tuple[Array, Array, Array | None]]:
     chunk = _chunk_length(hidden.shape[1], chunk)
 
     def body(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
         total, d_embedding, d_bias = carry
         h, target, counts = piece
-        nats, logits, log_sum = _chunk_nats(h, embedding, target, scale, bias)
-        probabilities = jnp.exp(logits - log_sum[..., None])
+        found = token_logits(h, embedding, target, bias, scale=scale, implementation=implementation)
+        logits = found.logits
+        probabilities = jnp.exp(logits - found.lse[..., None])
         is_target = jnp.arange(logits.shape[-1])[None, None] == target[..., None]
         wanted = (1 - smoothing) * is_target + smoothing / logits.shape[-1]
         d_biased = jnp.where(counts[..., None], probabilities - wanted, 0.0)
@@ -183,7 +173,7 @@ def _forward(
         d_hidden = jnp.einsum("bcv,vd->bcd", d_logits, embedding.astype(h.dtype))
         d_embedding += weight_gradient(d_logits, h).astype(embedding.dtype)
         d_bias = None if d_bias is None else d_bias + sum_leading(d_biased, 2)
-        total += _sums(nats, logits, log_sum, counts, smoothing)
+        total += _sums(found, counts, smoothing)
         return (total, d_embedding, d_bias), d_hidden
 
     pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, mask))
@@ -198,6 +188,7 @@ def _backward(
     scale: float,
     chunk: int,
     smoothing: float,
+    implementation: str | None,
     gradients: tuple[Array, Array, Array | None],
     cotangents: tuple[Array, Array],
 ) -> tuple[Array, Array, None, None, Array | None]:

@@ -32,6 +32,7 @@ from brt.ops.recurrent_attention import CellWeights, state_scan
 from brt.ops.routed_attention import Rings, Routed, rings_after, routed_attention
 from brt.ops.segmented_recurrent_attention import Windows
 from brt.ops.softmax_attention import attend, attend_to_blocks
+from brt.ops.token_logits import token_logits
 from brt.ops.window_attention import window_part
 
 TOLERANCE = 1e-5  # float32, of the largest magnitude of an array
@@ -267,6 +268,17 @@ def reformer() -> tuple[Run, list]:
     return run, qkv()[:2]
 
 
+def logits(with_bias: bool) -> tuple[Run, list]:
+    """Two tiles of a vocabulary, the latter without a target."""
+    hidden, embedding, bias = normal(8, (LANES, TOKENS, 8), (1280, 8), (1280,))
+    targets = jnp.asarray(np.random.default_rng(9).integers(0, 640, (LANES, TOKENS)))
+
+    def run(name: str, hidden: Any, embedding: Any, bias: Any = None) -> Any:
+        return token_logits(hidden, embedding, targets, bias, scale=0.5, implementation=name)
+
+    return run, [hidden, embedding, *([bias] if with_bias else [])]
+
+
 CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
     ("window_attention", "null keys"): lambda: window(null_keys=True, attend_to_self=False),
     ("window_attention", "masked"): window,
@@ -298,6 +310,8 @@ CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
     ("kmeans", ""): kmeans,
     ("oracle_top_k", ""): oracle_top_k,
     ("reformer", ""): reformer,
+    ("token_logits", "bias"): lambda: logits(True),
+    ("token_logits", "no bias"): lambda: logits(False),
 }
 
 

@@ -17,6 +17,7 @@ from brt.ops import clustered_attention, cross_attention
 from brt.ops.gates import GateWeights
 from brt.ops.recurrent_attention import CellWeights, state_scan
 from brt.ops.softmax_attention import attend_to_blocks
+from brt.ops.token_logits import token_logits
 from brt.ops.window_attention import window_part
 
 Case = tuple[Callable[..., Any], list[Any]]
@@ -77,6 +78,18 @@ def recurrent(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     return gradients, [weights, vectors, (tokens, tokens), tokens, tokens, flags, vectors]
 
 
+def logits(array: Callable[..., Any], args: argparse.Namespace) -> Case:
+    """A chunk of tokens and a vocabulary of 32,000."""
+    hidden, embedding = array(args.lanes, 1024, 1024), array(32000, 1024)
+
+    def scored(hidden, embedding, targets):
+        return token_logits(
+            hidden, embedding, targets, scale=1.0, implementation=args.implementation
+        )
+
+    return scored, [hidden, embedding, array(args.lanes, 1024, dtype="int32")]
+
+
 def segmented(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     """SRformer's cross-attention."""
     config = CrossAttention(kind="srformer", segment_size=SEGMENT, q_ref=TARGETS)
@@ -124,5 +137,6 @@ def _inner(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 CASES = {
-    "window": window, "recurrent": recurrent, "segmented": segmented, "clustered": clustered,
+    "window": window, "recurrent": recurrent, "logits": logits, "segmented": segmented,
+    "clustered": clustered,
 }  # fmt: skip

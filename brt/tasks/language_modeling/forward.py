@@ -46,6 +46,7 @@ def segment_nats(
     nats = token_nats(
         hidden, params["embedding"], batch.targets,
         scale=logit_scale(model), chunk=config.training.loss_chunk,
+        implementation=config.kernels.token_logits,
     )  # fmt: skip
     return jnp.where(batch.scored, nats, 0.0), carry
 
@@ -63,6 +64,7 @@ def segment_guesses(
     nats, right = token_guesses(
         hidden, params["embedding"], batch.targets,
         scale=logit_scale(model), chunk=config.training.loss_chunk,
+        implementation=config.kernels.token_logits,
     )  # fmt: skip
     return jnp.where(batch.scored, nats, 0.0), right, carry
 

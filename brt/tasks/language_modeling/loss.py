@@ -26,6 +26,7 @@ def loss(
     total, nats = smoothed_cross_entropy(
         found.hidden, params["embedding"], batch.targets, batch.scored,
         logit_scale(config.model), training.loss_chunk, training.label_smoothing,
+        None, config.kernels.token_logits,
     )  # fmt: skip
     count = count_of(batch.scored)
     # By tokens, scored or not: the same on however many devices and in however many parts.

@@ -85,6 +85,7 @@ class MaskedLanguageModeling(EncoderTask):
         total, nats = smoothed_cross_entropy(
             hidden, out.embedding, tokens.targets, tokens.scored, out.scale,
             config.training.loss_chunk, config.training.label_smoothing, out.bias,
+            config.kernels.token_logits,
         )  # fmt: skip
         return total, Aux(nats, count_of(tokens.scored), carry, model_state, {})
 

@@ -77,5 +77,6 @@ class TeacherForcing:
         found = token_nats(
             hidden, out.embedding, batch.target_out, out.bias,
             scale=out.scale, chunk=self._config.training.loss_chunk,
+            implementation=self._config.kernels.token_logits,
         )  # fmt: skip
         return jnp.where(batch.scored, found, 0.0)

@@ -128,6 +128,7 @@ class Summarization(Task):
         total, nats = smoothed_cross_entropy(
             hidden, out.embedding, batch.target_out, batch.scored, out.scale,
             config.training.loss_chunk, config.training.label_smoothing, out.bias,
+            config.kernels.token_logits,
         )  # fmt: skip
         return total, Aux(nats, count_of(batch.scored), carry, model_state, metrics)
 
