@@ -12,7 +12,13 @@ from brt.planning.schedules import BUNDLES
 
 ROOT = Path(__file__).resolve().parents[2]
 CHIPS = ("v4", "v5e", "v5p", "v6e")
-CASES = {"window": 4, "segmented": 2, "clustered": 3}  # and how many kernels they have
+CASES = {
+    "window": 4,
+    "recurrent": 2,
+    "logits": 1,
+    "segmented": 2,
+    "clustered": 3,
+}  # and how many kernels they have
 GROWTH = 1.05  # of a schedule, which nobody has looked at
 pytestmark = [
     pytest.mark.slow,
@@ -53,12 +59,28 @@ def test_kernels_compile_forward_and_backward(
         ("segmented", "float32"),
         ("clustered", "bfloat16"),
         ("clustered", "float32"),
+        ("logits", "bfloat16"),
+        ("logits", "float32"),
     ],
 )
-def test_kernels_of_sources_compile_forward_and_backward(chip: str, case: str, dtype: str) -> None:
+def test_other_kernels_compile_forward_and_backward(chip: str, case: str, dtype: str) -> None:
     out = run("tools/benchmark/kernels.py", f"--one={chip}", f"--case={case}", f"--dtype={dtype}")
     used = json.loads(out.splitlines()[-1])
     assert len(used) == CASES[case] and max(used.values()) < 64 * 2**20
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(
+    ("window", "head_dim", "dtype"),
+    [(512, 128, "bfloat16"), (256, 256, "bfloat16"), (384, 64, "float32")],
+)
+def test_the_states_kernel_compiles_forward_and_backward(
+    chip: str, window: int, head_dim: int, dtype: str
+) -> None:
+    sizes = f"--window={window}", f"--head_dim={head_dim}", f"--dtype={dtype}"
+    out = run("tools/benchmark/kernels.py", f"--one={chip}", "--case=recurrent", *sizes)
+    used = json.loads(out.splitlines()[-1])
+    assert len(used) == CASES["recurrent"] and max(used.values()) < 16 * 2**20
 
 
 def test_schedules_are_not_longer_than_those_that_plans_count_with() -> None:

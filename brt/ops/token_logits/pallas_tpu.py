@@ -20,7 +20,7 @@ from brt.ops.token_logits import xla
 from brt.ops.token_logits.scored import Scored
 from brt.ops.tpu import BLOCK_BYTES, BY_ROW, LANES, VMEM_BYTES, product
 
-_ROWS, _COLUMNS = 512, 640  # of a tile at most; the latter a multiple of 128
+_ROWS, _COLUMNS = (512, 256, 128), 640  # of a tile at most; the latter a multiple of 128
 
 
 def refuses(
@@ -31,7 +31,7 @@ def refuses(
     **_: Any,
 ) -> str | None:
     """Why these inputs cannot be; None: they can."""
-    (_, tokens, width), vocabulary = hidden.shape, embedding.shape[0]
+    (tokens, width), vocabulary = hidden.shape[1:], embedding.shape[0]
     if tokens % 128 or vocabulary % LANES or width % LANES:
         return (
             "takes multiples of 128 tokens, of 128 in the vocabulary and of 128 numbers a "
@@ -41,14 +41,18 @@ def refuses(
         return f"computes in float32 and bfloat16, not in {hidden.dtype}"
     if any(map(rules.cuts, ("vocab", "embed", "tokens"))):
         return "needs the whole vocabulary and whole segments on each device"
-    if (taken := _bytes(width, hidden.dtype.itemsize)) > BLOCK_BYTES:
-        return f"keeps a tile on the chip, {BLOCK_BYTES >> 20} MiB of it at most, not {taken >> 20}"
+    if not _rows(width, hidden.dtype.itemsize):
+        return f"keeps tiles on the chip, which vectors of {width} numbers are too long for"
     return None
 
 
-def _bytes(width: int, itemsize: int) -> int:
-    """Of VMEM: two of each block, and the logits that are computed with."""
-    return 2 * (_ROWS + _COLUMNS) * width * itemsize + 4 * _ROWS * _COLUMNS * 4
+def _rows(width: int, itemsize: int) -> int:
+    """Of a tile, of which VMEM holds two of each block and the logits that are computed with."""
+
+    def taken(rows: int) -> int:
+        return 2 * (rows + _COLUMNS) * width * itemsize + 4 * rows * _COLUMNS * 4
+
+    return next((rows for rows in _ROWS if taken(rows) <= BLOCK_BYTES), 0)
 
 
 def token_logits(
@@ -82,7 +86,8 @@ def _token_logits(
 ) -> Scored:  # fmt: skip
     batch, tokens, width = hidden.shape
     vocabulary = len(embedding)
-    rows, columns = _largest(batch * tokens, _ROWS), _largest(vocabulary, _COLUMNS)
+    most = _rows(width, hidden.dtype.itemsize)
+    rows, columns = _largest(batch * tokens, most), _largest(vocabulary, _COLUMNS)
     grid = batch * tokens // rows, vocabulary // columns
     offsets = jnp.zeros((1, vocabulary)) if bias is None else bias[None]
     of_row = pl.BlockSpec((rows, 1), lambda i, j: (i, 0))
