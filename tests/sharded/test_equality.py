@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from sharded_cases import CASES, MESHES, STEPS, curve, worst
 
-from brt.config import Mesh
+from brt.config import Kernels, Mesh
 from brt.training import run as runs
 
 TOLERANCE = 1e-5  # float32: of losses, caches and states, relative to the largest of an array
+KERNEL_TOLERANCE = 5e-5  # of kernels beside plain XLA, after all steps
 
 QUICK = ("window", "data_sequence")  # of recurrent layers and other axes: test_processes.py
 EACH = [
@@ -78,3 +79,23 @@ def test_replicas_may_share_what_the_optimizer_remembers(
         math.prod(x.sharding.shard_shape(x.shape)) * run.mesh.shape["data"] == x.size
         for x in moments
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data_sequence", "data_fsdp_tensor", "fsdp", "tensor"])
+@pytest.mark.parametrize("name", ["recurrent", "feedback"])
+def test_what_tpus_run_equals_one_device(
+    name: str, mesh: str, case: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their kernels, interpreted; no loop over blocks; weight gradients of pairs behind them."""
+    config, (nats, state) = case(name)
+    monkeypatch.setattr("brt.layers.stack._defers", lambda: True)
+    operations = "window_attention", "recurrent_attention", "softmax_attention", "token_logits"
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, block_unroll=8, layer_unroll=8),
+        kernels=Kernels(**dict.fromkeys(operations, "pallas_interpret")),
+    )
+    found, after = curve(config, MESHES[mesh], STEPS)
+    assert worst(found, nats) < KERNEL_TOLERANCE
+    assert worst(after.carry, state.carry) < KERNEL_TOLERANCE
