@@ -203,7 +203,7 @@ def state_scan(
     ) -> tuple[tuple[Float[Array, "B S D"], Tokens], StateMemory]:
         s, before = carried
         own, may_read, starts, block_taps = block
-        s = jnp.where(starts[:, None, None], initial[None], s)
+        s = _begun_anew(starts, initial, s)
         s, memory = state_update(weights, s, before, own, may_read, kernels, block_taps, **options)
         return (s, own), memory
 
@@ -224,6 +224,24 @@ def state_scan(
     xs = tokens_by_head(by_block(keys), by_block(values)), *flags, taps
     (vectors, _), memory = jax.lax.scan(body, (vectors, starts), xs, unroll=unroll)
     return vectors, StateMemory(*(jnp.moveaxis(m, 0, 1) for m in memory))
+
+
+@jax.custom_vjp
+def _begun_anew(
+    starts: Bool[Array, " B"], initial: Float[Array, "S D"], vectors: Float[Array, "B S D"]
+) -> Float[Array, "B S D"]:
+    """The initial states where a document starts. Autodiff would keep a flag for each number."""
+    return jnp.where(starts[:, None, None], initial[None], vectors)
+
+
+def _begun_anew_backward(
+    starts: Bool[Array, " B"], gradient: Float[Array, "B S D"]
+) -> tuple[None, Array, Array]:
+    anew = starts[:, None, None]
+    return None, jnp.sum(jnp.where(anew, gradient, 0), axis=0), jnp.where(anew, 0, gradient)
+
+
+_begun_anew.defvjp(lambda starts, *x: (_begun_anew(starts, *x), starts), _begun_anew_backward)
 
 
 def _unstacked(tree: PyTree[Array], count: int) -> list[PyTree[Array]]:
