@@ -43,12 +43,13 @@ def both_passes(read: Callable, arrays: list[Any], readable: jax.Array) -> list[
     return [np.asarray(x, np.float64) for x in found]
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-@pytest.mark.parametrize("null_keys", [False, True])
-@pytest.mark.parametrize("normalize_qk", [False, True])
+@pytest.mark.parametrize(
+    ("lanes", "normalize_qk", "null_keys"),
+    [(1, False, False), (3, True, True), pytest.param(3, True, False, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-6), ("bfloat16", 3e-2)])
 def test_equals_plain_xla_in_float32(
-    dtype: str, tolerance: float, normalize_qk: bool, null_keys: bool, lanes: int
+    dtype: str, tolerance: float, lanes: int, normalize_qk: bool, null_keys: bool
 ) -> None:
     """Of the largest magnitude of an array; plain XLA computes in float32 either way."""
     arrays, readable = inputs(lanes, dtype=dtype)
@@ -61,7 +62,7 @@ def test_equals_plain_xla_in_float32(
 
 
 def test_reads_nothing_unwritten_and_repeats_bit_by_bit(capfd: pytest.CaptureFixture) -> None:
-    arrays, readable = inputs(states=512)  # two tiles of rows
+    arrays, readable = inputs(states=48)  # three tiles of rows
     options = {"normalize_qk": True, "null_keys": True}
     kernel = partial(pallas_tpu.state_attention, interpret=WATCHED, **options)
     first, again = (both_passes(kernel, arrays, readable) for _ in range(2))
