@@ -14,7 +14,7 @@ from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.ops import dispatch
 from brt.ops.recurrent_attention import CellWeights, pallas_tpu, state_scan, xla
-from brt.ops.recurrent_attention.xla import Tokens
+from brt.ops.recurrent_attention.cell import Tokens
 
 HEADS, SIZE = 2, 8
 WATCHED = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)

@@ -47,6 +47,17 @@ class StateMemory(NamedTuple):
     values: Float[Array, "*B S H K"]
 
 
+class Tokens(NamedTuple):
+    """Keys and values of the tokens of a block, by head."""
+
+    keys: Float[Array, "*B H W K"]
+    values: Float[Array, "*B H W K"]
+
+
+def tokens_by_head(keys: Float[Array, "*B W H K"], values: Float[Array, "*B W H K"]) -> Tokens:
+    return Tokens(keys.swapaxes(-3, -2), values.swapaxes(-3, -2))
+
+
 def state_memory(
     weights: CellWeights,
     vectors: Float[Array, "B S D"],

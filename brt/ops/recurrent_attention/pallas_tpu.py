@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed import rules
 from brt.ops.dispatch import AUTO, KERNEL
-from brt.ops.recurrent_attention import xla
-from brt.ops.recurrent_attention.cell import CellWeights, StateMemory
+from brt.ops.recurrent_attention import scan
+from brt.ops.recurrent_attention.cell import CellWeights, StateMemory, Tokens
 from brt.ops.recurrent_attention.tpu_kernels import (
     ROWS,
     VALUES,
@@ -33,7 +33,6 @@ from brt.ops.recurrent_attention.tpu_kernels import (
     backward_kernel,
     forward_kernel,
 )
-from brt.ops.recurrent_attention.xla import Tokens
 from brt.ops.tpu import BLOCK_BYTES, LANES, heads_first, whole
 
 _HEAD_DIMS = (64, 128, 256)
@@ -104,9 +103,9 @@ def state_attention(
     return y.transpose(1, 3, 0, 2, 4), StateMemory(*(x.swapaxes(1, 2) for x in memory))
 
 
-state_scan = functools.partial(xla.state_scan, read=state_attention)
+state_scan = functools.partial(scan.state_scan, read=state_attention)
 interpreted = functools.partial(
-    xla.state_scan, read=functools.partial(state_attention, interpret=True)
+    scan.state_scan, read=functools.partial(state_attention, interpret=True)
 )
 
 
