@@ -9,10 +9,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from brt.ops import dispatch
 from brt.ops.normalization import EPSILON
 
 LANES = 128  # of a vector register
 VMEM_BYTES = 64 * 2**20  # that a kernel may take
+_V4_VMEM_BYTES = 16 * 2**20  # all that a core of a v4 has
 BLOCK_BYTES = 14 * 2**20  # of blocks that must fit into the least of the chips, v4: 16 MiB
 _STRAIGHT = 16  # parts whose code stands one after the other
 
@@ -20,6 +22,12 @@ _STRAIGHT = 16  # parts whose code stands one after the other
 BY_ROW = (((1,), (1,)), ((), ()))  # a b^T
 BY_SLOT = (((0,), (0,)), ((), ()))  # a^T b
 PLAIN = (((1,), (0,)), ((), ()))  # a b
+
+
+def vmem() -> int:
+    """Bytes that a kernel may take on the chip that is compiled for, if that is known."""
+    is_v4 = "v4" in getattr(dispatch.device(), "device_kind", "")
+    return _V4_VMEM_BYTES if is_v4 else VMEM_BYTES
 
 
 def product(a: Array, b: Array, axes: tuple) -> Array:

@@ -37,10 +37,13 @@ def run(*command: str) -> str:
 
 SIZES = [(512, 128, "bfloat16"), (2048, 64, "bfloat16"), (128, 256, "bfloat16"),
          (256, 128, "float32")]  # fmt: skip
+TOO_LARGE = [("v4", 2048, 64, "bfloat16")]  # whose cores have 16 MiB
 
 
 @pytest.mark.parametrize(
-    ("chip", "window", "head_dim", "dtype"), [(chip, *size) for size in SIZES for chip in CHIPS]
+    ("chip", "window", "head_dim", "dtype"),
+    [(chip, *size) for size in SIZES for chip in CHIPS if (chip, *size) not in TOO_LARGE]
+    + [("v4", 1024, 128, "bfloat16")],
 )
 def test_kernels_compile_forward_and_backward(
     chip: str, window: int, head_dim: int, dtype: str
@@ -60,7 +63,6 @@ def test_kernels_compile_forward_and_backward(
         ("clustered", "bfloat16"),
         ("clustered", "float32"),
         ("logits", "bfloat16"),
-        ("logits", "float32"),
     ],
 )
 def test_other_kernels_compile_forward_and_backward(chip: str, case: str, dtype: str) -> None:
@@ -80,7 +82,8 @@ def test_the_states_kernel_compiles_forward_and_backward(
     sizes = f"--window={window}", f"--head_dim={head_dim}", f"--dtype={dtype}"
     out = run("tools/benchmark/kernels.py", f"--one={chip}", "--case=recurrent", *sizes)
     used = json.loads(out.splitlines()[-1])
-    assert len(used) == CASES["recurrent"] and max(used.values()) < 16 * 2**20
+    assert len(used) == CASES["recurrent"]
+    assert max(used.values()) < (16 if chip == "v4" else 64) * 2**20
 
 
 def test_schedules_are_not_longer_than_those_that_plans_count_with() -> None:

@@ -191,3 +191,11 @@ def test_a_backend_takes_its_kernel_where_it_can_run_and_cpus_refuse_it(backend:
     assert "pallas_call" in traced(128, backend) and "pallas_call" not in traced(96, backend)
     with pytest.raises(NotImplementedError, match=f"runs on {backend}, not on cpu"):
         traced(128, "cpu", implementation=f"pallas_{backend}")
+
+
+def test_what_a_chip_has_no_room_for_is_said() -> None:
+    given = inputs(1, window=2048, width=64, dtype="bfloat16")
+    v4 = SimpleNamespace(device_kind="TPU v4")
+    reason = "16 MiB of it at most, not 63 for a window of 2048 with heads of 64 in bfloat16"
+    with dispatch.use_backend("tpu", v4), pytest.raises(NotImplementedError, match=reason):
+        window_part(**given, implementation="pallas_tpu")

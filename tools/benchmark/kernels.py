@@ -82,7 +82,7 @@ def compile_one(chip: str, args: argparse.Namespace) -> tuple[str, int]:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
 
     function, arguments = CASES[args.case](array, args)
-    with dispatch.use_backend("tpu"):
+    with dispatch.use_backend("tpu", device):
         compiled = jax.jit(function).lower(*arguments).compile()
     return compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes
 

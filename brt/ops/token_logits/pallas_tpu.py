@@ -50,7 +50,9 @@ def _rows(width: int, itemsize: int) -> int:
     """Of a tile, of which VMEM holds two of each block and the logits that are computed with."""
 
     def taken(rows: int) -> int:
-        return 2 * (rows + _COLUMNS) * width * itemsize + 4 * rows * _COLUMNS * 4
+        parts = 1 if itemsize == 2 else 2  # float32 is taken apart for products at full precision
+        blocks = 2 * (rows + _COLUMNS) * width * itemsize
+        return parts * blocks + 4 * rows * _COLUMNS * 4
 
     return next((rows for rows in _ROWS if taken(rows) <= BLOCK_BYTES), 0)
 

@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.dispatch import KERNEL
-from brt.ops.tpu import LANES, heads_first
+from brt.ops.tpu import LANES, heads_first, vmem
 from brt.ops.window_attention.limits import Limits
 from brt.ops.window_attention.tpu_kernels import (
     Gradients,
@@ -40,10 +40,33 @@ _FORWARD_ROWS, _BACKWARD_ROWS = 256, 128  # of a tile, by the compiler's schedul
 
 
 def refuses(
-    queries: Float[Array, "B T H K"], cached: tuple[Array, Array], *_: Any, **__: Any
+    queries: Float[Array, "B T H K"],
+    cached: tuple[Array, Array],
+    keys: Array,
+    values: Array,
+    bias: Array | None,
+    readable: Array,
+    dropout: Array | None = None,
+    **_: Any,
 ) -> str | None:
     """Why these inputs cannot be; None: they can."""
-    return _LIMITS.refuse(queries, cached)
+    if reason := _LIMITS.refuse(queries, cached):
+        return reason
+    window, width = cached[0].shape[1], queries.shape[-1]
+    taken = _bytes(window, max(width, LANES), queries.dtype.itemsize, dropout is not None)
+    if taken > vmem():
+        return (
+            f"keeps a head on the chip, {vmem() >> 20} MiB of it at most, not {taken >> 20} for a "
+            f"window of {window} with heads of {width} in {queries.dtype}"
+        )
+    return None
+
+
+def _bytes(window: int, width: int, itemsize: int, drops: bool) -> int:
+    """Of VMEM that the backward pass takes: two of each block, its sums, what has logits' size."""
+    blocks, sums = 2 * 13 * window * width * itemsize, 4 * window * width * 4
+    dropout = 2 * window * window * 4 if drops else 0
+    return blocks + sums + 14 * window * _BACKWARD_ROWS * 4 + dropout
 
 
 def window_attention(
