@@ -110,4 +110,6 @@ def test_the_papers_step_fits(topology: str, lanes: int, gib: float, tmp_path: P
     )  # fmt: skip
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["peak_bytes"] < gib * 2**30
-    assert set(found["collectives"]) == {"all-reduce"}
+    moved = {kind: one["bytes"] for kind, one in found["collectives"].items()}
+    once = moved.pop("all-reduce"), moved.pop("all-gather")  # gradients, and shared updates
+    assert max(once) < 1.0e9 and sum(moved.values()) < 10e6
