@@ -21,8 +21,8 @@ ZEROS = nn.initializers.zeros
 # Names of the axes of kernels by head: what they make of the tokens, and what reads the heads.
 INTO_HEADS = ("embed", "heads", "head_dim")
 FROM_HEADS = ("stack", "heads", "head_dim", "embed")
-BLOCKS_AT_ONCE = 8  # of a recurrence on TPUs: more only compile longer
 WHOLE_HEADS = ("stack", "whole_heads", "head_dim")
+BLOCKS_AT_ONCE = 8  # of a recurrence on TPUs: more only compile longer
 
 
 def compute_dtype(model: Model | Seq2Seq | Encoder) -> jnp.dtype:

@@ -30,6 +30,15 @@ def vmem() -> int:
     return _V4_VMEM_BYTES if is_v4 else VMEM_BYTES
 
 
+def refuses_heads(width: int, dtype: jnp.dtype) -> str | None:
+    """Why a kernel does not take heads of such a size and dtype; None: it does."""
+    if width not in (64, 128, 256):
+        return f"has heads of 64, 128 or 256, not of {width}"
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        return f"computes in float32 and bfloat16, not in {dtype}"
+    return None
+
+
 def product(a: Array, b: Array, axes: tuple) -> Array:
     """Float32; of float32 at full precision."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None

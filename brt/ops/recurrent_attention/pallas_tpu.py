@@ -33,9 +33,7 @@ from brt.ops.recurrent_attention.tpu_kernels import (
     backward_kernel,
     forward_kernel,
 )
-from brt.ops.tpu import BLOCK_BYTES, LANES, heads_first, whole
-
-_HEAD_DIMS = (64, 128, 256)
+from brt.ops.tpu import BLOCK_BYTES, LANES, heads_first, refuses_heads, whole
 
 
 def refuses(
@@ -54,10 +52,8 @@ def refuses(
         return f"attends by itself, not by Kernels.softmax_attention = {attention!r}"
     if states % 128 or window % 128:
         return f"takes a multiple of 128 states and of 128 tokens, not {states} and {window}"
-    if width not in _HEAD_DIMS:
-        return f"has heads of 64, 128 or 256, not of {width}"
-    if keys.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"computes in float32 and bfloat16, not in {keys.dtype}"
+    if reason := refuses_heads(width, keys.dtype):
+        return reason
     if (taken := _bytes(states, window, max(width, LANES), keys.dtype.itemsize)) > BLOCK_BYTES:
         return f"keeps a head on the chip, {BLOCK_BYTES >> 20} MiB of it at most, not {taken >> 20}"
     return None

@@ -26,10 +26,10 @@ from brt.ops.tpu import (
     PLAIN,
     heads_first,
     product,
+    refuses_heads,
     whole,
 )
 
-_HEAD_DIMS = (64, 128, 256)
 _MOST = 2048  # slots, of which a tile of rows has the logits on the chip
 _ROWS = 256  # of a tile at most, by the compiler's schedules
 _TILE = 1024 * _ROWS  # logits of a tile at most: five such arrays of float32 are there at once
@@ -43,10 +43,8 @@ def refuses(q: Array, k: Array, *_: Any, **__: Any) -> str | None:
             f"takes a multiple of 128 queries and of 256 keys, at most {_MOST}, "
             f"not {queries} and {keys}"
         )
-    if width not in _HEAD_DIMS:
-        return f"has heads of 64, 128 or 256, not of {width}"
-    if q.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"computes in float32 and bfloat16, not in {q.dtype}"
+    if reason := refuses_heads(width, q.dtype):
+        return reason
     if (taken := _bytes(queries, keys, max(width, LANES), q.dtype.itemsize)) > BLOCK_BYTES:
         return f"keeps a head on the chip, {BLOCK_BYTES >> 20} MiB of it at most, not {taken >> 20}"
     return None
