@@ -42,4 +42,5 @@ class Kernels:
     kmeans: Name = free("auto")  # what clusters their queries
     reformer: Name = free("auto")  # Attention.kind = 'reformer'
     oracle_top_k: Name = free("auto")  # Attention.kind = 'oracle_top_k'
-    token_logits: Name = free("auto")  # of losses: over the vocabulary, and what sums them up
+    cross_entropy: Name = free("auto")  # of losses over a vocabulary
+    token_scores: Name = free("auto")  # the same in evaluations

@@ -184,7 +184,7 @@ _NO_TAPS = RecurrentTaps()
 def recurrent_taps(
     model: Model, params: Mapping[str, Any], blocks: int, lanes: int
 ) -> RecurrentTaps:
-    """Of the blocks of a segment (axis 0), and of layers (axis 1; of parameters 0)."""
+    """Of the blocks of a segment (axis 0), each layer its own; of parameters they are on axis 0."""
     cell = {k: v for k, v in params["cell"].items() if k in CellWeights._fields}
     scales = dict.fromkeys(("scale", "cross_scale"))
     dtype = compute_dtype(model)

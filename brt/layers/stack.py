@@ -17,7 +17,7 @@ from brt.layers import kinds
 from brt.layers.basic import BLOCKS_AT_ONCE, compute_dtype, parameter, remat_policy, unrolled
 from brt.layers.kinds import LayerAux
 from brt.layers.state import LayerState, Stream
-from brt.ops import dispatch
+from brt.ops import deferred, dispatch
 from brt.ops.recurrent_attention import StateMemory
 
 # One entry per run of equal layers. The batch is on axis 0, the layers of the run on axis 1.
@@ -168,8 +168,10 @@ class Stack(nn.Module):
             x, after, *aux = getattr(module, method)(x, inputs, *shared, *known, *tapped)
             return x if sums_up else stream._replace(tokens=x), (after, *(aux or [LayerAux()]))
 
+        at_once = unrolled(self.model.layer_unroll, count, count)
         if (keep := _kept(self.model, kind)) and method == "__call__":
-            layer = nn.remat(layer, prevent_cse=False, policy=remat_policy(keep))
+            # Where no loop parts forward from backward, the compiler would find both the same.
+            layer = nn.remat(layer, prevent_cse=at_once == count, policy=remat_policy(keep))
         scan = nn.scan(
             layer,
             variable_axes={"params": 0},
@@ -177,7 +179,7 @@ class Stack(nn.Module):
             in_axes=(1, 0, 0, nn.broadcast, nn.broadcast),
             out_axes=(1, 0),
             length=count,
-            unroll=unrolled(self.model.layer_unroll, count, count if self.model.feedback else 1),
+            unroll=at_once,
             metadata_params={nn.PARTITION_NAME: "layers"},
             check_constancy_invariants=False,  # it would trace every layer twice
         )
@@ -282,8 +284,8 @@ class Stack(nn.Module):
             model_state=model_state,
         )  # fmt: skip
         feedback = _feedback(opened)
-        heard = jax.tree.map(lambda part: part[:, None], feedback)
-        x, state, aux = self._layer_by_layer(x, state, start[:, None], model_state, heard, taps)
+        heard, own = jax.tree.map(lambda part: part[:, None], feedback), deferred.of_step(taps)
+        x, state, aux = self._layer_by_layer(x, state, start[:, None], model_state, heard, own)
         return (state, {**model_state, **aux.model_state}), (x, feedback, (aux.losses, aux.metrics))
 
     def begin_block(self, state: StackState, model_state: ModelState) -> StackBlock:

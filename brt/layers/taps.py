@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from brt.config import Model
 from brt.layers.basic import compute_dtype
 from brt.ops import deferred
-from brt.ops.deferred import Tap
+from brt.ops.deferred import LayerTaps, Tap
 
 
 class TokenTaps(NamedTuple):
@@ -16,22 +16,22 @@ class TokenTaps(NamedTuple):
     and of values.
     """
 
-    projections: Tap | None = None
-    output: Tap | None = None
-    mlp_in: Tap | None = None
-    mlp_out: Tap | None = None
+    projections: Tap | LayerTaps | None = None
+    output: Tap | LayerTaps | None = None
+    mlp_in: Tap | LayerTaps | None = None
+    mlp_out: Tap | LayerTaps | None = None
 
 
 NO_TAPS = TokenTaps()
 
 
 def token_taps(model: Model, params: Mapping[str, Any], blocks: int, lanes: int) -> TokenTaps:
-    """Of the blocks of a segment (axis 0), and of layers (axis 1; of parameters 0)."""
+    """Of the blocks of a segment (axis 0), each layer its own; of parameters they are on axis 0."""
     projections = ("queries", "keys", "cross_queries", "values")
     rows, own = (blocks, lanes, model.window), params["tokens"]
 
-    def of(inputs: int, *names: str) -> Tap | None:
+    def of(inputs: int, *names: str) -> LayerTaps | None:
         kernels = tuple(own[name] for name in names if name in own)
-        return deferred.stacked_tap(kernels, rows, compute_dtype(model), inputs)
+        return deferred.layer_taps(kernels, rows, compute_dtype(model), inputs)
 
     return TokenTaps(of(1, *projections), of(3, "output"), of(1, "mlp_in"), of(1, "mlp_out"))

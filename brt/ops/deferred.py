@@ -13,14 +13,14 @@ pairs would be added up. Uses without a tap have gradients of their own, as ever
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from brt.distributed.rules import count
-from brt.ops.dense import dense, dense_forward, input_gradient, weight_gradient, weight_gradients
+from brt.ops.dense import dense, dense_forward, input_gradient, weight_gradient
 
 Kernels = tuple[Float[Array, "..."], ...]
 
@@ -37,15 +37,21 @@ class Tap(NamedTuple):
     outputs: tuple[Float[Array, "N ..."], ...]
 
 
+class LayerTaps(NamedTuple):
+    """Those of layers, each its own: what is stacked by layer, and then by step, is moved twice."""
+
+    layers: tuple[Tap, ...]
+
+
 def tap(kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1) -> Tap:
     """The taps of `dots` with kernels [*inputs, *outputs], for scan steps and rows."""
-    return _tap(kernels, jnp.zeros((*rows, 0), dtype), inputs, 0)
+    return _taps(kernels, jnp.zeros((*rows, 0), dtype), inputs, False).layers[0]
 
 
-def stacked_tap(
+def layer_taps(
     kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1
-) -> Tap | None:
-    """That of layers, whose kernels have them on axis 0 and whose taps have them on axis 1.
+) -> LayerTaps | None:
+    """Those of layers, whose kernels have them on axis 0.
 
     None where that moves more than adding up: a step writes and reads its pairs, or else its
     float32 gradient, and the sum besides.
@@ -53,46 +59,64 @@ def stacked_tap(
     Args:
       rows: scan steps, lanes, and what there is of each lane.
     """
-    steps, *others = rows
-    layers, width = len(kernels[0]), math.prod(kernels[0].shape[1 : 1 + inputs])
+    _, lanes, *others = rows
+    width = math.prod(kernels[0].shape[1 : 1 + inputs])
     size = sum(math.prod(kernel.shape[1:]) for kernel in kernels)
-    here = math.prod(others) // count("lanes", others[0])
+    here = lanes // count("lanes", lanes) * math.prod(others)
     if 2 * here * (width + size // width) * jnp.dtype(dtype).itemsize > 4 * size * 4:
         return None
-    return _tap(kernels, jnp.zeros((steps, layers, *others, 0), dtype), inputs, 1)
+    return _taps(kernels, jnp.zeros((*rows, 0), dtype), inputs, True)
+
+
+def of_step(taps: PyTree[Array]) -> PyTree[Array]:
+    """Taps of one step, layers on axis 0 as a scan over them takes them."""
+
+    def stacked(x: Any) -> Any:
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *x.layers) if _is_layers(x) else x
+
+    return jax.tree.map(stacked, taps, is_leaf=_is_layers)
+
+
+def _is_layers(x: Any) -> bool:
+    return isinstance(x, LayerTaps)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _tap(kernels: Kernels, like: Float[Array, "..."], inputs: int, layers: int) -> Tap:
-    """`layers`: how many axes of kernels are none of a product's: 0, or 1."""
-    rows, cut = like.shape[:-1], layers + inputs
-    return Tap(
-        jnp.zeros((*rows, *kernels[0].shape[layers:cut]), like.dtype),
-        tuple(jnp.zeros((*rows, *kernel.shape[cut:]), like.dtype) for kernel in kernels),
+def _taps(kernels: Kernels, like: Float[Array, "..."], inputs: int, layers: bool) -> LayerTaps:
+    """`layers`: whether the first axis of kernels is theirs."""
+    rows = like.shape[:-1]
+    shapes = [kernel.shape[layers:] for kernel in kernels]
+    one = Tap(
+        jnp.zeros((*rows, *shapes[0][:inputs]), like.dtype),
+        tuple(jnp.zeros((*rows, *shape[inputs:]), like.dtype) for shape in shapes),
     )
+    return LayerTaps((one,) * (len(kernels[0]) if layers else 1))
 
 
-def _tap_forward(
-    kernels: Kernels, like: Array, inputs: int, layers: int
-) -> tuple[Tap, tuple[Array, Kernels]]:
+def _taps_forward(
+    kernels: Kernels, like: Array, inputs: int, layers: bool
+) -> tuple[LayerTaps, tuple[Array, Kernels]]:
     kinds = tuple(jnp.zeros((0,) * kernel.ndim, kernel.dtype) for kernel in kernels)
-    return _tap(kernels, like, inputs, layers), (like, kinds)
+    return _taps(kernels, like, inputs, layers), (like, kinds)
 
 
-def _tap_backward(
-    inputs: int, layers: int, saved: tuple[Array, Kernels], pair: Tap
+def _taps_backward(
+    inputs: int, layers: bool, saved: tuple[Array, Kernels], pairs: LayerTaps
 ) -> tuple[Kernels, Array]:
     like, kinds = saved
 
-    def gradient(dy: Array, kind: Array) -> Array:
-        if layers:
-            return weight_gradients(pair.inputs, dy, inputs).astype(kind.dtype)
-        return weight_gradient(pair.inputs, dy, inputs, kind.ndim - inputs).astype(kind.dtype)
+    def gradient(i: int, kind: Array) -> Array:
+        outputs = kind.ndim - layers - inputs
+        found = [
+            weight_gradient(pair.inputs, pair.outputs[i], inputs, outputs).astype(kind.dtype)
+            for pair in pairs.layers
+        ]
+        return jnp.stack(found) if layers else found[0]
 
-    return tuple(map(gradient, pair.outputs, kinds)), like
+    return tuple(gradient(i, kind) for i, kind in enumerate(kinds)), like
 
 
-_tap.defvjp(_tap_forward, _tap_backward)
+_taps.defvjp(_taps_forward, _taps_backward)
 
 
 def dots(

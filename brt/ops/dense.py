@@ -74,16 +74,6 @@ def weight_gradient(
     return product.reshape(shape)
 
 
-def weight_gradients(
-    x: Float[Array, "N L ..."], dy: Float[Array, "N L ..."], inputs: int = 1
-) -> Array:
-    """`weight_gradient` of each of L layers, [L, *inputs, *outputs] in float32; nothing is moved
-    to merge rows that do not adjoin."""
-    rows = tuple(range(x.ndim - inputs - 1))
-    product = partial(jnp.tensordot, axes=(rows, rows), preferred_element_type=jnp.float32)
-    return jax.vmap(product, in_axes=1)(x, dy)
-
-
 def _merges(kernel: Array) -> bool:
     return kernel.ndim > 2 and dispatch.backend() == "cpu" and not cuts("heads")
 

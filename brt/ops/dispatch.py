@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
 
 from brt.errors import UnsupportedError
 
 AUTO = "auto"
-KERNEL = "kernel"  # `checkpoint_name` of a kernel's results, which `remat_keep` counts as products
+KERNEL = "kernel"  # `checkpoint_name` of what is `kept`
 ANY: tuple[str, ...] = ("cpu", "gpu", "tpu")
 
 # What is compiled for, where it is not here: its name, and one of the devices.
@@ -52,6 +55,26 @@ class Op(NamedTuple):
 
     name: str
     implementations: tuple[Implementation, ...]
+
+
+def kept(x: Array, dtype: jnp.dtype | None = None) -> Array:
+    """A kernel's result, which `remat_keep` counts as a product; for forward rules alone.
+
+    Args:
+      dtype: of the result, where `x` are the `bits` of one. What JAX keeps of numbers it rounds
+        to the precision they have, which reads and writes all that a kernel wrote once more.
+    """
+    named = checkpoint_name(x if dtype else bits(x), KERNEL)
+    return jax.lax.bitcast_convert_type(named, dtype or x.dtype)
+
+
+def bits(x: Array) -> Array:
+    """As unsigned integers."""
+    return jax.lax.bitcast_convert_type(x, bits_of(x.dtype))
+
+
+def bits_of(dtype: jnp.dtype) -> jnp.dtype:
+    return jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
 
 
 def backend() -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt8, UInt32
 
 from brt.distributed import rules
@@ -67,6 +68,7 @@ def _by_hash(
     drawn = _mixed(_mixed(_places(rows, shape) * jnp.uint32(0x9E3779B9) + low) ^ high)
     kept = drawn >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
     kept = jax.lax.optimization_barrier(kept)  # drawn once, not in all that reads it
+    kept = checkpoint_name(kept, dispatch.KERNEL)
     return jnp.where(kept, jnp.asarray(1 / (1 - rate), dtype), 0)
 
 

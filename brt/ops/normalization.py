@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from brt.ops import dispatch
 from brt.ops.reductions import add_shared, scale_shared, sum_leading
 
 EPSILON = 1e-6
@@ -18,9 +19,10 @@ EPSILON = 1e-6
 def _inverse(
     x: Float[Array, "*B D"], weight: float, epsilon: float = EPSILON
 ) -> Float[Array, "*B 1"]:
-    """1 / sqrt(weight * sum(x^2) + epsilon) over the last axis, float32."""
+    """1 / sqrt(weight * sum(x^2) + epsilon) over the last axis, float32; one number, which is
+    kept, spares a pass over all of x where layers are computed again."""
     squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
-    return jax.lax.rsqrt(weight * squares + epsilon)
+    return dispatch.kept(jax.lax.rsqrt(weight * squares + epsilon))
 
 
 def _input_gradient(y: Array, inverse: Array, gradient: Array, weight: float) -> Array:

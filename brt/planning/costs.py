@@ -18,7 +18,7 @@ COLLECTIVES = (
 # The first scope that is found in an operation's path of names says which part it is.
 PARTS = {
     "cross_entropy": "loss",
-    "token_logits": "loss",
+    "token_scores": "loss",
     "optimizer": "optimizer",
     "recurrent_attention": "recurrence",
     "/cell": "recurrence",

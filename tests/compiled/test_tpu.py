@@ -15,7 +15,7 @@ CHIPS = ("v4", "v5e", "v5p", "v6e")
 CASES = {
     "window": 4,
     "recurrent": 2,
-    "logits": 1,
+    "loss": 2,
     "segmented": 2,
     "clustered": 3,
 }  # and how many kernels they have
@@ -62,7 +62,6 @@ def test_kernels_compile_forward_and_backward(
         ("segmented", "float32"),
         ("clustered", "bfloat16"),
         ("clustered", "float32"),
-        ("logits", "bfloat16"),
     ],
 )
 def test_other_kernels_compile_forward_and_backward(chip: str, case: str, dtype: str) -> None:
@@ -84,6 +83,17 @@ def test_the_states_kernel_compiles_forward_and_backward(
     used = json.loads(out.splitlines()[-1])
     assert len(used) == CASES["recurrent"]
     assert max(used.values()) < (16 if chip == "v4" else 64) * 2**20
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [(64, "bfloat16"), (128, "bfloat16"), (256, "bfloat16"), (128, "float32")],
+)
+def test_the_losss_kernels_compile(chip: str, head_dim: int, dtype: str) -> None:
+    sizes = f"--head_dim={head_dim}", f"--dtype={dtype}"
+    out = run("tools/benchmark/kernels.py", f"--one={chip}", "--case=loss", *sizes)
+    assert len(json.loads(out.splitlines()[-1])) == CASES["loss"]
 
 
 def test_schedules_are_not_longer_than_those_that_plans_count_with() -> None:

@@ -180,8 +180,9 @@ def test_it_trains_with_its_auxiliary_loss_and_counts_without_gradients(
             variables = {"params": params}
             out = Decoder(model, training=True).apply(variables, ids, state, START, learnt)
             nats = cross_entropy(
-                out.hidden, params["embedding"], ids, jnp.ones(ids.shape, bool), 0.25, TOKENS
-            )
+                out.hidden, params["embedding"], ids, jnp.ones(ids.shape, bool),
+                scale=0.25, chunk=TOKENS,
+            )[0]  # fmt: skip
             return nats / ids.size + 0.1 * sum(out.losses.values()), out
 
         (value, out), gradients = jax.value_and_grad(loss, has_aux=True)(params)

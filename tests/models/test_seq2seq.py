@@ -16,7 +16,7 @@ from brt.config import Pairs as Documents
 from brt.errors import ConfigError
 from brt.models import seq2seq
 from brt.models.targets import SpecialTokens, shift_right
-from brt.ops.cross_entropy import token_nats
+from brt.ops.cross_entropy import token_scores
 
 TOLERANCE = 1e-5  # float32; what is compared is of magnitude 1
 SOURCE, TARGET = 11, 6
@@ -231,7 +231,9 @@ def test_token_nats_are_those_of_the_logits() -> None:
     net, x = network(BART), pairs()
     hidden = compiled(net)(params(net), *x)
     out = seq2seq.readout(net.model, params(net))
-    nats = token_nats(hidden, out.embedding, x.targets_in, out.bias, scale=out.scale, chunk=4)
+    nats = token_scores(
+        hidden, out.embedding, x.targets_in, out.bias, scale=out.scale, chunk=4
+    ).nats
     expected = -jax.nn.log_softmax(logits(net, hidden))
     expected = jnp.take_along_axis(expected, x.targets_in[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(nats, expected, atol=TOLERANCE)

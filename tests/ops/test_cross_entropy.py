@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.ops.cross_entropy import cross_entropy, smoothed_cross_entropy, token_nats
+from brt.ops.cross_entropy import cross_entropy, token_scores
 
 # Relative to the largest magnitude of an array.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
@@ -34,7 +34,10 @@ def plain(hidden: jax.Array, embedding: jax.Array, targets: jax.Array, scored: j
 
 
 def chunked(chunk: int) -> callable:
-    return jax.jit(jax.value_and_grad(lambda *a: cross_entropy(*a, SCALE, chunk), argnums=(0, 1)))
+    def loss(*given: jax.Array) -> jax.Array:
+        return cross_entropy(*given, scale=SCALE, chunk=chunk)[0]
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,7 @@ def test_nats_are_those_of_a_float64_log_softmax() -> None:
     logits = SCALE * np.asarray(hidden, np.float64) @ np.asarray(embedding, np.float64).T
     log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     expected = -np.take_along_axis(log_p, np.asarray(targets)[..., None], axis=2)[..., 0]
-    nats = token_nats(hidden, embedding, targets, scale=SCALE, chunk=4)
+    nats = token_scores(hidden, embedding, targets, scale=SCALE, chunk=4).nats
     assert_close(nats, expected, "float32")
 
 
@@ -77,8 +80,8 @@ def test_a_bias_is_added_behind_the_scale_and_learns(smoothing: float) -> None:
         return jnp.sum(loss * scored), nats
 
     def loss(hidden: jax.Array, embedding: jax.Array, bias: jax.Array) -> jax.Array:
-        return smoothed_cross_entropy(
-            hidden, embedding, targets, scored, SCALE, 4, smoothing, bias
+        return cross_entropy(
+            hidden, embedding, targets, scored, bias, scale=SCALE, chunk=4, smoothing=smoothing
         )[0]
 
     learned, every = (hidden, embedding, bias), (0, 1, 2)
@@ -86,7 +89,7 @@ def test_a_bias_is_added_behind_the_scale_and_learns(smoothing: float) -> None:
     (expected, nats), gradients = by_formula(*learned)
     found = jax.jit(jax.value_and_grad(loss, every))(*learned)
     assert_close(found, (expected, gradients), "float32")
-    found = token_nats(hidden, embedding, targets, bias, scale=SCALE, chunk=4)
+    found = token_scores(hidden, embedding, targets, bias, scale=SCALE, chunk=4).nats
     assert_close(found, nats, "float32")
 
 

@@ -38,19 +38,19 @@ def test_those_of_layers_are_those_of_plain_scans_one_in_the_other() -> None:
     kernels = tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
     blocks = jnp.asarray(rng.normal(size=(STEPS, LANES, 1, WIDTH)), jnp.float32)
 
-    def through(kernels: tuple[jax.Array, ...], taps: deferred.Tap | None) -> jax.Array:
+    def through(kernels: tuple[jax.Array, ...], taps: deferred.LayerTaps | None) -> jax.Array:
         def layer(x: jax.Array, own: tuple) -> tuple[jax.Array, None]:
             by_head, plain = deferred.dots(x, *own)
             return jnp.tanh(by_head.reshape(x.shape) + plain), None
 
         def block(y: jax.Array, xs: tuple) -> tuple[jax.Array, jax.Array]:
-            y, _ = jax.lax.scan(layer, y + xs[0], (kernels, xs[1]))
+            y, _ = jax.lax.scan(layer, y + xs[0], (kernels, deferred.of_step(xs[1])))
             return y, y
 
         return jnp.sum(jax.lax.scan(block, jnp.zeros_like(blocks[0]), (blocks, taps))[1] ** 2)
 
     def tapped(kernels: tuple[jax.Array, ...]) -> jax.Array:
-        taps = deferred.stacked_tap(kernels, blocks.shape[:-1], jnp.dtype("float32"))
+        taps = deferred.layer_taps(kernels, blocks.shape[:-1], jnp.dtype("float32"))
         assert taps is not None
         return through(kernels, taps)
 
@@ -61,7 +61,7 @@ def test_those_of_layers_are_those_of_plain_scans_one_in_the_other() -> None:
 
 def test_pairs_of_more_rows_than_a_sum_is_worth_are_not_handed_out() -> None:
     few, many = (
-        deferred.stacked_tap((jnp.zeros((2, 64, 64)),), (STEPS, 1, rows), jnp.dtype("bfloat16"))
+        deferred.layer_taps((jnp.zeros((2, 64, 64)),), (STEPS, 1, rows), jnp.dtype("bfloat16"))
         for rows in (128, 129)
     )
     assert few is not None and many is None

@@ -23,6 +23,7 @@ from brt.ops import (
     segmented_recurrent_attention,
 )
 from brt.ops import causal_clustered_attention as causal
+from brt.ops.cross_entropy import cross_entropy, token_scores
 from brt.ops.dispatch import Op
 from brt.ops.encoder_attention import Side
 from brt.ops.gates import GateWeights
@@ -32,7 +33,6 @@ from brt.ops.recurrent_attention import CellWeights, state_scan
 from brt.ops.routed_attention import Rings, Routed, rings_after, routed_attention
 from brt.ops.segmented_recurrent_attention import Windows
 from brt.ops.softmax_attention import attend, attend_to_blocks
-from brt.ops.token_logits import token_logits
 from brt.ops.window_attention import window_part
 
 TOLERANCE = 1e-5  # float32, of the largest magnitude of an array
@@ -268,15 +268,28 @@ def reformer() -> tuple[Run, list]:
     return run, qkv()[:2]
 
 
-def logits(with_bias: bool) -> tuple[Run, list]:
+def loss(smoothing: float) -> tuple[Run, list]:
     """Two tiles of a vocabulary, the latter without a target."""
-    hidden, embedding, bias = normal(8, (LANES, TOKENS, 8), (1280, 8), (1280,))
+    hidden, embedding = normal(8, (LANES, TOKENS, 128), (1280, 128))
     targets = jnp.asarray(np.random.default_rng(9).integers(0, 640, (LANES, TOKENS)))
 
-    def run(name: str, hidden: Any, embedding: Any, bias: Any = None) -> Any:
-        return token_logits(hidden, embedding, targets, bias, scale=0.5, implementation=name)
+    def run(name: str, hidden: Any, embedding: Any) -> Any:
+        return cross_entropy(
+            hidden, embedding, targets, jnp.asarray(VALID), scale=0.1, chunk=8,
+            smoothing=smoothing, implementation=name,
+        )  # fmt: skip
 
-    return run, [hidden, embedding, *([bias] if with_bias else [])]
+    return run, [hidden, embedding]
+
+
+def scores() -> tuple[Run, list]:
+    hidden, embedding = normal(8, (LANES, TOKENS, 128), (1280, 128))
+    targets = jnp.asarray(np.random.default_rng(9).integers(0, 640, (LANES, TOKENS)))
+
+    def run(name: str) -> Any:
+        return token_scores(hidden, embedding, targets, scale=0.1, chunk=8, implementation=name)
+
+    return run, []
 
 
 CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
@@ -310,8 +323,9 @@ CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
     ("kmeans", ""): kmeans,
     ("oracle_top_k", ""): oracle_top_k,
     ("reformer", ""): reformer,
-    ("token_logits", "bias"): lambda: logits(True),
-    ("token_logits", "no bias"): lambda: logits(False),
+    ("cross_entropy", ""): lambda: loss(0.0),
+    ("cross_entropy", "smoothed"): lambda: loss(0.1),
+    ("token_scores", ""): scores,
 }
 
 

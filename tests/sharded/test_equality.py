@@ -90,7 +90,7 @@ def test_what_tpus_run_equals_one_device(
     """Their kernels, interpreted; no loop over blocks; weight gradients of pairs behind them."""
     config, (nats, state) = case(name)
     monkeypatch.setattr("brt.layers.stack._defers", lambda: True)
-    operations = "window_attention", "recurrent_attention", "softmax_attention", "token_logits"
+    operations = "window_attention", "recurrent_attention", "softmax_attention", "cross_entropy"
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, block_unroll=8, layer_unroll=8),

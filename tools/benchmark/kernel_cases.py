@@ -14,10 +14,10 @@ import jax.numpy as jnp
 
 from brt.config import Attention, CrossAttention
 from brt.ops import clustered_attention, cross_attention
+from brt.ops.cross_entropy import cross_entropy
 from brt.ops.gates import GateWeights
 from brt.ops.recurrent_attention import CellWeights, state_scan
 from brt.ops.softmax_attention import attend_to_blocks
-from brt.ops.token_logits import token_logits
 from brt.ops.window_attention import window_part
 
 Case = tuple[Callable[..., Any], list[Any]]
@@ -78,16 +78,22 @@ def recurrent(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     return gradients, [weights, vectors, (tokens, tokens), tokens, tokens, flags, vectors]
 
 
-def logits(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """A chunk of tokens and a vocabulary of 32,000."""
-    hidden, embedding = array(args.lanes, 1024, 1024), array(32000, 1024)
+def loss(array: Callable[..., Any], args: argparse.Namespace) -> Case:
+    """Tokens, vectors as large as eight heads, and a vocabulary of 32,000."""
+    width = 8 * args.head_dim
+    hidden, embedding = array(args.lanes, 4096, width), array(32000, width, dtype="float32")
+    targets, mask = (array(args.lanes, 4096, dtype=dtype) for dtype in ("int32", "bool"))
 
-    def scored(hidden, embedding, targets):
-        return token_logits(
-            hidden, embedding, targets, scale=1.0, implementation=args.implementation
-        )
+    def gradients(hidden, embedding, targets, mask):
+        def summed(hidden, embedding):
+            return cross_entropy(
+                hidden, embedding, targets, mask, scale=1.0, chunk=1024,
+                implementation=args.implementation,
+            )[0]  # fmt: skip
 
-    return scored, [hidden, embedding, array(args.lanes, 1024, dtype="int32")]
+        return jax.grad(summed, argnums=(0, 1))(hidden, embedding)
+
+    return gradients, [hidden, embedding, targets, mask]
 
 
 def segmented(array: Callable[..., Any], args: argparse.Namespace) -> Case:
@@ -137,6 +143,6 @@ def _inner(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 CASES = {
-    "window": window, "recurrent": recurrent, "logits": logits, "segmented": segmented,
+    "window": window, "recurrent": recurrent, "loss": loss, "segmented": segmented,
     "clustered": clustered,
 }  # fmt: skip

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
@@ -19,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.config import Attention
 from brt.distributed import rules
 from brt.ops import dispatch
-from brt.ops.dispatch import KERNEL
+from brt.ops.dispatch import kept
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.tpu import (
     BLOCK_BYTES,
@@ -198,7 +197,7 @@ def _forward(given: _Inputs, static: _Static) -> tuple[Array, _Inputs]:
         ],
         **_options(given, static, "clustered_attention", products=4),
     )(given)  # fmt: skip
-    y, centroids, read, numbers = (checkpoint_name(x, KERNEL) for x in found)
+    y, centroids, read, numbers = (kept(x) for x in found)
     return y, given._replace(centroids=centroids, read=read, numbers=numbers)
 
 

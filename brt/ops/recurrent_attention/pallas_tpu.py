@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed import rules
-from brt.ops.dispatch import AUTO, KERNEL
+from brt.ops.dispatch import AUTO, kept
 from brt.ops.recurrent_attention import scan
 from brt.ops.recurrent_attention.cell import CellWeights, StateMemory, Tokens
 from brt.ops.recurrent_attention.tpu_kernels import (
@@ -137,7 +136,7 @@ def _forward(
         jax.ShapeDtypeStruct((batch, heads, 2, 1, states), jnp.float32),
     )
     (found,) = _call(forward_kernel, given, given.inputs(), shapes, static, products=2)
-    y, lse = (checkpoint_name(x, KERNEL) for x in (found.y, found.lse))
+    y, lse = (kept(x) for x in (found.y, found.lse))
     return (y, StateMemory(found.keys, given.projected[VALUES])), (given, y, lse)
 
 

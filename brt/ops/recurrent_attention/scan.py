@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from brt.distributed.rules import constrain
 from brt.ops import deferred
 from brt.ops.activations import relu
-from brt.ops.deferred import Tap
+from brt.ops.deferred import LayerTaps, Tap
 from brt.ops.gates import gate
 from brt.ops.normalization import rms_norm
 from brt.ops.recurrent_attention.cell import CellWeights, StateMemory, Tokens, tokens_by_head
@@ -19,10 +19,10 @@ from brt.ops.recurrent_attention.cell import CellWeights, StateMemory, Tokens, t
 class _Kernels(NamedTuple):
     """The large products of a state update: kernels, or their taps (`brt.ops.deferred`)."""
 
-    projection: Array | Tap
-    output: Array | Tap | None
-    mlp_in: Array | Tap | None
-    mlp_out: Array | Tap | None
+    projection: Array | Tap | LayerTaps
+    output: Array | Tap | LayerTaps | None
+    mlp_in: Array | Tap | LayerTaps | None
+    mlp_out: Array | Tap | LayerTaps | None
 
 
 def _kernels(weights: CellWeights) -> _Kernels:
@@ -50,8 +50,8 @@ def state_taps(
     """
     kernels, rows = jax.vmap(_kernels)(weights), (blocks, *vectors)
 
-    def of(kernel: Array | None, inputs: int | None) -> Tap | None:
-        return None if kernel is None else deferred.stacked_tap((kernel,), rows, dtype, inputs)
+    def of(kernel: Array | None, inputs: int | None) -> LayerTaps | None:
+        return None if kernel is None else deferred.layer_taps((kernel,), rows, dtype, inputs)
 
     one = jax.tree.map(lambda kernel: kernel[0], kernels)
     return _Kernels(*map(of, kernels, _inputs(one)))

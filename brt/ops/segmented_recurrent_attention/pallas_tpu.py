@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
@@ -20,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from brt.config import CrossAttention
 from brt.distributed import rules
-from brt.ops.dispatch import KERNEL
+from brt.ops.dispatch import kept
 from brt.ops.segmented_recurrent_attention.recurrence import (
     Parameters,
     Recurrence,
@@ -157,7 +156,7 @@ def _forward(given: _Given, static: Static) -> tuple[Outputs, _Given]:
         out_shape=[Outputs(jax.ShapeDtypeStruct(shape, given.keys.dtype), row, row)],
         **_options(given, static, "accumulate_fire", products=2),
     )(given.counts, _neuron(given), _inputs(given, static))  # fmt: skip
-    return jax.tree.map(lambda x: checkpoint_name(x, KERNEL), found), given
+    return jax.tree.map(kept, found), given
 
 
 def _backward(static: Static, given: _Given, gradients: Outputs) -> tuple[_Given]:

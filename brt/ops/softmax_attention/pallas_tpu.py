@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.dispatch import KERNEL
+from brt.ops.dispatch import bits, bits_of, kept
 from brt.ops.softmax import MASKED
 from brt.ops.tpu import (
     BLOCK_BYTES,
@@ -109,9 +108,13 @@ def _forward(given: _Given, static: _Static) -> tuple[Array, tuple]:
     of_q, of_k, numbers = _places(given)
     y, lse = _call(
         _forward_kernel, given, static, [of_q, of_k, of_k], [of_q, numbers],
-        [q, jax.ShapeDtypeStruct((*q.shape[:2], 1, q.shape[2]), jnp.float32)], products=2,
+        [
+            jax.ShapeDtypeStruct(q.shape, bits_of(q.dtype)),
+            jax.ShapeDtypeStruct((*q.shape[:2], 1, q.shape[2]), jnp.float32),
+        ],
+        products=2,
     )(given.readable, *given[:3])  # fmt: skip
-    y, lse = (checkpoint_name(x, KERNEL) for x in (y, lse))
+    y, lse = kept(y, q.dtype), kept(lse)
     return y, (given, y, lse)
 
 
@@ -197,8 +200,8 @@ def _forward_kernel(
         top = jnp.max(logits, axis=0, keepdims=True)
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=0, keepdims=True)
-        sums = product(columns, weights.astype(y.dtype), PLAIN)
-        y[rows] = (sums / total).T.astype(y.dtype)
+        sums = product(columns, weights.astype(v.dtype), PLAIN)
+        y[rows] = bits((sums / total).T.astype(v.dtype))
         lse[:, rows] = top + jnp.log(total)
 
 

@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import dispatch
-from brt.ops.dispatch import KERNEL
+from brt.ops.dispatch import kept
 from brt.ops.softmax import MASKED
 from brt.ops.window_attention import gpu_kernels
 from brt.ops.window_attention.gpu_kernels import LOG2E, Inputs
@@ -158,7 +157,7 @@ def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]
         gpu_kernels.window_attention_forward, given, static, launch,
         (tokens // launch.rows, heads, batch), outputs, products=2,
     )  # fmt: skip
-    y, lse = (checkpoint_name(x, KERNEL) for x in (y, lse))
+    y, lse = (kept(x) for x in (y, lse))
     return (y, lse), (given, y, lse)
 
 

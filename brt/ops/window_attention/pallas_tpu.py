@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.dispatch import KERNEL
+from brt.ops.dispatch import bits_of, kept
 from brt.ops.tpu import LANES, heads_first, vmem
 from brt.ops.window_attention.limits import Limits
 from brt.ops.window_attention.tpu_kernels import (
@@ -196,10 +195,10 @@ def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=given.grid, in_specs=[at], out_specs=[(at.q, rows)]
         ),
-        out_shape=[(jax.ShapeDtypeStruct(q.shape, given.v.dtype), numbers)],
+        out_shape=[(jax.ShapeDtypeStruct(q.shape, bits_of(given.v.dtype)), numbers)],
         cost_estimate=_cost(given, products=2), **_options(given, static, "window_attention"),
     )(given.readable, inputs)  # fmt: skip
-    y, lse = (checkpoint_name(x, KERNEL) for x in (y, lse.reshape(q.shape[:-1])))
+    y, lse = kept(y, given.v.dtype), kept(lse.reshape(q.shape[:-1]))
     return (y, lse), (given, y, lse)
 
 

@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
+from brt.ops.dispatch import bits
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.tpu import BY_ROW, BY_SLOT, LANES, PLAIN, product, through_unit, unit
 
@@ -192,7 +193,8 @@ def _tiles(window: int, rows: int, static: Static) -> list[_Rows]:
 def forward_kernel(
     readable: Any, inputs: Inputs, outputs: tuple[Any, Any], *, static: Static
 ) -> None:
-    y, lse = outputs
+    y, lse = outputs  # the former as bits
+    dtype = inputs.values.own.dtype
     lane, n = pl.program_id(1), pl.program_id(2)
     block = _loaded(n, readable[lane, n] > 0, inputs, static)
     transposed = block.values[0].T, block.values[1].T
@@ -203,9 +205,9 @@ def forward_kernel(
         total = jnp.sum(weights, axis=0, keepdims=True) + jnp.exp(FLOOR - top)
         if inputs.dropout is not None:
             weights *= inputs.dropout[:, rows.all]
-        current, before = rows.unfolded(weights, y.dtype)
+        current, before = rows.unfolded(weights, dtype)
         sums = rows.sums(transposed, current, before)
-        y[rows.all] = (sums / total).T.astype(y.dtype)
+        y[rows.all] = bits((sums / total).T.astype(dtype))
         lse[:, rows.all] = top + jnp.log(total)
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from brt.config import Config
 from brt.layers.stack import ModelState, StackState
 from brt.models.decoder import Decoder, DecoderOutput, logit_scale
-from brt.ops.cross_entropy import token_guesses, token_nats
+from brt.ops.cross_entropy import token_scores
 from brt.types import Batch
 
 
@@ -41,14 +41,8 @@ def segment_nats(
     model_state: ModelState | None = None,
 ) -> tuple[Float[Array, "B T"], StackState]:
     """Nats of every token of a segment, 0 where it is not scored, and the state after it."""
-    model = config.model
-    hidden, carry, *_ = predict(config, params, carry, batch, model_state)
-    nats = token_nats(
-        hidden, params["embedding"], batch.targets,
-        scale=logit_scale(model), chunk=config.training.loss_chunk,
-        implementation=config.kernels.token_logits,
-    )  # fmt: skip
-    return jnp.where(batch.scored, nats, 0.0), carry
+    nats, _, carry = segment_guesses(config, params, carry, batch, model_state)
+    return nats, carry
 
 
 def segment_guesses(
@@ -61,10 +55,10 @@ def segment_guesses(
     """`segment_nats`, and whether each token is the likeliest one."""
     model = config.model
     hidden, carry, *_ = predict(config, params, carry, batch, model_state)
-    nats, right = token_guesses(
+    nats, right = token_scores(
         hidden, params["embedding"], batch.targets,
         scale=logit_scale(model), chunk=config.training.loss_chunk,
-        implementation=config.kernels.token_logits,
+        implementation=config.kernels.token_scores,
     )  # fmt: skip
     return jnp.where(batch.scored, nats, 0.0), right, carry
 

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, PyTree
 from brt.config import Config
 from brt.layers.stack import StackState
 from brt.models.decoder import logit_scale
-from brt.ops.cross_entropy import smoothed_cross_entropy
+from brt.ops.cross_entropy import cross_entropy
 from brt.tasks.language_modeling.forward import predict
 from brt.tasks.protocol import Aux, count_of
 from brt.types import Batch
@@ -23,10 +23,10 @@ def loss(
     """The summed loss of a batch, with the layers' own, which are per token; what goes on."""
     training = config.training
     found = predict(config, params, carry, batch, model_state, key)
-    total, nats = smoothed_cross_entropy(
+    total, nats = cross_entropy(
         found.hidden, params["embedding"], batch.targets, batch.scored,
-        logit_scale(config.model), training.loss_chunk, training.label_smoothing,
-        None, config.kernels.token_logits,
+        scale=logit_scale(config.model), chunk=training.loss_chunk,
+        smoothing=training.label_smoothing, implementation=config.kernels.cross_entropy,
     )  # fmt: skip
     count = count_of(batch.scored)
     # By tokens, scored or not: the same on however many devices and in however many parts.

@@ -10,7 +10,7 @@ from brt.data import curriculum, preparation, tokenizers
 from brt.data.lanes import LaneReader
 from brt.data.preparation import Corpus
 from brt.distributed.rules import row_keys
-from brt.ops.cross_entropy import smoothed_cross_entropy
+from brt.ops.cross_entropy import cross_entropy
 from brt.tasks.encoders import EncoderTask, refuse_ablation
 from brt.tasks.masked_language_modeling.evaluation import MaskedEvaluator, token_entropy
 from brt.tasks.masked_language_modeling.forward import masked, predict
@@ -82,10 +82,10 @@ class MaskedLanguageModeling(EncoderTask):
         tokens = masked(config, batch, row_keys(keys[_MASKS], len(batch.targets)))
         network = self.network(config, training=True)
         hidden, out = predict(network, params, batch, tokens, keys[_ATTENTION], keys[_DROPOUT])
-        total, nats = smoothed_cross_entropy(
-            hidden, out.embedding, tokens.targets, tokens.scored, out.scale,
-            config.training.loss_chunk, config.training.label_smoothing, out.bias,
-            config.kernels.token_logits,
+        total, nats = cross_entropy(
+            hidden, out.embedding, tokens.targets, tokens.scored, out.bias,
+            scale=out.scale, chunk=config.training.loss_chunk,
+            smoothing=config.training.label_smoothing, implementation=config.kernels.cross_entropy,
         )  # fmt: skip
         return total, Aux(nats, count_of(tokens.scored), carry, model_state, {})
 

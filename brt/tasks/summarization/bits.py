@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PyTree
 
 from brt.config import Config
 from brt.distributed import rules
-from brt.ops.cross_entropy import token_nats
+from brt.ops.cross_entropy import token_scores
 from brt.tasks.protocol import Stop
 from brt.tasks.summarization.data.batches import evaluation_batches
 from brt.tasks.summarization.data.store import PairStore
@@ -74,9 +74,9 @@ class TeacherForcing:
     def nats(self, params: PyTree[Array], batch: PairBatch) -> Float[Array, "B T"]:
         """-log p of every token of the summaries, 0 on padding; to be compiled."""
         hidden, out, _ = predict(self._config, params, batch)
-        found = token_nats(
+        found = token_scores(
             hidden, out.embedding, batch.target_out, out.bias,
             scale=out.scale, chunk=self._config.training.loss_chunk,
-            implementation=self._config.kernels.token_logits,
+            implementation=self._config.kernels.token_scores,
         )  # fmt: skip
-        return jnp.where(batch.scored, found, 0.0)
+        return jnp.where(batch.scored, found.nats, 0.0)

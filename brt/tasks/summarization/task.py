@@ -17,7 +17,7 @@ from brt.interop.huggingface.config import Described
 from brt.interop.pretrained import Pretrained
 from brt.models import seq2seq
 from brt.models.transformer_flops import seq2seq_flops
-from brt.ops.cross_entropy import smoothed_cross_entropy
+from brt.ops.cross_entropy import cross_entropy
 from brt.tasks import resolving
 from brt.tasks.protocol import Aux, Corpus, Task, count_of
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Measure
@@ -125,10 +125,10 @@ class Summarization(Task):
     ) -> tuple[Float[Array, ""], Aux]:
         """The summed loss of the summaries."""
         hidden, out, metrics = predict(config, params, batch, key)
-        total, nats = smoothed_cross_entropy(
-            hidden, out.embedding, batch.target_out, batch.scored, out.scale,
-            config.training.loss_chunk, config.training.label_smoothing, out.bias,
-            config.kernels.token_logits,
+        total, nats = cross_entropy(
+            hidden, out.embedding, batch.target_out, batch.scored, out.bias,
+            scale=out.scale, chunk=config.training.loss_chunk,
+            smoothing=config.training.label_smoothing, implementation=config.kernels.cross_entropy,
         )  # fmt: skip
         return total, Aux(nats, count_of(batch.scored), carry, model_state, metrics)
 

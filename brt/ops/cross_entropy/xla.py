@@ -1,20 +1,21 @@
-"""Cross-entropy over a tied embedding, without ever holding all logits.
+"""Scores and loss in plain XLA, a chunk of tokens at a time.
 
 [B, T, V] float32 logits of a long segment would be the largest array of a training step.
-The tokens are cut into chunks; under differentiation each chunk's gradients are computed
-while its logits exist, so nothing is computed twice.
+Under differentiation each chunk's gradients are computed while its logits exist, so nothing is
+computed twice.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.distributed.rules import count
+from brt.distributed.rules import constrain, count
+from brt.ops.cross_entropy.scored import Scored
 from brt.ops.dense import weight_gradient
 from brt.ops.reductions import sum_leading
-from brt.ops.token_logits import Scored, token_logits
 
 
 def _chunk_length(tokens: int, limit: int) -> int:
@@ -40,49 +41,59 @@ def _joined(x: Array, chunk: int) -> Array:
     return jnp.moveaxis(cut, 0, 2).reshape(x.shape[1], -1, *x.shape[3:])
 
 
-def token_nats(
+class _Logits(NamedTuple):
+    """Of a chunk, float32: all of them, their log-sum-exp and that of the targets."""
+
+    all: Float[Array, "B C V"]
+    lse: Float[Array, "B C"]
+    chosen: Float[Array, "B C"]
+
+    @property
+    def nats(self) -> Float[Array, "B C"]:
+        return self.lse - self.chosen
+
+    def are(self, targets: Int[Array, "B C"]) -> Bool[Array, "B C V"]:
+        """Which of them are the targets'."""
+        return jnp.arange(self.all.shape[-1])[None, None] == targets[..., None]
+
+
+def _logits(
+    hidden: Float[Array, "B C D"],
+    embedding: Float[Array, "V D"],
+    targets: Int[Array, "B C"],
+    bias: Float[Array, " V"] | None,
+    scale: float,
+) -> _Logits:
+    logits = scale * jnp.einsum(
+        "bcd,vd->bcv", hidden, embedding.astype(hidden.dtype), preferred_element_type=jnp.float32
+    )
+    if bias is not None:
+        logits += bias[None, None]
+    logits = constrain(logits, "lanes", "tokens", "vocab")
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return _Logits(logits, lse, chosen)
+
+
+def token_scores(
     hidden: Float[Array, "B T D"],
     embedding: Float[Array, "V D"],
     targets: Int[Array, "B T"],
-    bias: Float[Array, " V"] | None = None,
+    bias: Float[Array, " V"] | None,
     *,
     scale: float,
     chunk: int,
-    implementation: str | None = None,
-) -> Float[Array, "B T"]:
-    """-log p(target) of every token, float32. For evaluation: not made for gradients."""
+) -> Scored:
+    """See `api.token_scores`."""
     chunk = _chunk_length(hidden.shape[1], chunk)
 
-    def nats(piece: tuple[Array, Array]) -> Float[Array, "B C"]:
-        return token_logits(
-            piece[0], embedding, piece[1], bias, scale=scale, implementation=implementation
-        ).nats
+    def scores(piece: tuple[Array, Array]) -> Scored:
+        found = _logits(piece[0], embedding, piece[1], bias, scale)
+        others = jnp.where(found.are(piece[1]), -jnp.inf, found.all)
+        return Scored(found.nats, found.chosen > jnp.max(others, axis=-1))
 
     pieces = _chunked(hidden, chunk), _chunked(targets, chunk)
-    return _joined(jax.lax.map(nats, pieces), chunk)
-
-
-def token_guesses(
-    hidden: Float[Array, "B T D"],
-    embedding: Float[Array, "V D"],
-    targets: Int[Array, "B T"],
-    *,
-    scale: float,
-    chunk: int,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """`token_nats`, and whether no token is likelier than the target."""
-    chunk = _chunk_length(hidden.shape[1], chunk)
-
-    def guesses(piece: tuple[Array, Array]) -> tuple[Float[Array, "B C"], Bool[Array, "B C"]]:
-        found = token_logits(
-            piece[0], embedding, piece[1], scale=scale, implementation=implementation
-        )
-        return found.nats, jnp.argmax(found.logits, axis=-1) == piece[1]
-
-    pieces = _chunked(hidden, chunk), _chunked(targets, chunk)
-    nats, right = jax.lax.map(guesses, pieces)
-    return _joined(nats, chunk), _joined(right, chunk)
+    return Scored(*(_joined(x, chunk) for x in jax.lax.map(scores, pieces)))
 
 
 def cross_entropy(
@@ -90,46 +101,32 @@ def cross_entropy(
     embedding: Float[Array, "V D"],
     targets: Int[Array, "B T"],
     mask: Bool[Array, "B T"],
-    scale: float,
-    chunk: int,
-) -> Float[Array, ""]:
-    """The summed nats of the scored targets, float32.
-
-    Args:
-      hidden: logits are scale * hidden @ embedding.T.
-      mask: False where a target does not count.
-      chunk: at most so many tokens of a lane have logits at a time.
-    """
-    return smoothed_cross_entropy(hidden, embedding, targets, mask, scale, chunk, 0.0)[0]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 8))
-def smoothed_cross_entropy(
-    hidden: Float[Array, "B T D"],
-    embedding: Float[Array, "V D"],
-    targets: Int[Array, "B T"],
-    mask: Bool[Array, "B T"],
+    bias: Float[Array, " V"] | None,
+    *,
     scale: float,
     chunk: int,
     smoothing: float,
-    bias: Float[Array, " V"] | None = None,
-    implementation: str | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """`cross_entropy` with smoothed labels (Szegedy et al. 2016, section 7).
+    """See `api.cross_entropy`."""
+    return _cross_entropy(hidden, embedding, targets, mask, bias, scale, chunk, smoothing)
 
-    Args:
-      smoothing: the share of each target's probability that all tokens divide equally.
-      bias: float32, added to the logits behind the scale; None: none.
-      implementation: of `token_logits`.
 
-    Returns:
-      The summed loss, and the summed nats of the targets alone, which have no gradient.
-    """
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _cross_entropy(
+    hidden: Array,
+    embedding: Array,
+    targets: Array,
+    mask: Array,
+    bias: Array | None,
+    scale: float,
+    chunk: int,
+    smoothing: float,
+) -> tuple[Array, Array]:
     chunk = _chunk_length(hidden.shape[1], chunk)
 
     def body(total: Array, piece: tuple[Array, ...]) -> tuple[Array, None]:
         h, target, counts = piece
-        found = token_logits(h, embedding, target, bias, scale=scale, implementation=implementation)
+        found = _logits(h, embedding, target, bias, scale)
         return total + _sums(found, counts, smoothing), None
 
     pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, mask))
@@ -137,37 +134,32 @@ def smoothed_cross_entropy(
     return total[0], total[1]
 
 
-def _sums(found: Scored, counts: Array, smoothing: float) -> Float[Array, "2"]:
+def _sums(found: _Logits, counts: Array, smoothing: float) -> Float[Array, "2"]:
     """Summed loss and nats of a chunk."""
-    loss = found.nats
+    loss = nats = found.nats
     if smoothing:
-        uniform = found.lse - jnp.mean(found.logits, axis=-1)
-        loss = (1 - smoothing) * found.nats + smoothing * uniform
-    return jnp.stack([jnp.sum(jnp.where(counts, x, 0.0)) for x in (loss, found.nats)])
+        loss = (1 - smoothing) * nats + smoothing * (found.lse - jnp.mean(found.all, axis=-1))
+    return jnp.stack([jnp.sum(jnp.where(counts, x, 0.0)) for x in (loss, nats)])
 
 
-@jax.named_scope("cross_entropy")
 def _forward(
     hidden: Array,
     embedding: Array,
     targets: Array,
     mask: Array,
+    bias: Array | None,
     scale: float,
     chunk: int,
     smoothing: float,
-    bias: Array | None,
-    implementation: str | None,
 ) -> tuple[tuple[Array, Array], tuple[Array, Array, Array | None]]:
     chunk = _chunk_length(hidden.shape[1], chunk)
 
     def body(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
         total, d_embedding, d_bias = carry
         h, target, counts = piece
-        found = token_logits(h, embedding, target, bias, scale=scale, implementation=implementation)
-        logits = found.logits
-        probabilities = jnp.exp(logits - found.lse[..., None])
-        is_target = jnp.arange(logits.shape[-1])[None, None] == target[..., None]
-        wanted = (1 - smoothing) * is_target + smoothing / logits.shape[-1]
+        found = _logits(h, embedding, target, bias, scale)
+        probabilities = jnp.exp(found.all - found.lse[..., None])
+        wanted = (1 - smoothing) * found.are(target) + smoothing / found.all.shape[-1]
         d_biased = jnp.where(counts[..., None], probabilities - wanted, 0.0)
         d_logits = (d_biased * scale).astype(h.dtype)
         d_hidden = jnp.einsum("bcv,vd->bcd", d_logits, embedding.astype(h.dtype))
@@ -188,7 +180,6 @@ def _backward(
     scale: float,
     chunk: int,
     smoothing: float,
-    implementation: str | None,
     gradients: tuple[Array, Array, Array | None],
     cotangents: tuple[Array, Array],
 ) -> tuple[Array, Array, None, None, Array | None]:
@@ -198,4 +189,4 @@ def _backward(
     return d_hidden, d_embedding * cotangent, None, None, d_bias
 
 
-smoothed_cross_entropy.defvjp(_forward, _backward)
+_cross_entropy.defvjp(_forward, _backward)

@@ -1,0 +1,86 @@
+"""A tile of logits on a TPU: what becomes of it while it is on the chip.
+
+Forward, a step of the grid has rows of tokens and columns of the vocabulary, the latter in turn:
+of a row there are a running maximum, in all lanes alike, and sums relative to it. What is summed
+up is over all tokens of the vocabulary but the target, so that neither 1 - p nor the gradient is
+a difference of two numbers that are nearly the same. Backward, a step has the same tile the other
+way round, columns x rows, rows in turn, so that what there is one of per token is a row vector.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from brt.ops.softmax import MASKED
+from brt.ops.tpu import BY_ROW, PLAIN, product
+
+
+def forward(
+    hidden: Any, embedding: Any, targets: Any, lse: Any, chosen: Any, top: Any, rest: Any,
+    *places: Any, scale: float,
+) -> None:  # fmt: skip
+    """Of each token the log-sum-exp of all logits, that of its target, the highest other, and the
+    share of all others in the sum of probabilities; and where there is a place for it (the first
+    and the last of `places`), the mean embedding of others as they are probable."""
+    mean, highest, others, found, sums = places if len(places) == 5 else (None, *places, None)
+    column, lanes = pl.program_id(1), highest.shape[1]
+    columns = len(embedding)
+
+    @pl.when(column == 0)
+    def _() -> None:
+        highest[...] = jnp.full_like(highest, MASKED)
+        for x in (others, found, sums):
+            if x is not None:
+                x[...] = jnp.zeros_like(x)
+
+    tile = product(hidden[...], embedding[...], BY_ROW) * scale
+    starts = range(0, columns, lanes)
+    own = targets[...] - column * columns
+    own = own - jax.lax.broadcasted_iota(jnp.int32, (len(hidden), lanes), 1)
+    parts = [(tile[:, i : i + lanes], own == i) for i in starts]
+    found[...] += sum(jnp.where(hit, part, 0.0) for part, hit in parts)
+    rivals = [jnp.where(hit, MASKED, part) for part, hit in parts]
+    before = highest[...]
+    of_row = jnp.max(functools.reduce(jnp.maximum, rivals), axis=1, keepdims=True)
+    after = jnp.maximum(before, of_row)
+    decay, weights = jnp.exp(before - after), [jnp.exp(part - after) for part in rivals]
+    highest[...] = after
+    others[...] = others[...] * decay + sum(weights)
+    if sums is not None:
+        weight = jnp.concatenate([part.astype(embedding.dtype) for part in weights], axis=1)
+        decay = jnp.concatenate([decay] * (sums.shape[1] // lanes), axis=1)
+        sums[...] = sums[...] * decay + product(weight, embedding[...], PLAIN)
+
+    @pl.when(column == pl.num_programs(1) - 1)
+    def _() -> None:
+        rival = highest[...][:, :1]
+        target = jnp.sum(found[...], axis=1, keepdims=True)
+        most = jnp.maximum(rival, target)
+        of_others = jnp.sum(others[...], axis=1, keepdims=True) * jnp.exp(rival - most)
+        total = of_others + jnp.exp(target - most)
+        lse[...], chosen[...], top[...] = most + jnp.log(total), target, rival
+        rest[...] = of_others / total
+        if mean is not None:
+            mean[...] = (sums[...] * (jnp.exp(rival - most) / total)).astype(mean.dtype)
+
+
+def backward(
+    hidden: Any, embedding: Any, targets: Any, lse: Any, every: Any, of_target: Any,
+    d_embedding: Any, *, scale: float,
+) -> None:  # fmt: skip
+    """The gradient of the embedding, given those of each token's logits: `every` times their
+    probabilities, but of its target `of_target`."""
+    columns = len(embedding)
+
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        d_embedding[...] = jnp.zeros_like(d_embedding)
+
+    tile = product(embedding[...], hidden[...], BY_ROW) * scale
+    own = targets[...] - pl.program_id(0) * columns
+    hit = own == jax.lax.broadcasted_iota(jnp.int32, tile.shape, 0)
+    gradient = jnp.where(hit, of_target[...], jnp.exp(tile - lse[...]) * every[...])
+    d_embedding[...] += product(gradient.astype(hidden.dtype), hidden[...], PLAIN)

@@ -1,0 +1,130 @@
+"""The TPU kernels of the loss, interpreted, against float64 and the plain form."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from brt.config import Mesh
+from brt.distributed.mesh import build
+from brt.ops import dispatch
+from brt.ops.cross_entropy import cross_entropy, pallas_tpu, reference, token_scores
+
+LANES, TOKENS, WIDTH, VOCABULARY = 4, 48, 128, 1280  # two tiles of the vocabulary
+SCALE = 0.3
+# Of the largest magnitude of an array. Probabilities are rounded where they are multiplied.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+def inputs(dtype: str = "float32", loud: float = 1.0) -> tuple[jax.Array, ...]:
+    """`loud`: what logits are multiplied by."""
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(loud * rng.normal(size=(LANES, TOKENS, WIDTH)), dtype)
+    embedding = jnp.asarray(rng.normal(size=(VOCABULARY, WIDTH)), jnp.float32)
+    embedding = embedding.astype(dtype).astype(jnp.float32)  # as the product has it
+    targets = jnp.asarray(rng.integers(0, VOCABULARY, (LANES, TOKENS)), jnp.int32)
+    return hidden, embedding, targets, jnp.asarray(rng.random((LANES, TOKENS)) < 0.7)
+
+
+def summed(function: Callable[..., Any], smoothing: float, **options: Any) -> Callable[..., Any]:
+    def loss(hidden: jax.Array, embedding: jax.Array, *given: jax.Array) -> tuple:
+        return function(
+            hidden, embedding, *given, None, scale=SCALE, chunk=16, smoothing=smoothing, **options
+        )
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+
+def assert_close(found: Any, wanted: Any, tolerance: float) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.abs(a - b).max() <= tolerance * np.abs(b).max()
+
+
+def in_float64(arrays: tuple[jax.Array, ...], smoothing: float) -> Any:
+    hidden, embedding, *given = arrays
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (hidden, embedding)]
+        return summed(reference.cross_entropy, smoothing)(*wide, *given)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_and_gradients_equal_float64_and_nothing_unwritten_is_read(
+    dtype: str, smoothing: float, capfd: pytest.CaptureFixture
+) -> None:
+    arrays = inputs(dtype)
+    watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
+    found = summed(pallas_tpu.cross_entropy, smoothing, interpret=watched)(*arrays)
+    assert found[1][0].dtype == dtype and found[1][1].dtype == jnp.float32
+    assert_close(found, in_float64(arrays, smoothing), TOLERANCE[dtype])
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("surely", ["right", "wrong"])
+def test_tokens_that_are_all_but_certain_keep_exact_gradients(surely: str) -> None:
+    """1 - p of a target is no difference of numbers that are nearly the same, and a target far
+    above or below all others (by 100 and more) is no division by zero."""
+    hidden, embedding, targets, mask = inputs()
+    rows = jnp.take(embedding, targets, axis=0)
+    sign = 1 if surely == "right" else -1
+    hidden = sign * 2.5 * rows / jnp.mean(rows * rows, axis=-1, keepdims=True)
+    arrays = hidden.at[:, ::2].multiply(0.3), embedding, targets, mask
+    found = summed(pallas_tpu.cross_entropy, 0.0, interpret=True)(*arrays)
+    wanted = in_float64(arrays, 0.0)
+    assert_close(found, wanted, 3e-5)
+    d_hidden, by_row = (np.asarray(x[1][0], np.float64) for x in (found, wanted))
+    for row in range(0, TOKENS, 2):
+        assert_close(d_hidden[:, row], by_row[:, row], 1e-4)
+
+
+def test_scores_are_those_of_the_formula() -> None:
+    hidden, embedding, targets, _ = inputs()
+    given = hidden, embedding, targets.at[:, ::3].set(jnp.argmax(hidden @ embedding.T, -1)[:, ::3])
+    options = {"scale": SCALE, "chunk": 16}
+    found = token_scores(*given, implementation="pallas_interpret", **options)
+    wanted = reference.token_scores(*given, None, **options)
+    assert_close(found.nats, wanted.nats, TOLERANCE["float32"])
+    np.testing.assert_array_equal(found.right, wanted.right)
+    assert 0 < np.mean(found.right) < 1
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=4), Mesh(data=2, fsdp=2)])
+def test_devices_have_the_tokens_of_their_own_lanes(mesh: Mesh) -> None:
+    arrays = inputs()
+
+    def run() -> Any:
+        loss = summed(cross_entropy, 0.1, implementation="pallas_interpret")
+        return loss(*arrays)
+
+    expected = run()
+    with jax.set_mesh(build(mesh, {})):
+        assert_close(run(), expected, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "bias", "reason"),
+    [
+        ((100, 128, 256), "bfloat16", False, "multiples of 128 tokens, .*, not 100, 256 and 128"),
+        ((128, 128, 250), "bfloat16", False, "multiples of 128 tokens, .*, not 128, 250 and 128"),
+        ((128, 64, 256), "bfloat16", False, "multiples of 128 tokens, .*, not 128, 256 and 64"),
+        ((128, 128, 256), "float16", False, "float32 and bfloat16, not in float16"),
+        ((128, 1 << 14, 256), "float32", False, "vectors of 16384 numbers are too long"),
+        ((128, 128, 256), "float32", True, "adds no bias to logits"),
+    ],
+)
+def test_what_the_kernel_does_not_support_is_said(
+    shape: tuple[int, int, int], dtype: str, bias: bool, reason: str
+) -> None:
+    tokens, width, vocabulary = shape
+    hidden, targets = jnp.zeros((1, tokens, width), dtype), jnp.zeros((1, tokens), jnp.int32)
+    with dispatch.use_backend("tpu"), pytest.raises(NotImplementedError, match=reason):
+        cross_entropy(
+            hidden, jnp.zeros((vocabulary, width)), targets, targets == 0,
+            jnp.zeros((vocabulary,)) if bias else None, scale=1.0, chunk=128,
+            implementation="pallas_tpu",
+        )  # fmt: skip
