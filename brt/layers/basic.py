@@ -7,7 +7,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from brt.config import Encoder, Model, Seq2Seq
 from brt.config.fields import Kept
@@ -38,6 +38,29 @@ def unrolled(asked: int, steps: int, on_tpus: int) -> int:
     What a loop stacks for its backward pass takes a TPU longer than a block takes to compute.
     """
     return min(steps, asked or (on_tpus if dispatch.backend() == "tpu" else 1))
+
+
+@jax.custom_vjp
+def learned_at_once(params: PyTree[Array], x: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Array]]:
+    """Both; no gradient goes on below x before those of the parameters are there.
+
+    Without a loop over layers a compiler makes all layers' at the end, and keeps all that they
+    are made of until then.
+    """
+    return params, x
+
+
+def _learned_forward(
+    params: PyTree[Array], x: PyTree[Array]
+) -> tuple[tuple[PyTree[Array], PyTree[Array]], None]:
+    return (params, x), None
+
+
+def _learned_backward(_: None, gradients: tuple[PyTree[Array], Array]) -> tuple:
+    return jax.lax.optimization_barrier(gradients)
+
+
+learned_at_once.defvjp(_learned_forward, _learned_backward)
 
 
 def remat_policy(keep: Kept) -> Callable[..., Any]:

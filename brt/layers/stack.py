@@ -12,9 +12,16 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from brt.config import Kernels, Model
 from brt.config.checks import check
 from brt.config.fields import Kept
-from brt.distributed.rules import Names, constrain
+from brt.distributed.rules import Names, constrain, cuts
 from brt.layers import kinds
-from brt.layers.basic import BLOCKS_AT_ONCE, compute_dtype, parameter, remat_policy, unrolled
+from brt.layers.basic import (
+    BLOCKS_AT_ONCE,
+    compute_dtype,
+    learned_at_once,
+    parameter,
+    remat_policy,
+    unrolled,
+)
 from brt.layers.kinds import LayerAux
 from brt.layers.state import LayerState, Stream
 from brt.ops import deferred, dispatch
@@ -112,9 +119,34 @@ def _kept(model: Model, kind: str) -> Kept | None:
     return None if dispatch.backend() == "cpu" or kinds.of(kind).loops else "products"
 
 
+# Axes of parameters that devices share: each layer's are gathered and its gradients summed up
+# while it is read, which a compiler that sees all layers does of all at once, in as much memory.
+_SHARED = "embed", "heads", "mlp"
+
+
 def _defers() -> bool:
-    """Whether a scan over blocks hands out pairs of which weight gradients are made after it."""
+    """Whether it matters when weight gradients are made: of what a scan over blocks hands out,
+    after it; of a layer in no loop, before those of the layer below."""
     return dispatch.backend() != "cpu"
+
+
+def _call(module: nn.Module, method: str, *given: Any) -> Any:
+    return getattr(module, method)(*given)
+
+
+def _call_tied(module: nn.Module, method: str, x: PyTree[Array], *given: Any) -> Any:
+    """`_call` of a layer that is in no loop, which has `learned_at_once`."""
+    tied = []
+
+    def tie(params: PyTree[Array]) -> PyTree[Array]:
+        params, x_tied = learned_at_once(params, x)
+        tied.append(x_tied)
+        return params
+
+    def call(module: nn.Module) -> Any:
+        return _call(module, method, tied[-1], *given)
+
+    return nn.map_variables(call, "params", trans_in_fn=tie, rngs=True)(module)
 
 
 class Stack(nn.Module):
@@ -145,6 +177,10 @@ class Stack(nn.Module):
         learned = self.summaries.astype(compute_dtype(self.model))
         return jnp.broadcast_to(learned, (lanes, blocks, *learned.shape))
 
+    def _unrolls(self) -> bool:
+        """Whether TPUs read layers without a loop, if nobody says."""
+        return self.model.feedback or not (self.model.remat or any(map(cuts, _SHARED)))
+
     def _through(
         self, run: int, method: str, stream: Stream, inputs: PyTree, *shared: Any,
         model_state: ModelState, taps: PyTree[Array] = None,
@@ -165,13 +201,17 @@ class Stack(nn.Module):
         ) -> tuple[Stream, tuple[PyTree, LayerAux]]:  # fmt: skip
             known, x = (learnt,) if learns else (), stream if sums_up else stream.tokens
             tapped = () if taps is None else (taps,)
-            x, after, *aux = getattr(module, method)(x, inputs, *shared, *known, *tapped)
+            given = inputs, *shared, *known, *tapped
+            call = _call_tied if ties else _call
+            x, after, *aux = call(module, method, x, *given)
             return x if sums_up else stream._replace(tokens=x), (after, *(aux or [LayerAux()]))
 
-        at_once = unrolled(self.model.layer_unroll, count, count)
+        at_once = unrolled(self.model.layer_unroll, count, count if self._unrolls() else 1)
+        no_loop = at_once == count and method == "__call__"
+        ties = no_loop and taps is None and _defers() and not self.is_initializing()
         if (keep := _kept(self.model, kind)) and method == "__call__":
             # Where no loop parts forward from backward, the compiler would find both the same.
-            layer = nn.remat(layer, prevent_cse=at_once == count, policy=remat_policy(keep))
+            layer = nn.remat(layer, prevent_cse=no_loop, policy=remat_policy(keep))
         scan = nn.scan(
             layer,
             variable_axes={"params": 0},

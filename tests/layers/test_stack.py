@@ -74,6 +74,19 @@ def test_unrolling_and_recomputing_change_nothing(random_params: Callable, chang
     assert_close(results(dataclasses.replace(scanned, **changes), params), expected)
 
 
+def test_layers_that_learn_one_after_the_other_learn_the_same(
+    random_params: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As accelerators have them where no loop is: each layer's gradients before those below."""
+    model = dataclasses.replace(MODEL, layers=3, recurrent_layers=(1,))
+    params = random_params(model)["stack"]
+    expected = results(model, params)
+    monkeypatch.setattr("brt.layers.stack._defers", lambda: True)
+    found = jax.make_jaxpr(lambda p: results(model, p))(params)
+    assert str(found).count("optimization_barrier") >= model.layers
+    assert_close(results(model, params), expected)
+
+
 def products(model: Model, params: Any) -> int:
     """Of matrices, in the gradients of a segment as they are traced."""
     return str(jax.make_jaxpr(lambda p: results(model, p))(params)).count("dot_general")
