@@ -24,7 +24,7 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "clustered_attention_backward_4096x112": (7620, 5945, 6188, 5066),
         "state_attention_512x1536x128": (6902, 5297, 5438, 3684),
         "state_attention_backward_512x1536x128": (11185, 8444, 8409, 5802),
-        "cross_entropy_512x640x1024": (13581, 11511, 11355, 4870),
+        "cross_entropy_512x640x1024": (13628, 11206, 11224, 4912),
         "cross_entropy_backward_512x640x1024": (10196, 9394, 9559, 3279),
         "softmax_attention_512x1024x128": (3663, 3426, 3651, 2562),
         "softmax_attention_backward_512x1024x128": (5196, 4721, 4985, 2952),

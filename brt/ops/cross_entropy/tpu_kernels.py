@@ -51,8 +51,7 @@ def forward(
     others[...] = others[...] * decay + sum(weights)
     if sums is not None:
         weight = jnp.concatenate([part.astype(embedding.dtype) for part in weights], axis=1)
-        decay = jnp.concatenate([decay] * (sums.shape[1] // lanes), axis=1)
-        sums[...] = sums[...] * decay + product(weight, embedding[...], PLAIN)
+        sums[...] = sums[...] * decay[:, :1] + product(weight, embedding[...], PLAIN)
 
     @pl.when(column == pl.num_programs(1) - 1)
     def _() -> None:
