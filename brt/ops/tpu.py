@@ -15,7 +15,6 @@ from brt.ops.normalization import EPSILON
 LANES = 128  # of a vector register
 VMEM_BYTES = 64 * 2**20  # that a kernel may take
 _V4_VMEM_BYTES = 16 * 2**20  # all that a core of a v4 has
-BLOCK_BYTES = 14 * 2**20  # of blocks that must fit into the least of the chips, v4: 16 MiB
 _STRAIGHT = 16  # parts whose code stands one after the other
 
 # Which axes of two matrices a product sums over.
@@ -28,6 +27,11 @@ def vmem() -> int:
     """Bytes that a kernel may take on the chip that is compiled for, if that is known."""
     is_v4 = "v4" in getattr(dispatch.device(), "device_kind", "")
     return _V4_VMEM_BYTES if is_v4 else VMEM_BYTES
+
+
+def room() -> int:
+    """Of these, for blocks and what is computed with."""
+    return vmem() - 2 * 2**20
 
 
 def refuses_heads(width: int, dtype: jnp.dtype) -> str | None:

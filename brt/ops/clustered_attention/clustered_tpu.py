@@ -21,7 +21,6 @@ from brt.ops import dispatch
 from brt.ops.dispatch import kept
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.tpu import (
-    BLOCK_BYTES,
     BY_ROW,
     BY_SLOT,
     LANES,
@@ -29,6 +28,7 @@ from brt.ops.tpu import (
     each,
     heads_first,
     product,
+    room,
     whole,
 )
 
@@ -68,8 +68,8 @@ def refuses(
     of_y = queries.shape[2] * values.shape[3]
     taken = 2 * (2 * (q + k + v) + of_y) * queries.dtype.itemsize  # backward, two of each block
     taken += _TILE_BYTES
-    if taken > BLOCK_BYTES:
-        return f"keeps a head on the chip, {BLOCK_BYTES >> 20} MiB of it at most, not {taken >> 20}"
+    if taken > room():
+        return f"keeps a head on the chip, {room() >> 20} MiB of it at most, not {taken >> 20}"
     return None
 
 

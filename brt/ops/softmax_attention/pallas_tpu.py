@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.ops.dispatch import bits, bits_of, kept
 from brt.ops.softmax import MASKED
 from brt.ops.tpu import (
-    BLOCK_BYTES,
     BY_ROW,
     BY_SLOT,
     LANES,
@@ -26,6 +25,7 @@ from brt.ops.tpu import (
     heads_first,
     product,
     refuses_heads,
+    room,
     whole,
 )
 
@@ -44,8 +44,8 @@ def refuses(q: Array, k: Array, *_: Any, **__: Any) -> str | None:
         )
     if reason := refuses_heads(width, q.dtype):
         return reason
-    if (taken := _bytes(queries, keys, max(width, LANES), q.dtype.itemsize)) > BLOCK_BYTES:
-        return f"keeps a head on the chip, {BLOCK_BYTES >> 20} MiB of it at most, not {taken >> 20}"
+    if (taken := _bytes(queries, keys, max(width, LANES), q.dtype.itemsize)) > room():
+        return f"keeps a head on the chip, {room() >> 20} MiB of it at most, not {taken >> 20}"
     return None
 
 
