@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,6 +19,9 @@ from brt.ops.recurrent_attention.cell import Tokens
 
 HEADS, SIZE = 2, 8
 WATCHED = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
+
+
+V4 = SimpleNamespace(device_kind="TPU v4")  # whose cores have 16 MiB
 
 
 def inputs(
@@ -112,7 +116,7 @@ def test_what_the_kernel_does_not_support_is_said(
     weights = CellWeights(
         vectors[0, 0], vectors[0], *[jnp.zeros((size, 1, size))] * 4, of_heads, of_heads
     )
-    with dispatch.use_backend("tpu"), pytest.raises(NotImplementedError, match=reason):
+    with dispatch.use_backend("tpu", V4), pytest.raises(NotImplementedError, match=reason):
         state_scan(
             weights, vectors[0], vectors, (tokens, tokens), tokens, tokens, flags, flags,
             implementation="pallas_tpu", **changes,

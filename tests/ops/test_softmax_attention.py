@@ -1,6 +1,7 @@
 """The written-out backward pass against autodiff of the plain form."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,9 @@ from brt.ops.softmax_attention import (
 )
 
 SHAPE = {"queries": (2, 3, 5, 4), "keys": (2, 3, 7, 4), "values": (2, 3, 7, 4)}  # B H Q|S K
+
+
+V4 = SimpleNamespace(device_kind="TPU v4")  # whose cores have 16 MiB
 
 
 def plain(
@@ -133,5 +137,5 @@ def test_devices_attend_each_for_itself(mesh: Mesh) -> None:
 )
 def test_what_the_kernel_does_not_support_is_said(shape: tuple, dtype: str, reason: str) -> None:
     x = jnp.zeros(shape, dtype)
-    with dispatch.use_backend("tpu"), pytest.raises(NotImplementedError, match=reason):
+    with dispatch.use_backend("tpu", V4), pytest.raises(NotImplementedError, match=reason):
         attend(x, x, x, implementation="pallas_tpu")
