@@ -90,7 +90,7 @@ def test_the_states_kernel_compiles_forward_and_backward(
     ("head_dim", "dtype"),
     [(64, "bfloat16"), (128, "bfloat16"), (256, "bfloat16"), (128, "float32")],
 )
-def test_the_losss_kernels_compile(chip: str, head_dim: int, dtype: str) -> None:
+def test_the_kernels_of_the_loss_compile(chip: str, head_dim: int, dtype: str) -> None:
     sizes = f"--head_dim={head_dim}", f"--dtype={dtype}"
     out = run("tools/benchmark/kernels.py", f"--one={chip}", "--case=loss", *sizes)
     assert len(json.loads(out.splitlines()[-1])) == CASES["loss"]
