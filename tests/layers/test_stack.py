@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.config import Model
+from brt.config import Mesh, Model
+from brt.distributed.mesh import build
 from brt.layers.recurrent import RecurrentLayer
 from brt.layers.stack import Stack, StackState, new_stack_state, runs
 from brt.layers.window import WindowLayer
@@ -85,6 +86,40 @@ def test_layers_that_learn_one_after_the_other_learn_the_same(
     found = jax.make_jaxpr(lambda p: results(model, p))(params)
     assert str(found).count("optimization_barrier") >= model.layers
     assert_close(results(model, params), expected)
+
+
+def scans(jaxpr: Any) -> list[tuple[int, int]]:
+    """Of every scan how many steps it has, and how many of them are one iteration."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            found.append((eqn.params["length"], eqn.params["unroll"]))
+        inner = (getattr(part, "jaxpr", None) for part in eqn.params.values())
+        found += [scan for part in inner if part is not None for scan in scans(part)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "mesh", "at_once"),
+    [
+        ("cpu", {}, Mesh(), 1),
+        ("gpu", {}, Mesh(), 1),
+        ("tpu", {}, Mesh(), 5),
+        ("tpu", {}, Mesh(data=2), 5),
+        ("tpu", {"layer_unroll": 2}, Mesh(), 2),
+        ("tpu", {"remat": True}, Mesh(), 1),
+        ("tpu", {}, Mesh(fsdp=2), 1),
+        ("tpu", {}, Mesh(tensor=2), 1),
+    ],
+)
+def test_tpus_read_layers_without_a_loop_where_memory_needs_none(
+    random_params: Callable, backend: str, changes: dict, mesh: Mesh, at_once: int
+) -> None:
+    model = dataclasses.replace(MODEL, layers=5, recurrent_layers=(), dtype="float32", **changes)
+    params = random_params(model)["stack"]
+    with dispatch.use_backend(backend), jax.set_mesh(build(mesh, {})):
+        found = scans(jax.make_jaxpr(lambda p: results(model, p))(params).jaxpr)
+    assert {unroll for length, unroll in found if length == model.layers} == {at_once}
 
 
 def products(model: Model, params: Any) -> int:
