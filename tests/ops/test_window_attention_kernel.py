@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from brt.config import Mesh
 from brt.distributed.mesh import build
+from brt.layers.basic import remat_policy
 from brt.ops import dispatch
 from brt.ops.window_attention import pallas_tpu, segment_part, window_part
 
@@ -191,6 +192,20 @@ def test_a_backend_takes_its_kernel_where_it_can_run_and_cpus_refuse_it(backend:
     assert "pallas_call" in traced(128, backend) and "pallas_call" not in traced(96, backend)
     with pytest.raises(NotImplementedError, match=f"runs on {backend}, not on cpu"):
         traced(128, "cpu", implementation=f"pallas_{backend}")
+
+
+def test_what_the_kernel_gave_is_kept_as_it_is() -> None:
+    """As bits: of numbers JAX keeps what is rounded to the precision that they have."""
+    given = inputs(1, window=128, width=64, dtype="bfloat16")
+
+    def layer(queries: jax.Array) -> jax.Array:
+        part = window_part(**given | {"queries": queries}, implementation="pallas_tpu")
+        return jnp.sum(jnp.sin(part.output.astype(jnp.float32)))
+
+    kept = jax.grad(jax.checkpoint(layer, policy=remat_policy("products")))
+    with dispatch.use_backend("tpu"):
+        traced = str(jax.make_jaxpr(kept)(given["queries"]))
+    assert "name[name=kernel]" in traced and "reduce_precision" not in traced
 
 
 def test_what_a_chip_has_no_room_for_is_said() -> None:
