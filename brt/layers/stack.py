@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from brt.config import Kernels, Model
 from brt.config.checks import check
 from brt.config.fields import Kept
-from brt.distributed.rules import Names, constrain, cuts
+from brt.distributed.rules import Names, constrain
 from brt.layers import kinds
 from brt.layers.basic import (
     BLOCKS_AT_ONCE,
@@ -119,11 +119,6 @@ def _kept(model: Model, kind: str) -> Kept | None:
     return None if dispatch.backend() == "cpu" or kinds.of(kind).loops else "products"
 
 
-# Axes of parameters that devices share: each layer's are gathered and its gradients summed up
-# while it is read, which a compiler that sees all layers does of all at once, in as much memory.
-_SHARED = "embed", "heads", "mlp"
-
-
 def _defers() -> bool:
     """Whether it matters when weight gradients are made: of what a scan over blocks hands out,
     after it; of a layer in no loop, before those of the layer below."""
@@ -178,8 +173,8 @@ class Stack(nn.Module):
         return jnp.broadcast_to(learned, (lanes, blocks, *learned.shape))
 
     def _unrolls(self) -> bool:
-        """Whether TPUs read layers without a loop, if nobody says."""
-        return self.model.feedback or not (self.model.remat or any(map(cuts, _SHARED)))
+        """Whether TPUs read layers without a loop, if nobody says: not where memory is short."""
+        return self.model.feedback or not self.model.remat
 
     def _through(
         self, run: int, method: str, stream: Stream, inputs: PyTree, *shared: Any,

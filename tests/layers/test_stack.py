@@ -108,11 +108,10 @@ def scans(jaxpr: Any) -> list[tuple[int, int]]:
         ("tpu", {}, Mesh(data=2), 5),
         ("tpu", {"layer_unroll": 2}, Mesh(), 2),
         ("tpu", {"remat": True}, Mesh(), 1),
-        ("tpu", {}, Mesh(fsdp=2), 1),
-        ("tpu", {}, Mesh(tensor=2), 1),
+        ("tpu", {}, Mesh(fsdp=2), 5),
     ],
 )
-def test_tpus_read_layers_without_a_loop_where_memory_needs_none(
+def test_tpus_read_layers_without_a_loop_where_memory_is_not_short(
     random_params: Callable, backend: str, changes: dict, mesh: Mesh, at_once: int
 ) -> None:
     model = dataclasses.replace(MODEL, layers=5, recurrent_layers=(), dtype="float32", **changes)
