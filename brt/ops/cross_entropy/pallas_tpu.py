@@ -231,7 +231,8 @@ def _tiles(tokens: int, embedding: Array, dtype: jnp.dtype) -> list[tuple[int, i
     """What the chip has room for of the kernel that takes more."""
     vocabulary, width = embedding.shape
     sizes = ((_largest(tokens, r), _largest(vocabulary, c)) for c in _COLUMNS for r in _ROWS)
-    return [(r, c) for r, c in sizes if _taken(r, c, width, dtype.itemsize) <= _room()]
+    room = tpu.vmem() - 2**20  # that margin is what the compiler took beyond the count
+    return [(r, c) for r, c in sizes if _taken(r, c, width, dtype.itemsize) <= room]
 
 
 def _taken(rows: int, columns: int, width: int, itemsize: int) -> int:
@@ -240,10 +241,6 @@ def _taken(rows: int, columns: int, width: int, itemsize: int) -> int:
     both = parts * 2 * (rows + columns) * width * itemsize + 2 * rows * columns * 4
     forward = 2 * rows * width * itemsize + rows * width * 4 + 13 * rows * tpu.LANES * 4
     return both + max(forward, 2 * columns * width * 4)
-
-
-def _room() -> int:
-    return tpu.vmem() - 2**20
 
 
 def _largest(size: int, limit: int) -> int:
