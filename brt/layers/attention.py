@@ -43,20 +43,28 @@ from brt.ops.window_attention import last_block, normalizes, segment_part, windo
 Mix = Callable[[Array, AttentionPart], Array]
 
 
+class RawProjections(NamedTuple):
+    """Queries and keys that are not normalised: what attends with them does it."""
+
+    queries: Float[Array, "B T H K"]
+    keys: Float[Array, "B T H K"]
+    cross_queries: Float[Array, "B T H K"] | None
+
+
 class TokenProjections(NamedTuple):
     """What tokens attend with; scales are folded into the queries.
 
     Attributes:
       queries, keys, values: [B, T, H, K].
       cross_queries: [B, T, H, K] for the recurrent states, or None.
-      raw: queries and keys before they were normalised, for window attention that does it itself.
+      raw: of these what is not normalised, where attention does that more quickly.
     """
 
     queries: Float[Array, "B T H K"]
     keys: Float[Array, "B T H K"]
     values: Float[Array, "B T H K"]
     cross_queries: Float[Array, "B T H K"] | None
-    raw: tuple[Float[Array, "B T H K"], Float[Array, "B T H K"]] | None = None
+    raw: RawProjections | None = None
 
 
 class Past(NamedTuple):
@@ -166,7 +174,7 @@ class TransformerBlock(nn.Module):
         found = deferred.dots(h, kernels, taps.projections)
         *products, values = (constrain(product, *names) for product in found)
         queries, keys, *cross = (scaled_unit(*pair) for pair in zip(products, scales, strict=True))
-        raw = products[0], products[1]
+        raw = RawProjections(products[0], products[1], products[2] if cross else None)
         return TokenProjections(queries, keys, values, cross[0] if cross else None, raw)
 
     def memorize(self, z: Float[Array, "B S D"], *, learns: bool = True) -> StateMemory:
@@ -223,8 +231,10 @@ class TransformerBlock(nn.Module):
     ) -> Float[Array, "B T D"]:
         """The layer's output for a segment; `memory` [B, N, S, H, K] is the states' or None."""
         m = self.model
-        tokens, mask = x.shape[1], None
-        queries, keys = projections.raw or (projections.queries, projections.keys)
+        tokens, mask, raw = x.shape[1], None, projections.raw
+        queries, keys, crossing = raw or (
+            projections.queries, projections.keys, projections.cross_queries
+        )  # fmt: skip
         values, cached = projections.values, past.keys
         if m.positions == "rotary":  # here, so that caches and states keep keys as they are
             table = rotations(-m.window, m.window + tokens, m.head_dim)
@@ -238,14 +248,15 @@ class TransformerBlock(nn.Module):
         part = segment_part(
             queries, (cached, past.values), keys, values, self.bias(), past.readable, mask,
             attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
-            scale=self.query_scale() if projections.raw else None,
+            scale=self.query_scale() if raw else None,
             implementation=self.kernels.window_attention,
         )  # fmt: skip
         attended = [part.output if mix is None else mix(projections.queries, part)]
         if memory is not None:
             blocked = (len(x), -1, m.window, m.heads, m.head_dim)
             crossed = attend(
-                jnp.reshape(projections.cross_queries, blocked), *memory,
+                jnp.reshape(crossing, blocked), *memory,
+                scale=self.query_scale("cross_scale") if raw else None,
                 implementation=self.kernels.softmax_attention,
             )  # fmt: skip
             attended.append(crossed.reshape(attended[0].shape))
@@ -347,7 +358,7 @@ def with_cache(
     readable = constrain(readable, "lanes", None)
     values = last_block(projections.values, model.window)
     if projections.raw:  # else all of them would be normalised for the sake of the last
-        keys = l2_normalize(last_block(projections.raw[1], model.window))
+        keys = l2_normalize(last_block(projections.raw.keys, model.window))
     else:
         keys = last_block(projections.keys, model.window)
     after = WindowState(keys, values, jnp.ones_like(state.valid))

@@ -240,13 +240,15 @@ class RecurrentLayer(nn.Module):
         projections = self.tokens.project(x, taps.tokens)
         past, window = with_cache(self.model, state.window, projections, document_start)
         everywhere = ("lanes", None, "heads", None)  # on all devices that share the tokens
-        keys, values = (constrain(x, *everywhere) for x in (projections.keys, projections.values))
+        raw = projections.raw
+        shown = raw.keys if raw else projections.keys, projections.values
+        keys, values = (constrain(x, *everywhere) for x in shown)
         vectors, memory = state_scan(
             self.cell.weights, self.cell.initial, self._vectors(state), past[:2], keys, values,
             past.readable, document_start, taps=taps.cell,
             implementation=self.kernels.recurrent_attention,
             unroll=unrolled(self.model.block_unroll, document_start.shape[1], BLOCKS_AT_ONCE),
-            **self._options(),
+            raw_keys=raw is not None, **self._options(),
         )  # fmt: skip
         names = ("lanes", "blocks", None, "heads", None)
         memory = StateMemory(*(constrain(part, *names) for part in memory))

@@ -28,6 +28,7 @@ from brt.ops.dispatch import Op
 from brt.ops.encoder_attention import Side
 from brt.ops.gates import GateWeights
 from brt.ops.memory_attention import memory_attention
+from brt.ops.normalization import l2_normalize
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import CellWeights, state_scan
 from brt.ops.routed_attention import Rings, Routed, rings_after, routed_attention
@@ -95,24 +96,28 @@ def recurrent(kind: str, layout: str, null_keys: bool) -> tuple[Run, list]:
     def run(name: str, *x: Any) -> Any:
         *first, keys, values = x
         cached, own = ([y[:, part] for y in (keys, values)] for part in np.s_[:6, 6:])
+        cached[0] = l2_normalize(cached[0])
         return state_scan(
             *first, tuple(cached), *own, readable, ~readable, kind=kind, tanh="paper",
-            normalize_qk=True, null_keys=null_keys, implementation=name,
+            normalize_qk=True, null_keys=null_keys, raw_keys=True, implementation=name,
         )  # fmt: skip
 
     return run, [weights, *arrays]
 
 
 def softmax(null_keys: bool | None) -> tuple[Run, list]:
+    """Without `null_keys` of all keys, and queries that are normalised."""
     q, k, v = normal(0, (LANES, 256, HEADS, SIZE), *[(LANES, HEADS, 512, SIZE)] * 2)
+    scale = jnp.asarray([0.5, 2.0, 1.5][:HEADS])
 
-    def run(name: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def run(name: str, q: jax.Array, k: jax.Array, v: jax.Array, scale: jax.Array) -> jax.Array:
         if null_keys is None:
-            return attend(q, k.swapaxes(1, 2), v.swapaxes(1, 2), implementation=name)
+            keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
+            return attend(q, keys, values, scale=scale, implementation=name)
         readable = jnp.asarray([True, False])
         return attend_to_blocks(q, k, v, readable, null_keys=null_keys, implementation=name)
 
-    return run, [q, k, v]
+    return run, [q, k, v, scale]
 
 
 def memory(search: str) -> tuple[Run, list]:

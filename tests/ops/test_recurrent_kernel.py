@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.ops import dispatch
+from brt.ops.normalization import l2_normalize
 from brt.ops.recurrent_attention import CellWeights, pallas_tpu, state_scan, xla
 from brt.ops.recurrent_attention.cell import Tokens
 
@@ -47,6 +48,18 @@ def both_passes(read: Callable, arrays: list[Any], readable: jax.Array) -> list[
     return [np.asarray(x, np.float64) for x in found]
 
 
+def normalizing(read: Callable) -> Callable:
+    """The same of keys that are normalised before."""
+
+    def prepared(
+        projected: Any, scales: Any, before: Tokens, own: Tokens, *others: Any, **options: Any
+    ) -> Any:
+        both = (block._replace(keys=l2_normalize(block.keys)) for block in (before, own))
+        return read(projected, scales, *both, *others, **options)
+
+    return prepared
+
+
 @pytest.mark.parametrize(
     ("lanes", "normalize_qk", "null_keys"),
     [(1, False, False), (3, True, True), pytest.param(3, True, False, marks=pytest.mark.slow)],
@@ -58,9 +71,10 @@ def test_equals_plain_xla_in_float32(
     """Of the largest magnitude of an array; plain XLA computes in float32 either way."""
     arrays, readable = inputs(lanes, dtype=dtype)
     options = {"normalize_qk": normalize_qk, "null_keys": null_keys}
-    kernel = partial(pallas_tpu.state_attention, interpret=True, **options)
+    kernel = partial(pallas_tpu.state_attention, interpret=True, raw_keys=normalize_qk, **options)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
-    expected = both_passes(partial(xla.state_attention, **options), wide, readable)
+    read = normalizing(xla.state_attention) if normalize_qk else xla.state_attention
+    expected = both_passes(partial(read, **options), wide, readable)
     for found, wanted in zip(both_passes(kernel, arrays, readable), expected, strict=True):
         assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
 

@@ -6,20 +6,38 @@ takes two phases: `state_scan` runs over the blocks and emits what the tokens of
 block read, then the layer attends for the tokens of all blocks at once.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from jaxtyping import Array, Bool, Float, PyTree
 
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
+from brt.ops.normalization import l2_normalize
 from brt.ops.recurrent_attention import pallas_tpu, reference, xla
 from brt.ops.recurrent_attention.cell import CellWeights, StateMemory
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An implementation that reads keys of tokens as they are, normalised where they are to be."""
+
+    def prepared(
+        weights: CellWeights, initial: Array, vectors: Array, cached: tuple[Array, Array],
+        keys: Array, *others: Array, raw_keys: bool, **options: Any,
+    ) -> Any:  # fmt: skip
+        keys = l2_normalize(keys) if raw_keys else keys
+        return function(weights, initial, vectors, cached, keys, *others, **options)
+
+    return prepared
+
 
 OP = Op(
     "recurrent_attention",
     (
         Implementation("pallas_tpu", pallas_tpu.state_scan, ("tpu",), ("tpu",), pallas_tpu.refuses),
-        Implementation("xla", xla.state_scan),
+        Implementation("xla", _plain(xla.state_scan)),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
-        Implementation("reference", reference.state_scan, auto=()),
+        Implementation("reference", _plain(reference.state_scan), auto=()),
     ),
 )
 
@@ -36,6 +54,7 @@ def state_scan(
     *,
     taps: PyTree[Array] = None,
     unroll: int = 1,
+    raw_keys: bool = False,
     implementation: str | None = None,
     **options: str | bool | None,
 ) -> tuple[Float[Array, "B S D"], StateMemory]:
@@ -50,6 +69,7 @@ def state_scan(
       document_start: where the states begin anew.
       taps: of a segment of one block, a step's of those of `state_taps`; None: its own.
       unroll: blocks per iteration of the scan.
+      raw_keys: those of the segment's tokens are to be normalised first.
       implementation: a named one runs or raises; None takes the best that can.
       options: `kind`, `tanh`, `normalize_qk`, `null_keys` and `attention` of `state_update`.
 
@@ -62,5 +82,6 @@ def state_scan(
     """
     return dispatch.run(
         OP, implementation, weights, initial, vectors, cached, keys, values, readable,
-        document_start, taps=taps, unroll=unroll, **options,
+        document_start, taps=taps, unroll=unroll,
+        raw_keys=raw_keys, **options,
     )  # fmt: skip

@@ -74,11 +74,16 @@ def state_attention(
     *,
     normalize_qk: bool,
     null_keys: bool,
+    raw_keys: bool = False,
     attention: str | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B S 2 H K"], StateMemory]:
-    """See `xla.state_attention`; `interpret` runs on any device, with any sizes."""
-    static = Static(normalize_qk, null_keys, interpret)
+    """See `xla.state_attention`; `interpret` runs on any device, with any sizes.
+
+    Args:
+      raw_keys: tokens' keys are normalised here, too.
+    """
+    static = Static(normalize_qk, raw_keys, null_keys, interpret)
     given = _Given(
         projected.transpose(2, 0, 3, 1, 4), scales.astype(jnp.float32).T, before, own,
         readable.astype(jnp.int32),

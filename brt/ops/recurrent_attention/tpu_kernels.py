@@ -21,6 +21,7 @@ class Static(NamedTuple):
     """What is known when tracing."""
 
     normalize_qk: bool
+    raw_keys: bool  # of tokens, too
     null_keys: bool
     interpret: bool | pltpu.InterpretParams
 
@@ -83,11 +84,14 @@ def _parts(seen: Array, inputs: Inputs, static: Static) -> tuple[list[_Part], li
     keys, (before, own) = inputs.projected[KEYS], zip(inputs.keys, inputs.values, strict=True)
     if static.normalize_qk:
         keys = unit(keys)[0].astype(keys.dtype)
-    known, unseen = [x[...] for x in before], jnp.where(seen, 0.0, MASKED)
+    known, of_own = ([x[...] for x in pair] for pair in (before, own))
+    if static.raw_keys:
+        known[0], of_own[0] = (unit(x)[0].astype(x.dtype) for x in (known[0], of_own[0]))
+    unseen = jnp.where(seen, 0.0, MASKED)
     if static.null_keys:
         known = [jax.lax.select(seen, x, jnp.zeros_like(x)) for x in known]
         unseen = jnp.zeros(())
-    tokens = [_Part(known[0], known[1], unseen), _Part(own[0][...], own[1][...])]
+    tokens = [_Part(known[0], known[1], unseen), _Part(of_own[0], of_own[1])]
     return [_Part(keys, inputs.projected[VALUES])], tokens
 
 
@@ -159,19 +163,25 @@ def backward_kernel(
         own[0] = through_unit(inputs.projected[KEYS], own[0])[0]
     for part, gradient in zip((KEYS, VALUES), own, strict=True):
         found.projected[part] = gradient.astype(found.projected.dtype)
-    _write_tokens(seen, found, (keys_sum, values_sum), static)
+    _write_tokens(seen, inputs, found, (keys_sum, values_sum), static)
 
 
-def _write_tokens(seen: Array, found: Gradients, sums: tuple[Any, Any], static: Static) -> None:
+def _write_tokens(
+    seen: Array, inputs: Inputs, found: Gradients, sums: tuple[Any, Any], static: Static
+) -> None:
     """The gradients of the tokens of both blocks."""
     window = found.keys[0].shape[0]
-    for (before, own), total in zip((found.keys, found.values), sums, strict=True):
+    raw = inputs.keys if static.raw_keys else None, None
+    for (before, own), total, keys in zip((found.keys, found.values), sums, raw, strict=True):
         end = total.shape[0] - window
-        of_before = total[end - window : end]
+        of_before, of_own = total[end - window : end], total[end:]
         if static.null_keys:
             of_before = jax.lax.select(seen, of_before, jnp.zeros_like(of_before))
+        if keys is not None:
+            pairs = zip(keys, (of_before, of_own), strict=True)
+            of_before, of_own = (through_unit(x[...], gradient)[0] for x, gradient in pairs)
         before[...] = of_before.astype(before.dtype)
-        own[...] = total[end:].astype(own.dtype)
+        own[...] = of_own.astype(own.dtype)
 
 
 def _add_gradients(

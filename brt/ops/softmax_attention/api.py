@@ -1,22 +1,37 @@
 """Which implementation attends; each device does so for its own lanes, blocks and heads."""
 
-from functools import partial
+from collections.abc import Callable
+from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from brt.distributed import rules
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
+from brt.ops.normalization import scaled_unit
 from brt.ops.softmax_attention import pallas_tpu, reference, xla
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An implementation whose queries are normalised, where they are to be."""
+
+    def prepared(q: Array, *others: Any, scale: Array | None, **options: bool) -> Any:
+        if scale is not None:
+            q = scaled_unit(q.swapaxes(-3, -2), scale).swapaxes(-3, -2)
+        return function(q, *others, **options)
+
+    return prepared
+
 
 OP = Op(
     "softmax_attention",
     (
         Implementation("pallas_tpu", pallas_tpu.attention, ("tpu",), ("tpu",), pallas_tpu.refuses),
-        Implementation("xla", xla.attention),
+        Implementation("xla", _plain(xla.attention)),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
-        Implementation("reference", reference.attention, auto=()),
+        Implementation("reference", _plain(reference.attention), auto=()),
     ),
 )
 
@@ -26,19 +41,21 @@ def attend(
     keys: Float[Array, "*B S H K"],
     values: Float[Array, "*B S H K"],
     *,
+    scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*B Q H K"]:
-    """Attention to every key; any scale is folded into the queries.
+    """Attention to every key.
 
     Args:
-      queries: of [B] or [B, N], lanes and their blocks.
+      queries: of [B] or [B, N], lanes and their blocks; with any scale folded in.
+      scale: if given, queries are normalised first, to this length.
       implementation: a named one runs or raises; None takes the best that can.
 
     Raises:
       NotImplementedError: an implementation that does not exist, or not for these inputs.
     """
     q, k, v = (x.swapaxes(-3, -2) for x in (queries, keys, values))
-    return _attend(q, k, v, None, False, implementation).swapaxes(-3, -2)
+    return _attend(q, k, v, None, scale, False, implementation).swapaxes(-3, -2)
 
 
 def attend_to_blocks(
@@ -57,20 +74,22 @@ def attend_to_blocks(
       implementation: as of `attend`.
     """
     q = queries.swapaxes(1, 2)
-    return _attend(q, keys, values, readable, null_keys, implementation).swapaxes(1, 2)
+    return _attend(q, keys, values, readable, None, null_keys, implementation).swapaxes(1, 2)
 
 
 def _attend(
-    q: Array, k: Array, v: Array, readable: Array | None, null_keys: bool,
+    q: Array, k: Array, v: Array, readable: Array | None, scale: Array | None, null_keys: bool,
     implementation: str | None,
 ) -> Array:  # fmt: skip
-    local = partial(dispatch.run, OP, implementation, null_keys=null_keys)
+    def local(q: Array, k: Array, v: Array, readable: Any, scale: Any) -> Array:
+        return dispatch.run(OP, implementation, q, k, v, readable, null_keys=null_keys, scale=scale)
+
     if not rules.partitioned():
-        return local(q, k, v, readable)
+        return local(q, k, v, readable, scale)
     lanes = ("lanes", "blocks")[: q.ndim - 3]
     of_q, of_k = (rules.placed(*lanes, "heads", None, None, shape=x.shape) for x in (q, k))
     of_lanes = rules.placed("lanes", shape=q.shape[:1])
     return jax.shard_map(
-        local, in_specs=(of_q, of_k, of_k, of_lanes), out_specs=of_q,
+        local, in_specs=(of_q, of_k, of_k, of_lanes, P(of_q[-3])), out_specs=of_q,
         axis_names=rules.axes(), check_vma=False,
-    )(q, k, v, readable)  # fmt: skip
+    )(q, k, v, readable, scale)  # fmt: skip

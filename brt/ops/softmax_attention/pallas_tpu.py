@@ -26,6 +26,8 @@ from brt.ops.tpu import (
     product,
     refuses_heads,
     room,
+    through_unit,
+    unit,
     whole,
 )
 
@@ -67,6 +69,7 @@ def attention(
     readable: Bool[Array, " B"] | None,
     *,
     null_keys: bool,
+    scale: Float[Array, " H"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "*B H Q K"]:
     """See `api.attend_to_blocks`; `interpret` runs on any device, with any sizes."""
@@ -75,7 +78,7 @@ def attention(
         readable = jnp.ones(q.shape[:1], bool)
     flags = jnp.repeat(readable.astype(jnp.int32), math.prod(q.shape[1:-3]))
     of_q, of_k, of_v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
-    return _attend(_Given(of_q, of_k, of_v, flags), static).reshape(q.shape)
+    return _attend(_Given(of_q, of_k, of_v, flags, scale), static).reshape(q.shape)
 
 
 interpreted = functools.partial(attention, interpret=True)
@@ -96,6 +99,13 @@ class _Given(NamedTuple):
     k: Float[Array, "B H S K"]
     v: Float[Array, "B H S K"]
     readable: Int[Array, " B"]
+    scale: Float[Array, " H"] | None  # the length that queries get, where they are normalised here
+
+    def lengths(self) -> Float[Array, "H 1 L"] | None:
+        if self.scale is None:
+            return None
+        wide = self.scale.astype(jnp.float32)[:, None, None]
+        return jnp.broadcast_to(wide, (len(self.scale), 1, LANES))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -105,15 +115,15 @@ def _attend(given: _Given, static: _Static) -> Float[Array, "B H Q K"]:
 
 def _forward(given: _Given, static: _Static) -> tuple[Array, tuple]:
     q = given.q
-    of_q, of_k, numbers = _places(given)
+    of_q, of_k, numbers, length = _places(given)
     y, lse = _call(
-        _forward_kernel, given, static, [of_q, of_k, of_k], [of_q, numbers],
+        _forward_kernel, given, static, [of_q, of_k, of_k, length], [of_q, numbers],
         [
             jax.ShapeDtypeStruct(q.shape, bits_of(q.dtype)),
             jax.ShapeDtypeStruct((*q.shape[:2], 1, q.shape[2]), jnp.float32),
         ],
         products=2,
-    )(given.readable, *given[:3])  # fmt: skip
+    )(given.readable, *given[:3], given.lengths())  # fmt: skip
     y, lse = kept(y, q.dtype), kept(lse)
     return y, (given, y, lse)
 
@@ -121,20 +131,27 @@ def _forward(given: _Given, static: _Static) -> tuple[Array, tuple]:
 def _backward(static: _Static, saved: tuple, gradient: Array) -> tuple[_Given]:
     given, y, lse = saved
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)[:, :, None]
-    of_q, of_k, numbers = _places(given)
-    d_q, d_k, d_v = _call(
-        _backward_kernel, given, static, [of_q, of_k, of_k, of_q, numbers, numbers],
-        [of_q, of_k, of_k], list(given[:3]), products=5,
-    )(given.readable, *given[:3], gradient, lse, along)  # fmt: skip
-    return (_Given(d_q, d_k, d_v, None),)
+    of_q, of_k, numbers, length = _places(given)
+    lengths = given.lengths()
+    d_q, d_k, d_v, d_scale = _call(
+        _backward_kernel, given, static, [of_q, of_k, of_k, length, of_q, numbers, numbers],
+        [of_q, of_k, of_k, length], [*given[:3], lengths], products=5,
+    )(given.readable, *given[:3], lengths, gradient, lse, along)  # fmt: skip
+    if given.scale is not None:
+        d_scale = d_scale[:, 0, 0].astype(given.scale.dtype)
+    return (_Given(d_q, d_k, d_v, None, d_scale),)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _places(given: _Given) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
-    """Where a step finds queries, keys, and what there is one number of per query."""
-    return whole(*given.q.shape[2:]), whole(*given.k.shape[2:]), whole(1, given.q.shape[2])
+def _places(given: _Given) -> tuple[pl.BlockSpec | None, ...]:
+    """Where a step finds queries, keys, what there is one number of per query, and of a head."""
+    (queries, width), keys = given.q.shape[2:], given.k.shape[2:]
+    length = None
+    if given.scale is not None:
+        length = pl.BlockSpec((None, 1, LANES), lambda h, b, *_: (h, 0, 0))
+    return whole(queries, width), whole(*keys), whole(1, queries), length
 
 
 def _call(
@@ -152,13 +169,15 @@ def _call(
             num_scalar_prefetch=1, grid=(heads, batch), in_specs=inputs, out_specs=outputs,
             scratch_shapes=scratch,
         ),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes],
+        out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), list(shapes)),
         name=f"softmax_attention{backward}_{size}_{batch * heads}_steps",
         interpret=static.interpret, compiler_params=heads_first(2),
         cost_estimate=pl.CostEstimate(
             flops=2 * products * slots * given.q.size,
             transcendentals=slots * given.q.size // width,
-            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*given[:3], *shapes)),
+            bytes_accessed=sum(
+                x.size * x.dtype.itemsize for x in jax.tree.leaves((given[:3], shapes))
+            ),
         ),
     )  # fmt: skip
 
@@ -189,14 +208,19 @@ def _logits(seen: Array, keys: Array, own: Array, static: _Static) -> Float[Arra
     return jnp.concatenate([found[:half] + jnp.where(seen, 0.0, MASKED), found[half:]], axis=0)
 
 
+def _queries(q: Any, rows: slice, length: Any) -> Float[Array, "R K"]:
+    own = q[rows]
+    return own if length is None else (unit(own)[0] * length[:, :1]).astype(own.dtype)
+
+
 def _forward_kernel(
-    readable: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, *, static: _Static
+    readable: Any, q: Any, k: Any, v: Any, length: Any, y: Any, lse: Any, *, static: _Static
 ) -> None:
     seen = readable[pl.program_id(1)] > 0
     keys, values = _loaded(seen, k, v, static)
     columns = values.T
     for rows in _tiles(q.shape[0], k.shape[0]):
-        logits = _logits(seen, keys, q[rows], static)
+        logits = _logits(seen, keys, _queries(q, rows, length), static)
         top = jnp.max(logits, axis=0, keepdims=True)
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=0, keepdims=True)
@@ -206,17 +230,31 @@ def _forward_kernel(
 
 
 def _backward_kernel(
-    readable: Any, q: Any, k: Any, v: Any, gradient: Any, lse: Any, along: Any,
-    d_q: Any, d_k: Any, d_v: Any, keys_sum: Any, values_sum: Any, *, static: _Static,
+    readable: Any, q: Any, k: Any, v: Any, length: Any, gradient: Any, lse: Any, along: Any,
+    d_q: Any, d_k: Any, d_v: Any, d_length: Any, keys_sum: Any, values_sum: Any, *,
+    static: _Static,
 ) -> None:  # fmt: skip
-    seen = readable[pl.program_id(1)] > 0
+    lane = pl.program_id(1)
+    seen = readable[lane] > 0
     keys, values = _loaded(seen, k, v, static)
+    if length is not None:
+
+        @pl.when(lane == 0)
+        def _() -> None:
+            d_length[...] = jnp.zeros_like(d_length)
+
     for rows in _tiles(q.shape[0], k.shape[0]):
-        own, theirs = q[rows], gradient[rows]
+        own, theirs = _queries(q, rows, length), gradient[rows]
         weights = jnp.exp(_logits(seen, keys, own, static) - lse[:, rows])
         d_logits = weights * (product(values, theirs, BY_ROW) - along[:, rows])
         d_logits, weights = d_logits.astype(own.dtype), weights.astype(own.dtype)
-        d_q[rows] = product(d_logits, keys, BY_SLOT).astype(d_q.dtype)
+        d_own = product(d_logits, keys, BY_SLOT)
+        if length is not None:
+            d_own, directed = through_unit(q[rows], d_own)
+            d_own *= length[:, :1]
+            total = jnp.sum(directed, axis=0, keepdims=True)
+            d_length[...] += jnp.broadcast_to(total, (1, LANES))
+        d_q[rows] = d_own.astype(d_q.dtype)
         of_keys, of_values = product(d_logits, own, PLAIN), product(weights, theirs, PLAIN)
         if rows.start:
             of_keys, of_values = of_keys + keys_sum[...], of_values + values_sum[...]
