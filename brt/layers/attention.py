@@ -1,6 +1,6 @@
 """The vertical direction: what a layer does to its tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -260,7 +260,7 @@ class TransformerBlock(nn.Module):
                 implementation=self.kernels.softmax_attention,
             )  # fmt: skip
             attended.append(crossed.reshape(attended[0].shape))
-        return self.finish(x, jnp.stack(attended, axis=2), taps)
+        return self.finish(x, attended, taps)
 
     def attend_step(
         self,
@@ -298,7 +298,7 @@ class TransformerBlock(nn.Module):
         attended = [part.output if mix is None else mix(projections.queries, part)]
         if memory is not None:
             attended.append(attend(projections.cross_queries, *memory))
-        return self.finish(x, jnp.stack(attended, axis=2)), after
+        return self.finish(x, attended), after
 
     def _rotate_step(
         self,
@@ -323,13 +323,13 @@ class TransformerBlock(nn.Module):
         return "tokens" if count("blocks", x.shape[1] // self.model.window) > 1 else None
 
     def finish(
-        self, x: Float[Array, "B T D"], attended: Float[Array, "B T n H K"],
+        self, x: Float[Array, "B T D"], attended: Sequence[Float[Array, "B T H K"]],
         taps: TokenTaps = NO_TAPS,
     ) -> Float[Array, "B T D"]:  # fmt: skip
-        """Residual of the attention, then the MLP and its residual."""
+        """Residual of the attentions, then the MLP and its residual."""
         tokens = self._along(x)
-        attended = constrain(attended, "lanes", tokens, None, "heads", None)
-        x = x + deferred.dot(attended, self.output, taps.output, inputs=3)
+        attended = [constrain(part, "lanes", tokens, "heads", None) for part in attended]
+        x = x + deferred.joined(attended, self.output, taps.output, inputs=3)
         x = constrain(x, "lanes", tokens, None)
         hidden = deferred.dot(rms_norm(x, self.mlp_norm), self.mlp_in, taps.mlp_in)
         if self.model.mlp_bias:

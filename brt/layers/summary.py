@@ -212,7 +212,7 @@ class SummaryLayer(nn.Module):
         read = jax.tree.map(lambda x: jnp.where(_along(start, x), jnp.zeros_like(x), x), read)
         own, short = StateMemory(block.keys, block.values), self._short(read.state)
         attended = self._attend(block.queries, own, short, read, bias, jnp.zeros((), jnp.int32))
-        z = self.tokens.finish(block.inputs, attended[:, :, None])
+        z = self.tokens.finish(block.inputs, [attended])
         x, u = jnp.split(z, [self.model.window], axis=1)
         read, u = self._after(read, x, u)
         return read, (x, u)
@@ -323,7 +323,7 @@ class SummaryLayer(nn.Module):
             bias = jnp.take(bias, jnp.maximum(distance, 0), axis=1)[:, None]
         read = Read(state, block.long)
         y = self._attend(projected.queries, own, block.short, read, bias, position)
-        y = self.tokens.finish(x, y[:, :, None])
+        y = self.tokens.finish(x, [y])
         block = block._replace(keys=own.keys, values=own.values, outputs=written(block.outputs, y))
         return stream._replace(tokens=y), block
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.distributed.rules import count
+from brt.ops import dispatch
 from brt.ops.dense import dense, dense_forward, input_gradient, weight_gradient
 
 Kernels = tuple[Float[Array, "..."], ...]
@@ -29,11 +30,11 @@ class Tap(NamedTuple):
     """Per step of the scan, where the pairs of products of one x come out: the scan's `xs`.
 
     Attributes:
-      inputs: [N, *rows, *inputs].
+      inputs: [N, *rows, *inputs]; of `joined` products each part.
       outputs: of each kernel, [N, *rows, *outputs].
     """
 
-    inputs: Float[Array, "N ..."]
+    inputs: Float[Array, "N ..."] | tuple[Float[Array, "N ..."], ...]
     outputs: tuple[Float[Array, "N ..."], ...]
 
 
@@ -43,13 +44,21 @@ class LayerTaps(NamedTuple):
     layers: tuple[Tap, ...]
 
 
+class _Like(NamedTuple):
+    """What products are like: how many axes they sum over, and how many parts are `joined`."""
+
+    inputs: int
+    layers: bool = False  # whether the first axis of kernels is theirs
+    parts: int = 0
+
+
 def tap(kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1) -> Tap:
     """The taps of `dots` with kernels [*inputs, *outputs], for scan steps and rows."""
-    return _taps(kernels, jnp.zeros((*rows, 0), dtype), inputs, False).layers[0]
+    return _taps(kernels, jnp.zeros((*rows, 0), dtype), _Like(inputs)).layers[0]
 
 
 def layer_taps(
-    kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1
+    kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1, joins: bool = False
 ) -> LayerTaps | None:
     """Those of layers, whose kernels have them on axis 0.
 
@@ -58,6 +67,7 @@ def layer_taps(
 
     Args:
       rows: scan steps, lanes, and what there is of each lane.
+      joins: of the kernel of a `joined` product.
     """
     _, lanes, *others = rows
     width = math.prod(kernels[0].shape[1 : 1 + inputs])
@@ -65,7 +75,9 @@ def layer_taps(
     here = lanes // count("lanes", lanes) * math.prod(others)
     if 2 * here * (width + size // width) * jnp.dtype(dtype).itemsize > 4 * size * 4:
         return None
-    return _taps(kernels, jnp.zeros((*rows, 0), dtype), inputs, True)
+    parts = kernels[0].shape[1] if joins else 0
+    like = _Like(inputs, layers=True, parts=parts if _apart(parts) else 0)
+    return _taps(kernels, jnp.zeros((*rows, 0), dtype), like)
 
 
 def of_step(taps: PyTree[Array]) -> PyTree[Array]:
@@ -81,39 +93,47 @@ def _is_layers(x: Any) -> bool:
     return isinstance(x, LayerTaps)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _taps(kernels: Kernels, like: Float[Array, "..."], inputs: int, layers: bool) -> LayerTaps:
-    """`layers`: whether the first axis of kernels is theirs."""
-    rows = like.shape[:-1]
-    shapes = [kernel.shape[layers:] for kernel in kernels]
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _taps(kernels: Kernels, none: Float[Array, "..."], like: _Like) -> LayerTaps:
+    """`none`: [*rows, 0], of the pairs' dtype."""
+    rows = none.shape[:-1]
+    shapes = [kernel.shape[like.layers :] for kernel in kernels]
+    inputs = shapes[0][: like.inputs]
+
+    def zeros(*shape: int) -> Array:
+        return jnp.zeros((*rows, *shape), none.dtype)
+
     one = Tap(
-        jnp.zeros((*rows, *shapes[0][:inputs]), like.dtype),
-        tuple(jnp.zeros((*rows, *shape[inputs:]), like.dtype) for shape in shapes),
+        tuple(zeros(*inputs[1:]) for _ in range(like.parts)) if like.parts else zeros(*inputs),
+        tuple(zeros(*shape[like.inputs :]) for shape in shapes),
     )
-    return LayerTaps((one,) * (len(kernels[0]) if layers else 1))
+    return LayerTaps((one,) * (len(kernels[0]) if like.layers else 1))
 
 
 def _taps_forward(
-    kernels: Kernels, like: Array, inputs: int, layers: bool
+    kernels: Kernels, none: Array, like: _Like
 ) -> tuple[LayerTaps, tuple[Array, Kernels]]:
     kinds = tuple(jnp.zeros((0,) * kernel.ndim, kernel.dtype) for kernel in kernels)
-    return _taps(kernels, like, inputs, layers), (like, kinds)
+    return _taps(kernels, none, like), (none, kinds)
 
 
 def _taps_backward(
-    inputs: int, layers: bool, saved: tuple[Array, Kernels], pairs: LayerTaps
+    like: _Like, saved: tuple[Array, Kernels], pairs: LayerTaps
 ) -> tuple[Kernels, Array]:
-    like, kinds = saved
+    none, kinds = saved
+
+    def of_layer(pair: Tap, i: int, outputs: int) -> Array:
+        if not like.parts:
+            return weight_gradient(pair.inputs, pair.outputs[i], like.inputs, outputs)
+        found = (weight_gradient(x, pair.outputs[i], like.inputs - 1, outputs) for x in pair.inputs)
+        return jnp.stack(list(found))
 
     def gradient(i: int, kind: Array) -> Array:
-        outputs = kind.ndim - layers - inputs
-        found = [
-            weight_gradient(pair.inputs, pair.outputs[i], inputs, outputs).astype(kind.dtype)
-            for pair in pairs.layers
-        ]
-        return jnp.stack(found) if layers else found[0]
+        outputs = kind.ndim - like.layers - like.inputs
+        found = [of_layer(pair, i, outputs).astype(kind.dtype) for pair in pairs.layers]
+        return jnp.stack(found) if like.layers else found[0]
 
-    return tuple(gradient(i, kind) for i, kind in enumerate(kinds)), like
+    return tuple(gradient(i, kind) for i, kind in enumerate(kinds)), none
 
 
 _taps.defvjp(_taps_forward, _taps_backward)
@@ -155,3 +175,42 @@ def _dots_backward(
 
 
 _dots.defvjp(_dots_forward, _dots_backward)
+
+
+def joined(
+    parts: Sequence[Array], kernel: Float[Array, "P ..."], tap: Tap | None, inputs: int
+) -> Array:
+    """`dot` of parts that are the kernel's first axis, which are not copied into one array where
+    that takes longer than a product of each."""
+    if not _apart(len(parts)):
+        return dot(jnp.stack(parts, axis=-inputs), kernel, tap, inputs)
+    if tap is None:
+        return _sum_of_products(tuple(parts), kernel, inputs)
+    return _joined(tuple(parts), jax.lax.stop_gradient(kernel), tap, inputs)
+
+
+def _apart(parts: int) -> bool:
+    return parts > 1 and dispatch.backend() == "tpu"
+
+
+def _sum_of_products(parts: tuple[Array, ...], kernel: Array, inputs: int) -> Array:
+    """Added up in float32."""
+    pairs = zip(parts, jnp.unstack(kernel.astype(parts[0].dtype)), strict=True)
+    product = partial(jnp.tensordot, axes=inputs - 1, preferred_element_type=jnp.float32)
+    return sum(product(*pair) for pair in pairs).astype(parts[0].dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _joined(parts: tuple[Array, ...], kernel: Array, tap: Tap, inputs: int) -> Array:
+    return _sum_of_products(parts, kernel, inputs)
+
+
+def _joined_backward(
+    inputs: int, saved: tuple[tuple[Array, ...], Array], gradient: Array
+) -> tuple[tuple[Array, ...], None, Tap]:
+    parts, kernel = saved
+    found = (input_gradient(part, gradient, inputs - 1) for part in jnp.unstack(kernel))
+    return tuple(found), None, Tap(parts, (gradient,))
+
+
+_joined.defvjp(lambda *x: (_joined(*x), x[:2]), _joined_backward)

@@ -43,6 +43,12 @@ def refuses_heads(width: int, dtype: jnp.dtype) -> str | None:
     return None
 
 
+def stored(x: Array) -> Array:
+    """x as an array, where compilers would make it a part of the product that reads it, and
+    compute it anew for every tile of that."""
+    return jax.lax.optimization_barrier(x) if dispatch.backend() == "tpu" else x
+
+
 def product(a: Array, b: Array, axes: tuple) -> Array:
     """Float32; of float32 at full precision."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None

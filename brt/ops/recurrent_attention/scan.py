@@ -14,6 +14,7 @@ from brt.ops.deferred import LayerTaps, Tap
 from brt.ops.gates import gate
 from brt.ops.normalization import rms_norm
 from brt.ops.recurrent_attention.cell import CellWeights, StateMemory, Tokens, tokens_by_head
+from brt.ops.tpu import stored
 
 
 class _Kernels(NamedTuple):
@@ -26,9 +27,13 @@ class _Kernels(NamedTuple):
 
 
 def _kernels(weights: CellWeights) -> _Kernels:
-    """Keys, both queries and values by one product with a kernel [D, 4, H, K]."""
-    parts = (weights.keys, weights.queries, weights.cross_queries, weights.values)
-    return _Kernels(jnp.stack(parts, axis=1), weights.output, weights.mlp_in, weights.mlp_out)
+    return _Kernels(_projection(weights), weights.output, weights.mlp_in, weights.mlp_out)
+
+
+def _projection(weights: CellWeights, dtype: jnp.dtype = jnp.float32) -> Float[Array, "D 4 H K"]:
+    """The kernel of the one product that makes keys, both queries and values."""
+    parts = weights.keys, weights.queries, weights.cross_queries, weights.values
+    return jnp.stack([part.astype(dtype) for part in parts], axis=1)
 
 
 _NO_TAPS = _Kernels(None, None, None, None)
@@ -85,8 +90,8 @@ def state_update(
     """
     kernels = kernels or _kernels(weights)
     taps = taps or _NO_TAPS
-    h = rms_norm(vectors, weights.norm) + weights.ids[None]
-    projected = deferred.dot(h.astype(own.keys.dtype), kernels.projection, taps.projection)
+    h = (rms_norm(vectors, weights.norm) + weights.ids[None]).astype(own.keys.dtype)
+    projected = deferred.dot(stored(h), kernels.projection, taps.projection)
     projected = constrain(projected, "lanes", None, None, "heads", None)
     scales = jnp.stack([weights.scale, weights.cross_scale])
     attended, memory = read(projected, scales, before, own, readable, **options)
@@ -149,6 +154,8 @@ def state_scan(
         )
     else:
         taps = jax.tree.map(lambda part: part[None], taps)
+    if taps.projection is not None:  # whose gradient goes another way
+        kernels = kernels._replace(projection=stored(_projection(weights, keys.dtype)))
 
     def body(
         carried: tuple[Float[Array, "B S D"], Tokens],

@@ -76,9 +76,14 @@ def attention(
     static = _Static(readable is not None, null_keys, interpret)
     if readable is None:
         readable = jnp.ones(q.shape[:1], bool)
-    flags = jnp.repeat(readable.astype(jnp.int32), math.prod(q.shape[1:-3]))
-    of_q, of_k, of_v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
-    return _attend(_Given(of_q, of_k, of_v, flags, scale), static).reshape(q.shape)
+    blocks = math.prod(q.shape[1:-3])
+    flags = jnp.repeat(readable.astype(jnp.int32), blocks)
+    # Queries as products make them and the next one takes them: heads before a lane's blocks.
+    by_head = q.reshape(len(q), blocks, *q.shape[-3:]).swapaxes(1, 2)
+    of_k, of_v = (x.reshape(-1, *x.shape[-3:]) for x in (k, v))
+    return (
+        _attend(_Given(by_head, of_k, of_v, flags, scale), static).swapaxes(1, 2).reshape(q.shape)
+    )
 
 
 interpreted = functools.partial(attention, interpret=True)
@@ -93,12 +98,12 @@ class _Static(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What attention is computed from."""
+    """What attention is computed from; X = B * N, of all lanes and their blocks."""
 
-    q: Float[Array, "B H Q K"]
-    k: Float[Array, "B H S K"]
-    v: Float[Array, "B H S K"]
-    readable: Int[Array, " B"]
+    q: Float[Array, "B H N Q K"]
+    k: Float[Array, "X H S K"]
+    v: Float[Array, "X H S K"]
+    readable: Int[Array, " X"]
     scale: Float[Array, " H"] | None  # the length that queries get, where they are normalised here
 
     def lengths(self) -> Float[Array, "H 1 L"] | None:
@@ -109,7 +114,7 @@ class _Given(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(given: _Given, static: _Static) -> Float[Array, "B H Q K"]:
+def _attend(given: _Given, static: _Static) -> Float[Array, "B H N Q K"]:
     return _forward(given, static)[0]
 
 
@@ -120,7 +125,7 @@ def _forward(given: _Given, static: _Static) -> tuple[Array, tuple]:
         _forward_kernel, given, static, [of_q, of_k, of_k, length], [of_q, numbers],
         [
             jax.ShapeDtypeStruct(q.shape, bits_of(q.dtype)),
-            jax.ShapeDtypeStruct((*q.shape[:2], 1, q.shape[2]), jnp.float32),
+            jax.ShapeDtypeStruct((*q.shape[:3], 1, q.shape[3]), jnp.float32),
         ],
         products=2,
     )(given.readable, *given[:3], given.lengths())  # fmt: skip
@@ -130,7 +135,7 @@ def _forward(given: _Given, static: _Static) -> tuple[Array, tuple]:
 
 def _backward(static: _Static, saved: tuple, gradient: Array) -> tuple[_Given]:
     given, y, lse = saved
-    along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)[:, :, None]
+    along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)[:, :, :, None]
     of_q, of_k, numbers, length = _places(given)
     lengths = given.lengths()
     d_q, d_k, d_v, d_scale = _call(
@@ -147,11 +152,17 @@ _attend.defvjp(_forward, _backward)
 
 def _places(given: _Given) -> tuple[pl.BlockSpec | None, ...]:
     """Where a step finds queries, keys, what there is one number of per query, and of a head."""
-    (queries, width), keys = given.q.shape[2:], given.k.shape[2:]
+    blocks, queries, width = given.q.shape[2:]
+
+    def of_block(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (None, None, None, *shape), lambda h, i, *_: (i // blocks, h, i % blocks, 0, 0)
+        )
+
     length = None
     if given.scale is not None:
-        length = pl.BlockSpec((None, 1, LANES), lambda h, b, *_: (h, 0, 0))
-    return whole(queries, width), whole(*keys), whole(1, queries), length
+        length = pl.BlockSpec((None, 1, LANES), lambda h, i, *_: (h, 0, 0))
+    return of_block(queries, width), whole(*given.k.shape[2:]), of_block(1, queries), length
 
 
 def _call(
@@ -159,7 +170,7 @@ def _call(
     shapes: Sequence[Any], *, products: int,
 ) -> Any:  # fmt: skip
     """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
-    (batch, heads, queries, width), slots = given.q.shape, given.k.shape[2]
+    (batch, heads, slots, width), queries = given.k.shape, given.q.shape[3]
     backward = "_backward" if products > 2 else ""
     size = f"{queries}x{slots}x{width}_{given.q.dtype}"
     scratch = [pltpu.VMEM((slots, width), jnp.float32)] * 2 if backward else []
