@@ -17,7 +17,7 @@ from brt.ops import clustered_attention, cross_attention
 from brt.ops.cross_entropy import cross_entropy
 from brt.ops.gates import GateWeights
 from brt.ops.recurrent_attention import CellWeights, state_scan
-from brt.ops.softmax_attention import attend_to_blocks
+from brt.ops.softmax_attention import attend
 from brt.ops.window_attention import window_part
 
 Case = tuple[Callable[..., Any], list[Any]]
@@ -26,9 +26,8 @@ TOKENS, CLUSTERS, BITS = 4096, 100, 63
 
 
 def window(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """Two blocks of tokens and their window, and states that read them, 1,024 at most."""
+    """Two blocks of tokens, their window, and as many states as a block has tokens."""
     size, tokens, heads = args.window, 2 * args.window, 8
-    states_read = min(tokens, 2048)
     by_token, cached = (array(args.lanes, n, heads, args.head_dim) for n in (tokens, size))
     bias, readable = array(heads, size, dtype="float32"), array(args.lanes, 2, dtype="bool")
     scale = array(heads, dtype="float32")
@@ -38,12 +37,9 @@ def window(array: Callable[..., Any], args: argparse.Namespace) -> Case:
             part = window_part(
                 q, cached, k, v, bias, readable, scale=scale, implementation=args.implementation
             )
-            states = attend_to_blocks(
-                q[:, : states_read // 2], *(x[:, :states_read].swapaxes(1, 2) for x in (k, v)),
-                readable[:, 0], null_keys=True, implementation=args.implementation,
-            )  # fmt: skip
-            states = jnp.tile(states, (1, 2 * tokens // states_read, 1, 1))
-            return _inner(part.output + states, weights)
+            blocks = (x.reshape(args.lanes, 2, size, *x.shape[2:]) for x in (q, k, v))
+            states = attend(*blocks, scale=scale, implementation=args.implementation)
+            return _inner(part.output + states.reshape(q.shape), weights)
 
         return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(q, k, v, bias, scale)
 
@@ -66,7 +62,7 @@ def recurrent(array: Callable[..., Any], args: argparse.Namespace) -> Case:
         def loss(weights, vectors, cached, keys, values):
             after, memory = state_scan(
                 weights, weights.ids, vectors, cached, keys, values, flags, flags, kind="fixed",
-                tanh="original", normalize_qk=True, null_keys=True,
+                tanh="original", normalize_qk=True, null_keys=True, raw_keys=True,
                 implementation=args.implementation,
             )  # fmt: skip
             shown = sum(_inner(part[:, 0], keys) for part in memory)

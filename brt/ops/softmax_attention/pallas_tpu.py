@@ -28,7 +28,6 @@ from brt.ops.tpu import (
     room,
     through_unit,
     unit,
-    whole,
 )
 
 _MOST = 2048  # slots, of which a tile of rows has the logits on the chip
@@ -76,14 +75,14 @@ def attention(
     static = _Static(readable is not None, null_keys, interpret)
     if readable is None:
         readable = jnp.ones(q.shape[:1], bool)
-    blocks = math.prod(q.shape[1:-3])
-    flags = jnp.repeat(readable.astype(jnp.int32), blocks)
-    # Queries as products make them and the next one takes them: heads before a lane's blocks.
-    by_head = q.reshape(len(q), blocks, *q.shape[-3:]).swapaxes(1, 2)
-    of_k, of_v = (x.reshape(-1, *x.shape[-3:]) for x in (k, v))
-    return (
-        _attend(_Given(by_head, of_k, of_v, flags, scale), static).swapaxes(1, 2).reshape(q.shape)
+    of_q, of_k, of_v = (
+        x.reshape(len(q), math.prod(q.shape[1:-3]), *x.shape[-3:]) for x in (q, k, v)
     )
+    # Queries as products make them and the next one takes them: heads before a lane's blocks.
+    by_head = of_q.swapaxes(1, 2)
+    rows = by_head.reshape(*by_head.shape[:2], -1, by_head.shape[-1])
+    y = _attend(_Given(rows, of_k, of_v, readable.astype(jnp.int32), scale), static)
+    return y.reshape(by_head.shape).swapaxes(1, 2).reshape(q.shape)
 
 
 interpreted = functools.partial(attention, interpret=True)
@@ -98,13 +97,22 @@ class _Static(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What attention is computed from; X = B * N, of all lanes and their blocks."""
+    """What attention is computed from."""
 
-    q: Float[Array, "B H N Q K"]
-    k: Float[Array, "X H S K"]
-    v: Float[Array, "X H S K"]
-    readable: Int[Array, " X"]
+    q: Float[Array, "B H T K"]
+    k: Float[Array, "B N H S K"]
+    v: Float[Array, "B N H S K"]
+    readable: Int[Array, " B"]
     scale: Float[Array, " H"] | None  # the length that queries get, where they are normalised here
+
+    @property
+    def queries(self) -> int:
+        """Of a block."""
+        return self.q.shape[2] // self.k.shape[1]
+
+    def numbers(self) -> tuple[int, ...]:
+        """The shape of what there is one of per query, rows of blocks."""
+        return *self.q.shape[:2], self.k.shape[1], 1, self.queries
 
     def lengths(self) -> Float[Array, "H 1 L"] | None:
         if self.scale is None:
@@ -114,7 +122,7 @@ class _Given(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(given: _Given, static: _Static) -> Float[Array, "B H N Q K"]:
+def _attend(given: _Given, static: _Static) -> Float[Array, "B H T K"]:
     return _forward(given, static)[0]
 
 
@@ -125,7 +133,7 @@ def _forward(given: _Given, static: _Static) -> tuple[Array, tuple]:
         _forward_kernel, given, static, [of_q, of_k, of_k, length], [of_q, numbers],
         [
             jax.ShapeDtypeStruct(q.shape, bits_of(q.dtype)),
-            jax.ShapeDtypeStruct((*q.shape[:3], 1, q.shape[3]), jnp.float32),
+            jax.ShapeDtypeStruct(given.numbers(), jnp.float32),
         ],
         products=2,
     )(given.readable, *given[:3], given.lengths())  # fmt: skip
@@ -135,7 +143,8 @@ def _forward(given: _Given, static: _Static) -> tuple[Array, tuple]:
 
 def _backward(static: _Static, saved: tuple, gradient: Array) -> tuple[_Given]:
     given, y, lse = saved
-    along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)[:, :, :, None]
+    along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
+    along = along.reshape(given.numbers())
     of_q, of_k, numbers, length = _places(given)
     lengths = given.lengths()
     d_q, d_k, d_v, d_scale = _call(
@@ -152,17 +161,16 @@ _attend.defvjp(_forward, _backward)
 
 def _places(given: _Given) -> tuple[pl.BlockSpec | None, ...]:
     """Where a step finds queries, keys, what there is one number of per query, and of a head."""
-    blocks, queries, width = given.q.shape[2:]
-
-    def of_block(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (None, None, None, *shape), lambda h, i, *_: (i // blocks, h, i % blocks, 0, 0)
-        )
-
+    queries, width = given.queries, given.q.shape[3]
+    of_rows = pl.BlockSpec((None, None, queries, width), lambda h, b, n, _: (b, h, n, 0))
+    of_keys = pl.BlockSpec(
+        (None, None, None, *given.k.shape[3:]), lambda h, b, n, _: (b, n, h, 0, 0)
+    )
+    numbers = pl.BlockSpec((None, None, None, 1, queries), lambda h, b, n, _: (b, h, n, 0, 0))
     length = None
     if given.scale is not None:
-        length = pl.BlockSpec((None, 1, LANES), lambda h, i, *_: (h, 0, 0))
-    return of_block(queries, width), whole(*given.k.shape[2:]), of_block(1, queries), length
+        length = pl.BlockSpec((None, 1, LANES), lambda h, b, n, _: (h, 0, 0))
+    return of_rows, of_keys, numbers, length
 
 
 def _call(
@@ -170,19 +178,19 @@ def _call(
     shapes: Sequence[Any], *, products: int,
 ) -> Any:  # fmt: skip
     """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
-    (batch, heads, slots, width), queries = given.k.shape, given.q.shape[3]
+    (batch, blocks, heads, slots, width), queries = given.k.shape, given.queries
     backward = "_backward" if products > 2 else ""
     size = f"{queries}x{slots}x{width}_{given.q.dtype}"
     scratch = [pltpu.VMEM((slots, width), jnp.float32)] * 2 if backward else []
     return pl.pallas_call(
         functools.partial(kernel, static=static),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1, grid=(heads, batch), in_specs=inputs, out_specs=outputs,
+            num_scalar_prefetch=1, grid=(heads, batch, blocks), in_specs=inputs, out_specs=outputs,
             scratch_shapes=scratch,
         ),
         out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), list(shapes)),
-        name=f"softmax_attention{backward}_{size}_{batch * heads}_steps",
-        interpret=static.interpret, compiler_params=heads_first(2),
+        name=f"softmax_attention{backward}_{size}_{batch * heads * blocks}_steps",
+        interpret=static.interpret, compiler_params=heads_first(3),
         cost_estimate=pl.CostEstimate(
             flops=2 * products * slots * given.q.size,
             transcendentals=slots * given.q.size // width,
@@ -245,12 +253,12 @@ def _backward_kernel(
     d_q: Any, d_k: Any, d_v: Any, d_length: Any, keys_sum: Any, values_sum: Any, *,
     static: _Static,
 ) -> None:  # fmt: skip
-    lane = pl.program_id(1)
+    lane, n = pl.program_id(1), pl.program_id(2)
     seen = readable[lane] > 0
     keys, values = _loaded(seen, k, v, static)
     if length is not None:
 
-        @pl.when(lane == 0)
+        @pl.when((lane == 0) & (n == 0))
         def _() -> None:
             d_length[...] = jnp.zeros_like(d_length)
 
