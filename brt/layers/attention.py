@@ -253,13 +253,12 @@ class TransformerBlock(nn.Module):
         )  # fmt: skip
         attended = [part.output if mix is None else mix(projections.queries, part)]
         if memory is not None:
-            blocked = (len(x), -1, m.window, m.heads, m.head_dim)
-            crossed = attend(
-                jnp.reshape(crossing, blocked), *memory,
-                scale=self.query_scale("cross_scale") if raw else None,
-                implementation=self.kernels.softmax_attention,
+            attended.append(
+                attend(
+                    crossing, *memory, scale=self.query_scale("cross_scale") if raw else None,
+                    implementation=self.kernels.softmax_attention,
+                )
             )  # fmt: skip
-            attended.append(crossed.reshape(attended[0].shape))
         return self.finish(x, attended, taps)
 
     def attend_step(

@@ -15,19 +15,19 @@ _CORES = {"v4": 2, "v5p": 2}  # of a chip: their compiled kernels do half of the
 BUNDLES: Mapping[str, Mapping[str, int]] = {
     kernel: dict(zip(_CHIPS, bundles, strict=True))
     for kernel, bundles in {
-        "window_attention_512x512x128": (4157, 2613, 2999, 1807),
+        "window_attention_512x512x128": (4157, 2661, 3032, 1807),
         "window_attention_backward_512x512x128": (7930, 5910, 6452, 4621),
         "accumulate_fire_16x64x128": (2343, 1915, 1766, 2049),
         "accumulate_fire_backward_16x64x128": (5353, 4398, 4094, 5018),
         "kmeans_4096x128": (2949, 2342, 2381, 1540),
         "clustered_attention_4096x112": (6101, 4370, 4453, 3083),
         "clustered_attention_backward_4096x112": (7620, 5945, 6188, 5066),
-        "state_attention_512x1536x128": (6902, 5297, 5438, 3684),
-        "state_attention_backward_512x1536x128": (11185, 8444, 8409, 5802),
+        "state_attention_512x1536x128": (7597, 5699, 5729, 3814),
+        "state_attention_backward_512x1536x128": (12932, 8980, 9200, 5883),
         "cross_entropy_512x640x1024": (13628, 11206, 11224, 4912),
         "cross_entropy_backward_512x640x1024": (10196, 9394, 9559, 3279),
-        "softmax_attention_512x1024x128": (3663, 3426, 3651, 2562),
-        "softmax_attention_backward_512x1024x128": (5196, 4721, 4985, 2952),
+        "softmax_attention_512x512x128": (2500, 2073, 2203, 1498),
+        "softmax_attention_backward_512x512x128": (4013, 3010, 3370, 2179),
     }.items()
 }
 _NAME = re.compile(r"\b([a-z_]+)_((?:\d+x)+\d+)_[a-z]+\d+_(\d+)_steps\b")

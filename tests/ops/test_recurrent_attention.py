@@ -163,8 +163,7 @@ def two_phases(a: dict, kind: str, **changes: object) -> tuple[jax.Array, jax.Ar
         a["weights"], a["initial"], a["vectors"], *cut(a["keys"], a["values"]),
         jnp.asarray(READABLE), jnp.asarray(DOCUMENT_START), kind=kind, **options,
     )  # fmt: skip
-    blocked = a["queries"].reshape(LANES, BLOCKS, WINDOW, HEADS, SIZE)
-    return attend(blocked, *memory).reshape(a["queries"].shape), after
+    return attend(a["queries"], *memory), after
 
 
 def float32(tree: object) -> object:

@@ -114,8 +114,8 @@ def test_devices_attend_each_for_itself(mesh: Mesh) -> None:
         of_blocks = attend_to_blocks(
             rows, k, v, readable, null_keys=False, implementation="pallas_interpret"
         )
-        cut = (x.reshape(4, 2, 256, 2, 8) for x in (rows, k.swapaxes(1, 2), of_blocks))
-        return jnp.sum(jnp.sin(attend(*cut, implementation="pallas_interpret")))
+        cut = (x.reshape(4, 2, 256, 2, 8) for x in (k.swapaxes(1, 2), of_blocks))
+        return jnp.sum(jnp.sin(attend(rows, *cut, implementation="pallas_interpret")))
 
     run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
     expected = run(rows, k, v)

@@ -37,9 +37,9 @@ def window(array: Callable[..., Any], args: argparse.Namespace) -> Case:
             part = window_part(
                 q, cached, k, v, bias, readable, scale=scale, implementation=args.implementation
             )
-            blocks = (x.reshape(args.lanes, 2, size, *x.shape[2:]) for x in (q, k, v))
-            states = attend(*blocks, scale=scale, implementation=args.implementation)
-            return _inner(part.output + states.reshape(q.shape), weights)
+            blocks = (x.reshape(args.lanes, 2, size, *x.shape[2:]) for x in (k, v))
+            states = attend(q, *blocks, scale=scale, implementation=args.implementation)
+            return _inner(part.output + states, weights)
 
         return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(q, k, v, bias, scale)
 

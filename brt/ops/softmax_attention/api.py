@@ -15,12 +15,15 @@ from brt.ops.softmax_attention import pallas_tpu, reference, xla
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation whose queries are normalised, where they are to be."""
+    """An implementation that reads blocks apart, and queries normalised where they are to be."""
 
-    def prepared(q: Array, *others: Any, scale: Array | None, **options: bool) -> Any:
+    def prepared(q: Array, k: Array, *others: Any, scale: Array | None, **options: bool) -> Array:
         if scale is not None:
-            q = scaled_unit(q.swapaxes(-3, -2), scale).swapaxes(-3, -2)
-        return function(q, *others, **options)
+            q = scaled_unit(q.swapaxes(1, 2), scale).swapaxes(1, 2)
+        if k.ndim == q.ndim:
+            return function(q, k, *others, **options)
+        rows = q.reshape(*q.shape[:2], k.shape[1], -1, q.shape[-1]).swapaxes(1, 2)
+        return function(rows, k, *others, **options).swapaxes(1, 2).reshape(q.shape)
 
     return prepared
 
@@ -37,17 +40,17 @@ OP = Op(
 
 
 def attend(
-    queries: Float[Array, "*B Q H K"],
-    keys: Float[Array, "*B S H K"],
-    values: Float[Array, "*B S H K"],
+    queries: Float[Array, "B T H K"],
+    keys: Float[Array, "B *N S H K"],
+    values: Float[Array, "B *N S H K"],
     *,
     scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
-) -> Float[Array, "*B Q H K"]:
-    """Attention to every key.
+) -> Float[Array, "B T H K"]:
+    """Attention to every key; of N blocks those of each read the keys of their own.
 
     Args:
-      queries: of [B] or [B, N], lanes and their blocks; with any scale folded in.
+      queries: with any scale folded in.
       scale: if given, queries are normalised first, to this length.
       implementation: a named one runs or raises; None takes the best that can.
 
@@ -86,10 +89,12 @@ def _attend(
 
     if not rules.partitioned():
         return local(q, k, v, readable, scale)
-    lanes = ("lanes", "blocks")[: q.ndim - 3]
-    of_q, of_k = (rules.placed(*lanes, "heads", None, None, shape=x.shape) for x in (q, k))
+    by_block = k.ndim > q.ndim
+    tokens, lanes = ("tokens", ("lanes", "blocks")) if by_block else (None, ("lanes",))
+    of_q = rules.placed("lanes", "heads", tokens, None, shape=q.shape)
+    of_k = rules.placed(*lanes, "heads", None, None, shape=k.shape)
     of_lanes = rules.placed("lanes", shape=q.shape[:1])
     return jax.shard_map(
-        local, in_specs=(of_q, of_k, of_k, of_lanes, P(of_q[-3])), out_specs=of_q,
+        local, in_specs=(of_q, of_k, of_k, of_lanes, P(of_q[1])), out_specs=of_q,
         axis_names=rules.axes(), check_vma=False,
     )(q, k, v, readable, scale)  # fmt: skip

@@ -37,7 +37,8 @@ _TILE = 1024 * _ROWS  # logits of a tile at most: five such arrays of float32 ar
 
 def refuses(q: Array, k: Array, *_: Any, **__: Any) -> str | None:
     """Why these inputs cannot be; None: they can."""
-    (queries, width), keys = q.shape[-2:], k.shape[-2]
+    blocks = 1 if k.ndim == q.ndim else k.shape[1]
+    queries, keys, width = q.shape[2] // blocks, k.shape[-2], q.shape[3]
     if queries % 128 or keys % 256 or max(queries, keys) > _MOST:
         return (
             f"takes a multiple of 128 queries and of 256 keys, at most {_MOST}, "
@@ -62,27 +63,21 @@ def _rows(queries: int, keys: int) -> int:
 
 
 def attention(
-    q: Float[Array, "*B H Q K"],
-    k: Float[Array, "*B H S K"],
-    v: Float[Array, "*B H S K"],
+    q: Float[Array, "B H T K"],
+    k: Float[Array, "B *N H S K"],
+    v: Float[Array, "B *N H S K"],
     readable: Bool[Array, " B"] | None,
     *,
     null_keys: bool,
     scale: Float[Array, " H"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> Float[Array, "*B H Q K"]:
-    """See `api.attend_to_blocks`; `interpret` runs on any device, with any sizes."""
+) -> Float[Array, "B H T K"]:
+    """See `api`; `interpret` runs on any device, with any sizes."""
     static = _Static(readable is not None, null_keys, interpret)
     if readable is None:
         readable = jnp.ones(q.shape[:1], bool)
-    of_q, of_k, of_v = (
-        x.reshape(len(q), math.prod(q.shape[1:-3]), *x.shape[-3:]) for x in (q, k, v)
-    )
-    # Queries as products make them and the next one takes them: heads before a lane's blocks.
-    by_head = of_q.swapaxes(1, 2)
-    rows = by_head.reshape(*by_head.shape[:2], -1, by_head.shape[-1])
-    y = _attend(_Given(rows, of_k, of_v, readable.astype(jnp.int32), scale), static)
-    return y.reshape(by_head.shape).swapaxes(1, 2).reshape(q.shape)
+    k, v = (x.reshape(-1, *x.shape[-3:]) for x in (k, v))
+    return _attend(_Given(q, k, v, readable.astype(jnp.int32), scale), static)
 
 
 interpreted = functools.partial(attention, interpret=True)
@@ -100,19 +95,24 @@ class _Given(NamedTuple):
     """What attention is computed from."""
 
     q: Float[Array, "B H T K"]
-    k: Float[Array, "B N H S K"]
-    v: Float[Array, "B N H S K"]
+    k: Float[Array, "X H S K"]  # of all lanes and their blocks
+    v: Float[Array, "X H S K"]
     readable: Int[Array, " B"]
     scale: Float[Array, " H"] | None  # the length that queries get, where they are normalised here
 
     @property
+    def blocks(self) -> int:
+        """Of a lane."""
+        return len(self.k) // len(self.q)
+
+    @property
     def queries(self) -> int:
         """Of a block."""
-        return self.q.shape[2] // self.k.shape[1]
+        return self.q.shape[2] // self.blocks
 
     def numbers(self) -> tuple[int, ...]:
         """The shape of what there is one of per query, rows of blocks."""
-        return *self.q.shape[:2], self.k.shape[1], 1, self.queries
+        return *self.q.shape[:2], self.blocks, 1, self.queries
 
     def lengths(self) -> Float[Array, "H 1 L"] | None:
         if self.scale is None:
@@ -161,10 +161,10 @@ _attend.defvjp(_forward, _backward)
 
 def _places(given: _Given) -> tuple[pl.BlockSpec | None, ...]:
     """Where a step finds queries, keys, what there is one number of per query, and of a head."""
-    queries, width = given.queries, given.q.shape[3]
+    blocks, queries, width = given.blocks, given.queries, given.q.shape[3]
     of_rows = pl.BlockSpec((None, None, queries, width), lambda h, b, n, _: (b, h, n, 0))
     of_keys = pl.BlockSpec(
-        (None, None, None, *given.k.shape[3:]), lambda h, b, n, _: (b, n, h, 0, 0)
+        (None, None, *given.k.shape[2:]), lambda h, b, n, _: (b * blocks + n, h, 0, 0)
     )
     numbers = pl.BlockSpec((None, None, None, 1, queries), lambda h, b, n, _: (b, h, n, 0, 0))
     length = None
@@ -178,7 +178,8 @@ def _call(
     shapes: Sequence[Any], *, products: int,
 ) -> Any:  # fmt: skip
     """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
-    (batch, blocks, heads, slots, width), queries = given.k.shape, given.queries
+    (batch, heads, _, width), slots = given.q.shape, given.k.shape[2]
+    blocks, queries = given.blocks, given.queries
     backward = "_backward" if products > 2 else ""
     size = f"{queries}x{slots}x{width}_{given.q.dtype}"
     scratch = [pltpu.VMEM((slots, width), jnp.float32)] * 2 if backward else []
