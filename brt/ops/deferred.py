@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, PyTree
 
 from brt.distributed.rules import count
 from brt.ops import dispatch
-from brt.ops.dense import dense, dense_forward, input_gradient, weight_gradient
+from brt.ops.dense import dense, dense_forward, input_gradient
+from brt.ops.weight_gradient import weight_gradient
 
 Kernels = tuple[Float[Array, "..."], ...]
 

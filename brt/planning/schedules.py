@@ -26,6 +26,7 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "state_attention_backward_512x1536x128": (12932, 8980, 9200, 5883),
         "cross_entropy_512x640x1024": (13628, 11206, 11224, 4912),
         "cross_entropy_backward_512x640x1024": (10196, 9394, 9559, 3279),
+        "weight_gradient_4096x512x256": (8697, 9295, 7942, 3658),
         "softmax_attention_512x512x128": (2500, 2073, 2203, 1498),
         "softmax_attention_backward_512x512x128": (4013, 3010, 3370, 2179),
     }.items()

@@ -34,6 +34,7 @@ from brt.ops.recurrent_attention import CellWeights, state_scan
 from brt.ops.routed_attention import Rings, Routed, rings_after, routed_attention
 from brt.ops.segmented_recurrent_attention import Windows
 from brt.ops.softmax_attention import attend, attend_to_blocks
+from brt.ops.weight_gradient import weight_gradient
 from brt.ops.window_attention import window_part
 
 TOLERANCE = 1e-5  # float32, of the largest magnitude of an array
@@ -297,6 +298,17 @@ def scores() -> tuple[Run, list]:
     return run, []
 
 
+def weights(inputs: int, outputs: int) -> tuple[Run, list]:
+    """Of three steps of rows, columns of several heads and tiles."""
+    axes = (2, 4, 384)
+    x, dy = normal(10, (3, LANES, 6, *axes[-inputs:]), (3, LANES, 6, *axes[-outputs:]))
+
+    def run(name: str) -> Any:
+        return weight_gradient(x, dy, inputs, outputs, implementation=name)
+
+    return run, []
+
+
 CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
     ("window_attention", "null keys"): lambda: window(null_keys=True, attend_to_self=False),
     ("window_attention", "masked"): window,
@@ -331,6 +343,9 @@ CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
     ("cross_entropy", ""): lambda: loss(0.0),
     ("cross_entropy", "smoothed"): lambda: loss(0.1),
     ("token_scores", ""): scores,
+    ("weight_gradient", "matrix"): lambda: weights(1, 1),
+    ("weight_gradient", "into heads"): lambda: weights(1, 3),
+    ("weight_gradient", "from heads"): lambda: weights(2, 1),
 }
 
 
@@ -394,5 +409,6 @@ def test_every_op_has_a_reference_a_case_and_a_choice_for_every_backend() -> Non
 
 
 def test_a_gin_file_can_name_every_op() -> None:
-    inner = {"segmented_recurrent_attention", "dropout"}  # of cross-attention; of any module
+    # Of cross-attention; of any module; of loops over blocks.
+    inner = {"segmented_recurrent_attention", "dropout", "weight_gradient"}
     assert {field.name for field in dataclasses.fields(Kernels)} == set(OPS) - inner

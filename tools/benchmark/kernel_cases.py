@@ -18,6 +18,7 @@ from brt.ops.cross_entropy import cross_entropy
 from brt.ops.gates import GateWeights
 from brt.ops.recurrent_attention import CellWeights, state_scan
 from brt.ops.softmax_attention import attend
+from brt.ops.weight_gradient import weight_gradient
 from brt.ops.window_attention import window_part
 
 Case = tuple[Callable[..., Any], list[Any]]
@@ -134,11 +135,23 @@ def clustered(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     return gradients, [x, x, x, array(args.lanes, tokens, dtype="bool"), x]
 
 
+def weights(array: Callable[..., Any], args: argparse.Namespace) -> Case:
+    """What eight steps of a loop have to add to the weights of an MLP."""
+    width = 8 * args.head_dim
+    x, dy = (array(8, args.lanes, args.window, n * width) for n in (1, 4))
+
+    def gradient(x, dy):
+        parts = (jnp.stack([2 * part for part in y]) for y in (x, dy))  # each an array of its own
+        return weight_gradient(*parts, implementation=args.implementation)
+
+    return gradient, [x, dy]
+
+
 def _inner(x: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.sum(x.astype(jnp.float32) * weights.astype(jnp.float32))
 
 
 CASES = {
     "window": window, "recurrent": recurrent, "loss": loss, "segmented": segmented,
-    "clustered": clustered,
+    "clustered": clustered, "weights": weights,
 }  # fmt: skip

@@ -1,0 +1,163 @@
+"""Steps' products added up on the chip, of pairs that lie where each step has left them.
+
+Of a loop that is written out nothing is one array but what copies make one: a product over all of
+it would begin with copies of as many bytes as the loop has written. Here each step's arrays are
+operands of their own, and a step of the grid makes one tile of the sum.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from brt.distributed import rules
+from brt.ops.tpu import BY_SLOT, VMEM_BYTES, product, room
+
+_LEFT, _RIGHT = 512, 256  # columns of a tile, of one head or several
+_STEPS = 8  # of a loop that is written out
+
+
+class _Side(NamedTuple):
+    """What either side of the products is of a step: [A, B, H, R, K], rows of a head together.
+
+    Attributes:
+      groups: A, H.
+      lanes, rows, width: B, R, K.
+      heads, columns: of a tile.
+    """
+
+    groups: tuple[int, int]
+    lanes: int
+    rows: int
+    width: int
+    heads: int
+    columns: int
+
+    @classmethod
+    def of(cls, x: Array, axes: int, most: int) -> "_Side":
+        """Of [N, *rows, *axes], with so many columns a tile at most."""
+        *others, width = x.shape[x.ndim - axes :]
+        first, heads = (1,) * (2 - len(others)) + tuple(others)
+        *lanes, rows = x.shape[1 : x.ndim - axes]
+        columns = math.gcd(width, most)
+        at_once = math.gcd(heads, max(1, most // columns)) if columns == width else 1
+        return cls((first, heads), math.prod(lanes), rows, width, at_once, columns)
+
+    @property
+    def tiles(self) -> int:
+        return math.prod(self.groups) // self.heads * (self.width // self.columns)
+
+    @property
+    def tile(self) -> int:
+        return self.heads * self.columns
+
+    def place(self, i: Int[Array, ""]) -> tuple[Any, Any, Any]:
+        """Of the i-th tile, among A, H and K."""
+        there, column = _divided(i, self.width // self.columns)
+        return *_divided(there, self.groups[1] // self.heads), column
+
+    def by_step(self, x: Float[Array, "N ..."]) -> list[Float[Array, "A B H R K"]]:
+        """The arrays as most of what makes them has them."""
+        shape = self.lanes, self.rows, *self.groups, self.width
+        return [part.reshape(shape).transpose(2, 0, 3, 1, 4) for part in jnp.unstack(x)]
+
+
+def _divided(i: Any, count: int) -> tuple[Any, Any]:
+    return jax.lax.div(i, jnp.int32(count)), jax.lax.rem(i, jnp.int32(count))
+
+
+def refuses(x: Array, dy: Array, inputs: int = 1, outputs: int = 1) -> str | None:
+    """Why these inputs cannot be; None: they can."""
+    if rules.partitioned():
+        return "adds up what one device has"
+    if x.dtype != jnp.bfloat16 or dy.dtype != jnp.bfloat16:
+        return f"computes in bfloat16, not in {x.dtype} and {dy.dtype}"
+    if not 1 < len(x) <= _STEPS:
+        return f"takes 2 to {_STEPS} steps, not {len(x)}"
+    if max(inputs, outputs) > 3 or x.ndim - inputs != 3:
+        return "takes rows of lanes, and at most 3 axes of inputs and of outputs"
+    left, right = _Side.of(x, inputs, _LEFT), _Side.of(dy, outputs, _RIGHT)
+    if left.rows % 128 or left.columns % 64 or right.columns % 64:
+        return (
+            f"takes a multiple of 128 rows, and of 64 columns, not {left.rows} and {left.width} "
+            f"by {right.width}"
+        )
+    if (taken := _bytes(len(x), left, right)) > room():
+        return f"keeps tiles of all steps on the chip, {room() >> 20} MiB, not {taken >> 20}"
+    return None
+
+
+def _bytes(steps: int, left: _Side, right: _Side) -> int:
+    """Of VMEM: the left block, two of the right one, and sums."""
+    rows = steps * left.lanes * left.rows
+    return rows * 2 * (left.tile + 2 * right.tile) + 4 * left.tile * right.tile * 4
+
+
+def weight_gradient(
+    x: Float[Array, "N ..."],
+    dy: Float[Array, "N ..."],
+    inputs: int = 1,
+    outputs: int = 1,
+    *,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Float[Array, "..."]:
+    """See `api.weight_gradient`; `interpret` runs on any device, with any sizes."""
+    left, right = _Side.of(x, inputs, _LEFT), _Side.of(dy, outputs, _RIGHT)
+    steps, rows = len(x), len(x) * left.lanes * left.rows
+
+    def block(side: _Side, axis: int, **options: Any) -> pl.BlockSpec:
+        def there(*tile: Any) -> tuple:
+            group, head, column = side.place(tile[axis])
+            return group, 0, head, 0, column
+
+        shape = None, side.lanes, side.heads, side.rows, side.columns
+        return pl.BlockSpec(shape, there, **options)
+
+    def sums(i: Any, j: Any) -> tuple:
+        (a, h, k), (b, g, m) = left.place(i), right.place(j)
+        return a, h, b, g, k, m
+
+    tile = (None, left.heads, None, right.heads, left.columns, right.columns)
+    found = pl.pallas_call(
+        _kernel,
+        grid=(left.tiles, right.tiles),
+        in_specs=[
+            [block(left, 0, pipeline_mode=pl.Buffered(1))] * steps, [block(right, 1)] * steps
+        ],
+        out_specs=pl.BlockSpec(tile, sums),
+        out_shape=jax.ShapeDtypeStruct(
+            (*left.groups, *right.groups, left.width, right.width), jnp.float32
+        ),
+        name=f"weight_gradient_{rows}x{left.tile}x{right.tile}_{x.dtype}_"
+        f"{left.tiles * right.tiles}_steps",
+        interpret=interpret,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * rows * math.prod((*left.groups, *right.groups, left.width, right.width)),
+            transcendentals=0, bytes_accessed=x.nbytes + dy.nbytes,
+        ),
+    )(left.by_step(x), right.by_step(dy))  # fmt: skip
+    ordered = found.transpose(0, 1, 4, 2, 3, 5)
+    return ordered.reshape(*x.shape[x.ndim - inputs :], *dy.shape[dy.ndim - outputs :])
+
+
+interpreted = functools.partial(weight_gradient, interpret=True)
+
+
+def _kernel(x: list[Any], dy: list[Any], found: Any) -> None:
+    lanes, left, right = x[0].shape[0], found.shape[0], found.shape[1]
+    for head in range(left):
+        for other in range(right):
+            pairs = zip(x, dy, strict=True)
+            found[head, other] = sum(
+                product(own[lane, head], theirs[lane, other], BY_SLOT)
+                for own, theirs in pairs
+                for lane in range(lanes)
+            )
