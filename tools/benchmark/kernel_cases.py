@@ -136,15 +136,23 @@ def clustered(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 
 
 def weights(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """What eight steps of a loop have to add to the weights of an MLP."""
-    width = 8 * args.head_dim
-    x, dy = (array(8, args.lanes, args.window, n * width) for n in (1, 4))
+    """What eight steps of a loop have to add to the weights of a layer."""
+    heads, rows = (8, args.head_dim), (8, args.lanes, args.window)
+    x, dy, by_head = (array(*rows, *axes) for axes in ((8 * args.head_dim,), (4096,), heads))
 
-    def gradient(x, dy):
-        parts = (jnp.stack([2 * part for part in y]) for y in (x, dy))  # each an array of its own
-        return weight_gradient(*parts, implementation=args.implementation)
+    def gradients(x, dy, by_head):
+        pairs = ((x, dy, 1, 1), (x, by_head, 1, 2), (by_head, x, 2, 1))
+        return [
+            weight_gradient(*map(_apart, pair[:2]), *pair[2:], implementation=args.implementation)
+            for pair in pairs
+        ]
 
-    return gradient, [x, dy]
+    return gradients, [x, dy, by_head]
+
+
+def _apart(x: jax.Array) -> jax.Array:
+    """Of arrays, as a loop that is written out has made them."""
+    return jnp.stack([2 * part for part in x])
 
 
 def _inner(x: jax.Array, weights: jax.Array) -> jax.Array:

@@ -35,13 +35,14 @@ _ROWS = 256  # of a tile at most, by the compiler's schedules
 _TILE = 1024 * _ROWS  # logits of a tile at most: five such arrays of float32 are there at once
 
 
-def refuses(q: Array, k: Array, *_: Any, **__: Any) -> str | None:
+def refuses(q: Array, k: Array, v: Array, readable: Array | None = None, **_: Any) -> str | None:
     """Why these inputs cannot be; None: they can."""
     blocks = 1 if k.ndim == q.ndim else k.shape[1]
     queries, keys, width = q.shape[2] // blocks, k.shape[-2], q.shape[3]
-    if queries % 128 or keys % 256 or max(queries, keys) > _MOST:
+    unit = 128 if readable is None else 256  # two blocks of them
+    if queries % 128 or keys % unit or max(queries, keys) > _MOST:
         return (
-            f"takes a multiple of 128 queries and of 256 keys, at most {_MOST}, "
+            f"takes a multiple of 128 queries and of {unit} keys, at most {_MOST}, "
             f"not {queries} and {keys}"
         )
     if reason := refuses_heads(width, q.dtype):

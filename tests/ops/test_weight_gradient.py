@@ -1,0 +1,69 @@
+"""The TPU kernel that adds up what the steps of a loop have handed out, interpreted."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from brt.config import Mesh
+from brt.distributed.mesh import build
+from brt.ops import dispatch
+from brt.ops.weight_gradient import pallas_tpu, weight_gradient
+
+V4 = SimpleNamespace(device_kind="TPU v4")  # whose cores have 16 MiB
+# Axes of inputs and outputs: matrices, products into heads and from heads.
+KINDS = [((640,), (384,)), ((640,), (2, 3, 64)), ((640,), (4, 128)), ((2, 6, 64), (384,))]
+
+
+def pairs(
+    inputs: tuple[int, ...], outputs: tuple[int, ...], dtype: str = "bfloat16"
+) -> tuple[jax.Array, jax.Array, int, int]:
+    rng = np.random.default_rng(0)
+    x, dy = (jnp.asarray(rng.normal(size=(3, 2, 24, *axes)), dtype) for axes in (inputs, outputs))
+    return x, dy, len(inputs), len(outputs)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), KINDS)
+def test_equals_float64_and_writes_all(
+    inputs: tuple[int, ...], outputs: tuple[int, ...], capfd: pytest.CaptureFixture
+) -> None:
+    """Sums of products of bfloat16 in float32: of the largest magnitude."""
+    x, dy, *axes = pairs(inputs, outputs)
+    watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
+    found = np.asarray(pallas_tpu.weight_gradient(x, dy, *axes, interpret=watched))
+    rows = (0, 1, 2)
+    wanted = np.tensordot(*(np.asarray(y, np.float64) for y in (x, dy)), axes=(rows, rows))
+    assert found.shape == (*inputs, *outputs)
+    assert found.dtype == np.float32
+    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        ((9, 1, 128, 128), "bfloat16", "takes 2 to 8 steps, not 9"),
+        ((1, 1, 128, 128), "bfloat16", "takes 2 to 8 steps, not 1"),
+        ((2, 1, 100, 128), "bfloat16", "multiple of 128 rows, and of 64 columns, not 100 and 128"),
+        ((2, 1, 128, 96), "bfloat16", "multiple of 128 rows, and of 64 columns, not 128 and 96"),
+        ((2, 128, 128), "bfloat16", "rows of lanes"),
+        ((8, 16, 1024, 128), "bfloat16", "tiles of all steps on the chip, 14 MiB, not"),
+        ((2, 1, 128, 128), "float32", "in bfloat16, not in float32"),
+    ],
+)
+def test_what_the_kernel_does_not_support_is_said(
+    shape: tuple[int, ...], dtype: str, reason: str
+) -> None:
+    x = jnp.zeros(shape, dtype)
+    with dispatch.use_backend("tpu", V4), pytest.raises(NotImplementedError, match=reason):
+        weight_gradient(x, x, implementation="pallas_tpu")
+
+
+def test_devices_that_share_rows_leave_the_sum_to_the_compiler() -> None:
+    x = jnp.zeros((2, 4, 128, 128), jnp.bfloat16)
+    with jax.set_mesh(build(Mesh(fsdp=4), {})):
+        assert "one device" in (pallas_tpu.refuses(x, x) or "")
+    assert pallas_tpu.refuses(x, x) is None
