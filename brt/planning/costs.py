@@ -208,6 +208,8 @@ def _flops(module: Module, called: str) -> float:
             total += _product(module, called, one)
         elif one.operation == "fusion":
             total += _flops(module, one.called("calls") or "")
+        elif one.operation == "custom-call":  # a kernel that writes a part of an array
+            total += schedules.flops(one.attributes)
     return total
 
 

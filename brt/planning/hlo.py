@@ -14,6 +14,7 @@ _SIZES = {
 _ARRAY = re.compile(rf"\b({'|'.join(_SIZES)})\[([\d,]*)\](\{{[^{{}}]*\}})?")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{")
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
+_END = re.compile(r"^\}(, execution_thread=.*)?$")
 _NAME = re.compile(r'op_name="([^"]*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
@@ -92,12 +93,12 @@ class Module:
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.entry = ""
         current: dict[str, Instruction] | None = None
-        for line in text.splitlines():
+        for line in _lines(text):
             if current is None:
                 if head := _HEAD.match(line):
                     current = self.computations.setdefault(head[2], {})
                     self.entry = head[2] if head[1] else self.entry
-            elif line.startswith("}"):
+            elif _END.match(line):
                 current = None
             elif found := _INSTRUCTION.match(line):
                 instruction = _parsed(found[2], found[3], bool(found[1]))
@@ -129,6 +130,18 @@ class Module:
                 yield from self.run(one.called("to_apply") or "", times)
             else:
                 yield computation, one, times
+
+
+def _lines(text: str) -> Iterator[str]:
+    """One for each instruction: attributes of kernels within fusions go over several."""
+    held = ""
+    for line in text.splitlines():
+        if line.startswith(('"', "}")) and not _END.match(line):
+            held += line
+            continue
+        yield held
+        held = line
+    yield held
 
 
 def _parsed(name: str, rest: str, is_root: bool) -> Instruction:

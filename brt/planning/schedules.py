@@ -32,7 +32,7 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
     }.items()
 }
 _NAME = re.compile(r"\b([a-z_]+)_((?:\d+x)+\d+)_[a-z]+\d+_(\d+)_steps\b")
-_FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
+_FLOPS = re.compile(r'"cost_estimate":\s*\{[^{}]*"flops":\s*"?(\d+)')
 
 
 def cycles(attributes: str, chip: str) -> float:

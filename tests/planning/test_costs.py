@@ -139,3 +139,29 @@ ENTRY %main (q: bf16[8,128]) -> bf16[8,128] {
         two_cores = costs(text.replace("ATTRIBUTES", name), "v4").total.cycles
         assert two_cores == 3 * times * schedules.BUNDLES["window_attention_512x512x128"]["v4"]
         assert found.total.flops == 99 and found.parts.keys() == {"attention"}
+
+
+def test_a_kernel_that_writes_a_part_of_an_array_is_read_over_several_lines() -> None:
+    """XLA joins it with the update in place, and then spreads its attributes."""
+    text = """
+%joined (a: f32[9,8,128], q: bf16[8,128]) -> f32[9,8,128] {
+  %a = f32[9,8,128]{2,1,0} parameter(0)
+  %q = bf16[8,128]{1,0} parameter(1)
+  %zero = s32[] constant(0)
+  %c = f32[1,8,128]{2,1,0} custom-call(%q), backend_config={"cost_estimate": {
+"bytes_accessed":4096,
+"flops":99,
+"transcendentals":0
+}, "needs_layout_passes": true}
+  ROOT %u = f32[9,8,128]{2,1,0} dynamic-update-slice(%a, %c, %zero, %zero, %zero)
+}
+
+ENTRY %main (a: f32[9,8,128], q: bf16[8,128]) -> f32[9,8,128] {
+  %a = f32[9,8,128]{2,1,0} parameter(0)
+  %q = bf16[8,128]{1,0} parameter(1)
+  ROOT %f = f32[9,8,128]{2,1,0} fusion(%a, %q), kind=kCustom, calls=%joined
+}
+"""
+    found = costs(text).total
+    assert found.flops == 99
+    assert found.bytes == 2 * 8 * 128 + 4 * 8 * 128  # the kernel's operand, and the part
