@@ -23,7 +23,7 @@ from brt.errors import NonFiniteError
 from brt.tasks import resolving
 from brt.tasks.protocol import Corpus, Task
 from brt.tasks.weights import Weights
-from brt.training import compilation, warm_start
+from brt.training import compilation, replicas, warm_start
 from brt.training import optimizer as optimizers
 from brt.training.sharding import state_shardings
 from brt.training.state import TrainState, initial_state, parameter_axes
@@ -185,12 +185,20 @@ def put_scalar(run: Run, value: np.generic) -> jax.Array:
 
 
 def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lowered:
-    """The train step for batches like this one, of all lanes or of some, ready to be compiled."""
+    """The train step for batches like this one, of all lanes or of some, ready to be compiled: of
+    `step_inputs`, a batch and the key."""
     mesh, lanes = shapes.mesh, by_lane(shapes.mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.abstract)
-    step = partial(train_step, config=config, optimizer=shapes.optimizer)
+
+    def step(params: Any, others: TrainState, *given: Any) -> tuple[TrainState, StepMetrics]:
+        state = others._replace(params=params)
+        return train_step(state, *given, config=config, optimizer=shapes.optimizer)
+
+    # What replicas gather is made elsewhere: in the parameters' own place it would be copied there.
+    gathers = replicas.number(mesh) > 1 and replicas.share_state(config.optimizer)
+    donated = (1,) if gathers else (0, 1)
     # One sharding stands for all that there is in the metrics.
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+    jitted = jax.jit(step, donate_argnums=donated, out_shardings=(shardings, replicated(mesh)))
 
     def of_all_lanes(x: Any) -> jax.ShapeDtypeStruct:
         shape = (config.training.batch_size, *x.shape[1:])
@@ -201,7 +209,13 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
     limit = jax.ShapeDtypeStruct((), np.float32, sharding=replicated(mesh))
     limits = (limit,) if skips_spikes(config) else ()
     with meshes.use(mesh):
-        return jitted.lower(shapes.abstract, jax.tree.map(of_all_lanes, batch), key, *limits)
+        inputs = step_inputs(shapes.abstract)
+        return jitted.lower(*inputs, jax.tree.map(of_all_lanes, batch), key, *limits)
+
+
+def step_inputs(state: TrainState) -> tuple[Any, TrainState]:
+    """The parameters, and the others: a step may take over the memory of these alone."""
+    return state.params, state._replace(params=None)
 
 
 def skips_spikes(config: Config) -> bool:
@@ -235,7 +249,7 @@ class CompiledStep:
         """One step; of a loss above `limit` where such steps are skipped."""
         self.prepare(batch)
         limits = (put_scalar(self._run, np.float32(limit)),) if self._limited else ()
-        return self._compiled[_shape(batch)](state, batch, self._key, *limits)
+        return self._compiled[_shape(batch)](*step_inputs(state), batch, self._key, *limits)
 
 
 def compiled_step(run: Run) -> CompiledStep:

@@ -54,7 +54,7 @@ class Contestant:
         self.bytes = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
     def run(self) -> jax.Array:
-        self.state, metrics = self.step(self.state, self.batch, self.key)
+        self.state, metrics = self.step(*runs.step_inputs(self.state), self.batch, self.key)
         return metrics.nats
 
 
