@@ -17,6 +17,9 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
     for kernel, bundles in {
         "window_attention_512x512x128": (4157, 2661, 3032, 1807),
         "window_attention_backward_512x512x128": (7930, 5910, 6452, 4621),
+        "bias_tile_512x128": (1118, 357, 429, 290),
+        "bias_tile_512x256": (1137, 407, 479, 305),
+        "bias_gradient_512x128": (868, 399, 465, 379),
         "accumulate_fire_16x64x128": (2343, 1915, 1766, 2049),
         "accumulate_fire_backward_16x64x128": (5353, 4398, 4094, 5018),
         "kmeans_4096x128": (2949, 2342, 2381, 1540),
@@ -42,11 +45,12 @@ def cycles(attributes: str, chip: str) -> float:
     if not found:
         return 0.0
     kernel, size, steps = found.groups()
-    for known, bundles in BUNDLES.items():
-        if known.rpartition("_")[0] == kernel:
-            own = int(steps) / _CORES.get(chip, 1)
-            return bundles.get(chip, 0) * _products(size) / _products(known) * own
-    return 0.0
+    sizes = [known for known in BUNDLES if known.rpartition("_")[0] == kernel]
+    if not sizes:
+        return 0.0
+    known = name if (name := f"{kernel}_{size}") in sizes else sizes[0]
+    own = int(steps) / _CORES.get(chip, 1)
+    return BUNDLES[known].get(chip, 0) * _products(size) / _products(known) * own
 
 
 def _products(name: str) -> int:

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.dispatch import bits_of, kept
 from brt.ops.tpu import LANES, heads_first, vmem
+from brt.ops.window_attention import tpu_bias
 from brt.ops.window_attention.limits import Limits
 from brt.ops.window_attention.tpu_kernels import (
     Gradients,
@@ -32,7 +33,6 @@ from brt.ops.window_attention.tpu_kernels import (
     backward_kernel,
     forward_kernel,
 )
-from brt.ops.window_attention.xla import circulant
 
 _LIMITS = Limits((128, 256, 512, 1024, 2048), (64, 128, 256), ("float32", "bfloat16"))
 _FORWARD_ROWS, _BACKWARD_ROWS = 256, 128  # of a tile, by the compiler's schedules
@@ -128,12 +128,12 @@ class _Given(NamedTuple):
     def numbers(self, x: Float[Array, "B H T"]) -> Float[Array, "B H N 1 W"]:
         return x.reshape(*x.shape[:2], -1, 1, self.window)
 
-    def inputs(self, rows: int, **others: Array) -> Inputs:
+    def inputs(self, rows: int, static: Static, **others: Array) -> Inputs:
         scale = tile = None
         if self.scale is not None:
             scale = jnp.broadcast_to(self.scale[:, None, None], (len(self.scale), 1, LANES))
         if self.bias is not None:
-            tile = _tile(self.bias, rows)
+            tile = tpu_bias.tile(self.bias, rows, static.interpret)
         pairs = Pair(self.cached_k, self.k, self.k), Pair(self.cached_v, self.v, self.v)
         return Inputs(self.q, *pairs, scale, tile, self.dropout, **others)
 
@@ -186,7 +186,7 @@ def _of_head(x: Any) -> pl.BlockSpec | None:
 
 def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]:
     (heads, batch, blocks), q = given.grid, given.q
-    inputs = given.inputs(static.forward_rows)
+    inputs = given.inputs(static.forward_rows, static)
     at = _specs(inputs, blocks)
     numbers = jax.ShapeDtypeStruct((batch, heads, blocks, 1, given.window), jnp.float32)
     rows = pl.BlockSpec((None, None, None, 1, given.window), lambda h, b, n, _: (b, h, n, 0, 0))
@@ -208,7 +208,11 @@ def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> t
     heads, batch, blocks = given.grid
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1) - d_lse
     inputs = given.inputs(
-        static.backward_rows, gradient=gradient, lse=given.numbers(lse), along=given.numbers(along)
+        static.backward_rows,
+        static,
+        gradient=gradient,
+        lse=given.numbers(lse),
+        along=given.numbers(along),
     )
     at, window, width = _specs(inputs, blocks), given.window, given.q.shape[3]
     # Of the block before: a step that has none writes the cache's, which stay until they are.
@@ -231,7 +235,7 @@ def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> t
         **_options(given, static, "window_attention_backward"),
     )(given.readable, inputs)  # fmt: skip
     d_scale = None if given.scale is None else found.scale[:, 0, 0]
-    d_bias = None if given.bias is None else _bias_gradient(found.tile, given.bias)
+    d_bias = None if given.bias is None else tpu_bias.gradient(found.tile, static.interpret)
     none = None if given.dropout is None else jnp.zeros_like(given.dropout)
     return (given._replace(
         q=found.q, k=found.keys, v=found.values, cached_k=found.cached_keys,
@@ -240,16 +244,6 @@ def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> t
 
 
 _attend.defvjp(_forward, _backward)
-
-
-def _tile(bias: Float[Array, "H W"], rows: int) -> Float[Array, "H W R"]:
-    """The bias of the slots of a block's first rows."""
-    return circulant(bias, rows).swapaxes(1, 2)
-
-
-def _bias_gradient(d_tile: Float[Array, "H W R"], bias: Array) -> Float[Array, "H W"]:
-    tile = functools.partial(_tile, rows=d_tile.shape[2])
-    return jax.linear_transpose(tile, bias)(d_tile)[0]
 
 
 def _options(given: _Given, static: Static, name: str) -> dict[str, Any]:
