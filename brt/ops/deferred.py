@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, PyTree
 from brt.distributed.rules import count
 from brt.ops import dispatch
 from brt.ops.dense import dense, dense_forward, input_gradient
+from brt.ops.dense import weight_gradient as dense_weight_gradient
 from brt.ops.weight_gradient import weight_gradient
 
 Kernels = tuple[Float[Array, "..."], ...]
@@ -185,33 +186,41 @@ def joined(
     that takes longer than a product of each."""
     if not _apart(len(parts)):
         return dot(jnp.stack(parts, axis=-inputs), kernel, tap, inputs)
-    if tap is None:
-        return _sum_of_products(tuple(parts), kernel, inputs)
-    return _joined(tuple(parts), jax.lax.stop_gradient(kernel), tap, inputs)
+    if tap is not None:
+        kernel = jax.lax.stop_gradient(kernel)
+    return _joined(tuple(parts), kernel, tap, inputs)
 
 
 def _apart(parts: int) -> bool:
     return parts > 1 and dispatch.backend() == "tpu"
 
 
-def _sum_of_products(parts: tuple[Array, ...], kernel: Array, inputs: int) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _joined(
+    parts: tuple[Array, ...], kernel: Float[Array, "P ..."], tap: Tap | None, inputs: int
+) -> Array:
     """Added up in float32."""
     pairs = zip(parts, jnp.unstack(kernel.astype(parts[0].dtype)), strict=True)
     product = partial(jnp.tensordot, axes=inputs - 1, preferred_element_type=jnp.float32)
     return sum(product(*pair) for pair in pairs).astype(parts[0].dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _joined(parts: tuple[Array, ...], kernel: Array, tap: Tap, inputs: int) -> Array:
-    return _sum_of_products(parts, kernel, inputs)
+def _joined_forward(
+    parts: tuple[Array, ...], kernel: Array, tap: Tap | None, inputs: int
+) -> tuple[Array, tuple]:
+    return _joined(parts, kernel, tap, inputs), (parts, kernel, tap is not None)
 
 
 def _joined_backward(
-    inputs: int, saved: tuple[tuple[Array, ...], Array], gradient: Array
-) -> tuple[tuple[Array, ...], None, Tap]:
-    parts, kernel = saved
-    found = (input_gradient(part, gradient, inputs - 1) for part in jnp.unstack(kernel))
-    return tuple(found), None, Tap(parts, (gradient,))
+    inputs: int, saved: tuple[tuple[Array, ...], Array, bool], gradient: Array
+) -> tuple[tuple[Array, ...], Array | None, Tap | None]:
+    parts, kernel, tapped = saved
+    found = [input_gradient(part, gradient, inputs - 1) for part in jnp.unstack(kernel)]
+    if tapped:
+        return tuple(found), None, Tap(parts, (gradient,))
+    outputs = kernel.ndim - inputs
+    sums = [dense_weight_gradient(part, gradient, inputs - 1, outputs) for part in parts]
+    return tuple(found), jnp.stack(sums).astype(kernel.dtype), None
 
 
-_joined.defvjp(lambda *x: (_joined(*x), x[:2]), _joined_backward)
+_joined.defvjp(_joined_forward, _joined_backward)

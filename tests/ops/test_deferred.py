@@ -1,8 +1,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from brt.ops import deferred
+from brt.ops import deferred, dispatch
 
 STEPS, LANES, WIDTH = 3, 2, 4
 
@@ -65,3 +66,34 @@ def test_pairs_of_more_rows_than_a_sum_is_worth_are_not_handed_out() -> None:
         for rows in (128, 129)
     )
     assert few is not None and many is None
+
+
+@pytest.mark.parametrize("taps", [False, True])
+def test_products_of_parts_equal_one_of_all(taps: bool) -> None:
+    """As TPUs compute them, whose gradients of weights are float32."""
+    rng = np.random.default_rng(0)
+    kernel = jnp.asarray(rng.normal(size=(1, 2, 2, 3, WIDTH)), jnp.float32)  # of one layer
+    parts = [jnp.asarray(rng.normal(size=(STEPS, LANES, 5, 2, 3)), jnp.bfloat16) for _ in "ab"]
+
+    def loss(parts: list[jax.Array], kernel: jax.Array) -> jax.Array:
+        tap = None
+        if taps:
+            rows = parts[0].shape[:3]
+            found = deferred.layer_taps((kernel,), rows, jnp.dtype("bfloat16"), 3, joins=True)
+            assert found is not None
+            (tap,) = found.layers
+
+        def step(_: None, xs: tuple) -> tuple[None, jax.Array]:
+            own, tap = xs
+            return None, deferred.joined(own, kernel[0], tap, 3)
+
+        ys = jax.lax.scan(step, None, (parts, tap))[1]
+        return jnp.sum(jnp.sin(ys.astype(jnp.float32)))
+
+    expected = jax.value_and_grad(loss, argnums=(0, 1))(parts, kernel)
+    with dispatch.use_backend("tpu"):
+        found = jax.value_and_grad(loss, argnums=(0, 1))(parts, kernel)
+    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == e.dtype
+        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+        assert np.abs(a - e).max() <= 1e-2 * np.abs(e).max()
