@@ -202,7 +202,8 @@ def _joined(
     """Added up in float32."""
     pairs = zip(parts, jnp.unstack(kernel.astype(parts[0].dtype)), strict=True)
     product = partial(jnp.tensordot, axes=inputs - 1, preferred_element_type=jnp.float32)
-    return sum(product(*pair) for pair in pairs).astype(parts[0].dtype)
+    first, *others = (product(*pair) for pair in pairs)
+    return sum(others, first).astype(parts[0].dtype)
 
 
 def _joined_forward(

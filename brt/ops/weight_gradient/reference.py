@@ -10,4 +10,5 @@ def weight_gradient(
     """See `api.weight_gradient`."""
     rows = tuple(range(x.ndim - 1 - inputs))
     pairs = zip(x.astype(jnp.float32), dy.astype(jnp.float32), strict=True)
-    return sum(jnp.tensordot(*pair, axes=(rows, rows)) for pair in pairs)
+    products = [jnp.tensordot(*pair, axes=(rows, rows)) for pair in pairs]
+    return jnp.sum(jnp.stack(products), axis=0)
