@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import dispatch
-from brt.ops.causal_clustered_attention import reference, xla
+from brt.ops.causal_clustered_attention import pallas_tpu, reference, xla
 from brt.ops.causal_clustered_attention.past import Centroids, Past, kept
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.partial_attention import AttentionPart
@@ -32,7 +32,15 @@ from brt.ops.partial_attention import AttentionPart
 OP = Op(
     "causal_clustered_attention",
     (
+        Implementation(
+            "pallas_tpu",
+            pallas_tpu.causal_clustered_attention,
+            ("tpu",),
+            ("tpu",),
+            pallas_tpu.refuses,
+        ),
         Implementation("xla", xla.causal_clustered_attention),
+        Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
         Implementation("reference", reference.causal_clustered_attention, auto=()),
     ),
 )
@@ -40,6 +48,9 @@ PAST_SCAN = Op(
     OP.name,
     (
         Implementation("xla", xla.past_scan),
+        # What the kernel of the attention reads, it leaves to plain XLA.
+        Implementation("pallas_tpu", xla.past_scan, (), ("tpu",)),
+        Implementation("pallas_interpret", xla.past_scan, auto=()),
         Implementation("reference", reference.past_scan, auto=()),
     ),
 )

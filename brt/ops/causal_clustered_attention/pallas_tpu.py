@@ -1,0 +1,200 @@
+"""Causal clustered attention on TPUs: all that lies before the window, without sorting queries.
+
+Plain XLA sorts a block's queries by their centroids and gathers what each centroid keeps. Here a
+query's logits with all that any centroid keeps are one product, of which the mask leaves those of
+its own: of 64 centroids with 16 keys each as many as two windows of 512 have, and nothing is
+gathered, nor added up where queries scatter. As in window attention all is slots x rows: keys of
+the block before that have left the window, what centroids keep, and what they have summed up.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.distributed import rules
+from brt.ops.causal_clustered_attention.past import Centroids, Past, nearest
+from brt.ops.causal_clustered_attention.tpu_kernels import (
+    ROWS,
+    Gradients,
+    Inputs,
+    Static,
+    backward_kernel,
+    forward_kernel,
+)
+from brt.ops.dispatch import bits_of, kept
+from brt.ops.partial_attention import AttentionPart, merged
+from brt.ops.tpu import LANES, heads_first, refuses_heads, room
+
+
+def refuses(
+    queries: Array, window: AttentionPart, keys: Array, values: Array, readable: Array,
+    pasts: Past, *_: Any, **__: Any,
+) -> str | None:  # fmt: skip
+    """Why these inputs cannot be; None: they can."""
+    if rules.partitioned():
+        return "reads what one device has"
+    width, size = queries.shape[1] // readable.shape[1], queries.shape[-1]
+    clusters, slots = pasts.keys.shape[3:5]
+    if width % 128 or clusters % 8 or slots % 8:
+        return (
+            f"takes windows of a multiple of 128 and multiples of 8 clusters and keys of each, "
+            f"not {width}, {clusters} and {slots}"
+        )
+    if reason := refuses_heads(size, values.dtype):
+        return reason
+    taken = _bytes(width, clusters, slots, max(size, LANES), values.dtype.itemsize)
+    if taken > room():
+        return f"keeps a head on the chip, {room() >> 20} MiB of it at most, not {taken >> 20}"
+    return None
+
+
+def _bytes(window: int, clusters: int, slots: int, width: int, itemsize: int) -> int:
+    """Of VMEM that the backward pass takes: two of each block, its sums, a tile of logits."""
+    rows = window + clusters * slots
+    blocks = 2 * width * (itemsize * (3 * window + 4 * rows) + 4 * 2 * clusters)
+    return blocks + 2 * rows * width * 4 + 5 * (rows + clusters) * ROWS * 4
+
+
+def causal_clustered_attention(
+    queries: Float[Array, "B T H K"],
+    window: AttentionPart,
+    keys: Float[Array, "B Z H K"],
+    values: Float[Array, "B Z H K"],
+    readable: Bool[Array, "B N"],
+    pasts: Past,
+    centroids: Centroids,
+    bias: Float[Array, " H"],
+    *,
+    attend_to_self: bool,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Float[Array, "B T H K"]:
+    """See `api.causal_clustered_attention`; `interpret` runs on any device, with any sizes."""
+    tokens, blocks = queries.shape[1], readable.shape[1]
+    q, k, v = (x.swapaxes(1, 2) for x in (queries, keys[:, :tokens], values[:, :tokens]))
+    by_block = (*q.shape[:2], blocks, 1, tokens // blocks)
+    ours = (x.reshape(*x.shape[:3], -1, x.shape[-1]) for x in (pasts.keys, pasts.values))
+    given = _Given(
+        q, k, v, *ours, pasts.rest, pasts.lse[..., None, :],
+        nearest(q, centroids).reshape(by_block), readable.astype(jnp.int32), pasts.filled,
+    )  # fmt: skip
+    y, lse = _attend(given, Static(attend_to_self, pasts.keys.shape[4], interpret))
+    # All of it has the bias of the window's farthest key.
+    far = AttentionPart(y.swapaxes(1, 2), lse.swapaxes(1, 2) + bias[None, None])
+    return merged([window, far]).output.astype(values.dtype)
+
+
+interpreted = functools.partial(causal_clustered_attention, interpret=True)
+
+
+class _Given(NamedTuple):
+    """What is read; M = C * R."""
+
+    q: Float[Array, "B H T K"]
+    k: Float[Array, "B H T K"]  # of the block before each
+    v: Float[Array, "B H T K"]
+    kept_k: Float[Array, "N B H M K"]
+    kept_v: Float[Array, "N B H M K"]
+    rest: Float[Array, "N B H C K"]
+    rest_lse: Float[Array, "N B H 1 C"]
+    labels: Int[Array, "B H N 1 W"]
+    readable: Int[Array, "B N"]
+    filled: Int[Array, "N B"]
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self.q.shape[1], self.q.shape[0], self.readable.shape[1]
+
+    def inputs(self, **others: Array) -> Inputs:
+        return Inputs(*self[:-2], **others)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attend(given: _Given, static: Static) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T"]]:
+    """What queries read before their windows, and its log-sum-exp."""
+    return _forward(given, static)[0]
+
+
+def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]:
+    q, inputs = given.q, given.inputs()
+    at = _places(inputs)
+    y, lse = _call(
+        forward_kernel, given, static, [at], [at.q, at.labels],
+        [
+            jax.ShapeDtypeStruct(q.shape, bits_of(given.v.dtype)),
+            jax.ShapeDtypeStruct(given.labels.shape, jnp.float32),
+        ], products=2,
+    )(given.readable, given.filled, inputs)  # fmt: skip
+    y, lse = kept(y, given.v.dtype), kept(lse.reshape(q.shape[:-1]))
+    return (y, lse), (given, y, lse)
+
+
+def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> tuple[_Given]:
+    given, y, lse = saved
+    gradient, d_lse = gradients
+    along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1) - d_lse
+    numbers = (x.reshape(given.labels.shape) for x in (lse, along))
+    inputs = given.inputs(
+        **dict(zip(("gradient", "lse", "along"), (gradient, *numbers), strict=True))
+    )
+    at = _places(inputs)
+    (found,) = _call(
+        backward_kernel, given, static, [at], [Gradients(*at[:7])],
+        [Gradients(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[:7]))], products=5,
+    )(given.readable, given.filled, inputs)  # fmt: skip
+    return (_Given(*found, None, None, None),)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _places(inputs: Inputs) -> Inputs:
+    """Where a step of the grid finds each: of a lane's tokens its block, of what comes by block
+    the block's."""
+    window = inputs.labels.shape[-1]
+
+    def tokens(x: Array) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, window, x.shape[3]), lambda h, b, n, *_: (b, h, n, 0))
+
+    def past(x: Array) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda h, b, n, *_: (n, b, h, 0, 0))
+
+    def numbers(x: Array) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, None, 1, window), lambda h, b, n, *_: (b, h, n, 0, 0))
+
+    kinds = (tokens,) * 3 + (past,) * 4 + (numbers, tokens, numbers, numbers)
+    pairs = zip(kinds, inputs, strict=True)
+    return Inputs(*(None if x is None else place(x) for place, x in pairs))
+
+
+def _call(
+    kernel: Any, given: _Given, static: Static, inputs: list, outputs: list, shapes: list, *,
+    products: int,
+) -> Any:  # fmt: skip
+    """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
+    heads, batch, blocks = given.grid
+    window, width = given.labels.shape[-1], given.q.shape[-1]
+    clusters, slots = given.rest.shape[3], window + given.kept_k.shape[3]
+    backward, scratch = products > 2, []
+    if backward:
+        scratch = [pltpu.VMEM((slots, width), jnp.float32)] * 2
+    return pl.pallas_call(
+        functools.partial(kernel, static=static),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2, grid=given.grid, in_specs=inputs, out_specs=outputs,
+            scratch_shapes=scratch,
+        ),
+        out_shape=shapes,
+        name=f"causal_clustered{'_backward' if backward else ''}_{window}x{slots}x{width}_"
+        f"{given.q.dtype}_{heads * batch * blocks}_steps",
+        interpret=static.interpret, compiler_params=heads_first(3),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * products * (slots + clusters) * given.q.size,
+            transcendentals=given.q.size // width * slots,
+            bytes_accessed=sum(x.nbytes for x in given[:7]) * (2 if backward else 1),
+        ),
+    )  # fmt: skip

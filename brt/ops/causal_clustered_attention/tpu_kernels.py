@@ -1,0 +1,184 @@
+"""What a TPU does for one head, lane and block of causal clustered attention: see `pallas_tpu`."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float
+
+from brt.ops.dispatch import bits
+from brt.ops.softmax import FLOOR, MASKED
+from brt.ops.tpu import BY_ROW, BY_SLOT, LANES, PLAIN, product
+
+ROWS = 128  # of a tile at most
+
+
+class Static(NamedTuple):
+    """What is known when tracing; `slots`: keys that a centroid keeps."""
+
+    attend_to_self: bool
+    slots: int
+    interpret: bool | pltpu.InterpretParams
+
+
+class Inputs(NamedTuple):
+    """Of a step of the grid, or where they are; M = C * R.
+
+    Attributes:
+      q: [W, K] of this block.
+      k, v: [W, K] of the block before.
+      kept_k, kept_v: [M, K], of centroid 0, of centroid 1, ...
+      rest: float32 [C, K], what centroids have summed up.
+      rest_lse: [1, C], what that weighs.
+      labels: [1, W], the centroid of every query.
+      gradient: [W, K] of the output; of it the rest, in the backward pass only.
+      lse, along: [1, W], the latter what the softmax's own gradient subtracts.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    kept_k: Any
+    kept_v: Any
+    rest: Any
+    rest_lse: Any
+    labels: Any
+    gradient: Any = None
+    lse: Any = None
+    along: Any = None
+
+
+class Gradients(NamedTuple):
+    """Of a step of the grid; as of `Inputs`."""
+
+    q: Any
+    k: Any
+    v: Any
+    kept_k: Any
+    kept_v: Any
+    rest: Any
+    rest_lse: Any
+
+
+class _Tile(NamedTuple):
+    """Some rows of a block, and what they see of its three kinds of slots.
+
+    Attributes:
+      left: of the block before, [S, R]; slots behind S have left no window of theirs.
+      kept: [M, R].
+      rest: [C, R].
+    """
+
+    rows: slice
+    left: Bool[Array, "S R"]
+    kept: Bool[Array, "M R"]
+    rest: Bool[Array, "C R"]
+
+    @property
+    def near(self) -> slice:
+        return slice(0, self.left.shape[0])
+
+    def masked(self, parts: tuple[Array, Array, Array]) -> Float[Array, "X R"]:
+        pairs = zip((self.left, self.kept, self.rest), parts, strict=True)
+        return jnp.concatenate([jnp.where(seen, x, MASKED) for seen, x in pairs], axis=0)
+
+    def cut(self, x: Float[Array, "X R"]) -> tuple[Array, Array, Array]:
+        """What of it is of which slots."""
+        near, kept = self.left.shape[0], self.kept.shape[0]
+        return x[:near], x[near : near + kept], x[near + kept :]
+
+
+def _tiles(seen: Array, filled: Array, inputs: Inputs, static: Static) -> list[_Tile]:
+    window, size = inputs.q.shape[0], math.gcd(inputs.q.shape[0], ROWS)
+    clusters, kept = inputs.rest.shape[0], inputs.kept_k.shape[0]
+    tiles = []
+    for begin in range(0, window, size):
+        end = begin + size
+        rows = begin + jax.lax.broadcasted_iota(jnp.int32, (end, size), 1)
+        slots = jax.lax.broadcasted_iota(jnp.int32, (end, size), 0)
+        left = (slots <= rows if static.attend_to_self else slots < rows) & seen
+        labels = inputs.labels[:, begin:end]
+        slots = jax.lax.broadcasted_iota(jnp.int32, (kept, size), 0)
+        count = jnp.int32(static.slots)
+        there = jax.lax.rem(slots, count) < filled
+        own = (jax.lax.div(slots, count) == labels) & there
+        centroids = jax.lax.broadcasted_iota(jnp.int32, (clusters, size), 0)
+        tiles.append(_Tile(slice(begin, end), left, own, centroids == labels))
+    return tiles
+
+
+def _weight(inputs: Inputs) -> Float[Array, "C 1"]:
+    """What centroids have summed up weighs, a column."""
+    row = inputs.rest_lse[...]
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
+
+
+def _logits(tile: _Tile, inputs: Inputs) -> Float[Array, "X R"]:
+    own = inputs.q[tile.rows]
+    near, kept = inputs.k[tile.near], inputs.kept_k[...]
+    summed = jnp.broadcast_to(_weight(inputs), tile.rest.shape)
+    return tile.masked((product(near, own, BY_ROW), product(kept, own, BY_ROW), summed))
+
+
+def forward_kernel(
+    readable: Any, filled: Any, inputs: Inputs, y: Any, lse: Any, *, static: Static
+) -> None:
+    lane, n = pl.program_id(1), pl.program_id(2)
+    dtype = inputs.v.dtype
+    columns = inputs.v[...].T, inputs.kept_v[...].T
+    summed = inputs.rest[...].T
+    for tile in _tiles(readable[lane, n] > 0, filled[n, lane], inputs, static):
+        logits = _logits(tile, inputs)
+        top = jnp.maximum(jnp.max(logits, axis=0, keepdims=True), FLOOR)
+        weights = jnp.exp(logits - top)
+        total = jnp.sum(weights, axis=0, keepdims=True) + jnp.exp(FLOOR - top)
+        near, kept, rest = tile.cut(weights)
+        sums = product(columns[0][:, tile.near], near.astype(dtype), PLAIN)
+        sums += product(columns[1], kept.astype(dtype), PLAIN) + product(summed, rest, PLAIN)
+        y[tile.rows] = bits((sums / total).T.astype(dtype))
+        lse[:, tile.rows] = top + jnp.log(total)
+
+
+def backward_kernel(
+    readable: Any, filled: Any, inputs: Inputs, found: Gradients, keys_sum: Any, values_sum: Any, *,
+    static: Static,
+) -> None:  # fmt: skip
+    """The sums are float32, of the block before and behind it of what centroids keep."""
+    lane, n = pl.program_id(1), pl.program_id(2)
+    window, dtype = inputs.q.shape[0], inputs.q.dtype
+    for total in (keys_sum, values_sum):
+        total[:window] = jnp.zeros_like(total[:window])
+    of_rest, of_weight = jnp.zeros(found.rest.shape, jnp.float32), jnp.zeros((), jnp.float32)
+    for tile in _tiles(readable[lane, n] > 0, filled[n, lane], inputs, static):
+        own, theirs = inputs.q[tile.rows], inputs.gradient[tile.rows]
+        weights = jnp.exp(_logits(tile, inputs) - inputs.lse[:, tile.rows])
+        wide = theirs.astype(jnp.float32)
+        read = inputs.v[tile.near], inputs.kept_v[...]
+        d_weights = [product(values, theirs, BY_ROW) for values in read]
+        d_weights.append(product(inputs.rest[...], wide, BY_ROW))
+        d_logits = weights * (jnp.concatenate(d_weights, axis=0) - inputs.along[:, tile.rows])
+        parts, (near, kept, rest) = tile.cut(d_logits), tile.cut(weights)
+        d_near, d_kept = (x.astype(dtype) for x in parts[:2])
+        d_own = product(d_near, inputs.k[tile.near], BY_SLOT)
+        d_own += product(d_kept, inputs.kept_k[...], BY_SLOT)
+        found.q[tile.rows] = d_own.astype(found.q.dtype)
+        of_rest += product(rest, wide, PLAIN)
+        of_weight += jnp.sum(parts[2], axis=1, keepdims=True)
+        first = tile.rows.start == 0
+        for total, cuts, rows in (
+            (keys_sum, (d_near, d_kept), own),
+            (values_sum, (near.astype(dtype), kept.astype(dtype)), theirs),
+        ):
+            total[tile.near] += product(cuts[0], rows, PLAIN)
+            of_kept = product(cuts[1], rows, PLAIN)
+            total[window:] = of_kept if first else total[window:] + of_kept
+    for near, kept, total in (
+        (found.k, found.kept_k, keys_sum), (found.v, found.kept_v, values_sum),
+    ):  # fmt: skip
+        near[...] = total[:window].astype(near.dtype)
+        kept[...] = total[window:].astype(kept.dtype)
+    found.rest[...] = of_rest
+    found.rest_lse[...] = jnp.broadcast_to(of_weight, (len(of_weight), LANES)).T[:1]
