@@ -25,6 +25,8 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "kmeans_4096x128": (2949, 2342, 2381, 1540),
         "clustered_attention_4096x112": (6101, 4370, 4453, 3083),
         "clustered_attention_backward_4096x112": (7620, 5945, 6188, 5066),
+        "causal_clustered_512x1536x128": (7798, 5977, 6303, 4534),
+        "causal_clustered_backward_512x1536x128": (9868, 8379, 8788, 5510),
         "state_attention_512x1536x128": (7597, 5699, 5729, 3814),
         "state_attention_backward_512x1536x128": (12932, 8980, 9200, 5883),
         "cross_entropy_512x640x1024": (13628, 11206, 11224, 4912),

@@ -18,6 +18,7 @@ CASES = {
     "loss": 2,
     "segmented": 2,
     "clustered": 3,
+    "causal": 2,
     "weights": 1,
 }  # and how many kernels they have
 GROWTH = 1.05  # of a schedule, which nobody has looked at
@@ -64,6 +65,7 @@ def test_kernels_compile_forward_and_backward(
         ("segmented", "float32"),
         ("clustered", "bfloat16"),
         ("clustered", "float32"),
+        ("causal", "bfloat16"),
         ("weights", "bfloat16"),
     ],
 )

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 
 from brt.config import Attention, CrossAttention
 from brt.ops import clustered_attention, cross_attention
+from brt.ops.causal_clustered_attention import Centroids, Past, causal_clustered_attention
 from brt.ops.cross_entropy import cross_entropy
 from brt.ops.gates import GateWeights
+from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import CellWeights, state_scan
 from brt.ops.softmax_attention import attend
 from brt.ops.weight_gradient import weight_gradient
@@ -135,6 +137,34 @@ def clustered(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     return gradients, [x, x, x, array(args.lanes, tokens, dtype="bool"), x]
 
 
+def causal(array: Callable[..., Any], args: argparse.Namespace) -> Case:
+    """What two blocks of tokens read before their windows: 64 centroids that keep 16 keys each."""
+    size, heads, clusters, slots = args.window, 8, 64, 16
+    by_head = heads, args.head_dim
+    q, k = array(args.lanes, 2 * size, *by_head), array(args.lanes, 3 * size, *by_head)
+    window = AttentionPart(q, array(args.lanes, 2 * size, heads, dtype="float32"))
+    shape, wide = (2, args.lanes, heads, clusters), partial(array, dtype="float32")
+    kept = array(*shape, slots, args.head_dim)
+    filled = array(2, args.lanes, dtype="int32")
+    pasts = Past(kept, kept, wide(*shape, args.head_dim), wide(*shape), filled)
+    centroids = Centroids(wide(heads, clusters, args.head_dim), wide(heads, clusters))
+
+    def gradients(q, window, k, v, pasts, readable, centroids, bias, weights):
+        def loss(q, window, k, v, kept, rest, lse, bias):
+            past = Past(*kept, rest, lse, pasts.filled)
+            y = causal_clustered_attention(
+                q, window, k, v, readable, past, centroids, bias,
+                implementation=args.implementation,
+            )  # fmt: skip
+            return _inner(y, weights)
+
+        given = q, window, k, v, pasts[:2], pasts.rest, pasts.lse, bias
+        return jax.grad(loss, argnums=tuple(range(8)))(*given)
+
+    readable, bias = array(args.lanes, 2, dtype="bool"), wide(heads)
+    return gradients, [q, window, k, k, pasts, readable, centroids, bias, q]
+
+
 def weights(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     """What eight steps of a loop have to add to the weights of a layer."""
     heads, rows = (8, args.head_dim), (8, args.lanes, args.window)
@@ -161,5 +191,6 @@ def _inner(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 CASES = {
     "window": window, "recurrent": recurrent, "loss": loss, "segmented": segmented,
-    "clustered": clustered, "weights": weights,
+    "clustered": clustered, "causal": causal,
+    "weights": weights,
 }  # fmt: skip

@@ -54,10 +54,10 @@ def refuses(
 
 
 def _bytes(window: int, clusters: int, slots: int, width: int, itemsize: int) -> int:
-    """Of VMEM that the backward pass takes: two of each block, its sums, a tile of logits."""
+    """Of VMEM that the backward pass takes: two of each block, its sums, tiles of logits."""
     rows = window + clusters * slots
     blocks = 2 * width * (itemsize * (3 * window + 4 * rows) + 4 * 2 * clusters)
-    return blocks + 2 * rows * width * 4 + 5 * (rows + clusters) * ROWS * 4
+    return blocks + 2 * rows * width * 4 + 10 * (rows + clusters) * ROWS * 4
 
 
 def causal_clustered_attention(
@@ -77,9 +77,9 @@ def causal_clustered_attention(
     tokens, blocks = queries.shape[1], readable.shape[1]
     q, k, v = (x.swapaxes(1, 2) for x in (queries, keys[:, :tokens], values[:, :tokens]))
     by_block = (*q.shape[:2], blocks, 1, tokens // blocks)
-    ours = (x.reshape(*x.shape[:3], -1, x.shape[-1]) for x in (pasts.keys, pasts.values))
+    kept_k, kept_v = (x.reshape(*x.shape[:3], -1, x.shape[-1]) for x in pasts[:2])
     given = _Given(
-        q, k, v, *ours, pasts.rest, pasts.lse[..., None, :],
+        q, k, v, kept_k, kept_v, pasts.rest, pasts.lse[..., None, :],
         nearest(q, centroids).reshape(by_block), readable.astype(jnp.int32), pasts.filled,
     )  # fmt: skip
     y, lse = _attend(given, Static(attend_to_self, pasts.keys.shape[4], interpret))
@@ -137,16 +137,14 @@ def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> t
     given, y, lse = saved
     gradient, d_lse = gradients
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1) - d_lse
-    numbers = (x.reshape(given.labels.shape) for x in (lse, along))
-    inputs = given.inputs(
-        **dict(zip(("gradient", "lse", "along"), (gradient, *numbers), strict=True))
-    )
+    lse, along = (x.reshape(given.labels.shape) for x in (lse, along))
+    inputs = given.inputs(gradient=gradient, lse=lse, along=along)
     at = _places(inputs)
     (found,) = _call(
         backward_kernel, given, static, [at], [Gradients(*at[:7])],
         [Gradients(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[:7]))], products=5,
     )(given.readable, given.filled, inputs)  # fmt: skip
-    return (_Given(*found, None, None, None),)
+    return (_Given(*found, labels=None, readable=None, filled=None),)
 
 
 _attend.defvjp(_forward, _backward)
