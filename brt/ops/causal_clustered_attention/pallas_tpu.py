@@ -144,7 +144,7 @@ def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> t
         backward_kernel, given, static, [at], [Gradients(*at[:7])],
         [Gradients(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[:7]))], products=5,
     )(given.readable, given.filled, inputs)  # fmt: skip
-    return (_Given(*found, labels=None, readable=None, filled=None),)
+    return (given._replace(labels=None, readable=None, filled=None, **found._asdict()),)
 
 
 _attend.defvjp(_forward, _backward)
