@@ -1,4 +1,4 @@
-"""Equal layers as a scan over stacked parameters: compiled once, whatever the depth."""
+"""Equal layers as a scan over stacked parameters: traced once, whatever the depth."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from brt.config.fields import Kept
-from brt.layers.basic import remat_policy
+from brt.layers.basic import remat_policy, unrolled
 
 
 def stacked(
@@ -21,7 +21,8 @@ def stacked(
     """A module of `count` layers with the fields of one, whose parameters have layers on axis 0.
 
     Its methods are of the form (x, of each layer, of all layers) -> (x, of each layer), where
-    what is of each layer has the layers on axis 0.
+    what is of each layer has the layers on axis 0. It is a loop but on TPUs, where what a loop
+    stacks for its backward pass takes longer to move than to keep.
 
     Args:
       remat: compute what is in `__call__` again in the backward pass, but for what it is to keep.
@@ -34,6 +35,7 @@ def stacked(
         split_rngs={"params": True, "dropout": True},
         in_axes=(0, nn.broadcast),
         length=count,
+        unroll=unrolled(0, count, 1 if remat else count),
         metadata_params={nn.PARTITION_NAME: "layers"},
         methods=list(methods),
         check_constancy_invariants=False,  # it would trace every layer twice
