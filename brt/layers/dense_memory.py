@@ -101,7 +101,7 @@ class DenseMemoryLayer(nn.Module):
 
         read = jax.lax.map(lambda n: of_block(n, keys, values, queries), jnp.arange(blocks))
         read = jnp.moveaxis(read, 0, 1).reshape(projected.queries.shape)
-        y = self.tokens.finish(x, read[:, :, None])
+        y = self.tokens.finish(x, [read])
         return y, self._after(keys, values, lengths[:, -1])
 
     def _read(
@@ -160,7 +160,7 @@ class DenseMemoryLayer(nn.Module):
             *(jnp.concatenate(pair, axis=1) for pair in zip(state[:2], block, strict=True))
         )
         read = self._read(projected.queries, seen, state.length, position[None])
-        return self.tokens.finish(x, read[:, :, None]), block
+        return self.tokens.finish(x, [read]), block
 
     def end_block(
         self, x: None, carried: tuple[DenseState, StateMemory], *_: None

@@ -341,7 +341,7 @@ class SummaryLayer(nn.Module):
             projected.queries, own, block.short, Read(state, block.long),
             None if bias is None else bias[:, window:], jnp.asarray(window),
         )  # fmt: skip
-        u = self.tokens.finish(u, y[:, :, None])
+        u = self.tokens.finish(u, [y])
         read, u = self._after(Read(state, None), block.outputs, u)
         return stream._replace(summaries=u[:, None]), read.state
 
