@@ -15,15 +15,17 @@ from brt.ops.softmax_attention import pallas_tpu, reference, xla
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation that reads blocks apart, and queries normalised where they are to be."""
+    """An implementation that reads heads and blocks apart, and queries normalised where they are
+    to be."""
 
-    def prepared(q: Array, k: Array, *others: Any, scale: Array | None, **options: bool) -> Array:
+    def prepared(
+        queries: Array, k: Array, *others: Any, scale: Array | None, **options: bool
+    ) -> Array:
         if scale is not None:
-            q = scaled_unit(q.swapaxes(1, 2), scale).swapaxes(1, 2)
-        if k.ndim == q.ndim:
-            return function(q, k, *others, **options)
-        rows = q.reshape(*q.shape[:2], k.shape[1], -1, q.shape[-1]).swapaxes(1, 2)
-        return function(rows, k, *others, **options).swapaxes(1, 2).reshape(q.shape)
+            queries = scaled_unit(queries, scale)
+        blocked = (len(queries), *k.shape[1:-3], -1, *queries.shape[2:])
+        q = queries.reshape(blocked).swapaxes(-3, -2)
+        return function(q, k, *others, **options).swapaxes(-3, -2).reshape(queries.shape)
 
     return prepared
 
@@ -57,8 +59,8 @@ def attend(
     Raises:
       NotImplementedError: an implementation that does not exist, or not for these inputs.
     """
-    q, k, v = (x.swapaxes(-3, -2) for x in (queries, keys, values))
-    return _attend(q, k, v, None, scale, False, implementation).swapaxes(-3, -2)
+    k, v = (x.swapaxes(-3, -2) for x in (keys, values))
+    return _attend(queries, k, v, None, scale, False, implementation)
 
 
 def attend_to_blocks(
@@ -76,25 +78,28 @@ def attend_to_blocks(
       null_keys: unreadable keys count as zero keys with zero values.
       implementation: as of `attend`.
     """
-    q = queries.swapaxes(1, 2)
-    return _attend(q, keys, values, readable, None, null_keys, implementation).swapaxes(1, 2)
+    return _attend(queries, keys, values, readable, None, null_keys, implementation)
 
 
 def _attend(
-    q: Array, k: Array, v: Array, readable: Array | None, scale: Array | None, null_keys: bool,
-    implementation: str | None,
+    queries: Array, k: Array, v: Array, readable: Array | None, scale: Array | None,
+    null_keys: bool, implementation: str | None,
 ) -> Array:  # fmt: skip
-    def local(q: Array, k: Array, v: Array, readable: Any, scale: Any) -> Array:
-        return dispatch.run(OP, implementation, q, k, v, readable, null_keys=null_keys, scale=scale)
+    """Of keys and values by head."""
+
+    def local(queries: Array, k: Array, v: Array, readable: Any, scale: Any) -> Array:
+        return dispatch.run(
+            OP, implementation, queries, k, v, readable, null_keys=null_keys, scale=scale
+        )
 
     if not rules.partitioned():
-        return local(q, k, v, readable, scale)
-    by_block = k.ndim > q.ndim
+        return local(queries, k, v, readable, scale)
+    by_block = k.ndim > queries.ndim
     tokens, lanes = ("tokens", ("lanes", "blocks")) if by_block else (None, ("lanes",))
-    of_q = rules.placed("lanes", "heads", tokens, None, shape=q.shape)
+    of_q = rules.placed("lanes", tokens, "heads", None, shape=queries.shape)
     of_k = rules.placed(*lanes, "heads", None, None, shape=k.shape)
-    of_lanes = rules.placed("lanes", shape=q.shape[:1])
+    of_lanes = rules.placed("lanes", shape=queries.shape[:1])
     return jax.shard_map(
-        local, in_specs=(of_q, of_k, of_k, of_lanes, P(of_q[1])), out_specs=of_q,
+        local, in_specs=(of_q, of_k, of_k, of_lanes, P(of_q[2])), out_specs=of_q,
         axis_names=rules.axes(), check_vma=False,
-    )(q, k, v, readable, scale)  # fmt: skip
+    )(queries, k, v, readable, scale)  # fmt: skip

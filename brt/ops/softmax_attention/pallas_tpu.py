@@ -38,7 +38,7 @@ _TILE = 1024 * _ROWS  # logits of a tile at most: five such arrays of float32 ar
 def refuses(q: Array, k: Array, v: Array, readable: Array | None = None, **_: Any) -> str | None:
     """Why these inputs cannot be; None: they can."""
     blocks = 1 if k.ndim == q.ndim else k.shape[1]
-    queries, keys, width = q.shape[2] // blocks, k.shape[-2], q.shape[3]
+    queries, keys, width = q.shape[1] // blocks, k.shape[-2], q.shape[3]
     unit = 128 if readable is None else 256  # two blocks of them
     if queries % 128 or keys % unit or max(queries, keys) > _MOST:
         return (
@@ -64,7 +64,7 @@ def _rows(queries: int, keys: int) -> int:
 
 
 def attention(
-    q: Float[Array, "B H T K"],
+    queries: Float[Array, "B T H K"],
     k: Float[Array, "B *N H S K"],
     v: Float[Array, "B *N H S K"],
     readable: Bool[Array, " B"] | None,
@@ -72,13 +72,14 @@ def attention(
     null_keys: bool,
     scale: Float[Array, " H"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> Float[Array, "B H T K"]:
+) -> Float[Array, "B T H K"]:
     """See `api`; `interpret` runs on any device, with any sizes."""
     static = _Static(readable is not None, null_keys, interpret)
     if readable is None:
-        readable = jnp.ones(q.shape[:1], bool)
+        readable = jnp.ones(queries.shape[:1], bool)
     k, v = (x.reshape(-1, *x.shape[-3:]) for x in (k, v))
-    return _attend(_Given(q, k, v, readable.astype(jnp.int32), scale), static)
+    given = _Given(queries.swapaxes(1, 2), k, v, readable.astype(jnp.int32), scale)
+    return _attend(given, static).swapaxes(1, 2)
 
 
 interpreted = functools.partial(attention, interpret=True)
