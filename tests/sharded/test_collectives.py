@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import jax
 import pytest
 from sharded_cases import CASES, with_optimizer
 
@@ -26,11 +27,16 @@ EACH = [
 ]
 
 
-def compiled(name: str, mesh: Mesh, place: Path) -> str:
-    config = dataclasses.replace(with_optimizer(CASES[name](place), "adafactor", 8), mesh=mesh)
-    run = runs.build(config, progress=False)
+def lowered(name: str, mesh: Mesh, place: Path, state: str = "auto") -> jax.stages.Lowered:
+    config = with_optimizer(CASES[name](place), "adafactor", 8)
+    optimizer = dataclasses.replace(config.optimizer, state=state)
+    run = runs.build(dataclasses.replace(config, mesh=mesh, optimizer=optimizer), progress=False)
     shapes = runs.Shapes(run.mesh, run.optimizer, run.abstract)
-    return runs.lowered_step(run.config, shapes, run.reader.largest()).compile().as_text()
+    return runs.lowered_step(run.config, shapes, run.reader.largest())
+
+
+def compiled(name: str, mesh: Mesh, place: Path) -> str:
+    return lowered(name, mesh, place).compile().as_text()
 
 
 @pytest.mark.parametrize(("name", "mesh"), EACH)
@@ -46,6 +52,16 @@ def test_replicas_add_up_once(name: str, tmp_path: Path) -> None:
     """Not in every block or layer, and all arrays as one."""
     found = costs(compiled(name, Mesh(data=8), tmp_path)).collectives
     assert {kind: count for kind, (count, _) in found.items()} == {"all-reduce": 1}
+
+
+@pytest.mark.parametrize(("state", "taken_over"), [("whole", True), ("shared", False)])
+def test_what_replicas_gather_does_not_take_the_old_parameters_place(
+    state: str, taken_over: bool, tmp_path: Path
+) -> None:
+    """There it would be copied; all others' memory a step takes over either way."""
+    params, others, *_ = lowered("window", Mesh(data=8), tmp_path, state).args_info[0]
+    assert {leaf.donated for leaf in jax.tree.leaves(params)} == {taken_over}
+    assert all(leaf.donated for leaf in jax.tree.leaves(others))
 
 
 def test_devices_that_share_a_segment_send_one_window_to_their_neighbour(tmp_path: Path) -> None:
