@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from brt.distributed import rules
-from brt.ops.tpu import BY_SLOT, VMEM_BYTES, product, room
+from brt.ops.tpu import BY_SLOT, LANES, VMEM_BYTES, product, room
 
 _LEFT, _RIGHT = 512, 256  # columns of a tile, of one head or several
 _STEPS = 8  # of a loop that is written out
@@ -44,7 +44,7 @@ class _Side(NamedTuple):
         *others, width = x.shape[x.ndim - axes :]
         first, heads = (1,) * (2 - len(others)) + tuple(others)
         *lanes, rows = x.shape[1 : x.ndim - axes]
-        columns = math.gcd(width, most)
+        columns = width if width <= most else math.gcd(width, most)
         at_once = math.gcd(heads, max(1, most // columns)) if columns == width else 1
         return cls((first, heads), math.prod(lanes), rows, width, at_once, columns)
 
@@ -55,6 +55,11 @@ class _Side(NamedTuple):
     @property
     def tile(self) -> int:
         return self.heads * self.columns
+
+    @property
+    def cuts_well(self) -> bool:
+        """Whether registers hold a tile's columns: all that there are, or whole ones."""
+        return self.width % 64 == 0 and (self.columns == self.width or self.columns % LANES == 0)
 
     def place(self, i: Int[Array, ""]) -> tuple[Any, Any, Any]:
         """Of the i-th tile, among A, H and K."""
@@ -82,10 +87,10 @@ def refuses(x: Array, dy: Array, inputs: int = 1, outputs: int = 1) -> str | Non
     if max(inputs, outputs) > 3 or x.ndim - inputs != 3:
         return "takes rows of lanes, and at most 3 axes of inputs and of outputs"
     left, right = _Side.of(x, inputs, _LEFT), _Side.of(dy, outputs, _RIGHT)
-    if left.rows % 128 or left.columns % 64 or right.columns % 64:
+    if left.rows % 128 or not (left.cuts_well and right.cuts_well):
         return (
-            f"takes a multiple of 128 rows, and of 64 columns, not {left.rows} and {left.width} "
-            f"by {right.width}"
+            f"takes a multiple of 128 rows, and of 128 columns or 64, 128, 192 or 256 of them, not "
+            f"{left.rows} and {left.width} by {right.width}"
         )
     if (taken := _bytes(len(x), left, right)) > room():
         return f"keeps tiles of all steps on the chip, {room() >> 20} MiB, not {taken >> 20}"
