@@ -16,9 +16,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from brt.distributed import rules
-from brt.ops.tpu import BY_SLOT, LANES, VMEM_BYTES, product, room
+from brt.ops.tpu import BY_SLOT, LANES, VMEM_BYTES, product
 
-_LEFT, _RIGHT = 512, 256  # columns of a tile, of one head or several
+_LEFT, _RIGHT = (512, 256, 128), 256  # columns of a tile, of one head or several
+# Of VMEM: what XLA gives a kernel, whatever it asks for, that it joins with an update in place.
+_ROOM = 14 * 2**20
 _STEPS = 8  # of a loop that is written out
 
 
@@ -86,15 +88,23 @@ def refuses(x: Array, dy: Array, inputs: int = 1, outputs: int = 1) -> str | Non
         return f"takes 2 to {_STEPS} steps, not {len(x)}"
     if max(inputs, outputs) > 3 or x.ndim - inputs != 3:
         return "takes rows of lanes, and at most 3 axes of inputs and of outputs"
-    left, right = _Side.of(x, inputs, _LEFT), _Side.of(dy, outputs, _RIGHT)
+    left, right = _sides(x, dy, inputs, outputs)
     if left.rows % 128 or not (left.cuts_well and right.cuts_well):
         return (
             f"takes a multiple of 128 rows, and of 128 columns or 64, 128, 192 or 256 of them, not "
             f"{left.rows} and {left.width} by {right.width}"
         )
-    if (taken := _bytes(len(x), left, right)) > room():
-        return f"keeps tiles of all steps on the chip, {room() >> 20} MiB, not {taken >> 20}"
+    if (taken := _bytes(len(x), left, right)) > _ROOM:
+        return f"keeps tiles of all steps on the chip, {_ROOM >> 20} MiB, not {taken >> 20}"
     return None
+
+
+def _sides(x: Array, dy: Array, inputs: int, outputs: int) -> tuple[_Side, _Side]:
+    """With the largest tiles that there is room for, or the smallest."""
+    right = _Side.of(dy, outputs, _RIGHT)
+    lefts = [_Side.of(x, inputs, most) for most in _LEFT]
+    fit = (left for left in lefts if _bytes(len(x), left, right) <= _ROOM)
+    return next(fit, lefts[-1]), right
 
 
 def _bytes(steps: int, left: _Side, right: _Side) -> int:
@@ -112,7 +122,7 @@ def weight_gradient(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "..."]:
     """See `api.weight_gradient`; `interpret` runs on any device, with any sizes."""
-    left, right = _Side.of(x, inputs, _LEFT), _Side.of(dy, outputs, _RIGHT)
+    left, right = _sides(x, dy, inputs, outputs)
     steps, rows = len(x), len(x) * left.lanes * left.rows
 
     def block(side: _Side, axis: int, **options: Any) -> pl.BlockSpec:
