@@ -209,15 +209,15 @@ def _joined(
 def _joined_forward(
     parts: tuple[Array, ...], kernel: Array, tap: Tap | None, inputs: int
 ) -> tuple[Array, tuple]:
-    return _joined(parts, kernel, tap, inputs), (parts, kernel, tap is not None)
+    return _joined(parts, kernel, tap, inputs), (parts, kernel, None if tap is None else ())
 
 
 def _joined_backward(
-    inputs: int, saved: tuple[tuple[Array, ...], Array, bool], gradient: Array
+    inputs: int, saved: tuple[tuple[Array, ...], Array, tuple[()] | None], gradient: Array
 ) -> tuple[tuple[Array, ...], Array | None, Tap | None]:
     parts, kernel, tapped = saved
     found = [input_gradient(part, gradient, inputs - 1) for part in jnp.unstack(kernel)]
-    if tapped:
+    if tapped is not None:
         return tuple(found), None, Tap(parts, (gradient,))
     outputs = kernel.ndim - inputs
     sums = [dense_weight_gradient(part, gradient, inputs - 1, outputs) for part in parts]

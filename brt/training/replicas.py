@@ -31,9 +31,12 @@ def number(mesh: rules.Mesh | None = None) -> int:
     return 1 if shared else shape.get(_AXIS, 1)
 
 
-def share_state(optimizer: Optimizer) -> bool:
-    """Whether each has but a share of the optimizer's state (ZeRO's first stage: Rajbhandari et
-    al. 2019). CPUs send every array by itself, which costs more than they would save."""
+def share_state(optimizer: Optimizer, mesh: rules.Mesh | None = None) -> bool:
+    """Whether there are several, and each has but a share of the optimizer's state (ZeRO's first
+    stage: Rajbhandari et al. 2019), in a mesh or the one that is set. CPUs send every array by
+    itself, which costs more than they would save."""
+    if number(mesh) == 1:
+        return False
     if optimizer.state == "auto":
         return dispatch.backend() != "cpu" and optimizer.name != "muon"
     return optimizer.state == "shared"

@@ -195,8 +195,7 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
         return train_step(state, *given, config=config, optimizer=shapes.optimizer)
 
     # What replicas gather is made elsewhere: in the parameters' own place it would be copied there.
-    gathers = replicas.number(mesh) > 1 and replicas.share_state(config.optimizer)
-    donated = (1,) if gathers else (0, 1)
+    donated = (1,) if replicas.share_state(config.optimizer, mesh) else (0, 1)
     # One sharding stands for all that there is in the metrics.
     jitted = jax.jit(step, donate_argnums=donated, out_shardings=(shardings, replicated(mesh)))
 

@@ -32,8 +32,8 @@ def state_shardings(
     def of_optimizer(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         names = _moment_names(path, leaf.shape, axes, shapes)
         spec = rules.spec(names, leaf.shape, mesh)
-        if (count := replicas.number(mesh)) > 1 and replicas.share_state(config.optimizer):
-            spec = replicas.share(names, leaf.shape, count)
+        if replicas.share_state(config.optimizer, mesh):
+            spec = replicas.share(names, leaf.shape, replicas.number(mesh))
         kind = "pinned_host" if config.optimizer.offload else None
         return NamedSharding(mesh, spec, memory_kind=kind)
 

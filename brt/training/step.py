@@ -125,7 +125,7 @@ def train_step(
     """
     key = jax.random.fold_in(jax.random.fold_in(key, DROPOUT), state.step)
     carry, params, shares = jax.lax.stop_gradient(state.carry), state.params, None
-    if replicas.number() > 1 and replicas.share_state(config.optimizer):
+    if replicas.share_state(config.optimizer):
         shares = replicas.shares(params, parameter_axes(config))
     aux, gradients = _of_all_lanes(state, carry, batch, key, config, shares)
     with jax.named_scope("optimizer"):
