@@ -235,7 +235,8 @@ class CompiledStep:
         """Compiles for batches of this shape, if that was not done yet."""
         if (shape := _shape(batch)) not in self._compiled:
             shapes = Shapes(self._run.mesh, self._run.optimizer, self._run.abstract)
-            self._compiled[shape] = lowered_step(self._run.config, shapes, batch).compile()
+            lowered = lowered_step(self._run.config, shapes, batch)
+            self._compiled[shape] = lowered.compile(compilation.options())
             processes.wait_for_all("compiled")  # who waits in a collective has no patience
 
     def prepared(self, batch: Any) -> bool:

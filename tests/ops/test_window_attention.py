@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.ops.window_attention import window_part, window_part_step
+from brt.ops.window_attention import window_part, window_part_step, xla_cpu
 
 # Relative to the largest magnitude of an array.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
@@ -14,6 +14,8 @@ CASES = {  # window, blocks, attend_to_self, null_keys
     "self, null keys": (4, 3, True, True),
     "past, null keys": (4, 3, False, True),
     "one block": (6, 1, True, False),
+    "tiles": (64, 3, True, False),  # of 32 rows, on CPUs
+    "tiles, past, null keys": (64, 3, False, True),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -175,6 +177,11 @@ def test_a_token_that_sees_no_key_gives_zeros() -> None:
     assert not np.any(y[0, 4]) and np.all(np.any(y[0, 5:8], axis=(1, 2)))
     assert not np.any(y[1, 0]) and np.all(np.any(y[1, 1:4], axis=(1, 2)))
     assert all(np.all(np.isfinite(g)) for g in gradients.values())
+
+
+def test_tiles_are_parts_of_a_window() -> None:
+    found = {window: xla_cpu.tile_rows(window) for window in (4, 32, 63, 64, 256, 384, 512, 2048)}
+    assert found == {4: 4, 32: 32, 63: 63, 64: 32, 256: 128, 384: 96, 512: 128, 2048: 128}
 
 
 def test_an_unknown_implementation_is_refused() -> None:

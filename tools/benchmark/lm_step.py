@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from brt import allocator, tasks
 from brt.config import Config, Model, Training
 from brt.models.decoder import new_state
+from brt.training import compilation
 from brt.training.state import initial_params, parameter_counts
 from brt.types import Batch
 
@@ -85,7 +86,7 @@ class Contestant:
 
         begin = time.perf_counter()
         lowered = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(*args)
-        self.step = lowered.compile()
+        self.step = lowered.compile(compilation.options())
         self.compile_seconds = time.perf_counter() - begin
         self.temporary_mib = self.step.memory_analysis().temp_size_in_bytes / 2**20
         self.args, self.times = args, []

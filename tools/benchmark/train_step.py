@@ -27,6 +27,7 @@ from brt.config import Config
 from brt.distributed.mesh import by_lane, use
 from brt.errors import ConfigError
 from brt.models.flops import forward_flops_per_token
+from brt.training import compilation
 from brt.training import run as runs
 from brt.training.profiling import peak_flops
 from brt.training.state import initial_state
@@ -42,7 +43,7 @@ class Contestant:
         self.model, training = config.model, config.training
         shapes = runs.shaped(config)
         batch = random_batch(self.model, training.batch_size, training.segment_length)
-        self.step = runs.lowered_step(config, shapes, batch).compile()
+        self.step = runs.lowered_step(config, shapes, batch).compile(compilation.options())
         shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.abstract)
         init = partial(initial_state, config, shapes.optimizer)
         with use(shapes.mesh):

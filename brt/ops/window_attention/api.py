@@ -16,7 +16,7 @@ from brt.ops.dispatch import Implementation, Op
 from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import MASKED, softmax_and_lse
-from brt.ops.window_attention import pallas_gpu, pallas_tpu, reference, xla
+from brt.ops.window_attention import pallas_gpu, pallas_tpu, reference, xla, xla_cpu
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
 OP = Op(
     "window_attention",
     (
-        Implementation("xla_cpu", _plain(xla.in_fine_tiles), auto=("cpu",)),
+        Implementation("xla_cpu", _plain(xla_cpu.window_attention), auto=("cpu",)),
         Implementation(
             "pallas_tpu", pallas_tpu.window_attention, ("tpu",), ("tpu",), pallas_tpu.refuses
         ),

@@ -1,0 +1,192 @@
+"""Window attention as CPUs like it: tiles of rows, each beside one stretch of the keys it may see.
+
+A tile of R rows sees W + R - 1 keys in a row, most rows of it W of them: what a row does not see is
+part of the bias. That wastes R of W + R numbers of a softmax and copies each key W / R + 1 times,
+but every array is written by one product and read by the next. Folding (`xla`) spares the idle
+numbers and pays with passes over all of them, which take longer here. The backward pass keeps
+exp(logits - their maximum), not the softmax: to divide what is as wide as a head takes less.
+"""
+
+from functools import partial, reduce
+from itertools import starmap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from brt.ops.reductions import sum_leading
+from brt.ops.softmax import FLOOR, MASKED
+from brt.ops.window_attention.xla import circulant
+
+# Smaller tiles run less well, larger ones idle more: half a window, within these.
+_LEAST_ROWS, _MOST_ROWS = 32, 128
+
+
+def tile_rows(window: int) -> int:
+    """Rows of a tile: a divisor of the window."""
+    rows = window
+    while rows % 2 == 0 and rows // 2 >= _LEAST_ROWS and (rows == window or rows > _MOST_ROWS):
+        rows //= 2
+    return rows
+
+
+def window_attention(
+    queries: Float[Array, "B T H K"],
+    keys: Float[Array, "B Z H K"],
+    values: Float[Array, "B Z H K"],
+    bias: Float[Array, "H W"] | None,
+    readable: Bool[Array, "B N"],
+    dropout: Float[Array, "H W W"] | None,
+    *,
+    attend_to_self: bool,
+    null_keys: bool,
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
+    """See `api.window_part`."""
+    window = keys.shape[1] - queries.shape[1]
+    rows = tile_rows(window)
+
+    def tiled(x: Float[Array, "B T H K"]) -> Float[Array, "B M H R K"]:
+        batch, tokens, heads, size = x.shape
+        return x.reshape(batch, tokens // rows, rows, heads, size).transpose(0, 1, 3, 2, 4)
+
+    if bias is None:
+        bias = jnp.zeros((queries.shape[2], window), jnp.float32)
+    q, k, v = (tiled(x) for x in (queries, keys, values))
+    tile, mask = _bias_tile(bias, rows, attend_to_self), _mask(readable, window, rows)
+    dropped = _dropout_tiles(dropout, readable.shape[1], rows)
+    tiles = q.shape[1]
+
+    def attended(first: int, last: int) -> tuple[Array, Array]:
+        own, seen = slice(first, last), slice(first, last + window // rows)
+        drop = None if dropped is None else dropped[own]
+        return _attend(q[:, own], k[:, seen], v[:, seen], tile, mask[:, own], drop, null_keys)
+
+    # A product of many small matrices has one thread: two of them run side by side.
+    halves = [(0, tiles // 2), (tiles // 2, tiles)] if tiles > 1 else [(0, tiles)]
+    y, lse = (jnp.concatenate(x, axis=1) for x in zip(*starmap(attended, halves), strict=True))
+    y = y.transpose(0, 1, 3, 2, 4).reshape(queries.shape)
+    return y, lse.swapaxes(2, 3).reshape(queries.shape[:-1])
+
+
+def _bias_tile(bias: Float[Array, "H W"], rows: int, attend_to_self: bool) -> Float[Array, "H R S"]:
+    """Row r sees key s at distance r + W - s: its bias there, MASKED where that is no window's."""
+    window = bias.shape[1]
+    nearest = 0 if attend_to_self else 1
+    others = (nearest, 2 * rows - nearest)  # as many distances as rows and keys have, less one
+    by_distance = jnp.pad(bias, ((0, 0), others), constant_values=MASKED)
+    return circulant(jnp.roll(by_distance, -window, axis=1), rows)[:, :, : window + rows]
+
+
+def _mask(readable: Bool[Array, "B N"], window: int, rows: int) -> Bool[Array, "B M S"]:
+    """Whether a tile may read key s: it may, if that is of its own block."""
+    place = np.arange(window // rows)
+    own_block = place[:, None] * rows + np.arange(window + rows) >= window  # [tile of a block, S]
+    mask = readable[:, :, None, None] | own_block[None, None]
+    return mask.reshape(readable.shape[0], -1, window + rows)
+
+
+def _dropout_tiles(
+    dropout: Float[Array, "H W W"] | None, blocks: int, rows: int
+) -> Float[Array, "M H R S"] | None:
+    """Dropout of slot c of a block's keys, in the order of the keys of each tile."""
+    if dropout is None:
+        return None
+    starts = range(0, dropout.shape[1], rows)
+    rolled = [jnp.roll(dropout[:, i : i + rows], -i, axis=2) for i in starts]
+    tiles = [jnp.concatenate([x, x[:, :, :rows]], axis=2) for x in rolled]
+    return jnp.tile(jnp.stack(tiles), (blocks, 1, 1, 1))
+
+
+def _product(spec: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+
+
+def _seen(
+    x: Float[Array, "B Z H R K"], tiles: int, mask: Bool[Array, "B M S"] | None
+) -> Float[Array, "B M H S K"]:
+    """What each tile may see of keys or values; zeros beyond a mask."""
+    stretches = [x[:, j : j + tiles] for j in range(x.shape[1] - tiles + 1)]
+    seen = jnp.concatenate(stretches, axis=3)
+    return seen if mask is None else jnp.where(mask[:, :, None, :, None], seen, 0)
+
+
+def _through_seen(
+    gradient: Float[Array, "B M H S K"], tiles: int, mask: Bool[Array, "B M S"] | None, rows: int
+) -> Float[Array, "B Z H R K"]:
+    """The transpose of `_seen`: stretch j of a tile lies j tiles further on."""
+    if mask is not None:
+        gradient = jnp.where(mask[:, :, None, :, None], gradient, 0)
+    stretches = jnp.split(gradient, gradient.shape[3] // rows, axis=3)
+    last = len(stretches) - 1
+    padded = (
+        jnp.pad(part, ((0, 0), (j, last - j), (0, 0), (0, 0), (0, 0)))
+        for j, part in enumerate(stretches)
+    )
+    return reduce(jnp.add, padded)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attend(
+    q: Float[Array, "B M H R K"],
+    k: Float[Array, "B Z H R K"],
+    v: Float[Array, "B Z H R K"],
+    tile: Float[Array, "H R S"],
+    mask: Bool[Array, "B M S"],
+    dropout: Float[Array, "M H R S"] | None,
+    null_keys: bool,
+) -> tuple[Float[Array, "B M H R K"], Float[Array, "B M H R"]]:
+    """Attention of M tiles of R rows to the S keys that each may see, and its lse."""
+    return _forward(q, k, v, tile, mask, dropout, null_keys)[0]
+
+
+def _forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    tile: Array,
+    mask: Array,
+    dropout: Array | None,
+    null_keys: bool,
+) -> tuple[tuple[Array, Array], tuple]:
+    null_mask = mask if null_keys else None
+    logits = _product("bnhqk,bnhsk->bnhqs", q, _seen(k, q.shape[1], null_mask)) + tile[None, None]
+    if not null_keys:
+        logits += jnp.where(mask, 0.0, MASKED)[:, :, None, None, :]
+    top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), FLOOR)
+    weights = jnp.exp(logits - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(FLOOR - top)
+    kept = weights if dropout is None else weights * dropout[None]
+    y = _product("bnhqs,bnhsk->bnhqk", kept.astype(v.dtype), _seen(v, q.shape[1], null_mask))
+    y = (y / total).astype(v.dtype)
+    lse = (top + jnp.log(total))[..., 0]
+    return (y, lse), (q, k, v, mask, dropout, weights, total, y)
+
+
+def _backward(null_keys: bool, saved: tuple, gradients: tuple[Array, Array]) -> tuple:
+    q, k, v, mask, dropout, weights, total, y = saved
+    gradient, d_lse = gradients
+    tiles, rows = q.shape[1], q.shape[3]
+    null_mask = mask if null_keys else None
+    # Divided by the sums here, where rows are as wide as a head.
+    wide = gradient.astype(jnp.float32) / total
+    # The softmax's own term, from the output: the same sum, over K numbers instead of S.
+    along = jnp.sum(wide * y.astype(jnp.float32), axis=-1, keepdims=True) - d_lse[..., None] / total
+    scaled = wide.astype(q.dtype)
+    d_weights = _product("bnhqk,bnhsk->bnhqs", scaled, _seen(v, tiles, null_mask))
+    kept = weights
+    if dropout is not None:
+        d_weights, kept = d_weights * dropout[None], weights * dropout[None]
+    d_logits = weights * (d_weights - along)
+    narrow = d_logits.astype(q.dtype)
+    d_q = _product("bnhqs,bnhsk->bnhqk", narrow, _seen(k, tiles, null_mask))
+    d_k, d_v = (
+        _through_seen(_product("bnhqs,bnhqk->bnhsk", by_key, x), tiles, null_mask, rows)
+        for by_key, x in ((narrow, q), (kept.astype(v.dtype), scaled))
+    )
+    none = None if dropout is None else jnp.zeros_like(dropout)
+    d_tile = sum_leading(d_logits, 2)
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_tile, None, none
+
+
+_attend.defvjp(_forward, _backward)
