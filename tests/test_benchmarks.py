@@ -28,7 +28,10 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 
 def figures(attention: float = 30e6, loss: float = 70e6, **others: Any) -> dict[str, Any]:
     parts = {"attention": attention, "loss": loss, "optimizer": 40.96e6}
-    costs = {name: {"cycles": x, "bytes": 10 * x, "flops": 0.0} for name, x in parts.items()}
+    costs = {
+        name: {"cycles": x, "bytes": 10 * x, "flops": 0.0, "bytes_anywhere": 20 * x}
+        for name, x in parts.items()
+    }
     total = sum(parts.values())
     memory = {"temporary_bytes": 2**30, "peak_bytes": 2**31}
     return {"parts": costs, "cycles": total, "memory_bytes": 10 * total, **memory, **others}
@@ -71,9 +74,9 @@ def test_implementations_stand_side_by_side_with_ratios(tool: Callable) -> None:
 
 def test_costs_of_a_token_leave_the_optimizer_out(tool: Callable) -> None:
     lines = tool("compiled").by_length({10000: figures(), 20000: figures(62e6, 140e6)})
-    assert lines[2] == "| 10,000 | 10,000 | 100.0 | 107.4 |"
-    assert lines[3].startswith("| 20,000 | 10,100 | 101.0 |")
-    assert lines[-1] == "Largest over smallest: cycles +1.0%, bytes +1.0%"
+    assert lines[2] == "| 10,000 | 10,000 | 100.0 | 200.0 | 107.4 |"
+    assert lines[3].startswith("| 20,000 | 10,100 | 101.0 | 202.0 |")
+    assert lines[-1] == "Largest over smallest: cycles +1.0%, bytes +1.0%, of all memories +1.0%"
 
 
 def test_implementations_are_asked_for_as_the_error_says(tool: Callable) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from brt.planning import schedules
-from brt.planning.hlo import Instruction, Module, shapes, size
+from brt.planning.hlo import Instruction, Module, Shape, shapes, size
 
 COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
@@ -54,11 +54,14 @@ class Cost(NamedTuple):
       flops: of products with matrices.
       bytes: read from and written to the large memory.
       cycles: what the compiler estimates, without waiting for other devices; 0: it does not.
+      bytes_anywhere: read and written wherever arrays lie, also beside the processor; what only
+        moves from one memory to the other does not count.
     """
 
     flops: float = 0.0
     bytes: float = 0.0
     cycles: float = 0.0
+    bytes_anywhere: float = 0.0
 
     def plus(self, other: "Cost", times: int = 1) -> "Cost":
         return Cost(*(a + times * b for a, b in zip(self, other, strict=True)))
@@ -127,24 +130,35 @@ def _neighbour(module: Module, computation: str, one: Instruction) -> str:
 def _cost(module: Module, computation: str, one: Instruction, chip: str = "") -> Cost:
     if one.operation in _FREE or "AllocateBuffer" in one.attributes:
         return Cost()
-    inside = module.computations[computation]
-    read = [size(inside[o].type) if o in inside else 0 for o in one.operands]
-    written = [0 if shape.on_chip else shape.bytes for shape in one.shapes]
-    for i, operand in enumerate(one.operands):
-        if operand in inside and all(shape.on_chip for shape in shapes(inside[operand].type)):
-            read[i] = 0
     flops = 0.0
     if one.operation == "fusion":
-        called = one.called("calls") or ""
-        flops = _flops(module, called)
-        for i, part in _slices(module, called).items():
-            read[i] = min(read[i], part)
-        for i, update in enumerate(_updates(module, called)):
-            written[i] = written[i] if update is None else min(written[i], update)
+        flops = _flops(module, one.called("calls") or "")
     elif _is_product(one):
         flops = _product(module, computation, one)
     elif one.operation == "custom-call":
         flops = schedules.flops(one.attributes)
+    cycles = one.cycles or schedules.cycles(one.attributes, chip)
+    large, anywhere = (_traffic(module, computation, one, places) for places in (False, True))
+    return Cost(flops, large, cycles, anywhere)
+
+
+def _traffic(module: Module, computation: str, one: Instruction, anywhere: bool) -> int:
+    """Bytes read and written, of the large memory or `anywhere`."""
+    inside = module.computations[computation]
+    sources = [shapes(inside[o].type) if o in inside else [] for o in one.operands]
+    if anywhere and (one.operation in _STARTS or _changes_place(one, sources)):
+        return 0
+    read = [
+        0 if not anywhere and all(x.on_chip for x in source) else sum(x.bytes for x in source)
+        for source in sources
+    ]
+    written = [0 if shape.on_chip and not anywhere else shape.bytes for shape in one.shapes]
+    if one.operation == "fusion":
+        called = one.called("calls") or ""
+        for i, part in _slices(module, called).items():
+            read[i] = min(read[i], part)
+        for i, update in enumerate(_updates(module, called)):
+            written[i] = written[i] if update is None else min(written[i], update)
     elif one.operation in _STARTS:
         result = one.shapes[_STARTS[one.operation]]
         read, written = [min(read[0], result.bytes)], [0 if result.on_chip else result.bytes]
@@ -153,8 +167,13 @@ def _cost(module: Module, computation: str, one: Instruction, chip: str = "") ->
     elif one.operation == "dynamic-update-slice":
         update = size(inside[one.operands[1]].type)
         read, written = [update], [update]
-    cycles = one.cycles or schedules.cycles(one.attributes, chip)
-    return Cost(flops, sum(read) + sum(written), cycles)
+    return sum(read) + sum(written)
+
+
+def _changes_place(one: Instruction, sources: list[list[Shape]]) -> bool:
+    """Whether it copies from one memory to the other."""
+    places = {shape.on_chip for shape in (*one.shapes, *(x for found in sources for x in found))}
+    return one.operation == "copy" and len(places) == 2
 
 
 def _slices(module: Module, called: str) -> dict[int, int]:

@@ -109,6 +109,27 @@ ENTRY %main (a: f32[64,8]) -> f32[4,8] {{
         assert costs(text).total.bytes == 4 * 8 * size, kinds
 
 
+def test_bytes_of_all_memories_do_not_ask_where_an_array_lies() -> None:
+    """What is brought to the processor first is read there: neither more nor less is read."""
+    far = """
+ENTRY %main (a: f32[64,8]) -> f32[64,8] {
+  %a = f32[64,8]{1,0} parameter(0)
+  ROOT %n = f32[64,8]{1,0} negate(%a)
+}
+"""
+    near = """
+ENTRY %main (a: f32[64,8]) -> f32[64,8] {
+  %a = f32[64,8]{1,0} parameter(0)
+  %c = f32[64,8]{1,0:S(1)} copy(%a)
+  %n = f32[64,8]{1,0:S(1)} negate(%c)
+  ROOT %r = f32[64,8]{1,0} copy(%n)
+}
+"""
+    one = 4 * 64 * 8
+    assert costs(far).total.bytes_anywhere == costs(far).total.bytes == 2 * one
+    assert costs(near).total.bytes_anywhere == 2 * one == costs(near).total.bytes
+
+
 @pytest.mark.parametrize(
     ("source", "part"),
     [

@@ -124,19 +124,19 @@ def memory(name: str, found: Figures) -> str:
 
 def by_length(found: Mapping[int, Figures]) -> list[str]:
     """Costs of a token, without the optimizer's, which do not depend on how many there are."""
-    lines = ["| tokens | cycles a token | KB a token | temporaries, KB a token |", "|---" * 4 + "|"]
-    costs = []
+    heads = ("tokens", "cycles a token", "KB a token", "of all memories", "temporaries, KB a token")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    costs: dict[str, list[float]] = {"cycles": [], "bytes": [], "bytes_anywhere": []}
     for tokens, one in found.items():
-        parts = parts_of(one)
-        cycles, size = (
-            (parts["all"][column] - parts.get("optimizer", {}).get(column, 0)) / tokens
-            for column in UNITS
-        )
-        costs.append((cycles, size))
-        temporaries = one["temporary_bytes"] / tokens / 1e3
-        lines.append(f"| {tokens:,} | {cycles:,.0f} | {size / 1e3:.1f} | {temporaries:.1f} |")
-    spread = [max(column) / min(column) - 1 for column in zip(*costs, strict=True)]
-    return [*lines, "", f"Largest over smallest: cycles +{spread[0]:.1%}, bytes +{spread[1]:.1%}"]
+        parts = [part for name, part in one["parts"].items() if name != "optimizer"]
+        for column, of_tokens in costs.items():
+            of_tokens.append(sum(part[column] for part in parts) / tokens)
+        cycles, *sizes = (of_tokens[-1] for of_tokens in costs.values())
+        sizes_shown = [f"{x / 1e3:.1f}" for x in (*sizes, one["temporary_bytes"] / tokens)]
+        lines.append(f"| {tokens:,} | {cycles:,.0f} | {' | '.join(sizes_shown)} |")
+    more, large, anywhere = (max(x) / min(x) - 1 for x in costs.values())
+    spread = f"cycles +{more:.1%}, bytes +{large:.1%}, of all memories +{anywhere:.1%}"
+    return [*lines, "", f"Largest over smallest: {spread}"]
 
 
 def beside_baseline(args: argparse.Namespace) -> int:
