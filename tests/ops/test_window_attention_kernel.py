@@ -15,7 +15,7 @@ from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.layers.basic import remat_policy
 from brt.ops import dispatch
-from brt.ops.window_attention import pallas_tpu, segment_part, window_part
+from brt.ops.window_attention import pallas_mosaic_gpu, pallas_tpu, segment_part, window_part
 
 # Of the largest magnitude of an array: sums of a thousand terms in another order, which cancel.
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2, "float16": 2e-3}
@@ -116,6 +116,47 @@ def test_a_gpu_s_tiles_make_no_difference_and_each_run_gives_the_same_bits(
     given = inputs(2, window, dtype=dtype) | dict.fromkeys(without)
     kernel = compiled(window_part, given, implementation="pallas_gpu_interpret", **options)
     found, again = kernel(), kernel()
+    assert_close(found, run(window_part, given, implementation="reference", **options), dtype)
+    for name, value in found.items():
+        np.testing.assert_array_equal(again[name], value, name)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "width", "options", "without", "dtype"),
+    [
+        (2, 64, {"attend_to_self": False, "null_keys": False}, (), "float32"),
+        pytest.param(
+            2, 64, {"attend_to_self": True, "null_keys": True}, (), "float32",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            1, 256, {"attend_to_self": True, "null_keys": False}, ("bias",), "bfloat16",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            1, 128, {"attend_to_self": False, "null_keys": True}, (), "float16",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_a_hopper_s_tiles_make_no_difference_and_each_run_gives_the_same_bits(
+    lanes: int, width: int, options: dict[str, bool], without: tuple[str, ...], dtype: str,
+    mosaic_gpu_interpreter: Any,
+) -> None:  # fmt: skip
+    """Memory begins as NaN, and barriers that are not awaited are errors."""
+    given = inputs(lanes, 128, width, dtype) | dict.fromkeys(("dropout", *without))
+
+    def kernel(
+        queries: jax.Array, cached: tuple, keys: jax.Array, values: jax.Array, scale: None,
+        **others: Any,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        joined = [jnp.concatenate(pair, axis=1) for pair in zip(cached, (keys, values), strict=True)]
+        return pallas_mosaic_gpu.window_attention(
+            queries, *joined, **others, interpret=mosaic_gpu_interpreter
+        )
+
+    step = compiled(kernel, given, **options)
+    found, again = step(), step()
     assert_close(found, run(window_part, given, implementation="reference", **options), dtype)
     for name, value in found.items():
         np.testing.assert_array_equal(again[name], value, name)

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import dispatch
@@ -28,6 +27,11 @@ from brt.ops.softmax import MASKED
 from brt.ops.window_attention import gpu_kernels
 from brt.ops.window_attention.gpu_kernels import LOG2E, Inputs
 from brt.ops.window_attention.limits import Limits
+
+try:
+    from jax.experimental.pallas import triton
+except ImportError:  # some day: jax 0.11 deprecates it
+    triton = None
 
 _LIMITS = Limits((128, 256, 512, 1024, 2048, 4096), (64, 128, 256), ("bfloat16", "float16"))
 _CAPABILITY = "9.0"  # others have less shared memory, or other matrix units
@@ -76,6 +80,16 @@ def refuses(
     **__: Any,
 ) -> str | None:
     """Why these inputs cannot be; None: they can."""
+    if triton is None:
+        return "needs Pallas' Triton backend, which this jax does not have"
+    return refuses_on_hopper(queries, cached)
+
+
+def refuses_on_hopper(
+    queries: Float[Array, "B T H K"],
+    cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
+) -> str | None:
+    """The same of every kernel for these GPUs."""
     if reason := _LIMITS.refuse(queries, cached):
         return reason
     capability = getattr(dispatch.device(), "compute_capability", _CAPABILITY)
