@@ -1,15 +1,18 @@
 """What interprets kernels of Mosaic GPU on CPUs: jax's own interpreter, private in jax 0.10.
 
-It checks that barriers are arrived at and awaited as they must. It lacks layouts, and products of
-operands that are transposed or in registers; these are added here.
+It checks that barriers are arrived at and awaited as they must. It lacks layouts, products of
+operands that are transposed or in registers, and what is stored into sums of products; these are
+added here.
 """
 
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 
 @pytest.fixture(scope="session")
@@ -18,14 +21,35 @@ def mosaic_gpu_interpreter() -> Any:
     try:
         from jax._src.interpreters import mlir
         from jax._src.pallas.mosaic_gpu import core
-        from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+        from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
         from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
         mlir.register_lowering(core.layout_cast_p, lambda context, x, new_layout: [x])
         gpu_callbacks.wgmma = functools.partial(_wgmma, gpu_callbacks)
+        interpreter = jaxpr_interpret.JaxprInterpreter
+        interpreter._interpret_arithmetic_primitive = functools.partialmethod(
+            _arithmetic, interpreter._interpret_arithmetic_primitive, gpu_callbacks
+        )
     except (ImportError, AttributeError) as error:
         pytest.skip(f"this jax interprets no kernels of Mosaic GPU: {error}")
     return InterpretGPUParams(uninitialized_memory="nan")
+
+
+def _arithmetic(interpreter: Any, otherwise: Any, callbacks: Any, equation: Any, values: Any) -> Any:
+    if equation.primitive.name != "wgmma_accumulator_store_p":
+        return otherwise(interpreter, equation, values)
+
+    def store(key: Any, value: Any, device_id: Any, thread_id: Any) -> np.ndarray:
+        memory = callbacks._get_shared_memory()
+        thread = memory.get_global_thread_id(int(device_id), int(thread_id))
+        key = callbacks.HostAllocationKey.from_array(key)
+        memory.store_buffer_content(key, (), np.array(value), thread)
+        return np.zeros(value.shape, value.dtype)  # nobody reads it
+
+    key, value = values()
+    result = jax.ShapeDtypeStruct(value.shape, value.dtype)
+    device, thread = jnp.int32(interpreter.device_info.device_id), interpreter.thread_id
+    return io_callback(store, result, key, value, device, thread, ordered=True)
 
 
 def _wgmma(

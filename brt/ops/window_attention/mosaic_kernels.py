@@ -27,19 +27,19 @@ from brt.ops.window_attention.mosaic_tiles import (
     copy_vectors,
     pl,
     place,
-    product,
     products,
     read_by_column,
     read_by_row,
     wait_smem_to_gmem,
     wgmma,
     write_vectors,
+    zero,
 )
 
 
 def window_attention_forward(
     inputs: Inputs, y: Any, lse: Any, *, null_keys: bool,
-    own: Any, row: Any, ready: Any, keys: Any, values: Any, strip: Any, arrived: Any,
+    own: Any, keys: Any, values: Any, strip: Any, ready: Any, arrived: Any,
 ) -> None:  # fmt: skip
     """Of a tile of queries; the softmax of the keys so far is rescaled by each further tile."""
     lane, head, i = place()
@@ -53,27 +53,28 @@ def window_attention_forward(
         copy_vectors(inputs.values, (lane, begin + n, head), values.at[slot], barrier)
         copy_square(inputs.strip, head, begin + n - i, strip.at[slot], barrier)
 
-    def add(n: Array, slot: Array, carry: tuple) -> tuple:
-        read, top, total = carry
-        may_read = begin + n >= first if null_keys else True
-        logits = where(may_read, products(own, keys.at[slot])) + strip[slot]
-        higher = jnp.maximum(top, LOG2E * jnp.max(logits, axis=1))
-        weights, shrunk = jnp.exp2(LOG2E * logits - by_row(higher)), jnp.exp2(top - higher)
-        total = total * shrunk + jnp.sum(weights, axis=1)
-        weights = where(may_read, weights).astype(own.dtype)
-        shrunk = by_row(shrunk, width)
-        read = [x * shrunk + product(weights, values.at[slot, p]) for p, x in enumerate(read)]
-        return read, higher, total
+    def walk(*read: Any) -> tuple[Array, Array]:
+        def add(n: Array, slot: Array, carry: tuple) -> tuple:
+            top, total = carry
+            may_read = begin + n >= first if null_keys else True
+            logits = where(may_read, products(own, keys.at[slot])) + strip[slot]
+            higher = jnp.maximum(top, LOG2E * jnp.max(logits, axis=1))
+            weights, shrunk = jnp.exp2(LOG2E * logits - by_row(higher)), jnp.exp2(top - higher)
+            total = total * shrunk + jnp.sum(weights, axis=1)
+            weights = where(may_read, weights).astype(own.dtype)
+            for part, sums in enumerate(read):
+                sums[...] = sums[...] * by_row(shrunk, width)
+                wgmma(sums, weights, values.at[slot, part])
+            return higher, total
 
-    # The virtual key that takes the mass of rows without keys: see `softmax.FLOOR`.
-    start = constant(LOG2E * FLOOR, TILE), constant(1.0, TILE)
-    zeros = [constant(0.0, TILE, width) for _ in range(own.shape[0])]
-    count = i + inputs.per_window + 1 - begin
-    read, top, total = Ring(arrived, copy).walk(count, add, (zeros, *start))
-    row[...] = top / LOG2E + jnp.log(total)
+        # The virtual key that takes the mass of rows without keys: see `softmax.FLOOR`.
+        start = constant(LOG2E * FLOOR, TILE), constant(1.0, TILE)
+        return Ring(arrived, copy).walk(i + inputs.per_window + 1 - begin, add, start)
+
+    read, (top, total) = added_up(own.shape[0], width, walk)
+    lse[lane, head, i] = top / LOG2E + jnp.log(total)
     share = by_row(1.0 / total, width)
     write_vectors([x * share for x in read], own, y, (lane, i, head))
-    copy_smem_to_gmem(row, lse.at[lane, head, pl.ds(i * TILE, TILE)])
     wait_smem_to_gmem(0)
 
 
@@ -85,8 +86,8 @@ def window_attention_queries(
     lane, head, i = place()
     first = inputs.first_read(lane, i)
     begin = i if null_keys else first
-    copy_vectors(inputs.q, (lane, i, head), own, ready)
-    copy_vectors(inputs.gradient, (lane, i, head), theirs, ready)
+    copy_vectors(inputs.q, (lane, i, head), own.at[0], ready)
+    copy_vectors(inputs.gradient, (lane, i, head), theirs.at[0], ready)
     copy_numbers(inputs.sums, (lane, i, head), row, ready)
     barrier_wait(ready)
 
@@ -98,9 +99,9 @@ def window_attention_queries(
     def walk(*totals: Any) -> None:
         def add(n: Array, slot: Array, carry: tuple) -> tuple:
             may_read = begin + n >= first if null_keys else True
-            logits = where(may_read, products(own, keys.at[slot])) + strip[slot]
+            logits = where(may_read, products(own.at[zero(n)], keys.at[slot])) + strip[slot]
             weights = jnp.exp2(LOG2E * (logits - read_by_row(row.at[0])))
-            d_weights = products(theirs, values.at[slot])
+            d_weights = products(theirs.at[zero(n)], values.at[slot])
             # Null keys are zeros, and so is what they give.
             d_logits = where(may_read, weights * (d_weights - read_by_row(row.at[1])))
             for part, total in enumerate(totals):
@@ -109,8 +110,8 @@ def window_attention_queries(
 
         Ring(arrived, copy).walk(i + inputs.per_window + 1 - begin, add, ())
 
-    found = added_up(own.shape[0], own.shape[2], walk)
-    write_vectors(found, own, d_q, (lane, i, head))
+    found, _ = added_up(own.shape[1], own.shape[3], walk)
+    write_vectors(found, own.at[0], d_q, (lane, i, head))
     wait_smem_to_gmem(0)
 
 
@@ -121,10 +122,10 @@ def window_attention_keys(
 ) -> None:  # fmt: skip
     """The gradients of one part of a tile of keys and values, of the queries that may read it."""
     lane, head, program = place()
-    j, part = jax.lax.div(program, own.shape[0]), jax.lax.rem(program, own.shape[0])
+    j, part = jax.lax.div(program, own.shape[1]), jax.lax.rem(program, own.shape[1])
     begin, end = inputs.readers(lane, j)
-    copy_vectors(inputs.keys, (lane, j, head), own, ready)
-    copy_vectors(inputs.values, (lane, j, head), theirs, ready)
+    copy_vectors(inputs.keys, (lane, j, head), own.at[0], ready)
+    copy_vectors(inputs.values, (lane, j, head), theirs.at[0], ready)
     barrier_wait(ready)
 
     def copy(n: Any, slot: Any, barrier: Any) -> None:
@@ -135,20 +136,20 @@ def window_attention_keys(
         copy_numbers(inputs.sums, (lane, begin + n, head), row.at[slot], barrier)
 
     def walk(of_keys: Any, of_values: Any) -> None:
-        def add(_: Array, slot: Array, carry: tuple) -> tuple:
-            logits = products(own, q.at[slot]) + strip[slot]
+        def add(n: Array, slot: Array, carry: tuple) -> tuple:
+            logits = products(own.at[zero(n)], q.at[slot]) + strip[slot]
             weights = jnp.exp2(LOG2E * (logits - read_by_column(row.at[slot, 0])))
             wgmma(of_values, weights.astype(own.dtype), gradient.at[slot, part])
-            d_weights = products(theirs, gradient.at[slot])
+            d_weights = products(theirs.at[zero(n)], gradient.at[slot])
             d_logits = weights * (d_weights - read_by_column(row.at[slot, 1]))
             wgmma(of_keys, d_logits.astype(own.dtype), q.at[slot, part])
             return carry
 
         Ring(arrived, copy).walk(end - begin, add, ())
 
-    of_keys, of_values = added_up(2, own.shape[2], walk)
-    write_vectors([of_keys], own, d_keys, (lane, j, head), part)
-    write_vectors([of_values], theirs, d_values, (lane, j, head), part)
+    (of_keys, of_values), _ = added_up(2, own.shape[3], walk)
+    write_vectors([of_keys], own.at[0], d_keys, (lane, j, head), part)
+    write_vectors([of_values], theirs.at[0], d_values, (lane, j, head), part)
     wait_smem_to_gmem(0)
 
 

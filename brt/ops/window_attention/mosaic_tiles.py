@@ -38,6 +38,7 @@ TILE = 64
 _AXES = ("lane", "head", "tile")  # the last one runs first: neighbours share what they read
 _PART = 128  # numbers of a vector that one product adds up in registers, at most
 _SWIZZLE = 128  # bytes
+_NEVER = 1 << 20  # turns of a loop
 
 
 class Inputs(NamedTuple):
@@ -166,7 +167,7 @@ class Ring(NamedTuple):
             pl.when(n < count)(lambda: self.copy(n, slot, self.arrived.at[slot]))
 
         def once(n: Array, carry: Any) -> Any:
-            slot = jax.lax.rem(n, slots)
+            slot = jax.lax.rem(n, slots) if slots > 1 else zero(n)
             barrier_wait(self.arrived.at[slot])
             carry = step(n, slot, carry)
             wgmma_wait(0)  # products have read the slot
@@ -176,6 +177,15 @@ class Ring(NamedTuple):
         for n in range(slots):
             order(n, n)
         return jax.lax.fori_loop(0, count, once, carry)
+
+
+def zero(n: Array) -> Array:
+    """In every turn n of a loop, which the compiler does not know.
+
+    Where an operand is the same in all turns it would keep descriptors of it for each product, in
+    the registers that the products need.
+    """
+    return jax.lax.div(n, _NEVER)
 
 
 # In registers, laid out as products leave them.
@@ -192,24 +202,14 @@ def products(a: Any, b: Any) -> Float[Array, "R C"]:
     return pl.run_scoped(multiply, ACC((TILE, TILE), jnp.float32))
 
 
-def product(a: Float[Array, "R C"], b: Any) -> Float[Array, "R P"]:
-    """Of what there is of pairs, and one part of a tile's vectors."""
-
-    def multiply(total: Any) -> Array:
-        wgmma(total, a, b)
-        return total[...]
-
-    return pl.run_scoped(multiply, ACC((TILE, b.shape[1]), jnp.float32))
-
-
 def added_up(
-    count: int, width: int, walk: Callable[..., None]
-) -> list[Float[Array, "R P"]]:
-    """What `walk` adds to that many totals."""
+    count: int, width: int, walk: Callable[..., Any]
+) -> tuple[list[Float[Array, "R P"]], Any]:
+    """What `walk` makes of that many totals, and what it gives itself."""
 
-    def gathered(*totals: Any) -> list[Array]:
-        walk(*totals)
-        return [total[...] for total in totals]
+    def gathered(*totals: Any) -> tuple[list[Array], Any]:
+        given = walk(*totals)
+        return [total[...] for total in totals], given
 
     return pl.run_scoped(gathered, *[ACC((TILE, width), jnp.float32)] * count)
 
@@ -246,13 +246,14 @@ def call(
     """A program is a lane or a part of one, a head, and a tile or the like."""
     given = [x for x in inputs if x is not None]
 
-    def body(*refs: Any, **scratch: Any) -> None:
+    def body(*refs: Any) -> None:
         found = iter(refs)
         places = Inputs(*(None if x is None else next(found) for x in inputs))
-        function(places, *found, **scratch, **options)
+        results = [next(found) for _ in outputs]
+        function(places, *results, **dict(zip(scratch, found, strict=True)), **options)
 
     return kernel(
-        body, out_type=outputs, grid=grid, grid_names=_AXES, scratch_types=scratch,
-        kernel_name=function.__name__, compiler_params=CompilerParams(approx_math=True),
-        interpret=interpret,
+        body, out_type=outputs, grid=grid, grid_names=_AXES,
+        scratch_types=list(scratch.values()), kernel_name=function.__name__, interpret=interpret,
+        compiler_params=CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(*given)  # fmt: skip

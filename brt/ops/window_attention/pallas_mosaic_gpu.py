@@ -37,7 +37,7 @@ class _Slots(NamedTuple):
 
 
 # By the size of a head: what leaves shared memory for a second program of a multiprocessor.
-_SLOTS = {64: _Slots(2, 2, 2, 2), 128: _Slots(2, 1, 1, 1), 256: _Slots(1, 1, 1, 1)}
+_SLOTS = {64: _Slots(2, 2, 2, 2), 128: _Slots(2, 1, 1, 1), 256: _Slots(1, 2, 2, 1)}
 
 
 @functools.cache
@@ -146,18 +146,19 @@ def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]
     kernels, tiles = _modules()
     lanes, tokens, heads, width = given.q.shape
     slots, parts = _SLOTS.get(width, _SLOTS[64]).forward, tiles.parts_of(given.q)
+    shape = lanes, heads, tokens // tiles.TILE, tiles.TILE
     y, lse = tiles.call(
         kernels.window_attention_forward, given.inputs(static),
-        [_like(given.q), jax.ShapeDtypeStruct((lanes, heads, tokens), jnp.float32)],
+        [_like(given.q), jax.ShapeDtypeStruct(shape, jnp.float32)],
         (lanes, heads, tokens // tiles.TILE), static.interpret,
         {
-            "own": tiles.vectors(given.q), "row": tiles.numbers(), "ready": tiles.barrier(parts),
-            "keys": tiles.vectors(given.k, slots), "values": tiles.vectors(given.v, slots),
-            "strip": tiles.square(slots), "arrived": tiles.barrier(2 * parts + 1, slots),
+            "own": tiles.vectors(given.q), "keys": tiles.vectors(given.k, slots),
+            "values": tiles.vectors(given.v, slots), "strip": tiles.square(slots),
+            "ready": tiles.barrier(parts), "arrived": tiles.barrier(2 * parts + 1, slots),
         },
         null_keys=static.null_keys,
     )  # fmt: skip
-    y, lse = (kept(x) for x in (y, lse))
+    y, lse = (kept(x) for x in (y, lse.reshape(lanes, heads, tokens)))
     return (y, lse), (given, y, lse)
 
 
@@ -184,10 +185,11 @@ def _queries_gradient(given: _Given, static: Static, inputs: Any) -> Float[Array
         kernels.window_attention_queries, inputs, [_like(given.q)],
         (lanes, heads, tokens // tiles.TILE), static.interpret,
         {
-            "own": tiles.vectors(given.q), "theirs": tiles.vectors(given.q),
-            "row": tiles.numbers(2), "ready": tiles.barrier(2 * parts + 1),
+            "own": tiles.vectors(given.q, 1), "theirs": tiles.vectors(given.q, 1),
             "keys": tiles.vectors(given.k, slots), "values": tiles.vectors(given.v, slots),
-            "strip": tiles.square(slots), "arrived": tiles.barrier(2 * parts + 1, slots),
+            "strip": tiles.square(slots), "row": tiles.numbers(2),
+            "ready": tiles.barrier(2 * parts + 1),
+            "arrived": tiles.barrier(2 * parts + 1, slots),
         },
         null_keys=static.null_keys,
     )  # fmt: skip
@@ -204,11 +206,10 @@ def _keys_gradients(
         kernels.window_attention_keys, inputs, [_like(given.k), _like(given.v)],
         (lanes, heads, parts * (tokens // tiles.TILE)), static.interpret,
         {
-            "own": tiles.vectors(given.k), "theirs": tiles.vectors(given.v),
-            "ready": tiles.barrier(2 * parts),
+            "own": tiles.vectors(given.k, 1), "theirs": tiles.vectors(given.v, 1),
             "q": tiles.vectors(given.q, slots), "gradient": tiles.vectors(given.q, slots),
             "strip": tiles.square(slots), "row": tiles.numbers(slots, 2),
-            "arrived": tiles.barrier(2 * parts + 2, slots),
+            "ready": tiles.barrier(2 * parts), "arrived": tiles.barrier(2 * parts + 2, slots),
         },
     )  # fmt: skip
     return d_k, d_v
@@ -226,10 +227,10 @@ def _bias_gradient(given: _Given, static: Static, inputs: Any) -> Float[Array, "
         [jax.ShapeDtypeStruct((groups, *inputs.strip.shape), jnp.float32)],
         (groups, heads, inputs.strip.shape[2] // tiles.TILE), static.interpret,
         {
-            "strip": tiles.square(), "ready": tiles.barrier(1),
-            "q": tiles.vectors(given.q, slots), "gradient": tiles.vectors(given.q, slots),
-            "keys": tiles.vectors(given.k, slots), "values": tiles.vectors(given.v, slots),
-            "row": tiles.numbers(slots, 2), "arrived": tiles.barrier(4 * parts + 1, slots),
+            "strip": tiles.square(), "q": tiles.vectors(given.q, slots),
+            "gradient": tiles.vectors(given.q, slots), "keys": tiles.vectors(given.k, slots),
+            "values": tiles.vectors(given.v, slots), "row": tiles.numbers(slots, 2),
+            "ready": tiles.barrier(1), "arrived": tiles.barrier(4 * parts + 1, slots),
         },
         null_keys=static.null_keys, walk=walk,
     )  # fmt: skip
