@@ -35,7 +35,9 @@ def mosaic_gpu_interpreter() -> Any:
     return InterpretGPUParams(uninitialized_memory="nan")
 
 
-def _arithmetic(interpreter: Any, otherwise: Any, callbacks: Any, equation: Any, values: Any) -> Any:
+def _arithmetic(
+    interpreter: Any, otherwise: Any, callbacks: Any, equation: Any, values: Any
+) -> Any:
     if equation.primitive.name != "wgmma_accumulator_store_p":
         return otherwise(interpreter, equation, values)
 

@@ -19,6 +19,7 @@ from jax.experimental.pallas.mosaic_gpu import (
     Barrier,
     CompilerParams,
     Layout,
+    LoweringSemantics,
     SwizzleTransform,
     TilingTransform,
     barrier_wait,
@@ -39,6 +40,9 @@ _AXES = ("lane", "head", "tile")  # the last one runs first: neighbours share wh
 _PART = 128  # numbers of a vector that one product adds up in registers, at most
 _SWIZZLE = 128  # bytes
 _NEVER = 1 << 20  # turns of a loop
+_PARAMS = CompilerParams(  # layouts are said here, not found by the compiler: jax 0.11's default
+    approx_math=True, reduction_scratch_bytes=0, lowering_semantics=LoweringSemantics.Lane
+)
 
 
 class Inputs(NamedTuple):
@@ -52,6 +56,7 @@ class Inputs(NamedTuple):
         rest in the backward pass only.
       gradient: of the output.
       sums: of every row the log-sum-exp, and what the softmax's own gradient subtracts.
+      dropout: factors of weights; for a kernel that owns keys, by slot first.
     """
 
     q: Any  # [B, T, H, K]
@@ -62,6 +67,7 @@ class Inputs(NamedTuple):
     turned: Any = None  # [H, TILE, W + TILE]
     gradient: Any = None  # [B, T, H, K]
     sums: Any = None  # [B, H, 2, T]
+    dropout: Any = None  # [H, W, W]
 
     @property
     def per_window(self) -> int:
@@ -96,22 +102,22 @@ def parts_of(x: Array) -> int:
     return -(-x.shape[-1] // _PART)
 
 
-def vectors(x: Array, *slots: int) -> Any:
-    """A tile of [..., K], of each vector one part after the other."""
+def vectors(x: Array, slots: int) -> Any:
+    """Tiles of [..., K], of each vector one part after the other."""
     parts = parts_of(x)
     tiling = TilingTransform((8, _SWIZZLE // x.dtype.itemsize)), SwizzleTransform(_SWIZZLE)
-    return SMEM((*slots, parts, TILE, x.shape[-1] // parts), x.dtype, transforms=tiling)
+    return SMEM((slots, parts, TILE, x.shape[-1] // parts), x.dtype, transforms=tiling)
 
 
-def square(*slots: int) -> Any:
+def square(slots: int) -> Any:
     """What there is of every pair of rows of two tiles."""
     tiling = TilingTransform((8, _SWIZZLE // 4)), SwizzleTransform(_SWIZZLE)
-    return SMEM((*slots, TILE, TILE), jnp.float32, transforms=tiling)
+    return SMEM((slots, TILE, TILE), jnp.float32, transforms=tiling)
 
 
-def numbers(*shape: int) -> Any:
-    """What there is of every row."""
-    return SMEM((*shape, TILE), jnp.float32)
+def numbers(slots: int) -> Any:
+    """Both `sums` of every row."""
+    return SMEM((slots, 2, TILE), jnp.float32)
 
 
 def barrier(copies: int, slots: int = 1) -> Any:
@@ -127,9 +133,19 @@ def copy_vectors(array: Any, place: tuple[Array, ...], to: Any, arrived: Any) ->
         copy_gmem_to_smem(there, to.at[part], arrived)
 
 
-def copy_square(strip: Any, head: Array, column: Array, to: Any, arrived: Any) -> None:
-    """A tile of [H, TILE, X]."""
-    copy_gmem_to_smem(strip.at[head, :, pl.ds(column * TILE, TILE)], to, arrived)
+def copy_square(array: Any, head: Array, row: Any, column: Array, to: Any, arrived: Any) -> None:
+    """A tile of [H, R, C]."""
+    there = array.at[head, pl.ds(row * TILE, TILE), pl.ds(column * TILE, TILE)]
+    copy_gmem_to_smem(there, to, arrived)
+
+
+def copy_factors(
+    inputs: Inputs, head: Array, row: Array, column: Array, to: Any, slot: Any, arrived: Any
+) -> None:
+    """Dropout's, of the pairs of two tiles: of a block's rows and slots."""
+    if to is not None:
+        row, column = (jax.lax.rem(tile, inputs.per_window) for tile in (row, column))
+        copy_square(inputs.dropout, head, row, column, to.at[slot], arrived)
 
 
 def copy_numbers(sums: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> None:
@@ -141,7 +157,7 @@ def copy_numbers(sums: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> 
 def write_vectors(
     parts: list[Array], through: Any, to: Any, place: tuple[Array, ...], first: Any = 0
 ) -> None:
-    """The reverse of `copy_vectors`, of the parts from `first` on; it is on its way then."""
+    """The reverse of `copy_vectors`, of the parts from `first` on."""
     lane, tile, head = place
     width = through.shape[2]
     for n, part in enumerate(parts):
@@ -151,6 +167,16 @@ def write_vectors(
         columns = pl.ds((first + n) * width, width)
         there = to.at[lane, pl.ds(tile * TILE, TILE), head, columns]
         copy_smem_to_gmem(through.at[n], there)
+    wait_smem_to_gmem(0)
+
+
+def write_square(square: Array, through: Any, to: Any, place: tuple[Array, ...]) -> None:
+    """A tile of [G, H, TILE, X]: of a group, head, and the tile's number."""
+    group, head, column = place
+    through[...] = square
+    commit_smem()
+    copy_smem_to_gmem(through, to.at[group, head, :, pl.ds(column * TILE, TILE)])
+    wait_smem_to_gmem(0)
 
 
 class Ring(NamedTuple):
@@ -255,5 +281,5 @@ def call(
     return kernel(
         body, out_type=outputs, grid=grid, grid_names=_AXES,
         scratch_types=list(scratch.values()), kernel_name=function.__name__, interpret=interpret,
-        compiler_params=CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        compiler_params=_PARAMS,
     )(*given)  # fmt: skip

@@ -8,7 +8,8 @@ The backward pass makes the weights again from the log-sum-exp, in three kernels
 what it adds up (a tile of queries, a tile of keys and values, or one of the window's diagonals over
 some tiles of queries), so nothing is added atomically and results are the same bits each time.
 
-Written for Pallas' Triton backend, which jax 0.11 deprecates in favour of Mosaic GPU.
+Written for Pallas' Triton backend, which jax 0.11 deprecates in favour of Mosaic GPU: see
+`pallas_mosaic_gpu`.
 """
 
 import functools
@@ -31,7 +32,7 @@ from brt.ops.window_attention.limits import Limits
 try:
     from jax.experimental.pallas import triton
 except ImportError:  # some day: jax 0.11 deprecates it
-    triton = None
+    triton = None  # type: ignore[assignment]
 
 _LIMITS = Limits((128, 256, 512, 1024, 2048, 4096), (64, 128, 256), ("bfloat16", "float16"))
 _CAPABILITY = "9.0"  # others have less shared memory, or other matrix units
@@ -282,7 +283,8 @@ def _call(
         grid=grid, in_specs=[_specs(inputs, grid[2] // given.q.shape[0])],
         out_specs=places, out_shape=shapes,
         cost_estimate=_cost(given, products), interpret=static.interpret,
-        compiler_params=triton.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
+        compiler_params=triton
+        and triton.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
     )(inputs)  # fmt: skip
 
 

@@ -27,44 +27,36 @@ from brt.ops.window_attention import pallas_gpu
 _WALK = 32  # tiles of queries of which a program adds up the strip's gradient, at most
 
 
-class _Slots(NamedTuple):
-    """Of each kernel: how many tiles are on their way or computed with at once."""
-
-    forward: int
-    queries: int
-    keys: int
-    band: int
-
-
-# By the size of a head: what leaves shared memory for a second program of a multiprocessor.
-_SLOTS = {64: _Slots(2, 2, 2, 2), 128: _Slots(2, 1, 1, 1), 256: _Slots(1, 2, 2, 1)}
+# How many tiles are on their way or computed with at once, by the size of a head and kernel: what
+# leaves shared memory for a second program of a multiprocessor, or takes all of it.
+_SLOTS = {
+    64: {"forward": 2, "queries": 2, "keys": 2, "band": 2},
+    128: {"forward": 2, "queries": 1, "keys": 1, "band": 1},
+    256: {"forward": 1, "queries": 2, "keys": 2, "band": 1},
+}
 
 
 @functools.cache
-def _modules() -> tuple[ModuleType, ModuleType] | None:
-    """The kernels and what they are made of; None where this jax lacks what they ask for."""
+def _modules() -> tuple[ModuleType, ModuleType]:
+    """The kernels and what they are made of, which ask for more of jax than all versions have."""
     try:
         from brt.ops.window_attention import mosaic_kernels, mosaic_tiles
-    except ImportError:
-        return None
+    except (AttributeError, TypeError) as error:  # of other options than they know
+        raise ImportError(str(error)) from error
     return mosaic_kernels, mosaic_tiles
 
 
 def refuses(
     queries: Float[Array, "B T H K"],
     cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
-    keys: Float[Array, "B T H K"],
-    values: Float[Array, "B T H K"],
-    bias: Float[Array, "H W"] | None,
-    readable: Bool[Array, "B N"],
-    dropout: Float[Array, "H W W"] | None = None,
-    **_: Any,
+    *_: Any,
+    **__: Any,
 ) -> str | None:
     """Why these inputs cannot be; None: they can."""
-    if dropout is not None:
-        return "has no dropout of weights ('pallas_gpu' and 'xla' have)"
-    if _modules() is None:
-        return "needs Pallas' Mosaic GPU backend as jax 0.10 to 0.12 have it"
+    try:
+        _modules()
+    except ImportError as error:
+        return f"needs Pallas' Mosaic GPU backend of jax 0.10, and here: {error}"
     return pallas_gpu.refuses_on_hopper(queries, cached)
 
 
@@ -82,15 +74,14 @@ def window_attention(
     values: Float[Array, "B Z H K"],
     bias: Float[Array, "H W"] | None,
     readable: Bool[Array, "B N"],
-    dropout: None,
+    dropout: Float[Array, "H W W"] | None,
     *,
     attend_to_self: bool,
     null_keys: bool,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
     """See `api.window_part`."""
-    del dropout  # refused
-    given = _Given(queries, keys, values, bias, readable.astype(jnp.int32))
+    given = _Given(queries, keys, values, bias, readable.astype(jnp.int32), dropout)
     y, lse = _attend(given, Static(attend_to_self, null_keys, interpret))
     return y, lse.swapaxes(1, 2)
 
@@ -103,10 +94,14 @@ class _Given(NamedTuple):
     v: Float[Array, "B Z H K"]
     bias: Float[Array, "H W"] | None
     readable: Int[Array, "B N"]
+    dropout: Float[Array, "H W W"] | None
 
     @property
     def window(self) -> int:
         return self.k.shape[1] - self.q.shape[1]
+
+    def slots(self, kernel: str) -> int:
+        return _SLOTS[self.q.shape[3]][kernel] if self.dropout is None else 1
 
     def strips(self, static: Static) -> Callable[[Array], tuple[Array, Array]]:
         return functools.partial(_strips, nearest=0 if static.attend_to_self else 1)
@@ -114,9 +109,9 @@ class _Given(NamedTuple):
     def inputs(self, static: Static, **others: Array) -> Any:
         bias = jnp.zeros((self.q.shape[2], self.window)) if self.bias is None else self.bias
         strip, turned = self.strips(static)(bias)
-        return _modules()[1].Inputs(
-            self.q, self.k, self.v, strip, self.readable, turned=turned, **others
-        )
+        dropout = None if self.dropout is None else self.dropout.astype(jnp.float32)
+        given = self.q, self.k, self.v, strip, self.readable
+        return _modules()[1].Inputs(*given, turned=turned, dropout=dropout, **others)
 
 
 def _strips(
@@ -143,19 +138,13 @@ def _attend(given: _Given, static: Static) -> tuple[Float[Array, "B T H K"], Flo
 
 
 def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]:
-    kernels, tiles = _modules()
-    lanes, tokens, heads, width = given.q.shape
-    slots, parts = _SLOTS.get(width, _SLOTS[64]).forward, tiles.parts_of(given.q)
-    shape = lanes, heads, tokens // tiles.TILE, tiles.TILE
-    y, lse = tiles.call(
-        kernels.window_attention_forward, given.inputs(static),
-        [_like(given.q), jax.ShapeDtypeStruct(shape, jnp.float32)],
-        (lanes, heads, tokens // tiles.TILE), static.interpret,
-        {
-            "own": tiles.vectors(given.q), "keys": tiles.vectors(given.k, slots),
-            "values": tiles.vectors(given.v, slots), "strip": tiles.square(slots),
-            "ready": tiles.barrier(parts), "arrived": tiles.barrier(2 * parts + 1, slots),
-        },
+    lanes, tokens, heads, _ = given.q.shape
+    tile = _modules()[1].TILE
+    grid = lanes, heads, tokens // tile
+    y, lse = _call(
+        "forward", given, static, given.inputs(static), grid,
+        [_like(given.q), jax.ShapeDtypeStruct((*grid, tile), jnp.float32)],
+        {"own": "vectors"}, {"keys": "vectors", "values": "vectors", "strip": "square"},
         null_keys=static.null_keys,
     )  # fmt: skip
     y, lse = (kept(x) for x in (y, lse.reshape(lanes, heads, tokens)))
@@ -167,31 +156,23 @@ def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> t
     gradient, d_lse = gradients
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
     sums = jnp.stack([lse, along.swapaxes(1, 2) - d_lse], axis=2)
-    inputs = given.inputs(static, gradient=gradient.astype(given.q.dtype), sums=sums)
+    inputs = given.inputs(static, gradient=gradient, sums=sums)
     d_q = _queries_gradient(given, static, inputs)
     d_k, d_v = _keys_gradients(given, static, inputs)
     d_bias = None if given.bias is None else _bias_gradient(given, static, inputs)
-    return (_Given(d_q, d_k, d_v, d_bias, None),)
+    none = None if given.dropout is None else jnp.zeros_like(given.dropout)
+    return (_Given(d_q, d_k, d_v, d_bias, None, none),)
 
 
 _attend.defvjp(_forward, _backward)
 
 
 def _queries_gradient(given: _Given, static: Static, inputs: Any) -> Float[Array, "B T H K"]:
-    kernels, tiles = _modules()
-    lanes, tokens, heads, width = given.q.shape
-    slots, parts = _SLOTS.get(width, _SLOTS[64]).queries, tiles.parts_of(given.q)
-    (d_q,) = tiles.call(
-        kernels.window_attention_queries, inputs, [_like(given.q)],
-        (lanes, heads, tokens // tiles.TILE), static.interpret,
-        {
-            "own": tiles.vectors(given.q, 1), "theirs": tiles.vectors(given.q, 1),
-            "keys": tiles.vectors(given.k, slots), "values": tiles.vectors(given.v, slots),
-            "strip": tiles.square(slots), "row": tiles.numbers(2),
-            "ready": tiles.barrier(2 * parts + 1),
-            "arrived": tiles.barrier(2 * parts + 1, slots),
-        },
-        null_keys=static.null_keys,
+    lanes, tokens, heads, _ = given.q.shape
+    (d_q,) = _call(
+        "queries", given, static, inputs, (lanes, heads, tokens // _modules()[1].TILE),
+        [_like(given.q)], {"own": "vectors", "theirs": "vectors", "row": "numbers"},
+        {"keys": "vectors", "values": "vectors", "strip": "square"}, null_keys=static.null_keys,
     )  # fmt: skip
     return d_q
 
@@ -199,39 +180,31 @@ def _queries_gradient(given: _Given, static: Static, inputs: Any) -> Float[Array
 def _keys_gradients(
     given: _Given, static: Static, inputs: Any
 ) -> tuple[Float[Array, "B Z H K"], Float[Array, "B Z H K"]]:
-    kernels, tiles = _modules()
-    lanes, tokens, heads, width = given.k.shape
-    slots, parts = _SLOTS.get(width, _SLOTS[64]).keys, tiles.parts_of(given.k)
-    d_k, d_v = tiles.call(
-        kernels.window_attention_keys, inputs, [_like(given.k), _like(given.v)],
-        (lanes, heads, parts * (tokens // tiles.TILE)), static.interpret,
-        {
-            "own": tiles.vectors(given.k, 1), "theirs": tiles.vectors(given.v, 1),
-            "q": tiles.vectors(given.q, slots), "gradient": tiles.vectors(given.q, slots),
-            "strip": tiles.square(slots), "row": tiles.numbers(slots, 2),
-            "ready": tiles.barrier(2 * parts), "arrived": tiles.barrier(2 * parts + 2, slots),
-        },
+    """By parts of vectors, too: registers have no room for both gradients of long ones."""
+    lanes, tokens, heads, _ = given.k.shape
+    _, tiles = _modules()
+    if inputs.dropout is not None:
+        inputs = inputs._replace(dropout=inputs.dropout.swapaxes(1, 2))
+    d_k, d_v = _call(
+        "keys", given, static, inputs,
+        (lanes, heads, tokens // tiles.TILE * tiles.parts_of(given.k)),
+        [_like(given.k), _like(given.v)], {"own": "vectors", "theirs": "vectors"},
+        {"q": "vectors", "gradient": "vectors", "strip": "square", "row": "numbers"},
     )  # fmt: skip
     return d_k, d_v
 
 
 def _bias_gradient(given: _Given, static: Static, inputs: Any) -> Float[Array, "H W"]:
     """By tiles of the strip, over groups of tiles of queries."""
-    kernels, tiles = _modules()
-    lanes, tokens, heads, width = given.q.shape
-    slots, parts = _SLOTS.get(width, _SLOTS[64]).band, tiles.parts_of(given.q)
-    walk = math.gcd(tokens // tiles.TILE, _WALK)
-    groups = lanes * (tokens // tiles.TILE // walk)
-    (found,) = tiles.call(
-        kernels.window_attention_band, inputs,
+    lanes, tokens, heads, _ = given.q.shape
+    tile = _modules()[1].TILE
+    walk = math.gcd(tokens // tile, _WALK)
+    groups = lanes * (tokens // tile // walk)
+    names = "q", "gradient", "keys", "values"
+    (found,) = _call(
+        "band", given, static, inputs, (groups, heads, inputs.strip.shape[2] // tile),
         [jax.ShapeDtypeStruct((groups, *inputs.strip.shape), jnp.float32)],
-        (groups, heads, inputs.strip.shape[2] // tiles.TILE), static.interpret,
-        {
-            "strip": tiles.square(), "q": tiles.vectors(given.q, slots),
-            "gradient": tiles.vectors(given.q, slots), "keys": tiles.vectors(given.k, slots),
-            "values": tiles.vectors(given.v, slots), "row": tiles.numbers(slots, 2),
-            "ready": tiles.barrier(1), "arrived": tiles.barrier(4 * parts + 1, slots),
-        },
+        {"strip": "square"}, dict.fromkeys(names, "vectors") | {"row": "numbers"},
         null_keys=static.null_keys, walk=walk,
     )  # fmt: skip
     _, of_strip = jax.vjp(lambda bias: given.strips(static)(bias)[0], given.bias)
@@ -240,3 +213,35 @@ def _bias_gradient(given: _Given, static: Static, inputs: Any) -> Float[Array, "
 
 def _like(x: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _call(
+    kernel: str,
+    given: _Given,
+    static: Static,
+    inputs: Any,
+    grid: tuple[int, int, int],
+    outputs: list[jax.ShapeDtypeStruct],
+    resident: dict[str, str],
+    ring: dict[str, str],
+    **options: Any,
+) -> list[Array]:
+    """Of what a program keeps in shared memory, and what arrives there in turns, the kinds."""
+    kernels, tiles = _modules()
+    slots, parts = given.slots(kernel), tiles.parts_of(given.q)
+    if given.dropout is not None:
+        ring = ring | {"factors": "square"}
+    made = {
+        "vectors": functools.partial(tiles.vectors, given.q),
+        "square": tiles.square,
+        "numbers": tiles.numbers,
+    }
+    of = [(name, kind, 1) for name, kind in resident.items()]
+    of += [(name, kind, slots) for name, kind in ring.items()]
+    of.sort(key=lambda one: list(made).index(one[1]))  # the smallest last: each begins at 1 KiB
+    copies = {"vectors": parts, "square": 1, "numbers": 1}
+    scratch = {name: made[kind](count) for name, kind, count in of}
+    scratch["ready"] = tiles.barrier(sum(copies[kind] for kind in resident.values()))
+    scratch["arrived"] = tiles.barrier(sum(copies[kind] for kind in ring.values()), slots)
+    function = getattr(kernels, f"window_attention_{kernel}")
+    return tiles.call(function, inputs, outputs, grid, static.interpret, scratch, **options)
