@@ -41,7 +41,7 @@ def window_attention_forward(
 ) -> None:  # fmt: skip
     """Of a tile of queries; the softmax of the keys so far is rescaled by each further tile."""
     lane, head, i = place()
-    width, first = own.shape[3], inputs.first_read(lane, i)
+    width, (first, end) = own.shape[3], inputs.seen(lane, i)
     begin = i if null_keys else first
     copy_vectors(inputs.q, (lane, i, head), own.at[0], ready)
     barrier_wait(ready)
@@ -68,7 +68,7 @@ def window_attention_forward(
 
         # The virtual key that takes the mass of rows without keys: see `softmax.FLOOR`.
         start = constant(LOG2E * FLOOR, TILE), constant(1.0, TILE)
-        return Ring(arrived, copy).walk(i + inputs.per_window + 1 - begin, add, start)
+        return Ring(arrived, copy).walk(end - begin, add, start)
 
     read, (top, total) = added_up(own.shape[1], width, walk)
     lse[lane, head, i] = top / LOG2E + jnp.log(total)
@@ -83,7 +83,7 @@ def window_attention_queries(
 ) -> None:  # fmt: skip
     """The gradient of a tile of queries."""
     lane, head, i = place()
-    first = inputs.first_read(lane, i)
+    first, end = inputs.seen(lane, i)
     begin = i if null_keys else first
     copy_vectors(inputs.q, (lane, i, head), own.at[0], ready)
     copy_vectors(inputs.gradient, (lane, i, head), theirs.at[0], ready)
@@ -108,7 +108,7 @@ def window_attention_queries(
                 wgmma(total, d_logits.astype(own.dtype), keys.at[slot, part])
             return carry
 
-        Ring(arrived, copy).walk(i + inputs.per_window + 1 - begin, add, ())
+        Ring(arrived, copy).walk(end - begin, add, ())
 
     found, _ = added_up(own.shape[1], own.shape[3], walk)
     write_vectors(found, own.at[0], d_q, (lane, i, head))
@@ -175,7 +175,8 @@ def window_attention_band(
         copy_numbers(inputs.sums, (lane, i, head), row.at[slot], barrier)
 
     def add(n: Array, slot: Array, total: Array) -> Array:
-        may_read = begin + n + distance >= inputs.first_read(lane, begin + n)
+        first, _ = inputs.seen(lane, begin + n)
+        may_read = begin + n + distance >= first
         pair = products(q.at[slot], keys.at[slot]), products(gradient.at[slot], values.at[slot])
         product, d_weights = (where(may_read, x) for x in pair) if null_keys else pair
         weights = jnp.exp2(LOG2E * (product + strip[zero(n)] - read_by_row(row.at[slot, 0])))

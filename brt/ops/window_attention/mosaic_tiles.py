@@ -39,10 +39,19 @@ TILE = 64
 _AXES = ("lane", "head", "tile")  # the last one runs first: neighbours share what they read
 _PART = 128  # numbers of a vector that one product adds up in registers, at most
 _SWIZZLE = 128  # bytes
-_NEVER = 1 << 20  # turns of a loop
+_MANY = 1 << 20  # more tiles than there are
 _PARAMS = CompilerParams(  # layouts are said here, not found by the compiler: jax 0.11's default
     approx_math=True, reduction_scratch_bytes=0, lowering_semantics=LoweringSemantics.Lane
 )
+
+
+def zero(n: Array) -> Array:
+    """Of a flag or a number of tiles; the compiler does not know it.
+
+    Of an operand that is the same in all turns of a loop, and of all in a loop that it unrolls, it
+    would keep descriptors for each product, in the registers that the products need.
+    """
+    return jax.lax.div(n, _MANY)
 
 
 class Inputs(NamedTuple):
@@ -74,10 +83,13 @@ class Inputs(NamedTuple):
         """Tiles of a window."""
         return (self.keys.shape[1] - self.q.shape[1]) // TILE
 
-    def first_read(self, lane: Array, i: Array) -> Array:
-        """The first tile of keys that tile i of the queries may read; i is the first it sees."""
+    def seen(self, lane: Array, i: Array) -> tuple[Array, Array]:
+        """Of the tiles of keys that tile i of the queries sees, of which tile i is the first: the
+        first that it may read, and the one behind the last."""
         block = jax.lax.div(i, self.per_window)
-        return jnp.where(self.readable[lane, block] > 0, i, (block + 1) * self.per_window)
+        flag = self.readable[lane, block]
+        first = jnp.where(flag > 0, i, (block + 1) * self.per_window)
+        return first, i + self.per_window + 1 + zero(flag)
 
     def readers(self, lane: Array, j: Array) -> tuple[Array, Array]:
         """The tiles of queries, from and to, that may read tile j of the keys."""
@@ -203,15 +215,6 @@ class Ring(NamedTuple):
         for n in range(slots):
             order(n, n)
         return jax.lax.fori_loop(0, count, once, carry)
-
-
-def zero(n: Array) -> Array:
-    """In every turn n of a loop, which the compiler does not know.
-
-    Where an operand is the same in all turns it would keep descriptors of it for each product, in
-    the registers that the products need.
-    """
-    return jax.lax.div(n, _NEVER)
 
 
 # In registers, laid out as products leave them.

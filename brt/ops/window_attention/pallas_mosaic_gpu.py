@@ -142,7 +142,7 @@ def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]
     tile = _modules()[1].TILE
     grid = lanes, heads, tokens // tile
     y, lse = _call(
-        "forward", given, static, given.inputs(static), grid,
+        "forward", given, static, given.inputs(static)._replace(turned=None), grid,
         [_like(given.q), jax.ShapeDtypeStruct((*grid, tile), jnp.float32)],
         {"own": "vectors"}, {"keys": "vectors", "values": "vectors", "strip": "square"},
         null_keys=static.null_keys,
