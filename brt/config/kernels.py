@@ -7,7 +7,7 @@ from brt.config.fields import free
 
 Name = Literal[
     "auto", "reference", "xla", "xla_cpu", "pallas_tpu", "pallas_gpu", "pallas_interpret",
-    "pallas_gpu_interpret",
+    "pallas_gpu_interpret", "pallas_mosaic_gpu",
 ]  # fmt: skip
 
 
@@ -20,6 +20,7 @@ class Kernels:
     xla_cpu               plain XLA, cut as CPUs like it
     pallas_tpu            a kernel for TPUs
     pallas_gpu            a kernel for GPUs
+    pallas_mosaic_gpu     a kernel for Hopper GPUs, by another of Pallas' backends
     pallas_interpret      a kernel for TPUs, interpreted: for tests
     pallas_gpu_interpret  a kernel for GPUs, interpreted: for tests
 

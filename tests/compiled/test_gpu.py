@@ -39,15 +39,18 @@ def run(*command: str) -> str:
     ],
     ids=" ".join,
 )
+@pytest.mark.parametrize("implementation", ["pallas_gpu", "pallas_mosaic_gpu"])
 def test_kernels_compile_without_spills_or_atomics_and_use_the_matrix_units(
-    options: list[str],
+    implementation: str, options: list[str]
 ) -> None:
     """Forward, the gradients of queries, of keys and values, of the bias; heads of three sizes."""
-    found = json.loads(run("tools/benchmark/gpu_kernels.py", "--json", *options).splitlines()[-1])
+    options = [f"--implementation={implementation}", "--json", *options]
+    found = json.loads(run("tools/benchmark/gpu_kernels.py", *options).splitlines()[-1])
     assert len(found) == 4 * 3
     for name, used in found.items():
         assert (used["spilled"], used["atomics"]) == (0, 0), name
         assert used["wgmma"] > 0 and used["programs"] > 0, name
+        assert (used["tma"] > 0) == (implementation == "pallas_mosaic_gpu"), name
 
 
 def test_the_papers_step_needs_less_memory_than_with_plain_xla(tmp_path: Path) -> None:

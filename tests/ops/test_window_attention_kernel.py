@@ -15,7 +15,13 @@ from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.layers.basic import remat_policy
 from brt.ops import dispatch
-from brt.ops.window_attention import pallas_tpu, segment_part, window_part
+from brt.ops.window_attention import (
+    pallas_gpu,
+    pallas_mosaic_gpu,
+    pallas_tpu,
+    segment_part,
+    window_part,
+)
 
 # Of the largest magnitude of an array: sums of a thousand terms in another order, which cancel.
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2, "float16": 2e-3}
@@ -121,6 +127,44 @@ def test_a_gpu_s_tiles_make_no_difference_and_each_run_gives_the_same_bits(
         np.testing.assert_array_equal(again[name], value, name)
 
 
+@pytest.mark.parametrize(
+    ("lanes", "window", "width", "options", "without", "dtype"),
+    [
+        (1, 64, 64, {"attend_to_self": False, "null_keys": False}, (), "float32"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (2, 128, 64, {"attend_to_self": True, "null_keys": True}, (), "float32"),
+                (1, 128, 128, {"attend_to_self": False, "null_keys": True}, ("bias",), "float16"),
+                (1, 64, 256, {"attend_to_self": True, "null_keys": False}, (), "bfloat16"),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_a_hopper_s_tiles_make_no_difference_and_each_run_gives_the_same_bits(
+    lanes: int, window: int, width: int, options: dict[str, bool], without: tuple[str, ...],
+    dtype: str, mosaic_gpu_interpreter: Any,
+) -> None:  # fmt: skip
+    """Memory begins as NaN; barriers that are arrived at too often, or not awaited, are errors."""
+    given = inputs(lanes, window, width, dtype) | dict.fromkeys(without)
+
+    def kernel(
+        queries: jax.Array, cached: tuple, keys: jax.Array, values: jax.Array, scale: None,
+        **others: Any,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        pairs = zip(cached, (keys, values), strict=True)
+        joined = (jnp.concatenate(pair, axis=1) for pair in pairs)
+        return pallas_mosaic_gpu.window_attention(
+            queries, *joined, **others, interpret=mosaic_gpu_interpreter
+        )
+
+    step = compiled(kernel, given, **options)
+    found, again = step(), step()
+    assert_close(found, run(window_part, given, implementation="reference", **options), dtype)
+    for name, value in found.items():
+        np.testing.assert_array_equal(again[name], value, name)
+
+
 def test_nothing_is_read_that_was_not_written_and_nothing_races(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -162,14 +206,41 @@ def test_devices_that_share_a_segment_equal_one(mesh: Mesh, implementation: str)
         ("gpu", {"window": 100}, "has windows of 128, 256, 512, 1024, 2048 or 4096 tokens, not"),
         ("gpu", {"width": 48}, "has heads of 64, 128 or 256, not of 48"),
         ("gpu", {"dtype": "float32"}, "computes in bfloat16 and float16, not in float32"),
+        ("mosaic_gpu", {"window": 64}, "has windows of 128, 256, 512, 1024, 2048 or 4096 tokens"),
     ],
 )
 def test_what_a_kernel_does_not_support_is_said(
     backend: str, changed: dict[str, Any], reason: str
 ) -> None:
     given = inputs(1, **{"window": 128, "width": 64, "dtype": "bfloat16"} | changed)
-    with dispatch.use_backend(backend), pytest.raises(NotImplementedError, match=reason):
+    here = dispatch.use_backend(backend.removeprefix("mosaic_"))
+    with here, pytest.raises(NotImplementedError, match=reason):
         window_part(**given, implementation=f"pallas_{backend}")
+
+
+def test_the_form_of_mosaic_stands_behind_that_of_triton_until_jax_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = inputs(1, 128, width=64, dtype="bfloat16")
+
+    def traced(name: str | None = None) -> str:
+        with dispatch.use_backend("gpu"):
+            return str(jax.make_jaxpr(lambda: window_part(**given, implementation=name))())
+
+    is_mosaic = "copy_gmem_to_smem"
+    assert is_mosaic in traced("pallas_mosaic_gpu") and is_mosaic not in traced()
+    monkeypatch.setattr(pallas_gpu, "triton", None)
+    assert is_mosaic in traced()
+    with pytest.raises(NotImplementedError, match="Triton backend, which this jax does not have"):
+        traced("pallas_gpu")
+
+    def missing() -> None:
+        raise ImportError("no Barrier")
+
+    monkeypatch.setattr(pallas_mosaic_gpu, "_modules", missing)
+    assert "pallas_call" not in traced()
+    with pytest.raises(NotImplementedError, match="needs Pallas' Mosaic GPU backend .* no Barrier"):
+        traced("pallas_mosaic_gpu")
 
 
 @pytest.mark.parametrize("capability", ["8.0", "12.0"])

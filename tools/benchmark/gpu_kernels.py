@@ -2,6 +2,7 @@
 
 python tools/benchmark/gpu_kernels.py                         # heads of 64, 128 and 256 on an H100
 python tools/benchmark/gpu_kernels.py --window 4096 --head_dims 64 --dropout --null_keys
+python tools/benchmark/gpu_kernels.py --implementation pallas_mosaic_gpu
 
 The compiler's figures, by kernel: registers of a thread, bytes of them spilled, shared memory and
 warps of a program, and how many programs a multiprocessor holds. They are no times.
@@ -17,10 +18,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-KERNELS = re.compile(r"\.entry (window_attention_\w+)")
+KERNELS = re.compile(r"\.entry (window_attention_\w+?)(?:_mosaic_gpu_kernel)?\(")
 LAUNCHES = re.compile(
     r"(window_attention_\w+) grid: .*? threads: \[(\d+), 1, 1\] *shared_memory: (\d+)"
 )
+# Of Mosaic GPU, whose kernels are no more than calls in XLA's own notes.
+THREADS = re.compile(r"\.maxntid (\d+)")
+DYNAMIC = re.compile(r"dynamic_shared_memory_size %c(\d+)_i32")
 # Of a multiprocessor: registers, bytes of shared memory, of which a program's own takes 1024 more.
 REGISTERS, SHARED, RESERVED = 65536, 233472, 1024
 
@@ -49,9 +53,10 @@ def compiled(head_dim: int) -> dict[str, dict[str, int]]:
     """By kernel; a process of its own, since the compiler reads where to write when it starts."""
     with tempfile.TemporaryDirectory() as place:
         flags = os.environ.get("XLA_FLAGS", "") + f" --xla_dump_to={place}"
+        asked = {"XLA_FLAGS": flags, "MOSAIC_GPU_DUMP_TO": place, "JAX_PLATFORMS": "cpu"}
         done = subprocess.run(
             [sys.executable, __file__, *sys.argv[1:], f"--one={head_dim}"], text=True,
-            capture_output=True, env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            capture_output=True, env=os.environ | asked,
         )  # fmt: skip
         if done.returncode:
             sys.exit(done.stderr.strip().splitlines()[-1])
@@ -66,28 +71,40 @@ def read(place: Path) -> dict[str, dict[str, int]]:
     for path in sorted(place.glob("*.ptx")):
         text = path.read_text()
         if name := KERNELS.search(text):
-            registers, spilled = assembled(path, re.findall(r"\.target (\w+)", text)[0])
-            threads, shared = launches[name[1]]
+            registers, spilled = occupied(path, re.findall(r"\.target (\w+)", text)[0])
+            threads, shared = launches.get(name[1]) or launched(path, text)
             programs = min(REGISTERS // (registers * threads), SHARED // (shared + RESERVED))
             found[name[1]] = {
                 "registers": registers, "spilled": spilled, "warps": threads // 32,
                 "shared": shared, "programs": programs, "wgmma": text.count("wgmma.mma_async"),
+                "tma": text.count("cp.async.bulk.tensor"),
                 "atomics": len(re.findall(r"\b(?:red|atom)\.", text)),
             }  # fmt: skip
     return found
 
 
-def assembled(path: Path, target: str) -> tuple[int, int]:
-    """Registers of a thread, and bytes of them that went to memory."""
-    import nvidia.cuda_nvcc
+def launched(path: Path, text: str) -> tuple[int, int]:
+    """Threads and shared memory of a kernel of Mosaic GPU."""
+    passes = path.with_suffix(".mlir-passes.log").read_text()
+    return int(THREADS.findall(text)[0]), int(DYNAMIC.findall(passes)[0])
 
-    ptxas = Path(nvidia.cuda_nvcc.__path__[0]) / "bin/ptxas"
-    said = subprocess.run(
-        [ptxas, "-v", f"-arch={target}", path, "-o", os.devnull], capture_output=True, text=True
-    ).stderr
+
+def occupied(path: Path, target: str) -> tuple[int, int]:
+    """Registers of a thread, and bytes of them that went to memory."""
+    log = path.with_suffix(".ptxas")  # Mosaic GPU's, of an assembler that it brings along
+    said = log.read_text() if log.exists() else assembled(path, target)
     return int(re.findall(r"Used (\d+) reg", said)[0]), int(
         re.findall(r"(\d+) bytes spill", said)[0]
     )
+
+
+def assembled(path: Path, target: str) -> str:
+    import nvidia.cuda_nvcc
+
+    ptxas = Path(nvidia.cuda_nvcc.__path__[0]) / "bin/ptxas"
+    return subprocess.run(
+        [ptxas, "-v", f"-arch={target}", path, "-o", os.devnull], capture_output=True, text=True
+    ).stderr
 
 
 def compile_one(args: argparse.Namespace) -> None:
@@ -113,7 +130,7 @@ def compile_one(args: argparse.Namespace) -> None:
         def loss(learned: Any) -> jax.Array:
             part = window_part(
                 *learned, readable, dropout, attend_to_self=not args.strictly_past,
-                null_keys=args.null_keys, implementation="pallas_gpu",
+                null_keys=args.null_keys, implementation=args.implementation,
             )  # fmt: skip
             output = part.output.astype(jnp.float32) * weights.astype(jnp.float32)
             return jnp.sum(output) + jnp.sum(part.lse)
@@ -131,6 +148,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_argument("--topology", default="h100x1")
+    flags.add_argument("--implementation", default="pallas_gpu")
     flags.add_argument("--window", type=int, default=512)
     sizes = {"type": lambda text: [int(x) for x in text.split(",")], "default": [64, 128, 256]}
     flags.add_argument("--head_dims", metavar="SIZES", help="default: 64,128,256", **sizes)

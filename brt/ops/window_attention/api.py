@@ -16,7 +16,14 @@ from brt.ops.dispatch import Implementation, Op
 from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import MASKED, softmax_and_lse
-from brt.ops.window_attention import pallas_gpu, pallas_tpu, reference, xla, xla_cpu
+from brt.ops.window_attention import (
+    pallas_gpu,
+    pallas_mosaic_gpu,
+    pallas_tpu,
+    reference,
+    xla,
+    xla_cpu,
+)
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,6 +56,13 @@ OP = Op(
             ("gpu",),
             ("gpu",),
             pallas_gpu.refuses,
+        ),
+        Implementation(
+            "pallas_mosaic_gpu",
+            _plain(pallas_mosaic_gpu.window_attention),
+            ("gpu",),
+            ("gpu",),
+            pallas_mosaic_gpu.refuses,
         ),
         Implementation("xla", _plain(xla.window_attention)),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),

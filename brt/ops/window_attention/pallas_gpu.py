@@ -8,7 +8,8 @@ The backward pass makes the weights again from the log-sum-exp, in three kernels
 what it adds up (a tile of queries, a tile of keys and values, or one of the window's diagonals over
 some tiles of queries), so nothing is added atomically and results are the same bits each time.
 
-Written for Pallas' Triton backend, which jax 0.11 deprecates in favour of Mosaic GPU.
+Written for Pallas' Triton backend, which jax 0.11 deprecates in favour of Mosaic GPU: see
+`pallas_mosaic_gpu`.
 """
 
 import functools
@@ -19,7 +20,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import dispatch
@@ -28,6 +28,11 @@ from brt.ops.softmax import MASKED
 from brt.ops.window_attention import gpu_kernels
 from brt.ops.window_attention.gpu_kernels import LOG2E, Inputs
 from brt.ops.window_attention.limits import Limits
+
+try:
+    from jax.experimental.pallas import triton
+except ImportError:  # some day: jax 0.11 deprecates it
+    triton = None  # type: ignore[assignment]
 
 _LIMITS = Limits((128, 256, 512, 1024, 2048, 4096), (64, 128, 256), ("bfloat16", "float16"))
 _CAPABILITY = "9.0"  # others have less shared memory, or other matrix units
@@ -76,6 +81,16 @@ def refuses(
     **__: Any,
 ) -> str | None:
     """Why these inputs cannot be; None: they can."""
+    if triton is None:
+        return "needs Pallas' Triton backend, which this jax does not have"
+    return refuses_on_hopper(queries, cached)
+
+
+def refuses_on_hopper(
+    queries: Float[Array, "B T H K"],
+    cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
+) -> str | None:
+    """The same of every kernel for these GPUs."""
     if reason := _LIMITS.refuse(queries, cached):
         return reason
     capability = getattr(dispatch.device(), "compute_capability", _CAPABILITY)
@@ -268,7 +283,8 @@ def _call(
         grid=grid, in_specs=[_specs(inputs, grid[2] // given.q.shape[0])],
         out_specs=places, out_shape=shapes,
         cost_estimate=_cost(given, products), interpret=static.interpret,
-        compiler_params=triton.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
+        compiler_params=triton
+        and triton.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
     )(inputs)  # fmt: skip
 
 

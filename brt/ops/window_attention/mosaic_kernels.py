@@ -1,0 +1,195 @@
+"""What a warpgroup of a Hopper GPU does for a tile of window attention: see `pallas_mosaic_gpu`.
+
+Each kernel is a function of `mosaic_tiles.Inputs`, of where its results go, and of the shared
+memory that it works in.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from brt.ops.softmax import FLOOR
+from brt.ops.window_attention.gpu_kernels import LOG2E
+from brt.ops.window_attention.mosaic_tiles import (
+    TILE,
+    Inputs,
+    Ring,
+    added_up,
+    barrier_wait,
+    by_row,
+    constant,
+    copy_factors,
+    copy_numbers,
+    copy_square,
+    copy_vectors,
+    place,
+    products,
+    read_by_column,
+    read_by_row,
+    wgmma,
+    write_square,
+    write_vectors,
+    zero,
+)
+
+
+def window_attention_forward(
+    inputs: Inputs, y: Any, lse: Any, *, null_keys: bool,
+    own: Any, keys: Any, values: Any, strip: Any, ready: Any, arrived: Any, factors: Any = None,
+) -> None:  # fmt: skip
+    """Of a tile of queries; the softmax of the keys so far is rescaled by each further tile."""
+    lane, head, i = place()
+    width, (first, end) = own.shape[3], inputs.seen(lane, i)
+    begin = i if null_keys else first
+    copy_vectors(inputs.q, (lane, i, head), own.at[0], ready)
+    barrier_wait(ready)
+
+    def copy(n: Any, slot: Any, barrier: Any) -> None:
+        copy_vectors(inputs.keys, (lane, begin + n, head), keys.at[slot], barrier)
+        copy_vectors(inputs.values, (lane, begin + n, head), values.at[slot], barrier)
+        copy_square(inputs.strip, head, 0, begin + n - i, strip.at[slot], barrier)
+        copy_factors(inputs, head, i, begin + n, factors, slot, barrier)
+
+    def walk(*read: Any) -> tuple[Array, Array]:
+        def add(n: Array, slot: Array, carry: tuple) -> tuple:
+            top, total = carry
+            may_read = begin + n >= first if null_keys else True
+            logits = where(may_read, products(own.at[zero(n)], keys.at[slot])) + strip[slot]
+            higher = jnp.maximum(top, LOG2E * jnp.max(logits, axis=1))
+            weights, shrunk = jnp.exp2(LOG2E * logits - by_row(higher)), jnp.exp2(top - higher)
+            total = total * shrunk + jnp.sum(weights, axis=1)
+            weights = dropped(where(may_read, weights), factors, slot).astype(own.dtype)
+            for part, sums in enumerate(read):
+                sums[...] = sums[...] * by_row(shrunk, width)
+                wgmma(sums, weights, values.at[slot, part])
+            return higher, total
+
+        # The virtual key that takes the mass of rows without keys: see `softmax.FLOOR`.
+        start = constant(LOG2E * FLOOR, TILE), constant(1.0, TILE)
+        return Ring(arrived, copy).walk(end - begin, add, start)
+
+    read, (top, total) = added_up(own.shape[1], width, walk)
+    lse[lane, head, i] = top / LOG2E + jnp.log(total)
+    share = by_row(1.0 / total, width)
+    write_vectors([x * share for x in read], own.at[0], y, (lane, i, head))
+
+
+def window_attention_queries(
+    inputs: Inputs, d_q: Any, *, null_keys: bool,
+    own: Any, theirs: Any, row: Any, ready: Any,
+    keys: Any, values: Any, strip: Any, arrived: Any, factors: Any = None,
+) -> None:  # fmt: skip
+    """The gradient of a tile of queries."""
+    lane, head, i = place()
+    first, end = inputs.seen(lane, i)
+    begin = i if null_keys else first
+    copy_vectors(inputs.q, (lane, i, head), own.at[0], ready)
+    copy_vectors(inputs.gradient, (lane, i, head), theirs.at[0], ready)
+    copy_numbers(inputs.sums, (lane, i, head), row.at[0], ready)
+    barrier_wait(ready)
+
+    def copy(n: Any, slot: Any, barrier: Any) -> None:
+        copy_vectors(inputs.keys, (lane, begin + n, head), keys.at[slot], barrier)
+        copy_vectors(inputs.values, (lane, begin + n, head), values.at[slot], barrier)
+        copy_square(inputs.strip, head, 0, begin + n - i, strip.at[slot], barrier)
+        copy_factors(inputs, head, i, begin + n, factors, slot, barrier)
+
+    def walk(*totals: Any) -> None:
+        def add(n: Array, slot: Array, carry: tuple) -> tuple:
+            may_read = begin + n >= first if null_keys else True
+            logits = where(may_read, products(own.at[zero(n)], keys.at[slot])) + strip[slot]
+            weights = jnp.exp2(LOG2E * (logits - read_by_row(row.at[0, 0])))
+            d_weights = dropped(products(theirs.at[zero(n)], values.at[slot]), factors, slot)
+            # Null keys are zeros, and so is what they give.
+            d_logits = where(may_read, weights * (d_weights - read_by_row(row.at[0, 1])))
+            for part, total in enumerate(totals):
+                wgmma(total, d_logits.astype(own.dtype), keys.at[slot, part])
+            return carry
+
+        Ring(arrived, copy).walk(end - begin, add, ())
+
+    found, _ = added_up(own.shape[1], own.shape[3], walk)
+    write_vectors(found, own.at[0], d_q, (lane, i, head))
+
+
+def window_attention_keys(
+    inputs: Inputs, d_keys: Any, d_values: Any, *,
+    own: Any, theirs: Any, ready: Any,
+    q: Any, gradient: Any, strip: Any, row: Any, arrived: Any, factors: Any = None,
+) -> None:  # fmt: skip
+    """The gradients of one part of a tile of keys and values, of the queries that may read it."""
+    lane, head, program = place()
+    j, part = jax.lax.div(program, own.shape[1]), jax.lax.rem(program, own.shape[1])
+    begin, end = inputs.readers(lane, j)
+    copy_vectors(inputs.keys, (lane, j, head), own.at[0], ready)
+    copy_vectors(inputs.values, (lane, j, head), theirs.at[0], ready)
+    barrier_wait(ready)
+
+    def copy(n: Any, slot: Any, barrier: Any) -> None:
+        copy_vectors(inputs.q, (lane, begin + n, head), q.at[slot], barrier)
+        copy_vectors(inputs.gradient, (lane, begin + n, head), gradient.at[slot], barrier)
+        column = inputs.per_window + begin + n - j
+        copy_square(inputs.turned, head, 0, column, strip.at[slot], barrier)
+        copy_factors(inputs, head, j, begin + n, factors, slot, barrier)
+        copy_numbers(inputs.sums, (lane, begin + n, head), row.at[slot], barrier)
+
+    def walk(of_keys: Any, of_values: Any) -> None:
+        def add(n: Array, slot: Array, carry: tuple) -> tuple:
+            logits = products(own.at[zero(n)], q.at[slot]) + strip[slot]
+            weights = jnp.exp2(LOG2E * (logits - read_by_column(row.at[slot, 0])))
+            kept = dropped(weights, factors, slot)
+            wgmma(of_values, kept.astype(own.dtype), gradient.at[slot, part])
+            d_weights = dropped(products(theirs.at[zero(n)], gradient.at[slot]), factors, slot)
+            d_logits = weights * (d_weights - read_by_column(row.at[slot, 1]))
+            wgmma(of_keys, d_logits.astype(own.dtype), q.at[slot, part])
+            return carry
+
+        Ring(arrived, copy).walk(end - begin, add, ())
+
+    (of_keys, of_values), _ = added_up(2, own.shape[3], walk)
+    write_vectors([of_keys], own.at[0], d_keys, (lane, j, head), part)
+    write_vectors([of_values], theirs.at[0], d_values, (lane, j, head), part)
+
+
+def window_attention_band(
+    inputs: Inputs, d_strip: Any, *, null_keys: bool, walk: int,
+    strip: Any, ready: Any,
+    q: Any, gradient: Any, keys: Any, values: Any, row: Any, arrived: Any, factors: Any = None,
+) -> None:  # fmt: skip
+    """The gradient of a tile of the strip, over `walk` tiles of queries."""
+    group, head, distance = place()
+    groups = inputs.q.shape[1] // TILE // walk
+    lane, begin = jax.lax.div(group, groups), jax.lax.rem(group, groups) * walk
+    copy_square(inputs.strip, head, 0, distance, strip.at[0], ready)
+    barrier_wait(ready)
+
+    def copy(n: Any, slot: Any, barrier: Any) -> None:
+        i, j = begin + n, begin + n + distance
+        copy_vectors(inputs.q, (lane, i, head), q.at[slot], barrier)
+        copy_vectors(inputs.gradient, (lane, i, head), gradient.at[slot], barrier)
+        copy_vectors(inputs.keys, (lane, j, head), keys.at[slot], barrier)
+        copy_vectors(inputs.values, (lane, j, head), values.at[slot], barrier)
+        copy_factors(inputs, head, i, j, factors, slot, barrier)
+        copy_numbers(inputs.sums, (lane, i, head), row.at[slot], barrier)
+
+    def add(n: Array, slot: Array, total: Array) -> Array:
+        first, _ = inputs.seen(lane, begin + n)
+        may_read = begin + n + distance >= first
+        pair = products(q.at[slot], keys.at[slot]), products(gradient.at[slot], values.at[slot])
+        product, d_weights = (where(may_read, x) for x in pair) if null_keys else pair
+        weights = jnp.exp2(LOG2E * (product + strip[zero(n)] - read_by_row(row.at[slot, 0])))
+        d_logits = weights * (dropped(d_weights, factors, slot) - read_by_row(row.at[slot, 1]))
+        return total + (d_logits if null_keys else where(may_read, d_logits))
+
+    total = Ring(arrived, copy).walk(walk, add, constant(0.0, TILE, TILE))
+    write_square(total, strip.at[0], d_strip, (group, head, distance))
+
+
+def where(may_read: Any, x: Array) -> Array:
+    return x if may_read is True else jnp.where(may_read, x, 0.0)
+
+
+def dropped(x: Array, factors: Any, slot: Array) -> Array:
+    return x if factors is None else x * factors[slot]

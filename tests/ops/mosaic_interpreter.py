@@ -1,0 +1,58 @@
+"""What interprets kernels of Mosaic GPU on CPUs: jax's own interpreter, private in jax 0.10.
+
+It checks that barriers are arrived at and awaited as they must. It has no products of transposed
+operands nor of operands in registers, and no layouts; these are added here.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+
+@functools.cache
+def params() -> Any:
+    """What `interpret` takes; skips the test where this jax has none, or another one."""
+    try:
+        from jax._src.interpreters import mlir
+        from jax._src.pallas.mosaic_gpu import core
+        from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+        mlir.register_lowering(core.layout_cast_p, lambda context, x, new_layout: [x])
+        gpu_callbacks.wgmma = functools.partial(_wgmma, gpu_callbacks)
+    except (ImportError, AttributeError) as error:
+        pytest.skip(f"this jax interprets no kernels of Mosaic GPU: {error}")
+    return InterpretGPUParams(uninitialized_memory="nan")
+
+
+def _wgmma(
+    callbacks: Any, *, token: Any, device_id: Any, grid_point_coords: Any, thread_id: Any,
+    acc_allocation_key_as_array: Any, acc_transforms: tuple, acc_dtype: Any,
+    a_allocation_key_as_array: Any, a_transforms: tuple,
+    b_allocation_key_as_array: Any, b_transforms: tuple, source_info: Any = None,
+) -> Any:  # fmt: skip
+    """acc += a @ b in float32."""
+    del grid_point_coords, acc_dtype, acc_transforms, source_info
+    memory = callbacks._get_shared_memory()
+    thread = memory.get_global_thread_id(int(device_id), int(thread_id))
+
+    def contents(key: Any, transforms: tuple) -> np.ndarray:
+        if key.ndim == 2:  # in registers
+            return np.asarray(key, np.float32)
+        transforms = callbacks._remove_noop_transforms(transforms)
+        turned = bool(transforms) and not hasattr(transforms[-1], "indices")
+        transforms = jax.tree.map(int, transforms[: len(transforms) - turned])
+        place = callbacks.interpret_utils.to_range(transforms)
+        key = callbacks.HostAllocationKey.from_array(key)
+        found, _, _ = memory.get_buffer_content(key, place, thread)
+        return np.asarray(found.T if turned else found, np.float32)
+
+    a = contents(a_allocation_key_as_array, a_transforms)
+    b = contents(b_allocation_key_as_array, b_transforms)
+    key = callbacks.HostAllocationKey.from_array(acc_allocation_key_as_array)
+    total, _, _ = memory.get_buffer_content(key, (), thread)
+    memory.store_buffer_content(key, (), total + a @ b, thread)
+    return token
