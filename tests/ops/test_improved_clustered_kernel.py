@@ -25,9 +25,7 @@ V4 = SimpleNamespace(device_kind="TPU v4")  # whose cores have 16 MiB
 def arrays(tokens: int, keys: int, clusters: int, dtype: str = "float32", lanes: int = 2) -> Any:
     """Queries, keys, values, which keys there are, and labels; the last lane has no key."""
     rng = np.random.default_rng(tokens)
-    q, k, v = (
-        jnp.asarray(rng.normal(size=(lanes, n, 2, 8)), dtype) for n in (tokens, keys, keys)
-    )
+    q, k, v = (jnp.asarray(rng.normal(size=(lanes, n, 2, 8)), dtype) for n in (tokens, keys, keys))
     valid = np.arange(keys)[None] < np.array([keys - 3] * (lanes - 1) + [0])[:, None]
     labels = rng.integers(0, clusters - 1, (lanes, 2, tokens))  # the last cluster is empty
     labels[:, :, ::7] = clusters
@@ -116,18 +114,18 @@ def test_lists_are_those_of_a_stable_sort(top_k: int) -> None:
             return best_tpu.rows_of(logits, step)
 
         found = best_tpu.largest(keys // best_tpu.KEYS, rows, lists)
-        values[...] = jnp.concatenate(found, axis=0)
+        values[...] = found
         ends = best_tpu.threshold(logits, found, counts[...], top_k)
         for step in range(keys // best_tpu.KEYS):
             places = best_tpu.places_of(step, lanes)
-            for j, (row, place) in enumerate(zip(rows(step), places, strict=True)):
-                begin = step * best_tpu.KEYS + 8 * j
-                best[begin : begin + 8] = jnp.where(best_tpu.is_best(row, place, *ends), 1, 0)
+            chosen = best_tpu.is_best(rows(step), places, *ends)
+            begin, end = step * best_tpu.KEYS, (step + 1) * best_tpu.KEYS
+            best[begin:end] = jnp.where(chosen, 1, 0).reshape(best_tpu.KEYS, lanes)
 
     values, best = pl.pallas_call(
         kernel,
         out_shape=[
-            jax.ShapeDtypeStruct((best_tpu.KEYS, lanes), "float32"),
+            jax.ShapeDtypeStruct((best_tpu.LENGTH, 8, lanes), "float32"),
             jax.ShapeDtypeStruct((keys, lanes), "int32"),
         ],
         scratch_shapes=[pltpu.VMEM((best_tpu.KEYS, lanes), jnp.float32)],
@@ -135,7 +133,7 @@ def test_lists_are_those_of_a_stable_sort(top_k: int) -> None:
     )(drawn, jnp.broadcast_to(counts, (8, lanes)))
     order = np.argsort(-drawn, axis=0, kind="stable")
     largest = np.take_along_axis(drawn, order, axis=0)[: best_tpu.LENGTH]
-    np.testing.assert_array_equal(values, np.repeat(largest, 8, axis=0))
+    np.testing.assert_array_equal(values, np.repeat(largest[:, None], 8, axis=1))
     expected = np.zeros((keys, lanes), int)
     np.put_along_axis(expected, order[:top_k], 1, axis=0)
     members = np.asarray(counts) > 0

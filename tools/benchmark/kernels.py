@@ -2,7 +2,7 @@
 
 python tools/benchmark/kernels.py                  # 512 tokens, heads of 128, four chips: 4 minutes
 python tools/benchmark/kernels.py --chips v5e --window 1024 --head_dim 64
-python tools/benchmark/kernels.py --case clustered    # improved, recurrent, loss, segmented, causal, ...
+python tools/benchmark/kernels.py --case clustered    # improved, recurrent, loss, segmented, ...
 python tools/benchmark/kernels.py --case segmented --compare --lanes 16    # with plain XLA
 
 The compiler's figures: bundles, one a cycle, of a step of the grid (a head of a lane's block),

@@ -9,7 +9,7 @@ The last of a list says which keys are best. Where too many keys have just that 
 them are, found by bisection of their places. Then the places of the best pass by such lists.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,21 +25,24 @@ LENGTH = 32  # of a list
 KEYS = LENGTH * SUBLANES  # at a time
 NOWHERE = 2.0**24  # beyond all places
 
-Rows = list[Float[Array, "8 C"]]
+Lists = Float[Array, "32 8 C"]
+OfClusters = Float[Array, "8 C"]  # the same in all sublanes
 
 
-def rows_of(x: Any, step: Any) -> Rows:
-    """The registers of a step's keys."""
-    return [x[pl.ds(step * KEYS + j, SUBLANES)] for j in range(0, KEYS, SUBLANES)]
+def rows_of(x: Any, step: Any) -> Lists:
+    """Those of a step's keys."""
+    return x[pl.ds(step * KEYS, KEYS)].reshape(LENGTH, SUBLANES, -1)
 
 
-def places_of(step: Any, lanes: int) -> Rows:
-    """Float32, of a step's keys."""
-    first = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, lanes), 0) + step * KEYS
-    return [(first + j).astype(jnp.float32) for j in range(0, KEYS, SUBLANES)]
+def places_of(step: Any, lanes: int) -> Lists:
+    """Of a step's keys."""
+    row, sublane = (
+        jax.lax.broadcasted_iota(jnp.int32, (LENGTH, SUBLANES, lanes), axis) for axis in (0, 1)
+    )
+    return (step * KEYS + row * SUBLANES + sublane).astype(jnp.float32)
 
 
-def largest(steps: int, rows: Callable[[Any], Rows], lists: Any) -> Rows:
+def largest(steps: int, rows: Callable[[Any], Lists], lists: Any) -> Lists:
     """The 32 largest of each lane in order, the same in all sublanes.
 
     Args:
@@ -49,19 +52,18 @@ def largest(steps: int, rows: Callable[[Any], Rows], lists: Any) -> Rows:
     lists[...] = jnp.full(lists.shape, -jnp.inf)
 
     def some(step: Any, _: None) -> None:
-        for j, row in enumerate(_merged(rows_of(lists, 0), _ordered(rows(step)))):
-            lists[j * SUBLANES : (j + 1) * SUBLANES] = row
+        lists[...] = _merged(rows_of(lists, 0), _ordered(rows(step))).reshape(lists.shape)
 
     jax.lax.fori_loop(0, steps, some, None)
     found = rows_of(lists, 0)
     for shift in (4, 2, 1):
-        found = _merged(found, [pltpu.roll(row, shift, 0) for row in found])
+        found = _merged(found, pltpu.roll(found, shift, 1))
     return found
 
 
 def threshold(
-    logits: Any, values: Rows, counts: Float[Array, "8 C"], top_k: int
-) -> tuple[Float[Array, "8 C"], Float[Array, "8 C"]]:
+    logits: Any, values: Lists, counts: OfClusters, top_k: int
+) -> tuple[OfClusters, OfClusters]:
     """What `is_best` compares with.
 
     Args:
@@ -72,11 +74,12 @@ def threshold(
     least = jnp.maximum(values[top_k - 1], MASKED / 2)  # no key that is not there
     steps, lanes = logits.shape[0] // KEYS, logits.shape[1]
 
-    def chosen(end: Float[Array, "8 C"]) -> Float[Array, "8 C"]:
+    def chosen(end: OfClusters) -> OfClusters:
+        """How many would be."""
+
         def some(step: Any, count: Array) -> Array:
-            for row, place in zip(rows_of(logits, step), places_of(step, lanes), strict=True):
-                count += jnp.where(is_best(row, place, least, end), 1.0, 0.0)
-            return count
+            best = is_best(rows_of(logits, step), places_of(step, lanes), least, end)
+            return count + jnp.sum(jnp.where(best, 1.0, 0.0), axis=0)
 
         count = jax.lax.fori_loop(0, steps, some, jnp.zeros_like(least))
         return jnp.broadcast_to(jnp.sum(count, axis=0, keepdims=True), count.shape)
@@ -85,7 +88,7 @@ def threshold(
     too_many = jnp.where((chosen(all_of_them) > top_k) & (counts > 0), 1.0, 0.0)
     bits = logits.shape[0].bit_length()
 
-    def bisect(step: Any, end: Float[Array, "8 C"]) -> Float[Array, "8 C"]:
+    def bisect(step: Any, end: OfClusters) -> OfClusters:
         further = end + (1 << (bits - 1 - step)).astype(jnp.float32)
         return jnp.where(chosen(further) > top_k, end, further)
 
@@ -94,39 +97,42 @@ def threshold(
     return least, end
 
 
-def is_best(row: Array, place: Array, least: Array, end: Array) -> Bool[Array, "8 C"]:
+def is_best(
+    rows: Lists, places: Lists, least: OfClusters, end: OfClusters
+) -> Bool[Array, "32 8 C"]:
     """Of keys with the least logit of the best, those before `end`."""
-    return (row > least) | ((row == least) & (place < end))
+    return (rows > least[None]) | ((rows == least[None]) & (places < end[None]))
 
 
-def _ordered(rows: Rows) -> Rows:
+def _ordered(rows: Lists) -> Lists:
     """Batcher's odd-even merge sort, the largest first."""
-    rows = list(rows)
-    for i, j in _comparators(len(rows)):
-        rows[i], rows[j] = jnp.maximum(rows[i], rows[j]), jnp.minimum(rows[i], rows[j])
-    return rows
-
-
-def _comparators(count: int) -> Iterator[tuple[int, int]]:
     size = 1
-    while size < count:
+    while size < LENGTH:
         apart = size
         while apart:
-            for begin in range(apart % size, count - apart, 2 * apart):
-                for i in range(begin, min(begin + apart, count - apart)):
-                    if i // (2 * size) == (i + apart) // (2 * size):
-                        yield i, i + apart
+            blocks = rows.reshape(-1, 2 * size, *rows.shape[1:])
+            edge = apart if apart < size else 0  # at both ends nothing is left to compare with
+            inner = blocks[:, edge : 2 * size - edge]
+            inner = _compared(inner.reshape(-1, *rows.shape[1:]), apart).reshape(inner.shape)
+            parts = [blocks[:, :edge], inner, blocks[:, 2 * size - edge :]]
+            rows = (jnp.concatenate(parts, axis=1) if edge else inner).reshape(rows.shape)
             apart //= 2
         size *= 2
+    return rows
 
 
-def _merged(a: Rows, b: Rows) -> Rows:
-    """The larger half of two lists in order: its bitonic sequence is sorted by halves."""
-    rows = [jnp.maximum(x, y) for x, y in zip(a, reversed(b), strict=True)]
-    apart = len(rows) // 2
+def _merged(a: Lists, b: Lists) -> Lists:
+    """The larger half of two lists in order: a bitonic sequence, sorted by halves."""
+    backwards = jnp.concatenate([b[i : i + 1] for i in reversed(range(LENGTH))], axis=0)
+    rows, apart = jnp.maximum(a, backwards), LENGTH // 2
     while apart:
-        for i in (i for i in range(len(rows)) if not i & apart):
-            j = i + apart
-            rows[i], rows[j] = jnp.maximum(rows[i], rows[j]), jnp.minimum(rows[i], rows[j])
+        rows = _compared(rows, apart)
         apart //= 2
     return rows
+
+
+def _compared(rows: Float[Array, "N 8 C"], apart: int) -> Float[Array, "N 8 C"]:
+    """Of rows so far apart the larger is the first."""
+    pairs = rows.reshape(-1, 2, apart, *rows.shape[1:])
+    a, b = pairs[:, :1], pairs[:, 1:]
+    return jnp.concatenate([jnp.maximum(a, b), jnp.minimum(a, b)], axis=1).reshape(rows.shape)

@@ -1,5 +1,6 @@
 """What a TPU does for one head of a lane of improved clustered attention: see `improved_tpu`."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.clustered_attention import best_tpu
-from brt.ops.clustered_attention.best_tpu import KEYS, NOWHERE, SUBLANES
+from brt.ops.clustered_attention.best_tpu import KEYS, LENGTH, NOWHERE, SUBLANES
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.tpu import BY_ROW, BY_SLOT, LANES, PLAIN, each, product
 
@@ -91,7 +92,7 @@ def forward_kernel(
     inputs: Inputs, y: Any, found: Found, logits: Any, lists: Any, packed: Any, rows: Any, *,
     static: Static,
 ) -> None:  # fmt: skip
-    """Memory: `logits` [X, C], `lists` [256, C] and `rows` [R, 128], float32; `packed` [W, X]."""
+    """Memory: `logits` [X, C], `lists` [256, C] and `rows` [8 R, 128], float32; `packed` [W, X]."""
     counts = _find_means(inputs, found.means)
     means = found.means[...].astype(inputs.keys.dtype)
 
@@ -110,8 +111,8 @@ def forward_kernel(
     def attend(step: Any, _: None) -> None:
         tile = _Tile(inputs, found, step)
         for r in range(static.top_k):
-            rows[r : r + 1] = tile.along(tile.queries, tile.keys(r))
-        weights = tile.weights(rows) * tile.numbers.mass
+            rows[_eight(r)] = tile.along(tile.queries, tile.keys(r))
+        weights = tile.weights(_added(rows)) * tile.numbers.mass
         read = _own(common, tile.labels)
         for r in range(static.top_k):
             read += weights[r : r + 1] * tile.values(r)
@@ -160,26 +161,23 @@ def _choose(
     values = best_tpu.largest(steps, lambda step: best_tpu.rows_of(logits, step), lists)
     least, end = best_tpu.threshold(logits, values, counts, static.top_k)
 
-    def split(step: Any) -> list[Array]:
-        bits, negated = jnp.zeros((SUBLANES, lanes), jnp.int32), []
-        places = best_tpu.places_of(step, lanes)
-        for j, (row, place) in enumerate(zip(best_tpu.rows_of(logits, step), places, strict=True)):
-            best = best_tpu.is_best(row, place, least, end)
-            begin = step * KEYS + j * SUBLANES
-            logits[pl.ds(begin, SUBLANES)] = jnp.where(best, MASKED, row)
-            bits |= jnp.where(best, 1, 0) << j
-            negated.append(jnp.where(best, -place, -NOWHERE))
+    def split(step: Any) -> Array:
+        rows, places = best_tpu.rows_of(logits, step), best_tpu.places_of(step, lanes)
+        best = best_tpu.is_best(rows, places, least, end)
+        masked = jnp.where(best, MASKED, rows)
+        logits[pl.ds(step * KEYS, KEYS)] = masked.reshape(KEYS, lanes)
+        ones = jnp.where(best, 1, 0)
+        bits = functools.reduce(jnp.bitwise_or, (ones[j] << j for j in range(LENGTH)))
         found.bits[pl.ds(step * SUBLANES, SUBLANES)] = bits
-        return negated
+        return jnp.where(best, -places, -NOWHERE)
 
-    count = jnp.zeros((1, lanes), jnp.float32)
-    for r, negated in enumerate(best_tpu.largest(steps, split, lists)):
-        place = jnp.minimum(-negated[:1], logits.shape[0])
-        found.places[r : r + 1] = place.astype(jnp.int32)
-        count += jnp.where(negated[:1] > -NOWHERE, 1.0, 0.0)
-    top = jnp.maximum(values[0][:1], FLOOR)
-    total = sum(jnp.exp(value[:1] - top) for value in values[: static.top_k])
-    return top + jnp.log(total + jnp.exp(FLOOR - top)), count
+    places = -best_tpu.largest(steps, split, lists)[:, 0]
+    found.places[...] = jnp.minimum(places, logits.shape[0]).astype(jnp.int32)
+    count = jnp.sum(jnp.where(places < NOWHERE, 1.0, 0.0), axis=0, keepdims=True)
+    values = values[: static.top_k, 0]
+    top = jnp.maximum(values[:1], FLOOR)
+    total = jnp.sum(jnp.exp(values - top), axis=0, keepdims=True) + jnp.exp(FLOOR - top)
+    return top + jnp.log(total), count
 
 
 def _read_rest(inputs: Inputs, logits: Any, rest: Any) -> Float[Array, "1 C"]:
@@ -187,9 +185,7 @@ def _read_rest(inputs: Inputs, logits: Any, rest: Any) -> Float[Array, "1 C"]:
     steps = logits.shape[0] // KEYS
 
     def highest(step: Any, top: Array) -> Array:
-        for row in best_tpu.rows_of(logits, step):
-            top = jnp.maximum(top, row)
-        return top
+        return jnp.maximum(top, jnp.max(best_tpu.rows_of(logits, step), axis=0))
 
     top = each(steps, highest, jnp.full((SUBLANES, CLUSTERS), FLOOR))
     top = jnp.max(top, axis=0, keepdims=True)
@@ -270,33 +266,44 @@ class _Tile:
         return pltpu.bitcast(_own(words, self.labels), self._dtype).astype(jnp.float32)
 
     @staticmethod
-    def along(a: Float[Array, "K 128"], b: Float[Array, "K 128"]) -> Float[Array, "1 128"]:
-        return jnp.sum(a * b, axis=0, keepdims=True)
+    def along(a: Float[Array, "K 128"], b: Float[Array, "K 128"]) -> Float[Array, "8 128"]:
+        """Products of vectors but for the sum over sublanes, see `_added`."""
+        return jnp.sum((a * b).reshape(-1, SUBLANES, LANES), axis=0)
 
-    def weights(self, logits: Any) -> Float[Array, "R 128"]:
+    def weights(self, logits: Float[Array, "R 128"]) -> Float[Array, "R 128"]:
         """Of best keys."""
         place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0).astype(jnp.float32)
-        seen = jnp.where(place < self.numbers.count, logits[...], MASKED)
+        seen = jnp.where(place < self.numbers.count, logits, MASKED)
         top = jnp.maximum(jnp.max(seen, axis=0, keepdims=True), FLOOR)
         weights = jnp.exp(seen - top)
         return weights / (jnp.sum(weights, axis=0, keepdims=True) + jnp.exp(FLOOR - top))
 
 
+def _eight(r: int) -> slice:
+    return slice(r * SUBLANES, (r + 1) * SUBLANES)
+
+
+def _added(rows: Any) -> Float[Array, "R 128"]:
+    """Sums of eight rows each."""
+    count = rows.shape[0] // SUBLANES
+    return sum(rows[pl.ds(j, count, stride=SUBLANES)] for j in range(SUBLANES))
+
+
 def backward_kernel(
-    inputs: Inputs, d_queries: Any, d_keys: Any, d_values: Any, d_best: Any, d_tokens: Any,
-    own: Any, rows: Any, sums: Any, *, static: Static,
+    inputs: Inputs, d_queries: Any, d_keys: Any, d_values: Any, d_best: Any, turned: Any,
+    d_tokens: Any, own: Any, rows: Any, shares: Any, sums: Any, *, static: Static,
 ) -> None:  # fmt: skip
-    """Float32 memory: gradients of best keys and values, `d_best` [32, C, K + E], the same where
-    the keys are, `d_tokens` [X + 8, K + E], of queries by themselves, `own` [K, T], and of means,
-    `sums` [K, C]; `rows` [2, R, 128]."""
+    """Float32 memory: gradients of best keys and values, `d_best` [R, K + E, C] and `turned`
+    [R, C, K + E], of all keys, `d_tokens` [X + 8, K + E], of what queries read exactly, `own`
+    [K, T], and of means, `sums` [K, C]; `rows` [2, 8 R, 128] and `shares` [2, R, 256]."""
     found, (size, _) = inputs.found, inputs.keys.shape
-    d_rest, d_mass = _go_back_from_queries(inputs, d_best, own, rows, static)
+    d_rest, d_mass = _go_back_from_queries(inputs, d_best, own, rows, shares, static)
     numbers = Numbers(*(found.numbers[i : i + 1] for i in range(len(Numbers._fields))))
     mass = numbers.mass
     d_lse = mass * (1 - mass) * (d_mass - jnp.sum(d_rest * found.rest[...], axis=0, keepdims=True))
     d_rest = (1 - mass) * d_rest
     d_lse_rest = -d_lse - jnp.sum(d_rest * found.rest[...], axis=0, keepdims=True)
-    _scatter(found.places, d_best, d_tokens, static)
+    _scatter(found.places, d_best, turned, d_tokens, static)
     dtype = inputs.keys.dtype
     means, of_rest = found.means[...].astype(dtype), d_rest.astype(dtype)
     sums[...] = jnp.zeros_like(sums)
@@ -319,60 +326,84 @@ def backward_kernel(
 
     def spread(step: Any, _: None) -> None:
         place = pl.ds(step * LANES, LANES)
-        total = own[:, place] + _own(d_means, inputs.labels[:, place])
-        d_queries[:, place] = total.astype(dtype)
+        labels = inputs.labels[:, place]
+        total = own[:, place] + _own(d_means, labels)
+        d_queries[:, place] = jnp.where(labels < static.used, total, 0).astype(dtype)
 
     each(d_queries.shape[1] // LANES, spread)
 
 
 def _go_back_from_queries(
-    inputs: Inputs, d_best: Any, own: Any, rows: Any, static: Static
+    inputs: Inputs, d_best: Any, own: Any, rows: Any, shares: Any, static: Static
 ) -> tuple[Float[Array, "E C"], Float[Array, "1 C"]]:
-    """Sums over members: of the output's gradient, and of it along what they read exactly."""
-    found, dtype = inputs.found, inputs.queries.dtype
+    """Sums over members: of the output's gradient, and of it along what they read exactly.
+
+    A step finds what 256 queries share out and multiplies what those before them do: the products
+    wait for nothing.
+    """
+    dtype, both = inputs.queries.dtype, d_best.shape[1]
     d_best[...] = jnp.zeros_like(d_best)
+    shares[...] = jnp.zeros_like(shares)
+    steps = inputs.queries.shape[1] // KEYS
 
-    def attend(step: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        tile = _Tile(inputs, found, step)
-        gradient = inputs.gradient[:, tile.place]
-        wide, members = gradient.astype(jnp.float32), _members(inputs, tile.place)
-        for r in range(static.top_k):
-            rows[0, r : r + 1] = tile.along(tile.queries, tile.keys(r))
-            rows[1, r : r + 1] = tile.along(wide, tile.values(r))
-        weights, read = tile.weights(rows.at[0]), rows[1]
-        along = jnp.sum(weights * read, axis=0, keepdims=True)
-        weights *= tile.numbers.mass
-        d_logits = weights * (read - along)
-        d_own = jnp.zeros_like(tile.queries)
-        for r in range(static.top_k):
-            d_logit, weight = d_logits[r : r + 1], weights[r : r + 1]
-            d_own += d_logit * tile.keys(r)
-            shares = jnp.concatenate([d_logit * tile.queries, weight * wide], axis=0)
-            d_best[r] += product(members, shares.astype(dtype), BY_ROW)
-        own[:, tile.place] = d_own
-        along = jnp.broadcast_to(along.astype(dtype), (16, LANES))
-        return sums[0] + product(gradient, members, BY_ROW), sums[1] + product(
-            along, members, BY_ROW
-        )
+    def some(step: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        place = pl.ds(jnp.maximum(step - 1, 0) * KEYS, KEYS)
+        d_logits, weights, along = shares[0], shares[1], shares[2, :SUBLANES]
+        for j in range(KEYS // LANES):
+            tile = _Tile(inputs, inputs.found, jnp.minimum(step, steps - 1) * (KEYS // LANES) + j)
+            lanes = slice(j * LANES, (j + 1) * LANES)
+            _go_back_to_queries(tile, inputs, own, rows, shares.at[:, :, lanes], static)
+        members, gradient = _members(inputs, place), inputs.gradient[:, place]
+        members = jnp.where(step > 0, members, 0)
+        queries, wide = (x.astype(jnp.float32) for x in (inputs.queries[:, place], gradient))
+        for first in range(0, static.top_k, AT_ONCE):
+            parts, ranks = [], range(first, min(first + AT_ONCE, static.top_k))
+            for r in ranks:
+                parts += [queries * d_logits[r : r + 1], wide * weights[r : r + 1]]
+            of_best = product(jnp.concatenate(parts, axis=0).astype(dtype), members, BY_ROW)
+            for r in ranks:
+                d_best[r] += of_best[(r - first) * both : (r - first + 1) * both]
+        along = jnp.concatenate([along, along], axis=0).astype(dtype)
+        of_members = (product(x, members, BY_ROW) for x in (gradient, along))
+        return tuple(a + b for a, b in zip(sums, of_members, strict=True))
 
-    nothing = (
-        jnp.zeros((inputs.values.shape[0], CLUSTERS), jnp.float32),
-        jnp.zeros((16, CLUSTERS), jnp.float32),
-    )
-    steps = inputs.queries.shape[1] // LANES
-    d_rest, along = jax.lax.fori_loop(0, steps, attend, nothing)
+    width = inputs.values.shape[0]
+    nothing = tuple(jnp.zeros((n, CLUSTERS), jnp.float32) for n in (width, 16))
+    d_rest, along = jax.lax.fori_loop(0, steps + 1, some, nothing)
     return d_rest, jnp.zeros_like(along[:1]) if static.mass_stop_gradient else along[:1]
 
 
-def _scatter(places: Any, d_best: Any, d_tokens: Any, static: Static) -> None:
+def _go_back_to_queries(
+    tile: _Tile, inputs: Inputs, own: Any, rows: Any, shares: Any, static: Static
+) -> None:
+    """Leaves gradients of logits, weights, and the output's along what is read exactly."""
+    gradient = inputs.gradient[:, tile.place].astype(jnp.float32)
+    for r in range(static.top_k):
+        rows[0, _eight(r)] = tile.along(tile.queries, tile.keys(r))
+        rows[1, _eight(r)] = tile.along(gradient, tile.values(r))
+    weights, read = tile.weights(_added(rows.at[0])), _added(rows.at[1])
+    along = jnp.sum(weights * read, axis=0, keepdims=True)
+    weights *= tile.numbers.mass
+    d_logits = weights * (read - along)
+    shares[0, : static.top_k], shares[1, : static.top_k] = d_logits, weights
+    shares[2, :SUBLANES] = jnp.broadcast_to(along, (SUBLANES, LANES))
+    own[:, tile.place] = sum(d_logits[r : r + 1] * tile.keys(r) for r in range(static.top_k))
+
+
+def _scatter(places: Any, d_best: Any, turned: Any, d_tokens: Any, static: Static) -> None:
     """To the keys that clusters chose, a cluster at a time: it chose a key once at most."""
     d_tokens[...] = jnp.zeros_like(d_tokens)
+
+    def turn(r: Any, _: None) -> None:
+        turned[r] = d_best[r].T
+
+    each(static.top_k, turn)
 
     def add(cluster: Any, _: None) -> None:
         sums = []
         for r in range(static.top_k):
             place = pl.ds(places[r, cluster], 1)
-            sums.append((place, d_tokens[place] + d_best[r, pl.ds(cluster, 1)]))
+            sums.append((place, d_tokens[place] + turned[r, pl.ds(cluster, 1)]))
         for place, row in sums:
             d_tokens[place] = row
 

@@ -80,7 +80,7 @@ def _bytes(tokens: int, size: int, keys: int, width: int, itemsize: int) -> int:
     """Of VMEM that the backward pass takes: two of each block, and its memory."""
     both = size + width
     blocks = tokens * (2 * size + width) + 2 * keys * both + LENGTH * CLUSTERS * both
-    memory = LENGTH * CLUSTERS * both + keys * both + tokens * size
+    memory = 2 * LENGTH * CLUSTERS * both + keys * max(both, LANES) + tokens * size
     return 2 * blocks * itemsize + 4 * memory + 2**21
 
 
@@ -153,7 +153,7 @@ def _forward(given: Inputs, static: Static) -> tuple[Array, Inputs]:
         out_specs=jax.tree.map(lambda x: whole(*x.shape[2:]), [y, found]), out_shape=[y, found],
         scratch_shapes=[
             *_memory((keys, CLUSTERS), (KEYS, CLUSTERS)), pltpu.VMEM((words, keys), jnp.int32),
-            *_memory((static.top_k, LANES)),
+            *_memory((static.top_k * SUBLANES, LANES)),
         ],
         **_options(given, static, backward=False),
     )(given)  # fmt: skip
@@ -171,8 +171,9 @@ def _backward(static: Static, saved: Inputs, gradient: Array) -> tuple[Inputs]:
         out_specs=[at.queries, at.keys, at.values],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[:3]],
         scratch_shapes=_memory(
-            (LENGTH, CLUSTERS, both), (keys + SUBLANES, both), (size, tokens),
-            (2, static.top_k, LANES), (size, CLUSTERS),
+            (static.top_k, both, CLUSTERS), (static.top_k, CLUSTERS, both),
+            (keys + SUBLANES, both), (size, tokens), (2, static.top_k * SUBLANES, LANES),
+            (3, max(static.top_k, SUBLANES), KEYS), (size, CLUSTERS),
         ),
         **_options(given, static, backward=True),
     )(given)  # fmt: skip
