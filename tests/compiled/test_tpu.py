@@ -18,6 +18,7 @@ CASES = {
     "loss": 2,
     "segmented": 2,
     "clustered": 3,
+    "improved": 3,
     "causal": 2,
     "weights": 1,
 }  # and how many kernels they have
@@ -65,6 +66,8 @@ def test_kernels_compile_forward_and_backward(
         ("segmented", "float32"),
         ("clustered", "bfloat16"),
         ("clustered", "float32"),
+        ("improved", "bfloat16"),
+        ("improved", "float32"),
         ("causal", "bfloat16"),
         ("weights", "bfloat16"),
     ],

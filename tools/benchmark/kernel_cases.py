@@ -117,11 +117,12 @@ def segmented(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     return gradients, [target, source, source, valid, parameters, target]
 
 
-def clustered(array: Callable[..., Any], args: argparse.Namespace) -> Case:
+def clustered(array: Callable[..., Any], args: argparse.Namespace, kind: str = "clustered") -> Case:
     """Clustered attention, and the k-means before it."""
-    config = Attention(kind="clustered", clusters=CLUSTERS, bits=BITS)
+    config = Attention(kind=kind, clusters=CLUSTERS, bits=BITS)
     name = args.implementation
-    tokens = TOKENS // (jnp.dtype(args.dtype).itemsize // 2)  # as many as a v4 takes
+    size = jnp.dtype(args.dtype).itemsize // 2
+    tokens = TOKENS // (2 * size**2 if kind != "clustered" else size)  # as many as a v4 takes
     x = array(args.lanes, tokens, HEADS, WIDTH)
 
     def gradients(q, k, v, valid, weights):
@@ -191,6 +192,6 @@ def _inner(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 CASES = {
     "window": window, "recurrent": recurrent, "loss": loss, "segmented": segmented,
-    "clustered": clustered, "causal": causal,
-    "weights": weights,
+    "clustered": clustered, "improved": partial(clustered, kind="improved_clustered"),
+    "causal": causal, "weights": weights,
 }  # fmt: skip

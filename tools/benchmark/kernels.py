@@ -2,7 +2,7 @@
 
 python tools/benchmark/kernels.py                  # 512 tokens, heads of 128, four chips: 4 minutes
 python tools/benchmark/kernels.py --chips v5e --window 1024 --head_dim 64
-python tools/benchmark/kernels.py --case clustered    # recurrent, loss, segmented, causal, weights
+python tools/benchmark/kernels.py --case clustered    # improved, recurrent, loss, segmented, ...
 python tools/benchmark/kernels.py --case segmented --compare --lanes 16    # with plain XLA
 
 The compiler's figures: bundles, one a cycle, of a step of the grid (a head of a lane's block),
@@ -119,7 +119,9 @@ def parser() -> argparse.ArgumentParser:
     )
     chips = {"type": lambda text: text.split(","), "default": list(CHIPS)}
     flags.add_argument("--chips", metavar="NAMES", help=f"default: {','.join(CHIPS)}", **chips)
-    cases = "window", "recurrent", "loss", "segmented", "clustered", "causal", "weights"
+    cases = (
+        "window", "recurrent", "loss", "segmented", "clustered", "improved", "causal", "weights",
+    )  # fmt: skip
     flags.add_argument("--case", choices=cases, default="window")
     flags.add_argument("--compare", action="store_true", help="with plain XLA, by costs")
     flags.add_argument("--lanes", type=int, default=1)

@@ -5,6 +5,7 @@ whole sequence, so a causal mask could not make it so.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Attention
 from brt.ops import dispatch
-from brt.ops.clustered_attention import clustered_tpu, reference, xla
+from brt.ops.clustered_attention import clustered_tpu, improved_tpu, reference, xla
 from brt.ops.clustered_attention.clustering import cluster_queries
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
@@ -21,23 +22,28 @@ from brt.ops.dropout import Dropout
 def _op(
     xla: Callable[..., Array],
     reference: Callable[..., Array],
-    kernels: Sequence[Implementation] = (),
+    kernels: Sequence[Implementation],
 ) -> Op:
     naive = Implementation("reference", reference, auto=(), supports=dispatch.refuses_dropout)
     return Op("clustered_attention", (*kernels, Implementation("xla", xla), naive))
 
 
-_KERNELS = (
-    Implementation(
-        "pallas_tpu", clustered_tpu.clustered, ("tpu",), ("tpu",), clustered_tpu.refuses
-    ),
-    Implementation(
-        "pallas_interpret", clustered_tpu.interpreted, (), supports=clustered_tpu.has_no_such
-    ),
-)
+def _kernels(module: Any, function: Callable[..., Array]) -> list[Implementation]:
+    return [
+        Implementation("pallas_tpu", function, ("tpu",), ("tpu",), module.refuses),
+        Implementation("pallas_interpret", module.interpreted, (), supports=module.has_no_such),
+    ]
+
+
 OPS = {
-    "clustered": _op(xla.clustered, reference.clustered, _KERNELS),
-    "improved_clustered": _op(xla.improved_clustered, reference.improved_clustered),
+    "clustered": _op(
+        xla.clustered, reference.clustered, _kernels(clustered_tpu, clustered_tpu.clustered)
+    ),
+    "improved_clustered": _op(
+        xla.improved_clustered,
+        reference.improved_clustered,
+        _kernels(improved_tpu, improved_tpu.improved_clustered),
+    ),
 }  # by `Attention.kind`
 
 

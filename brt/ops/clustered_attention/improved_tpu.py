@@ -1,0 +1,220 @@
+"""Improved clustered attention on TPUs: nothing is sorted, gathered or scattered in HBM.
+
+Up to 128 clusters fill the lanes, so that a register holds a number of each, and queries, 128 at a
+time, look up what their own cluster has within it: of each of its best keys in turn, and of what
+its centroid reads. No query moves. Logits of centroids, [X, C], stay on the chip; what is chosen
+from them is a bit for each (see `best_tpu`), from which the backward pass tells best keys from
+others, and a list of places, by which gradients of best keys go back to them row by row.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from brt.config import Attention
+from brt.distributed import rules
+from brt.ops import dispatch
+from brt.ops.clustered_attention.best_tpu import KEYS, LENGTH, SUBLANES
+from brt.ops.clustered_attention.improved_kernels import (
+    CLUSTERS,
+    Found,
+    Inputs,
+    Static,
+    backward_kernel,
+    forward_kernel,
+)
+from brt.ops.dispatch import kept
+from brt.ops.softmax import MASKED
+from brt.ops.tpu import LANES, heads_first, room, whole
+
+_WIDTHS = (64, 128)
+
+
+def has_no_such(
+    queries: Any, keys: Any, values: Any, valid: Any, labels: Any, config: Attention, *,
+    dropout: Any, bias: Any,
+) -> str | None:  # fmt: skip
+    """Of any size."""
+    if bias is not None:
+        return "has no bias of distances"
+    if config.mass_rule != "paper":
+        return f"weighs best keys by the rule 'paper', not by {config.mass_rule!r}"
+    if config.clusters > CLUSTERS or config.top_k > LENGTH:
+        return (
+            f"has {CLUSTERS} clusters and {LENGTH} best keys at most, not {config.clusters} and "
+            f"{config.top_k}"
+        )
+    return dispatch.refuses_dropout(dropout=dropout)
+
+
+def refuses(
+    queries: Float[Array, "B H T K"],
+    keys: Float[Array, "B H X K"],
+    values: Float[Array, "B H X E"],
+    valid: Any,
+    labels: Any,
+    config: Attention,
+    dropout: Any,
+    bias: Any,
+) -> str | None:
+    """Why these inputs cannot be; None: they can."""
+    inputs = queries, keys, values, valid, labels, config
+    if said := has_no_such(*inputs, dropout=dropout, bias=bias):
+        return said
+    if queries.shape[3] not in _WIDTHS or values.shape[3] not in _WIDTHS:
+        return f"has heads of 64 or 128, not of {queries.shape[3]} and {values.shape[3]}"
+    if queries.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"computes in float32 and bfloat16, not in {queries.dtype}"
+    taken = _bytes(*queries.shape[2:], *values.shape[2:], queries.dtype.itemsize)
+    if taken > room():
+        return f"keeps a head on the chip, {room() >> 20} MiB of it at most, not {taken >> 20}"
+    return None
+
+
+def _bytes(tokens: int, size: int, keys: int, width: int, itemsize: int) -> int:
+    """Of VMEM that the backward pass takes: two of each block, and its memory."""
+    both = size + width
+    blocks = tokens * (2 * size + width) + 2 * keys * both + LENGTH * CLUSTERS * both
+    memory = 2 * LENGTH * CLUSTERS * both + keys * max(both, LANES) + tokens * size
+    return 2 * blocks * itemsize + 4 * memory + 2**21
+
+
+def improved_clustered(
+    queries: Float[Array, "B H T K"],
+    keys: Float[Array, "B H X K"],
+    values: Float[Array, "B H X E"],
+    valid: Bool[Array, "B X"],
+    labels: Int[Array, "B H T"],
+    config: Attention,
+    dropout: None,
+    bias: None,
+    *,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Float[Array, "B H T E"]:
+    """See `xla.improved_clustered`; `interpret` runs on any device, with heads of any size."""
+    static = Static(
+        min(config.clusters, labels.shape[-1]), config.top_k, config.mass_stop_gradient, interpret
+    )
+    local = functools.partial(_local, static=static)
+    if rules.partitioned():
+        by_head = rules.placed("lanes", "heads", None, None, shape=queries.shape)
+        of_lanes = rules.placed("lanes", None, shape=valid.shape)
+        local = jax.shard_map(
+            local, in_specs=(by_head, by_head, by_head, of_lanes, jax.P(*by_head[:3])),
+            out_specs=by_head, axis_names=rules.axes(), check_vma=False,
+        )  # fmt: skip
+    return local(queries, keys, values, valid, labels)
+
+
+interpreted = functools.partial(improved_clustered, interpret=True)
+
+
+def _local(
+    queries: Array, keys: Array, values: Array, valid: Array, labels: Array, static: Static
+) -> Float[Array, "B H T E"]:
+    tokens = queries.shape[2]
+
+    def filled(x: Array, nothing: float | int = 0) -> Array:
+        """Whole steps."""
+        spare = ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % KEYS),)
+        return jnp.pad(x, spare, constant_values=nothing)
+
+    q, k, v = (filled(x.swapaxes(2, 3)) for x in (queries, keys, values))
+    own = filled(jnp.where(labels < static.used, labels, CLUSTERS), CLUSTERS)
+    unseen = filled(jnp.where(valid, 0.0, MASKED), MASKED)
+    y = _attend(Inputs(q, k, v, own[:, :, None], unseen[:, None]), static)
+    return y[..., :tokens].swapaxes(2, 3)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attend(given: Inputs, static: Static) -> Float[Array, "B H E T"]:
+    return _forward(given, static)[0]
+
+
+def _forward(given: Inputs, static: Static) -> tuple[Array, Inputs]:
+    batch, heads, size, tokens = given.queries.shape
+    width, keys = given.values.shape[2:]
+    words = (size + width) * given.keys.dtype.itemsize // 4
+    found = Found(
+        *(jax.ShapeDtypeStruct((batch, heads, *shape, CLUSTERS), dtype) for shape, dtype in (
+            ((size,), "float32"), ((width,), "float32"), ((SUBLANES,), "float32"),
+            ((keys // LENGTH,), "int32"), ((LENGTH,), "int32"), ((LENGTH, words), "int32"),
+        ))
+    )  # fmt: skip
+    y = jax.ShapeDtypeStruct((batch, heads, width, tokens), given.values.dtype)
+    y, found = pl.pallas_call(
+        functools.partial(forward_kernel, static=static),
+        grid=(heads, batch), in_specs=[_places(given)],
+        out_specs=jax.tree.map(lambda x: whole(*x.shape[2:]), [y, found]), out_shape=[y, found],
+        scratch_shapes=[
+            *_memory((keys, CLUSTERS), (KEYS, CLUSTERS)), pltpu.VMEM((words, keys), jnp.int32),
+            *_memory((static.top_k * SUBLANES, LANES)),
+        ],
+        **_options(given, static, backward=False),
+    )(given)  # fmt: skip
+    return kept(y), given._replace(found=jax.tree.map(kept, found))
+
+
+def _backward(static: Static, saved: Inputs, gradient: Array) -> tuple[Inputs]:
+    given = saved._replace(gradient=gradient)
+    at = _places(given)
+    (size, tokens), (width, keys) = given.queries.shape[2:], given.values.shape[2:]
+    both = size + width
+    d_q, d_k, d_v = pl.pallas_call(
+        functools.partial(backward_kernel, static=static),
+        grid=given.queries.shape[1::-1], in_specs=[at],
+        out_specs=[at.queries, at.keys, at.values],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[:3]],
+        scratch_shapes=_memory(
+            (static.top_k, both, CLUSTERS), (static.top_k, CLUSTERS, both),
+            (keys + SUBLANES, both), (size, tokens), (2, static.top_k * SUBLANES, LANES),
+            (3, max(static.top_k, SUBLANES), KEYS), (size, CLUSTERS),
+        ),
+        **_options(given, static, backward=True),
+    )(given)  # fmt: skip
+    return (Inputs(d_q, d_k, d_v, None, jnp.zeros_like(given.unseen)),)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _memory(*shapes: tuple[int, ...]) -> list[Any]:
+    return [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
+
+
+def _places(given: Inputs) -> Inputs:
+    """Where a step finds its inputs."""
+    at = jax.tree.map(lambda x: whole(*x.shape[2:]), given)
+    keys = given.unseen.shape[2]
+    at = at._replace(unseen=pl.BlockSpec((None, 1, keys), lambda h, b: (b, 0, 0)))
+    if given.found is None:
+        return at
+    by_number = pl.BlockSpec(
+        (None, None, LENGTH, CLUSTERS), lambda h, b: (b, h, 0, 0), memory_space=pltpu.SMEM
+    )
+    return at._replace(found=at.found._replace(places=by_number))
+
+
+def _options(given: Inputs, static: Static, *, backward: bool) -> dict[str, Any]:
+    """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
+    batch, heads, size, tokens = given.queries.shape
+    both, keys = size + given.values.shape[2], given.keys.shape[3]
+    name = "improved_clustered" + ("_backward" if backward else "")
+    of_centroids = CLUSTERS * (tokens * size + keys * both) * (2 if backward else 1)
+    of_best = CLUSTERS * static.top_k * tokens * both if backward else 0
+    arrays = (tokens + keys) * both * (2 if backward else 1)
+    return {
+        "name": f"{name}_{tokens}x{static.top_k}_{given.keys.dtype}_{batch * heads}_steps",
+        "interpret": static.interpret,
+        "compiler_params": heads_first(2),
+        "cost_estimate": pl.CostEstimate(
+            flops=2 * batch * heads * (of_centroids + of_best),
+            transcendentals=batch * heads * (CLUSTERS * keys + static.top_k * tokens),
+            bytes_accessed=batch * heads * arrays * given.keys.dtype.itemsize,
+        ),
+    }

@@ -1,0 +1,209 @@
+"""The kernel of improved clustered attention for TPUs, interpreted, against the reference."""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from brt.config import Attention, Mesh
+from brt.distributed.mesh import build
+from brt.ops import dispatch
+from brt.ops.clustered_attention import attend_by_label, best_tpu, improved_tpu
+from brt.ops.dropout import Dropout
+
+TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}  # of the largest magnitude of an array
+KERNEL = "pallas_interpret"
+V4 = SimpleNamespace(device_kind="TPU v4")  # whose cores have 16 MiB
+
+
+def arrays(tokens: int, keys: int, clusters: int, dtype: str = "float32", lanes: int = 2) -> Any:
+    """Queries, keys, values, which keys there are, and labels; the last lane has no key."""
+    rng = np.random.default_rng(tokens)
+    q, k, v = (jnp.asarray(rng.normal(size=(lanes, n, 2, 8)), dtype) for n in (tokens, keys, keys))
+    valid = np.arange(keys)[None] < np.array([keys - 3] * (lanes - 1) + [0])[:, None]
+    labels = rng.integers(0, clusters - 1, (lanes, 2, tokens))  # the last cluster is empty
+    labels[:, :, ::7] = clusters
+    return (q, k, v), jnp.asarray(valid), jnp.asarray(labels, jnp.int32)
+
+
+def run(given: Any, config: Attention, attend: Any) -> Any:
+    """The gradients of a sum of the output with random weights, and it; the same twice."""
+    qkv, *others = given
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=qkv[0].shape), jnp.float32)
+
+    def loss(qkv: Any, weights: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = attend(*qkv, *others, config)
+        return jnp.sum(y * weights), y
+
+    function = jax.jit(jax.grad(loss, has_aux=True))
+    found = function(qkv, weights, *others)
+    again = function(qkv, weights, *others)
+    jax.tree.map(np.testing.assert_array_equal, again, found)
+    return found
+
+
+def by(name: str) -> Any:
+    return partial(attend_by_label, scale=0.5, implementation=name)
+
+
+def improved(clusters: int, top_k: int, **changes: Any) -> Attention:
+    return Attention(kind="improved_clustered", clusters=clusters, top_k=top_k, **changes)
+
+
+def assert_close(found: Any, expected: Any, dtype: str = "float32") -> None:
+    for (path, a), b in zip(
+        jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
+    ):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        error = np.abs(a - b).max() / np.abs(b).max()
+        assert error <= TOLERANCE[dtype], f"{jax.tree_util.keystr(path)}: {error:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "keys", "clusters", "top_k", "changes"),
+    [
+        (140, 300, 20, 6, {}),
+        pytest.param(300, 40, 128, 32, {}, marks=pytest.mark.slow),
+        pytest.param(40, 20, 5, 32, {}, marks=pytest.mark.slow),  # all keys are best
+        pytest.param(40, 60, 5, 7, {"mass_stop_gradient": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_attention_and_gradients_are_those_of_the_reference(
+    tokens: int, keys: int, clusters: int, top_k: int, changes: dict[str, Any]
+) -> None:
+    given, config = arrays(tokens, keys, clusters), improved(clusters, top_k, **changes)
+    expected, found = (run(given, config, by(name)) for name in ("reference", KERNEL))
+    assert_close(found, expected)
+    padding = np.moveaxis(np.asarray(given[2]) == clusters, 1, 2)
+    assert not np.any(np.asarray(found[1])[padding]) and not np.any(found[1][-1])
+
+
+@pytest.mark.slow
+def test_in_bfloat16_it_is_nearly_the_same() -> None:
+    given, config = arrays(140, 300, 20, "bfloat16"), improved(20, 6)
+    assert_close(*(run(given, config, by(name)) for name in (KERNEL, "xla")), "bfloat16")
+
+
+@pytest.mark.parametrize("tokens", [40, pytest.param(300, marks=pytest.mark.slow)])
+def test_of_equal_keys_the_first_are_best(tokens: int) -> None:
+    """Every key thrice, so that ties go across what is best; values tell them apart."""
+    (q, k, v), *others = arrays(tokens, tokens, 5)
+    k = jnp.tile(k[:, : tokens // 3 + 1], (1, 3, 1, 1))[:, :tokens]
+    given, config = ((q, k, v), *others), improved(5, 7)
+    expected, found = (run(given, config, by(name)) for name in ("reference", KERNEL))
+    assert_close(found, expected)
+    later = (q, k, v[:, ::-1]), *others  # values of other keys are read
+    assert np.abs(run(later, config, by(KERNEL))[1] - found[1]).max() > 0.1
+
+
+@pytest.mark.parametrize("top_k", [1, 5, 32])
+def test_lists_are_those_of_a_stable_sort(top_k: int) -> None:
+    """Of numbers with many equals; a lane without members may have more."""
+    keys, lanes = 512, 128
+    drawn = np.random.default_rng(top_k).integers(0, 40, (keys, lanes)).astype(np.float32)
+    counts = jnp.asarray(np.arange(lanes) % 9 > 0, jnp.float32)
+
+    def kernel(logits: Any, counts: Any, values: Any, best: Any, lists: Any) -> None:
+        def rows(step: Any) -> Any:
+            return best_tpu.rows_of(logits, step)
+
+        found = best_tpu.largest(keys // best_tpu.KEYS, rows, lists)
+        values[...] = found
+        ends = best_tpu.threshold(logits, found, counts[...], top_k)
+        for step in range(keys // best_tpu.KEYS):
+            places = best_tpu.places_of(step, lanes)
+            chosen = best_tpu.is_best(rows(step), places, *ends)
+            begin, end = step * best_tpu.KEYS, (step + 1) * best_tpu.KEYS
+            best[begin:end] = jnp.where(chosen, 1, 0).reshape(best_tpu.KEYS, lanes)
+
+    values, best = pl.pallas_call(
+        kernel,
+        out_shape=[
+            jax.ShapeDtypeStruct((best_tpu.LENGTH, 8, lanes), "float32"),
+            jax.ShapeDtypeStruct((keys, lanes), "int32"),
+        ],
+        scratch_shapes=[pltpu.VMEM((best_tpu.KEYS, lanes), jnp.float32)],
+        interpret=True,
+    )(drawn, jnp.broadcast_to(counts, (8, lanes)))
+    order = np.argsort(-drawn, axis=0, kind="stable")
+    largest = np.take_along_axis(drawn, order, axis=0)[: best_tpu.LENGTH]
+    np.testing.assert_array_equal(values, np.repeat(largest[:, None], 8, axis=1))
+    expected = np.zeros((keys, lanes), int)
+    np.put_along_axis(expected, order[:top_k], 1, axis=0)
+    members = np.asarray(counts) > 0
+    np.testing.assert_array_equal(np.asarray(best)[:, members], expected[:, members])
+
+
+def test_nothing_is_read_that_was_not_written_and_nothing_races(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Memory begins as NaN."""
+    watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
+
+    def attend(q: Any, k: Any, v: Any, valid: Any, labels: Any, config: Attention) -> jax.Array:
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+        y = improved_tpu.improved_clustered(
+            q, k, v, valid, labels, config, None, None, interpret=watched
+        )
+        return y.swapaxes(1, 2)
+
+    (q, k, v), valid, labels = arrays(24, 24, 5)
+    there = (labels[:, 0] < 5)[..., None, None]
+    given = (jnp.where(there, q, 0), *(jnp.where(valid[..., None, None], x, 0) for x in (k, v)))
+    given, config = (given, valid, labels), improved(5, 2)
+    assert_close(run(given, config, attend), run(given, config, partial(by("xla"), scale=1.0)))
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [Mesh(data=2, tensor=2), Mesh(fsdp=4)])
+def test_devices_that_share_lanes_and_heads_equal_one(mesh: Mesh) -> None:
+    given, config = arrays(24, 24, 5, lanes=4), improved(5, 3)
+    expected = run(given, config, by("xla"))
+    with jax.set_mesh(build(mesh, {})):
+        assert_close(run(given, config, by(KERNEL)), expected)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"width": 32}, "has heads of 64 or 128, not of 32 and 32"),
+        ({"clusters": 129}, "has 128 clusters and 32 best keys at most, not 129 and 32"),
+        ({"top_k": 33}, "has 128 clusters and 32 best keys at most, not 4 and 33"),
+        ({"mass_rule": "lse_jensen"}, "weighs best keys by the rule 'paper', not by 'lse_jensen'"),
+        ({"dtype": "float16"}, "computes in float32 and bfloat16, not in float16"),
+        ({"tokens": 1 << 17}, "keeps a head on the chip, 14 MiB of it at most, not"),
+        ({"dropout": Dropout(None, 0.1)}, "has no dropout; set its rate to 0"),
+        ({"bias": jnp.zeros((1, 255))}, "has no bias of distances"),
+    ],
+)
+def test_what_it_does_not_support_is_said(changed: dict[str, Any], reason: str) -> None:
+    given = {"width": 64, "dtype": "bfloat16", "tokens": 128, "clusters": 4, "top_k": 32}
+    given |= {"dropout": None, "bias": None, "mass_rule": "paper"} | changed
+    width, dtype, tokens, clusters, top_k, dropout, bias, rule = given.values()
+    x = jnp.zeros((1, 1, tokens, width), dtype)
+    config = improved(clusters, top_k, mass_rule=rule)
+    with dispatch.use_backend("tpu", V4):
+        said = improved_tpu.refuses(x, x, x, None, None, config, dropout, bias)
+    assert reason in str(said)
+
+
+def test_tpus_take_the_kernel_where_it_can_run_and_cpus_refuse_it() -> None:
+    def traced(width: int, backend: str = "tpu", name: str = "auto") -> str:
+        x, labels = jnp.zeros((1, 16, 2, width)), jnp.zeros((1, 2, 16), jnp.int32)
+        attend = partial(
+            attend_by_label, x, x, x, jnp.ones((1, 16), bool), labels, improved(4, 3),
+            scale=1.0, implementation=name,
+        )  # fmt: skip
+        with dispatch.use_backend(backend):
+            return str(jax.make_jaxpr(attend)())
+
+    assert "pallas_call" in traced(64) and "pallas_call" not in traced(32)
+    with pytest.raises(NotImplementedError, match="runs on tpu, not on cpu"):
+        traced(64, backend="cpu", name="pallas_tpu")
