@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from brt.ops.clustered_attention import best_tpu
 from brt.ops.clustered_attention.best_tpu import KEYS, LENGTH, NOWHERE, SUBLANES
@@ -72,15 +72,15 @@ class Numbers(NamedTuple):
     """Of clusters, or of each query's.
 
     Attributes:
-      rest, best: log-sum-exp of a centroid's logits with the best keys, and the others.
+      best, rest: log-sum-exp of a centroid's logits, of its best keys and of all others.
       inverse: of how many members there are.
-      count: of the best keys.
+      chosen: how many best keys there are.
     """
 
     rest: Float[Array, "1 C"]
     best: Float[Array, "1 C"]
     inverse: Float[Array, "1 C"]
-    count: Float[Array, "1 C"]
+    chosen: Float[Array, "1 C"]
 
     @property
     def mass(self) -> Float[Array, "1 C"]:
@@ -98,7 +98,7 @@ def forward_kernel(
 
     def weigh(step: Any, _: None) -> None:
         place = pl.ds(step * KEYS, KEYS)
-        logits[place] = _logits(inputs, means, place)
+        logits[place] = logits_of(inputs, means, place)
 
     each(logits.shape[0] // KEYS, weigh)
     best, count = _choose(logits, lists, counts, found, static)
@@ -109,11 +109,11 @@ def forward_kernel(
     common = (1 - numbers.mass) * found.rest[...]
 
     def attend(step: Any, _: None) -> None:
-        tile = _Tile(inputs, found, step)
+        tile = Tile(inputs, found, step)
         for r in range(static.top_k):
-            rows[_eight(r)] = tile.along(tile.queries, tile.keys(r))
-        weights = tile.weights(_added(rows)) * tile.numbers.mass
-        read = _own(common, tile.labels)
+            rows[eight_rows(r)] = tile.along(tile.queries, tile.keys(r))
+        weights = tile.weights(added(rows)) * tile.numbers.mass
+        read = own_of(common, tile.labels)
         for r in range(static.top_k):
             read += weights[r : r + 1] * tile.values(r)
         y[:, tile.place] = jnp.where(tile.labels < static.used, read, 0).astype(y.dtype)
@@ -129,7 +129,7 @@ def _find_means(inputs: Inputs, means: Any) -> Float[Array, "8 C"]:
 
     def gather(step: Any, counts: Array) -> Array:
         place = pl.ds(step * KEYS, KEYS)
-        members = _members(inputs, place)
+        members = members_of(inputs, place)
         means[...] += product(inputs.queries[:, place], members, BY_ROW)
         return counts + product(ones, members, BY_ROW)
 
@@ -140,14 +140,14 @@ def _find_means(inputs: Inputs, means: Any) -> Float[Array, "8 C"]:
     return counts
 
 
-def _members(inputs: Inputs, place: Any) -> Float[Array, "C N"]:
+def members_of(inputs: Inputs, place: Any) -> Float[Array, "C N"]:
     """1 where a query is of a cluster."""
     own = inputs.labels[:, place]
     cluster = jax.lax.broadcasted_iota(jnp.int32, (CLUSTERS, own.shape[1]), 0)
     return jnp.where(cluster == own, 1.0, 0.0).astype(inputs.queries.dtype)
 
 
-def _logits(inputs: Inputs, means: Float[Array, "K C"], place: Any) -> Float[Array, "X C"]:
+def logits_of(inputs: Inputs, means: Float[Array, "K C"], place: Any) -> Float[Array, "X C"]:
     unseen = inputs.unseen[:, place]
     unseen = jnp.broadcast_to(unseen, (CLUSTERS, unseen.shape[1]))
     return product(inputs.keys[:, place], means, BY_SLOT) + unseen.T
@@ -238,19 +238,19 @@ def _picked(table: Array, lanes: Int[Array, "W 128"]) -> Array:
     return jnp.take_along_axis(table, lanes, axis=1, mode="promise_in_bounds")
 
 
-def _own(table: Array, labels: Int[Array, "1 128"]) -> Array:
+def own_of(table: Array, labels: Int[Array, "1 128"]) -> Array:
     """What queries' clusters have, of [W, C]; for padding anything."""
     return _picked(table, jnp.broadcast_to(labels & CLUSTERS - 1, table.shape))
 
 
-class _Tile:
+class Tile:
     """128 queries, and what their clusters have."""
 
     def __init__(self, inputs: Inputs, found: Found, step: Any) -> None:
         self.place = pl.ds(step * LANES, LANES)
         self.labels = inputs.labels[:, self.place]
         self.queries = inputs.queries[:, self.place].astype(jnp.float32)
-        numbers = _own(found.numbers[...], self.labels)
+        numbers = own_of(found.numbers[...], self.labels)
         self.numbers = Numbers(*(numbers[i : i + 1] for i in range(len(Numbers._fields))))
         self._words, self._dtype = found.words, inputs.keys.dtype
         self._keys = inputs.keys.shape[0] * inputs.keys.dtype.itemsize // 4
@@ -263,156 +263,27 @@ class _Tile:
         return self._unpacked(self._words[r, self._keys :])
 
     def _unpacked(self, words: Int[Array, "W C"]) -> Array:
-        return pltpu.bitcast(_own(words, self.labels), self._dtype).astype(jnp.float32)
+        return pltpu.bitcast(own_of(words, self.labels), self._dtype).astype(jnp.float32)
 
     @staticmethod
     def along(a: Float[Array, "K 128"], b: Float[Array, "K 128"]) -> Float[Array, "8 128"]:
-        """Products of vectors but for the sum over sublanes, see `_added`."""
+        """Products of vectors but for the sum over sublanes, see `added`."""
         return jnp.sum((a * b).reshape(-1, SUBLANES, LANES), axis=0)
 
     def weights(self, logits: Float[Array, "R 128"]) -> Float[Array, "R 128"]:
         """Of best keys."""
         place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0).astype(jnp.float32)
-        seen = jnp.where(place < self.numbers.count, logits, MASKED)
+        seen = jnp.where(place < self.numbers.chosen, logits, MASKED)
         top = jnp.maximum(jnp.max(seen, axis=0, keepdims=True), FLOOR)
         weights = jnp.exp(seen - top)
         return weights / (jnp.sum(weights, axis=0, keepdims=True) + jnp.exp(FLOOR - top))
 
 
-def _eight(r: int) -> slice:
+def eight_rows(r: int) -> slice:
     return slice(r * SUBLANES, (r + 1) * SUBLANES)
 
 
-def _added(rows: Any) -> Float[Array, "R 128"]:
+def added(rows: Any) -> Float[Array, "R 128"]:
     """Sums of eight rows each."""
     count = rows.shape[0] // SUBLANES
     return sum(rows[pl.ds(j, count, stride=SUBLANES)] for j in range(SUBLANES))
-
-
-def backward_kernel(
-    inputs: Inputs, d_queries: Any, d_keys: Any, d_values: Any, d_best: Any, turned: Any,
-    d_tokens: Any, own: Any, rows: Any, shares: Any, sums: Any, *, static: Static,
-) -> None:  # fmt: skip
-    """Float32 memory: gradients of best keys and values, `d_best` [R, K + E, C] and `turned`
-    [R, C, K + E], of all keys, `d_tokens` [X + 8, K + E], of what queries read exactly, `own`
-    [K, T], and of means, `sums` [K, C]; `rows` [2, 8 R, 128] and `shares` [2, R, 256]."""
-    found, (size, _) = inputs.found, inputs.keys.shape
-    d_rest, d_mass = _go_back_from_queries(inputs, d_best, own, rows, shares, static)
-    numbers = Numbers(*(found.numbers[i : i + 1] for i in range(len(Numbers._fields))))
-    mass = numbers.mass
-    d_lse = mass * (1 - mass) * (d_mass - jnp.sum(d_rest * found.rest[...], axis=0, keepdims=True))
-    d_rest = (1 - mass) * d_rest
-    d_lse_rest = -d_lse - jnp.sum(d_rest * found.rest[...], axis=0, keepdims=True)
-    _scatter(found.places, d_best, turned, d_tokens, static)
-    dtype = inputs.keys.dtype
-    means, of_rest = found.means[...].astype(dtype), d_rest.astype(dtype)
-    sums[...] = jnp.zeros_like(sums)
-
-    def weigh(step: Any, _: None) -> None:
-        place = pl.ds(step * LANES, LANES)
-        best = _unpacked(found.bits, step)
-        logits = _logits(inputs, means, place)
-        weights = jnp.exp(logits - jnp.where(best, numbers.best, numbers.rest))
-        read = product(inputs.values[:, place], of_rest, BY_SLOT) + d_lse_rest
-        d_logits = (weights * jnp.where(best, d_lse, read)).astype(dtype)
-        weights = jnp.where(best, 0, weights).astype(dtype)
-        of_best = d_tokens[place].T
-        d_keys[:, place] = (of_best[:size] + product(means, d_logits, BY_ROW)).astype(dtype)
-        d_values[:, place] = (of_best[size:] + product(of_rest, weights, BY_ROW)).astype(dtype)
-        sums[...] += product(inputs.keys[:, place], d_logits, PLAIN)
-
-    each(inputs.keys.shape[1] // LANES, weigh)
-    d_means = sums[...] * numbers.inverse
-
-    def spread(step: Any, _: None) -> None:
-        place = pl.ds(step * LANES, LANES)
-        labels = inputs.labels[:, place]
-        total = own[:, place] + _own(d_means, labels)
-        d_queries[:, place] = jnp.where(labels < static.used, total, 0).astype(dtype)
-
-    each(d_queries.shape[1] // LANES, spread)
-
-
-def _go_back_from_queries(
-    inputs: Inputs, d_best: Any, own: Any, rows: Any, shares: Any, static: Static
-) -> tuple[Float[Array, "E C"], Float[Array, "1 C"]]:
-    """Sums over members: of the output's gradient, and of it along what they read exactly.
-
-    A step finds what 256 queries share out and multiplies what those before them do: the products
-    wait for nothing.
-    """
-    dtype, both = inputs.queries.dtype, d_best.shape[1]
-    d_best[...] = jnp.zeros_like(d_best)
-    shares[...] = jnp.zeros_like(shares)
-    steps = inputs.queries.shape[1] // KEYS
-
-    def some(step: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        place = pl.ds(jnp.maximum(step - 1, 0) * KEYS, KEYS)
-        d_logits, weights, along = shares[0], shares[1], shares[2, :SUBLANES]
-        for j in range(KEYS // LANES):
-            tile = _Tile(inputs, inputs.found, jnp.minimum(step, steps - 1) * (KEYS // LANES) + j)
-            lanes = slice(j * LANES, (j + 1) * LANES)
-            _go_back_to_queries(tile, inputs, own, rows, shares.at[:, :, lanes], static)
-        members, gradient = _members(inputs, place), inputs.gradient[:, place]
-        members = jnp.where(step > 0, members, 0)
-        queries, wide = (x.astype(jnp.float32) for x in (inputs.queries[:, place], gradient))
-        for first in range(0, static.top_k, AT_ONCE):
-            parts, ranks = [], range(first, min(first + AT_ONCE, static.top_k))
-            for r in ranks:
-                parts += [queries * d_logits[r : r + 1], wide * weights[r : r + 1]]
-            of_best = product(jnp.concatenate(parts, axis=0).astype(dtype), members, BY_ROW)
-            for r in ranks:
-                d_best[r] += of_best[(r - first) * both : (r - first + 1) * both]
-        along = jnp.concatenate([along, along], axis=0).astype(dtype)
-        of_members = (product(x, members, BY_ROW) for x in (gradient, along))
-        return tuple(a + b for a, b in zip(sums, of_members, strict=True))
-
-    width = inputs.values.shape[0]
-    nothing = tuple(jnp.zeros((n, CLUSTERS), jnp.float32) for n in (width, 16))
-    d_rest, along = jax.lax.fori_loop(0, steps + 1, some, nothing)
-    return d_rest, jnp.zeros_like(along[:1]) if static.mass_stop_gradient else along[:1]
-
-
-def _go_back_to_queries(
-    tile: _Tile, inputs: Inputs, own: Any, rows: Any, shares: Any, static: Static
-) -> None:
-    """Leaves gradients of logits, weights, and the output's along what is read exactly."""
-    gradient = inputs.gradient[:, tile.place].astype(jnp.float32)
-    for r in range(static.top_k):
-        rows[0, _eight(r)] = tile.along(tile.queries, tile.keys(r))
-        rows[1, _eight(r)] = tile.along(gradient, tile.values(r))
-    weights, read = tile.weights(_added(rows.at[0])), _added(rows.at[1])
-    along = jnp.sum(weights * read, axis=0, keepdims=True)
-    weights *= tile.numbers.mass
-    d_logits = weights * (read - along)
-    shares[0, : static.top_k], shares[1, : static.top_k] = d_logits, weights
-    shares[2, :SUBLANES] = jnp.broadcast_to(along, (SUBLANES, LANES))
-    own[:, tile.place] = sum(d_logits[r : r + 1] * tile.keys(r) for r in range(static.top_k))
-
-
-def _scatter(places: Any, d_best: Any, turned: Any, d_tokens: Any, static: Static) -> None:
-    """To the keys that clusters chose, a cluster at a time: it chose a key once at most."""
-    d_tokens[...] = jnp.zeros_like(d_tokens)
-
-    def turn(r: Any, _: None) -> None:
-        turned[r] = d_best[r].T
-
-    each(static.top_k, turn)
-
-    def add(cluster: Any, _: None) -> None:
-        sums = []
-        for r in range(static.top_k):
-            place = pl.ds(places[r, cluster], 1)
-            sums.append((place, d_tokens[place] + turned[r, pl.ds(cluster, 1)]))
-        for place, row in sums:
-            d_tokens[place] = row
-
-    jax.lax.fori_loop(0, static.used, add, None)
-
-
-def _unpacked(bits: Any, step: Any) -> Bool[Array, "128 C"]:
-    """Of 128 keys, half of those that a register of words is of."""
-    words = bits[pl.ds((step >> 1) * SUBLANES, SUBLANES)]
-    first = (step & 1) * (LANES // SUBLANES)
-    found = [words >> first + j & 1 for j in range(LANES // SUBLANES)]
-    return jnp.concatenate(found, axis=0) > 0

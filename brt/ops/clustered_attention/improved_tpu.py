@@ -20,12 +20,12 @@ from brt.config import Attention
 from brt.distributed import rules
 from brt.ops import dispatch
 from brt.ops.clustered_attention.best_tpu import KEYS, LENGTH, SUBLANES
+from brt.ops.clustered_attention.improved_backward import backward_kernel
 from brt.ops.clustered_attention.improved_kernels import (
     CLUSTERS,
     Found,
     Inputs,
     Static,
-    backward_kernel,
     forward_kernel,
 )
 from brt.ops.dispatch import kept
@@ -70,7 +70,8 @@ def refuses(
         return f"has heads of 64 or 128, not of {queries.shape[3]} and {values.shape[3]}"
     if queries.dtype not in (jnp.float32, jnp.bfloat16):
         return f"computes in float32 and bfloat16, not in {queries.dtype}"
-    taken = _bytes(*queries.shape[2:], *values.shape[2:], queries.dtype.itemsize)
+    (tokens, size), (of_keys, width) = queries.shape[2:], values.shape[2:]
+    taken = _bytes(tokens, size, of_keys, width, queries.dtype.itemsize)
     if taken > room():
         return f"keeps a head on the chip, {room() >> 20} MiB of it at most, not {taken >> 20}"
     return None

@@ -1,0 +1,153 @@
+"""The backward pass of improved clustered attention on a TPU: see `improved_tpu`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float
+
+from brt.ops.clustered_attention.best_tpu import KEYS, SUBLANES
+from brt.ops.clustered_attention.improved_kernels import (
+    AT_ONCE,
+    CLUSTERS,
+    Inputs,
+    Numbers,
+    Static,
+    Tile,
+    added,
+    eight_rows,
+    logits_of,
+    members_of,
+    own_of,
+)
+from brt.ops.tpu import BY_ROW, BY_SLOT, LANES, PLAIN, each, product
+
+
+def backward_kernel(
+    inputs: Inputs, d_queries: Any, d_keys: Any, d_values: Any, d_best: Any, turned: Any,
+    d_tokens: Any, own: Any, rows: Any, shares: Any, sums: Any, *, static: Static,
+) -> None:  # fmt: skip
+    """Float32 memory: gradients of best keys and values, `d_best` [R, K + E, C] and `turned`
+    [R, C, K + E], of all keys, `d_tokens` [X + 8, K + E], of what queries read exactly, `own`
+    [K, T], and of means, `sums` [K, C]; `rows` [2, 8 R, 128] and `shares` [2, R, 256]."""
+    found, (size, _) = inputs.found, inputs.keys.shape
+    d_rest, d_mass = _go_back_from_queries(inputs, d_best, own, rows, shares, static)
+    numbers = Numbers(*(found.numbers[i : i + 1] for i in range(len(Numbers._fields))))
+    mass = numbers.mass
+    d_lse = mass * (1 - mass) * (d_mass - jnp.sum(d_rest * found.rest[...], axis=0, keepdims=True))
+    d_rest = (1 - mass) * d_rest
+    d_lse_rest = -d_lse - jnp.sum(d_rest * found.rest[...], axis=0, keepdims=True)
+    _scatter(found.places, d_best, turned, d_tokens, static)
+    dtype = inputs.keys.dtype
+    means, of_rest = found.means[...].astype(dtype), d_rest.astype(dtype)
+    sums[...] = jnp.zeros_like(sums)
+
+    def weigh(step: Any, _: None) -> None:
+        place = pl.ds(step * LANES, LANES)
+        best = _unpacked(found.bits, step)
+        logits = logits_of(inputs, means, place)
+        weights = jnp.exp(logits - jnp.where(best, numbers.best, numbers.rest))
+        read = product(inputs.values[:, place], of_rest, BY_SLOT) + d_lse_rest
+        d_logits = (weights * jnp.where(best, d_lse, read)).astype(dtype)
+        weights = jnp.where(best, 0, weights).astype(dtype)
+        of_best = d_tokens[place].T
+        d_keys[:, place] = (of_best[:size] + product(means, d_logits, BY_ROW)).astype(dtype)
+        d_values[:, place] = (of_best[size:] + product(of_rest, weights, BY_ROW)).astype(dtype)
+        sums[...] += product(inputs.keys[:, place], d_logits, PLAIN)
+
+    each(inputs.keys.shape[1] // LANES, weigh)
+    d_means = sums[...] * numbers.inverse
+
+    def spread(step: Any, _: None) -> None:
+        place = pl.ds(step * LANES, LANES)
+        labels = inputs.labels[:, place]
+        total = own[:, place] + own_of(d_means, labels)
+        d_queries[:, place] = jnp.where(labels < static.used, total, 0).astype(dtype)
+
+    each(d_queries.shape[1] // LANES, spread)
+
+
+def _go_back_from_queries(
+    inputs: Inputs, d_best: Any, own: Any, rows: Any, shares: Any, static: Static
+) -> tuple[Float[Array, "E C"], Float[Array, "1 C"]]:
+    """Sums over members: of the output's gradient, and of it along what they read exactly.
+
+    A step finds what 256 queries share out and multiplies what those before them do: the products
+    wait for nothing.
+    """
+    dtype, both = inputs.queries.dtype, d_best.shape[1]
+    d_best[...] = jnp.zeros_like(d_best)
+    shares[...] = jnp.zeros_like(shares)
+    steps = inputs.queries.shape[1] // KEYS
+
+    def some(step: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        place = pl.ds(jnp.maximum(step - 1, 0) * KEYS, KEYS)
+        d_logits, weights, along = shares[0], shares[1], shares[2, :SUBLANES]
+        for j in range(KEYS // LANES):
+            tile = Tile(inputs, inputs.found, jnp.minimum(step, steps - 1) * (KEYS // LANES) + j)
+            lanes = slice(j * LANES, (j + 1) * LANES)
+            _go_back_to_queries(tile, inputs, own, rows, shares.at[:, :, lanes], static)
+        members, gradient = members_of(inputs, place), inputs.gradient[:, place]
+        members = jnp.where(step > 0, members, 0)
+        queries, wide = (x.astype(jnp.float32) for x in (inputs.queries[:, place], gradient))
+        for first in range(0, static.top_k, AT_ONCE):
+            parts, ranks = [], range(first, min(first + AT_ONCE, static.top_k))
+            for r in ranks:
+                parts += [queries * d_logits[r : r + 1], wide * weights[r : r + 1]]
+            of_best = product(jnp.concatenate(parts, axis=0).astype(dtype), members, BY_ROW)
+            for r in ranks:
+                d_best[r] += of_best[(r - first) * both : (r - first + 1) * both]
+        along = jnp.concatenate([along, along], axis=0).astype(dtype)
+        of_members = (product(x, members, BY_ROW) for x in (gradient, along))
+        return sums[0] + next(of_members), sums[1] + next(of_members)
+
+    width = inputs.values.shape[0]
+    of_rest, of_along = (jnp.zeros((n, CLUSTERS), jnp.float32) for n in (width, 16))
+    d_rest, along = jax.lax.fori_loop(0, steps + 1, some, (of_rest, of_along))
+    return d_rest, jnp.zeros_like(along[:1]) if static.mass_stop_gradient else along[:1]
+
+
+def _go_back_to_queries(
+    tile: Tile, inputs: Inputs, own: Any, rows: Any, shares: Any, static: Static
+) -> None:
+    """Leaves gradients of logits, weights, and the output's along what is read exactly."""
+    gradient = inputs.gradient[:, tile.place].astype(jnp.float32)
+    for r in range(static.top_k):
+        rows[0, eight_rows(r)] = tile.along(tile.queries, tile.keys(r))
+        rows[1, eight_rows(r)] = tile.along(gradient, tile.values(r))
+    weights, read = tile.weights(added(rows.at[0])), added(rows.at[1])
+    along = jnp.sum(weights * read, axis=0, keepdims=True)
+    weights *= tile.numbers.mass
+    d_logits = weights * (read - along)
+    shares[0, : static.top_k], shares[1, : static.top_k] = d_logits, weights
+    shares[2, :SUBLANES] = jnp.broadcast_to(along, (SUBLANES, LANES))
+    own[:, tile.place] = sum(d_logits[r : r + 1] * tile.keys(r) for r in range(static.top_k))
+
+
+def _scatter(places: Any, d_best: Any, turned: Any, d_tokens: Any, static: Static) -> None:
+    """To the keys that clusters chose, a cluster at a time: it chose a key once at most."""
+    d_tokens[...] = jnp.zeros_like(d_tokens)
+
+    def turn(r: Any, _: None) -> None:
+        turned[r] = d_best[r].T
+
+    each(static.top_k, turn)
+
+    def add(cluster: Any, _: None) -> None:
+        sums = []
+        for r in range(static.top_k):
+            place = pl.ds(places[r, cluster], 1)
+            sums.append((place, d_tokens[place] + turned[r, pl.ds(cluster, 1)]))
+        for place, row in sums:
+            d_tokens[place] = row
+
+    jax.lax.fori_loop(0, static.used, add, None)
+
+
+def _unpacked(bits: Any, step: Any) -> Bool[Array, "128 C"]:
+    """Of 128 keys, half of those that a register of words is of."""
+    words = bits[pl.ds((step >> 1) * SUBLANES, SUBLANES)]
+    first = (step & 1) * (LANES // SUBLANES)
+    found = [words >> first + j & 1 for j in range(LANES // SUBLANES)]
+    return jnp.concatenate(found, axis=0) > 0
