@@ -1,11 +1,11 @@
-"""The way back of `improved_kernels`: from queries to what they read, and from there to tokens."""
+"""The backward pass of improved clustered attention on a TPU: see `improved_tpu`."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from brt.ops.clustered_attention.best_tpu import KEYS, SUBLANES
 from brt.ops.clustered_attention.improved_kernels import (
@@ -16,11 +16,10 @@ from brt.ops.clustered_attention.improved_kernels import (
     Static,
     Tile,
     added,
-    eight,
+    eight_rows,
     logits_of,
     members_of,
     own_of,
-    unpacked,
 )
 from brt.ops.tpu import BY_ROW, BY_SLOT, LANES, PLAIN, each, product
 
@@ -46,7 +45,7 @@ def backward_kernel(
 
     def weigh(step: Any, _: None) -> None:
         place = pl.ds(step * LANES, LANES)
-        best = unpacked(found.bits, step)
+        best = _unpacked(found.bits, step)
         logits = logits_of(inputs, means, place)
         weights = jnp.exp(logits - jnp.where(best, numbers.best, numbers.rest))
         read = product(inputs.values[:, place], of_rest, BY_SLOT) + d_lse_rest
@@ -115,8 +114,8 @@ def _go_back_to_queries(
     """Leaves gradients of logits, weights, and the output's along what is read exactly."""
     gradient = inputs.gradient[:, tile.place].astype(jnp.float32)
     for r in range(static.top_k):
-        rows[0, eight(r)] = tile.along(tile.queries, tile.keys(r))
-        rows[1, eight(r)] = tile.along(gradient, tile.values(r))
+        rows[0, eight_rows(r)] = tile.along(tile.queries, tile.keys(r))
+        rows[1, eight_rows(r)] = tile.along(gradient, tile.values(r))
     weights, read = tile.weights(added(rows.at[0])), added(rows.at[1])
     along = jnp.sum(weights * read, axis=0, keepdims=True)
     weights *= tile.numbers.mass
@@ -144,3 +143,11 @@ def _scatter(places: Any, d_best: Any, turned: Any, d_tokens: Any, static: Stati
             d_tokens[place] = row
 
     jax.lax.fori_loop(0, static.used, add, None)
+
+
+def _unpacked(bits: Any, step: Any) -> Bool[Array, "128 C"]:
+    """Of 128 keys, half of those that a register of words is of."""
+    words = bits[pl.ds((step >> 1) * SUBLANES, SUBLANES)]
+    first = (step & 1) * (LANES // SUBLANES)
+    found = [words >> first + j & 1 for j in range(LANES // SUBLANES)]
+    return jnp.concatenate(found, axis=0) > 0

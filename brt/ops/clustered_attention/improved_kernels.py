@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from brt.ops.clustered_attention import best_tpu
 from brt.ops.clustered_attention.best_tpu import KEYS, LENGTH, NOWHERE, SUBLANES
@@ -75,7 +75,7 @@ class Numbers(NamedTuple):
     """Of clusters, or of each query's.
 
     Attributes:
-      rest, best: log-sum-exp of a centroid's logits with the best keys, and the others.
+      best, rest: log-sum-exp of a centroid's logits, of its best keys and of all others.
       inverse: of how many members there are.
       chosen: how many best keys there are.
     """
@@ -114,7 +114,7 @@ def forward_kernel(
     def attend(step: Any, _: None) -> None:
         tile = Tile(inputs, found, step)
         for r in range(static.top_k):
-            rows[eight(r)] = tile.along(tile.queries, tile.keys(r))
+            rows[eight_rows(r)] = tile.along(tile.queries, tile.keys(r))
         weights = tile.weights(added(rows)) * tile.numbers.mass
         read = own_of(common, tile.labels)
         for r in range(static.top_k):
@@ -282,7 +282,7 @@ class Tile:
         return weights / (jnp.sum(weights, axis=0, keepdims=True) + jnp.exp(FLOOR - top))
 
 
-def eight(r: int) -> slice:
+def eight_rows(r: int) -> slice:
     return slice(r * SUBLANES, (r + 1) * SUBLANES)
 
 
@@ -290,11 +290,3 @@ def added(rows: Any) -> Float[Array, "R 128"]:
     """Sums of eight rows each."""
     count = rows.shape[0] // SUBLANES
     return sum(rows[pl.ds(j, count, stride=SUBLANES)] for j in range(SUBLANES))
-
-
-def unpacked(bits: Any, step: Any) -> Bool[Array, "128 C"]:
-    """Of 128 keys, half of those that a register of words is of."""
-    words = bits[pl.ds((step >> 1) * SUBLANES, SUBLANES)]
-    first = (step & 1) * (LANES // SUBLANES)
-    found = [words >> first + j & 1 for j in range(LANES // SUBLANES)]
-    return jnp.concatenate(found, axis=0) > 0

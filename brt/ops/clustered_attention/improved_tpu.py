@@ -125,11 +125,16 @@ def _local(
         spare = ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % KEYS),)
         return jnp.pad(x, spare, constant_values=nothing)
 
-    q, k, v = (filled(x.swapaxes(2, 3)) for x in (queries, keys, values))
+    def turned(x: Array) -> Array:
+        """Tokens last, numbers in whole registers."""
+        spare = ((0, 0),) * 3 + ((0, -x.shape[3] % SUBLANES),)
+        return filled(jnp.pad(x, spare).swapaxes(2, 3))
+
+    q, k, v = map(turned, (queries, keys, values))
     own = filled(jnp.where(labels < static.used, labels, CLUSTERS), CLUSTERS)
     unseen = filled(jnp.where(valid, 0.0, MASKED), MASKED)
     y = _attend(Inputs(q, k, v, own[:, :, None], unseen[:, None]), static)
-    return y[..., :tokens].swapaxes(2, 3)
+    return y[:, :, : values.shape[3], :tokens].swapaxes(2, 3)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
