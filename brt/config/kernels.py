@@ -6,8 +6,8 @@ from typing import Literal
 from brt.config.fields import free
 
 Name = Literal[
-    "auto", "reference", "xla", "xla_cpu", "pallas_tpu", "pallas_gpu", "pallas_interpret",
-    "pallas_gpu_interpret", "pallas_mosaic_gpu",
+    "auto", "reference", "xla", "xla_cpu", "pallas_tpu", "pallas_tpu_cell", "pallas_gpu",
+    "pallas_mosaic_gpu", "pallas_interpret", "pallas_gpu_interpret",
 ]  # fmt: skip
 
 
@@ -19,6 +19,7 @@ class Kernels:
     xla                   plain XLA
     xla_cpu               plain XLA, cut as CPUs like it
     pallas_tpu            a kernel for TPUs
+    pallas_tpu_cell       a kernel for TPUs of the whole recurrent cell
     pallas_gpu            a kernel for GPUs
     pallas_mosaic_gpu     a kernel for Hopper GPUs, by another of Pallas' backends
     pallas_interpret      a kernel for TPUs, interpreted: for tests

@@ -15,6 +15,7 @@ from brt.ops.normalization import EPSILON
 LANES = 128  # of a vector register
 VMEM_BYTES = 64 * 2**20  # that a kernel may take
 _V4_VMEM_BYTES = 16 * 2**20  # all that a core of a v4 has
+_TWO_CORES = "TPU v4", "TPU v5", "TPU v5p"  # which share a chip
 _STRAIGHT = 16  # parts whose code stands one after the other
 
 # Which axes of two matrices a product sums over.
@@ -23,10 +24,19 @@ BY_SLOT = (((0,), (0,)), ((), ()))  # a^T b
 PLAIN = (((1,), (0,)), ((), ()))  # a b
 
 
+def _kind() -> str:
+    """Of the chip that is compiled for; nothing: it is not known."""
+    return getattr(dispatch.device(), "device_kind", "")
+
+
 def vmem() -> int:
     """Bytes that a kernel may take on the chip that is compiled for, if that is known."""
-    is_v4 = "v4" in getattr(dispatch.device(), "device_kind", "")
-    return _V4_VMEM_BYTES if is_v4 else VMEM_BYTES
+    return _V4_VMEM_BYTES if "v4" in _kind() else VMEM_BYTES
+
+
+def cores() -> int:
+    """Of a chip, which share the steps of a kernel's grid."""
+    return 2 if _kind() in _TWO_CORES else 1
 
 
 def room() -> int:

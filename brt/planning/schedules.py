@@ -32,6 +32,8 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "causal_clustered_backward_512x1536x128": (9868, 8379, 8788, 5510),
         "state_attention_512x1536x128": (7597, 5699, 5729, 3814),
         "state_attention_backward_512x1536x128": (12932, 8980, 9200, 5883),
+        "recurrent_cell_512x4608x128": (0, 11638, 12035, 6062),
+        "recurrent_cell_backward_512x4608x128": (0, 15725, 16475, 9270),
         "cross_entropy_512x640x1024": (13628, 11206, 11224, 4912),
         "cross_entropy_backward_512x640x1024": (10196, 9394, 9559, 3279),
         "weight_gradient_4096x512x256": (8697, 9295, 7942, 3658),

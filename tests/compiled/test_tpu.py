@@ -15,6 +15,7 @@ CHIPS = ("v4", "v5e", "v5p", "v6e")
 CASES = {
     "window": 7,
     "recurrent": 2,
+    "cell": 2,
     "loss": 2,
     "segmented": 2,
     "clustered": 3,
@@ -91,6 +92,20 @@ def test_the_states_kernel_compiles_forward_and_backward(
     used = json.loads(out.splitlines()[-1])
     assert len(used) == CASES["recurrent"]
     assert max(used.values()) < (16 if chip == "v4" else 64) * 2**20
+
+
+@pytest.mark.parametrize("chip", CHIPS[1:])
+@pytest.mark.parametrize(
+    ("window", "head_dim", "dtype"),
+    [(512, 128, "bfloat16"), (128, 256, "bfloat16"), (256, 128, "float32")],
+)
+def test_the_kernel_of_the_whole_cell_compiles(
+    chip: str, window: int, head_dim: int, dtype: str
+) -> None:
+    sizes = f"--window={window}", f"--head_dim={head_dim}", f"--dtype={dtype}"
+    out = run("tools/benchmark/kernels.py", f"--one={chip}", "--case=cell", *sizes)
+    used = json.loads(out.splitlines()[-1])
+    assert len(used) == CASES["cell"] and max(used.values()) < 64 * 2**20
 
 
 @pytest.mark.parametrize("chip", CHIPS)

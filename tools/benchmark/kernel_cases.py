@@ -50,16 +50,19 @@ def window(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     return gradients, [by_token, both, by_token, by_token, bias, scale, readable, by_token]
 
 
-def recurrent(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """A block of tokens, and as many states, that read each other and the tokens."""
-    size, heads, model_dim = args.window, 8, 256
+def recurrent(
+    array: Callable[..., Any], args: argparse.Namespace, model_dim: int = 256, blocks: int = 1
+) -> Case:
+    """Blocks of tokens, and as many states, that read each other and the tokens."""
+    size, heads = args.window, 8
     by_head, of_heads = (model_dim, heads, args.head_dim), array(heads, dtype="float32")
     wide = partial(array, dtype="float32")
     weights = CellWeights(
         wide(model_dim), wide(size, model_dim), *(wide(*by_head) for _ in range(4)),
         of_heads, of_heads, wide(2, *by_head[1:], model_dim), GateWeights(wide(model_dim)),
     )  # fmt: skip
-    tokens, vectors = array(args.lanes, size, *by_head[1:]), wide(args.lanes, size, model_dim)
+    cached, tokens = (array(args.lanes, n * size, *by_head[1:]) for n in (1, blocks))
+    vectors = wide(args.lanes, size, model_dim)
 
     def gradients(weights, vectors, cached, keys, values, flags, d_vectors):
         def loss(weights, vectors, cached, keys, values):
@@ -68,13 +71,21 @@ def recurrent(array: Callable[..., Any], args: argparse.Namespace) -> Case:
                 tanh="original", normalize_qk=True, null_keys=True, raw_keys=True,
                 implementation=args.implementation,
             )  # fmt: skip
-            shown = sum(_inner(part[:, 0], keys) for part in memory)
+            shown = sum(_inner(part.reshape(keys.shape), keys) for part in memory)
             return _inner(after, d_vectors) + shown
 
         return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(weights, vectors, cached, keys, values)
 
-    flags = array(args.lanes, 1, dtype="bool")
-    return gradients, [weights, vectors, (tokens, tokens), tokens, tokens, flags, vectors]
+    flags = array(args.lanes, blocks, dtype="bool")
+    return gradients, [weights, vectors, (cached, cached), tokens, tokens, flags, vectors]
+
+
+def cell(array: Callable[..., Any], args: argparse.Namespace) -> Case:
+    """Two blocks, by the kernel of the whole cell; states are as wide as all heads."""
+    args.lanes = max(2, args.lanes)  # for cores that share a chip
+    if args.implementation == "pallas_tpu":
+        args.implementation = "pallas_tpu_cell"
+    return recurrent(array, args, model_dim=8 * args.head_dim, blocks=2)
 
 
 def loss(array: Callable[..., Any], args: argparse.Namespace) -> Case:
@@ -191,7 +202,7 @@ def _inner(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 CASES = {
-    "window": window, "recurrent": recurrent, "loss": loss, "segmented": segmented,
+    "window": window, "recurrent": recurrent, "cell": cell, "loss": loss, "segmented": segmented,
     "clustered": clustered, "improved": partial(clustered, kind="improved_clustered"),
     "causal": causal, "weights": weights,
 }  # fmt: skip

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.normalization import l2_normalize
-from brt.ops.recurrent_attention import pallas_tpu, reference, xla
+from brt.ops.recurrent_attention import pallas_tpu, reference, tpu_cell, xla
 from brt.ops.recurrent_attention.cell import CellWeights, StateMemory
 
 
@@ -34,6 +34,9 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
 OP = Op(
     "recurrent_attention",
     (
+        Implementation(
+            "pallas_tpu_cell", tpu_cell.state_scan, ("tpu",), ("tpu",), tpu_cell.refuses
+        ),
         Implementation("pallas_tpu", pallas_tpu.state_scan, ("tpu",), ("tpu",), pallas_tpu.refuses),
         Implementation("xla", _plain(xla.state_scan)),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),

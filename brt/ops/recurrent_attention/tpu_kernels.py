@@ -122,7 +122,12 @@ def _tiles(states: int) -> list[slice]:
 
 
 def forward_kernel(readable: Any, inputs: Inputs, outputs: Outputs, *, static: Static) -> None:
-    both = _parts(readable[pl.program_id(1)] > 0, inputs, static)
+    read(readable[pl.program_id(1)] > 0, inputs, outputs, static)
+
+
+def read(seen: Array, inputs: Inputs, outputs: Outputs, static: Static) -> None:
+    """What states read; `seen`: of the block before, too."""
+    both = _parts(seen, inputs, static)
     outputs.keys[...] = both[0][0].keys
     for which, parts in enumerate(both):
         columns = [part.values.T for part in parts]
@@ -141,29 +146,39 @@ def backward_kernel(
     readable: Any, inputs: Inputs, found: Gradients, keys_sum: Any, values_sum: Any, *,
     static: Static,
 ) -> None:  # fmt: skip
-    """The sums are float32, of the states and behind them of both blocks of tokens."""
     lane = pl.program_id(1)
-    seen = readable[lane] > 0
-    both = _parts(seen, inputs, static)
-    states = found.projected.shape[1]
 
     @pl.when(lane == 0)
     def _() -> None:
         found.scales[...] = jnp.zeros_like(found.scales)
 
+    seen = readable[lane] > 0
+    add_gradients(seen, inputs, found, (keys_sum, values_sum), static)
+    _write_tokens(seen, inputs, found, (keys_sum, values_sum), static)
+
+
+def add_gradients(
+    seen: Array, inputs: Inputs, found: Gradients, sums: tuple[Any, Any], static: Static
+) -> None:
+    """Writes those of the states, and adds to those of scales.
+
+    Args:
+      sums: float32, of keys and of values: of states, and behind them of both blocks of tokens.
+    """
+    both = _parts(seen, inputs, static)
+    states = found.projected.shape[1]
     places = slice(0, states), slice(states, None)
     for which, (parts, place) in enumerate(zip(both, places, strict=True)):
         for rows in _tiles(states):
-            sums = _add_gradients(which, rows, parts, inputs, found, static)
-            for total, found_here in zip((keys_sum, values_sum), sums, strict=True):
+            theirs = _add_gradients(which, rows, parts, inputs, found, static)
+            for total, found_here in zip(sums, theirs, strict=True):
                 total[place] = found_here + total[place] if rows.start else found_here
-    pairs = zip((keys_sum, values_sum), inputs.shown or (), strict=True)
+    pairs = zip(sums, inputs.shown or (), strict=True)
     own = [total[:states] + shown[...] for total, shown in pairs]
     if static.normalize_qk:
         own[0] = through_unit(inputs.projected[KEYS], own[0])[0]
     for part, gradient in zip((KEYS, VALUES), own, strict=True):
         found.projected[part] = gradient.astype(found.projected.dtype)
-    _write_tokens(seen, inputs, found, (keys_sum, values_sum), static)
 
 
 def _write_tokens(

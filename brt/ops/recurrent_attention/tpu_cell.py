@@ -1,0 +1,243 @@
+"""The whole cell as one kernel for TPUs: states stay on the chip over the blocks of a segment.
+
+The grid is lanes, blocks, heads: a step makes keys, queries and values of one head of the states,
+lets it read as `pallas_tpu` does, and adds what comes of that to the states' update, which the last
+head's step gates. The weights of a head are read while the one before it computes. Backward the
+blocks come in reverse order, and the weights' gradients are products over all of them, behind it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float
+
+from brt.distributed import rules
+from brt.ops.dense import weight_gradient
+from brt.ops.dispatch import kept
+from brt.ops.recurrent_attention.cell import CellWeights, StateMemory
+from brt.ops.recurrent_attention.tpu_cell_kernels import (
+    Flags,
+    Gradients,
+    Kept,
+    Shown,
+    Sums,
+    Tokens,
+    Weights,
+    backward_kernel,
+    forward_kernel,
+)
+from brt.ops.recurrent_attention.tpu_cell_limits import refuses as refuses
+from brt.ops.recurrent_attention.tpu_cell_walk import Walk
+from brt.ops.recurrent_attention.tpu_kernels import Static
+from brt.ops.tpu import LANES, VMEM_BYTES
+
+
+class _Given(NamedTuple):
+    """What the cell computes from.
+
+    Attributes:
+      initial: [S, D]; vectors: [B, S, D].
+      keys, values: [B, H, W, K] that were cached, and [B, H, T, K] of the segment.
+    """
+
+    weights: CellWeights
+    initial: Float[Array, "S D"]
+    vectors: Float[Array, "B S D"]
+    keys: tuple[Array, Array]
+    values: tuple[Array, Array]
+    flags: Flags
+
+
+def state_scan(
+    weights: CellWeights,
+    initial: Float[Array, "S D"],
+    vectors: Float[Array, "B S D"],
+    cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
+    keys: Float[Array, "B T H K"],
+    values: Float[Array, "B T H K"],
+    readable: Bool[Array, "B N"],
+    document_start: Bool[Array, "B N"],
+    *,
+    normalize_qk: bool,
+    null_keys: bool,
+    raw_keys: bool = False,
+    interpret: bool | pltpu.InterpretParams = False,
+    **_: Any,
+) -> tuple[Float[Array, "B S D"], StateMemory]:
+    """See `api.state_scan`; `interpret` runs on any device, with any sizes.
+
+    Args:
+      raw_keys: tokens' keys are normalised here, those that were cached, too.
+    """
+    static = Static(normalize_qk, raw_keys, null_keys, interpret)
+    flags = Flags(*(x.astype(jnp.int32) for x in (readable, document_start)))
+    both = zip(cached, (keys, values), strict=True)
+    of_keys, of_values = (tuple(x.swapaxes(1, 2) for x in pair) for pair in both)
+    given = _Given(weights, initial, vectors, of_keys, of_values, flags)
+    scan: Callable[..., Any] = functools.partial(_scan, static=static)
+    if rules.partitioned():
+        whole, lanes = jax.sharding.PartitionSpec(), rules.placed("lanes", shape=vectors.shape[:1])
+        specs = jax.tree.map(lambda _: lanes, given)._replace(
+            weights=jax.tree.map(lambda _: whole, weights), initial=whole
+        )
+        scan = jax.shard_map(
+            scan, in_specs=(specs,), out_specs=lanes, axis_names=rules.axes(), check_vma=False
+        )
+    final, shown = scan(given)
+    return final, StateMemory(*(x.swapaxes(2, 3) for x in shown))
+
+
+def _weights(weights: CellWeights, dtype: jnp.dtype) -> Weights:
+    gate, output = weights.output_gate, weights.output
+    assert gate is not None and output is not None  # of the skip layout
+    parts = weights.keys, weights.queries, weights.cross_queries, weights.values
+    scales = jnp.stack([weights.scale, weights.cross_scale], axis=1).astype(jnp.float32)
+    return Weights(
+        weights.norm[None], gate.bias[None],
+        tuple(part.astype(dtype).swapaxes(0, 1) for part in parts), output.astype(dtype),
+        jnp.broadcast_to(scales[..., None], (*scales.shape, LANES)),
+    )  # fmt: skip
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _scan(given: _Given, static: Static) -> tuple[Float[Array, "B S D"], Shown]:
+    """The states after the segment, and what tokens read, [B, N, H, S, K]."""
+    return _forward(given, static)[0]
+
+
+def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Shown], tuple]:
+    lanes, blocks = given.flags.readable.shape
+    (_, states, dim), (_, heads, _, width) = given.vectors.shape, given.keys[0].shape
+    dtype, walk = given.keys[1].dtype, Walk(blocks)
+    weights = _weights(given.weights, dtype)
+    weights = weights._replace(ids=given.weights.ids, initial=given.initial)
+
+    def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((lanes, blocks, *shape), dtype)
+
+    by_head = heads, states, width
+    keeps = Kept(
+        array(states, dim, dtype=jnp.float32), array(states, dim),
+        array(heads, 4, states, width), array(heads, 2, states, width),
+        array(heads, 2, 1, states, dtype=jnp.float32),
+    )  # fmt: skip
+    shows, vectors = Shown(array(*by_head), array(*by_head)), walk.by_lane(given.vectors)
+    saved, shown, final = _call(
+        forward_kernel, given, walk, static, products=2,
+        inputs=[(given.vectors, vectors), (weights, walk.weights(weights))],
+        outputs=[(keeps, walk.kept(keeps)), (shows, Shown(*map(walk.by_step, shows))),
+                 (_like(given.vectors), vectors)],
+        scratch=[pltpu.VMEM((states, dim), jnp.float32)] * 2,
+    )  # fmt: skip
+    saved, final = jax.tree.map(kept, (saved, final))
+    return (final, shown), (given, final, saved)
+
+
+def _backward(static: Static, residuals: tuple, gradients: tuple[Array, Shown]) -> tuple[_Given]:
+    given, final, saved = residuals
+    gradient, shown = gradients
+    found = _gradients(given, gradient, final, saved, shown, static)
+    by_row = found.projected.transpose(0, 1, 4, 3, 2, 5)  # [B, N, S, 4, H, K]
+    attended = saved.y.transpose(0, 1, 4, 3, 2, 5)
+    keys, queries, cross_queries, values = jnp.unstack(
+        weight_gradient(saved.hidden, by_row, 1, 3), axis=1
+    )
+    scale, cross_scale = jnp.sum(found.scales[..., 0], axis=(0, 1)).T
+    gate = given.weights.output_gate._replace(bias=jnp.sum(found.gate, axis=(0, 1)))
+    weights = CellWeights(
+        jnp.sum(found.norm, axis=(0, 1)), jnp.sum(found.ids, axis=0), keys, values, queries,
+        cross_queries, scale, cross_scale, weight_gradient(attended, found.update, 3), gate,
+    )  # fmt: skip
+    weights = jax.tree.map(lambda x, like: x.astype(like.dtype), weights, given.weights)
+    initial = jnp.sum(found.initial, axis=0).astype(given.initial.dtype)
+    return (_Given(weights, initial, found.vectors, found.keys, found.values, None),)
+
+
+def _gradients(
+    given: _Given, gradient: Array, final: Array, saved: Kept, shown: Shown, static: Static
+) -> Gradients:
+    (lanes, states, dim), (_, heads, window, width) = final.shape, given.keys[0].shape
+    walk = Walk(given.flags.readable.shape[1], backward=True)
+    weights, saved = _weights(given.weights, given.keys[1].dtype), saved._replace(hidden=None)
+    wide, row = _like(final), jax.ShapeDtypeStruct((lanes, 1, dim), jnp.float32)
+    update = jax.ShapeDtypeStruct(saved.vectors.shape, given.keys[1].dtype)
+    scales = jax.ShapeDtypeStruct((*saved.lse.shape[:4], LANES), jnp.float32)
+    of_keys, of_values = jax.tree.map(_like, (given.keys, given.values))
+    finds = Gradients(
+        _like(saved.projected), update, of_keys, of_values, wide, wide, wide, row, row, scales
+    )
+    tokens = walk.tokens(*given.keys)
+    pair = tokens.cached, tokens.own
+    lane, of_row = walk.by_lane(wide), walk.by_lane(row)
+    places = Gradients(
+        walk.by_step(saved.projected), walk.by_block(update), pair, pair, lane, lane, lane,
+        of_row, of_row, walk.by_step(scales),
+    )  # fmt: skip
+
+    def sums(*shape: int, dtype: Any = jnp.float32) -> Any:
+        return pltpu.VMEM(shape, dtype)
+
+    scratch = Sums(
+        sums(states, dim), sums(states, dim), sums(states, dim),
+        sums(2, states, width, dtype=saved.y.dtype),
+        (sums(states + 2 * window, width), sums(states + 2 * window, width)),
+        (sums(heads, window, width), sums(heads, window, width)),
+    )  # fmt: skip
+    (found,) = _call(
+        backward_kernel, given, walk, static, products=5,
+        inputs=[(gradient, lane), (final, lane), (weights, walk.weights(weights)),
+                (saved, walk.kept(saved)), (shown, Shown(*map(walk.by_step, shown)))],
+        outputs=[(finds, places)], scratch=[scratch],
+    )  # fmt: skip
+    return found
+
+
+_scan.defvjp(_forward, _backward)
+
+
+def _like(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _call(
+    kernel: Any, given: _Given, walk: Walk, static: Static, *, products: int,
+    inputs: list, outputs: list, scratch: list,
+) -> Any:  # fmt: skip
+    """Tokens go first. The name is what `brt.planning.schedules` knows a kernel by, and how often
+    its grid runs; its size is that of the products of a step, of weights and of attention."""
+    (lanes, states, dim), (_, heads, window, width) = given.vectors.shape, given.keys[0].shape
+    slots, dtype = states + 2 * window, given.keys[1].dtype
+    pairs = given.keys, given.values
+    tokens = tuple(Tokens(cached, own, own) for cached, own in pairs)
+    arrays, places = zip(*inputs, strict=True)
+    shapes, destinations = zip(*outputs, strict=True)
+    grid = lanes, walk.blocks, heads
+    steps = lanes * walk.blocks * heads
+    return pl.pallas_call(
+        functools.partial(kernel, static=static),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1, grid=grid,
+            in_specs=[tuple(walk.tokens(*pair) for pair in pairs), *places],
+            out_specs=list(destinations), scratch_shapes=scratch,
+        ),
+        out_shape=list(shapes),
+        name=f"recurrent_cell{'_backward' * walk.backward}_{states}x{3 * dim + slots}x{width}_"
+        f"{dtype}_{steps}_steps",
+        interpret=static.interpret,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=VMEM_BYTES,
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * steps * states * width * (6 * dim + products * slots),
+            transcendentals=steps * states * slots,
+            bytes_accessed=sum(
+                x.size * x.dtype.itemsize for x in jax.tree.leaves((pairs, arrays, shapes))
+            ),
+        ),
+    )(given.flags, tokens, *arrays)  # fmt: skip

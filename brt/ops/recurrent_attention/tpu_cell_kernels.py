@@ -1,0 +1,291 @@
+"""What a TPU does for one head of a block of a lane, of the whole cell: see `tpu_cell`."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from brt.ops.normalization import EPSILON
+from brt.ops.recurrent_attention import tpu_kernels
+from brt.ops.recurrent_attention.tpu_kernels import VALUES, Outputs, Static
+from brt.ops.tpu import BY_ROW, PLAIN, product, through_unit
+
+_ROWS = 64  # of states that norm and gate take at once
+
+
+class Flags(NamedTuple):
+    """[B, N], of all lanes and blocks."""
+
+    readable: Any
+    starts: Any
+
+
+class Weights(NamedTuple):
+    """Of the cell; of what heads have, one's.
+
+    Attributes:
+      norm, gate: [1, D].
+      ids, initial: [S, D]; forward only.
+      projection: [D, K] of keys, both queries and values.
+      output: [2, K, D].
+      scales: [2, 128].
+    """
+
+    norm: Any
+    gate: Any
+    projection: Any
+    output: Any
+    scales: Any
+    ids: Any = None
+    initial: Any = None
+
+
+class Tokens(NamedTuple):
+    """Keys or values [W, K] of what was cached, of the block before, and of this one."""
+
+    cached: Any
+    before: Any
+    own: Any
+
+    def both(self, first: Array) -> tuple[Array, Any]:
+        """Those of two blocks; `first`: whether there is none before this one in the segment."""
+        return jax.lax.select(first, self.cached[...], self.before[...]), self.own
+
+
+class Kept(NamedTuple):
+    """What the backward pass reads of a block.
+
+    Attributes:
+      vectors: [S, D], the states before it, float32.
+      hidden: [S, D], what the projection reads; of it only the weights' gradient is made.
+      projected: [4, S, K].
+      y: [2, S, K].
+      lse: [2, 1, S].
+    """
+
+    vectors: Any
+    hidden: Any
+    projected: Any
+    y: Any
+    lse: Any
+
+
+class Shown(NamedTuple):
+    """[S, K] of the states before a block, that its tokens read."""
+
+    keys: Any
+    values: Any
+
+
+class Sums(NamedTuple):
+    """On the chip over the blocks of a lane, backward.
+
+    Attributes:
+      carry: [S, D], the gradient of the states.
+      after: [S, D], the states that came of a block.
+      hidden: [S, D], the gradient of what the projection reads.
+      read: [2, S, K], that of what states read.
+      attended: [S + 2 W, K] of keys and of values.
+      behind: [H, W, K] of keys and of values of this block's tokens, by the block behind it.
+    """
+
+    carry: Any
+    after: Any
+    hidden: Any
+    read: Any
+    attended: tuple[Any, Any]
+    behind: tuple[Any, Any]
+
+
+class Gradients(NamedTuple):
+    """Of a step of the grid, or of its block or lane.
+
+    Attributes:
+      projected: [4, S, K].
+      update: [S, D], of the output product.
+      keys, values: [W, K] of tokens that were cached, and of this block's.
+      vectors, initial, ids: [S, D].
+      norm, gate: [1, D].
+      scales: [2, 128].
+    """
+
+    projected: Any
+    update: Any
+    keys: tuple[Any, Any]
+    values: tuple[Any, Any]
+    vectors: Any
+    initial: Any
+    ids: Any
+    norm: Any
+    gate: Any
+    scales: Any
+
+
+def _by_rows(x: Any, body: Callable[[Any], None]) -> None:
+    """For some rows after the others."""
+    rows = math.gcd(_ROWS, x.shape[0])
+
+    def some(i: Array, _: None) -> None:
+        body(pl.ds(pl.multiple_of(i * rows, rows), rows))
+
+    jax.lax.fori_loop(0, x.shape[0] // rows, some, None)
+
+
+def _columns(parts: Any) -> Float[Array, "R PK"]:
+    """Of a sequence of parts, or of a reference to an array of them."""
+    count = len(parts) if isinstance(parts, tuple) else parts.shape[0]
+    return jnp.concatenate([parts[i][...] for i in range(count)], axis=1)
+
+
+def _inverse(s: Float[Array, "R D"]) -> Float[Array, "R 1"]:
+    return jax.lax.rsqrt(jnp.mean(s * s, axis=-1, keepdims=True) + EPSILON)
+
+
+def forward_kernel(
+    flags: Flags, tokens: tuple[Tokens, Tokens], vectors: Any, weights: Weights, kept: Kept,
+    shown: Shown, final: Any, state: Any, update: Any, *, static: Static,
+) -> None:  # fmt: skip
+    lane, n, head = (pl.program_id(axis) for axis in range(3))
+
+    @pl.when((n == 0) & (head == 0))
+    def _() -> None:
+        state[...] = vectors[...]
+
+    @pl.when(head == 0)
+    def _() -> None:
+        anew = flags.starts[lane, n] > 0
+
+        def begin(rows: Any) -> None:
+            s = jnp.where(anew, weights.initial[rows], state[rows])
+            h = s * _inverse(s) * weights.norm[...] + weights.ids[rows]
+            state[rows] = kept.vectors[rows] = s
+            kept.hidden[rows] = h.astype(kept.hidden.dtype)
+            update[rows] = jnp.zeros_like(s)
+
+        _by_rows(state, begin)
+
+    projected = product(kept.hidden[...], _columns(weights.projection), PLAIN)
+    for part, columns in enumerate(jnp.split(projected.astype(kept.projected.dtype), 4, axis=1)):
+        kept.projected[part] = columns
+    shown.values[...] = kept.projected[VALUES]
+    keys, values = (part.both(n == 0) for part in tokens)
+    inputs = tpu_kernels.Inputs(kept.projected, weights.scales, keys, values)
+    outputs = Outputs(kept.y, shown.keys, kept.lse)
+    tpu_kernels.read(flags.readable[lane, n] > 0, inputs, outputs, static)
+    update[...] += product(
+        _columns(kept.y), weights.output[...].reshape(-1, update.shape[1]), PLAIN
+    )
+
+    @pl.when(head == pl.num_programs(2) - 1)
+    def _() -> None:
+        keeps = jax.nn.sigmoid(weights.gate[...])
+
+        def end(rows: Any) -> None:
+            state[rows] = final[rows] = keeps * state[rows] + (1 - keeps) * update[rows]
+
+        _by_rows(state, end)
+
+
+def backward_kernel(
+    flags: Flags, tokens: tuple[Tokens, Tokens], gradient: Any, final: Any, weights: Weights,
+    kept: Kept, shown: Shown, found: Gradients, sums: Sums, *, static: Static,
+) -> None:  # fmt: skip
+    """`gradient`: of `final`; `shown`: gradients of what was. Blocks come in reverse order."""
+    lane, step, head = (pl.program_id(axis) for axis in range(3))
+    n = pl.num_programs(1) - 1 - step
+
+    @pl.when((step == 0) & (head == 0))
+    def _() -> None:
+        def begin(rows: Any) -> None:
+            sums.carry[rows], sums.after[rows] = gradient[rows], final[rows]
+            found.initial[rows] = found.ids[rows] = jnp.zeros_like(gradient[rows])
+
+        found.norm[...] = found.gate[...] = jnp.zeros_like(found.norm)
+        _by_rows(gradient, begin)
+
+    @pl.when(head == 0)
+    def _() -> None:
+        _through_gate(weights, kept, found, sums)
+
+    for part in range(2):
+        read = product(found.update[...], weights.output[part], BY_ROW)
+        sums.read[part] = read.astype(sums.read.dtype)
+    keys, values = (part.both(n == 0) for part in tokens)
+    inputs = tpu_kernels.Inputs(
+        kept.projected, weights.scales, keys, values, sums.read, tuple(shown), kept.y, kept.lse
+    )
+    seen = flags.readable[lane, n] > 0
+    found.scales[...] = jnp.zeros_like(found.scales)
+    of_states = tpu_kernels.Gradients(found.projected, found.scales, None, None)
+    tpu_kernels.add_gradients(seen, inputs, of_states, sums.attended, static)
+    _write_tokens(seen, head, step == 0, n == 0, keys, found, sums, static)
+    joined = _columns(found.projected), _columns(weights.projection)
+    sums.hidden[...] += product(*joined, BY_ROW)
+
+    @pl.when(head == pl.num_programs(2) - 1)
+    def _() -> None:
+        _through_norm(flags.starts[lane, n] > 0, weights, kept, found, sums)
+
+
+def _through_gate(weights: Weights, kept: Kept, found: Gradients, sums: Sums) -> None:
+    """The gradient of the update; that of the gate is told from the states on both sides of it."""
+    keeps = jax.nn.sigmoid(weights.gate[...])
+
+    def some(rows: Any) -> None:
+        gradient, s = sums.carry[rows], kept.vectors[rows]
+        found.update[rows] = ((1 - keeps) * gradient).astype(found.update.dtype)
+        along = gradient * (s - sums.after[rows])
+        found.gate[...] += keeps * jnp.sum(along, axis=0, keepdims=True)
+        sums.after[rows] = s
+        sums.hidden[rows] = jnp.zeros_like(gradient)
+
+    _by_rows(sums.carry, some)
+
+
+def _through_norm(anew: Array, weights: Weights, kept: Kept, found: Gradients, sums: Sums) -> None:
+    """The gradient of the states before a block, of which documents' first have learned ones."""
+    keeps = jax.nn.sigmoid(weights.gate[...])
+
+    def some(rows: Any) -> None:
+        gradient, s = sums.hidden[rows], kept.vectors[rows]
+        inverse = _inverse(s)
+        direction = s * inverse
+        found.ids[rows] += gradient
+        found.norm[...] += jnp.sum(gradient * direction, axis=0, keepdims=True)
+        gradient = gradient * weights.norm[...]
+        along = jnp.mean(gradient * direction, axis=-1, keepdims=True)
+        total = keeps * sums.carry[rows] + (gradient - along * direction) * inverse
+        found.initial[rows] += jnp.where(anew, total, 0)
+        sums.carry[rows] = found.vectors[rows] = jnp.where(anew, 0, total)
+
+    _by_rows(sums.carry, some)
+
+
+def _write_tokens(
+    seen: Array, head: Array, last: Array, first: Array, keys: tuple[Array, Any],
+    found: Gradients, sums: Sums, static: Static,
+) -> None:  # fmt: skip
+    """Of this block's, to which the block behind it has added; of those before it on the chip."""
+    window = keys[1].shape[0]
+    raw = keys if static.raw_keys else None, None
+    both = zip(sums.attended, sums.behind, (found.keys, found.values), raw, strict=True)
+    for total, behind, (cached, own), known in both:
+        end = total.shape[0] - window
+        of_before = total[end - window : end]
+        of_own = total[end:] + jnp.where(last, 0, behind[head])
+        if static.null_keys:
+            of_before = jax.lax.select(seen, of_before, jnp.zeros_like(of_before))
+        behind[head] = of_before
+        if known is not None:
+            of_own = through_unit(known[1][...], of_own)[0]
+        own[...] = of_own.astype(own.dtype)
+
+        @pl.when(first)
+        def _(of_before: Array = of_before, known: Any = known, cached: Any = cached) -> None:
+            if known is not None:
+                of_before = through_unit(known[0], of_before)[0]
+            cached[...] = of_before.astype(cached.dtype)
