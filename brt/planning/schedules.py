@@ -12,7 +12,7 @@ from collections.abc import Mapping
 _CHIPS = "v4", "v5e", "v5p", "v6e"
 _CORES = {"v4": 2, "v5p": 2}  # of a chip: their compiled kernels do half of the grid's steps each
 # By kernel of this size (queries, keys, what a head has; segments, their tokens, what heads have;
-# tokens, clusters) and by chip: bundles of a step, bfloat16.
+# tokens, clusters) and by chip: bundles of a step, bfloat16; 0 where a chip has no room for it.
 BUNDLES: Mapping[str, Mapping[str, int]] = {
     kernel: dict(zip(_CHIPS, bundles, strict=True))
     for kernel, bundles in {
