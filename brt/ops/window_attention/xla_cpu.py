@@ -46,36 +46,28 @@ def window_attention(
     window = keys.shape[1] - queries.shape[1]
     rows = tile_rows(window)
 
-    def tiled(x: Float[Array, "B T H K"]) -> Float[Array, "B M H R K"]:
+    def tiled(x: Float[Array, "B T H K"], *axes: int) -> Float[Array, "B M H _ _"]:
         batch, tokens, heads, size = x.shape
-        return x.reshape(batch, tokens // rows, rows, heads, size).transpose(0, 1, 3, 2, 4)
+        return x.reshape(batch, tokens // rows, rows, heads, size).transpose(0, 1, 3, *axes)
 
     if bias is None:
         bias = jnp.zeros((queries.shape[2], window), jnp.float32)
-    q, k, v = (tiled(x) for x in (queries, keys, values))
+    q, k, v = tiled(queries, 4, 2), tiled(keys, 2, 4), tiled(values, 2, 4)
     tile, mask = _bias_tile(bias, rows, attend_to_self), _mask(readable, window, rows)
     dropped = _dropout_tiles(dropout, readable.shape[1], rows)
-    tiles = q.shape[1]
-
-    def attended(first: int, last: int) -> tuple[Array, Array]:
-        own, seen = slice(first, last), slice(first, last + window // rows)
-        drop = None if dropped is None else dropped[own]
-        return _attend(q[:, own], k[:, seen], v[:, seen], tile, mask[:, own], drop, null_keys)
-
-    # A product of many small matrices has one thread: two of them run side by side.
-    halves = [(0, tiles // 2), (tiles // 2, tiles)] if tiles > 1 else [(0, tiles)]
-    y, lse = (jnp.concatenate(x, axis=1) for x in zip(*starmap(attended, halves), strict=True))
-    y = y.transpose(0, 1, 3, 2, 4).reshape(queries.shape)
+    y, lse = _attend(q, k, v, tile, mask, dropped, null_keys)
+    y = y.transpose(0, 1, 4, 2, 3).reshape(queries.shape)
     return y, lse.swapaxes(2, 3).reshape(queries.shape[:-1])
 
 
-def _bias_tile(bias: Float[Array, "H W"], rows: int, attend_to_self: bool) -> Float[Array, "H R S"]:
+def _bias_tile(bias: Float[Array, "H W"], rows: int, attend_to_self: bool) -> Float[Array, "H S R"]:
     """Row r sees key s at distance r + W - s: its bias there, MASKED where that is no window's."""
     window = bias.shape[1]
     nearest = 0 if attend_to_self else 1
     others = (nearest, 2 * rows - nearest)  # as many distances as rows and keys have, less one
     by_distance = jnp.pad(bias, ((0, 0), others), constant_values=MASKED)
-    return circulant(jnp.roll(by_distance, -window, axis=1), rows)[:, :, : window + rows]
+    tile = circulant(jnp.roll(by_distance, -window, axis=1), rows)[:, :, : window + rows]
+    return tile.swapaxes(1, 2)
 
 
 def _mask(readable: Bool[Array, "B N"], window: int, rows: int) -> Bool[Array, "B M S"]:
@@ -88,27 +80,36 @@ def _mask(readable: Bool[Array, "B N"], window: int, rows: int) -> Bool[Array, "
 
 def _dropout_tiles(
     dropout: Float[Array, "H W W"] | None, blocks: int, rows: int
-) -> Float[Array, "M H R S"] | None:
+) -> Float[Array, "M H S R"] | None:
     """Dropout of slot c of a block's keys, in the order of the keys of each tile."""
     if dropout is None:
         return None
     starts = range(0, dropout.shape[1], rows)
     rolled = [jnp.roll(dropout[:, i : i + rows], -i, axis=2) for i in starts]
     tiles = [jnp.concatenate([x, x[:, :, :rows]], axis=2) for x in rolled]
-    return jnp.tile(jnp.stack(tiles), (blocks, 1, 1, 1))
+    return jnp.tile(jnp.stack(tiles).swapaxes(2, 3), (blocks, 1, 1, 1))
 
 
-def _product(spec: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+def _product(a: Array, b: Array) -> Array:
+    return jnp.einsum("...mk,...kn->...mn", a, b, preferred_element_type=jnp.float32)
+
+
+_stored = jax.lax.optimization_barrier
+
+
+def _transposed(x: Array) -> Array:
+    return _stored(x.swapaxes(-1, -2))
 
 
 def _seen(
-    x: Float[Array, "B Z H R K"], tiles: int, mask: Bool[Array, "B M S"] | None
-) -> Float[Array, "B M H S K"]:
-    """What each tile may see of keys or values; zeros beyond a mask."""
+    x: Float[Array, "B Z H _ _"], tiles: int, mask: Bool[Array, "B M S"] | None, axis: int = 3
+) -> Float[Array, "B M H _ _"]:
+    """What each tile may see of keys or values, along an axis; zeros beyond a mask."""
     stretches = [x[:, j : j + tiles] for j in range(x.shape[1] - tiles + 1)]
-    seen = jnp.concatenate(stretches, axis=3)
-    return seen if mask is None else jnp.where(mask[:, :, None, :, None], seen, 0)
+    seen = jnp.concatenate(stretches, axis=axis)
+    if mask is None:
+        return seen
+    return jnp.where(jnp.expand_dims(mask, (2, 7 - axis)), seen, 0)
 
 
 def _through_seen(
@@ -128,14 +129,14 @@ def _through_seen(
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _attend(
-    q: Float[Array, "B M H R K"],
+    q: Float[Array, "B M H K R"],
     k: Float[Array, "B Z H R K"],
     v: Float[Array, "B Z H R K"],
-    tile: Float[Array, "H R S"],
+    tile: Float[Array, "H S R"],
     mask: Bool[Array, "B M S"],
-    dropout: Float[Array, "M H R S"] | None,
+    dropout: Float[Array, "M H S R"] | None,
     null_keys: bool,
-) -> tuple[Float[Array, "B M H R K"], Float[Array, "B M H R"]]:
+) -> tuple[Float[Array, "B M H K R"], Float[Array, "B M H R"]]:
     """Attention of M tiles of R rows to the S keys that each may see, and its lse."""
     return _forward(q, k, v, tile, mask, dropout, null_keys)[0]
 
@@ -150,38 +151,39 @@ def _forward(
     null_keys: bool,
 ) -> tuple[tuple[Array, Array], tuple]:
     null_mask = mask if null_keys else None
-    logits = _product("bnhqk,bnhsk->bnhqs", q, _seen(k, q.shape[1], null_mask)) + tile[None, None]
+    logits = _product(_seen(k, q.shape[1], null_mask), _stored(q)) + tile[None, None]
     if not null_keys:
-        logits += jnp.where(mask, 0.0, MASKED)[:, :, None, None, :]
-    top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), FLOOR)
+        logits += jnp.where(mask, 0.0, MASKED)[:, :, None, :, None]
+    top = jnp.maximum(jnp.max(logits, axis=-2, keepdims=True), FLOOR)
     weights = jnp.exp(logits - top)
-    total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(FLOOR - top)
+    total = jnp.sum(weights, axis=-2, keepdims=True) + jnp.exp(FLOOR - top)
     kept = weights if dropout is None else weights * dropout[None]
-    y = _product("bnhqs,bnhsk->bnhqk", kept.astype(v.dtype), _seen(v, q.shape[1], null_mask))
+    y = _product(_seen(_transposed(v), q.shape[1], null_mask, 4), kept.astype(v.dtype))
     y = (y / total).astype(v.dtype)
-    lse = (top + jnp.log(total))[..., 0]
+    lse = (top + jnp.log(total))[..., 0, :]
     return (y, lse), (q, k, v, mask, dropout, weights, total, y)
 
 
 def _backward(null_keys: bool, saved: tuple, gradients: tuple[Array, Array]) -> tuple:
     q, k, v, mask, dropout, weights, total, y = saved
     gradient, d_lse = gradients
-    tiles, rows = q.shape[1], q.shape[3]
+    tiles, rows = q.shape[1], q.shape[4]
     null_mask = mask if null_keys else None
-    # Divided by the sums here, where rows are as wide as a head.
-    wide = gradient.astype(jnp.float32) / total
+    # Divided by the sums here, where columns are as tall as a head.
+    tall = gradient.astype(jnp.float32) / total
     # The softmax's own term, from the output: the same sum, over K numbers instead of S.
-    along = jnp.sum(wide * y.astype(jnp.float32), axis=-1, keepdims=True) - d_lse[..., None] / total
-    scaled = wide.astype(q.dtype)
-    d_weights = _product("bnhqk,bnhsk->bnhqs", scaled, _seen(v, tiles, null_mask))
+    along = jnp.sum(tall * y.astype(jnp.float32), axis=-2, keepdims=True)
+    along -= d_lse[..., None, :] / total
+    scaled = _stored(tall.astype(q.dtype))
+    d_weights = _product(_seen(v, tiles, null_mask), scaled)
     kept = weights
     if dropout is not None:
         d_weights, kept = d_weights * dropout[None], weights * dropout[None]
     d_logits = weights * (d_weights - along)
     narrow = d_logits.astype(q.dtype)
-    d_q = _product("bnhqs,bnhsk->bnhqk", narrow, _seen(k, tiles, null_mask))
+    d_q = _product(_seen(_transposed(k), tiles, null_mask, 4), narrow)
     d_k, d_v = (
-        _through_seen(_product("bnhqs,bnhqk->bnhsk", by_key, x), tiles, null_mask, rows)
+        _through_seen(_product(by_key, _transposed(x)), tiles, null_mask, rows)
         for by_key, x in ((narrow, q), (kept.astype(v.dtype), scaled))
     )
     none = None if dropout is None else jnp.zeros_like(dropout)
