@@ -86,8 +86,8 @@ class Model:
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")  # auto: bfloat16 except on CPUs
     remat: bool = free(False)  # recompute a layer's activations in the backward pass
     remat_keep: Kept = free("nothing")  # what remat keeps of a layer nevertheless
-    # layers per iteration of the scan over equal neighbours; 0: one, but on TPUs without remat all,
-    # which compile longer so
+    # layers per iteration of the scan over equal neighbours; 0: one, but without remat all on TPUs
+    # and, of up to six, on CPUs, which compile longer so
     layer_unroll: int = free(0)
     block_unroll: int = free(0)  # blocks, of that over the recurrence; 0: one, on TPUs eight
 

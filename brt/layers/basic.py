@@ -32,12 +32,13 @@ def compute_dtype(model: Model | Seq2Seq | Encoder) -> jnp.dtype:
     return jnp.dtype(model.dtype)
 
 
-def unrolled(asked: int, steps: int, on_tpus: int) -> int:
-    """How many steps of a scan are one iteration; `asked` = 0: so many on TPUs, elsewhere one.
+def unrolled(asked: int, steps: int, on_tpus: int, on_cpus: int = 1) -> int:
+    """How many steps of a scan are one iteration; `asked` = 0: so many here, on GPUs one.
 
     What a loop stacks for its backward pass takes a TPU longer than a block takes to compute.
     """
-    return min(steps, asked or (on_tpus if dispatch.backend() == "tpu" else 1))
+    here = {"tpu": on_tpus, "cpu": on_cpus}.get(dispatch.backend(), 1)
+    return min(steps, asked or here)
 
 
 @jax.custom_vjp

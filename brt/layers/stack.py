@@ -30,6 +30,7 @@ from brt.ops.recurrent_attention import StateMemory
 # One entry per run of equal layers. The batch is on axis 0, the layers of the run on axis 1.
 StackState = tuple[LayerState, ...]
 StackBlock = tuple[PyTree[Array], ...]
+_CPU_LAYERS = 6  # of a run, that CPUs read without a loop: a loop over more compiles sooner
 # Of the runs that have one, by name; the layers of the run on axis 0.
 ModelState = Mapping[str, PyTree[Array]]
 
@@ -172,9 +173,11 @@ class Stack(nn.Module):
         learned = self.summaries.astype(compute_dtype(self.model))
         return jnp.broadcast_to(learned, (lanes, blocks, *learned.shape))
 
-    def _unrolls(self) -> bool:
-        """Whether TPUs read layers without a loop, if nobody says: not where memory is short."""
-        return self.model.feedback or not self.model.remat
+    def _at_once(self, count: int) -> int:
+        """How many layers are read without a loop, if nobody says: one where memory is short."""
+        every = count if self.model.feedback or not self.model.remat else 1
+        few = every if count <= _CPU_LAYERS else 1
+        return unrolled(self.model.layer_unroll, count, every, few)
 
     def _through(
         self, run: int, method: str, stream: Stream, inputs: PyTree, *shared: Any,
@@ -201,7 +204,7 @@ class Stack(nn.Module):
             x, after, *aux = call(module, method, x, *given)
             return x if sums_up else stream._replace(tokens=x), (after, *(aux or [LayerAux()]))
 
-        at_once = unrolled(self.model.layer_unroll, count, count if self._unrolls() else 1)
+        at_once = self._at_once(count)
         no_loop = at_once == count and method == "__call__"
         ties = no_loop and taps is None and _defers() and not self.is_initializing()
         if (keep := _kept(self.model, kind)) and method == "__call__":

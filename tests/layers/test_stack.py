@@ -102,7 +102,9 @@ def scans(jaxpr: Any) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("backend", "changes", "mesh", "at_once"),
     [
-        ("cpu", {}, Mesh(), 1),
+        ("cpu", {"layers": 7}, Mesh(), 1),
+        ("cpu", {"layers": 4}, Mesh(), 4),
+        ("cpu", {"layers": 4, "remat": True}, Mesh(), 1),
         ("gpu", {}, Mesh(), 1),
         ("tpu", {}, Mesh(), 5),
         ("tpu", {}, Mesh(data=2), 5),
@@ -111,10 +113,11 @@ def scans(jaxpr: Any) -> list[tuple[int, int]]:
         ("tpu", {}, Mesh(fsdp=2), 5),
     ],
 )
-def test_tpus_read_layers_without_a_loop_where_memory_is_not_short(
+def test_layers_are_read_without_a_loop_where_memory_is_not_short(
     random_params: Callable, backend: str, changes: dict, mesh: Mesh, at_once: int
 ) -> None:
-    model = dataclasses.replace(MODEL, layers=5, recurrent_layers=(), dtype="float32", **changes)
+    changes = {"layers": 5} | changes
+    model = dataclasses.replace(MODEL, recurrent_layers=(), dtype="float32", **changes)
     params = random_params(model)["stack"]
     with dispatch.use_backend(backend), jax.set_mesh(build(mesh, {})):
         found = scans(jax.make_jaxpr(lambda p: results(model, p))(params).jaxpr)

@@ -175,7 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=[*SIZES, "all"], default="all")
     parser.add_argument("--rounds", type=int, default=0, help="0: 40 of small, 16 of mid")
-    parser.add_argument("--unroll", type=int, default=1, help="layers and blocks per iteration")
+    parser.add_argument("--unroll", type=int, default=0, help="layers and blocks per iteration")
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
     allocator.keep_memory()
