@@ -8,7 +8,6 @@ exp(logits - their maximum), not the softmax: to divide what is as wide as a hea
 """
 
 from functools import partial, reduce
-from itertools import starmap
 
 import jax
 import jax.numpy as jnp
