@@ -39,8 +39,7 @@ PARTS = {
 OTHER = "other"
 _FREE = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id",
-    "opt-barrier", "copy-done", "slice-done", "async-done", "all-reduce-done", "all-gather-done",
-    "collective-permute-done",
+    "opt-barrier",
 }  # fmt: skip
 _SLICES = "slice", "dynamic-slice"
 _STARTS = {"copy-start": 0, "slice-start": 1}  # where the result is, beside the operand
@@ -109,10 +108,10 @@ def part_of(source: str) -> str:
 
 
 def _result(one: Instruction) -> int:
-    """Bytes; what is started has its operands in front of its results."""
-    found = one.shapes
-    if one.operation.endswith("-start") and len(found) > 1 and one.operation != "all-reduce-start":
-        found = found[len(found) // 2 :]
+    """Bytes; what is started has its operands in front of its results, and contexts behind them."""
+    found, count = one.shapes, len(one.operands)
+    if one.operation.endswith("-start") and one.operation != "all-reduce-start":
+        found = found[count : 2 * count]
     return sum(shape.bytes for shape in found)
 
 
@@ -127,7 +126,8 @@ def _neighbour(module: Module, computation: str, one: Instruction) -> str:
 
 
 def _cost(module: Module, computation: str, one: Instruction, chip: str = "") -> Cost:
-    if one.operation in _FREE or "AllocateBuffer" in one.attributes:
+    done = one.operation.endswith("-done")  # counted where it starts
+    if done or one.operation in _FREE or "AllocateBuffer" in one.attributes:
         return Cost()
     flops = products.flops(module, computation, one)
     cycles = one.cycles or schedules.cycles(one.attributes, chip)
@@ -159,7 +159,7 @@ def _traffic(module: Module, computation: str, one: Instruction, anywhere: bool)
         read = [min(read[0], size(one.type))]
     elif one.operation == "dynamic-update-slice":
         update = size(inside[one.operands[1]].type)
-        read, written = [update], [update]
+        read, written = [read[1]], [min(written[0], update)]
     return sum(read) + sum(written)
 
 
