@@ -211,6 +211,30 @@ ENTRY %main (q: bf16[8,128]) -> bf16[8,128] {
         assert found.total.flops == 99 and found.parts.keys() == {"attention"}
 
 
+def named(kernel: str, dtype: str = "bfloat16") -> str:
+    return f'metadata={{op_name="jit(f)/{kernel}_{dtype}_1_steps"}}'
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_only_of_bfloat16_is_known_how_long_a_kernel_takes(dtype: str) -> None:
+    others = {"bias_tile": "float32", "bias_gradient": "float32", "kmeans": "bits64"}
+    for kernel, bundles in schedules.BUNDLES.items():
+        own = others.get(kernel.rpartition("_")[0], "bfloat16")
+        assert schedules.cycles(named(kernel, own), "v5e") == bundles["v5e"], kernel
+        if own == "bfloat16":
+            assert schedules.cycles(named(kernel, dtype), "v5e") == 0, kernel
+
+
+def test_improved_clustered_attention_takes_what_whole_layers_took() -> None:
+    """docs/performance.md: of 32 heads, forward and backward, in millions of cycles."""
+    for tokens, millions in ((1024, 1.41), (4096, 3.91), (16384, 14.1)):
+        size = f"{tokens}x32"
+        passes = named(f"improved_clustered_{size}"), named(f"improved_clustered_backward_{size}")
+        found = 32 * sum(schedules.cycles(one, "v5e") for one in passes)
+        assert found == pytest.approx(1e6 * millions, rel=0.02), tokens
+    assert schedules.cycles(named("improved_clustered_2048x16"), "v5e") == 0
+
+
 def test_a_kernel_that_writes_a_part_of_an_array_is_read_over_several_lines() -> None:
     """XLA joins it with the update in place, and then spreads its attributes."""
     text = """
