@@ -73,8 +73,15 @@ class Moved(NamedTuple):
 
 
 class Costs(NamedTuple):
+    """Of one device and step.
+
+    Attributes:
+      unknown: kernels that no cycles are counted for.
+    """
+
     parts: Mapping[str, Cost]
     collectives: Mapping[str, Moved]
+    unknown: tuple[str, ...] = ()
 
     @property
     def total(self) -> Cost:
@@ -89,6 +96,7 @@ def costs(text: str, chip: str = "") -> Costs:
     module = Module(text)
     parts: dict[str, Cost] = collections.defaultdict(Cost)
     moved: dict[str, Moved] = collections.defaultdict(Moved)
+    unknown = set()
     for computation, one, times in module.run():
         kind = one.operation.removesuffix("-start")
         if kind in COLLECTIVES:
@@ -99,7 +107,9 @@ def costs(text: str, chip: str = "") -> Costs:
         if any(cost):
             part = part_of(one.source or _neighbour(module, computation, one))
             parts[part] = parts[part].plus(cost, times)
-    return Costs(dict(parts), dict(moved))
+            if not cost.cycles:
+                unknown |= schedules.kernels(one.attributes)
+    return Costs(dict(parts), dict(moved), tuple(sorted(unknown)))
 
 
 def part_of(source: str) -> str:

@@ -68,6 +68,12 @@ def cycles(attributes: str, chip: str) -> float:
     return BUNDLES[known].get(chip, 0) * _work(name) / _work(known) * own
 
 
+def kernels(attributes: str) -> set[str]:
+    """The one that is called, if any, with its size and type."""
+    found = _NAME.search(attributes)
+    return {"_".join(found.groups()[:3])} if found else set()
+
+
 def _work(name: str) -> int:
     """Of a step, to be compared with that of the same kernel: products, by the size that ends the
     name. 0: it does not compare."""

@@ -209,6 +209,11 @@ ENTRY %main (q: bf16[8,128]) -> bf16[8,128] {
         two_cores = costs(text.replace("ATTRIBUTES", name), "v4").total.cycles
         assert two_cores == 3 * times * schedules.BUNDLES["window_attention_512x512x128"]["v4"]
         assert found.total.flops == 99 and found.parts.keys() == {"attention"}
+        assert not found.unknown
+    name = 'metadata={op_name="jit(f)/window_attention_512x512x128_float32_6_steps"}'
+    found = costs(text.replace("ATTRIBUTES", name), "v5e")
+    assert not found.total.cycles
+    assert found.unknown == ("window_attention_512x512x128_float32",)
 
 
 def named(kernel: str, dtype: str = "bfloat16") -> str:
