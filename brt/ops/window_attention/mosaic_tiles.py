@@ -4,7 +4,7 @@ Tiles arrive in shared memory by TMA while others are computed with. Nobody but 
 at a barrier, and every copy is awaited by the warpgroup that ordered it: none can wait for another.
 
 All that Mosaic GPU is asked for is imported here: a jax whose names differ has no such kernels, and
-no other mistake than an ImportError says so.
+no error but an ImportError says so.
 """
 
 from collections.abc import Callable
