@@ -5,11 +5,10 @@ Counted from the optimized module with loops times their trip counts; the compil
 """
 
 import collections
-import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from brt.planning import schedules
+from brt.planning import products, schedules
 from brt.planning.hlo import Instruction, Module, Shape, shapes, size
 
 COLLECTIVES = (
@@ -40,8 +39,7 @@ PARTS = {
 OTHER = "other"
 _FREE = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id",
-    "opt-barrier", "copy-done", "slice-done", "async-done", "all-reduce-done", "all-gather-done",
-    "collective-permute-done",
+    "opt-barrier",
 }  # fmt: skip
 _SLICES = "slice", "dynamic-slice"
 _STARTS = {"copy-start": 0, "slice-start": 1}  # where the result is, beside the operand
@@ -75,8 +73,15 @@ class Moved(NamedTuple):
 
 
 class Costs(NamedTuple):
+    """Of one device and step.
+
+    Attributes:
+      unknown: kernels that no cycles are counted for.
+    """
+
     parts: Mapping[str, Cost]
     collectives: Mapping[str, Moved]
+    unknown: tuple[str, ...] = ()
 
     @property
     def total(self) -> Cost:
@@ -91,6 +96,7 @@ def costs(text: str, chip: str = "") -> Costs:
     module = Module(text)
     parts: dict[str, Cost] = collections.defaultdict(Cost)
     moved: dict[str, Moved] = collections.defaultdict(Moved)
+    unknown = set()
     for computation, one, times in module.run():
         kind = one.operation.removesuffix("-start")
         if kind in COLLECTIVES:
@@ -101,7 +107,9 @@ def costs(text: str, chip: str = "") -> Costs:
         if any(cost):
             part = part_of(one.source or _neighbour(module, computation, one))
             parts[part] = parts[part].plus(cost, times)
-    return Costs(dict(parts), dict(moved))
+            if not cost.cycles:
+                unknown |= schedules.kernels(one.attributes)
+    return Costs(dict(parts), dict(moved), tuple(sorted(unknown)))
 
 
 def part_of(source: str) -> str:
@@ -110,10 +118,10 @@ def part_of(source: str) -> str:
 
 
 def _result(one: Instruction) -> int:
-    """Bytes; what is started has its operands in front of its results."""
-    found = one.shapes
-    if one.operation.endswith("-start") and len(found) > 1 and one.operation != "all-reduce-start":
-        found = found[len(found) // 2 :]
+    """Bytes; what is started has its operands in front of its results, and contexts behind them."""
+    found, count = one.shapes, len(one.operands)
+    if one.operation.endswith("-start") and one.operation != "all-reduce-start":
+        found = found[count : 2 * count]
     return sum(shape.bytes for shape in found)
 
 
@@ -128,15 +136,10 @@ def _neighbour(module: Module, computation: str, one: Instruction) -> str:
 
 
 def _cost(module: Module, computation: str, one: Instruction, chip: str = "") -> Cost:
-    if one.operation in _FREE or "AllocateBuffer" in one.attributes:
+    done = one.operation.endswith("-done")  # counted where it starts
+    if done or one.operation in _FREE or "AllocateBuffer" in one.attributes:
         return Cost()
-    flops = 0.0
-    if one.operation == "fusion":
-        flops = _flops(module, one.called("calls") or "")
-    elif _is_product(one):
-        flops = _product(module, computation, one)
-    elif one.operation == "custom-call":
-        flops = schedules.flops(one.attributes)
+    flops = products.flops(module, computation, one)
     cycles = one.cycles or schedules.cycles(one.attributes, chip)
     large, anywhere = (_traffic(module, computation, one, places) for places in (False, True))
     return Cost(flops, large, cycles, anywhere)
@@ -166,7 +169,7 @@ def _traffic(module: Module, computation: str, one: Instruction, anywhere: bool)
         read = [min(read[0], size(one.type))]
     elif one.operation == "dynamic-update-slice":
         update = size(inside[one.operands[1]].type)
-        read, written = [update], [update]
+        read, written = [read[1]], [min(written[0], update)]
     return sum(read) + sum(written)
 
 
@@ -218,76 +221,3 @@ def _updates(module: Module, called: str) -> list[int | None]:
         in_place = result.operation == "dynamic-update-slice" and result.operands[1] in inside
         found.append(size(inside[result.operands[1]].type) if in_place else None)
     return found
-
-
-def _flops(module: Module, called: str) -> float:
-    total = 0.0
-    for one in module.computations[called].values():
-        if _is_product(one):
-            total += _product(module, called, one)
-        elif one.operation == "fusion":
-            total += _flops(module, one.called("calls") or "")
-        elif one.operation == "custom-call":  # a kernel that writes a part of an array
-            total += schedules.flops(one.attributes)
-    return total
-
-
-def _is_product(one: Instruction) -> bool:
-    """Of matrices; on GPUs most are calls of cuBLAS."""
-    return one.operation in ("dot", "convolution") or (
-        one.operation == "custom-call" and "cublas" in one.attributes
-    )
-
-
-def _product(module: Module, computation: str, one: Instruction) -> float:
-    """Twice the numbers that are multiplied; windows of a convolution count where they overlap."""
-    inside = module.computations[computation]
-    left, right = (shapes(inside[o].type)[0].dimensions for o in one.operands[:2])
-    out = 1
-    for dimension in one.shapes[0].dimensions:
-        out *= dimension
-    if one.operation != "convolution":
-        pattern = r'lhs_contracting_dim(?:ension)?s(?:"?[=:])[\[{]([\d,"]*)[\]}]'
-        contracted = re.search(pattern, one.attributes)
-        for place in re.findall(r"\d+", contracted[1] if contracted else ""):
-            out *= left[int(place)]
-        return 2.0 * out
-    return 2.0 * out * _summed(one, left, right)
-
-
-def _summed(one: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> float:
-    """Numbers that a convolution adds up for one of its results.
-
-    TPUs write batched products as convolutions whose windows meet the padding almost everywhere.
-    """
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.attributes)
-    if not labels:
-        return 1.0
-    window = re.search(r"window=\{([^}]*)\}", one.attributes)
-    text = window[1] if window else ""
-
-    def listed(key: str, default: str) -> list[str]:
-        found = re.search(rf"\b{key}=([\dx_\-]+)", text)
-        return found[1].split("x") if found else [default] * len(sizes)
-
-    sizes = [int(n) for n in m[1].split("x")] if (m := re.search(r"size=([\dx]+)", text)) else []
-    pads, strides = listed("pad", "0_0"), listed("stride", "1")
-    dilations, spread = listed("lhs_dilate", "1"), listed("rhs_dilate", "1")
-    total = float(right[labels[2].index("i")])
-    for axis, length in enumerate(sizes):
-        if length == 1:
-            continue
-        there = left[labels[1].index(str(axis))]
-        results = one.shapes[0].dimensions[labels[3].index(str(axis))]
-        first, stride = int(pads[axis].split("_")[0]), int(strides[axis])
-        dilation, step = int(dilations[axis]), int(spread[axis])
-        if results * length > 1 << 20:
-            total *= min(length, there)
-            continue
-        meets = sum(
-            0 <= place < there * dilation and place % dilation == 0
-            for result in range(results)
-            for place in (result * stride + w * step - first for w in range(length))
-        )
-        total *= meets / results
-    return total

@@ -30,6 +30,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "memory_bytes": total.bytes,
         "cycles": total.cycles if not plan.low_effort else None,
         "parts": {name: cost._asdict() for name, cost in plan.costs.parts.items()},
+        "kernels_without_cycles": list(plan.costs.unknown),
         "collectives": {kind: moved._asdict() for kind, moved in plan.costs.collectives.items()},
         "tokens_per_step": plan.tokens,
         "step_seconds": paces,
@@ -131,6 +132,8 @@ def _pace(plan: Plan) -> list[str]:
             line += f"  {plan.tokens / seconds:14,.0f} tokens/s"
             line += f"  MFU {utilization[name]:4.0%}" if name in utilization else ""
         lines.append(f"{line}  {meaning[name]}")
+    if "compiler" in paces and plan.costs.unknown:
+        lines.append(f"  compiler lacks kernels of unknown length: {', '.join(plan.costs.unknown)}")
     return lines
 
 

@@ -41,28 +41,48 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
         "softmax_attention_backward_512x512x128": (4013, 3010, 3370, 2179),
     }.items()
 }
-_NAME = re.compile(r"\b([a-z_]+)_((?:\d+x)+\d+)_[a-z]+\d+_(\d+)_steps\b")
+# What other kernels than those of bfloat16 have in their names. In float32 products take several
+# times as long, and how much longer a kernel is nobody knows.
+_TYPES = {"bias_tile": "float32", "bias_gradient": "float32", "kmeans": "bits"}
+# Of improved clustered attention: what does not grow with the tokens takes as long as so many, by
+# whole layers of 1,024 to 16,384 tokens on a v5e; and the best keys of a cluster that it is known
+# for, since look-ups go with their number and logits do not.
+_BESIDE, _BEST = 700, 32
+_NAME = re.compile(r"\b([a-z_]+)_((?:\d+x)+\d+)_([a-z]+\d+)_(\d+)_steps\b")
 _FLOPS = re.compile(r'"cost_estimate":\s*\{[^{}]*"flops":\s*"?(\d+)')
 
 
 def cycles(attributes: str, chip: str) -> float:
     """Of the call of a kernel, whose name says how often its grid runs; of another size than that
-    of the table as its products compare. 0 where nothing is known of it."""
+    of the table as its work compares. 0 where nothing is known of it."""
     found = _NAME.search(attributes)
     if not found:
         return 0.0
-    kernel, size, steps = found.groups()
+    kernel, size, dtype, steps = found.groups()
     sizes = [known for known in BUNDLES if known.rpartition("_")[0] == kernel]
-    if not sizes:
+    if not sizes or not dtype.startswith(_TYPES.get(kernel, "bfloat16")):
         return 0.0
-    known = name if (name := f"{kernel}_{size}") in sizes else sizes[0]
+    name = f"{kernel}_{size}"
+    known = name if name in sizes else sizes[0]
     own = int(steps) / _CORES.get(chip, 1)
-    return BUNDLES[known].get(chip, 0) * _products(size) / _products(known) * own
+    return BUNDLES[known].get(chip, 0) * _work(name) / _work(known) * own
 
 
-def _products(name: str) -> int:
-    """That the size at the end of a name stands for."""
-    return math.prod(map(int, name.rpartition("_")[2].split("x")))
+def kernels(attributes: str) -> set[str]:
+    """The one that is called, if any, with its size and type."""
+    found = _NAME.search(attributes)
+    return {"_".join(found.groups()[:3])} if found else set()
+
+
+def _work(name: str) -> int:
+    """Of a step, to be compared with that of the same kernel: products, by the size that ends the
+    name. 0: it does not compare."""
+    kernel, _, size = name.rpartition("_")
+    sizes = [int(n) for n in size.split("x")]
+    if kernel.startswith("improved_clustered"):
+        tokens, best = sizes
+        return tokens + _BESIDE if best == _BEST else 0
+    return math.prod(sizes)
 
 
 def flops(attributes: str) -> float:

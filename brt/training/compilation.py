@@ -4,12 +4,14 @@ import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 
 # XLA's newer library for CPUs multiplies many small matrices, as attention does, on one thread:
 # without it the step of a small model takes an eighth less.
-_CPU_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
+_CPU_OPTIONS = MappingProxyType({"xla_cpu_experimental_ynn_fusion_type": ""})
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def use_cache(directory: Path) -> None:
@@ -22,11 +24,15 @@ def use_cache(directory: Path) -> None:
 
 @functools.cache
 def options() -> Mapping[str, str]:
-    """What the train step is compiled with here; nothing that this jaxlib does not know."""
+    """What the train step is compiled with here; nothing that this jaxlib does not know.
+
+    Evaluation goes without: tasks, which stand below, jit what they compute where they need it,
+    and jax takes options of the outermost function alone.
+    """
     if jax.default_backend() != "cpu":
-        return {}
+        return _NONE
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options=_CPU_OPTIONS)
     except jax.errors.JaxRuntimeError:  # an experimental option comes and goes with versions
-        return {}
+        return _NONE
     return _CPU_OPTIONS

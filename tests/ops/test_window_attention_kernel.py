@@ -1,6 +1,7 @@
 """The kernels, interpreted: they compute what plain XLA does, whatever they are cut into."""
 
 import functools
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.layers.basic import remat_policy
-from brt.ops import dispatch
+from brt.ops import dispatch, window_attention
 from brt.ops.window_attention import (
     pallas_gpu,
     pallas_mosaic_gpu,
@@ -241,6 +242,39 @@ def test_the_form_of_mosaic_stands_behind_that_of_triton_until_jax_has_none(
     assert "pallas_call" not in traced()
     with pytest.raises(NotImplementedError, match="needs Pallas' Mosaic GPU backend .* no Barrier"):
         traced("pallas_mosaic_gpu")
+
+
+@pytest.mark.parametrize("name", ["Barrier", "CompilerParams.reduction_scratch_bytes"])
+def test_a_jax_without_a_name_that_kernels_import_has_no_kernels(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mosaic_gpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
+    for module in ("mosaic_kernels", "mosaic_tiles"):
+        monkeypatch.delitem(sys.modules, f"{window_attention.__name__}.{module}", raising=False)
+        monkeypatch.delattr(window_attention, module, raising=False)
+    *inside, last = name.split(".")
+    monkeypatch.delattr(functools.reduce(getattr, inside, mosaic_gpu), last, raising=False)
+    monkeypatch.setattr(pallas_mosaic_gpu, "_modules", pallas_mosaic_gpu._modules.__wrapped__)
+    given = inputs(1, 128, width=64, dtype="bfloat16")
+    refused = pallas_mosaic_gpu.refuses(given["queries"], given["cached"])
+    assert refused.startswith("needs Pallas' Mosaic GPU backend of jax 0.10, and here: ")
+    assert last in refused
+
+
+@pytest.mark.parametrize(
+    "error",
+    [TypeError("of a tile"), AttributeError("of a tile"), ImportError("of a tile", name="brt.ops")],
+)
+def test_a_mistake_of_the_kernels_is_no_reason_to_do_without(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise error
+
+    monkeypatch.setattr(pallas_mosaic_gpu, "_modules", broken)
+    given = inputs(1, 128, width=64, dtype="bfloat16")
+    with dispatch.use_backend("gpu"), pytest.raises(type(error), match="of a tile"):
+        window_part(**given)
 
 
 @pytest.mark.parametrize("capability", ["8.0", "12.0"])

@@ -40,6 +40,36 @@ def test_collectives_are_counted_with_their_bytes() -> None:
     assert kind == "all-reduce" and moved[kind] == (1, 4 * WIDTH)
 
 
+@pytest.mark.parametrize(
+    ("operation", "kinds", "operands", "size"),
+    [
+        ("collective-permute", "(f32[16]{0}, f32[16]{0}, u32[], u32[])", "%a", 16),
+        ("collective-permute", "((f32[16], f32[8]), (f32[16], f32[8]), u32[])", "%a, %b", 24),
+        ("all-gather", "(f32[16]{0}, f32[64]{0})", "%a", 64),
+        ("all-gather", "((f32[16], f32[8]), (f32[64], f32[32]))", "%a, %b", 96),
+        ("all-reduce", "f32[16]{0}", "%a", 16),
+        ("all-reduce", "(f32[16]{0}, f32[8]{0})", "%a, %b", 24),
+        ("reduce-scatter", "((f32[16]{0}), f32[4]{0}, u32[], u32[])", "%a", 4),
+        ("all-to-all", "((f32[16]{0}), f32[16]{0}, s32[])", "%a", 16),
+    ],
+)
+def test_a_collective_that_is_started_moves_its_results_once(
+    operation: str, kinds: str, operands: str, size: int
+) -> None:
+    """Neither its operands nor the compiler's own contexts; nor what waits for it."""
+    text = f"""
+ENTRY %main (a: f32[16], b: f32[8]) -> f32[16] {{
+  %a = f32[16]{{0}} parameter(0)
+  %b = f32[8]{{0}} parameter(1)
+  %s = {kinds} {operation}-start({operands})
+  ROOT %d = f32[16]{{0}} {operation}-done(%s)
+}}
+"""
+    found = costs(text)
+    assert found.collectives == {operation: (1, 4 * size)}
+    assert not found.parts
+
+
 def test_types_are_read_with_their_memory() -> None:
     found = hlo.shapes("(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, f32[], pred[7]{0})")
     assert [(s.dtype, s.dimensions, s.bytes, s.on_chip) for s in found] == [
@@ -109,6 +139,25 @@ ENTRY %main (a: f32[64,8]) -> f32[4,8] {{
         assert costs(text).total.bytes == 4 * 8 * size, kinds
 
 
+@pytest.mark.parametrize(
+    ("array", "update", "large"),
+    [("", "", 2), ("", ":S(1)", 1), (":S(1)", "", 1), (":S(1)", ":S(1)", 0)],
+)
+def test_an_update_in_place_is_of_the_memories_where_both_lie(
+    array: str, update: str, large: int
+) -> None:
+    text = f"""
+ENTRY %main (a: f32[64,8], u: f32[4,8], i: s32[]) -> f32[64,8] {{
+  %a = f32[64,8]{{1,0{array}}} parameter(0)
+  %u = f32[4,8]{{1,0{update}}} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %d = f32[64,8]{{1,0{array}}} dynamic-update-slice(%a, %u, %i, %i)
+}}
+"""
+    found, part = costs(text).total, 4 * 4 * 8
+    assert found.bytes == large * part and found.bytes_anywhere == 2 * part
+
+
 def test_bytes_of_all_memories_do_not_ask_where_an_array_lies() -> None:
     """What is brought to the processor first is read there: neither more nor less is read."""
     far = """
@@ -160,6 +209,35 @@ ENTRY %main (q: bf16[8,128]) -> bf16[8,128] {
         two_cores = costs(text.replace("ATTRIBUTES", name), "v4").total.cycles
         assert two_cores == 3 * times * schedules.BUNDLES["window_attention_512x512x128"]["v4"]
         assert found.total.flops == 99 and found.parts.keys() == {"attention"}
+        assert not found.unknown
+    name = 'metadata={op_name="jit(f)/window_attention_512x512x128_float32_6_steps"}'
+    found = costs(text.replace("ATTRIBUTES", name), "v5e")
+    assert not found.total.cycles
+    assert found.unknown == ("window_attention_512x512x128_float32",)
+
+
+def named(kernel: str, dtype: str = "bfloat16") -> str:
+    return f'metadata={{op_name="jit(f)/{kernel}_{dtype}_1_steps"}}'
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_only_of_bfloat16_is_known_how_long_a_kernel_takes(dtype: str) -> None:
+    others = {"bias_tile": "float32", "bias_gradient": "float32", "kmeans": "bits64"}
+    for kernel, bundles in schedules.BUNDLES.items():
+        own = others.get(kernel.rpartition("_")[0], "bfloat16")
+        assert schedules.cycles(named(kernel, own), "v5e") == bundles["v5e"], kernel
+        if own == "bfloat16":
+            assert schedules.cycles(named(kernel, dtype), "v5e") == 0, kernel
+
+
+def test_improved_clustered_attention_takes_what_whole_layers_took() -> None:
+    """docs/performance.md: of 32 heads, forward and backward, in millions of cycles."""
+    for tokens, millions in ((1024, 1.41), (4096, 3.91), (16384, 14.1)):
+        size = f"{tokens}x32"
+        passes = named(f"improved_clustered_{size}"), named(f"improved_clustered_backward_{size}")
+        found = 32 * sum(schedules.cycles(one, "v5e") for one in passes)
+        assert found == pytest.approx(1e6 * millions, rel=0.02), tokens
+    assert schedules.cycles(named("improved_clustered_2048x16"), "v5e") == 0
 
 
 def test_a_kernel_that_writes_a_part_of_an_array_is_read_over_several_lines() -> None:

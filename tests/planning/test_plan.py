@@ -49,6 +49,17 @@ def test_paces_are_those_of_the_chip() -> None:
     assert "compiler" not in made(low_effort=True).step_seconds
 
 
+def test_kernels_whose_cycles_nobody_knows_are_named() -> None:
+    """Or a plan would be the faster the less is known of it."""
+    plan = made(costs=made().costs._replace(unknown=("kmeans_8x8_float32",)))
+    assert "compiler lacks kernels of unknown length: kmeans_8x8_float32" in report.text(
+        plan, CONFIG
+    )
+    assert report.figures(plan)["kernels_without_cycles"] == ["kmeans_8x8_float32"]
+    assert "unknown length" not in report.text(made(), CONFIG)
+    assert "unknown length" not in report.text(plan._replace(low_effort=True), CONFIG)
+
+
 def test_a_verdict_names_what_would_make_it_fit() -> None:
     assert report.verdict(made(), CONFIG) == "It fits, with 12.0 GiB to spare."
     refused = report.verdict(made(60.0), CONFIG)

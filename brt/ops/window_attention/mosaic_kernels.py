@@ -1,6 +1,6 @@
 """What a warpgroup of a Hopper GPU does for a tile of window attention: see `pallas_mosaic_gpu`.
 
-Each kernel is a function of `mosaic_tiles.Inputs`, of where its results go, and of the shared
+Each kernel is a function of `mosaic_inputs.Inputs`, of where its results go, and of the shared
 memory that it works in.
 """
 
@@ -12,9 +12,8 @@ from jaxtyping import Array
 
 from brt.ops.softmax import FLOOR
 from brt.ops.window_attention.gpu_kernels import LOG2E
+from brt.ops.window_attention.mosaic_inputs import TILE, Inputs, zero
 from brt.ops.window_attention.mosaic_tiles import (
-    TILE,
-    Inputs,
     Ring,
     added_up,
     barrier_wait,
@@ -31,7 +30,6 @@ from brt.ops.window_attention.mosaic_tiles import (
     wgmma,
     write_square,
     write_vectors,
-    zero,
 )
 
 

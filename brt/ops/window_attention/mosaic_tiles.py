@@ -1,10 +1,10 @@
 """What `mosaic_kernels` are made of: tiles in a Hopper GPU's memories, copies, products.
 
-Tiles are 64 rows, what one product of a warpgroup has; they arrive in shared memory by TMA while
-others are computed with. Nobody but these copies arrives at a barrier, and every copy is awaited by
-the warpgroup that ordered it: none can wait for another.
+Tiles arrive in shared memory by TMA while others are computed with. Nobody but these copies arrives
+at a barrier, and every copy is awaited by the warpgroup that ordered it: none can wait for another.
 
-All that Mosaic GPU is asked for is imported here: a jax whose names differ has no such kernels.
+All that Mosaic GPU is asked for is imported here: a jax whose names differ has no such kernels, and
+no error but an ImportError says so.
 """
 
 from collections.abc import Callable
@@ -35,69 +35,16 @@ from jax.experimental.pallas.mosaic_gpu import (
 )
 from jaxtyping import Array, Float
 
-TILE = 64
+from brt.ops.window_attention.mosaic_inputs import TILE, Inputs, parts_of, zero
+
 _AXES = ("lane", "head", "tile")  # the last one runs first: neighbours share what they read
-_PART = 128  # numbers of a vector that one product adds up in registers, at most
 _SWIZZLE = 128  # bytes
-_MANY = 1 << 20  # more tiles than there are
+_OPTIONS = {"approx_math": True, "reduction_scratch_bytes": 0}
+if _unknown := [name for name in _OPTIONS if not hasattr(CompilerParams, name)]:
+    raise ImportError(f"CompilerParams has no {', '.join(_unknown)}")
 _PARAMS = CompilerParams(  # layouts are said here, not found by the compiler: jax 0.11's default
-    approx_math=True, reduction_scratch_bytes=0, lowering_semantics=LoweringSemantics.Lane
+    **_OPTIONS, lowering_semantics=LoweringSemantics.Lane
 )
-
-
-def zero(n: Array) -> Array:
-    """Of a flag or a number of tiles; the compiler does not know it.
-
-    Of an operand that is the same in all turns of a loop, and of all in a loop that it unrolls, it
-    would keep descriptors for each product, in the registers that the products need.
-    """
-    return jax.lax.div(n, _MANY)
-
-
-class Inputs(NamedTuple):
-    """Where they are in global memory; None: there is none.
-
-    Attributes:
-      strip: float32, bias and mask by row of a tile of queries: its column s * TILE + c is key c
-        of the tile of keys that is the s-th, from the farthest, which the queries see.
-      readable: int32 [B, N].
-      turned: the strip by row of a tile of keys, the columns being those of queries; of it the
-        rest in the backward pass only.
-      gradient: of the output.
-      sums: of every row the log-sum-exp, and what the softmax's own gradient subtracts.
-      dropout: factors of weights; for a kernel that owns keys, by slot first.
-    """
-
-    q: Any  # [B, T, H, K]
-    keys: Any  # [B, Z, H, K]
-    values: Any  # [B, Z, H, K]
-    strip: Any  # [H, TILE, W + TILE]
-    readable: Any
-    turned: Any = None  # [H, TILE, W + TILE]
-    gradient: Any = None  # [B, T, H, K]
-    sums: Any = None  # [B, H, 2, T]
-    dropout: Any = None  # [H, W, W]
-
-    @property
-    def per_window(self) -> int:
-        """Tiles of a window."""
-        return (self.keys.shape[1] - self.q.shape[1]) // TILE
-
-    def seen(self, lane: Array, i: Array) -> tuple[Array, Array]:
-        """Of the tiles of keys that tile i of the queries sees, of which tile i is the first: the
-        first that it may read, and the one behind the last."""
-        block = jax.lax.div(i, self.per_window)
-        flag = self.readable[lane, block]
-        first = jnp.where(flag > 0, i, (block + 1) * self.per_window)
-        return first, i + self.per_window + 1 + zero(flag)
-
-    def readers(self, lane: Array, j: Array) -> tuple[Array, Array]:
-        """The tiles of queries, from and to, that may read tile j of the keys."""
-        block = jax.lax.div(j, self.per_window)
-        following = jnp.minimum(block, self.readable.shape[1] - 1)
-        end = jnp.where(self.readable[lane, following] > 0, j + 1, block * self.per_window)
-        begin = jnp.maximum(j - self.per_window, 0)
-        return begin, jnp.minimum(end, self.q.shape[1] // TILE)
 
 
 def place() -> tuple[Array, Array, Array]:
@@ -107,11 +54,6 @@ def place() -> tuple[Array, Array, Array]:
 
 
 # In shared memory, tiles laid out as products read them.
-
-
-def parts_of(x: Array) -> int:
-    """Of vectors that are too long for one product's registers."""
-    return -(-x.shape[-1] // _PART)
 
 
 def vectors(x: Array, slots: int) -> Any:

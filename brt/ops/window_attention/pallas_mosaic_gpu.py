@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.ops.dispatch import kept
 from brt.ops.softmax import MASKED
 from brt.ops.window_attention import pallas_gpu
+from brt.ops.window_attention.mosaic_inputs import TILE, Inputs, parts_of
 
 _WALK = 32  # tiles of queries of which a program adds up the strip's gradient, at most
 
@@ -39,10 +40,8 @@ _SLOTS = {
 @functools.cache
 def _modules() -> tuple[ModuleType, ModuleType]:
     """The kernels and what they are made of, which ask for more of jax than all versions have."""
-    try:
-        from brt.ops.window_attention import mosaic_kernels, mosaic_tiles
-    except (AttributeError, TypeError) as error:  # of other options than they know
-        raise ImportError(str(error)) from error
+    from brt.ops.window_attention import mosaic_kernels, mosaic_tiles
+
     return mosaic_kernels, mosaic_tiles
 
 
@@ -56,6 +55,8 @@ def refuses(
     try:
         _modules()
     except ImportError as error:
+        if (error.name or "").startswith("brt"):  # a mistake of ours, as all other errors are
+            raise
         return f"needs Pallas' Mosaic GPU backend of jax 0.10, and here: {error}"
     return pallas_gpu.refuses_on_hopper(queries, cached)
 
@@ -106,27 +107,27 @@ class _Given(NamedTuple):
     def strips(self, static: Static) -> Callable[[Array], tuple[Array, Array]]:
         return functools.partial(_strips, nearest=0 if static.attend_to_self else 1)
 
-    def inputs(self, static: Static, **others: Array) -> Any:
+    def inputs(self, static: Static, **others: Array) -> Inputs:
         bias = jnp.zeros((self.q.shape[2], self.window)) if self.bias is None else self.bias
         strip, turned = self.strips(static)(bias)
         dropout = None if self.dropout is None else self.dropout.astype(jnp.float32)
         given = self.q, self.k, self.v, strip, self.readable
-        return _modules()[1].Inputs(*given, turned=turned, dropout=dropout, **others)
+        return Inputs(*given, turned=turned, dropout=dropout, **others)
 
 
 def _strips(
     bias: Float[Array, "H W"], nearest: int
 ) -> tuple[Float[Array, "H R X"], Float[Array, "H R X"]]:
-    """By row of a tile of queries, and by row of one of keys: see `mosaic_kernels.Inputs`."""
-    window, rows = bias.shape[1], _modules()[1].TILE
-    length = window + 2 * rows
+    """By row of a tile of queries, and by row of one of keys: see `mosaic_inputs.Inputs`."""
+    window = bias.shape[1]
+    length = window + 2 * TILE
 
     def strip(bias: Array, before: int) -> Array:
         around = (0, 0), (before, length - window - before)
         band = jnp.pad(bias, around, constant_values=MASKED)
         # Rows of L numbers, read as rows of L - 1, shift by one a row.
-        skewed = jnp.tile(band, (1, rows))[:, : rows * (length - 1)]
-        return skewed.reshape(-1, rows, length - 1)[..., : window + rows]
+        skewed = jnp.tile(band, (1, TILE))[:, : TILE * (length - 1)]
+        return skewed.reshape(-1, TILE, length - 1)[..., : window + TILE]
 
     return strip(jnp.flip(bias, axis=1), 1 - nearest), strip(bias, nearest)
 
@@ -139,11 +140,10 @@ def _attend(given: _Given, static: Static) -> tuple[Float[Array, "B T H K"], Flo
 
 def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]:
     lanes, tokens, heads, _ = given.q.shape
-    tile = _modules()[1].TILE
-    grid = lanes, heads, tokens // tile
+    grid = lanes, heads, tokens // TILE
     y, lse = _call(
         "forward", given, static, given.inputs(static)._replace(turned=None), grid,
-        [_like(given.q), jax.ShapeDtypeStruct((*grid, tile), jnp.float32)],
+        [_like(given.q), jax.ShapeDtypeStruct((*grid, TILE), jnp.float32)],
         {"own": "vectors"}, {"keys": "vectors", "values": "vectors", "strip": "square"},
         null_keys=static.null_keys,
     )  # fmt: skip
@@ -167,10 +167,10 @@ def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> t
 _attend.defvjp(_forward, _backward)
 
 
-def _queries_gradient(given: _Given, static: Static, inputs: Any) -> Float[Array, "B T H K"]:
+def _queries_gradient(given: _Given, static: Static, inputs: Inputs) -> Float[Array, "B T H K"]:
     lanes, tokens, heads, _ = given.q.shape
     (d_q,) = _call(
-        "queries", given, static, inputs, (lanes, heads, tokens // _modules()[1].TILE),
+        "queries", given, static, inputs, (lanes, heads, tokens // TILE),
         [_like(given.q)], {"own": "vectors", "theirs": "vectors", "row": "numbers"},
         {"keys": "vectors", "values": "vectors", "strip": "square"}, null_keys=static.null_keys,
     )  # fmt: skip
@@ -178,31 +178,29 @@ def _queries_gradient(given: _Given, static: Static, inputs: Any) -> Float[Array
 
 
 def _keys_gradients(
-    given: _Given, static: Static, inputs: Any
+    given: _Given, static: Static, inputs: Inputs
 ) -> tuple[Float[Array, "B Z H K"], Float[Array, "B Z H K"]]:
     """By parts of vectors, too: registers have no room for both gradients of long ones."""
     lanes, tokens, heads, _ = given.k.shape
-    _, tiles = _modules()
     if inputs.dropout is not None:
         inputs = inputs._replace(dropout=inputs.dropout.swapaxes(1, 2))
     d_k, d_v = _call(
         "keys", given, static, inputs,
-        (lanes, heads, tokens // tiles.TILE * tiles.parts_of(given.k)),
+        (lanes, heads, tokens // TILE * parts_of(given.k)),
         [_like(given.k), _like(given.v)], {"own": "vectors", "theirs": "vectors"},
         {"q": "vectors", "gradient": "vectors", "strip": "square", "row": "numbers"},
     )  # fmt: skip
     return d_k, d_v
 
 
-def _bias_gradient(given: _Given, static: Static, inputs: Any) -> Float[Array, "H W"]:
+def _bias_gradient(given: _Given, static: Static, inputs: Inputs) -> Float[Array, "H W"]:
     """By tiles of the strip, over groups of tiles of queries."""
     lanes, tokens, heads, _ = given.q.shape
-    tile = _modules()[1].TILE
-    walk = math.gcd(tokens // tile, _WALK)
-    groups = lanes * (tokens // tile // walk)
+    walk = math.gcd(tokens // TILE, _WALK)
+    groups = lanes * (tokens // TILE // walk)
     names = "q", "gradient", "keys", "values"
     (found,) = _call(
-        "band", given, static, inputs, (groups, heads, inputs.strip.shape[2] // tile),
+        "band", given, static, inputs, (groups, heads, inputs.strip.shape[2] // TILE),
         [jax.ShapeDtypeStruct((groups, *inputs.strip.shape), jnp.float32)],
         {"strip": "square"}, dict.fromkeys(names, "vectors") | {"row": "numbers"},
         null_keys=static.null_keys, walk=walk,
@@ -219,7 +217,7 @@ def _call(
     kernel: str,
     given: _Given,
     static: Static,
-    inputs: Any,
+    inputs: Inputs,
     grid: tuple[int, int, int],
     outputs: list[jax.ShapeDtypeStruct],
     resident: dict[str, str],
@@ -228,7 +226,7 @@ def _call(
 ) -> list[Array]:
     """Of what a program keeps in shared memory, and what arrives there in turns, the kinds."""
     kernels, tiles = _modules()
-    slots, parts = given.slots(kernel), tiles.parts_of(given.q)
+    slots, parts = given.slots(kernel), parts_of(given.q)
     if given.dropout is not None:
         ring = ring | {"factors": "square"}
     made = {

@@ -1,0 +1,32 @@
+"""What the train step is compiled with: an option that is not known here stops no training."""
+
+import jax
+import pytest
+
+from brt.training import compilation
+
+
+def on_cpus(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    monkeypatch.setattr(compilation, "_CPU_OPTIONS", options)
+    return dict(compilation.options.__wrapped__())
+
+
+def test_an_option_that_this_jaxlib_does_not_know_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unknown, known = {"xla_cpu_no_such_option": ""}, {"xla_cpu_enable_fast_math": "False"}
+    assert on_cpus(unknown, monkeypatch) == {}
+    assert on_cpus(known, monkeypatch) == known
+
+
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_other_backends_have_no_options(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert compilation.options.__wrapped__() == {}
+
+
+def test_options_are_what_jax_takes_and_nobody_changes_them() -> None:
+    options = compilation.options()
+    assert jax.jit(lambda: 7).lower().compile(options)() == 7
+    with pytest.raises(TypeError):
+        options["xla_cpu_enable_fast_math"] = "true"
