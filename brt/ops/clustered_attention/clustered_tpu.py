@@ -28,7 +28,7 @@ from brt.ops.tpu import (
     each,
     heads_first,
     product,
-    room,
+    too_large,
     whole,
 )
 
@@ -68,9 +68,7 @@ def refuses(
     of_y = queries.shape[2] * values.shape[3]
     taken = 2 * (2 * (q + k + v) + of_y) * queries.dtype.itemsize  # backward, two of each block
     taken += _TILE_BYTES
-    if taken > room():
-        return f"keeps a head on the chip, {room() >> 20} MiB of it at most, not {taken >> 20}"
-    return None
+    return too_large(taken)
 
 
 def clustered(

@@ -30,7 +30,7 @@ from brt.ops.clustered_attention.improved_kernels import (
 )
 from brt.ops.dispatch import kept
 from brt.ops.softmax import MASKED
-from brt.ops.tpu import LANES, heads_first, room, whole
+from brt.ops.tpu import LANES, heads_first, too_large, whole
 
 _WIDTHS = (64, 128)
 
@@ -72,9 +72,7 @@ def refuses(
         return f"computes in float32 and bfloat16, not in {queries.dtype}"
     (tokens, size), (of_keys, width) = queries.shape[2:], values.shape[2:]
     taken = _bytes(tokens, size, of_keys, width, queries.dtype.itemsize)
-    if taken > room():
-        return f"keeps a head on the chip, {room() >> 20} MiB of it at most, not {taken >> 20}"
-    return None
+    return too_large(taken)
 
 
 def _bytes(tokens: int, size: int, keys: int, width: int, itemsize: int) -> int:
