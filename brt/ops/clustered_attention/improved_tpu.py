@@ -78,9 +78,11 @@ def refuses(
 def _bytes(tokens: int, size: int, keys: int, width: int, itemsize: int) -> int:
     """Of VMEM that the backward pass takes: two of each block, and its memory."""
     both = size + width
+    lanes = -(-both // LANES) * LANES
     blocks = tokens * (2 * size + width) + 2 * keys * both + LENGTH * CLUSTERS * both
-    memory = 2 * LENGTH * CLUSTERS * both + keys * max(both, LANES) + tokens * size
-    return 2 * blocks * itemsize + 4 * memory + 2**21
+    memory = LENGTH * CLUSTERS * (both + lanes) + keys * lanes + tokens * size
+    numbers = 2 * SUBLANES * (tokens + keys) + 2 * keys // LENGTH * CLUSTERS  # rows are padded
+    return 2 * blocks * itemsize + 4 * (memory + numbers) + 2**21
 
 
 def improved_clustered(
