@@ -44,6 +44,18 @@ def room() -> int:
     return vmem() - 2 * 2**20
 
 
+def too_large(taken: int, what: str = "a head", most: int | None = None) -> str | None:
+    """Why a kernel cannot keep on the chip what takes so many bytes; None: it can.
+
+    Args:
+      most: bytes that there are; None: `room`.
+    """
+    most = room() if most is None else most
+    if taken <= most:
+        return None
+    return f"keeps {what} on the chip, {most >> 20} MiB of it at most, not {-(-taken >> 20)}"
+
+
 def refuses_heads(width: int, dtype: jnp.dtype) -> str | None:
     """Why a kernel does not take heads of such a size and dtype; None: it does."""
     if width not in (64, 128, 256):

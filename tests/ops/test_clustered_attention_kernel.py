@@ -174,7 +174,8 @@ def test_what_attention_does_not_support_is_said(changed: dict[str, Any], reason
     [
         ((1, 1, 128, 128), 4, "has codes of 120 bits at most, not of 128"),
         ((1, 1, 4096, 64), 2048, "has 1024 clusters at most, not 2048"),
-        ((1, 1, 1 << 17, 64), 4, "keeps codes on the chip, 14 MiB of it at most, not 64"),
+        ((1, 1, 1 << 17, 64), 4, "keeps codes on the chip, 14 MiB of it at most, not 65"),
+        ((1, 1, 28672, 64), 4, "14 MiB of it at most, not 15"),
     ],
 )
 def test_what_kmeans_does_not_support_is_said(

@@ -179,6 +179,7 @@ def test_devices_that_share_lanes_and_heads_equal_one(mesh: Mesh) -> None:
         ({"mass_rule": "lse_jensen"}, "weighs best keys by the rule 'paper', not by 'lse_jensen'"),
         ({"dtype": "float16"}, "computes in float32 and bfloat16, not in float16"),
         ({"tokens": 1 << 17}, "keeps a head on the chip, 14 MiB of it at most, not"),
+        ({"tokens": 768, "wide": 128}, "14 MiB of it at most, not 15"),  # 192 take 256 lanes
         ({"dropout": Dropout(None, 0.1)}, "has no dropout; set its rate to 0"),
         ({"bias": jnp.zeros((1, 255))}, "has no bias of distances"),
     ],
@@ -186,11 +187,12 @@ def test_devices_that_share_lanes_and_heads_equal_one(mesh: Mesh) -> None:
 def test_what_it_does_not_support_is_said(changed: dict[str, Any], reason: str) -> None:
     given = {"width": 64, "dtype": "bfloat16", "tokens": 128, "clusters": 4, "top_k": 32}
     given |= {"dropout": None, "bias": None, "mass_rule": "paper"} | changed
+    wide = given.pop("wide", given["width"])
     width, dtype, tokens, clusters, top_k, dropout, bias, rule = given.values()
-    x = jnp.zeros((1, 1, tokens, width), dtype)
+    x, values = (jnp.zeros((1, 1, tokens, size), dtype) for size in (width, wide))
     config = improved(clusters, top_k, mass_rule=rule)
     with dispatch.use_backend("tpu", V4):
-        said = improved_tpu.refuses(x, x, x, None, None, config, dropout, bias)
+        said = improved_tpu.refuses(x, x, values, None, None, config, dropout, bias)
     assert reason in str(said)
 
 

@@ -55,7 +55,7 @@ def test_equals_float64_and_writes_all(
         ((2, 1, 128, 96), "bfloat16", "128 rows, and of 128 columns .* not 128 and 96"),
         ((2, 1, 128, 576), "bfloat16", "not 128 and 576"),  # its parts are of 64
         ((2, 128, 128), "bfloat16", "rows of lanes"),
-        ((8, 16, 1024, 128), "bfloat16", "tiles of all steps on the chip, 14 MiB, not"),
+        ((8, 16, 1024, 128), "bfloat16", "tiles of all steps on the chip, 14 MiB of it at most"),
         ((2, 1, 128, 128), "float32", "in bfloat16, not in float32"),
     ],
 )

@@ -28,7 +28,7 @@ from brt.ops.causal_clustered_attention.tpu_kernels import (
 )
 from brt.ops.dispatch import bits_of, kept
 from brt.ops.partial_attention import AttentionPart, merged
-from brt.ops.tpu import LANES, heads_first, refuses_heads, room
+from brt.ops.tpu import LANES, heads_first, refuses_heads, too_large
 
 
 def refuses(
@@ -48,9 +48,7 @@ def refuses(
     if reason := refuses_heads(size, values.dtype):
         return reason
     taken = _bytes(width, clusters, slots, max(size, LANES), values.dtype.itemsize)
-    if taken > room():
-        return f"keeps a head on the chip, {room() >> 20} MiB of it at most, not {taken >> 20}"
-    return None
+    return too_large(taken)
 
 
 def _bytes(window: int, clusters: int, slots: int, width: int, itemsize: int) -> int:

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float
 
 from brt.ops.clustered_attention.best_tpu import KEYS, SUBLANES
-from brt.ops.clustered_attention.improved_kernels import (
+from brt.ops.clustered_attention.improved_tile import (
     AT_ONCE,
     CLUSTERS,
     Inputs,
@@ -30,7 +30,7 @@ def backward_kernel(
 ) -> None:  # fmt: skip
     """Float32 memory: gradients of best keys and values, `d_best` [R, K + E, C] and `turned`
     [R, C, K + E], of all keys, `d_tokens` [X + 8, K + E], of what queries read exactly, `own`
-    [K, T], and of means, `sums` [K, C]; `rows` [2, 8 R, 128] and `shares` [2, R, 256]."""
+    [K, T], and of means, `sums` [K, C]; `rows` [2, 8 R, 128] and `shares` [3, max(R, 8), 256]."""
     found, (size, _) = inputs.found, inputs.keys.shape
     d_rest, d_mass = _go_back_from_queries(inputs, d_best, own, rows, shares, static)
     numbers = Numbers(*(found.numbers[i : i + 1] for i in range(len(Numbers._fields))))

@@ -17,31 +17,29 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Attention
-from brt.distributed import rules
-from brt.ops import dispatch
+from brt.ops.clustered_attention import shared_tpu
 from brt.ops.clustered_attention.best_tpu import KEYS, LENGTH, SUBLANES
 from brt.ops.clustered_attention.improved_backward import backward_kernel
-from brt.ops.clustered_attention.improved_kernels import (
-    CLUSTERS,
-    Found,
-    Inputs,
-    Static,
-    forward_kernel,
+from brt.ops.clustered_attention.improved_forward import forward_kernel
+from brt.ops.clustered_attention.improved_tile import CLUSTERS, Found, Inputs, Static
+from brt.ops.clustered_attention.shared_tpu import (
+    by_device,
+    filled,
+    labels_of,
+    options,
+    places,
+    refuses_heads,
+    unseen_of,
 )
 from brt.ops.dispatch import kept
-from brt.ops.softmax import MASKED
-from brt.ops.tpu import LANES, heads_first, room, whole
-
-_WIDTHS = (64, 128)
+from brt.ops.tpu import LANES, too_large, whole
 
 
-def has_no_such(
-    queries: Any, keys: Any, values: Any, valid: Any, labels: Any, config: Attention, *,
-    dropout: Any, bias: Any,
-) -> str | None:  # fmt: skip
+def has_no_such(*inputs: Any, dropout: Any, bias: Any) -> str | None:
     """Of any size."""
-    if bias is not None:
-        return "has no bias of distances"
+    if said := shared_tpu.has_no_such(dropout=dropout, bias=bias):
+        return said
+    config: Attention = inputs[-1]
     if config.mass_rule != "paper":
         return f"weighs best keys by the rule 'paper', not by {config.mass_rule!r}"
     if config.clusters > CLUSTERS or config.top_k > LENGTH:
@@ -49,7 +47,7 @@ def has_no_such(
             f"has {CLUSTERS} clusters and {LENGTH} best keys at most, not {config.clusters} and "
             f"{config.top_k}"
         )
-    return dispatch.refuses_dropout(dropout=dropout)
+    return None
 
 
 def refuses(
@@ -63,26 +61,21 @@ def refuses(
     bias: Any,
 ) -> str | None:
     """Why these inputs cannot be; None: they can."""
-    inputs = queries, keys, values, valid, labels, config
-    if said := has_no_such(*inputs, dropout=dropout, bias=bias):
+    if said := has_no_such(config, dropout=dropout, bias=bias) or refuses_heads(queries, values):
         return said
-    if queries.shape[3] not in _WIDTHS or values.shape[3] not in _WIDTHS:
-        return f"has heads of 64 or 128, not of {queries.shape[3]} and {values.shape[3]}"
-    if queries.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"computes in float32 and bfloat16, not in {queries.dtype}"
     (tokens, size), (of_keys, width) = queries.shape[2:], values.shape[2:]
     taken = _bytes(tokens, size, of_keys, width, queries.dtype.itemsize)
-    if taken > room():
-        return f"keeps a head on the chip, {room() >> 20} MiB of it at most, not {taken >> 20}"
-    return None
+    return too_large(taken)
 
 
 def _bytes(tokens: int, size: int, keys: int, width: int, itemsize: int) -> int:
     """Of VMEM that the backward pass takes: two of each block, and its memory."""
     both = size + width
+    lanes = -(-both // LANES) * LANES
     blocks = tokens * (2 * size + width) + 2 * keys * both + LENGTH * CLUSTERS * both
-    memory = 2 * LENGTH * CLUSTERS * both + keys * max(both, LANES) + tokens * size
-    return 2 * blocks * itemsize + 4 * memory + 2**21
+    memory = LENGTH * CLUSTERS * (both + lanes) + keys * lanes + tokens * size
+    numbers = 2 * SUBLANES * (tokens + keys) + 2 * keys // LENGTH * CLUSTERS  # rows are padded
+    return 2 * blocks * itemsize + 4 * (memory + numbers) + 2**21
 
 
 def improved_clustered(
@@ -102,14 +95,7 @@ def improved_clustered(
         min(config.clusters, labels.shape[-1]), config.top_k, config.mass_stop_gradient, interpret
     )
     local = functools.partial(_local, static=static)
-    if rules.partitioned():
-        by_head = rules.placed("lanes", "heads", None, None, shape=queries.shape)
-        of_lanes = rules.placed("lanes", None, shape=valid.shape)
-        local = jax.shard_map(
-            local, in_specs=(by_head, by_head, by_head, of_lanes, jax.P(*by_head[:3])),
-            out_specs=by_head, axis_names=rules.axes(), check_vma=False,
-        )  # fmt: skip
-    return local(queries, keys, values, valid, labels)
+    return by_device(local, queries, keys, values, valid, labels)
 
 
 interpreted = functools.partial(improved_clustered, interpret=True)
@@ -118,23 +104,15 @@ interpreted = functools.partial(improved_clustered, interpret=True)
 def _local(
     queries: Array, keys: Array, values: Array, valid: Array, labels: Array, static: Static
 ) -> Float[Array, "B H T E"]:
-    tokens = queries.shape[2]
-
-    def filled(x: Array, nothing: float | int = 0) -> Array:
-        """Whole steps."""
-        spare = ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % KEYS),)
-        return jnp.pad(x, spare, constant_values=nothing)
-
     def turned(x: Array) -> Array:
         """Tokens last, numbers in whole registers."""
         spare = ((0, 0),) * 3 + ((0, -x.shape[3] % SUBLANES),)
-        return filled(jnp.pad(x, spare).swapaxes(2, 3))
+        return filled(jnp.pad(x, spare).swapaxes(2, 3), KEYS)
 
     q, k, v = map(turned, (queries, keys, values))
-    own = filled(jnp.where(labels < static.used, labels, CLUSTERS), CLUSTERS)
-    unseen = filled(jnp.where(valid, 0.0, MASKED), MASKED)
-    y = _attend(Inputs(q, k, v, own[:, :, None], unseen[:, None]), static)
-    return y[:, :, : values.shape[3], :tokens].swapaxes(2, 3)
+    own = labels_of(labels, static.used, KEYS, CLUSTERS)
+    y = _attend(Inputs(q, k, v, own, unseen_of(valid, KEYS)), static)
+    return y[:, :, : values.shape[3], : queries.shape[2]].swapaxes(2, 3)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -194,10 +172,8 @@ def _memory(*shapes: tuple[int, ...]) -> list[Any]:
 
 
 def _places(given: Inputs) -> Inputs:
-    """Where a step finds its inputs."""
-    at = jax.tree.map(lambda x: whole(*x.shape[2:]), given)
-    keys = given.unseen.shape[2]
-    at = at._replace(unseen=pl.BlockSpec((None, 1, keys), lambda h, b: (b, 0, 0)))
+    """Where a step finds its inputs, of which it reads places as numbers."""
+    at = places(given)
     if given.found is None:
         return at
     by_number = pl.BlockSpec(
@@ -207,20 +183,15 @@ def _places(given: Inputs) -> Inputs:
 
 
 def _options(given: Inputs, static: Static, *, backward: bool) -> dict[str, Any]:
-    """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
     batch, heads, size, tokens = given.queries.shape
     both, keys = size + given.values.shape[2], given.keys.shape[3]
     name = "improved_clustered" + ("_backward" if backward else "")
     of_centroids = CLUSTERS * (tokens * size + keys * both) * (2 if backward else 1)
     of_best = CLUSTERS * static.top_k * tokens * both if backward else 0
     arrays = (tokens + keys) * both * (2 if backward else 1)
-    return {
-        "name": f"{name}_{tokens}x{static.top_k}_{given.keys.dtype}_{batch * heads}_steps",
-        "interpret": static.interpret,
-        "compiler_params": heads_first(2),
-        "cost_estimate": pl.CostEstimate(
-            flops=2 * batch * heads * (of_centroids + of_best),
-            transcendentals=batch * heads * (CLUSTERS * keys + static.top_k * tokens),
-            bytes_accessed=batch * heads * arrays * given.keys.dtype.itemsize,
-        ),
-    }
+    return options(
+        name, given.queries, static.top_k, static.interpret,
+        flops=2 * batch * heads * (of_centroids + of_best),
+        transcendentals=batch * heads * (CLUSTERS * keys + static.top_k * tokens),
+        bytes_accessed=batch * heads * arrays * given.keys.dtype.itemsize,
+    )  # fmt: skip

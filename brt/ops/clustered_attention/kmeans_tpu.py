@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed import rules
-from brt.ops.tpu import BY_ROW, LANES, PLAIN, each, heads_first, product, room, whole
+from brt.ops.tpu import BY_ROW, LANES, PLAIN, each, heads_first, product, too_large, whole
 
 _MOST_CLUSTERS = 1024
 _UNUSED = 2.0**22  # beyond all sums
@@ -38,9 +38,7 @@ def refuses(
     if bits > LANES - 8:
         return f"has codes of {LANES - 8} bits at most, not of {bits}"
     taken = 4 * LANES * (tokens + 5 * centroids.shape[2])  # two of each block, and sums
-    if taken > room():
-        return f"keeps codes on the chip, {room() >> 20} MiB of it at most, not {taken >> 20}"
-    return None
+    return too_large(taken, "codes")
 
 
 def kmeans(

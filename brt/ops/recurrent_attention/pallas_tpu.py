@@ -32,7 +32,7 @@ from brt.ops.recurrent_attention.tpu_kernels import (
     backward_kernel,
     forward_kernel,
 )
-from brt.ops.tpu import LANES, heads_first, refuses_heads, room, whole
+from brt.ops.tpu import LANES, heads_first, refuses_heads, too_large, whole
 
 
 def refuses(
@@ -53,9 +53,7 @@ def refuses(
         return f"takes a multiple of 128 states and of 128 tokens, not {states} and {window}"
     if reason := refuses_heads(width, keys.dtype):
         return reason
-    if (taken := _bytes(states, window, max(width, LANES), keys.dtype.itemsize)) > room():
-        return f"keeps a head on the chip, {room() >> 20} MiB of it at most, not {taken >> 20}"
-    return None
+    return too_large(_bytes(states, window, max(width, LANES), keys.dtype.itemsize))
 
 
 def _bytes(states: int, window: int, width: int, itemsize: int) -> int:

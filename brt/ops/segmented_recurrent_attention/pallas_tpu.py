@@ -34,7 +34,7 @@ from brt.ops.segmented_recurrent_attention.tpu_kernels import (
     backward_kernel,
     forward_kernel,
 )
-from brt.ops.tpu import LANES, heads_first, room
+from brt.ops.tpu import LANES, heads_first, too_large
 
 _HEAD_DIMS = (64, 128)
 
@@ -65,9 +65,7 @@ def refuses(
         return f"computes in float32 and bfloat16, not in {dtype}"
     numbers = segments * LANES * (8 * config.segment_size + 2 * width)  # two of each block
     taken = numbers * dtype.itemsize + segments * width * LANES * 4
-    if taken > room():
-        return f"keeps a source on the chip, {room() >> 20} MiB of it at most, not {taken >> 20}"
-    return None
+    return too_large(taken, "a source")
 
 
 def recurrence(

@@ -25,8 +25,8 @@ from brt.ops.tpu import (
     heads_first,
     product,
     refuses_heads,
-    room,
     through_unit,
+    too_large,
     unit,
 )
 
@@ -47,9 +47,7 @@ def refuses(q: Array, k: Array, v: Array, readable: Array | None = None, **_: An
         )
     if reason := refuses_heads(width, q.dtype):
         return reason
-    if (taken := _bytes(queries, keys, max(width, LANES), q.dtype.itemsize)) > room():
-        return f"keeps a head on the chip, {room() >> 20} MiB of it at most, not {taken >> 20}"
-    return None
+    return too_large(_bytes(queries, keys, max(width, LANES), q.dtype.itemsize))
 
 
 def _bytes(queries: int, keys: int, width: int, itemsize: int) -> int:

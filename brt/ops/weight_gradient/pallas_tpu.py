@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from brt.distributed import rules
-from brt.ops.tpu import BY_SLOT, LANES, VMEM_BYTES, product
+from brt.ops.tpu import BY_SLOT, LANES, VMEM_BYTES, product, too_large
 
 _LEFT, _RIGHT = (512, 256, 128), 256  # columns of a tile, of one head or several
 # Of VMEM: what XLA gives a kernel, whatever it asks for, that it joins with an update in place.
@@ -94,9 +94,7 @@ def refuses(x: Array, dy: Array, inputs: int = 1, outputs: int = 1) -> str | Non
             f"takes a multiple of 128 rows, and of 128 columns or 64, 128, 192 or 256 of them, not "
             f"{left.rows} and {left.width} by {right.width}"
         )
-    if (taken := _bytes(len(x), left, right)) > _ROOM:
-        return f"keeps tiles of all steps on the chip, {_ROOM >> 20} MiB, not {taken >> 20}"
-    return None
+    return too_large(_bytes(len(x), left, right), "tiles of all steps", _ROOM)
 
 
 def _sides(x: Array, dy: Array, inputs: int, outputs: int) -> tuple[_Side, _Side]:

@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.dispatch import bits_of, kept
-from brt.ops.tpu import LANES, heads_first, vmem
+from brt.ops.tpu import LANES, heads_first, too_large, vmem
 from brt.ops.window_attention import tpu_bias
 from brt.ops.window_attention.limits import Limits
 from brt.ops.window_attention.tpu_kernels import (
@@ -53,11 +53,8 @@ def refuses(
         return reason
     window, width = cached[0].shape[1], queries.shape[-1]
     taken = _bytes(window, max(width, LANES), queries.dtype.itemsize, dropout is not None)
-    if taken > vmem():
-        return (
-            f"keeps a head on the chip, {vmem() >> 20} MiB of it at most, not {taken >> 20} for a "
-            f"window of {window} with heads of {width} in {queries.dtype}"
-        )
+    if reason := too_large(taken, most=vmem()):
+        return f"{reason} for a window of {window} with heads of {width} in {queries.dtype}"
     return None
 
 

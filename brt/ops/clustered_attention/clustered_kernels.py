@@ -1,0 +1,163 @@
+"""What a TPU does for one head of a lane of clustered attention: see `clustered_tpu`."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from brt.ops.clustered_attention.shared_tpu import members_of
+from brt.ops.softmax import FLOOR
+from brt.ops.tpu import BY_ROW, BY_SLOT, LANES, PLAIN, each, product
+
+_TILE = 32 * 8 * LANES  # logits at a time, half of the registers
+
+
+class Static(NamedTuple):
+    """What is known when tracing; `used` clusters."""
+
+    used: int
+    interpret: bool | pltpu.InterpretParams
+
+    @property
+    def clusters(self) -> int:
+        """Of sublanes of any dtype."""
+        return -(-self.used // 16) * 16
+
+    @property
+    def tile(self) -> int:
+        return max(_TILE // self.clusters // LANES, 1) * LANES
+
+    def whole(self, tokens: int) -> int:
+        """What so many are filled up to a multiple of: they are one tile, or several."""
+        return self.tile if tokens > self.tile else LANES
+
+
+class Inputs(NamedTuple):
+    """Of a step of the grid, a head of a lane, or where they are.
+
+    Attributes:
+      queries, keys, values: [K, T] and [K, X].
+      labels: [1, T], int32, beyond all clusters for padding.
+      unseen: [1, X], float32, added to logits.
+      gradient: [E, T], of it the rest, in the backward pass only.
+      centroids, read: [C, K], [C, E], float32.
+      numbers: [C, 2], float32, log-sum-exp and the inverse of how many members there are.
+    """
+
+    queries: Any
+    keys: Any
+    values: Any
+    labels: Any
+    unseen: Any
+    gradient: Any = None
+    centroids: Any = None
+    read: Any = None
+    numbers: Any = None
+
+
+class Outputs(NamedTuple):
+    """[E, T], and what the backward pass takes."""
+
+    y: Any
+    centroids: Any
+    read: Any
+    numbers: Any
+
+
+def _tile_of(ref: Any, static: Static) -> int:
+    return min(static.tile, ref.shape[-1])
+
+
+def _columns(x: Float[Array, "C N"]) -> list[Float[Array, "C 128"]]:
+    return [x[:, i : i + LANES] for i in range(0, x.shape[1], LANES)]
+
+
+def _logits(inputs: Inputs, centroids: Array, place: Any) -> Float[Array, "C N"]:
+    keys = inputs.keys[:, place]
+    return product(centroids.astype(keys.dtype), keys, PLAIN) + inputs.unseen[:, place]
+
+
+def forward_kernel(
+    inputs: Inputs, y: Any, centroids: Any, read: Any, numbers: Any, *, static: Static
+) -> None:
+    of_queries, of_keys = (_tile_of(x, static) for x in (inputs.queries, inputs.keys))
+    steps, key_steps = inputs.queries.shape[1] // of_queries, inputs.keys.shape[1] // of_keys
+    dtype, nothing = inputs.queries.dtype, jnp.zeros((static.clusters, LANES), jnp.float32)
+    centroids[...] = jnp.zeros_like(centroids)
+    read[...] = jnp.zeros_like(read)
+
+    def gather(i: Any, count: Array) -> Array:
+        place = pl.ds(i * of_queries, of_queries)
+        members = members_of(inputs.labels, place, static.clusters)
+        centroids[...] += product(members.astype(dtype), inputs.queries[:, place], BY_ROW)
+        return sum(_columns(members), start=count)
+
+    count = jnp.sum(each(steps, gather, nothing), axis=1, keepdims=True)
+    inverse = 1 / jnp.maximum(count, 1)
+    centroids[...] = (centroids[...] * inverse).astype(dtype).astype(jnp.float32)
+    means = centroids[...]
+
+    def highest(i: Any, top: Array) -> Array:
+        logits = _logits(inputs, means, pl.ds(i * of_keys, of_keys))
+        return functools.reduce(jnp.maximum, _columns(logits), top)
+
+    top = jnp.max(each(key_steps, highest, nothing + FLOOR), axis=1, keepdims=True)
+
+    def weigh(i: Any, total: Array) -> Array:
+        place = pl.ds(i * of_keys, of_keys)
+        weights = jnp.exp(_logits(inputs, means, place) - top)
+        read[...] += product(weights.astype(dtype), inputs.values[:, place], BY_ROW)
+        return sum(_columns(weights), start=total)
+
+    total = jnp.sum(each(key_steps, weigh, nothing), axis=1, keepdims=True) + jnp.exp(FLOOR - top)
+    read[...] = read[...] / total
+    numbers[:, :1] = top + jnp.log(total)
+    numbers[:, 1:] = inverse
+
+    def spread(i: Any, _: None) -> None:
+        place = pl.ds(i * of_queries, of_queries)
+        members = members_of(inputs.labels, place, static.clusters).astype(dtype)
+        y[:, place] = product(read[...].astype(dtype), members, BY_SLOT).astype(y.dtype)
+
+    each(steps, spread)
+
+
+def backward_kernel(
+    inputs: Inputs, d_queries: Any, d_keys: Any, d_values: Any, sums: Any, *, static: Static
+) -> None:
+    """`sums` [C, K]: the gradient of centroids."""
+    of_queries, of_keys = (_tile_of(x, static) for x in (inputs.queries, inputs.keys))
+    steps, key_steps = inputs.queries.shape[1] // of_queries, inputs.keys.shape[1] // of_keys
+    dtype = inputs.queries.dtype
+
+    def gather(i: Any, found: Array) -> Array:
+        place = pl.ds(i * of_queries, of_queries)
+        members = members_of(inputs.labels, place, static.clusters).astype(dtype)
+        return found + product(members, inputs.gradient[:, place], BY_ROW)
+
+    d_read = each(steps, gather, jnp.zeros(inputs.read.shape, jnp.float32))
+    along = jnp.sum(d_read * inputs.read[...], axis=1, keepdims=True)
+    d_read, means = d_read.astype(dtype), inputs.centroids[...].astype(dtype)
+    sums[...] = jnp.zeros_like(sums)
+
+    def weigh(i: Any, _: None) -> None:
+        place = pl.ds(i * of_keys, of_keys)
+        weights = jnp.exp(_logits(inputs, means, place) - inputs.numbers[:, :1])
+        d_logits = weights * (product(d_read, inputs.values[:, place], PLAIN) - along)
+        weights, d_logits = weights.astype(dtype), d_logits.astype(dtype)
+        d_values[:, place] = product(d_read, weights, BY_SLOT).astype(dtype)
+        d_keys[:, place] = product(means, d_logits, BY_SLOT).astype(dtype)
+        sums[...] += product(d_logits, inputs.keys[:, place], BY_ROW)
+
+    each(key_steps, weigh)
+    d_means = (sums[...] * inputs.numbers[:, 1:]).astype(dtype)
+
+    def spread(i: Any, _: None) -> None:
+        place = pl.ds(i * of_queries, of_queries)
+        members = members_of(inputs.labels, place, static.clusters).astype(dtype)
+        d_queries[:, place] = product(d_means, members, BY_SLOT).astype(dtype)
+
+    each(steps, spread)
