@@ -3,8 +3,12 @@
 A tile of R rows sees W + R - 1 keys in a row, most rows of it W of them: what a row does not see is
 part of the bias. That wastes R of W + R numbers of a softmax and copies each key W / R + 1 times,
 but every array is written by one product and read by the next. Folding (`xla`) spares the idle
-numbers and pays with passes over all of them, which take longer here. The backward pass keeps
-exp(logits - their maximum), not the softmax: to divide what is as wide as a head takes less.
+numbers and pays with passes over all of them, which take longer here.
+
+Logits have keys down and rows along. So maxima and sums go down columns, many side by side, and all
+six products are [M, K] by [K, N] as they lie; XLA's CPU backend takes up to twice as long for
+others. What is transposed for that is as wide as a head. The backward pass keeps exp(logits - their
+maximum), not the softmax: to divide what is as tall as a head takes less.
 """
 
 from functools import partial, reduce
