@@ -20,7 +20,7 @@ from brt.distributed import rules
 from brt.ops.dense import weight_gradient
 from brt.ops.dispatch import kept
 from brt.ops.recurrent_attention.cell import CellWeights, StateMemory
-from brt.ops.recurrent_attention.tpu_cell_kernels import (
+from brt.ops.recurrent_attention.tpu_cell_arrays import (
     Flags,
     Gradients,
     Kept,
@@ -28,9 +28,8 @@ from brt.ops.recurrent_attention.tpu_cell_kernels import (
     Sums,
     Tokens,
     Weights,
-    backward_kernel,
-    forward_kernel,
 )
+from brt.ops.recurrent_attention.tpu_cell_kernels import backward_kernel, forward_kernel
 from brt.ops.recurrent_attention.tpu_cell_limits import refuses as refuses
 from brt.ops.recurrent_attention.tpu_cell_walk import Walk
 from brt.ops.recurrent_attention.tpu_kernels import Static
