@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from brt.config import Mesh
 from brt.distributed.mesh import build
+from brt.layers.basic import remat_policy
 from brt.ops import dispatch
 from brt.ops.gates import GateWeights
 from brt.ops.normalization import l2_normalize
@@ -133,6 +134,32 @@ def test_devices_read_each_for_itself(mesh: Mesh) -> None:
     with jax.set_mesh(build(mesh, {})):
         found = both_passes(scan, arrays, flags)
     assert_close(found, expected, 5e-6)
+
+
+@pytest.mark.parametrize(("keep", "calls"), [("nothing", 3), ("products", 2)])
+def test_layers_that_keep_products_run_forward_once(keep: Any, calls: int) -> None:
+    """Also where the rest of a layer reads what tokens are shown."""
+    arrays, flags = inputs()
+
+    def layer(arrays: list[Any]) -> jax.Array:
+        found = tpu_cell.state_scan(*arrays, *flags, interpret=True, **OPTIONS)
+        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(found))
+
+    gradients = jax.grad(jax.checkpoint(layer, policy=remat_policy(keep)))
+    assert kernels_that_are_read(jax.make_jaxpr(gradients)(arrays).jaxpr) == calls
+
+
+def kernels_that_are_read(jaxpr: Any) -> int:
+    """JAX leaves the others in, which XLA then takes out."""
+    read = {id(x) for eqn in jaxpr.eqns for x in eqn.invars} | {id(x) for x in jaxpr.outvars}
+    found = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            found += any(id(x) in read for x in eqn.outvars)
+        elif "jaxpr" in eqn.params:
+            inner = eqn.params["jaxpr"]
+            found += kernels_that_are_read(getattr(inner, "jaxpr", inner))
+    return found
 
 
 def chip(kind: str) -> SimpleNamespace:

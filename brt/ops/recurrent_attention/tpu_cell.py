@@ -133,7 +133,7 @@ def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Shown], tuple]
                  (_like(given.vectors), vectors)],
         scratch=[pltpu.VMEM((states, dim), jnp.float32)] * 2,
     )  # fmt: skip
-    saved, final = jax.tree.map(kept, (saved, final))
+    saved, shown, final = jax.tree.map(kept, (saved, shown, final))
     return (final, shown), (given, final, saved)
 
 
