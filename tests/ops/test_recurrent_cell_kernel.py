@@ -136,6 +136,29 @@ def test_devices_read_each_for_itself(mesh: Mesh) -> None:
     assert_close(found, expected, 5e-6)
 
 
+def test_devices_gather_weights_in_the_dtype_that_the_kernel_reads() -> None:
+    """And what the kernels give is of lanes: no gradient of whole weights is among it."""
+    arrays, flags = inputs(lanes=8, dtype="bfloat16")
+
+    def gradients(arrays: list[Any]) -> Any:
+        found, backward = jax.vjp(
+            lambda *x: tpu_cell.state_scan(*x, *flags, interpret=True, **OPTIONS), *arrays
+        )
+        return backward(found)
+
+    with jax.set_mesh(build(Mesh(fsdp=8), {})):
+        traced = jax.make_jaxpr(gradients)(arrays)
+    whole, lanes = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("fsdp")
+    passes = [eqn for eqn in traced.eqns if eqn.primitive.name == "shard_map"]
+    assert len(passes) == 2
+    for eqn in passes:
+        pairs = zip(eqn.invars, eqn.params["in_specs"], strict=True)
+        gathered = [x.aval for x, spec in pairs if spec == whole]
+        kernels = [x.dtype for x in gathered if x.shape[-2:] in ((WIDTH, SIZE), (SIZE, WIDTH))]
+        assert kernels == ["bfloat16"] * 5
+        assert set(eqn.params["out_specs"]) == {lanes}
+
+
 @pytest.mark.parametrize(("keep", "calls"), [("nothing", 3), ("products", 2)])
 def test_layers_that_keep_products_run_forward_once(keep: Any, calls: int) -> None:
     """Also where the rest of a layer reads what tokens are shown."""
