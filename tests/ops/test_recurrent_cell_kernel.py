@@ -190,8 +190,9 @@ def chip(kind: str) -> SimpleNamespace:
 
 
 def paper(
-    lanes: int = 2, states: int = 512, dim: int = 1024, width: int = 128, dtype: str = "bfloat16"
-) -> list[Any]:
+    lanes: int = 2, states: int = 512, window: int = 512, dim: int = 1024, width: int = 128,
+    dtype: str = "bfloat16", layout: str = "skip",
+) -> list[Any]:  # fmt: skip
     """Shapes of the paper's cell, or of others."""
 
     def array(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
@@ -202,7 +203,11 @@ def paper(
         array(dim), array(states, dim), *by_head, array(8), array(8), array(2, 8, width, dim),
         GateWeights(array(dim)),
     )  # fmt: skip
-    tokens, flags = array(lanes, 512, 8, width, dtype=dtype), array(lanes, 1, dtype="bool")
+    if layout != "skip":
+        weights = weights._replace(mlp_in=array(dim, dim))
+    if layout == "single":
+        weights = weights._replace(output=None)
+    tokens, flags = array(lanes, window, 8, width, dtype=dtype), array(lanes, 1, dtype="bool")
     vectors = array(lanes, states, dim)
     return [weights, array(states, dim), vectors, (tokens, tokens), tokens, tokens, flags, flags]
 
@@ -213,13 +218,18 @@ def paper(
         ("v5 lite", {"lanes": 1}, {}, None),
         ("v5", {"lanes": 2}, {}, None),
         ("v5", {"lanes": 1}, {}, "sequences for each of 2 cores of a chip, not 1 of them"),
-        ("v4", {}, {}, "on the chip, 14 MiB of it at most, not 51"),
-        ("v5 lite", {"states": 1024}, {}, "on the chip, 62 MiB of it at most, not 87"),
+        ("v4", {}, {}, "on the chip, 14 MiB of it at most, not 55"),
+        ("v5 lite", {"states": 1024}, {}, "on the chip, 62 MiB of it at most, not 93"),
+        ("v5 lite", {"dtype": "float32"}, {}, "on the chip, 62 MiB of it at most, not 67"),
+        ("v5 lite", {"dtype": "float32", "states": 384, "window": 384}, {}, None),
+        ("v5 lite", {"states": 640, "window": 896, "dim": 768}, {}, "62 MiB of it at most, not 63"),
         ("v5 lite", {"states": 96}, {}, "not 96, 512 and 1024"),
         ("v5 lite", {"dim": 960}, {}, "not 512, 512 and 960"),
         ("v5 lite", {"width": 64}, {}, "heads of 128 or 256 in float32 or bfloat16, not of 64"),
         ("v5 lite", {"dtype": "float16"}, {}, "not of 128 in float16"),
-        ("v5 lite", {}, {"kind": "lstm"}, "the gate 'fixed' and the layout 'skip' only"),
+        ("v5 lite", {}, {"kind": "lstm"}, "in the layout 'skip' only, not 'lstm' in 'skip'"),
+        ("v5 lite", {"layout": "dual"}, {}, "the layout 'skip' only, not 'fixed' in 'dual'"),
+        ("v5 lite", {"layout": "single"}, {}, "the layout 'skip' only, not 'fixed' in 'single'"),
         ("v5 lite", {}, {"taps": jnp.zeros(1)}, "not a block of a loop over them"),
         ("v5 lite", {}, {"attention": "xla"}, "not by Kernels.softmax_attention = 'xla'"),
     ],
@@ -233,6 +243,13 @@ def test_what_the_kernel_does_not_support_is_said(
             lambda *x: said.append(tpu_cell.refuses(*x, **FIXED | changes)), *paper(**shape)
         )
     assert said == [None] if reason is None else reason in said[0]
+
+
+def test_heads_that_devices_share_are_refused() -> None:
+    said: list[str | None] = []
+    with dispatch.use_backend("tpu", chip("v5 lite")), jax.set_mesh(build(Mesh(tensor=8), {})):
+        jax.eval_shape(lambda *x: said.append(tpu_cell.refuses(*x, **FIXED)), *paper())
+    assert said == ["has all heads on one device, not on 8 that share them (Mesh.tensor)"]
 
 
 def test_a_named_kernel_that_cannot_raises() -> None:
