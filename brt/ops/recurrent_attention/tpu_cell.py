@@ -7,6 +7,7 @@ blocks come in reverse order, and the weights' gradients are products over all o
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -199,7 +200,9 @@ def _call(
     """On each device for its own lanes. What is around it is the partitioner's: weights are
     gathered as the kernel reads them, and gradients go where the parameters are."""
     arrays, places = zip(*inputs, strict=True)
-    run = functools.partial(_run, kernel, walk, static, places=places, **options)
+    run: Callable[..., Any] = functools.partial(
+        _run, kernel, walk, static, places=places, **options
+    )
     if rules.partitioned():
         own = rules.placed("lanes", shape=given.vectors.shape[:1])
         whole = jax.sharding.PartitionSpec()
