@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from brt.config import Mesh
 from brt.distributed.mesh import build
+from brt.layers.basic import remat_policy
 from brt.ops import dispatch
 from brt.ops.gates import GateWeights
 from brt.ops.normalization import l2_normalize
@@ -135,13 +136,63 @@ def test_devices_read_each_for_itself(mesh: Mesh) -> None:
     assert_close(found, expected, 5e-6)
 
 
+def test_devices_gather_weights_in_the_dtype_that_the_kernel_reads() -> None:
+    """And what the kernels give is of lanes: no gradient of whole weights is among it."""
+    arrays, flags = inputs(lanes=8, dtype="bfloat16")
+
+    def gradients(arrays: list[Any]) -> Any:
+        found, backward = jax.vjp(
+            lambda *x: tpu_cell.state_scan(*x, *flags, interpret=True, **OPTIONS), *arrays
+        )
+        return backward(found)
+
+    with jax.set_mesh(build(Mesh(fsdp=8), {})):
+        traced = jax.make_jaxpr(gradients)(arrays)
+    whole, lanes = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("fsdp")
+    passes = [eqn for eqn in traced.eqns if eqn.primitive.name == "shard_map"]
+    assert len(passes) == 2
+    for eqn in passes:
+        pairs = zip(eqn.invars, eqn.params["in_specs"], strict=True)
+        gathered = [x.aval for x, spec in pairs if spec == whole]
+        kernels = [x.dtype for x in gathered if x.shape[-2:] in ((WIDTH, SIZE), (SIZE, WIDTH))]
+        assert kernels == ["bfloat16"] * 5
+        assert set(eqn.params["out_specs"]) == {lanes}
+
+
+@pytest.mark.parametrize(("keep", "calls"), [("nothing", 3), ("products", 2)])
+def test_layers_that_keep_products_run_forward_once(keep: Any, calls: int) -> None:
+    """Also where the rest of a layer reads what tokens are shown."""
+    arrays, flags = inputs()
+
+    def layer(arrays: list[Any]) -> jax.Array:
+        found = tpu_cell.state_scan(*arrays, *flags, interpret=True, **OPTIONS)
+        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(found))
+
+    gradients = jax.grad(jax.checkpoint(layer, policy=remat_policy(keep)))
+    assert kernels_that_are_read(jax.make_jaxpr(gradients)(arrays).jaxpr) == calls
+
+
+def kernels_that_are_read(jaxpr: Any) -> int:
+    """JAX leaves the others in, which XLA then takes out."""
+    read = {id(x) for eqn in jaxpr.eqns for x in eqn.invars} | {id(x) for x in jaxpr.outvars}
+    found = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            found += any(id(x) in read for x in eqn.outvars)
+        elif "jaxpr" in eqn.params:
+            inner = eqn.params["jaxpr"]
+            found += kernels_that_are_read(getattr(inner, "jaxpr", inner))
+    return found
+
+
 def chip(kind: str) -> SimpleNamespace:
     return SimpleNamespace(device_kind=f"TPU {kind}")
 
 
 def paper(
-    lanes: int = 2, states: int = 512, dim: int = 1024, width: int = 128, dtype: str = "bfloat16"
-) -> list[Any]:
+    lanes: int = 2, states: int = 512, window: int = 512, dim: int = 1024, width: int = 128,
+    dtype: str = "bfloat16", layout: str = "skip",
+) -> list[Any]:  # fmt: skip
     """Shapes of the paper's cell, or of others."""
 
     def array(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
@@ -152,7 +203,11 @@ def paper(
         array(dim), array(states, dim), *by_head, array(8), array(8), array(2, 8, width, dim),
         GateWeights(array(dim)),
     )  # fmt: skip
-    tokens, flags = array(lanes, 512, 8, width, dtype=dtype), array(lanes, 1, dtype="bool")
+    if layout != "skip":
+        weights = weights._replace(mlp_in=array(dim, dim))
+    if layout == "single":
+        weights = weights._replace(output=None)
+    tokens, flags = array(lanes, window, 8, width, dtype=dtype), array(lanes, 1, dtype="bool")
     vectors = array(lanes, states, dim)
     return [weights, array(states, dim), vectors, (tokens, tokens), tokens, tokens, flags, flags]
 
@@ -163,13 +218,18 @@ def paper(
         ("v5 lite", {"lanes": 1}, {}, None),
         ("v5", {"lanes": 2}, {}, None),
         ("v5", {"lanes": 1}, {}, "sequences for each of 2 cores of a chip, not 1 of them"),
-        ("v4", {}, {}, "on the chip, 14 MiB of it at most, not 51"),
-        ("v5 lite", {"states": 1024}, {}, "on the chip, 62 MiB of it at most, not 87"),
+        ("v4", {}, {}, "on the chip, 14 MiB of it at most, not 55"),
+        ("v5 lite", {"states": 1024}, {}, "on the chip, 62 MiB of it at most, not 93"),
+        ("v5 lite", {"dtype": "float32"}, {}, "on the chip, 62 MiB of it at most, not 67"),
+        ("v5 lite", {"dtype": "float32", "states": 384, "window": 384}, {}, None),
+        ("v5 lite", {"states": 640, "window": 896, "dim": 768}, {}, "62 MiB of it at most, not 63"),
         ("v5 lite", {"states": 96}, {}, "not 96, 512 and 1024"),
         ("v5 lite", {"dim": 960}, {}, "not 512, 512 and 960"),
         ("v5 lite", {"width": 64}, {}, "heads of 128 or 256 in float32 or bfloat16, not of 64"),
         ("v5 lite", {"dtype": "float16"}, {}, "not of 128 in float16"),
-        ("v5 lite", {}, {"kind": "lstm"}, "the gate 'fixed' and the layout 'skip' only"),
+        ("v5 lite", {}, {"kind": "lstm"}, "in the layout 'skip' only, not 'lstm' in 'skip'"),
+        ("v5 lite", {"layout": "dual"}, {}, "the layout 'skip' only, not 'fixed' in 'dual'"),
+        ("v5 lite", {"layout": "single"}, {}, "the layout 'skip' only, not 'fixed' in 'single'"),
         ("v5 lite", {}, {"taps": jnp.zeros(1)}, "not a block of a loop over them"),
         ("v5 lite", {}, {"attention": "xla"}, "not by Kernels.softmax_attention = 'xla'"),
     ],
@@ -183,6 +243,13 @@ def test_what_the_kernel_does_not_support_is_said(
             lambda *x: said.append(tpu_cell.refuses(*x, **FIXED | changes)), *paper(**shape)
         )
     assert said == [None] if reason is None else reason in said[0]
+
+
+def test_heads_that_devices_share_are_refused() -> None:
+    said: list[str | None] = []
+    with dispatch.use_backend("tpu", chip("v5 lite")), jax.set_mesh(build(Mesh(tensor=8), {})):
+        jax.eval_shape(lambda *x: said.append(tpu_cell.refuses(*x, **FIXED)), *paper())
+    assert said == ["has all heads on one device, not on 8 that share them (Mesh.tensor)"]
 
 
 def test_a_named_kernel_that_cannot_raises() -> None:

@@ -20,7 +20,7 @@ from brt.distributed import rules
 from brt.ops.dense import weight_gradient
 from brt.ops.dispatch import kept
 from brt.ops.recurrent_attention.cell import CellWeights, StateMemory
-from brt.ops.recurrent_attention.tpu_cell_kernels import (
+from brt.ops.recurrent_attention.tpu_cell_arrays import (
     Flags,
     Gradients,
     Kept,
@@ -28,9 +28,8 @@ from brt.ops.recurrent_attention.tpu_cell_kernels import (
     Sums,
     Tokens,
     Weights,
-    backward_kernel,
-    forward_kernel,
 )
+from brt.ops.recurrent_attention.tpu_cell_kernels import backward_kernel, forward_kernel
 from brt.ops.recurrent_attention.tpu_cell_limits import refuses as refuses
 from brt.ops.recurrent_attention.tpu_cell_walk import Walk
 from brt.ops.recurrent_attention.tpu_kernels import Static
@@ -79,16 +78,7 @@ def state_scan(
     both = zip(cached, (keys, values), strict=True)
     of_keys, of_values = (tuple(x.swapaxes(1, 2) for x in pair) for pair in both)
     given = _Given(weights, initial, vectors, of_keys, of_values, flags)
-    scan: Callable[..., Any] = functools.partial(_scan, static=static)
-    if rules.partitioned():
-        whole, lanes = jax.sharding.PartitionSpec(), rules.placed("lanes", shape=vectors.shape[:1])
-        specs = jax.tree.map(lambda _: lanes, given)._replace(
-            weights=jax.tree.map(lambda _: whole, weights), initial=whole
-        )
-        scan = jax.shard_map(
-            scan, in_specs=(specs,), out_specs=lanes, axis_names=rules.axes(), check_vma=False
-        )
-    final, shown = scan(given)
+    final, shown = _scan(given, static)
     return final, StateMemory(*(x.swapaxes(2, 3) for x in shown))
 
 
@@ -134,7 +124,7 @@ def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Shown], tuple]
                  (_like(given.vectors), vectors)],
         scratch=[pltpu.VMEM((states, dim), jnp.float32)] * 2,
     )  # fmt: skip
-    saved, final = jax.tree.map(kept, (saved, final))
+    saved, shown, final = jax.tree.map(kept, (saved, shown, final))
     return (final, shown), (given, final, saved)
 
 
@@ -205,23 +195,39 @@ def _like(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _call(
-    kernel: Any, given: _Given, walk: Walk, static: Static, *, products: int,
-    inputs: list, outputs: list, scratch: list,
+    kernel: Any, given: _Given, walk: Walk, static: Static, *, inputs: list, **options: Any
+) -> Any:
+    """On each device for its own lanes. What is around it is the partitioner's: weights are
+    gathered as the kernel reads them, and gradients go where the parameters are."""
+    arrays, places = zip(*inputs, strict=True)
+    run: Callable[..., Any] = functools.partial(
+        _run, kernel, walk, static, places=places, **options
+    )
+    if rules.partitioned():
+        own = rules.placed("lanes", shape=given.vectors.shape[:1])
+        whole = jax.sharding.PartitionSpec()
+        specs = own, own, *(whole if isinstance(x, Weights) else own for x in arrays)
+        run = jax.shard_map(
+            run, in_specs=specs, out_specs=own, axis_names=rules.axes(), check_vma=False
+        )
+    return run(given.flags, (given.keys, given.values), *arrays)
+
+
+def _run(
+    kernel: Any, walk: Walk, static: Static, flags: Flags, pairs: Any, *arrays: Any,
+    products: int, places: tuple, outputs: list, scratch: list,
 ) -> Any:  # fmt: skip
     """Tokens go first. The name is what `brt.planning.schedules` knows a kernel by, and how often
     its grid runs; its size is that of the products of a step, of weights and of attention."""
-    (lanes, states, dim), (_, heads, window, width) = given.vectors.shape, given.keys[0].shape
-    slots, dtype = states + 2 * window, given.keys[1].dtype
-    pairs = given.keys, given.values
-    tokens = tuple(Tokens(cached, own, own) for cached, own in pairs)
-    arrays, places = zip(*inputs, strict=True)
+    (lanes, blocks), ((cached, own), _) = flags.readable.shape, pairs
+    (_, heads, window, width), (states, dim) = cached.shape, arrays[0].shape[1:]
+    slots, dtype, steps = states + 2 * window, own.dtype, lanes * blocks * heads
     shapes, destinations = zip(*outputs, strict=True)
-    grid = lanes, walk.blocks, heads
-    steps = lanes * walk.blocks * heads
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((lanes, *x.shape[1:]), x.dtype), shapes)
     return pl.pallas_call(
         functools.partial(kernel, static=static),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1, grid=grid,
+            num_scalar_prefetch=1, grid=(lanes, blocks, heads),
             in_specs=[tuple(walk.tokens(*pair) for pair in pairs), *places],
             out_specs=list(destinations), scratch_shapes=scratch,
         ),
@@ -240,4 +246,4 @@ def _call(
                 x.size * x.dtype.itemsize for x in jax.tree.leaves((pairs, arrays, shapes))
             ),
         ),
-    )(given.flags, tokens, *arrays)  # fmt: skip
+    )(flags, tuple(Tokens(cached, own, own) for cached, own in pairs), *arrays)  # fmt: skip

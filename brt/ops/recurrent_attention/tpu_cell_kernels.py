@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,118 +11,19 @@ from jaxtyping import Array, Float
 
 from brt.ops.normalization import EPSILON
 from brt.ops.recurrent_attention import tpu_kernels
+from brt.ops.recurrent_attention.tpu_cell_arrays import (
+    Flags,
+    Gradients,
+    Kept,
+    Shown,
+    Sums,
+    Tokens,
+    Weights,
+)
 from brt.ops.recurrent_attention.tpu_kernels import VALUES, Outputs, Static
 from brt.ops.tpu import BY_ROW, PLAIN, product, through_unit
 
 _ROWS = 64  # of states that norm and gate take at once
-
-
-class Flags(NamedTuple):
-    """[B, N], of all lanes and blocks."""
-
-    readable: Any
-    starts: Any
-
-
-class Weights(NamedTuple):
-    """Of the cell; of what heads have, one's.
-
-    Attributes:
-      norm, gate: [1, D].
-      ids, initial: [S, D]; forward only.
-      projection: [D, K] of keys, both queries and values.
-      output: [2, K, D].
-      scales: [2, 128].
-    """
-
-    norm: Any
-    gate: Any
-    projection: Any
-    output: Any
-    scales: Any
-    ids: Any = None
-    initial: Any = None
-
-
-class Tokens(NamedTuple):
-    """Keys or values [W, K] of what was cached, of the block before, and of this one."""
-
-    cached: Any
-    before: Any
-    own: Any
-
-    def both(self, first: Array) -> tuple[Array, Any]:
-        """Those of two blocks; `first`: whether there is none before this one in the segment."""
-        return jax.lax.select(first, self.cached[...], self.before[...]), self.own
-
-
-class Kept(NamedTuple):
-    """What the backward pass reads of a block.
-
-    Attributes:
-      vectors: [S, D], the states before it, float32.
-      hidden: [S, D], what the projection reads; of it only the weights' gradient is made.
-      projected: [4, S, K].
-      y: [2, S, K].
-      lse: [2, 1, S].
-    """
-
-    vectors: Any
-    hidden: Any
-    projected: Any
-    y: Any
-    lse: Any
-
-
-class Shown(NamedTuple):
-    """[S, K] of the states before a block, that its tokens read."""
-
-    keys: Any
-    values: Any
-
-
-class Sums(NamedTuple):
-    """On the chip over the blocks of a lane, backward.
-
-    Attributes:
-      carry: [S, D], the gradient of the states.
-      after: [S, D], the states that came of a block.
-      hidden: [S, D], the gradient of what the projection reads.
-      read: [2, S, K], that of what states read.
-      attended: [S + 2 W, K] of keys and of values.
-      behind: [H, W, K] of keys and of values of this block's tokens, by the block behind it.
-    """
-
-    carry: Any
-    after: Any
-    hidden: Any
-    read: Any
-    attended: tuple[Any, Any]
-    behind: tuple[Any, Any]
-
-
-class Gradients(NamedTuple):
-    """Of a step of the grid, or of its block or lane.
-
-    Attributes:
-      projected: [4, S, K].
-      update: [S, D], of the output product.
-      keys, values: [W, K] of tokens that were cached, and of this block's.
-      vectors, initial, ids: [S, D].
-      norm, gate: [1, D].
-      scales: [2, 128].
-    """
-
-    projected: Any
-    update: Any
-    keys: tuple[Any, Any]
-    values: tuple[Any, Any]
-    vectors: Any
-    initial: Any
-    ids: Any
-    norm: Any
-    gate: Any
-    scales: Any
 
 
 def _by_rows(x: Any, body: Callable[[Any], None]) -> None:
@@ -149,6 +50,8 @@ def forward_kernel(
     flags: Flags, tokens: tuple[Tokens, Tokens], vectors: Any, weights: Weights, kept: Kept,
     shown: Shown, final: Any, state: Any, update: Any, *, static: Static,
 ) -> None:  # fmt: skip
+    """All [S, D] in float32: `vectors` and `final` are the states before and after the segment,
+    `state` and `update`, on the chip, those before a block, and what its heads add to them."""
     lane, n, head = (pl.program_id(axis) for axis in range(3))
 
     @pl.when((n == 0) & (head == 0))

@@ -8,6 +8,7 @@ from jaxtyping import Array, PyTree
 from brt.distributed import rules
 from brt.ops.dispatch import AUTO
 from brt.ops.recurrent_attention.cell import CellWeights
+from brt.ops.recurrent_attention.tpu_kernels import ROWS
 from brt.ops.tpu import LANES, cores, room
 
 
@@ -27,8 +28,8 @@ def refuses(
     (lanes, states, dim), (window, heads, width) = vectors.shape, cached[0].shape[1:]
     if attention not in (None, AUTO):
         return f"attends by itself, not by Kernels.softmax_attention = {attention!r}"
-    if kind != "fixed" or weights.output is None or weights.mlp_in is not None:
-        return "has the gate 'fixed' and the layout 'skip' only"
+    if (kind, layout := _layout(weights)) != ("fixed", "skip"):
+        return f"has the gate 'fixed' in the layout 'skip' only, not {kind!r} in {layout!r}"
     if taps is not None:
         return "takes all blocks of a segment at once, not a block of a loop over them"
     if states % LANES or window % LANES or dim % LANES:
@@ -38,20 +39,30 @@ def refuses(
         )
     if width not in (128, 256) or keys.dtype not in (jnp.float32, jnp.bfloat16):
         return f"has heads of 128 or 256 in float32 or bfloat16, not of {width} in {keys.dtype}"
-    if rules.count("heads", heads) > 1:
-        return "has all heads on one device"
+    if (sharing := rules.count("heads", heads)) > 1:
+        return f"has all heads on one device, not on {sharing} that share them (Mesh.tensor)"
     here = lanes // rules.count("lanes", lanes)
     if here % cores():
         return f"has sequences for each of {cores()} cores of a chip, not {here} of them"
     if (taken := _bytes(states, window, dim, heads, width, keys.dtype.itemsize)) > room():
-        return f"keeps states on the chip, {room() >> 20} MiB of it at most, not {taken >> 20}"
+        most, taken = room() >> 20, -(-taken >> 20)
+        return f"keeps states on the chip, {most} MiB of it at most, not {taken}"
     return None
 
 
+def _layout(weights: CellWeights) -> str:
+    if weights.output is None:
+        return "single"
+    return "skip" if weights.mlp_in is None else "dual"
+
+
 def _bytes(states: int, window: int, dim: int, heads: int, width: int, itemsize: int) -> int:
-    """Of VMEM that the backward pass takes: two of each block, its sums, a tile of logits."""
+    """Of VMEM that the backward pass takes: two of each block, its sums, a tile of logits, and both
+    sides of the last product, of all four projections, with what comes of it."""
     vectors, slots = states * dim * 4, states + 2 * window
     blocks = 2 * (6 * vectors + itemsize * (states * dim + 6 * dim * width))
     by_head = 2 * width * itemsize * (12 * states + 10 * window)
     sums = 3 * vectors + 2 * width * (states * itemsize + 4 * slots + 4 * heads * window)
-    return blocks + by_head + sums + 5 * max(states, 2 * window) * min(256, states) * 4
+    tile = 5 * max(states, 2 * window) * min(ROWS, states) * 4
+    joined = 4 * width * itemsize * (states + dim) + vectors
+    return blocks + by_head + sums + tile + joined

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from brt.ops.recurrent_attention.tpu_cell_kernels import Kept, Tokens, Weights
+from brt.ops.recurrent_attention.tpu_cell_arrays import Kept, Tokens, Weights
 
 
 class Walk(NamedTuple):
