@@ -139,8 +139,8 @@ def _forward(
         jax.ShapeDtypeStruct((batch, heads, 2, 1, states), jnp.float32),
     )
     (found,) = _call(forward_kernel, given, given.inputs(), shapes, static, products=2)
-    y, lse = (kept(x) for x in (found.y, found.lse))
-    return (y, StateMemory(found.keys, given.projected[VALUES])), (given, y, lse)
+    y, lse, keys = (kept(x) for x in (found.y, found.lse, found.keys))
+    return (y, StateMemory(keys, given.projected[VALUES])), (given, y, lse)
 
 
 def _backward(
