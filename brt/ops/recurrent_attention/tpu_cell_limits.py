@@ -9,7 +9,7 @@ from brt.distributed import rules
 from brt.ops.dispatch import AUTO
 from brt.ops.recurrent_attention.cell import CellWeights
 from brt.ops.recurrent_attention.tpu_kernels import ROWS
-from brt.ops.tpu import LANES, cores, room
+from brt.ops.tpu import LANES, cores, too_large
 
 
 def refuses(
@@ -44,10 +44,7 @@ def refuses(
     here = lanes // rules.count("lanes", lanes)
     if here % cores():
         return f"has sequences for each of {cores()} cores of a chip, not {here} of them"
-    if (taken := _bytes(states, window, dim, heads, width, keys.dtype.itemsize)) > room():
-        most, taken = room() >> 20, -(-taken >> 20)
-        return f"keeps states on the chip, {most} MiB of it at most, not {taken}"
-    return None
+    return too_large(_bytes(states, window, dim, heads, width, keys.dtype.itemsize), "states")
 
 
 def _layout(weights: CellWeights) -> str:
