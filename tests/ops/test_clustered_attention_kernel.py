@@ -1,13 +1,13 @@
 """The kernels for TPUs, interpreted: clusters equal those of plain XLA, attention nearly so."""
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from by_label import KERNEL, V4, arrays, assert_close, by, run
 from jax.experimental.pallas import tpu as pltpu
 
 from brt.config import Attention, Mesh
@@ -21,11 +21,9 @@ from brt.ops.clustered_attention import (
 )
 from brt.ops.dropout import Dropout
 
-TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}  # of the largest magnitude of an array
-KERNEL = "pallas_interpret"
 
-
-V4 = SimpleNamespace(device_kind="TPU v4")  # whose cores have 16 MiB
+def clustered(clusters: int) -> Attention:
+    return Attention(kind="clustered", clusters=clusters)
 
 
 def codes(tokens: int, bits: int, clusters: int, lanes: int = 2) -> tuple[jax.Array, ...]:
@@ -38,49 +36,6 @@ def codes(tokens: int, bits: int, clusters: int, lanes: int = 2) -> tuple[jax.Ar
     valid, active = np.ones((lanes, tokens), bool), np.ones((lanes, clusters), bool)
     valid[-1, tokens // 2 :] = active[-1, -1] = False
     return tuple(map(jnp.asarray, (signs(tokens), valid, signs(clusters), active)))
-
-
-def arrays(tokens: int, keys: int, clusters: int, dtype: str = "float32", lanes: int = 2) -> Any:
-    """Queries, keys, values, which keys there are, and labels; one lane has no key."""
-    rng = np.random.default_rng(tokens)
-    heads, width = 2, 8
-    q, k, v = (
-        jnp.asarray(rng.normal(size=(lanes, n, heads, width)), dtype) for n in (tokens, keys, keys)
-    )
-    valid = np.arange(keys)[None] < np.array([keys - 3] * (lanes - 1) + [0])[:, None]
-    labels = rng.integers(0, clusters - 1, (lanes, heads, tokens))
-    labels[:, :, ::7] = clusters
-    return (q, k, v), jnp.asarray(valid), jnp.asarray(labels, jnp.int32)
-
-
-def run(given: Any, clusters: int, attend: Any) -> Any:
-    """The output, and the gradients of a sum of it with random weights; the same twice."""
-    qkv, *others = given
-    config = Attention(kind="clustered", clusters=clusters)
-    weights = jnp.asarray(np.random.default_rng(0).normal(size=qkv[0].shape), jnp.float32)
-
-    def loss(qkv: Any, weights: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y = attend(*qkv, *others, config)
-        return jnp.sum(y * weights), y
-
-    function = jax.jit(jax.grad(loss, has_aux=True))
-    found = function(qkv, weights, *others)
-    again = function(qkv, weights, *others)
-    jax.tree.map(np.testing.assert_array_equal, again, found)
-    return found
-
-
-def by(name: str) -> Any:
-    return partial(attend_by_label, scale=0.5, implementation=name)
-
-
-def assert_close(found: Any, expected: Any, dtype: str = "float32") -> None:
-    for (path, a), b in zip(
-        jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
-    ):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        error = np.abs(a - b).max() / np.abs(b).max()
-        assert error <= TOLERANCE[dtype], f"{jax.tree_util.keystr(path)}: {error:.1e}"
 
 
 @pytest.mark.parametrize(("tokens", "bits", "clusters"), [(40, 8, 6), (700, 63, 130)])
@@ -106,7 +61,7 @@ def test_attention_and_gradients_are_those_of_xla(
     tokens: int, keys: int, clusters: int, dtype: str
 ) -> None:
     given = arrays(tokens, keys, clusters, dtype)
-    expected, found = (run(given, clusters, by(name)) for name in ("xla", KERNEL))
+    expected, found = (run(given, clustered(clusters), by(name)) for name in ("xla", KERNEL))
     assert_close(found, expected, dtype)
     padding = np.moveaxis(np.asarray(given[2]) == clusters, 1, 2)
     assert not np.any(np.asarray(found[1])[padding]) and not np.any(found[1][-1])
@@ -129,7 +84,10 @@ def test_nothing_is_read_that_was_not_written_and_nothing_races(
 
     (q, k, v), valid, labels = arrays(24, 24, 5)
     given = (jnp.where((labels[:, 0] < 5)[..., None, None], q, 0), k, v), valid, labels
-    assert_close(run(given, 5, attend), run(given, 5, partial(by("xla"), scale=1.0)))
+    found, expected = (
+        run(given, clustered(5), way) for way in (attend, partial(by("xla"), scale=1.0))
+    )
+    assert_close(found, expected)
     assert "RACE" not in capfd.readouterr().out
 
 
@@ -139,9 +97,10 @@ def test_nothing_is_read_that_was_not_written_and_nothing_races(
 def test_devices_that_share_lanes_and_heads_equal_one(mesh: Mesh) -> None:
     given, of_codes = arrays(24, 24, 5, lanes=4), codes(40, 8, 6, lanes=4)
     find = partial(kmeans, iterations=2, implementation=KERNEL)
-    expected = run(given, 5, by("xla")), kmeans(*of_codes, iterations=2, implementation="xla")
+    config = clustered(5)
+    expected = run(given, config, by("xla")), kmeans(*of_codes, iterations=2, implementation="xla")
     with jax.set_mesh(build(mesh, {})):
-        assert_close(run(given, 5, by(KERNEL)), expected[0])
+        assert_close(run(given, config, by(KERNEL)), expected[0])
         jax.tree.map(np.testing.assert_array_equal, jax.jit(find)(*of_codes), expected[1])
 
 

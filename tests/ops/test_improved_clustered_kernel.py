@@ -1,13 +1,13 @@
 """The kernel of improved clustered attention for TPUs, interpreted, against the reference."""
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from by_label import KERNEL, V4, arrays, assert_close, by, run
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -17,52 +17,9 @@ from brt.ops import dispatch
 from brt.ops.clustered_attention import attend_by_label, best_tpu, improved_tpu
 from brt.ops.dropout import Dropout
 
-TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}  # of the largest magnitude of an array
-KERNEL = "pallas_interpret"
-V4 = SimpleNamespace(device_kind="TPU v4")  # whose cores have 16 MiB
-
-
-def arrays(tokens: int, keys: int, clusters: int, dtype: str = "float32", lanes: int = 2) -> Any:
-    """Queries, keys, values, which keys there are, and labels; the last lane has no key."""
-    rng = np.random.default_rng(tokens)
-    q, k, v = (jnp.asarray(rng.normal(size=(lanes, n, 2, 8)), dtype) for n in (tokens, keys, keys))
-    valid = np.arange(keys)[None] < np.array([keys - 3] * (lanes - 1) + [0])[:, None]
-    labels = rng.integers(0, clusters - 1, (lanes, 2, tokens))  # the last cluster is empty
-    labels[:, :, ::7] = clusters
-    return (q, k, v), jnp.asarray(valid), jnp.asarray(labels, jnp.int32)
-
-
-def run(given: Any, config: Attention, attend: Any) -> Any:
-    """The gradients of a sum of the output with random weights, and it; the same twice."""
-    qkv, *others = given
-    weights = jnp.asarray(np.random.default_rng(0).normal(size=qkv[0].shape), jnp.float32)
-
-    def loss(qkv: Any, weights: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y = attend(*qkv, *others, config)
-        return jnp.sum(y * weights), y
-
-    function = jax.jit(jax.grad(loss, has_aux=True))
-    found = function(qkv, weights, *others)
-    again = function(qkv, weights, *others)
-    jax.tree.map(np.testing.assert_array_equal, again, found)
-    return found
-
-
-def by(name: str) -> Any:
-    return partial(attend_by_label, scale=0.5, implementation=name)
-
 
 def improved(clusters: int, top_k: int, **changes: Any) -> Attention:
     return Attention(kind="improved_clustered", clusters=clusters, top_k=top_k, **changes)
-
-
-def assert_close(found: Any, expected: Any, dtype: str = "float32") -> None:
-    for (path, a), b in zip(
-        jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
-    ):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        error = np.abs(a - b).max() / np.abs(b).max()
-        assert error <= TOLERANCE[dtype], f"{jax.tree_util.keystr(path)}: {error:.1e}"
 
 
 @pytest.mark.parametrize(

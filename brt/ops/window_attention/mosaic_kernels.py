@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from brt.ops.softmax import FLOOR
-from brt.ops.window_attention.gpu_kernels import LOG2E
+from brt.ops.window_attention.gpu_kernels import LOG2E, where
 from brt.ops.window_attention.mosaic_inputs import TILE, Inputs, zero
 from brt.ops.window_attention.mosaic_tiles import (
     Ring,
@@ -183,10 +183,6 @@ def window_attention_band(
 
     total = Ring(arrived, copy).walk(walk, add, constant(0.0, TILE, TILE))
     write_square(total, strip.at[0], d_strip, (group, head, distance))
-
-
-def where(may_read: Any, x: Array) -> Array:
-    return x if may_read is True else jnp.where(may_read, x, 0.0)
 
 
 def dropped(x: Array, factors: Any, slot: Array) -> Array:

@@ -36,7 +36,7 @@ except ImportError:  # some day: jax 0.11 deprecates it
 
 _LIMITS = Limits((128, 256, 512, 1024, 2048, 4096), (64, 128, 256), ("bfloat16", "float16"))
 _CAPABILITY = "9.0"  # others have less shared memory, or other matrix units
-_WALK = 32  # tiles of queries of which a program adds up the bias's gradient, at most
+WALK = 32  # tiles of queries of which a program adds up the bias's gradient, at most
 
 
 class _Launch(NamedTuple):
@@ -104,7 +104,7 @@ class Static(NamedTuple):
 
     attend_to_self: bool
     null_keys: bool
-    interpret: bool
+    interpret: Any  # as the backend's call takes it
 
 
 def window_attention(
@@ -166,7 +166,7 @@ def _attend(given: _Given, static: Static) -> tuple[Float[Array, "B T H K"], Flo
 def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]:
     batch, tokens, heads, _ = given.q.shape
     numbers = jax.ShapeDtypeStruct((batch, heads, tokens), jnp.float32)
-    outputs = [(_like(given.q), _tokens(given.q)), (numbers, _numbers(numbers))]
+    outputs = [(like(given.q), _tokens(given.q)), (numbers, _numbers(numbers))]
     launch = given.launch("forward")
     y, lse = _call(
         gpu_kernels.window_attention_forward, given, static, launch,
@@ -182,7 +182,7 @@ def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> t
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
     others = {"gradient": gradient, "lse": lse, "along": along.swapaxes(1, 2) - d_lse}
     batch, tokens, heads, _ = given.q.shape
-    q, k, v = ((_like(x), _tokens(x)) for x in (given.q, given.k, given.v))
+    q, k, v = ((like(x), _tokens(x)) for x in (given.q, given.k, given.v))
     launch = given.launch("queries")
     (d_q,) = _call(
         gpu_kernels.window_attention_queries, given, static, launch,
@@ -206,7 +206,7 @@ def _bias_gradient(given: _Given, static: Static, others: dict[str, Array]) -> F
     batch, tokens, heads, _ = given.q.shape
     launch = given.launch("band")
     rows = launch.rows
-    stretches, walk = given.window // rows + 1, math.gcd(tokens // rows, _WALK)
+    stretches, walk = given.window // rows + 1, math.gcd(tokens // rows, WALK)
     groups = batch * (tokens // rows // walk)
     shape = jax.ShapeDtypeStruct((groups, heads, stretches, rows, rows), jnp.float32)
     spec = pl.BlockSpec((None, None, None, rows, rows), lambda s, h, g: (g, h, s, 0, 0))
@@ -230,7 +230,7 @@ def _distances(tiles: Float[Array, "H M R R"], window: int, nearest: int) -> Flo
     return jnp.flip(band.reshape(heads, -1)[:, begin : begin + window], axis=1)
 
 
-def _like(x: Array) -> jax.ShapeDtypeStruct:
+def like(x: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 

@@ -24,9 +24,7 @@ from brt.ops.dispatch import kept
 from brt.ops.softmax import MASKED
 from brt.ops.window_attention import pallas_gpu
 from brt.ops.window_attention.mosaic_inputs import TILE, Inputs, parts_of
-
-_WALK = 32  # tiles of queries of which a program adds up the strip's gradient, at most
-
+from brt.ops.window_attention.pallas_gpu import WALK, Static, like
 
 # How many tiles are on their way or computed with at once, by the size of a head and kernel: what
 # leaves shared memory for a second program of a multiprocessor, or takes all of it.
@@ -59,14 +57,6 @@ def refuses(
             raise
         return f"needs Pallas' Mosaic GPU backend of jax 0.10, and here: {error}"
     return pallas_gpu.refuses_on_hopper(queries, cached)
-
-
-class Static(NamedTuple):
-    """What is known when tracing; `interpret` as `mosaic_gpu.kernel` takes it."""
-
-    attend_to_self: bool
-    null_keys: bool
-    interpret: Any
 
 
 def window_attention(
@@ -143,7 +133,7 @@ def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]
     grid = lanes, heads, tokens // TILE
     y, lse = _call(
         "forward", given, static, given.inputs(static)._replace(turned=None), grid,
-        [_like(given.q), jax.ShapeDtypeStruct((*grid, TILE), jnp.float32)],
+        [like(given.q), jax.ShapeDtypeStruct((*grid, TILE), jnp.float32)],
         {"own": "vectors"}, {"keys": "vectors", "values": "vectors", "strip": "square"},
         null_keys=static.null_keys,
     )  # fmt: skip
@@ -171,7 +161,7 @@ def _queries_gradient(given: _Given, static: Static, inputs: Inputs) -> Float[Ar
     lanes, tokens, heads, _ = given.q.shape
     (d_q,) = _call(
         "queries", given, static, inputs, (lanes, heads, tokens // TILE),
-        [_like(given.q)], {"own": "vectors", "theirs": "vectors", "row": "numbers"},
+        [like(given.q)], {"own": "vectors", "theirs": "vectors", "row": "numbers"},
         {"keys": "vectors", "values": "vectors", "strip": "square"}, null_keys=static.null_keys,
     )  # fmt: skip
     return d_q
@@ -187,7 +177,7 @@ def _keys_gradients(
     d_k, d_v = _call(
         "keys", given, static, inputs,
         (lanes, heads, tokens // TILE * parts_of(given.k)),
-        [_like(given.k), _like(given.v)], {"own": "vectors", "theirs": "vectors"},
+        [like(given.k), like(given.v)], {"own": "vectors", "theirs": "vectors"},
         {"q": "vectors", "gradient": "vectors", "strip": "square", "row": "numbers"},
     )  # fmt: skip
     return d_k, d_v
@@ -196,7 +186,7 @@ def _keys_gradients(
 def _bias_gradient(given: _Given, static: Static, inputs: Inputs) -> Float[Array, "H W"]:
     """By tiles of the strip, over groups of tiles of queries."""
     lanes, tokens, heads, _ = given.q.shape
-    walk = math.gcd(tokens // TILE, _WALK)
+    walk = math.gcd(tokens // TILE, WALK)
     groups = lanes * (tokens // TILE // walk)
     names = "q", "gradient", "keys", "values"
     (found,) = _call(
@@ -207,10 +197,6 @@ def _bias_gradient(given: _Given, static: Static, inputs: Inputs) -> Float[Array
     )  # fmt: skip
     _, of_strip = jax.vjp(lambda bias: given.strips(static)(bias)[0], given.bias)
     return of_strip(jnp.sum(found, axis=0))[0]
-
-
-def _like(x: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _call(
