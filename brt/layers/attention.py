@@ -37,6 +37,7 @@ from brt.ops.positions import Rotation, alibi_bias, relative_bias, rotate, rotat
 from brt.ops.recurrent_attention import StateMemory
 from brt.ops.reductions import add_shared
 from brt.ops.softmax_attention import attend
+from brt.ops.tpu import stored
 from brt.ops.window_attention import last_block, normalizes, segment_part, window_part_step
 
 # (queries [B, T, H, K], what they read in the window) -> that mixed with something else
@@ -333,7 +334,8 @@ class TransformerBlock(nn.Module):
         hidden = deferred.dot(rms_norm(x, self.mlp_norm), self.mlp_in, taps.mlp_in)
         if self.model.mlp_bias:
             hidden = add_shared(hidden, self.mlp_in_bias)
-        hidden = constrain(relu(hidden), "lanes", tokens, "mlp")
+        hidden = relu(hidden, keeps=taps.mlp_out is not None)
+        hidden = constrain(hidden, "lanes", tokens, "mlp")
         out = deferred.dot(hidden, self.mlp_out, taps.mlp_out)
         if self.model.mlp_bias:
             out = add_shared(out, self.mlp_out_bias)
@@ -358,6 +360,8 @@ def with_cache(
     values = last_block(projections.values, model.window)
     if projections.raw:  # else all of them would be normalised for the sake of the last
         keys = l2_normalize(last_block(projections.raw.keys, model.window))
+        if values.shape == projections.values.shape:  # of the one block, which the next one reads
+            keys = stored(keys)
     else:
         keys = last_block(projections.keys, model.window)
     after = WindowState(keys, values, jnp.ones_like(state.valid))

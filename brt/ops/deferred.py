@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
 from brt.distributed.rules import count
@@ -50,7 +51,7 @@ class _Like(NamedTuple):
     """What products are like: how many axes they sum over, and how many parts are `joined`."""
 
     inputs: int
-    layers: bool = False  # whether the first axis of kernels is theirs
+    layers: bool = False  # whether the first axis of kernels is theirs, which may be computed again
     parts: int = 0
 
 
@@ -125,9 +126,10 @@ def _taps_backward(
     none, kinds = saved
 
     def of_layer(pair: Tap, i: int, outputs: int) -> Array:
+        summed = partial(weight_gradient, dy=pair.outputs[i], outputs=outputs, as_bits=like.layers)
         if not like.parts:
-            return weight_gradient(pair.inputs, pair.outputs[i], like.inputs, outputs)
-        found = (weight_gradient(x, pair.outputs[i], like.inputs - 1, outputs) for x in pair.inputs)
+            return summed(pair.inputs, inputs=like.inputs)
+        found = (summed(x, inputs=like.inputs - 1) for x in pair.inputs)
         return jnp.stack(list(found))
 
     def gradient(i: int, kind: Array) -> Array:
@@ -200,6 +202,10 @@ def _joined(
     parts: tuple[Array, ...], kernel: Float[Array, "P ..."], tap: Tap | None, inputs: int
 ) -> Array:
     """Added up in float32."""
+    return _sum(parts, kernel, inputs)
+
+
+def _sum(parts: tuple[Array, ...], kernel: Float[Array, "P ..."], inputs: int) -> Array:
     pairs = zip(parts, jnp.unstack(kernel.astype(parts[0].dtype)), strict=True)
     product = partial(jnp.tensordot, axes=inputs - 1, preferred_element_type=jnp.float32)
     first, *others = (product(*pair) for pair in pairs)
@@ -209,7 +215,9 @@ def _joined(
 def _joined_forward(
     parts: tuple[Array, ...], kernel: Array, tap: Tap | None, inputs: int
 ) -> tuple[Array, tuple]:
-    return _joined(parts, kernel, tap, inputs), (parts, kernel, None if tap is None else ())
+    # As a product is kept; else each part's is, in float32.
+    y = checkpoint_name(_sum(parts, kernel, inputs), dispatch.KERNEL)
+    return y, (parts, kernel, None if tap is None else ())
 
 
 def _joined_backward(

@@ -71,6 +71,11 @@ def stored(x: Array) -> Array:
     return jax.lax.optimization_barrier(x) if dispatch.backend() == "tpu" else x
 
 
+def tokens_first(x: Float[Array, "B H T K"]) -> Float[Array, "B T H K"]:
+    """Turned as bits: what a kernel wrote as such is found as such, if that is what is wanted."""
+    return jax.lax.bitcast_convert_type(stored(dispatch.bits(x).swapaxes(1, 2)), x.dtype)
+
+
 def product(a: Array, b: Array, axes: tuple) -> Array:
     """Float32; of float32 at full precision."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None

@@ -26,14 +26,15 @@ def pairs(
     return x, dy, len(inputs), len(outputs)
 
 
+@pytest.mark.parametrize("as_bits", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), KINDS)
 def test_equals_float64_and_writes_all(
-    inputs: tuple[int, ...], outputs: tuple[int, ...], capfd: pytest.CaptureFixture
+    inputs: tuple[int, ...], outputs: tuple[int, ...], as_bits: bool, capfd: pytest.CaptureFixture
 ) -> None:
     """Sums of products of bfloat16 in float32: of the largest magnitude."""
     x, dy, *axes = pairs(inputs, outputs)
     watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
-    found = np.asarray(pallas_tpu.weight_gradient(x, dy, *axes, interpret=watched))
+    found = np.asarray(pallas_tpu.weight_gradient(x, dy, *axes, as_bits=as_bits, interpret=watched))
     rows = (0, 1, 2)
     wanted = np.tensordot(*(np.asarray(y, np.float64) for y in (x, dy)), axes=(rows, rows))
     assert found.shape == (*inputs, *outputs)

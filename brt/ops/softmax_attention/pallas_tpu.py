@@ -26,6 +26,7 @@ from brt.ops.tpu import (
     product,
     refuses_heads,
     through_unit,
+    tokens_first,
     too_large,
     unit,
 )
@@ -77,7 +78,7 @@ def attention(
         readable = jnp.ones(queries.shape[:1], bool)
     k, v = (x.reshape(-1, *x.shape[-3:]) for x in (k, v))
     given = _Given(queries.swapaxes(1, 2), k, v, readable.astype(jnp.int32), scale)
-    return _attend(given, static).swapaxes(1, 2)
+    return _attend(given, static)
 
 
 interpreted = functools.partial(attention, interpret=True)
@@ -122,7 +123,7 @@ class _Given(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(given: _Given, static: _Static) -> Float[Array, "B H T K"]:
+def _attend(given: _Given, static: _Static) -> Float[Array, "B T H K"]:
     return _forward(given, static)[0]
 
 
@@ -138,11 +139,11 @@ def _forward(given: _Given, static: _Static) -> tuple[Array, tuple]:
         products=2,
     )(given.readable, *given[:3], given.lengths())  # fmt: skip
     y, lse = kept(y, q.dtype), kept(lse)
-    return y, (given, y, lse)
+    return tokens_first(y), (given, y, lse)
 
 
 def _backward(static: _Static, saved: tuple, gradient: Array) -> tuple[_Given]:
-    given, y, lse = saved
+    (given, y, lse), gradient = saved, gradient.swapaxes(1, 2)
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
     along = along.reshape(given.numbers())
     of_q, of_k, numbers, length = _places(given)

@@ -25,6 +25,7 @@ def weight_gradient(
     inputs: int = 1,
     outputs: int = 1,
     *,
+    as_bits: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "..."]:
     """The sum over steps and rows of x^T dy, float32.
@@ -33,6 +34,7 @@ def weight_gradient(
       x: [N, *rows, *inputs], of N steps of a loop.
       dy: [N, *rows, *outputs].
       inputs, outputs: how many axes.
+      as_bits: x is read as bits, which it was `dispatch.kept` as: no copy makes numbers of them.
       implementation: a named one runs or raises; None takes the best that can.
 
     Returns:
@@ -41,4 +43,4 @@ def weight_gradient(
     Raises:
       NotImplementedError: an implementation that does not exist, or not for these inputs.
     """
-    return dispatch.run(OP, implementation, x, dy, inputs, outputs)
+    return dispatch.run(OP, implementation, x, dy, inputs, outputs, as_bits=as_bits)

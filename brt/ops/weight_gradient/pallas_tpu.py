@@ -7,15 +7,17 @@ operands of their own, and a step of the grid makes one tile of the sum.
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from brt.distributed import rules
+from brt.ops import dispatch
 from brt.ops.tpu import BY_SLOT, LANES, VMEM_BYTES, product, too_large
 
 _LEFT, _RIGHT = (512, 256, 128), 256  # columns of a tile, of one head or several
@@ -68,17 +70,19 @@ class _Side(NamedTuple):
         there, column = _divided(i, self.width // self.columns)
         return *_divided(there, self.groups[1] // self.heads), column
 
-    def by_step(self, x: Float[Array, "N ..."]) -> list[Float[Array, "A B H R K"]]:
+    def by_step(self, parts: Iterable[Array]) -> list[Shaped[Array, "A B H R K"]]:
         """The arrays as most of what makes them has them."""
         shape = self.lanes, self.rows, *self.groups, self.width
-        return [part.reshape(shape).transpose(2, 0, 3, 1, 4) for part in jnp.unstack(x)]
+        return [part.reshape(shape).transpose(2, 0, 3, 1, 4) for part in parts]
 
 
 def _divided(i: Any, count: int) -> tuple[Any, Any]:
     return jax.lax.div(i, jnp.int32(count)), jax.lax.rem(i, jnp.int32(count))
 
 
-def refuses(x: Array, dy: Array, inputs: int = 1, outputs: int = 1) -> str | None:
+def refuses(
+    x: Array, dy: Array, inputs: int = 1, outputs: int = 1, *, as_bits: bool = False
+) -> str | None:
     """Why these inputs cannot be; None: they can."""
     if rules.partitioned():
         return "adds up what one device has"
@@ -117,11 +121,13 @@ def weight_gradient(
     inputs: int = 1,
     outputs: int = 1,
     *,
+    as_bits: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "..."]:
     """See `api.weight_gradient`; `interpret` runs on any device, with any sizes."""
     left, right = _sides(x, dy, inputs, outputs)
     steps, rows = len(x), len(x) * left.lanes * left.rows
+    own = [dispatch.bits(part) if as_bits else part for part in jnp.unstack(x)]
 
     def block(side: _Side, axis: int, **options: Any) -> pl.BlockSpec:
         def there(*tile: Any) -> tuple:
@@ -156,7 +162,7 @@ def weight_gradient(
             flops=2 * rows * math.prod((*left.groups, *right.groups, left.width, right.width)),
             transcendentals=0, bytes_accessed=x.nbytes + dy.nbytes,
         ),
-    )(left.by_step(x), right.by_step(dy))  # fmt: skip
+    )(left.by_step(own), right.by_step(jnp.unstack(dy)))  # fmt: skip
     ordered = found.transpose(0, 1, 4, 2, 3, 5)
     return ordered.reshape(*x.shape[x.ndim - inputs :], *dy.shape[dy.ndim - outputs :])
 
@@ -166,11 +172,16 @@ interpreted = functools.partial(weight_gradient, interpret=True)
 
 def _kernel(x: list[Any], dy: list[Any], found: Any) -> None:
     lanes, left, right = x[0].shape[0], found.shape[0], found.shape[1]
+
+    def numbers(own: Array) -> Array:
+        dtype = dy[0].dtype
+        return own if own.dtype == dtype else jax.lax.bitcast_convert_type(own, dtype)
+
     for head in range(left):
         for other in range(right):
             pairs = zip(x, dy, strict=True)
             found[head, other] = sum(
-                product(own[lane, head], theirs[lane, other], BY_SLOT)
+                product(numbers(own[lane, head]), theirs[lane, other], BY_SLOT)
                 for own, theirs in pairs
                 for lane in range(lanes)
             )

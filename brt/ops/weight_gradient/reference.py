@@ -5,7 +5,12 @@ from jaxtyping import Array, Float
 
 
 def weight_gradient(
-    x: Float[Array, "N ..."], dy: Float[Array, "N ..."], inputs: int = 1, outputs: int = 1
+    x: Float[Array, "N ..."],
+    dy: Float[Array, "N ..."],
+    inputs: int = 1,
+    outputs: int = 1,
+    *,
+    as_bits: bool = False,
 ) -> Float[Array, "..."]:
     """See `api.weight_gradient`."""
     rows = tuple(range(x.ndim - 1 - inputs))

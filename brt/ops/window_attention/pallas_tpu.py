@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.dispatch import bits_of, kept
-from brt.ops.tpu import LANES, heads_first, too_large, vmem
+from brt.ops.tpu import LANES, heads_first, tokens_first, too_large, vmem
 from brt.ops.window_attention import tpu_bias
 from brt.ops.window_attention.limits import Limits
 from brt.ops.window_attention.tpu_kernels import (
@@ -94,7 +94,7 @@ def window_attention(
     flags = readable.astype(jnp.int32)
     given = _Given(q, k, v, cached_k, cached_v, scale, bias, flags, dropout)
     y, lse = _attend(given, static)
-    return y.swapaxes(1, 2), lse.swapaxes(1, 2)
+    return y, lse.swapaxes(1, 2)
 
 
 interpreted = functools.partial(window_attention, interpret=True)
@@ -136,7 +136,7 @@ class _Given(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(given: _Given, static: Static) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T"]]:
+def _attend(given: _Given, static: Static) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
     """Attention of slots x rows, and its log-sum-exp."""
     return _forward(given, static)[0]
 
@@ -196,12 +196,12 @@ def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]
         cost_estimate=_cost(given, products=2), **_options(given, static, "window_attention"),
     )(given.readable, inputs)  # fmt: skip
     y, lse = kept(y, given.v.dtype), kept(lse.reshape(q.shape[:-1]))
-    return (y, lse), (given, y, lse)
+    return (tokens_first(y), lse), (given, y, lse)
 
 
 def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> tuple[_Given]:
     given, y, lse = saved
-    gradient, d_lse = gradients
+    gradient, d_lse = gradients[0].swapaxes(1, 2), gradients[1]
     heads, batch, blocks = given.grid
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1) - d_lse
     inputs = given.inputs(
