@@ -51,8 +51,9 @@ class _Like(NamedTuple):
     """What products are like: how many axes they sum over, and how many parts are `joined`."""
 
     inputs: int
-    layers: bool = False  # whether the first axis of kernels is theirs, which may be computed again
+    layers: bool = False  # whether the first axis of kernels is theirs
     parts: int = 0
+    as_bits: bool = False  # how x is kept where layers are computed again
 
 
 def tap(kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1) -> Tap:
@@ -61,8 +62,9 @@ def tap(kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int =
 
 
 def layer_taps(
-    kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1, joins: bool = False
-) -> LayerTaps | None:
+    kernels: Kernels, rows: tuple[int, ...], dtype: jnp.dtype, inputs: int = 1, *,
+    joins: bool = False, as_bits: bool = False,
+) -> LayerTaps | None:  # fmt: skip
     """Those of layers, whose kernels have them on axis 0.
 
     None where that moves more than adding up: a step writes and reads its pairs, or else its
@@ -71,6 +73,7 @@ def layer_taps(
     Args:
       rows: scan steps, lanes, and what there is of each lane.
       joins: of the kernel of a `joined` product.
+      as_bits: x is `dispatch.kept`, as bits.
     """
     _, lanes, *others = rows
     width = math.prod(kernels[0].shape[1 : 1 + inputs])
@@ -79,7 +82,7 @@ def layer_taps(
     if 2 * here * (width + size // width) * jnp.dtype(dtype).itemsize > 4 * size * 4:
         return None
     parts = kernels[0].shape[1] if joins else 0
-    like = _Like(inputs, layers=True, parts=parts if _apart(parts) else 0)
+    like = _Like(inputs, True, parts if _apart(parts) else 0, as_bits)
     return _taps(kernels, jnp.zeros((*rows, 0), dtype), like)
 
 
@@ -126,7 +129,7 @@ def _taps_backward(
     none, kinds = saved
 
     def of_layer(pair: Tap, i: int, outputs: int) -> Array:
-        summed = partial(weight_gradient, dy=pair.outputs[i], outputs=outputs, as_bits=like.layers)
+        summed = partial(weight_gradient, dy=pair.outputs[i], outputs=outputs, as_bits=like.as_bits)
         if not like.parts:
             return summed(pair.inputs, inputs=like.inputs)
         found = (summed(x, inputs=like.inputs - 1) for x in pair.inputs)

@@ -38,7 +38,7 @@ def relative_bias(
     """
     distances = _distances(window, attend_to_self)
     buckets = t5_buckets(distances, buckets=table.shape[1], max_distance=max_distance)
-    return jnp.take(table, buckets, axis=1)
+    return jnp.take(table, buckets, axis=1, mode="clip")  # none is beyond, which is not looked for
 
 
 def alibi_bias(

@@ -1,7 +1,10 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from brt.layers.basic import remat_policy
 from brt.ops.activations import relu
 
 
@@ -16,3 +19,25 @@ def test_relu_and_its_gradient_are_those_of_jax() -> None:
 def test_the_backward_pass_keeps_the_output_only() -> None:
     _, backward = jax.vjp(relu, jnp.ones((4, 8)))
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(backward)) == 4 * 8 * 4
+
+
+def test_what_is_kept_is_not_computed_again() -> None:
+    """Nor is the product that it is of kept beside it."""
+    x, w, v = jnp.ones((4, 8)), jnp.ones((8, 16)), jnp.ones((16, 8))
+
+    def loss(x: jax.Array, w: jax.Array, v: jax.Array, *, keeps: bool) -> jax.Array:
+        layer = jax.checkpoint(
+            lambda x, w, v: jnp.sum(relu(x @ w, keeps) @ v), policy=remat_policy("products")
+        )
+        return layer(x, w, v)
+
+    gradients = {
+        keeps: jax.grad(partial(loss, keeps=keeps), argnums=(0, 1, 2)) for keeps in (False, True)
+    }
+    counts = {
+        keeps: str(jax.make_jaxpr(gradient)(x, w, v)) for keeps, gradient in gradients.items()
+    }
+    assert [counts[keeps].count(" max ") for keeps in (False, True)] == [2, 1]
+    assert counts[True].count("dot_general") == counts[False].count("dot_general") == 6
+    found, expected = (gradients[keeps](x, w, v) for keeps in (True, False))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

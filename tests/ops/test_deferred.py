@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from brt.layers.basic import remat_policy
 from brt.ops import deferred, dispatch
 
 STEPS, LANES, WIDTH = 3, 2, 4
@@ -97,3 +98,19 @@ def test_products_of_parts_equal_one_of_all(taps: bool) -> None:
         assert a.dtype == e.dtype
         a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
         assert np.abs(a - e).max() <= 1e-2 * np.abs(e).max()
+
+
+def test_the_sum_of_parts_is_kept_where_layers_are_computed_again() -> None:
+    """What comes behind it needs no product of a part once more."""
+    kernel, part = jnp.ones((2, 2, 3, WIDTH)), jnp.ones((LANES, 5, 2, 3))
+
+    def loss(parts: tuple[jax.Array, ...], kernel: jax.Array) -> jax.Array:
+        layer = jax.checkpoint(
+            lambda parts, kernel: jnp.sum(jnp.sin(deferred.joined(parts, kernel, None, 3))),
+            policy=remat_policy("products"),
+        )
+        return layer(parts, kernel)
+
+    with dispatch.use_backend("tpu"):
+        traced = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))((part, part), kernel))
+    assert traced.count("dot_general") == 3 * 2  # forward, of parts, of weights

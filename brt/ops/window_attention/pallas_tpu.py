@@ -85,8 +85,6 @@ def window_attention(
         rows if window % rows == 0 else window for rows in (_FORWARD_ROWS, _BACKWARD_ROWS)
     )
     static = Static(attend_to_self, null_keys, forward, backward, interpret)
-    if bias is not None:
-        bias = bias if attend_to_self else jnp.roll(bias, 1, axis=1)
     if dropout is not None:
         dropout = dropout.swapaxes(1, 2)
     arrays = queries, keys, values, *cached
@@ -130,7 +128,7 @@ class _Given(NamedTuple):
         if self.scale is not None:
             scale = jnp.broadcast_to(self.scale[:, None, None], (len(self.scale), 1, LANES))
         if self.bias is not None:
-            tile = tpu_bias.tile(self.bias, rows, static.interpret)
+            tile = tpu_bias.tile(self.bias, rows, static.attend_to_self, static.interpret)
         pairs = Pair(self.cached_k, self.k, self.k), Pair(self.cached_v, self.v, self.v)
         return Inputs(self.q, *pairs, scale, tile, self.dropout, **others)
 
@@ -232,7 +230,9 @@ def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> t
         **_options(given, static, "window_attention_backward"),
     )(given.readable, inputs)  # fmt: skip
     d_scale = None if given.scale is None else found.scale[:, 0, 0]
-    d_bias = None if given.bias is None else tpu_bias.gradient(found.tile, static.interpret)
+    d_bias = None
+    if given.bias is not None:
+        d_bias = tpu_bias.gradient(found.tile, static.attend_to_self, static.interpret)
     none = None if given.dropout is None else jnp.zeros_like(given.dropout)
     return (given._replace(
         q=found.q, k=found.keys, v=found.values, cached_k=found.cached_keys,

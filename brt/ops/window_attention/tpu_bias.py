@@ -17,27 +17,35 @@ from brt.ops.tpu import LANES, heads_first
 
 
 def tile(
-    bias: Float[Array, "H W"], rows: int, interpret: bool | pltpu.InterpretParams
+    bias: Float[Array, "H W"],
+    rows: int,
+    attend_to_self: bool,
+    interpret: bool | pltpu.InterpretParams,
 ) -> Float[Array, "H W R"]:
-    """Of slots x rows: that of row r and slot c is `bias` at r - c, or that and the window."""
+    """Of slots x rows: that of row r and slot c is of the distance r - c, or that and the window.
+
+    Args:
+      bias: nearest first; the nearest is the token itself, or the one before it.
+    """
     heads, window = bias.shape
-    name = f"bias_tile_{window}x{rows}"
-    return _call(_tile_kernel, name, _turned(bias)[:, None], (heads, window, rows), interpret)
+    name, by_slot = f"bias_tile_{window}x{rows}", _turned(bias, attend_to_self)
+    return _call(_tile_kernel, name, by_slot[:, None], (heads, window, rows), interpret)
 
 
 def gradient(
-    d_tile: Float[Array, "H W R"], interpret: bool | pltpu.InterpretParams
+    d_tile: Float[Array, "H W R"], attend_to_self: bool, interpret: bool | pltpu.InterpretParams
 ) -> Float[Array, "H W"]:
     """That of the bias, given that of its `tile`."""
     heads, window, rows = d_tile.shape
     name = f"bias_gradient_{window}x{rows}"
     found = _call(_gradient_kernel, name, d_tile, (heads, 1, window), interpret)
-    return _turned(found[:, 0])
+    return _turned(found[:, 0], attend_to_self)
 
 
-def _turned(bias: Float[Array, "H W"]) -> Float[Array, "H W"]:
-    """At -k what is at k."""
-    return jnp.roll(bias[:, ::-1], 1, axis=1)
+def _turned(bias: Float[Array, "H W"], attend_to_self: bool) -> Float[Array, "H W"]:
+    """At -k that of the distance k; its own inverse."""
+    farthest_first = bias[:, ::-1]
+    return jnp.roll(farthest_first, 1, axis=1) if attend_to_self else farthest_first
 
 
 def _call(
