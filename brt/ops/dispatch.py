@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from brt.errors import UnsupportedError
@@ -65,12 +66,17 @@ def kept(x: Array, dtype: jnp.dtype | None = None) -> Array:
         to the precision they have, which reads and writes all that a kernel wrote once more.
     """
     named = checkpoint_name(x if dtype else bits(x), KERNEL)
-    return jax.lax.bitcast_convert_type(named, dtype or x.dtype)
+    return numbers(named, dtype or x.dtype)
 
 
 def bits(x: Array) -> Array:
     """As unsigned integers."""
     return jax.lax.bitcast_convert_type(x, bits_of(x.dtype))
+
+
+def numbers(x: Array, dtype: DTypeLike) -> Array:
+    """Of `bits`."""
+    return jax.lax.bitcast_convert_type(x, dtype)
 
 
 def bits_of(dtype: jnp.dtype) -> jnp.dtype:

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.dispatch import bits, bits_of, kept
+from brt.ops.dispatch import bits, bits_of, kept, numbers
 from brt.ops.softmax import MASKED
 from brt.ops.tpu import (
     BY_ROW,
@@ -134,11 +134,11 @@ def _forward(given: _Given, static: _Static) -> tuple[Array, tuple]:
         _forward_kernel, given, static, [of_q, of_k, of_k, length], [of_q, numbers],
         [
             jax.ShapeDtypeStruct(q.shape, bits_of(q.dtype)),
-            jax.ShapeDtypeStruct(given.numbers(), jnp.float32),
+            jax.ShapeDtypeStruct(given.numbers(), jnp.uint32),
         ],
         products=2,
     )(given.readable, *given[:3], given.lengths())  # fmt: skip
-    y, lse = kept(y, q.dtype), kept(lse)
+    y, lse = kept(y, q.dtype), kept(lse, lse.dtype)
     return tokens_first(y), (given, y, lse)
 
 
@@ -247,7 +247,7 @@ def _forward_kernel(
         total = jnp.sum(weights, axis=0, keepdims=True)
         sums = product(columns, weights.astype(v.dtype), PLAIN)
         y[rows] = bits((sums / total).T.astype(v.dtype))
-        lse[:, rows] = top + jnp.log(total)
+        lse[:, rows] = bits(top + jnp.log(total))
 
 
 def _backward_kernel(
@@ -266,7 +266,7 @@ def _backward_kernel(
 
     for rows in _tiles(q.shape[0], k.shape[0]):
         own, theirs = _queries(q, rows, length), gradient[rows]
-        weights = jnp.exp(_logits(seen, keys, own, static) - lse[:, rows])
+        weights = jnp.exp(_logits(seen, keys, own, static) - numbers(lse[:, rows], jnp.float32))
         d_logits = weights * (product(values, theirs, BY_ROW) - along[:, rows])
         d_logits, weights = d_logits.astype(own.dtype), weights.astype(own.dtype)
         d_own = product(d_logits, keys, BY_SLOT)

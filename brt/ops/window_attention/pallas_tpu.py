@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.dispatch import bits_of, kept
+from brt.ops.dispatch import bits_of, kept, numbers
 from brt.ops.tpu import LANES, heads_first, tokens_first, too_large, vmem
 from brt.ops.window_attention import tpu_bias
 from brt.ops.window_attention.limits import Limits
@@ -183,18 +183,19 @@ def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]
     (heads, batch, blocks), q = given.grid, given.q
     inputs = given.inputs(static.forward_rows, static)
     at = _specs(inputs, blocks)
-    numbers = jax.ShapeDtypeStruct((batch, heads, blocks, 1, given.window), jnp.float32)
+    each = jax.ShapeDtypeStruct((batch, heads, blocks, 1, given.window), jnp.uint32)
     rows = pl.BlockSpec((None, None, None, 1, given.window), lambda h, b, n, _: (b, h, n, 0, 0))
     ((y, lse),) = pl.pallas_call(
         functools.partial(forward_kernel, static=static),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=given.grid, in_specs=[at], out_specs=[(at.q, rows)]
         ),
-        out_shape=[(jax.ShapeDtypeStruct(q.shape, bits_of(given.v.dtype)), numbers)],
+        out_shape=[(jax.ShapeDtypeStruct(q.shape, bits_of(given.v.dtype)), each)],
         cost_estimate=_cost(given, products=2), **_options(given, static, "window_attention"),
     )(given.readable, inputs)  # fmt: skip
-    y, lse = kept(y, given.v.dtype), kept(lse.reshape(q.shape[:-1]))
-    return (tokens_first(y), lse), (given, y, lse)
+    y, lse = kept(y, given.v.dtype), kept(lse, lse.dtype)
+    sums = numbers(lse, jnp.float32).reshape(q.shape[:-1])
+    return (tokens_first(y), sums), (given, y, lse)
 
 
 def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> tuple[_Given]:
@@ -206,7 +207,7 @@ def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> t
         static.backward_rows,
         static,
         gradient=gradient,
-        lse=given.numbers(lse),
+        lse=lse,
         along=given.numbers(along),
     )
     at, window, width = _specs(inputs, blocks), given.window, given.q.shape[3]

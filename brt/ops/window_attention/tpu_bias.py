@@ -4,6 +4,7 @@ The compiler makes such a tile by pads and slices of a row repeated; here every 
 the bits of its index, of which all from eight on move whole registers.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -28,8 +29,9 @@ def tile(
       bias: nearest first; the nearest is the token itself, or the one before it.
     """
     heads, window = bias.shape
-    name, by_slot = f"bias_tile_{window}x{rows}", _turned(bias, attend_to_self)
-    return _call(_tile_kernel, name, by_slot[:, None], (heads, window, rows), interpret)
+    name = f"bias_tile_{window}x{rows}"
+    kernel = functools.partial(_tile_kernel, first=int(attend_to_self))
+    return _call(kernel, name, bias[:, None, ::-1], (heads, window, rows), interpret)
 
 
 def gradient(
@@ -38,14 +40,8 @@ def gradient(
     """That of the bias, given that of its `tile`."""
     heads, window, rows = d_tile.shape
     name = f"bias_gradient_{window}x{rows}"
-    found = _call(_gradient_kernel, name, d_tile, (heads, 1, window), interpret)
-    return _turned(found[:, 0], attend_to_self)
-
-
-def _turned(bias: Float[Array, "H W"], attend_to_self: bool) -> Float[Array, "H W"]:
-    """At -k that of the distance k; its own inverse."""
-    farthest_first = bias[:, ::-1]
-    return jnp.roll(farthest_first, 1, axis=1) if attend_to_self else farthest_first
+    kernel = functools.partial(_gradient_kernel, first=int(attend_to_self))
+    return _call(kernel, name, d_tile, (heads, 1, window), interpret)[:, 0, ::-1]
 
 
 def _call(
@@ -64,10 +60,12 @@ def _call(
     )(x)  # fmt: skip
 
 
-def _rolled(x: Float[Array, "W R"], sign: int) -> Float[Array, "W R"]:
-    """Column r by r slots."""
+def _rolled(x: Float[Array, "W R"], sign: int, first: int) -> Float[Array, "W R"]:
+    """Column r by `first` + r slots."""
     window, rows = x.shape
     column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    if first:
+        x = pltpu.roll(x, sign * first % window, 0)
     shift = 1
     while shift < rows:
         x = jnp.where(column & shift != 0, pltpu.roll(x, sign * shift % window, 0), x)
@@ -75,13 +73,14 @@ def _rolled(x: Float[Array, "W R"], sign: int) -> Float[Array, "W R"]:
     return x
 
 
-def _tile_kernel(bias: Any, found: Any) -> None:
+def _tile_kernel(bias: Any, found: Any, *, first: int) -> None:
+    """The bias has the farthest first, which is that of the slot `first` of row 0."""
     window, rows = found.shape
-    first = math.gcd(rows, LANES)
-    x = _rolled(jnp.broadcast_to(bias[...], (first, window)).T, 1)
-    for i in range(0, rows, first):
-        found[:, i : i + first] = x if not i else jnp.concatenate([x[-i:], x[:-i]], axis=0)
+    columns = math.gcd(rows, LANES)
+    x = _rolled(jnp.broadcast_to(bias[...], (columns, window)).T, 1, first)
+    for i in range(0, rows, columns):
+        found[:, i : i + columns] = x if not i else jnp.concatenate([x[-i:], x[:-i]], axis=0)
 
 
-def _gradient_kernel(d_tile: Any, found: Any) -> None:
-    found[...] = jnp.sum(_rolled(d_tile[...], -1).T, axis=0, keepdims=True)
+def _gradient_kernel(d_tile: Any, found: Any, *, first: int) -> None:
+    found[...] = jnp.sum(_rolled(d_tile[...], -1, first).T, axis=0, keepdims=True)

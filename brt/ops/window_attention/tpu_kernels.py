@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.dispatch import bits
+from brt.ops.dispatch import bits, numbers
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.tpu import BY_ROW, BY_SLOT, LANES, PLAIN, product, through_unit, unit
 
@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
       tile: [W, R], the bias of the slots of a block's first rows.
       dropout: [W, W].
       gradient: [W, K] of the output; of it the rest, in the backward pass only.
-      lse, along: [1, W], the latter what the softmax's own gradient subtracts.
+      lse, along: [1, W]; the former as bits, the latter what the softmax's own gradient subtracts.
     """
 
     q: Any
@@ -193,7 +193,7 @@ def _tiles(window: int, rows: int, static: Static) -> list[_Rows]:
 def forward_kernel(
     readable: Any, inputs: Inputs, outputs: tuple[Any, Any], *, static: Static
 ) -> None:
-    y, lse = outputs  # the former as bits
+    y, lse = outputs  # as bits
     dtype = inputs.values.own.dtype
     lane, n = pl.program_id(1), pl.program_id(2)
     block = _loaded(n, readable[lane, n] > 0, inputs, static)
@@ -208,7 +208,7 @@ def forward_kernel(
         current, before = rows.unfolded(weights, dtype)
         sums = rows.sums(transposed, current, before)
         y[rows.all] = bits((sums / total).T.astype(dtype))
-        lse[:, rows.all] = top + jnp.log(total)
+        lse[:, rows.all] = bits(top + jnp.log(total))
 
 
 def backward_kernel(
@@ -266,7 +266,8 @@ def _add_gradients(
     keys_sum, values_sum = sums
     before, current = places
     own, theirs = _queries(inputs, rows), inputs.gradient[rows.all]
-    weights = kept = jnp.exp(rows.logits(block, own, inputs.tile) - inputs.lse[:, rows.all])
+    lse = numbers(inputs.lse[:, rows.all], jnp.float32)
+    weights = kept = jnp.exp(rows.logits(block, own, inputs.tile) - lse)
     d_weights = rows.against(block.values, theirs)
     if inputs.dropout is not None:
         factors = inputs.dropout[:, rows.all]
