@@ -16,6 +16,8 @@ from jaxtyping import Array, Float
 
 from brt.ops.tpu import LANES, heads_first
 
+_SUBLANES = 8  # of a register of 32-bit numbers
+
 
 def tile(
     bias: Float[Array, "H W"],
@@ -60,12 +62,10 @@ def _call(
     )(x)  # fmt: skip
 
 
-def _rolled(x: Float[Array, "W R"], sign: int, first: int) -> Float[Array, "W R"]:
-    """Column r by `first` + r slots."""
+def _rolled(x: Float[Array, "W R"], sign: int) -> Float[Array, "W R"]:
+    """Column r by r slots."""
     window, rows = x.shape
     column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    if first:
-        x = pltpu.roll(x, sign * first % window, 0)
     shift = 1
     while shift < rows:
         x = jnp.where(column & shift != 0, pltpu.roll(x, sign * shift % window, 0), x)
@@ -73,14 +73,22 @@ def _rolled(x: Float[Array, "W R"], sign: int, first: int) -> Float[Array, "W R"
     return x
 
 
+def _moved(row: Float[Array, "1 W"], slots: int) -> Float[Array, "1 W"]:
+    """As a whole register, which is what can be rolled."""
+    if not slots:
+        return row
+    register = jnp.broadcast_to(row, (_SUBLANES, row.shape[1]))
+    return pltpu.roll(register, slots % row.shape[1], 1)[:1]
+
+
 def _tile_kernel(bias: Any, found: Any, *, first: int) -> None:
     """The bias has the farthest first, which is that of the slot `first` of row 0."""
     window, rows = found.shape
     columns = math.gcd(rows, LANES)
-    x = _rolled(jnp.broadcast_to(bias[...], (columns, window)).T, 1, first)
+    x = _rolled(jnp.broadcast_to(_moved(bias[...], first), (columns, window)).T, 1)
     for i in range(0, rows, columns):
         found[:, i : i + columns] = x if not i else jnp.concatenate([x[-i:], x[:-i]], axis=0)
 
 
 def _gradient_kernel(d_tile: Any, found: Any, *, first: int) -> None:
-    found[...] = jnp.sum(_rolled(d_tile[...], -1, first).T, axis=0, keepdims=True)
+    found[...] = _moved(jnp.sum(_rolled(d_tile[...], -1).T, axis=0, keepdims=True), -first)
