@@ -72,8 +72,8 @@ def stored(x: Array) -> Array:
 
 
 def tokens_first(x: Float[Array, "B H T K"]) -> Float[Array, "B T H K"]:
-    """Turned as bits: what a kernel wrote as such is found as such, if that is what is wanted."""
-    return jax.lax.bitcast_convert_type(stored(dispatch.bits(x).swapaxes(1, 2)), x.dtype)
+    """Turned as bits: what reads bits finds those that a kernel wrote, and nothing is copied."""
+    return dispatch.numbers(stored(dispatch.bits(x).swapaxes(1, 2)), x.dtype)
 
 
 def product(a: Array, b: Array, axes: tuple) -> Array:

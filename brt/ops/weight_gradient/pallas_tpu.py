@@ -175,7 +175,7 @@ def _kernel(x: list[Any], dy: list[Any], found: Any) -> None:
 
     def numbers(own: Array) -> Array:
         dtype = dy[0].dtype
-        return own if own.dtype == dtype else jax.lax.bitcast_convert_type(own, dtype)
+        return own if own.dtype == dtype else dispatch.numbers(own, dtype)
 
     for head in range(left):
         for other in range(right):
