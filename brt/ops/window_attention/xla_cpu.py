@@ -173,11 +173,10 @@ def _backward(null_keys: bool, saved: tuple, gradients: tuple[Array, Array]) -> 
     tiles, rows = q.shape[1], q.shape[4]
     null_mask = mask if null_keys else None
     # Divided by the sums here, where columns are as tall as a head.
-    tall = gradient.astype(jnp.float32) / total
+    scaled = _stored((gradient.astype(jnp.float32) / total).astype(q.dtype))
     # The softmax's own term, from the output: the same sum, over K numbers instead of S.
-    along = jnp.sum(tall * y.astype(jnp.float32), axis=-2, keepdims=True)
+    along = jnp.sum(scaled.astype(jnp.float32) * y.astype(jnp.float32), axis=-2, keepdims=True)
     along -= d_lse[..., None, :] / total
-    scaled = _stored(tall.astype(q.dtype))
     d_weights = _product(_seen(v, tiles, null_mask), scaled)
     kept = weights
     if dropout is not None:
