@@ -89,15 +89,18 @@ class Past(NamedTuple):
         return keys, values
 
 
+def _scaled(x: Float[Array, "B T H K"], scale: Float[Array, " H"]) -> Float[Array, "B T H K"]:
+    return x * scale.astype(x.dtype)[None, None, :, None]
+
+
 class TransformerBlock(nn.Module):
     """Pre-norm attention over the window, beside it over recurrent states, then an MLP.
 
     `project` and `attend` are apart because the recurrent states read the tokens' keys
     and values in between.
 
-    Kernels are by head: [D, H, K] from tokens, [n, H, K, D] from the n attentions. Kernels of
-    one product are parameters of their own, stacked for it on an axis of their own, [D, n, H, K]:
-    a device that has some of the heads has them of every part, and nothing moves.
+    Kernels are by head: [D, H, K] from tokens, [n, H, K, D] from the n attentions. A device that
+    has some of the heads has them of every part, and nothing moves.
     """
 
     model: Model
@@ -143,39 +146,20 @@ class TransformerBlock(nn.Module):
         return dropout(self, rms_norm(x, self.norm), self.model.dropout)
 
     def project(self, x: Float[Array, "B T D"], taps: TokenTaps = NO_TAPS) -> TokenProjections:
-        """Queries, keys and values of the tokens, by one product and one normalisation."""
+        """Queries, keys and values of the tokens, by a product each: parts of one are copied."""
         m, h = self.model, self.normed(x)
         kernels, scales = [self.queries, self.keys], [self.query_scale(), jnp.ones((m.heads,))]
         if self.cross_attends:
             kernels.append(self.cross_queries)
             scales.append(self.query_scale("cross_scale"))
-        each = [*kernels, self.values]
-        if m.normalize_qk and normalizes():
-            return self._projected_apart(h, each, scales, taps)
-        if taps.projections is None:
-            product = dense(h, jnp.stack(each, axis=1))
-        else:
-            product = jnp.stack(deferred.dots(h, each, taps.projections), axis=2)
-        product = constrain(product, "lanes", self._along(x), None, "heads", None)
-        scaled, values = product[:, :, :-1], product[:, :, -1]
-        if m.normalize_qk:
-            scaled = scaled_unit(scaled, jnp.stack(scales))
-        else:
-            scaled = scaled * jnp.stack(scales).astype(x.dtype)[None, None, :, :, None]
-        queries, keys, *cross = (
-            part.squeeze(2) for part in jnp.split(scaled, len(kernels), axis=2)
-        )
-        return TokenProjections(queries, keys, values, cross[0] if cross else None)
-
-    def _projected_apart(
-        self, h: Float[Array, "B T D"], kernels: list[Array], scales: list[Array], taps: TokenTaps
-    ) -> TokenProjections:
-        """By a product each, which what attends finds where it is; parts of one would be copied."""
         names = ("lanes", self._along(h), "heads", None)
-        found = deferred.dots(h, kernels, taps.projections)
+        found = deferred.dots(h, [*kernels, self.values], taps.projections)
         *products, values = (constrain(product, *names) for product in found)
-        queries, keys, *cross = (scaled_unit(*pair) for pair in zip(products, scales, strict=True))
-        raw = RawProjections(products[0], products[1], products[2] if cross else None)
+        scaled = scaled_unit if m.normalize_qk else _scaled
+        queries, keys, *cross = (scaled(*pair) for pair in zip(products, scales, strict=True))
+        raw = None
+        if m.normalize_qk and normalizes():
+            raw = RawProjections(products[0], products[1], products[2] if cross else None)
         return TokenProjections(queries, keys, values, cross[0] if cross else None, raw)
 
     def memorize(self, z: Float[Array, "B S D"], *, learns: bool = True) -> StateMemory:
