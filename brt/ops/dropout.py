@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, UInt8, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt8, UInt32
 
 from brt.distributed import rules
-from brt.ops import dispatch
+from brt.ops import dispatch, dropout_bits
 from brt.ops.dispatch import Implementation, Op
 
 _CHANCES = 256  # of a byte
@@ -43,33 +43,67 @@ class Dropout:
     def factors(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Float[Array, "B *T"]:
         """What an array of this shape, with lanes first, is multiplied by; what is drawn of a
         lane depends on its number in the whole batch and not on who else is here."""
-        return dispatch.run(OP, None, self.rng, self.rate, rules.rows(shape[0]), shape[1:], dtype)
+        return self._drawn(rules.rows(shape[0]), shape[1:]).factors(dtype)
 
-    def shared_factors(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Float[Array, "X *T"]:
-        """As `factors`, of an array that all lanes share."""
-        return dispatch.run(OP, None, self.rng, self.rate, jnp.arange(shape[0]), shape[1:], dtype)
+    def shared(self, heads: int, rows: int, columns: int) -> "Kept":
+        """As `factors`, of matrices that all lanes share. On TPUs columns come first, cut as their
+        bits are packed, or else an array of all numbers would be drawn first and packed then."""
+        if dispatch.backend() != "tpu":
+            return self._drawn(jnp.arange(heads), (rows, columns))
+        drawn = self._drawn(jnp.arange(heads), (*dropout_bits.by_bit(columns), rows))
+        return Kept(drawn.kept.reshape(heads, columns, rows), drawn.scale, turned=True)
+
+    def _drawn(self, lanes: Int[Array, " B"], shape: tuple[int, ...]) -> "Kept":
+        return Kept(*dispatch.run(OP, None, self.rng, self.rate, lanes, shape))
 
     def part(self, index: Array | int) -> "Dropout":
         """That of one of several arrays that are dealt with one after the other."""
         return Dropout(jax.random.fold_in(self.rng, index), self.rate)
 
 
-def _by_words(
-    rng: Array, rate: float, rows: Int[Array, " B"], shape: tuple[int, ...], dtype: jnp.dtype
-) -> Float[Array, "B *T"]:
+@partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["scale", "turned"])
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Which entries of an array stay, and what these are multiplied by.
+
+    Attributes:
+      turned: whether `kept` has the last two axes of the array in the other order.
+    """
+
+    kept: Bool[Array, "*T"]
+    scale: float
+    turned: bool = False
+
+    def factors(self, dtype: jnp.dtype) -> Float[Array, "*T"]:
+        """What the array is multiplied by."""
+        factors = jnp.where(_drawn_once(self.kept), jnp.asarray(self.scale, dtype), 0)
+        return factors.swapaxes(-1, -2) if self.turned else factors
+
+    def words(self) -> UInt32[Array, "H G R"]:
+        """Which stay of matrices with rows and columns, as `dropout_bits` of columns x rows."""
+        kept = self.kept if self.turned else self.kept.swapaxes(-1, -2)
+        return _drawn_once(dropout_bits.packed(kept))
+
+
+def _drawn_once(x: Array) -> Array:
+    """Where drawing is arithmetic that compilers would do again in all that reads it."""
+    if dispatch.backend() != "tpu":
+        return x
+    return checkpoint_name(jax.lax.optimization_barrier(x), dispatch.KERNEL)
+
+
+Drawn = tuple[Bool[Array, "B *T"], float]
+
+
+def _by_words(rng: Array, rate: float, rows: Int[Array, " B"], shape: tuple[int, ...]) -> Drawn:
     draw = jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(rng, row), 1 - rate, shape))
-    return jnp.where(draw(rows), jnp.asarray(1 / (1 - rate), dtype), 0)
+    return draw(rows), 1 / (1 - rate)
 
 
-def _by_hash(
-    rng: Array, rate: float, rows: Int[Array, " B"], shape: tuple[int, ...], dtype: jnp.dtype
-) -> Float[Array, "B *T"]:
+def _by_hash(rng: Array, rate: float, rows: Int[Array, " B"], shape: tuple[int, ...]) -> Drawn:
     low, high = jax.random.key_data(rng)
     drawn = _mixed(_mixed(_places(rows, shape) * jnp.uint32(0x9E3779B9) + low) ^ high)
-    kept = drawn >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
-    kept = jax.lax.optimization_barrier(kept)  # drawn once, not in all that reads it
-    kept = checkpoint_name(kept, dispatch.KERNEL)
-    return jnp.where(kept, jnp.asarray(1 / (1 - rate), dtype), 0)
+    return drawn >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1)), 1 / (1 - rate)
 
 
 def _places(rows: Int[Array, " B"], shape: tuple[int, ...]) -> UInt32[Array, "B *T"]:
@@ -89,13 +123,10 @@ def _mixed(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     return x ^ (x >> 15)
 
 
-def _by_bytes(
-    rng: Array, rate: float, rows: Int[Array, " B"], shape: tuple[int, ...], dtype: jnp.dtype
-) -> Float[Array, "B *T"]:
+def _by_bytes(rng: Array, rate: float, rows: Int[Array, " B"], shape: tuple[int, ...]) -> Drawn:
     dropped = min(max(round(rate * _CHANCES), 1), _CHANCES - 1)
     draw = jax.vmap(lambda row: _bytes(jax.random.fold_in(rng, row), shape))
-    kept = draw(rows) >= dropped
-    return jnp.where(kept, jnp.asarray(_CHANCES / (_CHANCES - dropped), dtype), 0)
+    return draw(rows) >= dropped, _CHANCES / (_CHANCES - dropped)
 
 
 def _bytes(rng: Array, shape: tuple[int, ...]) -> UInt8[Array, "*T"]:

@@ -18,6 +18,8 @@ BUNDLES: Mapping[str, Mapping[str, int]] = {
     for kernel, bundles in {
         "window_attention_512x512x128": (4157, 2661, 3032, 1807),
         "window_attention_backward_512x512x128": (7901, 5910, 6452, 4621),
+        "window_attention_dropout_512x512x128": (4576, 2794, 3203, 1867),
+        "window_attention_backward_dropout_512x512x128": (8665, 6142, 6707, 4928),
         "bias_tile_512x128": (1133, 354, 426, 299),
         "bias_tile_512x256": (1152, 399, 471, 314),
         "bias_gradient_512x128": (883, 401, 485, 390),

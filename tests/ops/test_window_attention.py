@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from brt.ops.dropout import Kept
 from brt.ops.window_attention import window_part, window_part_step, xla_cpu
 
 # Relative to the largest magnitude of an array.
@@ -44,7 +45,7 @@ def arrays(window: int, blocks: int, dtype: str = "float32") -> dict[str, jax.Ar
         "values": jnp.asarray(normal(LANES, window + tokens, HEADS, SIZE), dtype),
         "bias": jnp.asarray(normal(HEADS, window)),
         "readable": jnp.asarray(readable),
-        "dropout": jnp.asarray(rng.choice([0.0, 1.25], (HEADS, window, window)), jnp.float32),
+        "dropout": Kept(jnp.asarray(rng.random((HEADS, window, window)) < 0.5), scale=1.25),
     }
 
 

@@ -16,6 +16,7 @@ from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.layers.basic import remat_policy
 from brt.ops import dispatch, window_attention
+from brt.ops.dropout import Kept
 from brt.ops.window_attention import (
     pallas_gpu,
     pallas_mosaic_gpu,
@@ -45,7 +46,7 @@ def inputs(lanes: int, window: int, width: int = 16, dtype: str = "float32") -> 
         "bias": jnp.asarray(rng.normal(size=(heads, window)), jnp.float32),
         "readable": jnp.asarray([[True, True]] * (lanes - 1) + [[True, False]]),
         "scale": None,
-        "dropout": jnp.asarray(rng.choice([0.0, 1.25], (heads, window, window)), jnp.float32),
+        "dropout": Kept(jnp.asarray(rng.random((heads, window, window)) < 0.5), scale=1.25),
     }
 
 
@@ -151,8 +152,9 @@ def test_a_hopper_s_tiles_make_no_difference_and_each_run_gives_the_same_bits(
 
     def kernel(
         queries: jax.Array, cached: tuple, keys: jax.Array, values: jax.Array, scale: None,
-        **others: Any,
+        dropout: Kept, **others: Any,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        others["dropout"] = dropout.factors(jnp.dtype("float32"))
         pairs = zip(cached, (keys, values), strict=True)
         joined = (jnp.concatenate(pair, axis=1) for pair in pairs)
         return pallas_mosaic_gpu.window_attention(
@@ -316,6 +318,6 @@ def test_what_the_kernel_gave_is_kept_as_it_is() -> None:
 def test_what_a_chip_has_no_room_for_is_said() -> None:
     given = inputs(1, window=2048, width=64, dtype="bfloat16")
     v4 = SimpleNamespace(device_kind="TPU v4")
-    reason = "16 MiB of it at most, not 63 for a window of 2048 with heads of 64 in bfloat16"
+    reason = "16 MiB of it at most, not 32 for a window of 2048 with heads of 64 in bfloat16"
     with dispatch.use_backend("tpu", v4), pytest.raises(NotImplementedError, match=reason):
         window_part(**given, implementation="pallas_tpu")

@@ -16,6 +16,7 @@ from brt.config import Attention, CrossAttention
 from brt.ops import clustered_attention, cross_attention
 from brt.ops.causal_clustered_attention import Centroids, Past, causal_clustered_attention
 from brt.ops.cross_entropy import cross_entropy
+from brt.ops.dropout import Kept
 from brt.ops.gates import GateWeights
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import CellWeights, state_scan
@@ -29,25 +30,29 @@ TOKENS, CLUSTERS, BITS = 4096, 100, 63
 
 
 def window(array: Callable[..., Any], args: argparse.Namespace) -> Case:
-    """Two blocks of tokens, their window, and as many states as a block has tokens."""
+    """Two blocks of tokens, their window with and without dropout, and as many states."""
     size, tokens, heads = args.window, 2 * args.window, 8
     by_token, cached = (array(args.lanes, n, heads, args.head_dim) for n in (tokens, size))
     bias, readable = array(heads, size, dtype="float32"), array(args.lanes, 2, dtype="bool")
-    scale = array(heads, dtype="float32")
+    scale, kept = array(heads, dtype="float32"), array(heads, size, size, dtype="bool")
 
-    def gradients(q, cached, k, v, bias, scale, readable, weights):
+    def gradients(q, cached, k, v, bias, scale, readable, kept, weights):
         def loss(q, k, v, bias, scale):
-            part = window_part(
-                q, cached, k, v, bias, readable, scale=scale, implementation=args.implementation
-            )
+            both = (
+                window_part(
+                    q, cached, k, v, bias, readable, dropout, scale=scale,
+                    implementation=args.implementation,
+                ).output
+                for dropout in (None, Kept(kept, 1.25))
+            )  # fmt: skip
             blocks = (x.reshape(args.lanes, 2, size, *x.shape[2:]) for x in (k, v))
             states = attend(q, *blocks, scale=scale, implementation=args.implementation)
-            return _inner(part.output + states, weights)
+            return _inner(sum(both, states), weights)
 
         return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(q, k, v, bias, scale)
 
-    both = cached, cached
-    return gradients, [by_token, both, by_token, by_token, bias, scale, readable, by_token]
+    before = cached, cached
+    return gradients, [by_token, before, by_token, by_token, bias, scale, readable, kept, by_token]
 
 
 def recurrent(

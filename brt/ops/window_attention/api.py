@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
+from brt.ops.dropout import Kept
 from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import MASKED, softmax_and_lse
@@ -27,18 +28,21 @@ from brt.ops.window_attention import (
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation that reads all keys as one array, and normalised where they are to be."""
+    """An implementation that reads all keys as one array, and normalised where they are to be, and
+    multiplies with dropout's factors."""
 
     def prepared(
-        queries: Array, cached: tuple[Array, Array], keys: Array, values: Array, *others: Any,
-        scale: Array | None, **options: bool,
+        queries: Array, cached: tuple[Array, Array], keys: Array, values: Array,
+        bias: Array | None, readable: Array, dropout: Kept | None, *, scale: Array | None,
+        **options: bool,
     ) -> Any:  # fmt: skip
         keys, values = (
             jnp.concatenate(pair, axis=1) for pair in zip(cached, (keys, values), strict=True)
         )
         if scale is not None:
             queries, keys = scaled_unit(queries, scale), l2_normalize(keys)
-        return function(queries, keys, values, *others, **options)
+        factors = None if dropout is None else dropout.factors(jnp.dtype("float32"))
+        return function(queries, keys, values, bias, readable, factors, **options)
 
     return prepared
 
@@ -84,7 +88,7 @@ def window_part(
     values: Float[Array, "B T H K"],
     bias: Float[Array, "H W"] | None,
     readable: Bool[Array, "B N"],
-    dropout: Float[Array, "H W W"] | None = None,
+    dropout: Kept | None = None,
     *,
     attend_to_self: bool = True,
     null_keys: bool = False,
@@ -99,7 +103,7 @@ def window_part(
       bias: float32, by distance: column 0 is the nearest key that a token sees; None: none.
       readable: whether block n may read the block before it (False where a document
         starts at n, or where the cache holds nothing).
-      dropout: multiplied into the softmax of every block (slot c of row r: see `xla`).
+      dropout: of the softmax of every block, [H, W, W] (slot c of row r: see `xla`).
       attend_to_self: whether the nearest key is the token itself.
       null_keys: unreadable keys count as zero keys with zero values, instead of not at
         all (the original's behaviour at a document's start).

@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from brt.ops.dispatch import bits_of, kept, numbers
+from brt.ops.dropout import Kept
 from brt.ops.tpu import LANES, heads_first, tokens_first, too_large, vmem
 from brt.ops.window_attention import tpu_bias
 from brt.ops.window_attention.limits import Limits
@@ -45,7 +46,7 @@ def refuses(
     values: Array,
     bias: Array | None,
     readable: Array,
-    dropout: Array | None = None,
+    dropout: Kept | None = None,
     **_: Any,
 ) -> str | None:
     """Why these inputs cannot be; None: they can."""
@@ -61,7 +62,7 @@ def refuses(
 def _bytes(window: int, width: int, itemsize: int, drops: bool) -> int:
     """Of VMEM that the backward pass takes: two of each block, its sums, what has logits' size."""
     blocks, sums = 2 * 13 * window * width * itemsize, 4 * window * width * 4
-    dropout = 2 * window * window * 4 if drops else 0
+    dropout = 2 * window * window // 8 if drops else 0
     return blocks + sums + 14 * window * _BACKWARD_ROWS * 4 + dropout
 
 
@@ -72,7 +73,7 @@ def window_attention(
     values: Float[Array, "B T H K"],
     bias: Float[Array, "H W"] | None,
     readable: Bool[Array, "B N"],
-    dropout: Float[Array, "H W W"] | None,
+    dropout: Kept | None,
     *,
     attend_to_self: bool,
     null_keys: bool,
@@ -84,13 +85,13 @@ def window_attention(
     forward, backward = (
         rows if window % rows == 0 else window for rows in (_FORWARD_ROWS, _BACKWARD_ROWS)
     )
-    static = Static(attend_to_self, null_keys, forward, backward, interpret)
+    static, words = Static(attend_to_self, null_keys, forward, backward, interpret), None
     if dropout is not None:
-        dropout = dropout.swapaxes(1, 2)
+        static, words = static._replace(scale=dropout.scale), dropout.words()
     arrays = queries, keys, values, *cached
     q, k, v, cached_k, cached_v = (x.swapaxes(1, 2) for x in arrays)
     flags = readable.astype(jnp.int32)
-    given = _Given(q, k, v, cached_k, cached_v, scale, bias, flags, dropout)
+    given = _Given(q, k, v, cached_k, cached_v, scale, bias, flags, words)
     y, lse = _attend(given, static)
     return y, lse.swapaxes(1, 2)
 
@@ -109,7 +110,7 @@ class _Given(NamedTuple):
     scale: Float[Array, " H"] | None
     bias: Float[Array, "H W"] | None
     readable: Int[Array, "B N"]
-    dropout: Float[Array, "H W W"] | None  # slots x rows
+    dropout: UInt32[Array, "H G W"] | None
 
     @property
     def window(self) -> int:
@@ -234,10 +235,9 @@ def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> t
     d_bias = None
     if given.bias is not None:
         d_bias = tpu_bias.gradient(found.tile, static.attend_to_self, static.interpret)
-    none = None if given.dropout is None else jnp.zeros_like(given.dropout)
     return (given._replace(
         q=found.q, k=found.keys, v=found.values, cached_k=found.cached_keys,
-        cached_v=found.cached_values, scale=d_scale, bias=d_bias, readable=None, dropout=none,
+        cached_v=found.cached_values, scale=d_scale, bias=d_bias, readable=None, dropout=None,
     ),)  # fmt: skip
 
 
@@ -248,8 +248,9 @@ def _options(given: _Given, static: Static, name: str) -> dict[str, Any]:
     """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
     q = given.q
     size = f"{given.window}x{given.window}x{q.shape[-1]}_{q.dtype}"
+    drops = "" if given.dropout is None else "_dropout"
     return {
-        "name": f"{name}_{size}_{math.prod(given.grid)}_steps",
+        "name": f"{name}{drops}_{size}_{math.prod(given.grid)}_steps",
         "interpret": static.interpret,
         "compiler_params": heads_first(3),
     }

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from brt.distributed import rules
+from brt.ops.dropout import Kept
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.window_attention.api import window_part
 
@@ -24,7 +25,7 @@ def segment_part(
     values: Float[Array, "B T H K"],
     bias: Float[Array, "H W"] | None,
     readable: Bool[Array, "B N"],
-    dropout: Float[Array, "H W W"] | None = None,
+    dropout: Kept | None = None,
     *,
     attend_to_self: bool = True,
     null_keys: bool = False,

@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
+from brt.ops import dropout_bits
 from brt.ops.dispatch import bits, numbers
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.tpu import BY_ROW, BY_SLOT, LANES, PLAIN, product, through_unit, unit
@@ -19,6 +20,7 @@ class Static(NamedTuple):
     Attributes:
       forward_rows, backward_rows: of a tile.
       interpret: runs on any device, slowly.
+      scale: what dropout multiplies weights by that stay.
     """
 
     attend_to_self: bool
@@ -26,6 +28,7 @@ class Static(NamedTuple):
     forward_rows: int
     backward_rows: int
     interpret: bool | pltpu.InterpretParams
+    scale: float = 1.0
 
 
 class Pair(NamedTuple):
@@ -48,7 +51,7 @@ class Inputs(NamedTuple):
       keys, values: of the block before, and of this one.
       scale: [1, 128], the length that queries get, where they and keys are normalised here.
       tile: [W, R], the bias of the slots of a block's first rows.
-      dropout: [W, W].
+      dropout: which weights it keeps, of slots x rows as `dropout_bits`.
       gradient: [W, K] of the output; of it the rest, in the backward pass only.
       lse, along: [1, W]; the former as bits, the latter what the softmax's own gradient subtracts.
     """
@@ -149,6 +152,10 @@ class _Rows(NamedTuple):
         before = _stacked([jnp.where(own, 0, middle), x[(self.i + 1) * self.rows :]])
         return current.astype(dtype), before.astype(dtype)
 
+    def kept(self, words: Any) -> Bool[Array, "W R"]:
+        """By dropout."""
+        return dropout_bits.unpacked(words[:, self.all], words.shape[1])
+
     def rolled(self, tile: Any) -> Float[Array, "W R"]:
         """The bias of their slots, from that of the first rows'."""
         if not self.i:
@@ -204,10 +211,10 @@ def forward_kernel(
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=0, keepdims=True) + jnp.exp(FLOOR - top)
         if inputs.dropout is not None:
-            weights *= inputs.dropout[:, rows.all]
+            weights = jnp.where(rows.kept(inputs.dropout), weights, 0.0)
         current, before = rows.unfolded(weights, dtype)
         sums = rows.sums(transposed, current, before)
-        y[rows.all] = bits((sums / total).T.astype(dtype))
+        y[rows.all] = bits((sums * (static.scale / total)).T.astype(dtype))
         lse[:, rows.all] = bits(top + jnp.log(total))
 
 
@@ -238,10 +245,10 @@ def backward_kernel(
         block = _loaded(n, seen, inputs, static)
         for rows in _tiles(found.q.shape[0], static.backward_rows, static):
             _add_gradients(
-                rows, block, inputs, found, (keys_sum, values_sum), (before, current), seen
+                rows, block, inputs, found, (keys_sum, values_sum), (before, current), seen, static
             )
 
-    d_keys, d_values = keys_sum[before], values_sum[before]
+    d_keys, d_values = keys_sum[before], values_sum[before] * static.scale
     if inputs.scale is not None:  # the last one is no longer the block before
         of_block, last = inputs.keys.loaded(n == 0)
         d_keys = through_unit(jax.lax.select(n < blocks, of_block, last), d_keys)[0]
@@ -261,6 +268,7 @@ def _add_gradients(
     sums: tuple[Any, Any],
     places: tuple[Array, Array],
     seen: Array,
+    static: Static,
 ) -> None:
     """Those of some rows."""
     keys_sum, values_sum = sums
@@ -270,8 +278,8 @@ def _add_gradients(
     weights = kept = jnp.exp(rows.logits(block, own, inputs.tile) - lse)
     d_weights = rows.against(block.values, theirs)
     if inputs.dropout is not None:
-        factors = inputs.dropout[:, rows.all]
-        kept, d_weights = kept * factors, d_weights * factors
+        stays = rows.kept(inputs.dropout)
+        kept, d_weights = (jnp.where(stays, x, 0.0) for x in (kept, d_weights * static.scale))
     d_logits = weights * (d_weights - inputs.along[:, rows.all])
     if found.tile is not None:
         rows.add_rolled(found.tile, d_logits)
