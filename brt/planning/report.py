@@ -4,9 +4,11 @@ from typing import Any
 
 from brt import tasks
 from brt.config import Config
+from brt.planning.costs import Alike
 from brt.planning.plan import Plan, shown
 
 _GIB = 1 << 30
+_LISTED = 100  # groups of instructions
 _ROOM = 0.94  # of a chip's memory that programs get
 
 
@@ -31,6 +33,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "cycles": total.cycles if not plan.low_effort else None,
         "parts": {name: cost._asdict() for name, cost in plan.costs.parts.items()},
         "kernels_without_cycles": list(plan.costs.unknown),
+        "instructions": [_flat(one) for one in plan.costs.instructions[:_LISTED]],
         "collectives": {kind: moved._asdict() for kind, moved in plan.costs.collectives.items()},
         "tokens_per_step": plan.tokens,
         "step_seconds": paces,
@@ -39,6 +42,11 @@ def figures(plan: Plan) -> dict[str, Any]:
         "compile_seconds": plan.seconds,
         "low_effort": plan.low_effort,
     }
+
+
+def _flat(one: Alike) -> dict[str, Any]:
+    rest = one._asdict()
+    return rest | rest.pop("cost")._asdict()
 
 
 def _utilization(plan: Plan) -> dict[str, float]:

@@ -107,7 +107,7 @@ def test_a_classifier_from_glues_files_to_predictions(commands: Commands, files:
     workdir, tags = train(commands, files, "text_classification")
     names = ("accuracy", "matthews", "bits_per_label")
     assert {f"eval/validation/{name}" for name in names} <= tags
-    assert (workdir / "samples/00000008.txt").read_text().startswith("0: ")
+    assert (workdir / "samples/00000008.txt").read_text().startswith("0, '")
     report, rows = predictions(workdir, "validation")
     right = sum(row["label"] == row["prediction"] for row in rows)
     assert len(rows) == 5 and report["accuracy"] == pytest.approx(100 * right / 5)

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.ops import dispatch
+from brt.ops import dispatch, dropout_bits
 from brt.ops.dropout import Dropout
 
 KEY = jax.random.key(0)
@@ -33,3 +33,26 @@ def test_the_key_decides_and_parts_differ() -> None:
     np.testing.assert_array_equal(dropout(x), dropout(x))
     assert np.any(dropout(x) != dropout.part(1)(x))
     assert dropout(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("rows", [1, 12, 16, 24, 128, 512])
+def test_bits_say_what_was_kept_of_any_columns(rows: int) -> None:
+    kept = jax.random.bernoulli(KEY, 0.5, (2, rows, 10))
+    words = dropout_bits.packed(kept)
+    assert words.dtype == jnp.uint32 and words.size * 32 >= kept.size
+    for head in range(2):
+        found = dropout_bits.unpacked(words[head, :, 3:], rows)
+        np.testing.assert_array_equal(found, kept[head, :, 3:])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
+def test_words_and_factors_of_shared_matrices_agree(backend: str) -> None:
+    """Whichever of them an implementation reads, of rows x columns that differ in number."""
+    with dispatch.use_backend(backend):
+        shared = Dropout(KEY, 0.25).shared(2, rows=24, columns=16)
+        factors, words = shared.factors(jnp.dtype("float32")), shared.words()
+    assert factors.shape == (2, 24, 16) and 0.1 < np.mean(factors == 0) < 0.4
+    assert factors.max() == pytest.approx(shared.scale)
+    for head in range(2):
+        kept = dropout_bits.unpacked(words[head], 16)
+        np.testing.assert_array_equal(kept, factors[head].T > 0)

@@ -30,6 +30,21 @@ def test_a_loop_counts_as_often_as_it_runs() -> None:
     assert not found.collectives
 
 
+def test_layers_instructions_are_listed_as_one() -> None:
+    def straight(x: jax.Array, kernels: jax.Array) -> jax.Array:
+        for n, kernel in enumerate(kernels):
+            with jax.named_scope(f"layer_{n}"):
+                x = jnp.tanh(x @ kernel)
+        return x
+
+    x, kernels = jnp.ones((ROWS, WIDTH)), jnp.ones((LAYERS, WIDTH, WIDTH))
+    found = costs(jax.jit(straight).lower(x, kernels).compile().as_text())
+    (product,) = (one for one in found.instructions if one.cost.flops)
+    assert product.times == LAYERS and product.cost.flops == found.total.flops
+    assert product.result == f"f32[{ROWS},{WIDTH}]" and "layer_#" in product.source
+    assert sum(one.cost.bytes for one in found.instructions) == found.total.bytes
+
+
 def test_collectives_are_counted_with_their_bytes() -> None:
     mesh = build(Mesh(data=8), {})
     lanes = jax.NamedSharding(mesh, jax.P("data"))

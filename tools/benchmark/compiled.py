@@ -6,7 +6,8 @@
 
 Of one device and step: loops times their trip counts, kernels by the length of their schedule
 (`brt/planning`). Nothing runs. Implementations of one or several operations stand side by side,
-with ratios to the first; lengths of the segment with what a token of each costs.
+with ratios to the first; lengths of the segment with what a token of each costs. With
+--instructions=20 those that take longest are listed: what is no product there is what to look at.
 
 A baseline holds a case (files, bindings, machine), the versions that compiled it and its figures.
 The case is compiled anew and a part that grew by more than 5 % ends with exit code 1; with
@@ -27,6 +28,7 @@ from brt.errors import ConfigError
 
 GROWTH = 1.05
 LEAST = 0.001  # of all: what is less may grow
+_SHOWN = 80  # letters of a type or a path
 UNITS = {"cycles": ("Mcycles", 1e6), "bytes": ("GB", 1e9)}
 Figures = Mapping[str, Any]
 
@@ -66,6 +68,8 @@ def main(args: argparse.Namespace) -> int:
     else:
         found = {name: case.figures(*more) for name, more in variants(args.implementations)}
         lines = side_by_side(found)
+    if args.instructions:
+        lines += [line for one in found.values() for line in longest(one, args.instructions)]
     print("\n".join(lines))
     if args.json:
         command_line.write_json(args.json, {str(name): one for name, one in found.items()}, None)
@@ -120,6 +124,18 @@ def side_by_side(found: Mapping[str, Figures]) -> list[str]:
 def memory(name: str, found: Figures) -> str:
     temporaries, peak = (found[f"{what}_bytes"] / 2**30 for what in ("temporary", "peak"))
     return f"{name}: {temporaries:.2f} GiB of temporaries, peak {peak:.2f} GiB"
+
+
+def longest(found: Figures, count: int) -> list[str]:
+    """A table of the instructions that take longest; equal ones of several layers are one row."""
+    heads = ("Mcycles", "GB", "TFLOP of products", "times", "part", "operation", "result", "source")
+    lines = ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for one in found["instructions"][:count]:
+        numbers = one["cycles"] / 1e6, one["bytes"] / 1e9, one["flops"] / 1e12
+        cells = [f"{x:.3f}" for x in numbers] + [str(one["times"]), one["part"], one["operation"]]
+        cells += [one["result"][:_SHOWN], one["source"][-_SHOWN:]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def by_length(found: Mapping[int, Figures]) -> list[str]:
@@ -206,6 +222,7 @@ def parser() -> argparse.ArgumentParser:
         "--lengths", metavar="TOKENS,TOKENS", help="of segments, one step each",
         type=lambda text: [int(n) for n in text.split(",")],
     )  # fmt: skip
+    flags.add_argument("--instructions", metavar="N", type=int, default=0, help="lists so many")
     flags.add_argument("--baseline", metavar="FILE")
     flags.add_argument("--record", action="store_true", help="write the baseline")
     command_line.add_json_flag(flags)

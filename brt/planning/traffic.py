@@ -1,0 +1,84 @@
+"""Bytes that an instruction reads and writes: of what it slices or updates, that part alone."""
+
+from brt.planning.hlo import Instruction, Module, Shape, shapes, size
+
+_SLICES = "slice", "dynamic-slice"
+_STARTS = {"copy-start": 0, "slice-start": 1}  # where the result is, beside the operand
+
+
+def traffic(module: Module, computation: str, one: Instruction, anywhere: bool) -> int:
+    """Bytes read and written, of the large memory or `anywhere`."""
+    inside = module.computations[computation]
+    sources = [shapes(inside[o].type) if o in inside else [] for o in one.operands]
+    if anywhere and (one.operation in _STARTS or _changes_place(one, sources)):
+        return 0
+    read = [
+        0 if not anywhere and all(x.on_chip for x in source) else sum(x.bytes for x in source)
+        for source in sources
+    ]
+    written = [0 if shape.on_chip and not anywhere else shape.bytes for shape in one.shapes]
+    if one.operation == "fusion":
+        called = one.called("calls") or ""
+        for i, part in _slices(module, called).items():
+            read[i] = min(read[i], part)
+        for i, update in enumerate(_updates(module, called)):
+            written[i] = written[i] if update is None else min(written[i], update)
+    elif one.operation in _STARTS:
+        result = one.shapes[_STARTS[one.operation]]
+        read, written = [min(read[0], result.bytes)], [0 if result.on_chip else result.bytes]
+    elif one.operation in _SLICES:
+        read = [min(read[0], size(one.type))]
+    elif one.operation == "dynamic-update-slice":
+        update = size(inside[one.operands[1]].type)
+        read, written = [read[1]], [min(written[0], update)]
+    return sum(read) + sum(written)
+
+
+def _changes_place(one: Instruction, sources: list[list[Shape]]) -> bool:
+    """Whether it copies from one memory to the other."""
+    places = {shape.on_chip for shape in (*one.shapes, *(x for found in sources for x in found))}
+    return one.operation == "copy" and len(places) == 2
+
+
+def _slices(module: Module, called: str) -> dict[int, int]:
+    """Bytes that a fusion reads of parameters of which it reads slices only."""
+    inside = module.computations[called].values()
+    found = {
+        int(one.body): _sliced(module, called, one.name)
+        for one in inside
+        if one.operation == "parameter"
+    }
+    return {place: part for place, part in found.items() if part is not None}
+
+
+def _sliced(module: Module, computation: str, name: str) -> int | None:
+    """Bytes of the slices that are read of an array; None: it is read whole."""
+    users = [one for one in module.computations[computation].values() if name in one.operands]
+    parts: list[int | None] = [None] if not users else []
+    for user in users:
+        if user.operation == "bitcast":
+            parts.append(_sliced(module, computation, user.name))
+        elif user.operation == "fusion":
+            inner = _slices(module, user.called("calls") or "")
+            parts += [inner.get(i) for i, operand in enumerate(user.operands) if operand == name]
+        elif user.operation in _SLICES and user.operands[0] == name:
+            parts.append(size(user.type))
+        else:
+            in_place = user.operation == "dynamic-update-slice" and user.operands[0] == name
+            parts.append(0 if in_place else None)
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
+
+
+def _updates(module: Module, called: str) -> list[int | None]:
+    """Bytes that a fusion writes of results that are updated in place; None: all of them."""
+    inside = module.computations[called]
+    root = next(one for one in inside.values() if one.is_root)
+    results = [inside[o] for o in root.operands] if root.operation == "tuple" else [root]
+    found: list[int | None] = []
+    for result in results:
+        while result.operation == "bitcast" and result.operands[0] in inside:
+            result = inside[result.operands[0]]
+        in_place = result.operation == "dynamic-update-slice" and result.operands[1] in inside
+        found.append(size(inside[result.operands[1]].type) if in_place else None)
+    return found
