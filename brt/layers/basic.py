@@ -22,6 +22,7 @@ ZEROS = nn.initializers.zeros
 INTO_HEADS = ("embed", "heads", "head_dim")
 FROM_HEADS = ("stack", "heads", "head_dim", "embed")
 WHOLE_HEADS = ("stack", "whole_heads", "head_dim")
+SHARED = "shared_dropout"
 BLOCKS_AT_ONCE = 8  # of a recurrence on TPUs: more only compile longer
 
 
@@ -116,6 +117,12 @@ def parameter(
     """
     boxed: Callable[..., Any] = nn.with_logical_partitioning(init or kernel_init(), axes)
     return module.param(name, boxed, shape, jnp.float32)  # which takes it out of its box
+
+
+def dropout_rngs(key: Array) -> dict[str, Array]:
+    """Flax's streams of random numbers of a training step: of dropout, and of what of it blocks
+    share that are read one after the other."""
+    return {"dropout": key, SHARED: jax.random.fold_in(key, 1)}
 
 
 def dropout(module: nn.Module, x: Float[Array, "*B"], rate: float) -> Float[Array, "*B"]:

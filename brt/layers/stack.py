@@ -16,6 +16,7 @@ from brt.distributed.rules import Names, constrain
 from brt.layers import kinds
 from brt.layers.basic import (
     BLOCKS_AT_ONCE,
+    SHARED,
     compute_dtype,
     learned_at_once,
     parameter,
@@ -213,7 +214,7 @@ class Stack(nn.Module):
         scan = nn.scan(
             layer,
             variable_axes={"params": 0},
-            split_rngs={"params": True, "dropout": True},
+            split_rngs={"params": True, "dropout": True, SHARED: True},
             in_axes=(1, 0, 0, nn.broadcast, nn.broadcast),
             out_axes=(1, 0),
             length=count,
@@ -278,7 +279,7 @@ class Stack(nn.Module):
         scan = nn.scan(
             Stack._read_block,
             variable_broadcast="params",
-            split_rngs={"params": False, "dropout": True},
+            split_rngs={"params": False, "dropout": True, SHARED: False},
             in_axes=(1, 1, 0),
             out_axes=(1, 1, 0),
             unroll=unrolled(self.model.block_unroll, document_start.shape[1], BLOCKS_AT_ONCE),

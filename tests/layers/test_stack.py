@@ -10,6 +10,7 @@ import pytest
 
 from brt.config import Mesh, Model
 from brt.distributed.mesh import build
+from brt.layers.basic import dropout_rngs
 from brt.layers.recurrent import RecurrentLayer
 from brt.layers.stack import Stack, StackState, new_stack_state, runs
 from brt.layers.window import WindowLayer
@@ -233,7 +234,13 @@ def test_with_taps_no_loop_over_blocks_adds_up_gradients_of_its_large_kernels(
     assert not kernels & carried()
 
 
-def test_with_feedback_every_block_draws_its_own_dropout(random_params: Callable) -> None:
+@pytest.mark.parametrize("only_attention", [False, True])
+def test_with_feedback_every_block_draws_its_own_dropout_but_attention_s(
+    only_attention: bool, random_params: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which all blocks share, as they do without feedback."""
+    if only_attention:
+        monkeypatch.setattr("brt.layers.attention.dropout", lambda module, x, rate: x)
     model = dataclasses.replace(MODEL, layers=1, recurrent_layers=(0,), feedback=True, dropout=0.5)
     params = random_params(model)["stack"]
     state = new_stack_state(model, LANES, jnp.dtype("float32"))
@@ -241,12 +248,15 @@ def test_with_feedback_every_block_draws_its_own_dropout(random_params: Callable
 
     @functools.partial(jax.jit, static_argnums=0)
     def blocks(training: bool) -> jax.Array:
-        rngs = {"dropout": jax.random.key(0)}
+        rngs = dropout_rngs(jax.random.key(0))
         y, *_ = Stack(model, training).apply({"params": params}, x, state, start, {}, rngs=rngs)
         return y.reshape(LANES, BLOCKS, model.window, 16)
 
-    np.testing.assert_allclose(blocks(False)[:, 0], blocks(False)[:, 1], atol=TOLERANCE)
-    assert np.abs(blocks(True)[:, 0] - blocks(True)[:, 1]).max() > 0.1
+    plain, dropped = blocks(False), blocks(True)
+    np.testing.assert_allclose(plain[:, 0], plain[:, 1], atol=TOLERANCE)
+    assert np.abs(dropped[:, 0] - plain[:, 0]).max() > 0.1
+    alike = np.abs(dropped[:, 0] - dropped[:, 1]).max() < TOLERANCE
+    assert alike == only_attention
 
 
 def test_what_is_compiled_for_feedback_does_not_grow_with_blocks(random_params: Callable) -> None:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from brt.config import Config
+from brt.layers.basic import dropout_rngs
 from brt.layers.stack import ModelState, StackState
 from brt.models.decoder import Decoder, DecoderOutput, logit_scale
 from brt.ops.cross_entropy import token_scores
@@ -28,7 +29,7 @@ def predict(
     """
     found: Any = Decoder(config.model, dropout is not None, config.kernels).apply(
         {"params": params}, batch.inputs, carry, batch.document_start, model_state,
-        rngs=None if dropout is None else {"dropout": dropout},
+        rngs=None if dropout is None else dropout_rngs(dropout),
     )  # fmt: skip
     return found
 
