@@ -230,8 +230,6 @@ class TransformerBlock(nn.Module):
         if m.dropout and self.training:
             # Shared by lanes and blocks as in the original: one tile to draw and to read.
             drawn = Dropout(self.make_rng(SHARED), m.dropout)
-            if not m.feedback:  # with it blocks share what is drawn, before there is any x
-                drawn = drawn.after(x)
             mask = drawn.shared(m.heads, m.window, m.window)
         part = segment_part(
             queries, (cached, past.values), keys, values, self.bias(), past.readable, mask,

@@ -8,6 +8,7 @@ is hashed with the key.
 """
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any
 
@@ -47,22 +48,17 @@ class Dropout:
 
     def shared(self, heads: int, rows: int, columns: int) -> "Kept":
         """As `factors`, of matrices that all lanes share. On TPUs columns come first, cut as their
-        bits are packed, or else an array of all numbers would be drawn first and packed then."""
+        bits are packed, or else an array of all numbers would be drawn first and packed then; and
+        apart, since five packed at once took a compiler seven times as long as one by one."""
+        lanes = jnp.arange(heads)
         if dispatch.backend() != "tpu":
-            return self._drawn(jnp.arange(heads), (rows, columns))
-        drawn = self._drawn(jnp.arange(heads), (*dropout_bits.by_bit(columns), rows))
-        return Kept(drawn.kept.reshape(heads, columns, rows), drawn.scale, turned=True)
+            return self._drawn(lanes, (rows, columns))
+        cut = *dropout_bits.by_bit(columns), rows
+        kept, scale = _by_hash(self.rng, self.rate, lanes, cut, apart=True)
+        return Kept(kept.reshape(heads, columns, rows), scale, turned=True)
 
     def _drawn(self, lanes: Int[Array, " B"], shape: tuple[int, ...]) -> "Kept":
         return Kept(*dispatch.run(OP, None, self.rng, self.rate, lanes, shape))
-
-    def after(self, x: Array) -> "Dropout":
-        """The same, drawn when x is there: compilers for TPUs draw those of all layers by one
-        instruction else, which takes up to five times as long."""
-        if dispatch.backend() != "tpu":
-            return self
-        key, _ = jax.lax.optimization_barrier((jax.random.key_data(self.rng), x))
-        return Dropout(jax.random.wrap_key_data(key, impl=jax.random.key_impl(self.rng)), self.rate)
 
     def part(self, index: Array | int) -> "Dropout":
         """That of one of several arrays that are dealt with one after the other."""
@@ -108,20 +104,24 @@ def _by_words(rng: Array, rate: float, rows: Int[Array, " B"], shape: tuple[int,
     return draw(rows), 1 / (1 - rate)
 
 
-def _by_hash(rng: Array, rate: float, rows: Int[Array, " B"], shape: tuple[int, ...]) -> Drawn:
-    low, high = jax.random.key_data(rng)
-    drawn = _mixed(_mixed(_places(rows, shape) * jnp.uint32(0x9E3779B9) + low) ^ high)
+def _by_hash(
+    rng: Array, rate: float, rows: Int[Array, " B"], shape: tuple[int, ...], apart: bool = False
+) -> Drawn:
+    """`apart`: not by one instruction for all layers, as compilers do where places are shared."""
+    along, key = _along(rows, shape), jax.random.key_data(rng)
+    if apart:
+        along, key = jax.lax.optimization_barrier((along, key))
+    whole = len(rows), *shape
+    places = [jax.lax.broadcast_in_dim(x, whole, (axis,)) for axis, x in enumerate(along)]
+    drawn = _mixed(_mixed(sum(places[1:], places[0]) * jnp.uint32(0x9E3779B9) + key[0]) ^ key[1])
     return drawn >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1)), 1 / (1 - rate)
 
 
-def _places(rows: Int[Array, " B"], shape: tuple[int, ...]) -> UInt32[Array, "B *T"]:
-    """The place of every entry in the whole array, without any device having all of it."""
-    places, step = jnp.zeros((len(rows), *shape), jnp.uint32), 1
-    for axis in reversed(range(len(shape))):
-        along = jax.lax.broadcasted_iota(jnp.uint32, places.shape, axis + 1)
-        places, step = places + along * jnp.uint32(step % 2**32), step * shape[axis]
-    along = rows.astype(jnp.uint32).reshape(-1, *[1] * len(shape))
-    return places + along * jnp.uint32(step % 2**32)
+def _along(rows: Int[Array, " B"], shape: tuple[int, ...]) -> list[UInt32[Array, " _"]]:
+    """What each axis adds to the place of an entry in the whole array, of which no device has all."""
+    sizes = [math.prod(shape[i:]) for i in range(len(shape) + 1)]
+    each = rows, *(jnp.arange(n) for n in shape)
+    return [x.astype(jnp.uint32) * jnp.uint32(n % 2**32) for x, n in zip(each, sizes, strict=True)]
 
 
 def _mixed(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
