@@ -182,13 +182,13 @@ class Stack(nn.Module):
 
     def _through(
         self, run: int, method: str, stream: Stream, inputs: PyTree, *shared: Any,
-        model_state: ModelState, taps: PyTree[Array] = None,
+        model_state: ModelState, taps: PyTree[Array] = None, axis: int = 1,
     ) -> tuple[Stream, PyTree, LayerAux]:  # fmt: skip
         """One run: a scan whose carry is the stream, over what each of its layers has of its own.
 
         Args:
           method: of the layers.
-          inputs: of the layers, on axis 1; `shared`: two arguments for all.
+          inputs: of the layers, on `axis`; `shared`: two arguments for all.
           taps: of the layers, on axis 0, where there are any.
         """
         name, kind, count = runs(self.model)[run]
@@ -215,8 +215,8 @@ class Stack(nn.Module):
             layer,
             variable_axes={"params": 0},
             split_rngs={"params": True, "dropout": True, SHARED: True},
-            in_axes=(1, 0, 0, nn.broadcast, nn.broadcast),
-            out_axes=(1, 0),
+            in_axes=(axis, 0, 0, nn.broadcast, nn.broadcast),
+            out_axes=(axis, 0),
             length=count,
             unroll=at_once,
             metadata_params={nn.PARTITION_NAME: "layers"},
@@ -247,6 +247,7 @@ class Stack(nn.Module):
         feedback: StateMemory | None = None,
         taps: Sequence[PyTree[Array]] | None = None,
         first: int = 0,
+        axis: int = 1,
     ) -> tuple[Float[Array, "B T D"], StackState, LayerAux]:
         """The runs that `state` is of, from the `first` one on, one after the other."""
         after, learnt, losses, metrics = [], {}, {}, {}
@@ -255,7 +256,7 @@ class Stack(nn.Module):
         for i, (name, _, _) in enumerate(places):
             stream, run_state, aux = self._through(
                 first + i, "__call__", stream, state[i], document_start, feedback,
-                model_state=model_state, taps=taps and taps[i],
+                model_state=model_state, taps=taps and taps[i], axis=axis,
             )  # fmt: skip
             after.append(run_state)
             learnt |= {name: aux.model_state} if name in model_state else {}
@@ -287,7 +288,8 @@ class Stack(nn.Module):
         )
         x = constrain(x, "lanes", None, None)  # one block after the other: nobody has his own
         blocks = x.reshape(x.shape[0], -1, self.model.window, x.shape[-1])
-        carry, taps = (state[:serial], model_state), self._taps(*blocks.shape[:2])
+        below, taps = _turned(state[:serial]), self._taps(*blocks.shape[:2])
+        carry = below, model_state
         (below, learnt), (y, feedback, aux) = scan(self, carry, blocks, document_start, taps)
         y, above, more = self._layer_by_layer(
             y.reshape(x.shape), state[serial:], document_start, learnt, feedback, first=serial
@@ -296,7 +298,7 @@ class Stack(nn.Module):
         for loss, value in more.losses.items():
             losses[loss] = losses.get(loss, 0.0) + value
         learnt = {**learnt, **more.model_state}
-        return y, (*below, *above), LayerAux(learnt, losses, metrics | more.metrics)
+        return y, (*_turned(below), *above), LayerAux(learnt, losses, metrics | more.metrics)
 
     def _taps(self, lanes: int, blocks: int) -> list[PyTree[Array]] | None:
         """Of the runs that go block by block; None where gradients are added up block by block."""
@@ -320,11 +322,13 @@ class Stack(nn.Module):
         speaker = self.speaker
         _, opened, _ = self._through(
             speaker, "begin_block", Stream(None), state[speaker], start, None,
-            model_state=model_state,
+            model_state=model_state, axis=0,
         )  # fmt: skip
-        feedback = _feedback(opened)
+        feedback = _feedback(opened, axis=0)
         heard, own = jax.tree.map(lambda part: part[:, None], feedback), deferred.of_step(taps)
-        x, state, aux = self._layer_by_layer(x, state, start[:, None], model_state, heard, own)
+        x, state, aux = self._layer_by_layer(
+            x, state, start[:, None], model_state, heard, own, axis=0
+        )
         return (state, {**model_state, **aux.model_state}), (x, feedback, (aux.losses, aux.metrics))
 
     def begin_block(self, state: StackState, model_state: ModelState) -> StackBlock:
@@ -367,6 +371,11 @@ class Stack(nn.Module):
         return tuple(after)
 
 
-def _feedback(opened: Any) -> StateMemory:
+def _turned(state: StackState) -> StackState:
+    """Layers on axis 0, or on axis 1 again."""
+    return jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), state)
+
+
+def _feedback(opened: Any, axis: int = 1) -> StateMemory:
     """[B, S, H, K]: what the last layer of a run that recurs shows to all other layers."""
-    return jax.tree.map(lambda part: part[:, -1], opened.memory)
+    return jax.tree.map(lambda part: jax.lax.index_in_dim(part, -1, axis, keepdims=False), opened.memory)
