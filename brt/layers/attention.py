@@ -38,7 +38,6 @@ from brt.ops.positions import Rotation, alibi_bias, relative_bias, rotate, rotat
 from brt.ops.recurrent_attention import StateMemory
 from brt.ops.reductions import add_shared
 from brt.ops.softmax_attention import attend
-from brt.ops.tpu import stored
 from brt.ops.window_attention import last_block, normalizes, segment_part, window_part_step
 
 # (queries [B, T, H, K], what they read in the window) -> that mixed with something else
@@ -333,8 +332,14 @@ def with_cache(
     state: WindowState,
     projections: TokenProjections,
     document_start: Bool[Array, "B N"],
+    *,
+    as_they_are: bool = False,
 ) -> tuple[Past, WindowState]:
-    """What a segment reads of the cache, and the next state."""
+    """What a segment reads of the cache, and the next state.
+
+    Args:
+      as_they_are: keys are cached without being normalised where attention does that.
+    """
     document_start = constrain(document_start, "lanes", None)
     rows = state.valid & ~document_start[:, 0]
     state = state._replace(valid=rows)
@@ -344,9 +349,8 @@ def with_cache(
     readable = constrain(readable, "lanes", None)
     values = last_block(projections.values, model.window)
     if projections.raw:  # else all of them would be normalised for the sake of the last
-        keys = l2_normalize(last_block(projections.raw.keys, model.window))
-        if values.shape == projections.values.shape:  # of the one block, which the next one reads
-            keys = stored(keys)
+        keys = last_block(projections.raw.keys, model.window)
+        keys = keys if as_they_are else l2_normalize(keys)
     else:
         keys = last_block(projections.keys, model.window)
     after = WindowState(keys, values, jnp.ones_like(state.valid))

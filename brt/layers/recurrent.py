@@ -238,7 +238,9 @@ class RecurrentLayer(nn.Module):
           taps: of the one block that the segment has with them.
         """
         projections = self.tokens.project(x, taps.tokens)
-        past, window = with_cache(self.model, state.window, projections, document_start)
+        past, window = with_cache(
+            self.model, state.window, projections, document_start, as_they_are=self.model.feedback
+        )
         everywhere = ("lanes", None, "heads", None)  # on all devices that share the tokens
         raw = projections.raw
         shown = raw.keys if raw else projections.keys, projections.values

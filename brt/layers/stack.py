@@ -24,9 +24,10 @@ from brt.layers.basic import (
     unrolled,
 )
 from brt.layers.kinds import LayerAux
-from brt.layers.state import LayerState, Stream
+from brt.layers.state import LayerState, Stream, with_unit_keys
 from brt.ops import deferred, dispatch
 from brt.ops.recurrent_attention import StateMemory
+from brt.ops.window_attention import normalizes
 
 # One entry per run of equal layers. The batch is on axis 0, the layers of the run on axis 1.
 StackState = tuple[LayerState, ...]
@@ -298,7 +299,10 @@ class Stack(nn.Module):
         for loss, value in more.losses.items():
             losses[loss] = losses.get(loss, 0.0) + value
         learnt = {**learnt, **more.model_state}
-        return y, (*_turned(below), *above), LayerAux(learnt, losses, metrics | more.metrics)
+        state = (*_turned(below), *above)
+        if self.model.normalize_qk and normalizes():  # what blocks have handed on as it was
+            state = with_unit_keys(state)
+        return y, state, LayerAux(learnt, losses, metrics | more.metrics)
 
     def _taps(self, lanes: int, blocks: int) -> list[PyTree[Array]] | None:
         """Of the runs that go block by block; None where gradients are added up block by block."""

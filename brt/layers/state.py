@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from brt.config import Model
+from brt.ops.normalization import l2_normalize
 from brt.ops.recurrent_attention import StateMemory
 
 
@@ -95,6 +96,19 @@ def zero_where_invalid(window: WindowState) -> WindowState:
     return window._replace(
         keys=jnp.where(keep, window.keys, 0), values=jnp.where(keep, window.values, 0)
     )
+
+
+def with_unit_keys(state: PyTree[Array]) -> PyTree[Array]:
+    """Keys of all windows normalised, of layers that cached them as they are."""
+
+    def normalized(x: Any) -> Any:
+        return x._replace(keys=l2_normalize(x.keys)) if _is_window(x) else x
+
+    return jax.tree.map(normalized, state, is_leaf=_is_window)
+
+
+def _is_window(x: Any) -> bool:
+    return isinstance(x, WindowState)
 
 
 def cache_is_readable(model: Model, state: WindowState) -> Bool[Array, " B"]:

@@ -34,7 +34,9 @@ class WindowLayer(nn.Module):
     ) -> tuple[Float[Array, "B T D"], WindowState]:
         """A segment; with taps its one block."""
         projections = self.tokens.project(x, taps)
-        past, state = with_cache(self.model, state, projections, document_start)
+        past, state = with_cache(
+            self.model, state, projections, document_start, as_they_are=self.model.feedback
+        )
         return self.tokens.attend(x, projections, past, feedback, taps=taps), state
 
     def begin_block(self, x: None, state: WindowState, *_: None) -> tuple[None, OpenBlock]:

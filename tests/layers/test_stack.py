@@ -185,6 +185,18 @@ def test_feedback_is_a_loop_over_blocks_and_layers(random_params: Callable) -> N
     assert_close(results(changed, params), results(model, params, loop))
 
 
+def test_attention_that_normalizes_itself_makes_no_difference_with_feedback(
+    random_params: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks hand on keys as they are then, and the segment the normalised ones."""
+    model = dataclasses.replace(MODEL, feedback=True, layers=4)
+    params = random_params(model)["stack"]
+    expected = results(model, params)
+    for module in ("attention", "stack"):
+        monkeypatch.setattr(f"brt.layers.{module}.normalizes", lambda: True)
+    assert_close(results(model, params), expected)
+
+
 FED_BACK = {
     "skip": {"layers": 4, "recurrent_layers": (2,)},
     "dual, of the last": {"gate": "lstm", "gate_layout": "dual", "remat": True},

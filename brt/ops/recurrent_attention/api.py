@@ -25,7 +25,8 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
         weights: CellWeights, initial: Array, vectors: Array, cached: tuple[Array, Array],
         keys: Array, *others: Array, raw_keys: bool, **options: Any,
     ) -> Any:  # fmt: skip
-        keys = l2_normalize(keys) if raw_keys else keys
+        if raw_keys:
+            keys, cached = l2_normalize(keys), (l2_normalize(cached[0]), cached[1])
         return function(weights, initial, vectors, cached, keys, *others, **options)
 
     return prepared
@@ -72,7 +73,7 @@ def state_scan(
       document_start: where the states begin anew.
       taps: of a segment of one block, a step's of those of `state_taps`; None: its own.
       unroll: blocks per iteration of the scan.
-      raw_keys: those of the segment's tokens are to be normalised first.
+      raw_keys: those of the tokens, of the block before, too, are to be normalised first.
       implementation: a named one runs or raises; None takes the best that can.
       options: `kind`, `tanh`, `normalize_qk`, `null_keys` and `attention` of `state_update`.
 
