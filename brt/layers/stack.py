@@ -1,6 +1,7 @@
 """A stack of layers: equal neighbours share one trace, as a scan over stacked parameters."""
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -382,4 +383,5 @@ def _turned(state: StackState) -> StackState:
 
 def _feedback(opened: Any, axis: int = 1) -> StateMemory:
     """[B, S, H, K]: what the last layer of a run that recurs shows to all other layers."""
-    return jax.tree.map(lambda part: jax.lax.index_in_dim(part, -1, axis, keepdims=False), opened.memory)
+    last = partial(jax.lax.index_in_dim, index=-1, axis=axis, keepdims=False)
+    return jax.tree.map(last, opened.memory)

@@ -118,7 +118,7 @@ def _by_hash(
 
 
 def _along(rows: Int[Array, " B"], shape: tuple[int, ...]) -> list[UInt32[Array, " _"]]:
-    """What each axis adds to the place of an entry in the whole array, of which no device has all."""
+    """What each axis adds to an entry's place in the whole array, of which no device has all."""
     sizes = [math.prod(shape[i:]) for i in range(len(shape) + 1)]
     each = rows, *(jnp.arange(n) for n in shape)
     return [x.astype(jnp.uint32) * jnp.uint32(n % 2**32) for x, n in zip(each, sizes, strict=True)]
