@@ -13,7 +13,7 @@ from brt.planning.schedules import BUNDLES
 ROOT = Path(__file__).resolve().parents[2]
 CHIPS = ("v4", "v5e", "v5p", "v6e")
 CASES = {
-    "window": 7,
+    "window": 9,
     "recurrent": 2,
     "cell": 2,
     "loss": 2,
