@@ -189,7 +189,7 @@ def test_attention_that_normalizes_itself_makes_no_difference_with_feedback(
     random_params: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks hand on keys as they are then, and the segment the normalised ones."""
-    model = dataclasses.replace(MODEL, feedback=True, layers=4)
+    model = dataclasses.replace(MODEL, feedback=True, layers=2, recurrent_layers=(1,))
     params = random_params(model)["stack"]
     expected = results(model, params)
     for module in ("attention", "stack"):
