@@ -43,7 +43,7 @@ class Decoder(nn.Module):
 
     Attributes:
       model: with its vocabulary size set.
-      training: whether dropout is on (needs `dropout_rngs`).
+      training: whether dropout is on (needs the rngs of `basic.dropout_rngs`).
       kernels: which implementations of operations run.
     """
 
