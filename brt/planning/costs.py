@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from brt.planning import products, schedules
 from brt.planning.hlo import Instruction, Module
+from brt.planning.topologies import CHIPS
 from brt.planning.traffic import traffic
 
 COLLECTIVES = (
@@ -173,6 +174,14 @@ def _cost(module: Module, computation: str, one: Instruction, chip: str = "") ->
     if done or one.operation in _FREE or "AllocateBuffer" in one.attributes:
         return Cost()
     flops = products.flops(module, computation, one)
-    cycles = one.cycles or schedules.cycles(one.attributes, chip)
     large, anywhere = (traffic(module, computation, one, places) for places in (False, True))
+    cycles = float(one.cycles)
+    if not cycles and (scheduled := schedules.cycles(one.attributes, chip)):
+        cycles = max(scheduled, *_least(flops, large, chip))
     return Cost(flops, large, cycles, anywhere)
+
+
+def _least(flops: float, moved: int, chip: str) -> tuple[float, float]:
+    """Cycles that products and bytes take at a chip's peaks; schedules wait for neither."""
+    known = CHIPS[chip]
+    return flops / known.flops * known.clock, moved / known.bandwidth * known.clock

@@ -225,6 +225,9 @@ ENTRY %main (q: bf16[8,128]) -> bf16[8,128] {
         assert two_cores == 3 * times * schedules.BUNDLES["window_attention_512x512x128"]["v4"]
         assert found.total.flops == 99 and found.parts.keys() == {"attention"}
         assert not found.unknown
+    at_peak = name + ', backend_config={"cost_estimate":{"flops":"197000000000"}}'
+    # A millisecond of v5e's products, and of its cycles: no schedule is shorter than that.
+    assert costs(text.replace("ATTRIBUTES", at_peak), "v5e").total.cycles == 1.5e6
     name = 'metadata={op_name="jit(f)/window_attention_512x512x128_float32_6_steps"}'
     found = costs(text.replace("ATTRIBUTES", name), "v5e")
     assert not found.total.cycles
