@@ -45,11 +45,17 @@ Mix = Callable[[Array, AttentionPart], Array]
 
 
 class RawProjections(NamedTuple):
-    """Queries and keys that are not normalised: what attends with them does it."""
+    """Queries and keys that are not normalised: what attends with them does it.
+
+    Attributes:
+      handed: these keys and the values once more, for the next block; where blocks are read one
+        after the other, its gradients meet those of this block in the product behind both.
+    """
 
     queries: Float[Array, "B T H K"]
     keys: Float[Array, "B T H K"]
     cross_queries: Float[Array, "B T H K"] | None
+    handed: tuple[Float[Array, "B T H K"], Float[Array, "B T H K"]]
 
 
 class TokenProjections(NamedTuple):
@@ -152,14 +158,18 @@ class TransformerBlock(nn.Module):
         if self.cross_attends:
             kernels.append(self.cross_queries)
             scales.append(self.query_scale("cross_scale"))
+        kernels.append(self.values)
+        again = () if taps.projections is None else (1, len(kernels) - 1)
+        found = deferred.dots(h, kernels, taps.projections, again=again)
         names = ("lanes", self._along(h), "heads", None)
-        found = deferred.dots(h, [*kernels, self.values], taps.projections)
-        *products, values = (constrain(product, *names) for product in found)
+        found = tuple(constrain(product, *names) for product in found)
+        (*products, values), handed = found[: len(kernels)], found[len(kernels) :]
         scaled = scaled_unit if m.normalize_qk else _scaled
         queries, keys, *cross = (scaled(*pair) for pair in zip(products, scales, strict=True))
         raw = None
         if m.normalize_qk and normalizes():
-            raw = RawProjections(products[0], products[1], products[2] if cross else None)
+            crossing, handed = (products[2] if cross else None), handed or (products[1], values)
+            raw = RawProjections(products[0], products[1], crossing, (handed[0], handed[1]))
         return TokenProjections(queries, keys, values, cross[0] if cross else None, raw)
 
     def memorize(self, z: Float[Array, "B S D"], *, learns: bool = True) -> StateMemory:
@@ -217,9 +227,8 @@ class TransformerBlock(nn.Module):
         """The layer's output for a segment; `memory` [B, N, S, H, K] is the states' or None."""
         m = self.model
         tokens, mask, raw = x.shape[1], None, projections.raw
-        queries, keys, crossing = raw or (
-            projections.queries, projections.keys, projections.cross_queries
-        )  # fmt: skip
+        given = raw or projections
+        queries, keys, crossing = given.queries, given.keys, given.cross_queries
         values, cached = projections.values, past.keys
         if m.positions == "rotary":  # here, so that caches and states keep keys as they are
             table = rotations(-m.window, m.window + tokens, m.head_dim)
@@ -315,16 +324,20 @@ class TransformerBlock(nn.Module):
         attended = [constrain(part, "lanes", tokens, "heads", None) for part in attended]
         x = x + deferred.joined(attended, self.output, taps.output, inputs=3)
         x = constrain(x, "lanes", tokens, None)
-        hidden = deferred.dot(rms_norm(x, self.mlp_norm), self.mlp_in, taps.mlp_in)
-        if self.model.mlp_bias:
-            hidden = add_shared(hidden, self.mlp_in_bias)
-        hidden = relu(hidden, keeps=taps.mlp_out is not None)
-        hidden = constrain(hidden, "lanes", tokens, "mlp")
-        out = deferred.dot(hidden, self.mlp_out, taps.mlp_out)
-        if self.model.mlp_bias:
-            out = add_shared(out, self.mlp_out_bias)
-        y = x + dropout(self, out, self.model.dropout)
+        y = x + dropout(self, self._mlp(rms_norm(x, self.mlp_norm), taps), self.model.dropout)
         return constrain(y, "lanes", tokens, None)
+
+    def _mlp(self, h: Float[Array, "B T D"], taps: TokenTaps) -> Float[Array, "B T D"]:
+        biased, first, last = self.model.mlp_bias, taps.mlp_in, taps.mlp_out
+        if first and last and not biased:
+            return deferred.relu_mlp(h, (self.mlp_in, self.mlp_out), (first, last))
+        hidden = deferred.dot(h, self.mlp_in, first)
+        if biased:
+            hidden = add_shared(hidden, self.mlp_in_bias)
+        hidden = relu(hidden, keeps=last is not None)
+        hidden = constrain(hidden, "lanes", self._along(h), "mlp")
+        out = deferred.dot(hidden, self.mlp_out, last)
+        return add_shared(out, self.mlp_out_bias) if biased else out
 
 
 def with_cache(
@@ -347,11 +360,10 @@ def with_cache(
         state = zero_where_invalid(state)
     readable = jnp.concatenate([rows[:, None], ~document_start[:, 1:]], axis=1) & model.cache
     readable = constrain(readable, "lanes", None)
-    values = last_block(projections.values, model.window)
-    if projections.raw:  # else all of them would be normalised for the sake of the last
-        keys = last_block(projections.raw.keys, model.window)
-        keys = keys if as_they_are else l2_normalize(keys)
-    else:
-        keys = last_block(projections.keys, model.window)
+    raw = projections.raw  # else all keys would be normalised for the sake of the last
+    shown = raw.handed if raw else (projections.keys, projections.values)
+    keys, values = (last_block(x, model.window) for x in shown)
+    if raw and not as_they_are:
+        keys = l2_normalize(keys)
     after = WindowState(keys, values, jnp.ones_like(state.valid))
     return Past(state.keys, state.values, readable), after

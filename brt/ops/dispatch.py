@@ -69,6 +69,15 @@ def kept(x: Array, dtype: jnp.dtype | None = None) -> Array:
     return numbers(named, dtype or x.dtype)
 
 
+def saved(x: Array) -> Array:
+    """An input that a forward rule hands to its backward one; what made it need not be kept.
+
+    It is named like what is `kept`. JAX does not round what nothing but backward passes reads by
+    that name, and so nothing is copied.
+    """
+    return checkpoint_name(x, KERNEL)
+
+
 def bits(x: Array) -> Array:
     """As unsigned integers."""
     return jax.lax.bitcast_convert_type(x, bits_of(x.dtype))

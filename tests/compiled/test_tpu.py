@@ -22,6 +22,7 @@ CASES = {
     "improved": 3,
     "causal": 2,
     "weights": 1,
+    "products": 3,
 }  # and how many kernels they have
 GROWTH = 1.05  # of a schedule, which nobody has looked at
 pytestmark = [
@@ -79,6 +80,16 @@ def test_other_kernels_compile_forward_and_backward(chip: str, case: str, dtype:
     assert len(used) == CASES[case] and max(used.values()) < 64 * 2**20
 
 
+@pytest.mark.parametrize("chip", ["v4", "v5p"])
+@pytest.mark.parametrize(("window", "head_dim"), [(512, 128), (128, 256), (512, 64)])
+def test_the_kernels_of_a_blocks_products_compile(chip: str, window: int, head_dim: int) -> None:
+    sizes = f"--window={window}", f"--head_dim={head_dim}"
+    out = run("tools/benchmark/kernels.py", f"--one={chip}", "--case=products", *sizes)
+    used = json.loads(out.splitlines()[-1])
+    assert {name.partition("_")[0] for name in used} == {"spread", "gathered"}
+    assert max(used.values()) < (16 if chip == "v4" else 64) * 2**20
+
+
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize(
     ("window", "head_dim", "dtype"),
@@ -90,7 +101,8 @@ def test_the_states_kernel_compiles_forward_and_backward(
     sizes = f"--window={window}", f"--head_dim={head_dim}", f"--dtype={dtype}"
     out = run("tools/benchmark/kernels.py", f"--one={chip}", "--case=recurrent", *sizes)
     used = json.loads(out.splitlines()[-1])
-    assert len(used) == CASES["recurrent"]
+    states = [name for name in used if name.startswith("state_attention")]  # beside products
+    assert len(states) == CASES["recurrent"]
     assert max(used.values()) < (16 if chip == "v4" else 64) * 2**20
 
 
@@ -124,7 +136,8 @@ def test_schedules_are_not_longer_than_those_that_plans_count_with() -> None:
     for case in CASES:
         out = run("tools/benchmark/kernels.py", "--json", f"--case={case}")
         found |= json.loads(out.splitlines()[-1])
-    assert found.keys() - BUNDLES.keys() == {"kmeans_2048x128"}  # of the improved kind's case
+    others = {"kmeans_2048x128", "spread_512x256x512"}  # of other sizes, in other kernels' cases
+    assert found.keys() - BUNDLES.keys() == others
     for kernel, known in BUNDLES.items():
         for chip, bundles in found[kernel].items():
             assert bundles <= GROWTH * known[chip], (kernel, chip)

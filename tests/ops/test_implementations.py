@@ -23,6 +23,7 @@ from brt.ops import (
     segmented_recurrent_attention,
 )
 from brt.ops import causal_clustered_attention as causal
+from brt.ops.block_products import gathered, spread, summed
 from brt.ops.cross_entropy import cross_entropy, token_scores
 from brt.ops.dispatch import Op
 from brt.ops.dropout import Kept
@@ -310,6 +311,39 @@ def weights(inputs: int, outputs: int) -> tuple[Run, list]:
     return run, []
 
 
+def block(heads: tuple[int, ...], count: int) -> tuple[Run, list]:
+    """Of a block's rows with kernels into heads, and of kernels from heads with those."""
+    (x,) = normal(11, (LANES, 6, 128))
+    wide = normal(12, *[(LANES, 6, *heads, 64)] * count)
+    into = normal(13, *[(128, *heads, 64)] * count)
+
+    def run(name: str) -> Any:
+        back = [kernel.reshape(*heads, 64, 128) for kernel in into]
+        return (
+            spread(x, into, implementation=name),
+            spread(x, back[:1], transposed=True, where=wide[0], implementation=name),
+            spread(x, jnp.stack(into), relu=True, implementation=name),
+        )
+
+    return run, []
+
+
+def blocks(heads: tuple[int, ...], count: int) -> tuple[Run, list]:
+    """Sums of products of a block's rows from heads, some of them sums themselves."""
+    wide = normal(12, *[(LANES, 6, *heads, 64)] * count)
+    into = normal(13, *[(128, *heads, 64)] * count)
+
+    def run(name: str) -> Any:
+        back = jnp.stack([kernel.reshape(*heads, 64, 128) for kernel in into])
+        return (
+            gathered(wide, back, implementation=name),
+            gathered(wide, into, transposed=True, implementation=name),
+            summed(wide, into, {count - 1: wide[0]}, transposed=True, implementation=name),
+        )
+
+    return run, []
+
+
 CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
     ("window_attention", "null keys"): lambda: window(null_keys=True, attend_to_self=False),
     ("window_attention", "masked"): window,
@@ -344,6 +378,10 @@ CASES: dict[tuple[str, str], Callable[[], tuple[Run, list]]] = {
     ("cross_entropy", ""): lambda: loss(0.0),
     ("cross_entropy", "smoothed"): lambda: loss(0.1),
     ("token_scores", ""): scores,
+    ("spread", "heads"): lambda: block((4,), 3),
+    ("spread", "groups of heads"): lambda: block((2, 4), 1),
+    ("gathered", "heads"): lambda: blocks((4,), 3),
+    ("gathered", "groups of heads"): lambda: blocks((2, 4), 1),
     ("weight_gradient", "matrix"): lambda: weights(1, 1),
     ("weight_gradient", "into heads"): lambda: weights(1, 3),
     ("weight_gradient", "from heads"): lambda: weights(2, 1),
@@ -412,5 +450,5 @@ def test_every_op_has_a_reference_a_case_and_a_choice_for_every_backend() -> Non
 
 def test_a_gin_file_can_name_every_op() -> None:
     # Of cross-attention; of any module; of loops over blocks.
-    inner = {"segmented_recurrent_attention", "dropout", "weight_gradient"}
+    inner = {"segmented_recurrent_attention", "dropout", "weight_gradient", "spread", "gathered"}
     assert {field.name for field in dataclasses.fields(Kernels)} == set(OPS) - inner

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from brt.config import Attention, CrossAttention
 from brt.ops import clustered_attention, cross_attention
+from brt.ops.block_products import gathered, spread, summed
 from brt.ops.causal_clustered_attention import Centroids, Past, causal_clustered_attention
 from brt.ops.cross_entropy import cross_entropy
 from brt.ops.dropout import Kept
@@ -197,6 +198,26 @@ def weights(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     return gradients, [x, dy, by_head]
 
 
+def products(array: Callable[..., Any], args: argparse.Namespace) -> Case:
+    """What a layer multiplies with its weights where it reads block by block."""
+    heads, name = (8, args.head_dim), {"implementation": args.implementation}
+    model = 8 * args.head_dim
+    into, back = array(4, model, *heads), array(2, *heads, model)
+
+    def both_ways(x, into, back, up, down):
+        own = spread(x, into, **name)
+        y = gathered(own[:2], back, **name)
+        hidden = spread(y, [up], relu=True, **name)
+        y = gathered(hidden, [down], **name)
+        wide = spread(y, [down], transposed=True, where=hidden[0], **name)
+        y = gathered(wide, [up], transposed=True, **name)
+        found = *spread(y, back, transposed=True, **name), *own[2:]
+        return summed(found, into, {1: own[0]}, transposed=True, **name)
+
+    mlp = array(model, 4096), array(4096, model)
+    return both_ways, [array(args.lanes, args.window, model), into, back, *mlp]
+
+
 def _apart(x: jax.Array) -> jax.Array:
     """Of arrays, as a loop that is written out has made them."""
     return jnp.stack([2 * part for part in x])
@@ -209,5 +230,5 @@ def _inner(x: jax.Array, weights: jax.Array) -> jax.Array:
 CASES = {
     "window": window, "recurrent": recurrent, "cell": cell, "loss": loss, "segmented": segmented,
     "clustered": clustered, "improved": partial(clustered, kind="improved_clustered"),
-    "causal": causal, "weights": weights,
+    "causal": causal, "weights": weights, "products": products,
 }  # fmt: skip

@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed import rules
-from brt.ops.dispatch import AUTO, kept
+from brt.ops.dispatch import AUTO, kept, saved
 from brt.ops.recurrent_attention import scan
 from brt.ops.recurrent_attention.cell import CellWeights, StateMemory, Tokens
 from brt.ops.recurrent_attention.tpu_kernels import (
@@ -140,7 +140,8 @@ def _forward(
     )
     (found,) = _call(forward_kernel, given, given.inputs(), shapes, static, products=2)
     y, lse, keys = (kept(x) for x in (found.y, found.lse, found.keys))
-    return (y, StateMemory(keys, given.projected[VALUES])), (given, y, lse)
+    memory = StateMemory(keys, given.projected[VALUES])
+    return (y, memory), (given._replace(projected=saved(given.projected)), y, lse)
 
 
 def _backward(

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.dispatch import bits, bits_of, kept, numbers
+from brt.ops.dispatch import bits, bits_of, kept, numbers, saved
 from brt.ops.softmax import MASKED
 from brt.ops.tpu import (
     BY_ROW,
@@ -139,6 +139,8 @@ def _forward(given: _Given, static: _Static) -> tuple[Array, tuple]:
         products=2,
     )(given.readable, *given[:3], given.lengths())  # fmt: skip
     y, lse = kept(y, q.dtype), kept(lse, lse.dtype)
+    if given.scale is not None:  # as a product made them
+        given = given._replace(q=saved(q))
     return tokens_first(y), (given, y, lse)
 
 

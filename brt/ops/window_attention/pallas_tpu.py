@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from brt.ops.dispatch import bits_of, kept, numbers
+from brt.ops.dispatch import bits_of, kept, numbers, saved
 from brt.ops.dropout import Kept
 from brt.ops.tpu import LANES, heads_first, tokens_first, too_large, vmem
 from brt.ops.window_attention import tpu_bias
@@ -124,12 +124,16 @@ class _Given(NamedTuple):
     def numbers(self, x: Float[Array, "B H T"]) -> Float[Array, "B H N 1 W"]:
         return x.reshape(*x.shape[:2], -1, 1, self.window)
 
-    def inputs(self, rows: int, static: Static, **others: Array) -> Inputs:
-        scale = tile = None
+    def tile(self, rows: int, static: Static) -> Float[Array, "H W R"] | None:
+        """The bias of a block's first rows."""
+        if self.bias is None:
+            return None
+        return tpu_bias.tile(self.bias, rows, static.attend_to_self, static.interpret)
+
+    def inputs(self, tile: Array | None, **others: Array) -> Inputs:
+        scale = None
         if self.scale is not None:
             scale = jnp.broadcast_to(self.scale[:, None, None], (len(self.scale), 1, LANES))
-        if self.bias is not None:
-            tile = tpu_bias.tile(self.bias, rows, static.attend_to_self, static.interpret)
         pairs = Pair(self.cached_k, self.k, self.k), Pair(self.cached_v, self.v, self.v)
         return Inputs(self.q, *pairs, scale, tile, self.dropout, **others)
 
@@ -182,7 +186,7 @@ def _of_head(x: Any) -> pl.BlockSpec | None:
 
 def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]:
     (heads, batch, blocks), q = given.grid, given.q
-    inputs = given.inputs(static.forward_rows, static)
+    inputs = given.inputs(given.tile(static.forward_rows, static))
     at = _specs(inputs, blocks)
     each = jax.ShapeDtypeStruct((batch, heads, blocks, 1, given.window), jnp.uint32)
     rows = pl.BlockSpec((None, None, None, 1, given.window), lambda h, b, n, _: (b, h, n, 0, 0))
@@ -196,21 +200,23 @@ def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]
     )(given.readable, inputs)  # fmt: skip
     y, lse = kept(y, given.v.dtype), kept(lse, lse.dtype)
     sums = numbers(lse, jnp.float32).reshape(q.shape[:-1])
-    return (tokens_first(y), sums), (given, y, lse)
+    if given.scale is not None:  # as products made them
+        q, k, v = map(saved, given[:3])
+        given = given._replace(q=q, k=k, v=v)
+    # Once for all blocks that are read one after the other; else it is not worth its memory.
+    tile = given.tile(static.backward_rows, static) if blocks == 1 else None
+    return (tokens_first(y), sums), (given, y, lse, None if tile is None else saved(tile))
 
 
-def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> tuple[_Given]:
-    given, y, lse = saved
+def _backward(static: Static, residuals: tuple, gradients: tuple[Array, Array]) -> tuple[_Given]:
+    given, y, lse, tile = residuals
     gradient, d_lse = gradients[0].swapaxes(1, 2), gradients[1]
     heads, batch, blocks = given.grid
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1) - d_lse
-    inputs = given.inputs(
-        static.backward_rows,
-        static,
-        gradient=gradient,
-        lse=lse,
-        along=given.numbers(along),
-    )
+    along = given.numbers(along)
+    if tile is None:
+        tile = given.tile(static.backward_rows, static)
+    inputs = given.inputs(tile, gradient=gradient, lse=lse, along=along)
     at, window, width = _specs(inputs, blocks), given.window, given.q.shape[3]
     # Of the block before: a step that has none writes the cache's, which stay until they are.
     behind = pl.BlockSpec(

@@ -1,29 +1,15 @@
-"""Products inside a scan whose weight gradients are computed once, after it.
-
-The transpose of a scan adds x_t^T dy_t to a weight's gradient at every step: half of the
-serial work, in products too small to run well. Nothing in the scan needs that sum. So the
-scan's backward pass only hands out the pairs (x_t, dy_t), and one product of all steps
-makes the gradient of them.
-
-A `Tap` carries the pairs: zeros on the way forward, of which nothing is read; on the way
-back its "gradient" is the pair. One tap is for one use of its kernels in a step: of two, the
-pairs would be added up. Uses without a tap have gradients of their own, as ever.
-"""
+"""Where the pairs of a scan's steps come out, and the sums that are made of them."""
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
 from brt.distributed.rules import count
 from brt.ops import dispatch
-from brt.ops.dense import dense, dense_forward, input_gradient
-from brt.ops.dense import weight_gradient as dense_weight_gradient
 from brt.ops.weight_gradient import weight_gradient
 
 Kernels = tuple[Float[Array, "..."], ...]
@@ -82,7 +68,7 @@ def layer_taps(
     if 2 * here * (width + size // width) * jnp.dtype(dtype).itemsize > 4 * size * 4:
         return None
     parts = kernels[0].shape[1] if joins else 0
-    like = _Like(inputs, True, parts if _apart(parts) else 0, as_bits)
+    like = _Like(inputs, True, parts if apart(parts) else 0, as_bits)
     return _taps(kernels, jnp.zeros((*rows, 0), dtype), like)
 
 
@@ -146,93 +132,6 @@ def _taps_backward(
 _taps.defvjp(_taps_forward, _taps_backward)
 
 
-def dots(
-    x: Float[Array, "..."], kernels: Sequence[Array], tap: Tap | None, inputs: int = 1
-) -> tuple[Array, ...]:
-    """`dense(x, kernel, inputs)` of each kernel, whose gradients go into `tap`, of this step."""
-    if tap is None:
-        return tuple(dense(x, kernel, inputs) for kernel in kernels)
-    return _dots(x, jax.lax.stop_gradient(tuple(kernels)), tap, inputs)
-
-
-def dot(x: Float[Array, "..."], kernel: Array, tap: Tap | None, inputs: int = 1) -> Array:
-    """`dots` with one kernel."""
-    return dots(x, (kernel,), tap, inputs)[0]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _dots(x: Array, kernels: Kernels, tap: Tap, inputs: int) -> tuple[Array, ...]:
-    return tuple(dense(x, kernel, inputs) for kernel in kernels)
-
-
-def _dots_forward(
-    x: Array, kernels: Kernels, tap: Tap, inputs: int
-) -> tuple[tuple[Array, ...], tuple[Array, Kernels]]:
-    return tuple(dense_forward(x, kernel, inputs)[0] for kernel in kernels), (x, kernels)
-
-
-def _dots_backward(
-    inputs: int, saved: tuple[Array, Kernels], gradients: tuple[Array, ...]
-) -> tuple[Array, None, Tap]:
-    x, kernels = saved
-    parts = [
-        input_gradient(kernel, dy, inputs) for kernel, dy in zip(kernels, gradients, strict=True)
-    ]
-    return sum(parts[1:], parts[0]), None, Tap(x, gradients)
-
-
-_dots.defvjp(_dots_forward, _dots_backward)
-
-
-def joined(
-    parts: Sequence[Array], kernel: Float[Array, "P ..."], tap: Tap | None, inputs: int
-) -> Array:
-    """`dot` of parts that are the kernel's first axis, which are not copied into one array where
-    that takes longer than a product of each."""
-    if not _apart(len(parts)):
-        return dot(jnp.stack(parts, axis=-inputs), kernel, tap, inputs)
-    if tap is not None:
-        kernel = jax.lax.stop_gradient(kernel)
-    return _joined(tuple(parts), kernel, tap, inputs)
-
-
-def _apart(parts: int) -> bool:
+def apart(parts: int) -> bool:
+    """Whether products of so many parts read each where it is."""
     return parts > 1 and dispatch.backend() == "tpu"
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _joined(
-    parts: tuple[Array, ...], kernel: Float[Array, "P ..."], tap: Tap | None, inputs: int
-) -> Array:
-    """Added up in float32."""
-    return _sum(parts, kernel, inputs)
-
-
-def _sum(parts: tuple[Array, ...], kernel: Float[Array, "P ..."], inputs: int) -> Array:
-    pairs = zip(parts, jnp.unstack(kernel.astype(parts[0].dtype)), strict=True)
-    product = partial(jnp.tensordot, axes=inputs - 1, preferred_element_type=jnp.float32)
-    first, *others = (product(*pair) for pair in pairs)
-    return sum(others, first).astype(parts[0].dtype)
-
-
-def _joined_forward(
-    parts: tuple[Array, ...], kernel: Array, tap: Tap | None, inputs: int
-) -> tuple[Array, tuple]:
-    # As a product is kept; else each part's is, in float32.
-    y = checkpoint_name(_sum(parts, kernel, inputs), dispatch.KERNEL)
-    return y, (parts, kernel, None if tap is None else ())
-
-
-def _joined_backward(
-    inputs: int, saved: tuple[tuple[Array, ...], Array, tuple[()] | None], gradient: Array
-) -> tuple[tuple[Array, ...], Array | None, Tap | None]:
-    parts, kernel, tapped = saved
-    found = [input_gradient(part, gradient, inputs - 1) for part in jnp.unstack(kernel)]
-    if tapped is not None:
-        return tuple(found), None, Tap(parts, (gradient,))
-    outputs = kernel.ndim - inputs
-    sums = [dense_weight_gradient(part, gradient, inputs - 1, outputs) for part in parts]
-    return tuple(found), jnp.stack(sums).astype(kernel.dtype), None
-
-
-_joined.defvjp(_joined_forward, _joined_backward)

@@ -1,0 +1,58 @@
+"""A product each, as compilers make them."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from brt.ops import dispatch
+from brt.ops.dense import dense_forward, input_gradient
+from brt.ops.tpu import stored
+
+Kernels = Sequence[Float[Array, "..."]] | Float[Array, "P ..."]
+
+
+def spread(
+    x: Float[Array, "*R C"],
+    kernels: Kernels,
+    *,
+    transposed: bool = False,
+    relu: bool = False,
+    where: Array | None = None,
+) -> tuple[Array, ...]:
+    """See `api.spread`."""
+    if transposed:
+        found = [input_gradient(kernel, x, kernel.ndim - 1) for kernel in kernels]
+    else:
+        found = [dense_forward(x, kernel, 1)[0] for kernel in kernels]
+    if relu:
+        bits = (dispatch.bits(jnp.maximum(y, 0)) for y in found)
+        found = [dispatch.kept(stored(y), x.dtype) for y in bits]
+    if where is not None:
+        found = [jnp.where(where > 0, y, 0) for y in found]
+    return tuple(found)
+
+
+def gathered(
+    xs: Sequence[Float[Array, "..."]],
+    kernels: Kernels,
+    *,
+    transposed: bool = False,
+    as_bits: bool = False,
+    added: Mapping[int, Array] = MappingProxyType({}),
+) -> tuple[Float[Array, "*R C"], dict[int, Array]]:
+    """See `api`; products read numbers and bits as they are."""
+    sums = {i: xs[i] + x for i, x in added.items()}
+    pairs = [(sums.get(i, x), k) for i, (x, k) in enumerate(zip(xs, kernels, strict=True))]
+    if transposed:
+        first, *others = (input_gradient(kernel, x) for x, kernel in pairs)
+        return sum(others, first), sums
+    if len(pairs) == 1:
+        return dense_forward(*pairs[0], kernels[0].ndim - 1)[0], sums
+    product = partial(jnp.tensordot, preferred_element_type=jnp.float32)
+    first, *others = (product(x, k.astype(x.dtype), axes=k.ndim - 1) for x, k in pairs)
+    # As a product is kept; else each part's is, in float32.
+    return checkpoint_name(sum(others, first).astype(xs[0].dtype), dispatch.KERNEL), sums

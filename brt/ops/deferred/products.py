@@ -1,0 +1,157 @@
+"""Products of a scan's step, whose weight gradients go into its taps."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from brt.distributed.rules import constrain
+from brt.ops.block_products import gathered, spread, summed
+from brt.ops.deferred.taps import Kernels, Tap, apart
+from brt.ops.dense import dense, dense_forward, input_gradient, weight_gradient
+
+
+def dots(
+    x: Float[Array, "..."], kernels: Sequence[Array], tap: Tap | None, inputs: int = 1,
+    *, again: tuple[int, ...] = (),
+) -> tuple[Array, ...]:  # fmt: skip
+    """`dense(x, kernel, inputs)` of each kernel, whose gradients go into `tap`, of this step.
+
+    Args:
+      again: of which kernels the product comes once more, behind all: of what two read, that is
+        where both gradients are added up.
+    """
+    if tap is None:
+        found = tuple(dense(x, kernel, inputs) for kernel in kernels)
+        return *found, *(found[i] for i in again)
+    return _dots(x, jax.lax.stop_gradient(tuple(kernels)), tap, inputs, again)
+
+
+def dot(x: Float[Array, "..."], kernel: Array, tap: Tap | None, inputs: int = 1) -> Array:
+    """`dots` with one kernel."""
+    return dots(x, (kernel,), tap, inputs)[0]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _dots(
+    x: Array, kernels: Kernels, tap: Tap, inputs: int, again: tuple[int, ...]
+) -> tuple[Array, ...]:
+    return _dots_forward(x, kernels, tap, inputs, again)[0]
+
+
+def _dots_forward(
+    x: Array, kernels: Kernels, tap: Tap, inputs: int, again: tuple[int, ...]
+) -> tuple[tuple[Array, ...], tuple[Array, Kernels]]:
+    found = _products(x, kernels, inputs)
+    return (*found, *(found[i] for i in again)), (x, kernels)
+
+
+def _products(x: Array, kernels: Kernels, inputs: int) -> tuple[Array, ...]:
+    *summed_over, outputs = kernels[0].shape
+    alone = len(kernels) == 1 and len(summed_over) == inputs
+    if alone and (inputs > 1 or summed_over[0] > outputs):
+        return (gathered((x,), kernels),)
+    if inputs == 1:
+        return spread(x, kernels)
+    return tuple(dense_forward(x, kernel, inputs)[0] for kernel in kernels)
+
+
+def _dots_backward(
+    inputs: int, again: tuple[int, ...], saved: tuple[Array, Kernels],
+    gradients: tuple[Array, ...],
+) -> tuple[Array, None, Tap]:  # fmt: skip
+    x, kernels = saved
+    own, added = gradients[: len(kernels)], dict(zip(again, gradients[len(kernels) :], strict=True))
+    if inputs == 1:
+        found, sums = summed(own, kernels, added, transposed=True)
+        return found, None, Tap(x, tuple(sums.get(i, dy) for i, dy in enumerate(own)))
+    own = tuple(dy + added[i] if i in added else dy for i, dy in enumerate(own))
+    return _input_gradient(kernels, own, inputs), None, Tap(x, own)
+
+
+def _input_gradient(kernels: Kernels, gradients: tuple[Array, ...], inputs: int) -> Array:
+    if len(kernels) == 1 and kernels[0].ndim == inputs + 1:
+        return spread(gradients[0], kernels, transposed=True)[0]
+    pairs = zip(kernels, gradients, strict=True)
+    first, *others = (input_gradient(kernel, dy, inputs) for kernel, dy in pairs)
+    return sum(others, first)
+
+
+_dots.defvjp(_dots_forward, _dots_backward)
+
+
+def joined(
+    parts: Sequence[Array], kernel: Float[Array, "P ..."], tap: Tap | None, inputs: int
+) -> Array:
+    """`dot` of parts that are the kernel's first axis, which are not copied into one array where
+    that takes longer than a product of each."""
+    if not apart(len(parts)):
+        return dot(jnp.stack(parts, axis=-inputs), kernel, tap, inputs)
+    if tap is not None:
+        kernel = jax.lax.stop_gradient(kernel)
+    return _joined(tuple(parts), kernel, tap, inputs)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _joined(
+    parts: tuple[Array, ...], kernel: Float[Array, "P ..."], tap: Tap | None, inputs: int
+) -> Array:
+    """Added up in float32."""
+    return gathered(parts, kernel, as_bits=True)
+
+
+def _joined_forward(
+    parts: tuple[Array, ...], kernel: Array, tap: Tap | None, inputs: int
+) -> tuple[Array, tuple]:
+    y = gathered(parts, kernel, as_bits=True)
+    return y, (parts, kernel, None if tap is None else ())
+
+
+def _joined_backward(
+    inputs: int, saved: tuple[tuple[Array, ...], Array, tuple[()] | None], gradient: Array
+) -> tuple[tuple[Array, ...], Array | None, Tap | None]:
+    parts, kernel, tapped = saved
+    found = spread(gradient, kernel, transposed=True)
+    if tapped is not None:
+        return found, None, Tap(parts, (gradient,))
+    outputs = kernel.ndim - inputs
+    sums = [weight_gradient(part, gradient, inputs - 1, outputs) for part in parts]
+    return found, jnp.stack(sums).astype(kernel.dtype), None
+
+
+_joined.defvjp(_joined_forward, _joined_backward)
+
+
+def relu_mlp(
+    x: Float[Array, "B *R D"], kernels: tuple[Array, Array], taps: tuple[Tap, Tap]
+) -> Float[Array, "B *R D"]:
+    """relu(x A) B, of kernels A [D, F] and B [F, D]; its gradients go into taps of this step."""
+    return _relu_mlp(x, jax.lax.stop_gradient(kernels), taps)
+
+
+@jax.custom_vjp
+def _relu_mlp(x: Array, kernels: tuple[Array, Array], taps: tuple[Tap, Tap]) -> Array:
+    return _relu_mlp_forward(x, kernels, taps)[0]
+
+
+def _relu_mlp_forward(
+    x: Array, kernels: tuple[Array, Array], taps: tuple[Tap, Tap]
+) -> tuple[Array, tuple]:
+    hidden = _constrained(spread(x, kernels[:1], relu=True)[0])
+    return gathered((hidden,), kernels[1:], as_bits=True), (x, hidden, kernels)
+
+
+def _relu_mlp_backward(saved: tuple, gradient: Array) -> tuple[Array, None, tuple[Tap, Tap]]:
+    x, hidden, kernels = saved
+    d_hidden = _constrained(spread(gradient, kernels[1:], transposed=True, where=hidden)[0])
+    d_x = gathered((d_hidden,), kernels[:1], transposed=True)
+    return d_x, None, (Tap(x, (d_hidden,)), Tap(hidden, (gradient,)))
+
+
+def _constrained(hidden: Float[Array, "B *R F"]) -> Float[Array, "B *R F"]:
+    return constrain(hidden, "lanes", *[None] * (hidden.ndim - 2), "mlp")
+
+
+_relu_mlp.defvjp(_relu_mlp_forward, _relu_mlp_backward)
