@@ -1,11 +1,12 @@
 """Which implementation multiplies."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jaxtyping import Array, Float
 
 from brt.ops import dispatch
 from brt.ops.block_products import pallas_tpu, reference, xla
+from brt.ops.block_products.reference import Added, Kernels
 from brt.ops.dispatch import Implementation, Op
 
 SPREAD = Op(
@@ -34,7 +35,7 @@ GATHERED = Op(
 
 def spread(
     x: Float[Array, "*R C"],
-    kernels: Sequence[Float[Array, "..."]] | Float[Array, "P ..."],
+    kernels: Kernels,
     *,
     transposed: bool = False,
     relu: bool = False,
@@ -63,7 +64,7 @@ def spread(
 
 def gathered(
     xs: Sequence[Float[Array, "..."]],
-    kernels: Sequence[Float[Array, "..."]] | Float[Array, "P ..."],
+    kernels: Kernels,
     *,
     transposed: bool = False,
     as_bits: bool = False,
@@ -93,7 +94,7 @@ def gathered(
 def summed(
     xs: Sequence[Float[Array, "..."]],
     kernels: Sequence[Float[Array, "..."]],
-    added: Mapping[int, Float[Array, "..."]],
+    added: Added,
     *,
     transposed: bool = False,
     implementation: str | None = None,

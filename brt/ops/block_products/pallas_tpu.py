@@ -8,8 +8,7 @@ reads and writes them.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,15 +18,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from brt.ops import dispatch
+from brt.ops.block_products.reference import NOTHING, Added, Kernels
 from brt.ops.block_products.wide import Weights, Wide, options, refuses
 from brt.ops.tpu import BY_ROW, LANES, PLAIN, product, room, too_large
 
 _COLUMNS = 512  # of all kernels, of a tile
 _TILES = 256, LANES  # columns of a sum
 _SUMS = 8  # of a tile, that there are at once where compilers keep most
-Kernels = Sequence[Float[Array, "..."]] | Float[Array, "P ..."]
-Added = Mapping[int, Array]
-NOTHING: Added = MappingProxyType({})
 
 
 def refuses_spread(x: Array, kernels: Kernels, *, transposed: bool, **_: Any) -> str | None:

@@ -6,7 +6,10 @@ from types import MappingProxyType
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+# Kernels, or one array that has them on axis 0; and what is added to some arrays, by their place.
 Kernels = Sequence[Float[Array, "..."]] | Float[Array, "P ..."]
+Added = Mapping[int, Array]
+NOTHING: Added = MappingProxyType({})
 
 
 def spread(
@@ -33,7 +36,7 @@ def gathered(
     *,
     transposed: bool = False,
     as_bits: bool = False,
-    added: Mapping[int, Array] = MappingProxyType({}),
+    added: Added = NOTHING,
 ) -> tuple[Float[Array, "*R C"], dict[int, Array]]:
     """See `api`."""
     sums = {i: (xs[i].astype(jnp.float32) + x).astype(x.dtype) for i, x in added.items()}

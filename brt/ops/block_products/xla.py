@@ -1,18 +1,16 @@
 """A product each, as compilers make them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from types import MappingProxyType
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from brt.ops import dispatch
+from brt.ops.block_products.reference import NOTHING, Added, Kernels
 from brt.ops.dense import dense_forward, input_gradient
 from brt.ops.tpu import stored
-
-Kernels = Sequence[Float[Array, "..."]] | Float[Array, "P ..."]
 
 
 def spread(
@@ -42,7 +40,7 @@ def gathered(
     *,
     transposed: bool = False,
     as_bits: bool = False,
-    added: Mapping[int, Array] = MappingProxyType({}),
+    added: Added = NOTHING,
 ) -> tuple[Float[Array, "*R C"], dict[int, Array]]:
     """See `api`; products read numbers and bits as they are."""
     sums = {i: xs[i] + x for i, x in added.items()}
