@@ -9,6 +9,10 @@ Logits have keys down and rows along. So maxima and sums go down columns, many s
 six products are [M, K] by [K, N] as they lie; XLA's CPU backend takes up to twice as long for
 others. What is transposed for that is as wide as a head. The backward pass keeps exp(logits - their
 maximum), not the softmax: to divide what is as tall as a head takes less.
+
+XLA works an array out anew in each loop that reads it, where that looks cheap to it. Two are not:
+the tile of the bias, whose places take longer to find than exp, and keys and values turned, which
+it turns once for each tile that sees them. A product and `_laid` have both written once.
 """
 
 from functools import partial, reduce
@@ -16,6 +20,7 @@ from functools import partial, reduce
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float
 
 from brt.ops.reductions import sum_leading
@@ -55,7 +60,7 @@ def window_attention(
 
     if bias is None:
         bias = jnp.zeros((queries.shape[2], window), jnp.float32)
-    q, k, v = tiled(queries, 4, 2), tiled(keys, 2, 4), tiled(values, 2, 4)
+    q, k, v = tiled(queries, 4, 2), _laid(tiled(keys, 2, 4)), _laid(tiled(values, 2, 4))
     tile, mask = _bias_tile(bias, rows, attend_to_self), _mask(readable, window, rows)
     dropped = _dropout_tiles(dropout, readable.shape[1], rows)
     y, lse = _attend(q, k, v, tile, mask, dropped, null_keys)
@@ -70,7 +75,8 @@ def _bias_tile(bias: Float[Array, "H W"], rows: int, attend_to_self: bool) -> Fl
     others = (nearest, 2 * rows - nearest)  # as many distances as rows and keys have, less one
     by_distance = jnp.pad(bias, ((0, 0), others), constant_values=MASKED)
     tile = circulant(jnp.roll(by_distance, -window, axis=1), rows)[:, :, : window + rows]
-    return tile.swapaxes(1, 2)
+    # Its transpose, by a product with ones and zeros: exact, and written once.
+    return jnp.einsum("hrs,rq->hsq", tile, jnp.eye(rows), precision="highest")
 
 
 def _mask(readable: Bool[Array, "B N"], window: int, rows: int) -> Bool[Array, "B M S"]:
@@ -100,8 +106,15 @@ def _product(a: Array, b: Array) -> Array:
 _stored = jax.lax.optimization_barrier
 
 
+def _laid(x: Array) -> Array:
+    """x in memory in the order of its axes; not on a mesh, where XLA would gather it for that."""
+    if jax.sharding.get_abstract_mesh().size > 1:
+        return _stored(x)
+    return _stored(with_layout_constraint(x, Layout(tuple(range(x.ndim)))))
+
+
 def _transposed(x: Array) -> Array:
-    return _stored(x.swapaxes(-1, -2))
+    return _laid(x.swapaxes(-1, -2))
 
 
 def _seen(
@@ -159,12 +172,28 @@ def _forward(
         logits += jnp.where(mask, 0.0, MASKED)[:, :, None, :, None]
     top = jnp.maximum(jnp.max(logits, axis=-2, keepdims=True), FLOOR)
     weights = jnp.exp(logits - top)
-    total = jnp.sum(weights, axis=-2, keepdims=True) + jnp.exp(FLOOR - top)
-    kept = weights if dropout is None else weights * dropout[None]
-    y = _product(_seen(_transposed(v), q.shape[1], null_mask, 4), kept.astype(v.dtype))
+    y, total = _sums(v, weights, dropout, null_mask)
+    total += jnp.exp(FLOOR - top)
     y = (y / total).astype(v.dtype)
     lse = (top + jnp.log(total))[..., 0, :]
     return (y, lse), (q, k, v, mask, dropout, weights, total, y)
+
+
+def _sums(
+    v: Float[Array, "B Z H R K"],
+    weights: Float[Array, "B M H S R"],
+    dropout: Float[Array, "M H S R"] | None,
+    null_mask: Bool[Array, "B M S"] | None,
+) -> tuple[Float[Array, "B M H K R"], Float[Array, "B M H 1 R"]]:
+    """Values by their weights, and all weights; where these are the same, by one product."""
+    tiles = weights.shape[1]
+    if dropout is None and null_mask is None:
+        with_one = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
+        both = _product(_seen(_transposed(with_one), tiles, None, 4), weights.astype(v.dtype))
+        return both[..., :-1, :], both[..., -1:, :]
+    kept = weights if dropout is None else weights * dropout[None]
+    y = _product(_seen(_transposed(v), tiles, null_mask, 4), kept.astype(v.dtype))
+    return y, jnp.sum(weights, axis=-2, keepdims=True)
 
 
 def _backward(null_keys: bool, saved: tuple, gradients: tuple[Array, Array]) -> tuple:
