@@ -74,7 +74,8 @@ def test_heads_may_stand_behind_the_rows() -> None:
     q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in SHAPE.values())
     rows_first = (x.swapaxes(1, 2) for x in (q, k, v))
     by_head = attend_by_head(q, k, v, None, null_keys=False)
-    np.testing.assert_array_equal(attend(*rows_first).swapaxes(1, 2), by_head)
+    by_row = attend(*rows_first, implementation="xla")
+    np.testing.assert_array_equal(by_row.swapaxes(1, 2), by_head)
 
 
 def blocks(dtype: str = "float32") -> tuple[list[jax.Array], jax.Array]:

@@ -11,7 +11,7 @@ from brt.distributed import rules
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.normalization import scaled_unit
-from brt.ops.softmax_attention import pallas_tpu, reference, xla
+from brt.ops.softmax_attention import pallas_tpu, reference, xla, xla_cpu
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,6 +34,7 @@ OP = Op(
     "softmax_attention",
     (
         Implementation("pallas_tpu", pallas_tpu.attention, ("tpu",), ("tpu",), pallas_tpu.refuses),
+        Implementation("xla_cpu", _plain(xla_cpu.attention), auto=("cpu",)),
         Implementation("xla", _plain(xla.attention)),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
         Implementation("reference", _plain(reference.attention), auto=()),

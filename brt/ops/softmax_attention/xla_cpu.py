@@ -1,0 +1,73 @@
+"""Softmax attention as CPUs like it: keys down and queries along.
+
+So maxima go down columns, many side by side, and all six products are [M, K] by [K, N] as they lie;
+XLA's CPU backend takes up to twice as long for others. What is transposed for that is as wide as a
+head. The sums come from the product with the values, which have a one beside them. The backward
+pass keeps exp(logits - their maximum): to divide what is as tall as a head takes less.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from brt.ops.products import combined
+from brt.ops.softmax import MASKED
+
+
+def attention(
+    q: Float[Array, "*B H Q K"],
+    k: Float[Array, "*B H S K"],
+    v: Float[Array, "*B H S K"],
+    readable: Bool[Array, " B"] | None,
+    *,
+    null_keys: bool,
+) -> Float[Array, "*B H Q K"]:
+    """See `api.attend_to_blocks`; without `readable` every key counts."""
+    if readable is None:
+        return _attend(q, k, v, None)
+    size = k.shape[-2]
+    mask = (readable[:, None] | (jnp.arange(size) >= size // 2)[None])[:, None, :, None]
+    if null_keys:
+        return _attend(q, jnp.where(mask, k, 0), jnp.where(mask, v, 0), None)
+    return _attend(q, k, v, mask)
+
+
+def _transposed(x: Float[Array, "*B M N"]) -> Float[Array, "*B N M"]:
+    return jax.lax.optimization_barrier(x.swapaxes(-1, -2))
+
+
+@jax.custom_vjp
+def _attend(
+    q: Float[Array, "*B H Q K"],
+    k: Float[Array, "*B H S K"],
+    v: Float[Array, "*B H S K"],
+    mask: Bool[Array, "B 1 S 1"] | None,
+) -> Float[Array, "*B H Q K"]:
+    return _forward(q, k, v, mask)[0]
+
+
+def _forward(q: Array, k: Array, v: Array, mask: Array | None) -> tuple[Array, tuple]:
+    logits = combined(k, _transposed(q))
+    if mask is not None:
+        logits = jnp.where(mask, logits, MASKED)
+    top = jnp.max(logits, axis=-2, keepdims=True)
+    weights = jnp.exp(logits - top).astype(v.dtype)
+    with_one = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
+    both = combined(_transposed(with_one), weights)
+    total = both[..., -1:, :]
+    y = (both[..., :-1, :] / total).astype(v.dtype)
+    return y.swapaxes(-1, -2), (q, k, v, weights, total, y)
+
+
+def _backward(saved: tuple, gradient: Array) -> tuple:
+    q, k, v, weights, total, y = saved
+    scaled = _transposed(gradient.astype(jnp.float32)) / total
+    along = jnp.sum(scaled * y.astype(jnp.float32), axis=-2, keepdims=True)
+    scaled = scaled.astype(q.dtype)
+    d_logits = (weights * (combined(v, scaled) - along)).astype(q.dtype)
+    d_q = combined(_transposed(k), d_logits).swapaxes(-1, -2)
+    d_k, d_v = combined(d_logits, q), combined(weights, _transposed(scaled))
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+_attend.defvjp(_forward, _backward)
