@@ -170,7 +170,10 @@ def _forward(
     logits = _product(_seen(k, q.shape[1], null_mask), _stored(q)) + tile[None, None]
     if not null_keys:
         logits += jnp.where(mask, 0.0, MASKED)[:, :, None, :, None]
-    top = jnp.maximum(jnp.max(logits, axis=-2, keepdims=True), FLOOR)
+    # Stretch by stretch first: so XLA does not write logits only for their maxima.
+    stretches = jnp.split(logits, logits.shape[-2] // q.shape[-1], axis=-2)
+    highest = jnp.max(reduce(jnp.maximum, stretches), axis=-2, keepdims=True)
+    top = jnp.maximum(highest, FLOOR)
     weights = jnp.exp(logits - top)
     y, total = _sums(v, weights, dropout, null_mask)
     total += jnp.exp(FLOOR - top)
