@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from brt.distributed.rules import cuts, rows_adjoin
 from brt.ops import dispatch
+from brt.ops.products import weighted_rows
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -67,11 +68,12 @@ def weight_gradient(
     if not rows_adjoin(len(rows)) or cuts("heads"):
         return jnp.tensordot(x, dy, axes=(rows, rows), preferred_element_type=jnp.float32)
     if dispatch.backend() == "cpu":
-        x, dy, inputs, outputs = _merged(x, inputs), _merged(dy, outputs), 1, 1
+        x, dy = _merged(x, inputs), _merged(dy, outputs)
+        product = weighted_rows(x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1]))
+        return product.reshape(shape)
     x = x.reshape(-1, *x.shape[x.ndim - inputs :])
     dy = dy.reshape(-1, *dy.shape[dy.ndim - outputs :])
-    product = jnp.tensordot(x, dy, axes=(0, 0), preferred_element_type=jnp.float32)
-    return product.reshape(shape)
+    return jnp.tensordot(x, dy, axes=(0, 0), preferred_element_type=jnp.float32)
 
 
 def _merges(kernel: Array) -> bool:
