@@ -20,19 +20,9 @@ def combined(a: Float[Array, "*B M N"], b: Float[Array, "*B N K"]) -> Float[Arra
 def weighted_rows(a: Float[Array, "*B N M"], b: Float[Array, "*B N K"]) -> Float[Array, "*B M K"]:
     """Sums of the rows of b, weighted by every column of a: a^T b.
 
-    The narrower factor is transposed in memory first: XLA's CPU backend else takes twice as long.
+    The left factor is transposed in memory first: XLA's CPU backend else takes twice as long.
     """
-    if a.shape[-1] <= b.shape[-1]:
-        return combined(_transposed(a), b)
-    # Stored before it is turned: XLA would make one product of both, of the slow form.
-    return _stored(combined(_transposed(b), a)).swapaxes(-1, -2)
-
-
-_stored = jax.lax.optimization_barrier
-
-
-def _transposed(x: Float[Array, "*B M N"]) -> Float[Array, "*B N M"]:
-    return _stored(x.swapaxes(-1, -2))
+    return combined(jax.lax.optimization_barrier(a.swapaxes(-1, -2)), b)
 
 
 def _inner_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:

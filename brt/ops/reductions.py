@@ -22,6 +22,17 @@ def sum_leading(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
     return total.reshape(x.shape[axes:])
 
 
+def sum_in_turn(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
+    """The sum over the first `axes` axes, one after the other: where a row fills a cache.
+
+    What a loop reads is stored: XLA's CPU backend else works x out anew for the sum.
+    """
+    if not rows_adjoin(axes):
+        return jnp.sum(x, axis=tuple(range(axes)))
+    rows = x.reshape(-1, *x.shape[axes:])
+    return jax.lax.scan(lambda total, row: (total + row, None), jnp.zeros_like(rows[0]), rows)[0]
+
+
 def _along(shared: Array, x: Array) -> Array:
     """With axes of one in front, and in x's dtype."""
     return shared.astype(x.dtype).reshape((1,) * (x.ndim - shared.ndim) + shared.shape)

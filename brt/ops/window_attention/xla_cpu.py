@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.reductions import sum_leading
+from brt.ops.reductions import sum_in_turn
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.window_attention.xla import circulant
 
@@ -221,7 +221,7 @@ def _backward(null_keys: bool, saved: tuple, gradients: tuple[Array, Array]) -> 
         for by_key, x in ((narrow, q), (kept.astype(v.dtype), scaled))
     )
     none = None if dropout is None else jnp.zeros_like(dropout)
-    d_tile = sum_leading(d_logits, 2)
+    d_tile = sum_in_turn(d_logits, 2)
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_tile, None, none
 
 
