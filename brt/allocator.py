@@ -18,6 +18,7 @@ from pathlib import Path
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
 _NEVER = 2**31 - 1
 _TUNABLES = f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={_NEVER}"
+_ASYNC = "JAX_CPU_ENABLE_ASYNC_DISPATCH"
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -49,6 +50,19 @@ def _huge_pages() -> bool:
     with contextlib.suppress(OSError):
         return "[never]" not in _HUGE_PAGES.read_text()
     return False
+
+
+def run_in_place() -> None:
+    """CPU programs run in the thread that calls them; before jax has found its devices.
+
+    In one of jax's own threads a program's temporary buffer, if larger than 64 MB, is mapped and
+    cleared anew by each call, whatever is kept: a twentieth of a mid-sized model's step. jax's own
+    variable comes first.
+    """
+    if _ASYNC not in os.environ:
+        import jax  # here: what only re-executes or parses flags goes without
+
+        jax.config.update(_ASYNC.lower(), False)
 
 
 def keep_memory() -> None:

@@ -208,6 +208,7 @@ def main(
         if function.__module__ == "__main__":  # a process of its own
             allocator.use_huge_pages()
         allocator.keep_memory()
+        allocator.run_in_place()
         code = function(arguments) or 0
         sys.stdout.flush()
     except Preempted as stop:

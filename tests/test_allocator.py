@@ -25,6 +25,20 @@ def two_steps():
     step()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """  # noqa: E501
+STEP = """
+import resource
+import jax, jax.numpy as jnp
+from brt import allocator
+allocator.keep_memory()
+{}
+sizes = lambda x: jnp.full((24 << 20,), x)
+step = jax.jit(lambda x: jnp.sum(jax.lax.fori_loop(0, 2, lambda i, y: y + i, sizes(x))))
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step(1.0).block_until_ready()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print([faults() for _ in range(4)][-1])
+"""
 KEEPING = PROGRAM + "allocator.keep_memory()\ntwo_steps()"
 IN_A_THREAD = PROGRAM + "threading.Thread(target=two_steps).start()"
 HUGE_PAGES = PROGRAM + "allocator.use_huge_pages()\nthreading.Thread(target=two_steps).start()"
@@ -58,6 +72,12 @@ def test_the_second_step_maps_no_pages_again() -> None:
 @linux
 def test_the_users_own_setting_stands() -> None:
     assert faults(MALLOC_MMAP_THRESHOLD_="1000000") > 10_000
+
+
+@linux
+def test_programs_that_run_in_place_map_no_pages_again() -> None:
+    assert faults(STEP.format("")) > 10_000, "or there is nothing to spare any more"
+    assert faults(STEP.format("allocator.run_in_place()")) < 100
 
 
 @huge_pages

@@ -70,6 +70,7 @@ def main() -> None:
     if BASELINE not in names:
         parser.error(f"--models needs {BASELINE}, which the others are divided by")
     allocator.keep_memory()
+    allocator.run_in_place()
     size = dataclasses.replace(SIZES[args.size], dtype=args.dtype)
     contestants = {name: Contestant(*row(name, size, args.tokens)) for name in names}
     for i in range(args.rounds):
