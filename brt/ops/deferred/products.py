@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brt.distributed.rules import constrain
+from brt.distributed.rules import constrain, partitioned
+from brt.ops import dispatch
 from brt.ops.block_products import gathered, spread, summed
 from brt.ops.deferred.taps import Kernels, Tap, apart
 from brt.ops.dense import dense, dense_forward, input_gradient, weight_gradient
@@ -45,7 +46,8 @@ def _dots_forward(
     x: Array, kernels: Kernels, tap: Tap, inputs: int, again: tuple[int, ...]
 ) -> tuple[tuple[Array, ...], tuple[Array, Kernels]]:
     found = _products(x, kernels, inputs)
-    return (*found, *(found[i] for i in again)), (x, kernels)
+    saved = tuple(_turned(kernel, inputs) for kernel in kernels) if _turns() else kernels
+    return (*found, *(found[i] for i in again)), (x, saved)
 
 
 def _products(x: Array, kernels: Kernels, inputs: int) -> tuple[Array, ...]:
@@ -64,14 +66,30 @@ def _dots_backward(
 ) -> tuple[Array, None, Tap]:  # fmt: skip
     x, kernels = saved
     own, added = gradients[: len(kernels)], dict(zip(again, gradients[len(kernels) :], strict=True))
-    if inputs == 1:
+    if inputs == 1 and not _turns():
         found, sums = summed(own, kernels, added, transposed=True)
         return found, None, Tap(x, tuple(sums.get(i, dy) for i, dy in enumerate(own)))
     own = tuple(dy + added[i] if i in added else dy for i, dy in enumerate(own))
     return _input_gradient(kernels, own, inputs), None, Tap(x, own)
 
 
+def _turns() -> bool:
+    """Whether kernels are kept turned for the backward pass: of few rows, a product with the
+    transpose takes XLA's CPU backend twice as long. Out of the loop, it is turned once."""
+    return dispatch.backend() == "cpu" and not partitioned()
+
+
+def _turned(kernel: Array, inputs: int) -> Array:
+    """[*inputs, *outputs] -> [*outputs, *inputs]."""
+    axes = range(kernel.ndim)
+    return jax.lax.optimization_barrier(kernel.transpose((*axes[inputs:], *axes[:inputs])))
+
+
 def _input_gradient(kernels: Kernels, gradients: tuple[Array, ...], inputs: int) -> Array:
+    if _turns():
+        pairs = zip(gradients, kernels, strict=True)
+        first, *others = (dense_forward(dy, k, k.ndim - inputs)[0] for dy, k in pairs)
+        return sum(others, first)
     if len(kernels) == 1 and kernels[0].ndim == inputs + 1:
         return spread(gradients[0], kernels, transposed=True)[0]
     pairs = zip(kernels, gradients, strict=True)
