@@ -89,7 +89,8 @@ class Model:
     # layers per iteration of the scan over equal neighbours; 0: one, but without remat all on TPUs
     # and, of up to six, on CPUs, which compile longer so
     layer_unroll: int = free(0)
-    block_unroll: int = free(0)  # blocks, of that over the recurrence; 0: one, on TPUs eight
+    # blocks, of that over the recurrence; 0: one, on TPUs and with large states on CPUs eight
+    block_unroll: int = free(0)
 
     def __post_init__(self) -> None:
         check_layers(self, "layers")

@@ -44,6 +44,8 @@ from brt.ops.recurrent_attention import (
     tokens_by_head,
 )
 
+_LARGE_STATES = 1 << 15  # numbers of a lane: a CPU copies them longer for a loop than it compiles
+
 
 class RecurrentState(NamedTuple):
     """The cache and the recurrent states.
@@ -245,11 +247,13 @@ class RecurrentLayer(nn.Module):
         raw = projections.raw
         shown = raw.keys if raw else projections.keys, projections.values
         keys, values = (constrain(x, *everywhere) for x in shown)
+        m = self.model
+        on_cpus = BLOCKS_AT_ONCE if m.states * m.model_dim >= _LARGE_STATES else 1
         vectors, memory = state_scan(
             self.cell.weights, self.cell.initial, self._vectors(state), past[:2], keys, values,
             past.readable, document_start, taps=taps.cell,
             implementation=self.kernels.recurrent_attention,
-            unroll=unrolled(self.model.block_unroll, document_start.shape[1], BLOCKS_AT_ONCE),
+            unroll=unrolled(m.block_unroll, document_start.shape[1], BLOCKS_AT_ONCE, on_cpus),
             raw_keys=raw is not None, **self._options(),
         )  # fmt: skip
         names = ("lanes", "blocks", None, "heads", None)

@@ -32,8 +32,11 @@ def attention(
     return _attend(q, k, v, mask)
 
 
+_stored = jax.lax.optimization_barrier
+
+
 def _transposed(x: Float[Array, "*B M N"]) -> Float[Array, "*B N M"]:
-    return jax.lax.optimization_barrier(x.swapaxes(-1, -2))
+    return _stored(x.swapaxes(-1, -2))
 
 
 @jax.custom_vjp
@@ -55,18 +58,18 @@ def _forward(q: Array, k: Array, v: Array, mask: Array | None) -> tuple[Array, t
     with_one = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
     both = combined(_transposed(with_one), weights)
     total = both[..., -1:, :]
-    y = (both[..., :-1, :] / total).astype(v.dtype)
-    return y.swapaxes(-1, -2), (q, k, v, weights, total, y)
+    y = (both[..., :-1, :] / total).astype(v.dtype).swapaxes(-1, -2)
+    return y, (q, k, v, weights, total, y)
 
 
 def _backward(saved: tuple, gradient: Array) -> tuple:
     q, k, v, weights, total, y = saved
-    scaled = _transposed(gradient.astype(jnp.float32)) / total
-    along = jnp.sum(scaled * y.astype(jnp.float32), axis=-2, keepdims=True)
-    scaled = scaled.astype(q.dtype)
-    d_logits = (weights * (combined(v, scaled) - along)).astype(q.dtype)
+    scaled = gradient.astype(jnp.float32) / total.swapaxes(-1, -2)
+    along = jnp.sum(scaled * y.astype(jnp.float32), axis=-1)[..., None, :]
+    scaled = _stored(scaled.astype(q.dtype))
+    d_logits = (weights * (combined(v, _transposed(scaled)) - along)).astype(q.dtype)
     d_q = combined(_transposed(k), d_logits).swapaxes(-1, -2)
-    d_k, d_v = combined(d_logits, q), combined(weights, _transposed(scaled))
+    d_k, d_v = combined(d_logits, q), combined(weights, scaled)
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
