@@ -118,14 +118,24 @@ def _transposed(x: Array) -> Array:
 
 
 def _seen(
-    x: Float[Array, "B Z H _ _"], tiles: int, mask: Bool[Array, "B M S"] | None, axis: int = 3
-) -> Float[Array, "B M H _ _"]:
-    """What each tile may see of keys or values, along an axis; zeros beyond a mask."""
-    stretches = [x[:, j : j + tiles] for j in range(x.shape[1] - tiles + 1)]
-    seen = jnp.concatenate(stretches, axis=axis)
-    if mask is None:
-        return seen
-    return jnp.where(jnp.expand_dims(mask, (2, 7 - axis)), seen, 0)
+    x: Float[Array, "B Z H R K"], tiles: int, mask: Bool[Array, "B M S"] | None
+) -> Float[Array, "B M H S K"]:
+    """What each tile may see of keys or values; zeros beyond a mask."""
+    seen = jnp.concatenate(_stretches(x, tiles), axis=3)
+    return seen if mask is None else jnp.where(mask[:, :, None, :, None], seen, 0)
+
+
+def _seen_across(
+    x: Float[Array, "B Z H R K"], tiles: int, mask: Bool[Array, "B M S"] | None
+) -> Float[Array, "B M H K S"]:
+    """The same with keys along. Joined on the last axis each stretch would be written twice."""
+    seen = jnp.stack(_stretches(_transposed(x), tiles), axis=4)
+    seen = seen.reshape(*seen.shape[:4], -1)
+    return seen if mask is None else jnp.where(mask[:, :, None, None], seen, 0)
+
+
+def _stretches(x: Float[Array, "B Z H _ _"], tiles: int) -> list[Float[Array, "B M H _ _"]]:
+    return [x[:, j : j + tiles] for j in range(x.shape[1] - tiles + 1)]
 
 
 def _through_seen(
@@ -175,28 +185,13 @@ def _forward(
     highest = jnp.max(reduce(jnp.maximum, stretches), axis=-2, keepdims=True)
     top = jnp.maximum(highest, FLOOR)
     weights = jnp.exp(logits - top)
-    y, total = _sums(v, weights, dropout, null_mask)
+    kept = weights if dropout is None else weights * dropout[None]
+    y = _product(_seen_across(v, q.shape[1], null_mask), kept.astype(v.dtype))
+    total = jnp.sum(weights, axis=-2, keepdims=True)
     total += jnp.exp(FLOOR - top)
     y = (y / total).astype(v.dtype)
     lse = (top + jnp.log(total))[..., 0, :]
     return (y, lse), (q, k, v, mask, dropout, weights, total, y)
-
-
-def _sums(
-    v: Float[Array, "B Z H R K"],
-    weights: Float[Array, "B M H S R"],
-    dropout: Float[Array, "M H S R"] | None,
-    null_mask: Bool[Array, "B M S"] | None,
-) -> tuple[Float[Array, "B M H K R"], Float[Array, "B M H 1 R"]]:
-    """Values by their weights, and all weights; where these are the same, by one product."""
-    tiles = weights.shape[1]
-    if dropout is None and null_mask is None:
-        with_one = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
-        both = _product(_seen(_transposed(with_one), tiles, None, 4), weights.astype(v.dtype))
-        return both[..., :-1, :], both[..., -1:, :]
-    kept = weights if dropout is None else weights * dropout[None]
-    y = _product(_seen(_transposed(v), tiles, null_mask, 4), kept.astype(v.dtype))
-    return y, jnp.sum(weights, axis=-2, keepdims=True)
 
 
 def _backward(null_keys: bool, saved: tuple, gradients: tuple[Array, Array]) -> tuple:
@@ -215,7 +210,7 @@ def _backward(null_keys: bool, saved: tuple, gradients: tuple[Array, Array]) -> 
         d_weights, kept = d_weights * dropout[None], weights * dropout[None]
     d_logits = weights * (d_weights - along)
     narrow = d_logits.astype(q.dtype)
-    d_q = _product(_seen(_transposed(k), tiles, null_mask, 4), narrow)
+    d_q = _product(_seen_across(k, tiles, null_mask), narrow)
     d_k, d_v = (
         _through_seen(_product(by_key, _transposed(x)), tiles, null_mask, rows)
         for by_key, x in ((narrow, q), (kept.astype(v.dtype), scaled))
