@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brt.ops import dispatch
-from brt.ops.reductions import add_shared, scale_shared, sum_leading
+from brt.ops.reductions import add_shared, scale_shared, sum_last, sum_leading
 
 EPSILON = 1e-6
 
@@ -21,13 +21,13 @@ def _inverse(
 ) -> Float[Array, "*B 1"]:
     """1 / sqrt(weight * sum(x^2) + epsilon) over the last axis, float32; one number, which is
     kept, spares a pass over all of x where layers are computed again."""
-    squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+    squares = sum_last(jnp.square(x.astype(jnp.float32)))
     return dispatch.kept(jax.lax.rsqrt(weight * squares + epsilon))
 
 
 def _input_gradient(y: Array, inverse: Array, gradient: Array, weight: float) -> Array:
     """Gradient of x, given that of y = x * inverse."""
-    along = weight * jnp.sum(gradient * y, axis=-1, keepdims=True)
+    along = weight * sum_last(gradient * y)
     return (gradient - along * y) * inverse
 
 
@@ -116,7 +116,7 @@ def _unit_forward(x: Array, scale: Array) -> tuple[Array, tuple[Array, Array, Ar
 def _unit_backward(saved: tuple[Array, Array, Array], gradient: Array) -> tuple[Array, Array]:
     x, inverse, scale = saved
     unit, gradient = x.astype(jnp.float32) * inverse, gradient.astype(jnp.float32)
-    along = jnp.sum(gradient * unit, axis=-1, keepdims=True)
+    along = sum_last(gradient * unit)
     dx = (gradient - along * unit) * (inverse * _along_last(scale, along[..., 0])[..., None])
     return dx.astype(x.dtype), sum_leading(along[..., 0], x.ndim - 1 - scale.ndim)
 

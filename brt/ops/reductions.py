@@ -1,15 +1,21 @@
-"""Sums over leading axes as products with ones.
+"""Sums as XLA's CPU backend likes them.
 
-XLA's CPU backend walks such a reduction against the memory's order: up to 25 times slower
-than the product, and it is the gradient of every bias and scale. HIGHEST keeps the sum in
-full float32 where matrix units would round.
+Those over leading axes, which are the gradient of every bias and scale, are products with ones: it
+walks such a reduction against the memory's order, up to 25 times slower than the product. HIGHEST
+keeps the sum in full float32 where matrix units would round.
 """
+
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brt.distributed.rules import rows_adjoin
+from brt.ops import dispatch
+
+_AT_ONCE = 32  # numbers that XLA's CPU backend sums in one pass
+_MOST_PARTS = 32
 
 
 def sum_leading(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
@@ -20,6 +26,15 @@ def sum_leading(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
     flat = rows.reshape(rows.shape[0], -1)
     total = jnp.matmul(jnp.ones((1, flat.shape[0]), x.dtype), flat, precision="highest")
     return total.reshape(x.shape[axes:])
+
+
+def sum_last(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
+    """The sum over the last axis. On CPUs wide vectors are folded first: XLA else stores what is
+    summed, for passes over 32 numbers at a time."""
+    parts, rest = divmod(x.shape[-1], _AT_ONCE)
+    if dispatch.backend() == "cpu" and 2 < parts <= _MOST_PARTS and not rest:
+        x = reduce(jnp.add, jnp.split(x, parts, axis=-1))
+    return jnp.sum(x, axis=-1, keepdims=True)
 
 
 def sum_in_turn(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
