@@ -7,13 +7,15 @@ sizes at which the original code was measured (google-research/meliad, on two sh
 cores of a faster machine; docs/performance.md has both in one run). The models take
 turns, so that whatever else the machine does hits them alike; the figure is
 each model's fastest round, with the median beside it; ratios are medians over rounds.
+Slide's dense products by themselves, as jax.numpy has them, take turns with the models.
 """
 
 import argparse
 import json
 import statistics
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +74,21 @@ def models(size: Size, unroll: int) -> dict[str, tuple[Model, int, int]]:
     }
 
 
-class Contestant:
+class Timed:
+    """A compiled program, its arguments and its times."""
+
+    def __init__(self, step: Callable[..., Any], args: tuple) -> None:
+        self.step, self.args, self.times = step, args, []
+        self.run()
+        self.times.clear()
+
+    def run(self) -> None:
+        begin = time.perf_counter()
+        jax.block_until_ready(self.step(*self.args))
+        self.times.append((time.perf_counter() - begin) * 1e3)
+
+
+class Contestant(Timed):
     """One compiled step and its times."""
 
     def __init__(self, model: Model, lanes: int, segment: int) -> None:
@@ -86,17 +102,31 @@ class Contestant:
 
         begin = time.perf_counter()
         lowered = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(*args)
-        self.step = lowered.compile(compilation.options())
+        step = lowered.compile(compilation.options())
         self.compile_seconds = time.perf_counter() - begin
-        self.temporary_mib = self.step.memory_analysis().temp_size_in_bytes / 2**20
-        self.args, self.times = args, []
-        self.run()
-        self.times.clear()
+        self.temporary_mib = step.memory_analysis().temp_size_in_bytes / 2**20
+        super().__init__(step, args)
 
-    def run(self) -> None:
-        begin = time.perf_counter()
-        jax.block_until_ready(self.step(*self.args))
-        self.times.append((time.perf_counter() - begin) * 1e3)
+
+def dense_products(model: Model, tokens: int) -> Timed:
+    """Every product of vectors with weights, of layers and loss, and both gradients of each."""
+    d, width = model.model_dim, model.heads * model.head_dim
+    layer = [(d, width)] * 3 + [(width, d), (d, model.mlp_dim), (model.mlp_dim, d)]
+    shapes = [*layer * model.layers, (d, model.vocab_size)]
+
+    def products(xs: list, kernels: list, gradients: list) -> list:
+        both = (jax.vjp(jnp.matmul, x, kernel) for x, kernel in zip(xs, kernels, strict=True))
+        return [(y, back(g)) for (y, back), g in zip(both, gradients, strict=True)]
+
+    def arrays(*sizes: tuple[int, int]) -> list:
+        return [jax.random.normal(jax.random.key(i), size) for i, size in enumerate(sizes)]
+
+    args = (
+        arrays(*((tokens, inputs) for inputs, _ in shapes)),
+        arrays(*shapes),
+        arrays(*((tokens, outputs) for _, outputs in shapes)),
+    )
+    return Timed(jax.jit(products).lower(*args).compile(compilation.options()), args)
 
 
 def random_batch(model: Model, lanes: int, segment: int) -> Batch:
@@ -119,10 +149,12 @@ def _unboxed(params):
 def measure(name: str, rounds: int, unroll: int) -> list[dict[str, object]]:
     """The rows of one size."""
     size = SIZES[name]
-    contestants = {k: Contestant(*v) for k, v in models(size, unroll).items()}
+    sizes = models(size, unroll)
+    contestants = {k: Contestant(*v) for k, v in sizes.items()}
+    products = dense_products(sizes["Slide"][0], size.tokens)
     for _ in range(rounds or size.rounds):
-        for contestant in contestants.values():
-            contestant.run()
+        for timed in (*contestants.values(), products):
+            timed.run()
     rows = []
     for key, c in contestants.items():
         best, median = min(c.times), sorted(c.times)[len(c.times) // 2]
@@ -140,6 +172,7 @@ def measure(name: str, rounds: int, unroll: int) -> list[dict[str, object]]:
                 "compile_seconds": c.compile_seconds,
                 "temporary_mib": c.temporary_mib,
                 "original_milliseconds_per_step": size.original.get(key),
+                "dense_products_times": products.times if key == "Slide" else None,
             }
         )
     return rows
@@ -164,6 +197,12 @@ def show(rows: list[dict[str, object]]) -> None:
         pairs = (("Rec:fixed:skip", "Slide:+1"), ("Slide", "XL"))
         ratios = (f"{a} / {b} = {_ratio(times[a], times[b]):.2f}" for a, b in pairs)
         print(f"{size}, median over rounds: {', '.join(ratios)}")
+        slide = next(r for r in rows if r["size"] == size and r["model"] == "Slide")
+        products = slide["dense_products_times"]
+        print(
+            f"{size}, Slide's dense products alone: {min(products):.1f} ms, "
+            f"Slide / these = {_ratio(slide['times'], products):.2f}"
+        )
 
 
 def _ratio(a: list[float], b: list[float]) -> float:
