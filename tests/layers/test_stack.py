@@ -125,6 +125,21 @@ def test_layers_are_read_without_a_loop_where_memory_is_not_short(
     assert {unroll for length, unroll in found if length == model.layers} == {at_once}
 
 
+@pytest.mark.parametrize(
+    ("backend", "large", "loops"),
+    [("cpu", 1 << 15, True), ("cpu", 1, False), ("gpu", 1, True), ("tpu", 1 << 15, False)],
+)
+def test_blocks_are_read_without_a_loop_where_states_are_large(
+    random_params: Callable, monkeypatch: pytest.MonkeyPatch, backend: str, large: int, loops: bool
+) -> None:
+    monkeypatch.setattr("brt.layers.recurrent._LARGE_STATES", large)
+    model = dataclasses.replace(MODEL, layers=1, recurrent_layers=(0,), dtype="float32")
+    params = random_params(model)["stack"]
+    with dispatch.use_backend(backend):
+        found = scans(jax.make_jaxpr(lambda p: results(model, p))(params).jaxpr)
+    assert any(length == BLOCKS and unroll == 1 for length, unroll in found) == loops
+
+
 def products(model: Model, params: Any) -> int:
     """Of matrices, in the gradients of a segment as they are traced."""
     return str(jax.make_jaxpr(lambda p: results(model, p))(params)).count("dot_general")

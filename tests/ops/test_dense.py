@@ -6,12 +6,16 @@ import pytest
 from brt.ops.dense import dense, weight_gradient
 
 
-@pytest.mark.parametrize("rows", [(6,), (2, 3), (2, 3, 2)])
-def test_dense_and_its_gradients_are_those_of_the_plain_product(rows: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [((6,), 5, 4), ((2, 3), 4, 5), ((2, 3, 2), 5, 4)]
+)
+def test_dense_and_its_gradients_are_those_of_the_plain_product(
+    rows: tuple[int, ...], inputs: int, outputs: int
+) -> None:
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(*rows, 5)), jnp.float32)
-    kernel = jnp.asarray(rng.normal(size=(5, 4)), jnp.float32)
-    ct = jnp.asarray(rng.normal(size=(*rows, 4)), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(*rows, inputs)), jnp.float32)
+    kernel = jnp.asarray(rng.normal(size=(inputs, outputs)), jnp.float32)
+    ct = jnp.asarray(rng.normal(size=(*rows, outputs)), jnp.float32)
     y, backward = jax.vjp(dense, x, kernel)
     np.testing.assert_allclose(y, x @ kernel, rtol=1e-5, atol=1e-6)
     dx, dk = backward(ct)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.ops.reductions import add_shared, scale_shared, sum_leading
+from brt.ops.reductions import add_shared, scale_shared, sum_in_turn, sum_last, sum_leading
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), jnp.float32)
 
@@ -14,7 +14,15 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), jnp.float32)
 @pytest.mark.parametrize("axes", [1, 2])
 def test_sum_leading_is_the_sum(axes: int) -> None:
     expected = np.asarray(X, np.float64).sum(axis=tuple(range(axes)))
-    np.testing.assert_allclose(sum_leading(X, axes), expected, rtol=1e-6)
+    for found in (sum_leading(X, axes), sum_in_turn(X, axes)):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("width", [5, 64, 96, 256, 264, 2048])
+def test_sum_last_is_the_sum(width: int) -> None:
+    x = np.random.default_rng(0).normal(size=(3, width)).astype(np.float32)
+    error = sum_last(jnp.asarray(x)) - x.astype(np.float64).sum(axis=-1, keepdims=True)
+    assert np.max(np.abs(error)) <= 1e-6 * np.max(np.abs(x).sum(axis=-1))
 
 
 @pytest.mark.parametrize("shape", [(4,), (3, 4)])
