@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from brt import tasks
-from brt.config import Attention, Config, Model
+from brt.config import Attention, Config, Mesh, Model
+from brt.distributed.mesh import build
 from brt.errors import ConfigError
 from brt.layers.clustered import ClusteredLayer, ClusteredState, new_clustered_state
 from brt.layers.kinds import KINDS, graft
@@ -133,7 +134,7 @@ def test_the_past_is_a_part_of_the_state_by_itself(params: Any) -> None:
 
 
 def test_lanes_on_many_devices_stay_where_they_are(params: Any) -> None:
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = build(Mesh(data=2), {})
     by_lane = jax.NamedSharding(mesh, jax.P("data"))
     arguments = inputs(), read(params, inputs(1), new_state())[1], jnp.asarray(NOWHERE)
     placed = jax.device_put(arguments, by_lane)
@@ -146,8 +147,9 @@ def test_lanes_on_many_devices_stay_where_they_are(params: Any) -> None:
 
         return jax.grad(total, has_aux=True)(params)
 
-    spread = value_and_grad.lower(params, *placed).compile()
-    _, found = spread(params, *placed)
+    with jax.set_mesh(mesh):
+        spread = value_and_grad.lower(params, *placed).compile()
+        _, found = spread(params, *placed)
     expected = read(params, *arguments[:2])
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), found, expected)
     text = spread.as_text()

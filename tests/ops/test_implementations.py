@@ -39,7 +39,9 @@ from brt.ops.softmax_attention import attend, attend_to_blocks
 from brt.ops.weight_gradient import weight_gradient
 from brt.ops.window_attention import window_part
 
-TOLERANCE = 1e-5  # float32, of the largest magnitude of an array
+TOLERANCE = (
+    2e-5  # float32, of the largest magnitude of an array; a scale's gradient is a sum that cancels
+)
 LANES, TOKENS, HEADS, SIZE = 2, 24, 2, 4
 VALID = np.arange(TOKENS)[None] < np.array([[TOKENS], [15]])
 READABLE = np.array([[True, True, False], [False, True, True]])
