@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,11 +20,7 @@ pytestmark = [
 
 
 def run(*command: str) -> str:
-    """Without the flags of these tests, which ask the compiler for less."""
-    own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=own
-    )
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
