@@ -44,7 +44,8 @@ EXTRAS = {
     "tensorboard": ["tensorboard>=2.17,<3"],  # reads what every run writes
     "wandb": ["wandb>=0.18,<1"],  # Logging.wandb_project
     "mlflow": ["mlflow-skinny>=2.14,<4"],  # Logging.mlflow_experiment; the client alone
-    "tpu-compile": ["libtpu>=0.0.40,<0.1"],  # brt.plan --topology=v5e:4x4, without a TPU
+    # brt.plan --topology=v5e:4x4, without a TPU: the libtpu whose programs this jax can read
+    "tpu-compile": ["jax[tpu]>=0.10.2,<0.13"],
     "gpu-compile": [
         "jax-cuda12-plugin>=0.10.2,<0.13",
         "jax-cuda12-pjrt>=0.10.2,<0.13",
