@@ -31,8 +31,9 @@ import jax, jax.numpy as jnp
 from brt import allocator
 allocator.keep_memory()
 allocator.run_in_place()
-sizes = lambda x: jnp.full((24 << 20,), x)
-step = jax.jit(lambda x: jnp.sum(jax.lax.fori_loop(0, 2, lambda i, y: y + i, sizes(x))))
+def large(x):  # 96 MB that no fusion spares
+    return jax.lax.fori_loop(0, 2, lambda i, y: y + i, jnp.full((24 << 20,), x))
+step = jax.jit(lambda x: jnp.sum(large(x)))
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step(1.0).block_until_ready()
