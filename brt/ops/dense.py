@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from brt.distributed.rules import cuts, rows_adjoin
 from brt.ops import dispatch
+from brt.ops.layout import turned
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -71,9 +72,8 @@ def weight_gradient(
     x = x.reshape(-1, *x.shape[x.ndim - inputs :])
     dy = dy.reshape(-1, *dy.shape[dy.ndim - outputs :])
     if dispatch.backend() == "cpu" and x.shape[-1] > dy.shape[-1]:
-        # Its left factor is read against its rows: half as fast, if that is the wider. The barrier
-        # keeps XLA from turning the product instead of its result.
-        return jax.lax.optimization_barrier(_over_rows(dy, x)).T.reshape(shape)
+        # Its left factor is read against its rows: half as fast, if that is the wider.
+        return turned(_over_rows(dy, x)).reshape(shape)
     return _over_rows(x, dy).reshape(shape)
 
 

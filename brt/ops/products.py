@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from brt.ops.layout import turned
+
 
 @jax.custom_vjp
 def inner(a: Float[Array, "*B M K"], b: Float[Array, "*B N K"]) -> Float[Array, "*B M N"]:
@@ -22,7 +24,7 @@ def weighted_rows(a: Float[Array, "*B N M"], b: Float[Array, "*B N K"]) -> Float
 
     The left factor is transposed in memory first: XLA's CPU backend else takes twice as long.
     """
-    return combined(jax.lax.optimization_barrier(a.swapaxes(-1, -2)), b)
+    return combined(turned(a), b)
 
 
 def _inner_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:

@@ -4,17 +4,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from brt.distributed import rules
-from brt.ops import dispatch
+from brt.ops import dispatch, layout
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.normalization import scaled_unit
 from brt.ops.softmax_attention import pallas_tpu, reference, xla, xla_cpu
 
 
-def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+def _plain(
+    function: Callable[..., Any], exchanged: Callable[[Array, int, int], Array] = jnp.swapaxes
+) -> Callable[..., Any]:
     """An implementation that reads heads and blocks apart, and queries normalised where they are
     to be."""
 
@@ -24,8 +27,8 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
         if scale is not None:
             queries = scaled_unit(queries, scale)
         blocked = (len(queries), *k.shape[1:-3], -1, *queries.shape[2:])
-        q = queries.reshape(blocked).swapaxes(-3, -2)
-        return function(q, k, *others, **options).swapaxes(-3, -2).reshape(queries.shape)
+        q = exchanged(queries.reshape(blocked), -3, -2)
+        return exchanged(function(q, k, *others, **options), -3, -2).reshape(queries.shape)
 
     return prepared
 
@@ -34,7 +37,7 @@ OP = Op(
     "softmax_attention",
     (
         Implementation("pallas_tpu", pallas_tpu.attention, ("tpu",), ("tpu",), pallas_tpu.refuses),
-        Implementation("xla_cpu", _plain(xla_cpu.attention), auto=("cpu",)),
+        Implementation("xla_cpu", _plain(xla_cpu.attention, layout.exchanged), auto=("cpu",)),
         Implementation("xla", _plain(xla.attention)),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
         Implementation("reference", _plain(reference.attention), auto=()),

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from brt.ops.layout import stored, turned
 from brt.ops.products import combined
 from brt.ops.softmax import MASKED
 
@@ -32,13 +33,6 @@ def attention(
     return _attend(q, k, v, mask)
 
 
-_stored = jax.lax.optimization_barrier
-
-
-def _transposed(x: Float[Array, "*B M N"]) -> Float[Array, "*B N M"]:
-    return _stored(x.swapaxes(-1, -2))
-
-
 @jax.custom_vjp
 def _attend(
     q: Float[Array, "*B H Q K"],
@@ -50,15 +44,15 @@ def _attend(
 
 
 def _forward(q: Array, k: Array, v: Array, mask: Array | None) -> tuple[Array, tuple]:
-    logits = combined(k, _transposed(q))
+    logits = combined(k, turned(q))
     if mask is not None:
         logits = jnp.where(mask, logits, MASKED)
     top = jnp.max(logits, axis=-2, keepdims=True)
     weights = jnp.exp(logits - top).astype(v.dtype)
     with_one = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
-    both = combined(_transposed(with_one), weights)
+    both = combined(turned(with_one), weights)
     total = both[..., -1:, :]
-    y = (both[..., :-1, :] / total).astype(v.dtype).swapaxes(-1, -2)
+    y = turned((both[..., :-1, :] / total).astype(v.dtype))
     return y, (q, k, v, weights, total, y)
 
 
@@ -66,9 +60,9 @@ def _backward(saved: tuple, gradient: Array) -> tuple:
     q, k, v, weights, total, y = saved
     scaled = gradient.astype(jnp.float32) / total.swapaxes(-1, -2)
     along = jnp.sum(scaled * y.astype(jnp.float32), axis=-1)[..., None, :]
-    scaled = _stored(scaled.astype(q.dtype))
-    d_logits = (weights * (combined(v, _transposed(scaled)) - along)).astype(q.dtype)
-    d_q = combined(_transposed(k), d_logits).swapaxes(-1, -2)
+    scaled = stored(scaled.astype(q.dtype))
+    d_logits = (weights * (combined(v, turned(scaled)) - along)).astype(q.dtype)
+    d_q = turned(combined(turned(k), d_logits))
     d_k, d_v = combined(d_logits, q), combined(weights, scaled)
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 

@@ -12,7 +12,7 @@ maximum), not the softmax: to divide what is as tall as a head takes less.
 
 XLA works an array out anew in each loop that reads it, where that looks cheap to it. Two are not:
 the tile of the bias, whose places take longer to find than exp, and keys and values turned, which
-it turns once for each tile that sees them. A product and `_laid` have both written once.
+it turns once for each tile that sees them. `brt.ops.layout` has both written once.
 """
 
 from functools import partial, reduce
@@ -20,9 +20,9 @@ from functools import partial, reduce
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float
 
+from brt.ops.layout import laid, stored, turned
 from brt.ops.reductions import sum_in_turn
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.window_attention.xla import circulant
@@ -60,7 +60,7 @@ def window_attention(
 
     if bias is None:
         bias = jnp.zeros((queries.shape[2], window), jnp.float32)
-    q, k, v = tiled(queries, 4, 2), _laid(tiled(keys, 2, 4)), _laid(tiled(values, 2, 4))
+    q, k, v = tiled(queries, 4, 2), laid(tiled(keys, 2, 4)), laid(tiled(values, 2, 4))
     tile, mask = _bias_tile(bias, rows, attend_to_self), _mask(readable, window, rows)
     dropped = _dropout_tiles(dropout, readable.shape[1], rows)
     y, lse = _attend(q, k, v, tile, mask, dropped, null_keys)
@@ -75,8 +75,7 @@ def _bias_tile(bias: Float[Array, "H W"], rows: int, attend_to_self: bool) -> Fl
     others = (nearest, 2 * rows - nearest)  # as many distances as rows and keys have, less one
     by_distance = jnp.pad(bias, ((0, 0), others), constant_values=MASKED)
     tile = circulant(jnp.roll(by_distance, -window, axis=1), rows)[:, :, : window + rows]
-    # Its transpose, by a product with ones and zeros: exact, and written once.
-    return jnp.einsum("hrs,rq->hsq", tile, jnp.eye(rows), precision="highest")
+    return turned(tile)
 
 
 def _mask(readable: Bool[Array, "B N"], window: int, rows: int) -> Bool[Array, "B M S"]:
@@ -103,18 +102,8 @@ def _product(a: Array, b: Array) -> Array:
     return jnp.einsum("...mk,...kn->...mn", a, b, preferred_element_type=jnp.float32)
 
 
-_stored = jax.lax.optimization_barrier
-
-
-def _laid(x: Array) -> Array:
-    """x in memory in the order of its axes; not on a mesh, where XLA would gather it for that."""
-    if jax.sharding.get_abstract_mesh().size > 1:
-        return _stored(x)
-    return _stored(with_layout_constraint(x, Layout(tuple(range(x.ndim)))))
-
-
 def _transposed(x: Array) -> Array:
-    return _laid(x.swapaxes(-1, -2))
+    return laid(x.swapaxes(-1, -2))
 
 
 def _seen(
@@ -177,7 +166,7 @@ def _forward(
     null_keys: bool,
 ) -> tuple[tuple[Array, Array], tuple]:
     null_mask = mask if null_keys else None
-    logits = _product(_seen(k, q.shape[1], null_mask), _stored(q)) + tile[None, None]
+    logits = _product(_seen(k, q.shape[1], null_mask), stored(q)) + tile[None, None]
     if not null_keys:
         logits += jnp.where(mask, 0.0, MASKED)[:, :, None, :, None]
     # Stretch by stretch first: so XLA does not write logits only for their maxima.
@@ -200,7 +189,7 @@ def _backward(null_keys: bool, saved: tuple, gradients: tuple[Array, Array]) -> 
     tiles, rows = q.shape[1], q.shape[4]
     null_mask = mask if null_keys else None
     # Divided by the sums here, where columns are as tall as a head.
-    scaled = _stored((gradient.astype(jnp.float32) / total).astype(q.dtype))
+    scaled = stored((gradient.astype(jnp.float32) / total).astype(q.dtype))
     # The softmax's own term, from the output: the same sum, over K numbers instead of S.
     along = jnp.sum(scaled.astype(jnp.float32) * y.astype(jnp.float32), axis=-2, keepdims=True)
     along -= d_lse[..., None, :] / total

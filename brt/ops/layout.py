@@ -1,0 +1,42 @@
+"""Where arrays lie in memory, which matters to XLA's CPU backend.
+
+It moves an array three to eight times as fast by a copy that does nothing else as within a loop
+that computes as well and reads against the memory's order. On other backends, and on a mesh, where
+XLA would gather what is to lie in one order, axes are exchanged as ever.
+"""
+
+import jax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jaxtyping import Array, Float
+
+from brt.ops import dispatch
+
+stored = jax.lax.optimization_barrier
+
+
+def laid(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x, stored in the order of its axes."""
+    if _free():
+        return stored(x)
+    return stored(with_layout_constraint(x, Layout(tuple(range(x.ndim)))))
+
+
+def moved(x: Float[Array, "..."], *axes: int) -> Float[Array, "..."]:
+    """x.transpose(axes), stored; so is its gradient on the way back."""
+    return stored(x.transpose(axes)) if _free() else laid(laid(x).transpose(axes))
+
+
+def exchanged(x: Float[Array, "..."], one: int, other: int) -> Float[Array, "..."]:
+    """x.swapaxes(one, other), stored."""
+    axes = list(range(x.ndim))
+    axes[one], axes[other] = axes[other], axes[one]
+    return moved(x, *axes)
+
+
+def turned(x: Float[Array, "*B M N"]) -> Float[Array, "*B N M"]:
+    """Each matrix transposed, stored."""
+    return exchanged(x, -1, -2)
+
+
+def _free() -> bool:
+    return dispatch.backend() != "cpu" or jax.sharding.get_abstract_mesh().size > 1
