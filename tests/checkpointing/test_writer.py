@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt import tree_utils
+from brt import output, tree_utils
 from brt.checkpointing import manifest, reader
 from brt.checkpointing import writer as module
 from brt.checkpointing.writer import CheckpointWriter
@@ -220,6 +220,15 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
         CheckpointWriter(tmp_path / "file/checkpoints")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _failures_are_told_once() -> Iterator[None]:
+    """As in every command: TensorStore tells the others' late, in whatever test is next."""
+    hook = sys.unraisablehook
+    output.tell_failures_once()
+    yield
+    sys.unraisablehook = hook
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "disk"
@@ -232,7 +241,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_leaves_the_older_checkpoint_and_its_room(small_disk: Path) -> None:
-    random = {"w": jax.random.normal(jax.random.key(0), (600, 1000))}  # 2.4 MB, 2.2 compressed
+    random = {  # 2.4 MB, 2.2 compressed
+        f"w{i}": jax.random.normal(jax.random.key(i), (60, 1000)) for i in range(10)
+    }
     with CheckpointWriter(small_disk) as writer:
         writer.save(1, random, META)
         writer.wait()
