@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -177,3 +179,20 @@ def test_saving_is_measured_beside_the_same_steps(tmp_path: Path) -> None:
     assert row["waits s"] > 0 and row["checksums s"] > 0 and row["state MB"] > 1
     share = 100 * row["save adds s"] / (row["step ms"] / 1e3 * 10)
     assert row["share %"] == pytest.approx(share)
+
+
+def test_the_products_of_a_step_are_found_as_often_as_they_run(tool: Callable) -> None:
+    alone = tool("products_alone")
+    square, batch, tall = jnp.ones((8, 8)), jnp.ones((2, 8, 4)), jnp.ones((8, 24))
+
+    def step(square: jax.Array, batch: jax.Array, tall: jax.Array) -> tuple[jax.Array, ...]:
+        looped = jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ x), square)
+        return looped, jnp.einsum("bmk,bml->bkl", batch, batch), jnp.tanh(tall.T) @ square
+
+    lowered = jax.jit(step).lower(square, batch, tall)
+    found = alone.products(lowered.compile().as_text())
+    assert sorted(found.values()) == [1, 1, 3]
+    sizes = {product.flops: times for product, times in found.items()}
+    assert sizes == {2 * 8 * 8 * 8: 3, 2 * 2 * 4 * 8 * 4: 1, 2 * 24 * 8 * 8: 1}
+    results = jax.jit(alone.program(found)[0])(alone.program(found)[1])
+    assert sorted(y.size for y in results) == [32, 64, 64, 64, 192]

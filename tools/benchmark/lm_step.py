@@ -7,7 +7,8 @@ sizes at which the original code was measured (google-research/meliad, on two sh
 cores of a faster machine; docs/performance.md has both in one run). The models take
 turns, so that whatever else the machine does hits them alike; the figure is
 each model's fastest round, with the median beside it; ratios are medians over rounds.
-Slide's dense products by themselves, as jax.numpy has them, take turns with the models.
+What takes turns with the models: each one's own products and nothing else, and Slide's dense ones
+as jax.numpy has them.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from products_alone import products, program
 
 from brt import allocator, tasks
 from brt.config import Config, Model, Training
@@ -88,6 +90,10 @@ class Timed:
         self.times.append((time.perf_counter() - begin) * 1e3)
 
 
+def compiled(function: Callable[..., Any], *args: Any) -> Timed:
+    return Timed(jax.jit(function).lower(*args).compile(compilation.options()), args)
+
+
 class Contestant(Timed):
     """One compiled step and its times."""
 
@@ -114,7 +120,7 @@ def dense_products(model: Model, tokens: int) -> Timed:
     layer = [(d, width)] * 3 + [(width, d), (d, model.mlp_dim), (model.mlp_dim, d)]
     shapes = [*layer * model.layers, (d, model.vocab_size)]
 
-    def products(xs: list, kernels: list, gradients: list) -> list:
+    def multiply(xs: list, kernels: list, gradients: list) -> list:
         both = (jax.vjp(jnp.matmul, x, kernel) for x, kernel in zip(xs, kernels, strict=True))
         return [(y, back(g)) for (y, back), g in zip(both, gradients, strict=True)]
 
@@ -126,7 +132,7 @@ def dense_products(model: Model, tokens: int) -> Timed:
         arrays(*shapes),
         arrays(*((tokens, outputs) for _, outputs in shapes)),
     )
-    return Timed(jax.jit(products).lower(*args).compile(compilation.options()), args)
+    return compiled(multiply, *args)
 
 
 def random_batch(model: Model, lanes: int, segment: int) -> Batch:
@@ -151,9 +157,10 @@ def measure(name: str, rounds: int, unroll: int) -> list[dict[str, object]]:
     size = SIZES[name]
     sizes = models(size, unroll)
     contestants = {k: Contestant(*v) for k, v in sizes.items()}
-    products = dense_products(sizes["Slide"][0], size.tokens)
+    alone = {k: compiled(*program(products(c.step.as_text()))) for k, c in contestants.items()}
+    dense = dense_products(sizes["Slide"][0], size.tokens)
     for _ in range(rounds or size.rounds):
-        for timed in (*contestants.values(), products):
+        for timed in (*contestants.values(), *alone.values(), dense):
             timed.run()
     rows = []
     for key, c in contestants.items():
@@ -172,7 +179,8 @@ def measure(name: str, rounds: int, unroll: int) -> list[dict[str, object]]:
                 "compile_seconds": c.compile_seconds,
                 "temporary_mib": c.temporary_mib,
                 "original_milliseconds_per_step": size.original.get(key),
-                "dense_products_times": products.times if key == "Slide" else None,
+                "products_times": alone[key].times,
+                "dense_products_times": dense.times if key == "Slide" else None,
             }
         )
     return rows
@@ -182,7 +190,8 @@ def show(rows: list[dict[str, object]]) -> None:
     """A table, and the ratios that the paper speaks of."""
     print(
         f"{'size':6} {'model':15} {'parameters':>10} {'ms/step':>8} {'median':>8} "
-        f"{'tokens/s':>9} {'compile s':>9} {'temp MiB':>8} {'original ms':>11}"
+        f"{'tokens/s':>9} {'compile s':>9} {'temp MiB':>8} {'original ms':>11} "
+        f"{'products ms':>11} {'step / these':>12}"
     )
     for r in rows:
         original = r["original_milliseconds_per_step"]
@@ -190,7 +199,8 @@ def show(rows: list[dict[str, object]]) -> None:
             f"{r['size']:6} {r['model']:15} {r['parameters']:>10,} "
             f"{r['milliseconds_per_step']:>8.1f} {r['median_milliseconds_per_step']:>8.1f} "
             f"{r['tokens_per_second']:>9,.0f} {r['compile_seconds']:>9.1f} "
-            f"{r['temporary_mib']:>8.0f} {original if original else '-':>11}"
+            f"{r['temporary_mib']:>8.0f} {original if original else '-':>11} "
+            f"{min(r['products_times']):>11.1f} {_ratio(r['times'], r['products_times']):>12.2f}"
         )
     for size in dict.fromkeys(r["size"] for r in rows):
         times = {r["model"]: r["times"] for r in rows if r["size"] == size}
