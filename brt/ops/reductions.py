@@ -29,10 +29,10 @@ def sum_leading(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
 
 
 def sum_last(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
-    """The sum over the last axis. On CPUs wide vectors are folded first: XLA else stores what is
-    summed, for passes over 32 numbers at a time."""
+    """The sum over the last axis. On CPUs wider vectors than XLA sums in one pass are folded first:
+    it else stores what is summed."""
     parts, rest = divmod(x.shape[-1], _AT_ONCE)
-    if dispatch.backend() == "cpu" and 2 < parts <= _MOST_PARTS and not rest:
+    if dispatch.backend() == "cpu" and 1 < parts <= _MOST_PARTS and not rest:
         x = reduce(jnp.add, jnp.split(x, parts, axis=-1))
     return jnp.sum(x, axis=-1, keepdims=True)
 

@@ -1,0 +1,50 @@
+"""What is moved is what `transpose` moves, forth and back, wherever it lies."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array
+
+from brt.ops import layout
+
+CASES = {
+    "laid": (layout.laid, lambda x: x),
+    "moved": (lambda x: layout.moved(x, 2, 0, 1), lambda x: x.transpose(2, 0, 1)),
+    "exchanged": (lambda x: layout.exchanged(x, 0, -2), lambda x: x.swapaxes(0, -2)),
+    "turned": (layout.turned, lambda x: x.swapaxes(-1, -2)),
+}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_axes_change_places_and_so_do_their_gradients(name: str, devices: int) -> None:
+    found, expected = CASES[name]
+    x = jax.random.normal(jax.random.key(0), (4, 6, 10))
+    weights = jax.random.normal(jax.random.key(1), expected(x).shape)
+
+    def weighted(function: Callable[[Array], Array]) -> Callable[[Array], tuple[Array, Array]]:
+        return jax.jit(jax.value_and_grad(lambda x: (function(jnp.sin(x)) * weights).sum()))
+
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        (y, dx), (of_y, of_dx) = weighted(found)(x), weighted(expected)(x)
+        moved = jax.jit(found)(x)
+    np.testing.assert_array_equal(moved, expected(x))
+    np.testing.assert_allclose(y, of_y, rtol=1e-5)
+    np.testing.assert_allclose(dx, of_dx, rtol=1e-6, atol=1e-7)
+
+
+def test_on_cpus_a_move_is_a_copy_of_its_own() -> None:
+    def program(turned: Callable[[Array], Array]) -> str:
+        step = jax.jit(lambda x: turned(x * 2) + 1)
+        return step.lower(jnp.zeros((64, 32))).compile().as_text()
+
+    def computes_and_moves(text: str) -> bool:
+        parts = text.split("\n\n")
+        return any("add(" in part and "multiply(" in part for part in parts)
+
+    assert computes_and_moves(program(lambda x: x)), "what reads in order may be one loop"
+    assert not computes_and_moves(program(layout.turned))
