@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -30,6 +31,8 @@ from brt.checkpointing.reader import (
 )
 from brt.distributed import processes
 from brt.errors import CheckpointError, NonFiniteError
+
+_LATE_LOOKS, _LATE_SECONDS = 10, 0.2
 
 
 def check_disk(directory: Path, needed: int) -> None:
@@ -179,7 +182,7 @@ class CheckpointWriter:
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Makes room again and says what happened."""
         free = _free_bytes(self._directory)
-        shutil.rmtree(self._directory / f"{step}.partial", ignore_errors=True)
+        _discard(self._directory / f"{step}.partial")
         self._last_step = None
         text = " ".join(str(error).split())
         cause = f"{type(error).__name__}: {text[:300]}"
@@ -208,6 +211,17 @@ def _remove(path: Path) -> None:
     doomed = path.with_name(f"{path.name}.deleted")
     path.rename(doomed)
     _delete(doomed)
+
+
+def _discard(partial: Path) -> None:
+    """Removes what a failed save wrote. Orbax gives up with the first array that fails: what is
+    being written of others makes the directory anew, for a moment that nobody tells the end of."""
+    shutil.rmtree(partial, ignore_errors=True)
+    for _ in range(_LATE_LOOKS):
+        time.sleep(_LATE_SECONDS)
+        if not partial.exists():
+            return
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _delete(path: Path) -> None:

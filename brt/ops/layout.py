@@ -16,14 +16,14 @@ stored = jax.lax.optimization_barrier
 
 def laid(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """x, stored in the order of its axes."""
-    if _free():
+    if _any_order():
         return stored(x)
     return stored(with_layout_constraint(x, Layout(tuple(range(x.ndim)))))
 
 
 def moved(x: Float[Array, "..."], *axes: int) -> Float[Array, "..."]:
     """x.transpose(axes), stored; so is its gradient on the way back."""
-    return stored(x.transpose(axes)) if _free() else laid(laid(x).transpose(axes))
+    return stored(x.transpose(axes)) if _any_order() else laid(laid(x).transpose(axes))
 
 
 def exchanged(x: Float[Array, "..."], one: int, other: int) -> Float[Array, "..."]:
@@ -38,5 +38,6 @@ def turned(x: Float[Array, "*B M N"]) -> Float[Array, "*B N M"]:
     return exchanged(x, -1, -2)
 
 
-def _free() -> bool:
+def _any_order() -> bool:
+    """Whether the compiler chooses."""
     return dispatch.backend() != "cpu" or jax.sharding.get_abstract_mesh().size > 1

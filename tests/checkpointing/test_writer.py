@@ -237,7 +237,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() or not shutil.which("mount") or subprocess.run(mount).returncode:
         pytest.skip("needs the right to mount a file system")
     yield path
-    subprocess.run(["umount", str(path)], check=True)
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 def test_a_full_disk_leaves_the_older_checkpoint_and_its_room(small_disk: Path) -> None:
