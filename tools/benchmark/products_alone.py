@@ -1,4 +1,4 @@
-"""The products of a compiled step and nothing else: less than these no form of it can take."""
+"""The products of a compiled step and nothing else: with these products it cannot take less."""
 
 import math
 import re
