@@ -48,10 +48,11 @@ def _backward(inputs: int, saved: tuple[Array, Array], gradient: Array) -> tuple
 def input_gradient(kernel: Float[Array, "..."], dy: Float[Array, "..."], inputs: int = 1) -> Array:
     """[*inputs, *outputs], [*rows, *outputs] -> [*rows, *inputs] in dy's dtype."""
     outputs, kernel = kernel.ndim - inputs, kernel.astype(dy.dtype)
-    if not _merges(kernel):
+    if cuts("heads") or dispatch.backend() != "cpu":
         axes = tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(inputs, kernel.ndim))
         return jnp.tensordot(dy, kernel, axes=axes)
-    dx = jnp.tensordot(_merged(dy, outputs), _matrix(kernel, inputs), axes=((-1,), (1,)))
+    # Of 512 rows a product with the transpose takes XLA's CPU backend 1.2 to 1.4 times as long.
+    dx = jnp.matmul(_merged(dy, outputs), turned(_matrix(kernel, inputs)))
     return dx.reshape(*dy.shape[: dy.ndim - outputs], *kernel.shape[:inputs])
 
 
@@ -68,17 +69,18 @@ def weight_gradient(
     if not rows_adjoin(len(rows)) or cuts("heads"):
         return jnp.tensordot(x, dy, axes=(rows, rows), preferred_element_type=jnp.float32)
     if dispatch.backend() == "cpu":
-        x, dy, inputs, outputs = _merged(x, inputs), _merged(dy, outputs), 1, 1
+        return _over_rows(_merged(x, inputs), _merged(dy, outputs)).reshape(shape)
     x = x.reshape(-1, *x.shape[x.ndim - inputs :])
     dy = dy.reshape(-1, *dy.shape[dy.ndim - outputs :])
-    if dispatch.backend() == "cpu" and x.shape[-1] > dy.shape[-1]:
-        # Its left factor is read against its rows: half as fast, if that is the wider.
-        return turned(_over_rows(dy, x)).reshape(shape)
-    return _over_rows(x, dy).reshape(shape)
+    return jnp.tensordot(x, dy, axes=(0, 0), preferred_element_type=jnp.float32).reshape(shape)
 
 
-def _over_rows(x: Array, dy: Array) -> Array:
-    return jnp.tensordot(x, dy, axes=(0, 0), preferred_element_type=jnp.float32)
+def _over_rows(x: Float[Array, "*R M"], dy: Float[Array, "*R N"]) -> Float[Array, "M N"]:
+    """By a product along rows of the narrower, turned; of columns with columns it takes longer."""
+    x, dy = (part.reshape(-1, part.shape[-1]) for part in (x, dy))
+    if x.shape[-1] > dy.shape[-1]:
+        return turned(_over_rows(dy, x))
+    return jnp.matmul(turned(x), dy, preferred_element_type=jnp.float32)
 
 
 def _merges(kernel: Array) -> bool:
