@@ -38,7 +38,7 @@ def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step(1.0).block_until_ready()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print([faults() for _ in range(4)][-1])
+print(min(faults() for _ in range(8)))  # the heap may still grow at one of them
 """
 KEEPING = PROGRAM + "allocator.keep_memory()\ntwo_steps()"
 IN_A_THREAD = PROGRAM + "threading.Thread(target=two_steps).start()"
@@ -78,6 +78,8 @@ def test_the_users_own_setting_stands() -> None:
 @linux
 def test_programs_that_run_in_place_map_no_pages_again() -> None:
     assert faults(STEP) < 100
+    elsewhere = STEP.replace("allocator.run_in_place()\n", "")
+    assert faults(elsewhere) > 10_000, "or there is nothing to spare any more"
 
 
 @linux
