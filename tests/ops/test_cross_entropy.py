@@ -108,12 +108,24 @@ def test_unscored_tokens_count_for_nothing(compiled: callable) -> None:
     np.testing.assert_array_equal(d_embedding, d_embedding_again)
 
 
-def test_the_logits_never_exist_whole() -> None:
+def compiled_for(tokens: int, vocabulary: int, width: int) -> jax.stages.Compiled:
     shape = jax.ShapeDtypeStruct
-    tokens, vocabulary = 256, 1000
-    lowered = chunked(16).lower(
-        shape((1, tokens, WIDTH), jnp.float32), shape((vocabulary, WIDTH), jnp.float32),
+    lowered = chunked(tokens // 16).lower(
+        shape((1, tokens, width), jnp.float32), shape((vocabulary, width), jnp.float32),
         shape((1, tokens), jnp.int32), shape((1, tokens), jnp.bool_),
     )  # fmt: skip
-    temporary = lowered.compile().memory_analysis().temp_size_in_bytes
+    return lowered.compile()
+
+
+def test_the_logits_never_exist_whole() -> None:
+    tokens, vocabulary = 256, 1000
+    temporary = compiled_for(tokens, vocabulary, WIDTH).memory_analysis().temp_size_in_bytes
     assert temporary < 4 * tokens * vocabulary
+
+
+def test_on_cpus_all_three_products_read_their_factors_as_they_lie() -> None:
+    text = compiled_for(1024, 256, 128).as_text()
+    products = [line for line in text.splitlines() if "_contracting_dims=" in line]
+    assert len(products) == 3
+    for line in products:
+        assert "lhs_contracting_dims={1}, rhs_contracting_dims={0}" in line

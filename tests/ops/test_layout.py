@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from brt.ops import layout
@@ -37,10 +38,17 @@ def test_axes_change_places_and_so_do_their_gradients(name: str, devices: int) -
     np.testing.assert_allclose(dx, of_dx, rtol=1e-6, atol=1e-7)
 
 
-def test_on_cpus_a_move_is_a_copy_of_its_own() -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_on_cpus_a_move_is_a_copy_of_its_own(replicas: int) -> None:
+    mesh = jax.make_mesh((replicas,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
     def program(turned: Callable[[Array], Array]) -> str:
-        step = jax.jit(lambda x: turned(x * 2) + 1)
-        return step.lower(jnp.zeros((64, 32))).compile().as_text()
+        def step(x: Array) -> Array:
+            return turned(x * 2) + 1
+
+        each = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        with jax.set_mesh(mesh):
+            return jax.jit(each).lower(jnp.zeros((64, 32))).compile().as_text()
 
     def computes_and_moves(text: str) -> bool:
         parts = text.split("\n\n")

@@ -5,6 +5,7 @@ Under differentiation each chunk's gradients are computed while its logits exist
 computed twice.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -13,8 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed.rules import constrain, count
+from brt.ops import dispatch
 from brt.ops.cross_entropy.scored import Scored
 from brt.ops.dense import weight_gradient
+from brt.ops.layout import turned
 from brt.ops.reductions import sum_leading
 
 
@@ -57,16 +60,22 @@ class _Logits(NamedTuple):
         return jnp.arange(self.all.shape[-1])[None, None] == targets[..., None]
 
 
+def _product(embedding: Float[Array, "V D"], dtype: jnp.dtype) -> Callable[[Array], Array]:
+    """[B, C, D] -> [B, C, V]. CPUs read the embedding turned, once for all chunks: for 1,024 tokens
+    a product with the transpose takes them 1.2 times as long."""
+    table, sizes = embedding.astype(dtype), "bcd,vd->bcv"
+    if dispatch.backend() == "cpu":
+        table, sizes = turned(table), "bcd,dv->bcv"
+    return lambda x: jnp.einsum(sizes, x, table, preferred_element_type=jnp.float32)
+
+
 def _logits(
-    hidden: Float[Array, "B C D"],
-    embedding: Float[Array, "V D"],
+    products: Float[Array, "B C V"],
     targets: Int[Array, "B C"],
     bias: Float[Array, " V"] | None,
     scale: float,
 ) -> _Logits:
-    logits = scale * jnp.einsum(
-        "bcd,vd->bcv", hidden, embedding.astype(hidden.dtype), preferred_element_type=jnp.float32
-    )
+    logits = scale * products
     if bias is not None:
         logits += bias[None, None]
     logits = constrain(logits, "lanes", "tokens", "vocab")
@@ -85,10 +94,10 @@ def token_scores(
     chunk: int,
 ) -> Scored:
     """See `api.token_scores`."""
-    chunk = _chunk_length(hidden.shape[1], chunk)
+    chunk, product = _chunk_length(hidden.shape[1], chunk), _product(embedding, hidden.dtype)
 
     def scores(piece: tuple[Array, Array]) -> Scored:
-        found = _logits(piece[0], embedding, piece[1], bias, scale)
+        found = _logits(product(piece[0]), piece[1], bias, scale)
         others = jnp.where(found.are(piece[1]), -jnp.inf, found.all)
         return Scored(found.nats, found.chosen > jnp.max(others, axis=-1))
 
@@ -122,11 +131,11 @@ def _cross_entropy(
     chunk: int,
     smoothing: float,
 ) -> tuple[Array, Array]:
-    chunk = _chunk_length(hidden.shape[1], chunk)
+    chunk, product = _chunk_length(hidden.shape[1], chunk), _product(embedding, hidden.dtype)
 
     def body(total: Array, piece: tuple[Array, ...]) -> tuple[Array, None]:
         h, target, counts = piece
-        found = _logits(h, embedding, target, bias, scale)
+        found = _logits(product(h), target, bias, scale)
         return total + _sums(found, counts, smoothing), None
 
     pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, mask))
@@ -152,12 +161,12 @@ def _forward(
     chunk: int,
     smoothing: float,
 ) -> tuple[tuple[Array, Array], tuple[Array, Array, Array | None]]:
-    chunk = _chunk_length(hidden.shape[1], chunk)
+    chunk, product = _chunk_length(hidden.shape[1], chunk), _product(embedding, hidden.dtype)
 
     def body(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
         total, d_embedding, d_bias = carry
         h, target, counts = piece
-        found = _logits(h, embedding, target, bias, scale)
+        found = _logits(product(h), target, bias, scale)
         probabilities = jnp.exp(found.all - found.lse[..., None])
         wanted = (1 - smoothing) * found.are(target) + smoothing / found.all.shape[-1]
         d_biased = jnp.where(counts[..., None], probabilities - wanted, 0.0)
