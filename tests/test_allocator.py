@@ -26,7 +26,7 @@ def two_steps():
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """  # noqa: E501
 STEP = """
-import resource
+import resource, statistics
 import jax, jax.numpy as jnp
 from brt import allocator
 allocator.keep_memory()
@@ -38,7 +38,8 @@ def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step(1.0).block_until_ready()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(min(faults() for _ in range(8)))  # the heap may still grow at one of them
+# The heap may still grow at some of them, and elsewhere some may find it grown.
+print(statistics.median(faults() for _ in range(25)))
 """
 KEEPING = PROGRAM + "allocator.keep_memory()\ntwo_steps()"
 IN_A_THREAD = PROGRAM + "threading.Thread(target=two_steps).start()"
