@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "sweep", "plan"}
 LAYERS = (
     {"allocator", "drawing", "durable", "errors", "formatting", "locks", "redaction"},
-    {"output", "platforms", "tree_utils", "types", "untrusted"},
+    {"output", "platforms", "tree_utils", "types", "untrusted", "user_cache"},
     {"config"},
     {"config_io"},
     {"bindings"},

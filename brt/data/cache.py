@@ -6,7 +6,6 @@ corpus.json, which says what it was made of and is written last.
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from brt import untrusted
+from brt import untrusted, user_cache
 from brt.config.fields import cached_settings
 from brt.data import manifests, sources
 from brt.data.sources import FileHash
@@ -154,7 +153,7 @@ def cache_directory(section: Section) -> Path:
     """Where corpora are kept that nobody gave a place."""
     if section.cache_dir:
         return Path(section.cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "brt"
+    return user_cache.writable()
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from brt import user_cache
 from brt.data import sources
 
 SETTLED = 1.0  # seconds after which another change to a file changes its time
@@ -29,21 +30,22 @@ def check(directory: Path, hashes: Mapping[str, str], *, whole: bool = False) ->
         path = directory / name
         stat = path.stat()
         seal = _seal(expected, stat)
-        if not whole and seal.exists():
+        if not whole and seal and os.path.exists(seal):
             continue
         found = sources.sha256(path)
         with contextlib.suppress(OSError):  # without a cache it is read each time
-            if found != expected:
+            if seal and found != expected:
                 seal.unlink(missing_ok=True)
-            elif time.time() - stat.st_ctime > SETTLED:
-                seal.parent.mkdir(parents=True, exist_ok=True)
+            elif seal and time.time() - stat.st_ctime > SETTLED:
+                user_cache.make(seal.parent)
                 seal.touch()
         if found != expected:
             raise ValueError(f"{name} has the sha256 {found[:12]}, not {expected[:12]}")
 
 
-def _seal(expected: str, stat: os.stat_result) -> Path:
-    """The file that is there where a file with this hash was found to be as it is."""
-    place = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+def _seal(expected: str, stat: os.stat_result) -> Path | None:
+    """What is there where a file with this hash was found to be as it is; None without a cache."""
+    if not (place := user_cache.directory()):
+        return None
     said = (expected, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-    return place / "brt/verified" / hashlib.sha256(repr(said).encode()).hexdigest()
+    return place / "verified" / hashlib.sha256(repr(said).encode()).hexdigest()

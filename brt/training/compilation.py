@@ -3,23 +3,30 @@
 import functools
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 
 import jax
 
+from brt import user_cache
+
 # XLA's newer library for CPUs multiplies many small matrices, as attention does, on one thread:
 # without it the step of a small model takes an eighth less.
 _CPU_OPTIONS = MappingProxyType({"xla_cpu_experimental_ynn_fusion_type": ""})
+_DIRECTORY = "jax_compilation_cache_dir"
 _NONE: Mapping[str, str] = MappingProxyType({})
 
 
-def use_cache(directory: Path) -> None:
-    """Keeps programs in `directory`/xla, unless jax's own environment variables say otherwise."""
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ or "JAX_ENABLE_COMPILATION_CACHE" in os.environ:
+def use_cache() -> None:
+    """Keeps compiled programs in the user's own cache, where the next command finds them.
+
+    JAX's own environment variables come first, and so does a directory that a program told JAX.
+    """
+    own = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
+    if any(name in os.environ for name in own) or getattr(jax.config, _DIRECTORY):
         return
-    jax.config.update("jax_compilation_cache_dir", str(directory / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if directory := user_cache.private("programs"):
+        jax.config.update(_DIRECTORY, str(directory))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 @functools.cache

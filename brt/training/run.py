@@ -14,7 +14,6 @@ from brt import tasks, tree_utils
 from brt.checkpointing.reader import Found, join
 from brt.config import Config
 from brt.config_io import config_from_json
-from brt.data.cache import cache_directory
 from brt.data.readers import Reader
 from brt.distributed import mesh as meshes
 from brt.distributed import processes
@@ -73,7 +72,7 @@ def build(config: Config, *, saved: Found | None = None, progress: bool = True) 
       CheckpointError: Training.init_from names no weights of such a model.
       DataError: the data cannot be read as asked.
     """
-    compilation.use_cache(cache_directory(config.data))
+    compilation.use_cache()
     weights = _weights(config, saved)
     config, corpus, reader = prepare(config, weights, progress=progress)
     return Run(config, tasks.of(config), corpus, reader, weights, *shaped(config))

@@ -12,7 +12,6 @@ from brt import tasks
 from brt.checkpointing import reader
 from brt.config import Config
 from brt.config_io import config_from_json
-from brt.data.cache import cache_directory
 from brt.distributed import mesh as meshes
 from brt.errors import ConfigError, DataError
 from brt.tasks.protocol import Corpus
@@ -67,7 +66,7 @@ def load(workdir: Workdir, found: reader.Found, config: Config) -> SavedModel:
     Raises:
       ConfigError: it differs where it must not.
     """
-    compilation.use_cache(cache_directory(config.data))
+    compilation.use_cache()
     check_resumable(config_from_json(found.meta["config"]), config)
     learned = jax.eval_shape(
         lambda: {
