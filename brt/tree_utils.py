@@ -65,8 +65,21 @@ def not_finite(leaves: Mapping[str, Any]) -> list[str]:
     names = [name for name, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if not names:
         return []
-    finite = np.asarray(_all_finite([leaves[name] for name in names]))
-    return [name for name, good in zip(names, finite, strict=True) if not good]
+    arrays = [leaves[name] for name in names]
+    # The host reads arrays in its own memory where they are, which needs no program to be compiled.
+    finite = _finite_on_host(arrays) if all(map(_on_host, arrays)) else _all_finite(arrays)
+    return [name for name, good in zip(names, np.asarray(finite), strict=True) if not good]
+
+
+def _on_host(array: Any) -> bool:
+    """Whether this process can read the whole array without copying it from a device."""
+    if not isinstance(array, jax.Array):
+        return True
+    return array.is_fully_addressable and all(d.platform == "cpu" for d in array.devices())
+
+
+def _finite_on_host(arrays: Sequence[Any]) -> list[bool]:
+    return [bool(np.isfinite(np.asarray(array)).all()) for array in arrays]
 
 
 @jax.jit

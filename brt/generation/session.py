@@ -27,8 +27,9 @@ from brt.layers.stack import ModelState, StackBlock, StackState
 from brt.models.decoder import Decoder, logits, new_state
 from brt.models.targets import SpecialTokens
 
-CHUNK = 16  # tokens written between two looks of the host
+CHUNK = 16  # tokens read or written by one call of the program that goes token by token
 _NEVER = -1  # an id that no token has
+_NO_KEY = partial(jax.random.key, 0)  # of reading, which draws nothing
 
 
 class Memory(NamedTuple):
@@ -101,23 +102,40 @@ def _new_memory(decoder: Decoder, lanes: int, learnt: Learnt) -> Memory:
     )
 
 
-def _write(
+def _walk(
     decoder: Decoder,
     learnt: Learnt,
     memory: Memory,
+    tokens: Int[Array, "B C"],
+    given: Int[Array, ""],
+    count: Int[Array, ""],
     key: Array,
     *,
     sampling: Sampling,
-    steps: int,
-) -> tuple[Memory, Int[Array, "B T"]]:
-    """Chooses and reads `steps` tokens."""
+) -> tuple[Memory, Int[Array, "B C"]]:
+    """Reads the first `given` of `tokens`, then chooses and reads others, `count` of them in all.
 
-    def body(memory: Memory, _: None) -> tuple[Memory, Int[Array, " B"]]:
-        tokens = choose(memory.logits, jax.random.fold_in(key, memory.count), sampling)
-        return _advance(decoder, learnt, memory, tokens), tokens
+    Both numbers are arguments of the program, so that reading a prompt and writing any number of
+    tokens take one program, compiled once.
 
-    memory, tokens = jax.lax.scan(body, memory, length=steps)
-    return memory, tokens.T
+    Returns:
+      The memory, and the `count` tokens that were read; behind them the array is undefined.
+    """
+
+    def body(i: Int[Array, ""], so_far: tuple) -> tuple[Memory, Int[Array, "B C"]]:
+        memory, tokens = so_far
+
+        def read() -> Int[Array, " B"]:
+            return jax.lax.dynamic_index_in_dim(tokens, i, axis=1, keepdims=False)
+
+        def write() -> Int[Array, " B"]:
+            return choose(memory.logits, jax.random.fold_in(key, memory.count), sampling)
+
+        next_tokens = jax.lax.cond(i < given, read, write)
+        tokens = jax.lax.dynamic_update_index_in_dim(tokens, next_tokens, i, axis=1)
+        return _advance(decoder, learnt, memory, next_tokens), tokens
+
+    return jax.lax.fori_loop(0, count, body, (memory, tokens))
 
 
 class _Beams(NamedTuple):
@@ -178,10 +196,9 @@ class Session:
     ) -> None:
         decoder = Decoder(config.model, kernels=config.kernels)
         self._config, self._bos_id, self._lanes = config, bos_id, lanes
-        self._advance = rules.jit(partial(_advance, decoder), donate_argnums=1)
         self._read_segment = rules.jit(partial(_read_segment, decoder), donate_argnums=1)
-        self._write = rules.jit(
-            partial(_write, decoder), static_argnames=("sampling", "steps"), donate_argnums=1
+        self._walk = rules.jit(
+            partial(_walk, decoder), static_argnames="sampling", donate_argnums=1
         )
         self._search = rules.jit(partial(_search, decoder), static_argnames="decoding")
         self._new_memory = rules.jit(partial(_new_memory, decoder, lanes))
@@ -209,11 +226,11 @@ class Session:
                 size = length if left >= length else window
                 piece = np.tile(tokens[place : place + size], (self._lanes, 1))
                 self.memory = self._read_segment(self._learnt, self.memory, piece)
-                place += size
             else:
-                token = np.full(self._lanes, tokens[place], np.int32)
-                self.memory = self._advance(self._learnt, self.memory, token)
-                place, position = place + 1, (position + 1) % window
+                size = min(left, window - position, CHUNK)
+                self._step(tokens[place : place + size], size, self._config.sampling, _NO_KEY())
+                position = (position + size) % window
+            place += size
 
     def write(self, count: int, sampling: Sampling, key: Array) -> Iterator[Int[np.ndarray, "B T"]]:
         """Yields `count` new tokens of every lane, a few at a time, int32 [B, T].
@@ -223,12 +240,21 @@ class Session:
         if self.memory.count == 0:
             self.read([])
         while count > 0:
-            steps = CHUNK if count >= CHUNK else 1
-            self.memory, tokens = self._write(
-                self._learnt, self.memory, key, sampling=sampling, steps=steps
-            )
-            yield np.asarray(tokens)
-            count -= steps
+            size = min(count, CHUNK)
+            yield self._step(np.zeros(0, np.int32), size, sampling, key)
+            count -= size
+
+    def _step(
+        self, given: Int[np.ndarray, " T"], count: int, sampling: Sampling, key: Array
+    ) -> Int[np.ndarray, "B count"]:
+        """Reads the given tokens in all lanes and chooses as many more as make `count`."""
+        tokens = np.zeros((self._lanes, CHUNK), np.int32)
+        tokens[:, : len(given)] = given
+        self.memory, read = self._walk(
+            self._learnt, self.memory, tokens, np.int32(len(given)), np.int32(count), key,
+            sampling=sampling,
+        )  # fmt: skip
+        return np.asarray(read)[:, :count]
 
     def search(self, decoding: Decoding) -> Int[np.ndarray, " T"]:
         """Writes the text that a search finds, `decoding.max_length` - 1 tokens, and reads it."""

@@ -10,7 +10,7 @@ from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer, decode
 from brt.generation.session import Session
 
-PROMPT_TOKENS = 64
+PROMPT_TOKENS = 32  # fewer than windows have: a whole window would need one more program
 _PURPOSE = 2  # folded with the run's seed, as a step's dropout is
 
 
