@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from brt.config import Mesh
 from brt.distributed import processes
@@ -107,6 +107,21 @@ def use(mesh: jax.sharding.Mesh) -> Iterator[None]:
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
     """The same on every device."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def beside(tree: PyTree[Array], params: PyTree[Array]) -> PyTree[Array]:
+    """Puts fresh arrays where the parameters are, if one device has these.
+
+    A state that has read nothing is not bound to a device, but the one that a program returns is.
+    jax.jit compiles once more for arguments that are placed in another way: without this a loop
+    over segments would compile its program twice.
+    """
+    sharding = jax.tree.leaves(params)[0].sharding
+    if sharding.num_devices > 1:
+        return tree
+    if isinstance(sharding, NamedSharding):
+        sharding = replicated(sharding.mesh)
+    return jax.device_put(tree, sharding)
 
 
 def by_lane(mesh: jax.sharding.Mesh) -> NamedSharding:

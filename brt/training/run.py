@@ -141,7 +141,8 @@ def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract)
     init = partial(initial_state, run.config, run.optimizer)
     with meshes.use(run.mesh):
-        state = jax.jit(init, out_shardings=shardings)(_key(run))
+        begin = jax.jit(init, out_shardings=shardings, compiler_options=dict(compilation.options()))
+        state = begin(_key(run))
     if not run.weights:
         return state
     where = run.weights.where

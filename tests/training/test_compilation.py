@@ -19,6 +19,7 @@ def test_an_option_that_this_jaxlib_does_not_know_is_left_out(
     unknown, known = {"xla_cpu_no_such_option": ""}, {"xla_cpu_enable_fast_math": "False"}
     assert on_cpus(unknown, monkeypatch) == {}
     assert on_cpus(known, monkeypatch) == known
+    assert on_cpus({**unknown, **known}, monkeypatch) == known
 
 
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])

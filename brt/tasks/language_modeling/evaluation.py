@@ -13,14 +13,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from brt.config import Config
 from brt.data.lanes import evaluation_batches
 from brt.data.preparation import Corpus
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer, decode
+from brt.distributed import mesh as meshes
 from brt.distributed import rules
 from brt.formatting import counted
 from brt.layers.stack import StackState, parts
@@ -118,7 +120,7 @@ class DocumentEvaluator:
         self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())
         self._answers = answers.spans(self._store, self._tokenizer)
         self._sampler = Sampler(config, self._store, corpus.tokenizer)
-        self._step = jax.jit(self._segment, static_argnames="ablate", donate_argnums=1)
+        self._step = jax.jit(self._segment, static_argnames="part", donate_argnums=1)
 
     def __call__(
         self,
@@ -172,7 +174,9 @@ class DocumentEvaluator:
         batch_size = rules.filled("lanes", min(config.evaluation.batch_size, len(store)))
         length = config.evaluation_segment_length
         nats = np.zeros(len(store))
-        carry, tally = new_state(config.model, batch_size), answers.Tally(self._answers)
+        carry = meshes.beside(new_state(config.model, batch_size), params)
+        tally, forgets = answers.Tally(self._answers), np.bool_(ablate is not None)
+        part = ablate or self._ablate
         begin, timed = None, 0
         for batch, document in evaluation_batches(
             store, batch_size=batch_size, segment_length=length, window=config.model.window,
@@ -180,7 +184,9 @@ class DocumentEvaluator:
         ):  # fmt: skip
             if stop():
                 return None
-            found, guesses, carry = self._step(params, carry, batch, model_state, ablate=ablate)
+            found, guesses, carry = self._step(
+                params, carry, batch, model_state, forgets, part=part
+            )
             real = document >= 0
             np.add.at(nats, document[real], np.asarray(found, np.float64)[real])
             if guesses:
@@ -212,13 +218,21 @@ class DocumentEvaluator:
         carry: StackState,
         batch: Batch,
         model_state: PyTree[Array],
+        forgets: Bool[Array, ""],
         *,
-        ablate: str | None,
+        part: str | None,
     ) -> tuple[Float[Array, "B N"], tuple[Array, ...], StackState]:
-        """Nats of blocks; where there are answers also nats and guesses [B, T] of tokens."""
-        if ablate:
+        """Nats of blocks; where there are answers also nats and guesses [B, T] of tokens.
+
+        Args:
+          forgets: whether the segment begins without a part of the state. It is an argument of the
+            program, so that the plain reading and the ablated one take the same program.
+          part: the part that is forgotten; None: the whole state is always carried on.
+        """
+        if part:
             model = self._config.model
-            carry = forget(model, carry, parts(model) if ablate == "both" else (ablate,))
+            without = forget(model, carry, parts(model) if part == "both" else (part,))
+            carry = jax.tree.map(lambda new, old: jnp.where(forgets, new, old), without, carry)
         given = self._config, params, carry, batch, model_state or None
         if not self._answers:
             nats, carry = block_nats(*given)

@@ -16,6 +16,7 @@ from brt.data.preparation import Corpus
 from brt.data.tokenizers import ByteTokenizer
 from brt.models import decoder
 from brt.models.decoder import Decoder
+from brt.tasks.language_modeling import evaluation
 from brt.tasks.language_modeling.evaluation import (
     DocumentEvaluator,
     DocumentScore,
@@ -23,6 +24,7 @@ from brt.tasks.language_modeling.evaluation import (
     figures,
     xz_bits_per_byte,
 )
+from brt.tasks.language_modeling.forward import block_nats
 
 RELATIVE = 1e-6  # of float32 sums
 LENGTHS = [1, 23, 4, 40, 9, 1]
@@ -152,6 +154,22 @@ def test_ablations_take_away_what_they_name(
     # Without any, every segment is read alone. (All long documents begin with a segment.)
     alone = [document.sum() for document in token_nats(forget=8)]
     np.testing.assert_allclose(document_nats(ablated["both"]), alone, rtol=RELATIVE)
+
+
+def test_all_segments_of_both_readings_take_one_program(
+    corpus: Corpus, params: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traces = []
+
+    def counted(*given: Any) -> Any:
+        traces.append(given)
+        return block_nats(*given)
+
+    monkeypatch.setattr(evaluation, "block_nats", counted)
+    placed = jax.device_put(params, jax.devices()[0])  # as parameters of a checkpoint are
+    reading = evaluator(corpus, 2, 8, ablate="state")(placed)
+    assert reading.figures["ablation"]["bits"] != reading.figures["bits"]
+    assert len(traces) == 1
 
 
 def test_a_reading_can_be_stopped(

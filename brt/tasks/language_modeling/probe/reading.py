@@ -22,6 +22,7 @@ from brt.config import Config
 from brt.data.lanes import evaluation_batches
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
+from brt.distributed.mesh import beside
 from brt.layers.stack import ModelState, StackState, graft, parts
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.forward import block_nats
@@ -147,7 +148,7 @@ class _Streams:
     ):
         self._config, self._learnt = config, (params, model_state)
         self._figures = jax.jit(self._layer_figures)
-        start = new_state(config.model, lanes)
+        start = beside(new_state(config.model, lanes), params)
         self._carried: dict[Arm | None, StackState] = {
             arm: start for arm in (None, *arms(config, lanes))
         }
