@@ -1,34 +1,180 @@
-"""Files that are never seen half written, and that a power cut does not take back."""
+"""Files that are never seen half written and that a power cut does not take back.
 
+A file is written under an unpredictable name of its own and then renamed. No link is followed on the
+way, but in the path of the directory that the user named.
+"""
+
+import contextlib
 import errno
 import os
+import re
+import secrets
+import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, BinaryIO
+
+from brt.formatting import size
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_FAILING = _FULL | {errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT}
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_PARTIAL = re.compile(r"\.brt\.[0-9a-f]{16}\.partial")
+_NEARLY = 0.01  # of a disk that is left where it counts as full
 
 
 def no_room(error: BaseException) -> bool:
     """Whether an error is that of a full disk, or of a quota that is used up."""
-    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "errno", None) in _FULL
 
 
-def write(path: Path, content: bytes) -> None:
-    """Replaces a file in one moment; raises OSError where that cannot be."""
-    temporary = partial_name(path)
-    with temporary.open("wb") as file:
+def storage_fails(error: BaseException) -> bool:
+    """Whether an error is of the storage, so that the same command will do when that is mended."""
+    return getattr(error, "errno", None) in _FAILING
+
+
+def shortage(directory: Path, error: BaseException | None = None) -> str:
+    """What is missing where an error says that there is no room: bytes, inodes, or a quota."""
+    if getattr(error, "errno", None) == errno.EDQUOT:
+        return "the quota of the disk is used up"
+    try:
+        found = os.statvfs(_existing(directory))
+    except OSError:
+        return "the disk is full"
+    room = size(found.f_bavail * found.f_frsize)
+    bytes_left = found.f_bavail / max(found.f_blocks, 1)
+    files_left = found.f_favail / found.f_files if found.f_files else 1.0
+    if files_left < min(bytes_left, _NEARLY):
+        return f"no inodes are left for more files ({found.f_favail:,} and {room} were free)"
+    if bytes_left > _NEARLY:
+        return f"the disk is full, or a quota is used up ({room} were free)"
+    return f"the disk is full ({room} were free)"
+
+
+def write(path: Path, content: bytes, *, below: Path | None = None) -> None:
+    """Replaces a file in one moment; raises as `replacing` does."""
+    with replacing(path, below=below) as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
-def partial_name(path: Path) -> Path:
-    """Of a file that is being written."""
-    return path.with_name(f".{path.name}.partial")
+@contextlib.contextmanager
+def replacing(
+    path: Path, *, below: Path | None = None, synced: bool = True
+) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` when the block ends well; else nothing is left.
+
+    Args:
+      path: a file, which keeps its mode, or a name for a new one.
+      below: a directory under which no part of `path` may be a link; None: that of `path`.
+      synced: whether the file and its name are on the disk when this returns.
+
+    Raises:
+      OSError: the file cannot be written; ELOOP where a part of `path` is a link.
+    """
+    with directory(path.parent, below=below) as place:
+        mode = 0o666
+        if found := _found(path, place):
+            mode = stat.S_IMODE(found.st_mode) & 0o777
+        name = f".brt.{secrets.token_hex(8)}.partial"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(name, flags, mode, dir_fd=place)
+        try:
+            with open(descriptor, "wb") as file:
+                yield file
+                file.flush()
+                if synced:
+                    os.fsync(descriptor)
+            os.replace(name, path.name, src_dir_fd=place, dst_dir_fd=place)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error is the one to be raised
+                os.unlink(name, dir_fd=place)
+            raise
+        if synced:
+            os.fsync(place)
+
+
+@contextlib.contextmanager
+def named_by_user(path: Path) -> Iterator[BinaryIO]:
+    """A file that the user named, to be written; raises as `replacing` does.
+
+    A regular file is replaced as `replacing` does, and so is one that `path` is a link to. Into
+    anything else, as a FIFO, a device or what standard output is, the bytes are written.
+    """
+    descriptor = _stream(path)
+    if descriptor is None:
+        with replacing(Path(os.path.realpath(path))) as file:
+            yield file
+    else:
+        with open(descriptor, "wb") as file:
+            yield file
+
+
+def is_regular_or_new(path: Path) -> bool:
+    """Whether `named_by_user` replaces a file, in place of writing into one."""
+    return not path.exists() or path.is_file()
+
+
+def open_file(
+    path: Path, mode: str, *, below: Path | None = None, buffering: int = -1
+) -> IO:
+    """Opens a regular file to change it, as `open` does; in UTF-8 where it is text.
+
+    Args:
+      below: as `replacing` has it.
+
+    Raises:
+      OSError: it cannot be opened, a part of `path` is a link, or it is no regular file.
+    """
+    with directory(path.parent, below=below) as place:
+
+        def opener(name: str, flags: int) -> int:
+            flags |= os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO would wait for its other end
+            return os.open(path.name, flags, 0o666, dir_fd=place)
+
+        found = _found(path, place)
+        if found and stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if found and not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        encoding = None if "b" in mode else "utf-8"
+        return open(path, mode, buffering, encoding=encoding, opener=opener)
+
+
+@contextlib.contextmanager
+def directory(
+    path: Path, *, below: Path | None = None, make: bool = False
+) -> Iterator[int]:
+    """A descriptor of a directory; raises as `replacing` does.
+
+    Args:
+      below: as `replacing` has it; it has to be there.
+      make: makes what is missing under `below`.
+    """
+    at = below or path
+    with contextlib.ExitStack() as stack:
+        place = os.open(at, _DIRECTORY)
+        stack.callback(os.close, place)
+        for part in path.relative_to(at).parts:
+            at /= part
+            if make:
+                _make(at, place)
+            _found(at, place)
+            place = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=place)
+            stack.callback(os.close, place)
+        yield place
 
 
 def partial_files(directory: Path) -> Iterator[Path]:
-    """What `write` left in a directory when it was killed; nothing where there is no directory."""
-    return directory.glob(".*.partial")
+    """What `replacing` left in a directory when it was killed; nothing where there is none."""
+    return (path for path in directory.glob(".brt.*.partial") if _PARTIAL.fullmatch(path.name))
+
+
+def links(directory: Path) -> Iterator[Path]:
+    """The links below a directory, none of which is followed."""
+    for place, directories, names in os.walk(directory):
+        paths = (Path(place, name) for name in (*directories, *names))
+        yield from (path for path in paths if path.is_symlink())
 
 
 def sync_tree(directory: Path) -> None:
@@ -46,3 +192,45 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _found(path: Path, place: int) -> os.stat_result | None:
+    """What has the name of `path` in a directory; None where nothing has, OSError for a link."""
+    try:
+        found = os.stat(path.name, dir_fd=place, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
+    return found
+
+
+def _make(path: Path, place: int) -> None:
+    """Makes a directory where there is none; FileExistsError where a file has its name."""
+    try:
+        os.mkdir(path.name, dir_fd=place)
+    except FileExistsError:
+        found = _found(path, place)
+        if found and not stat.S_ISDIR(found.st_mode):
+            raise
+
+
+def _stream(path: Path) -> int | None:
+    """A descriptor of what is no regular file, or is a standard stream; None for other files."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    for standard in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # it is closed, or no file of the system
+            if os.path.samestat(found, os.fstat(standard.fileno())):
+                standard.flush()  # what was printed before comes first
+                return os.dup(standard.fileno())
+    if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode):
+        return None
+    return os.open(path, os.O_WRONLY | os.O_NOCTTY)
+
+
+def _existing(path: Path) -> Path:
+    """A path, or the nearest of its parents that is there."""
+    return next(place for place in (path, *path.absolute().parents) if os.path.exists(place))

@@ -12,6 +12,14 @@ def short(number: float | int) -> str:
     return f"{number:.0f}"
 
 
+def size(count: int) -> str:
+    """A number of bytes as people say it: 12 bytes, 65.9 MB."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} bytes"
+
+
 def counted(count: int, thing: str) -> str:
     """1 document, 1,200 documents."""
     return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"

@@ -31,6 +31,7 @@ from brt.checkpointing.reader import (
 )
 from brt.distributed import processes
 from brt.errors import CheckpointError, NonFiniteError
+from brt.formatting import size
 
 _LATE_LOOKS, _LATE_SECONDS = 10, 0.2
 
@@ -40,7 +41,7 @@ def check_disk(directory: Path, needed: int) -> None:
     free = _free_bytes(directory)
     if free < needed:
         raise CheckpointError(
-            f"checkpoints need {_size(needed)} in {directory}, where {_size(free)} are free; make "
+            f"checkpoints need {size(needed)} in {directory}, where {size(free)} are free; make "
             f"room, or lower Checkpoint.keep or the size of the model"
         )
 
@@ -187,7 +188,7 @@ class CheckpointWriter:
         text = " ".join(str(error).split())
         cause = f"{type(error).__name__}: {text[:300]}"
         if durable.no_room(error) or "No space left" in text:
-            cause = f"the disk is full ({_size(free)} were free); make room, then run again"
+            cause = f"the disk is full ({size(free)} were free); make room, then run again"
         return CheckpointError(f"saving step {step} to {self._directory} failed: {cause}")
 
     def _prune(self, newest: int) -> None:
@@ -248,9 +249,3 @@ def _free_bytes(directory: Path) -> int:
     existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
     return shutil.disk_usage(existing).free
 
-
-def _size(count: int) -> str:
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count} bytes"
