@@ -106,7 +106,11 @@ class Memory:
         return np.asarray(self.state.logits[0])
 
     def save(self, path: StrPath) -> None:
-        """Writes an .npz that `Model.load_memory` and --load_state read."""
+        """Writes an .npz that `Model.load_memory` and --load_state read.
+
+        Raises:
+          OSError: it cannot be written.
+        """
         sessions.save(self.state, Path(path), self._model._identity)
 
 

@@ -222,12 +222,20 @@ def main(
             raise
         code = 128 + 13  # what a shell reports for SIGPIPE
     except OSError as error:
-        if not durable.no_room(error):
+        if not durable.storage_fails(error):
             raise
-        where = f" at {error.filename}" if error.filename else ""
-        message = f"error: the disk is full{where}; free some space and run the same command again"
-        code = _say(message, CheckpointError.exit_code)
+        code = _say(f"error: {_of_storage(error)}", CheckpointError.exit_code)
     sys.exit(code)
+
+
+def _of_storage(error: OSError) -> str:
+    where = error.filename and os.fsdecode(error.filename)
+    if not durable.no_room(error):
+        what = f"{where or 'a file'} cannot be read or written: {error.strerror}"
+        return f"{what}; see to the disk, and run the same command again"
+    full = durable.shortage(Path(where), error) if where else "the disk is full"
+    at = f" at {where}" if where else ""
+    return f"{full}{at}; free some space and run the same command again"
 
 
 def print_figures(figures: Mapping[str, Any], path: str | None, workdir: str | None) -> None:

@@ -1,5 +1,6 @@
 """How plots look, and curves from metrics.jsonl."""
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,13 @@ def new_figure(rows: int, height: float | None = None) -> tuple[Figure, list[Axe
         panel.spines[["top", "right"]].set_visible(False)
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))
     return figure, axes
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as a PNG file has it, of 150 dots an inch."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=150, format="png")
+    return content.getvalue()
 
 
 def logarithmic(axes: Axes, values: Sequence[float] | np.ndarray) -> None:

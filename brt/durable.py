@@ -1,7 +1,7 @@
 """Files that are never seen half written and that a power cut does not take back.
 
-A file is written under an unpredictable name of its own and then renamed. No link is followed on the
-way, but in the path of the directory that the user named.
+A file is written under an unpredictable name of its own and then renamed. No link is followed on
+the way, but in the path of the directory that the user named.
 """
 
 import contextlib
@@ -14,8 +14,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
-
-from brt.formatting import size
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FAILING = _FULL | {errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT}
@@ -35,21 +33,23 @@ def storage_fails(error: BaseException) -> bool:
 
 
 def shortage(directory: Path, error: BaseException | None = None) -> str:
-    """What is missing where an error says that there is no room: bytes, inodes, or a quota."""
+    """What is used up where an error says that there is no room: bytes, inodes, or a quota."""
     if getattr(error, "errno", None) == errno.EDQUOT:
         return "the quota of the disk is used up"
     try:
-        found = os.statvfs(_existing(directory))
+        found = os.statvfs(existing(directory))
     except OSError:
         return "the disk is full"
-    room = size(found.f_bavail * found.f_frsize)
     bytes_left = found.f_bavail / max(found.f_blocks, 1)
     files_left = found.f_favail / found.f_files if found.f_files else 1.0
     if files_left < min(bytes_left, _NEARLY):
-        return f"no inodes are left for more files ({found.f_favail:,} and {room} were free)"
-    if bytes_left > _NEARLY:
-        return f"the disk is full, or a quota is used up ({room} were free)"
-    return f"the disk is full ({room} were free)"
+        return "no inodes are left for more files on the disk"
+    return "the disk is full"
+
+
+def existing(path: Path) -> Path:
+    """A path, or the nearest of its parents that is there."""
+    return next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
 
 
 def write(path: Path, content: bytes, *, below: Path | None = None) -> None:
@@ -59,9 +59,7 @@ def write(path: Path, content: bytes, *, below: Path | None = None) -> None:
 
 
 @contextlib.contextmanager
-def replacing(
-    path: Path, *, below: Path | None = None, synced: bool = True
-) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, below: Path | None = None, synced: bool = True) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` when the block ends well; else nothing is left.
 
     Args:
@@ -115,9 +113,7 @@ def is_regular_or_new(path: Path) -> bool:
     return not path.exists() or path.is_file()
 
 
-def open_file(
-    path: Path, mode: str, *, below: Path | None = None, buffering: int = -1
-) -> IO:
+def open_file(path: Path, mode: str, *, below: Path | None = None, buffering: int = -1) -> IO:
     """Opens a regular file to change it, as `open` does; in UTF-8 where it is text.
 
     Args:
@@ -142,9 +138,7 @@ def open_file(
 
 
 @contextlib.contextmanager
-def directory(
-    path: Path, *, below: Path | None = None, make: bool = False
-) -> Iterator[int]:
+def directory(path: Path, *, below: Path | None = None, make: bool = False) -> Iterator[int]:
     """A descriptor of a directory; raises as `replacing` does.
 
     Args:
@@ -158,7 +152,7 @@ def directory(
         for part in path.relative_to(at).parts:
             at /= part
             if make:
-                _make(at, place)
+                _make(at, place, last=at == path)
             _found(at, place)
             place = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=place)
             stack.callback(os.close, place)
@@ -205,13 +199,13 @@ def _found(path: Path, place: int) -> os.stat_result | None:
     return found
 
 
-def _make(path: Path, place: int) -> None:
-    """Makes a directory where there is none; FileExistsError where a file has its name."""
+def _make(path: Path, place: int, *, last: bool) -> None:
+    """Makes a directory where there is none; FileExistsError where the last one is a file."""
     try:
         os.mkdir(path.name, dir_fd=place)
     except FileExistsError:
         found = _found(path, place)
-        if found and not stat.S_ISDIR(found.st_mode):
+        if last and found and not stat.S_ISDIR(found.st_mode):
             raise
 
 
@@ -229,8 +223,3 @@ def _stream(path: Path) -> int | None:
     if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode):
         return None
     return os.open(path, os.O_WRONLY | os.O_NOCTTY)
-
-
-def _existing(path: Path) -> Path:
-    """A path, or the nearest of its parents that is there."""
-    return next(place for place in (path, *path.absolute().parents) if os.path.exists(place))

@@ -3,6 +3,9 @@
 Anything else that escapes is a bug in brt and keeps its traceback.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 
 class BrtError(Exception):
     """Base class; `exit_code` is what the command returns.
@@ -54,3 +57,15 @@ class Preempted(BrtError):
 
 class PeerError(Preempted):
     """Another process of the run is gone; what was saved is whole, run the same again."""
+
+
+@contextlib.contextmanager
+def closing(close: Callable[[], object]) -> Iterator[None]:
+    """Calls `close` behind a block; where both fail the block's error is the one that is raised."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError, BrtError):
+            close()
+        raise
+    close()

@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from brt import command_line
+from brt import command_line, output
 from brt.errors import ConfigError, DataError
 
 HOW = ("max_tokens", "seed", "beams", "temperature", "top_k", "top_p")  # of Model.stream
@@ -44,7 +44,8 @@ def main(args: argparse.Namespace) -> None:
             print(piece, end="", flush=True)
         print(flush=True)
         if args.save_state:
-            text.memory.save(args.save_state)
+            with output.explained("save_state", args.save_state):
+                text.memory.save(args.save_state)
 
 
 def _prompt(prompt: str | None, file: str | None, resumed: bool) -> str:

@@ -1,5 +1,6 @@
 """Where a command's results go: standard streams, and the files that flags name."""
 
+import contextlib
 import errno
 import io
 import json
@@ -8,7 +9,7 @@ import select
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,25 +66,41 @@ def check_files(flags: Mapping[str, Any]) -> None:
         try:
             if path and path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            if path:
-                tempfile.TemporaryFile(dir=path.absolute().parent).close()
+            if path and durable.is_regular_or_new(path):
+                place = os.path.dirname(os.path.realpath(path))
+                tempfile.TemporaryFile(dir=place).close()
+            elif path and not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
             raise ConfigError(f"--{flag}={path} cannot be written: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def explained(flag: str, path: str | Path) -> Iterator[None]:
+    """A block that writes the file which a flag names.
+
+    Raises:
+      ConfigError: it cannot be written there.
+      OSError: the storage fails, or nobody reads any more.
+    """
+    try:
+        yield
+    except OSError as error:
+        if durable.storage_fails(error) or _is_stdout_gone(path, error):
+            raise
+        raise ConfigError(f"--{flag}={path} cannot be written: {error.strerror}") from error
+
+
+def _is_stdout_gone(path: str | Path, error: OSError) -> bool:
+    return isinstance(error, BrokenPipeError) and os.path.samestat(os.stat(path), os.fstat(1))
 
 
 def write_json(path: str | Path, content: Mapping[str, Any], workdir: str | None) -> None:
     """Writes `content` for --json=FILE, whole or not at all, with the run's name and brt's version.
 
-    Raises:
-      ConfigError: the directory does not exist or cannot be written.
+    What is no regular file is written into (see `durable.named_by_user`); raises as `explained`.
     """
     run = Path(workdir).resolve().name if workdir else None
     text = json.dumps(finite({"run": run, "version": __version__, **content}), indent=2) + "\n"
-    partial = Path(f"{path}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        if durable.no_room(error):
-            raise
-        raise ConfigError(f"--json={path} cannot be written: {error.strerror}") from error
+    with explained("json", path), durable.named_by_user(Path(path)) as file:
+        file.write(text.encode())

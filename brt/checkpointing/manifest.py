@@ -31,6 +31,8 @@ def verify(directory: Path) -> list[str]:
         text = (directory / NAME).read_bytes().decode("ascii")
     except FileNotFoundError:
         return [f"{NAME} is missing"]
+    except OSError as error:
+        return [f"{NAME} cannot be read ({error.strerror})"]
     except UnicodeDecodeError:
         return [f"{NAME} is damaged: it is not plain text"]
     expected = {}

@@ -13,7 +13,7 @@ to a directory elsewhere. The file LAST beside `checkpoints` tells when these ar
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,25 +56,34 @@ class Restored(NamedTuple):
 
 
 def present(directory: Path) -> list[int]:
-    """Steps that have something in their directory, whole or not, oldest first."""
-    if not directory.is_dir():
+    """Steps that have something in their directory, whole or not, oldest first.
+
+    Raises:
+      CheckpointError: the directory cannot be listed.
+    """
+    try:
+        names = [name for name in os.listdir(directory) if re.fullmatch(r"0|[1-9][0-9]*", name)]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(
-        int(path.name)
-        for path in directory.iterdir()
-        if re.fullmatch(r"0|[1-9][0-9]*", path.name) and (path.is_symlink() or _has_content(path))
-    )
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} cannot be listed: {error.strerror}; make it readable (chmod u+rwx), or "
+            "see to the disk"
+        ) from error
+    paths = [directory / name for name in names]
+    return sorted(int(p.name) for p in paths if p.is_symlink() or _has_content(p))
 
 
 def steps(directory: Path) -> list[int]:
-    """Steps of the complete checkpoints, oldest first; not verified."""
-    return [s for s in present(directory) if (directory / str(s) / manifest.NAME).is_file()]
+    """Steps of the complete checkpoints, oldest first; not verified; raises as `present` does."""
+    paths = {step: directory / str(step) / manifest.NAME for step in present(directory)}
+    return [step for step, path in paths.items() if os.path.isfile(path)]
 
 
 def verify(directory: Path, step: int) -> list[str]:
     """What is wrong with a checkpoint, one phrase per file; empty if it is whole."""
     path = directory / str(step)
-    if path.is_symlink() and not path.is_dir():
+    if path.is_symlink() and not os.path.isdir(path):
         return [f"it is a link to {os.readlink(path)}, where no directory is"]
     problems = manifest.verify(path)
     if not problems and (found := read_meta(directory, step)["step"]) != step:
@@ -126,9 +135,17 @@ def warn_on_stderr(message: str) -> None:
 
 
 def find(
-    directory: Path, step: int | None = None, *, warn: Callable[[str], None] = warn_on_stderr
+    directory: Path,
+    step: int | None = None,
+    *,
+    warn: Callable[[str], None] = warn_on_stderr,
+    told: Collection[str] = (),
 ) -> Found:
     """The newest whole checkpoint, or `step` if that is whole.
+
+    Args:
+      warn: told about every damaged checkpoint that was passed over, when there is an older one.
+      told: `Found.problems` of which it was told before.
 
     Raises:
       CheckpointError: there is none; the one asked for is missing or damaged, or the one found
@@ -149,11 +166,12 @@ def find(
             damage = [str(error)]
         if not damage:
             _check_format(directory, newest, found)
+            for problem in problems.values():
+                if problem not in told:
+                    warn(f"{directory}: {problem}; trying the next older one")
             return Found(newest, found, list(problems.values()))
         if newest in present(directory):
             problems[newest] = f"checkpoint {newest} is damaged: {join(damage)}"
-            if step is None:
-                warn(f"{directory}: {problems[newest]}; trying the next older one")
 
 
 def _check_format(directory: Path, step: int, meta: dict[str, Any]) -> None:
@@ -225,9 +243,11 @@ def restore(
 
 def _has_content(path: Path) -> bool:
     try:
-        return any(path.iterdir())
-    except OSError:  # not a directory, or removed by the trainer just now
+        return bool(os.listdir(path))
+    except (FileNotFoundError, NotADirectoryError):  # removed by the trainer just now
         return False
+    except OSError:  # damaged, and what looks into it says how
+        return True
 
 
 def _read_arrays(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -265,7 +285,7 @@ def _nothing_found(
         return f"{directory} has no checkpoint of step {step}; it has {there}"
     if problems:
         return f"{directory} holds no whole checkpoint: {'; '.join(problems.values())}"
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         return f"there are no checkpoints, because {directory} does not exist; is --workdir right?"
     return f"there is no complete checkpoint in {directory}; is --workdir right?"
 

@@ -5,6 +5,7 @@ The trainer is the only writer; everyone else uses `brt.checkpointing.reader`.
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import time
@@ -79,7 +80,10 @@ class CheckpointWriter:
             if processes.is_first():
                 _clean(directory)
         except OSError as error:
-            raise CheckpointError(f"cannot write checkpoints to {directory}: {error}") from error
+            raise CheckpointError(
+                f"cannot write checkpoints to {directory}: {error.strerror}; see to the disk, or "
+                "choose another --workdir"
+            ) from error
         processes.wait_for_all("clean checkpoints")
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -182,13 +186,16 @@ class CheckpointWriter:
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Makes room again and says what happened."""
-        free = _free_bytes(self._directory)
+        shortage = durable.shortage(self._directory, error)  # before what was written goes
+        free = size(_free_bytes(self._directory))
         _discard(self._directory / f"{step}.partial")
         self._last_step = None
         text = " ".join(str(error).split())
         cause = f"{type(error).__name__}: {text[:300]}"
-        if durable.no_room(error) or "No space left" in text:
-            cause = f"the disk is full ({size(free)} were free); make room, then run again"
+        if durable.no_room(error) or "No space left" in text or "quota exceeded" in text:
+            cause = f"{shortage} ({free} were free); make room, then run again"
+        elif durable.storage_fails(error):
+            cause = f"{text[:300]}; see to the disk, then run again"
         return CheckpointError(f"saving step {step} to {self._directory} failed: {cause}")
 
     def _prune(self, newest: int) -> None:
@@ -238,14 +245,12 @@ def _clean(directory: Path) -> None:
     for path in sorted(directory.iterdir(), reverse=True):  # 9.partial before 9.deleted
         if not re.fullmatch(r"[0-9]+\.(partial|deleted)", path.name):
             continue
-        nameless = path.suffix == ".partial" and not path.with_suffix("").exists()
-        if nameless and not manifest.verify(path):
+        nameless = path.suffix == ".partial" and not os.path.exists(path.with_suffix(""))
+        if nameless and not path.is_symlink() and not manifest.verify(path):
             _commit(path)
         else:
             _delete(path)
 
 
 def _free_bytes(directory: Path) -> int:
-    existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
-    return shutil.disk_usage(existing).free
-
+    return shutil.disk_usage(durable.existing(directory)).free

@@ -5,7 +5,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +63,28 @@ def undamaged(directory: Path, what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def atomic_directory(directory: Path) -> Iterator[Path]:
+def atomic_directory(
+    directory: Path,
+    *,
+    shared: bool = True,
+    explained: Callable[[Path], AbstractContextManager[None]] | None = None,
+) -> Iterator[Path]:
     """A temporary directory that becomes `directory`, for good, when the block ends well.
 
-    If another process has made `directory` by then, this one's is dropped. What killed processes
-    left of others beside it goes first.
+    What killed processes left of others beside it goes first.
+
+    Args:
+      directory: where it is to be; a link to another place is followed, for the user named it.
+      shared: whether this one is dropped if another process has made `directory` by then.
+      explained: a context that makes something else than a DataError of an OSError.
 
     Raises:
       DataError: it cannot be made.
     """
+    explained = explained or _explained
     with contextlib.ExitStack() as stack:
-        with _explained(directory):
+        with explained(directory):
+            directory = Path(os.path.realpath(directory))
             directory.parent.mkdir(parents=True, exist_ok=True)
             _clean(directory.parent)
             place = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
@@ -83,12 +95,12 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
             content = place / directory.name
             content.mkdir()
         yield content
-        durable.sync_tree(content)
-        with _explained(directory):
+        with explained(directory):
+            durable.sync_tree(content)
             try:
                 content.rename(directory)  # replaces an empty directory only
             except OSError:
-                if not directory.exists():
+                if not (shared and directory.exists()):
                     raise
             durable.sync(directory.parent)
 
@@ -98,7 +110,7 @@ def _explained(directory: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        if durable.no_room(error):
+        if durable.storage_fails(error):
             raise
         reason = getattr(error, "strerror", None) or error
         raise DataError(
@@ -109,9 +121,9 @@ def _explained(directory: Path) -> Iterator[None]:
 def _clean(parent: Path) -> None:
     """Removes directories that nobody fills any more."""
     for path in parent.glob(f".*/{_HELD}"):
-        # Somebody is at work there, it is another user's, or gone by now.
-        with contextlib.suppress(BlockingIOError, PermissionError, FileNotFoundError):
-            with path.open("r+") as file:
+        # Somebody is at work there, it is another user's, a link, or gone by now.
+        with contextlib.suppress(OSError):
+            with durable.open_file(path, "r+b", below=parent) as file:
                 if locks.acquire(file):
                     shutil.rmtree(path.parent, ignore_errors=True)
 
@@ -121,5 +133,5 @@ def new_directory(directory: Path) -> Iterator[Path]:
     """The same for one that nothing may be in; raises DataError otherwise."""
     if directory.exists() and any(directory.iterdir()):
         raise DataError(f"{directory} is not empty; name another directory")
-    with atomic_directory(directory) as temporary:
+    with atomic_directory(directory, shared=False) as temporary:
         yield temporary

@@ -3,7 +3,6 @@
 import contextlib
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -19,6 +18,7 @@ from brt.training import evaluations, saved
 from brt.training import workdir as workdirs
 from brt.training.evaluations import Evaluated
 from brt.training.saved import SavedModel
+from brt.training.workdir import Workdir
 
 Tell = Callable[[Evaluated], object]
 
@@ -56,7 +56,7 @@ class SplitReader:
           ConfigError: the workdir cannot be written.
           NonFiniteError: the headline figure is no number.
         """
-        _check_place(model.workdir.evaluations, model.workdir.plots)
+        _check_place(model.workdir)
         if self.evaluator is None:
             corpus = saved.open_split(model, self._split)
             self.evaluator = self._task.evaluator(
@@ -105,7 +105,7 @@ def inspect(
       CheckpointError: the model knows another tokenizer.
     """
     directory, task = model.workdir.evaluations / str(model.step), tasks.of(model.config)
-    _check_place(model.workdir.evaluations, model.workdir.plots)
+    _check_place(model.workdir)
     where = {"workdir": str(model.workdir.path), "step": model.step}
     corpus = saved.open_split(model, split)
     with contextlib.suppress(DataError):  # a split of one document borrows another
@@ -115,14 +115,17 @@ def inspect(
             model.config, corpus, model.params, split, tokens, where, model.model_state
         )
     tell(found.text)
-    workdirs.check_writable(directory)
-    workdirs.write_json(directory / f"{split}_probe.json", found.figures)
-    found.draw(model.workdir.plots)
+    workdirs.check_writable(directory, below=model.workdir.path)
+    report = directory / f"{split}_probe.json"
+    workdirs.write_json(report, found.figures, below=model.workdir.path)
+    for name, picture in found.draw().items():
+        workdirs.write_bytes(model.workdir.plots / name, picture, below=model.workdir.path)
     return found.figures
 
 
-def _check_place(*directories: Path) -> None:
+def _check_place(workdir: Workdir) -> None:
     """Raises ConfigError before work is done whose result could not be written there."""
     if processes.is_first():
-        for directory in directories:
-            workdirs.check_writable(directory)
+        workdirs.refuse_links(workdir)
+        for directory in (workdir.evaluations, workdir.plots):
+            workdirs.check_writable(directory, below=workdir.path)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
-from brt import untrusted
+from brt import durable, untrusted
 from brt.config import Config, Decoding, Sampling
 from brt.distributed import rules
 from brt.errors import DataError
@@ -274,7 +274,11 @@ class Session:
         self.memory = jax.tree.map(jnp.array, memory)
 
     def save(self, path: Path, identity: Mapping[str, object]) -> None:
-        """Writes the memory as .npz; `identity` says what model it belongs to, as JSON."""
+        """Writes the memory as .npz; `identity` says what model it belongs to, as JSON.
+
+        Raises:
+          OSError: it cannot be written; see `durable.named_by_user`.
+        """
         save(self.memory, path, identity)
 
     def load(self, path: Path, identity: Mapping[str, object]) -> None:
@@ -341,10 +345,8 @@ def save(memory: Memory, path: Path, identity: Mapping[str, object]) -> None:
         f"leaf{i}": np.asarray(leaf, _stored(leaf.dtype))
         for i, leaf in enumerate(jax.tree.leaves(memory))
     }
-    temporary = path.with_name(path.name + ".partial")
-    with temporary.open("wb") as file:
+    with durable.named_by_user(path) as file:
         np.savez_compressed(file, identity=np.array(json.dumps(identity)), **arrays)
-    temporary.replace(path)
 
 
 def _stored(dtype: np.dtype) -> np.dtype:

@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import IO, NamedTuple
 
+from brt import durable
 from brt.errors import Preempted
 from brt.sweeping.directory import Directory
+from brt.training.workdir import explained
 
 _KINDS = {2: "config", 3: "data", 4: "checkpoint", 5: "diverged", 70: "hung"}
 _OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|MemoryError|std::bad_alloc|out of memory", re.I)
@@ -28,10 +30,13 @@ class Command(NamedTuple):
 
 
 def start(
-    arguments: list[str], directory: Directory, slot: int, jobs: int, lock: BinaryIO
+    arguments: list[str], directory: Directory, slot: int, jobs: int, lock: IO[bytes]
 ) -> Command:
     """Starts `python -m` with these arguments; its output goes to the point's file."""
-    with directory.output.open("ab") as output:
+    with (
+        explained(directory.output),
+        durable.open_file(directory.output, "ab", below=directory.path.parent) as output,
+    ):
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  python -m {' '.join(arguments)}\n"
         output.write(line.encode())
         output.flush()

@@ -10,15 +10,15 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import IO, Any, Literal
 
-from brt import locks
+from brt import durable, locks
 from brt.checkpointing import reader
 from brt.config import Config
 from brt.config_io import config_from_json, config_json, config_text, difference
 from brt.errors import ConfigError
 from brt.sweeping.points import Point
-from brt.training.workdir import Workdir, write_json, write_text
+from brt.training.workdir import Workdir, check_writable, explained, write_json, write_text
 
 Status = Literal["waiting", "unfinished", "trained", "finished", "failed"]
 
@@ -83,8 +83,8 @@ class Directory:
     def write(self, point: Point, progress: Progress) -> None:
         """Notes how far the point is; the first time, also what it is."""
         if not self.gin.exists():
-            self.path.mkdir(parents=True, exist_ok=True)
-            write_text(self.gin, config_text(point.config))
+            check_writable(self.path, below=self.path.parent)
+            write_text(self.gin, config_text(point.config), below=self.path.parent)
         content = {
             "name": point.name,
             "bindings": {
@@ -94,22 +94,27 @@ class Directory:
             "progress": dataclasses.asdict(progress),
             "config": config_json(point.config),
         }
-        write_json(self.json, content)
+        write_json(self.json, content, below=self.path.parent)
 
-    def lock(self) -> BinaryIO | None:
+    def lock(self) -> IO[bytes] | None:
         """Takes the point for this process and for those that inherit the file.
 
         Returns:
           An open file that holds the lock until every process has closed it; None while
           another start of the sweep, or a command that outlived one, has it.
+
+        Raises:
+          ConfigError, CheckpointError: it cannot be written.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        file = (self.path / ".sweep.lock").open("ab")
-        try:
-            locks.acquire(file)  # brt.train warns of a file system without locks
-        except BlockingIOError:
-            file.close()
-            return None
+        check_writable(self.path, below=self.path.parent)
+        path = self.path / ".sweep.lock"
+        with explained(path), contextlib.ExitStack() as stack:
+            file = stack.enter_context(durable.open_file(path, "ab", below=self.path.parent))
+            try:
+                locks.acquire(file)  # brt.train warns of a file system without locks
+            except BlockingIOError:
+                return None
+            stack.pop_all()
         return file
 
     def _saved(self) -> dict[str, Any] | None:

@@ -5,13 +5,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from brt import locks, tasks
+from brt import durable, locks, tasks
 from brt.errors import BrtError, ConfigError, Preempted
 from brt.sweeping import commands, report
 from brt.sweeping.directory import Directory, check_unchanged
 from brt.sweeping.points import Point
 from brt.sweeping.runner import Runner
 from brt.sweeping.settings import Sweep
+from brt.training import workdir as workdirs
 
 
 def run(
@@ -80,10 +81,8 @@ def _prepare(points: Sequence[Point], split: str) -> None:
 
 
 def _make(workdir: Path) -> None:
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--workdir={workdir} cannot be made: {error.strerror}") from error
+    workdirs.check_writable(workdir)
+    workdirs.refuse_links(workdirs.Workdir(workdir))
 
 
 def _conclude(workdir: Path, points: Sequence[Point], runner: Runner) -> None:
@@ -104,8 +103,11 @@ def _conclude(workdir: Path, points: Sequence[Point], runner: Runner) -> None:
 @contextlib.contextmanager
 def _report_lock(workdir: Path) -> Iterator[None]:
     """One writer at a time; the tasks of an array end when they like."""
-    with (workdir / ".report.lock").open("ab") as file:
-        locks.acquire(file, wait=True)
+    path = workdir / ".report.lock"
+    with contextlib.ExitStack() as stack:
+        with workdirs.explained(path):
+            file = stack.enter_context(durable.open_file(path, "ab"))
+            locks.acquire(file, wait=True)
         yield
 
 

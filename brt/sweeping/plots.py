@@ -12,11 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, ScalarFormatter
 
-from brt import durable
-from brt.drawing import curve, new_figure, smoothed
+from brt.drawing import curve, new_figure, png, smoothed
 from brt.sweeping.results import Group, Row, columns, reference, same_step
 from brt.tasks.language_modeling.answers import EXACT, by_distance
 from brt.tasks.report import BITS_PER_BYTE, Measure
+from brt.training.workdir import check_writable, write_bytes
 
 _TRADE_OFF, _BARS, _CURVES = "bits_against_step_time.png", "bits.png", "training_curves.png"
 _CONVERGENCE, _DISTANCES = "convergence.png", "answers_against_distance.png"
@@ -38,7 +38,11 @@ def _seeds(measure: Measure, group: Group) -> list[float]:
 
 
 def draw(groups: Sequence[Group], directory: Path, baseline: str = "") -> list[str]:
-    """Draws what there is something to draw of; returns the names of the files."""
+    """Draws what there is something to draw of; returns the names of the files.
+
+    Raises:
+      ConfigError, CheckpointError: the directory cannot be written.
+    """
     measure = compared(groups)
     done = [g for g in groups if measure.name in g.figures]
     figures = {}
@@ -55,11 +59,9 @@ def draw(groups: Sequence[Group], directory: Path, baseline: str = "") -> list[s
         figures[_CONVERGENCE] = convergence(begun, measure)
     if any(_validated(row, EXACT) for g in begun for row in g.rows):
         figures[_LEARNED] = answers_learned(begun, reference(begun, baseline))
-    directory.mkdir(parents=True, exist_ok=True)
+    check_writable(directory, below=directory.parent)
     for name, figure in figures.items():
-        temporary = durable.partial_name(directory / name)
-        figure.savefig(temporary, dpi=150, format="png")
-        temporary.replace(directory / name)
+        write_bytes(directory / name, png(figure), below=directory.parent)
     return list(figures)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from brt.sweeping import commands
 from brt.sweeping.commands import Command
@@ -23,7 +23,7 @@ class _Job:
     point: Point
     directory: Directory
     slot: int
-    lock: BinaryIO
+    lock: IO[bytes]
     begin: float
     progress: Progress
     command: Command
@@ -98,7 +98,7 @@ class Runner:
             )
 
     def _launch(
-        self, point: Point, directory: Directory, slot: int, lock: BinaryIO, progress: Progress
+        self, point: Point, directory: Directory, slot: int, lock: IO[bytes], progress: Progress
     ) -> _Job:
         """Starts the command that the point needs next."""
         trained = progress.status in ("trained", "finished")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from brt.errors import ConfigError
+from brt.training.workdir import check_writable
 
 # launch/slurm/sweep.sh ends in the same lines.
 BODY = """\
@@ -86,7 +87,7 @@ def submit(text: str, workdir: Path) -> str:
     Raises:
       ConfigError: there is no sbatch, or it refuses.
     """
-    (workdir / "slurm").mkdir(parents=True, exist_ok=True)  # sbatch does not make it
+    check_writable(workdir / "slurm", below=workdir)  # sbatch does not make it
     try:
         done = subprocess.run(["sbatch"], input=text, capture_output=True, text=True)
     except FileNotFoundError as error:

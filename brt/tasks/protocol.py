@@ -386,11 +386,11 @@ class Task(abc.ABC):
 
 
 class Inspection(NamedTuple):
-    """What a probe found: JSON, the same as people read it, and what draws it into a directory."""
+    """What a probe found: JSON, the same as people read it, and what draws PNGs of it, by name."""
 
     figures: dict[str, Any]
     text: str
-    draw: Callable[[Path], object]
+    draw: Callable[[], Mapping[str, bytes]]
 
 
 def count_of(scored: Array) -> Float[Array, ""]:

@@ -1,7 +1,6 @@
 """What an evaluation gives, whatever the task, and how it is called."""
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -36,7 +35,7 @@ class Reading(NamedTuple):
       text: as people read it; the first line goes on from "workdir, step, split: ".
       name: added to that of the split in file names, where the model was read otherwise than it
         was trained.
-      draw: makes a picture of the figures, a file of that name; None: there is none.
+      draw: gives a picture of the figures (PNG); None: there is none.
     """
 
     figures: dict[str, Any]
@@ -44,7 +43,7 @@ class Reading(NamedTuple):
     rows: dict[str, list[dict[str, Any]]]
     text: str
     name: str = ""
-    draw: Callable[[Path], object] | None = None
+    draw: Callable[[], bytes] | None = None
 
 
 def some(count: int) -> Iterable[int]:

@@ -8,7 +8,7 @@ from brt.distributed import processes
 from brt.formatting import finite
 from brt.tasks.protocol import Evaluator, Task
 from brt.tasks.report import Reading
-from brt.training.workdir import Workdir, check_writable, write_json, write_text
+from brt.training.workdir import Workdir, check_writable, write_bytes, write_json, write_text
 
 
 class Evaluated(NamedTuple):
@@ -57,12 +57,12 @@ def write(
     if not processes.is_first():
         return evaluated
     tell(evaluated)
-    check_writable(directory)
+    check_writable(directory, below=workdir.path)
     for what, rows in reading.rows.items():
         lines = "".join(json.dumps(finite(row)) + "\n" for row in rows)
-        write_text(directory / f"{name}_{what}.jsonl", lines)
-    write_text(directory / f"{name}.txt", text + "\n")
+        write_text(directory / f"{name}_{what}.jsonl", lines, below=workdir.path)
+    write_text(directory / f"{name}.txt", text + "\n", below=workdir.path)
     if reading.draw:
-        reading.draw(workdir.plots / f"{name}.png")
-    write_json(directory / f"{name}.json", finite(report))
+        write_bytes(workdir.plots / f"{name}.png", reading.draw(), below=workdir.path)
+    write_json(directory / f"{name}.json", finite(report), below=workdir.path)
     return evaluated

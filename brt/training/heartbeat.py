@@ -55,8 +55,10 @@ def _write(path: Path, now: Moment) -> None:
         "pid": os.getpid(),
         "host": socket.gethostname(),
     }
-    temporary = durable.partial_name(path)
+    workdir = path.parent.parent
     with contextlib.suppress(OSError):  # a full disk; the checkpoints say so
-        path.parent.mkdir(exist_ok=True)
-        temporary.write_text(json.dumps(content) + "\n")
-        temporary.replace(path)  # not synced: it is of this moment
+        with (
+            durable.directory(path.parent, below=workdir, make=True),
+            durable.replacing(path, below=workdir, synced=False) as file,  # it is of this moment
+        ):
+            file.write(json.dumps(content).encode() + b"\n")

@@ -31,7 +31,7 @@ class Kept(NamedTuple):
 def keep(workdir: Workdir, corpus: Corpus) -> None:
     """Writes the tokenizer and data.json."""
     name, content = corpus.tokenizer.file
-    workdirs.write_bytes(workdir.tokenizer / name, content)
+    workdirs.write_bytes(workdir.tokenizer / name, content, below=workdir.path)
     kept = Kept(str(corpus.directory.absolute()), corpus.described())
     workdirs.write_json(workdir.data, kept._asdict())
 

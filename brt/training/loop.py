@@ -18,7 +18,7 @@ from brt.config_io import config_text, saved_json
 from brt.data.lanes import iterate
 from brt.distributed import mesh as meshes
 from brt.distributed import processes
-from brt.errors import NonFiniteError, Preempted
+from brt.errors import NonFiniteError, Preempted, closing
 from brt.ops import dispatch
 from brt.redaction import redacted
 from brt.tasks.protocol import Evaluator
@@ -154,10 +154,10 @@ def _set_up(
     overview = parameter_overview.get_parameter_overview(run.abstract.params, include_stats=False)
     progress.note(overview)
     profile = Profile(c.training.profile_at, workdir.tensorboard)
-    stack.callback(profile.close)
+    stack.enter_context(closing(profile.close))
     told = trackers.started(c, workdir, progress.message) if processes.is_first() else ()
     metrics = MetricsWriter(workdir, start, progress.message, told)
-    stack.callback(metrics.close)
+    stack.enter_context(closing(metrics.close))
     bad = BadSteps(c.training, workdir.bad_batches, start, run.reader.described)
     meter = Meter(
         saved.meta["meter"] if saved else None, spike_factor=c.training.spike_factor,
@@ -369,7 +369,7 @@ def _sample(step: int, state: TrainState, path: Path, tools: Tools) -> bool:
             state.params, step, tools.requests.stop, model_state=state.model_state
         )
     if text is not None:
-        workdirs.write_text(path, text)
+        workdirs.write_text(path, text, below=tools.workdir.path)
     return text is not None
 
 

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jax.typing import ArrayLike
 from tensorboardX import summary
@@ -72,7 +72,7 @@ class MetricsWriter:
     def _open(self, step: int) -> None:
         with self._explained():
             self._line = _drop_beyond(self._path, step)
-            self._file: BinaryIO = self._path.open("r+b")
+            self._file = durable.open_file(self._path, "r+b")
             self._offset = self._file.seek(0, os.SEEK_END)
         if self._line:  # the last line may still grow
             self._offset -= len(_encode(self._line))

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from brt.drawing import curve, logarithmic, new_figure, smoothed
+from brt.drawing import curve, logarithmic, new_figure, png, smoothed
 from brt.errors import DataError
 from brt.tasks.report import Measure
 from brt.training.metrics import read_metrics
-from brt.training.workdir import Workdir
+from brt.training.workdir import Workdir, check_writable, write_bytes
 
 Yardstick = tuple[str, float]  # what something simpler makes of the same data, behind its name
 _TRAIN, _HELD_OUT, _YARDSTICK = "#4c78a8", ("#e4572e", "#2a9d62", "#a05195"), "#767676"
@@ -34,15 +34,16 @@ def draw(
 
     Raises:
       DataError: no training step is recorded.
+      ConfigError: the directory cannot be written.
     """
     records = read_metrics(workdir.metrics)
     if not any(record.get("train/bits_per_token") is not None for record in records):
         raise DataError(f"{workdir.metrics} records no training step, so there is nothing to draw")
     bits = _bits_figure(records, measure, units_per_token, yardstick)
     figures = {f"{measure.name}.png": bits, "optimization.png": _optimization_figure(records)}
-    workdir.plots.mkdir(parents=True, exist_ok=True)
+    check_writable(workdir.plots, below=workdir.path)
     for name, figure in figures.items():
-        figure.savefig(workdir.plots / name, dpi=150)
+        write_bytes(workdir.plots / name, png(figure), below=workdir.path)
     return [workdir.plots / name for name in figures]
 
 

@@ -8,10 +8,11 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import IO
 
 from tqdm import tqdm
 
+from brt import durable
 from brt.formatting import clock, short
 from brt.training.phases import Moment
 
@@ -45,9 +46,9 @@ class Progress:
         self._tail = ""
         self._phase, self._began = _USUAL[0], time.perf_counter()
         self._bar: tqdm | None = None
-        self._log: TextIO | None = None
+        self._log: IO[str] | None = None
         try:
-            self._log = log.open("a", encoding="utf-8")
+            self._log = durable.open_file(log, "a")
         except OSError as error:
             self.message(f"warning: {log} cannot be written: {error.strerror}")
         if bar if bar is not None else _has_width(self._stream):

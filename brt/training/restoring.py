@@ -21,7 +21,8 @@ def newest(
     """The newest whole checkpoint, if it is one of this run, and what has changed since."""
     steps = reader.steps(workdir.checkpoints)
     if steps and (found is None or steps[-1] > found.step):
-        found = resuming.newest(workdir.path)  # another trainer went on before we had the lock
+        # Another trainer went on before we had the lock, or the newest is damaged.
+        found = resuming.newest(workdir.path, told=found.problems if found else ())
     if found is None:
         return None, None
     change = resuming.change(found, run.config, run.abstract, allowed)

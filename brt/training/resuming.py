@@ -14,14 +14,17 @@ from brt.training.state import TrainState
 from brt.training.workdir import Workdir
 
 
-def newest(path: Path) -> reader.Found | None:
+def newest(path: Path, told: Collection[str] = ()) -> reader.Found | None:
     """The newest whole checkpoint of a workdir, None where none was ever saved.
+
+    Args:
+      told: of which damaged ones people know; see `reader.find`.
 
     Raises:
       CheckpointError: none is whole, or all that were saved are gone.
     """
     directory = Workdir(path).checkpoints
-    found = reader.find(directory) if reader.present(directory) else None
+    found = reader.find(directory, told=told) if reader.present(directory) else None
     last = reader.last_saved(directory)
     if last is None or (found and last <= found.step):
         return found

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 
+from brt import durable
 from brt.distributed import processes
 from brt.training import heartbeat
 from brt.training.phases import SILENT, Moment, Phases
@@ -91,7 +92,7 @@ def _end(now: Moment, still: float, stacks: Path) -> None:
     faulthandler.dump_traceback(_STDERR, all_threads=True)
     where = "the stacks are above"
     with contextlib.suppress(OSError):  # a full disk must not keep it alive
-        with stacks.open("w") as file:
+        with durable.open_file(stacks, "w", below=stacks.parent.parent) as file:
             faulthandler.dump_traceback(file, all_threads=True)
         where += f" and in {stacks}"
     known = "".join(f"; {one}" for one in processes.last_words())

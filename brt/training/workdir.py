@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import datetime
+import errno
+import fnmatch
 import importlib.metadata
 import itertools
 import json
@@ -14,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 import jax
 
@@ -22,9 +24,10 @@ import brt
 from brt import durable, locks, untrusted
 from brt.config import Config
 from brt.config_io import config_from_json
-from brt.errors import BrtError, CheckpointError, ConfigError
+from brt.errors import BrtError, CheckpointError, ConfigError, closing
 from brt.redaction import redacted
 
+_LONGEST_HOLDER = 500  # bytes that are read of a lock
 _LIBRARIES = ("brt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -111,37 +114,61 @@ def create(path: Path) -> Workdir:
     """Makes the directories of a run, new or resumed.
 
     Raises:
-      ConfigError: that cannot be.
-      CheckpointError: there is no room.
+      ConfigError: that cannot be, or something in a run's place is a link.
+      CheckpointError: the storage fails.
     """
     workdir = Workdir(path)
-    try:
-        for directory in (
-            workdir.tokenizer,
-            workdir.checkpoints,
-            workdir.tensorboard,
-            workdir.samples,
-            workdir.evaluations,
-            workdir.plots,
-        ):
-            directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(path, error) from error
+    with explained(path):
+        path.mkdir(parents=True, exist_ok=True)
+        workdir.checkpoints.mkdir(exist_ok=True)  # which may be a link to another disk
+    for directory in (*_own_directories(workdir), workdir.tokenizer):
+        check_writable(directory, below=path)
+    refuse_links(workdir)
     return workdir
 
 
-def check_writable(directory: Path) -> None:
+def check_writable(directory: Path, *, below: Path | None = None) -> None:
     """Makes a directory.
 
+    Args:
+      below: the workdir, in which no link is followed on the way.
+
     Raises:
-      ConfigError: it cannot be made, or takes no file.
-      CheckpointError: there is no room.
+      ConfigError: it cannot be made, takes no file, or a part of it under `below` is a link.
+      CheckpointError: the storage fails.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=directory).close()
-    except OSError as error:
-        raise _unwritable(directory, error) from error
+    with explained(directory):
+        (below or directory).mkdir(parents=True, exist_ok=True)
+        with durable.directory(directory, below=below, make=True):
+            tempfile.TemporaryFile(dir=directory).close()
+
+
+def refuse_links(workdir: Workdir) -> None:
+    """Raises ConfigError for a link where a run writes; `checkpoints`, and those in it, may be.
+
+    Others' code writes there too (TensorBoard, the profiler, trackers), and would follow it.
+    """
+    path = workdir.path
+    with explained(path):
+        top = [file for file in path.iterdir() if file.is_symlink() and _is_of_run(file.name)]
+        inside = itertools.chain.from_iterable(
+            map(durable.links, (*_own_directories(workdir), workdir.tokenizer))
+        )
+        for link in itertools.chain(top, inside):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(link))
+
+
+def _own_directories(workdir: Workdir) -> tuple[Path, ...]:
+    return workdir.tensorboard, workdir.samples, workdir.evaluations, workdir.plots
+
+
+def _is_of_run(name: str) -> bool:
+    """Whether a run, or a tracker of it, writes to such a name in its workdir."""
+    files = ("*.json", "*.jsonl", "*.txt", "*.gin", "*.md", "*.csv", ".*lock")
+    directories = ("evaluations", "heartbeat", "plots", "samples", "slurm", "tensorboard")
+    others = ("tokenizer", "wandb", "mlruns", "mlruns.db")
+    patterns = (*files, *directories, *others)
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @contextlib.contextmanager
@@ -174,37 +201,45 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
 
     Raises:
       ConfigError: another trainer holds it, or the directory is not writable.
-      CheckpointError: there is no room.
+      CheckpointError: the storage fails.
     """
     path = workdir.path / ".lock"
-    try:
-        file = path.open("a+")
-    except OSError as error:
-        raise _unwritable(workdir.path, error) from error
-    with file:
-        try:
-            locked = locks.acquire(file)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"{workdir.path} is in use by another trainer ({_holder(file) or 'starting'}); "
-                f"wait for it, stop it, or choose another --workdir"
-            ) from error
-        if not locked:
-            warn(f"{path} cannot be locked on this file system; do not start a second trainer here")
-        if holder := _holder(file):
-            warn(_takeover(holder))
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}, started {_now()}")
-        file.flush()
-        _remove_partial_files(workdir)
-        try:
-            yield
-        finally:
+    with contextlib.ExitStack() as stack:
+        with explained(workdir.path):
+            file = stack.enter_context(durable.open_file(path, "ab+", buffering=0))
+            holder = _taken(workdir, path, file, warn)
+            if holder:
+                warn(_takeover(holder))
             file.truncate(0)
+            file.write(
+                f"process {os.getpid()} on {socket.gethostname()}, started {_now()}".encode()
+            )
+            _remove_partial_files(workdir)
+
+        def empty() -> None:
+            with explained(path):
+                file.truncate(0)
+
+        stack.enter_context(closing(empty))
+        yield
+
+
+def _taken(workdir: Workdir, path: Path, file: IO, warn: Callable[[str], None]) -> str:
+    """Locks the file; returns what a trainer that did not empty it wrote there."""
+    try:
+        locked = locks.acquire(file)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"{workdir.path} is in use by another trainer ({_holder(file) or 'starting'}); "
+            f"wait for it, stop it, or choose another --workdir"
+        ) from error
+    if not locked:
+        warn(f"{path} cannot be locked on this file system; do not start a second trainer here")
+    return _holder(file)
 
 
 def _remove_partial_files(workdir: Workdir) -> None:
-    """Those of a trainer that was killed while it wrote; others write to `evaluations` too."""
+    """Removes those of a trainer that was killed; others write to `evaluations` too."""
     own = workdir.path, workdir.tokenizer, workdir.samples, workdir.plots, workdir.heartbeat
     for path in itertools.chain.from_iterable(map(durable.partial_files, own)):
         path.unlink(missing_ok=True)
@@ -230,32 +265,33 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file that is never seen half written."""
-    write_text(path, json.dumps(content, indent=1) + "\n")
+def write_json(path: Path, content: Any, *, below: Path | None = None) -> None:
+    """Writes a JSON file that is never seen half written; see `write_bytes`."""
+    write_text(path, json.dumps(content, indent=1) + "\n", below=below)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a text file that is never seen half written.
+def write_text(path: Path, text: str, *, below: Path | None = None) -> None:
+    """Writes a text file that is never seen half written; see `write_bytes`."""
+    write_bytes(path, text.encode(), below=below)
+
+
+def write_bytes(path: Path, content: bytes, *, below: Path | None = None) -> None:
+    """Writes a file that is never seen half written.
+
+    Args:
+      below: the workdir, in which no link is followed on the way; None: the file's directory.
 
     Raises:
       ConfigError: it cannot be written there.
-      CheckpointError: there is no room.
+      CheckpointError: the storage fails.
     """
-    write_bytes(path, text.encode())
+    with explained(path):
+        durable.write(path, content, below=below)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """The same, of bytes."""
-    try:
-        durable.write(path, content)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _holder(file: TextIO) -> str:
+def _holder(file: IO) -> str:
     file.seek(0)
-    return file.read().strip()
+    return file.read(_LONGEST_HOLDER).decode(errors="replace").strip()
 
 
 def _takeover(holder: str) -> str:
@@ -265,12 +301,32 @@ def _takeover(holder: str) -> str:
     return message
 
 
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Raises ConfigError or CheckpointError, as `write_bytes` does, for an OSError in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
 def _unwritable(path: Path, error: OSError) -> BrtError:
-    """Where there is no room the same command will do when there is some."""
-    full = durable.no_room(error)
-    remedy = "make room there" if full else "choose another --workdir or make room there"
-    kind = CheckpointError if full else ConfigError
-    return kind(f"cannot write to {path}: {error.strerror}; {remedy}")
+    """Says what cannot be written; where the storage fails the same command will do later."""
+    if error.errno == errno.ELOOP:
+        return ConfigError(
+            f"cannot write to {path}: {error.filename} is a symbolic link, which is not followed "
+            "in a run's directory (checkpoints, and those in it, may be links); remove it, or put "
+            "there what it leads to"
+        )
+    if durable.no_room(error):
+        why = f"{error.strerror} ({durable.shortage(path, error)})"
+        return CheckpointError(f"cannot write to {path}: {why}; make room there")
+    if durable.storage_fails(error):
+        return CheckpointError(
+            f"cannot write to {path}: {error.strerror}; see to the disk, then run again"
+        )
+    remedy = "choose another --workdir or make room there"
+    return ConfigError(f"cannot write to {path}: {error.strerror}; {remedy}")
 
 
 def _now() -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,13 @@ ROWS = {"documents": [{"document": "a", "bits": 1.5}, {"document": "b", "bits": 
 def test_rows_text_and_last_the_figures_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order, replace = [], Path.replace
+    order, replace = [], os.replace
 
-    def recorded(path: Path, target: Path) -> Path:
-        order.append(Path(target).name)
-        return replace(path, target)
+    def recorded(name: str, target: str, **places: int) -> None:
+        order.append(target)
+        replace(name, target, **places)
 
-    monkeypatch.setattr(Path, "replace", recorded)
+    monkeypatch.setattr(os, "replace", recorded)
     reading = Reading({"bits": 2.0}, "2.000 bits", ROWS, "2 documents\nand more")
     found = evaluations.write(Workdir(tmp_path), 7, "test", reading)
     assert order == ["test_documents.jsonl", "test.txt", "test.json"]

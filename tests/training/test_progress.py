@@ -1,4 +1,5 @@
 import io
+import os
 import re
 from pathlib import Path
 
@@ -77,7 +78,10 @@ def test_a_log_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
         progress.message("on")
     assert stream.getvalue() == f"warning: {tmp_path} cannot be written: Is a directory\non\n"
     stream = io.StringIO()
-    with Progress(9, log=Path("/dev/full"), stream=stream) as progress:
+    with Progress(9, log=tmp_path / "log.txt", stream=stream) as progress:
+        assert progress._log
+        with open("/dev/full", "w") as full:
+            os.dup2(full.fileno(), progress._log.fileno())
         progress.message("on")
         progress.message("and on")
     assert stream.getvalue() == (

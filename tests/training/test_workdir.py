@@ -66,8 +66,9 @@ def test_a_second_trainer_is_refused_and_a_killed_one_frees_the_workdir(tmp_path
 
 def test_what_a_killed_trainer_was_writing_goes(tmp_path: Path) -> None:
     run = workdir.create(tmp_path)
-    ours = [run.path / ".last_checkpoint.txt.partial", run.samples / ".1.txt.partial"]
-    others = [run.evaluations / ".test.json.partial", run.path / "notes.partial"]
+    name = f".brt.{16 * '0'}.partial"
+    ours = [run.path / name, run.samples / name]
+    others = [run.evaluations / name, run.path / "notes.partial", run.path / ".brt.mine.partial"]
     for path in (*ours, *others):
         path.touch()
     with workdir.lock(run, print):
@@ -141,7 +142,7 @@ def test_text_and_json_are_replaced_whole(tmp_path: Path) -> None:
 def test_where_there_is_no_room_the_same_command_will_do_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, content: bytes) -> None:
+    def full(path: Path, content: bytes, *, below: Path | None) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(durable, "write", full)

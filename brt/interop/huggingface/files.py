@@ -1,7 +1,6 @@
 """safetensors in one file or in several with an index; no torch, bfloat16 included."""
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from brt import untrusted
+from brt.data import manifests
 from brt.errors import CheckpointError, ConfigError
 
 FILE = "model.safetensors"
@@ -137,20 +137,23 @@ def write_json(path: Path, content: Mapping) -> None:
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A directory that takes its name when all is written; else nothing is left of it."""
+    """A directory that takes its name when all is written; else nothing is left of it.
+
+    Raises:
+      ConfigError: something is there.
+      CheckpointError: it cannot be written.
+    """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not empty; name another directory")
-    partial = target.with_name(target.name + ".partial")
-    if partial.exists():
-        shutil.rmtree(partial)
+    with manifests.atomic_directory(target, shared=False, explained=_explained) as directory:
+        with _explained(target):
+            yield directory
+
+
+@contextmanager
+def _explained(target: Path) -> Iterator[None]:
     try:
-        partial.mkdir(parents=True)
+        yield
     except OSError as error:
-        raise CheckpointError(f"{partial} cannot be made: {error.strerror}") from error
-    try:
-        yield partial
-        if target.exists():
-            target.rmdir()
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        why = error.strerror or error
+        raise CheckpointError(f"{error.filename or target} cannot be written: {why}") from error

@@ -7,7 +7,6 @@ likely token is the right one in each of its places. What a model does not remem
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -161,14 +160,15 @@ def _line(label: str, count: str, cells: Sequence[str], widths: Sequence[int]) -
     return f"{label:22}{count:>8}" + "".join(f"{cell:>{width}}" for cell, width in pairs)
 
 
-def draw(path: Path, columns: Mapping[str, Mapping[str, Any]]) -> None:
-    """Exact answers by distance, of reports by what was taken away."""
+def draw(columns: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """A picture (PNG) of exact answers by distance, of reports by what was taken away."""
+    from brt.drawing import png
+
     lines = {
         name or "as trained": {row["windows"]: row[EXACT.name] for row in report["answers"]}
         for name, report in columns.items()
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    by_distance(lines).savefig(path, dpi=150)
+    return png(by_distance(lines))
 
 
 def by_distance(lines: Mapping[str, Mapping[int, float]]) -> "Figure":

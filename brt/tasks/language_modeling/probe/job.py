@@ -38,7 +38,7 @@ def inspect(
 
     count = TOKENS if tokens is None else tokens
     found = {**where, **figures(config, params, corpus, split, count, model_state)}
-    return Inspection(found, text(found), lambda directory: plots.draw(directory, found))
+    return Inspection(found, text(found), lambda: plots.draw(found))
 
 
 def figures(

@@ -1,6 +1,5 @@
 """A probe as pictures: WORKDIR/plots/probe_*.png."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,24 +7,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from brt.drawing import logarithmic, new_figure
+from brt.drawing import logarithmic, new_figure, png
 from brt.tasks.language_modeling.probe.text import span
 
 _COLORS = {"normal": "#4c78a8", "state": "#e4572e", "cache": "#2a9d62", "memory": "#a05195"}
 
 
-def draw(directory: Path, found: dict[str, Any]) -> list[Path]:
-    """Draws what there is: memory, positions, and for recurrent models horizon and gradients."""
+def draw(found: dict[str, Any]) -> dict[str, bytes]:
+    """Pictures (PNG) by name: positions, memory, and for recurrent models horizon and gradients."""
     figures = {"probe_positions.png": _positions(found["positions"])}
     if found["memory"]:
         figures["probe_memory.png"] = _memory(found["memory"])
     if found["layers"]:
         figures["probe_horizon.png"] = _horizon(found)
         figures["probe_gradients.png"] = _gradients(found["gradients"]["states"])
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, figure in figures.items():
-        figure.savefig(directory / name, dpi=150)
-    return [directory / name for name in figures]
+    return {name: png(figure) for name, figure in figures.items()}
 
 
 def _axes(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
