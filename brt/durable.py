@@ -32,6 +32,11 @@ def storage_fails(error: BaseException) -> bool:
     return getattr(error, "errno", None) in _FAILING
 
 
+def remedy(error: BaseException) -> str:
+    """What to do about an error of the storage."""
+    return "make room there" if no_room(error) else "see to the disk"
+
+
 def shortage(directory: Path, error: BaseException | None = None) -> str:
     """What is used up where an error says that there is no room: bytes, inodes, or a quota."""
     if getattr(error, "errno", None) == errno.EDQUOT:
@@ -74,7 +79,7 @@ def replacing(path: Path, *, below: Path | None = None, synced: bool = True) -> 
         mode = 0o666
         if found := _found(path, place):
             mode = stat.S_IMODE(found.st_mode) & 0o777
-        name = f".brt.{secrets.token_hex(8)}.partial"
+        name = partial_name()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(name, flags, mode, dir_fd=place)
         try:
@@ -159,8 +164,13 @@ def directory(path: Path, *, below: Path | None = None, make: bool = False) -> I
         yield place
 
 
+def partial_name() -> str:
+    """A new name of a file that goes soon, which nobody can foresee."""
+    return f".brt.{secrets.token_hex(8)}.partial"
+
+
 def partial_files(directory: Path) -> Iterator[Path]:
-    """What `replacing` left in a directory when it was killed; nothing where there is none."""
+    """Files with such names that a killed process left; nothing where there is no directory."""
     return (path for path in directory.glob(".brt.*.partial") if _PARTIAL.fullmatch(path.name))
 
 

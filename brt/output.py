@@ -60,19 +60,18 @@ def reader_is_gone() -> bool:
 
 
 def check_files(flags: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a file that could not be written in the end."""
+    """Raises as `explained` does for a file that could not be written in the end."""
     for flag in sorted(FLAGS & flags.keys()):
-        path = flags[flag] and Path(flags[flag])
-        try:
-            if path and path.is_dir():
+        if not (path := flags[flag] and Path(flags[flag])):
+            continue
+        with explained(flag, path):
+            if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            if path and durable.is_regular_or_new(path):
+            if durable.is_regular_or_new(path):
                 place = os.path.dirname(os.path.realpath(path))
                 tempfile.TemporaryFile(dir=place).close()
-            elif path and not os.access(path, os.W_OK):
+            elif not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        except OSError as error:
-            raise ConfigError(f"--{flag}={path} cannot be written: {error.strerror}") from error
 
 
 @contextlib.contextmanager

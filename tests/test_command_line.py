@@ -1,10 +1,14 @@
 """Whatever a .gin file or a flag says is understood or refused in one sentence with its place."""
 
+import argparse
+import errno
 import json
 import math
+import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -431,6 +435,35 @@ def test_a_result_that_could_not_be_written_is_refused_before_any_work(
     with pytest.raises(ConfigError, match=f"^{flag} cannot be written: {reason}$"):
         (evaluate if "json" in flag else generate).parser().parse_args([flag])
     assert not list(Path().iterdir())
+
+
+def test_a_disk_that_fails_is_exit_code_4_and_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(flags: argparse.Namespace) -> None:
+        raise OSError(code, os.strerror(code), "/run/x")
+
+    for code in (errno.EROFS, errno.EIO, errno.ESTALE):
+        monkeypatch.setattr(sys, "argv", ["brt.x"])
+        with pytest.raises(SystemExit) as end:
+            command_line.main(fail, argparse.ArgumentParser())
+        assert end.value.code == 4
+        said = f"brt: error: /run/x cannot be read or written: {os.strerror(code)}; see to the disk"
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(said)
+
+
+def test_json_into_a_fifo_is_checked_and_written(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    evaluate.parser().parse_args([f"--json={fifo}"])
+    found: list[str] = []
+    reader = threading.Thread(target=lambda: found.append(fifo.read_text()))
+    reader.start()
+    command_line.write_json(str(fifo), {"bits": 1.0}, None)
+    reader.join()
+    assert json.loads(found[0])["bits"] == 1.0 and fifo.is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == ["fifo"]
 
 
 def test_json_is_written_whole_and_takes_arrays() -> None:

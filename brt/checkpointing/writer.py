@@ -4,6 +4,7 @@ The trainer is the only writer; everyone else uses `brt.checkpointing.reader`.
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -186,16 +187,17 @@ class CheckpointWriter:
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Makes room again and says what happened."""
+        error = _of_system(error)
         shortage = durable.shortage(self._directory, error)  # before what was written goes
         free = size(_free_bytes(self._directory))
         _discard(self._directory / f"{step}.partial")
         self._last_step = None
-        text = " ".join(str(error).split())
-        cause = f"{type(error).__name__}: {text[:300]}"
-        if durable.no_room(error) or "No space left" in text or "quota exceeded" in text:
+        cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if durable.no_room(error):
             cause = f"{shortage} ({free} were free); make room, then run again"
-        elif durable.storage_fails(error):
-            cause = f"{text[:300]}; see to the disk, then run again"
+        elif isinstance(error, OSError) and durable.storage_fails(error):
+            where = f" ({error.filename})" if error.filename else ""
+            cause = f"{error.strerror or error}{where}; see to the disk, then run again"
         return CheckpointError(f"saving step {step} to {self._directory} failed: {cause}")
 
     def _prune(self, newest: int) -> None:
@@ -203,6 +205,14 @@ class CheckpointWriter:
         for step in old[: -self._keep]:
             if not self._keep_every or step % self._keep_every:
                 _remove(self._directory / str(step))
+
+
+def _of_system(error: Exception) -> Exception:
+    """The system's error that one of the array store quotes; else the same."""
+    quoted = re.search(r"\[os_error_code='(\d+)'", str(error))
+    full = errno.ENOSPC if os.strerror(errno.ENOSPC) in str(error) else 0
+    code = int(quoted[1]) if quoted else full
+    return error if isinstance(error, OSError) or not code else OSError(code, os.strerror(code))
 
 
 def _commit(partial: Path) -> None:

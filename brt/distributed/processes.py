@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from brt import durable
 from brt.distributed.heartbeat import HEARTBEAT_SECONDS, Heartbeat
 from brt.errors import ConfigError, PeerError
 
@@ -249,10 +250,9 @@ def _difference(first: str, other: str) -> str:
 
 def check_shared(directory: Any) -> None:
     """Raises ConfigError where the processes do not see each other's files in a directory."""
-    mark = directory / f".shared-{os.getpid()}"
-    name = of_first(mark.name, "shared")
+    name = of_first(durable.partial_name(), "shared")
     if is_first():
-        (directory / name).touch()
+        durable.open_file(directory / name, "x").close()
     wait_for_all("shared mark")
     seen = _appears(directory / name)
     answers = gather("shared seen", str(seen))

@@ -95,6 +95,7 @@ class Follower:
         """The report of every checkpoint, the oldest first, until training has ended."""
         reports = self._workdir.evaluations.glob(f"*/{self._split}.json")
         done = [int(r.parent.name) for r in reports if r.parent.name.isdecimal()]
+        workdirs.refuse_links(self._workdir)
         directory = self._workdir.tensorboard / "evaluation"  # a run of its own beside training
         tensorboard = TensorBoard(directory, max(done, default=0), self._say)
         try:

@@ -147,7 +147,8 @@ class BadSteps:
                 durable.write(self._file, text.encode())
             except OSError as error:
                 raise CheckpointError(
-                    f"cannot write {self._file}: {error.strerror}; make room, then run again"
+                    f"cannot write {self._file}: {error.strerror}; {durable.remedy(error)}, then "
+                    "run again"
                 ) from error
 
 

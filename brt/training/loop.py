@@ -153,7 +153,7 @@ def _set_up(
         progress.message(idle)
     overview = parameter_overview.get_parameter_overview(run.abstract.params, include_stats=False)
     progress.note(overview)
-    profile = Profile(c.training.profile_at, workdir.tensorboard)
+    profile = Profile(c.training.profile_at, workdir)
     stack.enter_context(closing(profile.close))
     told = trackers.started(c, workdir, progress.message) if processes.is_first() else ()
     metrics = MetricsWriter(workdir, start, progress.message, told)

@@ -122,8 +122,8 @@ class MetricsWriter:
             yield
         except OSError as error:
             raise CheckpointError(
-                f"cannot write {self._path}: {error.strerror}; make room, then run again to go on "
-                f"from the newest checkpoint"
+                f"cannot write {self._path}: {error.strerror}; {durable.remedy(error)}, then run "
+                "again to go on from the newest checkpoint"
             ) from error
 
 

@@ -1,9 +1,10 @@
 """How fast the device could go, and a trace of what it does in some steps."""
 
 import contextlib
-from pathlib import Path
 
 import jax
+
+from brt.training.workdir import Workdir, refuse_links
 
 # Peak of products in bfloat16, FLOP/s of a device as jax names it (vendors' data sheets, dense).
 _PEAKS = {
@@ -44,16 +45,17 @@ class Profile:
 
     Args:
       steps: the first and the last that are traced; (): none.
-      directory: of TensorBoard's files.
+      workdir: the run's; a trace is with TensorBoard's files.
     """
 
-    def __init__(self, steps: tuple[int, ...], directory: Path):
-        self._steps, self._directory, self._running = steps, directory, False
+    def __init__(self, steps: tuple[int, ...], workdir: Workdir):
+        self._steps, self._workdir, self._running = steps, workdir, False
 
     def before(self, step: int) -> None:
         """Starts where it is time to; `step` is about to run."""
         if self._steps and step == self._steps[0]:
-            jax.profiler.start_trace(str(self._directory))
+            refuse_links(self._workdir)  # which the profiler would follow
+            jax.profiler.start_trace(str(self._workdir.tensorboard))
             self._running = True
 
     def after(self, step: int, wait_for: object) -> bool:

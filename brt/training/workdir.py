@@ -121,7 +121,7 @@ def create(path: Path) -> Workdir:
     with explained(path):
         path.mkdir(parents=True, exist_ok=True)
         workdir.checkpoints.mkdir(exist_ok=True)  # which may be a link to another disk
-    for directory in (*_own_directories(workdir), workdir.tokenizer):
+    for directory in _own_directories(workdir):
         check_writable(directory, below=path)
     refuse_links(workdir)
     return workdir
@@ -152,14 +152,15 @@ def refuse_links(workdir: Workdir) -> None:
     with explained(path):
         top = [file for file in path.iterdir() if file.is_symlink() and _is_of_run(file.name)]
         inside = itertools.chain.from_iterable(
-            map(durable.links, (*_own_directories(workdir), workdir.tokenizer))
+            map(durable.links, (*_own_directories(workdir), workdir.heartbeat))
         )
         for link in itertools.chain(top, inside):
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(link))
 
 
 def _own_directories(workdir: Workdir) -> tuple[Path, ...]:
-    return workdir.tensorboard, workdir.samples, workdir.evaluations, workdir.plots
+    w = workdir
+    return w.tokenizer, w.tensorboard, w.samples, w.evaluations, w.plots
 
 
 def _is_of_run(name: str) -> bool:

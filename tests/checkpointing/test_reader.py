@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,6 +153,47 @@ def test_damage_to_any_file_is_loud_and_the_older_checkpoint_is_used(
     restored = reader.restore(directory, abstract(state()))
     assert restored.step == 2 and same_bits(restored.state, state(seed=2))
     assert "warning: " in capsys.readouterr().err
+
+
+def test_damage_that_was_told_of_is_not_told_again(directory: Path) -> None:
+    flip(directory / "3/meta.json")
+    warnings: list[str] = []
+    found = reader.find(directory, warn=warnings.append)
+    assert len(warnings) == 1
+    assert reader.find(directory, warn=warnings.append, told=found.problems).step == 2
+    assert len(warnings) == 1
+    for step in (1, 2):
+        flip(directory / f"{step}/meta.json")
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint: checkpoint 3 is damaged"):
+        reader.find(directory, warn=warnings.append)
+    assert len(warnings) == 1, "the error says it"
+
+
+def test_a_directory_that_cannot_be_listed_is_one_sentence(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listdir = os.listdir
+
+    def refused(path: Path) -> list[str]:
+        if Path(path) == place:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refused)
+    place = directory
+    for call in (reader.present, reader.steps, reader.find):
+        with pytest.raises(CheckpointError, match=r"cannot be listed: Permission denied; .*chmod"):
+            call(directory)
+    place = directory / "3"  # what cannot be looked into is not passed over in silence
+    assert reader.present(directory) == [1, 2, 3]
+
+
+def test_a_manifest_that_is_a_directory_is_damage(directory: Path) -> None:
+    (directory / "3" / manifest.NAME).unlink()
+    (directory / "3" / manifest.NAME).mkdir()
+    (problem,) = reader.verify(directory, 3)
+    assert problem == "MANIFEST.sha256 cannot be read (Is a directory)"
+    assert reader.find(directory).step == 2
 
 
 def test_litter_is_no_checkpoint(directory: Path) -> None:

@@ -1,3 +1,4 @@
+import errno
 import functools
 import os
 import shutil
@@ -230,14 +231,65 @@ def _failures_are_told_once() -> Iterator[None]:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     path = tmp_path / "disk"
     path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)]
+    options = getattr(request, "param", "size=4m")
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
     if os.geteuid() or not shutil.which("mount") or subprocess.run(mount).returncode:
         pytest.skip("needs the right to mount a file system")
     yield path
     subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+@pytest.mark.parametrize("small_disk", ["size=64m,nr_inodes=24"], indirect=True)
+def test_a_disk_without_inodes_is_not_called_full(small_disk: Path) -> None:
+    with CheckpointWriter(small_disk) as writer:
+        writer.save(1, state(1), META)
+        with pytest.raises(CheckpointError, match=r"failed: no inodes are left .*MB were free"):
+            for step in (2, 3, 4):
+                writer.save(step, state(step), META)
+                writer.wait()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EROFS, "Read-only file system"),
+        ValueError("PERMISSION_DENIED: Error writing local file [os_error_code='30']"),
+    ],
+)
+def test_what_the_system_says_is_told_whoever_quotes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def write(directory: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(manifest, "write", write)
+    with pytest.raises(CheckpointError, match="failed: Read-only file system; see to the disk, th"):
+        with CheckpointWriter(tmp_path) as writer:
+            writer.save(1, state(1), META)
+
+
+def test_a_checkpoint_is_synced_when_it_is_said_to_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its files before it has its name, and the directory behind that."""
+    calls: list[tuple[str, bool]] = []
+    fsync, final = os.fsync, tmp_path / "checkpoints/1"
+
+    def recorded(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        calls.append((path.name, final.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    with CheckpointWriter(final.parent) as writer:
+        writer.save(1, state(1), META)
+    before = {name for name, named in calls if not named}
+    assert {"meta.json", manifest.NAME, "1.partial"} <= before
+    behind = [name for name, named in calls if named]
+    assert behind[0] == "checkpoints" and behind[-1] == tmp_path.name, "last_checkpoint.txt"
 
 
 def test_a_full_disk_leaves_the_older_checkpoint_and_its_room(small_disk: Path) -> None:

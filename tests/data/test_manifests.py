@@ -56,6 +56,22 @@ def test_all_of_it_is_on_the_disk_before_it_has_its_name(
     assert synced[-1] == ("at", True)
 
 
+def test_a_link_that_the_user_names_is_gone_through(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "data").symlink_to(tmp_path / "disk")
+    with manifests.new_directory(tmp_path / "data") as place:
+        (place / "tokens.bin").touch()
+    assert (tmp_path / "data").is_symlink() and names(tmp_path / "disk") == ["tokens.bin"]
+
+
+def test_a_new_directory_that_somebody_else_made_meanwhile_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="'.*new' cannot be made: Directory not empty; name one"):
+        with manifests.new_directory(tmp_path / "new"):
+            (tmp_path / "new").mkdir()
+            (tmp_path / "new/theirs").touch()
+    assert names(tmp_path / "new") == ["theirs"]
+
+
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         with manifests.atomic_directory(tmp_path / "done"):

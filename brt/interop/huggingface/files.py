@@ -155,5 +155,4 @@ def _explained(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = error.strerror or error
-        raise CheckpointError(f"{error.filename or target} cannot be written: {why}") from error
+        raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from error

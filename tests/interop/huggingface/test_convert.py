@@ -1,6 +1,8 @@
 """python -m brt.convert, and the directory that training starts from."""
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -123,6 +125,28 @@ def test_an_array_that_changed_is_found(
     with pytest.raises(CheckpointError, match=r"1 arrays changed .*wo.weight by 1\.\de-06"):
         list(convert.from_hf(source, tmp_path / "ours", verified=True))
     assert not (tmp_path / "ours").exists() and not (tmp_path / "ours.partial").exists()
+
+
+def test_nothing_beside_the_target_is_touched(source: Path, tmp_path: Path) -> None:
+    beside = tmp_path / "ours.partial"
+    beside.mkdir()
+    (beside / "thesis.tex").touch()
+    list(convert.from_hf(source, tmp_path / "ours", verified=False))
+    assert {"ours", "ours.partial"} <= {path.name for path in tmp_path.iterdir()}
+    assert [path.name for path in beside.iterdir()] == ["thesis.tex"]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_disk_that_fails_is_one_sentence(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, content: dict) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(files, "write_json", fail)
+    with pytest.raises(CheckpointError, match="ours cannot be written: Read-only file system"):
+        list(convert.from_hf(source, tmp_path / "ours", verified=False))
+    assert not (tmp_path / "ours").exists()
 
 
 def test_logits_that_differ_are_an_error() -> None:
