@@ -58,16 +58,57 @@ def read_file(path: Path | str, largest: int = LARGEST) -> bytes:
         return file.read()
 
 
-def parse_json(text: str | bytes, decode: Callable[[Any], Any] = json.loads) -> Any:
-    """A value; json.JSONDecodeError also for what nests too deep, and for endless numbers."""
+class HalfSurrogate(json.JSONDecodeError):
+    """JSON with half a surrogate pair, which no text in UTF-8 can hold."""
+
+
+def parse_json(
+    text: str | bytes, decode: Callable[[Any], Any] = json.loads, halves: str = "strict"
+) -> Any:
+    """A value; json.JSONDecodeError also for what nests too deep, and for endless numbers.
+
+    Args:
+      halves: what half a surrogate pair is, which no text in UTF-8 can hold: "strict": a
+        HalfSurrogate, which is a json.JSONDecodeError; "replace": U+FFFD; "keep": itself, for
+        readers that name the one row that has it.
+    """
     try:
-        return decode(text)
+        value = decode(text)
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise
     except RecursionError as error:
         raise json.JSONDecodeError("Brackets too deep", "", 0) from error
     except ValueError as error:  # Python reads no integer of more than 4300 digits
         raise json.JSONDecodeError("Number with too many digits", "", 0) from error
+    return value if halves == "keep" else _without_halves(value, text, halves)
+
+
+_ESCAPES = re.compile(
+    r"\\\\|(\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2})"
+    r"|(\\u[dD][89a-fA-F][\da-fA-F]{2}|[\ud800-\udfff])"
+)
+
+
+def _without_halves(value: Any, text: str | bytes, halves: str) -> Any:
+    """The value, whose source is looked at: pairs of backslashes and whole pairs are no halves."""
+    source = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
+    place = next((found.start() for found in _ESCAPES.finditer(source) if found[2]), None)
+    if place is None:
+        return value
+    if halves != "replace":
+        raise HalfSurrogate("Half a surrogate pair", source, place)
+    return _replaced(value)
+
+
+def _replaced(value: Any) -> Any:
+    """The same with U+FFFD for every half of a pair, also in the names of fields."""
+    if isinstance(value, str):
+        return re.sub("[\ud800-\udfff]", "\ufffd", value)
+    if isinstance(value, list):
+        return [_replaced(item) for item in value]
+    if isinstance(value, dict):
+        return {_replaced(name): _replaced(item) for name, item in value.items()}
+    return value
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -27,6 +27,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from safetensors.numpy import save_file
 
 from brt import command_line, config
@@ -82,6 +84,10 @@ def targets(place: Path) -> dict[str, Target]:
     add("a.txt.gz", gzip.compress(text.encode()), _documents)
     add("a.txt.xz", lzma.compress(text.encode()), _documents)
     add("a.jsonl", json.dumps({"text": text, "more": [1, {"a": None}]}) + "\n", _documents)
+    add("array.json", json.dumps([{"text": text}, {"text": "more"}], indent=1), _documents)
+    add("a.csv", f'id,text\n1,"{text}"\n', _documents)
+    pq.write_table(pa.table({"text": [text], "parts": [["a", "b"]]}), place / "a.parquet")
+    found["a.parquet"] = Target(place / "a.parquet", _documents)
     for name in ("corpus.json", "train/manifest.json", "train/documents.npz", "train/tokens.bin"):
         corpus = place / "corpora" / name.replace("/", "-")
         data = config.Data(train=(f"{place}/a.txt",), validation_fraction=0.0, test_fraction=0.0)

@@ -36,7 +36,7 @@ def verify(directory: Path) -> list[str]:
     except UnicodeDecodeError:
         return [f"{NAME} is damaged: it is not plain text"]
     expected = {}
-    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+    for number, line in enumerate(filter(None, re.split(r"(?<=\n)", text)), start=1):
         match = _LINE.fullmatch(line.removesuffix("\n"))
         if not match or not line.endswith("\n") or match[2] in expected:
             return [f"{NAME} is damaged: line {number} is not 'sha256  path'"]

@@ -15,12 +15,13 @@ from tqdm import tqdm
 
 from brt import untrusted, user_cache
 from brt.config.fields import cached_settings
-from brt.data import manifests, sources
+from brt.data import manifests
 from brt.data.sources import FileHash
 from brt.data.splits import SPLITS
 from brt.errors import DataError
 
 MANIFEST = "corpus.json"
+READING = 2  # how sources are read; another number where the same files become other text or rows
 SEED = 0  # of a tokenizer's sample
 NAMED = 3  # documents of a split
 
@@ -63,6 +64,7 @@ def prepared(
     }
     content = {
         "format": manifests.FORMAT,
+        "reading": READING,
         "sources": {split: getattr(section, split) for split in hashes},
         "files": hashes,
         "settings": facts["settings"],
@@ -71,7 +73,8 @@ def prepared(
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     directory = cache_directory(section) / key[:32] if output is None else Path(output)
     if not _occupied(directory):
-        with manifests.atomic_directory(directory) as temporary:
+        where = f"{type(section).__name__}.cache_dir" if output is None else ""
+        with manifests.atomic_directory(directory, setting=where) as temporary:
             described = build(temporary, facts)
             manifests.write(temporary / MANIFEST, {"key": key, **facts, **described})
     if _existing_key(directory) != key:
@@ -119,11 +122,15 @@ def prepared_split(
 
 
 def say_left_out(
-    section: Section, splits: Sequence[str], endings: Sequence[str], show: bool
+    section: Section, splits: Sequence[str], left_out: Callable[[str], str], show: bool
 ) -> None:
-    """Says which files of directories are not read."""
+    """Says which files of directories are not read.
+
+    Args:
+      left_out: tells it of a source, in words; "" where there is none.
+    """
     for source in dict.fromkeys(name for split in splits for name in getattr(section, split)):
-        if line := sources.left_out(source, endings):
+        if line := left_out(source):
             say(line, show)
 
 

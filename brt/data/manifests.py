@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def atomic_directory(
     directory: Path,
     *,
     shared: bool = True,
+    setting: str = "",
     explained: Callable[[Path], AbstractContextManager[None]] | None = None,
 ) -> Iterator[Path]:
     """A temporary directory that becomes `directory`, for good, when the block ends well.
@@ -76,12 +78,13 @@ def atomic_directory(
     Args:
       directory: where it is to be; a link to another place is followed, for the user named it.
       shared: whether this one is dropped if another process has made `directory` by then.
+      setting: that says where it is, for the message; "": the user gave its name.
       explained: a context that makes something else than a DataError of an OSError.
 
     Raises:
       DataError: it cannot be made.
     """
-    explained = explained or _explained
+    explained = explained or partial(_explained, setting=setting)
     with contextlib.ExitStack() as stack:
         with explained(directory):
             directory = Path(os.path.realpath(directory))
@@ -106,15 +109,16 @@ def atomic_directory(
 
 
 @contextlib.contextmanager
-def _explained(directory: Path) -> Iterator[None]:
+def _explained(directory: Path, setting: str = "") -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         if durable.storage_fails(error):
             raise
         reason = getattr(error, "strerror", None) or error
+        remedy = f"set {setting} to" if setting else "name"
         raise DataError(
-            f"{str(directory)!r} cannot be made: {reason}; name one that can be written"
+            f"{str(directory)!r} cannot be made: {reason}; {remedy} one that can be written"
         ) from error
 
 

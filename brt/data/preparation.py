@@ -79,7 +79,7 @@ def prepare(data: config.Data, output: Path | str | None = None, progress: bool 
 
     def build(place: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         plan = Plan(data)
-        cache.say_left_out(data, SPLITS, sources.TEXT, progress)
+        cache.say_left_out(data, SPLITS, sources.left_out, progress)
         tokenizer, described = _make_tokenizer(data, plan, place, progress)
         written = _write(plan, plan.splits, tokenizer, place, facts, progress)
         return {**written, "tokenizer": described}

@@ -1,16 +1,18 @@
-"""Documents out of records: JSONL lines, ArrayRecord files, TensorFlow datasets.
+"""Documents out of records: JSON, ArrayRecord files, TensorFlow datasets, columns of tables.
 
 One record is one document and is held in memory whole: at most about four times its bytes.
 """
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from brt import untrusted
-from brt.data import sources
+from brt.data import contents, json_files, plain_text, sources
+from brt.data.json_files import Record
+from brt.data.plain_text import REPLACE
 from brt.data.quarantine import BadRecord, Quarantine
+from brt.data.rows import tables
+from brt.data.rows.tables import Row
 from brt.data.sources import File
 from brt.errors import DataError
 
@@ -18,16 +20,22 @@ READ_RECORDS = 64  # ArrayRecord records fetched at a time
 _SHOWN = 20  # fields that a sentence names
 
 
-def jsonl(
-    file: File, data: Iterable[bytes], *, field: str, errors: str, max_bytes: int, bad: Quarantine
+def of_json(
+    file: File, *, field: str, errors: str, max_bytes: int, bad: Quarantine
 ) -> Iterator[tuple]:
-    """Yields (name, text) of every line of the file's content; empty lines are skipped."""
-    for number, line in enumerate(lines(file.name, data, max_bytes), 1):
-        if line and not line.isspace():
-            name = f"{file.name}:{number}"
-            read = partial(_json_text, name, line, field, errors)
-            if (text := bad.tried(read, file.name, line=number)) is not None:
-                yield name, text
+    """Yields (name, text) of every record of a file; see `brt.data.json_files`."""
+    for record in json_files.read(file, errors=errors, max_bytes=max_bytes):
+        read = partial(_json_text, record, field, errors)
+        if (text := bad.tried(read, file.name, line=record.number)) is not None:
+            yield record.name, text
+
+
+def of_table(file: File, *, field: str, errors: str, bad: Quarantine) -> Iterator[tuple]:
+    """Yields (name, text) of every row of a table; see `brt.data.rows.tables`."""
+    for number, row in enumerate(tables.rows(file)):
+        read = partial(_row_text, row, field, errors)
+        if (text := bad.tried(read, file.name, record=number)) is not None:
+            yield row.name, text
 
 
 def array_record(
@@ -45,11 +53,9 @@ def array_record(
             for i, record in enumerate(reader.read(start, min(start + READ_RECORDS, count)), start):
                 name = f"{file.name}:{i}"
                 if len(record) > max_bytes:
-                    raise too_large(name, max_bytes)
+                    raise contents.too_large(name, max_bytes)
                 is_json = record.lstrip()[:1] == b"{"
-                read = partial(
-                    _json_text if is_json else _plain_text, name, record, field, errors
-                )  # fmt: skip
+                read = partial(_record_text, name, record, is_json, field, errors)
                 if (text := bad.tried(read, file.name, record=i)) is not None:
                     yield name, text
     except (RuntimeError, ValueError, IndexError) as error:
@@ -67,124 +73,65 @@ def tfds(source: str, *, field: str, errors: str, bad: Quarantine) -> Iterator[t
             yield name, text
 
 
-def decode(name: str, data: bytes, errors: str) -> str:
-    """UTF-8 to text.
-
-    Raises:
-      DataError: the bytes are not UTF-8; says at which byte.
-    """
-    try:
-        return data.decode("utf-8", errors)
-    except UnicodeDecodeError as error:
-        raise undecodable(name, error.start, data[error.start]) from error
+def _json_text(record: Record, field: str, errors: str) -> str:
+    if record.problem:
+        more = "" if "JSON" in record.problem else f", or read such bytes as U+FFFD with {REPLACE}"
+        raise BadRecord(f"{record.name} {record.problem}; mend it{more}")
+    if isinstance(record.value, str):  # a member of an array of texts
+        return _checked(record.name, record.value, errors)
+    return _value_text(record.name, _field(record.name, record.value, field), errors)
 
 
-def undecodable(name: str, offset: int, byte: int) -> BadRecord:
-    """The sentence about bytes that are not UTF-8."""
-    return BadRecord(
-        f"{name} is not UTF-8 at byte {offset} (0x{byte:02x}); convert it, or read such bytes as "
-        "U+FFFD with Data.errors = 'replace'"
-    )
+def _record_text(name: str, data: bytes, is_json: bool, field: str, errors: str) -> str:
+    if is_json:
+        return _json_text(json_files.parse(name, 0, data, errors), field, errors)
+    return _value_text(name, data, errors)
 
 
-def without_nul(name: str, text: str, errors: str, before: int = 0) -> str:
-    """The same; a NUL, of which files are full that were not written to their end, is refused.
-
-    Args:
-      errors: "replace" reads it as U+FFFD.
-      before: characters of the document that come before `text`.
-
-    Raises:
-      BadRecord: there is one.
-    """
-    if "\0" not in text:
-        return text
-    if errors == "replace":
-        return text.replace("\0", "\ufffd")
-    raise BadRecord(
-        f"{name} has a NUL at character {before + text.index(chr(0))}; it may not have been "
-        "written to its end: fetch it again, or read NULs as U+FFFD with Data.errors = 'replace'"
-    )
-
-
-def no_text(name: str) -> BadRecord:
-    """The sentence about a document of nothing but whitespace."""
-    return BadRecord(f"{name} has no text")
-
-
-def _plain_text(name: str, data: bytes, field: str, errors: str) -> str:
-    return _checked(name, _decoded(name, data, errors), errors)
-
-
-def _decoded(name: str, data: bytes, errors: str) -> str:
-    return decode(name, data, errors).removeprefix("\ufeff")
-
-
-def _json_text(name: str, data: bytes, field: str, errors: str) -> str:
-    try:
-        example = untrusted.parse_json(_decoded(name, data, errors))
-    except json.JSONDecodeError as error:
-        raise BadRecord(f"{name} is not JSON: {error.msg} at column {error.colno}") from error
-    text = _field(name, example, field)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRecord(f"{name} has half a surrogate pair at character {error.start}") from error
-    return _checked(name, text, errors)
+def _row_text(row: Row, field: str, errors: str) -> str:
+    if row.problem:
+        raise BadRecord(f"{row.name} {row.problem}")
+    value = _field(row.name, row.values, field)
+    if isinstance(value, list):  # paragraphs
+        return "\n".join(_value_text(row.name, part, errors) for part in value)
+    return _value_text(row.name, value, errors)
 
 
 def _example_text(name: str, example: Any, field: str, errors: str) -> str:
-    value = _field(name, example, field)
+    return _value_text(name, _field(name, example, field), errors)
+
+
+def _value_text(name: str, value: Any, errors: str) -> str:
     if isinstance(value, bytes):
-        return _plain_text(name, value, field, errors)
+        value = plain_text.whole(name, value, errors, REPLACE)
+    if not isinstance(value, str):
+        raise BadRecord(f"{name} holds {tables.type_name(value)}, not text; leave it out")
     return _checked(name, value, errors)
 
 
 def _checked(name: str, text: str, errors: str) -> str:
+    text = text.removeprefix(plain_text.MARK)
     if not text.strip():
-        raise no_text(name)
-    return without_nul(name, text, errors)
+        raise plain_text.no_text(name)
+    text = plain_text.without_nul(name, text, errors, remedy=REPLACE)
+    if problem := plain_text.problem(text):
+        raise BadRecord(f"{name} {problem}; mend it, or read it as U+FFFD with {REPLACE}")
+    return text
 
 
 def _field(name: str, example: Any, field: str) -> Any:
-    """A text, or its bytes where an example holds such."""
-    if not isinstance(example, dict):
-        raise BadRecord(f"{name} is no object with a field '{field}'")
+    """What a record holds in a field."""
+    if not isinstance(example, Mapping):
+        raise BadRecord(f"{name} is no object with a field '{field}'; leave it out")
     if field not in example:
         raise BadRecord(
             f"{name} has no field '{field}'; set Data.text_field to one of "
-            f"{sorted(example)[:_SHOWN]}"
+            f"{sorted(example)[:_SHOWN]}, or name the other files by a pattern"
         )
     value = example[field]
-    if not isinstance(value, str | bytes):
-        raise BadRecord(f"{name}: the field '{field}' is {type(value).__name__}, not text")
+    if not isinstance(value, str | bytes | list):
+        raise BadRecord(
+            f"{name}: the field '{field}' is {tables.type_name(value)}, not text; leave it out, or "
+            "name another with Data.text_field"
+        )
     return value
-
-
-def lines(name: str, data: Iterable[bytes], max_bytes: int = untrusted.LARGEST) -> Iterator[bytes]:
-    """The lines of what comes in parts, without their newlines; the last may be empty.
-
-    Raises:
-      DataError: one is longer than `max_bytes`.
-    """
-    parts: list[bytes] = []  # of a line that is not complete yet
-    size = number = 0
-    for chunk in data:
-        for i, part in enumerate(chunk.split(b"\n")):
-            if i:
-                whole, parts, size, number = b"".join(parts), [], 0, number + 1
-                yield whole
-            parts.append(part)
-            size += len(part)
-            if size > max_bytes:
-                raise too_large(f"{name}:{number + 1}", max_bytes)
-    whole, parts = b"".join(parts), []
-    yield whole
-
-
-def too_large(name: str, max_bytes: int) -> DataError:
-    """The sentence about what may not fit in memory, or never ends."""
-    return DataError(
-        f"{name} is larger than {max_bytes:,} bytes; cut it, or raise Data.max_document_bytes if "
-        "it is a document"
-    )

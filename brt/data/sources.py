@@ -1,11 +1,11 @@
 """From the name of a source to the files behind it, and their hashes.
 
-    books/a.txt  books/  'books/*.txt'   a file, a directory (its text, recursively), a glob
+    books/a.txt  books/  'books/*.txt'   a file, a directory (recursively, through links), a glob
     corpus:novels/train                  a corpus that comes with brt
     tfds:NAME[/CONFIG][:VERSION]/SPLIT   a prepared TensorFlow dataset, in ArrayRecord format
     memory:copy/train/1000?distance=96   made up: see `brt.data.memory.names`
 
-Any text or JSONL file may be compressed (.gz, .xz, .zst).
+What a file is, its ending says (see `brt.data.endings`); it may be compressed (.gz, .xz, .zst).
 """
 
 import glob
@@ -18,23 +18,14 @@ from typing import Any, NamedTuple
 
 from brt import untrusted
 from brt.config.fields import MEMORY
+from brt.data import endings as kinds
+from brt.data import json_files
+from brt.data.endings import DOCUMENTS, TEXT
 from brt.data.memory import names
+from brt.data.walk import File, walk
 from brt.errors import DataError
 
 CORPORA = Path(__file__).parent / "corpora"
-COMPRESSED = (".gz", ".xz", ".zst")
-TEXT = (  # prose, its markup, and source code
-    ".txt", ".md", ".rst", ".tex", ".org", ".adoc", ".py", ".pyi", ".c", ".h", ".cc", ".cpp",
-    ".hpp", ".cu", ".cs", ".java", ".kt", ".scala", ".js", ".jsx", ".ts", ".tsx", ".go", ".rs",
-    ".swift", ".rb", ".php", ".pl", ".lua", ".sh", ".sql", ".r", ".jl", ".hs", ".ml", ".f90",
-)  # fmt: skip
-
-
-class File(NamedTuple):
-    """A file and the name under which it is reported."""
-
-    name: str
-    path: Path
 
 
 class FileHash(NamedTuple):
@@ -45,7 +36,7 @@ class FileHash(NamedTuple):
     sha256: str
 
 
-def files(source: str, endings: Sequence[str] = TEXT) -> list[File]:
+def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
     """The files behind `source`, in reading order.
 
     Args:
@@ -71,7 +62,11 @@ def files(source: str, endings: Sequence[str] = TEXT) -> list[File]:
     matches = sorted(set(_matches(str(path))))
     if not matches:
         raise DataError(f"the pattern {source} matches no file")
-    found = [file for match in matches for file in _path_files(Path(match), endings)]
+    return _once([file for match in matches for file in _path_files(Path(match), endings)])
+
+
+def _once(found: list[File]) -> list[File]:
+    """The first of several names for the same file."""
     once = {os.path.realpath(file.path): file for file in reversed(found)}
     return [file for file in found if once[os.path.realpath(file.path)] is file]
 
@@ -86,7 +81,7 @@ def _matches(pattern: str) -> Iterator[str]:
         return
     seen = set()
     for top in glob.glob(head) if head else ["."]:
-        for place, inside, _ in os.walk(top, followlinks=True):
+        for place, inside, _ in os.walk(top, followlinks=True, onerror=_closed):
             real = os.path.realpath(place)
             inside[:] = sorted(n for n in inside if real not in seen and not n.startswith("."))
             if real not in seen:
@@ -95,13 +90,20 @@ def _matches(pattern: str) -> Iterator[str]:
                 yield from _matches(below if head else below.removeprefix("./"))
 
 
+def _closed(error: OSError) -> None:
+    raise DataError(
+        f"the folder {error.filename} cannot be read: {error.strerror}; make it readable, or name "
+        "the others"
+    )
+
+
 def sha256(path: Path) -> str:
     """The hexadecimal sha256 of a file's content."""
     with untrusted.open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def hashes(sources: Sequence[str], endings: Sequence[str] = TEXT) -> list[FileHash]:
+def hashes(sources: Sequence[str], endings: Sequence[str] = DOCUMENTS) -> list[FileHash]:
     """Reads every file of `sources` once; a changed file has another hash."""
     return [hashed(file) for source in sources for file in files(source, endings)]
 
@@ -115,19 +117,31 @@ def hashed(file: File) -> FileHash:
         raise DataError(f"{file.name} cannot be read: {error.strerror}") from error
 
 
-def left_out(source: str, endings: Sequence[str] = TEXT) -> str:
-    """Which files of a directory are not read, in words; "" where all are, or it is none."""
+def left_out(source: str, endings: Sequence[str] = DOCUMENTS, read: Iterable[Path] = ()) -> str:
+    """Which files of a directory are not read, in words; "" where all are, or it is none.
+
+    Args:
+      endings: of the files that are read; others are counted by theirs.
+      read: files that are read whatever their endings.
+    """
     path = Path(source).expanduser()
     if not path.is_dir():
         return ""
-    read = set(_ending(path.rglob("*"), endings))
+    listed = walk(path)
+    seen = {os.path.realpath(file) for file in [*_ending(listed.files, endings), *read]}
     others = Counter(
-        "empty" if not file.stat().st_size else f"*{file.suffix}" if file.suffix else "no suffix"
-        for file in path.rglob("*")
-        if file.is_file() and file not in read and not _hidden(file, path)
-    )
+        _unread(file) for file in listed.files if os.path.realpath(file) not in seen
+    )  # fmt: skip
+    others.update(reason for _, reason in listed.missed)
     counts = ", ".join(f"{count:,} {kind}" for kind, count in others.most_common())
     return f"of {path} these files are not read: {counts}" if counts else ""
+
+
+def _unread(file: Path) -> str:
+    """What a file is counted as."""
+    if not file.stat().st_size:
+        return "empty"
+    return f"*{file.suffix}" if file.suffix else "no suffix"
 
 
 class TfdsData(NamedTuple):
@@ -174,27 +188,39 @@ def _path_files(path: Path, endings: Sequence[str]) -> list[File]:
         return [File(str(path), path)]
     if not path.is_dir():
         raise DataError(f"{path} is neither a file nor a directory; write what it gives to a file")
-    paths = [p for p in _ending(path.rglob("*"), endings) if not _hidden(p, path)]
+    paths = _ending(walk(path).files, endings)
     if not paths:
-        prepared = (path / "corpus.json").exists()
-        remedy = f"set Data.store = '{path}'" if prepared else f"name its files, as '{path}/*.log'"
-        kinds = " or ".join(f"*{ending}" for ending in endings)
-        kinds = f"*{TEXT[0]}, *{TEXT[1]} or other text" if endings == TEXT else kinds
-        raise DataError(f"the directory {path} has no {kinds} file; {remedy}")
-    return [File(str(p), p) for p in paths]
+        raise _nothing(path, endings)
+    return _once([File(str(p), p) for p in paths])
+
+
+def _nothing(path: Path, endings: Sequence[str]) -> DataError:
+    """The sentence about a directory in which nothing can be read."""
+    prepared = (path / "corpus.json").exists()
+    remedy = f"set Data.store = '{path}'" if prepared else f"name its files, as '{path}/*.log'"
+    kinds = " or ".join(f"*{ending}" for ending in endings)
+    if tuple(endings) == DOCUMENTS:
+        kinds = f"*{TEXT[0]}, *{TEXT[1]} or other text, *.jsonl or *.parquet"
+    missed = Counter(reason for _, reason in walk(path).missed)
+    but = "".join(f", but {count:,} {reason}" for reason, count in missed.items())
+    return DataError(f"the directory {path} has no {kinds} file{but}; {remedy}")
 
 
 def _ending(paths: Iterable[Path], endings: Sequence[str]) -> list[Path]:
-    every = tuple(ending + packed for ending in endings for packed in ("", *COMPRESSED))
-    return sorted(
-        path
-        for path in paths
-        if path.name.lower().endswith(every) and path.is_file() and path.stat().st_size
-    )
+    """Those of some files that are read of a directory, sorted; empty ones are not.
 
-
-def _hidden(path: Path, directory: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(directory).parts)
+    Beside .jsonl, .json means records: a single object, such as a package.json, is none.
+    """
+    every = tuple(ending + packed for ending in endings for packed in ("", *kinds.COMPRESSED))
+    found = (p for p in paths if p.name.lower().endswith(every) and p.is_file())
+    found = (p for p in found if p.stat().st_size)
+    if ".jsonl" in endings:
+        found = (
+            p
+            for p in found
+            if kinds.kind(p.name) != "json" or json_files.holds_records(File(str(p), p))
+        )
+    return sorted(found)
 
 
 def _of_corpora(paths: list[Path]) -> list[Path]:

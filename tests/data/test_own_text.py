@@ -123,14 +123,22 @@ def test_directories_of_code_are_read_and_what_is_not_is_counted(
     place = tmp_path / "project"
     for i, name in enumerate(("a.py", "README.md", "deep/b.rs", "paper.TEX")):
         write(place / name, book(i))
-    for name in ("a.jsonl", "b.jsonl", "x.png", "Makefile", ".git/config.txt", ".hidden.py"):
-        write(place / name, "{}")
+    for name in (
+        "a.csv",
+        "b.csv",
+        "package.json",
+        "x.png",
+        "Makefile",
+        ".git/config.txt",
+        ".hidden.py",
+    ):
+        write(place / name, "{\n}")
     write(place / "__init__.py", "")
     corpus = prepare(data(place), progress=True)
     assert sum(map(len, corpus.splits.values())) == 4
     said = capsys.readouterr().err
-    assert f"of {place} these files are not read: 2 *.jsonl, " in said
-    assert all(f"1 {what}" in said for what in ("*.png", "no suffix", "empty"))
+    assert f"of {place} these files are not read: 2 *.csv, " in said
+    assert all(f"1 {what}" in said for what in ("*.png", "*.json", "no suffix", "empty"))
     assert sources.left_out(str(place / "a.py")) == ""
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from brt.config.checks import share_of
-from brt.data import cache, tokenizer_training
+from brt.data import cache, sources, tokenizer_training
 from brt.data.rows.store import RowStore
 from brt.data.rows.tally import BadRow, Tally
 from brt.data.sources import FileHash
@@ -173,6 +173,10 @@ class Preparation(abc.ABC):
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
         """Of the files behind sources."""
 
+    def left_out(self, name: str) -> str:
+        """Which files of a source are not read; see `sources.left_out`."""
+        return sources.left_out(name, self.endings)
+
     def check_sources(self, hashes: cache.Hashes) -> None:
         """Raises DataError for a file in two splits."""
         cache.refuse_shared(hashes, self.name)
@@ -190,7 +194,7 @@ class Preparation(abc.ABC):
         """Writes the store of a split, train first; returns a line about it."""
 
     def _build(self, directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-        cache.say_left_out(self.section, SPLITS, self.endings, self.progress)
+        cache.say_left_out(self.section, SPLITS, self.left_out, self.progress)
         described = self.begin(directory)
         splits = [split for split in SPLITS if getattr(self.section, split)]
         return {**self._write(splits, directory), **described}

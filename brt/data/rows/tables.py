@@ -1,21 +1,21 @@
-"""Rows of JSONL, CSV, TSV, Parquet and TensorFlow datasets, each with a name to report it by.
+"""Rows of JSON, CSV, TSV, Parquet and TensorFlow datasets, each with a name to report it by.
 
 A row that cannot be read is still a row: its `problem` says why, and reading goes on.
 """
 
 import csv
-import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from brt import untrusted
-from brt.data import documents, records, sources
+from brt.data import contents, endings, json_files, plain_text, sources
 from brt.data.rows.tally import BadRow
 from brt.data.sources import File
 from brt.errors import DataError
 
-FORMATS = (".jsonl", ".csv", ".parquet")
+FORMATS = endings.ROWS
 READ_ROWS = 64  # Parquet rows turned into Python at a time
 
 
@@ -56,7 +56,13 @@ def tables(
         yield Table(source, _tfds(source))
         return
     for file in sources.files(source, formats):
-        yield Table(file.name, _rows(file, formats, header))
+        ending = endings.inner(file.path.name)
+        if not ending.endswith(formats):
+            raise DataError(
+                f"{file.name} ends in none of {', '.join(formats)}; all may be compressed "
+                f"({', '.join(endings.COMPRESSED)})"
+            )
+        yield Table(file.name, rows(file, header))
 
 
 def read(
@@ -88,43 +94,88 @@ def read(
             raise DataError(f"{table.name} has no row")
 
 
-def _rows(file: File, formats: tuple[str, ...], header: tuple[str, ...]) -> Iterator[Row]:
-    name = file.path.name
-    if name.endswith(".parquet"):
-        return _parquet(file)
-    for packed in sources.COMPRESSED:
-        name = name.removesuffix(packed)
-    readers = {".jsonl": jsonl, ".csv": _csv, ".tsv": lambda file: _tsv(file, header)}
-    for ending in (ending for ending in readers if ending in formats):
-        if name.endswith(ending):
-            return readers[ending](file)
-    raise DataError(
-        f"{file.name} ends in none of {', '.join(formats)}"
-        + f"; the first two may be compressed ({', '.join(sources.COMPRESSED)})"
-        * (formats == FORMATS)
-    )
+def rows(file: File, header: tuple[str, ...] = ()) -> Iterator[Row]:
+    """The rows of a file, whose ending says what it is; see `tables`."""
+    match endings.kind(file.path.name):
+        case "parquet":
+            return _parquet(file)
+        case "csv":
+            return _csv(file)
+        case "tsv":
+            return _tsv(file, header)
+        case _:
+            return _objects(json_files.read(file))
 
 
 def jsonl(file: File) -> Iterator[Row]:
-    """The rows of a file of JSON lines, whatever it is called; empty lines are none."""
-    for number, line in enumerate(records.lines(file.name, documents.content(file)), 1):
-        if line.strip():
-            yield _json_row(f"{file.name}:{number}", line)
+    """The rows of a file of JSON lines, whatever it is called."""
+    return _objects(json_files.lines(file))
 
 
-def _json_row(name: str, line: bytes) -> Row:
-    try:
-        value = untrusted.parse_json(line.decode("utf-8").removeprefix("\ufeff"))
-    except UnicodeDecodeError as error:
-        return Row(name, {}, not_utf8(error))
-    except json.JSONDecodeError as error:
-        return Row(name, {}, f"is not JSON: {error.msg} at column {error.colno}")
-    return Row(name, value) if isinstance(value, dict) else Row(name, {}, "is no JSON object")
+def _objects(found: Iterable[json_files.Record]) -> Iterator[Row]:
+    for record in found:
+        if record.problem or isinstance(record.value, dict):
+            yield Row(record.name, record.value or {}, record.problem)
+        else:
+            yield Row(record.name, {}, "is no JSON object")
 
 
-def not_utf8(error: UnicodeDecodeError) -> str:
-    """What is wrong with bytes that are not UTF-8."""
-    return f"is not UTF-8 at byte {error.start} (0x{error.object[error.start]:02x})"
+def text(value: Any, column: str = "") -> str:
+    """The text that a row holds, without a byte order mark at its start.
+
+    Args:
+      column: where it was, for the message; "" where the caller says that.
+
+    Raises:
+      ValueError: it holds none, or one that is not UTF-8, or has a NUL or half a surrogate pair;
+        says so, as "has nothing in 'document'".
+    """
+    of, inside = (f" of '{column}'", f" in '{column}'") if column else ("", "")
+    if isinstance(value, bytes):
+        try:
+            value = value.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{json_files.not_utf8(error)}{of}") from error
+    if not isinstance(value, str):
+        found = type_name(value) + ("" if value is None else ", not text,")
+        raise ValueError(f"has {found}{inside}")
+    if problem := plain_text.problem(value):
+        raise ValueError(f"{problem}{of}")
+    return value.removeprefix(plain_text.MARK)
+
+
+def name(value: Any, number: int) -> str:
+    """What a row is called: its id, whatever type that has; its number where there is none.
+
+    Raises:
+      ValueError: the id is a text that cannot be used; see `text`.
+    """
+    if value is None or value != value:  # a NaN stands for nothing in tables of numbers
+        return str(number)
+    if isinstance(value, float) and value.is_integer():  # which pandas made of an int
+        value = int(value)
+    return str(value) if isinstance(value, int | float) else text(value, "id")
+
+
+class Unread(NamedTuple):
+    """A value of a type that is not read, as a struct."""
+
+    type: str
+
+
+def type_name(value: Any) -> str:
+    """What a value is, as messages say it."""
+    if value is None:
+        return "nothing"
+    return value.type if isinstance(value, Unread) else type(value).__name__
+
+
+def unique(file: str, columns: Sequence[str]) -> Sequence[str]:
+    """The same names; raises DataError for one that stands twice, of which either may be meant."""
+    twice = [column for column, count in Counter(columns).items() if column and count > 1]
+    if twice:
+        raise DataError(f"{file} names the column {twice[0]!r} twice; rename one of them")
+    return columns
 
 
 def _csv(file: File) -> Iterator[Row]:
@@ -132,12 +183,12 @@ def _csv(file: File) -> Iterator[Row]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a document is longer than its 128 kB
     lines = (
         (line + b"\n").decode("utf-8", "surrogateescape")
-        for line in records.lines(file.name, documents.content(file))
+        for line in contents.lines(file.name, contents.text(file))
     )
     found = csv.reader(lines, strict=True)
     number = 0
     try:
-        header = [name.removeprefix("\ufeff") for name in next(found, [])]
+        header = unique(file.name, [n.removeprefix(plain_text.MARK) for n in next(found, [])])
         number = 1
         for number, fields in enumerate(found, 2):
             name = f"{file.name}:{number}"
@@ -153,17 +204,17 @@ def _csv(file: File) -> Iterator[Row]:
 def _tsv(file: File, header: tuple[str, ...]) -> Iterator[Row]:
     """Lines of tab-separated values without quotes; a column without a name is left out."""
     names: Sequence[str] = header
-    for number, line in enumerate(records.lines(file.name, documents.content(file)), 1):
+    for number, line in enumerate(contents.lines(file.name, contents.text(file)), 1):
         name = f"{file.name}:{number}"
         if not line.strip(b"\r"):
             continue
         try:
             fields = line.decode("utf-8").removesuffix("\r").split("\t")
         except UnicodeDecodeError as error:
-            yield Row(name, {}, not_utf8(error))
+            yield Row(name, {}, json_files.not_utf8(error))
             continue
         if not names:
-            names = [field.removeprefix("\ufeff") for field in fields]
+            names = unique(file.name, [field.removeprefix(plain_text.MARK) for field in fields])
         elif len(fields) == len(names):
             named = zip(names, fields, strict=True)
             yield Row(name, {column: field for column, field in named if column})
@@ -187,7 +238,8 @@ def _parquet(file: File) -> Iterator[Row]:
     except ImportError as error:
         raise DataError(f"{file.name} needs a library: pip install pyarrow") from error
     try:
-        with pyarrow.parquet.ParquetFile(file.path) as table:
+        with pyarrow.parquet.ParquetFile(_unpacked(file)) as table:
+            unique(file.name, table.schema_arrow.names)
             number = 0
             for batch in table.iter_batches(batch_size=READ_ROWS):
                 names = batch.schema.names
@@ -199,22 +251,46 @@ def _parquet(file: File) -> Iterator[Row]:
         raise DataError(f"{file.name} is no Parquet file, or damaged ({reason})") from error
 
 
-def _column(column: Any) -> list[Any]:
-    """Text as bytes, also within lists; numbers; None for what is neither."""
+def _unpacked(file: File) -> Any:
+    """A Parquet file, or what it has become where it was compressed as a whole."""
     import pyarrow as pa
 
-    if pa.types.is_dictionary(column.type):
+    if not endings.packing(file.path.name):
+        return file.path
+    data = contents.no_more_than(untrusted.LARGEST, file.name, contents.content(file))
+    return pa.BufferReader(b"".join(data))
+
+
+def _column(column: Any) -> list[Any]:
+    """Text as bytes, also within lists; numbers; `Unread` for what is neither."""
+    import pyarrow as pa
+
+    kind, wanted = column.type, pa.large_binary()
+    if isinstance(kind, pa.DictionaryType):
         column = column.dictionary_decode()
-    if pa.types.is_integer(column.type):
+        kind = column.type
+    number = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null)
+    if any(is_kind(kind) for is_kind in number):
         return column.to_pylist()
-    wanted = pa.large_binary()
-    inner = column.type
-    if pa.types.is_list(inner) or pa.types.is_large_list(inner):
-        inner, wanted = inner.value_type, pa.large_list(wanted)
-    textual = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary)
-    if any(is_kind(inner) for is_kind in (*textual, pa.types.is_large_binary)):
+    if inner := _member(kind):
+        kind, wanted = inner, pa.large_list(wanted)
+    if str(getattr(kind, "value_type", kind)).removeprefix("large_") in _TEXTUAL:
         return column.cast(wanted).to_pylist()
-    return [None] * len(column)
+    unread = Unread(str(column.type))
+    return [unread if valid else None for valid in column.is_valid().to_pylist()]
+
+
+_TEXTUAL = ("string", "binary", "string_view", "binary_view")
+
+
+def _member(kind: Any) -> Any:
+    """The type of the members of lists, of any layout; None for what is no list."""
+    import pyarrow as pa
+
+    is_kind = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view",
+               "is_large_list_view")  # fmt: skip
+    listed = any(getattr(pa.types, name, lambda kind: False)(kind) for name in is_kind)
+    return kind.value_type if listed else None
 
 
 def _tfds(source: str) -> Iterator[Row]:

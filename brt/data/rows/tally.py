@@ -50,12 +50,12 @@ class Tally:
         "refuse", any.
         """
         yield from self.usable(found)
+        if self.bad == self.rows:
+            raise DataError(f"{self.described()}; mend them, or name other files or columns")
         if self.bad and errors == "refuse":
             raise DataError(
                 f"{self.described()}; mend them, or go on without them with {self._skip}"
             )
-        if self.bad == self.rows:
-            raise DataError(self.described())
 
     def described(self) -> str:
         """How many rows were bad, and the first of them."""

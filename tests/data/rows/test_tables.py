@@ -175,8 +175,8 @@ def test_bad_rows_of_parquet_are_named_and_the_rest_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", "text", r"a\.txt ends in none of \.jsonl, \.csv, \.parquet; the first two may"),
-        ("a.parquet.gz", "", "ends in none of"),
+        ("a.txt", "text", r"a\.txt ends in none of \.jsonl, .*\.parquet; all may be"),
+        ("a.parquet.gz", "", "is no Parquet file"),
         ("a.jsonl", "\n\n", r"a\.jsonl has no row"),
         ("a.csv", "", r"a\.csv has no row"),
         ("a.csv", "document,summary\n", r"a\.csv has no row"),
@@ -205,3 +205,44 @@ def test_rows_without_ids_are_numbered_through_all_files(tmp_path):
     pairs = [item.id for item in read(paths) if isinstance(item, Pair)]
     assert pairs == ["0", "2", "3", "5"]
     assert [row.name for row in bad(*paths)] == [f"{path}:2" for path in paths]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("column", ["document", "summary"])
+def test_a_nul_spoils_its_row_only(kind, column, tmp_path):
+    good = {"document": "d", "summary": "s"}
+    pairs = [good, {**good, column: "a\0b"}]
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(pairs), path)
+    elif kind == "csv":
+        write(path, "document,summary\n" + "".join(",".join(p.values()) + "\n" for p in pairs))
+    else:
+        write(path, "".join(json.dumps(pair) + "\n" for pair in pairs))
+    first, second = read([str(path)])
+    assert (first.source, first.target) == ("d", "s")
+    assert second.problem == f"has a NUL at character 1 of '{column}'"
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.parquet"])
+def test_a_column_that_is_named_twice_is_refused(name, tmp_path):
+    path = tmp_path / name
+    if name.endswith("parquet"):
+        columns = [pyarrow.array(["1"]), pyarrow.array(["2"])]
+        pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, ["a", "a"]), path)
+    else:
+        between = "\t" if name.endswith("tsv") else ","
+        write(path, between.join(("a", "b", "a")) + "\n")
+    with pytest.raises(DataError, match="names the column 'a' twice; rename one of them"):
+        for table in tables.tables(str(path), (".csv", ".tsv", ".parquet")):
+            list(table.rows)
+
+
+def test_numbers_of_parquet_are_numbers_and_other_types_are_named(tmp_path):
+    columns = {"f": [0.5], "b": [True], "s": [{"a": "x"}], "none": pyarrow.nulls(1)}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    (table,) = tables.tables(str(tmp_path / "a.parquet"))
+    (row,) = table.rows
+    assert (row.values["f"], row.values["b"], row.values["none"]) == (0.5, True, None)
+    with pytest.raises(ValueError, match=r"has struct<a: string>, not text, in 's'"):
+        tables.text(row.values["s"], "s")

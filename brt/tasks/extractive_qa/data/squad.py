@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from brt import untrusted
-from brt.data import documents, sources
+from brt.data import contents, plain_text, sources
 from brt.data.rows.tally import BadRow
 from brt.data.sources import File
 from brt.errors import DataError
@@ -58,24 +58,30 @@ def question(
 ) -> Question | BadRow:
     """A member of `qas`, checked against its context."""
     id, text = entry.get("id"), entry.get("question")
-    if not isinstance(id, str | int):
+    if not isinstance(id, str | int | float):
         return BadRow(where, "has no id")
+    if problem := plain_text.problem(str(id)):
+        return BadRow(where, f"{problem} of its id")
+    id = str(int(id) if isinstance(id, float) and id.is_integer() else id)
     name = f"{where} ({id})"
     if not isinstance(text, str) or not text.strip():
         return BadRow(name, "has no question")
     if not context.strip():
         return BadRow(name, "has an empty context")
+    for what, value in (("question", text), ("context", context)):
+        if problem := plain_text.problem(value):
+            return BadRow(name, f"{problem} of its {what}")
     given = entry.get("answers")
     if entry.get("is_impossible") or not given:
         if not no_answer:
             return BadRow(name, "has no answer, which Questions.no_answer = True would allow")
-        return Question(name, str(id), context, text, ())
+        return Question(name, id, context, text, ())
     answers = []
     for answer in given if isinstance(given, list) else [given]:
         if problem := _problem(answer, context):
             return BadRow(name, problem)
         answers.append(Answer(answer["text"], answer["answer_start"]))
-    return Question(name, str(id), context, text, tuple(answers))
+    return Question(name, id, context, text, tuple(answers))
 
 
 def _problem(answer: Any, context: str) -> str:
@@ -93,10 +99,8 @@ def _problem(answer: Any, context: str) -> str:
 def _entries(file: File) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Contexts with places and members of `qas`."""
     try:
-        data = documents.no_more_than(untrusted.LARGEST, file.name, documents.content(file))
-        content = untrusted.parse_json(b"".join(data).decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file.name} is not UTF-8 at byte {error.start}") from error
+        data = contents.no_more_than(untrusted.LARGEST, file.name, contents.text(file))
+        content = untrusted.parse_json("".join(plain_text.read(file.name, data)), halves="keep")
     except json.JSONDecodeError as error:
         raise DataError(
             f"{file.name} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}"

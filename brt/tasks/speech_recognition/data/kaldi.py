@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from brt import config, untrusted
+from brt.data import contents
 from brt.errors import DataError
 from brt.tasks.speech_recognition.data import filter_bank
 from brt.tasks.speech_recognition.data.utterances import Recording
 
+BLANKS = " \t\r"
 TABLES = ("text", "utt2spk", "wav.scp", "feats.scp")
 _FLOATS: dict[bytes, np.dtype] = {b"FM ": np.dtype("<f4"), b"DM ": np.dtype("<f8")}
 
@@ -74,25 +76,19 @@ def audio(directory: Path) -> dict[str, str]:
 
 
 def table(path: Path) -> dict[str, str]:
-    """The rest of each line by its first word.
+    r"""The rest of each line by its first word; \n ends a line, blanks and tabs separate.
 
     Raises:
       DataError: the file is missing or no UTF-8, or a word comes twice.
     """
-    try:
-        lines = untrusted.read_file(path).decode("utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 at byte {error.start}") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
     found: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
+    for number, line in enumerate(contents.small(path).split("\n"), 1):
+        if not (line := line.strip(BLANKS)):
             continue
-        id, *rest = line.split(maxsplit=1)
+        id, *rest = re.split(f"[{BLANKS}]+", line, maxsplit=1)
         if id in found:
-            raise DataError(f"{path}:{number} has {id} a second time")
-        found[id] = rest[0].strip() if rest else ""
+            raise DataError(f"{path}:{number} has {id} a second time; take one of the lines out")
+        found[id] = rest[0] if rest else ""
     return found
 
 

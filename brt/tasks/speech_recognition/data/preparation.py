@@ -67,6 +67,9 @@ class SpeechPreparation(Preparation):
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
         return sources.hashes(names)
 
+    def left_out(self, name: str) -> str:
+        return sources.left_out(name)
+
     def load(self, name: str) -> Vocabulary:
         return Vocabulary.load(Path(name))
 

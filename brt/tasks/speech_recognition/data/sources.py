@@ -46,6 +46,12 @@ def hashes(names: Sequence[str]) -> list[FileHash]:
     return found
 
 
+def left_out(name: str) -> str:
+    """Which files of a directory are not read; see `brt.data.sources.left_out`."""
+    path = Path(name).expanduser()
+    return sources.left_out(name, (), kaldi.files(path)) if path.is_dir() else ""
+
+
 def _files(name: str) -> list[Path]:
     if _is_table(name):
         return tables.files(name)

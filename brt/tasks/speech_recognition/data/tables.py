@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from brt import config, untrusted
+from brt import config
+from brt.data import contents
+from brt.data.rows.tables import unique
 from brt.errors import DataError
 from brt.tasks.speech_recognition.data import filter_bank
 from brt.tasks.speech_recognition.data.utterances import Recording
@@ -42,13 +44,9 @@ def files(source: str) -> list[Path]:
 def rows(source: str) -> list[dict[str, str]]:
     """The rows of the split, by column."""
     path, split = parse(source)
-    try:
-        lines = untrusted.read_file(path).decode("utf-8-sig").replace("\r\n", "\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 at byte {error.start}") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    lines = contents.small(path).replace("\r\n", "\n").split("\n")
     columns, *found = [line.split("\t") for line in lines if line] or [[]]
+    unique(str(path), columns)
     for name in (*NEEDED, "split") if split else NEEDED:
         if name not in columns:
             raise DataError(f"{path} has no column {name!r}; it has {', '.join(columns)}")

@@ -90,19 +90,15 @@ def pair(row: Row, columns: Columns, number: int) -> Pair | BadRow:
         target = _text(row.values, columns.target)
         _check("" if source.strip() else "has an empty document")
         _check("" if target.strip() else "has an empty summary")
-        name = _id(row.values, columns.id) if columns.id else str(number)
-    except _Problem as problem:
+        name = tables.name(row.values.get(columns.id), number)
+    except ValueError as problem:
         return BadRow(row.name, str(problem))
     return Pair(row.name, name, source, target)
 
 
-class _Problem(ValueError):
-    """What is wrong with a row."""
-
-
 def _check(problem: str) -> None:
     if problem:
-        raise _Problem(problem)
+        raise ValueError(problem)
 
 
 def _source(values: Mapping[str, Any], columns: Columns) -> str:
@@ -110,37 +106,17 @@ def _source(values: Mapping[str, Any], columns: Columns) -> str:
     if not (isinstance(utterances, list) and isinstance(speakers, list)):
         return _text(values, columns.source)
     if len(utterances) != len(speakers):
-        raise _Problem(f"has {len(utterances)} utterances and {len(speakers)} speakers")
+        raise ValueError(f"has {len(utterances)} utterances and {len(speakers)} speakers")
     said = zip(speakers, utterances, strict=True)
-    return " ".join(f"{_decoded(who, SPEAKER)}: {_decoded(what, 'utt')}" for who, what in said)
+    return " ".join(
+        f"{tables.text(who, SPEAKER)}: {tables.text(what, 'utt')}" for who, what in said
+    )
 
 
 def _text(values: Mapping[str, Any], column: str) -> str:
     if column not in values:
-        raise _Problem(f"has no column '{column}'")
+        raise ValueError(f"has no column '{column}'")
     value = values[column]
     if isinstance(value, list):  # paragraphs or sentences
-        return "\n".join(_decoded(part, column) for part in value)
-    return _decoded(value, column)
-
-
-def _id(values: Mapping[str, Any], column: str) -> str:
-    value = values.get(column)
-    return str(value) if isinstance(value, int) else _decoded(value, column)
-
-
-def _decoded(value: Any, column: str) -> str:
-    if isinstance(value, bytes):
-        try:
-            return value.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise _Problem(f"{tables.not_utf8(error)} of '{column}'") from error
-    if not isinstance(value, str):
-        found = "nothing" if value is None else f"{type(value).__name__}, not text,"
-        raise _Problem(f"has {found} in '{column}'")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        half = f"has half a surrogate pair at character {error.start} of '{column}'"
-        raise _Problem(half) from error
-    return value
+        return "\n".join(tables.text(part, column) for part in value)
+    return tables.text(value, column)

@@ -92,17 +92,23 @@ def _example(
 ) -> Example | BadRow:
     texts = []
     for column in columns.texts:
-        text = _text(row.values.get(column))
-        if text is None or not text.strip():
-            what = "has nothing" if text == "" or column not in row.values else "has no text"
-            return BadRow(row.name, f"{what} in '{column}'")
+        try:
+            text = tables.text(row.values.get(column), column)
+        except ValueError as error:
+            return BadRow(row.name, str(error))
+        if not text.strip():
+            what = "no text" if text else "nothing"
+            return BadRow(row.name, f"has {what} in '{column}'")
         texts.append(text)
     try:
         label = read_label(row.values.get(columns.label))
     except ValueError as error:
         return BadRow(row.name, f"{error} in '{columns.label}'")
-    id = row.values.get(columns.id, count)
-    return Example(row.name, _text(id) or str(id), tuple(texts), label)
+    try:
+        id = tables.name(row.values.get(columns.id), count)
+    except ValueError as error:
+        return BadRow(row.name, str(error))
+    return Example(row.name, id, tuple(texts), label)
 
 
 def _class(value: Any) -> str:
@@ -112,10 +118,9 @@ def _class(value: Any) -> str:
         raise ValueError(
             f"has the number {value} for a label (Training.task = 'text_regression' learns numbers)"
         )
-    label = str(value) if isinstance(value, int) else _text(value)
-    if not label:
+    if value is None or value == "":
         raise ValueError("has no label")
-    return label
+    return str(value) if isinstance(value, int) else tables.text(value)
 
 
 def _number(value: Any) -> float:
@@ -126,12 +131,3 @@ def _number(value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"has {value!r}, which is no number,")
     return number
-
-
-def _text(value: Any) -> str | None:
-    """None for what is no text in UTF-8."""
-    try:
-        text = value.decode("utf-8") if isinstance(value, bytes) else value
-        return text if isinstance(text, str) and text.encode() is not None else None
-    except UnicodeError:
-        return None

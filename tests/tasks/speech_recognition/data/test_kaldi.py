@@ -93,3 +93,17 @@ def test_other_archives_are_refused(tmp_path, matrices, write_ark):
         kaldi.matrix(f"{tmp_path / 'c.ark'}:0")
     with pytest.raises(DataError, match="holds no matrix"):
         kaldi.matrix("nowhere.ark:12")
+
+
+@pytest.mark.parametrize("strange", ["\u2028", "\x85", "\x0c", "\x1c", "\v"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_a_line_of_a_table_ends_at_a_newline_only(strange, mark, tmp_path):
+    content = f"{mark}u1 one{strange}two\r\nu2\tthree\nu3\n"
+    (tmp_path / "text").write_bytes(content.encode())
+    assert kaldi.table(tmp_path / "text") == {"u1": f"one{strange}two", "u2": "three", "u3": ""}
+
+
+def test_what_is_read_is_not_said_to_be_left_out(directory):
+    assert sources.left_out(str(directory)) == ""
+    (directory / "notes.doc").write_text("a")
+    assert sources.left_out(str(directory)).endswith("not read: 1 *.doc")

@@ -140,7 +140,7 @@ def test_damaged_headers_of_wav_files_are_one_sentence(tmp_path, write_wav):
 @pytest.mark.parametrize("name", ["a\0b.wav", "x" * 200_000])
 def test_names_in_a_table_that_no_file_has(name, tmp_path):
     (tmp_path / "a.tsv").write_text(f"file\ttranscript\n{name}\tyes\n")
-    with pytest.raises(DataError, match="cannot be read: (embedded null byte|File name too long)"):
+    with pytest.raises(DataError, match="has a NUL at|cannot be read: File name too long"):
         sources.hashes([str(tmp_path / "a.tsv")])
 
 

@@ -30,7 +30,7 @@ def _split(addresses: Path, stories: dict[str, Path]) -> Iterator[Example | BadR
     listed = examples.text(addresses)
     if isinstance(listed, BadRow):
         raise DataError(f"{listed.name} {listed.problem}")
-    for number, line in enumerate(listed.splitlines(), 1):
+    for number, line in enumerate(listed.split("\n"), 1):
         if address := line.strip():
             name = hashlib.sha1(address.encode()).hexdigest()
             paths = {who: place / f"{name}.story" for who, place in stories.items()}

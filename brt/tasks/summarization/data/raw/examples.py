@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from brt import untrusted
-from brt.data.rows import tables
+from brt.data import contents
 from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
@@ -31,11 +31,9 @@ class Example(NamedTuple):
 def text(path: Path) -> str | BadRow:
     """A file's text, or what is wrong with it."""
     try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        return BadRow(str(path), tables.not_utf8(error))
-    except OSError as error:
-        return BadRow(str(path), f"cannot be read ({error.strerror})")
+        return contents.small(path)
+    except DataError as error:
+        return BadRow(str(path), str(error).removeprefix(f"{path} "))
 
 
 def find(directory: Path, *places: str) -> Path:
@@ -57,7 +55,7 @@ def json_file(path: Path) -> Any:
       DataError: it is no JSON, or not UTF-8.
     """
     try:
-        return untrusted.parse_json(untrusted.read_file(path))
+        return untrusted.parse_json(untrusted.read_file(path), halves="keep")
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is no JSON file ({error})") from error
 
@@ -78,7 +76,7 @@ def json_array(path: Path) -> Iterator[Any]:
             while buffer[place : place + 1] != "]":
                 try:
                     value, end = untrusted.parse_json(
-                        buffer, partial(decoder.raw_decode, idx=place)
+                        buffer, partial(decoder.raw_decode, idx=place), halves="keep"
                     )
                 except json.JSONDecodeError as error:  # it may go on in the next chunk
                     if not (more := file.read(CHUNK)):

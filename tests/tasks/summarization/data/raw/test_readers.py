@@ -28,7 +28,7 @@ def test_missing_and_undecodable_stories_are_named(directory):
     (missing,) = found.pop("test")
     assert missing.name == f"{place / 'all_test.txt'}:1" and "has no story" in missing.problem
     bad = [item for split in found.values() for item in split if isinstance(item, BadRow)]
-    assert bad == [(str(story), "is not UTF-8 at byte 0 (0xff)")]
+    assert bad == [(str(story), "is not UTF-8 at byte 0 (0xff); convert it")]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_both_kinds_of_extracts(tmp_path, mark, summary, folder, ending):
     values = {"document": "One [SIC] line.\n  Two.", "summary": "Gist.", "id": "train"}
     assert (example.key, example.values) == ("train", values)
     (missing,) = found["test"]
-    assert missing.problem == "cannot be read (No such file or directory)"
+    assert missing.problem == "cannot be read: No such file or directory"
     assert xsum.parse("no sections") == ("", "")
 
 

@@ -1,0 +1,20 @@
+r"""A line of data ends at \n and nowhere else: str.splitlines knows ten more characters."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OWN = {  # texts that brt, a compiler or a shell has made
+    "brt/errors.py", "brt/planning/hlo.py", "brt/training/progress.py",
+    "brt/config_io.py", "brt/distributed/processes.py", "brt/sweeping/commands.py",
+}  # fmt: skip
+
+
+def test_no_line_of_data_ends_at_another_character() -> None:
+    found = {
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "brt").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "splitlines"
+    }
+    assert found <= OWN, f'{found - OWN}: use .split("\\n")'
