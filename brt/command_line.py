@@ -222,7 +222,7 @@ def main(
             raise
         code = 128 + 13  # what a shell reports for SIGPIPE
     except OSError as error:
-        if not durable.storage_fails(error):
+        if not (durable.storage_fails(error) or isinstance(error, PermissionError)):
             raise
         code = _say(f"error: {_of_storage(error)}", CheckpointError.exit_code)
     sys.exit(code)

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
 
+from brt import locks
+
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FAILING = _FULL | {errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT}
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -79,9 +81,7 @@ def replacing(path: Path, *, below: Path | None = None, synced: bool = True) -> 
         mode = 0o666
         if found := _found(path, place):
             mode = stat.S_IMODE(found.st_mode) & 0o777
-        name = partial_name()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(name, flags, mode, dir_fd=place)
+        name, descriptor = _new_file(place, mode)
         try:
             with open(descriptor, "wb") as file:
                 yield file
@@ -174,6 +174,15 @@ def partial_files(directory: Path) -> Iterator[Path]:
     return (path for path in directory.glob(".brt.*.partial") if _PARTIAL.fullmatch(path.name))
 
 
+def remove_abandoned(directory: Path) -> None:
+    """Removes such files that nobody writes any more, where that can be done."""
+    for path in partial_files(directory):
+        # Somebody is writing it, it is another user's, a link, or gone by now.
+        with contextlib.suppress(OSError), open_file(path, "r+b") as file:
+            if locks.acquire(file):
+                path.unlink()
+
+
 def links(directory: Path) -> Iterator[Path]:
     """The links below a directory, none of which is followed."""
     for place, directories, names in os.walk(directory):
@@ -195,6 +204,19 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     finally:
+        os.close(descriptor)
+
+
+def _new_file(place: int, mode: int) -> tuple[str, int]:
+    """A file in a directory that is locked as long as it is open: `remove_abandoned` leaves it."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        name = partial_name()
+        descriptor = os.open(name, flags, mode, dir_fd=place)
+        with contextlib.suppress(BlockingIOError):  # who cleans up was faster, and removes it
+            locks.acquire(descriptor)
+            if os.fstat(descriptor).st_nlink:
+                return name, descriptor
         os.close(descriptor)
 
 

@@ -5,7 +5,7 @@ import fcntl
 from typing import IO
 
 
-def acquire(file: IO, *, wait: bool = False) -> bool:
+def acquire(file: IO | int, *, wait: bool = False) -> bool:
     """Locks a file for this process and those that inherit it, until all have closed it.
 
     Args:

@@ -70,6 +70,7 @@ def check_files(flags: Mapping[str, Any]) -> None:
             if durable.is_regular_or_new(path):
                 place = os.path.dirname(os.path.realpath(path))
                 tempfile.TemporaryFile(dir=place).close()
+                durable.remove_abandoned(Path(place))
             elif not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 

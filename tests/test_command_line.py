@@ -443,7 +443,7 @@ def test_a_disk_that_fails_is_exit_code_4_and_one_sentence(
     def fail(flags: argparse.Namespace) -> None:
         raise OSError(code, os.strerror(code), "/run/x")
 
-    for code in (errno.EROFS, errno.EIO, errno.ESTALE):
+    for code in (errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES):
         monkeypatch.setattr(sys, "argv", ["brt.x"])
         with pytest.raises(SystemExit) as end:
             command_line.main(fail, argparse.ArgumentParser())

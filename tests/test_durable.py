@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from brt import durable
+from brt import durable, locks
 from brt.errors import CheckpointError, ConfigError, closing
 from brt.training import workdir as workdirs
 
@@ -69,6 +69,36 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
         file.write(b"new")
         raise RuntimeError
     assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"
+
+
+def test_what_a_killed_process_was_writing_goes_and_what_a_living_one_writes_stays(
+    tmp_path: Path,
+) -> None:
+    names = [tmp_path / durable.partial_name(), tmp_path / ".brt.mine.partial", tmp_path / "a"]
+    for path in names:
+        path.touch()
+    (tmp_path / durable.partial_name()).symlink_to(names[2])
+    with durable.replacing(tmp_path / "b") as file:
+        durable.remove_abandoned(tmp_path)
+        file.write(b"whole")
+    assert (tmp_path / "b").read_bytes() == b"whole"
+    assert [path.exists() for path in names] == [False, True, True]
+
+
+def test_who_cleans_up_while_a_file_is_made_takes_nothing_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire, left = locks.acquire, [1, 1]
+
+    def late(descriptor: int) -> bool:
+        if left:
+            left.pop()
+            durable.remove_abandoned(tmp_path)
+        return acquire(descriptor)
+
+    monkeypatch.setattr(durable.locks, "acquire", late)
+    durable.write(tmp_path / "a", b"whole")
+    assert (tmp_path / "a").read_bytes() == b"whole" and os.listdir(tmp_path) == ["a"]
 
 
 def link_file(root: Path, target: Path) -> Path:

@@ -108,6 +108,7 @@ def _report_lock(workdir: Path) -> Iterator[None]:
         with workdirs.explained(path):
             file = stack.enter_context(durable.open_file(path, "ab"))
             locks.acquire(file, wait=True)
+            durable.remove_abandoned(workdir)
         yield
 
 

@@ -128,7 +128,7 @@ def create(path: Path) -> Workdir:
 
 
 def check_writable(directory: Path, *, below: Path | None = None) -> None:
-    """Makes a directory.
+    """Makes a directory, and removes what killed processes were writing there.
 
     Args:
       below: the workdir, in which no link is followed on the way.
@@ -141,6 +141,7 @@ def check_writable(directory: Path, *, below: Path | None = None) -> None:
         (below or directory).mkdir(parents=True, exist_ok=True)
         with durable.directory(directory, below=below, make=True):
             tempfile.TemporaryFile(dir=directory).close()
+            durable.remove_abandoned(directory)
 
 
 def refuse_links(workdir: Workdir) -> None:
@@ -240,10 +241,12 @@ def _taken(workdir: Workdir, path: Path, file: IO, warn: Callable[[str], None]) 
 
 
 def _remove_partial_files(workdir: Workdir) -> None:
-    """Removes those of a trainer that was killed; others write to `evaluations` too."""
+    """Removes those of a trainer that was killed; others may be writing to `evaluations`."""
     own = workdir.path, workdir.tokenizer, workdir.samples, workdir.plots, workdir.heartbeat
     for path in itertools.chain.from_iterable(map(durable.partial_files, own)):
         path.unlink(missing_ok=True)
+    for directory in (workdir.evaluations, *workdir.evaluations.glob("*")):
+        durable.remove_abandoned(directory)
 
 
 def provenance() -> dict[str, Any]:

@@ -11,7 +11,8 @@ import pytest
 
 from brt.bindings import Resolved
 from brt.config import Config, Training
-from brt.sweeping import plots, report, results
+from brt.errors import ConfigError
+from brt.sweeping import commands, job, plots, report, results
 from brt.sweeping.directory import Directory, Progress
 from brt.sweeping.points import Point
 from brt.sweeping.settings import Sweep
@@ -195,6 +196,34 @@ def test_points_measured_with_different_jobs_are_marked(
     assert "measured with different --jobs" in report.text(
         tmp_path, *_read(tmp_path, points), [], sweep()
     )
+
+
+@pytest.mark.parametrize("what", ["", ".sweep.lock", "point.json", "output.txt"])
+def test_a_link_in_a_sweep_is_not_followed(tmp_path: Path, what: str) -> None:
+    other = point(0, "a", 0)
+    directory = Directory(tmp_path / "sweep" / other.directory)
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "precious").write_text("precious")
+    place = directory.path / what
+    place.parent.mkdir(parents=True)
+    place.symlink_to(home / "precious" if what else home)
+    with pytest.raises(ConfigError, match=f"{place} is a symbolic link, which is not followed"):
+        with directory.lock() as lock:
+            directory.write(other, Progress())
+            commands.start(["brt", "--help"], directory, 0, 1, lock)
+    assert (home / "precious").read_text() == "precious" and len(list(home.iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", ["report.md", ".report.lock", "plots"])
+def test_a_report_follows_no_link(points: list[Point], tmp_path: Path, name: str) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    place = tmp_path / name
+    place.symlink_to(home / "precious" if "report" in name else home)
+    with pytest.raises(ConfigError, match=f"{place} is a symbolic link, which is not followed"):
+        job.write_report(tmp_path, points, sweep())
+    assert not list(home.iterdir())
 
 
 def _read(workdir: Path, points: list[Point]) -> tuple[list[results.Row], list[results.Group]]:

@@ -68,12 +68,14 @@ def test_what_a_killed_trainer_was_writing_goes(tmp_path: Path) -> None:
     run = workdir.create(tmp_path)
     name = f".brt.{16 * '0'}.partial"
     ours = [run.path / name, run.samples / name]
-    others = [run.evaluations / name, run.path / "notes.partial", run.path / ".brt.mine.partial"]
+    (run.evaluations / "8").mkdir()
+    ours += [run.evaluations / "8" / name]
+    others = [run.path / "notes.partial", run.path / ".brt.mine.partial"]
     for path in (*ours, *others):
         path.touch()
     with workdir.lock(run, print):
         assert not any(path.exists() for path in ours)
-        assert all(path.exists() for path in others), "an evaluator may be at work"
+        assert all(path.exists() for path in others)
 
 
 def test_an_orderly_end_leaves_no_message(tmp_path: Path) -> None:
