@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from brt.config import SECTIONS, Config
+from brt.config.fields import settings
 from brt.errors import ConfigError
 from brt.redaction import redacted
 
@@ -78,6 +79,18 @@ def config_from_json(saved: Mapping[str, Any]) -> Config:
             values[field] = checked_value(name, value)
         sections[SECTIONS[section]] = SECTION_TYPES[section](**values)
     return Config(**sections)
+
+
+def to_read_with(config: Config) -> Config:
+    """The config of a run for who only reads the run, which may be a stranger's.
+
+    It has the defaults in the place of settings that say where to write.
+    """
+    for attribute, section in ((name, getattr(config, name)) for name in SECTIONS.values()):
+        declared = settings(type(section)).items()
+        usual = {f: getattr(type(section), f) for f, said in declared if said.path == "written"}
+        config = dataclasses.replace(config, **{attribute: dataclasses.replace(section, **usual)})
+    return config
 
 
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:

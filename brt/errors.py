@@ -6,17 +6,19 @@ Anything else that escapes is a bug in brt and keeps its traceback.
 import contextlib
 from collections.abc import Callable, Iterator
 
+from brt.formatting import printable
+
 
 class BrtError(Exception):
     """Base class; `exit_code` is what the command returns.
 
-    Its text is one line, whatever lines a library has that it quotes.
+    Its text is one line of printable characters, whatever lines a library has that it quotes.
     """
 
     exit_code = 1
 
     def __str__(self) -> str:
-        return " ".join(super().__str__().splitlines())
+        return printable(" ".join(super().__str__().splitlines()))
 
 
 class ConfigError(BrtError, ValueError):

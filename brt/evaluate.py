@@ -11,6 +11,7 @@ from pathlib import Path
 from brt import command_line
 from brt.distributed import flags
 from brt.errors import ConfigError
+from brt.formatting import printable
 from brt.training import preemption
 
 
@@ -31,7 +32,7 @@ def main(args: argparse.Namespace) -> None:
         config = command_line.resolve(args, base=config).config
         model = saved.load(workdir, found, config)
         evaluated = job.evaluate(
-            model, args.split, args.ablate, lambda found: print(found.text, flush=True)
+            model, args.split, args.ablate, lambda found: print(printable(found.text), flush=True)
         )
         processes.wait_for_all("end")
     if args.json and processes.is_first():

@@ -25,6 +25,16 @@ def counted(count: int, thing: str) -> str:
     return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
 
 
+def printable(text: str) -> str:
+    """The text with escapes such as \\x1b for what controls a terminal.
+
+    Line ends and tabs stay.
+    """
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
 def clock(seconds: float | int) -> str:
     """Seconds as 1:20 or 2:05:09."""
     minutes, rest = divmod(round(seconds), 60)

@@ -32,6 +32,7 @@ def main(args: argparse.Namespace) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # a trainer may have the accelerator
+    from brt.formatting import printable
     from brt.training import inspection
     from brt.training.workdir import Workdir
 
@@ -41,7 +42,7 @@ def main(args: argparse.Namespace) -> None:
         return
     found = inspection.survey(workdir, args.step)
     if not args.state_hash:
-        print(inspection.text(found), flush=True)
+        print(printable(inspection.text(found)), flush=True)
     try:
         inspection.check(found, args.step)
         if args.state_hash:

@@ -1,34 +1,76 @@
-"""Passwords and keys do not go into what a run writes down."""
+"""Passwords and keys do not go into what a run writes down.
+
+A secret is known by its place (a password in a URL, the value of a flag whose name says so), by
+the prefix that its service gives it, or by its look: long, of letters and digits in no order, and
+no part of a path. Hashes, numbers and names that people write stay readable.
+"""
 
 import re
 from typing import TypeVar, cast
 
 HIDDEN = "***"
-_NAME = r"[\w.-]*(?:token|secret|passw(?:or)?d|api_?key|access_?key|signature|credentials?)"
+# What a name ends in whose value is secret, whatever it is.
+_SECRET = (
+    r"(?:token|secret|passw(?:or)?d|passphrase|api_?key|access_?key|secret_?key|private_?key|"
+    r"signature|credentials?|authorization)"
+)
+# What a name ends in whose value is secret unless it is a number, a truth value or a path.
+_PERHAPS = r"(?:key|auth|sig|pass|pwd|cookie)"
+_PLAIN = r"(?!(?:true|false|none|auto|[-+.\d]{1,12}|\.{0,2}/[^&;\s'\"]*)(?:[&;#\s'\")]|$))"
+_VALUE = r"[^&;#\s'\")]+"
+_SERVICES = (
+    r"hf_[A-Za-z0-9]{28,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|"
+    r"gl(?:pat|rt|cbt|dt|ptt|ft|soat|agent|imt|oas)-[\w.-]{16,}|sk-(?:ant|proj|svcacct|or)-[\w-]{16,}|"
+    r"sk-[A-Za-z0-9]{20,}|[srp]k_(?:live|test)_[A-Za-z0-9]{10,}|xox[a-z]-[\w-]{10,}|xapp-[\w-]{10,}|"
+    r"wandb_v1_\w{16,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{40,}|dop_v1_[0-9a-f]{32,}|ya29\.[\w-]{16,}|"
+    r"AIza[\w-]{20,}|A(?:KI|SI)A[A-Z0-9]{12,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
+)
+_PORT = r"(?![^/@\s'\"?#:]*:\d{1,5}(?:/|$))"
 _PATTERNS = [
-    (r"(?<=://)[^/@\s'\"]+(?=@)", HIDDEN),  # https://user:password@host
-    (rf"(?i)([?&;]{_NAME}=)[^&;#\s'\")]+", rf"\1{HIDDEN}"),  # https://host/?token=...
-    (rf"(?i)^(-*{_NAME}=).+", rf"\1{HIDDEN}"),  # an argument, a variable
-    (
-        r"\b(?:hf_|gh[opsu]_|github_pat_|glpat-|sk-|xox[bp]-|wandb_v1_|AKIA)[\w-]{16,}",
-        HIDDEN,
-    ),  # as those who give keys away have them begin
+    # https://user:password@host: up to the last @ before what may be a host
+    (rf"(?<=://){_PORT}[^/@\s'\"?#:]*:(?:(?!://)[^\s'\"])*(?=@[\w.\[-])", HIDDEN),
+    (r"(?<=://)[^/@\s'\"]+(?=@)", HIDDEN),
+    (rf"(?i)([?&;](?:[\w.-]*?){_SECRET}=){_VALUE}", rf"\1{HIDDEN}"),  # https://host/?token=...
+    (rf"(?i)(://[^\s'\"]*?[?&;](?:[\w.-]*[_.-])?{_PERHAPS}=){_PLAIN}{_VALUE}", rf"\1{HIDDEN}"),
+    (rf"(?i)^(-*[\w.-]*{_SECRET}=).+", rf"\1{HIDDEN}"),  # an argument, a variable
+    (rf"(?i)(?<!\S)(--?[\w.-]*{_SECRET}[= ]){_VALUE}", rf"\1{HIDDEN}"),  # among others
+    (rf"(?i)(?<!\S)(--?(?:[\w.-]*[_.-])?{_PERHAPS}[= ]){_PLAIN}{_VALUE}", rf"\1{HIDDEN}"),
+    (r"(?i)\b(bearer[ +:]+|authorization: *\w+ +)(?=\S*\d)[\w.~+/=-]{8,}", rf"\1{HIDDEN}"),
+    (rf"(?<![A-Za-z0-9])(?=[\w.-]*\d)(?:{_SERVICES})", HIDDEN),
 ]  # fmt: skip
 _COMPILED = [(re.compile(pattern), by) for pattern, by in _PATTERNS]
-_REDACTED = re.compile(r"://\*\*\*@|=\*\*\*|^\*\*\*$")
+_WORD = re.compile(
+    r"(?<![\w/\\.@+-])[A-Za-z0-9_-]{24,}(?![\w/\\@+-]|\.\w)"
+    r"|(?<=/)(?<=\w/)[A-Za-z0-9_-]{24,}(?![\w/\\@+.-])"
+    r"|(?<![\w/\\.@+-])(?=[\w/-]*\+|[\w/+-]+=)[A-Za-z0-9+/_-]{36,}={0,2}(?![\w/\\@+-]|\.\w)"
+)
+_HASH = re.compile(
+    r"(?i)(?:commit|rev(?:ision)?|sha\d*|hash|git|tree|md5|fingerprint|digest)\W{0,4}$"
+)
+_FLAG = re.compile(rf"(?i)--?(?:[\w.-]*{_SECRET}|(?:[\w.-]*[_.-])?{_PERHAPS})")
+_REDACTED = re.compile(r"(?<![\w*/])\*\*\*(?![\w*/])|://\*\*\*@|://[^\s'\"]*/\*\*\*(?![\w*/])")
 T = TypeVar("T")
 
 
 def redacted(value: T) -> T:
-    """The same JSON, or tuples of it, with *** for what looks like a secret in its texts."""
+    """The same JSON, or tuples of it, with *** for what looks like a secret in its texts.
+
+    In a list or tuple the text after a flag whose name says that it is secret is hidden, too.
+    """
     found: object = value
     if isinstance(value, str):
         for pattern, by in _COMPILED:
             found = pattern.sub(by, cast(str, found))
+        found = _WORD.sub(_without_random, cast(str, found))
     elif isinstance(value, dict):
         found = {key: redacted(item) for key, item in value.items()}
     elif isinstance(value, list | tuple):
-        found = type(value)(map(redacted, value))
+        items = [redacted(item) for item in value]
+        for place, (flag, own) in enumerate(zip(value, value[1:], strict=False), start=1):
+            texts = isinstance(flag, str) and isinstance(own, str)
+            if texts and _FLAG.fullmatch(flag) and not own.startswith("-"):
+                items[place] = HIDDEN
+        found = type(value)(items)
     return cast(T, found)
 
 
@@ -37,3 +79,29 @@ def lacks_secret(value: object) -> bool:
     if isinstance(value, list | tuple):
         return any(map(lacks_secret, value))
     return isinstance(value, str) and bool(_REDACTED.search(value))
+
+
+def _without_random(found: re.Match) -> str:
+    """*** for a word that nobody writes; hashes that are said to be some stay."""
+    word, before = found[0], found.string[: found.start()]
+    if before.endswith("/") and not re.search(r"https?://[^\s'\"]*$", before):
+        return word  # of a path
+    return HIDDEN if _random(word) and not _HASH.search(before) else word
+
+
+def _random(word: str) -> bool:
+    """Whether letters and digits change as in a key: in words and numbers they seldom do.
+
+    Of hexadecimal digits only the length of the keys of Weights & Biases counts, because other
+    lengths are hashes.
+    """
+    text = re.sub(r"[^A-Za-z0-9]", "", word)
+    kinds = ["0" if c.isdigit() else "a" if c.islower() else "A" for c in text]
+    changes = sum(a != b for a, b in zip(kinds, kinds[1:], strict=False)) / len(text)
+    letters = 1 - kinds.count("0") / len(text)
+    if re.fullmatch(r"[0-9a-f]+", word.lower()):
+        return len(word) == 40 and 0 < letters < 1
+    if {*kinds} == {"0", "a", "A"}:
+        return len(text) >= 20 and changes >= 0.38 and letters >= 0.6
+    long = len(text) >= 32 and "0" in kinds
+    return long and changes >= 0.2 and letters >= 0.5

@@ -23,9 +23,11 @@ class Data:
     # (): a part of train; auto: the novels' where train is theirs, else ()
     validation: tuple[str, ...] = held_out(("corpus:novels/validation",))
     test: tuple[str, ...] = held_out(("corpus:novels/test",))  # the same
-    store: str = free("")  # a directory written by brt.prepare; replaces everything below and above
+    store: str = free(
+        "", path="read"
+    )  # a directory written by brt.prepare; replaces everything below and above
     # bytes | path/to/a .model or byte-level .json | train:VOCAB_SIZE
-    tokenizer: str = free("bytes", cached=True)
+    tokenizer: str = free("bytes", cached=True, path="read")
     text_field: str = free("text", cached=True)  # the field of a JSONL line or of a TFDS example
     errors: Literal["strict", "replace"] = free("strict", cached=True)  # NULs, what is not UTF-8
     # so many documents that cannot be read are left out, and named in quarantine.jsonl; 0: none is
@@ -35,7 +37,7 @@ class Data:
     # of the documents, where validation names no source
     validation_fraction: float = free(0.05, cached=True)
     test_fraction: float = free(0.05, cached=True)  # the same for test
-    cache_dir: str = free("")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
+    cache_dir: str = free("", path="written")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
     shuffle: bool = fixed(True)  # documents in a new order every epoch
     # of memory tasks: steps after which the second and further sources of train are read, too
     curriculum: tuple[int, ...] = fixed(())

@@ -8,6 +8,9 @@ adaptable    keeps it         takes theirs, or what is said instead
 
 `cached` is for settings that decide what prepared data are, which are kept under a name made of
 them: True for a field's own value, or the name of a property, which decides in its place.
+
+`path` is for settings that name files or directories, which may be those of a stranger's config:
+"read", or "written", which only those who train or prepare follow.
 """
 
 import dataclasses
@@ -18,6 +21,7 @@ _DECLARED = "setting"
 _SOURCES = "sources"  # cached by the content of what they name
 _USUAL = "usual"
 _AUTO: Any = ("auto",)  # in the place of sources
+Path = Literal["", "read", "written"]
 MADE_UP = "generated:"  # how sources begin that are no files
 MEMORY = "memory:"  # and documents that ask for what they told: docs/memory.md
 
@@ -28,16 +32,17 @@ class Setting(NamedTuple):
     resume: bool  # a resumed run may change it
     warm_start: Literal["own", "inherited", "adaptable"]
     cached: bool | str  # prepared data depend on it
+    path: Path = ""
 
 
-def free(default: T, *, cached: bool | str = False) -> T:
+def free(default: T, *, cached: bool | str = False, path: Path = "") -> T:
     """A field that a resumed run may change."""
-    return _field(default, Setting(True, "own", cached))
+    return _field(default, Setting(True, "own", cached, path))
 
 
 def sources(default: T) -> T:
     """A free field that names what is to be prepared."""
-    return _field(default, Setting(True, "own", _SOURCES))
+    return _field(default, Setting(True, "own", _SOURCES, "read"))
 
 
 def held_out(usual: T) -> T:
@@ -46,7 +51,7 @@ def held_out(usual: T) -> T:
     Args:
       usual: those that go with the default of `train`.
     """
-    setting = {_DECLARED: Setting(True, "own", _SOURCES), _USUAL: usual}
+    setting = {_DECLARED: Setting(True, "own", _SOURCES, "read"), _USUAL: usual}
     return dataclasses.field(default=_AUTO, metadata=setting)
 
 

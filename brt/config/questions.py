@@ -26,7 +26,7 @@ class Questions:
     validation: tuple[str, ...] = held_out(("generated:validation/200",))
     test: tuple[str, ...] = held_out(("generated:test/200",))  # the same
     # bytes, a .model or tokenizer.json file, or train:VOCAB_SIZE
-    tokenizer: str = free("bytes", cached=True)
+    tokenizer: str = free("bytes", cached=True, path="read")
     max_length: int = fixed(384, cached=True)  # tokens of a window
     # tokens of a text that a window shares with the one before
     stride: int = fixed(128, cached=True)
@@ -37,7 +37,7 @@ class Questions:
     buckets: tuple[int, ...] = fixed(())  # lengths that batches are padded to; (): max_length
     # answers that are not where the file says
     errors: Literal["refuse", "skip"] = free("refuse", cached=True)
-    cache_dir: str = free("")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
+    cache_dir: str = free("", path="written")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
     shuffle: bool = fixed(True)  # windows in a new order every epoch
 
     def __post_init__(self) -> None:

@@ -33,13 +33,13 @@ class Sentences:
     header: tuple[str, ...] = free((), cached=True)
     labels: tuple[str, ...] = fixed(())  # all, in the classifier's order; (): train's, sorted
     # bytes, a .model or tokenizer.json file, or train:VOCAB_SIZE
-    tokenizer: str = free("bytes", cached=True)
+    tokenizer: str = free("bytes", cached=True, path="read")
     # tokens of a row; of a pair the longer sentence is cut first
     max_length: int = fixed(128, cached=True)
     buckets: tuple[int, ...] = fixed(())  # lengths that batches are padded to; (): max_length
     # rows that hold no sentence or no known label
     errors: Literal["refuse", "skip"] = free("refuse", cached=True)
-    cache_dir: str = free("")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
+    cache_dir: str = free("", path="written")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
     shuffle: bool = fixed(True)  # rows in a new order every epoch
 
     def __post_init__(self) -> None:

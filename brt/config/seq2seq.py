@@ -174,7 +174,7 @@ class Pairs:
     # the column of ids; "": `id` where there is one, else the row's number
     id_field: str = free("", cached=True)
     # path/to/spiece.model | path/to/tokenizer.json | train:SIZE
-    tokenizer: str = free("train:4000", cached=True)
+    tokenizer: str = free("train:4000", cached=True, path="read")
     prefix: str = fixed("", cached=True)  # put before every document; T5's is "summarize: "
     max_source_length: int = fixed(1024, cached=True)  # tokens, the end included
     max_target_length: int = fixed(128, cached=True)
@@ -183,7 +183,7 @@ class Pairs:
     buckets: tuple[int, ...] = fixed(())  # source lengths that batches are padded to; (): one
     # rows that are empty, damaged or not UTF-8
     errors: Literal["refuse", "skip"] = free("refuse", cached=True)
-    cache_dir: str = free("")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
+    cache_dir: str = free("", path="written")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
     shuffle: bool = fixed(True)  # pairs in a new order every epoch
 
     def __post_init__(self) -> None:

@@ -14,7 +14,9 @@ class Training:
     task: str = fixed("language_modeling")  # what is learned: a name of brt.tasks.TASKS
     steps: int = free(100_000)
     epochs: float = free(0.0)  # passes over the training data, in place of steps; 0: as steps say
-    init_from: str = free("")  # weights that brt.convert wrote, or a run's workdir; "": random ones
+    init_from: str = free(
+        "", path="read"
+    )  # weights that brt.convert wrote, or a run's workdir; "": random ones
     batch_size: int = fixed(32)  # lanes, over all devices and hosts
     segment_length: int = fixed(4096)  # tokens of a lane per step; a multiple of Model.window
     gradient_accumulation: int = free(1)  # parts into which the lanes of a step are cut

@@ -15,6 +15,7 @@ from typing import Any
 from brt import tasks
 from brt.checkpointing import reader
 from brt.config import Config
+from brt.config_io import to_read_with
 from brt.errors import CheckpointError, ConfigError
 from brt.evaluation import job
 from brt.training import evaluations, saved
@@ -66,12 +67,12 @@ class Patience:
 
 
 def wait_for_config(path: Path, patience: Patience) -> Config:
-    """The config of the run in a workdir, as soon as its trainer has written it."""
+    """The config to read a run in a workdir with, as soon as its trainer has written it."""
     while (config := workdirs.saved_config(path)) is None:
         there = "" if path.is_dir() else ", which does not exist yet"
         patience.wait(f"a trainer to start in {path}{there}")
     patience.rewarded()
-    return config
+    return to_read_with(config)
 
 
 class Follower:

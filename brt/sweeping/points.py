@@ -11,6 +11,7 @@ from brt.bindings import Binding, Resolved
 from brt.config import Config
 from brt.config_io import config_values, suggestion
 from brt.errors import ConfigError
+from brt.formatting import printable
 from brt.sweeping.settings import SEED, NamedPoint, Sweep
 
 RESERVED = ("plots", "slurm")  # what a sweep has in its workdir besides points
@@ -62,6 +63,8 @@ def expand(sweep: Sweep, resolve: Resolve) -> list[Point]:
     points = []
     for point, sample, cell in _cells(named, samples, sweep.grid):
         name, include, own, _ = point
+        if not name.isprintable():
+            raise ConfigError(f"point {name!r} has characters that cannot be printed; rename it")
         parts = {
             field: f"{short[field]}={_text(value)}" for field, value in (sample | cell).items()
         }
@@ -139,7 +142,7 @@ def _text(value: Any) -> str:
         return "+".join(map(_text, value)) or "none"
     if isinstance(value, float):
         return repr(value).removesuffix(".0")
-    return str(value)
+    return printable(str(value)).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _directory(name: str) -> str:

@@ -44,7 +44,7 @@ def script(
       options: more for sbatch, as on its command line.
 
     Raises:
-      ConfigError: `options` are no options.
+      ConfigError: `options` are no options, or a directive would end its line.
     """
     flags = [f"--gin_file={file}" for file in files]
     flags += [f"--gin_bindings={binding}" for binding in bindings]
@@ -67,6 +67,11 @@ def script(
         "--signal=B:TERM@120",
         *more,
     ]
+    if bad := [directive for directive in directives if not directive.isprintable()]:
+        raise ConfigError(
+            f"{bad[0]!r} has a line end or another control character, which a script for SLURM "
+            "cannot hold; name another --workdir, or leave it out of --slurm"
+        )
     return "\n".join(
         [
             "#!/bin/bash",

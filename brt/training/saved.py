@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 from brt import tasks
 from brt.checkpointing import reader
 from brt.config import Config
-from brt.config_io import config_from_json
+from brt.config_io import config_from_json, to_read_with
 from brt.distributed import mesh as meshes
 from brt.errors import ConfigError, DataError
 from brt.tasks.protocol import Corpus
@@ -45,7 +45,7 @@ class SavedModel(NamedTuple):
 
 
 def load_config(workdir: Path, step: int | None = None) -> tuple[Workdir, reader.Found, Config]:
-    """What a checkpoint says of its model, without reading the arrays.
+    """What a checkpoint says of its model, without reading the arrays, and not where to write.
 
     Raises:
       ConfigError: the workdir does not exist.
@@ -55,7 +55,7 @@ def load_config(workdir: Path, step: int | None = None) -> tuple[Workdir, reader
         raise ConfigError(f"--workdir={workdir} does not exist")
     place = Workdir(workdir)
     found = reader.find(place.checkpoints, step)
-    return place, found, config_from_json(found.meta["config"])
+    return place, found, to_read_with(config_from_json(found.meta["config"]))
 
 
 def load(workdir: Workdir, found: reader.Found, config: Config) -> SavedModel:
@@ -123,7 +123,8 @@ def open_split(model: SavedModel, split: str) -> Corpus:
         that have changed, so that what was held out is not known any more.
     """
     config, task = model.config, tasks.of(model.config)
-    trained, now = (getattr(c, task.data) for c in (config_from_json(model.meta["config"]), config))
+    configs = config_from_json(model.meta["config"]), config
+    trained, now = (getattr(to_read_with(c), task.data) for c in configs)
     asked = getattr(now, "tokenizer", "")  # speech has none
     if asked != getattr(trained, "tokenizer", ""):
         raise ConfigError(

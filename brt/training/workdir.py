@@ -265,7 +265,7 @@ def provenance() -> dict[str, Any]:
         "devices": [
             f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()
         ],
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "xla_flags": redacted(os.environ.get("XLA_FLAGS", "")),
     }
 
 

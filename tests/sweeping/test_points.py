@@ -237,3 +237,30 @@ def test_the_config_of_a_point_is_shown_with_origins(
     sweeps("--print_config", "--array_index=1")
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("Training.seed ")]
     assert line.split("#")[0].split() == ["Training.seed", "=", "1"] and "sweep.gin:" in line
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "..", ".", "-rf", "~", "x" * 5000, "a/../../b"])
+def test_a_point_stays_in_the_directory_of_the_sweep(name: str, sweeps: Sweeps) -> None:
+    (point,) = expanded(sweeps, f"Sweep.points = ({{'name': {name!r}, 'Training.seed': 1}},)")
+    assert Path(point.directory).name == point.directory
+    assert point.directory[0] not in ".-~" and len(point.directory) < 100
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\x1b[2J", "a\nb", "\u202eb"])
+def test_names_that_cannot_be_printed_are_refused(name: str, sweeps: Sweeps) -> None:
+    with pytest.raises(ConfigError, match="cannot be printed; rename it") as caught:
+        expanded(sweeps, f"Sweep.points = ({{'name': {name!r}, 'Training.seed': 1}},)")
+    assert str(caught.value).isprintable()
+
+
+def test_values_that_cannot_be_printed_have_names_that_can(names: Names) -> None:
+    grid = {"Data.text_field": ("\x1b[2J", "a\nb")}
+    assert all(name.isprintable() for name in names(f"Sweep.grid = {grid!r}"))
+
+
+def test_names_that_differ_in_case_alone_are_refused(sweeps: Sweeps) -> None:
+    with pytest.raises(ConfigError, match="would share the directory"):
+        expanded(
+            sweeps,
+            "Sweep.points = ({'name': 'a', 'Training.seed': 1}, {'name': 'A', 'Training.seed': 2})",
+        )

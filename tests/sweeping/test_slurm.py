@@ -84,3 +84,27 @@ def test_submitting_needs_sbatch_and_says_what_it_says(
     monkeypatch.setenv("PATH", str(sweeps.directory))
     with pytest.raises(ConfigError, match="--submit needs sbatch, which is not on this machine"):
         sweeps("--submit")
+
+
+EVIL = ["$(touch pwned)", "`touch pwned`", "'; touch pwned; '", "a; touch pwned", "-x", "a b"]
+
+
+@pytest.mark.parametrize("text", [*EVIL, "a\ntouch pwned\n", "a\n#SBATCH --wrap=x"])
+@pytest.mark.parametrize("place", ["workdir", "files", "bindings", "options"])
+def test_nothing_in_a_script_runs_but_the_sweep(
+    place: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {"workdir": Path("out"), "files": ["a.gin"], "bindings": ["b"], "options": ""}
+    given[place] = {"workdir": Path(text), "options": f'--comment="{text}"'}.get(place, [text])
+    try:
+        script = slurm.script(3, **given)
+    except ConfigError as error:
+        assert place in ("workdir", "options") and not text.isprintable() and "SLURM" in str(error)
+        return
+    head = script.partition("\n\ncd ")[0]  # sbatch reads no directives after the first command
+    assert all(line.startswith("#") for line in head.splitlines())
+    shown = script.removesuffix(slurm.BODY) + 'printf "%s\\0" "$@"'
+    done = subprocess.run(["bash"], input=shown, capture_output=True, text=True, check=True)
+    assert not (tmp_path / "pwned").exists()
+    assert place == "options" or text in done.stdout, "and the sweep is told it as it is"

@@ -60,12 +60,16 @@ def logits(params: Mapping[str, Any], described: Described, x: Inputs) -> np.nda
 
 
 def transformers_logits(directory: Path, x: Inputs) -> np.ndarray | None:
-    """The same of Hugging Face's model in `directory`; None where it is not installed."""
+    """The same of Hugging Face's model in `directory`; None where it is not installed.
+
+    No code that lies in the directory runs, and nothing is unpickled.
+    """
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         return None
     torch = importlib.import_module("torch")
     classes = importlib.import_module("transformers").AutoModelForSeq2SeqLM
-    model = classes.from_pretrained(directory, torch_dtype=torch.float32).eval()
+    safe = {"trust_remote_code": False, "use_safetensors": True}
+    model = classes.from_pretrained(directory, torch_dtype=torch.float32, **safe).eval()
     with torch.no_grad():
         out = model(
             input_ids=torch.tensor(x.source, dtype=torch.long),

@@ -1,0 +1,235 @@
+"""What commands open when the run in --workdir is a stranger's.
+
+Python's audit hook tells of every file, directory, process and connection. Files that libraries
+open in C++ (the arrays of a checkpoint) are below paths that it has told before.
+"""
+
+import dataclasses
+import importlib
+import json
+import os
+import shutil
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import brt
+from brt import user_cache
+from brt.checkpointing import manifest
+from brt.config import SECTIONS, Config
+from brt.config.fields import settings
+from brt.config_io import FIELDS, SECTION_TYPES, config_from_json, config_json
+
+from .conftest import Commands
+
+# What opens, changes or executes something, and how many of its arguments are paths.
+EVENTS = {
+    "open": 1, "os.listdir": 1, "os.scandir": 1, "os.mkdir": 1, "os.rename": 2, "os.remove": 1,
+    "os.link": 2, "os.symlink": 2, "os.truncate": 1, "os.rmdir": 1, "os.chmod": 1, "os.chown": 1,
+    "os.utime": 1, "shutil.rmtree": 1, "shutil.move": 2, "shutil.copyfile": 2, "os.chdir": 1,
+}  # fmt: skip
+FORBIDDEN = {
+    "subprocess.Popen",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "socket.connect",
+}
+INSTALLED = [
+    *sysconfig.get_paths().values(), *site.getsitepackages(), sys.prefix, sys.base_prefix,
+    os.path.dirname(brt.__file__), "/proc", "/sys", "/dev/null", "/dev/urandom", "/usr", "/lib",
+    "/etc",
+]  # fmt: skip
+
+
+class Trace:
+    """What this process opens while it is on.
+
+    Attributes:
+      paths: absolute ones.
+      others: events that commands that only read a run have no use for.
+    """
+
+    def __init__(self) -> None:
+        self.on, self.paths, self.others = False, set[Path](), set[str]()
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple) -> None:
+        if not self.on:
+            return
+        if event in FORBIDDEN:
+            self.others.add(f"{event} {arguments}")
+        for path in arguments[: EVENTS.get(event, 0)]:
+            if isinstance(path, str | bytes | os.PathLike):
+                self.paths.add(Path(os.path.abspath(os.fsdecode(path))))
+
+    def elsewhere(self, *places: Path) -> set[Path]:
+        """Paths that are neither in one of these nor of what is installed."""
+        allowed = [Path(place) for place in (*places, *INSTALLED)]
+        allowed += [path.resolve() for path in allowed]
+        found = self.paths - {*map(Path, sys.path)}  # which imports list
+        return {p for p in found if not any(p == a or a in p.parents for a in allowed)}
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return Trace()
+
+
+@pytest.fixture(autouse=True)
+def _fresh(trace: Trace) -> Iterator[None]:
+    trace.paths.clear()
+    trace.others.clear()
+    yield
+    trace.on = False
+
+
+def is_text(name: str) -> bool:
+    """Whether any text may stand in a setting."""
+    return FIELDS[name] in (str, tuple[str, ...])
+
+
+def path_of(name: str) -> str:
+    """What a setting says of itself: that its path is read or written, or "" of others."""
+    section, _, field = name.partition(".")
+    return settings(SECTION_TYPES[section])[field].path
+
+
+def with_text(config: Config, name: str, text: str) -> Config:
+    """The config with a text in a setting of one or of several."""
+    section, _, field = name.partition(".")
+    value = text if FIELDS[name] is str else (text,)
+    attribute = SECTIONS[section]
+    changed = dataclasses.replace(getattr(config, attribute), **{field: value})
+    return dataclasses.replace(config, **{attribute: changed})
+
+
+def trapped(config: Config, trap: Path) -> Config:
+    """The config with every path naming one of its own in `trap`, and trackers asked for."""
+    for name in (*filter(path_of, FIELDS), "Logging.wandb_project", "Logging.mlflow_experiment"):
+        config = with_text(config, name, str(trap / name))
+    return config
+
+
+def snapshot(place: Path) -> dict[str, bytes | None]:
+    return {
+        str(path.relative_to(place)): path.read_bytes() if path.is_file() else None
+        for path in sorted(place.rglob("*"))
+    }
+
+
+@pytest.fixture(scope="module")
+def trap(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files and directories for settings to name."""
+    found = tmp_path_factory.mktemp("trap")
+    for name in filter(path_of, FIELDS):
+        if path_of(name) == "written":
+            (found / name / "programs").mkdir(parents=True)
+            (found / name / "xla").mkdir()
+        else:
+            (found / name).write_text("secret")
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The workdir of a short run that every command takes."""
+    run = tmp_path_factory.mktemp("plain") / "run"
+    commands.train(run, "Model.memorizing_layers = ()", "Training.steps = 2")
+    return run
+
+
+@pytest.fixture
+def foreign(plain: Path, trap: Path, tmp_path: Path) -> Path:
+    """A run whose configs name the trap wherever they can, with checksums that fit."""
+    run = Path(shutil.copytree(plain, tmp_path / "foreign"))
+    for file in [run / "config.json", *run.glob("checkpoints/*/meta.json")]:
+        content = json.loads(file.read_text())
+        saved = content["config"] if file.name == "meta.json" else content
+        config = config_json(trapped(config_from_json(saved), trap))
+        file.write_text(json.dumps(content | {"config": config} if "config" in content else config))
+    for checkpoint in run.glob("checkpoints/*"):
+        (checkpoint / manifest.NAME).unlink()
+        manifest.write(checkpoint)
+    (run / "config.gin").write_text("include '/etc/passwd'\n")
+    return run
+
+
+def test_every_setting_of_a_path_says_so() -> None:
+    """A new setting of text is a path, or is written down here as what it is."""
+    no_paths = """
+        Training.task Logging.wandb_project Logging.mlflow_experiment
+        Data.text_field Pairs.source_field Pairs.target_field Pairs.id_field Pairs.prefix
+        Sentences.first_field Sentences.second_field Sentences.label_field Sentences.id_field
+        Sentences.header Sentences.labels Model.layer_kinds
+    """.split()
+    silent = {name for name in filter(is_text, FIELDS) if not path_of(name)}
+    assert silent <= {*no_paths}, f"{silent - {*no_paths}}: say path='read' or 'written'"
+
+
+def test_the_trap_is_in_every_path_of_a_config(foreign: Path, trap: Path) -> None:
+    saved = json.loads((foreign / "config.json").read_text())
+    for name in filter(path_of, FIELDS):
+        section, _, field = name.partition(".")
+        assert str(trap / name) in str(saved[section][field]), name
+
+
+COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
+    "generate": lambda run, out: [f"--workdir={run}", "--prompt=e", "--max_tokens=3",
+                                  f"--save_state={out}/s.npz"],
+    "inspect": lambda run, out: [f"--workdir={run}", f"--json={out}/i.json"],
+    "convert": lambda run, out: ["--from=brt", str(run), "--to=hf", f"{out}/exported"],
+    "evaluate": lambda run, out: [f"--workdir={run}", "--gin.Data.store=''",
+                                  f"--gin.Data.test='{out}/own'", f"--json={out}/e.json"],
+}  # fmt: skip
+
+
+def run_command(name: str, flags: list[str], trace: Trace) -> None:
+    command = importlib.import_module(f"brt.{name}")
+    arguments = command.parser().parse_args(flags)
+    trace.on = True
+    try:
+        command.main(arguments)
+    finally:
+        trace.on = False
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_who_reads_a_run_opens_nothing_that_it_names(
+    name: str,
+    foreign: Path,
+    trap: Path,
+    tmp_path: Path,
+    trace: Trace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out, before = tmp_path / "out", snapshot(trap)
+    (out / "own").mkdir(parents=True)
+    monkeypatch.chdir(out)  # what a directory's descriptor makes absolute is told as relative
+    (out / "own/a.txt").write_text("ether and stone " * 20)
+    run_command(name, COMMANDS[name](foreign, out), trace)
+    own = (
+        foreign,
+        out,
+        user_cache.directory(),
+        Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", out)),
+    )
+    assert not trace.elsewhere(*own)
+    assert not trace.others
+    assert snapshot(trap) == before
+
+
+def test_from_python_too(foreign: Path, trap: Path, tmp_path: Path, trace: Trace) -> None:
+    before = snapshot(trap)
+    trace.on = True
+    model = brt.load(foreign)
+    model.bits_per_byte("ether")
+    model.generate("e", max_tokens=2)
+    trace.on = False
+    assert not trace.elsewhere(foreign, user_cache.directory()) and not trace.others
+    assert snapshot(trap) == before
