@@ -47,7 +47,7 @@ def gather(
     # One gather of a token more than a block gives both inputs and targets.
     column = np.arange(-1, window)
     index = (store.offsets[document] + past)[..., None] + np.minimum(column, left - 1)
-    tokens = store.tokens[np.where(left > 0, np.maximum(index, 0), 0)].astype(np.int32)
+    tokens = store.tokens.gather(np.where(left > 0, np.maximum(index, 0), 0)).astype(np.int32)
     scored = column[1:] < left
     inputs = np.where(scored, tokens[..., :-1], np.int32(store.bos_id))
     document_start = ~real | (block == 0)

@@ -20,7 +20,7 @@ from brt.data.sources import FileHash
 from brt.data.splits import SPLITS
 from brt.errors import DataError
 
-MANIFEST = "corpus.json"
+MANIFEST = manifests.CORPUS
 READING = 2  # how sources are read; another number where the same files become other text or rows
 SEED = 0  # of a tokenizer's sample
 NAMED = 3  # documents of a split

@@ -15,6 +15,7 @@ from brt import durable, locks, untrusted
 from brt.errors import DataError
 
 FORMAT = 1  # of stores and prepared corpora; another format is another cache entry
+CORPUS = "corpus.json"  # the manifest of a directory whose stores were prepared together
 _HELD = ".held"  # in a temporary directory: locked as long as a process fills it
 
 
@@ -32,13 +33,16 @@ def read(path: Path, kind: Mapping[Any, Any]) -> dict[str, Any]:
         if (found := manifest.get("format")) == FORMAT:
             untrusted.check(manifest, kind)
     except OSError as error:
+        whole = preparation(path.parent)
+        remedy = "write it with python -m brt.prepare"
+        if whole != path.parent:
+            remedy = f"delete {whole} and prepare it again"
         raise DataError(
-            f"{path.parent} holds no finished preparation ({path.name} is missing); "
-            "write it with python -m brt.prepare"
+            f"{path.parent} holds no finished preparation ({path.name} is missing); {remedy}"
         ) from error
     except ValueError as error:
         raise DataError(
-            f"{path} is damaged ({error}); delete {path.parent} and prepare it again"
+            f"{path} is damaged ({error}); delete {preparation(path.parent)} and prepare it again"
         ) from error
     if found != FORMAT:
         raise DataError(
@@ -52,14 +56,22 @@ def write(path: Path, manifest: Mapping[str, Any]) -> None:
     path.write_text(json.dumps({"format": FORMAT, **manifest}, indent=1), encoding="utf-8")
 
 
+def preparation(store: Path) -> Path:
+    """What has to be made anew where a store is damaged: all splits that were prepared with it."""
+    whole = store.parent
+    return whole if (whole / CORPUS).is_file() else store
+
+
 @contextlib.contextmanager
 def undamaged(directory: Path, what: str) -> Iterator[None]:
     """Raises DataError for anything that does not fit in a directory's files."""
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
+        whole = preparation(directory)
+        named = "it" if whole == directory else whole
         raise DataError(
-            f"the {what} {directory} is damaged ({error}); delete it and prepare it again"
+            f"the {what} {directory} is damaged ({error}); delete {named} and prepare it again"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The tokens of a split on disk: memory-mapped, with counts per document and a manifest.
+"""The tokens of a split on disk, with counts per document and a manifest.
 
 A store is a directory:
 
@@ -20,6 +20,7 @@ import numpy as np
 from brt.data import manifests
 from brt.data.documents import Document
 from brt.data.rows import store
+from brt.data.rows.on_disk import OnDisk
 from brt.data.tokenizers import Tokenizer
 from brt.errors import DataError
 
@@ -29,7 +30,7 @@ class TokenStore:
     """Documents as tokens.
 
     Attributes:
-      tokens: uint [tokens], memory-mapped.
+      tokens: uint [tokens], read where they are asked for.
       offsets: int64 [documents + 1]; document d is tokens[offsets[d]:offsets[d + 1]].
       bytes: int64 [documents], of the UTF-8 text.
       characters: int64 [documents], Unicode code points.
@@ -39,7 +40,7 @@ class TokenStore:
 
     directory: Path
     manifest: Mapping[str, Any]
-    tokens: np.ndarray
+    tokens: OnDisk
     offsets: np.ndarray
     bytes: np.ndarray
     characters: np.ndarray
@@ -58,7 +59,7 @@ class TokenStore:
         ) as found:  # fmt: skip
             manifest, columns = found.manifest, found.columns
             dtype, offsets = stored_dtype(manifest), columns["offsets"]
-            tokens = found.mapped("tokens.bin", dtype, offsets, "documents").values
+            tokens = found.on_disk("tokens.bin", dtype, offsets, "documents").values
             if (
                 manifest["tokens"] != len(tokens)
                 or not 0 <= manifest["bos_id"] < manifest["vocab_size"]
@@ -91,7 +92,7 @@ class TokenStore:
         return len(self.names)
 
     def document(self, index: int) -> np.ndarray:
-        """The tokens of a document, a view."""
+        """uint [tokens], those of a document."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
 

@@ -3,8 +3,9 @@
 python tests/faults/soak.py --kills 1000 --flips 200 [--seed 0] [--tasks language,speech]
 
 Kills at random moments of every task, of one process and of two; a bit flipped in every class of
-file; a full disk in every phase; a hung peer and a dead one; SIGTERM in every phase. Each run is
-started again until it is done and compared with one to which nothing happened.
+file; a full disk in every phase; a hung peer and a dead one; SIGTERM in every phase; every call of
+the file system in a short life of each command, which fails (calls.py). Each run is started again
+until it is done and compared with one to which nothing happened.
 """
 
 import argparse
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/sharded"), str(Path(__file__).parent)]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import calls  # noqa: E402
 from harness import (  # noqa: E402
     PHASES,
     TASKS,
@@ -242,6 +244,16 @@ def ordeal(
             peers(soak, task, 1)
 
 
+def failing_calls(passes: int) -> bool:
+    """Whether something is lost or silent where calls of the file system fail."""
+    if not passes:
+        return False
+    done = calls.start([f"--passes={passes}"])
+    if done is None:
+        print("failing calls: left out, this machine is not Linux or has no C compiler")
+    return done is not None and done.returncode != 0
+
+
 def main() -> int:
     args = parser().parse_args()
     tasks = args.tasks.split(",")
@@ -254,7 +266,7 @@ def main() -> int:
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(ordeal, soaks, tasks, kills_, flips_, [args] * len(tasks)))
     report(soaks)
-    return any(soak.failures for soak in soaks)
+    return failing_calls(args.passes) | any(soak.failures for soak in soaks)
 
 
 def _shared(whole: int, parts: int) -> list[int]:
@@ -284,6 +296,10 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--tasks", default=",".join(TASKS), help="default: all of them")
     flags.add_argument("--processes", default="1,2", help="of killed runs; default: 1,2")
     flags.add_argument("--jobs", type=int, default=2, help="tasks side by side; default: 2")
+    flags.add_argument(
+        "--passes", type=int, default=1,
+        help="over the calls of the file system, each with other errors; 5: all of them; default 1",
+    )  # fmt: skip
     flags.add_argument("--only_kills", action="store_true", help="and flips, nothing else")
     flags.add_argument("--place", help="where to work; default: the system's temporary directory")
     return flags

@@ -1,10 +1,12 @@
-"""Rows of different lengths in one array, memory-mapped where it is large; any is found at once."""
+"""Rows of different lengths in one array, on disk where it is large; any is found at once."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+
+from brt.data.rows.on_disk import OnDisk
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -15,14 +17,14 @@ class Ragged:
       offsets: int64 [rows + 1].
     """
 
-    values: np.ndarray
+    values: np.ndarray | OnDisk
     offsets: np.ndarray
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int | np.integer) -> np.ndarray:
-        """A view of a row."""
+        """A row: a view of what is in memory, a copy of what is on disk."""
         return self.values[self.offsets[row] : self.offsets[row + 1]]
 
     @property
@@ -32,10 +34,10 @@ class Ragged:
 
     def columns(self, name: str) -> dict[str, np.ndarray]:
         """The two arrays under the names that `store.Files.ragged` knows."""
-        return {name: self.values, f"{name}_offsets": self.offsets}
+        return {name: self.values[:], f"{name}_offsets": self.offsets}
 
 
-def checked(values: np.ndarray, offsets: np.ndarray) -> Ragged:
+def checked(values: np.ndarray | OnDisk, offsets: np.ndarray) -> Ragged:
     """Rows that somebody else has described; ValueError where they are not among the values."""
     if (
         offsets.dtype != np.int64 or offsets.ndim != 1 or not len(offsets) or offsets[0] != 0
@@ -80,12 +82,13 @@ class Writer:
 
 
 def read(path: Path, dtype: np.dtype, offsets: np.ndarray) -> Ragged:
-    """Maps a file that `Writer` wrote.
+    """Opens a file that `Writer` wrote.
 
     Raises:
       ValueError: it has another size than `offsets` says.
       OSError: it cannot be read.
     """
-    if offsets.size and path.stat().st_size != int(offsets.flat[-1]) * dtype.itemsize:
+    count, rest = divmod(path.stat().st_size, dtype.itemsize)
+    if rest or (offsets.size and count != int(offsets.flat[-1])):
         raise ValueError(f"{path.name} has another size than its rows")
-    return checked(np.memmap(path, dtype, mode="r"), offsets)
+    return checked(OnDisk(path, dtype, count), offsets)

@@ -67,7 +67,7 @@ class Files(NamedTuple):
         """Rows whose values and offsets are two arrays."""
         return ragged.checked(self.columns[name], self.columns[offsets or f"{name}_offsets"])
 
-    def mapped(self, file: str, dtype: np.dtype, offsets: np.ndarray, count: str) -> Ragged:
+    def on_disk(self, file: str, dtype: np.dtype, offsets: np.ndarray, count: str) -> Ragged:
         """The rows of a file; raises ValueError for more or fewer than the manifest counts."""
         rows = ragged.read(self.directory / file, dtype, offsets)
         self.check(count, rows)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 from brt.config import Config
 from brt.data.lanes import evaluation_batches
 from brt.data.preparation import Corpus
+from brt.data.rows.on_disk import OnDisk
 from brt.data.tokenizers import Tokenizer, decode
 from brt.distributed import rules
 from brt.formatting import counted
@@ -215,7 +216,7 @@ class MaskedEvaluator:
             past.update(rows)
 
 
-def token_entropy(tokens: Integer[np.ndarray, " N"]) -> float:
+def token_entropy(tokens: Integer[np.ndarray, " N"] | OnDisk) -> float:
     """Bits per token of whoever knows how frequent each is, and nothing of its context."""
     counts = np.bincount(tokens[:_ENTROPY_TOKENS])
     shares = counts[counts > 0] / counts.sum()

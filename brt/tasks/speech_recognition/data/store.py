@@ -52,7 +52,7 @@ class SpeechStore(RowStore):
           DataError: it is missing, unfinished, of another format, or its sizes do not fit.
         """
         with store.opened(directory, TEXTS, facts=_FACTS) as found:
-            values = found.mapped("features.bin", FLOAT, found.columns["values"], "utterances")
+            values = found.on_disk("features.bin", FLOAT, found.columns["values"], "utterances")
             targets = found.ragged("targets", "target_offsets")
             columns = {name: found.columns[name] for name in (*TEXTS, "frames")}
             found.check("utterances", targets, *columns.values())
@@ -68,7 +68,7 @@ class SpeechStore(RowStore):
         return self.manifest["vocabulary"]
 
     def features(self, row: int | np.integer) -> np.ndarray:
-        """float32 [X, width], a view."""
+        """float32 [X, width]."""
         return self.values[row].reshape(-1, self.width)
 
     @property
@@ -114,7 +114,7 @@ def finish(
     targets = ragged.joined(
         [vocabulary.encode(text) for text in columns["transcripts"]], np.dtype(np.int32)
     )
-    arrays = {"values": offsets, "targets": targets.values, "target_offsets": targets.offsets}
+    arrays = {"values": offsets, "targets": targets.values[:], "target_offsets": targets.offsets}
     identity = b"".join(array.astype("<i8").tobytes() for array in arrays.values())
     frames = np.array(columns["frames"], np.int64)
     counts = {

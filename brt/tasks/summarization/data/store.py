@@ -65,7 +65,7 @@ class PairStore(RowStore):
             dtypes = dict.fromkeys(TEXTS, stored_dtype(found.manifest))
             dtypes["reference"] = np.dtype(np.uint8)
             texts = {
-                name: found.mapped(f"{name}.bin", dtype, found.columns[name], "pairs")
+                name: found.on_disk(f"{name}.bin", dtype, found.columns[name], "pairs")
                 for name, dtype in dtypes.items()
             }
             found.check("pairs", *(found.columns[name] for name in ("ids", *UNCUT)))

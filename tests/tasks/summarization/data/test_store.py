@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from brt import config
+from brt.data.rows.on_disk import OnDisk
 from brt.errors import DataError
 from brt.tasks.summarization.data import store, tokenization
 from brt.tasks.summarization.data.columns import Pair
@@ -38,7 +39,7 @@ def test_what_was_written_is_read(tmp_path, pairs, tokenizer):
         assert opened.summary(row) == pair.target
         assert opened.ids[row] == pair.id
     assert opened.source.values.dtype == np.uint16
-    assert isinstance(opened.source.values, np.memmap)
+    assert isinstance(opened.source.values, OnDisk)
 
 
 def test_what_was_cut_is_counted(tmp_path, pairs, tokenizer):
