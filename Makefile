@@ -1,17 +1,22 @@
-# make help lists the targets. PYTHON, VENV and PYTEST_FLAGS can be set: make PYTHON=python3.12 test
+# make help lists the targets. PYTHON, VENV, LOCKED and PYTEST_FLAGS can be set: make PYTHON=python3.12 test
 
 PYTHON ?= python3
 VENV ?= .venv
 # Whole files to a process: what a file trains or compiles for its tests is made once.
 PYTEST_FLAGS ?= -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --durations=20
+# 1: the versions that the tests ran with, in requirements.lock; 0: the newest that setup.py allows.
+LOCKED ?= 1
 WORKDIR ?= runs/quickstart
 PROMPT ?= It was late in the evening when
 
 RUN := $(VENV)/bin/python
 # Python compiles what is imported; pip, which compiles all, takes a quarter longer to a first step.
-PIP := $(RUN) -m pip --disable-pip-version-check install --quiet --no-compile
+PIP := $(RUN) -m pip --disable-pip-version-check install --quiet --no-compile \
+  $(if $(filter 1,$(LOCKED)),--constraint requirements.lock,--upgrade)
+TESTED := $(VENV)/installed-test-$(LOCKED)
+INSTALLED := $(VENV)/installed-$(LOCKED)
 
-.PHONY: help quickstart test test-all test-compile soak lint wheel clean
+.PHONY: help versions quickstart test test-all test-compile soak lint wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,27 +27,31 @@ help:
 	@echo 'make soak        kill, damage, fill and hang runs for hours; SOAK_FLAGS="--kills 30" for less'
 	@echo 'make lint        check style, formatting and types'
 	@echo 'make wheel       build dist/brt-*.whl'
+	@echo 'LOCKED=0 with any of them: the newest versions that setup.py allows, not those of requirements.lock'
 	@echo 'make clean       remove what was built; $(VENV) and runs/ stay'
 
-quickstart: $(VENV)/installed
+quickstart: $(INSTALLED)
 	$(RUN) -m brt.train --gin_file=configs/runs/quickstart.gin --workdir=$(WORKDIR)
 	$(RUN) -m brt.evaluate --workdir=$(WORKDIR) --split=test --ablate=state --gin.Evaluation.segment_length=64
 	$(RUN) -m brt.generate --workdir=$(WORKDIR) --prompt='$(PROMPT)' --max_tokens=400
 
-test: $(VENV)/installed-test
+versions: $(TESTED)
+	@$(RUN) -c 'import platform; from importlib.metadata import version; print("Python", platform.python_version(), *(f"{name} {version(name)}" for name in ("jax", "flax", "numpy")))'
+
+test: $(TESTED)
 	$(RUN) -m pytest $(PYTEST_FLAGS)
 
-test-all: $(VENV)/installed-test
+test-all: $(TESTED)
 	$(RUN) -m pytest $(PYTEST_FLAGS) -m 'slow or not slow'
 
-test-compile: $(VENV)/installed-test
+test-compile: $(TESTED)
 	$(PIP) --editable '.[tpu-compile,gpu-compile]'
 	$(RUN) -m pytest -m 'slow or not slow' tests/compiled
 
-soak: $(VENV)/installed-test
+soak: $(TESTED)
 	$(RUN) tests/faults/soak.py $(SOAK_FLAGS)
 
-lint: $(VENV)/installed-test
+lint: $(TESTED)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
@@ -66,12 +75,14 @@ $(VENV)/created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/installed: $(VENV)/created setup.py pyproject.toml
+$(INSTALLED): $(VENV)/created setup.py pyproject.toml requirements.lock
 	@echo 'Installing brt into $(VENV); the first time this takes a minute or two.'
+	@rm -f $(VENV)/installed*
 	$(PIP) --editable .
 	@touch $@
 
-$(VENV)/installed-test: $(VENV)/created setup.py pyproject.toml
+$(TESTED): $(VENV)/created setup.py pyproject.toml requirements.lock
 	@echo 'Installing brt and what its tests need into $(VENV).'
+	@rm -f $(VENV)/installed*
 	$(PIP) --editable '.[test]'
-	@touch $@ $(VENV)/installed
+	@touch $@ $(INSTALLED)

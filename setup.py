@@ -47,8 +47,7 @@ EXTRAS = {
     # brt.plan --topology=v5e:4x4, without a TPU: the libtpu whose programs this jax can read
     "tpu-compile": ["jax[tpu]>=0.10.2,<0.13"],
     "gpu-compile": [
-        "jax-cuda12-plugin>=0.10.2,<0.13",
-        "jax-cuda12-pjrt>=0.10.2,<0.13",
+        "jax[cuda12-local]>=0.10.2,<0.13",  # the plugin of the very jaxlib that is installed
         "nvidia-cuda-nvcc-cu12>=12.9,<13",  # ptxas, which says what kernels occupy
     ],  # brt.plan --topology=h100x8, without a GPU
     "test": [

@@ -6,10 +6,9 @@ python -m brt.plan --gin_file=configs/runs/quickstart.gin --devices=8   # fake C
 """
 
 import argparse
-import os
 import sys
 
-from brt import command_line
+from brt import command_line, platforms
 from brt.errors import ConfigError
 
 
@@ -40,11 +39,8 @@ def _choose_platform(args: argparse.Namespace) -> None:
     if args.devices is not None:
         if args.devices < 1:
             raise ConfigError(f"--devices={args.devices} must be above 0")
-        own = os.environ.get("XLA_FLAGS", "")
-        fake = f"--xla_force_host_platform_device_count={args.devices}"
-        os.environ["XLA_FLAGS"] = f"{own} {fake}".strip()
     if args.topology or args.devices is not None:
-        os.environ["JAX_PLATFORMS"] = "cpu"
+        platforms.use_cpus(args.devices)
 
 
 def parser() -> argparse.ArgumentParser:

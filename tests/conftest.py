@@ -3,8 +3,11 @@
 import gc
 import os
 import sys
-from importlib.metadata import version
+from pathlib import Path
+from runpy import run_path
 
+# Read as a file: what the types are checked of must not be imported yet.
+VERSIONS = run_path(str(Path(__file__).parents[1] / "brt/jax_versions.py"))
 # Before jax starts; commands that tests run as processes inherit them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
@@ -13,8 +16,7 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_backend_optimization_level=0"  # tests compile far longer than they compute
     + " --xla_cpu_parallel_codegen_split_count=1"  # parts for threads cost a quarter more in all
 )
-if version("jaxlib").startswith("0.10."):  # halves it again; later ones do not know it and abort
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = " ".join([os.environ["XLA_FLAGS"], *VERSIONS["quick_compilation"]()])
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 os.environ["MPLBACKEND"] = "Agg"
@@ -27,7 +29,6 @@ sys.dont_write_bytecode = False
 from collections import Counter  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from fnmatch import fnmatchcase  # noqa: E402
-from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import numpy as np  # noqa: E402

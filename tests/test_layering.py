@@ -13,7 +13,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "sweep", "plan"}
 LAYERS = (
-    {"allocator", "drawing", "durable", "errors", "formatting", "locks", "redaction"},
+    {
+        "allocator",
+        "drawing",
+        "durable",
+        "errors",
+        "formatting",
+        "jax_versions",
+        "locks",
+        "redaction",
+    },
     {"output", "platforms", "tree_utils", "types", "untrusted", "user_cache"},
     {"config"},
     {"config_io"},

@@ -9,6 +9,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -16,10 +17,20 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools/check_vulnerabilities.py"
 
 
-def lock() -> dict[str, str]:
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+
+
+def lock(python: str = HERE) -> dict[str, str]:
+    """The versions that a Python gets, by name."""
     lines = (ROOT / "requirements.lock").read_text().splitlines()
-    pairs = [line.split("==") for line in lines if not line.startswith("#")]
-    return {canonicalize_name(name): version for name, version in pairs}
+    found: dict[str, str] = {}
+    for line in map(Requirement, (line for line in lines if not line.startswith("#"))):
+        if line.marker is None or line.marker.evaluate({"python_version": python}):
+            (only,) = line.specifier
+            assert only.operator == "==" and line.name not in found, f"{line} for {python}"
+            found[canonicalize_name(line.name)] = only.version
+    return found
 
 
 def wanted() -> list[Requirement]:
@@ -32,8 +43,9 @@ def wanted() -> list[Requirement]:
     return [Requirement(text) for text in found["INSTALL"] + found["EXTRAS"]["test"]]
 
 
-def test_every_requirement_is_locked_within_its_bounds() -> None:
-    versions = lock()
+@pytest.mark.parametrize("python", PYTHONS)
+def test_every_requirement_is_locked_within_its_bounds(python: str) -> None:
+    versions = lock(python)
     for requirement in wanted():
         version = versions.get(canonicalize_name(requirement.name))
         assert version, f"{requirement.name} is not locked"
@@ -84,7 +96,8 @@ def test_vulnerabilities_are_named_and_silence_is_not_taken_for_none(tmp_path: P
     with HTTPServer(("127.0.0.1", 0), Osv) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        bad, good = ask("# two\ngood==1\nbad==2.0\n", url), ask("good==1\n", url)
+        two = '# two\ngood==1; python_version < "3.12"\nbad==2.0; python_version >= "3.12"\n'
+        bad, good = ask(two, url), ask("good==1\n", url)
         server.shutdown()
     assert bad.returncode == 1
     assert "bad 2.0: https://osv.dev/X-1, https://osv.dev/X-2" in bad.stdout

@@ -11,7 +11,7 @@ import re
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,44 +20,47 @@ OSV = "https://api.osv.dev/v1/querybatch"
 SECONDS = 30.0
 
 
-def pinned(lock: Path) -> dict[str, str]:
-    """The version of every package that a lock file names."""
-    found = {}
+Package = tuple[str, str]  # name and version
+
+
+def pinned(lock: Path) -> list[Package]:
+    """Every version of every package that a lock file names, for whichever Python it is."""
+    found = []
     for line in lock.read_text().splitlines():
         if line and not line.startswith("#"):
-            match = re.fullmatch(r"([A-Za-z0-9._-]+)==(\S+)", line)
+            match = re.fullmatch(r"([A-Za-z0-9._-]+)==([^\s;]+)(; *python_version.*)?", line)
             if not match:
                 raise SystemExit(f"{lock}: {line!r} is no name==version")
-            found[match[1]] = match[2]
+            found.append((match[1], match[2]))
     return found
 
 
-def vulnerabilities(versions: Mapping[str, str], url: str = OSV) -> dict[str, list[str]]:
+def vulnerabilities(packages: Sequence[Package], url: str = OSV) -> dict[Package, list[str]]:
     """The names of what is known of each package, where anything is.
 
     Raises:
       OSError: nobody answers.
       ValueError: the answer is not one.
     """
-    found: dict[str, list[str]] = {name: [] for name in versions}
-    asked: list[tuple[str, str | None]] = [(name, None) for name in versions]
+    found: dict[Package, list[str]] = {package: [] for package in packages}
+    asked: list[tuple[Package, str | None]] = [(package, None) for package in packages]
     while asked:  # OSV answers in pages
         queries = [
             {
                 "package": {"name": name, "ecosystem": "PyPI"},
-                "version": versions[name],
+                "version": version,
                 **({"page_token": page} if page else {}),
             }
-            for name, page in asked
+            for (name, version), page in asked
         ]
         results = _post(url, {"queries": queries}).get("results")
         if not isinstance(results, list) or len(results) != len(queries):
             raise ValueError("OSV answered another number of questions than it was asked")
-        for (name, _), result in zip(asked, results, strict=True):
-            found[name] += [vulnerability["id"] for vulnerability in result.get("vulns", ())]
+        for (package, _), result in zip(asked, results, strict=True):
+            found[package] += [vulnerability["id"] for vulnerability in result.get("vulns", ())]
         pairs = zip(asked, results, strict=True)
-        asked = [(name, r["next_page_token"]) for (name, _), r in pairs if "next_page_token" in r]
-    return {name: ids for name, ids in found.items() if ids}
+        asked = [(one, r["next_page_token"]) for (one, _), r in pairs if "next_page_token" in r]
+    return {package: ids for package, ids in found.items() if ids}
 
 
 def _post(url: str, content: Any) -> dict[str, Any]:
@@ -73,15 +76,15 @@ def main() -> int:
     parser.add_argument("lock", nargs="?", type=Path, default=ROOT / "requirements.lock")
     parser.add_argument("--url", default=OSV, help="of another server that answers as OSV does")
     args = parser.parse_args()
-    versions = pinned(args.lock)
+    packages = pinned(args.lock)
     try:
-        found = vulnerabilities(versions, args.url)
+        found = vulnerabilities(packages, args.url)
     except (urllib.error.URLError, OSError, ValueError) as error:
         print(f"{args.url} did not answer ({error}): nothing was checked", file=sys.stderr)
         return 2
-    for name, ids in found.items():
-        print(f"{name} {versions[name]}: {', '.join(f'https://osv.dev/{i}' for i in ids)}")
-    print(f"{len(versions)} packages, {len(found)} with known vulnerabilities")
+    for (name, version), ids in found.items():
+        print(f"{name} {version}: {', '.join(f'https://osv.dev/{i}' for i in ids)}")
+    print(f"{len(packages)} packages, {len(found)} with known vulnerabilities")
     return 1 if found else 0
 
 

@@ -4,7 +4,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from brt.ops import dispatch
 from brt.ops.layout import turned
+
+
+def float32_sums(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Array:
+    """jnp.einsum of two factors with float32 sums, in whatever order the axes are.
+
+    XLA's CPU backend has no product of bfloat16 factors whose float32 result is transposed. There
+    the factors are widened first, which changes no digit: their products are exact in float32.
+    """
+    if dispatch.backend() == "cpu":
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brt.ops.normalization import rms_norm
+from brt.ops.products import float32_sums
 
 
 class MixWeights(NamedTuple):
@@ -34,8 +35,6 @@ def mix_tokens(
     if weights.token_norm is not None:
         mixed = rms_norm(tokens, weights.token_norm), rms_norm(summaries, weights.summary_norm)
     z = jnp.concatenate(mixed, axis=1)
-    product = jnp.einsum(
-        "bpd,po->bod", z, weights.kernel.astype(z.dtype), preferred_element_type=jnp.float32
-    )
+    product = float32_sums("bpd,po->bod", z, weights.kernel.astype(z.dtype))
     y = product + weights.bias[None, :, None]
     return y if weights.token_norm is None else y + summaries

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import PyTree
 
-from brt import tasks
+from brt import jax_versions, tasks
 from brt.config import Config
 from brt.config import Mesh as MeshConfig
 from brt.distributed.mesh import AXES, misfit
@@ -19,9 +19,6 @@ from brt.planning.costs import Costs, costs
 from brt.planning.topologies import Topology
 from brt.training import run as runs
 from brt.training.run import Shapes
-
-# Memory and collectives are as good as otherwise to 1-17 %; the schedule, and so cycles, is not.
-LOW_EFFORT = {"exec_time_optimization_effort": -1.0, "memory_fitting_effort": -1.0}
 
 
 class Plan(NamedTuple):
@@ -35,7 +32,9 @@ class Plan(NamedTuple):
       tokens: positions of a step, of all devices.
       model_flops: of a step of all devices, as the model counts them; None: nobody does.
       seconds: to compile.
-      low_effort: the compiler took short cuts.
+      low_effort: the compiler took short cuts. Memory and collectives are then as good as
+        otherwise to 1-17 %; the schedule, and so cycles, is not.
+      dropped: the options of low effort that this compiler does not know.
     """
 
     topology: Topology
@@ -51,6 +50,7 @@ class Plan(NamedTuple):
     model_flops: int | None
     seconds: float
     low_effort: bool
+    dropped: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool | None:
@@ -98,11 +98,11 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
     """
     begin = time.perf_counter()
     with dispatch.use_backend(topology.backend, topology.devices[0]):
-        shapes, batch, tokens, flops = _shaped(config, topology)
+        config, shapes, batch, tokens, flops = _shaped(config, topology)
         lowered = runs.lowered_step(config, shapes, batch)
-        options = LOW_EFFORT if low_effort and topology.backend == "tpu" else {}
+        asked = jax_versions.LOW_EFFORT if low_effort and topology.backend == "tpu" else {}
         try:
-            compiled = lowered.compile(compiler_options=options)
+            compiled, options = compiled_with_known(lowered, asked)
         except jax.errors.JaxRuntimeError as error:
             raise _refused(error) from error
     memory: Any = compiled.memory_analysis()
@@ -115,12 +115,34 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
         topology, dict(shapes.mesh.shape), _bytes(state.params), _bytes(state.optimizer),
         _bytes(state.carry), _bytes(state.model_state), temporaries,
         arguments + outputs + temporaries, found, tokens, flops,
-        time.perf_counter() - begin, bool(options),
+        time.perf_counter() - begin, bool(options), tuple(sorted(asked.keys() - options.keys())),
     )  # fmt: skip
 
 
-def _shaped(config: Config, topology: Topology) -> tuple[Shapes, Any, int, int | None]:
-    """Shapes, a batch, its positions and FLOPs; data are read where only they tell the sizes."""
+def compiled_with_known(
+    lowered: jax.stages.Lowered, options: Mapping[str, Any]
+) -> tuple[jax.stages.Compiled, dict[str, Any]]:
+    """A program compiled with those of the options that the compiler knows, and these options.
+
+    Raises:
+      jax.errors.JaxRuntimeError: the compiler refuses the program for another reason.
+    """
+    known = dict(options)
+    while True:
+        try:
+            return lowered.compile(compiler_options=known), known
+        except jax.errors.JaxRuntimeError as error:
+            name = jax_versions.unknown_option(error, known)
+            if name is None:
+                raise
+            del known[name]
+
+
+def _shaped(config: Config, topology: Topology) -> tuple[Config, Shapes, Any, int, int | None]:
+    """The config with its sizes, shapes, a batch, its positions and FLOPs.
+
+    Data are read where only they tell the sizes.
+    """
     task, reader = tasks.of(config), None
     batch = task.example(config) if task.knows_sizes(config) else None
     if batch is None:
@@ -130,7 +152,7 @@ def _shaped(config: Config, topology: Topology) -> tuple[Shapes, Any, int, int |
     share = config.training.batch_size // len(jax.tree.leaves(batch)[0])
     flops = task.flops(config, batch)
     positions = reader.positions(batch) if reader else jax.tree.leaves(batch)[0].size
-    return shapes, batch, share * positions, flops and flops * share
+    return config, shapes, batch, share * positions, flops and flops * share
 
 
 def _refused(error: Exception) -> ConfigError:

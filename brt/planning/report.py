@@ -41,6 +41,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "mfu": _utilization(plan),
         "compile_seconds": plan.seconds,
         "low_effort": plan.low_effort,
+        "dropped_options": list(plan.dropped),
     }
 
 
@@ -64,11 +65,16 @@ def _devices(plan: Plan) -> int:
     return count
 
 
+def _effort(plan: Plan) -> str:
+    shown = " at low effort" * plan.low_effort
+    return f"{shown} (this compiler has no {', '.join(plan.dropped)})" if plan.dropped else shown
+
+
 def text(plan: Plan, config: Config) -> str:
     """Memory, work by part, collectives, pace and verdict."""
     lines = [
         f"{plan.topology.name}: {len(plan.topology.devices)} devices as {shown(plan.mesh)}; "
-        f"compiled in {plan.seconds:.0f} s{' at low effort' * plan.low_effort}. "
+        f"compiled in {plan.seconds:.0f} s{_effort(plan)}. "
         "Of one device and step:",
         "",
         *_memory(plan),

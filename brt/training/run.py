@@ -201,7 +201,8 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
 
     def of_all_lanes(x: Any) -> jax.ShapeDtypeStruct:
         shape = (config.training.batch_size, *x.shape[1:])
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=lanes)
+        # A host's int64 arrives on devices as int32: a sum that somebody's own task made in NumPy.
+        return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=lanes)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated(mesh))

@@ -1,14 +1,15 @@
 """launch/slurm/train.sh: one run, told to save in time and queued again."""
 
 import os
-import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch/slurm/train.sh"
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 
 
 def tool(directory: Path, name: str, body: str) -> None:
@@ -41,6 +42,6 @@ def test_the_readme_names_it() -> None:
     assert "sbatch train.sh" in (SCRIPT.parent / "README.md").read_text()
 
 
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
+@pytest.mark.skipif(not SHELLCHECK.exists(), reason="shellcheck is not installed")
 def test_shellcheck_has_nothing_to_say() -> None:
-    subprocess.run(["shellcheck", *map(str, SCRIPT.parent.glob("*.sh"))], check=True)
+    subprocess.run([SHELLCHECK, *map(str, SCRIPT.parent.glob("*.sh"))], check=True)

@@ -197,7 +197,8 @@ def _last_quarter(rows: Path) -> str:
     """Goes from a file of training rows to one of its own."""
     other = rows.with_stem("held_out")
     if rows.suffix == ".npz":
-        arrays = dict(np.load(rows))
+        with np.load(rows) as stored:
+            arrays = dict(stored)
         cut = 3 * len(arrays["ids"]) // 4
         frames = arrays["lengths"][:cut].sum()
         for path, part, features in (

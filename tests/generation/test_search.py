@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from recordings import arrays
 
 from brt.config import Decoding, Sampling
 from brt.errors import ConfigError
@@ -25,7 +26,7 @@ from brt.generation.search import search
 from brt.models.targets import SpecialTokens
 
 TOLERANCE = 1e-5  # of scores, float32
-RECORDED = np.load(Path(__file__).parent.parent / "data" / "beam_search.npz")
+RECORDED = arrays(Path(__file__).parent.parent / "data" / "beam_search.npz")
 CASES = json.loads(str(RECORDED["cases"]))
 T5, BART = (
     SpecialTokens(start=0, eos=1, pad=0),

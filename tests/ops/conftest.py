@@ -38,7 +38,7 @@ def mosaic_gpu_interpreter() -> Any:
 def _arithmetic(
     interpreter: Any, otherwise: Any, callbacks: Any, equation: Any, values: Any
 ) -> Any:
-    if equation.primitive.name != "wgmma_accumulator_store_p":
+    if equation.primitive.name.removesuffix("_p") != "wgmma_accumulator_store":
         return otherwise(interpreter, equation, values)
 
     def store(key: Any, value: Any, device_id: Any, thread_id: Any) -> np.ndarray:

@@ -29,11 +29,17 @@ PATTERNS = {
 TOLERANCE = 1e-5  # relative to the largest magnitude of the array, float32
 
 
+def arrays(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of an .npz file, which is closed again."""
+    with np.load(path) as stored:
+        return dict(stored)
+
+
 class Golden(dict):
     """The arrays of one file; `under` gives those of a folder by their names within it."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(np.load(path))
+        super().__init__(arrays(path))
         self.meta = json.loads(str(self.pop("meta")))
 
     def under(self, folder: str) -> dict[str, np.ndarray]:

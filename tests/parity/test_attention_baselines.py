@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from recordings import arrays
 
 from brt.ops import attention_baselines
 from brt.ops.masked_attention import attend_to_valid
@@ -32,7 +33,7 @@ def validity(golden: dict) -> np.ndarray:
 
 
 def test_full_and_oracle_top_k(exact_file: Path) -> None:
-    golden = np.load(exact_file)
+    golden = arrays(exact_file)
     q, k, v = (tokens_first(golden[name]) for name in "qkv")
     valid, scale = validity(golden), q.shape[-1] ** -0.5
     if "topk" in golden:
@@ -46,7 +47,7 @@ def test_full_and_oracle_top_k(exact_file: Path) -> None:
 
 
 def test_reformer(reformer_file: Path) -> None:
-    golden = np.load(reformer_file)
+    golden = arrays(reformer_file)
     q, v = (tokens_first(golden[name]) for name in "qv")
     valid = validity(golden)
     ids = attention_baselines.bucket_ids(q, jnp.asarray(golden["planes"]))

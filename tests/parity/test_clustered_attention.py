@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from recordings import arrays
 
 from brt.config import Attention
 from brt.ops.clustered_attention import Planes, attend_by_label, hash_codes, kmeans, reference
@@ -38,7 +39,7 @@ def expected_labels(golden: dict, clusters: int) -> np.ndarray:
 
 
 def test_hashes(hash_file: Path) -> None:
-    golden = np.load(hash_file)
+    golden = arrays(hash_file)
     planes = planes_of(golden)
     expected = signs(golden["hashes"], len(golden["planes"]))
     np.testing.assert_array_equal(hash_codes(jnp.asarray(golden["x"]), planes), expected)
@@ -46,7 +47,7 @@ def test_hashes(hash_file: Path) -> None:
 
 
 def test_kmeans(kmeans_file: Path) -> None:
-    golden = dict(np.load(kmeans_file))
+    golden = arrays(kmeans_file)
     codes = jnp.asarray(signs(golden["hashes"], int(golden["bits"])))
     labels, centroids, clusters = clusters_of(codes, golden)
     np.testing.assert_array_equal(labels, expected_labels(golden, clusters))
@@ -54,7 +55,7 @@ def test_kmeans(kmeans_file: Path) -> None:
 
 
 def test_attention(clustered_file: Path) -> None:
-    golden = dict(np.load(clustered_file))
+    golden = arrays(clustered_file)
     q, k, v, weights = (jnp.asarray(golden[name]).swapaxes(1, 2) for name in ("q", "k", "v", "W"))
     codes = hash_codes(jnp.asarray(golden["q"]), planes_of(golden))
     valid = jnp.arange(k.shape[1])[None] < golden["lengths"][:, None]

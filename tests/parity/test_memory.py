@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+from recordings import arrays
 
 from brt.config import Model
 from brt.layers.memorizing import MemoryState, extended, new_memory_state, remembered
@@ -23,7 +24,7 @@ def assert_the_same_sets(actual: np.ndarray, expected: np.ndarray) -> None:
 
 
 def test_bucketed_search(knn_file: Path) -> None:
-    golden = np.load(knn_file)
+    golden = arrays(knn_file)
     written, heads, width = golden["k1"].shape[1:]
     lanes, neighbors = len(golden["q"]), golden["keys"].shape[3]
     model = Model(
@@ -50,7 +51,7 @@ def test_bucketed_search(knn_file: Path) -> None:
 
 
 def test_attention_to_what_was_found(external_file: Path) -> None:
-    golden = np.load(external_file)
+    golden = arrays(external_file)
     queries = jnp.asarray(golden["q"] * golden["scale"][:, None]).swapaxes(1, 2)
     keys, values = (jnp.asarray(golden[name]).swapaxes(1, 2) for name in ("ek", "ev"))
     there = jnp.ones(keys.shape[:-1], bool)

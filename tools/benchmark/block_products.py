@@ -8,13 +8,13 @@ block of 512 after the other. What feedback costs beyond its FLOPs begins here. 
 """
 
 import argparse
-import os
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, PyTree
 
+from brt import platforms
 from brt.planning import topologies
 from brt.planning.costs import costs
 
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--topology", default="v4:2x2x1", help="as brt.plan takes it")
     parser.add_argument("--sequences", type=int, default=1, help="on one device")
     args = parser.parse_args()
-    os.environ["JAX_PLATFORMS"] = "cpu"  # before jax starts: accelerators are left to others
+    platforms.use_cpus()  # accelerators are left to others
     topology = topologies.named(args.topology)
     there = SingleDeviceSharding(topology.devices[0])
 

@@ -16,14 +16,13 @@ The case is compiled anew and a part that grew by more than 5 % ends with exit c
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from brt import command_line
+from brt import command_line, platforms
 from brt.errors import ConfigError
 
 GROWTH = 1.05
@@ -56,7 +55,7 @@ class Case(NamedTuple):
 
 
 def main(args: argparse.Namespace) -> int:
-    os.environ["JAX_PLATFORMS"] = "cpu"  # before jax starts: accelerators are left to others
+    platforms.use_cpus()  # accelerators are left to others
     if args.baseline:
         return beside_baseline(args)
     if not args.topology:

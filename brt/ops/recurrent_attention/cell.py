@@ -1,6 +1,6 @@
 """What the recurrent cell learns, and what it shows to the tokens."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -63,7 +63,7 @@ def state_memory(
     vectors: Float[Array, "B S D"],
     *,
     normalize_qk: bool,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: Any = jnp.float32,
 ) -> StateMemory:
     """The keys and values that the tokens of a block read; dtype as given."""
     h = (rms_norm(vectors, weights.norm) + weights.ids[None]).astype(dtype)

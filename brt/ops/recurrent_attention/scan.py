@@ -30,7 +30,7 @@ def _kernels(weights: CellWeights) -> _Kernels:
     return _Kernels(_projection(weights), weights.output, weights.mlp_in, weights.mlp_out)
 
 
-def _projection(weights: CellWeights, dtype: jnp.dtype = jnp.float32) -> Float[Array, "D 4 H K"]:
+def _projection(weights: CellWeights, dtype: Any = jnp.float32) -> Float[Array, "D 4 H K"]:
     """The kernel of the one product that makes keys, both queries and values."""
     parts = weights.keys, weights.queries, weights.cross_queries, weights.values
     return jnp.stack([part.astype(dtype) for part in parts], axis=1)

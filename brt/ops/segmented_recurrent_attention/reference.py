@@ -67,6 +67,7 @@ def _fired(
     inputs: Float[Array, "M B H K K"], counts: Int[Array, " B"], p: Parameters, c: CrossAttention
 ) -> tuple[Float[Array, "M B H K K"], Aux]:
     """Section 3.3, segment by segment."""
+    assert p.kernel is not None  # of this kind of cross-attention
     leak, threshold = effective(p, c)
     membrane, outputs, rates = jnp.zeros_like(inputs[0]), [], []
     for j, x in enumerate(inputs):

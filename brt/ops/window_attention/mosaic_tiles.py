@@ -28,7 +28,6 @@ from jax.experimental.pallas.mosaic_gpu import (
     copy_smem_to_gmem,
     kernel,
     layout_cast,
-    transpose_ref,
     wait_smem_to_gmem,
     wgmma,
     wgmma_wait,
@@ -56,17 +55,22 @@ def place() -> tuple[Array, Array, Array]:
 # In shared memory, tiles laid out as products read them.
 
 
+def _tiling(itemsize: int) -> tuple[Any, ...]:
+    """Of elements of so many bytes."""
+    made: tuple[Any, Any] = TilingTransform, SwizzleTransform  # mypy takes both for abstract
+    return made[0]((8, _SWIZZLE // itemsize)), made[1](_SWIZZLE)
+
+
 def vectors(x: Array, slots: int) -> Any:
     """Tiles of [..., K], of each vector one part after the other."""
     parts = parts_of(x)
-    tiling = TilingTransform((8, _SWIZZLE // x.dtype.itemsize)), SwizzleTransform(_SWIZZLE)
-    return SMEM((slots, parts, TILE, x.shape[-1] // parts), x.dtype, transforms=tiling)
+    shape = (slots, parts, TILE, x.shape[-1] // parts)
+    return SMEM(shape, x.dtype, transforms=_tiling(x.dtype.itemsize))
 
 
 def square(slots: int) -> Any:
     """What there is of every pair of rows of two tiles."""
-    tiling = TilingTransform((8, _SWIZZLE // 4)), SwizzleTransform(_SWIZZLE)
-    return SMEM((slots, TILE, TILE), jnp.float32, transforms=tiling)
+    return SMEM((slots, TILE, TILE), jnp.float32, transforms=_tiling(4))
 
 
 def numbers(slots: int) -> Any:
@@ -167,7 +171,7 @@ def products(a: Any, b: Any) -> Float[Array, "R C"]:
 
     def multiply(total: Any) -> Array:
         for part in range(a.shape[0]):
-            wgmma(total, a.at[part], transpose_ref(b.at[part], (1, 0)))
+            wgmma(total, a.at[part], b.at[part].T)
         return total[...]
 
     return pl.run_scoped(multiply, ACC((TILE, TILE), jnp.float32))

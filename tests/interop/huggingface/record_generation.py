@@ -31,7 +31,8 @@ def main():
     for name, family in MODELS.items():
         kind = getattr(transformers, f"{family}ForConditionalGeneration")
         model = kind.from_pretrained(DATA / name).eval()
-        expected = np.load(DATA / name / "expected.npz")
+        with np.load(DATA / name / "expected.npz") as stored:
+            expected = dict(stored)
         source, mask = (torch.tensor(expected[k]).long() for k in ("source", "mask"))
         for number, case in enumerate(CASES):
             beams = case["beams"]

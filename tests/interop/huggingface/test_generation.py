@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from recordings import arrays
 
 from brt.config import Decoding
 from brt.generation.decoder import TextDecoder
@@ -19,7 +20,7 @@ from brt.generation.search import search
 from brt.models import seq2seq
 
 SCORE = 1e-5  # float32, relative; what is compared is of magnitude 0.1 to 20
-RECORDED = np.load(Path(__file__).resolve().parents[2] / "data/huggingface/generation.npz")
+RECORDED = arrays(Path(__file__).resolve().parents[2] / "data/huggingface/generation.npz")
 CASES = json.loads(str(RECORDED["cases"]))
 
 
@@ -30,7 +31,7 @@ def test_texts_and_scores_are_theirs(
 ) -> None:
     model, decoding = read(model_name)[0], Decoding(**CASES[number])
     network = seq2seq.Seq2Seq(model.described.model, model.described.cross)
-    inputs = np.load(directory(model_name) / "expected.npz")
+    inputs = arrays(directory(model_name) / "expected.npz")
     source, mask = jnp.asarray(inputs["source"]), jnp.asarray(inputs["mask"], bool)
 
     @jax.jit

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from recordings import arrays
 
 from brt.models import seq2seq
 
@@ -41,7 +42,7 @@ def compiled(read: Callable, directory: Callable[[str], Path]) -> Callable[[str]
             return seq2seq.prefill(network, params, encoded, mask, beams, 12)
 
         return Compiled(
-            dict(np.load(directory(name) / "expected.npz")),
+            arrays(directory(name) / "expected.npz"),
             model.params,
             jax.jit(prefill, static_argnums=3),
             jax.jit(functools.partial(seq2seq.encode, network)),

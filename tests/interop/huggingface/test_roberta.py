@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from recordings import arrays
 
 from brt.config import Attention
 from brt.errors import CheckpointError, ConfigError
@@ -50,7 +51,7 @@ def source(tmp_path: Path, directory: Callable) -> Path:
 
 @functools.cache
 def loaded(directory: Path) -> tuple[Any, dict[str, np.ndarray]]:
-    return roberta.read(directory)[0], dict(np.load(directory / "expected.npz"))
+    return roberta.read(directory)[0], arrays(directory / "expected.npz")
 
 
 @functools.cache

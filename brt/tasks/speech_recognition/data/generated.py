@@ -80,7 +80,8 @@ def _spectrum(letter: str, shift: float) -> np.ndarray:
     low, high = divmod(LETTERS.index(letter), 4)  # three places for one peak, four for the other
     band = np.arange(BANDS)
     peaks = (3.5 + 2 * low + shift, 10.5 + 2 * high + shift)
-    return sum(2 * np.exp(-0.5 * (band - peak) ** 2) for peak in peaks)
+    first, second = (2 * np.exp(-0.5 * (band - peak) ** 2) for peak in peaks)
+    return first + second
 
 
 def _random(purpose: str) -> np.random.RandomState:

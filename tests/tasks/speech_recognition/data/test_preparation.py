@@ -2,6 +2,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from recordings import arrays
 
 from brt.config import Speech
 from brt.errors import DataError
@@ -42,7 +43,7 @@ def test_stores_have_what_the_files_have(make):
     assert train.transcripts == ("abba", "cab", "")
     assert [train.targets[i].tolist() for i in range(3)] == [[1, 2, 2, 1], [3, 1, 2], []]
     assert validation.targets[0].tolist() == [2, 1, 0], "d is in no training transcript"
-    features = np.load(speech.train[0])["features"].astype(np.float32)
+    features = arrays(speech.train[0])["features"].astype(np.float32)
     np.testing.assert_array_equal(train.features(1), features[20:29])
     assert train.seconds.tolist() == pytest.approx([0.2, 0.09, 0.05])
     with pytest.raises(DataError, match="no test utterances, only train, validation"):

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from recordings import arrays
 
 from brt.config import Speech
 from brt.errors import DataError
@@ -18,7 +19,7 @@ def test_arrays_become_utterances(write_npz):
     assert [(u.file, u.id, u.transcript) for u in found] == [
         (path, "a-0", "YES"), (path, "a-1", "two words"),
     ]  # fmt: skip
-    whole = np.load(path)["features"].astype(np.float32)
+    whole = arrays(path)["features"].astype(np.float32)
     np.testing.assert_array_equal(np.concatenate([u.features for u in found]), whole)
     assert [len(u.features) for u in found] == [4, 6]
     named = write_npz("b", ["a"], speakers=np.array(["anna"]))

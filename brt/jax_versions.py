@@ -1,0 +1,30 @@
+"""What brt knows of differences between the versions of jax and of its compilers that it runs with.
+
+A difference is written down here and nowhere else; jax itself is not imported.
+"""
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from types import MappingProxyType
+
+# The options that let the compiler of TPUs take short cuts. Each compiler knows some of them:
+# libtpu of jax 0.12 has dropped the second one, and refuses a program for an unknown option.
+LOW_EFFORT: Mapping[str, float] = MappingProxyType(
+    {"exec_time_optimization_effort": -1.0, "memory_fitting_effort": -1.0}
+)
+
+
+def unknown_option(error: Exception, options: Mapping[str, object]) -> str | None:
+    """The one of `options` that a compiler refuses because it does not know it, if that is why."""
+    text = str(error)
+    if "No such compile option" not in text:
+        return None
+    return next((name for name in options if f"'{name}'" in text), None)
+
+
+def quick_compilation() -> Sequence[str]:
+    """XLA's flags for CPU programs that are compiled often and run seldom, as those of tests are.
+
+    A version that does not know a flag ends the process.
+    """
+    return ("--xla_cpu_use_fusion_emitters=false",) * version("jaxlib").startswith("0.10.")
