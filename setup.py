@@ -43,7 +43,8 @@ EXTRAS = {
     "parquet": ["pyarrow>=20,<27"],  # pairs in .parquet
     "tensorboard": ["tensorboard>=2.17,<3"],  # reads what every run writes
     "wandb": ["wandb>=0.18,<1"],  # Logging.wandb_project
-    "mlflow": ["mlflow-skinny>=2.14,<4"],  # Logging.mlflow_experiment; the client alone
+    # Logging.mlflow_experiment: the client alone, and what its default, a file of SQLite, needs
+    "mlflow": ["mlflow-skinny>=2.14,<4", "sqlalchemy>=2,<3", "alembic>=1.10,<2"],
     # brt.plan --topology=v5e:4x4, without a TPU: the libtpu whose programs this jax can read
     "tpu-compile": ["jax[tpu]>=0.10.2,<0.13"],
     "gpu-compile": [

@@ -75,6 +75,44 @@ def imports(source: str) -> set[str]:
     return found
 
 
+SOURCES = [path for folder in ("brt", "tests", "tools") for path in (ROOT / folder).rglob("*.py")]
+
+
+def test_archives_of_arrays_are_closed() -> None:
+    """np.load leaves an .npz file open, and Python warns of it at some later moment."""
+    found = []
+    for file in SOURCES:
+        if "np.load(" not in (text := file.read_text(encoding="utf-8")):
+            continue
+        tree = ast.parse(text)
+        items = [
+            item for node in ast.walk(tree) if isinstance(node, ast.With) for item in node.items
+        ]
+        closed = {id(item.context_expr) for item in items}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "np.load":
+                mapped = any(keyword.arg == "mmap_mode" for keyword in node.keywords)
+                if id(node) not in closed and not mapped:
+                    found.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert not found, f"use `with np.load(...) as arrays`: {found}"
+
+
+def test_one_file_knows_how_versions_of_jax_differ() -> None:
+    asks = re.compile(
+        r"jax(lib)?\.__version__(_info__)? *[<>=!.]|version\(.jax(lib)?.\)\.|jax\.version"
+    )
+    found = [str(f.relative_to(ROOT)) for f in SOURCES if asks.search(f.read_text("utf-8"))]
+    assert found == ["brt/jax_versions.py"]
+
+
+def test_platforms_are_chosen_by_one_file() -> None:
+    """A variable that is set once jax is imported does nothing, without a word."""
+    sets = re.compile(r"environ(\.setdefault\(|\[)\"(JAX_|XLA_)\w+\"(, |\] *\+?= )")
+    files = [f for f in SOURCES if "tests" not in f.relative_to(ROOT).parts]
+    found = {str(f.relative_to(ROOT)) for f in files if sets.search(f.read_text("utf-8"))}
+    assert found == {"brt/platforms.py", "tools/benchmark/compile_time.py"}
+
+
 @functools.cache
 def imported_by(file: Path) -> set[str]:
     return imports(file.read_text())

@@ -119,10 +119,12 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
     )  # fmt: skip
 
 
-def compiled_with_known(
-    lowered: jax.stages.Lowered, options: Mapping[str, Any]
-) -> tuple[jax.stages.Compiled, dict[str, Any]]:
+def compiled_with_known(lowered: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A program compiled with those of the options that the compiler knows, and these options.
+
+    Args:
+      lowered: a jax.stages.Lowered.
+      options: of the compiler, by name.
 
     Raises:
       jax.errors.JaxRuntimeError: the compiler refuses the program for another reason.

@@ -35,6 +35,10 @@ class _Service:
     def __init__(self, module: ModuleType, warn: Warn):
         self._module, self._warn, self._on = module, warn, True
 
+    def refuses(self) -> str:
+        """The reason why this service could record nothing as it is set up here, or ''."""
+        return ""
+
     def write(self, step: int, numbers: Numbers) -> None:
         """Of what is finite."""
         finite = {tag: value for tag, value in numbers.items() if value is not None}
@@ -77,6 +81,19 @@ class _Wandb(_Service):
 class _Mlflow(_Service):
     name = "mlflow"
 
+    def refuses(self) -> str:
+        """A database or a directory is opened, while a server is asked nothing yet."""
+        where = self._module.get_tracking_uri()
+        try:
+            self._module.MlflowClient()
+        except Exception as error:  # its own classes differ by version and kind of store
+            return (
+                f"MLflow cannot record at {where} ({' '.join(str(error).split())}); set "
+                "MLFLOW_TRACKING_URI to a server, http://HOST:PORT, or to a database, "
+                "sqlite:////PATH/mlflow.db, for which pip install 'brt[mlflow]'; or leave it out"
+            )
+        return ""
+
     def _begin(self, config: Config, workdir: Workdir, known: str | None) -> str:
         self._module.set_experiment(config.logging.mlflow_experiment)
         run = self._module.start_run(run_id=known, run_name=workdir.path.name)
@@ -94,7 +111,7 @@ def wanted(config: Config, warn: Warn) -> list[_Service]:
     """The services that Logging names; nothing is told to them yet.
 
     Raises:
-      ConfigError: what one needs is not installed.
+      ConfigError: what one needs is not installed, or it could record nothing.
     """
     names = {
         "Logging.wandb_project": (config.logging.wandb_project, _Wandb),
@@ -111,7 +128,10 @@ def wanted(config: Config, warn: Warn) -> list[_Service]:
                 f"{setting} = {value!r} needs the extra {service.name}: "
                 f"pip install 'brt[{service.name}]', or leave it out"
             ) from error
-        found.append(service(module, warn))
+        made = service(module, warn)
+        if reason := made.refuses():
+            raise ConfigError(f"{setting} = {value!r}: {reason}")
+        found.append(made)
     return found
 
 

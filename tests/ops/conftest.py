@@ -6,6 +6,7 @@ added here.
 """
 
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -24,6 +25,8 @@ def mosaic_gpu_interpreter() -> Any:
         from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
         from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
+        if "device_id" not in inspect.signature(gpu_callbacks.wgmma).parameters:
+            pytest.skip("this jax's interpreter orders what it does by tokens, which stores lack")
         mlir.register_lowering(core.layout_cast_p, lambda context, x, new_layout: [x])
         gpu_callbacks.wgmma = functools.partial(_wgmma, gpu_callbacks)
         interpreter = jaxpr_interpret.JaxprInterpreter

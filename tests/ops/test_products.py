@@ -1,10 +1,14 @@
+import ast
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from brt.ops import products
 from brt.ops.products import combined, inner, weighted_rows
 
 LEAD, ROWS, COLUMNS, WIDTH = (2, 3), 5, 7, 4
@@ -37,3 +41,33 @@ def test_sums_of_bfloat16_are_in_float32() -> None:
     y, backward = jax.vjp(inner, ones, ones)
     assert y.dtype == jnp.float32 and float(y[0, 0]) == 4096.0
     assert all(d.dtype == jnp.bfloat16 for d in backward(y))
+
+
+def _specs() -> list[tuple[str, str]]:
+    """Of every product of brt with float32 sums that is spelt out as letters."""
+    found = set()
+    for file in (Path(__file__).resolve().parents[2] / "brt").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            spec, widened = node.args[0], [keyword.arg for keyword in node.keywords]
+            if (
+                isinstance(spec, ast.Constant)
+                and isinstance(spec.value, str)
+                and (
+                    "preferred_element_type" in widened or ast.unparse(node.func) == "float32_sums"
+                )
+            ):
+                found.add((ast.unparse(node.func), spec.value))
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("function", "spec"), _specs())
+def test_each_product_by_itself_takes_bfloat16(function: str, spec: str) -> None:
+    """Among other operations XLA may widen the factors; alone, CPUs lack some of these products."""
+    letters = spec.partition("->")[0].replace("...", "xy").split(",")
+    a, b = (jnp.ones([6] * len(part), jnp.bfloat16) for part in letters)
+    plain = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    product = products.float32_sums if function == "float32_sums" else plain
+    y = jax.jit(partial(product, spec))(a, b)
+    assert y.dtype == jnp.float32 and (y == y.ravel()[0]).all()

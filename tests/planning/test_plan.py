@@ -3,9 +3,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
+import jax
 import pytest
 
+from brt import jax_versions
 from brt.config import Config, Mesh, Model, Optimizer, Training
 from brt.errors import ConfigError
 from brt.plan import main, parser
@@ -105,6 +108,40 @@ def test_a_compiler_that_is_not_installed_is_named(
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=rf"pip install 'brt\[{extra}-compile\]'"):
         topologies.named(name)
+
+
+class Lowered(NamedTuple):
+    """A program for a compiler that knows these options."""
+
+    known: tuple[str, ...]
+
+    def compile(self, compiler_options: dict[str, float]) -> str:
+        for name in compiler_options:
+            if name not in self.known:
+                raise jax.errors.JaxRuntimeError(f"No such compile option: '{name}'")
+        return "compiled"
+
+
+def test_options_that_a_compiler_does_not_know_are_dropped_one_by_one_and_said() -> None:
+    names = tuple(jax_versions.LOW_EFFORT)
+    for known in (names, names[:1], names[1:], ()):
+        compiled, used = plan.compiled_with_known(Lowered(known), jax_versions.LOW_EFFORT)
+        assert (compiled, tuple(used)) == ("compiled", known)
+    other = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+    assert jax_versions.unknown_option(other, jax_versions.LOW_EFFORT) is None
+    planned = made(low_effort=True, dropped=("memory_fitting_effort",))
+    said = "at low effort (this compiler has no memory_fitting_effort)"
+    assert said in report.text(planned, CONFIG)
+    assert report.figures(planned)["dropped_options"] == ["memory_fitting_effort"]
+
+
+def test_a_vocabulary_that_only_the_tokenizer_tells_is_planned_for() -> None:
+    """As in the quickstart's file: the tokenizer of bytes tells it."""
+    here, found = topologies.present(), []
+    for size in (0, 256):
+        model = dataclasses.replace(CONFIG.model, vocab_size=size, layers=1, recurrent_layers=())
+        found.append(plan.plan(dataclasses.replace(CONFIG, model=model), here).parameters)
+    assert found[0] == found[1] >= 4 * 256 * CONFIG.model.model_dim
 
 
 def test_flags_that_clash_are_refused() -> None:

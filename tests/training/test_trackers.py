@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,6 +16,27 @@ from brt.errors import ConfigError
 from brt.training import trackers, workdir
 from brt.training.metrics import MetricsWriter, read_metrics
 
+RECORDED = """
+from pathlib import Path
+from brt.config import Config, Logging
+from brt.training import trackers, workdir
+
+run, said = workdir.create(Path("a")), []
+for step in (1, 2):
+    (tracker,) = trackers.started(Config(logging=Logging({}="all")), run, said.append)
+    tracker.write(step, {{"train/loss": 0.5}})
+    tracker.close()
+assert not said, said
+"""
+RECORDED_BY_WANDB = RECORDED.format("wandb_project")
+RECORDED_BY_MLFLOW = f"""{RECORDED.format("mlflow_experiment")}
+import mlflow
+
+(found,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
+assert found.data.metrics == {{"train/loss": 0.5}}
+history = mlflow.MlflowClient().get_metric_history(found.info.run_id, "train/loss")
+assert [metric.step for metric in history] == [1, 2]
+"""
 CONFIG = Config(logging=Logging(wandb_project="books", mlflow_experiment="all"))
 
 
@@ -38,6 +61,7 @@ class Service(ModuleType):
     def finish(self) -> None:
         self.ended += 1
 
+    get_tracking_uri = MlflowClient = lambda self: ""
     set_experiment = log_dict = lambda self, *given: self.begun.append(given)
     end_run, log_metrics = finish, log
 
@@ -101,6 +125,47 @@ def test_one_that_is_not_installed_is_refused_by_its_extra(
         f"Logging.{setting} = 'books' needs the extra {name}: pip install 'brt[{name}]', or leave "
         "it out"
     )
+
+
+def test_mlflow_that_could_record_nothing_is_refused_before_training(
+    services: dict[str, Service],
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("the filesystem\nis in maintenance mode")
+
+    services["mlflow"].MlflowClient = refuse
+    services["mlflow"].get_tracking_uri = lambda: "file:///runs"
+    with pytest.raises(ConfigError) as caught:
+        trackers.wanted(CONFIG, print)
+    text = str(caught.value)
+    assert text.startswith(
+        "Logging.mlflow_experiment = 'all': MLflow cannot record at file:///runs"
+    )
+    assert "(the filesystem is in maintenance mode)" in text and "MLFLOW_TRACKING_URI" in text
+
+
+def test_the_real_mlflow_records_with_its_own_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own, as it changes the whole process's logging."""
+    pytest.importorskip("mlflow", reason="needs brt[mlflow]")
+    for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    subprocess.run([sys.executable, "-c", RECORDED_BY_MLFLOW], cwd=tmp_path, check=True)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "ftp://nobody")
+    done = subprocess.run(
+        [sys.executable, "-c", RECORDED_BY_MLFLOW], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "MLflow cannot record at ftp://nobody" in done.stderr.splitlines()[-1]
+
+
+def test_the_real_wandb_records_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="needs brt[wandb]")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    subprocess.run([sys.executable, "-c", RECORDED_BY_WANDB], cwd=tmp_path, check=True)
+    assert list(tmp_path.glob("a/wandb/offline-run-*/*.wandb"))
 
 
 def test_nobody_is_told_by_default(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""Commands run in a shell without jax's variables: none is set once jax has read them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WATCHED = """
+import os, runpy, sys
+
+def watch(event, given):
+    if event == "os.putenv" and "jax" in sys.modules:
+        name = os.fsdecode(given[0])
+        if name.startswith(("JAX_", "XLA_", "LIBTPU_")):
+            print(f"{name} is set after jax was imported", file=sys.stderr, flush=True)
+            os._exit(99)
+
+sys.addaudithook(watch)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+TINY = (
+    "Model.layers = 1", "Model.recurrent_layers = ()", "Model.model_dim = 16", "Model.heads = 2",
+    "Model.head_dim = 8", "Model.mlp_dim = 16", "Model.window = 8", "Model.vocab_size = 32",
+    "Training.segment_length = 16", "Training.batch_size = 6", "Mesh.data = 3",
+)  # fmt: skip
+SETTINGS = [f"--gin_bindings={binding}" for binding in TINY]
+
+
+def run(tmp_path: Path, command: str, *flags: str) -> subprocess.CompletedProcess:
+    ours = ("JAX_", "XLA_", "TF_", "LIBTPU_", "TPU_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    words = [sys.executable, "-c", WATCHED, f"brt.{command}", *flags]
+    env |= {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("train", ["--workdir=a", "--dry_run", "--gin_bindings=Data.train = 'missing'"]),
+        ("evaluate", ["--workdir=missing"]),
+        ("generate", ["--workdir=missing", "--prompt=a"]),
+        ("inspect", ["--workdir=missing"]),
+        ("sweep", ["--workdir=missing", "--gin_file=missing.gin"]),
+        ("plan", ["--topology=v1:1", *SETTINGS]),
+        ("prepare", ["--documents=missing", "--tokenizer=bytes", "--output=a"]),
+        ("convert", ["--from=brt", "missing", "--to=hf", "a"]),
+    ],
+)  # fmt: skip
+def test_no_variable_of_jax_is_set_after_its_import(
+    tmp_path: Path, command: str, flags: list[str]
+) -> None:
+    done = run(tmp_path, command, *flags)
+    assert done.returncode in (2, 3, 4), done.stderr
+    assert done.stderr.splitlines()[-1].startswith("brt: error: "), done.stderr
+    assert "--help lists the flags" not in done.stderr, "it ended before it began"
+
+
+def test_fake_devices_are_as_many_as_asked_for_and_of_the_cpu(tmp_path: Path) -> None:
+    done = run(tmp_path, "plan", *SETTINGS, "--devices=3", "--json=plan.json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert (found["devices"], found["topology"]) == (3, "3 x cpu")
