@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 from brt import locks
+from brt.formatting import size
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FAILING = _FULL | {errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT}
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _PARTIAL = re.compile(r"\.brt\.[0-9a-f]{16}\.partial")
 _NEARLY = 0.01  # of a disk that is left where it counts as full
+_MUCH = 0.1  # of one that is left where something else must be full
 
 
 def no_room(error: BaseException) -> bool:
@@ -39,7 +41,7 @@ def remedy(error: BaseException) -> str:
     return "make room there" if no_room(error) else "see to the disk"
 
 
-def shortage(directory: Path, error: BaseException | None = None) -> str:
+def shortage(directory: Path, error: BaseException) -> str:
     """What is used up where an error says that there is no room: bytes, inodes, or a quota."""
     if getattr(error, "errno", None) == errno.EDQUOT:
         return "the quota of the disk is used up"
@@ -52,6 +54,18 @@ def shortage(directory: Path, error: BaseException | None = None) -> str:
     if files_left < min(bytes_left, _NEARLY):
         return "no inodes are left for more files on the disk"
     return "the disk is full"
+
+
+def room(directory: Path, error: BaseException) -> str:
+    """How much is free where an error says that there is no room, and what else may be used up."""
+    try:
+        found = os.statvfs(existing(directory))
+    except OSError:
+        return "nothing says how much is free"
+    free = f"{size(found.f_bavail * found.f_frsize)} were free"
+    much = found.f_bavail > _MUCH * found.f_blocks and found.f_favail > _MUCH * found.f_files
+    quota = getattr(error, "errno", None) == errno.EDQUOT
+    return f"perhaps a quota is used up, for {free}" if much and not quota else free
 
 
 def existing(path: Path) -> Path:

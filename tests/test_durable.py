@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import stat
 import threading
 from collections.abc import Callable
@@ -192,15 +193,27 @@ def test_standard_output_takes_the_bytes_behind_what_was_printed(
 
 
 @pytest.mark.parametrize(
-    ("blocks", "files", "code", "said"),
+    ("blocks", "files", "code", "said", "free"),
     [
-        (0.001, 0.5, errno.ENOSPC, "the disk is full"),
-        (0.9, 0.0, errno.ENOSPC, "no inodes are left for more files on the disk"),
-        (0.9, 0.9, errno.EDQUOT, "the quota of the disk is used up"),
+        (0.001, 0.5, errno.ENOSPC, "the disk is full", "4.1 MB were free"),
+        (
+            0.9,
+            0.0,
+            errno.ENOSPC,
+            "no inodes are left for more files on the disk",
+            "3.7 GB were free",
+        ),
+        (0.9, 0.9, errno.EDQUOT, "the quota of the disk is used up", "3.7 GB were free"),
+        (0.9, 0.9, errno.ENOSPC, "the disk is full", "perhaps a quota is .*, for 3.7 GB were free"),
     ],
 )
 def test_bytes_inodes_and_quotas_are_told_apart(
-    blocks: float, files: float, code: int, said: str, monkeypatch: pytest.MonkeyPatch
+    blocks: float,
+    files: float,
+    code: int,
+    said: str,
+    free: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = os.statvfs_result(
         (4096, 4096, 10**6, int(blocks * 10**6), int(blocks * 10**6),
@@ -208,6 +221,7 @@ def test_bytes_inodes_and_quotas_are_told_apart(
     )  # fmt: skip
     monkeypatch.setattr(os, "statvfs", lambda path: found)
     assert durable.shortage(Path("/none/x"), OSError(code, "")) == said
+    assert re.fullmatch(free, durable.room(Path("/none/x"), OSError(code, "")))
 
 
 def test_the_first_error_wins_over_a_failing_end() -> None:

@@ -189,12 +189,12 @@ class CheckpointWriter:
         """Makes room again and says what happened."""
         error = _of_system(error)
         shortage = durable.shortage(self._directory, error)  # before what was written goes
-        free = size(_free_bytes(self._directory))
+        free = durable.room(self._directory, error)
         _discard(self._directory / f"{step}.partial")
         self._last_step = None
         cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if durable.no_room(error):
-            cause = f"{shortage} ({free} were free); make room, then run again"
+            cause = f"{shortage} ({free}); make room, then run again"
         elif isinstance(error, OSError) and durable.storage_fails(error):
             where = f" ({error.filename})" if error.filename else ""
             cause = f"{error.strerror or error}{where}; see to the disk, then run again"

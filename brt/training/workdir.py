@@ -287,10 +287,15 @@ def write_bytes(path: Path, content: bytes, *, below: Path | None = None) -> Non
 
     Raises:
       ConfigError: it cannot be written there.
-      CheckpointError: the storage fails.
+      CheckpointError: the storage fails, or does not permit it any more.
     """
     with explained(path):
-        durable.write(path, content, below=below)
+        try:
+            durable.write(path, content, below=below)
+        except PermissionError as error:  # of a directory that was found writable before
+            raise CheckpointError(
+                f"cannot write to {path}: {error.strerror}; permit it again, then run again"
+            ) from error
 
 
 def _holder(file: IO) -> str:
