@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Integer, PyTree
 from brt import command_line, tasks
 from brt.config import Config, Sampling
 from brt.config_io import config_json
+from brt.data import losses, plain_text
 from brt.errors import ConfigError, DataError
 from brt.evaluation import job
 from brt.generation import session as sessions
@@ -258,8 +259,16 @@ class Model:
         return scorer(self.params, tokens, self._saved.model_state) / math.log(2)
 
     def bits_per_byte(self, text: str) -> float:
-        """`token_bits` over the bytes of the text in UTF-8; raises as they do."""
-        return float(np.sum(self.token_bits(text), dtype=np.float64)) / len(text.encode())
+        """`token_bits` over the bytes of the text in UTF-8; raises as they do.
+
+        Raises:
+          DataError: also where the tokenizer does not keep every byte of the text.
+        """
+        text = plain_text.checked("the text", text)
+        bits, tokenizer = self.token_bits(text), self.tokenizer
+        if lost := losses.of_text(tokenizer, text):
+            raise DataError(losses.described(lost, len(text.encode()), 0))
+        return float(np.sum(bits, dtype=np.float64)) / len(text.encode())
 
     def evaluate(self, split: str = "test", *, ablate: str | None = None) -> dict[str, Any]:
         """Figures of a split of the run's data, with their protocol; see `brt.evaluate --help`.

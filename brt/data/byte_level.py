@@ -15,6 +15,7 @@ from brt.errors import DataError
 CHANGING = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")  # what is read
 START = ("<s>", "<|endoftext|>", "[CLS]", "<bos>")  # how files spell a document's beginning
 MASK = "<mask>"
+PROBE = "Ab 12,\n\n\t  – é 山 \U0001f600\r\n"  # a text that has to come back as it is
 NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that no text in UTF-8 has
 
 
@@ -32,6 +33,7 @@ class ByteLevelTokenizer(ChunkTokenizer):
         self.file = "tokenizer.json", content
         self.fingerprint = hashlib.sha256(content).hexdigest()
         self._tokenizer = _opened(self.path, content)
+        self.unk_id = -1  # every byte has a piece
         size = self._tokenizer.get_vocab_size()
         self.vocab_size = size - (self._tokenizer.token_to_id(MASK) == size - 1)
         ids = (self._tokenizer.token_to_id(piece) for piece in START)
@@ -47,6 +49,9 @@ class ByteLevelTokenizer(ChunkTokenizer):
             raise _loses(
                 path, f": no piece is {min(missing)!r}, nor {len(missing) - 1} other bytes"
             )
+
+        if self.decode_bytes(self.encode(PROBE)) != PROBE.encode():
+            raise _loses(path, f": {PROBE[:9]!r}... comes back otherwise")
 
     def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:
         for found in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):

@@ -62,7 +62,8 @@ def _of_first(names: tuple[str, ...], store: TokenStore) -> int:
 
 def _first(store: TokenStore, documents: int) -> TokenStore:
     """A store of its first documents."""
-    cut = {name: getattr(store, name)[:documents] for name in ("bytes", "characters", "words")}
+    names = ["bytes", "characters", "words"] + ["lost"] * (store.lost is not None)
+    cut = {name: getattr(store, name)[:documents] for name in names}
     return dataclasses.replace(
         store, offsets=store.offsets[: documents + 1], names=store.names[:documents], **cut
     )

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from brt import config
 from brt.data import (
     cache,
+    losses,
     manifests,
     quarantine,
     sources,
@@ -138,7 +139,7 @@ def _opened(directory: Path, split: str, tokenizer: Tokenizer) -> TokenStore:
             f"{directory / split} was written with another tokenizer than {tokenizer.name}; "
             f"prepare {directory} again"
         )
-    return store
+    return store.counted(tokenizer)
 
 
 def _write(
@@ -163,12 +164,19 @@ def _write(
         counts = store.manifest
         cache.say(
             f"prepared {split}{origin}: {counted(counts['documents'], 'document')}, "
-            f"{counts['bytes']:,} bytes, {counts['tokens']:,} tokens",
+            f"{counts['bytes']:,} bytes, {counts['tokens']:,} tokens"
+            + "".join(f"; {said}" for said in [_lost(store)] if said),
             progress and not sys.stderr.isatty(),
         )
     held_out = {split: plan.held_out[split] for split in splits if split in plan.held_out}
     plan.bad.write(directory)
     return {"splits": list(splits), "held_out": held_out, "quarantined": len(plan.bad)}
+
+
+def _lost(store: TokenStore) -> str:
+    """What the tokenizer loses of a split, in words."""
+    unknown = store.manifest.get("unknown_tokens", 0)
+    return losses.described(store.lost_bytes, int(store.bytes.sum()), unknown)
 
 
 def _say_quarantined(directory: Path, progress: bool) -> None:
@@ -246,4 +254,5 @@ def summary(corpus: Corpus) -> str:
     line = f"tokenizer {described['name']}, {corpus.tokenizer.vocab_size:,} ids"
     if coverage := described.get("coverage"):
         line += f", trained on {coverage['fraction']:.1%} of the train text"
-    return "\n".join([*lines, line])
+    lost = [f"{split}: {said}" for split, s in corpus.splits.items() if (said := _lost(s))]
+    return "\n".join([*lines, line, *lost])

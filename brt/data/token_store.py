@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from brt.data import manifests
+from brt.data import losses, manifests
 from brt.data.documents import Document
 from brt.data.rows import store
 from brt.data.rows.on_disk import OnDisk
@@ -36,6 +36,7 @@ class TokenStore:
       characters: int64 [documents], Unicode code points.
       words: int64 [documents], separated by whitespace, as PG-19 counts them.
       names: [documents].
+      lost: int64 [documents], bytes that the tokens do not give back; None: nobody counted.
     """
 
     directory: Path
@@ -46,6 +47,7 @@ class TokenStore:
     characters: np.ndarray
     words: np.ndarray
     names: tuple[str, ...]
+    lost: np.ndarray | None = None
 
     @classmethod
     def open(cls, directory: Path | str) -> "TokenStore":
@@ -65,8 +67,10 @@ class TokenStore:
                 or not 0 <= manifest["bos_id"] < manifest["vocab_size"]
             ):
                 raise ValueError("tokens.bin has another size than its manifest says")
-            found.check("documents", *(columns[name] for name in (*_COLUMNS[1:], "names")))
-            columns = {name: columns[name] for name in (*_COLUMNS, "names")}
+            lost = columns.get("lost")  # which older stores have not
+            counted = (*_COLUMNS[1:], "names") if lost is None else (*_COLUMNS[1:], "names", "lost")
+            found.check("documents", *(columns[name] for name in counted))
+            columns = {name: columns[name] for name in ("offsets", *counted)}
         return cls(directory=found.directory, manifest=manifest, tokens=tokens, **columns)
 
     @property
@@ -86,6 +90,19 @@ class TokenStore:
     def lengths(self) -> np.ndarray:
         """int64 [documents], in tokens."""
         return np.diff(self.offsets)
+
+    @property
+    def lost_bytes(self) -> int:
+        """Bytes of all documents that the tokens do not give back."""
+        return 0 if self.lost is None else int(self.lost.sum())
+
+    def counted(self, tokenizer: Tokenizer) -> "TokenStore":
+        """The same, with what is lost: of a store without that as far as its tokens tell it."""
+        if self.lost is not None:
+            return self
+        sizes = enumerate(self.bytes)
+        lost = [losses.recounted(tokenizer, self.document(i), int(size)) for i, size in sizes]
+        return dataclasses.replace(self, lost=np.array(lost, np.int64))
 
     def __len__(self) -> int:
         """How many documents."""
@@ -116,20 +133,24 @@ def write(
     directory = Path(directory)
     with manifests.new_directory(directory) as temporary:
         dtype = ids_dtype(tokenizer.vocab_size)
-        rows, names = [], []
+        rows, names, unknown = [], [], 0
         with open(temporary / "tokens.bin", "wb") as file:
             for document in documents:
-                count = _Counter(progress)
+                lost = losses.Losses(tokenizer)
+                count = _Counter(progress, lost)
                 tokens = 0
                 for ids in tokenizer.encode_chunks(count.through(document.chunks)):
                     file.write(np.asarray(ids, dtype).data)
                     tokens += len(ids)
-                rows.append((tokens, count.bytes, count.characters, count.words))
+                    lost.tokens(np.asarray(ids))
+                unknown += lost.unknown
+                rows.append((tokens, count.bytes, count.characters, count.words, lost.lost))
                 names.append(document.name)
         if not rows:
             raise DataError(f"there is no document for {directory.name}")
         lengths, *counts = np.array(rows, np.int64).T
-        columns = dict(zip(_COLUMNS, [np.r_[0, np.cumsum(lengths)], *counts], strict=True))
+        known = (*_COLUMNS, "lost")
+        columns = dict(zip(known, [np.r_[0, np.cumsum(lengths)], *counts], strict=True))
         facts = {
             "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
             "vocab_size": tokenizer.vocab_size,
@@ -138,6 +159,8 @@ def write(
             "documents": len(rows),
             "tokens": int(lengths.sum()),
             **{name: int(columns[name].sum()) for name in ("bytes", "characters", "words")},
+            "lost_bytes": int(columns["lost"].sum()),
+            "unknown_tokens": unknown,
             **(settings or {}),
         }
         identity = columns["offsets"].astype("<i8").tobytes() + tokenizer.fingerprint.encode()
@@ -151,6 +174,7 @@ def write(
 _COLUMNS = ("offsets", "bytes", "characters", "words")
 _FACTS = {
     **dict.fromkeys(("documents", "tokens", "bytes", "characters", "words"), int),
+    "lost_bytes?": int, "unknown_tokens?": int,
     "vocab_size": int, "bos_id": int, "dtype": str, "tokenizer": {"fingerprint": str},
 }  # fmt: skip
 _DTYPES = {"|u1": 1 << 8, "<u2": 1 << 16, "<u4": 1 << 32}
@@ -159,14 +183,15 @@ _DTYPES = {"|u1": 1 << 8, "<u2": 1 << 16, "<u4": 1 << 32}
 class _Counter:
     """Counts text as it passes."""
 
-    def __init__(self, progress: Callable[[int], Any]):
+    def __init__(self, progress: Callable[[int], Any], lost: losses.Losses):
         self.bytes = self.characters = self.words = 0
-        self._progress = progress
+        self._progress, self._lost = progress, lost
 
     def through(self, chunks: Iterable[str]) -> Iterator[str]:
         in_word = False  # the text so far ends in a word, which may go on
         for chunk in filter(None, chunks):
-            size = len(chunk.encode())
+            size = len(data := chunk.encode())
+            self._lost.text(data)
             self.bytes += size
             self.characters += len(chunk)
             self.words += len(chunk.split()) - (in_word and not chunk[0].isspace())

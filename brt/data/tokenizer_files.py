@@ -71,4 +71,13 @@ def json_model(path: Path, content: bytes) -> Any:
     tokenizer.no_truncation()  # the file may ask for both
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # `</s>` in a text is text, and ends nothing
+    try:
+        (kept,) = tokenizer.encode_batch_fast(["a text"], add_special_tokens=False)
+    except Exception as error:  # the library raises nothing more specific
+        raise DataError(f"the tokenizer {path} reads no text ({error})") from error
+    if not kept.ids:
+        raise DataError(
+            f"the tokenizer {path} keeps nothing of a text; take out what drops it, such as its "
+            "post_processor"
+        )
     return tokenizer

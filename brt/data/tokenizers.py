@@ -25,6 +25,7 @@ class Tokenizer(Protocol):
       name: what Data.tokenizer says, without directories.
       vocab_size: ids are below it.
       bos_id: the input before a document's first token; never a target.
+      unk_id: stands for what the tokenizer cannot spell; -1: it spells everything.
       fingerprint: sha256 of all that decides the ids.
       file: the name of a copy, which `load` reads; its content.
     """
@@ -32,6 +33,7 @@ class Tokenizer(Protocol):
     name: str
     vocab_size: int
     bos_id: int
+    unk_id: int
     fingerprint: str
 
     @property
@@ -70,6 +72,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 256
     bos_id = 0
+    unk_id = -1
     fingerprint = hashlib.sha256(b"bytes").hexdigest()
     file = tokenizer_files.BYTES, b"bytes\n"
 
@@ -100,6 +103,7 @@ class SentencePieceTokenizer(ChunkTokenizer):
         self._processor = tokenizer_files.sentencepiece_model(self.path, content, exact=True)
         self.vocab_size = self._processor.vocab_size()
         # T5's models have no BOS; their decoders start with the padding id.
+        self.unk_id = self._processor.unk_id()
         ids = self._processor.bos_id(), self._processor.pad_id()
         self.bos_id = next((i for i in ids if i >= 0), -1)
         if self.bos_id < 0:

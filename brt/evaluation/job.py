@@ -74,8 +74,8 @@ class SplitReader:
         return evaluations.write(model.workdir, model.step, self._split, reading, self._tell)
 
     def _check_finite(self, reading: Reading, model: SavedModel) -> None:
-        name = self._task.measures[0].name
-        if not math.isfinite(value := self._task.figures(reading.figures)[name]):
+        name, value = next(iter(self._task.figures(reading.figures).items()))
+        if not math.isfinite(value):
             raise NonFiniteError(
                 f"{name} of {self._split} is {value} at step {model.step} of "
                 f"{model.workdir.path}; evaluate another --step"

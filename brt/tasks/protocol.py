@@ -266,7 +266,10 @@ class Task(abc.ABC):
         """
 
     def figures(self, report: Mapping[str, Any]) -> dict[str, float]:
-        """Of a report, as JSON has it, what its measures are; the first is always there."""
+        """Of a report, as JSON has it, what its measures are, the most telling first.
+
+        A measure is left out where the data do not allow it; one is always there.
+        """
         found = {measure.name: report.get(measure.name) for measure in self.measures}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -300,6 +303,10 @@ class Task(abc.ABC):
     def yardstick(self, config: Config, corpus: Corpus) -> tuple[str, float] | None:
         """What something simpler makes of the validation data, behind its name."""
         return None
+
+    def measure(self, corpus: Corpus) -> Measure:
+        """The measure that plots and summaries show: the first, where the data allow it."""
+        return self.measures[0]
 
     def units_per_token(self, corpus: Corpus) -> float:
         """Units of the measure for each token: turns bits per token of training into it."""

@@ -316,8 +316,7 @@ def _look(step: int, state: TrainState, tools: Tools, *, resumed: bool = False) 
     """
     t = tools.run.config.training
     sample = tools.workdir.samples / f"{step:08d}.txt"
-    headline = f"eval/{SPLIT}/{tools.run.task.measures[0].name}"
-    evaluated = resumed and processes.of_first(tools.metrics.has(step, headline))
+    evaluated = resumed and processes.of_first(_has_headline(step, tools))
     sampled = resumed and processes.of_first(sample.exists())
     complete = True
     if _evaluates(tools.run, step) and not evaluated:
@@ -325,6 +324,11 @@ def _look(step: int, state: TrainState, tools: Tools, *, resumed: bool = False) 
     if _is_time(step, t.sample_every, t.steps) and not sampled:
         complete = _sample(step, state, sample, tools) and complete
     return complete
+
+
+def _has_headline(step: int, tools: Tools) -> bool:
+    measure = tools.run.task.measure(tools.run.corpus)
+    return tools.metrics.has(step, f"eval/{SPLIT}/{measure.name}")
 
 
 @contextlib.contextmanager

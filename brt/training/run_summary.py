@@ -64,13 +64,14 @@ def draw(run: Run, workdir: Workdir) -> Yardstick | None:
         from brt.training import plots  # matplotlib takes most of a second: not before training
 
         units = run.task.units_per_token(run.corpus)
-        plots.draw(workdir, run.task.measures[0], yardstick=yardstick, units_per_token=units)
+        measure = run.task.measure(run.corpus)
+        plots.draw(workdir, measure, yardstick=yardstick, units_per_token=units)
     return yardstick
 
 
 def finish(run: Run, workdir: Workdir, begin: float) -> str:
     """Draws the plots; returns the last report, where everything is and what to type next."""
-    yardstick, measure = draw(run, workdir), run.task.measures[0]
+    yardstick, measure = draw(run, workdir), run.task.measure(run.corpus)
     records = read_metrics(workdir.metrics)
     tokens = next((r["data/tokens"] for r in reversed(records) if "data/tokens" in r), 0)
     step = (steps(workdir.checkpoints) or [0])[-1]

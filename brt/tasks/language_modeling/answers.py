@@ -104,7 +104,8 @@ def figures(answers: Sequence[Read], window: int, bits: float, size: int) -> dic
 
     Args:
       window: tokens; a row has answers of up to so many windows' distance, by powers of two.
-      bits, size: of all that was read, in bytes; what is no answer is the rest.
+      bits, size: of all that was read, in bytes; what is no answer is the rest. 0 bytes: the
+        tokens do not give back the text, and there is no figure by byte.
     """
     rows = defaultdict(list)
     for answer in answers:
@@ -112,7 +113,8 @@ def figures(answers: Sequence[Read], window: int, bits: float, size: int) -> dic
     own, own_size = _bits(answers), sum(answer.bytes for answer in answers)
     return {
         **_figures(answers),
-        "rest_bits_per_byte": (bits - own) / (size - own_size),
+        **({ANSWER_BITS.name: None} if not size else {}),
+        "rest_bits_per_byte": (bits - own) / (size - own_size) if size else None,
         "answers": [{"windows": windows, **_figures(rows[windows])} for windows in sorted(rows)],
     }
 
@@ -145,7 +147,8 @@ def text(columns: Mapping[str, Mapping[str, Any]]) -> list[str]:
         label = f"up to {windows} window{'s' if windows > 1 else ''}"
         lines.append(_row(label, [c["answers"][number] for c in columns.values()], widths))
     lines.append(_row("all", list(columns.values()), widths))
-    rest = [f"{column['rest_bits_per_byte']:.4f}" for column in columns.values()]
+    bits = [column["rest_bits_per_byte"] for column in columns.values()]
+    rest = ["-" if found is None else f"{found:.4f}" for found in bits]
     return [*lines, _line("the rest of the text", "", [""] * len(rest) + rest, widths)]
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
 from brt.config import Config
+from brt.data import losses
 from brt.data.lanes import evaluation_batches
 from brt.data.preparation import Corpus
 from brt.data.token_store import TokenStore
@@ -36,6 +37,7 @@ from brt.types import Batch
 
 # Compressing more than this takes longer than people wait at the end of a run.
 _XZ_LIMIT_BYTES = 20 << 20
+LONGEST = 25  # characters of a word on average, where white space separates words
 
 
 class DocumentScore(NamedTuple):
@@ -47,32 +49,40 @@ class DocumentScore(NamedTuple):
     characters: int
     words: int
     nats: float
+    lost: int = 0
 
 
-def figures(tokens: int, bytes: int, characters: int, words: int, nats: float) -> dict[str, Any]:
+def figures(
+    tokens: int, bytes: int, characters: int, words: int, nats: float, lost: int = 0
+) -> dict[str, Any]:
     """Bits by every measure of all that was read, whatever document it is in.
 
     Numerator: the nats of every token, the first of a document from BOS; BOS and padding are no
     targets. Denominators: those tokens, and UTF-8 bytes, code points and words (what white space
     separates) of the text that they are; of a document that was read in part, of that part. Word
-    perplexity is PG-19's: e to the nats for each word.
+    perplexity is PG-19's: e to the nats for each word; None where white space separates no words,
+    as in Chinese. Where the tokens do not give back `lost` bytes, there is none of these but bits
+    by token: None.
     """
     bits = nats / math.log(2)
+    separated = not lost and words and characters <= LONGEST * words
     return {
-        "bits_per_byte": bits / bytes,
+        "bits_per_byte": None if lost else bits / bytes,
         "bits_per_token": bits / tokens,
-        "bits_per_character": bits / characters,
-        "word_perplexity": _exp(nats / words) if words else None,
+        "bits_per_character": None if lost else bits / characters,
+        "word_perplexity": _exp(nats / words) if separated else None,
         "bits": bits,
         "tokens": tokens,
         "bytes": bytes,
         "characters": characters,
         "words": words,
+        **({"lost_bytes": lost} if lost else {}),
     }
 
 
-def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
+def _exp(x: float) -> float | None:
+    """None where it is beyond what a float holds."""
+    return math.exp(x) if x < 700 else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +108,8 @@ class Result:
         found = figures(*sums)
         if self.answered:
             size, window = found["bytes"], self.protocol["window"]
-            found |= answers.figures(self.answered, window, found["bits"], size)
+            lost = found.get("lost_bytes", 0)
+            found |= answers.figures(self.answered, window, found["bits"], 0 if lost else size)
         speed = {"tokens_per_second": self.tokens_per_second}
         return {**found, "documents": len(self.documents), **speed}
 
@@ -243,27 +254,29 @@ class DocumentEvaluator:
 
     def _score(self, store: TokenStore, index: int, nats: float, limit: int) -> DocumentScore:
         tokens, name = int(store.lengths[index]), store.names[index]
+        lost = 0 if store.lost is None else int(store.lost[index])
         if not limit or tokens <= limit:
             stored = store.bytes, store.characters, store.words
             size, characters, words = (int(counts[index]) for counts in stored)
-            return DocumentScore(name, tokens, size, characters, words, float(nats))
+            return DocumentScore(name, tokens, size, characters, words, float(nats), lost)
         ids = store.document(index)[:limit]
         text = decode(self._tokenizer, ids)
         size = len(self._tokenizer.decode_bytes(ids))
-        return DocumentScore(name, limit, size, len(text), len(text.split()), float(nats))
+        return DocumentScore(name, limit, size, len(text), len(text.split()), float(nats), lost)
 
 
 def _reading(results: list[Result], plots: bool) -> Reading:
     """The first is reported; a second one is that without a part of the memory."""
     report = {**results[0].totals, "protocol": results[0].protocol}
+    name = "bits_per_byte" if report["bits_per_byte"] is not None else "bits_per_token"
     rows = [{"document": score.name, **figures(*score[1:])} for score in results[0].documents]
     if len(results) > 1:
         report["ablation"] = {**results[1].totals, "protocol": results[1].protocol}
-        difference = results[1].totals["bits_per_byte"] - results[0].totals["bits_per_byte"]
-        report["ablation_costs_bits_per_byte"] = difference
+        difference = results[1].totals[name] - results[0].totals[name]
+        report[f"ablation_costs_{name}"] = difference
         for row, score in zip(rows, results[1].documents, strict=True):
-            row["ablated_bits_per_byte"] = figures(*score[1:])["bits_per_byte"]
-    headline = f"{report['bits_per_byte']:.3f} bits/byte"
+            row[f"ablated_{name}"] = figures(*score[1:])[name]
+    headline = f"{report[name]:.3f} bits/{name.removeprefix('bits_per_')}"
     if len(results) > 1:
         part = results[1].protocol["ablate"]
         headline += f", {difference:+.4f} without {part}"
@@ -297,6 +310,8 @@ def text(report: dict[str, Any]) -> str:
         values = [column[name] for column in columns.values()]
         cells = ["-" if v is None else f"{v:.4f}" if v < 1e6 else f"{v:.3e}" for v in values]
         lines.append(f"{name.replace('_', ' '):20}" + "".join(f"{cell:>16}" for cell in cells))
+    if lost := losses.described(report.get("lost_bytes", 0), report["bytes"], 0):
+        lines.append(lost)
     lines += answers.text(columns)
     if report["tokens_per_second"]:
         lines.append(f"{report['tokens_per_second']:,.0f} tokens per second")
@@ -304,9 +319,12 @@ def text(report: dict[str, Any]) -> str:
 
 
 def xz_bits_per_byte(store: TokenStore, tokenizer: Tokenizer) -> float | None:
-    """`xz -9e` of the documents, each on its own, in bits per byte; None where that takes long."""
+    """`xz -9e` of the documents, each on its own, in bits per byte.
+
+    None where that takes long, or where the tokens do not give back the text.
+    """
     total = int(store.bytes.sum())
-    if not 0 < total <= _XZ_LIMIT_BYTES:
+    if not 0 < total <= _XZ_LIMIT_BYTES or store.lost_bytes:
         return None
     texts = (tokenizer.decode_bytes(store.document(i)) for i in range(len(store)))
     level = lzma.PRESET_EXTREME | 9

@@ -34,7 +34,7 @@ from brt.tasks.language_modeling.probe.states import StateProbe
 from brt.tasks.language_modeling.scoring import TextScorer
 from brt.tasks.language_modeling.writing import TextWriter
 from brt.tasks.protocol import Aux, Inspection, Task
-from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN
+from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Measure
 from brt.tasks.weights import Started, Weights
 from brt.types import Batch
 
@@ -171,7 +171,7 @@ class LanguageModeling(Task):
     def figures(self, report: Mapping[str, Any]) -> dict[str, float]:
         """Also what a part of the memory is worth, where it was taken away."""
         costs = {
-            name: value for name, value in report.items() if name == "ablation_costs_bits_per_byte"
+            name: value for name, value in report.items() if name.startswith("ablation_costs_")
         }
         return super().figures(report) | costs
 
@@ -197,11 +197,20 @@ class LanguageModeling(Task):
     def yardstick(self, config: Config, corpus: Corpus) -> tuple[str, float] | None:
         """`xz -9e`."""
         held_out = corpus.splits.get("validation")
+        if self.measure(corpus) == BITS_PER_TOKEN:
+            return None
         xz = held_out and xz_bits_per_byte(held_out, corpus.tokenizer)
         return ("xz -9e", xz) if xz else None
 
+    def measure(self, corpus: Corpus) -> Measure:
+        """Bits by token where the tokenizer loses a part of the text."""
+        lost = any(store.lost_bytes for store in corpus.splits.values())
+        return BITS_PER_TOKEN if lost else BITS_PER_BYTE
+
     def units_per_token(self, corpus: Corpus) -> float:
-        """Bytes of a token."""
+        """Bytes of a token; 1 where bits are counted by token."""
+        if self.measure(corpus) == BITS_PER_TOKEN:
+            return 1.0
         manifest = corpus.split("train").manifest
         return manifest["bytes"] / manifest["tokens"]
 

@@ -1,5 +1,6 @@
 """Bits of held-out summaries, each token given the document and the true tokens before it."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -29,14 +30,24 @@ class Bits(NamedTuple):
         BART's beginning.
       bytes: UTF-8 of the text that these tokens are.
       bits_per_token: the bits of all of them over `tokens`.
-      bits_per_byte: the same bits over `bytes`.
+      bits_per_byte: the same bits over `bytes`; None where the tokens do not give back the text.
     """
 
     pairs: int
     tokens: int
     bytes: int
     bits_per_token: float
-    bits_per_byte: float
+    bits_per_byte: float | None
+
+
+@functools.lru_cache(maxsize=4)
+def keeps_text(store: PairStore, tokenizer: PairTokenizer) -> bool:
+    """Whether the tokens of every summary that was not cut give back its text."""
+    whole = np.flatnonzero(store.target_uncut <= store.target.lengths)
+    return all(
+        tokenizer.decode(store.target[row]).encode() == store.reference[row].tobytes()
+        for row in whole
+    ) and not any(tokenizer.unk_id in store.target[row] for row in range(len(store)))
 
 
 def scored_bytes(store: PairStore, tokenizer: PairTokenizer) -> int:
@@ -69,7 +80,8 @@ class TeacherForcing:
             total += float(jnp.sum(self._nats(params, batch)))
             tokens += int(batch.scored.sum())
         bits, size = total / math.log(2), scored_bytes(store, self._tokenizer)
-        return Bits(len(store), tokens, size, bits / tokens, bits / size)
+        kept = keeps_text(store, self._tokenizer)
+        return Bits(len(store), tokens, size, bits / tokens, bits / size if kept else None)
 
     def nats(self, params: PyTree[Array], batch: PairBatch) -> Float[Array, "B T"]:
         """-log p of every token of the summaries, 0 on padding; to be compiled."""

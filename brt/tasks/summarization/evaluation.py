@@ -73,9 +73,14 @@ class SummaryEvaluator:
     def _heading(self, bits: Bits) -> str:
         beams = self._decoding.beams
         how = f"{beams} beams" if beams > 1 else "greedy"
+        by_byte = (
+            "no bits per byte, as the tokenizer does not keep the whole text"
+            if bits.bits_per_byte is None
+            else f"{bits.bits_per_byte:.4f} per byte"
+        )
         return (
             f"{bits.pairs:,} pairs, {bits.tokens:,} tokens of summaries; {how}, at most "
             f"{self._decoding.max_length} tokens\n"
-            f"{bits.bits_per_token:.4f} bits per token, {bits.bits_per_byte:.4f} per byte, "
+            f"{bits.bits_per_token:.4f} bits per token, {by_byte}, "
             "of the true summaries"
         )

@@ -21,7 +21,7 @@ from brt.ops.cross_entropy import cross_entropy
 from brt.tasks import resolving
 from brt.tasks.protocol import Aux, Corpus, Task, count_of
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Measure
-from brt.tasks.summarization.bits import scored_bytes
+from brt.tasks.summarization.bits import keeps_text, scored_bytes
 from brt.tasks.summarization.data import preparation, tokenization
 from brt.tasks.summarization.data.batches import PairReader
 from brt.tasks.summarization.data.preparation import PairCorpus, Preparation
@@ -179,8 +179,15 @@ class Summarization(Task):
 
         return found
 
+    def measure(self, corpus: Corpus) -> Measure:
+        """Bits by token where the tokenizer loses a part of the summaries."""
+        store = corpus.splits.get("validation") or corpus.split("train")
+        return BITS_PER_BYTE if keeps_text(store, corpus.tokenizer) else BITS_PER_TOKEN
+
     def units_per_token(self, corpus: Corpus) -> float:
         """Bytes of the summaries for each of their tokens, as they are scored."""
+        if self.measure(corpus) == BITS_PER_TOKEN:
+            return 1.0
         train = corpus.split("train")
         return scored_bytes(train, corpus.tokenizer) / len(train.target.values)
 

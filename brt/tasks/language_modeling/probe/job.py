@@ -9,8 +9,10 @@ from jaxtyping import Array, PyTree
 from tqdm import tqdm
 
 from brt.config import Config
+from brt.data import losses
 from brt.data.preparation import Corpus
 from brt.data.token_store import TokenStore
+from brt.errors import DataError
 from brt.layers.stack import ModelState
 from brt.tasks.language_modeling.probe.gradients import gradient_reach
 from brt.tasks.language_modeling.probe.reading import Reading, read
@@ -55,6 +57,8 @@ def figures(
     `layers` has a row for every recurrent layer.
     """
     store, donor = corpus.split(split), corpus.splits.get("train")
+    if lost := losses.described(store.lost_bytes, int(store.bytes.sum()), 0):
+        raise DataError(f"{split} cannot be probed by bits per byte: {lost}")
     if donor is store:
         donor = None
     total = min(tokens or math.inf, int(store.lengths.sum()))

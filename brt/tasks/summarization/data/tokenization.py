@@ -33,6 +33,7 @@ class PairTokenizer:
       eos_id: the last id of every text.
       decoder_start_id: the decoder's first input. T5: pad_id; BART: eos_id.
       begin: ids before every text. T5: none; BART: its `<s>`.
+      unk_id: stands for what cannot be spelt; -1: there is none.
     """
 
     name: str
@@ -43,6 +44,7 @@ class PairTokenizer:
     eos_id: int
     decoder_start_id: int
     begin: tuple[int, ...]
+    unk_id: int = -1
     encode_all: Callable[[list[str]], list[Any]] = dataclasses.field(repr=False)
     decode_ids: Callable[[list[int]], str] = dataclasses.field(repr=False)
 
@@ -92,6 +94,7 @@ def _sentencepiece(path: Path) -> PairTokenizer:
     return PairTokenizer(
         name=path.name, fingerprint=hashlib.sha256(content).hexdigest(), content=content,
         vocab_size=processor.vocab_size(), pad_id=pad, eos_id=end, decoder_start_id=pad, begin=(),
+        unk_id=processor.unk_id(),
         encode_all=processor.encode, decode_ids=processor.decode,
     )  # fmt: skip
 
