@@ -198,7 +198,8 @@ class Model:
         """As `generate`, piece by piece. One text at a time: the next one ends it.
 
         Args:
-          prompt: text.
+          prompt: text, without NULs and halves of surrogate pairs; a byte order mark at its start
+            is dropped.
           state: go on from there; None: from nothing.
           max_tokens: of the text; None: 500, of a summary Decoding.max_length.
           seed: another seed, another text.
@@ -207,7 +208,7 @@ class Model:
 
         Raises:
           ConfigError: the model writes no text, or not so.
-          DataError: there is neither prompt nor state.
+          DataError: there is neither prompt nor state, or the prompt is no text.
         """
         if not self._task.writes:
             raise self._task.silent()
@@ -217,6 +218,7 @@ class Model:
         options = WriteOptions(
             beams, _sampling(self.config.sampling, beams, drawn), _count(max_tokens), seed
         )
+        prompt = plain_text.checked("the prompt", prompt)
         if not prompt and state is None:
             raise DataError("the prompt is empty; give some text, or a state to go on from")
         if state is not None:
@@ -325,7 +327,7 @@ class Model:
     def _tokens(self, text: str | Integer[np.ndarray, " T"]) -> Integer[np.ndarray, " T"]:
         if isinstance(text, str):
             tokenizer: Any = self.tokenizer  # of a language model
-            return np.asarray(tokenizer.encode(text), np.int32)
+            return np.asarray(tokenizer.encode(plain_text.checked("the text", text)), np.int32)
         size = self.tokenizer.vocab_size
         if len(text) and not 0 <= np.min(text) <= np.max(text) < size:
             raise DataError(f"token ids must be in 0 to {size - 1}, as the model's tokenizer has")

@@ -8,14 +8,17 @@ python -m brt.generate --workdir=runs/a --prompt='It was' --beams=4
 """
 
 import argparse
-import io
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from brt import command_line, output
+from brt.data import contents, plain_text
+from brt.data.walk import File
 from brt.errors import ConfigError, DataError
+from brt.untrusted import LARGEST
 
 HOW = ("max_tokens", "seed", "beams", "temperature", "top_k", "top_p")  # of Model.stream
 
@@ -49,29 +52,33 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _prompt(prompt: str | None, file: str | None, resumed: bool) -> str:
-    """The text to continue.
+    """The text to continue, read as a document is: see `brt.data.plain_text`.
 
     Raises:
       DataError: it is empty, or the file cannot be read; a loaded state needs no prompt.
     """
-    flag = f"--prompt_file={file}" if file else "--prompt"
-    try:
-        if file == "-":
-            prompt = io.TextIOWrapper(sys.stdin.buffer, "utf-8").read()
-        elif file:
-            prompt = Path(file).read_text("utf-8")
-        elif prompt and re.search("[\udc80-\udcff]", prompt):  # which the locale does not know
-            prompt = os.fsencode(prompt).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{flag} is not UTF-8 at byte {error.start}") from error
-    except OSError as error:
-        raise DataError(f"{flag}: {error.strerror}") from error
+    if file:
+        name = "the standard input" if file == "-" else file
+        data = _stdin() if file == "-" else contents.content(File(name, Path(file)))
+        found = contents.without_containers(name, data)
+        prompt = "".join(plain_text.read(name, contents.no_more_than(LARGEST, name, found)))
+    elif prompt and re.search("[\udc80-\udcff]", prompt):  # which the locale does not know
+        prompt = plain_text.whole("--prompt", os.fsencode(prompt))
+    else:
+        prompt = plain_text.checked("--prompt", prompt or "")
     if not prompt and not resumed:
         raise DataError(
             "the prompt is empty; give some text with --prompt or --prompt_file, or go on from "
             "--load_state"
         )
-    return prompt or ""
+    return prompt
+
+
+def _stdin() -> Iterator[bytes]:
+    try:
+        yield from iter(lambda: sys.stdin.buffer.read(contents.CHUNK), b"")
+    except OSError as error:
+        raise DataError(f"the standard input cannot be read: {error.strerror}") from error
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,7 +87,10 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
     text = flags.add_mutually_exclusive_group()
     text.add_argument("--prompt", help="the text to continue")
-    text.add_argument("--prompt_file", help="a UTF-8 file of any length, or - for standard input")
+    text.add_argument(
+        "--prompt_file",
+        help="a UTF-8 file of any length (.gz, .xz, .zst, too), or - for standard input",
+    )
     flags.add_argument("--max_tokens", type=int, help="default 500, or Decoding.max_length")
     flags.add_argument("--beams", type=int, help="search for the likeliest text with so many beams")
     flags.add_argument("--temperature", type=float, help="0: greedy; default Sampling.temperature")

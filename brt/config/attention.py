@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_not_negative, check_positive
+from brt.config.checks import check, check_finite, check_not_negative, check_positive
 from brt.config.fields import free
 
 MAX_BITS = 63  # of a hash, as in the original, where it is one integer
@@ -40,6 +40,7 @@ class Attention:
     chunk: int = free(32)  # sorted queries that see their own chunk and the one before; reformer
 
     def __post_init__(self) -> None:
+        check_finite(self)
         check_positive(
             self, "clusters", "bits", "iterations", "top_k", "rounds", "buckets", "chunk"
         )

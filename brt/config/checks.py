@@ -1,5 +1,7 @@
 """What sections check themselves with; each raises ConfigError."""
 
+import dataclasses
+import math
 from typing import Any
 
 from brt.config.fields import settle
@@ -13,6 +15,17 @@ DEEPEST = 1024  # layers, of which more would compile for hours
 def check(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
+
+
+def check_finite(section: Any) -> None:
+    """Every number of a section, whichever way it came in."""
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            check(
+                not isinstance(number, float) or math.isfinite(number),
+                f"{type(section).__name__}.{field.name} = {value} must be finite",
+            )
 
 
 def check_positive(section: object, *names: str) -> None:

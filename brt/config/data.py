@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Literal
 
-from brt.config.checks import check, check_not_negative
+from brt.config.checks import check, check_finite, check_not_negative
 from brt.config.fields import MEMORY, fixed, free, held_out, settle, sources
 
 
@@ -43,6 +43,7 @@ class Data:
     curriculum: tuple[int, ...] = fixed(())
 
     def __post_init__(self) -> None:
+        check_finite(self)
         settle(self, ())
         for split in ("validation", "test"):
             if not getattr(self, split):

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_layers, check_not_negative, check_positive
+from brt.config.checks import check, check_finite, check_layers, check_not_negative, check_positive
 from brt.config.fields import Kept, fixed, free, inherited
 
 
@@ -40,6 +40,7 @@ class Encoder:
     remat_keep: Kept = free("nothing")  # what remat keeps of a layer nevertheless
 
     def __post_init__(self) -> None:
+        check_finite(self)
         check_layers(self, "layers")
         check_positive(
             self, "model_dim", "heads", "mlp_dim", "classes", "max_positions",

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_layers, check_not_negative, check_positive
+from brt.config.checks import check, check_finite, check_layers, check_not_negative, check_positive
 from brt.config.fields import Kept, adaptable, fixed, free, inherited
 
 
@@ -93,6 +93,7 @@ class Model:
     block_unroll: int = free(0)
 
     def __post_init__(self) -> None:
+        check_finite(self)
         check_layers(self, "layers")
         check_positive(
             self, "model_dim", "heads", "head_dim", "mlp_dim", "window", "states",

@@ -3,7 +3,14 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_buckets, check_not_negative, check_positive, settle_rows
+from brt.config.checks import (
+    check,
+    check_buckets,
+    check_finite,
+    check_not_negative,
+    check_positive,
+    settle_rows,
+)
 from brt.config.fields import fixed, free, held_out, sources
 
 SPECIAL = 4  # ids at most that stand around a question and its text
@@ -41,6 +48,7 @@ class Questions:
     shuffle: bool = fixed(True)  # windows in a new order every epoch
 
     def __post_init__(self) -> None:
+        check_finite(self)
         settle_rows(self)
         check(bool(self.train), "Questions.train names no source")
         check_positive(self, "max_length", "max_question_length", "max_answer_length")

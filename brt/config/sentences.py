@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_buckets, check_positive, settle_rows
+from brt.config.checks import check, check_buckets, check_finite, check_positive, settle_rows
 from brt.config.fields import fixed, free, held_out, sources
 
 
@@ -43,6 +43,7 @@ class Sentences:
     shuffle: bool = fixed(True)  # rows in a new order every epoch
 
     def __post_init__(self) -> None:
+        check_finite(self)
         settle_rows(self)
         check(bool(self.train), "Sentences.train names no source")
         check(

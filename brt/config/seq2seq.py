@@ -3,7 +3,14 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_layers, check_not_negative, check_positive, settle_rows
+from brt.config.checks import (
+    check,
+    check_finite,
+    check_layers,
+    check_not_negative,
+    check_positive,
+    settle_rows,
+)
 from brt.config.fields import Kept, fixed, free, held_out, inherited, sources
 from brt.errors import ConfigError
 
@@ -44,6 +51,7 @@ class Seq2Seq:
     remat_keep: Kept = free("nothing")  # what remat keeps of a layer nevertheless
 
     def __post_init__(self) -> None:
+        check_finite(self)
         check_layers(self, "encoder_layers", "decoder_layers")
         check_positive(
             self, "model_dim", "heads", "head_dim", "mlp_dim",
@@ -105,6 +113,7 @@ class CrossAttention:
     cache: Literal["auto", "table", "carry"] = fixed("auto")
 
     def __post_init__(self) -> None:
+        check_finite(self)
         check_positive(self, "segment_size", "q_ref", "stride", "threshold_init")
         check_not_negative(self, "norm_epsilon", "clamp")
         check(
@@ -187,6 +196,7 @@ class Pairs:
     shuffle: bool = fixed(True)  # pairs in a new order every epoch
 
     def __post_init__(self) -> None:
+        check_finite(self)
         settle_rows(self)
         check(bool(self.train), "Pairs.train names no source")
         for name in ("max_source_length", "max_target_length"):
@@ -226,6 +236,7 @@ class Decoding:
     batch_size: int = free(16)  # documents side by side
 
     def __post_init__(self) -> None:
+        check_finite(self)
         check_positive(self, "beams", "max_length", "batch_size")
         check_not_negative(self, "min_length", "no_repeat_ngram")
         check(

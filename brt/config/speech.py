@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import check, check_not_negative, check_positive, settle_rows
+from brt.config.checks import check, check_finite, check_not_negative, check_positive, settle_rows
 from brt.config.fields import fixed, free, held_out, sources
 
 
@@ -55,6 +55,7 @@ class Speech:
     shuffle: bool = fixed(True)  # utterances in a new order every epoch
 
     def __post_init__(self) -> None:
+        check_finite(self)
         settle_rows(self)
         check(bool(self.train), "Speech.train names no source")
         check_positive(

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from brt.config.checks import LARGEST, check, check_not_negative, check_positive
+from brt.config.checks import LARGEST, check, check_finite, check_not_negative, check_positive
 from brt.config.fields import fixed, free
 
 
@@ -45,6 +45,7 @@ class Training:
     profile_at: tuple[int, ...] = free(())
 
     def __post_init__(self) -> None:
+        check_finite(self)
         check_positive(
             self, "steps", "batch_size", "segment_length", "gradient_accumulation", "loss_chunk",
             "log_every",
@@ -107,6 +108,7 @@ class Optimizer:
     state: Literal["auto", "shared", "whole"] = free("auto")
 
     def __post_init__(self) -> None:
+        check_finite(self)
         check_positive(self, "learning_rate", "min_dim_size_to_factor", "orthogonal_steps")
         check_not_negative(
             self, "warmup_steps", "final_learning_rate", "momentum", "weight_decay", "clip_norm"
@@ -130,6 +132,7 @@ class Checkpoint:
     keep_every: int = free(0)  # steps; checkpoints at its multiples are kept for good; 0: none
 
     def __post_init__(self) -> None:
+        check_finite(self)
         check_not_negative(self, "every", "keep_every")
         check_positive(self, "keep")
 
@@ -152,6 +155,7 @@ class Evaluation:
     tokens_per_document: int = free(0)  # before the last step: read only the first so many; 0: all
 
     def __post_init__(self) -> None:
+        check_finite(self)
         check_positive(self, "batch_size")
         check_not_negative(self, "segment_length", "tokens_per_document")
 
@@ -166,6 +170,7 @@ class Sampling:
     max_tokens: int = free(256)  # of the samples drawn while training
 
     def __post_init__(self) -> None:
+        check_finite(self)
         check_not_negative(self, "temperature", "top_k")
         check_positive(self, "max_tokens")
         check(0 < self.top_p <= 1, f"Sampling.top_p = {self.top_p} must be in (0, 1]")
@@ -181,6 +186,7 @@ class Mesh:
     sequence: int = free(1)  # share the tokens of a segment
 
     def __post_init__(self) -> None:
+        check_finite(self)
         sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name, size in sizes.items():
             check(size > 0 or size == -1, f"Mesh.{name} = {size} must be above 0, or -1")

@@ -13,9 +13,11 @@ from brt.generation.hypotheses import Hypotheses
 def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
     """Masks all but the `top_k` tokens, then all but the fewest that hold `top_p` of the mass.
 
-    Logits are divided by the temperature first; ties at a border stay in.
+    Logits are divided by the temperature first; ties at a border stay in. The likeliest token is
+    at 0 then, so that however cold it is, nothing but what is unlikely is beyond float32.
     """
-    logits = logits / sampling.temperature
+    colder = min(1 / sampling.temperature, float(jnp.finfo(jnp.float32).max))
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) * colder
     if sampling.top_k:
         best = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0]
         logits = jnp.where(logits < best[:, -1:], -jnp.inf, logits)

@@ -266,10 +266,7 @@ class Task(abc.ABC):
         """
 
     def figures(self, report: Mapping[str, Any]) -> dict[str, float]:
-        """Of a report, as JSON has it, what its measures are, the most telling first.
-
-        A measure is left out where the data do not allow it; one is always there.
-        """
+        """Of a report, as JSON has it, the measures that the data allow; one is always there."""
         found = {measure.name: report.get(measure.name) for measure in self.measures}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -305,7 +302,7 @@ class Task(abc.ABC):
         return None
 
     def measure(self, corpus: Corpus) -> Measure:
-        """The measure that plots and summaries show: the first, where the data allow it."""
+        """What plots and summaries show: the first measure, where the data allow it."""
         return self.measures[0]
 
     def units_per_token(self, corpus: Corpus) -> float:
@@ -325,11 +322,7 @@ class Task(abc.ABC):
         raise self.silent()
 
     def scorer(self, config: Config, tokenizer: Tokenizer) -> Scorer:
-        """Nats of texts that stand alone.
-
-        Raises:
-          ConfigError: the model predicts none.
-        """
+        """What gives nats of texts that stand alone; ConfigError where the model predicts none."""
         raise ConfigError(
             f"Training.task = {self.name!r} trains a model that predicts no text by itself; "
             "its figures are those of evaluate"

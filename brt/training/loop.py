@@ -314,9 +314,10 @@ def _look(step: int, state: TrainState, tools: Tools, *, resumed: bool = False) 
     Args:
       resumed: do only what an earlier stop cut short.
     """
-    t = tools.run.config.training
+    run, metrics, t = tools.run, tools.metrics, tools.run.config.training
     sample = tools.workdir.samples / f"{step:08d}.txt"
-    evaluated = resumed and processes.of_first(_has_headline(step, tools))
+    name = run.task.measure(run.corpus).name if resumed else ""
+    evaluated = resumed and processes.of_first(metrics.has(step, f"eval/{SPLIT}/{name}"))
     sampled = resumed and processes.of_first(sample.exists())
     complete = True
     if _evaluates(tools.run, step) and not evaluated:
@@ -324,11 +325,6 @@ def _look(step: int, state: TrainState, tools: Tools, *, resumed: bool = False) 
     if _is_time(step, t.sample_every, t.steps) and not sampled:
         complete = _sample(step, state, sample, tools) and complete
     return complete
-
-
-def _has_headline(step: int, tools: Tools) -> bool:
-    measure = tools.run.task.measure(tools.run.corpus)
-    return tools.metrics.has(step, f"eval/{SPLIT}/{measure.name}")
 
 
 @contextlib.contextmanager

@@ -1,9 +1,13 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from brt import api
 from brt.config import Sampling
+from brt.errors import ConfigError
 from brt.generation.sampling import choose, restrict
 
 PROBABILITIES = np.array([0.15, 0.5, 0.05, 0.3])
@@ -63,3 +67,21 @@ def test_choices_have_the_distributions_frequencies_and_greedy_takes_the_best() 
     frequencies = np.bincount(drawn, minlength=4) / len(drawn)
     np.testing.assert_allclose(frequencies, PROBABILITIES, atol=0.02)
     assert choose(LOGITS, jax.random.key(0), Sampling(temperature=0.0)).tolist() == [1]
+
+
+@pytest.mark.parametrize("restricted", [{}, {"top_k": 3}, {"top_p": 0.5}])
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-37, 1e-38, 1e-45, 1e-60, 5e-324])
+def test_the_coldest_is_greedy(temperature, restricted):
+    logits = jnp.array([[1.0, 5.0, -90.0, 80.0, 79.9, -jnp.inf], [3e4, 2e4, 1.0, 0.0, 0.0, 0.0]])
+    sampling = Sampling(temperature=temperature, **restricted)
+    for seed in range(5):
+        found = choose(logits, jax.random.key(seed), sampling)
+        assert found.tolist() == jnp.argmax(logits, axis=-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [math.inf, -math.inf, math.nan, -1.0])
+def test_a_temperature_that_is_none_is_refused_by_every_entrance(temperature):
+    with pytest.raises(ConfigError, match=r"temperature = .* must (be finite|not be negative)"):
+        Sampling(temperature=temperature)
+    with pytest.raises(ConfigError, match="temperature"):
+        api._sampling(Sampling(), None, {"temperature": temperature})

@@ -21,11 +21,20 @@ class SummaryWriter(Writer):
         self._made: dict[tuple[Decoding, Sampling | None], Summarizer] = {}
 
     def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
-        """A summary of the prompt: as Decoding says, or drawn as the options do."""
-        config, changes = self._config, {"beams": options.beams, "max_length": options.max_tokens}
-        decoding = dataclasses.replace(
-            config.decoding, **{name: value for name, value in changes.items() if value}
-        )
+        """A summary of the prompt: as Decoding says, or drawn as the options do.
+
+        It has at most `max_tokens` tokens, its end among them; of 0 it is empty.
+        """
+        config, count = self._config, options.max_tokens
+        if count == 0:
+            return
+        decoding = config.decoding
+        if options.beams:
+            decoding = dataclasses.replace(decoding, beams=options.beams)
+        if count is not None:
+            around = 1 + len(self._tokenizer.begin)  # Decoding.max_length counts the start, too
+            least = min(decoding.min_length, count)
+            decoding = dataclasses.replace(decoding, max_length=count + around, min_length=least)
         (source,) = Encoder.of(config.pairs, self._tokenizer).sources([prompt])
         if source.uncut > len(source.ids):
             print(

@@ -1,0 +1,69 @@
+"""A prompt is read as a document is, whichever way it comes."""
+
+import gzip
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from brt import api, generate
+from brt.config import Config, Training
+from brt.data.tokenizers import ByteTokenizer
+from brt.errors import DataError
+from brt.training.saved import SavedModel
+from brt.training.workdir import Workdir
+
+GOOD = {
+    b"\xef\xbb\xbfIt was.": "It was.",
+    b"a\r\nb\rc\n": "a\r\nb\rc\n",
+    "a\u2028b\x0cc\x85".encode(): "a\u2028b\x0cc\x85",
+}
+BAD = {
+    b"It was\0a": "has a NUL at character 6",
+    b"caf\xe9": "is not UTF-8 at byte 3",
+    b"PAR1....": "is a Parquet file",
+    ("It was late. " * 9).encode("utf-16-le"): "is UTF-16LE",
+}
+Ways = Callable[[bytes], str]
+
+
+@pytest.fixture(params=["file", "gz", "stdin"])
+def read(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ways:
+    def prompt(content: bytes) -> str:
+        path = tmp_path / ("p.txt.gz" if request.param == "gz" else "p.txt")
+        path.write_bytes(gzip.compress(content) if request.param == "gz" else content)
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
+        return generate._prompt(None, "-" if request.param == "stdin" else str(path), False)
+
+    return prompt
+
+
+def test_line_ends_are_kept_and_a_mark_is_dropped(read: Ways) -> None:
+    for content, text in GOOD.items():
+        assert read(content) == text
+
+
+def test_what_is_no_text_is_refused(read: Ways) -> None:
+    for content, message in BAD.items():
+        with pytest.raises(DataError, match=message):
+            read(content)
+
+
+def test_a_prompt_on_the_command_line() -> None:
+    assert generate._prompt("\ufeffIt was\r\n", None, False) == "It was\r\n"
+    with pytest.raises(DataError, match="--prompt has half a surrogate pair at character 1"):
+        generate._prompt("a\ud83d", None, False)
+
+
+@pytest.mark.parametrize("text", ["half \ud83d", "a\0b"])
+def test_python_is_told_what_is_no_text(text: str) -> None:
+    config = Config(training=Training(task="language_modeling"))
+    model = api.Model(SavedModel(Workdir(Path("run")), 1, config, {}, {}))
+    model.tokenizer = ByteTokenizer()
+    for function in (model._tokens, model.stream, model.bits_per_byte):
+        with pytest.raises(DataError, match=r"^the (text|prompt) has (half a|a NUL at)"):
+            function(text)
+    assert model._tokens("\ufeffa").tolist() == [97]
