@@ -81,10 +81,9 @@ class Directory:
         return config_from_json(saved["config"]) if saved else None
 
     def write(self, point: Point, progress: Progress) -> None:
-        """Notes how far the point is; the first time, also what it is."""
-        if not self.gin.exists():
-            check_writable(self.path, below=self.path.parent)
-            write_text(self.gin, config_text(point.config), below=self.path.parent)
+        """Notes what the point is, and how far."""
+        check_writable(self.path, below=self.path.parent)
+        write_text(self.gin, config_text(point.config), below=self.path.parent)  # not a stranger's
         content = {
             "name": point.name,
             "bindings": {

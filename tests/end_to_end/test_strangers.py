@@ -5,9 +5,11 @@ open in C++ (the arrays of a checkpoint) are below paths that it has told before
 """
 
 import dataclasses
+import fnmatch
 import importlib
 import json
 import os
+import re
 import shutil
 import site
 import sys
@@ -18,14 +20,17 @@ from pathlib import Path
 import pytest
 
 import brt
-from brt import user_cache
+from brt import command_line, sweep, user_cache
 from brt.checkpointing import manifest
 from brt.config import SECTIONS, Config
 from brt.config.fields import settings
 from brt.config_io import FIELDS, SECTION_TYPES, config_from_json, config_json
+from brt.sweeping import directory, points
+from brt.sweeping import settings as sweeps
 
 from .conftest import Commands
 
+ROOT = Path(__file__).resolve().parents[2]
 # What opens, changes or executes something, and how many of its arguments are paths.
 EVENTS = {
     "open": 1, "os.listdir": 1, "os.scandir": 1, "os.mkdir": 1, "os.rename": 2, "os.remove": 1,
@@ -189,6 +194,18 @@ COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
 }  # fmt: skip
 
 
+def check_in_table(kind: str, place: Path, trace: Trace) -> None:
+    """Every file of a stranger's directory that was opened has a row in SECURITY.md."""
+    rows = re.findall(rf"`({kind}/[^`]+)`", (ROOT / "SECURITY.md").read_text("utf-8"))
+    rows += ["run/point.json", "run/output.txt"]  # of a sweep's point, which is a run
+    opened = {p.relative_to(place) for p in trace.paths if place in p.parents and p.is_file()}
+    names = {
+        f"{kind}/{name}" for name in opened if not re.search(r"\.(brt|tmp)|partial", name.name)
+    }
+    names = {name for name in names if not any(fnmatch.fnmatch(name, row) for row in rows)}
+    assert not names, f"{names} are opened; say in SECURITY.md what they can make a command do"
+
+
 def run_command(name: str, flags: list[str], trace: Trace) -> None:
     command = importlib.import_module(f"brt.{name}")
     arguments = command.parser().parse_args(flags)
@@ -222,6 +239,50 @@ def test_who_reads_a_run_opens_nothing_that_it_names(
     assert not trace.elsewhere(*own)
     assert not trace.others
     assert snapshot(trap) == before
+
+
+def test_reports_of_a_strangers_sweep_open_nothing_else(
+    foreign: Path, trap: Path, tmp_path: Path, trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.gin").write_text("Sweep.grid = {'Training.seed': (1, 2)}\n")
+    flags = [f"--gin_file={tmp_path / 'a.gin'}", f"--workdir={tmp_path / 'sweep'}", "--report"]
+    arguments = sweep.parser().parse_args(flags)
+    bound, resolve = command_line.variants(arguments, "Sweep")
+    for point in points.expand(sweeps.from_bindings(bound), resolve):
+        shutil.copytree(foreign, tmp_path / "sweep" / point.directory)
+        place = directory.Directory(tmp_path / "sweep" / point.directory)
+        place.write(point, directory.Progress(status="finished"))
+        place.output.write_text("ended")
+    importlib.import_module("matplotlib.font_manager")  # which looks for fonts once
+    before = snapshot(trap)
+    monkeypatch.chdir(tmp_path / "sweep")
+    run_command("sweep", flags, trace)
+    for place in (tmp_path / "sweep").iterdir():
+        if place.is_dir() and (place / "point.json").exists():
+            check_in_table("run", place, trace)
+    assert not trace.elsewhere(tmp_path / "sweep", tmp_path / "a.gin") and not trace.others
+    assert snapshot(trap) == before
+
+
+@pytest.mark.parametrize("model", ["t5", "bart", "roberta"])
+def test_converted_directories_are_read_file_by_file(
+    model: str, tmp_path: Path, trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, ours = tmp_path / "hf", tmp_path / "brt"
+    shutil.copytree(ROOT / "tests/data/huggingface" / model, source)
+    config = json.loads((source / "config.json").read_text())
+    code = {"AutoConfig": "evil.Config", "AutoModelForSeq2SeqLM": "evil.Model"}
+    (source / "config.json").write_text(json.dumps(config | {"auto_map": code}))
+    (source / "evil.py").write_text("raise SystemExit('executed')")
+    monkeypatch.chdir(tmp_path)
+    run_command("convert", ["--from=hf", str(source), "--to=brt", str(ours)], trace)
+    check_in_table("hf", source, trace)
+    assert not trace.elsewhere(source, tmp_path) and not trace.others
+    trace.paths.clear()
+    back = tmp_path / "back"
+    run_command("convert", ["--from=brt", str(ours), "--to=hf", str(back)], trace)
+    check_in_table("brt", ours, trace)
+    assert not trace.elsewhere(ours, tmp_path) and not trace.others
 
 
 def test_from_python_too(foreign: Path, trap: Path, tmp_path: Path, trace: Trace) -> None:
