@@ -10,19 +10,23 @@ import json
 import math
 import os
 import re
+import reprlib
 import stat
 import struct
+import typing
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 LARGEST = 1 << 30  # bytes held in memory whole, where nobody says otherwise
+NUMBER = int | float  # see `check`
 _CHUNK = 1 << 20  # bytes of an array read at a time
+_DEEPEST = 100  # lists and objects of JSON within each other
 _RATIO = 1032  # deflate makes nothing smaller than that
 _UNUSUAL = 0x61  # flags of members that are encrypted or patches
 _DAMAGE = (
@@ -111,11 +115,26 @@ def _replaced(value: Any) -> Any:
     return value
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file in UTF-8; ValueError where it is something else."""
-    content = parse_json(read_file(path).decode("utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError(f"it holds a {type(content).__name__}, no object")
+def read_json(path: Path, kind: Any, largest: int = LARGEST) -> Any:
+    """Reads JSON in UTF-8 whose shape is known.
+
+    Args:
+      kind: the shape; see `check`.
+      largest: bytes.
+
+    Raises:
+      OSError: the file cannot be read, or is no regular file, or is larger.
+      ValueError: it holds something else.
+    """
+    return checked_json(read_file(path, largest).decode("utf-8"), kind)
+
+
+def checked_json(text: str | bytes, kind: Any, decode: Callable[[Any], Any] = json.loads) -> Any:
+    """Parses JSON whose shape is known; raises ValueError where it is something else."""
+    content = parse_json(text, decode)
+    if _is_deeper(content, _DEEPEST):
+        raise ValueError(f"it nests deeper than {_DEEPEST} levels")
+    check(content, kind)
     return content
 
 
@@ -123,8 +142,9 @@ def check(value: Any, kind: Any, name: str = "it") -> None:
     """Raises ValueError where JSON is not as `kind` says.
 
     Args:
-      kind: a type; [kind] for a list of any length; {name: kind} for an object, which may have
-        more, and may lack `name?`; {str: kind} for one with any names.
+      kind: a type, a union of types, or a Literal; [kind] for a list of any length; {name: kind}
+        for an object, which may have more, and may lack `name?`; {str: kind} for one with any
+        names. A number is finite and has at most 64 bits; `object` is any JSON.
     """
     if isinstance(kind, Mapping):
         check(value, dict, name)
@@ -138,9 +158,46 @@ def check(value: Any, kind: Any, name: str = "it") -> None:
         check(value, list, name)
         for item in value:
             check(item, kind[0], f"a part of {name}")
-    elif not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
+    elif not _is(value, kind):
         wanted = getattr(kind, "__name__", kind)
-        raise ValueError(f"{name} is {repr(value)[:40]}, which is no {wanted}")
+        if typing.get_origin(kind) is Literal:
+            wanted = " or ".join(map(repr, typing.get_args(kind)))
+        raise ValueError(f"{name[:40]} is {reprlib.repr(value)}, which is no {wanted}")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    kinds = typing.get_args(kind) or (kind,)
+    if kind is object or typing.get_origin(kind) is Literal:
+        return kind is object or value in kinds
+    if isinstance(value, bool):
+        return bool in kinds
+    if isinstance(value, int | float) and not abs(value) < 2**63:  # also NaN
+        return isinstance(value, float) and float in kinds and math.isfinite(value)
+    return isinstance(value, kind)
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects nest deeper, so that a walk through them would not end well."""
+    level = [value]
+    for _ in range(levels + 1):
+        inner = (
+            v.values() if isinstance(v, dict) else v for v in level if isinstance(v, list | dict)
+        )
+        level = [part for parts in inner for part in parts if isinstance(part, list | dict)]
+        if not level:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def panics() -> Iterator[None]:
+    """Turns the panic of a library in Rust, which is no Exception, into a ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the library that reads it gave up: {error}") from error
 
 
 class Stored(NamedTuple):

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from brt.errors import DataError
+from brt.errors import BrtError, DataError
 
 TOOL = Path(__file__).resolve().parents[1] / "tools/fuzz.py"
 
@@ -20,6 +20,7 @@ def fuzz() -> ModuleType:
     return module
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax's tasks
 @pytest.mark.parametrize("inputs", [300, pytest.param(30_000, marks=pytest.mark.slow)])
 def test_every_reader_reads_or_refuses(
     inputs: int, fuzz: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture
@@ -48,3 +49,24 @@ def test_what_is_neither_is_kept(
     assert "a: KeyError at " in said and "a: DataError without a sentence" in said
     assert all(str(path) in said for path in (tmp_path / "kept").iterdir())
     assert (tmp_path / "a").read_bytes() == b"an example"
+
+
+def test_crafted_run_directories_are_read_or_refused(
+    fuzz: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    code = fuzz.run_crafted(40, 0, tmp_path / "kept")
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert "40 directories: " in said.out and "'refused'" in said.out
+
+
+@pytest.mark.parametrize("content", [b"[" * 10**5, b"[]", b"null", b'"\xff', b"1e999"])
+def test_every_json_of_a_run_has_a_shape(fuzz: ModuleType, tmp_path: Path, content: bytes) -> None:
+    """Lines of metrics.jsonl that are none are left out and named instead."""
+    for name, reader in fuzz.runs.readers(tmp_path).items():
+        if name.endswith((".json", "bad_batches.jsonl")):
+            good = reader.path.read_bytes()
+            reader.path.write_bytes(content)
+            with pytest.raises(BrtError, match=r"^[^\n]+$"):
+                reader.read(reader.path)
+            reader.path.write_bytes(good)

@@ -1,5 +1,6 @@
 """What SECURITY.md says of the sources, and of what files claim."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -51,3 +52,40 @@ def test_every_setting_of_a_path_is_in_the_table() -> None:
             assert len(found) == bool(setting.path), f"{section}.{name}"
             if setting.path == "written":
                 assert "never" in found[0] and "written" in found[0]
+
+
+MAY_PARSE = {  # files that parse JSON by themselves, and why
+    "brt/untrusted.py": "all others use it",
+    "brt/formatting.py": "what it has just written",
+    "brt/distributed/processes.py": "messages between processes of one run, which trust each other",
+    "brt/interop/huggingface/decoder/modeling_brt.py": "lies beside an exported model, without brt",
+    "brt/training/metrics.py": "told to untrusted.checked_json, with null for NaN",
+    "brt/tasks/summarization/data/raw/examples.py": "told to untrusted.parse_json",
+}
+
+
+def _parses_json(path: Path) -> bool:
+    """Whether a file names json.load, json.loads or json.JSONDecoder."""
+    return any(
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "json"
+        and node.attr in ("load", "loads", "JSONDecoder")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+    )
+
+
+def test_json_is_parsed_in_one_place() -> None:
+    found = {str(p.relative_to(ROOT)) for p in (ROOT / "brt").rglob("*.py") if _parses_json(p)}
+    assert found <= MAY_PARSE.keys(), found - MAY_PARSE.keys()
+
+
+def test_a_shape_is_of_finite_numbers_of_64_bits_and_not_too_deep() -> None:
+    shape = {"a": untrusted.NUMBER | None}
+    for text in ('{"a": 1e999}', '{"a": NaN}', f'{{"a": {2**63}}}', '{"a": true}', '{"a": "1"}'):
+        with pytest.raises(ValueError, match="a is .*, which is no int"):
+            untrusted.checked_json(text, shape)
+    for text in ('{"a": 1.5}', '{"a": null}', f'{{"a": {2**63 - 1}}}'):
+        untrusted.checked_json(text, shape)
+    with pytest.raises(ValueError, match="it nests deeper than 100 levels"):
+        untrusted.checked_json("[" * 200 + "]" * 200, object)

@@ -1,26 +1,30 @@
 """Feeds damaged examples to every reader of files that others may have written.
 
   python tools/fuzz.py --inputs 20000 --seed 1
+  python tools/fuzz.py --crafted 10000 --seed 1     # whole run directories
 
 An input is read, or refused by a BrtError of one line, within seconds and little memory; of
 anything else the input is kept in --keep, and the exit code is 1.
 """
 
 import argparse
+import contextlib
 import gzip
 import json
 import lzma
+import math
+import os
 import random
 import resource
-import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
 import traceback
 import wave
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,9 +35,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.numpy import save_file
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from fuzzing import runs
+from fuzzing.damage import damaged
+
 from brt import command_line, config
 from brt.checkpointing import reader as checkpoints
-from brt.config_io import config_json
 from brt.data import documents, preparation, tokenizers
 from brt.data.tokenizer_training import train_sentencepiece
 from brt.errors import BrtError
@@ -42,14 +49,9 @@ from brt.interop.huggingface import files
 from brt.interop.huggingface.decoder.tokenizer import of_bytes
 from brt.sweeping import settings
 from brt.tasks.speech_recognition.data import arrays, filter_bank, kaldi, tables
-from brt.training.workdir import saved_config
 
 SECONDS = 20  # for an input
 MEGABYTES, RATIO = 256, 4 * 1032  # of memory for an input: these, and so many times its bytes
-STRANGE = (
-    b"[" * 2000, b"{1:" * 2000, b"9" * 5000, b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"-1", b"null",
-    b"1e999", b"NaN", b'"', b"%A", b"include 'a.gin'\n", b"../" * 9, b"\n", b"18446744073709551616",
-)  # fmt: skip
 
 
 class Target(NamedTuple):
@@ -58,10 +60,13 @@ class Target(NamedTuple):
     Attributes:
       path: of the file that is damaged.
       read: reads it, or what it is a part of.
+      of: a glob of the files that it stands for in the directory of a run ("run/metrics.jsonl"),
+        a sweep ("sweep/*/point.json") or a converted model ("hf/config.json"); "": of none.
     """
 
     path: Path
     read: Callable[[Path], object]
+    of: str = ""
 
 
 def targets(place: Path) -> dict[str, Target]:
@@ -93,13 +98,8 @@ def targets(place: Path) -> dict[str, Target]:
         data = config.Data(train=(f"{place}/a.txt",), validation_fraction=0.0, test_fraction=0.0)
         preparation.prepare(data, corpus, progress=False)
         found[name] = Target(corpus / name, lambda path, corpus=corpus: _corpus(corpus))
-    add(
-        "run/config.json",
-        json.dumps(config_json(config.Config())),
-        lambda p: saved_config(p.parent),
-    )
-    add("checkpoints/5/meta.json", json.dumps({"step": 5, "format": 3, "arrays": {}}),
-        lambda path: checkpoints.read_meta(path.parent.parent, 5))  # fmt: skip
+    for name, reader in runs.readers(place).items():
+        found[name] = Target(reader.path, reader.read, reader.of)
     add("checkpoints/6/MANIFEST.sha256", f"{'0' * 64}  meta.json\n",
         lambda path: checkpoints.verify(path.parent.parent, 6))  # fmt: skip
     numbers, one = jnp.ones((2, 3)), jnp.ones((), jnp.int32)
@@ -160,27 +160,6 @@ def _session(memory: Memory) -> Session:
     return session
 
 
-def damaged(good: bytes, draw: random.Random) -> bytes:
-    """The example with one thing wrong, or a few."""
-    content = bytearray(good)
-    for _ in range(draw.choice((1, 1, 1, 2, 4))):
-        place, size = draw.randrange(len(content) + 1), draw.choice((1, 2, 9, 99))
-        match draw.randrange(6):
-            case 0 if content:
-                content[place % len(content)] ^= 1 << draw.randrange(8)
-            case 1:
-                del content[place:]
-            case 2:
-                content[place : place + size] = bytes(size)
-            case 3:
-                content[place:place] = draw.choice(STRANGE)
-            case 4:
-                content[place:place] = content[place // 2 : place // 2 + size]
-            case _:
-                content[place : place + size] = draw.randbytes(size)
-    return bytes(content)
-
-
 def outcome(target: Target, size: int) -> str:
     """`read`, `refused`, or what else came of it."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -202,22 +181,19 @@ def outcome(target: Target, size: int) -> str:
 
 
 def run(inputs: int, seed: int, keep: Path) -> int:
-    """Prints a table of what came of the inputs, shared out to the readers; the exit code."""
+    """Prints a table of what came of the inputs; the exit code.
 
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"more than {SECONDS} seconds")
-
-    signal.signal(signal.SIGALRM, stop)
+    Readers get a share each: the more the less time they take, by its square root.
+    """
+    _limit_seconds()
     bad = 0
-    place = Path(tempfile.mkdtemp(prefix="fuzz-"))
-    try:
-        every = targets(place)
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as place:
+        every = targets(Path(place))
         print(f"{'reader':28} {'inputs':>7} {'read':>7} {'refused':>7} {'other':>7} {'slowest':>8}")
+        weights = {name: _rate(name, target) ** 0.5 for name, target in every.items()}
         for name, target in every.items():
             good, counts, slowest = target.path.read_bytes(), Counter[str](), 0.0
-            if (said := outcome(target, len(good))) != "read":
-                raise SystemExit(f"the example {name} is not read: {said}")
-            for i in range(-(-inputs // len(every))):
+            for i in range(math.ceil(inputs * weights[name] / sum(weights.values()))):
                 content = damaged(good, random.Random(f"{seed}/{name}/{i}"))
                 target.path.write_bytes(content)
                 start = time.monotonic()
@@ -225,20 +201,99 @@ def run(inputs: int, seed: int, keep: Path) -> int:
                 slowest = max(slowest, time.monotonic() - start)
                 counts[said if said in ("read", "refused") else "other"] += 1
                 if said not in ("read", "refused"):
-                    keep.mkdir(parents=True, exist_ok=True)
-                    kept = keep / f"{seed}-{i}-{name.replace('/', '-')}"
-                    kept.write_bytes(content)
-                    print(f"{name}: {said} (the input is {kept})", file=sys.stderr)
+                    _keep(keep / f"{seed}-{i}-{name.replace('/', '-')}", content, name, said)
             target.path.write_bytes(good)
             bad += counts["other"]
             row = (counts.total(), counts["read"], counts["refused"], counts["other"])
             print(
-                f"{name:28} {''.join(f'{count:>7,} ' for count in row)}{slowest:>6.2f} s",
+                f"{name[-28:]:28} {''.join(f'{count:>7,} ' for count in row)}{slowest:>6.2f} s",
                 flush=True,
             )
-    finally:
-        shutil.rmtree(place)
     return int(bad > 0)
+
+
+def run_crafted(directories: int, seed: int, keep: Path) -> int:
+    """Opens run directories of which some files are others; prints a line; the exit code.
+
+    One to three files of each say something else, or are a FIFO, a directory, a socket or missing;
+    whatever commands read there is read, checksums of checkpoints fitting.
+    """
+    _limit_seconds()
+    counts = Counter[str]()
+    with tempfile.TemporaryDirectory(prefix="crafted-") as place:
+        every = {n: t for n, t in targets(Path(place)).items() if t.of}
+        good = {name: target.path.read_bytes() for name, target in every.items()}
+        names = [name for name, content in good.items() if "/state/" not in name]
+        for i in range(directories):
+            draw = random.Random(f"{seed}/{i}")
+            chosen = draw.sample(names, draw.choice((1, 1, 2, 3)))
+            for name in chosen:
+                _craft(every[name].path, good[name], draw)
+            found = {name: outcome(every[name], 1 << 16) for name in _readers(chosen, every)}
+            others = {name: said for name, said in found.items() if said not in _FINE}
+            counts["other" if others else "refused" if "refused" in found.values() else "read"] += 1
+            for name, said in others.items():
+                print(f"directory {i}, {name}: {said} ({', '.join(chosen)})", file=sys.stderr)
+                if every[name].path.is_file():
+                    kept = keep / f"{seed}-{i}-{name.replace('/', '-')}"
+                    _keep(kept, every[name].path.read_bytes(), name, said)
+            for name in chosen:
+                _remove(every[name].path)
+                every[name].path.write_bytes(good[name])
+    print(f"{counts.total():,} directories: {dict(counts)}", flush=True)
+    return int(counts["other"] > 0)
+
+
+_FINE = ("read", "refused")
+
+
+def _readers(chosen: list[str], every: Mapping[str, Target]) -> list[str]:
+    """What reads one of the chosen files, and what reads the checkpoint beside them."""
+    return [*dict.fromkeys([*chosen, f"run/checkpoints/{runs.STEP}/meta.json"])]
+
+
+def _craft(path: Path, good: bytes, draw: random.Random) -> None:
+    kind = draw.randrange(16)
+    if kind < 4:
+        path.unlink()
+    if kind == 0:
+        os.mkfifo(path)
+    elif kind == 1:
+        path.mkdir()
+    elif kind == 2:
+        with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):
+            made.bind(path.name)
+    elif kind > 3:
+        path.write_bytes(damaged(good, draw))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        path.rmdir()
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _keep(path: Path, content: bytes, name: str, said: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    print(f"{name}: {said} (the input is {path})", file=sys.stderr)
+
+
+def _rate(name: str, target: Target) -> float:
+    """Examples that a reader reads in a second; raises SystemExit where it does not read it."""
+    size, start = target.path.stat().st_size, time.monotonic()
+    for _ in range(2):
+        if (said := outcome(target, size)) != "read":
+            raise SystemExit(f"the example {name} is not read: {said}")
+    return 2 / max(time.monotonic() - start, 1e-4)
+
+
+def _limit_seconds() -> None:
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"more than {SECONDS} seconds")
+
+    signal.signal(signal.SIGALRM, stop)
 
 
 if __name__ == "__main__":
@@ -246,8 +301,11 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_argument("--inputs", type=int, default=5000, help="in all; default 5000")
+    flags.add_argument("--crafted", type=int, help="so many run directories in place of inputs")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--keep", type=Path, default=Path("fuzz"), help="where inputs are kept")
     args = flags.parse_args()
     jax.config.update("jax_platforms", "cpu")
+    if args.crafted:
+        sys.exit(run_crafted(args.crafted, args.seed, args.keep))
     sys.exit(run(args.inputs, args.seed, args.keep))

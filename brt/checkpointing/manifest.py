@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from brt import durable
+from brt import durable, untrusted
 
 NAME = "MANIFEST.sha256"
 _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
@@ -28,7 +28,7 @@ def write(directory: Path) -> None:
 def verify(directory: Path) -> list[str]:
     """What is wrong with the files of `directory`, one sentence each; empty if all is well."""
     try:
-        text = (directory / NAME).read_bytes().decode("ascii")
+        text = untrusted.read_file(directory / NAME).decode("ascii")
     except FileNotFoundError:
         return [f"{NAME} is missing"]
     except OSError as error:
@@ -63,7 +63,7 @@ def _verify_file(path: Path, name: str, expected: str) -> list[str]:
     if path.is_symlink():
         return [f"{name} is a symbolic link"]
     try:
-        with path.open("rb") as file:
+        with untrusted.open_file(path) as file:
             actual = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         return [f"{name} cannot be read ({error.strerror})"]

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging as absl_logging
 
 from brt import tree_utils, untrusted
+from brt.checkpointing import arrays as stored_arrays
 from brt.checkpointing import manifest
 from brt.errors import CheckpointError, NonFiniteError
 
@@ -32,6 +32,11 @@ _WITHOUT_OPTIMIZER = (2, FORMAT)  # whose parameters can be read
 META = "meta.json"
 LAST = "last_checkpoint.txt"  # the step that was saved last, also where nothing is left of it
 STATE = "state"
+_META = {"step": int, "arrays": {str: {"dtype": str, "shape": [int]}}}
+_DTYPES = {"bool", "bfloat16", "float16", "float32", "float64"} | {
+    f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
+}
+_FEW = 1 << 10  # bytes of a file that holds a number
 _SHOWN = 3  # problems named in one sentence
 
 # Orbax narrates every save and restore; what users need to know is said here.
@@ -95,13 +100,12 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
     """The metadata that `save` was given, with `step`, `format` and `arrays`; not verified."""
     path = directory / str(step) / META
     try:
-        meta = untrusted.read_object(path)
+        meta = untrusted.read_json(path, {})
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    check_json(meta, {"step": int, "arrays": dict}, str(path))
+    check_json(meta, _META, str(path))
     for name, entry in meta["arrays"].items():
-        check_json(entry, {"dtype": str, "shape": list}, f"{path}: arrays: {name}")
-        if {*map(type, entry["shape"])} - {int} or entry["dtype"] not in np.sctypeDict:
+        if min(entry["shape"], default=0) < 0 or entry["dtype"] not in _DTYPES:
             raise CheckpointError(f"{path}: arrays: {name} is {entry}, which no array is")
     return meta
 
@@ -122,7 +126,10 @@ def last_saved(directory: Path) -> int | None:
     """
     path = directory.parent / LAST
     try:
-        return int(path.read_text())
+        text = untrusted.read_file(path, _FEW).strip()
+        if not re.fullmatch(rb"\d{1,18}", text):
+            raise ValueError("it holds no step")
+        return int(text)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -227,9 +234,14 @@ def restore(
             )
         try:
             arrays = _read_arrays(directory / str(found.step) / STATE, wanted)
-        except Exception:
+        except jax.errors.JaxRuntimeError:  # of devices: their memory is full
+            raise
+        except Exception as error:  # orbax and tensorstore raise nothing more specific
             if found.step in present(directory):
-                raise
+                raise CheckpointError(
+                    f"the arrays of checkpoint {found.step} of {directory} cannot be read: "
+                    f"{error}; choose another"
+                ) from error
             found = None  # removed by the trainer while we read it
             continue
         if bad := tree_utils.not_finite(arrays):
@@ -259,6 +271,7 @@ def _read_arrays(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
         for name, leaf in wanted.items()
     }
     stored = {name: leaf for name, leaf in item.items() if leaf.size}
+    stored_arrays.check(path, stored)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         arrays = checkpointer.restore(
             path.absolute(),

@@ -16,6 +16,7 @@ CHANGING = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")  # wha
 START = ("<s>", "<|endoftext|>", "[CLS]", "<bos>")  # how files spell a document's beginning
 MASK = "<mask>"
 PROBE = "Ab 12,\n\n\t  – é 山 \U0001f600\r\n"  # a text that has to come back as it is
+_SETTINGS = {"model": dict, "pre_tokenizer?": dict | None, "decoder?": dict | None}
 NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that no text in UTF-8 has
 
 
@@ -54,24 +55,39 @@ class ByteLevelTokenizer(ChunkTokenizer):
             raise _loses(path, f": {PROBE[:9]!r}... comes back otherwise")
 
     def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:
-        for found in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+        try:
+            with untrusted.panics():
+                encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        except Exception as error:  # the library raises nothing more specific
+            raise DataError(f"the tokenizer {self.path} cannot read a text ({error})") from error
+        for found in encoded:
             yield np.asarray(found.ids, np.int32)
 
 
 def _opened(path: Path, content: bytes) -> Any:
-    tokenizer = tokenizer_files.json_model(path, content)
-    settings = untrusted.parse_json(content)
+    settings = _settings(path, content)
     before, after = settings.get("pre_tokenizer") or {}, settings.get("decoder") or {}
-    model, kind = settings["model"], type(tokenizer.model).__name__
+    model = settings["model"]
+    if model.get("type", "BPE") == "BPE" and any(map(model.get, CHANGING)):  # it may panic of these
+        raise _loses(path, ": it is " + " with ".join(["BPE", *filter(model.get, CHANGING)]))
+    tokenizer = tokenizer_files.json_model(path, content)
+    kind = type(tokenizer.model).__name__
     if settings.get("normalizer") or {before.get("type"), after.get("type")} != {"ByteLevel"}:
         raise _loses(path)
-    if kind != "BPE" or any(map(model.get, CHANGING)):
-        raise _loses(path, ": it is " + " with ".join([kind, *filter(model.get, CHANGING)]))
+    if kind != "BPE":
+        raise _loses(path, f": it is {kind}")
     for token in tokenizer.get_added_tokens_decoder().values():
         if not token.special and (token.lstrip or token.rstrip):
             raise _loses(path, f": {token.content!r} takes the spaces beside it")
     tokenizer.pre_tokenizer.add_prefix_space = False  # it would act on every chunk
     return tokenizer
+
+
+def _settings(path: Path, content: bytes) -> dict[str, Any]:
+    try:
+        return untrusted.checked_json(content, _SETTINGS)
+    except ValueError as error:
+        raise DataError(f"the tokenizer {path} is no tokenizer.json ({error})") from error
 
 
 def _loses(path: Path | str, why: str = "") -> DataError:

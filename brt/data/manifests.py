@@ -29,7 +29,7 @@ def read(path: Path, kind: Mapping[Any, Any]) -> dict[str, Any]:
       DataError: it is missing, damaged, or of another format.
     """
     try:
-        manifest = untrusted.read_object(path)
+        manifest = untrusted.read_json(path, {})
         if (found := manifest.get("format")) == FORMAT:
             untrusted.check(manifest, kind)
     except OSError as error:

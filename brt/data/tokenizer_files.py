@@ -62,7 +62,8 @@ def json_model(path: Path, content: bytes) -> Any:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_buffer(content)
+        with untrusted.panics():
+            tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises nothing more specific
         raise DataError(f"the tokenizer {path} is no tokenizer.json ({error})") from error
     vocabulary = tokenizer.get_vocab()

@@ -5,7 +5,6 @@ it may be stopped and started again at any time. It ends when the checkpoint of 
 last step is evaluated; a trainer that stopped earlier may go on, and is waited for.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from brt.config import Config
 from brt.config_io import to_read_with
 from brt.errors import CheckpointError, ConfigError
 from brt.evaluation import job
-from brt.training import evaluations, saved
+from brt.training import evaluations, resuming, saved
 from brt.training import workdir as workdirs
 from brt.training.evaluations import Evaluated
 from brt.training.metrics import TensorBoard
@@ -131,7 +130,7 @@ class Follower:
     def _is_evaluated(self, step: int) -> bool:
         try:
             path = self._workdir.evaluations / str(step) / f"{self._split}.json"
-            report = json.loads(path.read_text())
+            report = evaluations.read(path)
         except (OSError, ValueError):
             return False
         ablation = report.get("ablation", {}).get("protocol", {}).get("ablate")
@@ -141,7 +140,7 @@ class Follower:
         """The report, or None where the checkpoint is damaged or was removed meanwhile."""
         directory = self._workdir.checkpoints
         try:
-            found = reader.find(directory, step)
+            found = resuming.find(directory, step)
             model = saved.load(self._workdir, found, self._config)
         except CheckpointError as error:
             removed = step not in reader.present(directory)

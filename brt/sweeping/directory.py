@@ -7,12 +7,11 @@ output.txt   what the commands printed, start after start
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from brt import durable, locks
+from brt import durable, locks, untrusted
 from brt.checkpointing import reader
 from brt.config import Config
 from brt.config_io import config_from_json, config_json, config_text, difference
@@ -37,6 +36,14 @@ class Progress:
     reason: str = ""
     seconds: float = 0.0
     threads: int = 0
+
+
+_POINT = {
+    "progress": {
+        "status?": Status, "reason?": str, "seconds?": untrusted.NUMBER, "threads?": int,
+    },
+    "config": {str: dict},
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +80,9 @@ class Directory:
     def progress(self) -> Progress:
         """How far the point is; `waiting` where it was never started."""
         saved = self._saved()
-        return Progress(**saved["progress"]) if saved else Progress()
+        known = {field.name for field in dataclasses.fields(Progress)}
+        found = saved["progress"] if saved else {}
+        return Progress(**{name: value for name, value in found.items() if name in known})
 
     def config(self) -> Config | None:
         """The config that the directory was made for, None for a new one."""
@@ -119,8 +128,10 @@ class Directory:
     def _saved(self) -> dict[str, Any] | None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             try:
-                return json.loads(self.json.read_text(encoding="utf-8"))
-            except ValueError as error:
+                return untrusted.read_json(self.json, _POINT)
+            except (FileNotFoundError, NotADirectoryError):
+                raise
+            except (OSError, ValueError) as error:
                 raise ConfigError(f"{self.json} is no point that brt wrote: {error}") from error
         return None
 

@@ -1,22 +1,24 @@
 """What the points of a sweep came to, read from their directories; groups over seeds."""
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from brt import tasks
+from brt import tasks, untrusted
 from brt.checkpointing import reader
+from brt.errors import CheckpointError
 from brt.sweeping.directory import Directory
 from brt.sweeping.points import Point
 from brt.tasks.language_modeling.answers import EXACT
+from brt.tasks.protocol import Task
 from brt.tasks.report import Measure
-from brt.training import inspection
+from brt.training import evaluations, inspection
 from brt.training.metrics import read_metrics
 
 T = TypeVar("T")
+_REPORT = {"answers?": [{"windows": int, EXACT.name: untrusted.NUMBER}]}
 
 
 class Row(NamedTuple):
@@ -118,7 +120,7 @@ def reference(groups: Sequence[Group], baseline: str) -> Group:
 def _row(point: Point, directory: Directory, split: str) -> Row:
     progress, run = directory.progress(), directory.run
     evaluation = directory.evaluation(split) if progress.status == "finished" else None
-    report = json.loads(evaluation.read_text(encoding="utf-8")) if evaluation else {}
+    found = report(evaluation, tasks.of(point.config)) if evaluation else {}
     records = read_metrics(run.metrics)
     steps = reader.steps(run.checkpoints)
     total = rest = None
@@ -129,11 +131,11 @@ def _row(point: Point, directory: Directory, split: str) -> Row:
         point=point,
         status="trained" if status == "finished" and not evaluation else status,
         reason=progress.reason,
-        figures=_compared(point, report),
-        answers={row["windows"]: row[EXACT.name] for row in report.get("answers", [])},
-        step_seconds=_median(records, "perf/step_seconds"),
-        tokens_per_second=_median(records, "perf/tokens_per_second"),
-        tokens_per_step=_median(records, "perf/tokens_per_second", "perf/step_seconds"),
+        figures=_compared(point, found),
+        answers={row["windows"]: row[EXACT.name] for row in found.get("answers", [])},
+        step_seconds=median(records, "perf/step_seconds"),
+        tokens_per_second=median(records, "perf/tokens_per_second"),
+        tokens_per_step=median(records, "perf/tokens_per_second", "perf/step_seconds"),
         parameters=total,
         parameters_non_embedding=rest,
         steps=steps[-1] if steps else 0,
@@ -150,14 +152,27 @@ def _compared(point: Point, report: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def report(path: Path, task: Task) -> dict[str, Any]:
+    """The report of a point as JSON; raises CheckpointError where it is none of its task."""
+    try:
+        found = evaluations.read(path)
+        untrusted.check(found, _REPORT)
+        untrusted.check(task.figures(found), {str: untrusted.NUMBER})
+        return found
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is no report that brt wrote ({error}); delete it, and run the same again"
+        ) from error
+
+
 def columns(rows: Sequence[Row]) -> list[Measure]:
     """What the tasks of these rows compare runs by, as far as any row has it."""
     known = {column.name: column for row in rows for column in tasks.of(row.point.config).columns}
     return [column for name, column in known.items() if any(name in row.figures for row in rows)]
 
 
-def _median(records: Sequence[dict[str, Any]], *tags: str) -> float | None:
-    """Of the product of what stands under the tags."""
+def median(records: Sequence[dict[str, Any]], *tags: str) -> float | None:
+    """The median over the records of the product of what stands under the tags."""
     found = [[record.get(tag) for tag in tags] for record in records]
     values = [math.prod(factors) for factors in found if None not in factors]
     return statistics.median(values) if values else None

@@ -93,7 +93,7 @@ class BadSteps:
         describe: Callable[[int], list[dict[str, Any]]],
     ):  # fmt: skip
         self._training, self._file, self._describe = training, file, describe
-        self._records = _read(file)
+        self._records = read(file)
         self._drop_beyond(start)
 
     @property
@@ -152,12 +152,12 @@ class BadSteps:
                 ) from error
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
+def read(file: Path) -> list[dict[str, Any]]:
+    """The records of bad_batches.jsonl; raises CheckpointError where it is damaged."""
     records = []
     try:
         for line in filter(None, untrusted.read_file(file).split(b"\n")):
-            record = untrusted.parse_json(line)
-            untrusted.check(record, _RECORD)
+            record = untrusted.checked_json(line, _RECORD)
             if not 0 <= record.get("from", 0) < record["step"]:
                 raise ValueError(f"step {record['step']} is behind no step {record.get('from')}")
             records.append(record)

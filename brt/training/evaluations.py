@@ -2,13 +2,21 @@
 
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from brt import untrusted
 from brt.distributed import processes
 from brt.formatting import finite
 from brt.tasks.protocol import Evaluator, Task
 from brt.tasks.report import Reading
 from brt.training.workdir import Workdir, check_writable, write_bytes, write_json, write_text
+
+_REPORT = {
+    "step?": int,
+    "ablation?": {"protocol?": dict},
+    "rouge?": {str: {"f1": untrusted.NUMBER}},
+}
 
 
 class Evaluated(NamedTuple):
@@ -66,3 +74,12 @@ def write(
         write_bytes(workdir.plots / f"{name}.png", reading.draw(), below=workdir.path)
     write_json(directory / f"{name}.json", finite(report), below=workdir.path)
     return evaluated
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The report that `write` wrote.
+
+    Raises:
+      OSError, ValueError: it cannot be read, or is no report.
+    """
+    return untrusted.read_json(path, _REPORT)

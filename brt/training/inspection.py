@@ -49,7 +49,7 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
         "workdir": str(workdir.path),
         "steps": [entry["step"] for entry in checkpoints],
         "checkpoints": checkpoints,
-        "metrics": _last_metrics(workdir.metrics),
+        "metrics": last_metrics(workdir.metrics),
         "damaged_metrics": damaged_lines(workdir.metrics),
     }
     return found | (_described(directory, whole[-1]) if whole else {})
@@ -153,7 +153,8 @@ def _described(directory: Path, step: int) -> dict[str, Any]:
     }
 
 
-def _last_metrics(path: Path) -> dict[str, Any]:
+def last_metrics(path: Path) -> dict[str, Any]:
+    """The last value of each number of a metrics.jsonl, by its tag."""
     merged: dict[str, Any] = {}
     for record in read_metrics(path):
         merged |= record

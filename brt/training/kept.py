@@ -14,6 +14,11 @@ from brt.training.workdir import Workdir
 
 _SHOWN = 3  # files that a sentence names
 _HASH = 12  # digits of a hash
+_SAID = {  # of a split, beside how many of what it has
+    "names": [str], "sha256": str, "held_out": str, "bytes?": int,
+    "sources": [{"name": str, "sha256": str}],
+}  # fmt: skip
+_KEPT = {"directory": str, "splits": {str: _SAID}}
 
 
 class Kept(NamedTuple):
@@ -43,10 +48,13 @@ def read(workdir: Workdir) -> Kept:
       CheckpointError: it is damaged.
     """
     try:
-        return Kept(**untrusted.read_object(workdir.data))
+        saved = untrusted.read_json(workdir.data, _KEPT)
+        for split, said in saved["splits"].items():
+            untrusted.check(_size(said)[1], int, f"the size of {split}")
+        return Kept(saved["directory"], saved["splits"])
     except FileNotFoundError:
         return Kept()
-    except (ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{workdir.data} is damaged ({error}); delete it") from error
 
 
@@ -82,7 +90,7 @@ def lines(splits: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What the splits are, a line each."""
     found = []
     for split, said in splits.items():
-        (unit, count), *_ = said.items()
+        unit, count = _size(said)
         size = f", {said['bytes']:,} bytes" if "bytes" in said else ""
         names = [Path(name).name for name in said["names"]]
         more = f" and {count - len(names):,} more" if count > len(names) > 0 else ""
@@ -91,6 +99,11 @@ def lines(splits: Mapping[str, Mapping[str, Any]]) -> list[str]:
         much = f"{counted(count, unit.removesuffix('s'))}{documents}{size}"
         found.append(f"{split}: {much}, sha256 {said['sha256'][:_HASH]}{origin}")
     return found
+
+
+def _size(said: Mapping[str, Any]) -> tuple[str, Any]:
+    """The unit and the count that a split's description begins with."""
+    return next(iter(said.items()), ("", None))
 
 
 def check_unchanged(workdir: Workdir, now: Mapping[str, Mapping[str, Any]]) -> None:

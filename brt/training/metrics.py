@@ -9,6 +9,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -17,11 +18,12 @@ from tensorboardX import summary
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import RecordWriter
 
-from brt import durable
+from brt import durable, untrusted
 from brt.errors import CheckpointError
 from brt.training.workdir import Workdir
 
 _TENSORBOARD_FLUSH_SECONDS = 10
+_RECORD = {"step": int, str: untrusted.NUMBER | None}
 _SHOWN = 3  # damaged lines that a sentence names
 
 
@@ -268,29 +270,31 @@ class TensorBoard:
 
 def _lines(path: Path) -> list[bytes]:
     """Of a file that may not be there; behind the last end of a line is one more."""
-    return path.read_bytes().split(b"\n") if path.is_file() else []
+    return untrusted.read_file(path).split(b"\n") if path.is_file() else []
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
     """What a line says, if it is one of ours."""
     try:
-        record = json.loads(line, parse_constant=lambda name: None)
+        record = untrusted.checked_json(
+            line, _RECORD, partial(json.loads, parse_constant=lambda name: None)
+        )
     except ValueError:
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    return record if record["step"] >= 0 else None
 
 
 def _set_aside(path: Path, damaged: Sequence[int]) -> str:
     """Keeps a copy of a file before its damaged lines go; returns what to say of it."""
     copies = (path.with_name(f"{path.stem}.damaged_{i}.jsonl") for i in itertools.count(1))
     copy = next(other for other in copies if not other.exists())
-    durable.write(copy, path.read_bytes())
+    durable.write(copy, untrusted.read_file(path))
     return f"{path} is {unreadable(damaged)}; the others are kept, and it as {copy.name}"
 
 
 def _drop_beyond(path: Path, step: int) -> dict[str, Any]:
     """Rewrites the file if it holds later steps or torn lines; returns its last record."""
-    text = path.read_bytes() if path.exists() else b""
+    text = untrusted.read_file(path) if path.exists() else b""
     kept = [record for record in read_metrics(path) if record["step"] <= step]
     wanted = b"".join(map(_encode, kept))
     if text != wanted or not path.exists():

@@ -12,6 +12,38 @@ from brt.config_io import FIELDS, SECTION_TYPES, config_from_json, difference, u
 from brt.errors import CheckpointError, ConfigError
 from brt.training.state import TrainState
 from brt.training.workdir import Workdir
+from brt.untrusted import NUMBER
+
+PROVENANCE = {"config_changes?": [{"step": int, "changed": [str], "allowed": [str]}]}
+_METER = {
+    "tokens_seen": int, "steps": int,
+    **dict.fromkeys(("nats", "tokens", "norms"), NUMBER),
+    "others": {str: NUMBER}, "skipped?": int, "usual?": [[NUMBER]],
+}  # fmt: skip
+_MODEL = {"config": {str: dict}, "tokenizer": str, "provenance?": PROVENANCE}
+_RUN = {**_MODEL, "seed": int, "data": {"step": int}, "meter": _METER}
+
+
+def find(
+    directory: Path, step: int | None = None, *, told: Collection[str] = (), resumed: bool = False
+) -> reader.Found:
+    """The newest whole checkpoint that a trainer has saved, or that of `step`.
+
+    Args:
+      told: see `reader.find`.
+      resumed: training goes on from it, which needs more than a model and its config.
+
+    Raises:
+      CheckpointError: as `reader.find`; or its metadata are not those of a trainer.
+    """
+    found = reader.find(directory, step, told=told)
+    where = f"{directory / str(found.step) / reader.META}"
+    reader.check_json(found.meta, _RUN if resumed else _MODEL, where)
+    if resumed:
+        usual = found.meta["meter"].get("usual", [])
+        if any(len(pair) != 2 for pair in usual) or found.meta["data"]["step"] < 0:
+            raise CheckpointError(f"{where} has a step below 0, or losses without their steps")
+    return found
 
 
 def newest(path: Path, told: Collection[str] = ()) -> reader.Found | None:
@@ -24,7 +56,7 @@ def newest(path: Path, told: Collection[str] = ()) -> reader.Found | None:
       CheckpointError: none is whole, or all that were saved are gone.
     """
     directory = Workdir(path).checkpoints
-    found = reader.find(directory, told=told) if reader.present(directory) else None
+    found = find(directory, told=told, resumed=True) if reader.present(directory) else None
     last = reader.last_saved(directory)
     if last is None or (found and last <= found.step):
         return found

@@ -12,8 +12,9 @@ from clu import parameter_overview
 
 from brt import tree_utils, untrusted
 from brt.checkpointing.reader import steps
+from brt.errors import CheckpointError
 from brt.formatting import clock, short
-from brt.training import kept
+from brt.training import kept, resuming
 from brt.training.loop import SPLIT
 from brt.training.metrics import read_metrics
 from brt.training.run import Run, Shapes
@@ -84,18 +85,25 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
             beside = f" ({yardstick[0]}: {yardstick[1]:.3f})" if yardstick else ""
             lines.append(f"{SPLIT}: {values[-1]:.3f} {measure.title}{beside}")
             break
-    lines += _changes(workdir)
+    lines += changes(workdir)
     data = [f"  {line}" for line in kept.lines(kept.read(workdir).splits)]
     data = ["", "What it read:", *data] if data else []
     return "\n".join([*_held_out_report(run, workdir), *lines, *data, *_places(run, workdir)])
 
 
-def _changes(workdir: Workdir) -> list[str]:
-    """What became another run on the way, by --allow_config_change."""
-    changes = untrusted.read_object(workdir.provenance).get("config_changes", [])
+def changes(workdir: Workdir) -> list[str]:
+    """What became another run on the way, by --allow_config_change.
+
+    Raises:
+      CheckpointError: provenance.json is damaged.
+    """
+    try:
+        provenance = untrusted.read_json(workdir.provenance, resuming.PROVENANCE)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{workdir.provenance} is damaged ({error})") from error
     return [
         f"From step {change['step']} on, as was allowed: {line}"
-        for change in changes
+        for change in provenance.get("config_changes", [])
         for line in change["changed"]
         if line.partition(":")[0] in change["allowed"]
     ]
@@ -139,4 +147,4 @@ def _holds_something(path: Path) -> bool:
 def _held_out_report(run: Run, workdir: Workdir) -> list[str]:
     """What the last evaluation of examples says, where it shows some."""
     path = workdir.evaluations / str(run.config.training.steps) / f"{SPLIT}.txt"
-    return [path.read_text()] if run.task.shows_examples and path.exists() else []
+    return [untrusted.read_file(path).decode()] if run.task.shows_examples and path.exists() else []

@@ -16,7 +16,7 @@ from brt.distributed import mesh as meshes
 from brt.errors import ConfigError, DataError
 from brt.tasks.protocol import Corpus
 from brt.tasks.weights import Tokenizer
-from brt.training import compilation, kept
+from brt.training import compilation, kept, resuming
 from brt.training.resuming import check_resumable
 from brt.training.sharding import parameter_shardings
 from brt.training.state import initial_params, parameter_axes
@@ -54,7 +54,7 @@ def load_config(workdir: Path, step: int | None = None) -> tuple[Workdir, reader
     if not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir} does not exist")
     place = Workdir(workdir)
-    found = reader.find(place.checkpoints, step)
+    found = resuming.find(place.checkpoints, step)
     return place, found, to_read_with(config_from_json(found.meta["config"]))
 
 

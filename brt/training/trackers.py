@@ -4,14 +4,15 @@ A resumed run goes on in the same place of theirs, which `trackers.json` remembe
 """
 
 import importlib
-import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from brt import untrusted
 from brt.config import Config
 from brt.config_io import saved_json
-from brt.errors import ConfigError
+from brt.errors import CheckpointError, ConfigError
 from brt.training.metrics import Tracker
 from brt.training.workdir import Workdir, write_json
 
@@ -136,11 +137,27 @@ def wanted(config: Config, warn: Warn) -> list[_Service]:
 
 
 def started(config: Config, workdir: Workdir, warn: Warn) -> Sequence[Tracker]:
-    """Trackers for what is `wanted`, begun, or gone on with; raises as that does."""
+    """Trackers for what is `wanted`, begun, or gone on with; raises as that does.
+
+    Raises:
+      CheckpointError: trackers.json is damaged.
+    """
     services, place = wanted(config, warn), workdir.path / "trackers.json"
     if not services:
         return []
-    known = json.loads(place.read_text()) if place.exists() else {}
-    ids = {s.name: s.begin(config, workdir, known.get(s.name)) for s in services}
-    write_json(place, known | {name: run for name, run in ids.items() if run})
+    before = known(place)
+    ids = {s.name: s.begin(config, workdir, before.get(s.name)) for s in services}
+    write_json(place, before | {name: run for name, run in ids.items() if run})
     return services
+
+
+def known(place: Path) -> dict[str, str]:
+    """What trackers.json remembers, by service; raises CheckpointError where it is damaged."""
+    try:
+        return untrusted.read_json(place, {str: str})
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{place} is damaged ({error}); delete it to begin new runs there"
+        ) from error

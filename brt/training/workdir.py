@@ -188,7 +188,7 @@ def saved_config(path: Path | str) -> Config | None:
     """The config of the run in a workdir, None where there is none."""
     file = Workdir(Path(path)).config_json
     try:
-        return config_from_json(untrusted.read_object(file))
+        return config_from_json(untrusted.read_json(file, {str: dict}))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -183,7 +183,8 @@ def test_tensorboard_may_fail_later_too(
 def test_metrics_that_cannot_be_written_stop_the_run(run: workdir.Workdir) -> None:
     run.metrics.mkdir()
     with pytest.raises(
-        CheckpointError, match=r"^cannot write .*metrics.jsonl: Is a directory; make room, then"
+        CheckpointError,
+        match=r"^cannot write .*metrics.jsonl: Is a directory; see to the disk, then",
     ):
         MetricsWriter(run, 0, fail)
     run.metrics.rmdir()

@@ -11,6 +11,13 @@ from brt.errors import CheckpointError
 from brt.training import resuming
 from brt.training.workdir import Workdir
 
+META = {
+    "seed": 0, "data": {"step": 5}, "config": {}, "tokenizer": "a",
+    "meter": {
+        "tokens_seen": 9, "steps": 0, "nats": 0.0, "tokens": 0.0, "norms": 0.0, "others": {},
+    },
+}  # fmt: skip
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Workdir:
@@ -18,7 +25,7 @@ def run(tmp_path: Path) -> Workdir:
     workdir = Workdir(tmp_path / "run")
     with CheckpointWriter(workdir.checkpoints) as writer:
         for step in (5, 10):
-            writer.save(step, {"w": jnp.ones(2)}, {})
+            writer.save(step, {"w": jnp.ones(2)}, META)
     return workdir
 
 

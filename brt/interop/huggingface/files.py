@@ -37,7 +37,7 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
     if (directory / INDEX).is_file():
         return {
             name: array
-            for file in _shards(directory / INDEX)
+            for file in shards(directory / INDEX)
             for name, array in read_file(directory / file).items()
         }
     if (directory / FILE).is_file():
@@ -51,7 +51,7 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
     raise CheckpointError(f"{directory} has no {FILE}")
 
 
-def _shards(index: Path) -> list[str]:
+def shards(index: Path) -> list[str]:
     """The files of an index, all of them beside it."""
     try:
         places: Any = read_json(index).get("weight_map")
@@ -80,7 +80,7 @@ def read_file(path: Path) -> dict[str, np.ndarray]:
                         "float16 or bfloat16"
                     )
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:  # ValueError: more axes than NumPy has
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
@@ -125,7 +125,7 @@ def read_json(path: Path) -> dict:
       CheckpointError: it is missing or is no JSON object.
     """
     try:
-        return untrusted.read_object(path)
+        return untrusted.read_json(path, {})
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 

@@ -133,7 +133,7 @@ def test_pickles_and_damaged_files_are_refused(tmp_path: Path, directory: Callab
     with pytest.raises(CheckpointError, match="cannot be read"):
         files.read_tensors(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="it holds a list, no object"):
+    with pytest.raises(CheckpointError, match="which is no dict"):
         files.read_json(tmp_path / "config.json")
 
 

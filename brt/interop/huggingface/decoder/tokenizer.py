@@ -1,9 +1,9 @@
 """A language model's tokenizer as files that others read; texts begin with BOS."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from brt import untrusted
 from brt.data import tokenizer_files
 from brt.data.byte_level import SPELT
 from brt.data.tokenizers import ByteTokenizer, Tokenizer
@@ -21,7 +21,7 @@ def write(tokenizer: Tokenizer, target: Path) -> list[str]:
         exact = tokenizer_files.sentencepiece_model(path, content, exact=True)
         (target / "tokenizer.model").write_bytes(exact.serialized_model_proto())
         return ["tokenizer.model"]
-    settings = json.loads(content)
+    settings = untrusted.checked_json(content, {"pre_tokenizer": dict})
     settings["pre_tokenizer"]["add_prefix_space"] = False
     bos = tokenizer_files.json_model(path, content).id_to_token(tokenizer.bos_id)
     return _write_json(target, settings, bos, tokenizer.bos_id)

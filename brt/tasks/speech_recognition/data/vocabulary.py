@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Int
@@ -46,10 +46,7 @@ class Vocabulary:
     def load(cls, path: Path) -> "Vocabulary":
         """Raises DataError for a file that is none."""
         try:
-            saved = untrusted.read_object(path)
-            untrusted.check(saved, {"unit": str, "tokens": [str]})
-            if saved["unit"] not in get_args(Unit):
-                raise ValueError(f"unit is {saved['unit']!r}")
+            saved = untrusted.read_json(path, {"unit": Unit, "tokens": [str]})
             return cls(saved["unit"], saved["tokens"])
         except (OSError, ValueError) as error:
             raise DataError(

@@ -1,0 +1,85 @@
+"""Stored arrays are compared with what metadata say of them before memory is asked for.
+
+Orbax writes each array with Zarr 2: `.zarray` is JSON that describes it, and each chunk of it is a
+zstd stream. All of them lie in a key-value store (OCDBT). Who can write a checkpoint can write any
+of them, with checksums that fit.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tensorstore
+
+from brt import untrusted
+
+RATIO = 64  # a chunk's stream has no more bytes than so many times the chunk's
+_SLACK = 1 << 20  # bytes beside
+_BLOCK = 1 << 17  # bytes that a block of zstd holds at most
+_MAGIC = b"\x28\xb5\x2f\xfd"
+_ZARRAY = {
+    "zarr_format": Literal[2], "shape": [int], "chunks": [int], "dtype": str,
+    "compressor": {"id": Literal["zstd"]}, "filters": type(None),
+}  # fmt: skip
+
+
+def check(directory: Path, wanted: Mapping[str, Any]) -> None:
+    """Reads how arrays are stored, without unpacking them.
+
+    Args:
+      directory: the `state` of a checkpoint.
+      wanted: arrays by name, abstract or not: what metadata say of them.
+
+    Raises:
+      ValueError: one is stored otherwise, or a chunk would unpack to more bytes than it has.
+    """
+    base = {"driver": "file", "path": f"{directory.absolute()}/"}
+    check_store(tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result(), wanted)
+
+
+def check_store(store: tensorstore.KvStore, wanted: Mapping[str, Any]) -> None:
+    """The same of an open store; raises as `check` does."""
+    chunks: dict[str, list[bytes]] = defaultdict(list)
+    for key in store.list().result():
+        chunks[key.decode("utf-8", "replace").rpartition("/")[0]].append(key)
+    for name, leaf in wanted.items():
+        described = untrusted.checked_json(store.read(f"{name}/.zarray").result().value, _ZARRAY)
+        shape, dtype = list(leaf.shape), np.dtype(leaf.dtype)
+        size = described["chunks"]
+        if described["shape"] != shape or described["dtype"] not in (dtype.name, dtype.str):
+            raise ValueError(f"{name} is stored as {described['dtype']}{described['shape']}")
+        if len(size) != len(shape) or not all(0 < c <= n for c, n in zip(size, shape, strict=True)):
+            raise ValueError(f"{name} is stored in chunks of {size}")
+        keys = [key for key in chunks[name] if not key.endswith(b"/.zarray")]
+        if len(keys) != math.prod(-(-n // c) for n, c in zip(shape, size, strict=True)):
+            raise ValueError(f"{name} is stored in {len(keys)} chunks of {size}")
+        most = RATIO * math.prod(size) * dtype.itemsize + _SLACK
+        for key in keys:
+            if (claimed := unpacked_bytes(store.read(key).result().value)) > most:
+                raise ValueError(f"a chunk of {name} may unpack to {claimed:,} bytes")
+
+
+def unpacked_bytes(stream: bytes) -> int:
+    """The most bytes that a zstd stream of one frame can unpack to (RFC 8878, section 3.1.1).
+
+    Raises:
+      ValueError: it is no such stream.
+    """
+    if stream[:4] != _MAGIC or len(stream) < 6:
+        raise ValueError("a chunk is no stream of zstd")
+    single, dictionary = stream[4] >> 5 & 1, stream[4] & 3
+    content = (1 << (stream[4] >> 6)) & (15 if single else 14)
+    place, total, last = 5 + (not single) + content + (0, 1, 2, 4)[dictionary], 0, False
+    while not last:
+        if place + 3 > len(stream):
+            raise ValueError("a chunk's stream ends too early")
+        header = int.from_bytes(stream[place : place + 3], "little")
+        last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
+        total += _BLOCK if kind == 2 else size
+        place += 3 + (1 if kind == 1 else size)
+    if len(stream) > place + 4:  # a checksum
+        raise ValueError("a chunk has more than one stream")
+    return total

@@ -1,0 +1,242 @@
+"""An example of a run's directory, of a sweep's point and of converted directories."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import flax.linen as nn
+import jax
+import tensorstore
+
+from brt import config, tasks, tree_utils, untrusted
+from brt.checkpointing import arrays, manifest, reader
+from brt.checkpointing.writer import CheckpointWriter
+from brt.config_io import config_json
+from brt.errors import CheckpointError
+from brt.interop import pretrained
+from brt.interop.huggingface import config as huggingface
+from brt.interop.huggingface import files
+from brt.sweeping import results
+from brt.sweeping.directory import Directory
+from brt.training import (
+    bad_steps,
+    inspection,
+    kept,
+    metrics,
+    resuming,
+    run_summary,
+    saved,
+    trackers,
+)  # fmt: skip
+from brt.training import workdir as workdirs
+from brt.training.state import initial_params
+
+STEP = 5
+CONFIG = config.Config(
+    model=config.Model(
+        layers=1, recurrent_layers=(), model_dim=8, heads=1, head_dim=8, mlp_dim=8, window=8,
+        states=4, vocab_size=256,
+    ),
+    training=config.Training(segment_length=16, batch_size=1, steps=STEP),
+)  # fmt: skip
+_SPLIT = {
+    "documents": 1, "bytes": 9, "names": ["a.txt"], "sha256": "0" * 64, "held_out": "",
+    "sources": [{"name": "a.txt", "bytes": 9, "sha256": "1" * 64}],
+}  # fmt: skip
+_METER = {
+    "tokens_seen": 80, "nats": 1.0, "tokens": 8.0, "norms": 1.0, "steps": 1, "others": {},
+    "skipped": 0, "usual": [[5, 1.0]],
+}  # fmt: skip
+_PROVENANCE = {
+    "command": ["brt.train"], "started": "2026", "python": "3", "versions": {"brt": "1"},
+    "git": {"commit": "a", "dirty": False}, "host": "a", "platform": "b", "devices": ["cpu:0"],
+    "config_changes": [{"step": 3, "changed": ["Model.layers: 1 -> 2"], "allowed": []}],
+}  # fmt: skip
+
+
+class Reader(NamedTuple):
+    """How commands read one file of a directory; `of` as in `fuzz.Target`."""
+
+    of: str
+    path: Path
+    read: Callable[[Path], object]
+
+
+def readers(place: Path) -> dict[str, Reader]:
+    """Writes the examples below `place`; returns a reader for each of their files, by name."""
+    found = {}
+
+    def add(of: str, content: Any, read: Callable[[Path], object]) -> None:
+        path = place / of.replace("*", str(STEP))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if content is not None:
+            text = content if isinstance(content, str) else json.dumps(content)
+            path.write_text(text)
+        found[str(path.relative_to(place))] = Reader(of, path, read)
+
+    run = workdirs.Workdir(place / "run")
+    run.path.mkdir(parents=True)
+    task = tasks.of(CONFIG)
+    name, content = task.load_tokenizer(Path("bytes.txt")).file
+    run.tokenizer.mkdir()
+    (run.tokenizer / name).write_bytes(content)
+    _checkpoint(run)
+    add("run/config.json", config_json(CONFIG), lambda path: workdirs.saved_config(path.parent))
+    add("run/data.json", {"directory": "a", "splits": {"train": _SPLIT}}, lambda path: _data(run))
+    add("run/provenance.json", _PROVENANCE, lambda path: run_summary.changes(run))
+    add("run/metrics.jsonl", _lines(), lambda path: _numbers(run))
+    bad = {"step": 4, "policy": "rollback", "from": 3, "reason": "a", "batch": [{"a": 1}]}
+    add("run/bad_batches.jsonl", f"{json.dumps(bad)}\n", bad_steps.read)
+    add("run/trackers.json", {"wandb": "a"}, trackers.known)
+    add("run/last_checkpoint.txt", f"{STEP}\n", lambda path: reader.last_saved(run.checkpoints))
+    report = {
+        "step": STEP, "bits_per_byte": 2.0, "answers": [{"windows": 1, "answers_exact": 0.5}],
+        "rouge": {"rouge1": {"f1": 1.0}}, "ablation": {"protocol": {"ablate": "all"}},
+    }  # fmt: skip
+    report["answers"] = [{"windows": 1, results.EXACT.name: 0.5}]
+    add("run/evaluations/*/validation.json", report, lambda path: _report(path, task))
+    add("run/checkpoints/*/meta.json", None, lambda path: _meta(run))
+    add("run/checkpoints/*/MANIFEST.sha256", None, lambda path: _verified(run))
+    state = run.checkpoints / str(STEP) / "state"
+    largest = max(state.rglob("d/*"), key=lambda path: path.stat().st_size)
+    others = ("_METADATA", "manifest.ocdbt", "array_metadatas/process_0")
+    for path in (largest, *(state / name for name in others)):
+        found[str(path.relative_to(place))] = Reader(
+            "run/checkpoints/*/state/**", path, lambda path: _arrays(run)
+        )
+    _zarr(run, add)
+    saved_point = {"name": "a", "bindings": {}, "config": config_json(CONFIG)}
+    point = saved_point | {"progress": {"status": "failed", "reason": "a", "seconds": 1.0}}
+    add("sweep/*/point.json", point, lambda path: _point(path.parent))
+    _converted(add)
+    return found
+
+
+def _checkpoint(run: workdirs.Workdir) -> None:
+    params = nn.meta.unbox(initial_params(CONFIG))
+    state = {"params": params, "model_state": tasks.of(CONFIG).initial_model_state(CONFIG)}
+    tokenizer = tasks.of(CONFIG).load_tokenizer(run.tokenizer / "bytes.txt")
+    meta = {
+        "seed": 0, "data": {"step": STEP}, "meter": _METER, "config": config_json(CONFIG),
+        "tokenizer": tokenizer.fingerprint, "provenance": _PROVENANCE,
+    }  # fmt: skip
+    with CheckpointWriter(run.checkpoints, keep=1) as writer:
+        writer.save(STEP, state, meta)
+
+
+def _lines() -> str:
+    lines = [{"step": s, "perf/time": 1.5, "train/loss": 2.0, "eval/a": None} for s in (1, 2)]
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def _sealed(run: workdirs.Workdir) -> None:
+    """Writes checksums that fit, where all are files: who writes a checkpoint can write them."""
+    directory = run.checkpoints / str(STEP)
+    sums = directory / manifest.NAME
+    if all(path.is_file() or path.is_dir() for path in directory.rglob("*")) and sums.is_file():
+        with mock.patch("os.fsync"):  # which takes most of the time
+            manifest.write(directory)
+
+
+def _data(run: workdirs.Workdir) -> None:
+    kept.lines(kept.read(run).splits)
+    kept.check_unchanged(run, {"train": _SPLIT})
+
+
+def _numbers(run: workdirs.Workdir) -> None:
+    found = {"workdir": "", "checkpoints": []}
+    found["metrics"] = inspection.last_metrics(run.metrics)
+    found["damaged_metrics"] = metrics.damaged_lines(run.metrics)
+    inspection.text(found)
+    results.median(metrics.read_metrics(run.metrics), "train/loss")
+
+
+def _report(path: Path, task: Any) -> None:
+    results.report(path, task)
+
+
+def _meta(run: workdirs.Workdir) -> None:
+    _sealed(run)
+    _verified(run)
+    found = resuming.newest(run.path)
+    assert found
+    resuming.history(found.meta, resuming.Change(["a"], []))
+    _, found, read = saved.load_config(run.path)
+    kept.tokenizer(run, tasks.of(read), found.meta["tokenizer"])
+    resuming.check_resumable(read, CONFIG, ())
+    tree_utils.differences(found.meta["arrays"], {})
+
+
+def _verified(run: workdirs.Workdir) -> None:
+    found = inspection.survey(run)
+    inspection.text(found)
+    inspection.check(found)
+
+
+def _arrays(run: workdirs.Workdir) -> None:
+    _sealed(run)
+    found = reader.find(run.checkpoints, STEP)
+    wanted = {"params": nn.meta.unbox(jax.eval_shape(lambda: initial_params(CONFIG)))}
+    reader.restore(run.checkpoints, wanted, STEP, found=found, partial=True)
+
+
+def _zarr(run: workdirs.Workdir, add: Callable[..., None]) -> None:
+    """The metadata of one array, which lie in the store of arrays, as a file beside it."""
+    state = run.checkpoints / str(STEP) / "state"
+    spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{state.absolute()}/"}}
+    store = tensorstore.KvStore.open(spec).result()
+    key = next(k for k in store.list().result() if k.endswith(b"embedding/.zarray"))
+    copy = tensorstore.KvStore.open("memory://").result()
+    prefix = key.removesuffix(b".zarray")
+    for other in store.list().result():
+        if other.startswith(prefix):
+            copy.write(other, store.read(other).result().value).result()
+    entry = reader.read_meta(run.checkpoints, STEP)["arrays"][prefix.decode().rstrip("/")]
+    wanted = {prefix.decode().rstrip("/"): jax.ShapeDtypeStruct(entry["shape"], entry["dtype"])}
+
+    def read(path: Path) -> None:
+        try:
+            copy.write(key, untrusted.read_file(path)).result()
+            arrays.check_store(copy, wanted)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+    add("zarr/.zarray", store.read(key).result().value.decode(), read)
+
+
+def _point(path: Path) -> None:
+    Directory(path).progress()
+    Directory(path).config()
+
+
+_T5 = {
+    "model_type": "t5", "num_layers": 1, "d_model": 8, "num_heads": 1, "d_kv": 8, "d_ff": 8,
+    "vocab_size": 9, "task_specific_params": {"a": {"num_beams": 2, "prefix": "b"}},
+}  # fmt: skip
+
+
+def _converted(add: Callable[..., None]) -> None:
+    def theirs(path: Path) -> None:
+        one = files.read_json(path.parent / "config.json")
+        described = huggingface.from_theirs(
+            one, files.read_json(path.parent / "generation_config.json"), tied=True
+        )
+        for task in ("", *described.tasks):
+            huggingface.decoding(described, task)
+
+    add("hf/config.json", _T5, lambda path: None)
+    add("hf/generation_config.json", {"num_beams": 4, "eos_token_id": 1}, theirs)
+    add("hf/config.json", None, theirs)
+    weight_map = {"weight_map": {"a": "model-1.safetensors"}}
+    add("hf/model.safetensors.index.json", weight_map, files.shards)
+    sections = config_json(config.Config())
+    model = {"format": 1, **{name: sections[name] for name in ("Seq2Seq", "CrossAttention")}}
+    add("brt/model.json", model, lambda path: None)
+    generation = {
+        "special_tokens": {"pad": 0, "start": 0, "eos": 1}, "defaults": {"num_beams": 2},
+        "tasks": {"a": {"num_beams": 3}},
+    }  # fmt: skip
+    add("brt/generation.json", generation, lambda path: pretrained.describe(path.parent))
+    add("brt/model.json", None, lambda path: pretrained.describe(path.parent))
