@@ -9,14 +9,17 @@ the time of a small model.
 import atexit
 import contextlib
 import ctypes
+import errno
 import gc
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
 _NEVER = 2**31 - 1
+_EXHAUSTED = re.compile("RESOURCE_EXHAUSTED|out of memory|can't start new thread", re.IGNORECASE)
 _TUNABLES = f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={_NEVER}"
 _ASYNC = "JAX_CPU_ENABLE_ASYNC_DISPATCH"
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -86,3 +89,19 @@ def search_rarely() -> None:
     """
     gc.set_threshold(100_000, 20, 20)
     atexit.register(gc.freeze)
+
+
+def exhausted(error: BaseException) -> bool:
+    """Whether an error, or one that it came of, says that no memory is left."""
+    found: BaseException | None = error
+    while found and not _says_exhausted(found):
+        found = found.__cause__ or found.__context__
+    return found is not None
+
+
+def _says_exhausted(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    unmapped = isinstance(error, ImportError) and "failed to map segment" in str(error)
+    told = isinstance(error, RuntimeError) and _EXHAUSTED.search(str(error))
+    return isinstance(error, MemoryError) or unmapped or bool(told)

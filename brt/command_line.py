@@ -26,6 +26,10 @@ from brt.output import write_json
 
 BINDINGS_FLAG = bindings.COMMAND_LINE
 LARGEST_FILE = 1 << 17  # bytes of a .gin file
+_OUT_OF_MEMORY = (
+    "out of memory; lower Training.batch_size, Training.segment_length or the model's size, or "
+    "raise the limit of this process (ulimit -v, a container's); brt.plan says what a run needs"
+)
 _BETWEEN = (tokenize.STRING, tokenize.NL, tokenize.COMMENT)
 
 
@@ -221,10 +225,14 @@ def main(
         if not output.reader_is_gone():
             raise
         code = 128 + 13  # what a shell reports for SIGPIPE
-    except OSError as error:
-        if not (durable.storage_fails(error) or isinstance(error, PermissionError)):
+    except Exception as error:
+        storage = isinstance(error, OSError) and durable.storage_fails(error)
+        if storage or isinstance(error, PermissionError):
+            code = _say(f"error: {_of_storage(error)}", CheckpointError.exit_code)
+        elif allocator.exhausted(error):
+            code = _say(f"error: {_OUT_OF_MEMORY}", ConfigError.exit_code)
+        else:
             raise
-        code = _say(f"error: {_of_storage(error)}", CheckpointError.exit_code)
     sys.exit(code)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import json
+import logging
 import os
 import select
 import sys
@@ -46,6 +47,12 @@ def tell_failures_once() -> None:
             report(told)
 
     sys.unraisablehook = hook
+    logging.getLogger("asyncio").addFilter(_is_not_late)
+
+
+def _is_not_late(record: logging.LogRecord) -> bool:
+    """Whether a line is no report of an error after the first, for which nobody waits any more."""
+    return "exception was never retrieved" not in record.getMessage()
 
 
 def reader_is_gone() -> bool:

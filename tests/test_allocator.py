@@ -1,12 +1,13 @@
 """Freed memory stays with the process, unless the user set the allocator."""
 
+import errno
 import os
 import subprocess
 import sys
 
 import pytest
 
-from brt import allocator
+from brt import allocator, command_line
 
 PROGRAM = """
 import ctypes, resource, threading
@@ -106,3 +107,37 @@ def test_beginning_anew_keeps_arguments_and_the_users_own_setting() -> None:
     first, second, said = run(program, "--a", "b c").splitlines()
     assert first == second and said == "--a b c"
     assert len(run(program, GLIBC_TUNABLES="glibc.malloc.check=0").splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "exhausted"),
+    [
+        (MemoryError(), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes"), True),
+        (RuntimeError("can't start new thread"), True),
+        (ImportError("x.so: failed to map segment from shared object"), True),
+        (ImportError("no module x"), False),
+        (OSError(errno.EIO, "out of memory"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_says_that_no_memory_is_left(error, exhausted):
+    assert allocator.exhausted(error) == exhausted
+    try:
+        raise KeyError("another") from error
+    except KeyError as later:
+        assert allocator.exhausted(later) == exhausted
+
+
+def test_a_command_without_memory_ends_with_a_sentence(monkeypatch, capsys):
+    def starved(arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(sys, "argv", ["brt.train"])
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(starved, command_line.parser("of a test"))
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("brt: error: out of memory; lower Training.batch_size")
+    assert said.count("\n") == 1

@@ -1,6 +1,7 @@
 """Manifests, and directories that exist only when they are complete."""
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -101,12 +102,8 @@ def atomic_directory(
         with explained(directory):
             directory = Path(os.path.realpath(directory))
             directory.parent.mkdir(parents=True, exist_ok=True)
-            _clean(directory.parent)
-            place = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-            stack.callback(shutil.rmtree, place, ignore_errors=True)
-            held = stack.enter_context(open(place / "new", "w"))
-            locks.acquire(held)  # before it has the name that `_clean` looks for
-            os.rename(held.name, place / _HELD)
+            _clean(directory)
+            place = _held_directory(directory, stack)
             content = place / directory.name
             content.mkdir()
         yield content
@@ -134,8 +131,27 @@ def _explained(directory: Path, setting: str = "") -> Iterator[None]:
         ) from error
 
 
-def _clean(parent: Path) -> None:
-    """Removes directories that nobody fills any more."""
+def _held_directory(directory: Path, stack: contextlib.ExitStack) -> Path:
+    """Makes one beside `directory` that is held until the stack ends, and is gone then."""
+    while True:
+        place = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+        with contextlib.ExitStack() as own:
+            own.callback(shutil.rmtree, place, ignore_errors=True)
+            # Before it was held, another process's `_clean` may have taken it for a killed one's.
+            with contextlib.suppress(FileNotFoundError, BlockingIOError):
+                held = own.enter_context(open(place / _HELD, "w"))
+                locks.acquire(held)
+                if os.path.samestat(os.fstat(held.fileno()), os.stat(place / _HELD)):
+                    stack.enter_context(own.pop_all())
+                    return place
+
+
+def _clean(directory: Path) -> None:
+    """Removes temporary directories that nobody fills any more, and empty ones of `directory`."""
+    parent = directory.parent
+    for place in parent.glob(f".{glob.escape(directory.name)}.????????"):
+        with contextlib.suppress(OSError):  # it is not empty, or gone by now
+            place.rmdir()
     for path in parent.glob(f".*/{_HELD}"):
         # Somebody is at work there, it is another user's, a link, or gone by now.
         with contextlib.suppress(OSError):

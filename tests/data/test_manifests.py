@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,3 +126,32 @@ def test_a_place_that_cannot_be_written_is_one_sentence(
     with pytest.raises(DataError, match=rf"cannot be made: {reason}; name one that can be wri"):
         with manifests.atomic_directory(tmp_path / name):
             pytest.fail("nothing is done in vain")
+
+
+def test_two_that_begin_at_once_take_nothing_from_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one looks for what was left while the first one has a directory not yet held."""
+    held, made = manifests.locks.acquire, []
+
+    def acquire(file: Any) -> bool:
+        made.append(file.name)
+        if len(made) == 1:
+            with manifests.atomic_directory(tmp_path / "other"):
+                pass
+        return held(file)
+
+    monkeypatch.setattr(manifests.locks, "acquire", acquire)
+    with manifests.atomic_directory(tmp_path / "done") as place:
+        (place / "whole").touch()
+    assert names(tmp_path) == ["done", "other"] and names(tmp_path / "done") == ["whole"]
+
+
+def test_a_directory_that_could_not_be_held_or_removed_is_gone_with_the_next(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / ".done.abcd1234").mkdir()
+    (tmp_path / ".mine.abcd1234").mkdir()
+    with manifests.atomic_directory(tmp_path / "done"):
+        pass
+    assert names(tmp_path) == [".mine.abcd1234", "done"]

@@ -15,9 +15,11 @@ import argparse
 import contextlib
 import ctypes
 import errno
+import gc
 import hashlib
 import importlib
 import io
+import logging
 import os
 import random
 import re
@@ -94,6 +96,8 @@ def live(arguments: Sequence[str]) -> Life:
     module = importlib.import_module(arguments[0])
     said, code = io.StringIO(), 0
     given, sys.argv[:] = list(sys.argv), arguments
+    log = logging.StreamHandler(said)  # of what is told when it is collected, too
+    logging.getLogger().addHandler(log)
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
         try:
             command_line.main(module.main, module.parser())
@@ -102,6 +106,8 @@ def live(arguments: Sequence[str]) -> Life:
         except BaseException:  # noqa: BLE001 - what a shell shows with a traceback
             traceback.print_exc(file=said)
             code = 1
+    gc.collect()
+    logging.getLogger().removeHandler(log)
     sys.argv[:] = given
     return Life(code, said.getvalue())
 
@@ -302,6 +308,7 @@ class Driver:
         keep_compiled()
         found = commands(place / "shared", names)
         self._commands = {name: found[name] for name in names}
+        gc.freeze()  # what is kept need not be looked through after every life
         self.counts: dict[tuple[str, str], int] = {}
         self._whole: dict[str, Any] = {}
         self.codes: Counter[tuple[str, int]] = Counter()
@@ -363,8 +370,8 @@ class Driver:
 
 
 def _codes(case: Case) -> set[int]:
-    """Those of failed storage; a file that one may not write is a matter of usage, too."""
-    return {4, 2} if case.error == "EACCES" else {4}
+    """Those of failed storage; what one may not write is a matter of settings or data, too."""
+    return {4, 2, 3} if case.error == "EACCES" else {4}
 
 
 def _not_whole(checkpoints: Path) -> list[str]:
