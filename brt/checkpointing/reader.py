@@ -44,11 +44,16 @@ absl_logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pa
 
 
 class Found(NamedTuple):
-    """A whole checkpoint, and what was wrong with newer ones."""
+    """A whole checkpoint, and what was wrong with newer ones.
+
+    Attributes:
+      asked: the step that somebody asked for; None: any, the newest.
+    """
 
     step: int
     meta: dict[str, Any]
     problems: list[str]
+    asked: int | None = None
 
 
 class Restored(NamedTuple):
@@ -176,7 +181,7 @@ def find(
             for problem in problems.values():
                 if problem not in told:
                     warn(f"{directory}: {problem}; trying the next older one")
-            return Found(newest, found, list(problems.values()))
+            return Found(newest, found, list(problems.values()), step)
         if newest in present(directory):
             problems[newest] = f"checkpoint {newest} is damaged: {join(damage)}"
 

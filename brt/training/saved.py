@@ -80,11 +80,10 @@ def load(workdir: Workdir, found: reader.Found, config: Config) -> SavedModel:
         learned,
         _shardings(learned, mesh, config),
     )
-    restored = reader.restore(workdir.checkpoints, target, found.step, found=found, partial=True)
-    state = restored.state
-    return SavedModel(
-        workdir, found.step, config, found.meta, state["params"], state["model_state"], mesh
-    )
+    # Where a trainer removes it meanwhile, the newest is read, if nobody asked for this one.
+    restored = reader.restore(workdir.checkpoints, target, found.asked, found=found, partial=True)
+    step, state, meta = restored.step, restored.state, restored.meta
+    return SavedModel(workdir, step, config, meta, state["params"], state["model_state"], mesh)
 
 
 def _mesh(config: Config) -> jax.sharding.Mesh | None:

@@ -330,6 +330,17 @@ def test_a_checkpoint_removed_while_it_is_read_is_passed_over(
     assert reader.restore(directory, abstract(state())).step == 2
 
 
+def test_one_removed_after_it_was_found_is_passed_over_unless_it_was_asked_for(
+    directory: Path,
+) -> None:
+    newest, asked = reader.find(directory), reader.find(directory, 3)
+    shutil.rmtree(directory / "3")
+    restored = reader.restore(directory, abstract(state()), newest.asked, found=newest)
+    assert (newest.step, restored.step, restored.meta["step"]) == (3, 2, 2)
+    with pytest.raises(CheckpointError, match="has no checkpoint of step 3; it has "):
+        reader.restore(directory, abstract(state()), asked.asked, found=asked)
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
