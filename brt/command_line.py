@@ -78,7 +78,9 @@ def _literal(field: str, value: str) -> str:
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """A parser that takes flags as they are spelt and raises ConfigError for all others."""
+    script = Path(sys.argv[0])
     return _Parser(
+        prog=f"python -m brt.{script.stem}" if script.parent == Path(__file__).parent else None,
         description=description,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,6 +1,7 @@
 """How plots look, and curves from metrics.jsonl."""
 
 import io
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter, StrMethodFormatter
+
+# Its line about building a font cache, once for each user, is of no use to who trains a model.
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 
 def new_figure(rows: int, height: float | None = None) -> tuple[Figure, list[Axes]]:

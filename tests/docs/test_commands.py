@@ -4,6 +4,7 @@ They run on stand-ins for what a reader has, for two steps where they train. Wha
 or corpora that are not here, or hours, is resolved and no more: ONLY_RESOLVED says what.
 """
 
+import ast
 import importlib
 import re
 import shlex
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from brt import command_line
 from brt.data.sources import CORPORA
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,6 +135,34 @@ def test_the_synopsis_names_flags_that_exist() -> None:
         shown = importlib.import_module(name).parser().format_help()
         missing = [flag for flag in re.findall(r"--\w+", line) if flag not in shown]
         assert not missing, f"{name} has no {missing}"
+
+
+def examples() -> list[tuple[str, str]]:
+    """The commands that docstrings of brt, comments of configs and pages of launch show."""
+    sources = {}
+    for path in sorted((ROOT / "brt").rglob("*.py")):
+        if "python -m brt." in (text := path.read_text(encoding="utf-8")):
+            sources[path] = ast.get_docstring(ast.parse(text)) or ""
+    for path in (*(ROOT / "configs").rglob("*.gin"), *(ROOT / "launch").rglob("*.md")):
+        sources[path] = re.sub(r"^# ?", "", path.read_text(encoding="utf-8"), flags=re.M)
+    found = []
+    for path, text in sources.items():
+        for command in re.findall(r"^ *(python -m brt\.\w+ .*)$", text.replace("\\\n", " "), re.M):
+            if not re.search(r"=(FILE|DIR)\b|\.\.\.| is python|[{$\[]", command):
+                found.append((str(path.relative_to(ROOT)), command))
+    return found
+
+
+@pytest.mark.parametrize(("source", "command"), examples())
+def test_an_example_of_the_source_is_understood(
+    source: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its flags exist, and its settings make a config that its task accepts."""
+    monkeypatch.chdir(ROOT)
+    _, _, name, *words = shlex.split(command.partition(" > ")[0], comments=True)
+    args = importlib.import_module(name).parser().parse_args(words)
+    if getattr(args, "gin_file", ()) and name != "brt.sweep":
+        command_line.read(args.gin_file, args.gin_bindings)
 
 
 def test_make_quickstart_is_three_of_our_commands() -> None:
