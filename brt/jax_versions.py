@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from types import MappingProxyType
 
-# The options that let the compiler of TPUs take short cuts. libtpu of jax 0.12 has dropped both, and
-# refuses a program for an option that it does not know. The effort levels that it has instead are
-# no substitute: at the lowest one the compiler was as slow, and found another peak of memory.
+# The options that let the compiler of TPUs take short cuts. libtpu of jax 0.12 has dropped both,
+# and refuses a program for an option that it does not know. The effort levels that it has now are
+# no substitute: at the lowest one it took as long, and a small model's peak grew by three quarters.
 LOW_EFFORT: Mapping[str, float] = MappingProxyType(
     {"exec_time_optimization_effort": -1.0, "memory_fitting_effort": -1.0}
 )
