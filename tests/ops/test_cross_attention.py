@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from brt.config import CrossAttention
+from brt.distributed import rules
 from brt.ops import cross_attention
 from brt.ops.cross_attention import Parameters
 from brt.ops.dropout import Dropout
@@ -417,6 +418,24 @@ def test_empty_sources_and_dead_features_do_no_harm(name: str, dtype: str) -> No
     expected = oracle(q, k, v, valid, learned[3], config)
     close(y, expected, {"float32": 1e-5, "bfloat16": 3e-2}[dtype])
     assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize("form", ["slots", "dense"])
+@each_kind
+def test_dropout_draws_for_a_lane_by_its_number_in_the_batch(
+    name: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that has the last lanes alone draws what one device with all of them draws."""
+    config = config_of(name, training_form=form)
+    parameters, whole = parameters_of(config), arrays()
+    attend = partial(
+        cross_attention.attend, parameters=parameters, config=config, target_length=TARGET,
+        dropout=Dropout(jax.random.key(1), 0.25),
+    )  # fmt: skip
+    expected, _ = attend(*whole)
+    monkeypatch.setattr(rules, "rows", lambda count: jnp.arange(count) + 2)
+    found, _ = attend(*(x[2:] for x in whole))
+    np.testing.assert_allclose(found, expected[2:], atol=1e-5)
 
 
 def test_dropout_is_that_of_the_softmax_weights() -> None:

@@ -93,6 +93,19 @@ def test_dropout_acts_on_the_weights_alike_in_both_passes(tile: int) -> None:
     np.testing.assert_allclose(gradients["bias"], d_bias, atol=1e-5)
 
 
+def test_dropout_draws_the_same_however_the_queries_are_tiled() -> None:
+    """A device that has fewer lanes reads more queries at once, and must draw what others draw."""
+    x, seen = jax.tree.map(jnp.asarray, arrays()), jnp.ones((2, 1, 5), bool)
+    drawn = [
+        xla.attend(**x, mask=seen, dropout=Dropout(KEY, 0.5), tile=tile)
+        for tile in (xla.TILE, 40, 20)  # all three queries at once, two, one
+    ]
+    plain = xla.attend(**x, mask=seen)
+    assert np.max(np.abs(drawn[0] - plain)) > 0.1
+    for other in drawn[1:]:
+        np.testing.assert_allclose(other, drawn[0], atol=2e-6)
+
+
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("own_masks", [True, False])
 def test_tiles_of_queries_change_nothing(biased: bool, own_masks: bool) -> None:

@@ -167,6 +167,7 @@ CASES: dict[str, Callable[[Path], Config]] = {
     ),
     "masked_reformer": lambda place: shared(masked(place, kind="reformer", chunk=4, buckets=4)),
     "t5": pairs,
+    "t5_dropout": lambda place: pairs(place, dropout=0.2, attention_dropout=0.2),
     "bart_raf": lambda place: pairs(
         place, CrossAttention(kind="srformer", segment_size=8, q_ref=16), family="bart",
         activation="gelu",

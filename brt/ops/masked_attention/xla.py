@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed import rules
 from brt.ops.dropout import Dropout
@@ -83,8 +83,22 @@ def _logits(tile: Tiles, k: Array, mask: Array | None) -> Array:
     return jnp.where(jnp.expand_dims(mask, 1), logits, -jnp.inf)
 
 
-def _factors(dropout: Dropout | None, index: Array, like: Array) -> Array | None:
-    return None if dropout is None else dropout.part(index).factors(like.shape, like.dtype)
+def _factors(
+    dropout: Dropout | None, index: Array, like: Float[Array, "B H Q S"]
+) -> Float[Array, "B H Q S"] | None:
+    """Returns what dropout multiplies the weights of tile `index` with.
+
+    Every query draws by its own place in the sequence. How many queries a tile has depends on how
+    many lanes a device has, and a run must not depend on how many devices share it.
+    """
+    if dropout is None:
+        return None
+    lanes, heads, length, keys = like.shape
+
+    def of_query(place: Int[Array, ""]) -> Float[Array, "B H S"]:
+        return dropout.part(place).factors((lanes, heads, keys), like.dtype)
+
+    return jnp.moveaxis(jax.vmap(of_query)(index * length + jnp.arange(length)), 0, 2)
 
 
 def _forward(

@@ -63,11 +63,20 @@ def read_window(
     values: Float[Array, "*B H S K"],
     mask: Bool[Array, "*B S"] | Bool[Array, "*B Q S"],
     dropout: Dropout | None = None,
+    *,
+    lanes: int = 0,
 ) -> Float[Array, "*B H Q K"]:
-    """O_S: softmax attention, zeros where the mask has no True."""
+    """O_S: softmax attention, zeros where the mask has no True.
+
+    Args:
+      dropout: of the softmax weights.
+      lanes: the axis of the queries that the lanes of the batch are on; dropout draws by lane.
+    """
     factors = None
     if dropout is not None:
-        factors = dropout.factors((*queries.shape[:-1], keys.shape[-2]), values.dtype)
+        shape = list((*queries.shape[:-1], keys.shape[-2]))
+        shape.insert(0, shape.pop(lanes))
+        factors = jnp.moveaxis(dropout.factors(tuple(shape), values.dtype), 0, lanes)
     y = attend_by_head(queries, keys, values, mask, factors, null_keys=False)
     some = jnp.any(mask, axis=-1, keepdims=True)
     some = some[..., None, :, :] if mask.ndim == queries.ndim - 1 else some[..., None, None, :]

@@ -185,7 +185,7 @@ def _read(
     attended = recurrent = None
     if config.use_segment:
         window = with_shared(*windows[:3], windows.shared, axis=0)
-        attended = read_window(rows, *window, dropout)
+        attended = read_window(rows, *window, dropout, lanes=1)
     if recurrence is not None:
         states, scale, _ = recurrence
         recurrent = jnp.einsum("mbhgc,mbhce->mbhge", rows, states)
