@@ -20,9 +20,8 @@ What --raw has to hold:
 import argparse
 import re
 import shlex
-from pathlib import Path
 
-from brt import command_line, config
+from brt import command_line, config, untrusted
 from brt.data import preparation
 from brt.errors import ConfigError
 from brt.tasks.summarization.data.columns import Columns, read
@@ -98,7 +97,7 @@ def _prepare(args: argparse.Namespace) -> None:
     _check(args, f"--pairs {args.pairs}", RAW if raw else FILES, needed, ("refuse", "skip"))
     if raw:
         dataset = datasets.RAW[args.pairs]
-        splits = dataset.read(Path(args.raw).expanduser())
+        splits = dataset.read(untrusted.user_path(args.raw))
     else:
         if not re.fullmatch("[a-z][a-z0-9_]*", args.name):
             raise ConfigError(f"--name {args.name} must be small letters, digits and underscores")
@@ -145,7 +144,7 @@ def _documents(args: argparse.Namespace) -> None:
 
 
 def _pairs(args: argparse.Namespace, dataset: Dataset, splits: datasets.Splits) -> None:
-    directory = Path(getattr(args, "output", "") or datasets.default_directory()).expanduser()
+    directory = untrusted.user_path(getattr(args, "output", "") or datasets.default_directory())
     errors = getattr(args, "errors", "refuse")
     tallies = datasets.write(dataset, splits, directory, errors=errors)
     for split, tally in tallies.items():

@@ -38,6 +38,13 @@ _HEADER = re.compile(
 )
 
 
+def user_path(name: Path | str) -> Path:
+    """A path in which ~ is the user's home; as it stands where there is no such user or home."""
+    with contextlib.suppress(ValueError):  # a NUL in the name of a user
+        return Path(os.path.expanduser(name))
+    return Path(name)
+
+
 def open_file(path: Path | str) -> BufferedReader:
     """Opens a regular file to read.
 

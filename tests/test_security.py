@@ -16,6 +16,7 @@ FORBIDDEN = {
     "unpickles": r"^\s*(import|from) (pickle|dill|cloudpickle|shelve|marshal)\b",
     "lets NumPy unpickle": r"allow_pickle\s*=\s*True",
     "runs text": r"(?<![\w.])(eval|exec)\(",
+    "fails where there is no home (untrusted.user_path)": r"\)\.expanduser\(\)",
     "runs a shell": r"shell\s*=\s*True|os\.system\(",
 }  # fmt: skip
 
@@ -89,3 +90,9 @@ def test_a_shape_is_of_finite_numbers_of_64_bits_and_not_too_deep() -> None:
         untrusted.checked_json(text, shape)
     with pytest.raises(ValueError, match="it nests deeper than 100 levels"):
         untrusted.checked_json("[" * 200 + "]" * 200, object)
+
+
+@pytest.mark.parametrize("name", ["~/a", "~no_such_user_of_tests/a", "~\0/a", "a", "/a"])
+def test_a_path_without_its_home_stays_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert untrusted.user_path(name) == Path(name.replace("~/", "/home/me/"))

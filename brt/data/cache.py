@@ -159,7 +159,7 @@ def described(directory: Path, splits: Mapping[str, Any], unit: str) -> dict[str
 def cache_directory(section: Section) -> Path:
     """Where corpora are kept that nobody gave a place."""
     if section.cache_dir:
-        return Path(section.cache_dir).expanduser()
+        return untrusted.user_path(section.cache_dir)
     return user_cache.writable()
 
 

@@ -54,7 +54,7 @@ def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
         return [
             File(f"{source} {path.name}", path) for path in map(Path, tfds_data(source).filepaths)
         ]
-    path = Path(source).expanduser()
+    path = untrusted.user_path(source)
     if os.path.exists(path):  # not Path's, to which a name may be too long
         return _path_files(path, endings)
     if not glob.has_magic(source):
@@ -124,7 +124,7 @@ def left_out(source: str, endings: Sequence[str] = DOCUMENTS, read: Iterable[Pat
       endings: of the files that are read; others are counted by theirs.
       read: files that are read whatever their endings.
     """
-    path = Path(source).expanduser()
+    path = untrusted.user_path(source)
     if not path.is_dir():
         return ""
     listed = walk(path)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from brt import config
+from brt import config, untrusted
 from brt.data import generated as made_up
 from brt.data import sources
 from brt.data.sources import File, FileHash
@@ -26,8 +26,8 @@ def recordings(names: Sequence[str], speech: config.Speech) -> Iterator[Recordin
             yield from generated.recordings(name)
         elif _is_table(name):
             yield from tables.recordings(name, speech)
-        elif Path(name).expanduser().is_dir():
-            yield from kaldi.recordings(Path(name).expanduser(), speech)
+        elif untrusted.user_path(name).is_dir():
+            yield from kaldi.recordings(untrusted.user_path(name), speech)
         else:
             yield from arrays.recordings(_array_file(name))
 
@@ -48,14 +48,14 @@ def hashes(names: Sequence[str]) -> list[FileHash]:
 
 def left_out(name: str) -> str:
     """Which files of a directory are not read; see `brt.data.sources.left_out`."""
-    path = Path(name).expanduser()
+    path = untrusted.user_path(name)
     return sources.left_out(name, (), kaldi.files(path)) if path.is_dir() else ""
 
 
 def _files(name: str) -> list[Path]:
     if _is_table(name):
         return tables.files(name)
-    path = Path(name).expanduser()
+    path = untrusted.user_path(name)
     return kaldi.files(path) if path.is_dir() else [_array_file(name)]
 
 
@@ -64,7 +64,7 @@ def _is_table(name: str) -> bool:
 
 
 def _array_file(name: str) -> Path:
-    path = Path(name).expanduser()
+    path = untrusted.user_path(name)
     if not path.exists():
         raise DataError(f"{name} does not exist")
     if path.suffix != ".npz":

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from brt import config
+from brt import config, untrusted
 from brt.data import contents
 from brt.data.rows.tables import unique
 from brt.errors import DataError
@@ -18,7 +18,7 @@ def parse(source: str) -> tuple[Path, str]:
     """PATH.tsv[:SPLIT]: the table, and "" for all of its rows."""
     path, _, split = source.rpartition(":")
     path, split = (path, split) if path.endswith(".tsv") else (source, "")
-    return Path(path).expanduser(), split
+    return untrusted.user_path(path), split
 
 
 def recordings(source: str, speech: config.Speech) -> Iterator[Recording]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from brt import untrusted
 from brt.data.rows.tables import Row
 from brt.data.rows.tally import BadRow, Tally
 from brt.errors import DataError
@@ -80,7 +81,7 @@ def default_directory() -> Path:
     """Where TFDS looks for datasets: $TFDS_DATA_DIR, or in the home directory."""
     from tensorflow_datasets.core import constants
 
-    return Path(constants.DATA_DIR).expanduser()
+    return untrusted.user_path(constants.DATA_DIR)
 
 
 def write(dataset: Dataset, splits: Splits, directory: Path, *, errors: str) -> dict[str, Tally]:
