@@ -28,7 +28,7 @@ class Data:
     )  # a directory written by brt.prepare; replaces everything below and above
     # bytes | path/to/a .model or byte-level .json | train:VOCAB_SIZE
     tokenizer: str = free("bytes", cached=True, path="read")
-    text_field: str = free("text", cached=True)  # the field of a JSONL line or of a TFDS example
+    text_field: str = free("text", cached=True)  # of JSON, tables and TFDS examples
     errors: Literal["strict", "replace"] = free("strict", cached=True)  # NULs, what is not UTF-8
     # so many documents that cannot be read are left out, and named in quarantine.jsonl; 0: none is
     max_bad_records: int = free(0, cached=True)

@@ -14,7 +14,7 @@ class Sentences:
     A source is one of
 
         PATH                  JSON lines, CSV, Parquet, or tab-separated values as GLUE has them
-                              (.jsonl .csv .parquet .tsv); a directory or a glob of such files
+                              (.jsonl .json .csv .parquet .tsv); a directory or a glob of such files
         tfds:NAME/SPLIT       prepared on this machine
         generated:NAME/COUNT  made up, as brt/tasks/text_classification/data/generated.py says
     """
