@@ -96,3 +96,14 @@ def test_a_shape_is_of_finite_numbers_of_64_bits_and_not_too_deep() -> None:
 def test_a_path_without_its_home_stays_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert untrusted.user_path(name) == Path(name.replace("~/", "/home/me/"))
+
+
+class PanicException(BaseException):  # noqa: N818 - the name that libraries in Rust give it
+    """What a library in Rust raises, which is no Exception."""
+
+
+def test_a_panic_of_a_library_is_an_error_and_no_other_exception_is() -> None:
+    with pytest.raises(ValueError, match="gave up: out of range"), untrusted.panics():
+        raise PanicException("out of range")
+    with pytest.raises(KeyboardInterrupt), untrusted.panics():
+        raise KeyboardInterrupt

@@ -74,12 +74,12 @@ def unpacked_bytes(stream: bytes) -> int:
     content = (1 << (stream[4] >> 6)) & (15 if single else 14)
     place, total, last = 5 + (not single) + content + (0, 1, 2, 4)[dictionary], 0, False
     while not last:
-        if place + 3 > len(stream):
-            raise ValueError("a chunk's stream ends too early")
         header = int.from_bytes(stream[place : place + 3], "little")
         last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
         total += _BLOCK if kind == 2 else size
         place += 3 + (1 if kind == 1 else size)
+        if place > len(stream):
+            raise ValueError("a chunk's stream ends too early")
     if len(stream) > place + 4:  # a checksum
         raise ValueError("a chunk has more than one stream")
     return total

@@ -159,6 +159,14 @@ def test_a_dtype_that_numpy_lacks_is_named(tmp_path: Path) -> None:
         files.read_tensors(tmp_path)
 
 
+def test_more_axes_than_numpy_has_are_one_sentence(tmp_path: Path) -> None:
+    shape = ",".join(["1"] * 70)
+    header = f'{{"x":{{"dtype":"F32","shape":[{shape}],"data_offsets":[0,4]}}}}'.encode()
+    (tmp_path / files.FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(CheckpointError, match="cannot be read: .*dimension"):
+        files.read_tensors(tmp_path)
+
+
 def test_weights_that_cannot_be_written_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / files.FILE).mkdir()
     with pytest.raises(CheckpointError, match="model.safetensors cannot be written: .*make room"):
