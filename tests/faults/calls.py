@@ -433,7 +433,7 @@ def run(args: argparse.Namespace) -> int:
         tried = Counter()
         for number, case in enumerate(found):
             wrong = driver.strike(case)
-            tried[case.command, case.kind] += 1
+            tried[case.command, case.kind] += bool(driver.hit)  # lives differ in their last calls
             if wrong:
                 failed += 1
                 print(f"FAILED {case} ({driver.hit}): {' | '.join(wrong)}", flush=True)
@@ -443,6 +443,7 @@ def run(args: argparse.Namespace) -> int:
         for (command, kind), count in tried.items():
             print(f"{command:<10} {kind:<10} {count:>6} of {driver.counts[command, kind]} calls")
         print("exit codes:", dict(driver.codes))
+        print(f"{sum(tried.values())} of {len(found)} were hit, the others had ended before")
         print(f"CALLS {len(found)} cases, {len(found) - failed} survived, {failed} failed")
     return bool(failed)
 

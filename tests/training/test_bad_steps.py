@@ -248,6 +248,25 @@ def test_too_many_bad_steps_stop_a_run(poisoned: Callable, tmp_path: Path) -> No
         assert len(records(path)) == 3
 
 
+@pytest.mark.parametrize("policy", ["skip", pytest.param("rollback", marks=pytest.mark.slow)])
+def test_a_row_that_overflows_in_every_epoch_is_left_out_of_each(
+    policy: str, poisoned: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And once it comes more often than is allowed, the run says so however often it is begun."""
+    poisoned("nan", 10)
+    config = with_training(on_bad_step=policy, max_bad_steps=3, steps=90)
+    loop.train(config, tmp_path / "run")
+    found = records(tmp_path / "run")
+    assert [(record["step"] - 1) // 32 for record in found] == [0, 1, 2]
+    rows = [{part["row"] for part in record["batch"]} for record in found]
+    assert set.intersection(*rows), "the one that overflows is in all of them"
+    fewer = with_training(on_bad_step=policy, max_bad_steps=2, steps=90)
+    for _ in range(2):
+        with pytest.raises(NonFiniteError, match=r"; 2 bad steps are all that"):
+            loop.train(fewer, tmp_path / "fewer")
+    assert records(tmp_path / "fewer") == found[:2]
+
+
 def test_the_limit_of_a_step_knows_no_step_that_may_be_in_flight() -> None:
     usual = Usual(3.0)
     for step in range(1, FEWEST + 1):
