@@ -23,6 +23,7 @@ _FAILING = _FULL | {errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ET
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _PARTIAL = re.compile(r"\.brt\.[0-9a-f]{16}\.partial")
 _NEARLY = 0.01  # of a disk that is left where it counts as full
+_FEW_FILES = 32  # of a checkpoint at least, some of which go again when one cannot be made
 _MUCH = 0.1  # of one that is left where something else must be full
 
 
@@ -51,7 +52,8 @@ def shortage(directory: Path, error: BaseException) -> str:
         return "the disk is full"
     bytes_left = found.f_bavail / max(found.f_blocks, 1)
     files_left = found.f_favail / found.f_files if found.f_files else 1.0
-    if files_left < min(bytes_left, _NEARLY):
+    few = found.f_favail < max(_FEW_FILES, _NEARLY * found.f_files)
+    if few and files_left < bytes_left:
         return "no inodes are left for more files on the disk"
     return "the disk is full"
 
