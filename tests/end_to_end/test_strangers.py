@@ -7,6 +7,7 @@ open in C++ (the arrays of a checkpoint) are below paths that it has told before
 import dataclasses
 import fnmatch
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -194,16 +195,40 @@ COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
 }  # fmt: skip
 
 
-def check_in_table(kind: str, place: Path, trace: Trace) -> None:
-    """Every file of a stranger's directory that was opened has a row in SECURITY.md."""
+# Targets that stand for files which have another name, or none, in a stranger's directory.
+SAME_READER = {
+    "run/tokenizer/*": "tokenizer.json",
+    "hf/model.safetensors": "m.safetensors",
+    "brt/params.safetensors": "m.safetensors",
+    "run/evaluations/*/*.json": "run/evaluations/5/validation.json",
+    "run/point.json": "sweep/5/point.json",
+}
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Globs of the files of which tools/fuzz.py damages examples."""
+    spec = importlib.util.spec_from_file_location("fuzz", ROOT / "tools/fuzz.py")
+    assert spec and spec.loader
+    fuzz = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fuzz)
+    targets = fuzz.targets(tmp_path_factory.mktemp("targets"))
+    missing = {name for name in SAME_READER.values() if name not in targets}
+    assert not missing, f"{missing} are no targets; there are {', '.join(targets)}"
+    return [*(target.of for target in targets.values() if target.of), *SAME_READER]
+
+
+def check_in_table(kind: str, place: Path, trace: Trace, damaged: list[str]) -> None:
+    """Every file of a stranger's directory that was opened is in SECURITY.md, and is fuzzed."""
     rows = re.findall(rf"`({kind}/[^`]+)`", (ROOT / "SECURITY.md").read_text("utf-8"))
     rows += ["run/point.json", "run/output.txt"]  # of a sweep's point, which is a run
     opened = {p.relative_to(place) for p in trace.paths if place in p.parents and p.is_file()}
     names = {
         f"{kind}/{name}" for name in opened if not re.search(r"\.(brt|tmp)|partial", name.name)
     }
-    names = {name for name in names if not any(fnmatch.fnmatch(name, row) for row in rows)}
-    assert not names, f"{names} are opened; say in SECURITY.md what they can make a command do"
+    for globs, remedy in (rows, "say in SECURITY.md what it does"), (damaged, "fuzz it"):
+        left = {name for name in names if not any(fnmatch.fnmatch(name, glob) for glob in globs)}
+        assert not left, f"{left} are opened: {remedy}"
 
 
 def run_command(name: str, flags: list[str], trace: Trace) -> None:
@@ -223,6 +248,7 @@ def test_who_reads_a_run_opens_nothing_that_it_names(
     trap: Path,
     tmp_path: Path,
     trace: Trace,
+    damaged: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out, before = tmp_path / "out", snapshot(trap)
@@ -230,6 +256,7 @@ def test_who_reads_a_run_opens_nothing_that_it_names(
     monkeypatch.chdir(out)  # what a directory's descriptor makes absolute is told as relative
     (out / "own/a.txt").write_text("ether and stone " * 20)
     run_command(name, COMMANDS[name](foreign, out), trace)
+    check_in_table("run", foreign, trace, damaged)
     own = (
         foreign,
         out,
@@ -242,7 +269,12 @@ def test_who_reads_a_run_opens_nothing_that_it_names(
 
 
 def test_reports_of_a_strangers_sweep_open_nothing_else(
-    foreign: Path, trap: Path, tmp_path: Path, trace: Trace, monkeypatch: pytest.MonkeyPatch
+    foreign: Path,
+    trap: Path,
+    tmp_path: Path,
+    trace: Trace,
+    damaged: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "a.gin").write_text("Sweep.grid = {'Training.seed': (1, 2)}\n")
     flags = [f"--gin_file={tmp_path / 'a.gin'}", f"--workdir={tmp_path / 'sweep'}", "--report"]
@@ -259,14 +291,14 @@ def test_reports_of_a_strangers_sweep_open_nothing_else(
     run_command("sweep", flags, trace)
     for place in (tmp_path / "sweep").iterdir():
         if place.is_dir() and (place / "point.json").exists():
-            check_in_table("run", place, trace)
+            check_in_table("run", place, trace, damaged)
     assert not trace.elsewhere(tmp_path / "sweep", tmp_path / "a.gin") and not trace.others
     assert snapshot(trap) == before
 
 
 @pytest.mark.parametrize("model", ["t5", "bart", "roberta"])
 def test_converted_directories_are_read_file_by_file(
-    model: str, tmp_path: Path, trace: Trace, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, trace: Trace, damaged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, ours = tmp_path / "hf", tmp_path / "brt"
     shutil.copytree(ROOT / "tests/data/huggingface" / model, source)
@@ -276,12 +308,12 @@ def test_converted_directories_are_read_file_by_file(
     (source / "evil.py").write_text("raise SystemExit('executed')")
     monkeypatch.chdir(tmp_path)
     run_command("convert", ["--from=hf", str(source), "--to=brt", str(ours)], trace)
-    check_in_table("hf", source, trace)
+    check_in_table("hf", source, trace, damaged)
     assert not trace.elsewhere(source, tmp_path) and not trace.others
     trace.paths.clear()
     back = tmp_path / "back"
     run_command("convert", ["--from=brt", str(ours), "--to=hf", str(back)], trace)
-    check_in_table("brt", ours, trace)
+    check_in_table("brt", ours, trace, damaged)
     assert not trace.elsewhere(ours, tmp_path) and not trace.others
 
 
