@@ -294,3 +294,26 @@ def test_transformers_reads_it(
     assert (written == alone.generate(inputs["input_ids"], max_new_tokens=9)).all()
     with pytest.raises(ValueError, match="padding would be read as text"):
         model(inputs["input_ids"], attention_mask=0 * mask)
+    with pytest.raises(ValueError, match="num_beams = 4 is not supported"):
+        model.generate(inputs["input_ids"], num_beams=4)
+
+
+@of_torch
+def test_pipelines_of_transformers_write_with_it(
+    export: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
+    done = export(MODELS["feedback"])
+    pipe = transformers.pipeline(
+        "text-generation", model=str(done.directory), trust_remote_code=True
+    )
+    [written] = pipe("It was late", max_new_tokens=9, do_sample=False, return_tensors=True)
+    prompt = torch().tensor([[0, *b"It was late"]])
+    alone = verify.loaded(done.directory).load(done.directory)
+    expected = alone.generate(prompt, max_new_tokens=9)[0].tolist()
+    assert written["generated_token_ids"] == expected
+    [drawn] = pipe("It was late", max_new_tokens=9)  # as pipelines do by themselves: sampled
+    assert drawn["generated_text"].startswith("It was late")
+    [begun] = pipe("", max_new_tokens=3, return_tensors=True)
+    assert len(begun["generated_token_ids"]) == 4

@@ -350,6 +350,17 @@ def load(directory, dtype=torch.float32):
     return model.to(dtype).eval()
 
 
+SAMPLING = "do_sample", "temperature", "top_k", "top_p"
+OWN = "max_new_tokens", "generator", "state"  # other options of `Decoder.generate`
+# Of transformers' other options: those that change nothing, as a text has no end and no padding;
+# and those that may have one value only, which is what happens anyway.
+IGNORED = {"pad_token_id", "eos_token_id", "bos_token_id", "use_cache", "tokenizer"}
+NEUTRAL = {
+    "num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0,
+    "return_dict_in_generate": False, "output_scores": False,
+}  # fmt: skip
+
+
 def refuse_padding(attention_mask):
     if attention_mask is not None and not attention_mask.all():
         raise ValueError("padding would be read as text; texts of a batch must be equally long")
@@ -361,7 +372,7 @@ if PreTrainedModel is not None:
         model_type = "brt"
 
     class BrtForCausalLM(PreTrainedModel):
-        """The same behind `from_pretrained`; generates by itself, not by GenerationMixin."""
+        """The same behind `from_pretrained` and pipelines; generates in constant memory."""
 
         config_class, base_model_prefix, _no_split_modules = BrtConfig, "decoder", ["Layer"]
 
@@ -378,6 +389,27 @@ if PreTrainedModel is not None:
             refuse_padding(attention_mask)
             return self.decoder.stream(input_ids, **options)
 
-        def generate(self, input_ids, max_new_tokens=500, attention_mask=None, **options):
+        @classmethod
+        def can_generate(cls):
+            return True
+
+        def generate(self, input_ids=None, attention_mask=None, generation_config=None, **options):
+            """As transformers' own: options come before `generation_config`, and that before what
+            generation_config.json says. Without input_ids a text begins."""
             refuse_padding(attention_mask)
-            return self.decoder.generate(input_ids, max_new_tokens, **options)
+            if input_ids is None:
+                begin = self.config.bos_token_id
+                input_ids = torch.full((1, 1), begin, device=self.decoder.norm.device)
+            config = generation_config or self.generation_config
+            known = {
+                k: getattr(config, k, None) for k in (*SAMPLING, "max_new_tokens", "max_length")
+            }
+            options = {k: v for k, v in {**known, **options}.items() if v is not None}
+            longest = options.pop("max_length", None)
+            if "max_new_tokens" not in options and longest:
+                options["max_new_tokens"] = max(longest - input_ids.shape[1], 0)
+            for name in options.keys() - {*SAMPLING, *OWN}:
+                value = options.pop(name)
+                if name not in IGNORED and (name not in NEUTRAL or value != NEUTRAL[name]):
+                    raise ValueError(f"{name} = {value!r} is not supported; leave it away")
+            return self.decoder.generate(input_ids, **options)
