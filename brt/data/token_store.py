@@ -20,7 +20,7 @@ import numpy as np
 from brt.data import losses, manifests
 from brt.data.documents import Document
 from brt.data.rows import store
-from brt.data.rows.on_disk import OnDisk
+from brt.data.rows.on_disk import InMemory, OnDisk
 from brt.data.tokenizers import Tokenizer
 from brt.errors import DataError
 
@@ -41,7 +41,7 @@ class TokenStore:
 
     directory: Path
     manifest: Mapping[str, Any]
-    tokens: OnDisk
+    tokens: OnDisk | InMemory
     offsets: np.ndarray
     bytes: np.ndarray
     characters: np.ndarray

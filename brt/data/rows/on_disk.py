@@ -82,3 +82,21 @@ class OnDisk:
                     f"{self.size * self.dtype.itemsize:,}; delete {whole} and prepare it again"
                 )
             left, at = left[count:], at + count
+
+
+class InMemory:
+    """The same as `OnDisk`, of an array that is in memory."""
+
+    def __init__(self, values: np.ndarray):
+        self.dtype, self.size, self._values = values.dtype, len(values), values
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Returns the numbers from one place to another."""
+        return self._values[part]
+
+    def gather(self, places: np.ndarray) -> np.ndarray:
+        """Returns the numbers at the places, an array of the same shape."""
+        return self._values[places]

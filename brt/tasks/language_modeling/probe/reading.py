@@ -20,6 +20,7 @@ from jaxtyping import Array, PyTree
 
 from brt.config import Config
 from brt.data.lanes import evaluation_batches
+from brt.data.rows.on_disk import InMemory
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
 from brt.distributed.mesh import beside
@@ -269,8 +270,9 @@ def _with_donor(store: TokenStore, donor: TokenStore) -> TokenStore:
     }
     return dataclasses.replace(
         store,
-        tokens=np.concatenate([own, other[: len(own)]]),
+        tokens=InMemory(np.concatenate([own, other[: len(own)]])),
         offsets=np.r_[0, np.cumsum([len(own), min(len(own), len(other))])],
         names=(*store.names, donor.names[longest]),
+        lost=None if store.lost is None else np.r_[store.lost, 0],  # no bytes of the donor count
         **changes,
     )
