@@ -34,16 +34,19 @@ def open_streams() -> None:
 
 
 def tell_failures_once() -> None:
-    """Of arrays that cannot be saved, the first one's error is raised and told by who waits for it.
+    """Leaves out what Python says of errors after the first of several arrays.
 
-    Those of the others reach TensorStore's threads when nobody waits any more: no tracebacks.
+    The error of the first array that cannot be saved or read is raised and told by whoever waits
+    for it. Those of the others come when nobody waits any more: from TensorStore's threads, or
+    from coroutines that are closed before they have ended. They would be tracebacks.
     """
     report = sys.unraisablehook
 
     def hook(told: Any) -> None:
         error, thread = told.exc_value, threading.current_thread()
         late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
-        if not late or thread is threading.main_thread():
+        closed = isinstance(error and error.__cause__, GeneratorExit)
+        if not closed and (not late or thread is threading.main_thread()):
             report(told)
 
     sys.unraisablehook = hook

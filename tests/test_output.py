@@ -24,3 +24,27 @@ def test_failures_of_threads_whose_loop_has_ended_are_not_printed() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     said = [line for line in done.stderr.splitlines() if line.startswith("RuntimeError")]
     assert said == ["RuntimeError: another", "RuntimeError: Event loop is closed"]
+
+
+CLOSED = """
+from brt import output
+output.tell_failures_once()
+async def array(text):
+    try:
+        await forever
+    except GeneratorExit as error:
+        raise Exception(text) from error
+class Forever:
+    def __await__(self):
+        yield
+forever = Forever()
+reading = array("of the second array")
+reading.send(None)
+del reading
+print("done")
+"""
+
+
+def test_failures_of_coroutines_that_are_closed_are_not_printed() -> None:
+    done = subprocess.run([sys.executable, "-c", CLOSED], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("done\n", "")

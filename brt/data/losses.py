@@ -10,6 +10,7 @@ import numpy as np
 
 from brt.data.tokenizers import Tokenizer
 
+_PIECE = 1 << 16  # bytes counted at a time
 REMEDY = "use a tokenizer that keeps every byte: 'bytes', or 'train:VOCAB_SIZE'"
 
 
@@ -46,7 +47,9 @@ class Losses:
 
     def _add(self, which: int, data: bytes) -> None:
         self._digests[which].update(data)
-        self._counts[which] += np.bincount(np.frombuffer(data, np.uint8), minlength=256)
+        values = np.frombuffer(data, np.uint8)
+        for start in range(0, len(values), _PIECE):  # bincount takes eight bytes for each of them
+            self._counts[which] += np.bincount(values[start : start + _PIECE], minlength=256)
 
 
 def unknown_id(tokenizer: Tokenizer) -> int:

@@ -93,7 +93,7 @@ def test_a_store_that_is_not_whole_is_refused(tmp_path):
     manifest.write_text(json.dumps({**json.loads(good), "format": 99}))
     refused(r"manifest\.json has format 99, this brt reads 1; prepare .*s again")
     manifest.write_text("[1]")
-    refused("is damaged .it holds a list, no object.; delete")
+    refused("is damaged .it is .1., which is no dict.; delete")
     manifest.write_text(good[:50])
     refused(r"manifest\.json is damaged")
     manifest.unlink()

@@ -45,7 +45,7 @@ def test_tokens_of_a_step_are_read_from_metrics() -> None:
         {"perf/tokens_per_second": 1280.0, "perf/step_seconds": 0.1},
     ]
     tags = "perf/tokens_per_second", "perf/step_seconds"
-    assert results._median(records, *tags) == pytest.approx(128.0)
+    assert results.median(records, *tags) == pytest.approx(128.0)
 
 
 def test_the_plot_compares_tokens_where_steps_differ() -> None:

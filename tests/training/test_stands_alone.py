@@ -140,6 +140,13 @@ def moved(once: Callable) -> Callable:
         path.with_name(path.name + ".away").rename(path)
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of whoever reads a run, empty at first."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    return tmp_path / "own"
+
+
 BOTH = pytest.mark.parametrize("make", [language_model, summariser])
 
 
@@ -187,7 +194,7 @@ def test_it_is_evaluated_where_only_its_prepared_data_are_left(
 
 @BOTH
 def test_it_is_evaluated_on_new_data_by_its_own_tokenizer(
-    make: Callable, trained: Callable, moved: Callable, tmp_path: Path
+    make: Callable, trained: Callable, moved: Callable, tmp_path: Path, own_cache: Path
 ) -> None:
     run = trained(make)
     if make is language_model:
@@ -200,13 +207,14 @@ def test_it_is_evaluated_on_new_data_by_its_own_tokenizer(
     moved(make, "books", "cache")
     model = open_model(run.workdir, test=(new,))
     assert job.evaluate(model, "test", None).report["tokens"] > 0
-    made = [json.loads(p.read_text()) for p in (run.place / "cache").glob("*/corpus.json")]
+    made = [json.loads(path.read_text()) for path in own_cache.rglob("corpus.json")]
     assert [one["splits"] for one in made] == [["test"]]
+    assert not (run.place / "cache").exists(), "what the run's config names is not written to"
 
 
 @BOTH
 def test_other_documents_are_never_held_out_in_silence(
-    make: Callable, trained: Callable, moved: Callable
+    make: Callable, trained: Callable, moved: Callable, own_cache: Path
 ) -> None:
     run = trained(make)
     moved(make, "cache")
@@ -214,7 +222,7 @@ def test_other_documents_are_never_held_out_in_silence(
     away = run.place / "books"
     moved(make, "books")
     away.mkdir()
-    shutil.rmtree(run.place / "cache")
+    shutil.rmtree(own_cache)
     for path in (run.place / "books.away").iterdir():
         content = re.sub("the|was|and|grey|ship|deck", "lake", path.read_text())
         (away / path.name).write_text(content)

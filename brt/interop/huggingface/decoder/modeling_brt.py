@@ -350,15 +350,8 @@ def load(directory, dtype=torch.float32):
     return model.to(dtype).eval()
 
 
-SAMPLING = "do_sample", "temperature", "top_k", "top_p"
-OWN = "max_new_tokens", "generator", "state"  # other options of `Decoder.generate`
-# Of transformers' other options: those that change nothing, as a text has no end and no padding;
-# and those that may have one value only, which is what happens anyway.
-IGNORED = {"pad_token_id", "eos_token_id", "bos_token_id", "use_cache", "tokenizer"}
-NEUTRAL = {
-    "num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0,
-    "return_dict_in_generate": False, "output_scores": False,
-}  # fmt: skip
+OPTIONS = "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "generator", "state"
+IGNORED = "max_length", "pad_token_id", "eos_token_id", "bos_token_id", "use_cache", "tokenizer"
 
 
 def refuse_padding(attention_mask):
@@ -389,27 +382,19 @@ if PreTrainedModel is not None:
             refuse_padding(attention_mask)
             return self.decoder.stream(input_ids, **options)
 
-        @classmethod
-        def can_generate(cls):
-            return True
+        can_generate = classmethod(lambda cls: True)
 
         def generate(self, input_ids=None, attention_mask=None, generation_config=None, **options):
-            """As transformers' own: options come before `generation_config`, and that before what
-            generation_config.json says. Without input_ids a text begins."""
+            """As transformers' own, with its options; without input_ids a text begins."""
             refuse_padding(attention_mask)
             if input_ids is None:
-                begin = self.config.bos_token_id
-                input_ids = torch.full((1, 1), begin, device=self.decoder.norm.device)
+                input_ids = torch.full((1, 1), self.config.bos_token_id, device=self.device)
             config = generation_config or self.generation_config
-            known = {
-                k: getattr(config, k, None) for k in (*SAMPLING, "max_new_tokens", "max_length")
-            }
-            options = {k: v for k, v in {**known, **options}.items() if v is not None}
-            longest = options.pop("max_length", None)
-            if "max_new_tokens" not in options and longest:
-                options["max_new_tokens"] = max(longest - input_ids.shape[1], 0)
-            for name in options.keys() - {*SAMPLING, *OWN}:
-                value = options.pop(name)
-                if name not in IGNORED and (name not in NEUTRAL or value != NEUTRAL[name]):
+            options = {k: getattr(config, k, None) for k in (*OPTIONS, "max_length")} | options
+            for name, value in options.items():
+                if name not in (*OPTIONS, *IGNORED) and value not in (None, False, 1):  # it is on
                     raise ValueError(f"{name} = {value!r} is not supported; leave it away")
+            if options["max_new_tokens"] is None and options["max_length"]:
+                options["max_new_tokens"] = max(options["max_length"] - input_ids.shape[1], 0)
+            options = {k: options[k] for k in OPTIONS if options[k] is not None}
             return self.decoder.generate(input_ids, **options)
