@@ -27,6 +27,7 @@ from brt.checkpointing.reader import (
     META,
     STATE,
     join,
+    last_saved,
     steps,
     verify,
     warn_on_stderr,
@@ -80,6 +81,7 @@ class CheckpointWriter:
             directory.mkdir(parents=True, exist_ok=True)
             if processes.is_first():
                 _clean(directory)
+                _note_newest(directory)
         except OSError as error:
             raise CheckpointError(
                 f"cannot write checkpoints to {directory}: {error.strerror}; see to the disk, or "
@@ -260,6 +262,13 @@ def _clean(directory: Path) -> None:
             _commit(path)
         else:
             _delete(path)
+
+
+def _note_newest(directory: Path) -> None:
+    """Names the newest step where a run ended between saving it and saying so."""
+    newest = max(steps(directory), default=None)
+    if newest is not None and newest > (last_saved(directory) or -1):
+        durable.write(directory.parent / LAST, f"{newest}\n".encode())
 
 
 def _free_bytes(directory: Path) -> int:

@@ -193,6 +193,19 @@ def test_litter_of_killed_runs_goes_and_a_complete_save_gets_its_name(tmp_path: 
     assert reader.verify(tmp_path, 2) == []
 
 
+def test_a_step_that_was_saved_but_not_named_as_the_last_is_named(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    with CheckpointWriter(directory) as writer:
+        writer.save(1, state(1), META)
+        writer.save(2, state(2), META)
+    (tmp_path / reader.LAST).write_text("1\n")  # as where a disk was full at that moment
+    CheckpointWriter(directory).close()
+    assert reader.last_saved(directory) == 2
+    (tmp_path / reader.LAST).write_text("7\n")  # of which nothing is left
+    CheckpointWriter(directory).close()
+    assert reader.last_saved(directory) == 7
+
+
 def test_of_a_link_only_the_link_is_removed(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     with CheckpointWriter(directory) as writer:
