@@ -374,6 +374,9 @@ def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
     def origin(line: int | None) -> str:
         return f"{shown}:{line}" if line and shown != BINDINGS_FLAG else shown
 
+    if (nul := text.find("\0")) >= 0:  # for which Python's own tokenizer has no error of its own
+        place = origin(text.count("\n", 0, nul) + 1)
+        raise ConfigError(f"{place}: there is a NUL, which no setting has; write the file anew")
     values = _Values()
     try:
         for statement in _Grammar(text, values):

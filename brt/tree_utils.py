@@ -15,6 +15,9 @@ import numpy as np
 
 Description = dict[str, dict[str, Any]]  # {name: {"dtype": "float32", "shape": [8, 8]}}
 
+# What NumPy itself can check; there are others, such as those of eight bits.
+_OF_NUMPY = {np.dtype(name) for name in ("float16", "float32", "float64", jnp.bfloat16)}
+
 HASHED_META = ("step", "data", "seed")
 
 
@@ -72,7 +75,9 @@ def not_finite(leaves: Mapping[str, Any]) -> list[str]:
 
 
 def _on_host(array: Any) -> bool:
-    """Whether this process can read the whole array without copying it from a device."""
+    """Whether this process can check the whole array without copying it from a device."""
+    if np.dtype(array.dtype) not in _OF_NUMPY:
+        return False
     if not isinstance(array, jax.Array):
         return True
     return array.is_fully_addressable and all(d.platform == "cpu" for d in array.devices())

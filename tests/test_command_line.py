@@ -265,6 +265,7 @@ CHAIN = "".join(f"A{i} = %A{i + 1}\n" for i in range(3000)) + "A3000 = 3\nTraini
     ("text", "message"),
     [
         ("Model.recurrent_layers = " + "[" * 3000 + "]" * 3000, "nested more than 50 deep"),
+        ("Model.layers = 3\nModel.heads = \0 4", "there is a NUL"),
         ("Model.recurrent_layers = " + "{1:" * 3000, "brackets are nested more than 50 deep"),
         (CHAIN, "a.gin:1: macros are nested more than 50 deep"),
         (DOUBLING + "Model.recurrent_layers = %A0", "A27 is more than 10,000 values"),

@@ -47,7 +47,7 @@ def test_differences_name_the_leaf_and_both_types() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "complex64"])
 def test_one_value_that_is_not_finite_is_found(bad: float, dtype: str) -> None:
     state = tree_utils.named(tree())
     assert tree_utils.not_finite(state) == []
