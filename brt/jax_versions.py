@@ -1,11 +1,13 @@
 """What brt knows of differences between the versions of jax and of its compilers that it runs with.
 
-A difference is written down here and nowhere else; jax itself is not imported.
+A difference is written down here and nowhere else; to read this file imports no jax.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from types import MappingProxyType
+from typing import Any
 
 # The options that let the compiler of TPUs take short cuts. libtpu of jax 0.12 has dropped both,
 # and refuses a program for an option that it does not know. The effort levels that it has now are
@@ -29,3 +31,17 @@ def quick_compilation() -> Sequence[str]:
     A version that does not know a flag ends the process.
     """
     return ("--xla_cpu_use_fusion_emitters=false",) * version("jaxlib").startswith("0.10.")
+
+
+def kernels_for(gpu: Any) -> contextlib.AbstractContextManager[object]:
+    """A context in which kernels of Triton are compiled for a GPU that is not here.
+
+    Since jax 0.12 they are compiled for the device of the mesh that is set, or else for one of
+    this machine; before, the compiler of the program decided.
+    """
+    if version("jaxlib").startswith("0.10."):
+        return contextlib.nullcontext()
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    device = AbstractDevice(device_kind=gpu.device_kind, num_cores=None, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from brt import jax_versions
 from brt.errors import UnsupportedError
 
 AUTO = "auto"
@@ -112,8 +113,10 @@ def use_backend(name: str, device: Any = None) -> Iterator[None]:
     to this backend alone.
     """
     token = _elsewhere.set((name, device))
+    gpu = name == "gpu" and device is not None
     try:
-        yield
+        with jax_versions.kernels_for(device) if gpu else contextlib.nullcontext():
+            yield
     finally:
         _elsewhere.reset(token)
 
