@@ -33,6 +33,11 @@ def quick_compilation() -> Sequence[str]:
     return ("--xla_cpu_use_fusion_emitters=false",) * version("jaxlib").startswith("0.10.")
 
 
+def dumps_of_kernels() -> Sequence[str]:
+    """XLA's flags, beside --xla_dump_to, with which GPU kernels are written down as PTX."""
+    return () if version("jaxlib").startswith("0.10.") else ("--xla_dump_emitter_re=.*",)
+
+
 def kernels_for(gpu: Any) -> contextlib.AbstractContextManager[object]:
     """A context in which kernels of Triton are compiled for a GPU that is not here.
 

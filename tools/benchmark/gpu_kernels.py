@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from brt import jax_versions
+
 KERNELS = re.compile(r"\.entry (window_attention_\w+?)(?:_mosaic_gpu_kernel)?\(")
 LAUNCHES = re.compile(
     r"(window_attention_\w+) grid: .*? threads: \[(\d+), 1, 1\] *shared_memory: (\d+)"
@@ -52,7 +54,8 @@ def main() -> None:
 def compiled(head_dim: int) -> dict[str, dict[str, int]]:
     """By kernel; a process of its own, since the compiler reads where to write when it starts."""
     with tempfile.TemporaryDirectory() as place:
-        flags = os.environ.get("XLA_FLAGS", "") + f" --xla_dump_to={place}"
+        dumps = f"--xla_dump_to={place}", *jax_versions.dumps_of_kernels()
+        flags = " ".join((os.environ.get("XLA_FLAGS", ""), *dumps))
         asked = {"XLA_FLAGS": flags, "MOSAIC_GPU_DUMP_TO": place, "JAX_PLATFORMS": "cpu"}
         done = subprocess.run(
             [sys.executable, __file__, *sys.argv[1:], f"--one={head_dim}"], text=True,
