@@ -286,6 +286,13 @@ def _read_arrays(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
                 partial_restore=True,
             ),
         )
+    for name, leaf in stored.items():
+        # Orbax returns the leaf that was asked for where its own metadata do not name it.
+        found = arrays[name]
+        if not isinstance(found, jax.Array) or (found.shape, found.dtype) != (
+            leaf.shape, leaf.dtype,
+        ):  # fmt: skip
+            raise ValueError(f"{name} is no array of {leaf.dtype}{list(leaf.shape)} there")
     return {
         name: arrays[name]
         if leaf.size

@@ -384,3 +384,13 @@ def test_meta_is_readable_json_with_the_arrays(saved: Path) -> None:
     assert content["arrays"]["state/0/keys"] == {"dtype": "bfloat16", "shape": [8, 3]}
     with pytest.raises(CheckpointError, match=r"77/meta.json cannot be read"):
         reader.read_meta(saved, 77)
+
+
+def test_an_array_that_orbax_knows_by_another_name_is_refused(directory: Path) -> None:
+    path = directory / "3/state/_METADATA"
+    metadata = json.loads(path.read_text())
+    next(iter(metadata["tree_metadata"].values()))["key_metadata"][0]["key"] = "another"
+    path.write_text(json.dumps(metadata))
+    manifest.write(directory / "3")
+    with pytest.raises(CheckpointError, match=r"arrays of checkpoint 3 .* is no array of .* there"):
+        reader.restore(directory, abstract(state()))
