@@ -51,8 +51,6 @@ def test_what_is_neither_is_kept(
     assert (tmp_path / "a").read_bytes() == b"an example"
 
 
-# Coroutines of Orbax that read the arrays after a damaged one are closed; see `brt.output`.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_crafted_run_directories_are_read_or_refused(
     fuzz: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
