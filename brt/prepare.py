@@ -135,8 +135,8 @@ def _documents(args: argparse.Namespace) -> None:
     }
     for split in ("validation", "test"):
         given[split] = tuple(given.get(split, ()))
-    corpus = preparation.prepare(config.Data(train=tuple(args.documents), **given), args.output)
-    print(preparation.summary(corpus))
+    dataset = preparation.prepare(config.Data(train=tuple(args.documents), **given), args.output)
+    print(preparation.summary(dataset))
     print(
         f"\nTrain on it with\n  python -m brt.train --gin_file=FILE --workdir=DIRECTORY "
         f"--gin_bindings='Data.store = \"{args.output}\"'"

@@ -8,7 +8,7 @@ import pytest
 
 from brt import api
 from brt.config import Config, Training
-from brt.data.texts.tokenization import Spelt, TextTokenizer
+from brt.data.texts.tokenization import Encoding, TextTokenizer
 from brt.errors import ConfigError
 from brt.tasks.writers import WriteOptions, Writer
 from brt.training.saved import SavedModel
@@ -32,13 +32,13 @@ def test_a_summary_in_the_making_has_no_memory() -> None:
 
 
 def test_a_classifier_predicts_no_text() -> None:
-    def spell(texts: list[str]) -> list[Spelt]:
-        return [Spelt(np.arange(len(t)), np.zeros((len(t), 2), np.int32)) for t in texts]
+    def encode_texts(texts: list[str]) -> list[Encoding]:
+        return [Encoding(np.arange(len(t)), np.zeros((len(t), 2), np.int32)) for t in texts]
 
     classifier = model("text_classification")
     classifier.tokenizer = TextTokenizer(
         name="t", fingerprint="f", file=("t", b""), vocab_size=300, begin=(1,), between=(2,),
-        end=(2,), pad_id=0, spell=spell, unspell=str,
+        end=(2,), pad_id=0, encode_texts=encode_texts, decode_ids=str,
     )  # fmt: skip
     for bits in (classifier.token_bits, classifier.bits_per_byte):
         with pytest.raises(ConfigError, match="trains a model that predicts no text by itself"):

@@ -94,10 +94,10 @@ def targets(place: Path) -> dict[str, Target]:
     pq.write_table(pa.table({"text": [text], "parts": [["a", "b"]]}), place / "a.parquet")
     found["a.parquet"] = Target(place / "a.parquet", _documents)
     for name in ("corpus.json", "train/manifest.json", "train/documents.npz", "train/tokens.bin"):
-        corpus = place / "corpora" / name.replace("/", "-")
+        dataset = place / "corpora" / name.replace("/", "-")
         data = config.Data(train=(f"{place}/a.txt",), validation_fraction=0.0, test_fraction=0.0)
-        preparation.prepare(data, corpus, progress=False)
-        found[name] = Target(corpus / name, lambda path, corpus=corpus: _corpus(corpus))
+        preparation.prepare(data, dataset, progress=False)
+        found[name] = Target(dataset / name, lambda path, dataset=dataset: _corpus(dataset))
     for name, reader in runs.readers(place).items():
         found[name] = Target(reader.path, reader.read, reader.of)
     add("checkpoints/6/MANIFEST.sha256", f"{'0' * 64}  meta.json\n",
@@ -147,10 +147,10 @@ def _documents(path: Path) -> None:
 
 
 def _corpus(directory: Path) -> None:
-    corpus = preparation.open_corpus(directory)
-    preparation.summary(corpus)
-    corpus.described()
-    for store in corpus.splits.values():
+    dataset = preparation.open_corpus(directory)
+    preparation.summary(dataset)
+    dataset.described()
+    for store in dataset.splits.values():
         store.document(0).sum()
 
 

@@ -12,7 +12,7 @@ from brt.config.fields import MEMORY, fixed, free, held_out, settle, sources
 class Data:
     """Where documents come from and how they become tokens.
 
-    A source is a file, a directory (its text and source code), a glob, `corpus:NAME/SPLIT`
+    A source is a file, a directory (its text and source code), a glob, `dataset:NAME/SPLIT`
     (embedded), `tfds:NAME/SPLIT` (prepared on this machine), or `memory:TASK/SPLIT/COUNT?SETTINGS`
     (made up: docs/memory.md). Files may be compressed (.gz, .xz, .zst). Where validation and test
     name none, they are a part of train: of its documents, or of fewer than three documents the

@@ -170,7 +170,7 @@ class Pairs:
     """Where documents with their summaries come from and how they become tokens.
 
     A source is a .jsonl, .json, .csv or .parquet file (or as .gz, .xz, .zst of it), a
-    directory or glob of them, `corpus:NAME/SPLIT` (embedded), or `tfds:NAME/SPLIT` (prepared
+    directory or glob of them, `dataset:NAME/SPLIT` (embedded), or `tfds:NAME/SPLIT` (prepared
     on this machine, see `brt.prepare --pairs`).
     """
 

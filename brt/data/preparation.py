@@ -35,7 +35,7 @@ from brt.errors import DataError
 from brt.formatting import counted
 
 
-class Corpus(NamedTuple):
+class Dataset(NamedTuple):
     """A prepared corpus, opened."""
 
     directory: Path
@@ -60,7 +60,7 @@ class Corpus(NamedTuple):
         return cache.described(self.directory, self.splits, "documents")
 
 
-def prepare(data: config.Data, output: Path | str | None = None, progress: bool = True) -> Corpus:
+def prepare(data: config.Data, output: Path | str | None = None, progress: bool = True) -> Dataset:
     """Opens the corpus that `data` describes; makes it first where it does not exist yet.
 
     Args:
@@ -96,7 +96,7 @@ def prepare_split(
     tokenizer: Tokenizer,
     known: Path | None = None,
     progress: bool = True,
-) -> Corpus:
+) -> Dataset:
     """Opens one split alone, as a tokenizer reads it; see `cache.prepared_split`.
 
     Raises:
@@ -115,10 +115,10 @@ def prepare_split(
         data, split, part, known, sources.hashes, build, tokenizer=tokenizer.fingerprint
     )
     _say_quarantined(directory, progress)
-    return Corpus(directory, tokenizer, {split: _opened(directory, split, tokenizer)})
+    return Dataset(directory, tokenizer, {split: _opened(directory, split, tokenizer)})
 
 
-def open_corpus(directory: Path) -> Corpus:
+def open_corpus(directory: Path) -> Dataset:
     """Opens a directory that `prepare` wrote.
 
     Raises:
@@ -129,7 +129,7 @@ def open_corpus(directory: Path) -> Corpus:
         name, of_bytes = manifest["tokenizer"]["file"], manifest["tokenizer"]["name"] == "bytes"
     tokenizer = tokenizers.load("bytes" if of_bytes else str(directory / name))
     splits = {split: _opened(directory, split, tokenizer) for split in manifest["splits"]}
-    return Corpus(directory, tokenizer, splits)
+    return Dataset(directory, tokenizer, splits)
 
 
 def _opened(directory: Path, split: str, tokenizer: Tokenizer) -> TokenStore:
@@ -239,20 +239,20 @@ def _make_tokenizer(
     return tokenizer, described
 
 
-def summary(corpus: Corpus) -> str:
+def summary(dataset: Dataset) -> str:
     """A short table: what each split holds, and what the tokenizer is."""
     lines = [
         f"{'split':10} {'documents':>10} {'tokens':>14} {'bytes':>14} {'words':>12} bytes/token"
     ]
-    for split, store in corpus.splits.items():
+    for split, store in dataset.splits.items():
         m = store.manifest
         lines.append(
             f"{split:10} {m['documents']:10,} {m['tokens']:14,} {m['bytes']:14,} "
             f"{m['words']:12,} {m['bytes'] / m['tokens']:11.3f}"
         )
-    described = read_manifest(corpus.directory)["tokenizer"]
-    line = f"tokenizer {described['name']}, {corpus.tokenizer.vocab_size:,} ids"
+    described = read_manifest(dataset.directory)["tokenizer"]
+    line = f"tokenizer {described['name']}, {dataset.tokenizer.vocab_size:,} ids"
     if coverage := described.get("coverage"):
         line += f", trained on {coverage['fraction']:.1%} of the train text"
-    lost = [f"{split}: {said}" for split, s in corpus.splits.items() if (said := _lost(s))]
+    lost = [f"{split}: {said}" for split, s in dataset.splits.items() if (said := _lost(s))]
     return "\n".join([*lines, line, *lost])

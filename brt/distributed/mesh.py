@@ -67,10 +67,10 @@ def build(
         raise ConfigError(problem)
     used = math.prod(shape.values())
     check_all_take_part(used, devices)
-    placed = mesh_utils.create_device_mesh(
+    partition_spec = mesh_utils.create_device_mesh(
         tuple(shape.values()), devices[:used], allow_split_physical_axes=True
     )
-    return jax.sharding.Mesh(placed, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    return jax.sharding.Mesh(partition_spec, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
 def misfit(shape: Mapping[str, int], needs: Needs) -> str | None:

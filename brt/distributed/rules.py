@@ -89,7 +89,7 @@ def axes() -> frozenset[str]:
     return frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
 
 
-def placed(*names: str | None, shape: tuple[int, ...]) -> PartitionSpec:
+def partition_spec(*names: str | None, shape: tuple[int, ...]) -> PartitionSpec:
     """How an array is cut by the mesh that is set."""
     return spec(names, shape, jax.sharding.get_abstract_mesh())
 
@@ -140,10 +140,10 @@ def constrain(x: Array, *names: str | None) -> Array:
     """`x`, cut by its names where a mesh of several devices is set (`jax.set_mesh`)."""
     if not partitioned():
         return x
-    return jax.lax.with_sharding_constraint(x, placed(*names, shape=x.shape))
+    return jax.lax.with_sharding_constraint(x, partition_spec(*names, shape=x.shape))
 
 
-def everywhere(tree: PyTree[Array]) -> PyTree[Array]:
+def replicated(tree: PyTree[Array]) -> PyTree[Array]:
     """Arrays that every device is to have whole, so that every process can read them."""
     if not partitioned():
         return tree
@@ -151,10 +151,10 @@ def everywhere(tree: PyTree[Array]) -> PyTree[Array]:
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Any:
-    """`jax.jit` of a function whose results are `everywhere`."""
+    """`jax.jit` of a function whose results are `replicated`."""
 
     @functools.wraps(function)
     def whole(*args: Any, **kwargs: Any) -> PyTree[Array]:
-        return everywhere(function(*args, **kwargs))
+        return replicated(function(*args, **kwargs))
 
     return jax.jit(whole, **options)

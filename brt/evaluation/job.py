@@ -13,7 +13,7 @@ from brt.config_io import config_from_json
 from brt.distributed import processes
 from brt.errors import DataError, NonFiniteError
 from brt.tasks.protocol import Evaluator
-from brt.tasks.report import Reading
+from brt.tasks.report import EvaluationResult
 from brt.training import evaluations, saved
 from brt.training import workdir as workdirs
 from brt.training.evaluations import Evaluated
@@ -58,9 +58,9 @@ class SplitReader:
         """
         _check_place(model.workdir)
         if self.evaluator is None:
-            corpus = saved.open_split(model, self._split)
+            dataset = saved.open_split(model, self._split)
             self.evaluator = self._task.evaluator(
-                self._config, corpus, self._split, ablate=self._ablate,
+                self._config, dataset, self._split, ablate=self._ablate,
                 trained=config_from_json(model.meta["config"]),
             )  # fmt: skip
         read, name = self.evaluator, f"reading {self._split}"
@@ -73,7 +73,7 @@ class SplitReader:
         self._check_finite(reading, model)
         return evaluations.write(model.workdir, model.step, self._split, reading, self._tell)
 
-    def _check_finite(self, reading: Reading, model: SavedModel) -> None:
+    def _check_finite(self, reading: EvaluationResult, model: SavedModel) -> None:
         name, value = next(iter(self._task.figures(reading.figures).items()))
         if not math.isfinite(value):
             raise NonFiniteError(
@@ -107,12 +107,12 @@ def inspect(
     directory, task = model.workdir.evaluations / str(model.step), tasks.of(model.config)
     _check_place(model.workdir)
     where = {"workdir": str(model.workdir.path), "step": model.step}
-    corpus = saved.open_split(model, split)
+    dataset = saved.open_split(model, split)
     with contextlib.suppress(DataError):  # a split of one document borrows another
-        corpus.splits.setdefault("train", saved.open_split(model, "train").split("train"))
+        dataset.splits.setdefault("train", saved.open_split(model, "train").split("train"))
     with model.on_devices():
         found = task.inspect(
-            model.config, corpus, model.params, split, tokens, where, model.model_state
+            model.config, dataset, model.params, split, tokens, where, model.model_state
         )
     tell(found.text)
     workdirs.check_writable(directory, below=model.workdir.path)

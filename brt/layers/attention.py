@@ -35,7 +35,7 @@ from brt.ops.dropout import Dropout
 from brt.ops.normalization import l2_normalize, rms_norm, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.positions import Rotation, alibi_bias, relative_bias, rotate, rotations
-from brt.ops.recurrent_attention import StateMemory
+from brt.ops.recurrent_attention import StateKV
 from brt.ops.reductions import add_shared
 from brt.ops.softmax_attention import attend
 from brt.ops.window_attention import last_block, normalizes, segment_part, window_part_step
@@ -74,17 +74,17 @@ class TokenProjections(NamedTuple):
     raw: RawProjections | None = None
 
 
-class Past(NamedTuple):
+class KVCache(NamedTuple):
     """What the tokens of a segment find in the cache.
 
     Attributes:
       keys, values: [B, W, H, K], of the block before the segment.
-      readable: [B, N], whether block n may read the block before it.
+      cache_mask: [B, N], whether block n may read the block before it.
     """
 
     keys: Float[Array, "B W H K"]
     values: Float[Array, "B W H K"]
-    readable: Bool[Array, "B N"]
+    cache_mask: Bool[Array, "B N"]
 
     def joined(self, tokens: TokenProjections) -> tuple[Array, Array]:
         """Keys and values [B, W+T, H, K] with those of the segment, all of them on every device
@@ -172,7 +172,7 @@ class TransformerBlock(nn.Module):
             raw = RawProjections(products[0], products[1], crossing, (handed[0], handed[1]))
         return TokenProjections(queries, keys, values, cross[0] if cross else None, raw)
 
-    def memorize(self, z: Float[Array, "B S D"], *, learns: bool = True) -> StateMemory:
+    def project_kv(self, z: Float[Array, "B S D"], *, learns: bool = True) -> StateKV:
         """Keys and values [B, S, H, K] of vectors that are no tokens, made as those of tokens.
 
         Args:
@@ -182,7 +182,7 @@ class TransformerBlock(nn.Module):
         norm, of_keys, of_values = weights if learns else jax.lax.stop_gradient(weights)
         h = dropout(self, rms_norm(z, norm), self.model.dropout)
         keys, values = dense(h, of_keys), dense(h, of_values)
-        return StateMemory(l2_normalize(keys) if self.model.normalize_qk else keys, values)
+        return StateKV(l2_normalize(keys) if self.model.normalize_qk else keys, values)
 
     def query_scale(self, name: str = "scale") -> Float[Array, " H"]:
         """What is folded into the queries: learned, or the usual one of unnormalised queries."""
@@ -219,8 +219,8 @@ class TransformerBlock(nn.Module):
         self,
         x: Float[Array, "B T D"],
         projections: TokenProjections,
-        past: Past,
-        memory: StateMemory | None,
+        past: KVCache,
+        memory: StateKV | None,
         mix: Mix | None = None,
         taps: TokenTaps = NO_TAPS,
     ) -> Float[Array, "B T D"]:
@@ -240,7 +240,7 @@ class TransformerBlock(nn.Module):
             drawn = Dropout(self.make_rng(SHARED), m.dropout)
             mask = drawn.shared(m.heads, m.window, m.window)
         part = segment_part(
-            queries, (cached, past.values), keys, values, self.bias(), past.readable, mask,
+            queries, (cached, past.values), keys, values, self.bias(), past.cache_mask, mask,
             attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),
             scale=self.query_scale() if raw else None,
             implementation=self.kernels.window_attention,
@@ -261,7 +261,7 @@ class TransformerBlock(nn.Module):
         window: WindowState,
         block: OpenBlock,
         position: Int[Array, ""],
-        memory: StateMemory | None,
+        memory: StateKV | None,
         mix: Mix | None = None,
         projections: TokenProjections | None = None,
     ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
@@ -347,7 +347,7 @@ def with_cache(
     document_start: Bool[Array, "B N"],
     *,
     as_they_are: bool = False,
-) -> tuple[Past, WindowState]:
+) -> tuple[KVCache, WindowState]:
     """What a segment reads of the cache, and the next state.
 
     Args:
@@ -358,12 +358,12 @@ def with_cache(
     state = state._replace(valid=rows)
     if not model.mask_empty_cache:
         state = zero_where_invalid(state)
-    readable = jnp.concatenate([rows[:, None], ~document_start[:, 1:]], axis=1) & model.cache
-    readable = constrain(readable, "lanes", None)
+    cache_mask = jnp.concatenate([rows[:, None], ~document_start[:, 1:]], axis=1) & model.cache
+    cache_mask = constrain(cache_mask, "lanes", None)
     raw = projections.raw  # else all keys would be normalised for the sake of the last
     shown = raw.handed if raw else (projections.keys, projections.values)
     keys, values = (last_block(x, model.window) for x in shown)
     if raw and not as_they_are:
         keys = l2_normalize(keys)
     after = WindowState(keys, values, jnp.ones_like(state.valid))
-    return Past(state.keys, state.values, readable), after
+    return KVCache(state.keys, state.values, cache_mask), after

@@ -25,7 +25,7 @@ from brt.ops.causal_clustered_attention import (
     past_scan,
 )
 from brt.ops.partial_attention import AttentionPart
-from brt.ops.recurrent_attention import StateMemory
+from brt.ops.recurrent_attention import StateKV
 
 
 class ClusteredState(NamedTuple):
@@ -120,22 +120,22 @@ class ClusteredLayer(nn.Module):
         x: Float[Array, "B T D"],
         state: ClusteredState,
         document_start: Bool[Array, "B N"],
-        feedback: StateMemory | None = None,
+        feedback: StateKV | None = None,
     ) -> tuple[Float[Array, "B T D"], ClusteredState]:
         """A segment, in two phases: the pasts of all blocks, then the tokens of all blocks."""
         m, centroids = self.model, self._centroids()
         projections = self.tokens.project(x)
         cached, window = with_cache(m, state.window, projections, document_start)
         keys, values = cached.joined(projections)
-        readable = cached.readable
+        cache_mask = cached.cache_mask
         implementation = self.kernels.causal_clustered_attention
         past, pasts = past_scan(
-            keys, values, readable, state.past, centroids, implementation=implementation
+            keys, values, cache_mask, state.past, centroids, implementation=implementation
         )
 
         def mix(queries: Float[Array, "B T H K"], part: AttentionPart) -> Float[Array, "B T H K"]:
             return causal_clustered_attention(
-                queries, part, keys, values, readable, pasts, centroids, self.tokens.far_bias(),
+                queries, part, keys, values, cache_mask, pasts, centroids, self.tokens.far_bias(),
                 attend_to_self=m.attend_to_self, implementation=implementation,
             )  # fmt: skip
 
@@ -151,7 +151,7 @@ class ClusteredLayer(nn.Module):
         x: Float[Array, "B 1 D"],
         carried: tuple[ClusteredState, OpenBlock],
         position: Int[Array, ""],
-        feedback: StateMemory | None = None,
+        feedback: StateKV | None = None,
     ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
         """One token of the open block; the past stands still."""
         state, block = carried
@@ -176,7 +176,7 @@ class ClusteredLayer(nn.Module):
         """The state after a full block: the past takes in the block before it."""
         state, block = carried
         keys, values = (z.swapaxes(1, 2) for z in (state.window.keys, state.window.values))
-        readable = cache_is_readable(self.model, state.window)
-        past = past_after(state.past, keys, values, readable, self._centroids())
+        cache_mask = cache_is_readable(self.model, state.window)
+        past = past_after(state.past, keys, values, cache_mask, self._centroids())
         window = WindowState(block.keys, block.values, jnp.ones_like(state.window.valid))
         return x, ClusteredState(window, *past)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
-from brt.layers.attention import Mix, Past, TokenProjections, TransformerBlock, with_cache
+from brt.layers.attention import KVCache, Mix, TokenProjections, TransformerBlock, with_cache
 from brt.layers.basic import ZEROS, compute_dtype, kernel_init, parameter
 from brt.layers.state import (
     WINDOW_AXES,
@@ -29,7 +29,7 @@ from brt.ops.compression import (
     windows,
 )
 from brt.ops.partial_attention import AttentionPart
-from brt.ops.recurrent_attention import StateMemory
+from brt.ops.recurrent_attention import StateKV
 
 
 class CompressedState(NamedTuple):
@@ -53,7 +53,7 @@ class CompressedBlock(NamedTuple):
 
     tokens: OpenBlock
     inputs: Float[Array, "B W D"]
-    slots: StateMemory
+    slots: StateKV
 
 
 _VECTORS = ("lanes", None, None)
@@ -123,7 +123,7 @@ class CompressiveLayer(nn.Module):
         x: Float[Array, "B T D"],
         state: CompressedState,
         document_start: Bool[Array, "B N"],
-        feedback: StateMemory | None = None,
+        feedback: StateKV | None = None,
     ) -> tuple[Float[Array, "B T D"], CompressedState, LayerAux]:
         """A segment; with feedback its one block."""
         m, blocks = self.model, document_start.shape[1]
@@ -134,22 +134,22 @@ class CompressiveLayer(nn.Module):
         made = self._compressed(before)
         vectors = jnp.concatenate([state.vectors, made.reshape(len(x), -1, m.model_dim)], axis=1)
         length = slots_before(
-            state.length, past.readable, added=made.shape[2], size=m.compressed_memory
+            state.length, past.cache_mask, added=made.shape[2], size=m.compressed_memory
         )
-        slots = StateMemory(
+        slots = StateKV(
             *(
                 windows(part, blocks, step=made.shape[2], size=m.compressed_memory)
                 for part in self._slots(vectors)
             )
         )
-        tokens = StateMemory(
+        tokens = StateKV(
             *(
                 windows(part, blocks, step=m.window, size=m.window)
                 for part in past.joined(projections)
             )
         )
         left = jnp.arange(m.window)[:, None] >= jnp.arange(m.window)[None] + self._nearest()
-        mix = self._mix(slots, tokens, length[:, :-1], past.readable, left)
+        mix = self._mix(slots, tokens, length[:, :-1], past.cache_mask, left)
         y = self.tokens.attend(x, projections, past, feedback, mix)
         after = self._after(window, inputs[:, -m.window :], vectors, length[:, -1])
         return y, after, self._aux(projections, tokens, before, made, past)
@@ -160,10 +160,10 @@ class CompressiveLayer(nn.Module):
     def _compressed(self, x: Float[Array, "*B W D"]) -> Float[Array, "*B S D"]:
         return compress(x, self.model.compression_rate, self.compressor)
 
-    def _slots(self, vectors: Float[Array, "B S D"]) -> StateMemory:
+    def _slots(self, vectors: Float[Array, "B S D"]) -> StateKV:
         """Keys and values by today's weights."""
         constant = jax.lax.stop_gradient(vectors)
-        return self.tokens.memorize(constant.astype(compute_dtype(self.model)))
+        return self.tokens.project_kv(constant.astype(compute_dtype(self.model)))
 
     def _after(
         self,
@@ -180,10 +180,10 @@ class CompressiveLayer(nn.Module):
 
     def _mix(
         self,
-        slots: StateMemory,
-        before: StateMemory,
+        slots: StateKV,
+        before: StateKV,
         length: Int[Array, "B N"],
-        readable: Bool[Array, "B N"],
+        cache_mask: Bool[Array, "B N"],
         left: Bool[Array, "Q W"],
     ) -> Mix:
         """Adds to what tokens of N blocks read in their window what lies beyond it.
@@ -195,7 +195,7 @@ class CompressiveLayer(nn.Module):
         size = self.model.compressed_memory
         there = jnp.arange(size)[None, None] >= size - length[..., None]
         there = jnp.broadcast_to(there[:, :, None], (*length.shape, len(left), size))
-        seen = jnp.concatenate([there, left[None, None] & readable[..., None, None]], axis=-1)
+        seen = jnp.concatenate([there, left[None, None] & cache_mask[..., None, None]], axis=-1)
         keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(slots, before, strict=True))
 
         def mix(queries: Float[Array, "B T H K"], part: AttentionPart) -> Float[Array, "B T H K"]:
@@ -209,10 +209,10 @@ class CompressiveLayer(nn.Module):
     def _aux(
         self,
         projections: TokenProjections,
-        before: StateMemory,
+        before: StateKV,
         inputs: Float[Array, "B N W D"],
         made: Float[Array, "B N S D"],
-        past: Past,
+        past: KVCache,
     ) -> LayerAux:
         """The compressor's loss, of tokens that have a block before theirs."""
         m = self.model
@@ -222,10 +222,12 @@ class CompressiveLayer(nn.Module):
             errors = restored_error(inputs, made, self.decompressor)
         else:
             rows = made.reshape(len(made), -1, m.model_dim).astype(compute_dtype(m))
-            slots = (_by_block(x, made.shape[1]) for x in self.tokens.memorize(rows, learns=False))
+            slots = (
+                _by_block(x, made.shape[1]) for x in self.tokens.project_kv(rows, learns=False)
+            )
             queries = _by_block(projections.queries, made.shape[1])
             errors = reconstruction(queries, tuple(before), tuple(slots))
-        loss = m.compression_weight * jnp.mean(jnp.where(past.readable, errors, 0))
+        loss = m.compression_weight * jnp.mean(jnp.where(past.cache_mask, errors, 0))
         return LayerAux(losses={"compression": loss})
 
     def begin_block(
@@ -241,18 +243,18 @@ class CompressiveLayer(nn.Module):
         x: Float[Array, "B 1 D"],
         carried: tuple[CompressedState, CompressedBlock],
         position: Int[Array, ""],
-        feedback: StateMemory | None = None,
+        feedback: StateKV | None = None,
     ) -> tuple[Float[Array, "B 1 D"], CompressedBlock]:
         """One token of the open block; the slots stand still."""
         (state, block), window = carried, carried[0].window
         slots, before = (
-            StateMemory(*(part[:, None] for part in parts))
+            StateKV(*(part[:, None] for part in parts))
             for parts in (block.slots, (window.keys, window.values))
         )
-        readable = cache_is_readable(self.model, window)
+        cache_mask = cache_is_readable(self.model, window)
         left = (position >= jnp.arange(self.model.window) + self._nearest())[None]
-        length = jnp.where(readable, state.length, 0)
-        mix = self._mix(slots, before, length[:, None], readable[:, None], left)
+        length = jnp.where(cache_mask, state.length, 0)
+        mix = self._mix(slots, before, length[:, None], cache_mask[:, None], left)
         y, tokens = self.tokens.attend_step(x, window, block.tokens, position, feedback, mix)
         inputs = jax.lax.dynamic_update_slice_in_dim(block.inputs, x, position, axis=1)
         return y, block._replace(tokens=tokens, inputs=inputs)

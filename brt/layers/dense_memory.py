@@ -19,7 +19,7 @@ from brt.layers.basic import compute_dtype
 from brt.layers.memorizing import tokens_before
 from brt.ops.dropout import Dropout
 from brt.ops.masked_attention import attend
-from brt.ops.recurrent_attention import StateMemory
+from brt.ops.recurrent_attention import StateKV
 
 
 class DenseState(NamedTuple):
@@ -87,7 +87,7 @@ class DenseMemoryLayer(nn.Module):
         def of_block(n: Int[Array, ""], keys: Array, values: Array, queries: Array) -> Array:
             first = n * m.window
             own = jax.lax.dynamic_slice_in_dim(queries, first, m.window, axis=1)
-            seen = StateMemory(
+            seen = StateKV(
                 *(
                     jax.lax.dynamic_slice_in_dim(z, first, m.memory_size + m.window, axis=1)
                     for z in (keys, values)
@@ -107,7 +107,7 @@ class DenseMemoryLayer(nn.Module):
     def _read(
         self,
         queries: Float[Array, "B Q H K"],
-        seen: StateMemory,
+        seen: StateKV,
         length: Int[Array, " B"],
         places: Int[Array, " Q"],
         dropout: Dropout | None = None,
@@ -118,7 +118,7 @@ class DenseMemoryLayer(nn.Module):
         there = (columns >= m.memory_size) | (columns >= m.memory_size - length[:, None])
         if not m.mask_empty_cache:  # what is not there counts as zero vectors
             kept = there[:, :, None, None]
-            seen = StateMemory(*(jnp.where(kept, z, 0) for z in seen))
+            seen = StateKV(*(jnp.where(kept, z, 0) for z in seen))
             there = jnp.ones_like(there)
         last = places + m.memory_size - (0 if m.attend_to_self else 1)
         mask = there[:, None] & (columns <= last[:, None])[None]
@@ -135,35 +135,35 @@ class DenseMemoryLayer(nn.Module):
         keys, values = (jnp.where(kept, z[:, -size:], 0) for z in (keys, values))
         return DenseState(keys, values, length)
 
-    def begin_block(self, x: None, state: DenseState, *_: None) -> tuple[None, StateMemory]:
+    def begin_block(self, x: None, state: DenseState, *_: None) -> tuple[None, StateKV]:
         """An empty block behind `state`."""
         m = self.model
         shape = (len(state.length), m.window, m.heads, m.head_dim)
         zeros = jnp.zeros(shape, compute_dtype(m))
-        return x, StateMemory(zeros, zeros)
+        return x, StateKV(zeros, zeros)
 
     def decode_step(
         self,
         x: Float[Array, "B 1 D"],
-        carried: tuple[DenseState, StateMemory],
+        carried: tuple[DenseState, StateKV],
         position: Int[Array, ""],
         _: None = None,
-    ) -> tuple[Float[Array, "B 1 D"], StateMemory]:
+    ) -> tuple[Float[Array, "B 1 D"], StateKV]:
         """One token of the open block; the memory stands still."""
         state, block = carried
         projected = self.tokens.project(x)
         pairs = (block.keys, projected.keys), (block.values, projected.values)
-        block = StateMemory(
+        block = StateKV(
             *(jax.lax.dynamic_update_slice_in_dim(z, own, position, axis=1) for z, own in pairs)
         )
-        seen = StateMemory(
+        seen = StateKV(
             *(jnp.concatenate(pair, axis=1) for pair in zip(state[:2], block, strict=True))
         )
         read = self._read(projected.queries, seen, state.length, position[None])
         return self.tokens.finish(x, [read]), block
 
     def end_block(
-        self, x: None, carried: tuple[DenseState, StateMemory], *_: None
+        self, x: None, carried: tuple[DenseState, StateKV], *_: None
     ) -> tuple[None, DenseState]:
         """The state after a full block, which the memory takes in."""
         (state, block), m = carried, self.model

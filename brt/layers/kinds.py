@@ -72,7 +72,7 @@ class LayerKind(NamedTuple):
     Where a kind `sums_up`, x is a `Stream` with all that travels, and end_block takes and gives
     one, too; the summaries pass by the others.
 
-    `feedback` is the `StateMemory` that a layer shows to all others, or None. What a layer
+    `feedback` is the `StateKV` that a layer shows to all others, or None. What a layer
     learns without gradients is its model state: the last argument of all four methods where the
     kind has one, and read only but for the first, which returns (y, state, LayerAux).
 
@@ -219,7 +219,7 @@ def of(name: str) -> LayerKind:
     return KINDS[name]
 
 
-def graft(
+def replace_parts(
     kind: LayerKind, state: LayerState, donor: LayerState, parts: Collection[str]
 ) -> LayerState:
     """A layer's `state` with some of its parts taken from `donor`; those of no such name stay."""

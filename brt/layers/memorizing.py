@@ -15,7 +15,7 @@ from brt.layers.basic import parameter
 from brt.layers.state import WINDOW_AXES, OpenBlock, WindowState, new_window_state
 from brt.ops.memory_attention import memory_attention
 from brt.ops.partial_attention import AttentionPart
-from brt.ops.recurrent_attention import StateMemory
+from brt.ops.recurrent_attention import StateKV
 
 
 class MemoryState(NamedTuple):
@@ -140,7 +140,7 @@ class MemorizingLayer(nn.Module):
         x: Float[Array, "B T D"],
         state: MemoryState,
         document_start: Bool[Array, "B N"],
-        feedback: StateMemory | None = None,
+        feedback: StateKV | None = None,
     ) -> tuple[Float[Array, "B T D"], MemoryState]:
         """A segment; with feedback its one block."""
         m = self.model
@@ -161,7 +161,7 @@ class MemorizingLayer(nn.Module):
         x: Float[Array, "B 1 D"],
         carried: tuple[MemoryState, OpenBlock],
         position: Int[Array, ""],
-        feedback: StateMemory | None = None,
+        feedback: StateKV | None = None,
     ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
         """One token of the open block; the memory stands still."""
         state, block = carried

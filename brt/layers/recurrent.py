@@ -36,7 +36,7 @@ from brt.layers.taps import NO_TAPS, TokenTaps, token_taps
 from brt.ops.gates import GateWeights
 from brt.ops.recurrent_attention import (
     CellWeights,
-    StateMemory,
+    StateKV,
     state_memory,
     state_scan,
     state_taps,
@@ -231,7 +231,7 @@ class RecurrentLayer(nn.Module):
         x: Float[Array, "B T D"],
         state: RecurrentState,
         document_start: Bool[Array, "B N"],
-        _: StateMemory | None = None,
+        _: StateKV | None = None,
         taps: RecurrentTaps = _NO_TAPS,
     ) -> tuple[Float[Array, "B T D"], RecurrentState]:
         """A segment, in two phases: the states of all blocks, then the tokens of all blocks.
@@ -243,21 +243,21 @@ class RecurrentLayer(nn.Module):
         past, window = with_cache(
             self.model, state.window, projections, document_start, as_they_are=self.model.feedback
         )
-        everywhere = ("lanes", None, "heads", None)  # on all devices that share the tokens
+        replicated = ("lanes", None, "heads", None)  # on all devices that share the tokens
         raw = projections.raw
         shown = raw.keys if raw else projections.keys, projections.values
-        keys, values = (constrain(x, *everywhere) for x in shown)
+        keys, values = (constrain(x, *replicated) for x in shown)
         m = self.model
         on_cpus = BLOCKS_AT_ONCE if m.states * m.model_dim >= _LARGE_STATES else 1
         vectors, memory = state_scan(
             self.cell.weights, self.cell.initial, self._vectors(state), past[:2], keys, values,
-            past.readable, document_start, taps=taps.cell,
+            past.cache_mask, document_start, taps=taps.cell,
             implementation=self.kernels.recurrent_attention,
             unroll=unrolled(m.block_unroll, document_start.shape[1], BLOCKS_AT_ONCE, on_cpus),
             raw_keys=raw is not None, **self._options(),
         )  # fmt: skip
         names = ("lanes", "blocks", None, "heads", None)
-        memory = StateMemory(*(constrain(part, *names) for part in memory))
+        memory = StateKV(*(constrain(part, *names) for part in memory))
         y = self.tokens.attend(x, projections, past, memory, taps=taps.tokens)
         return y, RecurrentState(window, vectors, window.valid)
 
@@ -281,7 +281,7 @@ class RecurrentLayer(nn.Module):
         x: Float[Array, "B 1 D"],
         carried: tuple[RecurrentState, OpenBlock],
         position: Int[Array, ""],
-        _: StateMemory | None = None,
+        _: StateKV | None = None,
     ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
         """One token of the open block; the recurrent states stand still."""
         state, block = carried
@@ -296,9 +296,9 @@ class RecurrentLayer(nn.Module):
         if not self.model.mask_empty_cache:
             window = zero_where_invalid(window)
         before, own = (tokens_by_head(*x) for x in (window[:2], block[:2]))
-        readable = cache_is_readable(self.model, window)
+        cache_mask = cache_is_readable(self.model, window)
         vectors = state_update(
-            self.cell.weights, self._vectors(state), before, own, readable, **self._options()
+            self.cell.weights, self._vectors(state), before, own, cache_mask, **self._options()
         )[0]
         after = WindowState(block.keys, block.values, jnp.ones_like(window.valid))
         return x, RecurrentState(after, vectors, after.valid)

@@ -27,7 +27,7 @@ from brt.layers.basic import (
 from brt.layers.kinds import LayerAux
 from brt.layers.state import LayerState, Stream, with_unit_keys
 from brt.ops import deferred, dispatch
-from brt.ops.recurrent_attention import StateMemory
+from brt.ops.recurrent_attention import StateKV
 from brt.ops.window_attention import normalizes
 
 # One entry per run of equal layers. The batch is on axis 0, the layers of the run on axis 1.
@@ -102,14 +102,15 @@ def parts(model: Model) -> set[str]:
     return set().union(*(kinds.of(kind).parts for kind in model.layer_types))
 
 
-def graft(
+def replace_parts(
     model: Model, state: StackState, donor: StackState, replaced: Collection[str]
 ) -> StackState:
     """`state` with some of its `parts` taken from `donor`."""
 
     triples = zip(runs(model), state, donor, strict=True)
     return tuple(
-        kinds.graft(kinds.of(kind), own, other, replaced) for (_, kind, _), own, other in triples
+        kinds.replace_parts(kinds.of(kind), own, other, replaced)
+        for (_, kind, _), own, other in triples
     )
 
 
@@ -162,7 +163,9 @@ class Stack(nn.Module):
             for name, kind, _ in places
         ]
         if self.model.feedback:
-            self.speaker = max(i for i, (_, k, _) in enumerate(places) if kinds.of(k).recurs)
+            self.feedback_source = max(
+                i for i, (_, k, _) in enumerate(places) if kinds.of(k).recurs
+            )
         if any(kinds.of(kind).sums_up for _, kind, _ in places):
             self.summaries = parameter(
                 self, "summaries", (self.model.summaries, self.model.model_dim),
@@ -246,7 +249,7 @@ class Stack(nn.Module):
         state: StackState,
         document_start: Bool[Array, "B N"],
         model_state: ModelState,
-        feedback: StateMemory | None = None,
+        feedback: StateKV | None = None,
         taps: Sequence[PyTree[Array]] | None = None,
         first: int = 0,
         axis: int = 1,
@@ -278,7 +281,7 @@ class Stack(nn.Module):
 
         Those above the recurrent one need nothing of the sort: they read the segment as ever.
         """
-        serial = self.speaker + 1
+        serial = self.feedback_source + 1
         scan = nn.scan(
             Stack._read_block,
             variable_broadcast="params",
@@ -310,7 +313,9 @@ class Stack(nn.Module):
         if self.is_initializing() or not _defers():
             return None
         params = self.variables["params"]
-        places = [(name, kinds.of(kind)) for name, kind, _ in runs(self.model)[: self.speaker + 1]]
+        places = [
+            (name, kinds.of(kind)) for name, kind, _ in runs(self.model)[: self.feedback_source + 1]
+        ]
         return [
             kind.taps and kind.taps(self.model, params[name], blocks, lanes)
             for name, kind in places
@@ -322,11 +327,11 @@ class Stack(nn.Module):
         x: Float[Array, "B W D"],
         start: Bool[Array, " B"],
         taps: Sequence[PyTree[Array]] | None,
-    ) -> tuple[tuple[StackState, ModelState], tuple[Float[Array, "B W D"], StateMemory, tuple]]:
+    ) -> tuple[tuple[StackState, ModelState], tuple[Float[Array, "B W D"], StateKV, tuple]]:
         state, model_state = carry
-        speaker = self.speaker
+        feedback_source = self.feedback_source
         _, opened, _ = self._through(
-            speaker, "begin_block", Stream(None), state[speaker], start, None,
+            feedback_source, "begin_block", Stream(None), state[feedback_source], start, None,
             model_state=model_state, axis=0,
         )  # fmt: skip
         feedback = _feedback(opened, axis=0)
@@ -353,7 +358,7 @@ class Stack(nn.Module):
         model_state: ModelState,
     ) -> tuple[Float[Array, "B 1 D"], StackBlock]:
         """One token of the open blocks."""
-        feedback = _feedback(block[self.speaker]) if self.model.feedback else None
+        feedback = _feedback(block[self.feedback_source]) if self.model.feedback else None
         stream, after = Stream(x), []
         for run, pair in enumerate(zip(state, block, strict=True)):
             stream, opened, _ = self._through(
@@ -381,7 +386,7 @@ def _turned(state: StackState) -> StackState:
     return jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), state)
 
 
-def _feedback(opened: Any, axis: int = 1) -> StateMemory:
+def _feedback(opened: Any, axis: int = 1) -> StateKV:
     """[B, S, H, K]: what the last layer of a run that recurs shows to all other layers."""
     last = partial(jax.lax.index_in_dim, index=-1, axis=axis, keepdims=False)
     return jax.tree.map(last, opened.memory)

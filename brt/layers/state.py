@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from brt.config import Model
 from brt.ops.normalization import l2_normalize
-from brt.ops.recurrent_attention import StateMemory
+from brt.ops.recurrent_attention import StateKV
 
 
 class WindowState(NamedTuple):
@@ -81,7 +81,7 @@ class OpenBlock(NamedTuple):
 
     keys: Float[Array, "B W H K"]
     values: Float[Array, "B W H K"]
-    memory: StateMemory | None
+    memory: StateKV | None
 
 
 def new_window_state(model: Model, batch: int, dtype: jnp.dtype) -> WindowState:

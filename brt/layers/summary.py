@@ -22,7 +22,7 @@ from brt.layers.basic import BLOCKS_AT_ONCE, ONES, ZEROS, compute_dtype, paramet
 from brt.layers.state import Stream
 from brt.ops.dropout import Dropout
 from brt.ops.masked_attention import attend
-from brt.ops.recurrent_attention import StateMemory
+from brt.ops.recurrent_attention import StateKV
 from brt.ops.token_mixing import MixWeights, mix_tokens
 from brt.ops.window_attention.xla import circulant
 
@@ -71,7 +71,7 @@ class Read(NamedTuple):
     """
 
     state: Any
-    long: StateMemory | None
+    long: StateKV | None
 
 
 class SummaryBlock(NamedTuple):
@@ -86,8 +86,8 @@ class SummaryBlock(NamedTuple):
     keys: Float[Array, "B W H K"]
     values: Float[Array, "B W H K"]
     outputs: Float[Array, "B W D"]
-    short: StateMemory
-    long: StateMemory | None
+    short: StateKV
+    long: StateKV | None
 
 
 class Tokens(NamedTuple):
@@ -210,7 +210,7 @@ class SummaryLayer(nn.Module):
         bias: Float[Array, "H P Z"] | None,
     ) -> tuple[Read, tuple[Float[Array, "B W D"], Float[Array, "B U D"]]]:
         read = jax.tree.map(lambda x: jnp.where(_along(start, x), jnp.zeros_like(x), x), read)
-        own, short = StateMemory(block.keys, block.values), self._short(read.state)
+        own, short = StateKV(block.keys, block.values), self._short(read.state)
         attended = self._attend(block.queries, own, short, read, bias, jnp.zeros((), jnp.int32))
         z = self.tokens.finish(block.inputs, [attended])
         x, u = jnp.split(z, [self.model.window], axis=1)
@@ -220,8 +220,8 @@ class SummaryLayer(nn.Module):
     def _attend(
         self,
         queries: Float[Array, "B Q H K"],
-        own: StateMemory,
-        short: StateMemory,
+        own: StateKV,
+        short: StateKV,
         read: Read,
         bias: Float[Array, "H Q Z"] | None,
         first: Int[Array, ""],
@@ -260,16 +260,16 @@ class SummaryLayer(nn.Module):
         vectors = _appended(state.vectors, new)
         length = jnp.minimum(state.length + m.long_increment, m.long_memory)
         if long is not None:
-            long = StateMemory(*map(_appended, long, self._memory(new)))
+            long = StateKV(*map(_appended, long, self._memory(new)))
         return Read(LongSummaryState(short, vectors, length), long), above
 
-    def _memory(self, vectors: Float[Array, "B S D"]) -> StateMemory:
-        return self.tokens.memorize(vectors.astype(compute_dtype(self.model)))
+    def _memory(self, vectors: Float[Array, "B S D"]) -> StateKV:
+        return self.tokens.project_kv(vectors.astype(compute_dtype(self.model)))
 
-    def _short(self, state: Any) -> StateMemory:
+    def _short(self, state: Any) -> StateKV:
         return self._memory(state.short.vectors)
 
-    def _long(self, state: Any) -> StateMemory | None:
+    def _long(self, state: Any) -> StateKV | None:
         return self._memory(state.vectors) if self.remembers else None
 
     def _dropout(self) -> Dropout | None:
@@ -315,7 +315,7 @@ class SummaryLayer(nn.Module):
             return jax.lax.dynamic_update_slice_in_dim(whole, z, position, axis=1)
 
         pairs = (block.keys, projected.keys), (block.values, projected.values)
-        own = StateMemory(*(written(*pair) for pair in pairs))
+        own = StateKV(*(written(*pair) for pair in pairs))
         bias = self._row()
         if bias is not None:
             keys = self.model.short_memory + self.model.window
@@ -335,7 +335,7 @@ class SummaryLayer(nn.Module):
         u = stream.summaries[:, 0]
         projected = self.tokens.project(u)
         pairs = (block.keys, projected.keys), (block.values, projected.values)
-        own = StateMemory(*(jnp.concatenate(pair, axis=1) for pair in pairs))
+        own = StateKV(*(jnp.concatenate(pair, axis=1) for pair in pairs))
         bias = self._bias()
         y = self._attend(
             projected.queries, own, block.short, Read(state, block.long),

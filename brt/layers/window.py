@@ -8,7 +8,7 @@ from brt.config import Kernels, Model
 from brt.layers.attention import TransformerBlock, with_cache
 from brt.layers.state import OpenBlock, WindowState
 from brt.layers.taps import NO_TAPS, TokenTaps
-from brt.ops.recurrent_attention import StateMemory
+from brt.ops.recurrent_attention import StateKV
 
 
 class WindowLayer(nn.Module):
@@ -29,7 +29,7 @@ class WindowLayer(nn.Module):
         x: Float[Array, "B T D"],
         state: WindowState,
         document_start: Bool[Array, "B N"],
-        feedback: StateMemory | None = None,
+        feedback: StateKV | None = None,
         taps: TokenTaps = NO_TAPS,
     ) -> tuple[Float[Array, "B T D"], WindowState]:
         """A segment; with taps its one block."""
@@ -48,7 +48,7 @@ class WindowLayer(nn.Module):
         x: Float[Array, "B 1 D"],
         carried: tuple[WindowState, OpenBlock],
         position: Int[Array, ""],
-        feedback: StateMemory | None = None,
+        feedback: StateKV | None = None,
     ) -> tuple[Float[Array, "B 1 D"], OpenBlock]:
         """One token of the open block."""
         return self.tokens.attend_step(x, *carried, position, feedback)

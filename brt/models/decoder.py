@@ -11,7 +11,14 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.config import Kernels, Model
 from brt.distributed.rules import constrain
 from brt.layers.basic import ONES, compute_dtype, dropout, parameter
-from brt.layers.stack import ModelState, Stack, StackBlock, StackState, graft, new_stack_state
+from brt.layers.stack import (
+    ModelState,
+    Stack,
+    StackBlock,
+    StackState,
+    new_stack_state,
+    replace_parts,
+)
 from brt.ops.lookup import lookup
 from brt.ops.normalization import rms_norm
 from brt.types import Tokens
@@ -110,7 +117,7 @@ def new_state(model: Model, batch: int) -> StackState:
 def forget(model: Model, state: StackState, parts: Collection[str]) -> StackState:
     """The state with some of its parts ("cache", "state", "memory") as if nothing had been read."""
     lanes = len(jax.tree.leaves(state)[0])
-    return graft(model, state, new_state(model, lanes), parts)
+    return replace_parts(model, state, new_state(model, lanes), parts)
 
 
 def logit_scale(model: Model) -> float:

@@ -42,15 +42,15 @@ def compress(
 
 
 def slots_before(
-    length: Int[Array, " B"], readable: Bool[Array, "B N"], *, added: int, size: int
+    length: Int[Array, " B"], cache_mask: Bool[Array, "B N"], *, added: int, size: int
 ) -> Int[Array, "B N+1"]:
     """How many slots of its document each block finds, and the block after these.
 
     A block becomes `added` slots two blocks later; `length` is what the first block finds if it may
     read the block before it. There are `size` slots at most.
     """
-    blocks = jnp.arange(readable.shape[1] + 1)[None]
-    begins = jnp.pad(~readable, ((0, 0), (0, 1)))
+    blocks = jnp.arange(cache_mask.shape[1] + 1)[None]
+    begins = jnp.pad(~cache_mask, ((0, 0), (0, 1)))
     first = jax.lax.cummax(jnp.where(begins, blocks, -1), axis=1)
     since = jnp.maximum(blocks - first - 1, 0) * added
     return jnp.minimum(jnp.where(first < 0, length[:, None] + blocks * added, since), size)

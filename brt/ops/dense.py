@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from brt.distributed.rules import cuts, rows_adjoin
 from brt.ops import dispatch
-from brt.ops.layout import turned
+from brt.ops.layout import transposed
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -52,7 +52,7 @@ def input_gradient(kernel: Float[Array, "..."], dy: Float[Array, "..."], inputs:
         axes = tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(inputs, kernel.ndim))
         return jnp.tensordot(dy, kernel, axes=axes)
     # Of 512 rows a product with the transpose takes XLA's CPU backend 1.2 to 1.4 times as long.
-    dx = jnp.matmul(_merged(dy, outputs), turned(_matrix(kernel, inputs)))
+    dx = jnp.matmul(_merged(dy, outputs), transposed(_matrix(kernel, inputs)))
     return dx.reshape(*dy.shape[: dy.ndim - outputs], *kernel.shape[:inputs])
 
 
@@ -79,8 +79,8 @@ def _over_rows(x: Float[Array, "*R M"], dy: Float[Array, "*R N"]) -> Float[Array
     """By a product along rows of the narrower, turned; of columns with columns it takes longer."""
     x, dy = (part.reshape(-1, part.shape[-1]) for part in (x, dy))
     if x.shape[-1] > dy.shape[-1]:
-        return turned(_over_rows(dy, x))
-    return jnp.matmul(turned(x), dy, preferred_element_type=jnp.float32)
+        return transposed(_over_rows(dy, x))
+    return jnp.matmul(transposed(x), dy, preferred_element_type=jnp.float32)
 
 
 def _merges(kernel: Array) -> bool:

@@ -15,28 +15,28 @@ from brt.ops import dispatch
 stored = jax.lax.optimization_barrier
 
 
-def laid(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def row_major(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """x, stored in the order of its axes."""
     if _any_order():
         return stored(x)
     return stored(with_layout_constraint(x, Layout(tuple(range(x.ndim)))))
 
 
-def moved(x: Float[Array, "..."], *axes: int) -> Float[Array, "..."]:
+def transpose_copy(x: Float[Array, "..."], *axes: int) -> Float[Array, "..."]:
     """x.transpose(axes), stored; so is its gradient on the way back."""
-    return stored(x.transpose(axes)) if _any_order() else laid(laid(x).transpose(axes))
+    return stored(x.transpose(axes)) if _any_order() else row_major(row_major(x).transpose(axes))
 
 
-def exchanged(x: Float[Array, "..."], one: int, other: int) -> Float[Array, "..."]:
+def swapaxes_copy(x: Float[Array, "..."], one: int, other: int) -> Float[Array, "..."]:
     """x.swapaxes(one, other), stored."""
     axes = list(range(x.ndim))
     axes[one], axes[other] = axes[other], axes[one]
-    return moved(x, *axes)
+    return transpose_copy(x, *axes)
 
 
-def turned(x: Float[Array, "*B M N"]) -> Float[Array, "*B N M"]:
+def transposed(x: Float[Array, "*B M N"]) -> Float[Array, "*B N M"]:
     """Each matrix transposed, stored."""
-    return exchanged(x, -1, -2)
+    return swapaxes_copy(x, -1, -2)
 
 
 def _any_order() -> bool:

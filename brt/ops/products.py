@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brt.ops import dispatch
-from brt.ops.layout import turned
+from brt.ops.layout import transposed
 
 
 def float32_sums(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Array:
@@ -36,7 +36,7 @@ def weighted_rows(a: Float[Array, "*B N M"], b: Float[Array, "*B N K"]) -> Float
 
     The left factor is transposed in memory first: XLA's CPU backend else takes twice as long.
     """
-    return combined(turned(a), b)
+    return combined(transposed(a), b)
 
 
 def _inner_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:

@@ -15,7 +15,7 @@ from matplotlib.ticker import EngFormatter, ScalarFormatter
 from brt.drawing import curve, new_figure, png, smoothed
 from brt.sweeping.results import Group, Row, columns, reference, same_step
 from brt.tasks.language_modeling.answers import EXACT, by_distance
-from brt.tasks.report import BITS_PER_BYTE, Measure
+from brt.tasks.report import BITS_PER_BYTE, Metric
 from brt.training.workdir import check_writable, write_bytes
 
 _TRADE_OFF, _BARS, _CURVES = "bits_against_step_time.png", "bits.png", "training_curves.png"
@@ -26,13 +26,13 @@ _LEGEND_LINES = 24
 _PANELS = 4  # side by side
 
 
-def compared(groups: Sequence[Group]) -> Measure:
+def compared(groups: Sequence[Group]) -> Metric:
     """What these groups are compared by: the first column that any of them has."""
     found = columns([row for g in groups for row in g.rows])
     return found[0] if found else BITS_PER_BYTE
 
 
-def _seeds(measure: Measure, group: Group) -> list[float]:
+def _seeds(measure: Metric, group: Group) -> list[float]:
     """Of every finished point of a group."""
     return [row.figures[measure.name] for row in group.rows if measure.name in row.figures]
 
@@ -65,7 +65,7 @@ def draw(groups: Sequence[Group], directory: Path, baseline: str = "") -> list[s
     return list(figures)
 
 
-def trade_off(groups: Sequence[Group], measure: Measure = BITS_PER_BYTE) -> Figure:
+def trade_off(groups: Sequence[Group], measure: Metric = BITS_PER_BYTE) -> Figure:
     """The quantity against the time of a step, or of a thousand tokens where steps differ."""
     figure, (axes,) = new_figure(1, height=5.5)
     steps = same_step(groups)
@@ -93,7 +93,7 @@ def trade_off(groups: Sequence[Group], measure: Measure = BITS_PER_BYTE) -> Figu
     return figure
 
 
-def bars(groups: Sequence[Group], measure: Measure = BITS_PER_BYTE) -> Figure:
+def bars(groups: Sequence[Group], measure: Metric = BITS_PER_BYTE) -> Figure:
     """The quantity of every group, with its seeds as dots."""
     figure, (axes,) = new_figure(1, height=1.6 + 0.35 * len(groups))
     places = range(len(groups))
@@ -137,7 +137,7 @@ def training_curves(groups: Sequence[Group]) -> Figure:
     return figure
 
 
-def convergence(groups: Sequence[Group], measure: Measure) -> Figure:
+def convergence(groups: Sequence[Group], measure: Metric) -> Figure:
     """The quantity of the validation split against the time that training took."""
     figure, (axes,) = new_figure(1, height=5.5)
     for color, g in zip(_colors(len(groups)), groups, strict=True):
@@ -178,7 +178,7 @@ def answers_learned(groups: Sequence[Group], baseline: Group) -> Figure:
     return figure
 
 
-def _validated(row: Row, measure: Measure) -> dict[int, float]:
+def _validated(row: Row, measure: Metric) -> dict[int, float]:
     """{step: the quantity of the validation split}."""
     tag = f"eval/validation/{measure.name}"
     return {record["step"]: record[tag] for record in row.records if tag in record}

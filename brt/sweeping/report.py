@@ -104,14 +104,14 @@ def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
     """Every point with all its figures and bindings; what it lacks is empty."""
     relative = {g.name: (g.step_seconds, g.relative_step_time) for g in groups}
     fields = list(dict.fromkeys(name for row in rows for name in row.point.bindings))
-    measures = [column.name for column in results.columns(rows)]
+    metrics = [column.name for column in results.columns(rows)]
     figures = (
         "step_seconds", "tokens_per_second", "tokens_per_step", "parameters",
         "parameters_non_embedding", "steps", "seconds", "threads", "reason",
     )  # fmt: skip
     file = io.StringIO()
     out = csv.writer(file, lineterminator="\n")
-    names = [*measures, *figures]
+    names = [*metrics, *figures]
     out.writerow(["point", "group", "status", *names, "relative_step_time", *fields])
     for row in rows:
         group_seconds, times = relative[row.point.group]
@@ -119,7 +119,7 @@ def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
         if row.step_seconds and times and group_seconds:
             own = row.step_seconds * times / group_seconds
         bindings = [row.point.bindings.get(name, "") for name in fields]
-        values = [row.figures.get(name) for name in measures]
+        values = [row.figures.get(name) for name in metrics]
         values += [getattr(row, name) for name in figures]
         out.writerow([row.point.name, row.point.group, row.status, *values, own, *bindings])
     return file.getvalue()

@@ -13,7 +13,7 @@ from brt.sweeping.directory import Directory
 from brt.sweeping.points import Point
 from brt.tasks.language_modeling.answers import EXACT
 from brt.tasks.protocol import Task
-from brt.tasks.report import Measure
+from brt.tasks.report import Metric
 from brt.training import evaluations, inspection
 from brt.training.metrics import read_metrics
 
@@ -165,7 +165,7 @@ def report(path: Path, task: Task) -> dict[str, Any]:
         ) from error
 
 
-def columns(rows: Sequence[Row]) -> list[Measure]:
+def columns(rows: Sequence[Row]) -> list[Metric]:
     """What the tasks of these rows compare runs by, as far as any row has it."""
     known = {column.name: column for row in rows for column in tasks.of(row.point.config).columns}
     return [column for name, column in known.items() if any(name in row.figures for row in rows)]

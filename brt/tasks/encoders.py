@@ -22,7 +22,7 @@ from brt.models import encoder
 from brt.models.transformer_flops import encoder_flops
 from brt.ops.attention import KEYS_ARE_QUERIES
 from brt.tasks import resolving
-from brt.tasks.protocol import Corpus, Task
+from brt.tasks.protocol import Dataset, Task
 from brt.tasks.weights import Started, Tokenizer, Weights, check_tokenizer, matched
 from brt.types import Batch
 
@@ -111,7 +111,7 @@ class EncoderTask(Task):
                 )
             config.attention.check_length(length, f"{name} = {length}")
 
-    def resolve(self, config: Config, corpus: Corpus) -> Config:
+    def resolve(self, config: Config, dataset: Dataset) -> Config:
         """Vocabulary and dtype written out; refuses to train keys that nothing reads."""
         kind = config.attention.kind
         if kind in KEYS_ARE_QUERIES and not config.encoder.shared_queries_keys:
@@ -120,7 +120,7 @@ class EncoderTask(Task):
                 "never be trained; set Encoder.shared_queries_keys = True"
             )
         return resolving.written_out(
-            config, self.model, corpus.tokenizer, self.ids(corpus.tokenizer)
+            config, self.model, dataset.tokenizer, self.ids(dataset.tokenizer)
         )
 
     def exported(

@@ -9,8 +9,8 @@ from jaxtyping import Array, PyTree
 
 from brt.config import Config
 from brt.tasks.encoders import Timed, exact
-from brt.tasks.protocol import Corpus, Progress, Stop
-from brt.tasks.report import Reading, some
+from brt.tasks.protocol import Dataset, Progress, Stop
+from brt.tasks.report import EvaluationResult, some
 
 
 class HeadReading(NamedTuple):
@@ -19,14 +19,14 @@ class HeadReading(NamedTuple):
     Attributes:
       kind: of attention.
       figures: JSON.
-      headline: the most telling of them in words.
+      summary: the most telling of them in words.
       rows: JSON, one prediction each, in the order of the data.
       shown: of each, as people read it.
     """
 
     kind: str
     figures: dict[str, Any]
-    headline: str
+    summary: str
     rows: list[dict[str, Any]]
     shown: list[str]
 
@@ -39,18 +39,18 @@ class HeadEvaluator(abc.ABC):
       beside: read the whole also with what the attention only approximates.
 
     Attributes:
-      headline: the figure that is told of the other kind of attention.
+      summary: the figure that is told of the other kind of attention.
       sampled: rows that a sample reads.
     """
 
-    headline: ClassVar[tuple[str, str]]
+    summary: ClassVar[tuple[str, str]]
     sampled: ClassVar[int] = 8
     unit, partial = "row", False
 
     def __init__(
-        self, config: Config, corpus: Corpus, split: str, trained: Config | None, beside: bool
+        self, config: Config, dataset: Dataset, split: str, trained: Config | None, beside: bool
     ):
-        self.corpus, self.store = corpus, corpus.split(split)
+        self.dataset, self.store = dataset, dataset.split(split)
         self.total = len(self.store)
         self._trained = (trained or config).attention.kind
         other = exact(config) if beside else None
@@ -84,7 +84,7 @@ class HeadEvaluator(abc.ABC):
         whole: bool = True,
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
-    ) -> Reading | None:
+    ) -> EvaluationResult | None:
         """See `brt.tasks.protocol.Evaluator`."""
         readings = []
         for config, timed in self._read if whole else self._read[:1]:
@@ -127,16 +127,16 @@ class HeadEvaluator(abc.ABC):
             progress(len(real))
         return self.reading(config, dict(sorted(found.items())), timed)
 
-    def _report(self, readings: list[HeadReading]) -> Reading:
-        first, (name, form) = readings[0], self.headline
+    def _report(self, readings: list[HeadReading]) -> EvaluationResult:
+        first, (name, form) = readings[0], self.summary
         report = {**first.figures, "trained_with": self._trained}
-        headline = first.headline
+        summary = first.summary
         for other in readings[1:]:
             report[f"{name}_{other.kind}"] = other.figures[name]
-            headline += f" ({other.kind}: {form.format(other.figures[name])})"
+            summary += f" ({other.kind}: {form.format(other.figures[name])})"
         shown = [first.shown[i] for i in some(len(first.shown))]
-        return Reading(
-            report, headline, {"predictions": first.rows},
+        return EvaluationResult(
+            report, summary, {"predictions": first.rows},
             "\n".join([*self.table(report, readings), "", *shown]),
             name="" if first.kind == self._trained else f"_{first.kind}",
         )  # fmt: skip

@@ -20,7 +20,7 @@ from brt.distributed.mesh import Needs
 from brt.distributed.rules import Names
 from brt.errors import CheckpointError, ConfigError
 from brt.interop.exporting import Exported, no_form
-from brt.tasks.report import Measure, Reading
+from brt.tasks.report import EvaluationResult, Metric
 from brt.tasks.weights import Started, Tokenizer, Weights, check_tokenizer, matched
 from brt.tasks.writers import Writer
 
@@ -47,7 +47,7 @@ class Aux(NamedTuple):
 
 
 @runtime_checkable
-class Corpus(Protocol):
+class Dataset(Protocol):
     """Prepared data, opened: a tokenizer and a store for each split that there is."""
 
     directory: Path
@@ -84,7 +84,7 @@ class Evaluator(Protocol):
         whole: bool = True,
         stop: Stop = ...,
         progress: Progress = ...,
-    ) -> Reading | None:
+    ) -> EvaluationResult | None:
         """The figures of a split; None where `stop` said so on the way.
 
         Args:
@@ -120,7 +120,7 @@ class Task(abc.ABC):
       sections: of the config, beside those that all tasks read.
       model: the section that describes the model, as `Config` names it.
       data: the section that names the data.
-      measures: figures that are logged; the first is its headline.
+      metrics: figures that are logged; the first is its headline.
       columns: figures that tables compare runs by; the first ones plots do, too.
       shows_examples: its reports do, which is worth reading at the end of training.
       writes: its models write text.
@@ -131,8 +131,8 @@ class Task(abc.ABC):
     sections: ClassVar[tuple[str, ...]]
     model: ClassVar[str]
     data: ClassVar[str]
-    measures: ClassVar[tuple[Measure, ...]]
-    columns: ClassVar[tuple[Measure, ...]]
+    metrics: ClassVar[tuple[Metric, ...]]
+    columns: ClassVar[tuple[Metric, ...]]
     shows_examples: ClassVar[bool] = True
     writes: ClassVar[bool] = False
     exports: ClassVar[bool] = False
@@ -143,7 +143,7 @@ class Task(abc.ABC):
         """Raises ConfigError for settings that clash, or mean nothing here."""
 
     @abc.abstractmethod
-    def open(self, config: Config, *, progress: bool = True) -> Corpus:
+    def open(self, config: Config, *, progress: bool = True) -> Dataset:
         """The data; prepared first where that was not done yet; DataError where it cannot be."""
 
     def open_split(
@@ -154,7 +154,7 @@ class Task(abc.ABC):
         *,
         known: Path | None = None,
         progress: bool = True,
-    ) -> Corpus:
+    ) -> Dataset:
         """One split alone, as a run's tokenizer reads it; no other data are looked at.
 
         Args:
@@ -166,12 +166,12 @@ class Task(abc.ABC):
         """The tokenizer that a run keeps, from its `file`; DataError where it is damaged."""
         return tokenizers.load(str(file))
 
-    def resolve(self, config: Config, corpus: Corpus) -> Config:
+    def resolve(self, config: Config, dataset: Dataset) -> Config:
         """The config with what depends on data and machine written out."""
         return config
 
     @abc.abstractmethod
-    def reader(self, config: Config, corpus: Corpus) -> Reader:
+    def reader(self, config: Config, dataset: Dataset) -> Reader:
         """Batches of the training split, by step."""
 
     def shared(self, config: Config) -> Needs:
@@ -246,7 +246,7 @@ class Task(abc.ABC):
     def evaluator(
         self,
         config: Config,
-        corpus: Corpus,
+        dataset: Dataset,
         split: str,
         *,
         trained: Config | None = None,
@@ -267,7 +267,7 @@ class Task(abc.ABC):
 
     def figures(self, report: Mapping[str, Any]) -> dict[str, float]:
         """Of a report, as JSON has it, the measures that the data allow; one is always there."""
-        found = {measure.name: report.get(measure.name) for measure in self.measures}
+        found = {measure.name: report.get(measure.name) for measure in self.metrics}
         return {name: value for name, value in found.items() if value is not None}
 
     def probe(
@@ -279,7 +279,7 @@ class Task(abc.ABC):
     def inspect(
         self,
         config: Config,
-        corpus: Corpus,
+        dataset: Dataset,
         params: PyTree[Array],
         split: str,
         tokens: int | None,
@@ -297,15 +297,15 @@ class Task(abc.ABC):
         """
         raise ConfigError("--probe is for language models; this one carries no memory on")
 
-    def yardstick(self, config: Config, corpus: Corpus) -> tuple[str, float] | None:
+    def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
         """What something simpler makes of the validation data, behind its name."""
         return None
 
-    def measure(self, corpus: Corpus) -> Measure:
+    def primary_metric(self, dataset: Dataset) -> Metric:
         """What plots and summaries show: the first measure, where the data allow it."""
-        return self.measures[0]
+        return self.metrics[0]
 
-    def units_per_token(self, corpus: Corpus) -> float:
+    def units_per_token(self, dataset: Dataset) -> float:
         """Units of the measure for each token: turns bits per token of training into it."""
         return 1.0
 

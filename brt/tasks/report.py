@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 
-class Measure(NamedTuple):
+class Metric(NamedTuple):
     """A figure that sums a model up.
 
     Attributes:
@@ -20,17 +20,17 @@ class Measure(NamedTuple):
     higher_is_better: bool = False
 
 
-BITS_PER_BYTE = Measure("bits_per_byte", "bits per byte")
-BITS_PER_TOKEN = Measure("bits_per_token", "bits per token")
-SCORE = Measure("score", "score, %", ".2f", higher_is_better=True)  # what `score_name` says
+BITS_PER_BYTE = Metric("bits_per_byte", "bits per byte")
+BITS_PER_TOKEN = Metric("bits_per_token", "bits per token")
+SCORE = Metric("score", "score, %", ".2f", higher_is_better=True)  # what `score_name` says
 
 
-class Reading(NamedTuple):
+class EvaluationResult(NamedTuple):
     """Of a split.
 
     Attributes:
       figures: JSON, with the protocol they must be quoted with.
-      headline: the most telling of them in words.
+      summary: the most telling of them in words.
       rows: by what they are ("documents", "predictions"), JSON, one a line.
       text: as people read it; the first line goes on from "workdir, step, split: ".
       name: added to that of the split in file names, where the model was read otherwise than it
@@ -39,7 +39,7 @@ class Reading(NamedTuple):
     """
 
     figures: dict[str, Any]
-    headline: str
+    summary: str
     rows: dict[str, list[dict[str, Any]]]
     text: str
     name: str = ""

@@ -100,7 +100,7 @@ class BadSteps:
     def goes_back(self) -> bool:
         return self._training.on_bad_step == "rollback"
 
-    def hop(self, step: int) -> int:
+    def skip_batches(self, step: int) -> int:
         """Where a run goes on that is at `step`, if some of what follows is left out; else 0."""
         return max((r["step"] for r in self._records if r.get("from") == step), default=0)
 

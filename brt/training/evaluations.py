@@ -9,7 +9,7 @@ from brt import untrusted
 from brt.distributed import processes
 from brt.formatting import finite
 from brt.tasks.protocol import Evaluator, Task
-from brt.tasks.report import Reading
+from brt.tasks.report import EvaluationResult
 from brt.training.workdir import Workdir, check_writable, write_bytes, write_json, write_text
 
 _REPORT = {
@@ -45,7 +45,7 @@ def write(
     workdir: Workdir,
     step: int,
     split: str,
-    reading: Reading,
+    reading: EvaluationResult,
     tell: Callable[[Evaluated], object] = lambda found: None,
 ) -> Evaluated:
     """Writes a report: rows, text, picture, and last its figures, which say that all is done.
@@ -61,7 +61,7 @@ def write(
     directory, name = workdir.evaluations / str(step), f"{split}{reading.name}"
     report = {"step": step, **reading.figures}
     text = f"{workdir.path}, step {step}, {split}: {reading.text}"
-    evaluated = Evaluated(report, text, f"step {step}: {split} {reading.headline}")
+    evaluated = Evaluated(report, text, f"step {step}: {split} {reading.summary}")
     if not processes.is_first():
         return evaluated
     tell(evaluated)

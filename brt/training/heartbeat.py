@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from brt import durable
-from brt.training.phases import Moment, Phases
+from brt.training.phases import Phases, RunStatus
 
 EVERY_SECONDS = 5.0
 
@@ -44,7 +44,7 @@ def written(path: Path, phases: Phases) -> Iterator[None]:
         thread.join(EVERY_SECONDS)  # a file system that hangs holds nobody up
 
 
-def _write(path: Path, now: Moment) -> None:
+def _write(path: Path, now: RunStatus) -> None:
     seconds = time.time()
     content = {
         "phase": now.phase,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from brt import untrusted
 from brt.errors import CheckpointError, DataError
 from brt.formatting import counted
-from brt.tasks.protocol import Corpus, Task
+from brt.tasks.protocol import Dataset, Task
 from brt.tasks.weights import Tokenizer
 from brt.training import workdir as workdirs
 from brt.training.workdir import Workdir
@@ -26,18 +26,18 @@ class Kept(NamedTuple):
 
     Attributes:
       directory: where the data were prepared.
-      splits: what they were, as `Corpus.described` says it.
+      splits: what they were, as `Dataset.described` says it.
     """
 
     directory: str = ""
     splits: Mapping[str, Mapping[str, Any]] = {}
 
 
-def keep(workdir: Workdir, corpus: Corpus) -> None:
+def keep(workdir: Workdir, dataset: Dataset) -> None:
     """Writes the tokenizer and data.json."""
-    name, content = corpus.tokenizer.file
+    name, content = dataset.tokenizer.file
     workdirs.write_bytes(workdir.tokenizer / name, content, below=workdir.path)
-    kept = Kept(str(corpus.directory.absolute()), corpus.described())
+    kept = Kept(str(dataset.directory.absolute()), dataset.described())
     workdirs.write_json(workdir.data, kept._asdict())
 
 

@@ -25,8 +25,9 @@ from brt.tasks.protocol import Evaluator
 from brt.training import evaluations, kept, optimizer, restoring, resuming, startup, trackers
 from brt.training import run as runs
 from brt.training import workdir as workdirs
+from brt.training.accumulator import MetricAccumulator
 from brt.training.bad_steps import BadStep, BadSteps
-from brt.training.meter import Meter
+from brt.training.context import TrainContext
 from brt.training.metrics import MetricsWriter, Throughput, read_metrics
 from brt.training.phases import Phases
 from brt.training.preemption import StopSignal
@@ -35,7 +36,6 @@ from brt.training.progress import Progress
 from brt.training.requests import Requests
 from brt.training.run import Run
 from brt.training.state import TrainState
-from brt.training.tools import Tools
 from brt.training.watchdog import attended
 from brt.training.workdir import Workdir
 
@@ -63,9 +63,9 @@ def train(config: Config, path: Path, allowed: Collection[str] = ()) -> tuple[Ru
         watched = attended(workdir, phases, run.config.training.watchdog_seconds)
         stack.enter_context(watched)
         stack.enter_context(meshes.use(run.mesh))
-        state, tools = _set_up(run, workdir, found, allowed, stop, phases, stack)
+        state, context = _set_up(run, workdir, found, allowed, stop, phases, stack)
         stack.callback(phases.enter, "ending")
-        _loop(state, tools)
+        _loop(state, context)
         processes.wait_for_all("end")
     return run, workdir
 
@@ -101,7 +101,7 @@ def _set_up(
     stop: StopSignal,
     phases: Phases,
     stack: contextlib.ExitStack,
-) -> tuple[TrainState, Tools]:
+) -> tuple[TrainState, TrainContext]:
     """Restores or starts the run, and opens everything that has to be closed."""
     c = run.config
     writer = stack.enter_context(  # first, for it removes what a killed run left behind
@@ -127,7 +127,7 @@ def _set_up(
             saved = reader.restore(workdir.checkpoints, run.abstract, newest, found=found)
     _check_alike(run, saved.step if saved else None, provenance)
     if saved:
-        kept.check_unchanged(workdir, run.corpus.described())
+        kept.check_unchanged(workdir, run.dataset.described())
     start = saved.step if saved else 0
     needed = tree_utils.required_bytes(run.abstract) * min(c.checkpoint.keep, 2)
     check_disk(workdir.checkpoints, needed)
@@ -142,9 +142,9 @@ def _set_up(
         progress.message(f"resuming {workdir.path} from step {start}")
     elif read_metrics(workdir.metrics):
         progress.message(f"{workdir.path} was stopped before its first checkpoint; beginning again")
-    for line in kept.lines(run.corpus.described()):
+    for line in kept.lines(run.dataset.described()):
         progress.message(line)
-    kept.keep(workdir, run.corpus)
+    kept.keep(workdir, run.dataset)
     workdirs.write_text(workdir.config_gin, redacted(config_text(c)))
     workdirs.write_json(workdir.config_json, saved_json(c))
     workdirs.write_json(workdir.provenance, provenance)
@@ -159,20 +159,20 @@ def _set_up(
     metrics = MetricsWriter(workdir, start, progress.message, told)
     stack.enter_context(closing(metrics.close))
     bad = BadSteps(c.training, workdir.bad_batches, start, run.reader.described)
-    meter = Meter(
+    accumulator = MetricAccumulator(
         saved.meta["meter"] if saved else None, spike_factor=c.training.spike_factor,
         skipped=lambda step, reason: progress.message(bad.skipped(step, reason)),
     )  # fmt: skip
-    tools = Tools(
+    context = TrainContext(
         run, workdir, writer, metrics, progress, Throughput(), phases,
         Requests(stop, workdir, phases, _evaluates(run), progress.message, stack), profile, batches,
-        meter, bad, _evaluator(run), run.task.probe(c), provenance,
+        accumulator, bad, _evaluator(run), run.task.probe(c), provenance,
     )  # fmt: skip
-    return saved.state if saved else runs.new_state(run, progress.message), tools
+    return saved.state if saved else runs.new_state(run, progress.message), context
 
 
 def _held_out(run: Run) -> str | None:
-    return SPLIT if SPLIT in run.corpus.splits else None
+    return SPLIT if SPLIT in run.dataset.splits else None
 
 
 def _evaluates(run: Run, step: int | None = None) -> bool:
@@ -183,154 +183,160 @@ def _evaluates(run: Run, step: int | None = None) -> bool:
 
 def _evaluator(run: Run) -> Evaluator:
     """Of held-out data; without any, of the training data, for samples."""
-    return run.task.evaluator(run.config, run.corpus, _held_out(run) or "train", beside=True)
+    return run.task.evaluator(run.config, run.dataset, _held_out(run) or "train", beside=True)
 
 
-def _loop(state: TrainState, tools: Tools) -> None:
+def _loop(state: TrainState, context: TrainContext) -> None:
     """Steps until the end or until asked to stop."""
-    progress, steps = tools.progress, tools.run.config.training.steps
+    progress, steps = context.progress, context.run.config.training.steps
     first = int(state.step)
-    complete = not first or _look(first, state, tools, resumed=True)
+    complete = not first or _look(first, state, context, resumed=True)
     if first < steps:
-        complete = _to_the_end(first, state, tools)
+        complete = _to_the_end(first, state, context)
     else:
         progress.message(f"step {first} of {steps} is done already; raise Training.steps to go on")
-    with tools.phases.during("committing"):
-        tools.writer.wait()
+    with context.phases.during("committing"):
+        context.writer.wait()
     if not complete:
         raise Preempted(f"saved at step {max(first, steps)}, not evaluated; run the same again")
 
 
-def _to_the_end(first: int, state: TrainState, tools: Tools) -> bool:
+def _to_the_end(first: int, state: TrainState, context: TrainContext) -> bool:
     """Trains, if need be again; False where the look at the last step was cut short."""
-    with _phase("compiling", tools):
-        step_function = runs.compiled_step(tools.run)
+    with _phase("compiling", context):
+        program = runs.compiled_step(context.run)
     chosen = ", ".join(f"{op}: {name}" for op, name in dispatch.chosen().items())
-    tools.progress.note(f"implementations chosen by 'auto': {chosen or 'none'}")
+    context.progress.note(f"implementations chosen by 'auto': {chosen or 'none'}")
     while True:
         try:
-            return _steps(first, state, step_function, tools)
+            return _steps(first, state, program, context)
         except BadStep as error:
-            if not tools.bad.goes_back:
+            if not context.bad.goes_back:
                 raise
             bad = error.with_traceback(None)  # which would keep the state of that step
-        with _phase("restoring", tools):
-            state = restoring.go_back(bad, tools)
+        with _phase("restoring", context):
+            state = restoring.go_back(bad, context)
         first = int(state.step)
 
 
-def _steps(first: int, state: TrainState, step_function: runs.CompiledStep, tools: Tools) -> bool:
+def _steps(
+    first: int, state: TrainState, program: runs.CompiledStep, context: TrainContext
+) -> bool:
     """Trains from step `first` to the last; False where the look at that was cut short."""
-    run = tools.run
+    run = context.run
     t, every = run.config.training, run.config.checkpoint.every
     if first == t.steps:  # all that was left was left out
-        complete = _look(first, state, tools)
-        _save(state, tools)
+        complete = _look(first, state, context)
+        _save(state, context)
     rate = jax.jit(optimizer.learning_rate(run.config.optimizer, t.steps))
-    tools.phases.enter("stepping", first)
+    context.phases.enter("stepping", first)
     for step in range(first, t.steps):
-        if tools.bad.hop(step):
-            state, step = restoring.hop(step, state, tools)
-            return _steps(step, state, step_function, tools)
-        if tools.requests.stop():
-            _save(state, tools, wait=True)
+        if context.bad.skip_batches(step):
+            state, step = restoring.skip_batches(step, state, context)
+            return _steps(step, state, program, context)
+        if context.requests.stop():
+            _save(state, context, wait=True)
             raise Preempted(f"saved at step {step}; run the same command again to go on")
-        batch = next(tools.batches)
-        if not step_function.prepared(batch):
-            tools.progress.message("a batch of another length")
-            with _phase("compiling", tools):
-                step_function.prepare(batch)
+        batch = next(context.batches)
+        if not program.prepared(batch):
+            context.progress.message("a batch of another length")
+            with _phase("compiling", context):
+                program.prepare(batch)
         done = step + 1
-        tools.profile.before(done)
-        state, metrics = step_function(state, runs.put(run, batch), tools.meter.limit(done))
-        if tools.profile.after(done, metrics):
-            tools.progress.message(f"profile of steps {t.profile_at[0]} to {done} is written")
-        tools.meter.add(done, metrics)
+        context.profile.before(done)
+        state, metrics = program(state, runs.put(run, batch), context.accumulator.limit(done))
+        if context.profile.after(done, metrics):
+            context.progress.message(f"profile of steps {t.profile_at[0]} to {done} is written")
+        context.accumulator.add(done, metrics)
         share = t.batch_size // len(batch[0])  # of this process's devices
         flops = run.task.flops(run.config, batch)
-        tools.throughput.step(share * run.reader.positions(batch), flops and share * flops)
-        tools.writer.check()
-        tools.phases.moved(done)
-        tools.progress.step(done)
+        context.throughput.step(share * run.reader.positions(batch), flops and share * flops)
+        context.writer.check()
+        context.phases.moved(done)
+        context.progress.step(done)
         if step == first and done % t.log_every:
-            tools.progress.began(done, tools.meter.bits_per_token())
+            context.progress.began(done, context.accumulator.bits_per_token())
         last = done == t.steps
         if last or done % t.log_every == 0:
-            _report(done, rate, tools)
+            _report(done, rate, context)
         if _is_time(done, t.probe_every, t.steps):
-            _probe(done, state, tools)
-        complete = _look(done, state, tools)
+            _probe(done, state, context)
+        complete = _look(done, state, context)
         if last or (every and done % every == 0):
-            _save(state, tools)
-        if tools.requests.checkpoint():
-            _save(state, tools, wait=True)
-            tools.requests.saved(done)
-        if complete and _evaluates(run, done) and tools.requests.stop_after_evaluation():
-            _save(state, tools, wait=True)
-            tools.requests.stopped(done)
+            _save(state, context)
+        if context.requests.checkpoint():
+            _save(state, context, wait=True)
+            context.requests.saved(done)
+        if complete and _evaluates(run, done) and context.requests.stop_after_evaluation():
+            _save(state, context, wait=True)
+            context.requests.stopped(done)
             if not last:
                 raise Preempted(f"saved at step {done}; run the same command again to go on")
     return complete
 
 
-def _report(step: int, rate: Callable[[int], Array], tools: Tools) -> None:
+def _report(step: int, rate: Callable[[int], Array], context: TrainContext) -> None:
     """Adds an interval to metrics.jsonl and the progress bar."""
-    tools.meter.flush()
-    values, speed, skipped = tools.meter.report(), tools.throughput.rate(), tools.meter.skipped
-    if skipped or tools.run.config.training.on_bad_step != "stop":
+    context.accumulator.flush()
+    values, speed, skipped = (
+        context.accumulator.report(),
+        context.throughput.rate(),
+        context.accumulator.skipped,
+    )
+    if skipped or context.run.config.training.on_bad_step != "stop":
         values["train/skipped_steps"] = skipped
-    tools.metrics.write(
+    context.metrics.write(
         step,
         {
             **values,
             "train/learning_rate": float(rate(step - skipped)),
             "perf/tokens_per_second": speed.tokens_per_second,
             "perf/step_seconds": speed.step_seconds,
-            **utilization(speed.flops_per_second, tools.run.mesh),
-            "data/epoch": tools.run.reader.epoch(step),
+            **utilization(speed.flops_per_second, context.run.mesh),
+            "data/epoch": context.run.reader.epoch(step),
         },
     )
-    tools.progress.report(
+    context.progress.report(
         step,
         bits_per_token=values["train/bits_per_token"],
         tokens_per_second=speed.tokens_per_second,
-        seconds_left=tools.throughput.seconds_left(tools.run.config.training.steps - step),
+        seconds_left=context.throughput.seconds_left(context.run.config.training.steps - step),
     )
 
 
-def _probe(step: int, state: TrainState, tools: Tools) -> None:
+def _probe(step: int, state: TrainState, context: TrainContext) -> None:
     """Adds figures of the recurrent states and gates to metrics.jsonl."""
-    if tools.probe is None:
+    if context.probe is None:
         return
-    tools.meter.flush()
-    with tools.throughput.pause():
-        if values := tools.probe(state.params, state.carry):
-            tools.metrics.write(step, values)
+    context.accumulator.flush()
+    with context.throughput.pause():
+        if values := context.probe(state.params, state.carry):
+            context.metrics.write(step, values)
 
 
-def _look(step: int, state: TrainState, tools: Tools, *, resumed: bool = False) -> bool:
+def _look(step: int, state: TrainState, context: TrainContext, *, resumed: bool = False) -> bool:
     """Evaluates and samples where it is time to; False where a stop cut that short.
 
     Args:
       resumed: do only what an earlier stop cut short.
     """
-    run, metrics, t = tools.run, tools.metrics, tools.run.config.training
-    sample = tools.workdir.samples / f"{step:08d}.txt"
-    name = run.task.measure(run.corpus).name if resumed else ""
+    run, metrics, t = context.run, context.metrics, context.run.config.training
+    sample = context.workdir.samples / f"{step:08d}.txt"
+    name = run.task.primary_metric(run.dataset).name if resumed else ""
     evaluated = resumed and processes.of_first(metrics.has(step, f"eval/{SPLIT}/{name}"))
     sampled = resumed and processes.of_first(sample.exists())
     complete = True
-    if _evaluates(tools.run, step) and not evaluated:
-        complete = _evaluate(step, state, tools)
+    if _evaluates(context.run, step) and not evaluated:
+        complete = _evaluate(step, state, context)
     if _is_time(step, t.sample_every, t.steps) and not sampled:
-        complete = _sample(step, state, sample, tools) and complete
+        complete = _sample(step, state, sample, context) and complete
     return complete
 
 
 @contextlib.contextmanager
-def _phase(name: str, tools: Tools) -> Iterator[None]:
+def _phase(name: str, context: TrainContext) -> Iterator[None]:
     """What is no training, and does not count for its speed."""
-    with tools.phases.during(name), tools.throughput.pause():
+    with context.phases.during(name), context.throughput.pause():
         yield
 
 
@@ -338,63 +344,51 @@ def _is_time(step: int, every: int, steps: int) -> bool:
     return bool(every) and (step >= steps or step % every == 0)
 
 
-def _evaluate(step: int, state: TrainState, tools: Tools) -> bool:
+def _evaluate(step: int, state: TrainState, context: TrainContext) -> bool:
     """Reads held-out data as always, at the last step also the whole; False where a stop cut that
     short."""
-    tools.meter.flush()
-    last, read, found = step >= tools.run.config.training.steps, tools.evaluator, {}
+    context.accumulator.flush()
+    last, read, found = step >= context.run.config.training.steps, context.evaluator, {}
     headlines = []
-    with _phase("evaluating", tools):
+    with _phase("evaluating", context):
         for whole in (False, True) if last and read.partial else (last,):
             reading = read(
                 state.params, model_state=state.model_state, whole=whole,
-                stop=tools.requests.stop,
+                stop=context.requests.stop,
             )  # fmt: skip
             if reading is None:
                 return False
             if whole:
-                evaluations.write(tools.workdir, step, SPLIT, reading)
-            found |= evaluations.scalars(tools.run.task, read, SPLIT, reading.figures, whole)
-            headlines.append("whole: " * (whole and read.partial) + reading.headline)
-    tools.metrics.write(step, found)
-    tools.progress.evaluation(step, f"{SPLIT} {', '.join(headlines)}")
+                evaluations.write(context.workdir, step, SPLIT, reading)
+            found |= evaluations.scalars(context.run.task, read, SPLIT, reading.figures, whole)
+            headlines.append("whole: " * (whole and read.partial) + reading.summary)
+    context.metrics.write(step, found)
+    context.progress.evaluation(step, f"{SPLIT} {', '.join(headlines)}")
     return True
 
 
-def _sample(step: int, state: TrainState, path: Path, tools: Tools) -> bool:
+def _sample(step: int, state: TrainState, path: Path, context: TrainContext) -> bool:
     """Writes a text that the model draws."""
-    tools.meter.flush()
-    with _phase("sampling", tools):
-        text = tools.evaluator.sample(
-            state.params, step, tools.requests.stop, model_state=state.model_state
+    context.accumulator.flush()
+    with _phase("sampling", context):
+        text = context.evaluator.sample(
+            state.params, step, context.requests.stop, model_state=state.model_state
         )
     if text is not None:
-        workdirs.write_text(path, text, below=tools.workdir.path)
+        workdirs.write_text(path, text, below=context.workdir.path)
     return text is not None
 
 
-def _save(state: TrainState, tools: Tools, *, wait: bool = False) -> None:
+def _save(state: TrainState, context: TrainContext, *, wait: bool = False) -> None:
     """Starts a checkpoint of everything that a resumed run needs, or waits until it is there."""
-    tools.meter.flush()
-    with _phase("saving", tools):
+    context.accumulator.flush()
+    with _phase("saving", context):
         try:
-            tools.writer.save(int(state.step), state, _meta(tools))
+            context.writer.save(int(state.step), state, context.saved_metadata())
         except NonFiniteError as error:
-            if not tools.bad.goes_back:
+            if not context.bad.goes_back:
                 raise
             raise BadStep(int(state.step), "its update is not finite", str(error)) from error
     if wait:
-        with _phase("committing", tools):
-            tools.writer.wait()
-
-
-def _meta(tools: Tools) -> dict[str, object]:
-    run = tools.run
-    return {
-        "seed": run.config.training.seed,
-        "data": tools.batches.get_state(),
-        "meter": tools.meter.state(),
-        "config": saved_json(run.config),
-        "tokenizer": run.corpus.tokenizer.fingerprint,
-        "provenance": tools.provenance,
-    }
+        with _phase("committing", context):
+            context.writer.wait()

@@ -10,7 +10,7 @@ SILENT = ("starting", "compiling", "restoring", "seeking", "saving", "committing
 _STOPS = ("stepping", "evaluating", "sampling")  # in which it looks whether it is asked to stop
 
 
-class Moment(NamedTuple):
+class RunStatus(NamedTuple):
     """Where a run is.
 
     Attributes:
@@ -32,23 +32,23 @@ class Phases:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._listeners: list[Callable[[Moment], None]] = []
+        self._listeners: list[Callable[[RunStatus], None]] = []
         self._beside = ""
-        self._moment = Moment("starting", 0, clock())
+        self._moment = RunStatus("starting", 0, clock())
 
     @property
-    def now(self) -> Moment:
+    def now(self) -> RunStatus:
         """Where the run is."""
         return self._moment._replace(beside=self._beside)
 
-    def listen(self, listener: Callable[[Moment], None]) -> None:
+    def listen(self, listener: Callable[[RunStatus], None]) -> None:
         """Calls `listener` whenever another phase begins, before anything is done in it."""
         self._listeners.append(listener)
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Begins a phase."""
         done = self._moment.step if step is None else step
-        self._moment = Moment(phase, done, self._clock())
+        self._moment = RunStatus(phase, done, self._clock())
         self._tell()
 
     @contextlib.contextmanager

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from brt.drawing import curve, logarithmic, new_figure, png, smoothed
 from brt.errors import DataError
-from brt.tasks.report import Measure
+from brt.tasks.report import Metric
 from brt.training.metrics import read_metrics
 from brt.training.workdir import Workdir, check_writable, write_bytes
 
@@ -19,10 +19,10 @@ _TRAIN, _HELD_OUT, _YARDSTICK = "#4c78a8", ("#e4572e", "#2a9d62", "#a05195"), "#
 
 def draw(
     workdir: Workdir,
-    measure: Measure,
+    measure: Metric,
     *,
     units_per_token: float,
-    yardstick: Yardstick | None = None,
+    baseline: Yardstick | None = None,
 ) -> list[Path]:
     """Draws plots/ from metrics.jsonl.
 
@@ -30,7 +30,7 @@ def draw(
       workdir: the run's.
       measure: of how well the model predicts.
       units_per_token: units of the measure for each token of training.
-      yardstick: of the held-out data; drawn as a line.
+      baseline: of the held-out data; drawn as a line.
 
     Raises:
       DataError: no training step is recorded.
@@ -39,7 +39,7 @@ def draw(
     records = read_metrics(workdir.metrics)
     if not any(record.get("train/bits_per_token") is not None for record in records):
         raise DataError(f"{workdir.metrics} records no training step, so there is nothing to draw")
-    bits = _bits_figure(records, measure, units_per_token, yardstick)
+    bits = _bits_figure(records, measure, units_per_token, baseline)
     figures = {f"{measure.name}.png": bits, "optimization.png": _optimization_figure(records)}
     check_writable(workdir.plots, below=workdir.path)
     for name, figure in figures.items():
@@ -49,9 +49,9 @@ def draw(
 
 def _bits_figure(
     records: Sequence[Mapping[str, Any]],
-    measure: Measure,
+    measure: Metric,
     units_per_token: float,
-    yardstick: Yardstick | None,
+    baseline: Yardstick | None,
 ) -> Figure:
     figure, (axes,) = new_figure(1)
     tokens, train = curve(records, "train/bits_per_token")
@@ -69,8 +69,8 @@ def _bits_figure(
         split = name.split("/")[1].replace("_whole", ", whole")
         axes.plot(tokens, values, "o-", color=color, markersize=4, label=split)
         shown.append(values[len(values) // 20 :])
-    if yardstick:
-        name, value = yardstick
+    if baseline:
+        name, value = baseline
         label = f"{name} of the whole held-out text ({value:.2f})"
         axes.axhline(value, color=_YARDSTICK, linestyle="--", label=label)
         shown.append(np.array([value]))

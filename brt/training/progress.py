@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from brt import durable
 from brt.formatting import clock, short
-from brt.training.phases import Moment
+from brt.training.phases import RunStatus
 
 _USUAL = ("starting", "stepping")  # of which other lines speak
 _TIMED = ("restoring", "compiling")
@@ -90,9 +90,9 @@ class Progress:
         """A figure of the first step, so that nobody waits for the first interval."""
         self._show_figures(step, f"train {bits_per_token:.2f} bits/token")
 
-    def evaluation(self, step: int, headline: str) -> None:
+    def evaluation(self, step: int, summary: str) -> None:
         """The newest figure on held-out data; stays in the bar until the next one."""
-        self._evaluation = headline
+        self._evaluation = summary
         self.message(f"step {step}/{self._steps}  {self._evaluation}")
         self._refresh_bar(step)
 
@@ -105,7 +105,7 @@ class Progress:
         """Lines for log.txt alone."""
         self._write_log(text)
 
-    def phase(self, now: Moment) -> None:
+    def phase(self, now: RunStatus) -> None:
         """Says what begins ("compiling") before it does; of what nobody can foresee, what it took.
 
         On a terminal it stands behind the bar as long as it lasts.

@@ -50,7 +50,7 @@ def share(names: Names, shape: tuple[int, ...], replicas: int) -> PartitionSpec:
     return PartitionSpec()
 
 
-def shares(params: PyTree[Array], axes: Mapping[str, Names]) -> PyTree[PartitionSpec]:
+def optimizer_shards(params: PyTree[Array], axes: Mapping[str, Names]) -> PyTree[PartitionSpec]:
     """Of every parameter, by the names of its axes."""
 
     def of_leaf(path: tuple, leaf: Array) -> PartitionSpec:
@@ -60,9 +60,9 @@ def shares(params: PyTree[Array], axes: Mapping[str, Names]) -> PyTree[Partition
     return jax.tree.map_with_path(of_leaf, params)
 
 
-def shared(tree: PyTree[Array], shares: PyTree[PartitionSpec]) -> PyTree[Array]:
+def shared(tree: PyTree[Array], optimizer_shards: PyTree[PartitionSpec]) -> PyTree[Array]:
     """The same numbers, each where its share is."""
-    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shares)
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, optimizer_shards)
 
 
 def lanes_of(tree: PyTree[Array], names: PyTree[Names]) -> PyTree[PartitionSpec]:
@@ -84,14 +84,16 @@ def each(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callabl
     )  # fmt: skip
 
 
-def summed(tree: PyTree[Array], shares: PyTree[PartitionSpec] | None = None) -> PyTree[Array]:
+def summed(
+    tree: PyTree[Array], optimizer_shards: PyTree[PartitionSpec] | None = None
+) -> PyTree[Array]:
     """The sums over the replicas, or each one's share of them.
 
     CPUs send every array by itself, and what that costs is waiting: there all go as one.
     """
     with jax.named_scope("replicas"):
-        if shares is not None:
-            return jax.tree.map(_sum_of_share, tree, shares)
+        if optimizer_shards is not None:
+            return jax.tree.map(_sum_of_share, tree, optimizer_shards)
         if dispatch.backend() != "cpu" or rules.partitioned():
             return jax.lax.psum(tree, _AXIS)
         flat, whole = ravel_pytree(tree)

@@ -9,9 +9,9 @@ from brt.distributed import processes
 from brt.training import resuming
 from brt.training import run as runs
 from brt.training.bad_steps import BadStep
+from brt.training.context import TrainContext
 from brt.training.run import Run
 from brt.training.state import TrainState
-from brt.training.tools import Tools
 from brt.training.workdir import Workdir
 
 
@@ -31,33 +31,35 @@ def newest(
     return found, change
 
 
-def go_back(bad: BadStep, tools: Tools) -> TrainState:
+def go_back(bad: BadStep, context: TrainContext) -> TrainState:
     """What the newest checkpoint holds, or what the run began with; what came later is forgotten.
 
     Raises:
       NonFiniteError: it was done too often.
       CheckpointError: no checkpoint is whole.
     """
-    tools.writer.wait()
+    context.writer.wait()
     processes.wait_for_all("rollback")  # process 0 gives a checkpoint its name
-    found = resuming.newest(tools.workdir.checkpoints.parent)
+    found = resuming.newest(context.workdir.checkpoints.parent)
     if found is None:
-        state, meter = runs.new_state(tools.run, lambda line: None), None
+        state, accumulator = runs.new_state(context.run, lambda line: None), None
     else:
-        restored = reader.restore(tools.workdir.checkpoints, tools.run.abstract, found=found)
-        state, meter = restored.state, restored.meta["meter"]
+        restored = reader.restore(context.workdir.checkpoints, context.run.abstract, found=found)
+        state, accumulator = restored.state, restored.meta["meter"]
     step = int(state.step)
-    tools.progress.message(tools.bad.left_out(bad, step))
-    tools.meter.go_back(meter)
-    tools.metrics.go_back(step)
-    tools.batches.set_state({**tools.batches.get_state(), "step": step})
+    context.progress.message(context.bad.left_out(bad, step))
+    context.accumulator.go_back(accumulator)
+    context.metrics.go_back(step)
+    context.batches.set_state({**context.batches.get_state(), "step": step})
     return state
 
 
-def hop(step: int, state: TrainState, tools: Tools) -> tuple[TrainState, int]:
+def skip_batches(step: int, state: TrainState, context: TrainContext) -> tuple[TrainState, int]:
     """The same state behind the batches that are left out, and the step at which that is."""
-    ahead = min(tools.bad.hop(step), tools.run.config.training.steps)
-    tools.progress.message(f"steps {step + 1} to {ahead} are left out: bad_batches.jsonl says why")
-    tools.batches.set_state({**tools.batches.get_state(), "step": ahead})
-    tools.meter.skipped += ahead - step
-    return state._replace(step=runs.put_scalar(tools.run, np.int32(ahead))), ahead
+    ahead = min(context.bad.skip_batches(step), context.run.config.training.steps)
+    context.progress.message(
+        f"steps {step + 1} to {ahead} are left out: bad_batches.jsonl says why"
+    )
+    context.batches.set_state({**context.batches.get_state(), "step": ahead})
+    context.accumulator.skipped += ahead - step
+    return state._replace(step=runs.put_scalar(context.run, np.int32(ahead))), ahead

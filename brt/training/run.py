@@ -20,7 +20,7 @@ from brt.distributed import processes
 from brt.distributed.mesh import by_lane, replicated
 from brt.errors import NonFiniteError
 from brt.tasks import resolving
-from brt.tasks.protocol import Corpus, Task
+from brt.tasks.protocol import Dataset, Task
 from brt.tasks.weights import Weights
 from brt.training import compilation, replicas, warm_start
 from brt.training import optimizer as optimizers
@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
     config: Config
     task: Task
-    corpus: Corpus
+    dataset: Dataset
     reader: Reader
     weights: Weights | None
     mesh: jax.sharding.Mesh
@@ -74,8 +74,8 @@ def build(config: Config, *, saved: Found | None = None, progress: bool = True) 
     """
     compilation.use_cache()
     weights = _weights(config, saved)
-    config, corpus, reader = prepare(config, weights, progress=progress)
-    return Run(config, tasks.of(config), corpus, reader, weights, *shaped(config))
+    config, dataset, reader = prepare(config, weights, progress=progress)
+    return Run(config, tasks.of(config), dataset, reader, weights, *shaped(config))
 
 
 def without_data(config: Config) -> Shapes | None:
@@ -107,18 +107,18 @@ def shaped(config: Config, devices: Sequence[jax.Device] | None = None) -> Shape
 
 def prepare(
     config: Config, weights: Weights | None = None, *, progress: bool = True
-) -> tuple[Config, Corpus, Reader]:
+) -> tuple[Config, Dataset, Reader]:
     """The config with all written out, its data and their batches; raises as `build`."""
     task = tasks.of(config)
     if weights:
         config = warm_start.with_model(config, weights)
     tasks.check(config)
-    corpus = task.open(config, progress=progress)
+    dataset = task.open(config, progress=progress)
     if weights:
-        config = task.with_weights(config, weights, corpus.tokenizer)
-    config = task.resolve(config, corpus)
-    reader = task.reader(config, corpus)
-    return resolving.with_steps(config, reader.steps_per_epoch), corpus, reader
+        config = task.with_weights(config, weights, dataset.tokenizer)
+    config = task.resolve(config, dataset)
+    reader = task.reader(config, dataset)
+    return resolving.with_steps(config, reader.steps_per_epoch), dataset, reader
 
 
 def _weights(config: Config, saved: Found | None) -> Weights | None:

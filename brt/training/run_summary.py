@@ -60,19 +60,19 @@ def _existing(directory: str | None) -> str:
 
 def draw(run: Run, workdir: Workdir) -> Yardstick | None:
     """Draws plots/ if they are wanted; returns what they compare with."""
-    yardstick = run.task.yardstick(run.config, run.corpus)
+    baseline = run.task.baseline(run.config, run.dataset)
     if run.config.training.plots:
         from brt.training import plots  # matplotlib takes most of a second: not before training
 
-        units = run.task.units_per_token(run.corpus)
-        measure = run.task.measure(run.corpus)
-        plots.draw(workdir, measure, yardstick=yardstick, units_per_token=units)
-    return yardstick
+        units = run.task.units_per_token(run.dataset)
+        measure = run.task.primary_metric(run.dataset)
+        plots.draw(workdir, measure, baseline=baseline, units_per_token=units)
+    return baseline
 
 
 def finish(run: Run, workdir: Workdir, begin: float) -> str:
     """Draws the plots; returns the last report, where everything is and what to type next."""
-    yardstick, measure = draw(run, workdir), run.task.measure(run.corpus)
+    baseline, measure = draw(run, workdir), run.task.primary_metric(run.dataset)
     records = read_metrics(workdir.metrics)
     tokens = next((r["data/tokens"] for r in reversed(records) if "data/tokens" in r), 0)
     step = (steps(workdir.checkpoints) or [0])[-1]
@@ -82,7 +82,7 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
         tag = f"eval/{split}/{measure.name}"
         values = [record[tag] for record in records if record.get(tag) is not None]
         if values:
-            beside = f" ({yardstick[0]}: {yardstick[1]:.3f})" if yardstick else ""
+            beside = f" ({baseline[0]}: {baseline[1]:.3f})" if baseline else ""
             lines.append(f"{SPLIT}: {values[-1]:.3f} {measure.title}{beside}")
             break
     lines += changes(workdir)
@@ -136,7 +136,7 @@ def _places(run: Run, workdir: Workdir) -> list[str]:
 
 def _next_steps(run: Run, path: str) -> list[str]:
     """Those of the task, on a split that there is."""
-    split = next((name for name in ("test", SPLIT, "train") if name in run.corpus.splits), "train")
+    split = next((name for name in ("test", SPLIT, "train") if name in run.dataset.splits), "train")
     return [step.replace("--split=test", f"--split={split}") for step in run.task.next_steps(path)]
 
 

@@ -14,7 +14,7 @@ from brt.config import Config
 from brt.config_io import config_from_json, to_read_with
 from brt.distributed import mesh as meshes
 from brt.errors import ConfigError, DataError
-from brt.tasks.protocol import Corpus
+from brt.tasks.protocol import Dataset
 from brt.tasks.weights import Tokenizer
 from brt.training import compilation, kept, resuming
 from brt.training.resuming import check_resumable
@@ -112,7 +112,7 @@ def tokenizer(model: SavedModel) -> Tokenizer:
     return kept.tokenizer(model.workdir, tasks.of(model.config), model.meta["tokenizer"])
 
 
-def open_split(model: SavedModel, split: str) -> Corpus:
+def open_split(model: SavedModel, split: str) -> Dataset:
     """The data of one split as the model's config names them, read by the run's tokenizer.
 
     Raises:
@@ -132,14 +132,14 @@ def open_split(model: SavedModel, split: str) -> Corpus:
         )
     before = kept.read(model.workdir) if trained == now else kept.Kept()
     known = Path(before.directory) if before.directory else None
-    corpus = task.open_split(config, split, tokenizer(model), known=known)
-    if corpus.tokenizer.fingerprint != model.meta["tokenizer"]:
-        raise kept.another_tokenizer(model.workdir, model.meta["tokenizer"], corpus.tokenizer)
+    dataset = task.open_split(config, split, tokenizer(model), known=known)
+    if dataset.tokenizer.fingerprint != model.meta["tokenizer"]:
+        raise kept.another_tokenizer(model.workdir, model.meta["tokenizer"], dataset.tokenizer)
     was = before.splits.get(split, {})
-    if was.get("held_out") and was["sha256"] != corpus.split(split).fingerprint:
+    if was.get("held_out") and was["sha256"] != dataset.split(split).fingerprint:
         raise DataError(
             f"{split} is {was['held_out']}, which is not what {model.workdir.path} was trained "
             f"on, so that other data would be held out; restore it, or name "
             f"{type(now).__name__}.{split}"
         )
-    return corpus
+    return dataset

@@ -79,7 +79,7 @@ def _of_all_lanes(
     batch: Any,
     key: Array,
     config: Config,
-    shares: PyTree[PartitionSpec] | None,
+    optimizer_shards: PyTree[PartitionSpec] | None,
 ) -> tuple[Aux, PyTree[Array]]:
     """As `_accumulated`, of the lanes of all replicas, each with its share of the gradients; what
     is learned without gradients may depend on all of them at once, and leaves it to the compiler.
@@ -90,17 +90,19 @@ def _of_all_lanes(
     def own(params: PyTree[Array], carry: PyTree[Array], batch: Any, key: Array) -> tuple:
         aux, gradients = _accumulated(state._replace(params=params), carry, batch, key, config)
         sums = aux.nats, aux.count, aux.metrics
-        if shares is None:
+        if optimizer_shards is None:
             *sums, gradients = replicas.summed((*sums, gradients))
         else:
-            sums, gradients = replicas.summed(sums), replicas.summed(gradients, shares)
+            sums, gradients = replicas.summed(sums), replicas.summed(gradients, optimizer_shards)
         nats, count, metrics = sums
         means = jax.tree.map(lambda x: x / replicas.number(), metrics)
         return (nats, count, means, gradients), aux.carry
 
     whole, lanes = PartitionSpec(), replicas.lanes_of(carry, tasks.of(config).carry_axes(config))
     (nats, count, metrics, gradients), carry = replicas.each(
-        own, (whole, lanes, replicas.LANES, whole), ((whole, whole, whole, shares or whole), lanes)
+        own,
+        (whole, lanes, replicas.LANES, whole),
+        ((whole, whole, whole, optimizer_shards or whole), lanes),
     )(state.params, carry, batch, key)
     return Aux(nats, count, carry, state.model_state, metrics), gradients
 
@@ -124,13 +126,13 @@ def train_step(
       limit: of the loss, above which a step is skipped where Training.on_bad_step says so.
     """
     key = jax.random.fold_in(jax.random.fold_in(key, DROPOUT), state.step)
-    carry, params, shares = jax.lax.stop_gradient(state.carry), state.params, None
+    carry, params, optimizer_shards = jax.lax.stop_gradient(state.carry), state.params, None
     if replicas.share_state(config.optimizer):
-        shares = replicas.shares(params, parameter_axes(config))
-    aux, gradients = _of_all_lanes(state, carry, batch, key, config, shares)
+        optimizer_shards = replicas.optimizer_shards(params, parameter_axes(config))
+    aux, gradients = _of_all_lanes(state, carry, batch, key, config, optimizer_shards)
     with jax.named_scope("optimizer"):
-        if shares is not None:
-            params, gradients = (replicas.shared(x, shares) for x in (params, gradients))
+        if optimizer_shards is not None:
+            params, gradients = (replicas.shared(x, optimizer_shards) for x in (params, gradients))
         gradients = jax.tree.map(lambda g: g / jnp.maximum(aux.count, 1.0), gradients)
         moments = state.optimizer
         if config.optimizer.offload:
@@ -140,8 +142,10 @@ def train_step(
         if config.optimizer.offload and not skip:
             after = jax.device_put(after, jax.memory.Space.Host)
         params = optax.apply_updates(params, updates)
-        if shares is not None:
-            params = replicas.shared(params, shares)  # and then gathered, as they lie in the state
+        if optimizer_shards is not None:
+            params = replicas.shared(
+                params, optimizer_shards
+            )  # and then gathered, as they lie in the state
     metrics = StepMetrics(aux.nats, aux.count, optax.tree.norm(gradients), aux.metrics)
     learnt = tasks.of(config).settled(config, aux.model_state)
     new = TrainState(state.step + 1, params, after, aux.carry, learnt)

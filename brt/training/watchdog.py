@@ -14,7 +14,7 @@ import jax
 from brt import durable
 from brt.distributed import processes
 from brt.training import heartbeat
-from brt.training.phases import SILENT, Moment, Phases
+from brt.training.phases import SILENT, Phases, RunStatus
 from brt.training.workdir import Workdir
 
 HUNG = 70  # exit code: EX_SOFTWARE of sysexits.h
@@ -85,7 +85,7 @@ def watching(phases: Phases, seconds: float, stacks: Path) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _end(now: Moment, still: float, stacks: Path) -> None:
+def _end(now: RunStatus, still: float, stacks: Path) -> None:
     what = f"no sign of life for {still:.0f} s while {_described(now)}"
     farewell = threading.Thread(target=processes.say_goodbye, args=[what], daemon=True)
     farewell.start()
@@ -104,5 +104,5 @@ def _end(now: Moment, still: float, stacks: Path) -> None:
     os._exit(HUNG)
 
 
-def _described(now: Moment) -> str:
+def _described(now: RunStatus) -> str:
     return f"{now.phase} after step {now.step}"

@@ -69,10 +69,10 @@ def test_a_corpus_keeps_the_file(file, tmp_path):
     (tmp_path / "a.txt").write_text("a text of its own")
     data = Data(train=(f"{tmp_path}/a.txt",), validation=(), test=(), tokenizer=str(file),
                 validation_fraction=0.0, test_fraction=0.0, cache_dir=str(tmp_path))  # fmt: skip
-    corpus = preparation.prepare(data, progress=False)
-    assert corpus.tokenizer.fingerprint == tokenizers.load(str(file)).fingerprint
-    assert (corpus.directory / "tokenizer.json").read_bytes() == file.read_bytes()
-    text = corpus.tokenizer.decode_bytes(corpus.split("train").document(0))
+    dataset = preparation.prepare(data, progress=False)
+    assert dataset.tokenizer.fingerprint == tokenizers.load(str(file)).fingerprint
+    assert (dataset.directory / "tokenizer.json").read_bytes() == file.read_bytes()
+    text = dataset.tokenizer.decode_bytes(dataset.split("train").document(0))
     assert text == b"a text of its own"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from brt.config import Data
 from brt.data import preparation, rows
-from brt.data.preparation import Corpus
+from brt.data.preparation import Dataset
 from brt.data.rows import ragged
 from brt.errors import DataError
 
@@ -26,36 +26,36 @@ def prepared(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def corpus(prepared: Path, tmp_path: Path) -> Path:
+def dataset(prepared: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(prepared, tmp_path / "corpus"))
 
 
-def read_all(directory: Path) -> Corpus:
+def read_all(directory: Path) -> Dataset:
     """Opens a corpus and asks for all that others ask of it."""
-    corpus = preparation.open_corpus(directory)
-    preparation.summary(corpus)
-    corpus.described()
-    store = corpus.split("train")
+    dataset = preparation.open_corpus(directory)
+    preparation.summary(dataset)
+    dataset.described()
+    store = dataset.split("train")
     assert store.fingerprint and store.vocab_size > store.bos_id >= 0
     assert sum(len(store.document(i)) for i in range(len(store))) == store.lengths.sum()
-    return corpus
+    return dataset
 
 
 @pytest.mark.parametrize("name", ["corpus.json", "train/manifest.json", "train/documents.npz"])
-def test_a_bit_that_is_another_is_one_sentence_or_changes_nothing_that_is_read(name, corpus):
-    path = corpus / name
+def test_a_bit_that_is_another_is_one_sentence_or_changes_nothing_that_is_read(name, dataset):
+    path = dataset / name
     good = path.read_bytes()
     refused = 0
     for place in range(0, len(good), 11):
         path.write_bytes(good[:place] + bytes([good[place] ^ (1 << place % 8)]) + good[place + 1 :])
         try:
-            read_all(corpus)
+            read_all(dataset)
         except DataError as error:
             refused += 1
             assert "\n" not in str(error)
     assert refused > 20
     path.write_bytes(good)
-    read_all(corpus)
+    read_all(dataset)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,11 @@ def test_a_bit_that_is_another_is_one_sentence_or_changes_nothing_that_is_read(n
     ],
     ids=lambda x: str(x)[:20],
 )
-def test_what_a_corpus_says_is_checked(change, said, corpus):
-    path = corpus / "corpus.json"
+def test_what_a_corpus_says_is_checked(change, said, dataset):
+    path = dataset / "corpus.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(DataError, match=rf"is damaged \(.*{said}.*\); delete .*prepare it again"):
-        read_all(corpus)
+        read_all(dataset)
 
 
 @pytest.mark.parametrize(
@@ -97,18 +97,18 @@ def test_what_a_corpus_says_is_checked(change, said, corpus):
     ],
     ids=lambda x: str(x)[:20],
 )
-def test_columns_that_do_not_fit_are_refused(change, said, corpus):
-    path = corpus / "train" / "documents.npz"
+def test_columns_that_do_not_fit_are_refused(change, said, dataset):
+    path = dataset / "train" / "documents.npz"
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
     np.savez(path, **{**arrays, **change})
     with pytest.raises(DataError, match=rf"train is damaged \(({said}).*\); delete .* and prepare"):
-        read_all(corpus)
+        read_all(dataset)
 
 
-def test_memory_is_asked_for_what_a_file_can_hold(corpus):
+def test_memory_is_asked_for_what_a_file_can_hold(dataset):
     """Also where header and directory agree on terabytes."""
-    path = corpus / "train" / "documents.npz"
+    path = dataset / "train" / "documents.npz"
     header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (500000000000,), }"
     member = b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header
     with zipfile.ZipFile(path, "a") as archive:
@@ -117,7 +117,7 @@ def test_memory_is_asked_for_what_a_file_can_hold(corpus):
             len(member) + 4 * 10**12
         )
     with pytest.raises(DataError, match=r"train is damaged \(it claims more bytes than it has"):
-        read_all(corpus)
+        read_all(dataset)
 
 
 def test_a_damaged_cache_says_so(tmp_path):

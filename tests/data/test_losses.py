@@ -72,10 +72,10 @@ def test_what_keeps_every_byte_loses_none(name: str, tmp_path: Path) -> None:
         train=(str(tmp_path / "a.txt"),), tokenizer=name, validation_fraction=0.0,
         test_fraction=0.0, cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
-    corpus = preparation.prepare(data, progress=False)
-    assert corpus.split("train").lost_bytes == 0
-    assert "loses" not in preparation.summary(corpus)
-    assert LanguageModeling().measure(corpus) == BITS_PER_BYTE
+    dataset = preparation.prepare(data, progress=False)
+    assert dataset.split("train").lost_bytes == 0
+    assert "loses" not in preparation.summary(dataset)
+    assert LanguageModeling().primary_metric(dataset) == BITS_PER_BYTE
 
 
 def test_loss_is_told_and_training_is_measured_by_token(
@@ -87,12 +87,12 @@ def test_loss_is_told_and_training_is_measured_by_token(
         train=(str(tmp_path / "a.txt"),), validation=(str(tmp_path / "b.txt"),),
         tokenizer=str(tmp_path / "a.model"), test_fraction=0.0, cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
-    corpus, task = preparation.prepare(data), LanguageModeling()
+    dataset, task = preparation.prepare(data), LanguageModeling()
     size = len((CHINESE * 9).encode())
     assert f"loses {size} of {size} bytes" in capsys.readouterr().err
-    assert f"validation: the tokenizer loses {size} of" in preparation.summary(corpus)
-    assert task.measure(corpus) == BITS_PER_TOKEN and task.units_per_token(corpus) == 1
-    assert task.yardstick(config.Config(), corpus) is None
+    assert f"validation: the tokenizer loses {size} of" in preparation.summary(dataset)
+    assert task.primary_metric(dataset) == BITS_PER_TOKEN and task.units_per_token(dataset) == 1
+    assert task.baseline(config.Config(), dataset) is None
 
 
 def test_a_store_that_nobody_counted_is_counted_by_its_tokens(

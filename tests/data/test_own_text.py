@@ -9,7 +9,7 @@ import pytest
 
 from brt import config
 from brt.data import preparation, sources, tokenizers
-from brt.data.preparation import Corpus
+from brt.data.preparation import Dataset
 from brt.errors import DataError
 
 Make = Callable[..., config.Data]
@@ -39,14 +39,14 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def texts(corpus: Corpus) -> dict[str, list[str]]:
+def texts(dataset: Dataset) -> dict[str, list[str]]:
     return {
-        split: [tokenizers.decode(corpus.tokenizer, store.document(i)) for i in range(len(store))]
-        for split, store in corpus.splits.items()
+        split: [tokenizers.decode(dataset.tokenizer, store.document(i)) for i in range(len(store))]
+        for split, store in dataset.splits.items()
     }
 
 
-def prepare(section: config.Data, progress: bool = False) -> Corpus:
+def prepare(section: config.Data, progress: bool = False) -> Dataset:
     return preparation.prepare(section, progress=progress)
 
 
@@ -54,18 +54,18 @@ def test_the_end_of_one_file_is_held_out_at_paragraphs(
     data: Make, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     text = book(1, 300)
-    corpus = prepare(data(write(tmp_path / "input.txt", text)), progress=True)
-    (train,), (validation,), (test,) = (texts(corpus)[s] for s in ("train", "validation", "test"))
+    dataset = prepare(data(write(tmp_path / "input.txt", text)), progress=True)
+    (train,), (validation,), (test,) = (texts(dataset)[s] for s in ("train", "validation", "test"))
     assert train + validation + test == text
     assert train.endswith("\n\n") and validation.endswith("\n\n")
     for part in (validation, test):
         assert 0.03 < len(part) / len(text) < 0.07
     place = len(train)
-    assert corpus.split("train").names == (f"{tmp_path}/input.txt[:{place}]",)
-    assert corpus.split("test").names == (f"{tmp_path}/input.txt[{place + len(validation)}:]",)
+    assert dataset.split("train").names == (f"{tmp_path}/input.txt[:{place}]",)
+    assert dataset.split("test").names == (f"{tmp_path}/input.txt[{place + len(validation)}:]",)
     said = "5% of each document of Data.train, at its end"
     assert f"prepared validation ({said}): 1 document," in capsys.readouterr().err
-    assert corpus.described()["test"]["held_out"] == said
+    assert dataset.described()["test"]["held_out"] == said
 
 
 def test_text_beyond_a_chunk_and_without_paragraphs(
@@ -134,8 +134,8 @@ def test_directories_of_code_are_read_and_what_is_not_is_counted(
     ):
         write(place / name, "{\n}")
     write(place / "__init__.py", "")
-    corpus = prepare(data(place), progress=True)
-    assert sum(map(len, corpus.splits.values())) == 4
+    dataset = prepare(data(place), progress=True)
+    assert sum(map(len, dataset.splits.values())) == 4
     said = capsys.readouterr().err
     assert f"of {place} these files are not read: 2 *.csv, " in said
     assert all(f"1 {what}" in said for what in ("*.png", "*.json", "no suffix", "empty"))

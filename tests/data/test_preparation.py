@@ -33,20 +33,20 @@ def prepare(data, output=None):
     return preparation.prepare(data, output, progress=False)
 
 
-def texts(corpus):
+def texts(dataset):
     return {
-        split: [tokenizers.decode(corpus.tokenizer, store.document(i)) for i in range(len(store))]
-        for split, store in corpus.splits.items()
+        split: [tokenizers.decode(dataset.tokenizer, store.document(i)) for i in range(len(store))]
+        for split, store in dataset.splits.items()
     }
 
 
 def test_the_embedded_novels(tmp_path):
-    corpus = prepare(config.Data(cache_dir=str(tmp_path)))
-    assert {split: len(store) for split, store in corpus.splits.items()} == {
+    dataset = prepare(config.Data(cache_dir=str(tmp_path)))
+    assert {split: len(store) for split, store in dataset.splits.items()} == {
         "train": 3, "validation": 1, "test": 1,
     }  # fmt: skip
-    assert corpus.split("train").tokens.size == 317783 + 684034 + 360517
-    assert corpus.tokenizer.name == "bytes"
+    assert dataset.split("train").tokens.size == 317783 + 684034 + 360517
+    assert dataset.tokenizer.name == "bytes"
 
 
 def test_splits_share_the_documents(data, books):
@@ -60,10 +60,10 @@ def test_splits_share_the_documents(data, books):
 
 
 def test_a_split_without_documents_is_absent(data):
-    corpus = prepare(data(validation_fraction=0.0, test_fraction=0.0))
-    assert [*corpus.splits] == ["train"]
+    dataset = prepare(data(validation_fraction=0.0, test_fraction=0.0))
+    assert [*dataset.splits] == ["train"]
     with pytest.raises(DataError, match="has no test documents, only train; name .* Data.test"):
-        corpus.split("test")
+        dataset.split("test")
 
 
 def test_jsonl_documents_are_shared_too(data, tmp_path):
@@ -125,11 +125,11 @@ def test_a_changed_tokenizer_is_another_store(data, tmp_path):
 def test_the_tokenizer_is_trained_on_the_train_split_only(data, books, tmp_path):
     held_out = tmp_path / "held_out.txt"
     held_out.write_text("zyxwzyxwzyxw " * 400)
-    corpus = prepare(data(validation=(str(held_out),), tokenizer="train:320"))
-    assert texts(corpus)["validation"] == [held_out.read_text()]
-    model = (corpus.directory / "tokenizer.model").read_bytes()
+    dataset = prepare(data(validation=(str(held_out),), tokenizer="train:320"))
+    assert texts(dataset)["validation"] == [held_out.read_text()]
+    model = (dataset.directory / "tokenizer.model").read_bytes()
     assert b"zyx" not in model and b"words" in model
-    assert preparation.read_manifest(corpus.directory)["tokenizer"]["coverage"]["fraction"] == 1
+    assert preparation.read_manifest(dataset.directory)["tokenizer"]["coverage"]["fraction"] == 1
 
 
 def test_a_text_in_two_splits_is_refused(data, books, tmp_path):
@@ -186,9 +186,9 @@ def test_a_failed_preparation_leaves_nothing(data, books, tmp_path):
 def test_preparing_twice_at_the_same_time(data, tmp_path):
     with ThreadPoolExecutor(4) as pool:
         found = [*pool.map(prepare, [data(tokenizer="train:300")] * 4)]
-    assert len({corpus.directory for corpus in found}) == 1
+    assert len({dataset.directory for dataset in found}) == 1
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [found[0].directory.name]
-    assert all(texts(corpus) == texts(found[0]) for corpus in found)
+    assert all(texts(dataset) == texts(found[0]) for dataset in found)
 
 
 def test_progress_is_one_line_per_split_without_a_terminal(data, capsys):

@@ -100,7 +100,7 @@ def data(tmp_path: Path) -> Data:
 def test_bad_documents_are_named_beside_what_is_prepared(
     data: Data, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def prepared(most: int) -> preparation.Corpus:
+    def prepared(most: int) -> preparation.Dataset:
         section = Data(train=data.train, cache_dir=data.cache_dir, max_bad_records=most)
         return preparation.prepare(section)
 

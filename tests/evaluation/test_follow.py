@@ -42,11 +42,11 @@ def run(tmp_path_factory: pytest.TempPathFactory, random_params: Callable) -> Wo
         checkpoint=Checkpoint(keep=9),
         evaluation=Evaluation(batch_size=1),
     )  # fmt: skip
-    corpus = preparation.prepare(config.data)
-    tokenizer, config = corpus.tokenizer, tasks.of(config).resolve(config, corpus)
+    dataset = preparation.prepare(config.data)
+    tokenizer, config = dataset.tokenizer, tasks.of(config).resolve(config, dataset)
     workdir = workdirs.create(directory / "workdir")
     workdirs.write_json(workdir.config_json, config_json(config))
-    kept.keep(workdir, corpus)
+    kept.keep(workdir, dataset)
     meta = {"config": config_json(config), "tokenizer": tokenizer.fingerprint}
     with CheckpointWriter(workdir.checkpoints, keep=9) as writer:
         for step in STEPS:

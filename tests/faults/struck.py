@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from brt.training import watchdog
-from brt.training.phases import Moment, Phases
+from brt.training.phases import Phases, RunStatus
 
 
 def send(number: int) -> None:
@@ -76,7 +76,7 @@ def main() -> None:
 def strike(phase: str, count: int, fault: object) -> None:
     make, seen = Phases.__init__, []
 
-    def heard(now: Moment) -> None:
+    def heard(now: RunStatus) -> None:
         unwatched = fault is hang and not _watched  # for good: nobody would ever end it
         if phase in (now.phase, now.beside) and not unwatched:
             seen.append(now)

@@ -24,14 +24,14 @@ def test_the_cache_is_read_where_a_document_goes_on_and_kept_for_the_next_segmen
     keys, values = past.joined(projections)
     np.testing.assert_array_equal(keys[0, :, 0, 0], [-100, -99, 0, 1, 2, 3, 4, 5])
     np.testing.assert_array_equal(values[0, :, 0, 0], [-200, -199, 0, -1, -2, -3, -4, -5])
-    np.testing.assert_array_equal(past.readable, [[True, True, False], [False, False, True]])
+    np.testing.assert_array_equal(past.cache_mask, [[True, True, False], [False, False, True]])
     np.testing.assert_array_equal(after.keys, tokens[:, 4:])
     np.testing.assert_array_equal(after.values, -tokens[:, 4:])
     assert after.valid.all()
 
     vanilla = dataclasses.replace(MODEL, cache=False, mask_empty_cache=False)
     past, same = with_cache(vanilla, state, projections, start)
-    assert not past.readable.any()
+    assert not past.cache_mask.any()
     jax.tree.map(np.testing.assert_array_equal, same, after)
 
     parity = dataclasses.replace(MODEL, mask_empty_cache=False)

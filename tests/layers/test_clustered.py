@@ -13,7 +13,7 @@ from brt.config import Attention, Config, Mesh, Model
 from brt.distributed.mesh import build
 from brt.errors import ConfigError
 from brt.layers.clustered import ClusteredLayer, ClusteredState, new_clustered_state
-from brt.layers.kinds import KINDS, graft
+from brt.layers.kinds import KINDS, replace_parts
 from brt.layers.state import cut_gradient
 
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
@@ -120,9 +120,9 @@ def test_the_past_is_a_part_of_the_state_by_itself(params: Any) -> None:
     _, other = read(params, inputs(2), new_state())
     kind = KINDS["clustered"]
     assert set(kind.parts) == {"cache", "memory"}
-    without_past = graft(kind, one, new_state(), ["memory"])
+    without_past = replace_parts(kind, one, new_state(), ["memory"])
     assert without_past.window.valid.all() and not without_past.filled.any()
-    grafted = graft(kind, one, other, ["memory"])
+    grafted = replace_parts(kind, one, other, ["memory"])
     np.testing.assert_array_equal(grafted.rest, other.rest)
     np.testing.assert_array_equal(grafted.window.values, one.window.values)
     y, _ = read(params, inputs(), one)

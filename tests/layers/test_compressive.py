@@ -12,7 +12,7 @@ import pytest
 from brt.config import Model
 from brt.errors import ConfigError
 from brt.layers.compressive import CompressedState, CompressiveLayer, new_compressed_state
-from brt.layers.kinds import KINDS, graft
+from brt.layers.kinds import KINDS, replace_parts
 from brt.models.flops import forward_flops_per_token
 from brt.ops.compression import Convolution, compress, slots_before
 
@@ -71,8 +71,8 @@ def test_neighbours_become_one_by_hand() -> None:
 
 
 def test_blocks_find_the_slots_of_their_document_that_fit() -> None:
-    readable = jnp.array([[True, True, True], [False, True, True], [True, False, True]])
-    found = slots_before(jnp.array([3, 5, 6]), readable, added=2, size=6)
+    cache_mask = jnp.array([[True, True, True], [False, True, True], [True, False, True]])
+    found = slots_before(jnp.array([3, 5, 6]), cache_mask, added=2, size=6)
     np.testing.assert_array_equal(found, [[3, 5, 6, 6], [0, 0, 2, 4], [6, 0, 0, 2]])
 
 
@@ -236,12 +236,12 @@ def test_slots_are_a_part_of_the_state_by_themselves(params: Any) -> None:
     one, other = (read(params, inputs(seed), new_state())[1] for seed in (1, 2))
     kind = KINDS["compressive"]
     assert set(kind.parts) == {"cache", "memory"}
-    grafted = graft(kind, one, other, ["memory"])
+    grafted = replace_parts(kind, one, other, ["memory"])
     np.testing.assert_array_equal(grafted.window.keys, one.window.keys)
     y = read(params, inputs(), one)[0]
-    for changed in (grafted, graft(kind, one, new_state(), ["memory"])):
+    for changed in (grafted, replace_parts(kind, one, new_state(), ["memory"])):
         assert np.abs(read(params, inputs(), changed)[0] - y).max() > 1e-3
-    without = graft(kind, one, new_state(), ["cache"])  # what is before it is out of reach
+    without = replace_parts(kind, one, new_state(), ["cache"])  # what is before it is out of reach
     fresh = read(params, inputs(), new_state())[0]
     np.testing.assert_array_equal(read(params, inputs(), without)[0], fresh)
 

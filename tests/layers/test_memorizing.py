@@ -10,7 +10,7 @@ import pytest
 
 from brt.config import Mesh, Model
 from brt.distributed.mesh import build
-from brt.layers.kinds import KINDS, graft
+from brt.layers.kinds import KINDS, replace_parts
 from brt.layers.memorizing import (
     MemorizingLayer,
     MemoryState,
@@ -161,11 +161,11 @@ def test_the_memory_is_a_part_of_the_state_by_itself(params: Any) -> None:
     _, other = read(params, inputs(2), new_state())
     kind = KINDS["memorizing"]
     assert set(kind.parts) == {"cache", "memory"}
-    forgetful = graft(kind, one, new_state(), ["memory", "state"])
+    forgetful = replace_parts(kind, one, new_state(), ["memory", "state"])
     assert forgetful.window.valid.all() and not forgetful.length.any()
-    without = graft(kind, one, new_state(), ["cache"])
+    without = replace_parts(kind, one, new_state(), ["cache"])
     assert not without.window.valid.any() and without.length.tolist() == [TOKENS, TOKENS]
-    grafted = graft(kind, one, other, ["memory"])
+    grafted = replace_parts(kind, one, other, ["memory"])
     np.testing.assert_array_equal(grafted.values, other.values)
     np.testing.assert_array_equal(grafted.window.values, one.window.values)
     y, _ = read(params, inputs(), one)

@@ -10,7 +10,7 @@ import pytest
 
 from brt.config import Model
 from brt.errors import ConfigError
-from brt.layers.kinds import KINDS, graft
+from brt.layers.kinds import KINDS, replace_parts
 from brt.layers.routing import RoutedState, RoutingLayer, new_routed_state, new_routing
 from brt.models.flops import forward_flops_per_token
 from brt.ops.routed_attention import Statistics
@@ -116,10 +116,13 @@ def test_rings_are_a_part_of_the_state_by_themselves(params: Any) -> None:
     one, other = (read(params, inputs(seed), new_state())[1] for seed in (1, 2))
     kind = KINDS["routing"]
     assert set(kind.parts) == {"cache", "memory"}
-    grafted = graft(kind, one, other, ["memory"])
+    grafted = replace_parts(kind, one, other, ["memory"])
     np.testing.assert_array_equal(grafted.window.keys, one.window.keys)
     y = read(params, inputs(), one)[0]
-    for changed in (grafted, *(graft(kind, one, new_state(), [part]) for part in kind.parts)):
+    for changed in (
+        grafted,
+        *(replace_parts(kind, one, new_state(), [part]) for part in kind.parts),
+    ):
         assert np.abs(read(params, inputs(), changed)[0] - y).max() > 1e-3
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from brt.config import Model
-from brt.layers.kinds import KINDS, graft
+from brt.layers.kinds import KINDS, replace_parts
 from brt.layers.recurrent import RecurrentState
 from brt.layers.stack import parts
 from brt.layers.state import WindowState, cut_gradient, zero_where_invalid
@@ -47,7 +47,7 @@ def test_the_parts_are_all_that_a_state_is_and_can_be_exchanged_one_by_one(name:
     donor = jax.tree.map(lambda x: x + 1 if x.dtype != bool else ~x, state)
     changed = [
         {i for i, (a, b) in enumerate(zip(*map(jax.tree.leaves, pair), strict=True)) if a is not b}
-        for pair in ((state, graft(kind, state, donor, [part])) for part in kind.parts)
+        for pair in ((state, replace_parts(kind, state, donor, [part])) for part in kind.parts)
     ]
     assert set().union(*changed) == set(range(len(jax.tree.leaves(state))))
     assert sum(map(len, changed)) == len(jax.tree.leaves(state)), "no array has two names"

@@ -10,7 +10,7 @@ import pytest
 
 from brt.config import Model
 from brt.errors import ConfigError
-from brt.layers.kinds import KINDS, graft
+from brt.layers.kinds import KINDS, replace_parts
 from brt.layers.state import Stream
 from brt.layers.summary import LongSummaryLayer, LongSummaryState, new_long_summary_state
 from brt.models import decoder
@@ -189,9 +189,9 @@ def test_memories_are_parts_of_the_state_and_there_is_no_cache(params: Any) -> N
     one, other = (read(params, inputs(seed), new_state())[1] for seed in (1, 2))
     kind = KINDS["long_summary"]
     assert set(kind.parts) == {"state", "memory"} and set(KINDS["summary"].parts) == {"state"}
-    jax.tree.map(np.testing.assert_array_equal, graft(kind, one, other, ["cache"]), one)
+    jax.tree.map(np.testing.assert_array_equal, replace_parts(kind, one, other, ["cache"]), one)
     for part in kind.parts:
-        changed = graft(kind, one, new_state(), [part])
+        changed = replace_parts(kind, one, new_state(), [part])
         y = read(params, inputs(), one)[0].tokens - read(params, inputs(), changed)[0].tokens
         assert np.abs(y).max() > 0.01
     model = dataclasses.replace(MODEL, layers=2, summary_layers=(1,))

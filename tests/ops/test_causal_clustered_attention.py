@@ -77,16 +77,16 @@ def read(
 ) -> tuple[jax.Array, State]:  # fmt: skip
     keys = jnp.concatenate([state.keys, x.keys], axis=1)
     values = jnp.concatenate([state.values, x.values], axis=1)
-    readable = jnp.concatenate([state.valid[:, None] & ~start[:, :1], ~start[:, 1:]], axis=1)
+    cache_mask = jnp.concatenate([state.valid[:, None] & ~start[:, :1], ~start[:, 1:]], axis=1)
     window = window_part(
-        x.queries, (state.keys, state.values), x.keys, x.values, x.window_bias, readable,
+        x.queries, (state.keys, state.values), x.keys, x.values, x.window_bias, cache_mask,
         attend_to_self=attend_to_self,
     )  # fmt: skip
     past, pasts = past_scan(
-        keys, values, readable, state.past, x.centroids, implementation=implementation
+        keys, values, cache_mask, state.past, x.centroids, implementation=implementation
     )
     y = causal_clustered_attention(
-        x.queries, window, keys, values, readable, pasts, x.centroids, x.window_bias[:, -1],
+        x.queries, window, keys, values, cache_mask, pasts, x.centroids, x.window_bias[:, -1],
         attend_to_self=attend_to_self, implementation=implementation,
     )  # fmt: skip
     last = keys[:, -WINDOW:], values[:, -WINDOW:], jnp.ones((LANES,), bool)

@@ -46,16 +46,16 @@ def inputs(
         normal(*kept, size), normal(*kept), filled,
     )  # fmt: skip
     centroids = Centroids(normal(HEADS, clusters, size), normal(HEADS, clusters) ** 2)
-    readable = jnp.asarray([[True, False, True], [False, True, True]])
-    return [q, part, k, v, readable, past, centroids, normal(HEADS)]
+    cache_mask = jnp.asarray([[True, False, True], [False, True, True]])
+    return [q, part, k, v, cache_mask, past, centroids, normal(HEADS)]
 
 
 def both_passes(function: Any, given: list[Any], **options: Any) -> list[np.ndarray]:
-    q, part, k, v, readable, past, centroids, bias = given
+    q, part, k, v, cache_mask, past, centroids, bias = given
 
     def run(q: Any, part: Any, k: Any, v: Any, kept: Any, bias: Any) -> jax.Array:
         full = past._replace(**kept)
-        return function(q, part, k, v, readable, full, centroids, bias, **options)
+        return function(q, part, k, v, cache_mask, full, centroids, bias, **options)
 
     @jax.jit
     def passes(*differentiated: Any) -> Any:

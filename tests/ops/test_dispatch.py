@@ -108,10 +108,10 @@ def test_an_entry_is_all_that_a_new_implementation_needs(monkeypatch: pytest.Mon
     monkeypatch.setattr(api, "OP", api.OP._replace(implementations=(toy, *own)))
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 4, 1, 2)), jnp.float32) for _ in range(3))
-    readable, bias = jnp.ones((1, 1), bool), jnp.zeros((1, 4))
+    cache_mask, bias = jnp.ones((1, 1), bool), jnp.zeros((1, 4))
     inputs = q, (k, v), k, v
-    np.testing.assert_array_equal(window_part(*inputs, None, readable).output, v)
-    assert np.any(window_part(*inputs, bias, readable).output != v)
+    np.testing.assert_array_equal(window_part(*inputs, None, cache_mask).output, v)
+    assert np.any(window_part(*inputs, bias, cache_mask).output != v)
     assert dispatch.chosen() == {"window_attention": "pallas_toy, xla_cpu"}
     with pytest.raises(NotImplementedError, match="'pallas_toy': has no bias"):
-        window_part(*inputs, bias, readable, implementation="pallas_toy")
+        window_part(*inputs, bias, cache_mask, implementation="pallas_toy")

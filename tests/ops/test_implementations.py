@@ -66,13 +66,13 @@ def qkv(seed: int = 0) -> list[jax.Array]:
 def window(**options: Any) -> tuple[Run, list]:
     """Windows of 256, so that CPUs' tiles are finer than a window."""
     q, k, v, bias = normal(0, (1, 512, 1, SIZE), (1, 768, 1, SIZE), (1, 768, 1, SIZE), (1, 256))
-    readable = jnp.asarray([[False, True]])
+    cache_mask = jnp.asarray([[False, True]])
     drop = Kept(normal(1, (1, 256, 256))[0] > 0, scale=2.0)
 
     def run(name: str, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> Any:
         cached, own = ([x[:, part] for x in (k, v)] for part in np.s_[:256, 256:])
         return window_part(
-            q, tuple(cached), *own, bias, readable, drop, **options, implementation=name
+            q, tuple(cached), *own, bias, cache_mask, drop, **options, implementation=name
         )
 
     return run, [q, k, v, bias]
@@ -96,14 +96,14 @@ def recurrent(kind: str, layout: str, null_keys: bool) -> tuple[Run, list]:
         weights = weights._replace(mlp_norm=norm if layout == "dual" else None)
     all_tokens = (LANES, 4 * 6, HEADS, SIZE)
     arrays = normal(4, (s, d), (LANES, s, d), all_tokens, all_tokens)
-    readable = jnp.asarray(READABLE)
+    cache_mask = jnp.asarray(READABLE)
 
     def run(name: str, *x: Any) -> Any:
         *first, keys, values = x
         cached, own = ([y[:, part] for y in (keys, values)] for part in np.s_[:6, 6:])
         cached[0] = l2_normalize(cached[0])
         return state_scan(
-            *first, tuple(cached), *own, readable, ~readable, kind=kind, tanh="paper",
+            *first, tuple(cached), *own, cache_mask, ~cache_mask, kind=kind, tanh="paper",
             normalize_qk=True, null_keys=null_keys, raw_keys=True, implementation=name,
         )  # fmt: skip
 
@@ -119,8 +119,8 @@ def softmax(null_keys: bool | None) -> tuple[Run, list]:
         if null_keys is None:
             keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
             return attend(q, keys, values, scale=scale, implementation=name)
-        readable = jnp.asarray([True, False])
-        return attend_to_blocks(q, k, v, readable, null_keys=null_keys, implementation=name)
+        cache_mask = jnp.asarray([True, False])
+        return attend_to_blocks(q, k, v, cache_mask, null_keys=null_keys, implementation=name)
 
     return run, [q, k, v, scale]
 
@@ -158,7 +158,7 @@ def causal_clustered() -> tuple[Run, list]:
         *normal(5, *[(LANES, HEADS, clusters, slots, SIZE)] * 2, (LANES, HEADS, clusters, SIZE)),
         *normal(6, (LANES, HEADS, clusters)), jnp.asarray([2, 0]),
     )  # fmt: skip
-    readable = jnp.asarray(READABLE)
+    cache_mask = jnp.asarray(READABLE)
     arrays = normal(
         0, tokens(), tokens(), tokens()[:3], cached, cached, (HEADS, clusters, SIZE),
         (HEADS, clusters), (HEADS,),
@@ -168,9 +168,17 @@ def causal_clustered() -> tuple[Run, list]:
         name: str, q: Any, output: Any, lse: Any, k: Any, v: Any, c: Any, s: Any, b: Any
     ) -> Any:
         centroids = causal.Centroids(c, s**2)
-        after, pasts = causal.past_scan(k, v, readable, past, centroids, implementation=name)
+        after, pasts = causal.past_scan(k, v, cache_mask, past, centroids, implementation=name)
         y = causal.causal_clustered_attention(
-            q, AttentionPart(output, lse), k, v, readable, pasts, centroids, b, implementation=name
+            q,
+            AttentionPart(output, lse),
+            k,
+            v,
+            cache_mask,
+            pasts,
+            centroids,
+            b,
+            implementation=name,
         )
         return y, after
 

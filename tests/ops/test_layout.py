@@ -12,10 +12,10 @@ from jaxtyping import Array
 from brt.ops import layout
 
 CASES = {
-    "laid": (layout.laid, lambda x: x),
-    "moved": (lambda x: layout.moved(x, 2, 0, 1), lambda x: x.transpose(2, 0, 1)),
-    "exchanged": (lambda x: layout.exchanged(x, 0, -2), lambda x: x.swapaxes(0, -2)),
-    "turned": (layout.turned, lambda x: x.swapaxes(-1, -2)),
+    "laid": (layout.row_major, lambda x: x),
+    "moved": (lambda x: layout.transpose_copy(x, 2, 0, 1), lambda x: x.transpose(2, 0, 1)),
+    "exchanged": (lambda x: layout.swapaxes_copy(x, 0, -2), lambda x: x.swapaxes(0, -2)),
+    "turned": (layout.transposed, lambda x: x.swapaxes(-1, -2)),
 }
 
 
@@ -32,8 +32,8 @@ def test_axes_change_places_and_so_do_their_gradients(name: str, devices: int) -
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
         (y, dx), (of_y, of_dx) = weighted(found)(x), weighted(expected)(x)
-        moved = jax.jit(found)(x)
-    np.testing.assert_array_equal(moved, expected(x))
+        transpose_copy = jax.jit(found)(x)
+    np.testing.assert_array_equal(transpose_copy, expected(x))
     np.testing.assert_allclose(y, of_y, rtol=1e-5)
     np.testing.assert_allclose(dx, of_dx, rtol=1e-6, atol=1e-7)
 
@@ -42,9 +42,9 @@ def test_axes_change_places_and_so_do_their_gradients(name: str, devices: int) -
 def test_on_cpus_a_move_is_a_copy_of_its_own(replicas: int) -> None:
     mesh = jax.make_mesh((replicas,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
-    def program(turned: Callable[[Array], Array]) -> str:
+    def program(transposed: Callable[[Array], Array]) -> str:
         def step(x: Array) -> Array:
-            return turned(x * 2) + 1
+            return transposed(x * 2) + 1
 
         each = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
         with jax.set_mesh(mesh):
@@ -55,4 +55,4 @@ def test_on_cpus_a_move_is_a_copy_of_its_own(replicas: int) -> None:
         return any("add(" in part and "multiply(" in part for part in parts)
 
     assert computes_and_moves(program(lambda x: x)), "what reads in order may be one loop"
-    assert not computes_and_moves(program(layout.turned))
+    assert not computes_and_moves(program(layout.transposed))

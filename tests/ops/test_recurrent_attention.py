@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from brt.ops.gates import GateWeights
-from brt.ops.recurrent_attention import CellWeights, StateMemory, state_scan
+from brt.ops.recurrent_attention import CellWeights, StateKV, state_scan
 from brt.ops.softmax_attention import attend
 
 TOLERANCE = 1e-5  # float32, relative to the largest magnitude of an array
@@ -222,7 +222,7 @@ def test_states_stay_float32_where_tokens_are_bfloat16() -> None:
     a = float32(arrays("lstm", "dual"))
     half = {name: a[name].astype(jnp.bfloat16) for name in ("keys", "values", "queries")}
 
-    def run(a: dict) -> tuple[jax.Array, StateMemory]:
+    def run(a: dict) -> tuple[jax.Array, StateKV]:
         return state_scan(
             a["weights"], a["initial"], a["vectors"], *cut(a["keys"], a["values"]),
             jnp.asarray(READABLE), jnp.asarray(DOCUMENT_START), kind="lstm", **OPTIONS,

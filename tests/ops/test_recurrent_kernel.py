@@ -36,16 +36,16 @@ def inputs(
 
     before, own = (Tokens(*(normal(lanes, HEADS, window, SIZE) for _ in range(2))) for _ in "ab")
     scales = jnp.asarray(rng.uniform(0.5, 2.0, size=(2, HEADS)), jnp.float32)
-    readable = jnp.arange(lanes) % 2 == 0
-    return [normal(lanes, states, 4, HEADS, SIZE), scales, before, own], readable
+    cache_mask = jnp.arange(lanes) % 2 == 0
+    return [normal(lanes, states, 4, HEADS, SIZE), scales, before, own], cache_mask
 
 
-def both_passes(read: Callable, arrays: list[Any], readable: jax.Array) -> list[np.ndarray]:
+def both_passes(read: Callable, arrays: list[Any], cache_mask: jax.Array) -> list[np.ndarray]:
     """What is read, the memory that is shown, and all gradients."""
 
     @jax.jit
     def passes(*arrays: Any) -> Any:
-        outputs, backward = jax.vjp(lambda *x: read(*x, readable), *arrays)
+        outputs, backward = jax.vjp(lambda *x: read(*x, cache_mask), *arrays)
         return outputs, backward(jax.tree.map(lambda x: jnp.sin(3 * x), outputs))
 
     return [np.asarray(x, np.float64) for x in jax.tree.leaves(passes(*arrays))]
@@ -72,22 +72,22 @@ def test_equals_plain_xla_in_float32(
     dtype: str, tolerance: float, lanes: int, normalize_qk: bool, null_keys: bool
 ) -> None:
     """Of the largest magnitude of an array; plain XLA computes in float32 either way."""
-    arrays, readable = inputs(lanes, dtype=dtype)
+    arrays, cache_mask = inputs(lanes, dtype=dtype)
     options = {"normalize_qk": normalize_qk, "null_keys": null_keys}
     kernel = partial(pallas_tpu.state_attention, interpret=True, raw_keys=normalize_qk, **options)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
     read = normalizing(xla.state_attention) if normalize_qk else xla.state_attention
-    expected = both_passes(partial(read, **options), wide, readable)
-    for found, wanted in zip(both_passes(kernel, arrays, readable), expected, strict=True):
+    expected = both_passes(partial(read, **options), wide, cache_mask)
+    for found, wanted in zip(both_passes(kernel, arrays, cache_mask), expected, strict=True):
         assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
 
 
 def test_reads_nothing_unwritten_and_repeats_bit_by_bit(capfd: pytest.CaptureFixture) -> None:
-    arrays, readable = inputs(states=48)  # three tiles of rows
+    arrays, cache_mask = inputs(states=48)  # three tiles of rows
     options = {"normalize_qk": True, "null_keys": True}
     kernel = partial(pallas_tpu.state_attention, interpret=WATCHED, **options)
-    first, again = (both_passes(kernel, arrays, readable) for _ in range(2))
-    expected = both_passes(partial(xla.state_attention, **options), arrays, readable)
+    first, again = (both_passes(kernel, arrays, cache_mask) for _ in range(2))
+    expected = both_passes(partial(xla.state_attention, **options), arrays, cache_mask)
     for found, repeated, wanted in zip(first, again, expected, strict=True):
         np.testing.assert_array_equal(found, repeated)
         assert np.abs(found - wanted).max() <= 5e-6 * np.abs(wanted).max()
@@ -96,11 +96,11 @@ def test_reads_nothing_unwritten_and_repeats_bit_by_bit(capfd: pytest.CaptureFix
 
 @pytest.mark.parametrize("mesh", [Mesh(data=2, tensor=2, sequence=2), Mesh(fsdp=4, tensor=2)])
 def test_devices_read_each_for_itself(mesh: Mesh) -> None:
-    arrays, readable = inputs(lanes=4)
+    arrays, cache_mask = inputs(lanes=4)
 
     def loss(*arrays: Any) -> jax.Array:
         read = partial(pallas_tpu.state_attention, interpret=True)
-        found = read(*arrays, readable, normalize_qk=True, null_keys=False)
+        found = read(*arrays, cache_mask, normalize_qk=True, null_keys=False)
         return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(found))
 
     def run() -> list[Any]:

@@ -90,7 +90,7 @@ def test_the_kernel_computes_the_same_and_reads_nothing_unwritten(
     dtype: str, tolerance: float, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Memory begins as NaN; of the largest magnitude of an array."""
-    arrays, readable = blocks(dtype)
+    arrays, cache_mask = blocks(dtype)
     watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
 
     def by_token(q: jax.Array, *others: jax.Array, **options: object) -> jax.Array:
@@ -99,7 +99,7 @@ def test_the_kernel_computes_the_same_and_reads_nothing_unwritten(
 
     def run(attention: Callable, **options: object) -> tuple[jax.Array, ...]:
         y, backward = jax.vjp(
-            lambda *x: attention(*x, readable, null_keys=True, **options), *arrays
+            lambda *x: attention(*x, cache_mask, null_keys=True, **options), *arrays
         )
         return y, *backward(arrays[0][:, ::-1])
 
@@ -112,12 +112,12 @@ def test_the_kernel_computes_the_same_and_reads_nothing_unwritten(
 
 @pytest.mark.parametrize("mesh", [Mesh(data=2, tensor=2, sequence=2), Mesh(fsdp=4, tensor=2)])
 def test_devices_attend_each_for_itself(mesh: Mesh) -> None:
-    (q, k, v), readable = blocks()
+    (q, k, v), cache_mask = blocks()
     rows = q.swapaxes(1, 2)
 
     def loss(rows: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         of_blocks = attend_to_blocks(
-            rows, k, v, readable, null_keys=False, implementation="pallas_interpret"
+            rows, k, v, cache_mask, null_keys=False, implementation="pallas_interpret"
         )
         cut = (x.reshape(4, 2, 256, 2, 8) for x in (k.swapaxes(1, 2), of_blocks))
         return jnp.sum(jnp.sin(attend(rows, *cut, implementation="pallas_interpret")))

@@ -38,13 +38,13 @@ def arrays(window: int, blocks: int, dtype: str = "float32") -> dict[str, jax.Ar
     def normal(*shape: int) -> np.ndarray:
         return rng.normal(size=shape).astype(np.float32)
 
-    readable = np.array([[True, False, True], [False, True, True]])[:, :blocks]
+    cache_mask = np.array([[True, False, True], [False, True, True]])[:, :blocks]
     return {
         "queries": jnp.asarray(normal(LANES, tokens, HEADS, SIZE), dtype),
         "keys": jnp.asarray(normal(LANES, window + tokens, HEADS, SIZE), dtype),
         "values": jnp.asarray(normal(LANES, window + tokens, HEADS, SIZE), dtype),
         "bias": jnp.asarray(normal(HEADS, window)),
-        "readable": jnp.asarray(readable),
+        "cache_mask": jnp.asarray(cache_mask),
         "dropout": Kept(jnp.asarray(rng.random((HEADS, window, window)) < 0.5), scale=1.25),
     }
 
@@ -76,9 +76,9 @@ def attended(inputs: dict, case: tuple) -> np.ndarray:
     window, _, attend_to_self, null_keys = case
     names = ("queries", "keys", "values", "bias")
     q, k, v, bias = (np.asarray(inputs[name], np.float64) for name in names)
-    readable, y = np.asarray(inputs["readable"]), np.zeros_like(q)
+    cache_mask, y = np.asarray(inputs["cache_mask"]), np.zeros_like(q)
     for lane in range(LANES):
-        borders = np.repeat(~readable[lane], window)
+        borders = np.repeat(~cache_mask[lane], window)
         borders[np.arange(len(borders)) % window != 0] = False
         document = np.r_[np.zeros(window, int), np.cumsum(borders)]
         for t in range(q.shape[1]):
@@ -148,7 +148,7 @@ def test_a_step_is_a_row_of_a_block(case: tuple, biased: bool) -> None:
 
         return window_part_step(
             inputs["queries"][:, t], ring(inputs["keys"]), ring(inputs["values"]), bias,
-            inputs["readable"][:, t // window], position, **options,
+            inputs["cache_mask"][:, t // window], position, **options,
         ).output  # fmt: skip
 
     rows = jnp.stack([step(t) for t in jnp.arange(window * blocks)], axis=1)

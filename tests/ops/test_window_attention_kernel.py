@@ -44,7 +44,7 @@ def inputs(lanes: int, window: int, width: int = 16, dtype: str = "float32") -> 
         "keys": normal(lanes, tokens, heads, width),
         "values": normal(lanes, tokens, heads, width),
         "bias": jnp.asarray(rng.normal(size=(heads, window)), jnp.float32),
-        "readable": jnp.asarray([[True, True]] * (lanes - 1) + [[True, False]]),
+        "cache_mask": jnp.asarray([[True, True]] * (lanes - 1) + [[True, False]]),
         "scale": None,
         "dropout": Kept(jnp.asarray(rng.random((heads, window, window)) < 0.5), scale=1.25),
     }

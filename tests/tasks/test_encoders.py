@@ -50,8 +50,8 @@ def changed(config, section, **values):
 
 
 def test_labels_vocabulary_and_steps_come_from_the_data(sentences):
-    found, corpus, reader = prepare(sentences, progress=False)
-    assert found.sentences.labels == corpus.labels == ("animal", "plant", "stone")
+    found, dataset, reader = prepare(sentences, progress=False)
+    assert found.sentences.labels == dataset.labels == ("animal", "plant", "stone")
     assert (found.encoder.classes, found.encoder.vocab_size) == (3, 259)
     assert found.training.steps == 6 and reader[0].tokens.shape == (3, 512)
     largest = reader.largest()
@@ -76,8 +76,8 @@ def test_numbers_are_one_class(sentences, tmp_path):
 
 
 def test_windows_are_what_an_epoch_of_questions_reads(questions):
-    found, corpus, reader = prepare(questions, progress=False)
-    windows = len(corpus.split("train"))
+    found, dataset, reader = prepare(questions, progress=False)
+    windows = len(dataset.split("train"))
     assert found.training.steps == 2 * -(-windows // 3)
     assert reader[0].targets.shape == (3, 2) and found.encoder.vocab_size == 259
     free = changed(questions, "questions", max_answer_length=5, no_answer_margin=1.0)
@@ -144,7 +144,7 @@ def test_a_pretrained_encoder_gets_a_new_head_for_the_labels(sentences, tmp_path
     )  # fmt: skip
     config = changed(config, "training", init_from=str(ours))
     weights = warm_start.find(config)
-    found, corpus, reader = prepare(config, weights, progress=False)
+    found, dataset, reader = prepare(config, weights, progress=False)
     assert found.encoder.layers == 2 and found.encoder.classes == 3
     tokens = reader[0].tokens[0, :9].tolist()
     assert tokens == [0, 5, 6, 2, 2, 7, 3, 2, 0], "<s> w1 w2 </s></s> w3 <unk> </s>"

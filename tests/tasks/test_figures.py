@@ -52,7 +52,7 @@ class Case(NamedTuple):
     """A model, and what it makes of its training data."""
 
     config: Config
-    corpus: Any
+    dataset: Any
     params: Any
     report: dict[str, Any]
     rows: list[dict[str, Any]]
@@ -60,12 +60,12 @@ class Case(NamedTuple):
 
 def case(config: Config) -> Case:
     task = tasks.of(config)
-    corpus = task.open(config, progress=False)
-    config = task.resolve(config, corpus)
+    dataset = task.open(config, progress=False)
+    config = task.resolve(config, dataset)
     params = jax.jit(lambda: nn.meta.unbox(initial_params(config)))()
     params = jax.tree.map(lambda x: 2 * x if x.ndim > 1 else x, params)
-    reading = task.evaluator(config, corpus, "train")(params)
-    return Case(config, corpus, params, reading.figures, next(iter(reading.rows.values())))
+    reading = task.evaluator(config, dataset, "train")(params)
+    return Case(config, dataset, params, reading.figures, next(iter(reading.rows.values())))
 
 
 def lines(place: Path, rows: list[dict[str, Any]]) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ def test_bits_of_documents(tmp_path: Path) -> None:
         evaluation=Evaluation(batch_size=2, tokens_per_document=21),
     )  # fmt: skip
     found = case(config)
-    store = found.corpus.split("train")
+    store = found.dataset.split("train")
     batches = document_batches(store, batch_size=1, segment_length=512, window=8)
     nats, count = summed_loss(found, [batch for batch, _ in batches])
     sizes = [len(t.encode()) for t in texts]
@@ -113,7 +113,7 @@ def test_bits_of_documents(tmp_path: Path) -> None:
     )
     words = sum(len(t.split()) for t in texts)
     assert found.report["word_perplexity"] == approx(math.exp(nats / words))
-    part = tasks.of(config).evaluator(found.config, found.corpus, "train")
+    part = tasks.of(config).evaluator(found.config, found.dataset, "train")
     figures = part(found.params, whole=False).figures
     kept = [t.encode()[:21] for t in texts]
     assert part.partial and figures["tokens"] == figures["bytes"] == sum(map(len, kept))
@@ -132,14 +132,14 @@ def test_bits_of_masked_tokens(tmp_path: Path) -> None:
     )  # fmt: skip
     found = case(config)
     report, rows = found.report, found.rows
-    lengths = found.corpus.split("train").lengths
+    lengths = found.dataset.split("train").lengths
     assert report["masked_tokens"] == sum(r["masked_tokens"] for r in rows)
     assert [r["masked_tokens"] > 0 for r in rows] == [True] * 3
     assert report["masked_tokens"] < 0.3 * lengths.sum(), "a share of the text, not of the padding"
     bits = sum(r["bits"] for r in rows)
     assert report["bits_per_masked_token"] == approx(bits / report["masked_tokens"])
     again = tasks.of(config).evaluator(
-        Config(**{**vars(found.config), "evaluation": Evaluation(batch_size=3)}), found.corpus,
+        Config(**{**vars(found.config), "evaluation": Evaluation(batch_size=3)}), found.dataset,
         "train",
     )  # fmt: skip
     assert again(found.params).figures["bits"] == approx(bits)
@@ -169,7 +169,7 @@ def summaries(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 def test_bits_of_cut_summaries_are_over_the_bytes_that_are_scored(summaries: Case) -> None:
-    store, tokenizer = summaries.corpus.split("train"), summaries.corpus.tokenizer
+    store, tokenizer = summaries.dataset.split("train"), summaries.dataset.tokenizer
     assert (store.target_uncut > store.target.lengths).sum() == 2
     batches = [gather(store, np.array([row]), len(store.source[row])) for row in range(3)]
     nats, count = summed_loss(summaries, batches)
@@ -185,7 +185,7 @@ def test_bits_of_cut_summaries_are_over_the_bytes_that_are_scored(summaries: Cas
 
 def test_training_and_held_out_curves_of_summaries_share_a_measure(summaries: Case) -> None:
     """The same summaries have the same bits per byte in both."""
-    units = tasks.of(summaries.config).units_per_token(summaries.corpus)
+    units = tasks.of(summaries.config).units_per_token(summaries.dataset)
     assert summaries.report["bits_per_token"] / units == approx(summaries.report["bits_per_byte"])
 
 
@@ -205,7 +205,7 @@ def test_bits_of_labels_and_numbers(task: str, tmp_path: Path) -> None:
         cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
     found = case(heads(task, sentences=section))
-    store = found.corpus.split("train")
+    store = found.dataset.split("train")
     assert store.manifest["cut"] == 1
     batches = SentenceReader.evaluation(store, batch_size=1, buckets=(), max_length=64)
     nats, count = summed_loss(found, list(batches))
@@ -234,7 +234,7 @@ def test_bits_of_answers(tmp_path: Path) -> None:
         max_question_length=24, cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
     found = case(heads("extractive_qa", questions=section))
-    store = found.corpus.split("train")
+    store = found.dataset.split("train")
     batches = QuestionReader.evaluation(store, batch_size=1, buckets=(), max_length=110)
     nats, count = summed_loss(found, list(batches))
     windows = len(store.rows)
@@ -256,14 +256,14 @@ def test_bits_and_errors_of_transcripts(tmp_path: Path) -> None:
         train=(str(tmp_path / "a.npz"),), validation=(), test=(), cache_dir=str(tmp_path / "cache")
     )
     found = case(heads("speech_recognition", speech=section))
-    store = found.corpus.split("train")
+    store = found.dataset.split("train")
     batches = SpeechReader.evaluation(store, batch_size=1, buckets=())
     nats, count = summed_loss(found, list(batches))
     tokens, size = sum(map(len, said)), sum(len(s.encode()) for s in said)
     assert count == tokens == 10 and size == 14
     assert found.report["bits_per_token"] == approx(nats / math.log(2) / tokens)
     assert found.report["bits_per_byte"] == approx(nats / math.log(2) / size)
-    units = tasks.of(found.config).units_per_token(found.corpus)
+    units = tasks.of(found.config).units_per_token(found.dataset)
     assert found.report["bits_per_token"] / units == approx(found.report["bits_per_byte"])
     edits = sum(
         sum(v for k, v in r["token_errors"].items() if k != "reference") for r in found.rows

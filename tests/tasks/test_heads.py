@@ -48,8 +48,8 @@ def loss(config):
     return lambda params, batch, key: compiled(params, (), (), batch, key)
 
 
-def read(config, params, corpus, **given):
-    return tasks.of(config).evaluator(config, corpus, "train")(params, **given)
+def read(config, params, dataset, **given):
+    return tasks.of(config).evaluator(config, dataset, "train")(params, **given)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,8 @@ def questions(tmp_path_factory):
 
 
 def test_labels_are_those_of_rows_alone_and_the_loss_is_their_sum(sentences):
-    config, params, corpus = sentences
-    store, reading = corpus.split("train"), read(config, params, corpus)
+    config, params, dataset = sentences
+    store, reading = dataset.split("train"), read(config, params, dataset)
     rows, alone, nats = reading.rows["predictions"], forward(config, params), []
     for row, found in enumerate(rows):
         ids = jnp.asarray(np.pad(store.tokens[row], (0, 256 - len(store.tokens[row]))))[None]
@@ -110,8 +110,8 @@ def test_numbers_are_those_of_rows_alone_and_their_errors_the_loss(tmp_path):
         encoder=dataclasses.replace(ENCODER, classes=1), evaluation=Evaluation(batch_size=4),
     )  # fmt: skip
     params = jax.jit(lambda: nn.meta.unbox(initial_params(config)))()
-    corpus = sentence_preparation.prepare(section, False, numbers=True)
-    store, reading = corpus.split("train"), read(config, params, corpus)
+    dataset = sentence_preparation.prepare(section, False, numbers=True)
+    store, reading = dataset.split("train"), read(config, params, dataset)
     alone, guesses = forward(config, params), []
     for row, found in enumerate(reading.rows["predictions"]):
         ids = jnp.asarray(np.pad(store.tokens[row], (0, 32 - len(store.tokens[row]))))[None]
@@ -139,8 +139,8 @@ def sentence_batch(config, store):
 
 
 def test_smoothing_is_towards_all_labels_alike(sentences):
-    config, params, corpus = sentences
-    batch = sentence_batch(config, corpus.split("train"))
+    config, params, dataset = sentences
+    batch = sentence_batch(config, dataset.split("train"))
     logits = jax.random.normal(jax.random.key(0), (8, 3))
     nats = Classifier.nats(logits, batch)
     assert not nats[6:].any() and (nats[:6] > 0).all()
@@ -155,8 +155,8 @@ def test_smoothing_is_towards_all_labels_alike(sentences):
 
 
 def test_answers_are_the_best_spans_of_all_windows(questions):
-    config, params, corpus = questions
-    store, reading = corpus.split("train"), read(config, params, corpus)
+    config, params, dataset = questions
+    store, reading = dataset.split("train"), read(config, params, dataset)
     assert len(store) > 2 * len(store.ids), "long contexts"
     alone = forward(config, params)
     best, nothing, nats = {}, {}, 0.0
@@ -205,22 +205,22 @@ def test_no_answer_needs_every_window_and_a_margin(questions):
 
 
 def test_another_attention_reads_the_same_weights_and_nan_is_named(sentences):
-    config, params, corpus = sentences
+    config, params, dataset = sentences
     kind = Attention(kind="improved_clustered", clusters=200, top_k=256, iterations=1)
     other = dataclasses.replace(config, attention=kind)
     task = tasks.of(other)
-    both = task.evaluator(other, corpus, "train", beside=True)(params)
-    exact = read(config, params, corpus)
+    both = task.evaluator(other, dataset, "train", beside=True)(params)
+    exact = read(config, params, dataset)
     for one, two in zip(exact.rows["predictions"], both.rows["predictions"], strict=True):
         # Every key is among the top_k.
         np.testing.assert_allclose(one["probabilities"], two["probabilities"], atol=1e-4)
     assert both.figures["attention"] == both.figures["trained_with"] == "improved_clustered"
     assert both.figures["accuracy_full"] == exact.figures["accuracy"]
-    assert f"(full: {exact.figures['accuracy']:.2f} % right)" in both.headline and not both.name
-    swapped = task.evaluator(other, corpus, "train", trained=config)(params, whole=False)
+    assert f"(full: {exact.figures['accuracy']:.2f} % right)" in both.summary and not both.name
+    swapped = task.evaluator(other, dataset, "train", trained=config)(params, whole=False)
     assert swapped.figures["trained_with"] == "full" and swapped.name == "_improved_clustered"
     assert "accuracy_full" not in swapped.figures
-    assert read(config, params, corpus, stop=lambda: True) is None
+    assert read(config, params, dataset, stop=lambda: True) is None
     bad = jax.tree.map(lambda x: x * np.nan, params)
     with pytest.raises(NonFiniteError, match="the model's logits are not finite; take an earlier"):
-        tasks.of(config).evaluator(config, corpus, "train").sample(bad, 0)
+        tasks.of(config).evaluator(config, dataset, "train").sample(bad, 0)

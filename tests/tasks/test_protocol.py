@@ -23,13 +23,13 @@ def test_every_task_says_what_it_reads_and_what_it_is_measured_by(task: Task) ->
     assert TASKS[task.name] is task is tasks.of(config(task.name))
     sections = {type(getattr(Config(), name)).__name__ for name in (task.model, task.data)}
     assert sections <= set(task.sections) <= set(SECTION_TYPES)
-    for measures in (task.measures, task.columns):
-        assert measures and len({m.name for m in measures}) == len(measures)
-        for measure in measures:
+    for metrics in (task.metrics, task.columns):
+        assert metrics and len({m.name for m in metrics}) == len(metrics)
+        for measure in metrics:
             assert measure.title and format(0.5, measure.form)
-    headline = task.measures[0]
-    assert task.figures({headline.name: 1.0, "else": 2.0}) == {headline.name: 1.0}
-    assert not headline.higher_is_better, "bits: training is drawn in the same units"
+    summary = task.metrics[0]
+    assert task.figures({summary.name: 1.0, "else": 2.0}) == {summary.name: 1.0}
+    assert not summary.higher_is_better, "bits: training is drawn in the same units"
 
 
 @each

@@ -11,7 +11,7 @@ from brt.data.rows.preparation import RowCorpus
 from brt.data.tokenizers import ByteTokenizer
 from brt.generation.sampling import choose
 from brt.tasks import TASKS
-from brt.tasks.protocol import Aux, Measure, Reading, Task, Writer
+from brt.tasks.protocol import Aux, EvaluationResult, Metric, Task, Writer
 from brt.types import TextBatch
 
 
@@ -34,7 +34,7 @@ class Evaluator(NamedTuple):
     def __call__(self, params, *, stop=lambda: None, **given):
         _, aux = self.task.loss(self.config, params, (), (), self.batch, None)
         found = {"bits_per_row": float(aux.nats / aux.count / np.log(2))}
-        return None if stop() else Reading(found, f"{found}", {}, "parity")
+        return None if stop() else EvaluationResult(found, f"{found}", {}, "parity")
 
     def sample(self, params, step, *more, **given):
         return str(np.argmax(self.task.predict(self.config, params, self.batch), axis=-1))
@@ -42,15 +42,15 @@ class Evaluator(NamedTuple):
 
 class Parity(Task):
     name, sections, model, data, writes = "parity", (), "model", "data", True
-    measures = columns = (Measure("bits_per_row", "bits per row"),)
+    metrics = columns = (Metric("bits_per_row", "bits per row"),)
 
     def open(self, config, *, progress=True):
         draw, shape = np.random.default_rng(0).integers, (256, config.training.segment_length)
         splits = {x: Store(draw(0, 2, shape)) for x in ("train", "validation", "test")}
         return RowCorpus(Path(), ByteTokenizer(), splits)
 
-    def reader(self, config, corpus, split="train"):
-        return Reader(store=corpus.split(split), batch_size=config.training.batch_size)
+    def reader(self, config, dataset, split="train"):
+        return Reader(store=dataset.split(split), batch_size=config.training.batch_size)
 
     def initial_params(self, config, key):
         first = jax.random.normal(key, (config.training.segment_length, 32))
@@ -64,8 +64,8 @@ class Parity(Task):
         nats = -jax.numpy.take_along_axis(log_p, batch.targets, axis=1).sum()
         return nats, Aux(nats, batch.scored.sum() * 1.0, carry, model_state, {})
 
-    def evaluator(self, config, corpus, split, *, trained=None, ablate=None, beside=False):
-        return Evaluator(self, config, next(self.reader(config, corpus, split).once(256)))
+    def evaluator(self, config, dataset, split, *, trained=None, ablate=None, beside=False):
+        return Evaluator(self, config, next(self.reader(config, dataset, split).once(256)))
 
     def writer(self, config, params, tokenizer, model_state=None):
         def write(_, prompt, options):

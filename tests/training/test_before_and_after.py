@@ -53,10 +53,10 @@ def test_nothing_is_named_that_is_empty_or_absent(
     assert "plots" not in text and "log.txt" not in text and "checkpoints" not in text
     assert "--split=validation" in text and "--split=test" not in text
     assert text.endswith("  # pip install 'brt[tensorboard]'")
-    splits = run.corpus.splits | {"test": run.corpus.splits["validation"]}
+    splits = run.dataset.splits | {"test": run.dataset.splits["validation"]}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     (place.plots / "a.png").write_bytes(b"")
     text = "\n".join(
-        run_summary._places(run._replace(corpus=run.corpus._replace(splits=splits)), place)
+        run_summary._places(run._replace(dataset=run.dataset._replace(splits=splits)), place)
     )
     assert "plots" in text and "--split=test" in text and "pip install" not in text

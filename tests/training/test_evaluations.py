@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from brt.errors import ConfigError
-from brt.tasks.report import Reading
+from brt.tasks.report import EvaluationResult
 from brt.training import evaluations
 from brt.training.workdir import Workdir
 
@@ -25,8 +25,8 @@ def test_rows_text_and_last_the_figures_are_written(
         replace(name, target, **places)
 
     monkeypatch.setattr(os, "replace", recorded)
-    reading = Reading({"bits": 2.0}, "2.000 bits", ROWS, "2 documents\nand more")
-    found = evaluations.write(Workdir(tmp_path), 7, "test", reading)
+    result = EvaluationResult({"bits": 2.0}, "2.000 bits", ROWS, "2 documents\nand more")
+    found = evaluations.write(Workdir(tmp_path), 7, "test", result)
     assert order == ["test_documents.jsonl", "test.txt", "test.json"]
     directory = tmp_path / "evaluations/7"
     lines = (directory / "test_documents.jsonl").read_text("utf-8").splitlines()
@@ -42,19 +42,19 @@ def test_rows_text_and_last_the_figures_are_written(
 def test_figures_are_told_before_they_are_written_and_json_has_no_nan(tmp_path: Path) -> None:
     (tmp_path / "evaluations").touch()
     told: list[str] = []
-    reading = Reading({"bits": 2.0, "more": math.nan}, "2", {"rows": [{"a": math.inf}]}, "")
+    result = EvaluationResult({"bits": 2.0, "more": math.nan}, "2", {"rows": [{"a": math.inf}]}, "")
     with pytest.raises(ConfigError, match="^cannot write to .*/evaluations/7: Not a directory"):
-        evaluations.write(Workdir(tmp_path), 7, "test", reading, lambda e: told.append(e.line))
+        evaluations.write(Workdir(tmp_path), 7, "test", result, lambda e: told.append(e.line))
     assert told == ["step 7: test 2"]
     (tmp_path / "evaluations").unlink()
-    evaluations.write(Workdir(tmp_path), 7, "test", reading)
+    evaluations.write(Workdir(tmp_path), 7, "test", result)
     report = json.loads((tmp_path / "evaluations/7/test.json").read_text())
     assert report == {"step": 7, "bits": 2.0, "more": None}
     assert (tmp_path / "evaluations/7/test_rows.jsonl").read_text() == '{"a": null}\n'
 
 
 def test_another_way_of_reading_has_files_of_its_own(tmp_path: Path) -> None:
-    usual = Reading({"bits": 2.0}, "2", {"predictions": []}, "")
+    usual = EvaluationResult({"bits": 2.0}, "2", {"predictions": []}, "")
     evaluations.write(Workdir(tmp_path), 7, "test", usual)
     evaluations.write(Workdir(tmp_path), 7, "test", usual._replace(name="_full"))
     assert {path.name for path in (tmp_path / "evaluations/7").iterdir()} == {

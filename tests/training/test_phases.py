@@ -2,7 +2,7 @@
 
 import pytest
 
-from brt.training.phases import Moment, Phases
+from brt.training.phases import Phases, RunStatus
 
 
 def test_a_phase_with_an_end_gives_way_to_the_one_before() -> None:
@@ -12,9 +12,9 @@ def test_a_phase_with_an_end_gives_way_to_the_one_before() -> None:
     phases.enter("stepping", 3)
     phases.moved(4)
     with phases.during("evaluating"):
-        assert phases.now == Moment("evaluating", 4, 3)
+        assert phases.now == RunStatus("evaluating", 4, 3)
         phases.moved()
-        assert phases.now == Moment("evaluating", 4, 4)
+        assert phases.now == RunStatus("evaluating", 4, 4)
     assert [(now.phase, now.step) for now in heard] == [
         ("stepping", 3), ("evaluating", 4), ("stepping", 4),
     ]  # fmt: skip

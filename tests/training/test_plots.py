@@ -11,10 +11,10 @@ from brt import tasks
 from brt.config import Config
 from brt.data import token_store
 from brt.data.documents import Document
-from brt.data.preparation import Corpus
+from brt.data.preparation import Dataset
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import DataError
-from brt.tasks.report import BITS_PER_BYTE, Measure
+from brt.tasks.report import BITS_PER_BYTE, Metric
 from brt.training import plots, run_summary, workdir
 from brt.training.metrics import MetricsWriter, read_metrics
 from brt.training.run import Run
@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> workdir.Workdir:
 
 
 def test_plots_are_pictures_with_something_in_them(run: workdir.Workdir) -> None:
-    paths = plots.draw(run, BITS_PER_BYTE, units_per_token=1.0, yardstick=XZ)
+    paths = plots.draw(run, BITS_PER_BYTE, units_per_token=1.0, baseline=XZ)
     assert [path.name for path in paths] == ["bits_per_byte.png", "optimization.png"]
     for path in paths:
         assert path.read_bytes().startswith(b"\x89PNG")
@@ -78,7 +78,7 @@ def test_no_training_step_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_another_measure_has_its_own_name(run: workdir.Workdir) -> None:
-    measure = Measure("bits_per_label", "bits per label")
+    measure = Metric("bits_per_label", "bits per label")
     assert plots.draw(run, measure, units_per_token=1.0)[0].name == "bits_per_label.png"
     (axes,) = plots._bits_figure(read_metrics(run.metrics), measure, 1.0, None).axes
     assert axes.get_ylabel() == "bits per label"
@@ -92,13 +92,13 @@ def test_summary_says_where_things_are_and_what_to_type(
     run.provenance.write_text("{}")
     config, text = Config(), "what is to be compressed"
     store = token_store.write(tmp_path / "s", [Document("a", iter([text]))], ByteTokenizer())
-    corpus = Corpus(tmp_path, ByteTokenizer(), {"train": store, "validation": store})
+    dataset = Dataset(tmp_path, ByteTokenizer(), {"train": store, "validation": store})
     task = tasks.of(config)
     said = run_summary.finish(
-        Run(config, task, corpus, None, None, None, None, None), run, time.perf_counter() - 7200
+        Run(config, task, dataset, None, None, None, None, None), run, time.perf_counter() - 7200
     )
     assert "Step 300, 30.0k tokens, 2:00:" in said
-    name, xz = task.yardstick(config, corpus)
+    name, xz = task.baseline(config, dataset)
     assert name == "xz -9e" and f"validation: 2.200 bits per byte (xz -9e: {xz:.3f})\n" in said
     assert f"  checkpoints  {run.checkpoints}\n" in said
     assert f"  python -m brt.evaluate --workdir='{run.path}' --split=validation\n" in said

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from brt.formatting import clock, counted, short
-from brt.training.phases import Moment
+from brt.training.phases import RunStatus
 from brt.training.progress import Progress
 
 
@@ -15,15 +15,15 @@ def figures(progress: Progress, step: int) -> None:
 def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     stream = io.StringIO()
     with Progress(900, log=tmp_path / "log.txt", stream=stream) as progress:
-        progress.phase(Moment("compiling", 0, 0.0))
+        progress.phase(RunStatus("compiling", 0, 0.0))
         assert stream.getvalue() == "compiling ...\n", "said before, not after"
-        progress.phase(Moment("stepping", 0, 0.0))
+        progress.phase(RunStatus("stepping", 0, 0.0))
         for step in (99, 100):
             progress.step(step)
         figures(progress, 100)
-        progress.phase(Moment("evaluating", 100, 0.0))
+        progress.phase(RunStatus("evaluating", 100, 0.0))
         progress.evaluation(100, "validation 2.346 bits/byte")
-        progress.phase(Moment("stepping", 100, 0.0))
+        progress.phase(RunStatus("stepping", 100, 0.0))
     shown = stream.getvalue().splitlines()
     assert re.fullmatch(r"compiling: \d+\.\d s", shown[1])
     assert shown[2:] == [
@@ -56,9 +56,9 @@ def test_a_bar_on_a_terminal_with_lines_above_it(tmp_path: Path) -> None:
 def test_a_bar_says_what_is_going_on_as_long_as_it_does(tmp_path: Path) -> None:
     stream = io.StringIO()
     with Progress(9, log=tmp_path / "log.txt", stream=stream, bar=True) as progress:
-        progress.phase(Moment("evaluating", 3, 0.0))
+        progress.phase(RunStatus("evaluating", 3, 0.0))
         assert "3/9, evaluating ..." in stream.getvalue().split("\r")[-1]
-        progress.phase(Moment("stepping", 3, 0.0))
+        progress.phase(RunStatus("stepping", 3, 0.0))
         assert "evaluating" not in stream.getvalue().split("\r")[-1]
     assert (tmp_path / "log.txt").read_text().endswith("  step 3/9  evaluating ...\n")
 

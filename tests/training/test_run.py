@@ -10,7 +10,7 @@ import pytest
 
 from brt import tasks
 from brt.config import Config, Data, Kernels, Mesh, Model, Optimizer, Training
-from brt.data.preparation import Corpus
+from brt.data.preparation import Dataset
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
 from brt.models.decoder import new_state
@@ -138,8 +138,8 @@ def test_a_step_counts_scored_tokens_and_learns(trained: Callable) -> None:
 
 
 def resolved(config: Config) -> Config:
-    corpus = Corpus(Path(), ByteTokenizer(), {})
-    return tasks.of(config).resolve(config, corpus)
+    dataset = Dataset(Path(), ByteTokenizer(), {})
+    return tasks.of(config).resolve(config, dataset)
 
 
 @pytest.mark.parametrize(("setting", "size"), [(0, 256), (300, 300)])

@@ -157,7 +157,7 @@ def test_a_run_says_what_its_splits_are(
     run = once(make)
     log = Workdir(run.workdir).log.read_text()
     facts = json.loads(Workdir(run.workdir).data.read_text())["splits"]
-    assert list(facts) == ["train", "validation", "test"] and facts == run.run.corpus.described()
+    assert list(facts) == ["train", "validation", "test"] and facts == run.run.dataset.described()
     summary = run_summary.finish(run.run, Workdir(run.workdir), 0.0)
     for line in kept.lines(facts):
         assert line in log and line in summary
@@ -279,8 +279,8 @@ def test_the_last_point_of_a_curve_is_read_as_the_others(once: Callable) -> None
     assert report["protocol"]["tokens_per_document"] == "all"
     assert whole[0]["eval/validation_whole/bits_per_byte"] == report["bits_per_byte"]
     model = open_model(run.workdir)
-    corpus = saved.open_split(model, "validation")
-    evaluator = tasks.of(model.config).evaluator(model.config, corpus, "validation")
+    dataset = saved.open_split(model, "validation")
+    evaluator = tasks.of(model.config).evaluator(model.config, dataset, "validation")
     part = evaluator(model.params, whole=False).figures
     assert part["tokens"] == 24 < report["tokens"]
     assert parts[-1]["eval/validation/bits_per_byte"] == pytest.approx(part["bits_per_byte"])

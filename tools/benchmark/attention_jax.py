@@ -81,8 +81,8 @@ def _cudnn(*x: jax.Array, bias: jax.Array | None = None, **options: tuple[int, i
 
 
 def _own(cached: Pair, q: Array, k: Array, v: Array, bias: Array, **options: str) -> Array:
-    readable = jnp.ones((q.shape[0], q.shape[1] // bias.shape[1]), bool)
-    return window_part(q, cached, k, v, bias, readable, **options).output
+    cache_mask = jnp.ones((q.shape[0], q.shape[1] // bias.shape[1]), bool)
+    return window_part(q, cached, k, v, bias, cache_mask, **options).output
 
 
 def blocked(attend: Callable, cached: Pair, q: Array, k: Array, v: Array, bias: Array) -> Array:

@@ -62,15 +62,15 @@ def causal(q: jax.Array, k: jax.Array, v: jax.Array, clusters: int, top_k: int) 
     before = ((0, 0), (WINDOW, 0), (0, 0), (0, 0))
     window_keys, cached = (k, v), (jnp.zeros_like(k[:, :WINDOW]),) * 2
     k, v = jnp.pad(k, before), jnp.pad(v, before)
-    readable = jnp.arange(q.shape[1] // WINDOW)[None] > 0
+    cache_mask = jnp.arange(q.shape[1] // WINDOW)[None] > 0
     vectors = jax.random.normal(jax.random.key(1), (HEADS, clusters, WIDTH)) * WIDTH**-0.5
     centroids = Centroids(vectors, jnp.zeros((HEADS, clusters)))
     best = jnp.zeros((1, HEADS, clusters, top_k, WIDTH))
     past = Past(best, best, best[..., 0, :], best[..., 0, 0], jnp.zeros((1,), jnp.int32))
-    _, pasts = past_scan(k, v, readable, past, centroids)
-    window = window_part(q, cached, *window_keys, None, readable)
+    _, pasts = past_scan(k, v, cache_mask, past, centroids)
+    window = window_part(q, cached, *window_keys, None, cache_mask)
     bias = jnp.zeros((HEADS,))
-    return causal_clustered_attention(q, window, k, v, readable, pasts, centroids, bias)
+    return causal_clustered_attention(q, window, k, v, cache_mask, pasts, centroids, bias)
 
 
 def regime(name: str, tokens: int) -> tuple[jax.Array, ...]:

@@ -130,10 +130,10 @@ def compile_one(args: argparse.Namespace) -> None:
     tokens, cached = (array(1, n * window, heads, args.one) for n in (blocks, 1))
     dropout = Kept(array(heads, window, window, dtype="bool"), 1.25) if args.dropout else None
 
-    def gradients(learned: Any, readable: Any, dropout: Any, weights: Any) -> Any:
+    def gradients(learned: Any, cache_mask: Any, dropout: Any, weights: Any) -> Any:
         def loss(learned: Any) -> jax.Array:
             part = window_part(
-                *learned, readable, dropout, attend_to_self=not args.strictly_past,
+                *learned, cache_mask, dropout, attend_to_self=not args.strictly_past,
                 null_keys=args.null_keys, implementation=args.implementation,
             )  # fmt: skip
             output = part.output.astype(jnp.float32) * weights.astype(jnp.float32)
@@ -141,10 +141,10 @@ def compile_one(args: argparse.Namespace) -> None:
 
         return jax.grad(loss)(learned)
 
-    bias, readable = array(heads, window, dtype="float32"), array(1, blocks, dtype="bool")
+    bias, cache_mask = array(heads, window, dtype="float32"), array(1, blocks, dtype="bool")
     learned = tokens, (cached, cached), tokens, tokens, bias
     with dispatch.use_backend("gpu", device):
-        jax.jit(gradients).lower(learned, readable, dropout, tokens).compile()
+        jax.jit(gradients).lower(learned, cache_mask, dropout, tokens).compile()
 
 
 def parser() -> argparse.ArgumentParser:

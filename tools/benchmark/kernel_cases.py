@@ -34,14 +34,14 @@ def window(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     """Two blocks of tokens, their window with and without dropout, and as many states."""
     size, tokens, heads = args.window, 2 * args.window, 8
     by_token, cached = (array(args.lanes, n, heads, args.head_dim) for n in (tokens, size))
-    bias, readable = array(heads, size, dtype="float32"), array(args.lanes, 2, dtype="bool")
+    bias, cache_mask = array(heads, size, dtype="float32"), array(args.lanes, 2, dtype="bool")
     scale, kept = array(heads, dtype="float32"), array(heads, size, size, dtype="bool")
 
-    def gradients(q, cached, k, v, bias, scale, readable, kept, weights):
+    def gradients(q, cached, k, v, bias, scale, cache_mask, kept, weights):
         def loss(q, k, v, bias, scale):
             both = (
                 window_part(
-                    q, cached, k, v, bias, readable, dropout, scale=scale,
+                    q, cached, k, v, bias, cache_mask, dropout, scale=scale,
                     implementation=args.implementation,
                 ).output
                 for dropout in (None, Kept(kept, 1.25))
@@ -53,7 +53,17 @@ def window(array: Callable[..., Any], args: argparse.Namespace) -> Case:
         return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(q, k, v, bias, scale)
 
     before = cached, cached
-    return gradients, [by_token, before, by_token, by_token, bias, scale, readable, kept, by_token]
+    return gradients, [
+        by_token,
+        before,
+        by_token,
+        by_token,
+        bias,
+        scale,
+        cache_mask,
+        kept,
+        by_token,
+    ]
 
 
 def recurrent(
@@ -167,11 +177,11 @@ def causal(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     pasts = Past(kept, kept, wide(*shape, args.head_dim), wide(*shape), filled)
     centroids = Centroids(wide(heads, clusters, args.head_dim), wide(heads, clusters))
 
-    def gradients(q, window, k, v, pasts, readable, centroids, bias, weights):
+    def gradients(q, window, k, v, pasts, cache_mask, centroids, bias, weights):
         def loss(q, window, k, v, kept, rest, lse, bias):
             past = Past(*kept, rest, lse, pasts.filled)
             y = causal_clustered_attention(
-                q, window, k, v, readable, past, centroids, bias,
+                q, window, k, v, cache_mask, past, centroids, bias,
                 implementation=args.implementation,
             )  # fmt: skip
             return _inner(y, weights)
@@ -179,8 +189,8 @@ def causal(array: Callable[..., Any], args: argparse.Namespace) -> Case:
         given = q, window, k, v, pasts[:2], pasts.rest, pasts.lse, bias
         return jax.grad(loss, argnums=tuple(range(8)))(*given)
 
-    readable, bias = array(args.lanes, 2, dtype="bool"), wide(heads)
-    return gradients, [q, window, k, k, pasts, readable, centroids, bias, q]
+    cache_mask, bias = array(args.lanes, 2, dtype="bool"), wide(heads)
+    return gradients, [q, window, k, k, pasts, cache_mask, centroids, bias, q]
 
 
 def weights(array: Callable[..., Any], args: argparse.Namespace) -> Case:

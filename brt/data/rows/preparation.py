@@ -61,7 +61,7 @@ class Preparation(abc.ABC):
     """What prepares and opens the rows of a section; each kind of rows has its own.
 
     Attributes:
-      corpus: what it opens.
+      dataset: what it opens.
       kind: tells kinds of rows apart.
       encoding: what encodes rows, in a word.
       tokenizer: what does, once it is there.
@@ -69,7 +69,7 @@ class Preparation(abc.ABC):
       endings: of files in directories.
     """
 
-    corpus: type[RowCorpus]
+    dataset: type[RowCorpus]
     kind: str
     encoding = "tokenizer"
     tokenizer: Any = None
@@ -107,7 +107,7 @@ class Preparation(abc.ABC):
         """
         if not getattr(self.section, split):
             raise DataError(
-                f"there are no {split} {self.corpus.rows}; name some with {self.name}.{split}"
+                f"there are no {split} {self.dataset.rows}; name some with {self.name}.{split}"
             )
         self.tokenizer = encoder
         directory = cache.prepared_split(
@@ -125,7 +125,7 @@ class Preparation(abc.ABC):
                     f"{directory / name} was written with another {self.encoding} than "
                     f"{encoder.name}; delete {directory} and prepare it again"
                 )
-        return self.corpus(directory, encoder, found)
+        return self.dataset(directory, encoder, found)
 
     def read(self, split: str) -> Iterator[Any]:
         """The rows of a split: of train and of what is a part of it, only their own."""

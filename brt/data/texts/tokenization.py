@@ -22,7 +22,7 @@ ROBERTA = Special(unk_id=3, bos_id=0, eos_id=2, pad_id=1)
 START, END, PAD = ("<s>", "[CLS]"), ("</s>", "[SEP]"), ("<pad>", "[PAD]")
 
 
-class Spelt(NamedTuple):
+class Encoding(NamedTuple):
     """A text as ids.
 
     Attributes:
@@ -44,8 +44,8 @@ class TextTokenizer:
       vocab_size: ids, special ones included, are below it.
       begin, between, end: around and between texts.
       pad_id: what fills a batch.
-      spell: of many texts at once.
-      unspell: what ids, none of them special, stand for.
+      encode_texts: of many texts at once.
+      decode_ids: what ids, none of them special, stand for.
     """
 
     name: str
@@ -56,23 +56,23 @@ class TextTokenizer:
     between: tuple[int, ...]
     end: tuple[int, ...]
     pad_id: int
-    spell: Callable[[list[str]], list[Spelt]] = dataclasses.field(repr=False)
-    unspell: Callable[[list[int]], str] = dataclasses.field(repr=False)
+    encode_texts: Callable[[list[str]], list[Encoding]] = dataclasses.field(repr=False)
+    decode_ids: Callable[[list[int]], str] = dataclasses.field(repr=False)
 
-    def encode(self, texts: Sequence[str]) -> list[Spelt]:
+    def encode(self, texts: Sequence[str]) -> list[Encoding]:
         """Ids without special ones, also where a text spells these out."""
         special = [*self.begin, *self.between, *self.end, self.pad_id]
         found = []
-        for ids, spans in self.spell(list(texts)):
+        for ids, spans in self.encode_texts(list(texts)):
             kept = ~np.isin(ids, special)
-            found.append(Spelt(ids[kept], spans[kept]))
+            found.append(Encoding(ids[kept], spans[kept]))
         return found
 
     def texts(self, ids: Int[np.ndarray, " T"]) -> list[str]:
         """The texts that `wrap` was given, as far as their ids say."""
         around = [*self.begin, *self.between, *self.end, self.pad_id]
         parts = np.split(ids, np.flatnonzero(np.diff(np.isin(ids, around))) + 1)
-        return [self.unspell(part.tolist()) for part in parts if part[0] not in around]
+        return [self.decode_ids(part.tolist()) for part in parts if part[0] not in around]
 
     def wrap(self, *texts: np.ndarray) -> Int[np.ndarray, " T"]:
         """One text or two, with the ids around them."""
@@ -108,27 +108,27 @@ def load(name: str, setting: str) -> TextTokenizer:
 
 
 def _bytes() -> TextTokenizer:
-    def spell(texts: list[str]) -> list[Spelt]:
+    def encode_texts(texts: list[str]) -> list[Encoding]:
         found = []
         for text in texts:
             ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
             places = np.repeat(np.arange(len(text)), [len(c.encode()) for c in text])
-            found.append(Spelt(ids, np.stack([places, places + 1], axis=1).astype(np.int32)))
+            found.append(Encoding(ids, np.stack([places, places + 1], axis=1).astype(np.int32)))
         return found
 
-    def unspell(ids: list[int]) -> str:
+    def decode_ids(ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
     digest = hashlib.sha256(b"bytes of a text, between special ids").hexdigest()
     file = tokenizer_files.BYTES, b"bytes\n"
-    return _with_special("bytes", digest, file, 256, spell, unspell)
+    return _with_special("bytes", digest, file, 256, encode_texts, decode_ids)
 
 
 def _sentencepiece(path: Path) -> TextTokenizer:
     content = tokenizer_files.read(path)
     processor = tokenizer_files.sentencepiece_model(path, content)
 
-    def spell(texts: list[str]) -> list[Spelt]:
+    def encode_texts(texts: list[str]) -> list[Encoding]:
         found = processor.encode(texts, return_type="offset_mapping")
         return [_spelt(row["ids"], row["offsets"]) for row in found]
 
@@ -137,14 +137,14 @@ def _sentencepiece(path: Path) -> TextTokenizer:
     digest = hashlib.sha256(content).hexdigest()
     file = "tokenizer.model", content
     size = processor.vocab_size()
-    return _with_special(path.name, digest, file, size, spell, processor.decode, *ids)
+    return _with_special(path.name, digest, file, size, encode_texts, processor.decode, *ids)
 
 
 def _json(path: Path) -> TextTokenizer:
     content = tokenizer_files.read(path)
     tokenizer = tokenizer_files.json_model(path, content)
 
-    def spell(texts: list[str]) -> list[Spelt]:
+    def encode_texts(texts: list[str]) -> list[Encoding]:
         found = tokenizer.encode_batch(texts, add_special_tokens=False)
         return [_spelt(row.ids, row.offsets) for row in found]
 
@@ -155,7 +155,7 @@ def _json(path: Path) -> TextTokenizer:
     digest = hashlib.sha256(content).hexdigest()
     file = "tokenizer.json", content
     size = tokenizer.get_vocab_size()
-    made = _with_special(path.name, digest, file, size, spell, tokenizer.decode, *ids)
+    made = _with_special(path.name, digest, file, size, encode_texts, tokenizer.decode, *ids)
     return dataclasses.replace(made, **_template(tokenizer) or {})
 
 
@@ -176,8 +176,8 @@ def _template(tokenizer: Any) -> dict[str, tuple[int, ...]] | None:
     return parts if parts["begin"] and parts["end"] else None
 
 
-def _spelt(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> Spelt:
-    return Spelt(np.array(ids, np.int32), np.array(spans, np.int32).reshape(-1, 2))
+def _spelt(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> Encoding:
+    return Encoding(np.array(ids, np.int32), np.array(spans, np.int32).reshape(-1, 2))
 
 
 def _with_special(
@@ -185,8 +185,8 @@ def _with_special(
     fingerprint: str,
     file: tuple[str, bytes],
     size: int,
-    spell: Callable[[list[str]], list[Spelt]],
-    unspell: Callable[[list[int]], str],
+    encode_texts: Callable[[list[str]], list[Encoding]],
+    decode_ids: Callable[[list[int]], str],
     begin: int | None = None,
     end: int | None = None,
     pad: int | None = None,
@@ -199,5 +199,6 @@ def _with_special(
     begin, end, pad = known
     return TextTokenizer(
         name=name, fingerprint=fingerprint, file=file, vocab_size=size, begin=(begin,),
-        between=(end, end), end=(end,), pad_id=pad, spell=spell, unspell=unspell,
+        between=(end, end), end=(end,), pad_id=pad,
+        encode_texts=encode_texts, decode_ids=decode_ids,
     )  # fmt: skip

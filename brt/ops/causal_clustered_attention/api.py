@@ -59,7 +59,7 @@ PAST_SCAN = Op(
 def past_scan(
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     past: Past,
     centroids: Centroids,
     *,
@@ -69,7 +69,7 @@ def past_scan(
 
     Args:
       keys, values: those of the cached block, then those of the segment; not rotated.
-      readable: whether block n may read the block before it; where not, its document has no
+      cache_mask: whether block n may read the block before it; where not, its document has no
         past.
       past: of the first block.
       implementation: a named one runs or raises; None takes the best that can.
@@ -80,7 +80,7 @@ def past_scan(
     Raises:
       NotImplementedError: an implementation that does not exist, or not for these inputs.
     """
-    return dispatch.run(PAST_SCAN, implementation, keys, values, readable, past, centroids)
+    return dispatch.run(PAST_SCAN, implementation, keys, values, cache_mask, past, centroids)
 
 
 def causal_clustered_attention(
@@ -88,7 +88,7 @@ def causal_clustered_attention(
     window: AttentionPart,
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     pasts: Past,
     centroids: Centroids,
     bias: Float[Array, " H"],
@@ -101,7 +101,7 @@ def causal_clustered_attention(
     Args:
       queries: with any scale folded in; not rotated.
       window: what `window_part` gave, [B, T, H, K] and [B, T, H].
-      keys, values, readable: as of `past_scan`.
+      keys, values, cache_mask: as of `past_scan`.
       pasts: of every block, from `past_scan`.
       bias: float32, added to the logits of all keys that have left the window.
       attend_to_self: whether the nearest key of a window is the token itself.
@@ -114,7 +114,7 @@ def causal_clustered_attention(
       NotImplementedError: an implementation that does not exist, or not for these inputs.
     """
     return dispatch.run(
-        OP, implementation, queries, window, keys, values, readable, pasts, centroids, bias,
+        OP, implementation, queries, window, keys, values, cache_mask, pasts, centroids, bias,
         attend_to_self=attend_to_self,
     )  # fmt: skip
 
@@ -124,7 +124,7 @@ def causal_clustered_attention_step(
     window: AttentionPart,
     keys: Float[Array, "B W H K"],
     values: Float[Array, "B W H K"],
-    readable: Bool[Array, " B"],
+    cache_mask: Bool[Array, " B"],
     position: Int[Array, ""],
     past: Past,
     centroids: Centroids,
@@ -139,8 +139,8 @@ def causal_clustered_attention_step(
       keys, values: of the block before, whole.
     """
     left = jnp.arange(keys.shape[1]) < position + (1 if attend_to_self else 0)
-    mask = (left[None] & readable[:, None])[:, None]
+    mask = (left[None] & cache_mask[:, None])[:, None]
     part = AttentionPart(*(x.swapaxes(1, 2) for x in window))
     q, k, v = (x.swapaxes(1, 2) for x in (queries, keys, values))
-    y = xla.read(q, part, k, v, mask, kept(past, readable), centroids, bias)
+    y = xla.read(q, part, k, v, mask, kept(past, cache_mask), centroids, bias)
     return y.swapaxes(1, 2)

@@ -32,13 +32,13 @@ from brt.ops.tpu import LANES, heads_first, refuses_heads, too_large
 
 
 def refuses(
-    queries: Array, window: AttentionPart, keys: Array, values: Array, readable: Array,
+    queries: Array, window: AttentionPart, keys: Array, values: Array, cache_mask: Array,
     pasts: Past, *_: Any, **__: Any,
 ) -> str | None:  # fmt: skip
     """Why these inputs cannot be; None: they can."""
     if rules.partitioned():
         return "reads what one device has"
-    width, size = queries.shape[1] // readable.shape[1], queries.shape[-1]
+    width, size = queries.shape[1] // cache_mask.shape[1], queries.shape[-1]
     clusters, slots = pasts.keys.shape[3:5]
     if width % 128 or clusters % 8 or slots % 8:
         return (
@@ -63,7 +63,7 @@ def causal_clustered_attention(
     window: AttentionPart,
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     pasts: Past,
     centroids: Centroids,
     bias: Float[Array, " H"],
@@ -72,13 +72,13 @@ def causal_clustered_attention(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B T H K"]:
     """See `api.causal_clustered_attention`; `interpret` runs on any device, with any sizes."""
-    tokens, blocks = queries.shape[1], readable.shape[1]
+    tokens, blocks = queries.shape[1], cache_mask.shape[1]
     q, k, v = (x.swapaxes(1, 2) for x in (queries, keys[:, :tokens], values[:, :tokens]))
     by_block = (*q.shape[:2], blocks, 1, tokens // blocks)
     kept_k, kept_v = (x.reshape(*x.shape[:3], -1, x.shape[-1]) for x in pasts[:2])
     given = _Given(
         q, k, v, kept_k, kept_v, pasts.rest, pasts.lse[..., None, :],
-        nearest(q, centroids).reshape(by_block), readable.astype(jnp.int32), pasts.filled,
+        nearest(q, centroids).reshape(by_block), cache_mask.astype(jnp.int32), pasts.filled,
     )  # fmt: skip
     y, lse = _attend(given, Static(attend_to_self, pasts.keys.shape[4], interpret))
     # All of it has the bias of the window's farthest key.
@@ -100,12 +100,12 @@ class _Given(NamedTuple):
     rest: Float[Array, "N B H C K"]
     rest_lse: Float[Array, "N B H 1 C"]
     labels: Int[Array, "B H N 1 W"]
-    readable: Int[Array, "B N"]
+    cache_mask: Int[Array, "B N"]
     filled: Int[Array, "N B"]
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        return self.q.shape[1], self.q.shape[0], self.readable.shape[1]
+        return self.q.shape[1], self.q.shape[0], self.cache_mask.shape[1]
 
     def inputs(self, **others: Array) -> Inputs:
         return Inputs(*self[:-2], **others)
@@ -126,7 +126,7 @@ def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]
             jax.ShapeDtypeStruct(q.shape, bits_of(given.v.dtype)),
             jax.ShapeDtypeStruct(given.labels.shape, jnp.float32),
         ], products=2,
-    )(given.readable, given.filled, inputs)  # fmt: skip
+    )(given.cache_mask, given.filled, inputs)  # fmt: skip
     y, lse = kept(y, given.v.dtype), kept(lse.reshape(q.shape[:-1]))
     return (y, lse), (given, y, lse)
 
@@ -141,8 +141,8 @@ def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> t
     (found,) = _call(
         backward_kernel, given, static, [at], [Gradients(*at[:7])],
         [Gradients(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[:7]))], products=5,
-    )(given.readable, given.filled, inputs)  # fmt: skip
-    return (given._replace(labels=None, readable=None, filled=None, **found._asdict()),)
+    )(given.cache_mask, given.filled, inputs)  # fmt: skip
+    return (given._replace(labels=None, cache_mask=None, filled=None, **found._asdict()),)
 
 
 _attend.defvjp(_forward, _backward)

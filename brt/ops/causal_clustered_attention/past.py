@@ -78,16 +78,16 @@ def past_after(
     past: Past,
     keys: Float[Array, "B H W K"],
     values: Float[Array, "B H W K"],
-    readable: Bool[Array, " B"],
+    cache_mask: Bool[Array, " B"],
     centroids: Centroids,
 ) -> Past:
     """The past with one block more.
 
     Args:
       keys, values: of the block before the one that ends.
-      readable: whether the two are of one document; where not, the past begins anew.
+      cache_mask: whether the two are of one document; where not, the past begins anew.
     """
-    past = kept(past, readable)
+    past = kept(past, cache_mask)
     slots, width = past.keys.shape[3], keys.shape[2]
     vectors = centroids.vectors.astype(keys.dtype)
     logits = jnp.concatenate(
@@ -97,14 +97,14 @@ def past_after(
         ],
         axis=-1,
     )
-    taken = jnp.broadcast_to(readable[:, None], (readable.shape[0], width))
+    taken = jnp.broadcast_to(cache_mask[:, None], (cache_mask.shape[0], width))
     there = jnp.concatenate([is_filled(past), taken], axis=1)[:, None, None]
     indices, best = _best(logits, there, slots)
     spread = jnp.concatenate([_half_squares(past.keys), _new_half_squares(past, keys)], axis=-1)
     expected = logits + centroids.variances[None, :, :, None] * spread
     expected = jnp.where(there & ~best, expected, MASKED)
     rest, lse = _summed(past, values, expected)
-    filled = jnp.minimum(past.filled + width * readable, slots)
+    filled = jnp.minimum(past.filled + width * cache_mask, slots)
     there = (jnp.arange(slots)[None] < filled[:, None])[:, None, None, :, None]
     keys, values = (
         jnp.where(there, _chosen(old, new, indices), 0)

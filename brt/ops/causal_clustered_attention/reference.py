@@ -16,14 +16,14 @@ from brt.ops.softmax import FLOOR
 def past_scan(
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     past: Past,
     centroids: Centroids,
 ) -> tuple[Past, Past]:
     """See `api.past_scan`."""
     k, v = (x.astype(jnp.float32).swapaxes(1, 2) for x in (keys, values))
     found = [
-        _found(k, v, readable, past, centroids, block) for block in range(readable.shape[1] + 1)
+        _found(k, v, cache_mask, past, centroids, block) for block in range(cache_mask.shape[1] + 1)
     ]
     found = [
         past._replace(keys=past.keys.astype(keys.dtype), values=past.values.astype(values.dtype))
@@ -37,7 +37,7 @@ def causal_clustered_attention(
     window: AttentionPart,
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     pasts: Past,
     centroids: Centroids,
     bias: Float[Array, " H"],
@@ -45,7 +45,7 @@ def causal_clustered_attention(
     attend_to_self: bool,
 ) -> Float[Array, "B T H K"]:
     """See `api.causal_clustered_attention`."""
-    blocks = readable.shape[1]
+    blocks = cache_mask.shape[1]
     width = queries.shape[1] // blocks
     left = np.tri(width, k=0 if attend_to_self else -1, dtype=bool)[None]
     outputs = []
@@ -53,7 +53,7 @@ def causal_clustered_attention(
         own = slice(n * width, (n + 1) * width)  # of the keys: the block before
         q, k, v = (x[:, own].astype(jnp.float32).swapaxes(1, 2) for x in (queries, keys, values))
         part = AttentionPart(*(x[:, own].astype(jnp.float32).swapaxes(1, 2) for x in window))
-        mask = left & readable[:, n, None, None]
+        mask = left & cache_mask[:, n, None, None]
         past = jax.tree.map(lambda leaf, n=n: leaf[n], pasts)
         outputs.append(_read(q, part, k, v, mask, past, centroids, bias))
     y = jnp.concatenate(outputs, axis=2)
@@ -63,15 +63,15 @@ def causal_clustered_attention(
 def _found(
     keys: Float[Array, "B H Z K"],
     values: Float[Array, "B H Z K"],
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     past: Past,
     centroids: Centroids,
     block: int,
 ) -> Past:
     """What a block finds, of the past that the segment takes in and of all blocks since then."""
-    blocks, slots = readable.shape[1], past.keys.shape[3]
+    blocks, slots = cache_mask.shape[1], past.keys.shape[3]
     width = keys.shape[2] // (blocks + 1)
-    linked = readable[:, : block + 1]
+    linked = cache_mask[:, : block + 1]
     same = jnp.stack([jnp.all(linked[:, i:], axis=1) for i in range(max(block, 1))], axis=1)
     known = same[:, :1] & (jnp.arange(slots)[None] < past.filled[:, None])
     there = jnp.concatenate([known, jnp.repeat(same[:, :block], width, axis=1)], axis=1)

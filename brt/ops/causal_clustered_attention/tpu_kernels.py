@@ -124,13 +124,13 @@ def _logits(tile: _Tile, inputs: Inputs) -> Float[Array, "X R"]:
 
 
 def forward_kernel(
-    readable: Any, filled: Any, inputs: Inputs, y: Any, lse: Any, *, static: Static
+    cache_mask: Any, filled: Any, inputs: Inputs, y: Any, lse: Any, *, static: Static
 ) -> None:
     lane, n = pl.program_id(1), pl.program_id(2)
     dtype = inputs.v.dtype
     columns = inputs.v[...].T, inputs.kept_v[...].T
     summed = inputs.rest[...].T
-    for tile in _tiles(readable[lane, n] > 0, filled[n, lane], inputs, static):
+    for tile in _tiles(cache_mask[lane, n] > 0, filled[n, lane], inputs, static):
         logits = _logits(tile, inputs)
         top = jnp.maximum(jnp.max(logits, axis=0, keepdims=True), FLOOR)
         weights = jnp.exp(logits - top)
@@ -143,8 +143,8 @@ def forward_kernel(
 
 
 def backward_kernel(
-    readable: Any, filled: Any, inputs: Inputs, found: Gradients, keys_sum: Any, values_sum: Any, *,
-    static: Static,
+    cache_mask: Any, filled: Any, inputs: Inputs, found: Gradients, keys_sum: Any,
+    values_sum: Any, *, static: Static,
 ) -> None:  # fmt: skip
     """The sums are float32, of the block before and behind it of what centroids keep."""
     lane, n = pl.program_id(1), pl.program_id(2)
@@ -152,7 +152,7 @@ def backward_kernel(
     for total in (keys_sum, values_sum):
         total[:window] = jnp.zeros_like(total[:window])
     of_rest, of_weight = jnp.zeros(found.rest.shape, jnp.float32), jnp.zeros((), jnp.float32)
-    for tile in _tiles(readable[lane, n] > 0, filled[n, lane], inputs, static):
+    for tile in _tiles(cache_mask[lane, n] > 0, filled[n, lane], inputs, static):
         own, theirs = inputs.q[tile.rows], inputs.gradient[tile.rows]
         weights = jnp.exp(_logits(tile, inputs) - inputs.lse[:, tile.rows])
         wide = theirs.astype(jnp.float32)

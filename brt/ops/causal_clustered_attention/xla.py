@@ -31,7 +31,7 @@ from brt.ops.softmax import MASKED
 def past_scan(
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     past: Past,
     centroids: Centroids,
 ) -> tuple[Past, Past]:
@@ -41,7 +41,7 @@ def past_scan(
         past = kept(past, block[2])
         return past_after(past, *block, centroids), past
 
-    return jax.lax.scan(body, past, (*_before(keys, values, readable), readable.T))
+    return jax.lax.scan(body, past, (*_before(keys, values, cache_mask), cache_mask.T))
 
 
 def causal_clustered_attention(
@@ -49,7 +49,7 @@ def causal_clustered_attention(
     window: AttentionPart,
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     pasts: Past,
     centroids: Centroids,
     bias: Float[Array, " H"],
@@ -57,7 +57,7 @@ def causal_clustered_attention(
     attend_to_self: bool,
 ) -> Float[Array, "B T H K"]:
     """See `api.causal_clustered_attention`."""
-    blocks = readable.shape[1]
+    blocks = cache_mask.shape[1]
     width = queries.shape[1] // blocks
     left = jnp.asarray(np.tri(width, k=0 if attend_to_self else -1, dtype=bool))
 
@@ -65,23 +65,23 @@ def causal_clustered_attention(
         queries: Float[Array, "B H W K"],
         window: AttentionPart,
         before: tuple[Array, Array],
-        readable: Bool[Array, " B"],
+        cache_mask: Bool[Array, " B"],
         past: Past,
     ) -> Float[Array, "B H W K"]:
-        mask = left[None] & readable[:, None, None]
+        mask = left[None] & cache_mask[:, None, None]
         return read(queries, window, *before, mask, past, centroids, bias)
 
     parts = AttentionPart(*(_blocks(x, blocks) for x in window))
-    before = _before(keys, values, readable)
-    y = jax.vmap(of_block)(_blocks(queries, blocks), parts, before, readable.T, pasts)
+    before = _before(keys, values, cache_mask)
+    y = jax.vmap(of_block)(_blocks(queries, blocks), parts, before, cache_mask.T, pasts)
     return y.transpose(1, 0, 3, 2, 4).reshape(queries.shape)
 
 
 def _before(
-    keys: Float[Array, "B Z H K"], values: Float[Array, "B Z H K"], readable: Bool[Array, "B N"]
+    keys: Float[Array, "B Z H K"], values: Float[Array, "B Z H K"], cache_mask: Bool[Array, "B N"]
 ) -> tuple[Float[Array, "N B H W K"], Float[Array, "N B H W K"]]:
     """Of every block of the segment, the block before it."""
-    blocks = readable.shape[1]
+    blocks = cache_mask.shape[1]
     tokens = keys.shape[1] // (blocks + 1) * blocks
     return _blocks(keys[:, :tokens], blocks), _blocks(values[:, :tokens], blocks)
 

@@ -53,8 +53,8 @@ def kmeans(
     """See `clustering.kmeans`; `interpret` runs on any device."""
     local = functools.partial(_local, iterations=iterations, interpret=interpret)
     if rules.partitioned():
-        by_head = rules.placed("lanes", "heads", None, None, shape=codes.shape)
-        of_lanes = rules.placed("lanes", None, shape=valid.shape)
+        by_head = rules.partition_spec("lanes", "heads", None, None, shape=codes.shape)
+        of_lanes = rules.partition_spec("lanes", None, shape=valid.shape)
         local = jax.shard_map(
             local, in_specs=(by_head, of_lanes, by_head, of_lanes), out_specs=(by_head, by_head),
             axis_names=rules.axes(), check_vma=False,

@@ -42,8 +42,8 @@ def by_device(
 ) -> Float[Array, "B H T E"]:
     """`local` of all five, by each device of the lanes and heads that it has."""
     if rules.partitioned():
-        by_head = rules.placed("lanes", "heads", None, None, shape=queries.shape)
-        of_lanes = rules.placed("lanes", None, shape=valid.shape)
+        by_head = rules.partition_spec("lanes", "heads", None, None, shape=queries.shape)
+        of_lanes = rules.partition_spec("lanes", None, shape=valid.shape)
         local = jax.shard_map(
             local, in_specs=(by_head, by_head, by_head, of_lanes, jax.P(*by_head[:3])),
             out_specs=by_head, axis_names=rules.axes(), check_vma=False,

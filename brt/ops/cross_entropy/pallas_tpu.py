@@ -108,7 +108,7 @@ def _of_lanes(
     """Each device of its own."""
     local = functools.partial(_rows, scale, interpret)
     if rules.partitioned():
-        lanes = rules.placed("lanes", shape=hidden.shape[:1])
+        lanes = rules.partition_spec("lanes", shape=hidden.shape[:1])
         local = jax.shard_map(
             local, in_specs=(lanes, jax.sharding.PartitionSpec(), lanes), out_specs=lanes,
             axis_names=rules.axes(), check_vma=False,

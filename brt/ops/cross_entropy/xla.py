@@ -17,7 +17,7 @@ from brt.distributed.rules import constrain, count
 from brt.ops import dispatch
 from brt.ops.cross_entropy.scored import Scored
 from brt.ops.dense import weight_gradient
-from brt.ops.layout import turned
+from brt.ops.layout import transposed
 from brt.ops.reductions import sum_leading
 
 
@@ -65,7 +65,7 @@ def _product(embedding: Float[Array, "V D"], dtype: jnp.dtype) -> Callable[[Arra
     a product with the transpose takes them 1.2 times as long."""
     table, sizes = embedding.astype(dtype), "bcd,vd->bcv"
     if dispatch.backend() == "cpu":
-        table, sizes = turned(table), "bcd,dv->bcv"
+        table, sizes = transposed(table), "bcd,dv->bcv"
     return lambda x: jnp.einsum(sizes, x, table, preferred_element_type=jnp.float32)
 
 

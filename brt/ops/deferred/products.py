@@ -12,7 +12,7 @@ from brt.ops import dispatch
 from brt.ops.block_products import gathered, spread, summed
 from brt.ops.deferred.taps import Kernels, Tap, apart
 from brt.ops.dense import dense, dense_forward, input_gradient, weight_gradient
-from brt.ops.layout import moved
+from brt.ops.layout import transpose_copy
 
 
 def dots(
@@ -83,7 +83,7 @@ def _turns() -> bool:
 def _turned(kernel: Array, inputs: int) -> Array:
     """[*inputs, *outputs] -> [*outputs, *inputs]."""
     axes = range(kernel.ndim)
-    return moved(kernel, *axes[inputs:], *axes[:inputs])
+    return transpose_copy(kernel, *axes[inputs:], *axes[:inputs])
 
 
 def _input_gradient(kernels: Kernels, gradients: tuple[Array, ...], inputs: int) -> Array:

@@ -45,8 +45,8 @@ def attend(
         None if bias is None else _cut(bias, 1, count, each),
         _cut(mask, 1, count, each) if mask.shape[1] > 1 else None,
     )
-    everywhere = None if tiles.mask is not None else mask
-    y = _attend(tiles, k, v, everywhere, dropout)
+    replicated = None if tiles.mask is not None else mask
+    y = _attend(tiles, k, v, replicated, dropout)
     y = jnp.moveaxis(y, 0, 2).reshape(*y.shape[1:3], -1, width)[:, :, :length]
     return y.swapaxes(1, 2).reshape(queries.shape)
 

@@ -2,7 +2,7 @@
 
 from brt.ops.recurrent_attention.api import state_scan as state_scan
 from brt.ops.recurrent_attention.cell import CellWeights as CellWeights
-from brt.ops.recurrent_attention.cell import StateMemory as StateMemory
+from brt.ops.recurrent_attention.cell import StateKV as StateKV
 from brt.ops.recurrent_attention.cell import state_memory as state_memory
 from brt.ops.recurrent_attention.cell import tokens_by_head as tokens_by_head
 from brt.ops.recurrent_attention.scan import state_taps as state_taps

@@ -15,7 +15,7 @@ from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.normalization import l2_normalize
 from brt.ops.recurrent_attention import pallas_tpu, reference, tpu_cell, xla
-from brt.ops.recurrent_attention.cell import CellWeights, StateMemory
+from brt.ops.recurrent_attention.cell import CellWeights, StateKV
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +53,7 @@ def state_scan(
     cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
     keys: Float[Array, "B T H K"],
     values: Float[Array, "B T H K"],
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     document_start: Bool[Array, "B N"],
     *,
     taps: PyTree[Array] = None,
@@ -61,7 +61,7 @@ def state_scan(
     raw_keys: bool = False,
     implementation: str | None = None,
     **options: str | bool | None,
-) -> tuple[Float[Array, "B S D"], StateMemory]:
+) -> tuple[Float[Array, "B S D"], StateKV]:
     """Runs the state update over the blocks of a segment.
 
     Args:
@@ -69,7 +69,7 @@ def state_scan(
       vectors: the states that the segment takes in; float32.
       cached: keys and values of the tokens of the block before the segment.
       keys, values: of those of the segment.
-      readable: whether block n may read the block before it.
+      cache_mask: whether block n may read the block before it.
       document_start: where the states begin anew.
       taps: of a segment of one block, a step's of those of `state_taps`; None: its own.
       unroll: blocks per iteration of the scan.
@@ -85,7 +85,7 @@ def state_scan(
       NotImplementedError: an implementation that does not exist, or not for these inputs.
     """
     return dispatch.run(
-        OP, implementation, weights, initial, vectors, cached, keys, values, readable,
+        OP, implementation, weights, initial, vectors, cached, keys, values, cache_mask,
         document_start, taps=taps, unroll=unroll,
         raw_keys=raw_keys, **options,
     )  # fmt: skip

@@ -40,7 +40,7 @@ class CellWeights(NamedTuple):
     mlp_gate: GateWeights | None = None
 
 
-class StateMemory(NamedTuple):
+class StateKV(NamedTuple):
     """Keys and values of the state vectors, which states and tokens both attend to."""
 
     keys: Float[Array, "*B S H K"]
@@ -64,8 +64,8 @@ def state_memory(
     *,
     normalize_qk: bool,
     dtype: Any = jnp.float32,
-) -> StateMemory:
+) -> StateKV:
     """The keys and values that the tokens of a block read; dtype as given."""
     h = (rms_norm(vectors, weights.norm) + weights.ids[None]).astype(dtype)
     keys, values = (dense(h, kernel) for kernel in (weights.keys, weights.values))
-    return StateMemory(l2_normalize(keys) if normalize_qk else keys, values)
+    return StateKV(l2_normalize(keys) if normalize_qk else keys, values)

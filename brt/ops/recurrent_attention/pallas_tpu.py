@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.distributed import rules
 from brt.ops.dispatch import AUTO, kept, saved
 from brt.ops.recurrent_attention import scan
-from brt.ops.recurrent_attention.cell import CellWeights, StateMemory, Tokens
+from brt.ops.recurrent_attention.cell import CellWeights, StateKV, Tokens
 from brt.ops.recurrent_attention.tpu_kernels import (
     ROWS,
     VALUES,
@@ -68,14 +68,14 @@ def state_attention(
     scales: Float[Array, "2 H"],
     before: Tokens,
     own: Tokens,
-    readable: Bool[Array, " B"],
+    cache_mask: Bool[Array, " B"],
     *,
     normalize_qk: bool,
     null_keys: bool,
     raw_keys: bool = False,
     attention: str | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[Float[Array, "B S 2 H K"], StateMemory]:
+) -> tuple[Float[Array, "B S 2 H K"], StateKV]:
     """See `xla.state_attention`; `interpret` runs on any device, with any sizes.
 
     Args:
@@ -84,21 +84,26 @@ def state_attention(
     static = Static(normalize_qk, raw_keys, null_keys, interpret)
     given = _Given(
         projected.transpose(2, 0, 3, 1, 4), scales.astype(jnp.float32).T, before, own,
-        readable.astype(jnp.int32),
+        cache_mask.astype(jnp.int32),
     )  # fmt: skip
     attend = functools.partial(_attend, static=static)
     if rules.partitioned():
-        by_head = rules.placed("lanes", "heads", None, None, shape=before.keys.shape)
-        tokens, lanes = Tokens(by_head, by_head), rules.placed("lanes", shape=readable.shape)
-        parts = rules.placed(None, "lanes", "heads", None, None, shape=given.projected.shape)
-        heads = rules.placed("heads", None, shape=given.scales.shape)
+        by_head = rules.partition_spec("lanes", "heads", None, None, shape=before.keys.shape)
+        tokens, lanes = (
+            Tokens(by_head, by_head),
+            rules.partition_spec("lanes", shape=cache_mask.shape),
+        )
+        parts = rules.partition_spec(
+            None, "lanes", "heads", None, None, shape=given.projected.shape
+        )
+        heads = rules.partition_spec("heads", None, shape=given.scales.shape)
         attend = jax.shard_map(
             attend, in_specs=(_Given(parts, heads, tokens, tokens, lanes),),
-            out_specs=(parts, StateMemory(by_head, by_head)), axis_names=rules.axes(),
+            out_specs=(parts, StateKV(by_head, by_head)), axis_names=rules.axes(),
             check_vma=False,
         )  # fmt: skip
     y, memory = attend(given)
-    return y.transpose(1, 3, 0, 2, 4), StateMemory(*(x.swapaxes(1, 2) for x in memory))
+    return y.transpose(1, 3, 0, 2, 4), StateKV(*(x.swapaxes(1, 2) for x in memory))
 
 
 state_scan = functools.partial(scan.state_scan, read=state_attention)
@@ -114,7 +119,7 @@ class _Given(NamedTuple):
     scales: Float[Array, "H 2"]
     before: Tokens
     own: Tokens
-    readable: Int[Array, " B"]
+    cache_mask: Int[Array, " B"]
 
     def inputs(self, **others: Any) -> Inputs:
         scales = jnp.broadcast_to(self.scales[..., None], (*self.scales.shape, LANES))
@@ -123,14 +128,14 @@ class _Given(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(given: _Given, static: Static) -> tuple[Float[Array, "2 B H S K"], StateMemory]:
+def _attend(given: _Given, static: Static) -> tuple[Float[Array, "2 B H S K"], StateKV]:
     """What states read, and their memory by head."""
     return _forward(given, static)[0]
 
 
 def _forward(
     given: _Given, static: Static
-) -> tuple[tuple[Array, StateMemory], tuple[_Given, Array, Array]]:
+) -> tuple[tuple[Array, StateKV], tuple[_Given, Array, Array]]:
     _, batch, heads, states, width = given.projected.shape
     dtype = given.projected.dtype
     shapes = Outputs(
@@ -140,12 +145,12 @@ def _forward(
     )
     (found,) = _call(forward_kernel, given, given.inputs(), shapes, static, products=2)
     y, lse, keys = (kept(x) for x in (found.y, found.lse, found.keys))
-    memory = StateMemory(keys, given.projected[VALUES])
+    memory = StateKV(keys, given.projected[VALUES])
     return (y, memory), (given._replace(projected=saved(given.projected)), y, lse)
 
 
 def _backward(
-    static: Static, saved: tuple[_Given, Array, Array], gradients: tuple[Array, StateMemory]
+    static: Static, saved: tuple[_Given, Array, Array], gradients: tuple[Array, StateKV]
 ) -> tuple[_Given]:
     given, y, lse = saved
     gradient, shown = gradients
@@ -214,4 +219,4 @@ def _call(
             flops=2 * products * queries * slots * width, transcendentals=queries * slots,
             bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
         ),
-    )(given.readable, inputs)  # fmt: skip
+    )(given.cache_mask, inputs)  # fmt: skip

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from brt.ops.gates import gate
 from brt.ops.normalization import l2_normalize, rms_norm
-from brt.ops.recurrent_attention.cell import CellWeights, StateMemory
+from brt.ops.recurrent_attention.cell import CellWeights, StateKV
 
 
 def state_scan(
@@ -17,7 +17,7 @@ def state_scan(
     cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
     keys: Float[Array, "B T H K"],
     values: Float[Array, "B T H K"],
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     document_start: Bool[Array, "B N"],
     *,
     kind: str,
@@ -27,9 +27,9 @@ def state_scan(
     taps: PyTree[Array] = None,
     unroll: int = 1,
     attention: str | None = None,
-) -> tuple[Float[Array, "B S D"], StateMemory]:
+) -> tuple[Float[Array, "B S D"], StateKV]:
     """See `api.state_scan`; `taps`, `unroll` and `attention` mean nothing here."""
-    blocks, dtype = readable.shape[1], keys.dtype
+    blocks, dtype = cache_mask.shape[1], keys.dtype
     window = keys.shape[1] // blocks
     pairs = zip(cached, (keys, values), strict=True)
     keys, values = (jnp.concatenate(pair, axis=1) for pair in pairs)
@@ -46,7 +46,7 @@ def state_scan(
         k_tokens, v_tokens = (
             x[:, n * window : (n + 2) * window].astype(jnp.float32) for x in (keys, values)
         )
-        mask = readable[:, n, None] | (np.arange(2 * window) >= window)[None]
+        mask = cache_mask[:, n, None] | (np.arange(2 * window) >= window)[None]
         everything = jnp.ones(k.shape[:2], bool)
         attended = jnp.stack(
             [
@@ -56,7 +56,7 @@ def state_scan(
             axis=2,
         )
         vectors = _next(weights, vectors, attended, kind, tanh)
-        shown.append(StateMemory(k.astype(dtype), v.astype(dtype)))
+        shown.append(StateKV(k.astype(dtype), v.astype(dtype)))
     return vectors, jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *shown)
 
 

@@ -13,7 +13,7 @@ from brt.ops.activations import relu
 from brt.ops.deferred import LayerTaps, Tap
 from brt.ops.gates import gate
 from brt.ops.normalization import rms_norm
-from brt.ops.recurrent_attention.cell import CellWeights, StateMemory, Tokens, tokens_by_head
+from brt.ops.recurrent_attention.cell import CellWeights, StateKV, Tokens, tokens_by_head
 from brt.ops.tpu import stored
 
 
@@ -67,21 +67,21 @@ def state_update(
     vectors: Float[Array, "B S D"],
     before: Tokens,
     own: Tokens,
-    readable: Bool[Array, " B"],
+    cache_mask: Bool[Array, " B"],
     kernels: _Kernels | None = None,
     taps: _Kernels | None = None,
     *,
     kind: str,
     tanh: str,
-    read: Callable[..., tuple[Array, StateMemory]],
+    read: Callable[..., tuple[Array, StateKV]],
     **options: bool | str | None,
-) -> tuple[Float[Array, "B S D"], StateMemory]:
+) -> tuple[Float[Array, "B S D"], StateKV]:
     """One block: the states after it, and the memory of the states before it.
 
     Args:
       vectors: float32.
       before, own: the tokens of the previous block, and of this one.
-      readable: whether the previous block may be read.
+      cache_mask: whether the previous block may be read.
       kernels, taps: given by `state_scan` only.
       kind: 'fixed', 'lstm' or 'gru'.
       tanh: 'original' (on the update of the single layout) or 'paper' (of lstm gates).
@@ -94,7 +94,7 @@ def state_update(
     projected = deferred.dot(stored(h), kernels.projection, taps.projection)
     projected = constrain(projected, "lanes", None, None, "heads", None)
     scales = jnp.stack([weights.scale, weights.cross_scale])
-    attended, memory = read(projected, scales, before, own, readable, **options)
+    attended, memory = read(projected, scales, before, own, cache_mask, **options)
     return _gated(weights, vectors, attended, kernels, taps, kind, tanh), memory
 
 
@@ -137,15 +137,15 @@ def state_scan(
     cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
     keys: Float[Array, "B T H K"],
     values: Float[Array, "B T H K"],
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     document_start: Bool[Array, "B N"],
     *,
     taps: _Kernels | None = None,
     unroll: int = 1,
     **options: Any,
-) -> tuple[Float[Array, "B S D"], StateMemory]:
+) -> tuple[Float[Array, "B S D"], StateKV]:
     """See `api.state_scan`; further options are those of `state_update`."""
-    batch, blocks = readable.shape
+    batch, blocks = cache_mask.shape
     kernels, rows = _kernels(weights), (blocks, batch, vectors.shape[1])
     if taps is None:
         pairs = zip(kernels, _inputs(kernels), strict=True)
@@ -160,7 +160,7 @@ def state_scan(
     def body(
         carried: tuple[Float[Array, "B S D"], Tokens],
         block: tuple[Tokens, Array, Array, _Kernels],
-    ) -> tuple[tuple[Float[Array, "B S D"], Tokens], StateMemory]:
+    ) -> tuple[tuple[Float[Array, "B S D"], Tokens], StateKV]:
         s, before = carried
         own, may_read, starts, block_taps = block
         s = _begun_anew(starts, initial, s)
@@ -168,7 +168,7 @@ def state_scan(
         return (s, own), memory
 
     starts = tokens_by_head(*cached)
-    flags = readable.T, document_start.T
+    flags = cache_mask.T, document_start.T
     if unroll >= blocks:  # without a loop nothing is moved to where blocks are the first axis
         cut = zip(*(jnp.split(x, blocks, axis=1) for x in (keys, values)), strict=True)
         tokens = [tokens_by_head(*pair) for pair in cut]
@@ -183,7 +183,7 @@ def state_scan(
 
     xs = tokens_by_head(by_block(keys), by_block(values)), *flags, taps
     (vectors, _), memory = jax.lax.scan(body, (vectors, starts), xs, unroll=unroll)
-    return vectors, StateMemory(*(jnp.moveaxis(m, 0, 1) for m in memory))
+    return vectors, StateKV(*(jnp.moveaxis(m, 0, 1) for m in memory))
 
 
 @jax.custom_vjp

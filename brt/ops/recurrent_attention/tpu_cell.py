@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float
 from brt.distributed import rules
 from brt.ops.dense import weight_gradient
 from brt.ops.dispatch import kept
-from brt.ops.recurrent_attention.cell import CellWeights, StateMemory
+from brt.ops.recurrent_attention.cell import CellWeights, StateKV
 from brt.ops.recurrent_attention.tpu_cell_arrays import (
     Flags,
     Gradients,
@@ -59,7 +59,7 @@ def state_scan(
     cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
     keys: Float[Array, "B T H K"],
     values: Float[Array, "B T H K"],
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     document_start: Bool[Array, "B N"],
     *,
     normalize_qk: bool,
@@ -67,19 +67,19 @@ def state_scan(
     raw_keys: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
     **_: Any,
-) -> tuple[Float[Array, "B S D"], StateMemory]:
+) -> tuple[Float[Array, "B S D"], StateKV]:
     """See `api.state_scan`; `interpret` runs on any device, with any sizes.
 
     Args:
       raw_keys: tokens' keys are normalised here, those that were cached, too.
     """
     static = Static(normalize_qk, raw_keys, null_keys, interpret)
-    flags = Flags(*(x.astype(jnp.int32) for x in (readable, document_start)))
+    flags = Flags(*(x.astype(jnp.int32) for x in (cache_mask, document_start)))
     both = zip(cached, (keys, values), strict=True)
     of_keys, of_values = (tuple(x.swapaxes(1, 2) for x in pair) for pair in both)
     given = _Given(weights, initial, vectors, of_keys, of_values, flags)
     final, shown = _scan(given, static)
-    return final, StateMemory(*(x.swapaxes(2, 3) for x in shown))
+    return final, StateKV(*(x.swapaxes(2, 3) for x in shown))
 
 
 def _weights(weights: CellWeights, dtype: jnp.dtype) -> Weights:
@@ -101,7 +101,7 @@ def _scan(given: _Given, static: Static) -> tuple[Float[Array, "B S D"], Shown]:
 
 
 def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Shown], tuple]:
-    lanes, blocks = given.flags.readable.shape
+    lanes, blocks = given.flags.cache_mask.shape
     (_, states, dim), (_, heads, _, width) = given.vectors.shape, given.keys[0].shape
     dtype, walk = given.keys[1].dtype, Walk(blocks)
     weights = _weights(given.weights, dtype)
@@ -152,7 +152,7 @@ def _gradients(
     given: _Given, gradient: Array, final: Array, saved: Kept, shown: Shown, static: Static
 ) -> Gradients:
     (lanes, states, dim), (_, heads, window, width) = final.shape, given.keys[0].shape
-    walk = Walk(given.flags.readable.shape[1], backward=True)
+    walk = Walk(given.flags.cache_mask.shape[1], backward=True)
     weights, saved = _weights(given.weights, given.keys[1].dtype), saved._replace(hidden=None)
     wide, row = _like(final), jax.ShapeDtypeStruct((lanes, 1, dim), jnp.float32)
     update = jax.ShapeDtypeStruct(saved.vectors.shape, given.keys[1].dtype)
@@ -204,7 +204,7 @@ def _call(
         _run, kernel, walk, static, places=places, **options
     )
     if rules.partitioned():
-        own = rules.placed("lanes", shape=given.vectors.shape[:1])
+        own = rules.partition_spec("lanes", shape=given.vectors.shape[:1])
         whole = jax.sharding.PartitionSpec()
         specs = own, own, *(whole if isinstance(x, Weights) else own for x in arrays)
         run = jax.shard_map(
@@ -219,7 +219,7 @@ def _run(
 ) -> Any:  # fmt: skip
     """Tokens go first. The name is what `brt.planning.schedules` knows a kernel by, and how often
     its grid runs; its size is that of the products of a step, of weights and of attention."""
-    (lanes, blocks), ((cached, own), _) = flags.readable.shape, pairs
+    (lanes, blocks), ((cached, own), _) = flags.cache_mask.shape, pairs
     (_, heads, window, width), (states, dim) = cached.shape, arrays[0].shape[1:]
     slots, dtype, steps = states + 2 * window, own.dtype, lanes * blocks * heads
     shapes, destinations = zip(*outputs, strict=True)

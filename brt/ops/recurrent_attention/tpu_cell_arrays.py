@@ -9,7 +9,7 @@ from jaxtyping import Array
 class Flags(NamedTuple):
     """[B, N], of all lanes and blocks."""
 
-    readable: Any
+    cache_mask: Any
     starts: Any
 
 

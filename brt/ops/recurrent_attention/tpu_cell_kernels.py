@@ -78,7 +78,7 @@ def forward_kernel(
     keys, values = (part.both(n == 0) for part in tokens)
     inputs = tpu_kernels.Inputs(kept.projected, weights.scales, keys, values)
     outputs = Outputs(kept.y, shown.keys, kept.lse)
-    tpu_kernels.read(flags.readable[lane, n] > 0, inputs, outputs, static)
+    tpu_kernels.read(flags.cache_mask[lane, n] > 0, inputs, outputs, static)
     update[...] += product(
         _columns(kept.y), weights.output[...].reshape(-1, update.shape[1]), PLAIN
     )
@@ -121,7 +121,7 @@ def backward_kernel(
     inputs = tpu_kernels.Inputs(
         kept.projected, weights.scales, keys, values, sums.read, tuple(shown), kept.y, kept.lse
     )
-    seen = flags.readable[lane, n] > 0
+    seen = flags.cache_mask[lane, n] > 0
     found.scales[...] = jnp.zeros_like(found.scales)
     of_states = tpu_kernels.Gradients(found.projected, found.scales, None, None)
     tpu_kernels.add_gradients(seen, inputs, of_states, sums.attended, static)

@@ -121,8 +121,8 @@ def _tiles(states: int) -> list[slice]:
     return [slice(i, i + rows) for i in range(0, states, rows)]
 
 
-def forward_kernel(readable: Any, inputs: Inputs, outputs: Outputs, *, static: Static) -> None:
-    read(readable[pl.program_id(1)] > 0, inputs, outputs, static)
+def forward_kernel(cache_mask: Any, inputs: Inputs, outputs: Outputs, *, static: Static) -> None:
+    read(cache_mask[pl.program_id(1)] > 0, inputs, outputs, static)
 
 
 def read(seen: Array, inputs: Inputs, outputs: Outputs, static: Static) -> None:
@@ -143,7 +143,7 @@ def read(seen: Array, inputs: Inputs, outputs: Outputs, static: Static) -> None:
 
 
 def backward_kernel(
-    readable: Any, inputs: Inputs, found: Gradients, keys_sum: Any, values_sum: Any, *,
+    cache_mask: Any, inputs: Inputs, found: Gradients, keys_sum: Any, values_sum: Any, *,
     static: Static,
 ) -> None:  # fmt: skip
     lane = pl.program_id(1)
@@ -152,7 +152,7 @@ def backward_kernel(
     def _() -> None:
         found.scales[...] = jnp.zeros_like(found.scales)
 
-    seen = readable[lane] > 0
+    seen = cache_mask[lane] > 0
     add_gradients(seen, inputs, found, (keys_sum, values_sum), static)
     _write_tokens(seen, inputs, found, (keys_sum, values_sum), static)
 

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float
 
 from brt.ops.normalization import scaled_unit
 from brt.ops.recurrent_attention import scan
-from brt.ops.recurrent_attention.cell import StateMemory, Tokens
+from brt.ops.recurrent_attention.cell import StateKV, Tokens
 from brt.ops.softmax_attention import attend, attend_to_blocks
 
 
@@ -16,12 +16,12 @@ def state_attention(
     scales: Float[Array, "2 H"],
     before: Tokens,
     own: Tokens,
-    readable: Bool[Array, " B"],
+    cache_mask: Bool[Array, " B"],
     *,
     normalize_qk: bool,
     null_keys: bool,
     attention: str | None = None,
-) -> tuple[Float[Array, "B S 2 H K"], StateMemory]:
+) -> tuple[Float[Array, "B S 2 H K"], StateKV]:
     """What states read of states and of tokens, and the memory that they are themselves.
 
     Args:
@@ -39,11 +39,9 @@ def state_attention(
     k, q, crossing = (part.squeeze(2) for part in jnp.split(scaled, 3, axis=2))
     keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(before, own, strict=True))
     crossed = attend_to_blocks(
-        crossing, keys, values, readable, null_keys=null_keys, implementation=attention
+        crossing, keys, values, cache_mask, null_keys=null_keys, implementation=attention
     )
-    return jnp.stack([attend(q, k, v, implementation=attention), crossed], axis=2), StateMemory(
-        k, v
-    )
+    return jnp.stack([attend(q, k, v, implementation=attention), crossed], axis=2), StateKV(k, v)
 
 
 state_update = partial(scan.state_update, read=state_attention)

@@ -53,7 +53,7 @@ def routed_attention(
     layout = _layout(here.groups, chunks, size)
     sources = layout.sources.reshape(*layout.sources.shape[:2], chunks, size)
 
-    def laid(x: Float[Array, "B H M K"]) -> Float[Array, "B H P Q K"]:
+    def row_major(x: Float[Array, "B H M K"]) -> Float[Array, "B H P Q K"]:
         padded = jnp.pad(x, ((0, 0), (0, 0), (0, 1), (0, 0)))
         return take(padded, sources)
 
@@ -62,13 +62,13 @@ def routed_attention(
     groups = jnp.take_along_axis(groups, layout.sources, axis=-1).reshape(sources.shape)
     nearest = 0 if attend_to_self else 1
     back = -(-(reach - 1 + nearest) // size)  # chunks that a chunk reads beside itself
-    keys, values = (_with_those_before(laid(x), back, 0) for x in (here.keys, here.values))
+    keys, values = (_with_those_before(row_major(x), back, 0) for x in (here.keys, here.values))
     of_keys = _with_those_before(groups, back, NOWHERE)
     columns = np.arange((back + 1) * size)
     distance = np.arange(size)[:, None] + back * size - columns[None] - nearest
     near = jnp.asarray((distance >= 0) & (distance < reach))[None, None, None]
     seen = near & (groups[..., None] == of_keys[..., None, :]) & (groups >= 0)[..., None]
-    logits = inner(laid(q), keys) + bias[:, np.clip(distance, 0, reach - 1)][None, :, None]
+    logits = inner(row_major(q), keys) + bias[:, np.clip(distance, 0, reach - 1)][None, :, None]
     y = attend_to_part(jnp.where(seen, logits, MASKED), values).output
     y = y.reshape(*y.shape[:2], -1, y.shape[-1])
     found = take(y, layout.rows[:, :, -count:, None])[:, :, :, 0]

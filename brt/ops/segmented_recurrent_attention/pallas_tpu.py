@@ -83,7 +83,7 @@ def recurrence(
     static = Static(width, width, config.kv_source != "segment", interpret)
     local = functools.partial(_local, static=static)
     if rules.partitioned():
-        by_head = rules.placed(None, "lanes", "heads", None, None, shape=keys.shape)
+        by_head = rules.partition_spec(None, "lanes", "heads", None, None, shape=keys.shape)
         of_lanes = P(by_head[1])
         local = jax.shard_map(
             local,

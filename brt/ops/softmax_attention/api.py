@@ -16,7 +16,7 @@ from brt.ops.softmax_attention import pallas_tpu, reference, xla, xla_cpu
 
 
 def _plain(
-    function: Callable[..., Any], exchanged: Callable[[Array, int, int], Array] = jnp.swapaxes
+    function: Callable[..., Any], swapaxes_copy: Callable[[Array, int, int], Array] = jnp.swapaxes
 ) -> Callable[..., Any]:
     """An implementation that reads heads and blocks apart, and queries normalised where they are
     to be."""
@@ -27,8 +27,8 @@ def _plain(
         if scale is not None:
             queries = scaled_unit(queries, scale)
         blocked = (len(queries), *k.shape[1:-3], -1, *queries.shape[2:])
-        q = exchanged(queries.reshape(blocked), -3, -2)
-        return exchanged(function(q, k, *others, **options), -3, -2).reshape(queries.shape)
+        q = swapaxes_copy(queries.reshape(blocked), -3, -2)
+        return swapaxes_copy(function(q, k, *others, **options), -3, -2).reshape(queries.shape)
 
     return prepared
 
@@ -37,7 +37,7 @@ OP = Op(
     "softmax_attention",
     (
         Implementation("pallas_tpu", pallas_tpu.attention, ("tpu",), ("tpu",), pallas_tpu.refuses),
-        Implementation("xla_cpu", _plain(xla_cpu.attention, layout.exchanged), auto=("cpu",)),
+        Implementation("xla_cpu", _plain(xla_cpu.attention, layout.swapaxes_copy), auto=("cpu",)),
         Implementation("xla", _plain(xla.attention)),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
         Implementation("reference", _plain(reference.attention), auto=()),
@@ -71,7 +71,7 @@ def attend_to_blocks(
     queries: Float[Array, "B Q H K"],
     keys: Float[Array, "B H X K"],
     values: Float[Array, "B H X K"],
-    readable: Bool[Array, " B"],
+    cache_mask: Bool[Array, " B"],
     *,
     null_keys: bool,
     implementation: str | None = None,
@@ -82,28 +82,28 @@ def attend_to_blocks(
       null_keys: unreadable keys count as zero keys with zero values.
       implementation: as of `attend`.
     """
-    return _attend(queries, keys, values, readable, None, null_keys, implementation)
+    return _attend(queries, keys, values, cache_mask, None, null_keys, implementation)
 
 
 def _attend(
-    queries: Array, k: Array, v: Array, readable: Array | None, scale: Array | None,
+    queries: Array, k: Array, v: Array, cache_mask: Array | None, scale: Array | None,
     null_keys: bool, implementation: str | None,
 ) -> Array:  # fmt: skip
     """Of keys and values by head."""
 
-    def local(queries: Array, k: Array, v: Array, readable: Any, scale: Any) -> Array:
+    def local(queries: Array, k: Array, v: Array, cache_mask: Any, scale: Any) -> Array:
         return dispatch.run(
-            OP, implementation, queries, k, v, readable, null_keys=null_keys, scale=scale
+            OP, implementation, queries, k, v, cache_mask, null_keys=null_keys, scale=scale
         )
 
     if not rules.partitioned():
-        return local(queries, k, v, readable, scale)
+        return local(queries, k, v, cache_mask, scale)
     by_block = k.ndim > queries.ndim
     tokens, lanes = ("tokens", ("lanes", "blocks")) if by_block else (None, ("lanes",))
-    of_q = rules.placed("lanes", tokens, "heads", None, shape=queries.shape)
-    of_k = rules.placed(*lanes, "heads", None, None, shape=k.shape)
-    of_lanes = rules.placed("lanes", shape=queries.shape[:1])
+    of_q = rules.partition_spec("lanes", tokens, "heads", None, shape=queries.shape)
+    of_k = rules.partition_spec(*lanes, "heads", None, None, shape=k.shape)
+    of_lanes = rules.partition_spec("lanes", shape=queries.shape[:1])
     return jax.shard_map(
         local, in_specs=(of_q, of_k, of_k, of_lanes, P(of_q[2])), out_specs=of_q,
         axis_names=rules.axes(), check_vma=False,
-    )(queries, k, v, readable, scale)  # fmt: skip
+    )(queries, k, v, cache_mask, scale)  # fmt: skip

@@ -36,11 +36,11 @@ _ROWS = 256  # of a tile at most, by the compiler's schedules
 _TILE = 1024 * _ROWS  # logits of a tile at most: five such arrays of float32 are there at once
 
 
-def refuses(q: Array, k: Array, v: Array, readable: Array | None = None, **_: Any) -> str | None:
+def refuses(q: Array, k: Array, v: Array, cache_mask: Array | None = None, **_: Any) -> str | None:
     """Why these inputs cannot be; None: they can."""
     blocks = 1 if k.ndim == q.ndim else k.shape[1]
     queries, keys, width = q.shape[1] // blocks, k.shape[-2], q.shape[3]
-    unit = 128 if readable is None else 256  # two blocks of them
+    unit = 128 if cache_mask is None else 256  # two blocks of them
     if queries % 128 or keys % unit or max(queries, keys) > _MOST:
         return (
             f"takes a multiple of 128 queries and of {unit} keys, at most {_MOST}, "
@@ -66,18 +66,18 @@ def attention(
     queries: Float[Array, "B T H K"],
     k: Float[Array, "B *N H S K"],
     v: Float[Array, "B *N H S K"],
-    readable: Bool[Array, " B"] | None,
+    cache_mask: Bool[Array, " B"] | None,
     *,
     null_keys: bool,
     scale: Float[Array, " H"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B T H K"]:
     """See `api`; `interpret` runs on any device, with any sizes."""
-    static = _Static(readable is not None, null_keys, interpret)
-    if readable is None:
-        readable = jnp.ones(queries.shape[:1], bool)
+    static = _Static(cache_mask is not None, null_keys, interpret)
+    if cache_mask is None:
+        cache_mask = jnp.ones(queries.shape[:1], bool)
     k, v = (x.reshape(-1, *x.shape[-3:]) for x in (k, v))
-    given = _Given(queries.swapaxes(1, 2), k, v, readable.astype(jnp.int32), scale)
+    given = _Given(queries.swapaxes(1, 2), k, v, cache_mask.astype(jnp.int32), scale)
     return _attend(given, static)
 
 
@@ -98,7 +98,7 @@ class _Given(NamedTuple):
     q: Float[Array, "B H T K"]
     k: Float[Array, "X H S K"]  # of all lanes and their blocks
     v: Float[Array, "X H S K"]
-    readable: Int[Array, " B"]
+    cache_mask: Int[Array, " B"]
     scale: Float[Array, " H"] | None  # the length that queries get, where they are normalised here
 
     @property
@@ -137,7 +137,7 @@ def _forward(given: _Given, static: _Static) -> tuple[Array, tuple]:
             jax.ShapeDtypeStruct(given.numbers(), jnp.uint32),
         ],
         products=2,
-    )(given.readable, *given[:3], given.lengths())  # fmt: skip
+    )(given.cache_mask, *given[:3], given.lengths())  # fmt: skip
     y, lse = kept(y, q.dtype), kept(lse, lse.dtype)
     if given.scale is not None:  # as a product made them
         given = given._replace(q=saved(q))
@@ -153,7 +153,7 @@ def _backward(static: _Static, saved: tuple, gradient: Array) -> tuple[_Given]:
     d_q, d_k, d_v, d_scale = _call(
         _backward_kernel, given, static, [of_q, of_k, of_k, length, of_q, numbers, numbers],
         [of_q, of_k, of_k, length], [*given[:3], lengths], products=5,
-    )(given.readable, *given[:3], lengths, gradient, lse, along)  # fmt: skip
+    )(given.cache_mask, *given[:3], lengths, gradient, lse, along)  # fmt: skip
     if given.scale is not None:
         d_scale = d_scale[:, 0, 0].astype(given.scale.dtype)
     return (_Given(d_q, d_k, d_v, None, d_scale),)
@@ -237,9 +237,9 @@ def _queries(q: Any, rows: slice, length: Any) -> Float[Array, "R K"]:
 
 
 def _forward_kernel(
-    readable: Any, q: Any, k: Any, v: Any, length: Any, y: Any, lse: Any, *, static: _Static
+    cache_mask: Any, q: Any, k: Any, v: Any, length: Any, y: Any, lse: Any, *, static: _Static
 ) -> None:
-    seen = readable[pl.program_id(1)] > 0
+    seen = cache_mask[pl.program_id(1)] > 0
     keys, values = _loaded(seen, k, v, static)
     columns = values.T
     for rows in _tiles(q.shape[0], k.shape[0]):
@@ -253,12 +253,12 @@ def _forward_kernel(
 
 
 def _backward_kernel(
-    readable: Any, q: Any, k: Any, v: Any, length: Any, gradient: Any, lse: Any, along: Any,
+    cache_mask: Any, q: Any, k: Any, v: Any, length: Any, gradient: Any, lse: Any, along: Any,
     d_q: Any, d_k: Any, d_v: Any, d_length: Any, keys_sum: Any, values_sum: Any, *,
     static: _Static,
 ) -> None:  # fmt: skip
     lane, n = pl.program_id(1), pl.program_id(2)
-    seen = readable[lane] > 0
+    seen = cache_mask[lane] > 0
     keys, values = _loaded(seen, k, v, static)
     if length is not None:
 

@@ -9,15 +9,15 @@ def attention(
     q: Float[Array, "*B H Q K"],
     k: Float[Array, "*B H S K"],
     v: Float[Array, "*B H S K"],
-    readable: Bool[Array, " B"] | None,
+    cache_mask: Bool[Array, " B"] | None,
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
-    """See `api.attend_to_blocks`; without `readable` every key counts."""
+    """See `api.attend_to_blocks`; without `cache_mask` every key counts."""
     logits = jnp.einsum("...qk,...sk->...qs", q, k, preferred_element_type=jnp.float32)
-    if readable is None:
+    if cache_mask is None:
         return jax.nn.softmax(logits).astype(v.dtype) @ v
     size = k.shape[-2]
-    mask = readable[:, None, None, None] | (jnp.arange(size) >= size // 2)[None, None, None]
+    mask = cache_mask[:, None, None, None] | (jnp.arange(size) >= size // 2)[None, None, None]
     weights = jax.nn.softmax(jnp.where(mask, logits, 0.0 if null_keys else -jnp.inf))
     return jnp.where(mask, weights, 0).astype(v.dtype) @ v

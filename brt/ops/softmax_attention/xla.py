@@ -17,15 +17,15 @@ def attention(
     q: Float[Array, "*B H Q K"],
     k: Float[Array, "*B H S K"],
     v: Float[Array, "*B H S K"],
-    readable: Bool[Array, " B"] | None,
+    cache_mask: Bool[Array, " B"] | None,
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
-    """See `api.attend_to_blocks`; without `readable` every key counts."""
+    """See `api.attend_to_blocks`; without `cache_mask` every key counts."""
     mask = None
-    if readable is not None:
+    if cache_mask is not None:
         size = k.shape[-2]
-        mask = readable[:, None] | (jnp.arange(size) >= size // 2)[None]
+        mask = cache_mask[:, None] | (jnp.arange(size) >= size // 2)[None]
     return attend_by_head(q, k, v, mask, null_keys=null_keys)
 
 

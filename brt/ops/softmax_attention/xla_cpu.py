@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.layout import stored, turned
+from brt.ops.layout import stored, transposed
 from brt.ops.products import combined
 from brt.ops.softmax import MASKED
 
@@ -19,15 +19,15 @@ def attention(
     q: Float[Array, "*B H Q K"],
     k: Float[Array, "*B H S K"],
     v: Float[Array, "*B H S K"],
-    readable: Bool[Array, " B"] | None,
+    cache_mask: Bool[Array, " B"] | None,
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
-    """See `api.attend_to_blocks`; without `readable` every key counts."""
-    if readable is None:
+    """See `api.attend_to_blocks`; without `cache_mask` every key counts."""
+    if cache_mask is None:
         return _attend(q, k, v, None)
     size = k.shape[-2]
-    mask = (readable[:, None] | (jnp.arange(size) >= size // 2)[None])[:, None, :, None]
+    mask = (cache_mask[:, None] | (jnp.arange(size) >= size // 2)[None])[:, None, :, None]
     if null_keys:
         return _attend(q, jnp.where(mask, k, 0), jnp.where(mask, v, 0), None)
     return _attend(q, k, v, mask)
@@ -44,15 +44,15 @@ def _attend(
 
 
 def _forward(q: Array, k: Array, v: Array, mask: Array | None) -> tuple[Array, tuple]:
-    logits = combined(k, turned(q))
+    logits = combined(k, transposed(q))
     if mask is not None:
         logits = jnp.where(mask, logits, MASKED)
     top = jnp.max(logits, axis=-2, keepdims=True)
     weights = jnp.exp(logits - top).astype(v.dtype)
     with_one = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
-    both = combined(turned(with_one), weights)
+    both = combined(transposed(with_one), weights)
     total = both[..., -1:, :]
-    y = turned((both[..., :-1, :] / total).astype(v.dtype))
+    y = transposed((both[..., :-1, :] / total).astype(v.dtype))
     return y, (q, k, v, weights, total, y)
 
 
@@ -61,8 +61,8 @@ def _backward(saved: tuple, gradient: Array) -> tuple:
     scaled = gradient.astype(jnp.float32) / total.swapaxes(-1, -2)
     along = jnp.sum(scaled * y.astype(jnp.float32), axis=-1)[..., None, :]
     scaled = stored(scaled.astype(q.dtype))
-    d_logits = (weights * (combined(v, turned(scaled)) - along)).astype(q.dtype)
-    d_q = turned(combined(turned(k), d_logits))
+    d_logits = (weights * (combined(v, transposed(scaled)) - along)).astype(q.dtype)
+    d_q = transposed(combined(transposed(k), d_logits))
     d_k, d_v = combined(d_logits, q), combined(weights, scaled)
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 

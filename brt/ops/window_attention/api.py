@@ -33,7 +33,7 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def prepared(
         queries: Array, cached: tuple[Array, Array], keys: Array, values: Array,
-        bias: Array | None, readable: Array, dropout: Kept | None, *, scale: Array | None,
+        bias: Array | None, cache_mask: Array, dropout: Kept | None, *, scale: Array | None,
         **options: bool,
     ) -> Any:  # fmt: skip
         keys, values = (
@@ -42,7 +42,7 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
         if scale is not None:
             queries, keys = scaled_unit(queries, scale), l2_normalize(keys)
         factors = None if dropout is None else dropout.factors(jnp.dtype("float32"))
-        return function(queries, keys, values, bias, readable, factors, **options)
+        return function(queries, keys, values, bias, cache_mask, factors, **options)
 
     return prepared
 
@@ -87,7 +87,7 @@ def window_part(
     keys: Float[Array, "B T H K"],
     values: Float[Array, "B T H K"],
     bias: Float[Array, "H W"] | None,
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     dropout: Kept | None = None,
     *,
     attend_to_self: bool = True,
@@ -101,7 +101,7 @@ def window_part(
       queries: with any scale folded in.
       cached: keys and values of the block before the segment.
       bias: float32, by distance: column 0 is the nearest key that a token sees; None: none.
-      readable: whether block n may read the block before it (False where a document
+      cache_mask: whether block n may read the block before it (False where a document
         starts at n, or where the cache holds nothing).
       dropout: of the softmax of every block, [H, W, W] (slot c of row r: see `xla`).
       attend_to_self: whether the nearest key is the token itself.
@@ -119,7 +119,7 @@ def window_part(
       NotImplementedError: an implementation that does not exist, or not for these inputs.
     """
     part = dispatch.run(
-        OP, implementation, queries, cached, keys, values, bias, readable, dropout,
+        OP, implementation, queries, cached, keys, values, bias, cache_mask, dropout,
         attend_to_self=attend_to_self, null_keys=null_keys, scale=scale,
     )  # fmt: skip
     return AttentionPart(*part)
@@ -130,7 +130,7 @@ def window_part_step(
     keys: Float[Array, "B W H K"],
     values: Float[Array, "B W H K"],
     bias: Float[Array, "H W"] | None,
-    readable: Bool[Array, " B"],
+    cache_mask: Bool[Array, " B"],
     position: Int[Array, ""],
     *,
     attend_to_self: bool = True,
@@ -140,13 +140,13 @@ def window_part_step(
 
     `keys` and `values` are a ring: slots up to `position` hold the open block, with the
     token's own key in its slot, the others still hold the previous block, which is
-    `readable` or not. A strictly-past token's own slot still holds the previous block.
+    `cache_mask` or not. A strictly-past token's own slot still holds the previous block.
     """
     window = keys.shape[1]
     slots = jnp.arange(window)
     nearest = 0 if attend_to_self else 1
     own = slots <= position - nearest
-    mask = (own[None] | readable[:, None])[:, None]  # [B, 1, W]
+    mask = (own[None] | cache_mask[:, None])[:, None]  # [B, 1, W]
     logits = jnp.einsum("bhk,bshk->bhs", query, keys, preferred_element_type=jnp.float32)
     if null_keys:
         logits = jnp.where(mask, logits, 0.0)

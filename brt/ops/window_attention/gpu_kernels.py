@@ -18,7 +18,7 @@ class Inputs(NamedTuple):
     Attributes:
       band: float32, the bias as powers of two, the farthest first, between as many MASKED as
         a tile is long.
-      readable: int32 [N].
+      cache_mask: int32 [N].
       dropout: [W, W].
       gradient: of the output; of it the rest, in the backward pass only.
       along: what the softmax's own gradient subtracts.
@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
     keys: Any  # [Z, K]
     values: Any  # [Z, K]
     band: Any
-    readable: Any
+    cache_mask: Any
     dropout: Any = None
     gradient: Any = None  # [T, K]
     lse: Any = None  # [T]
@@ -61,8 +61,8 @@ class Tiles(NamedTuple):
         """The keys that tile i of the queries sees: from, to, and the first that it may read."""
         begin = i * self.rows
         block = jax.lax.div(begin, self.window)
-        readable = self.inputs.readable[block] > 0
-        first = jnp.where(readable, begin, (block + 1) * self.window)
+        cache_mask = self.inputs.cache_mask[block] > 0
+        first = jnp.where(cache_mask, begin, (block + 1) * self.window)
         end = begin + self.window + self.rows
         return tuple(jax.lax.div(place, self.columns) for place in (begin, end, first))
 
@@ -70,9 +70,9 @@ class Tiles(NamedTuple):
         """The queries, from and to, that may read tile j of the keys."""
         begin = j * self.columns
         block = jax.lax.div(begin, self.window)
-        following = jnp.minimum(block, self.inputs.readable.shape[0] - 1)
-        readable = self.inputs.readable[following] > 0
-        end = jnp.where(readable, begin + self.columns, block * self.window)
+        following = jnp.minimum(block, self.inputs.cache_mask.shape[0] - 1)
+        cache_mask = self.inputs.cache_mask[following] > 0
+        end = jnp.where(cache_mask, begin + self.columns, block * self.window)
         places = jnp.maximum(begin - self.window, 0), jnp.minimum(end, self.inputs.q.shape[0])
         return tuple(jax.lax.div(place, self.rows) for place in places)
 

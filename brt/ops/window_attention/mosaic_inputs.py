@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
     Attributes:
       strip: float32, bias and mask by row of a tile of queries: its column s * TILE + c is key c
         of the tile of keys that is the s-th, from the farthest, which the queries see.
-      readable: int32 [B, N].
+      cache_mask: int32 [B, N].
       turned: the strip by row of a tile of keys, the columns being those of queries; of it the
         rest in the backward pass only.
       gradient: of the output.
@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
     keys: Any  # [B, Z, H, K]
     values: Any  # [B, Z, H, K]
     strip: Any  # [H, TILE, W + TILE]
-    readable: Any
+    cache_mask: Any
     turned: Any = None  # [H, TILE, W + TILE]
     gradient: Any = None  # [B, T, H, K]
     sums: Any = None  # [B, H, 2, T]
@@ -58,14 +58,14 @@ class Inputs(NamedTuple):
         """Of the tiles of keys that tile i of the queries sees, of which tile i is the first: the
         first that it may read, and the one behind the last."""
         block = jax.lax.div(i, self.per_window)
-        flag = self.readable[lane, block]
+        flag = self.cache_mask[lane, block]
         first = jnp.where(flag > 0, i, (block + 1) * self.per_window)
         return first, i + self.per_window + 1 + zero(flag)
 
     def readers(self, lane: Array, j: Array) -> tuple[Array, Array]:
         """The tiles of queries, from and to, that may read tile j of the keys."""
         block = jax.lax.div(j, self.per_window)
-        following = jnp.minimum(block, self.readable.shape[1] - 1)
-        end = jnp.where(self.readable[lane, following] > 0, j + 1, block * self.per_window)
+        following = jnp.minimum(block, self.cache_mask.shape[1] - 1)
+        end = jnp.where(self.cache_mask[lane, following] > 0, j + 1, block * self.per_window)
         begin = jnp.maximum(j - self.per_window, 0)
         return begin, jnp.minimum(end, self.q.shape[1] // TILE)

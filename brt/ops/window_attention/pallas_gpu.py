@@ -112,7 +112,7 @@ def window_attention(
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
     bias: Float[Array, "H W"] | None,
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     dropout: Float[Array, "H W W"] | None,
     *,
     attend_to_self: bool,
@@ -120,7 +120,7 @@ def window_attention(
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
     """See `api.window_part`; `interpret` runs on any device, with windows of any size."""
-    given = _Given(queries, keys, values, bias, readable.astype(jnp.int32), dropout)
+    given = _Given(queries, keys, values, bias, cache_mask.astype(jnp.int32), dropout)
     y, lse = _attend(given, Static(attend_to_self, null_keys, interpret))
     return y, lse.swapaxes(1, 2)
 
@@ -135,7 +135,7 @@ class _Given(NamedTuple):
     k: Float[Array, "B Z H K"]
     v: Float[Array, "B Z H K"]
     bias: Float[Array, "H W"] | None
-    readable: Int[Array, "B N"]
+    cache_mask: Int[Array, "B N"]
     dropout: Float[Array, "H W W"] | None
 
     @property
@@ -154,7 +154,7 @@ class _Given(NamedTuple):
         tile, nearest = max(launch.rows, launch.columns), 0 if static.attend_to_self else 1
         around = (0, 0), (tile - nearest, tile + nearest)
         band = LOG2E * jnp.pad(jnp.flip(bias, axis=1), around, constant_values=MASKED)
-        return Inputs(self.q, self.k, self.v, band, self.readable, self.dropout, **others)
+        return Inputs(self.q, self.k, self.v, band, self.cache_mask, self.dropout, **others)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -254,7 +254,7 @@ def _specs(inputs: Inputs, parts: int) -> Inputs:
     def where(place: Callable[..., pl.BlockSpec], x: Any, *options: int) -> pl.BlockSpec | None:
         return None if x is None else place(x, *options)
 
-    of_lane = (None, inputs.readable.shape[1])
+    of_lane = (None, inputs.cache_mask.shape[1])
     return Inputs(
         _tokens(inputs.q, parts), _tokens(inputs.keys, parts), _tokens(inputs.values, parts),
         _of_head(inputs.band), pl.BlockSpec(of_lane, lambda _, h, g: (jax.lax.div(g, parts), 0)),

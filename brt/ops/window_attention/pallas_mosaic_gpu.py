@@ -64,7 +64,7 @@ def window_attention(
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
     bias: Float[Array, "H W"] | None,
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     dropout: Float[Array, "H W W"] | None,
     *,
     attend_to_self: bool,
@@ -72,7 +72,7 @@ def window_attention(
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
     """See `api.window_part`."""
-    given = _Given(queries, keys, values, bias, readable.astype(jnp.int32), dropout)
+    given = _Given(queries, keys, values, bias, cache_mask.astype(jnp.int32), dropout)
     y, lse = _attend(given, Static(attend_to_self, null_keys, interpret))
     return y, lse.swapaxes(1, 2)
 
@@ -84,7 +84,7 @@ class _Given(NamedTuple):
     k: Float[Array, "B Z H K"]
     v: Float[Array, "B Z H K"]
     bias: Float[Array, "H W"] | None
-    readable: Int[Array, "B N"]
+    cache_mask: Int[Array, "B N"]
     dropout: Float[Array, "H W W"] | None
 
     @property
@@ -101,7 +101,7 @@ class _Given(NamedTuple):
         bias = jnp.zeros((self.q.shape[2], self.window)) if self.bias is None else self.bias
         strip, turned = self.strips(static)(bias)
         dropout = None if self.dropout is None else self.dropout.astype(jnp.float32)
-        given = self.q, self.k, self.v, strip, self.readable
+        given = self.q, self.k, self.v, strip, self.cache_mask
         return Inputs(*given, turned=turned, dropout=dropout, **others)
 
 

@@ -45,7 +45,7 @@ def refuses(
     keys: Array,
     values: Array,
     bias: Array | None,
-    readable: Array,
+    cache_mask: Array,
     dropout: Kept | None = None,
     **_: Any,
 ) -> str | None:
@@ -72,7 +72,7 @@ def window_attention(
     keys: Float[Array, "B T H K"],
     values: Float[Array, "B T H K"],
     bias: Float[Array, "H W"] | None,
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     dropout: Kept | None,
     *,
     attend_to_self: bool,
@@ -90,7 +90,7 @@ def window_attention(
         static, words = static._replace(scale=dropout.scale), dropout.words()
     arrays = queries, keys, values, *cached
     q, k, v, cached_k, cached_v = (x.swapaxes(1, 2) for x in arrays)
-    flags = readable.astype(jnp.int32)
+    flags = cache_mask.astype(jnp.int32)
     given = _Given(q, k, v, cached_k, cached_v, scale, bias, flags, words)
     y, lse = _attend(given, static)
     return y, lse.swapaxes(1, 2)
@@ -109,7 +109,7 @@ class _Given(NamedTuple):
     cached_v: Float[Array, "B H W K"]
     scale: Float[Array, " H"] | None
     bias: Float[Array, "H W"] | None
-    readable: Int[Array, "B N"]
+    cache_mask: Int[Array, "B N"]
     dropout: UInt32[Array, "H G W"] | None
 
     @property
@@ -119,7 +119,7 @@ class _Given(NamedTuple):
     @property
     def grid(self) -> tuple[int, int, int]:
         """Heads first: cores that share a chip share them, each with a bias of its own."""
-        return self.q.shape[1], self.q.shape[0], self.readable.shape[1]
+        return self.q.shape[1], self.q.shape[0], self.cache_mask.shape[1]
 
     def numbers(self, x: Float[Array, "B H T"]) -> Float[Array, "B H N 1 W"]:
         return x.reshape(*x.shape[:2], -1, 1, self.window)
@@ -197,7 +197,7 @@ def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]
         ),
         out_shape=[(jax.ShapeDtypeStruct(q.shape, bits_of(given.v.dtype)), each)],
         cost_estimate=_cost(given, products=2), **_options(given, static, "window_attention"),
-    )(given.readable, inputs)  # fmt: skip
+    )(given.cache_mask, inputs)  # fmt: skip
     y, lse = kept(y, given.v.dtype), kept(lse, lse.dtype)
     sums = numbers(lse, jnp.float32).reshape(q.shape[:-1])
     if given.scale is not None:  # as products made them
@@ -236,14 +236,14 @@ def _backward(static: Static, residuals: tuple, gradients: tuple[Array, Array]) 
         out_shape=[jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)],
         cost_estimate=_cost(given, products=5),
         **_options(given, static, "window_attention_backward"),
-    )(given.readable, inputs)  # fmt: skip
+    )(given.cache_mask, inputs)  # fmt: skip
     d_scale = None if given.scale is None else found.scale[:, 0, 0]
     d_bias = None
     if given.bias is not None:
         d_bias = tpu_bias.gradient(found.tile, static.attend_to_self, static.interpret)
     return (given._replace(
         q=found.q, k=found.keys, v=found.values, cached_k=found.cached_keys,
-        cached_v=found.cached_values, scale=d_scale, bias=d_bias, readable=None, dropout=None,
+        cached_v=found.cached_values, scale=d_scale, bias=d_bias, cache_mask=None, dropout=None,
     ),)  # fmt: skip
 
 

@@ -12,14 +12,14 @@ def window_attention(
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
     bias: Float[Array, "H W"] | None,
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     dropout: Float[Array, "H W W"] | None,
     *,
     attend_to_self: bool,
     null_keys: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
     """See `api.window_part`."""
-    window, blocks = keys.shape[1] - queries.shape[1], readable.shape[1]
+    window, blocks = keys.shape[1] - queries.shape[1], cache_mask.shape[1]
     nearest = 0 if attend_to_self else 1
     # Rows: queries of a block. Columns: keys of the previous block, then of this one.
     distance = np.arange(window)[:, None] + window - np.arange(2 * window)[None, :]
@@ -33,7 +33,7 @@ def window_attention(
         q = queries[:, n * window : (n + 1) * window]
         k = keys[:, n * window : (n + 2) * window]
         v = values[:, n * window : (n + 2) * window]
-        usable = readable[:, n, None] | ~previous[None]  # [B, 2W]
+        usable = cache_mask[:, n, None] | ~previous[None]  # [B, 2W]
         logits = jnp.einsum("bqhk,bshk->bhqs", q, k, preferred_element_type=jnp.float32)
         if null_keys:
             logits = jnp.where(usable[:, None, None], logits, 0.0)

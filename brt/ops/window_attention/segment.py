@@ -24,7 +24,7 @@ def segment_part(
     keys: Float[Array, "B T H K"],
     values: Float[Array, "B T H K"],
     bias: Float[Array, "H W"] | None,
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     dropout: Kept | None = None,
     *,
     attend_to_self: bool = True,
@@ -33,28 +33,28 @@ def segment_part(
     implementation: str | None = None,
 ) -> AttentionPart:
     """`window_part` of a segment that devices share."""
-    by_block = rules.count("blocks", readable.shape[1]) > 1
+    by_block = rules.count("blocks", cache_mask.shape[1]) > 1
 
-    def local(q, cached, k, v, bias, readable, dropout, scale):
+    def local(q, cached, k, v, bias, cache_mask, dropout, scale):
         if by_block:
             cached = _left(cached[0], k), _left(cached[1], v)
         return window_part(
-            q, cached, k, v, bias, readable, dropout, attend_to_self=attend_to_self,
+            q, cached, k, v, bias, cache_mask, dropout, attend_to_self=attend_to_self,
             null_keys=null_keys, scale=scale, implementation=implementation,
         )  # fmt: skip
 
-    inputs = queries, cached, keys, values, bias, readable, dropout, scale
+    inputs = queries, cached, keys, values, bias, cache_mask, dropout, scale
     if not rules.partitioned():
         return local(*inputs)
     tokens, blocks = ("tokens", "blocks") if by_block else (None, None)
-    by_token = rules.placed("lanes", tokens, "heads", None, shape=queries.shape)
-    before = rules.placed("lanes", None, "heads", None, shape=cached[0].shape)
+    by_token = rules.partition_spec("lanes", tokens, "heads", None, shape=queries.shape)
+    before = rules.partition_spec("lanes", None, "heads", None, shape=cached[0].shape)
     of_heads = P(by_token[2])
     return jax.shard_map(
         local,
         in_specs=(
             by_token, (before, before), by_token, by_token, of_heads,
-            rules.placed("lanes", blocks, shape=readable.shape), of_heads, of_heads,
+            rules.partition_spec("lanes", blocks, shape=cache_mask.shape), of_heads, of_heads,
         ),
         out_specs=AttentionPart(by_token, P(*by_token[:3])),
         axis_names=rules.axes(), check_vma=False,

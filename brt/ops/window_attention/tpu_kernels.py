@@ -198,12 +198,12 @@ def _tiles(window: int, rows: int, static: Static) -> list[_Rows]:
 
 
 def forward_kernel(
-    readable: Any, inputs: Inputs, outputs: tuple[Any, Any], *, static: Static
+    cache_mask: Any, inputs: Inputs, outputs: tuple[Any, Any], *, static: Static
 ) -> None:
     y, lse = outputs  # as bits
     dtype = inputs.values.own.dtype
     lane, n = pl.program_id(1), pl.program_id(2)
-    block = _loaded(n, readable[lane, n] > 0, inputs, static)
+    block = _loaded(n, cache_mask[lane, n] > 0, inputs, static)
     transposed = block.values[0].T, block.values[1].T
     for rows in _tiles(y.shape[0], static.forward_rows, static):
         logits = rows.logits(block, _queries(inputs, rows), inputs.tile)
@@ -219,7 +219,7 @@ def forward_kernel(
 
 
 def backward_kernel(
-    readable: Any, inputs: Inputs, found: Gradients, keys_sum: Any, values_sum: Any, *,
+    cache_mask: Any, inputs: Inputs, found: Gradients, keys_sum: Any, values_sum: Any, *,
     static: Static,
 ) -> None:  # fmt: skip
     """The sums [2, W, K] are of both blocks; a step more than there are blocks writes the last."""
@@ -241,7 +241,7 @@ def backward_kernel(
     def _() -> None:
         for total in (keys_sum, values_sum):
             total[current] = jnp.zeros_like(total[0])
-        seen = readable[lane, n] > 0
+        seen = cache_mask[lane, n] > 0
         block = _loaded(n, seen, inputs, static)
         for rows in _tiles(found.q.shape[0], static.backward_rows, static):
             _add_gradients(

@@ -40,7 +40,7 @@ def window_attention(
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
     bias: Float[Array, "H W"] | None,
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     dropout: Float[Array, "H W W"] | None,
     *,
     attend_to_self: bool,
@@ -57,7 +57,7 @@ def window_attention(
     if bias is not None:
         tile = circulant(bias if attend_to_self else jnp.roll(bias, 1, axis=1), window)
     y, lse = _attend(
-        blocked(queries), blocked(keys), blocked(values), tile, readable, dropout,
+        blocked(queries), blocked(keys), blocked(values), tile, cache_mask, dropout,
         _Static(attend_to_self, null_keys, bias is not None),
     )  # fmt: skip
     y = y.transpose(0, 1, 3, 2, 4).reshape(queries.shape)
@@ -80,13 +80,13 @@ def _folded(
 
 
 def _unfolded(
-    x: Float[Array, "B N H W W"], readable: Bool[Array, "B N"], static: _Static
+    x: Float[Array, "B N H W W"], cache_mask: Bool[Array, "B N"], static: _Static
 ) -> list[Float[Array, "B N H W W"]]:
     """What goes to the block before and to the own one, zero where a row sees nothing."""
     own = _own(x.shape[-1], static)
     before = jnp.where(own, 0, x)
     if static.null_keys:  # else the softmax is zero there already
-        before = _by_block(readable, before, 0.0)
+        before = _by_block(cache_mask, before, 0.0)
     return [before, jnp.where(own, x, 0)]
 
 
@@ -107,12 +107,12 @@ def _attend(
     k: Float[Array, "B Z H W K"],
     v: Float[Array, "B Z H W K"],
     tile: Float[Array, "H W W"] | None,
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     dropout: Float[Array, "H W W"] | None,
     static: _Static,
 ) -> tuple[Float[Array, "B N H W K"], Float[Array, "B N H W"]]:
     """Attention of N blocks to themselves and those before, and its lse."""
-    return _forward(q, k, v, tile, readable, dropout, static)[0]
+    return _forward(q, k, v, tile, cache_mask, dropout, static)[0]
 
 
 def _forward(
@@ -120,33 +120,35 @@ def _forward(
     k: Array,
     v: Array,
     tile: Array | None,
-    readable: Array,
+    cache_mask: Array,
     dropout: Array | None,
     static: _Static,
 ) -> tuple[tuple[Array, Array], tuple]:
     before, own = _with_both(q, k)
-    logits = _folded(_by_block(readable, before, 0.0 if static.null_keys else MASKED), own, static)
+    logits = _folded(
+        _by_block(cache_mask, before, 0.0 if static.null_keys else MASKED), own, static
+    )
     weights, lse = softmax_and_lse(logits if tile is None else logits + tile[None, None])
     kept = weights if dropout is None else weights * dropout[None, None]
-    y = _weighted_sum(_unfolded(kept.astype(v.dtype), readable, static), v).astype(v.dtype)
-    return (y, lse), (q, k, v, readable, dropout, weights, y)
+    y = _weighted_sum(_unfolded(kept.astype(v.dtype), cache_mask, static), v).astype(v.dtype)
+    return (y, lse), (q, k, v, cache_mask, dropout, weights, y)
 
 
 def _backward(static: _Static, saved: tuple, gradients: tuple[Array, Array]) -> tuple:
-    q, k, v, readable, dropout, weights, y = saved
+    q, k, v, cache_mask, dropout, weights, y = saved
     gradient, d_lse = gradients
     # The softmax's own term, from the output: the same sum, over K numbers instead of W.
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
     along -= d_lse[..., None]
     before, own = _with_both(gradient, v)
     if static.null_keys:
-        before = _by_block(readable, before, 0.0)
+        before = _by_block(cache_mask, before, 0.0)
     d_weights, kept = _folded(before, own, static), weights
     if dropout is not None:
         d_weights, kept = d_weights * dropout[None, None], weights * dropout[None, None]
     d_logits = weights * (d_weights - along)
-    d_parts = _unfolded(d_logits.astype(q.dtype), readable, static)
-    kept_parts = _unfolded(kept.astype(v.dtype), readable, static)
+    d_parts = _unfolded(d_logits.astype(q.dtype), cache_mask, static)
+    kept_parts = _unfolded(kept.astype(v.dtype), cache_mask, static)
     d_k, d_v = (
         _overlapped([_product("bnhqs,bnhqk->bnhsk", part, x) for part in weighted])
         for weighted, x in ((d_parts, q), (kept_parts, gradient))

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.layout import laid, stored, turned
+from brt.ops.layout import row_major, stored, transposed
 from brt.ops.reductions import sum_in_turn
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.window_attention.xla import circulant
@@ -44,7 +44,7 @@ def window_attention(
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
     bias: Float[Array, "H W"] | None,
-    readable: Bool[Array, "B N"],
+    cache_mask: Bool[Array, "B N"],
     dropout: Float[Array, "H W W"] | None,
     *,
     attend_to_self: bool,
@@ -60,9 +60,9 @@ def window_attention(
 
     if bias is None:
         bias = jnp.zeros((queries.shape[2], window), jnp.float32)
-    q, k, v = tiled(queries, 4, 2), laid(tiled(keys, 2, 4)), laid(tiled(values, 2, 4))
-    tile, mask = _bias_tile(bias, rows, attend_to_self), _mask(readable, window, rows)
-    dropped = _dropout_tiles(dropout, readable.shape[1], rows)
+    q, k, v = tiled(queries, 4, 2), row_major(tiled(keys, 2, 4)), row_major(tiled(values, 2, 4))
+    tile, mask = _bias_tile(bias, rows, attend_to_self), _mask(cache_mask, window, rows)
+    dropped = _dropout_tiles(dropout, cache_mask.shape[1], rows)
     y, lse = _attend(q, k, v, tile, mask, dropped, null_keys)
     y = y.transpose(0, 1, 4, 2, 3).reshape(queries.shape)
     return y, lse.swapaxes(2, 3).reshape(queries.shape[:-1])
@@ -75,15 +75,15 @@ def _bias_tile(bias: Float[Array, "H W"], rows: int, attend_to_self: bool) -> Fl
     others = (nearest, 2 * rows - nearest)  # as many distances as rows and keys have, less one
     by_distance = jnp.pad(bias, ((0, 0), others), constant_values=MASKED)
     tile = circulant(jnp.roll(by_distance, -window, axis=1), rows)[:, :, : window + rows]
-    return turned(tile)
+    return transposed(tile)
 
 
-def _mask(readable: Bool[Array, "B N"], window: int, rows: int) -> Bool[Array, "B M S"]:
+def _mask(cache_mask: Bool[Array, "B N"], window: int, rows: int) -> Bool[Array, "B M S"]:
     """Whether a tile may read key s: it may, if that is of its own block."""
     place = np.arange(window // rows)
     own_block = place[:, None] * rows + np.arange(window + rows) >= window  # [tile of a block, S]
-    mask = readable[:, :, None, None] | own_block[None, None]
-    return mask.reshape(readable.shape[0], -1, window + rows)
+    mask = cache_mask[:, :, None, None] | own_block[None, None]
+    return mask.reshape(cache_mask.shape[0], -1, window + rows)
 
 
 def _dropout_tiles(
@@ -103,7 +103,7 @@ def _product(a: Array, b: Array) -> Array:
 
 
 def _transposed(x: Array) -> Array:
-    return laid(x.swapaxes(-1, -2))
+    return row_major(x.swapaxes(-1, -2))
 
 
 def _seen(

@@ -15,7 +15,7 @@ from brt.tasks.extractive_qa import squad
 from brt.tasks.extractive_qa.data.batches import QuestionReader
 from brt.tasks.extractive_qa.data.store import QuestionStore
 from brt.tasks.heads import HeadEvaluator, HeadReading, columns
-from brt.tasks.protocol import Corpus
+from brt.tasks.protocol import Dataset
 from brt.types import TextBatch
 
 
@@ -45,15 +45,15 @@ class AnswerEvaluator(HeadEvaluator):
     batch and questions that were left out count nowhere.
     """
 
-    headline = "exact_match", "exact match {:.2f} %"
+    summary = "exact_match", "exact match {:.2f} %"
 
     def __init__(
-        self, task: EncoderTask, config: Config, corpus: Corpus, split: str,
+        self, task: EncoderTask, config: Config, dataset: Dataset, split: str,
         trained: Config | None = None, beside: bool = False,
     ):  # fmt: skip
         self._task, self._section = task, config.questions
         self._size = config.evaluation.batch_size
-        super().__init__(config, corpus, split, trained, beside)
+        super().__init__(config, dataset, split, trained, beside)
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
         """The best span, the logits of no answer, and -log p as training has it."""
@@ -104,9 +104,9 @@ class AnswerEvaluator(HeadEvaluator):
             **timed.speed("tokens"),
         }
         figures |= {"score": figures["f1"], "score_name": "f1"}
-        headline = f"exact match {figures['exact_match']:.2f} %, F1 {figures['f1']:.2f} %"
+        summary = f"exact match {figures['exact_match']:.2f} %, F1 {figures['f1']:.2f} %"
         return HeadReading(
-            config.attention.kind, figures, headline, rows, [_shown(row) for row in rows]
+            config.attention.kind, figures, summary, rows, [_shown(row) for row in rows]
         )
 
     def table(self, report: dict[str, Any], readings: list[HeadReading]) -> list[str]:

@@ -16,8 +16,8 @@ from brt.tasks.extractive_qa.data import preparation
 from brt.tasks.extractive_qa.data.batches import QuestionReader
 from brt.tasks.extractive_qa.data.preparation import Preparation, QuestionCorpus
 from brt.tasks.extractive_qa.evaluation import AnswerEvaluator
-from brt.tasks.protocol import Aux, Corpus, count_of
-from brt.tasks.report import SCORE, Measure
+from brt.tasks.protocol import Aux, Dataset, count_of
+from brt.tasks.report import SCORE, Metric
 from brt.types import TextBatch
 
 _DROPOUT, _ATTENTION = 0, 1  # what the key of a step is folded with
@@ -30,10 +30,10 @@ class ExtractiveQa(EncoderTask):
     head = "spans"
     sections = ("Encoder", "Attention", "Questions")
     data = "questions"
-    measures = (
-        Measure("bits_per_place", "bits per place"),
-        Measure("exact_match", "exact match %", ".2f", higher_is_better=True),
-        Measure("f1", "F1 %", ".2f", higher_is_better=True),
+    metrics = (
+        Metric("bits_per_place", "bits per place"),
+        Metric("exact_match", "exact match %", ".2f", higher_is_better=True),
+        Metric("f1", "F1 %", ".2f", higher_is_better=True),
     )
     columns = (SCORE,)
 
@@ -61,11 +61,11 @@ class ExtractiveQa(EncoderTask):
         """See the base class."""
         return tokenization.load(str(file), "Questions.tokenizer")
 
-    def reader(self, config: Config, corpus: Corpus) -> QuestionReader:
+    def reader(self, config: Config, dataset: Dataset) -> QuestionReader:
         """Windows in a new order every epoch."""
         section, t = config.questions, config.training
         return QuestionReader(
-            store=corpus.split("train"), batch_size=t.batch_size, buckets=section.buckets,
+            store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
             seed=t.seed, shuffle=section.shuffle, max_length=section.max_length,
         )  # fmt: skip
 
@@ -90,7 +90,7 @@ class ExtractiveQa(EncoderTask):
     def evaluator(
         self,
         config: Config,
-        corpus: Corpus,
+        dataset: Dataset,
         split: str,
         *,
         trained: Config | None = None,
@@ -99,7 +99,7 @@ class ExtractiveQa(EncoderTask):
     ) -> AnswerEvaluator:
         """Answers, exact match and F1."""
         refuse_ablation(ablate)
-        return AnswerEvaluator(self, config, corpus, split, trained, beside)
+        return AnswerEvaluator(self, config, dataset, split, trained, beside)
 
     def next_steps(self, workdir: str) -> list[str]:
         """With one's own questions."""

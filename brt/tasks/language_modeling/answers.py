@@ -19,13 +19,13 @@ from brt.data.memory import documents as memory
 from brt.data.memory import names
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
-from brt.tasks.report import Measure
+from brt.tasks.report import Metric
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-EXACT = Measure("answers_exact", "answers exact, %", ".2f", higher_is_better=True)
-ANSWER_BITS = Measure("answer_bits_per_byte", "bits per byte of answers")
+EXACT = Metric("answers_exact", "answers exact, %", ".2f", higher_is_better=True)
+ANSWER_BITS = Metric("answer_bits_per_byte", "bits per byte of answers")
 _COLORS = 10  # that are told apart
 _WITHIN = 5  # names that a picture has room for
 

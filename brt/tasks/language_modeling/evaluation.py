@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from brt.config import Config
 from brt.data import losses
 from brt.data.lanes import evaluation_batches
-from brt.data.preparation import Corpus
+from brt.data.preparation import Dataset
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer, decode
 from brt.distributed import mesh as meshes
@@ -32,7 +32,7 @@ from brt.tasks.language_modeling import answers
 from brt.tasks.language_modeling.forward import block_nats, by_block, segment_guesses
 from brt.tasks.language_modeling.samples import Sampler
 from brt.tasks.protocol import Progress, Stop
-from brt.tasks.report import Reading
+from brt.tasks.report import EvaluationResult
 from brt.types import Batch
 
 # Compressing more than this takes longer than people wait at the end of a run.
@@ -124,13 +124,13 @@ class DocumentEvaluator:
 
     unit = "tok"
 
-    def __init__(self, config: Config, corpus: Corpus, split: str, ablate: str | None = None):
+    def __init__(self, config: Config, dataset: Dataset, split: str, ablate: str | None = None):
         self._config, self._split, self._ablate = config, split, ablate
-        self._store, self._tokenizer = corpus.split(split), corpus.tokenizer
+        self._store, self._tokenizer = dataset.split(split), dataset.tokenizer
         self.total = int(self._store.lengths.sum()) * (2 if ablate else 1)
         self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())
         self._answers = answers.spans(self._store, self._tokenizer)
-        self._sampler = Sampler(config, self._store, corpus.tokenizer)
+        self._sampler = Sampler(config, self._store, dataset.tokenizer)
         self._step = jax.jit(self._segment, static_argnames="part", donate_argnums=1)
 
     def __call__(
@@ -141,7 +141,7 @@ class DocumentEvaluator:
         whole: bool = True,
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
-    ) -> Reading | None:
+    ) -> EvaluationResult | None:
         """Without `whole` of each document only Evaluation.tokens_per_document."""
         limit = 0 if whole else self._config.evaluation.tokens_per_document
         results = []
@@ -247,10 +247,10 @@ class DocumentEvaluator:
         given = self._config, params, carry, batch, model_state or None
         if not self._answers:
             nats, carry = block_nats(*given)
-            return rules.everywhere(nats), (), carry
+            return rules.replicated(nats), (), carry
         nats, right, carry = segment_guesses(*given)
         blocks = by_block(self._config, nats)
-        return rules.everywhere(blocks), (rules.everywhere(nats), rules.everywhere(right)), carry
+        return rules.replicated(blocks), (rules.replicated(nats), rules.replicated(right)), carry
 
     def _score(self, store: TokenStore, index: int, nats: float, limit: int) -> DocumentScore:
         tokens, name = int(store.lengths[index]), store.names[index]
@@ -265,7 +265,7 @@ class DocumentEvaluator:
         return DocumentScore(name, limit, size, len(text), len(text.split()), float(nats), lost)
 
 
-def _reading(results: list[Result], plots: bool) -> Reading:
+def _reading(results: list[Result], plots: bool) -> EvaluationResult:
     """The first is reported; a second one is that without a part of the memory."""
     report = {**results[0].totals, "protocol": results[0].protocol}
     name = "bits_per_byte" if report["bits_per_byte"] is not None else "bits_per_token"
@@ -276,15 +276,15 @@ def _reading(results: list[Result], plots: bool) -> Reading:
         report[f"ablation_costs_{name}"] = difference
         for row, score in zip(rows, results[1].documents, strict=True):
             row[f"ablated_{name}"] = figures(*score[1:])[name]
-    headline = f"{report[name]:.3f} bits/{name.removeprefix('bits_per_')}"
+    summary = f"{report[name]:.3f} bits/{name.removeprefix('bits_per_')}"
     if len(results) > 1:
         part = results[1].protocol["ablate"]
-        headline += f", {difference:+.4f} without {part}"
+        summary += f", {difference:+.4f} without {part}"
     draw = None
     if report.get("answers"):
-        headline += f", {report[answers.EXACT.name]:.2f} % of the answers"
+        summary += f", {report[answers.EXACT.name]:.2f} % of the answers"
         draw = partial(answers.draw, columns=_columns(report)) if plots else None
-    return Reading(report, headline, {"documents": rows}, text(report), draw=draw)
+    return EvaluationResult(report, summary, {"documents": rows}, text(report), draw=draw)
 
 
 def _columns(report: dict[str, Any]) -> dict[str, dict[str, Any]]:

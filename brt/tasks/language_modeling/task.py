@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree
 from brt.config import Config
 from brt.data import curriculum, preparation, tokenizers
 from brt.data.lanes import LaneReader
-from brt.data.preparation import Corpus
+from brt.data.preparation import Dataset
 from brt.data.tokenizers import Tokenizer
 from brt.distributed.mesh import Needs
 from brt.errors import ConfigError
@@ -34,7 +34,7 @@ from brt.tasks.language_modeling.probe.states import StateProbe
 from brt.tasks.language_modeling.scoring import TextScorer
 from brt.tasks.language_modeling.writing import TextWriter
 from brt.tasks.protocol import Aux, Inspection, Task
-from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Measure
+from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Metric
 from brt.tasks.weights import Started, Weights
 from brt.types import Batch
 
@@ -46,7 +46,7 @@ class LanguageModeling(Task):
     sections = ("Model", "Data", "Sampling", "Decoding")
     model, data = "model", "data"
     shows_examples, writes, exports = False, True, True
-    measures = columns = (BITS_PER_BYTE, BITS_PER_TOKEN, EXACT, ANSWER_BITS)
+    metrics = columns = (BITS_PER_BYTE, BITS_PER_TOKEN, EXACT, ANSWER_BITS)
 
     def check(self, config: Config) -> None:
         """Segments of whole blocks, and a causal model."""
@@ -71,7 +71,7 @@ class LanguageModeling(Task):
                     f"Model.memory_size = {model.memory_size} must not be below {name} = {length}"
                 )
 
-    def open(self, config: Config, *, progress: bool = True) -> Corpus:
+    def open(self, config: Config, *, progress: bool = True) -> Dataset:
         """Documents."""
         if progress:
             warn_of_cut_gradients(config)
@@ -80,20 +80,20 @@ class LanguageModeling(Task):
     def open_split(
         self, config: Config, split: str, tokenizer: tokenizers.Tokenizer, *,
         known: Path | None = None, progress: bool = True,
-    ) -> Corpus:  # fmt: skip
+    ) -> Dataset:  # fmt: skip
         """See the base class."""
         return preparation.prepare_split(config.data, split, tokenizer, known, progress)
 
-    def resolve(self, config: Config, corpus: Corpus) -> Config:
+    def resolve(self, config: Config, dataset: Dataset) -> Config:
         """Vocabulary and dtype written out."""
-        tokenizer = corpus.tokenizer
+        tokenizer = dataset.tokenizer
         return resolving.written_out(config, self.model, tokenizer, self.ids(tokenizer))
 
-    def reader(self, config: Config, corpus: Corpus) -> LaneReader:
+    def reader(self, config: Config, dataset: Dataset) -> LaneReader:
         """Lanes, each reading its own documents in a new order every epoch."""
         t = config.training
         return curriculum.reader(
-            config.data, corpus.split("train"), batch_size=t.batch_size,
+            config.data, dataset.split("train"), batch_size=t.batch_size,
             segment_length=t.segment_length, window=config.model.window, seed=t.seed,
         )  # fmt: skip
 
@@ -158,7 +158,7 @@ class LanguageModeling(Task):
     def evaluator(
         self,
         config: Config,
-        corpus: Corpus,
+        dataset: Dataset,
         split: str,
         *,
         trained: Config | None = None,
@@ -166,7 +166,7 @@ class LanguageModeling(Task):
         beside: bool = False,
     ) -> DocumentEvaluator:
         """Bits of whole documents."""
-        return DocumentEvaluator(config, corpus, split, ablate)
+        return DocumentEvaluator(config, dataset, split, ablate)
 
     def figures(self, report: Mapping[str, Any]) -> dict[str, float]:
         """Also what a part of the memory is worth, where it was taken away."""
@@ -184,7 +184,7 @@ class LanguageModeling(Task):
     def inspect(
         self,
         config: Config,
-        corpus: Corpus,
+        dataset: Dataset,
         params: PyTree[Array],
         split: str,
         tokens: int | None,
@@ -192,26 +192,26 @@ class LanguageModeling(Task):
         model_state: PyTree[Array] | None = None,
     ) -> Inspection:
         """What the model does with its memory."""
-        return job.inspect(config, params, corpus, split, tokens, where, model_state)
+        return job.inspect(config, params, dataset, split, tokens, where, model_state)
 
-    def yardstick(self, config: Config, corpus: Corpus) -> tuple[str, float] | None:
+    def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
         """`xz -9e`."""
-        held_out = corpus.splits.get("validation")
-        if self.measure(corpus) == BITS_PER_TOKEN:
+        held_out = dataset.splits.get("validation")
+        if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return None
-        xz = held_out and xz_bits_per_byte(held_out, corpus.tokenizer)
+        xz = held_out and xz_bits_per_byte(held_out, dataset.tokenizer)
         return ("xz -9e", xz) if xz else None
 
-    def measure(self, corpus: Corpus) -> Measure:
+    def primary_metric(self, dataset: Dataset) -> Metric:
         """Bits by token where the tokenizer loses a part of the text."""
-        lost = any(store.lost_bytes for store in corpus.splits.values())
+        lost = any(store.lost_bytes for store in dataset.splits.values())
         return BITS_PER_TOKEN if lost else BITS_PER_BYTE
 
-    def units_per_token(self, corpus: Corpus) -> float:
+    def units_per_token(self, dataset: Dataset) -> float:
         """Bytes of a token; 1 where bits are counted by token."""
-        if self.measure(corpus) == BITS_PER_TOKEN:
+        if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return 1.0
-        manifest = corpus.split("train").manifest
+        manifest = dataset.split("train").manifest
         return manifest["bytes"] / manifest["tokens"]
 
     def writer(

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
 from brt.config import Config
 from brt.data.lanes import evaluation_batches
-from brt.data.preparation import Corpus
+from brt.data.preparation import Dataset
 from brt.data.rows.on_disk import OnDisk
 from brt.data.tokenizers import Tokenizer, decode
 from brt.distributed import rules
@@ -27,7 +27,7 @@ from brt.models import seq2seq
 from brt.models.encoder import EncoderWithHead
 from brt.tasks.masked_language_modeling.forward import masked, predict
 from brt.tasks.protocol import Progress, Stop
-from brt.tasks.report import Reading
+from brt.tasks.report import EvaluationResult
 from brt.types import Batch
 
 _MASKS, _ATTENTION = range(2)  # purposes of the one key of all evaluations
@@ -57,12 +57,12 @@ class MaskedEvaluator:
     unit = "tok"
 
     def __init__(
-        self, config: Config, network: EncoderWithHead, corpus: Corpus, split: str,
+        self, config: Config, network: EncoderWithHead, dataset: Dataset, split: str,
         trained: Config | None = None,
     ):  # fmt: skip
         self._network, self._config, self._split = network, config, split
         self._trained = (trained or config).attention.kind
-        self._tokenizer, self._store = corpus.tokenizer, corpus.split(split)
+        self._tokenizer, self._store = dataset.tokenizer, dataset.split(split)
         self.total = int(self._store.lengths.sum())
         self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())
         self._predict = rules.jit(self.predictions)
@@ -103,7 +103,7 @@ class MaskedEvaluator:
         whole: bool = True,
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
-    ) -> Reading | None:
+    ) -> EvaluationResult | None:
         """Without `whole` of each document only Evaluation.tokens_per_document."""
         store = self._store
         nats, count, right = np.zeros(len(store)), np.zeros(len(store), np.int64), 0
@@ -141,7 +141,7 @@ class MaskedEvaluator:
         masked: Int[np.ndarray, " D"],
         right: int,
         speed: float | None,
-    ) -> Reading:
+    ) -> EvaluationResult:
         """Figures of all masked tokens, whatever document they are in.
 
         Numerators: the bits of the true tokens in masked places; the places where the likeliest is
@@ -162,11 +162,11 @@ class MaskedEvaluator:
             {"document": name, "bits": float(own), "masked_tokens": int(count)}
             for name, own, count in zip(self._store.names, bits, masked, strict=True)
         ]
-        headline = (
+        summary = (
             f"{figures['bits_per_masked_token']:.3f} bits/masked token, "
             f"{figures['accuracy']:.1%} right"
         )
-        return Reading(figures, headline, {"documents": rows}, self._text(figures))
+        return EvaluationResult(figures, summary, {"documents": rows}, self._text(figures))
 
     def _protocol(self) -> dict[str, Any]:
         return {

@@ -8,14 +8,14 @@ from jaxtyping import Array, Float, PyTree
 from brt.config import Config
 from brt.data import curriculum, preparation, tokenizers
 from brt.data.lanes import LaneReader
-from brt.data.preparation import Corpus
+from brt.data.preparation import Dataset
 from brt.distributed.rules import row_keys
 from brt.ops.cross_entropy import cross_entropy
 from brt.tasks.encoders import EncoderTask, refuse_ablation
 from brt.tasks.masked_language_modeling.evaluation import MaskedEvaluator, token_entropy
 from brt.tasks.masked_language_modeling.forward import masked, predict
 from brt.tasks.protocol import Aux, count_of
-from brt.tasks.report import Measure
+from brt.tasks.report import Metric
 from brt.tasks.weights import Tokenizer
 from brt.types import Batch
 
@@ -31,11 +31,11 @@ class MaskedLanguageModeling(EncoderTask):
     sections = ("Encoder", "Attention", "Data")
     data = "data"
     shows_examples = False
-    measures = (
-        Measure("bits_per_masked_token", "bits per masked token"),
-        Measure("accuracy", "accuracy", ".3f", higher_is_better=True),
+    metrics = (
+        Metric("bits_per_masked_token", "bits per masked token"),
+        Metric("accuracy", "accuracy", ".3f", higher_is_better=True),
     )
-    columns = (Measure("bits_per_masked_token", "bits per masked token"),)
+    columns = (Metric("bits_per_masked_token", "bits per masked token"),)
 
     def check(self, config: Config) -> None:
         """The length of segments fits the model."""
@@ -49,22 +49,22 @@ class MaskedLanguageModeling(EncoderTask):
         """The tokenizer's, and a mask behind them."""
         return tokenizer.vocab_size + 1
 
-    def open(self, config: Config, *, progress: bool = True) -> Corpus:
+    def open(self, config: Config, *, progress: bool = True) -> Dataset:
         """Documents."""
         return preparation.prepare(config.data, progress=progress)
 
     def open_split(
         self, config: Config, split: str, tokenizer: tokenizers.Tokenizer, *,
         known: Path | None = None, progress: bool = True,
-    ) -> Corpus:  # fmt: skip
+    ) -> Dataset:  # fmt: skip
         """See the base class."""
         return preparation.prepare_split(config.data, split, tokenizer, known, progress)
 
-    def reader(self, config: Config, corpus: Corpus) -> LaneReader:
+    def reader(self, config: Config, dataset: Dataset) -> LaneReader:
         """Segments, in each of which there is only one document: an encoder sees all of it."""
         t = config.training
         return curriculum.reader(
-            config.data, corpus.split("train"), batch_size=t.batch_size,
+            config.data, dataset.split("train"), batch_size=t.batch_size,
             segment_length=t.segment_length, window=t.segment_length, seed=t.seed,
         )  # fmt: skip
 
@@ -92,7 +92,7 @@ class MaskedLanguageModeling(EncoderTask):
     def evaluator(
         self,
         config: Config,
-        corpus: Corpus,
+        dataset: Dataset,
         split: str,
         *,
         trained: Config | None = None,
@@ -101,11 +101,11 @@ class MaskedLanguageModeling(EncoderTask):
     ) -> MaskedEvaluator:
         """Bits of masked tokens."""
         refuse_ablation(ablate)
-        return MaskedEvaluator(config, self.network(config), corpus, split, trained)
+        return MaskedEvaluator(config, self.network(config), dataset, split, trained)
 
-    def yardstick(self, config: Config, corpus: Corpus) -> tuple[str, float] | None:
+    def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
         """Whoever knows only how frequent tokens are."""
-        held_out = corpus.splits.get("validation")
+        held_out = dataset.splits.get("validation")
         if not held_out:
             return None
         return "entropy of single tokens", token_entropy(held_out.tokens)

@@ -40,15 +40,15 @@ class Transcript(NamedTuple):
 class TranscriptEvaluator(HeadEvaluator):
     """Reads utterances as `Speech.beams` says."""
 
-    headline, sampled = ("token_error_rate", "{:.2f} %"), 1
+    summary, sampled = ("token_error_rate", "{:.2f} %"), 1
 
     def __init__(
-        self, task: EncoderTask, config: Config, corpus: SpeechCorpus, split: str,
+        self, task: EncoderTask, config: Config, dataset: SpeechCorpus, split: str,
         trained: Config | None = None, beside: bool = False,
     ):  # fmt: skip
         self._task, self._speech = task, config.speech
         self._size = config.evaluation.batch_size
-        super().__init__(config, corpus, split, trained, beside)
+        super().__init__(config, dataset, split, trained, beside)
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
         """Log probabilities at every frame, and -log p of the transcripts."""
@@ -79,17 +79,17 @@ class TranscriptEvaluator(HeadEvaluator):
             for row, (log_probs, nats) in found.items()
         ]
         figures = self._figures(kind, transcripts, rows, timed)
-        headline = (
+        summary = (
             f"{figures['token_error_rate']:.2f} % token errors, "
             f"{figures['word_error_rate']:.2f} % word errors"
         )
         return HeadReading(
-            kind, figures, headline, [_row(t) for t in transcripts], [shown(t) for t in transcripts]
+            kind, figures, summary, [_row(t) for t in transcripts], [shown(t) for t in transcripts]
         )
 
     def _transcript(self, row: int, log_probs: Float[np.ndarray, "X C"], nats: float) -> Transcript:
         log_probs = log_probs[: int(self.store.lengths[row])]
-        beams, vocabulary = self._speech.beams, self.corpus.tokenizer
+        beams, vocabulary = self._speech.beams, self.dataset.tokenizer
         best = ctc.greedy(log_probs)
         if beams > 1:
             best = ctc.prefix_beam_search(log_probs, beams)[0]

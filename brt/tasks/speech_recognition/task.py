@@ -13,8 +13,8 @@ from brt.errors import ConfigError, DataError
 from brt.ops.ctc import ctc_nats
 from brt.ops.spec_augment import spec_augment
 from brt.tasks.encoders import EncoderTask, next_of_encoder, own_rows, refuse_ablation
-from brt.tasks.protocol import Aux, Corpus, count_of
-from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Measure
+from brt.tasks.protocol import Aux, Dataset, count_of
+from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Metric
 from brt.tasks.speech_recognition.data import preparation
 from brt.tasks.speech_recognition.data.batches import SpeechReader
 from brt.tasks.speech_recognition.data.preparation import SpeechCorpus, SpeechPreparation
@@ -33,13 +33,13 @@ class SpeechRecognition(EncoderTask):
     frames = True
     sections = ("Encoder", "Attention", "Speech")
     data = "speech"
-    measures = (
+    metrics = (
         BITS_PER_BYTE,
         BITS_PER_TOKEN,
-        Measure("token_error_rate", "token errors %", ".2f"),
-        Measure("word_error_rate", "word errors %", ".2f"),
+        Metric("token_error_rate", "token errors %", ".2f"),
+        Metric("word_error_rate", "word errors %", ".2f"),
     )
-    columns = (Measure("token_error_rate", "% of the tokens wrong", ".2f"), BITS_PER_BYTE)
+    columns = (Metric("token_error_rate", "% of the tokens wrong", ".2f"), BITS_PER_BYTE)
 
     def check(self, config: Config) -> None:
         """Nothing that CTC has no use for."""
@@ -68,14 +68,14 @@ class SpeechRecognition(EncoderTask):
         """Also the width of the frames."""
         return super().knows_sizes(config) and config.encoder.features > 0
 
-    def resolve(self, config: Config, corpus: SpeechCorpus) -> Config:
+    def resolve(self, config: Config, dataset: SpeechCorpus) -> Config:
         """Also the width of the frames and the rate of wav files.
 
         Raises:
           ConfigError: another one is set, or the longest utterance is beyond learned positions.
         """
-        config = super().resolve(config, corpus)
-        encoder, width = config.encoder, corpus.width
+        config = super().resolve(config, dataset)
+        encoder, width = config.encoder, dataset.width
         if encoder.features not in (0, width):
             where = config.training.init_from
             remedy = (
@@ -86,25 +86,25 @@ class SpeechRecognition(EncoderTask):
                 f"Encoder.features = {encoder.features}, but the frames of Speech.train have "
                 f"{width} features; {remedy}"
             )
-        longest = corpus.longest
+        longest = dataset.longest
         if encoder.positions == "learned" and longest > encoder.max_positions:
             raise ConfigError(
                 f"the longest utterance has {longest} frames, Encoder.max_positions = "
                 f"{encoder.max_positions} is below that; raise it, or join frames with "
                 "Speech.stride"
             )
-        check_attention(config, corpus)
+        check_attention(config, dataset)
         return dataclasses.replace(
             config,
             encoder=dataclasses.replace(encoder, features=width),
-            speech=dataclasses.replace(config.speech, sample_rate=corpus.rate),
+            speech=dataclasses.replace(config.speech, sample_rate=dataset.rate),
         )
 
-    def reader(self, config: Config, corpus: Corpus) -> SpeechReader:
+    def reader(self, config: Config, dataset: Dataset) -> SpeechReader:
         """Utterances in a new order every epoch."""
         section, t = config.speech, config.training
         return SpeechReader(
-            store=corpus.split("train"), batch_size=t.batch_size, buckets=section.buckets,
+            store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
             seed=t.seed, shuffle=section.shuffle,
         )  # fmt: skip
 
@@ -142,7 +142,7 @@ class SpeechRecognition(EncoderTask):
     def evaluator(
         self,
         config: Config,
-        corpus: SpeechCorpus,
+        dataset: SpeechCorpus,
         split: str,
         *,
         trained: Config | None = None,
@@ -151,13 +151,13 @@ class SpeechRecognition(EncoderTask):
     ) -> TranscriptEvaluator:
         """Transcripts and their errors."""
         refuse_ablation(ablate)
-        check_width(config, corpus, split)
-        check_attention(config, corpus)
-        return TranscriptEvaluator(self, config, corpus, split, trained, beside)
+        check_width(config, dataset, split)
+        check_attention(config, dataset)
+        return TranscriptEvaluator(self, config, dataset, split, trained, beside)
 
-    def units_per_token(self, corpus: Corpus) -> float:
+    def units_per_token(self, dataset: Dataset) -> float:
         """Bytes of a transcript for each of its tokens."""
-        train = corpus.split("train")
+        train = dataset.split("train")
         return train.transcript_bytes / max(len(train.targets.values), 1)
 
     def next_steps(self, workdir: str) -> list[str]:
@@ -172,9 +172,9 @@ class SpeechRecognition(EncoderTask):
         ]
 
 
-def check_width(config: Config, corpus: Corpus, split: str) -> None:
+def check_width(config: Config, dataset: Dataset, split: str) -> None:
     """Raises DataError for frames of another width than the model reads."""
-    width = corpus.split(split).width
+    width = dataset.split(split).width
     if width != config.encoder.features:
         raise DataError(
             f"the frames of Speech.{split} = {getattr(config.speech, split)} have {width} "
@@ -182,7 +182,7 @@ def check_width(config: Config, corpus: Corpus, split: str) -> None:
         )
 
 
-def check_attention(config: Config, corpus: SpeechCorpus) -> None:
+def check_attention(config: Config, dataset: SpeechCorpus) -> None:
     """Raises ConfigError for numbers that no utterance of any split reaches."""
-    longest = corpus.longest
+    longest = dataset.longest
     config.attention.check_length(longest, f"the {longest} frames of the longest utterance")

@@ -6,7 +6,7 @@ from jaxtyping import Array, PyTree
 
 from brt.config import Config
 from brt.tasks.protocol import Progress, Stop
-from brt.tasks.report import Reading
+from brt.tasks.report import EvaluationResult
 from brt.tasks.summarization import scores
 from brt.tasks.summarization.bits import Bits, TeacherForcing
 from brt.tasks.summarization.data.preparation import PairCorpus
@@ -19,12 +19,12 @@ class SummaryEvaluator:
 
     unit, partial = "row", False
 
-    def __init__(self, config: Config, corpus: PairCorpus, split: str):
-        self._decoding, self._store = config.decoding, corpus.split(split)
+    def __init__(self, config: Config, dataset: PairCorpus, split: str):
+        self._decoding, self._store = config.decoding, dataset.split(split)
         self.total = len(self._store)
         self._protocol = protocol(config.evaluation.rouge)
-        self._bits = TeacherForcing(config, corpus.tokenizer)
-        self._summarizer = Summarizer(config, corpus.tokenizer)
+        self._bits = TeacherForcing(config, dataset.tokenizer)
+        self._summarizer = Summarizer(config, dataset.tokenizer)
 
     def __call__(
         self,
@@ -34,23 +34,23 @@ class SummaryEvaluator:
         whole: bool = True,
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
-    ) -> Reading | None:
+    ) -> EvaluationResult | None:
         """Bits; the whole also writes and scores summaries."""
         bits = self._bits(params, self._store, stop)
         if bits is None:
             return None
         figures = {**bits._asdict(), "decoding": dataclasses.asdict(self._decoding)}
-        headline, heading = f"{bits.bits_per_token:.3f} bits/token", self._heading(bits)
+        summary, heading = f"{bits.bits_per_token:.3f} bits/token", self._heading(bits)
         if not whole:
-            return Reading(figures, headline, {}, heading)
+            return EvaluationResult(figures, summary, {}, heading)
         summaries = self._summarizer(params, self._store, stop=stop, progress=progress)
         if summaries is None:
             return None
         scored = scores.score(summaries, self._protocol)
         rouge = scored.report["rouge"]["rougeL"]["f1"]
-        return Reading(
+        return EvaluationResult(
             {**figures, **scored.report},
-            f"{headline}, ROUGE-L {rouge:.2f} ({self._protocol.name})",
+            f"{summary}, ROUGE-L {rouge:.2f} ({self._protocol.name})",
             {"predictions": scores.rows(scored)},
             f"{heading}\n\n{scores.text(scored)}",
         )

@@ -19,8 +19,8 @@ from brt.models import seq2seq
 from brt.models.transformer_flops import seq2seq_flops
 from brt.ops.cross_entropy import cross_entropy
 from brt.tasks import resolving
-from brt.tasks.protocol import Aux, Corpus, Task, count_of
-from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Measure
+from brt.tasks.protocol import Aux, Dataset, Task, count_of
+from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Metric
 from brt.tasks.summarization.bits import keeps_text, scored_bytes
 from brt.tasks.summarization.data import preparation, tokenization
 from brt.tasks.summarization.data.batches import PairReader
@@ -34,7 +34,7 @@ from brt.tasks.weights import Tokenizer, Weights
 from brt.types import PairBatch
 
 _LEARNED = ("leak", "threshold", "mix")  # scalars of cross-attention that are worth watching
-_ROUGE_L = Measure("rougeL", "ROUGE-L", ".2f", higher_is_better=True)
+_ROUGE_L = Metric("rougeL", "ROUGE-L", ".2f", higher_is_better=True)
 
 
 class Summarization(Task):
@@ -44,7 +44,7 @@ class Summarization(Task):
     sections = ("Seq2Seq", "Attention", "CrossAttention", "Pairs", "Decoding", "Sampling")
     model, data = "seq2seq", "pairs"
     writes = exports = True
-    measures = (BITS_PER_BYTE, BITS_PER_TOKEN)
+    metrics = (BITS_PER_BYTE, BITS_PER_TOKEN)
     columns = (BITS_PER_BYTE, BITS_PER_TOKEN, _ROUGE_L)
 
     def check(self, config: Config) -> None:
@@ -91,16 +91,16 @@ class Summarization(Task):
         """See the base class."""
         return tokenization.load(str(file))
 
-    def resolve(self, config: Config, corpus: Corpus) -> Config:
+    def resolve(self, config: Config, dataset: Dataset) -> Config:
         """Vocabulary and dtype written out."""
-        tokenizer = corpus.tokenizer
+        tokenizer = dataset.tokenizer
         return resolving.written_out(config, self.model, tokenizer, self.ids(tokenizer))
 
-    def reader(self, config: Config, corpus: Corpus) -> PairReader:
+    def reader(self, config: Config, dataset: Dataset) -> PairReader:
         """Pairs in a new order every epoch."""
         section, t = config.pairs, config.training
         return PairReader(
-            store=corpus.split("train"), batch_size=t.batch_size, buckets=section.buckets,
+            store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
             seed=t.seed, shuffle=section.shuffle,
         )  # fmt: skip
 
@@ -142,7 +142,7 @@ class Summarization(Task):
     def evaluator(
         self,
         config: Config,
-        corpus: Corpus,
+        dataset: Dataset,
         split: str,
         *,
         trained: Config | None = None,
@@ -155,7 +155,7 @@ class Summarization(Task):
                 f"--ablate={ablate} is for language models; a summariser reads the document anew "
                 "for every token"
             )
-        return SummaryEvaluator(config, corpus, split)
+        return SummaryEvaluator(config, dataset, split)
 
     def figures(self, report: Mapping[str, Any]) -> dict[str, float]:
         """Also the F1 of ROUGE, where summaries were written."""
@@ -179,17 +179,17 @@ class Summarization(Task):
 
         return found
 
-    def measure(self, corpus: Corpus) -> Measure:
+    def primary_metric(self, dataset: Dataset) -> Metric:
         """Bits by token where the tokenizer loses a part of the summaries."""
-        store = corpus.splits.get("validation") or corpus.split("train")
-        return BITS_PER_BYTE if keeps_text(store, corpus.tokenizer) else BITS_PER_TOKEN
+        store = dataset.splits.get("validation") or dataset.split("train")
+        return BITS_PER_BYTE if keeps_text(store, dataset.tokenizer) else BITS_PER_TOKEN
 
-    def units_per_token(self, corpus: Corpus) -> float:
+    def units_per_token(self, dataset: Dataset) -> float:
         """Bytes of the summaries for each of their tokens, as they are scored."""
-        if self.measure(corpus) == BITS_PER_TOKEN:
+        if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return 1.0
-        train = corpus.split("train")
-        return scored_bytes(train, corpus.tokenizer) / len(train.target.values)
+        train = dataset.split("train")
+        return scored_bytes(train, dataset.tokenizer) / len(train.target.values)
 
     def writer(
         self,

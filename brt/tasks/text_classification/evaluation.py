@@ -16,7 +16,7 @@ from brt.config import Config
 from brt.distributed import rules
 from brt.tasks.encoders import EncoderTask, Timed
 from brt.tasks.heads import HeadEvaluator, HeadReading, columns
-from brt.tasks.protocol import Corpus
+from brt.tasks.protocol import Dataset
 from brt.tasks.text_classification import confusion
 from brt.tasks.text_classification.correlation import pearson, spearman
 from brt.tasks.text_classification.data.batches import SentenceReader
@@ -30,13 +30,13 @@ class Scored(NamedTuple):
 
     Attributes:
       figures: JSON.
-      headline: the most telling of them in words.
+      summary: the most telling of them in words.
       rows: JSON, one prediction each.
       shown: the same as people read them.
     """
 
     figures: dict[str, Any]
-    headline: str
+    summary: str
     rows: list[dict[str, Any]]
     shown: list[str]
 
@@ -55,12 +55,12 @@ class SentenceEvaluator(HeadEvaluator):
     forms: ClassVar[dict[str, str]]
 
     def __init__(
-        self, task: EncoderTask, config: Config, corpus: Corpus, split: str,
+        self, task: EncoderTask, config: Config, dataset: Dataset, split: str,
         trained: Config | None = None, beside: bool = False,
     ):  # fmt: skip
         self._task, self._section = task, config.sentences
         self._size = config.evaluation.batch_size
-        super().__init__(config, corpus, split, trained, beside)
+        super().__init__(config, dataset, split, trained, beside)
 
     @staticmethod
     @abc.abstractmethod
@@ -117,11 +117,11 @@ class SentenceEvaluator(HeadEvaluator):
             f"{self.store.ids[row]}, {self._begun(row)}: {said}"
             for row, said in zip(order, scored.shown, strict=True)
         ]
-        return HeadReading(kind, figures, scored.headline, rows, shown)
+        return HeadReading(kind, figures, scored.summary, rows, shown)
 
     def _begun(self, row: int) -> str:
         """How the texts of a row begin."""
-        texts = self.corpus.tokenizer.texts(self.store.read(row))
+        texts = self.dataset.tokenizer.texts(self.store.read(row))
         return " / ".join(repr(textwrap.shorten(t, _SHOWN, placeholder=" ...")) for t in texts)
 
     def table(self, report: dict[str, Any], readings: list[HeadReading]) -> list[str]:
@@ -139,7 +139,7 @@ class Classifier(SentenceEvaluator):
     left out and rows that fill a batch count nowhere; of a long row only what was kept is read.
     """
 
-    bits, score_name, headline = "bits_per_label", "accuracy", ("accuracy", "{:.2f} % right")
+    bits, score_name, summary = "bits_per_label", "accuracy", ("accuracy", "{:.2f} % right")
     forms = {
         "accuracy": "{:.2f} %", "f1": "{:.2f} %", "matthews": "{:.4f}", "bits_per_label": "{:.4f}",
     }  # fmt: skip
@@ -171,8 +171,8 @@ class Classifier(SentenceEvaluator):
         shown = [
             f"{r['label']}, guessed {r['prediction']} ({max(r['probabilities']):.0%})" for r in rows
         ]
-        headline = f"{figures['accuracy']:.2f} % right, Matthews {figures['matthews']:.3f}"
-        return Scored(figures, headline, rows, shown)
+        summary = f"{figures['accuracy']:.2f} % right, Matthews {figures['matthews']:.3f}"
+        return Scored(figures, summary, rows, shown)
 
 
 class Regressor(SentenceEvaluator):
@@ -183,7 +183,7 @@ class Regressor(SentenceEvaluator):
     rows. Rows count as a classifier's do.
     """
 
-    bits, score_name, headline = "bits_per_number", "pearson", ("pearson", "Pearson {:.2f} %")
+    bits, score_name, summary = "bits_per_number", "pearson", ("pearson", "Pearson {:.2f} %")
     forms = {
         "pearson": "{:.2f} %", "spearman": "{:.2f} %", "root_mean_square_error": "{:.3f}",
         "bits_per_number": "{:.4f}",
@@ -213,8 +213,8 @@ class Regressor(SentenceEvaluator):
             for number, guess in zip(true, guessed, strict=True)
         ]
         shown = [f"{r['number']:g}, guessed {r['prediction']:.2f}" for r in rows]
-        headline = f"Pearson {figures['pearson']:.2f} %, Spearman {figures['spearman']:.2f} %"
-        return Scored(figures, headline, rows, shown)
+        summary = f"Pearson {figures['pearson']:.2f} %, Spearman {figures['spearman']:.2f} %"
+        return Scored(figures, summary, rows, shown)
 
 
 def scores(table: confusion.Confusion, labels: tuple[str, ...]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from brt.data.texts import tokenization
 from brt.data.texts.tokenization import TextTokenizer
 from brt.errors import ConfigError
 from brt.tasks.encoders import EncoderTask, next_of_encoder, own_rows, refuse_ablation
-from brt.tasks.protocol import Aux, Corpus, count_of
-from brt.tasks.report import SCORE, Measure
+from brt.tasks.protocol import Aux, Dataset, count_of
+from brt.tasks.report import SCORE, Metric
 from brt.tasks.text_classification.data import preparation
 from brt.tasks.text_classification.data.batches import SentenceReader
 from brt.tasks.text_classification.data.preparation import Preparation, SentenceCorpus
@@ -31,11 +31,11 @@ class TextClassification(EncoderTask):
     head = "classification"
     sections = ("Encoder", "Attention", "Sentences")
     data = "sentences"
-    measures = (
-        Measure("bits_per_label", "bits per label"),
-        Measure("accuracy", "accuracy %", ".2f", higher_is_better=True),
-        Measure("f1", "F1 %", ".2f", higher_is_better=True),
-        Measure("matthews", "Matthews", ".4f", higher_is_better=True),
+    metrics = (
+        Metric("bits_per_label", "bits per label"),
+        Metric("accuracy", "accuracy %", ".2f", higher_is_better=True),
+        Metric("f1", "F1 %", ".2f", higher_is_better=True),
+        Metric("matthews", "Matthews", ".4f", higher_is_better=True),
     )
     columns = (SCORE,)
     evaluators: ClassVar[type[SentenceEvaluator]] = Classifier
@@ -66,10 +66,10 @@ class TextClassification(EncoderTask):
         """How many labels there are the data say."""
         return False
 
-    def resolve(self, config: Config, corpus: Corpus) -> Config:
+    def resolve(self, config: Config, dataset: Dataset) -> Config:
         """Also the labels, in the order of the classifier's."""
-        config = super().resolve(config, corpus)
-        labels, classes = corpus.split("train").labels, config.encoder.classes
+        config = super().resolve(config, dataset)
+        labels, classes = dataset.split("train").labels, config.encoder.classes
         if classes not in (Encoder.classes, len(labels)) and not config.training.init_from:
             raise ConfigError(
                 f"Encoder.classes = {classes}, but Sentences.train has {len(labels)} labels, "
@@ -81,11 +81,11 @@ class TextClassification(EncoderTask):
             sentences=dataclasses.replace(config.sentences, labels=labels),
         )
 
-    def reader(self, config: Config, corpus: Corpus) -> SentenceReader:
+    def reader(self, config: Config, dataset: Dataset) -> SentenceReader:
         """Rows in a new order every epoch."""
         section, t = config.sentences, config.training
         return SentenceReader(
-            store=corpus.split("train"), batch_size=t.batch_size, buckets=section.buckets,
+            store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
             seed=t.seed, shuffle=section.shuffle, max_length=section.max_length,
         )  # fmt: skip
 
@@ -116,7 +116,7 @@ class TextClassification(EncoderTask):
     def evaluator(
         self,
         config: Config,
-        corpus: Corpus,
+        dataset: Dataset,
         split: str,
         *,
         trained: Config | None = None,
@@ -125,7 +125,7 @@ class TextClassification(EncoderTask):
     ) -> SentenceEvaluator:
         """Labels, and how sure the model is of them."""
         refuse_ablation(ablate)
-        return self.evaluators(self, config, corpus, split, trained, beside)
+        return self.evaluators(self, config, dataset, split, trained, beside)
 
     def next_steps(self, workdir: str) -> list[str]:
         """With one's own sentences."""
@@ -143,11 +143,11 @@ class TextRegression(TextClassification):
     """The number of a sentence: the mean of a normal distribution of variance 1."""
 
     name = "text_regression"
-    measures = (
-        Measure("bits_per_number", "bits per number"),
-        Measure("pearson", "Pearson %", ".2f", higher_is_better=True),
-        Measure("spearman", "Spearman %", ".2f", higher_is_better=True),
-        Measure("root_mean_square_error", "root mean square error", ".3f"),
+    metrics = (
+        Metric("bits_per_number", "bits per number"),
+        Metric("pearson", "Pearson %", ".2f", higher_is_better=True),
+        Metric("spearman", "Spearman %", ".2f", higher_is_better=True),
+        Metric("root_mean_square_error", "root mean square error", ".3f"),
     )
     evaluators = Regressor
     numbers = True
@@ -165,7 +165,7 @@ class TextRegression(TextClassification):
             )
         super().check(config)
 
-    def resolve(self, config: Config, corpus: Corpus) -> Config:
+    def resolve(self, config: Config, dataset: Dataset) -> Config:
         """A number is the logit of one class."""
-        config = EncoderTask.resolve(self, config, corpus)
+        config = EncoderTask.resolve(self, config, dataset)
         return dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, classes=1))

@@ -132,8 +132,8 @@ def test_held_out_documents_are_named_by_those_of_train() -> None:
 def test_they_are_prepared_as_all_documents_are(tmp_path) -> None:
     train = ("memory:needle/train/6?size=400&distance=50", "memory:copy/train/4")
     data = Data(train=train, cache_dir=str(tmp_path))
-    corpus = preparation.prepare(data, progress=False)
-    assert [len(corpus.split(split)) for split in ("train", "validation", "test")] == [10, 2, 2]
-    novels = corpus.described()["train"]["sources"]
+    dataset = preparation.prepare(data, progress=False)
+    assert [len(dataset.split(split)) for split in ("train", "validation", "test")] == [10, 2, 2]
+    novels = dataset.described()["train"]["sources"]
     assert len(novels) == 3, "whose text is filler: were it another one, so would be the documents"
-    assert corpus.described()["test"]["held_out"] == ""
+    assert dataset.described()["test"]["held_out"] == ""

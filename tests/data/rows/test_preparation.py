@@ -27,12 +27,12 @@ class DigitStore(RowStore):
         return self.digits.lengths
 
 
-class Corpus(RowCorpus[SimpleNamespace, DigitStore]):
+class Dataset(RowCorpus[SimpleNamespace, DigitStore]):
     section, rows = "Questions", "integers"
 
 
 class Integers(Preparation):
-    corpus, kind = Corpus, "integers"
+    dataset, kind = Dataset, "integers"
 
     def hashes(self, names):
         return sources.hashes(names)
@@ -80,19 +80,19 @@ def open_corpus(tmp_path):
 
 
 def test_rows_are_prepared_once_and_read_as_they_were_written(open_corpus, capsys):
-    corpus = open_corpus(progress=True)
+    dataset = open_corpus(progress=True)
     assert capsys.readouterr().err == "prepared train: 5 integers\n"
-    train = corpus.split("train")
+    train = dataset.split("train")
     assert train.ids == ("1", "22", "333", "4444", "5")
     assert ["".join(map(str, train.digits[row])) for row in range(5)] == list(train.ids)
     again = open_corpus(progress=True)
-    assert again.directory == corpus.directory and capsys.readouterr().err == ""
+    assert again.directory == dataset.directory and capsys.readouterr().err == ""
     assert again.split("train").fingerprint == train.fingerprint
     other = open_corpus("1 22 333 4444 6")
-    assert other.directory != corpus.directory
+    assert other.directory != dataset.directory
     assert other.split("train").fingerprint != train.fingerprint
     with pytest.raises(DataError, match="there are no test integers, only train; name some with Q"):
-        corpus.split("test")
+        dataset.split("test")
 
 
 def test_bad_rows_are_refused_or_left_out_and_counted(open_corpus, tmp_path, capsys):

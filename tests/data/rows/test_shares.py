@@ -66,8 +66,8 @@ def speech(place: Path, rows: range) -> Config:
     return Config(speech=section, training=Training(task="speech_recognition"))
 
 
-def ids(corpus: Any) -> dict[str, set[str]]:
-    return {split: set(store.ids) for split, store in corpus.splits.items()}
+def ids(dataset: Any) -> dict[str, set[str]]:
+    return {split: set(store.ids) for split, store in dataset.splits.items()}
 
 
 @pytest.mark.parametrize("make", [pairs, sentences, questions, speech])
@@ -75,8 +75,8 @@ def test_rows_are_split_once_and_for_all(
     make: Callable[[Path, range], Config], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     config = make(tmp_path, range(40))
-    corpus = tasks.of(config).open(config)
-    found, each = ids(corpus), 2 if make is questions else 1
+    dataset = tasks.of(config).open(config)
+    found, each = ids(dataset), 2 if make is questions else 1
     assert {s: len(own) for s, own in found.items()} == {
         "train": 36 * each, "validation": 2 * each, "test": 2 * each,
     }  # fmt: skip
@@ -84,8 +84,8 @@ def test_rows_are_split_once_and_for_all(
     section = type(getattr(config, tasks.of(config).data)).__name__
     said = f"5% of the rows of {section}.train"
     assert f"prepared test ({said}):" in capsys.readouterr().err
-    assert corpus.described()["validation"]["held_out"] == said
-    assert corpus.described()["train"]["sha256"] == corpus.split("train").fingerprint
+    assert dataset.described()["validation"]["held_out"] == said
+    assert dataset.described()["train"]["sha256"] == dataset.split("train").fingerprint
     if make is questions:  # those about one text are not torn apart
         assert all({i[:-1] + x for i in own for x in "ab"} == own for own in found.values())
     if make is not speech:  # one row more moves few others
@@ -100,20 +100,20 @@ def test_one_split_is_read_by_the_tokenizer_of_the_run(
 ) -> None:
     config = make(tmp_path, range(40))
     task = tasks.of(config)
-    corpus = task.open(config, progress=False)
-    name, content = corpus.tokenizer.file
+    dataset = task.open(config, progress=False)
+    name, content = dataset.tokenizer.file
     (tmp_path / name).write_bytes(content)
     tokenizer = task.load_tokenizer(tmp_path / name)
-    assert tokenizer.fingerprint == corpus.tokenizer.fingerprint
+    assert tokenizer.fingerprint == dataset.tokenizer.fingerprint
     if make is sentences:  # as a run's config has them
-        labels = corpus.split("train").labels
+        labels = dataset.split("train").labels
         section = Sentences(**{**vars(config.sentences), "labels": labels})
         config = Config(sentences=section, training=config.training)
     alone = task.open_split(config, "test", tokenizer, progress=False)
-    assert list(alone.splits) == ["test"] and alone.directory != corpus.directory
-    assert alone.split("test").fingerprint == corpus.split("test").fingerprint
-    known = task.open_split(config, "test", tokenizer, known=corpus.directory)
-    assert known.directory == corpus.directory
+    assert list(alone.splits) == ["test"] and alone.directory != dataset.directory
+    assert alone.split("test").fingerprint == dataset.split("test").fingerprint
+    known = task.open_split(config, "test", tokenizer, known=dataset.directory)
+    assert known.directory == dataset.directory
 
 
 def test_the_same_content_is_on_one_side_and_too_few_rows_are_refused() -> None:

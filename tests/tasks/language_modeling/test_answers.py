@@ -12,7 +12,7 @@ import pytest
 from brt.config import Config, Data, Evaluation, Model, Training
 from brt.data import token_store
 from brt.data.documents import Document
-from brt.data.preparation import Corpus
+from brt.data.preparation import Dataset
 from brt.data.tokenizers import ByteTokenizer
 from brt.ops.cross_entropy import token_scores
 from brt.tasks import TASKS
@@ -36,11 +36,11 @@ SPANS = {0: [Span(9, 12, 5, 3)], 2: [Span(16, 19, 5, 3), Span(22, 25, 17, 3)]}
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     documents = [Document(name, iter([text])) for name, text in TEXTS.items()]
     directory: Path = tmp_path_factory.mktemp("corpus")
     store = token_store.write(directory / "test", documents, ByteTokenizer())
-    return Corpus(directory, ByteTokenizer(), {"test": store})
+    return Dataset(directory, ByteTokenizer(), {"test": store})
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,8 @@ def config(segment_length: int = 8, batch_size: int = 2, **training: Any) -> Con
     )
 
 
-def test_answers_stand_where_their_tokens_are(corpus: Corpus) -> None:
-    assert answers.spans(corpus.split("test"), corpus.tokenizer) == SPANS
+def test_answers_stand_where_their_tokens_are(dataset: Dataset) -> None:
+    assert answers.spans(dataset.split("test"), dataset.tokenizer) == SPANS
 
 
 class Pairs(ByteTokenizer):
@@ -80,13 +80,13 @@ def test_answers_take_whole_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("batch_size", "segment_length"), [(2, 8), (3, 16), (1, 4)])
 def test_answers_cost_what_their_tokens_cost(
-    corpus: Corpus, params: Any, batch_size: int, segment_length: int
+    dataset: Dataset, params: Any, batch_size: int, segment_length: int
 ) -> None:
     """However the documents lie in lanes: side by side or behind each other, cut and padded."""
     c = config(segment_length, batch_size)
-    found = DocumentEvaluator(c, corpus, "test")(params).figures
+    found = DocumentEvaluator(c, dataset, "test")(params).figures
     score = TextScorer(c, bos_id=0)
-    store = corpus.split("test")
+    store = dataset.split("test")
     nats = {d: score(params, np.asarray(store.document(d), np.int32)) for d in range(3)}
     own = {d: [float(nats[d][s.start : s.stop].sum()) for s in SPANS[d]] for d in SPANS}
     close = {"rel": 1e-5}
@@ -150,9 +150,9 @@ def test_guesses_are_the_likeliest_tokens() -> None:
 
 
 def test_a_report_has_a_table_a_picture_and_figures_to_log(
-    corpus: Corpus, params: Any, tmp_path: Path
+    dataset: Dataset, params: Any, tmp_path: Path
 ) -> None:
-    reading = DocumentEvaluator(config(), corpus, "test", ablate="state")(params)
+    reading = DocumentEvaluator(config(), dataset, "test", ablate="state")(params)
     lines = evaluation.text(reading.figures).splitlines()
     (place,) = [i for i, line in enumerate(lines) if line.startswith("answers, by distance")]
     assert (
@@ -163,21 +163,21 @@ def test_a_report_has_a_table_a_picture_and_figures_to_log(
     )
     labels = [line[:22].strip() for line in lines[place + 1 : place + 5]]
     assert labels == ["up to 2 windows", "up to 8 windows", "all", "the rest of the text"]
-    assert reading.headline.count("% of the answers") == 1
+    assert reading.summary.count("% of the answers") == 1
     logged = TASK.figures(reading.figures)
     assert {"answers_exact", "answer_bits_per_byte", "bits_per_byte"} <= logged.keys()
     assert reading.draw and reading.draw().startswith(b"\x89PNG")
-    plain = DocumentEvaluator(config(plots=False), corpus, "test")
+    plain = DocumentEvaluator(config(plots=False), dataset, "test")
     assert plain(params).draw is None
 
 
 def test_documents_that_ask_for_nothing_are_read_as_ever(
-    corpus: Corpus, params: Any, tmp_path: Path
+    dataset: Dataset, params: Any, tmp_path: Path
 ) -> None:
     novel = [Document("novel.txt", iter([TEXTS["novel.txt"]]))]
     store = token_store.write(tmp_path / "test", novel, ByteTokenizer())
-    alone = DocumentEvaluator(config(), corpus._replace(splits={"test": store}), "test")(params)
-    beside = DocumentEvaluator(config(), corpus, "test")(params)
+    alone = DocumentEvaluator(config(), dataset._replace(splits={"test": store}), "test")(params)
+    beside = DocumentEvaluator(config(), dataset, "test")(params)
     assert "answers" not in alone.figures and alone.draw is None and "answers" not in alone.text
     bits = beside.rows["documents"][1]["bits"]
     assert alone.figures["bits"] == pytest.approx(bits, rel=1e-6)

@@ -12,7 +12,7 @@ import pytest
 from brt.config import Config, Evaluation, Model, Training
 from brt.data import token_store
 from brt.data.documents import Document
-from brt.data.preparation import Corpus
+from brt.data.preparation import Dataset
 from brt.data.tokenizers import ByteTokenizer
 from brt.models import decoder
 from brt.models.decoder import Decoder
@@ -41,33 +41,33 @@ def params(random_params: Callable) -> Any:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     rng = np.random.default_rng(0)
     texts = ["".join(rng.choice(list("abc \n"), length)) for length in LENGTHS]
     texts[3] = "é" + texts[3][2:]  # two bytes
     documents = [Document(f"{i}.txt", iter([text])) for i, text in enumerate(texts)]
     directory: Path = tmp_path_factory.mktemp("corpus")
     store = token_store.write(directory / "test", documents, ByteTokenizer())
-    return Corpus(directory, ByteTokenizer(), {"test": store})
+    return Dataset(directory, ByteTokenizer(), {"test": store})
 
 
 @pytest.fixture(scope="module")
-def store(corpus: Corpus) -> token_store.TokenStore:
-    return corpus.split("test")
+def store(dataset: Dataset) -> token_store.TokenStore:
+    return dataset.split("test")
 
 
-def evaluator(corpus: Corpus, batch_size: int, segment_length: int, **given: Any) -> Any:
+def evaluator(dataset: Dataset, batch_size: int, segment_length: int, **given: Any) -> Any:
     config = Config(
         model=MODEL,
         training=Training(batch_size=1, segment_length=segment_length, loss_chunk=8),
         evaluation=Evaluation(batch_size=batch_size),
     )
-    return DocumentEvaluator(config, corpus, "test", **given)
+    return DocumentEvaluator(config, dataset, "test", **given)
 
 
 @pytest.fixture(scope="module")
-def two_lanes(corpus: Corpus) -> DocumentEvaluator:
-    return evaluator(corpus, 2, 8)
+def two_lanes(dataset: Dataset) -> DocumentEvaluator:
+    return evaluator(dataset, 2, 8)
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +104,12 @@ def document_nats(result: Result) -> np.ndarray:
 
 @pytest.mark.parametrize(("batch_size", "segment_length"), [(2, 8), (1, 16), (100, 4)])
 def test_documents_cost_the_same_however_they_are_read(
-    two_lanes: DocumentEvaluator, params: Any, corpus: Corpus, token_nats: Callable,
+    two_lanes: DocumentEvaluator, params: Any, dataset: Dataset, token_nats: Callable,
     batch_size: int, segment_length: int,
 ) -> None:  # fmt: skip
     same = (batch_size, segment_length) == (2, 8)
-    store = corpus.split("test")
-    result = (two_lanes if same else evaluator(corpus, batch_size, segment_length)).read(params)
+    store = dataset.split("test")
+    result = (two_lanes if same else evaluator(dataset, batch_size, segment_length)).read(params)
     expected = [document.sum() for document in token_nats()]
     np.testing.assert_allclose(document_nats(result), expected, rtol=RELATIVE)
     assert [score.name for score in result.documents] == list(store.names)
@@ -157,7 +157,7 @@ def test_ablations_take_away_what_they_name(
 
 
 def test_all_segments_of_both_readings_take_one_program(
-    corpus: Corpus, params: Any, monkeypatch: pytest.MonkeyPatch
+    dataset: Dataset, params: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traces = []
 
@@ -167,7 +167,7 @@ def test_all_segments_of_both_readings_take_one_program(
 
     monkeypatch.setattr(evaluation, "block_nats", counted)
     placed = jax.device_put(params, jax.devices()[0])  # as parameters of a checkpoint are
-    reading = evaluator(corpus, 2, 8, ablate="state")(placed)
+    reading = evaluator(dataset, 2, 8, ablate="state")(placed)
     assert reading.figures["ablation"]["bits"] != reading.figures["bits"]
     assert len(traces) == 1
 

@@ -15,7 +15,7 @@ from brt import tasks
 from brt.config import Attention, Config, Encoder, Evaluation, Training
 from brt.data import token_store
 from brt.data.documents import Document
-from brt.data.preparation import Corpus
+from brt.data.preparation import Dataset
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
 from brt.models import encoder, seq2seq
@@ -83,7 +83,7 @@ def test_the_loss_is_of_the_masked_tokens_alone(kind: str, params: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     draw = random.Random(0)
     documents = [
         Document(f"{i}.txt", iter(["".join(draw.choices("abc \n", k=length))]))
@@ -91,10 +91,10 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     ]
     directory = tmp_path_factory.mktemp("texts")
     store = token_store.write(directory / "test", documents, ByteTokenizer())
-    return Corpus(directory, ByteTokenizer(), {"test": store})
+    return Dataset(directory, ByteTokenizer(), {"test": store})
 
 
-def test_evaluation_does_not_depend_on_how_it_is_batched(params: Any, texts: Corpus) -> None:
+def test_evaluation_does_not_depend_on_how_it_is_batched(params: Any, texts: Dataset) -> None:
     alone, together = (
         TASK.evaluator(
             dataclasses.replace(
@@ -106,7 +106,7 @@ def test_evaluation_does_not_depend_on_how_it_is_batched(params: Any, texts: Cor
         for size in (1, 3)
     )
     one, three = alone(params), together(params)
-    assert one.headline == three.headline
+    assert one.summary == three.summary
     rows = one.rows["documents"]
     for row, same in zip(rows, three.rows["documents"], strict=True):
         assert row == {**same, "bits": pytest.approx(same["bits"], rel=1e-5)}
@@ -123,22 +123,22 @@ def test_evaluation_does_not_depend_on_how_it_is_batched(params: Any, texts: Cor
     assert alone.sample(params, 0).endswith(f"|{chr(document)}]\n")
 
 
-def test_entropy_is_of_the_shares_of_tokens(texts: Corpus) -> None:
+def test_entropy_is_of_the_shares_of_tokens(texts: Dataset) -> None:
     tokens = np.array([3] * 4 + [0] * 2 + [9, 7], np.uint8)
     np.testing.assert_allclose(token_entropy(tokens), 0.5 + 0.5 + 3 / 8 + 3 / 8)
     assert token_entropy(tokens[:4]) == 0
     both = texts._replace(splits={"validation": texts.split("test")})
-    name, bits = TASK.yardstick(CONFIG, both)
+    name, bits = TASK.baseline(CONFIG, both)
     assert name == "entropy of single tokens" and 1 < bits < math.log2(5)
-    assert TASK.yardstick(CONFIG, texts) is None, "without validation data"
+    assert TASK.baseline(CONFIG, texts) is None, "without validation data"
 
 
-def test_an_encoder_has_no_memory_to_take_away(texts: Corpus) -> None:
+def test_an_encoder_has_no_memory_to_take_away(texts: Dataset) -> None:
     with pytest.raises(ConfigError, match="--ablate=state is for language models"):
         TASK.evaluator(CONFIG, texts, "test", ablate="state")
 
 
-def test_keys_that_nothing_reads_are_not_trained(texts: Corpus) -> None:
+def test_keys_that_nothing_reads_are_not_trained(texts: Dataset) -> None:
     config = dataclasses.replace(CONFIG, attention=Attention(kind="reformer"))
     with pytest.raises(ConfigError, match="'reformer' takes the queries for keys, whose projec"):
         TASK.resolve(config, texts)
@@ -163,7 +163,7 @@ def test_settings_that_clash_are_refused(changes: dict, sentence: str) -> None:
         tasks.check(dataclasses.replace(CONFIG, **changes))
 
 
-def test_the_mask_needs_an_id(texts: Corpus) -> None:
+def test_the_mask_needs_an_id(texts: Dataset) -> None:
     small = dataclasses.replace(CONFIG.encoder, vocab_size=256)
     with pytest.raises(ConfigError, match="bytes with 257 ids, the mask included; set it to 0"):
         TASK.resolve(dataclasses.replace(CONFIG, encoder=small), texts)

@@ -18,7 +18,7 @@ from brt.training.state import initial_params
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
+def dataset(tmp_path_factory):
     speech = Speech(
         train=("generated:t/5",), validation=(), test=(), stride=4,
         cache_dir=str(tmp_path_factory.mktemp("cache")),
@@ -27,10 +27,10 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def config(corpus):
+def config(dataset):
     encoder = Encoder(
-        layers=1, model_dim=16, heads=2, mlp_dim=16, features=corpus.width, positions="none",
-        vocab_size=corpus.tokenizer.vocab_size, dtype="float32",
+        layers=1, model_dim=16, heads=2, mlp_dim=16, features=dataset.width, positions="none",
+        vocab_size=dataset.tokenizer.vocab_size, dtype="float32",
     )  # fmt: skip
     return Config(
         encoder=encoder,
@@ -47,23 +47,23 @@ def params(config):
 
 
 @pytest.fixture(scope="module")
-def reading(corpus, config, params):
+def reading(dataset, config, params):
     seen = []
-    evaluator = tasks.of(config).evaluator(config, corpus, "train")
+    evaluator = tasks.of(config).evaluator(config, dataset, "train")
     found = evaluator(params, progress=seen.append)
     assert seen == [3, 2] and evaluator.total == 5
     return found
 
 
-def test_transcripts_are_those_of_each_utterance_alone(corpus, config, params, reading):
-    store, alone = corpus.split("train"), jax.jit(tasks.of(config).network(config).apply)
+def test_transcripts_are_those_of_each_utterance_alone(dataset, config, params, reading):
+    store, alone = dataset.split("train"), jax.jit(tasks.of(config).network(config).apply)
     for row in (int(store.lengths.argmin()), int(store.lengths.argmax())):
         transcript = reading.rows["predictions"][row]
         features = jnp.asarray(store.features(row))[None]
         there = jnp.ones(features.shape[:2], bool)
         logits = alone({"params": params}, features, there, jax.random.key(7))
         heard = ctc.greedy(np.asarray(jax.nn.log_softmax(logits[0]))).tokens
-        assert transcript["hypothesis"] == corpus.tokenizer.decode(heard) != ""
+        assert transcript["hypothesis"] == dataset.tokenizer.decode(heard) != ""
         assert (transcript["id"], transcript["reference"]) == (
             store.ids[row],
             store.transcripts[row],
@@ -76,8 +76,8 @@ def test_transcripts_are_those_of_each_utterance_alone(corpus, config, params, r
         assert transcript["word_errors"] == errors(said.split(), heard.split())._asdict()
 
 
-def test_figures_are_sums_over_all(corpus, reading):
-    store, found = corpus.split("train"), reading.figures
+def test_figures_are_sums_over_all(dataset, reading):
+    store, found = dataset.split("train"), reading.figures
     rows = reading.rows["predictions"]
     count = sum(Errors(**t["token_errors"]).count for t in rows)
     tokens = sum(len(text) for text in store.transcripts)
@@ -91,8 +91,8 @@ def test_figures_are_sums_over_all(corpus, reading):
     assert found["seconds"] > 0
 
 
-def test_one_utterance_is_enough_and_a_stop_is_heeded(corpus, config, params, reading):
-    evaluator, first = tasks.of(config).evaluator(config, corpus, "train"), reading.rows
+def test_one_utterance_is_enough_and_a_stop_is_heeded(dataset, config, params, reading):
+    evaluator, first = tasks.of(config).evaluator(config, dataset, "train"), reading.rows
     heard = first["predictions"][0]["hypothesis"]
     assert f"heard: {heard}\n" in evaluator.sample(params, 0)
     assert evaluator(params, stop=lambda: True) is None
@@ -112,8 +112,8 @@ def test_what_an_attention_is_compared_with(config):
         assert (found and found.attention.kind) == other
 
 
-def test_frames_of_another_width_are_refused(corpus, config):
+def test_frames_of_another_width_are_refused(dataset, config):
     encoder = dataclasses.replace(config.encoder, features=13)
     wrong = dataclasses.replace(config, encoder=encoder)
     with pytest.raises(DataError, match=r"Speech.train = \('generated.*have 20 .*model reads 13"):
-        tasks.of(wrong).evaluator(wrong, corpus, "train")
+        tasks.of(wrong).evaluator(wrong, dataset, "train")

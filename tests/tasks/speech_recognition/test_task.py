@@ -30,11 +30,11 @@ def changed(config, section, **values):
 
 
 def test_width_vocabulary_and_steps_come_from_the_data(config):
-    found, corpus, reader = prepare(config, progress=False)
+    found, dataset, reader = prepare(config, progress=False)
     assert found.encoder.features == 60 and found.training.steps == 6
-    assert found.encoder.vocab_size == corpus.tokenizer.vocab_size
+    assert found.encoder.vocab_size == dataset.tokenizer.vocab_size
     largest = reader.largest()
-    assert largest.features.shape == (3, int(corpus.split("train").lengths.max()), 60)
+    assert largest.features.shape == (3, int(dataset.split("train").lengths.max()), 60)
     assert reader.positions(largest) == largest.valid.size
     assert np.isclose(reader.epoch(6), 2)
 

@@ -13,7 +13,7 @@ from brt.data.rows import ragged, store
 from brt.data.rows.preparation import RowCorpus
 from brt.data.rows.tally import BadRow, Tally
 from brt.data.texts.preparation import TextPreparation
-from brt.data.texts.tokenization import Spelt, TextTokenizer
+from brt.data.texts.tokenization import Encoding, TextTokenizer
 from brt.tasks.extractive_qa.data import generated, squad
 from brt.tasks.extractive_qa.data.squad import Question
 from brt.tasks.extractive_qa.data.store import QuestionStore, Row
@@ -43,7 +43,7 @@ def prepare(section: config.Questions, progress: bool = True) -> QuestionCorpus:
 class Preparation(TextPreparation):
     """Prepares and opens questions."""
 
-    corpus = QuestionCorpus
+    dataset = QuestionCorpus
     kind, endings, version = "Questions", squad.ENDINGS, generated.VERSION
 
     def open_store(self, directory: Path, encoder: TextTokenizer) -> QuestionStore:
@@ -121,7 +121,7 @@ class _Contexts:
     def __init__(self, tokenizer: TextTokenizer):
         self._tokenizer = tokenizer
         self.places: dict[str, int] = {}
-        self.spelt: list[Spelt] = []
+        self.spelt: list[Encoding] = []
 
     def place(self, text: str) -> int:
         if text not in self.places:

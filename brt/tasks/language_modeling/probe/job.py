@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from brt.config import Config
 from brt.data import losses
-from brt.data.preparation import Corpus
+from brt.data.preparation import Dataset
 from brt.data.token_store import TokenStore
 from brt.errors import DataError
 from brt.layers.stack import ModelState
@@ -29,7 +29,7 @@ EDGES = (0, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 def inspect(
     config: Config,
     params: PyTree[Array],
-    corpus: Corpus,
+    dataset: Dataset,
     split: str,
     tokens: int | None,
     where: Mapping[str, Any],
@@ -39,14 +39,14 @@ def inspect(
     from brt.tasks.language_modeling.probe import plots
 
     count = TOKENS if tokens is None else tokens
-    found = {**where, **figures(config, params, corpus, split, count, model_state)}
+    found = {**where, **figures(config, params, dataset, split, count, model_state)}
     return Inspection(found, text(found), lambda: plots.draw(found))
 
 
 def figures(
     config: Config,
     params: PyTree[Array],
-    corpus: Corpus,
+    dataset: Dataset,
     split: str,
     tokens: int = 0,
     model_state: ModelState | None = None,
@@ -56,7 +56,7 @@ def figures(
     `memory` has a row for every part of the memory and everything that may stand in its place;
     `layers` has a row for every recurrent layer.
     """
-    store, donor = corpus.split(split), corpus.splits.get("train")
+    store, donor = dataset.split(split), dataset.splits.get("train")
     if lost := losses.described(store.lost_bytes, int(store.bytes.sum()), 0):
         raise DataError(f"{split} cannot be probed by bits per byte: {lost}")
     if donor is store:
@@ -64,7 +64,7 @@ def figures(
     total = min(tokens or math.inf, int(store.lengths.sum()))
     with tqdm(total=total, desc=f"probing {split}", unit="tok", unit_scale=True, disable=None) as b:
         reading = read(
-            config, params, corpus.tokenizer, store, model_state=model_state, donor=donor,
+            config, params, dataset.tokenizer, store, model_state=model_state, donor=donor,
             tokens=tokens, progress=b.update,
         )  # fmt: skip
     rows = memory(reading)
@@ -78,7 +78,7 @@ def figures(
             "window": config.model.window,
             "segment_length": config.evaluation_segment_length,
             "training_segment_length": config.training.segment_length,
-            "tokenizer": corpus.tokenizer.name,
+            "tokenizer": dataset.tokenizer.name,
         },
         "bits_per_byte": reading.bits_per_byte(None, reading.document >= 0),
         "memory": rows,

@@ -24,7 +24,7 @@ from brt.data.rows.on_disk import InMemory
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
 from brt.distributed.mesh import beside
-from brt.layers.stack import ModelState, StackState, graft, parts
+from brt.layers.stack import ModelState, StackState, parts, replace_parts
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.forward import block_nats
 from brt.tasks.language_modeling.probe.states import recurrent_vectors, state_figures
@@ -178,7 +178,7 @@ class _Streams:
         nats = []
         for arm, carried in self._carried.items():
             if arm is not None:
-                carried = graft(self._config.model, carried, donors[arm.how], {arm.part})
+                carried = replace_parts(self._config.model, carried, donors[arm.how], {arm.part})
             params, model_state = self._learnt
             block, self._carried[arm] = _read_blocks(
                 self._config, params, carried, batch, model_state

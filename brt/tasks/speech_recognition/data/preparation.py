@@ -57,7 +57,7 @@ def prepare(speech: config.Speech, progress: bool = True) -> SpeechCorpus:
 class SpeechPreparation(Preparation):
     """Train comes first, whose vocabulary, width and rate the others share."""
 
-    corpus, kind, encoding = SpeechCorpus, "speech", "vocabulary"
+    dataset, kind, encoding = SpeechCorpus, "speech", "vocabulary"
 
     def __init__(self, section: config.Speech, progress: bool):
         super().__init__(section, progress)

@@ -37,7 +37,7 @@ def prepare(pairs: config.Pairs, progress: bool = True) -> PairCorpus:
 class Preparation(TokenizedPreparation):
     """Prepares and opens pairs."""
 
-    corpus, kind, endings = PairCorpus, "pairs", tables.FORMATS
+    dataset, kind, endings = PairCorpus, "pairs", tables.FORMATS
     special = tokenizer_training.T5
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:

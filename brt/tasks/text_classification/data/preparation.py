@@ -52,7 +52,7 @@ def prepare(
 class Preparation(TextPreparation):
     """Prepares and opens sentences."""
 
-    corpus = SentenceCorpus
+    dataset = SentenceCorpus
     endings, version = examples.ENDINGS, generated.VERSION
 
     def __init__(self, section: config.Sentences, progress: bool, numbers: bool):

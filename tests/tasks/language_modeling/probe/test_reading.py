@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from brt.config import Config
-from brt.data.preparation import Corpus
+from brt.data.preparation import Dataset
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import ByteTokenizer
 from brt.layers.stack import new_model_state
@@ -28,8 +28,8 @@ def reading(tiny: Config, params: Any, store: TokenStore) -> Reading:
 def test_zeroed_is_what_evaluation_ablates(
     tiny: Config, params: Any, store: TokenStore, reading: Reading, ablate: Any
 ) -> None:
-    corpus = Corpus(store.directory, ByteTokenizer(), {"test": store})
-    result = DocumentEvaluator(tiny, corpus, "test").read(params, ablate=ablate)
+    dataset = Dataset(store.directory, ByteTokenizer(), {"test": store})
+    result = DocumentEvaluator(tiny, dataset, "test").read(params, ablate=ablate)
     nats = reading.nats[Arm(ablate, "zeroed") if ablate else None]
     for d, score in enumerate(result.documents):
         where = reading.document == d

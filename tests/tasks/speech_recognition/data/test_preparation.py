@@ -35,10 +35,10 @@ def prepare(speech):
 
 def test_stores_have_what_the_files_have(make):
     speech = make(normalization="none")
-    corpus = prepare(speech)
-    assert list(corpus.splits) == ["train", "validation"] and corpus.width == 3
-    assert corpus.tokenizer.tokens == ("\ufffd", "a", "b", "c")
-    train, validation = corpus.split("train"), corpus.split("validation")
+    dataset = prepare(speech)
+    assert list(dataset.splits) == ["train", "validation"] and dataset.width == 3
+    assert dataset.tokenizer.tokens == ("\ufffd", "a", "b", "c")
+    train, validation = dataset.split("train"), dataset.split("validation")
     assert train.lengths.tolist() == [20, 9, 5] == train.frames.tolist()
     assert train.transcripts == ("abba", "cab", "")
     assert [train.targets[i].tolist() for i in range(3)] == [[1, 2, 2, 1], [3, 1, 2], []]
@@ -47,7 +47,7 @@ def test_stores_have_what_the_files_have(make):
     np.testing.assert_array_equal(train.features(1), features[20:29])
     assert train.seconds.tolist() == pytest.approx([0.2, 0.09, 0.05])
     with pytest.raises(DataError, match="no test utterances, only train, validation"):
-        corpus.split("test")
+        dataset.split("test")
 
 
 def test_frames_are_normalized_then_stacked(make):
@@ -61,10 +61,10 @@ def test_frames_are_normalized_then_stacked(make):
 
 def test_words_are_tokens_as_well(make, write_npz):
     speech = make(unit="words", train=write_npz("w", ["go on", "on and on"]))
-    corpus = prepare(speech)
-    assert corpus.tokenizer.tokens[1:] == ("and", "go", "on")
-    assert corpus.split("train").targets[1].tolist() == [3, 1, 3]
-    assert corpus.tokenizer.decode([3, 1, 3, 9]) == "on and on \ufffd"
+    dataset = prepare(speech)
+    assert dataset.tokenizer.tokens[1:] == ("and", "go", "on")
+    assert dataset.split("train").targets[1].tolist() == [3, 1, 3]
+    assert dataset.tokenizer.decode([3, 1, 3, 9]) == "on and on \ufffd"
 
 
 def test_speakers_are_normalized_together(make, write_npz):
@@ -109,10 +109,10 @@ def test_utterances_that_ctc_cannot_place_are_refused_or_left_out(make, case, ca
     speech = make(**settings, validation=())
     with pytest.raises(DataError, match=message + ".*Speech.errors = 'skip'"):
         prepare(speech)
-    corpus = preparation.prepare(dataclasses.replace(speech, errors="skip"))
-    assert corpus.split("train").ids == tuple(f"train-{i}" for i in kept)
+    dataset = preparation.prepare(dataclasses.replace(speech, errors="skip"))
+    assert dataset.split("train").ids == tuple(f"train-{i}" for i in kept)
     assert f"{3 - len(kept)} of 3 rows of train cannot be used" in capsys.readouterr().err
-    assert corpus.split("train").manifest["rows"]["bad"] == 3 - len(kept)
+    assert dataset.split("train").manifest["rows"]["bad"] == 3 - len(kept)
 
 
 def test_an_utterance_without_frames_is_refused(make, write_npz):
@@ -139,12 +139,12 @@ def test_samples_of_another_rate_are_refused(make, tmp_path, write_wav):
         tables.append(str(table))
     with pytest.raises(DataError, match="16000 samples a second where .*8000.wav has 8000"):
         prepare(make(train=tables[0], validation=tables[1]))
-    corpus = prepare(make(train=tables[0], validation=()))
-    assert corpus.rate == 8000
+    dataset = prepare(make(train=tables[0], validation=()))
+    assert dataset.rate == 8000
     other = make(train=tables[0], validation=tables[1], sample_rate=8000)  # as a run keeps it
     message = "16000.wav has 16000 samples a second, but Speech.sample_rate = 8000; convert it"
     with pytest.raises(DataError, match=message):
-        preparation.SpeechPreparation(other, False).open_split("validation", corpus.tokenizer)
+        preparation.SpeechPreparation(other, False).open_split("validation", dataset.tokenizer)
 
 
 def test_speech_in_two_splits_is_refused(make):
@@ -157,10 +157,10 @@ def test_speech_in_two_splits_is_refused(make):
 def test_joined_speech_is_that_of_the_files_and_in_one_split_only(make, write_npz):
     first, second = ["abba", "cab", "a"], ["bad", "dab"]
     train, validation = write_npz("a", first, seed=1), write_npz("b", second, seed=2)
-    corpus = prepare(make(train=train, validation=validation, join=2, join_orders=3))
-    said = [len(text.split()) for text in corpus.split("train").transcripts]
-    assert said == [2, 1] * 3 and corpus.split("train").lengths.tolist() == [40, 20] * 3
-    assert len(corpus.split("validation")) == 1
+    dataset = prepare(make(train=train, validation=validation, join=2, join_orders=3))
+    said = [len(text.split()) for text in dataset.split("train").transcripts]
+    assert said == [2, 1] * 3 and dataset.split("train").lengths.tolist() == [40, 20] * 3
+    assert len(dataset.split("validation")) == 1
     shared = write_npz("c", first, seed=1)  # the same recordings, which other ones stand beside
     with pytest.raises(DataError, match="of Speech.validation .* is in Speech.train, too"):
         prepare(make(train=train, validation=(validation, shared), join=2))

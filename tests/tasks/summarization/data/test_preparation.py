@@ -44,17 +44,17 @@ def make(tmp_path, files):
     return prepare
 
 
-def decoded(corpus, split):
-    store = corpus.split(split)
-    return [corpus.tokenizer.decode(store.source[row]) for row in range(len(store))]
+def decoded(dataset, split):
+    store = dataset.split(split)
+    return [dataset.tokenizer.decode(store.source[row]) for row in range(len(store))]
 
 
 def test_documents_and_summaries_come_back(make, files):
-    corpus = make(max_source_length=4000)
+    dataset = make(max_source_length=4000)
     for split, path in files.items():
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        store = corpus.split(split)
-        assert decoded(corpus, split) == [row["document"] for row in rows]
+        store = dataset.split(split)
+        assert decoded(dataset, split) == [row["document"] for row in rows]
         assert [store.summary(i) for i in range(len(store))] == [row["summary"] for row in rows]
         assert list(store.ids) == [row["id"] for row in rows]
 
@@ -88,10 +88,10 @@ def test_other_settings_are_another_corpus(make, change):
 
 
 def test_a_tokenizer_file_is_kept_and_decides_the_ids(make, bart_json, tmp_path):
-    corpus = make(tokenizer=str(bart_json))
-    assert (corpus.directory / "tokenizer.json").read_bytes() == bart_json.read_bytes()
-    assert corpus.tokenizer.begin == (0,)
-    assert corpus.split("train").source[0][0] == 0
+    dataset = make(tokenizer=str(bart_json))
+    assert (dataset.directory / "tokenizer.json").read_bytes() == bart_json.read_bytes()
+    assert dataset.tokenizer.begin == (0,)
+    assert dataset.split("train").source[0][0] == 0
     trained = make()
     again = make(tokenizer=str(trained.directory / "tokenizer.model"))
     assert again.tokenizer.fingerprint == trained.tokenizer.fingerprint
@@ -110,9 +110,9 @@ def test_the_tokenizer_is_trained_on_documents_and_summaries_of_train_only(make,
     files["train"].write_text("\n".join(map(json.dumps, rows)))
     held_out = {"document": "jkwv " * 200, "summary": "jkwv"}
     files["test"].write_text(json.dumps(held_out))
-    corpus = make()
-    assert len(corpus.tokenizer.encode(["qzx qzx"])[0]) <= 2 * 2
-    assert len(corpus.tokenizer.encode(["jkwv"])[0]) >= 4
+    dataset = make()
+    assert len(dataset.tokenizer.encode(["qzx qzx"])[0]) <= 2 * 2
+    assert len(dataset.tokenizer.encode(["jkwv"])[0]) >= 4
 
 
 def test_bad_rows_are_counted_and_refused(make, spoilt, tmp_path):
@@ -129,8 +129,8 @@ def test_bad_rows_are_counted_and_refused(make, spoilt, tmp_path):
 
 
 def test_bad_rows_are_skipped_and_reported(make, spoilt, capsys):
-    corpus = make(errors="skip", progress=True)
-    store = corpus.split("train")
+    dataset = make(errors="skip", progress=True)
+    store = dataset.split("train")
     assert len(store) == 57
     assert "train-4" not in store.ids and "train-5" in store.ids
     told = capsys.readouterr().err
@@ -148,9 +148,9 @@ def test_a_split_of_bad_rows_only_is_refused(make, files):
 
 
 def test_what_was_cut_is_told_once(make, capsys):
-    corpus = make(max_source_length=20, progress=True)
+    dataset = make(max_source_length=20, progress=True)
     told = capsys.readouterr().err
-    cut = corpus.split("train").manifest["cut"]["source"]
+    cut = dataset.split("train").manifest["cut"]["source"]
     assert cut["rows"] == 60
     assert f"cut 60 documents by {cut['tokens']:,} tokens" in told
     make(max_source_length=20, progress=True)
@@ -158,10 +158,10 @@ def test_what_was_cut_is_told_once(make, capsys):
 
 
 def test_a_split_without_sources_is_absent(make):
-    corpus = make(test=())
-    assert [*corpus.splits] == ["train", "validation"]
+    dataset = make(test=())
+    assert [*dataset.splits] == ["train", "validation"]
     with pytest.raises(DataError, match=r"there are no test pairs, only train, validation; name"):
-        corpus.split("test")
+        dataset.split("test")
 
 
 def test_a_file_in_two_splits_is_refused(make, files):
@@ -182,5 +182,5 @@ def test_bad_tokenizers_name_their_setting(make):
 def test_preparing_twice_at_the_same_time(make):
     with ThreadPoolExecutor(3) as pool:
         found = [*pool.map(lambda _: make(), range(3))]
-    assert len({corpus.directory for corpus in found}) == 1
-    assert len({corpus.split("train").fingerprint for corpus in found}) == 1
+    assert len({dataset.directory for dataset in found}) == 1
+    assert len({dataset.split("train").fingerprint for dataset in found}) == 1

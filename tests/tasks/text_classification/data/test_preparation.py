@@ -38,9 +38,9 @@ def jsonl(directory, name, rows):
     return str(path)
 
 
-def texts(corpus, split="train"):
+def texts(dataset, split="train"):
     """Rows of a split as bytes were encoded: special ids as |."""
-    store = corpus.split(split)
+    store = dataset.split(split)
     rows = [store.tokens[i] for i in range(len(store))]
     return ["".join(chr(i) if i < 256 else "|" for i in row) for row in rows]
 
@@ -50,10 +50,10 @@ def prepare(section):
 
 
 def test_json_lines(make):
-    corpus = prepare(make())
-    assert texts(corpus) == [f"|{sentence}|" for sentence, _ in ROWS]
-    assert corpus.labels == ("0", "1") and corpus.split("train").targets.tolist() == [1, 0, 1, 0]
-    assert corpus.split("train").ids == ("0", "1", "2", "3")
+    dataset = prepare(make())
+    assert texts(dataset) == [f"|{sentence}|" for sentence, _ in ROWS]
+    assert dataset.labels == ("0", "1") and dataset.split("train").targets.tolist() == [1, 0, 1, 0]
+    assert dataset.split("train").ids == ("0", "1", "2", "3")
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_json_lines(make):
 def test_tab_separated_values_as_glue_has_them(make, tmp_path, content, settings, found):
     path = tmp_path / "t.tsv.gz"
     path.write_bytes(gzip.compress(content.encode()))
-    corpus = prepare(make(train=str(path), **settings))
-    assert texts(corpus) == found
+    dataset = prepare(make(train=str(path), **settings))
+    assert texts(dataset) == found
     if "index" in content:
-        assert corpus.split("train").ids == ("7", "9") and corpus.labels == ("a", "b")
+        assert dataset.split("train").ids == ("7", "9") and dataset.labels == ("a", "b")
 
 
 def test_labels_are_those_of_train_in_a_fixed_order(make, tmp_path):
@@ -111,9 +111,9 @@ def test_bad_rows_are_named_with_file_and_line(make, tmp_path, capsys):
     )
     with pytest.raises(DataError, match=message):
         prepare(make(train=path))
-    corpus = preparation.prepare(make(train=path, errors="skip"))
-    assert texts(corpus) == ["|ok|", "|y|"] and "4 of 6 rows" in capsys.readouterr().err
-    assert corpus.split("train").manifest["rows"]["bad"] == 4
+    dataset = preparation.prepare(make(train=path, errors="skip"))
+    assert texts(dataset) == ["|ok|", "|y|"] and "4 of 6 rows" in capsys.readouterr().err
+    assert dataset.split("train").manifest["rows"]["bad"] == 4
     held_out = jsonl(tmp_path, "held", [{"sentence": "z", "label": 5}])
     with pytest.raises(DataError, match="has the label '5', Sentences.train only 0, 1"):
         prepare(make(validation=held_out))
@@ -158,9 +158,9 @@ def test_a_pair_is_cut_where_it_is_longer():
 
 def test_batches_hold_every_row_once(make):
     section = make(train="generated:t/30", max_length=64, buckets=(16, 64))
-    corpus = prepare(section)
-    store = corpus.split("train")
-    assert corpus.labels == ("animal", "plant", "stone") and (store.tokens.lengths <= 64).all()
+    dataset = prepare(section)
+    store = dataset.split("train")
+    assert dataset.labels == ("animal", "plant", "stone") and (store.tokens.lengths <= 64).all()
     reader = SentenceReader(store=store, batch_size=8, buckets=section.buckets, max_length=64)
     seen = []
     for step in range(reader.steps_per_epoch):
@@ -188,10 +188,10 @@ def test_numbers_stay_numbers(make, tmp_path, capsys):
     with pytest.raises(DataError, match=named):
         preparation.prepare(section, False, numbers=True)
     section = dataclasses.replace(section, errors="skip")
-    corpus = preparation.prepare(section, numbers=True)
+    dataset = preparation.prepare(section, numbers=True)
     assert "2 sentences (0 to 3.75)" in capsys.readouterr().err
-    assert corpus.labels == () and texts(corpus) == ["|a||b|", "|c||d|"]
-    stores = [corpus.split(split) for split in ("train", "validation")]
+    assert dataset.labels == () and texts(dataset) == ["|a||b|", "|c||d|"]
+    stores = [dataset.split(split) for split in ("train", "validation")]
     assert [store.targets.tolist() for store in stores] == [[3.75, 0], [pytest.approx(4.2)]]
     batch = SentenceReader(store=stores[0], batch_size=3, max_length=128, shuffle=False)[0]
     assert batch.targets.dtype == np.float32 and batch.targets[:, 0].tolist() == [3.75, 0, 0]

@@ -1,4 +1,4 @@
-"""What the loop and its parts work with."""
+"""The objects that are open while a run trains."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -6,10 +6,11 @@ from typing import NamedTuple
 from jaxtyping import Array, PyTree
 
 from brt.checkpointing.writer import CheckpointWriter
+from brt.config_io import saved_json
 from brt.data.lanes import BatchIterator
 from brt.tasks.protocol import Evaluator
+from brt.training.accumulator import MetricAccumulator
 from brt.training.bad_steps import BadSteps
-from brt.training.meter import Meter
 from brt.training.metrics import MetricsWriter, Throughput
 from brt.training.phases import Phases
 from brt.training.profiling import Profile
@@ -19,8 +20,8 @@ from brt.training.run import Run
 from brt.training.workdir import Workdir
 
 
-class Tools(NamedTuple):
-    """All that is open while a run trains."""
+class TrainContext(NamedTuple):
+    """The objects that are open while a run trains, shared by the loop and its parts."""
 
     run: Run
     workdir: Workdir
@@ -32,8 +33,19 @@ class Tools(NamedTuple):
     requests: Requests
     profile: Profile
     batches: BatchIterator
-    meter: Meter
+    accumulator: MetricAccumulator
     bad: BadSteps
     evaluator: Evaluator
     probe: Callable[[PyTree[Array], PyTree[Array]], Mapping[str, float]] | None
     provenance: dict[str, object]
+
+    def saved_metadata(self) -> dict[str, object]:
+        """Returns what a checkpoint stores in addition to arrays, as JSON."""
+        return {
+            "seed": self.run.config.training.seed,
+            "data": self.batches.get_state(),
+            "meter": self.accumulator.state(),
+            "config": saved_json(self.run.config),
+            "tokenizer": self.run.dataset.tokenizer.fingerprint,
+            "provenance": self.provenance,
+        }

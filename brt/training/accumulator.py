@@ -16,7 +16,7 @@ _REMEDY = (
 )
 
 
-class Meter:
+class MetricAccumulator:
     """Totals since the last report and since step 0.
 
     Its state goes into checkpoints, so that a resumed run reports the same numbers.
