@@ -28,7 +28,10 @@ class Progress:
       initial_step: the step that the run resumes from.
       log: the file that receives every line, with its time.
       stream: where to show it.
-      bar: a moving bar; None: where the stream is a terminal that says how wide it is.
+      bar: whether to draw a moving bar; None draws one if the stream is a terminal of known width.
+
+    Raises:
+      OSError: the log cannot be opened because the disk fails or denies access.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class Progress:
         try:
             self._log = durable.open_file(log, "a")
         except OSError as error:
+            if durable.storage_fails(error) or isinstance(error, PermissionError):
+                raise  # the run's other files stand on the same disk
             self.message(f"warning: {log} cannot be written: {error.strerror}")
         if bar if bar is not None else _has_width(self._stream):
             self._bar = tqdm(

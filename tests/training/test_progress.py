@@ -1,8 +1,12 @@
+import errno
 import io
 import os
 import re
 from pathlib import Path
 
+import pytest
+
+from brt import durable
 from brt.formatting import clock, counted, short
 from brt.training.phases import RunStatus
 from brt.training.progress import Progress
@@ -87,6 +91,18 @@ def test_a_log_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     assert stream.getvalue() == (
         "on\nwarning: log.txt cannot be written: No space left on device\nand on\n"
     )
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EIO, errno.ENOSPC])
+def test_a_disk_that_refuses_the_log_ends_the_run(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(number, os.strerror(number), str(tmp_path / "log.txt"))
+
+    monkeypatch.setattr(durable, "open_file", refuse)
+    with pytest.raises(OSError, match="log.txt"):
+        Progress(9, log=tmp_path / "log.txt", stream=io.StringIO())
 
 
 def test_numbers_and_times_for_people() -> None:
