@@ -421,7 +421,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="brt-calls-", dir=args.place) as place:
         driver = Driver(Path(place).resolve(), names)
         for name in names:
-            driver.primary_metric(name, kinds)
+            driver.measure(name, kinds)
         print(
             "calls of a life:", {f"{c} {k}": n for (c, k), n in driver.counts.items()}, flush=True
         )

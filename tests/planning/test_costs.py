@@ -249,7 +249,7 @@ def test_only_of_bfloat16_is_known_how_long_a_kernel_takes(dtype: str) -> None:
 
 
 def test_improved_clustered_attention_takes_what_whole_layers_took() -> None:
-    """Cycles of 32 heads, forward and backward, as in docs/internals/tpu_kernels.md, in millions."""
+    """Millions of cycles for 32 heads, forward and backward, as in docs/internals."""
     for tokens, millions in ((1024, 1.41), (4096, 3.91), (16384, 14.1)):
         size = f"{tokens}x32"
         passes = named(f"improved_clustered_{size}"), named(f"improved_clustered_backward_{size}")
