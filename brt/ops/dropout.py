@@ -83,6 +83,11 @@ class Kept:
         factors = jnp.where(_drawn_once(self.kept), jnp.asarray(self.scale, dtype), 0)
         return factors.swapaxes(-1, -2) if self.turned else factors
 
+    def stays(self) -> Bool[Array, "*T"]:
+        """Which entries of the array stay."""
+        kept = _drawn_once(self.kept)
+        return kept.swapaxes(-1, -2) if self.turned else kept
+
     def words(self) -> UInt32[Array, "H G R"]:
         """Which stay of matrices with rows and columns, as `dropout_bits` of columns x rows."""
         kept = self.kept if self.turned else self.kept.swapaxes(-1, -2)

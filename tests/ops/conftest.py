@@ -26,7 +26,10 @@ def mosaic_gpu_interpreter() -> Any:
         from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
         if "device_id" not in inspect.signature(gpu_callbacks.wgmma).parameters:
-            pytest.skip("this jax's interpreter orders what it does by tokens, which stores lack")
+            pytest.skip(
+                "the interpreter of this jax has no stores into accumulators, and the one that "
+                "these tests add does not receive the token by which it orders effects"
+            )
         mlir.register_lowering(core.layout_cast_p, lambda context, x, new_layout: [x])
         gpu_callbacks.wgmma = functools.partial(_wgmma, gpu_callbacks)
         interpreter = jaxpr_interpret.JaxprInterpreter

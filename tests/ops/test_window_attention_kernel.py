@@ -27,6 +27,9 @@ from brt.ops.window_attention import (
 
 # Of the largest magnitude of an array: sums of a thousand terms in another order, which cancel.
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2, "float16": 2e-3}
+# The gradient of a length is one sum over all tokens, whose terms cancel: with
+# six seeds one device and several differ by 2e-7 to 8e-6, whichever way the kernel is written.
+CANCELLING = {"scale": 4}
 ARRAYS = ("queries", "cached", "keys", "values", "bias", "scale")
 
 
@@ -81,7 +84,7 @@ def compiled(
 def assert_close(found: dict, expected: dict, dtype: str = "float32") -> None:
     for name, value in expected.items():
         error = np.abs(found[name] - value).max() / np.abs(value).max()
-        assert error <= TOLERANCE[dtype], f"{name}: {error:.1e}"
+        assert error <= CANCELLING.get(name, 1) * TOLERANCE[dtype], f"{name}: {error:.1e}"
 
 
 @pytest.mark.parametrize("normalized", [False, True])
@@ -279,10 +282,14 @@ def test_a_mistake_of_the_kernels_is_no_reason_to_do_without(
         window_part(**given)
 
 
-@pytest.mark.parametrize("capability", ["8.0", "12.0"])
-def test_gpus_that_the_kernel_is_not_cut_for_take_plain_xla(capability: str) -> None:
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [("8.0", "NVIDIA A100-SXM4-80GB"), ("12.0", "NVIDIA GeForce RTX 5090")],
+)
+def test_gpus_that_the_kernel_is_not_cut_for_take_plain_xla(capability: str, name: str) -> None:
     given = inputs(1, 128, width=64, dtype="bfloat16")
-    with dispatch.use_backend("gpu", SimpleNamespace(compute_capability=capability)):
+    device = SimpleNamespace(compute_capability=capability, device_kind=name)
+    with dispatch.use_backend("gpu", device):
         traced = str(jax.make_jaxpr(lambda: window_part(**given))())
         with pytest.raises(NotImplementedError, match=rf"9.0 \(H100, H200\), not {capability}"):
             window_part(**given, implementation="pallas_gpu")

@@ -27,24 +27,32 @@ from brt.ops.window_attention import (
 )
 
 
-def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation that reads all keys as one array, and normalised where they are to be, and
-    multiplies with dropout's factors."""
+def _joined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An implementation that reads all keys as one array, and normalised where they are to be."""
 
     def prepared(
         queries: Array, cached: tuple[Array, Array], keys: Array, values: Array,
-        bias: Array | None, cache_mask: Array, dropout: Kept | None, *, scale: Array | None,
-        **options: bool,
+        *others: Any, scale: Array | None, **options: bool,
     ) -> Any:  # fmt: skip
         keys, values = (
             jnp.concatenate(pair, axis=1) for pair in zip(cached, (keys, values), strict=True)
         )
         if scale is not None:
             queries, keys = scaled_unit(queries, scale), l2_normalize(keys)
-        factors = None if dropout is None else dropout.factors(jnp.dtype("float32"))
-        return function(queries, keys, values, bias, cache_mask, factors, **options)
+        return function(queries, keys, values, *others, **options)
 
     return prepared
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `_joined`, of an implementation that multiplies with dropout's factors."""
+
+    def multiplied(*inputs: Any, **options: bool) -> Any:
+        *others, dropout = inputs
+        factors = None if dropout is None else dropout.factors(jnp.dtype("float32"))
+        return function(*others, factors, **options)
+
+    return _joined(multiplied)
 
 
 OP = Op(
@@ -56,7 +64,7 @@ OP = Op(
         ),
         Implementation(
             "pallas_gpu",
-            _plain(pallas_gpu.window_attention),
+            _joined(pallas_gpu.window_attention),
             ("gpu",),
             ("gpu",),
             pallas_gpu.refuses,
@@ -70,7 +78,7 @@ OP = Op(
         ),
         Implementation("xla", _plain(xla.window_attention)),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
-        Implementation("pallas_gpu_interpret", _plain(pallas_gpu.interpreted), auto=()),
+        Implementation("pallas_gpu_interpret", _joined(pallas_gpu.interpreted), auto=()),
         Implementation("reference", _plain(reference.window_attention), auto=()),
     ),
 )

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 from brt.ops import dispatch
 from brt.ops.dispatch import kept
+from brt.ops.dropout import Kept
 from brt.ops.softmax import MASKED
 from brt.ops.window_attention import gpu_kernels
 from brt.ops.window_attention.gpu_kernels import LOG2E, Inputs
@@ -68,7 +69,7 @@ _LAUNCHES = {
         _Launch(64, 64, 8, 2),
     ),
     256: _Launches(
-        _Launch(128, 32, 8, 2), _Launch(64, 32, 8, 2), _Launch(32, 64, 8, 2),
+        _Launch(128, 32, 8, 2), _Launch(64, 32, 8, 2), _Launch(32, 64, 8, 3),
         _Launch(64, 64, 8, 1),
     ),
 }  # fmt: skip
@@ -105,6 +106,7 @@ class Static(NamedTuple):
     attend_to_self: bool
     null_keys: bool
     interpret: Any  # as the backend's call takes it
+    scale: float = 1.0  # what dropout multiplies weights by that stay
 
 
 def window_attention(
@@ -113,15 +115,19 @@ def window_attention(
     values: Float[Array, "B Z H K"],
     bias: Float[Array, "H W"] | None,
     cache_mask: Bool[Array, "B N"],
-    dropout: Float[Array, "H W W"] | None,
+    dropout: Kept | None,
     *,
     attend_to_self: bool,
     null_keys: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
     """See `api.window_part`; `interpret` runs on any device, with windows of any size."""
-    given = _Given(queries, keys, values, bias, cache_mask.astype(jnp.int32), dropout)
-    y, lse = _attend(given, Static(attend_to_self, null_keys, interpret))
+    static = Static(attend_to_self, null_keys, interpret)
+    stays = None
+    if dropout is not None:
+        static, stays = static._replace(scale=dropout.scale), dropout.stays().astype(jnp.int8)
+    given = _Given(queries, keys, values, bias, cache_mask.astype(jnp.int32), stays)
+    y, lse = _attend(given, static)
     return y, lse.swapaxes(1, 2)
 
 
@@ -136,7 +142,7 @@ class _Given(NamedTuple):
     v: Float[Array, "B Z H K"]
     bias: Float[Array, "H W"] | None
     cache_mask: Int[Array, "B N"]
-    dropout: Float[Array, "H W W"] | None
+    dropout: Int8[Array, "H W W"] | None
 
     @property
     def window(self) -> int:
@@ -194,8 +200,7 @@ def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> t
         ((given.window + tokens) // launch.columns, heads, batch), [k, v], products=4, **others,
     )  # fmt: skip
     d_bias = None if given.bias is None else _bias_gradient(given, static, others)
-    none = None if given.dropout is None else jnp.zeros_like(given.dropout)
-    return (_Given(d_q, d_k, d_v, d_bias, None, none),)
+    return (_Given(d_q, d_k, d_v, d_bias, None, None),)
 
 
 _attend.defvjp(_forward, _backward)
@@ -278,7 +283,8 @@ def _call(
     shapes, places = zip(*outputs, strict=True)
     return pl.pallas_call(
         functools.partial(
-            kernel, rows=launch.rows, columns=launch.columns, null_keys=static.null_keys
+            kernel, rows=launch.rows, columns=launch.columns, null_keys=static.null_keys,
+            scale=static.scale,
         ),
         grid=grid, in_specs=[_specs(inputs, grid[2] // given.q.shape[0])],
         out_specs=places, out_shape=shapes,
