@@ -21,7 +21,8 @@ from brt.generation.session import Session
 from brt.tasks.protocol import Scorer
 from brt.tasks.weights import Tokenizer
 from brt.tasks.writers import WriteOptions, Writer
-from brt.training import loop, run_summary, saved
+from brt.training import loop, run_summary
+from brt.training.start import saved_model
 
 StrPath = str | Path
 
@@ -81,8 +82,8 @@ def load(
     """
     if not Path(workdir).is_dir():
         raise ConfigError(f"there is no directory {workdir}; a run's workdir is wanted")
-    place, found, config = saved.load_config(Path(workdir), step)
-    return Model(saved.load(place, found, config_from_gin((), bindings, base=config)))
+    place, found, config = saved_model.load_config(Path(workdir), step)
+    return Model(saved_model.load(place, found, config_from_gin((), bindings, base=config)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +151,7 @@ class Model:
       params: jax arrays by name.
     """
 
-    def __init__(self, loaded: saved.SavedModel):
+    def __init__(self, loaded: saved_model.SavedModel):
         self._saved = loaded
         self._task = tasks.of(loaded.config)
         self.workdir: Path = loaded.workdir.path
@@ -170,7 +171,7 @@ class Model:
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """What the model was trained with."""
-        return saved.tokenizer(self._saved)
+        return saved_model.tokenizer(self._saved)
 
     def generate(self, prompt: str = "", **how: Any) -> str:
         """What follows the prompt, which is no part of it; of a summariser: its summary.

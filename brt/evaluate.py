@@ -25,12 +25,12 @@ def main(args: argparse.Namespace) -> None:
         return
     from brt.distributed import processes
     from brt.evaluation import job
-    from brt.training import saved
+    from brt.training.start import saved_model
 
     with processes.explained():
-        workdir, found, config = saved.load_config(Path(args.workdir), args.step)
+        workdir, found, config = saved_model.load_config(Path(args.workdir), args.step)
         config = command_line.resolve(args, base=config).config
-        model = saved.load(workdir, found, config)
+        model = saved_model.load(workdir, found, config)
         evaluated = job.evaluate(
             model, args.split, args.ablate, lambda found: print(printable(found.text), flush=True)
         )

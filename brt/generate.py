@@ -28,11 +28,11 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigError("--workdir says which model is to write; name a run's directory")
     prompt = _prompt(args.prompt, args.prompt_file, bool(args.load_state))
     from brt import api
-    from brt.training import saved
+    from brt.training.start import saved_model
 
-    workdir, found, config = saved.load_config(Path(args.workdir), args.step)
+    workdir, found, config = saved_model.load_config(Path(args.workdir), args.step)
     config = command_line.resolve(args, base=config).config
-    model = api.Model(saved.load(workdir, found, config))
+    model = api.Model(saved_model.load(workdir, found, config))
     with command_line.errors_naming({f"{name}=": f"--{name}=" for name in HOW}):
         if (args.load_state or args.save_state) and not model.continues:
             raise ConfigError(

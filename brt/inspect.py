@@ -55,13 +55,13 @@ def main(args: argparse.Namespace) -> None:
 
 def _probe(args: argparse.Namespace) -> None:
     from brt.evaluation import job
-    from brt.training import saved
+    from brt.training.start import saved_model
 
     if args.tokens is not None and args.tokens < 0:
         raise ConfigError(f"--tokens={args.tokens} must not be negative; 0 reads all")
-    workdir, checkpoint, config = saved.load_config(Path(args.workdir), args.step)
+    workdir, checkpoint, config = saved_model.load_config(Path(args.workdir), args.step)
     config = command_line.resolve(args, base=config).config
-    model = saved.load(workdir, checkpoint, config)
+    model = saved_model.load(workdir, checkpoint, config)
     show = functools.partial(print, flush=True)
     found = job.inspect(model, args.split or "validation", args.tokens, show)
     if args.json:

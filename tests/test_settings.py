@@ -11,7 +11,7 @@ import pytest
 from brt.config import Data, Speech
 from brt.config.fields import Setting, adaptable, cached_settings, fixed, free, inherited, settings
 from brt.config_io import SECTION_TYPES
-from brt.training.resuming import may_change
+from brt.training.start.config_changes import may_change
 
 GOLDEN = Path(__file__).parent / "data" / "settings.json"
 

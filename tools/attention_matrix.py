@@ -20,7 +20,7 @@ from brt.config import Attention, Config
 from brt.errors import BrtError
 from brt.evaluation import job
 from brt.ops.attention import KEYS_ARE_QUERIES
-from brt.training import saved
+from brt.training.start import saved_model
 
 KINDS = get_args(Attention.__annotations__["kind"])
 FIGURES = ("token_error_rate", "score", "bits_per_masked_token")
@@ -54,11 +54,11 @@ def main() -> None:
 def reading(path: Path, kind: str, split: str) -> dict[str, Any] | None:
     """The report of an evaluation; None where the model cannot be read like that."""
     try:
-        workdir, found, config = saved.load_config(path)
+        workdir, found, config = saved_model.load_config(path)
         if kind in KEYS_ARE_QUERIES and not config.encoder.shared_queries_keys:
             return None
         config = reading_with(config, kind)
-        return job.evaluate(saved.load(workdir, found, config), split, None)[0]
+        return job.evaluate(saved_model.load(workdir, found, config), split, None)[0]
     except BrtError as error:
         print(f"{path.name} with {kind}: {error}")
         return None

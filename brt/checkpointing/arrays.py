@@ -1,8 +1,9 @@
-"""Stored arrays are compared with what metadata say of them before memory is asked for.
+"""Checks how arrays are stored before they are read, so that a forged file cannot exhaust memory.
 
-Orbax writes each array with Zarr 2: `.zarray` is JSON that describes it, and each chunk of it is a
-zstd stream. All of them lie in a key-value store (OCDBT). Who can write a checkpoint can write any
-of them, with checksums that fit.
+Orbax writes each array with Zarr 2: `.zarray` is JSON that describes the array, and each chunk is
+a zstd stream. All of them are entries of a key-value store (OCDBT). Somebody who can write a
+checkpoint can write any of these files with checksums that match, so the shapes, dtypes and
+unpacked sizes in them are compared with meta.json before any memory is allocated.
 """
 
 import math
@@ -16,9 +17,10 @@ import tensorstore
 
 from brt import untrusted
 
-RATIO = 64  # a chunk's stream has no more bytes than so many times the chunk's
-_SLACK = 1 << 20  # bytes beside
-_BLOCK = 1 << 17  # bytes that a block of zstd holds at most
+# A chunk's stream may unpack to RATIO times the bytes of the chunk, plus _SLACK bytes.
+RATIO = 64
+_SLACK = 1 << 20
+_BLOCK = 1 << 17  # most bytes that one block of a zstd stream unpacks to
 _MAGIC = b"\x28\xb5\x2f\xfd"
 _ZARRAY = {
     "zarr_format": Literal[2], "shape": [int], "chunks": [int], "dtype": str,
@@ -26,26 +28,27 @@ _ZARRAY = {
 }  # fmt: skip
 
 
-def check(directory: Path, wanted: Mapping[str, Any]) -> None:
-    """Reads how arrays are stored, without unpacking them.
+def check(directory: Path, leaves: Mapping[str, Any]) -> None:
+    """Compares how arrays are stored with their metadata, without unpacking them.
 
     Args:
-      directory: the `state` of a checkpoint.
-      wanted: arrays by name, abstract or not: what metadata say of them.
+      directory: the directory `state` of a checkpoint.
+      leaves: arrays by name, abstract or not, with the shapes and dtypes of the metadata.
 
     Raises:
-      ValueError: one is stored otherwise, or a chunk would unpack to more bytes than it has.
+      ValueError: an array is stored with another shape, dtype or encoding, or a chunk would
+        unpack to far more bytes than it should hold.
     """
     base = {"driver": "file", "path": f"{directory.absolute()}/"}
-    check_store(tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result(), wanted)
+    check_store(tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result(), leaves)
 
 
-def check_store(store: tensorstore.KvStore, wanted: Mapping[str, Any]) -> None:
-    """The same of an open store; raises as `check` does."""
+def check_store(store: tensorstore.KvStore, leaves: Mapping[str, Any]) -> None:
+    """Does the same as `check` for an open key-value store; raises as `check` does."""
     chunks: dict[str, list[bytes]] = defaultdict(list)
     for key in store.list().result():
         chunks[key.decode("utf-8", "replace").rpartition("/")[0]].append(key)
-    for name, leaf in wanted.items():
+    for name, leaf in leaves.items():
         described = untrusted.checked_json(store.read(f"{name}/.zarray").result().value, _ZARRAY)
         shape, dtype = list(leaf.shape), np.dtype(leaf.dtype)
         size = described["chunks"]
@@ -63,10 +66,12 @@ def check_store(store: tensorstore.KvStore, wanted: Mapping[str, Any]) -> None:
 
 
 def unpacked_bytes(stream: bytes) -> int:
-    """The most bytes that a zstd stream of one frame can unpack to (RFC 8878, section 3.1.1).
+    """Returns an upper bound on the bytes that a zstd stream unpacks to (RFC 8878, section 3.1.1).
+
+    The bound is the sum over the blocks of the stream's only frame, read from their headers.
 
     Raises:
-      ValueError: it is no such stream.
+      ValueError: the bytes are not a zstd stream of one frame.
     """
     if stream[:4] != _MAGIC or len(stream) < 6:
         raise ValueError("a chunk is no stream of zstd")
@@ -80,6 +85,6 @@ def unpacked_bytes(stream: bytes) -> int:
         place += 3 + (1 if kind == 1 else size)
         if place > len(stream):
             raise ValueError("a chunk's stream ends too early")
-    if len(stream) > place + 4:  # a checksum
+    if len(stream) > place + 4:  # a checksum of 4 bytes may follow
         raise ValueError("a chunk has more than one stream")
     return total

@@ -1,6 +1,6 @@
-"""MANIFEST.sha256: the checksum of every file of a directory, as `sha256sum` writes it.
+"""Writes and verifies MANIFEST.sha256, the checksums of all files of a checkpoint.
 
-The array store notices missing files but not flipped bits, so checksums are ours.
+The format is that of `sha256sum`. The array store notices missing files, but not flipped bits.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
 
 
 def write(directory: Path) -> None:
-    """Checksums every file below `directory` and makes all of it durable."""
+    """Writes the checksum of every file below `directory`, and flushes all of them to disk."""
     lines = []
     for path in _files(directory):
         with path.open("rb") as file:
@@ -26,7 +26,7 @@ def write(directory: Path) -> None:
 
 
 def verify(directory: Path) -> list[str]:
-    """What is wrong with the files of `directory`, one sentence each; empty if all is well."""
+    """Returns the problems of the files in `directory`, a phrase each; empty if all are intact."""
     try:
         text = untrusted.read_file(directory / NAME).decode("ascii")
     except FileNotFoundError:
@@ -41,16 +41,16 @@ def verify(directory: Path) -> list[str]:
         if not match or not line.endswith("\n") or match[2] in expected:
             return [f"{NAME} is damaged: line {number} is not 'sha256  path'"]
         expected[match[2]] = match[1]
-    found = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
-    problems = [f"{name} is missing" for name in expected if name not in found]
-    problems += [f"{name} is not in {NAME}" for name in found if name not in expected]
-    for name in sorted(expected.keys() & found.keys()):
-        problems += _verify_file(found[name], name, expected[name])
+    present = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
+    problems = [f"{name} is missing" for name in expected if name not in present]
+    problems += [f"{name} is not in {NAME}" for name in present if name not in expected]
+    for name in sorted(expected.keys() & present.keys()):
+        problems += _verify_file(present[name], name, expected[name])
     return problems
 
 
 def _files(directory: Path) -> list[Path]:
-    """All files but the manifest; links to directories count as files and are never followed."""
+    """Lists all files except the manifest. A link to a directory counts as a file."""
     paths = [
         Path(root) / name
         for root, directories, names in os.walk(directory)

@@ -1,13 +1,15 @@
-"""Checkpoints that are whole or do not count: `checkpoints/<step>/`.
+"""Finds, verifies and restores checkpoints, which are directories `checkpoints/<step>/`.
 
-    state/            the arrays, by orbax
-    meta.json         step, seed, position in the data, config: whatever the trainer gives
-    MANIFEST.sha256   checksums of all of it
+    state/            the arrays, written by orbax
+    meta.json         step, seed, position in the data, config, and whatever else the trainer adds
+    MANIFEST.sha256   checksums of all these files
 
-A save is written to `<step>.partial` and renamed when it is complete, so a killed run
-leaves whole checkpoints and litter, nothing between. A checkpoint is verified before it is
-read; where the newest is damaged the next older whole one is used, and said so. One may be a link
-to a directory elsewhere. The file LAST beside `checkpoints` tells when these are gone.
+A checkpoint is written to `<step>.partial` and renamed when it is complete. A killed run therefore
+leaves intact checkpoints and files to delete, but no checkpoint that is half written. Checksums are
+verified before anything is read; if the newest checkpoint is damaged, the next older intact one is
+used, with a warning. A checkpoint may be a symbolic link to a directory. The file
+last_checkpoint.txt, next to the directory `checkpoints`, names the step that was saved last, so
+that a run whose checkpoints were removed does not begin again unnoticed.
 """
 
 import os
@@ -27,37 +29,49 @@ from brt.checkpointing import arrays as stored_arrays
 from brt.checkpointing import manifest
 from brt.errors import CheckpointError, NonFiniteError
 
-FORMAT = 3  # of the arrays: 2 has kernels by head, 3 optimizers' matrices heads first
-_WITHOUT_OPTIMIZER = (2, FORMAT)  # whose parameters can be read
+# Version of the arrays' layout: since 2 kernels have an axis of heads, since 3 the matrices of
+# optimizers have the heads first.
+FORMAT = 3
+_PARAMETER_FORMATS = (2, FORMAT)  # versions of which at least the parameters can be read
 META = "meta.json"
-LAST = "last_checkpoint.txt"  # the step that was saved last, also where nothing is left of it
+LAST = "last_checkpoint.txt"  # holds the step that was saved last, even if it was removed since
 STATE = "state"
 _META = {"step": int, "arrays": {str: {"dtype": str, "shape": [int]}}}
 _DTYPES = {"bool", "bfloat16", "float16", "float32", "float64"} | {
     f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
 }
-_FEW = 1 << 10  # bytes of a file that holds a number
-_SHOWN = 3  # problems named in one sentence
+_LAST_BYTES = 1 << 10  # more are not read of last_checkpoint.txt
+_SHOWN = 3  # number of problems that an error names
 
-# Orbax narrates every save and restore; what users need to know is said here.
+# Orbax logs every save and restore. This package reports what users need to know.
 absl_logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname)
 
 
-class Found(NamedTuple):
-    """A whole checkpoint, and what was wrong with newer ones.
+class VerifiedCheckpoint(NamedTuple):
+    """A checkpoint whose checksums are right.
 
     Attributes:
-      asked: the step that somebody asked for; None: any, the newest.
+      step: completed training steps, the name of the checkpoint.
+      meta: the content of meta.json.
+      problems: damage of newer checkpoints, which were passed over.
+      requested: the step that the caller requested; None if it accepted any.
     """
 
     step: int
     meta: dict[str, Any]
     problems: list[str]
-    asked: int | None = None
+    requested: int | None = None
 
 
 class Restored(NamedTuple):
-    """A restored state, its metadata, and what was wrong with newer checkpoints."""
+    """A checkpoint with its arrays.
+
+    Attributes:
+      step: completed training steps, the name of the checkpoint.
+      state: pytree of arrays.
+      meta: the content of meta.json.
+      problems: damage of newer checkpoints, which were passed over.
+    """
 
     step: int
     state: Any
@@ -66,7 +80,7 @@ class Restored(NamedTuple):
 
 
 def present(directory: Path) -> list[int]:
-    """Steps that have something in their directory, whole or not, oldest first.
+    """Lists the steps whose directory is not empty, oldest first, damaged ones included.
 
     Raises:
       CheckpointError: the directory cannot be listed.
@@ -85,24 +99,34 @@ def present(directory: Path) -> list[int]:
 
 
 def steps(directory: Path) -> list[int]:
-    """Steps of the complete checkpoints, oldest first; not verified; raises as `present` does."""
+    """Lists the steps of complete checkpoints, oldest first, without verifying their checksums.
+
+    Raises:
+      CheckpointError: the directory cannot be listed.
+    """
     paths = {step: directory / str(step) / manifest.NAME for step in present(directory)}
     return [step for step, path in paths.items() if os.path.isfile(path)]
 
 
 def verify(directory: Path, step: int) -> list[str]:
-    """What is wrong with a checkpoint, one phrase per file; empty if it is whole."""
+    """Returns the problems of a checkpoint, one phrase per file; empty if it is intact."""
     path = directory / str(step)
     if path.is_symlink() and not os.path.isdir(path):
         return [f"it is a link to {os.readlink(path)}, where no directory is"]
     problems = manifest.verify(path)
-    if not problems and (found := read_meta(directory, step)["step"]) != step:
-        problems = [f"{META} is of step {found}"]
+    if not problems and (actual := read_meta(directory, step)["step"]) != step:
+        problems = [f"{META} is of step {actual}"]
     return problems
 
 
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
-    """The metadata that `save` was given, with `step`, `format` and `arrays`; not verified."""
+    """Reads meta.json: what the trainer saved, with `step`, `format` and `arrays`.
+
+    Checksums are not verified.
+
+    Raises:
+      CheckpointError: the file cannot be read, or is not as brt writes it.
+    """
     path = directory / str(step) / META
     try:
         meta = untrusted.read_json(path, {})
@@ -115,23 +139,35 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
     return meta
 
 
-def check_json(found: Any, fields: Any, where: str) -> None:
-    """Raises CheckpointError where JSON is not as `untrusted.check` is told."""
+def check_json(content: Any, schema: Any, where: str) -> None:
+    """Raises CheckpointError if JSON does not match a schema of `untrusted.check`.
+
+    Args:
+      content: parsed JSON.
+      schema: see `untrusted.check`.
+      where: the place of the JSON, for the error.
+    """
     try:
-        untrusted.check(found, fields)
+        untrusted.check(content, schema)
     except ValueError as error:
         raise CheckpointError(f"{where} is not as brt writes it: {error}") from error
 
 
 def last_saved(directory: Path) -> int | None:
-    """The step that was saved last in a `checkpoints` directory, whether it is there or not.
+    """Returns the step that was saved last, even if the checkpoint has been removed since.
+
+    Args:
+      directory: the `checkpoints` directory of a run.
+
+    Returns:
+      The step, or None if nothing was ever saved.
 
     Raises:
-      CheckpointError: what says so is damaged.
+      CheckpointError: last_checkpoint.txt is damaged.
     """
     path = directory.parent / LAST
     try:
-        text = untrusted.read_file(path, _FEW).strip()
+        text = untrusted.read_file(path, _LAST_BYTES).strip()
         if not re.fullmatch(rb"\d{1,18}", text):
             raise ValueError("it holds no step")
         return int(text)
@@ -142,7 +178,7 @@ def last_saved(directory: Path) -> int | None:
 
 
 def warn_on_stderr(message: str) -> None:
-    """Prints a warning where people see it."""
+    """Prints a warning to stderr."""
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
@@ -151,43 +187,46 @@ def find(
     step: int | None = None,
     *,
     warn: Callable[[str], None] = warn_on_stderr,
-    told: Collection[str] = (),
-) -> Found:
-    """The newest whole checkpoint, or `step` if that is whole.
+    warned: Collection[str] = (),
+) -> VerifiedCheckpoint:
+    """Finds the newest intact checkpoint, or verifies the one of a given step.
 
     Args:
-      warn: told about every damaged checkpoint that was passed over, when there is an older one.
-      told: `Found.problems` of which it was told before.
+      directory: the `checkpoints` directory of a run.
+      step: the requested step; None for the newest intact checkpoint.
+      warn: called with a sentence for every damaged checkpoint that is passed over, if an older
+        one is intact.
+      warned: `problems` of an earlier result, of which `warn` is not called again.
 
     Raises:
-      CheckpointError: there is none; the one asked for is missing or damaged, or the one found
-        is of an older brt.
+      CheckpointError: there is no intact checkpoint; the requested one is missing or damaged; or
+        the checkpoint was written by a version of brt that is too old.
     """
     problems: dict[int, str] = {}
-    while True:  # a trainer may remove old checkpoints meanwhile, so look again every time
-        # A listing taken while a trainer replaces its only checkpoint may show neither.
-        there = present(directory) or present(directory)
-        candidates = [s for s in there if s not in problems and step in (None, s)]
+    while True:  # list again every time: a trainer may remove old checkpoints meanwhile
+        # While a trainer replaces its only checkpoint, one listing may show neither of the two.
+        listed = present(directory) or present(directory)
+        candidates = [s for s in listed if s not in problems and step in (None, s)]
         if not candidates:
-            raise CheckpointError(_nothing_found(directory, step, there, problems))
+            raise CheckpointError(_no_checkpoint(directory, step, listed, problems))
         newest = candidates[-1]
         try:
             damage = verify(directory, newest)
-            found = read_meta(directory, newest) if not damage else {}
+            meta = read_meta(directory, newest) if not damage else {}
         except CheckpointError as error:
             damage = [str(error)]
         if not damage:
-            _check_format(directory, newest, found)
+            _check_format(directory, newest, meta)
             for problem in problems.values():
-                if problem not in told:
+                if problem not in warned:
                     warn(f"{directory}: {problem}; trying the next older one")
-            return Found(newest, found, list(problems.values()), step)
+            return VerifiedCheckpoint(newest, meta, list(problems.values()), step)
         if newest in present(directory):
             problems[newest] = f"checkpoint {newest} is damaged: {join(damage)}"
 
 
 def _check_format(directory: Path, step: int, meta: dict[str, Any]) -> None:
-    if meta.get("format") not in _WITHOUT_OPTIMIZER:
+    if meta.get("format") not in _PARAMETER_FORMATS:
         raise CheckpointError(
             f"checkpoint {step} of {directory} was written by an older brt (parameters before 'by "
             "head'); train anew, or read it with the brt that wrote it (its version is in "
@@ -200,82 +239,78 @@ def restore(
     target: Any = None,
     step: int | None = None,
     *,
-    found: Found | None = None,
+    checkpoint: VerifiedCheckpoint | None = None,
     partial: bool = False,
     warn: Callable[[str], None] = warn_on_stderr,
 ) -> Restored:
-    """Reads the newest whole checkpoint, or `step`, bit by bit, onto any devices.
+    """Reads the arrays of a checkpoint onto any devices; their bits are those that were saved.
 
     Args:
       directory: the `checkpoints` directory of a run.
       target: pytree of `jax.ShapeDtypeStruct` with shardings, or of arrays; without a sharding
         a leaf goes to the default device. None restores all arrays as a dictionary by name.
-      step: a certain checkpoint; that one or an error.
-      found: what `find` gave just now, whose checksums need not be verified again.
+      step: the requested step; None for the newest intact checkpoint.
+      checkpoint: the result of `find`, whose checksums are not verified again.
       partial: read only the arrays that `target` names.
-      warn: told about every damaged checkpoint that was passed over.
+      warn: called with a sentence for every damaged checkpoint that is passed over.
 
     Raises:
-      CheckpointError: nothing whole to restore, or arrays that do not fit `target`.
+      CheckpointError: no checkpoint is intact, or its arrays do not match `target`.
       NonFiniteError: an array holds NaN or infinity, which no trainer saves.
     """
     while True:
-        found = found or find(directory, step, warn=warn)
-        if not partial and target is not None and found.meta["format"] != FORMAT:
+        checkpoint = checkpoint or find(directory, step, warn=warn)
+        where, meta = f"checkpoint {checkpoint.step} of {directory}", checkpoint.meta
+        if not partial and target is not None and meta["format"] != FORMAT:
             raise CheckpointError(
-                f"checkpoint {found.step} of {directory} was written by an older brt, whose "
+                f"{where} was written by an older brt, whose "
                 "optimizers kept their moments in another order; its model can be used, but not "
                 "trained on: begin a new run with Training.init_from"
             )
-        tree = tree_utils.abstract(found.meta["arrays"]) if target is None else target
-        wanted = tree_utils.named(tree)
+        tree = tree_utils.abstract(meta["arrays"]) if target is None else target
+        leaves = tree_utils.named(tree)
         differences = tree_utils.differences(
-            found.meta["arrays"], tree_utils.describe(wanted), partial=partial
+            meta["arrays"], tree_utils.describe(leaves), partial=partial
         )
         if differences:
-            raise CheckpointError(
-                f"checkpoint {found.step} of {directory} is of another model or optimizer: "
-                f"{join(differences)}"
-            )
+            raise CheckpointError(f"{where} is of another model or optimizer: {join(differences)}")
         try:
-            arrays = _read_arrays(directory / str(found.step) / STATE, wanted)
-        except jax.errors.JaxRuntimeError:  # of devices: their memory is full
+            arrays = _read_arrays(directory / str(checkpoint.step) / STATE, leaves)
+        except jax.errors.JaxRuntimeError:  # the memory of a device is full
             raise
         except Exception as error:  # orbax and tensorstore raise nothing more specific
-            if found.step in present(directory):
+            if checkpoint.step in present(directory):
                 raise CheckpointError(
-                    f"the arrays of checkpoint {found.step} of {directory} cannot be read: "
-                    f"{error}; choose another"
+                    f"the arrays of {where} cannot be read: {error}; choose another"
                 ) from error
-            found = None  # removed by the trainer while we read it
+            checkpoint = None  # a trainer removed it while it was read
             continue
         if bad := tree_utils.not_finite(arrays):
             raise NonFiniteError(
-                f"checkpoint {found.step} of {directory} is of no use: NaN or infinity is in "
-                f"{join(bad)}; choose another"
+                f"{where} is of no use: NaN or infinity is in {join(bad)}; choose another"
             )
         state = jax.tree.unflatten(jax.tree.structure(tree), arrays.values())
-        return Restored(found.step, state, found.meta, found.problems)
+        return Restored(checkpoint.step, state, meta, checkpoint.problems)
 
 
 def _has_content(path: Path) -> bool:
     try:
         return bool(os.listdir(path))
-    except (FileNotFoundError, NotADirectoryError):  # removed by the trainer just now
+    except (FileNotFoundError, NotADirectoryError):  # a trainer has just removed it
         return False
-    except OSError:  # damaged, and what looks into it says how
+    except OSError:  # the directory is damaged; `verify` will say how
         return True
 
 
-def _read_arrays(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+def _read_arrays(path: Path, leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    item = {
+    targets = {
         name: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or default
         )
-        for name, leaf in wanted.items()
+        for name, leaf in leaves.items()
     }
-    stored = {name: leaf for name, leaf in item.items() if leaf.size}
+    stored = {name: leaf for name, leaf in targets.items() if leaf.size}
     stored_arrays.check(path, stored)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         arrays = checkpointer.restore(
@@ -287,9 +322,9 @@ def _read_arrays(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
             ),
         )
     for name, leaf in stored.items():
-        # Orbax returns the leaf that was asked for where its own metadata do not name it.
-        found = arrays[name]
-        if not isinstance(found, jax.Array) or (found.shape, found.dtype) != (
+        # Orbax returns the requested leaf itself, without an error, if its metadata lack the name.
+        array = arrays[name]
+        if not isinstance(array, jax.Array) or (array.shape, array.dtype) != (
             leaf.shape, leaf.dtype,
         ):  # fmt: skip
             raise ValueError(f"{name} is no array of {leaf.dtype}{list(leaf.shape)} there")
@@ -297,17 +332,18 @@ def _read_arrays(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
         name: arrays[name]
         if leaf.size
         else jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding)
-        for name, leaf in item.items()
+        for name, leaf in targets.items()
     }
 
 
-def _nothing_found(
-    directory: Path, step: int | None, there: list[int], problems: Mapping[int, str]
+def _no_checkpoint(
+    directory: Path, step: int | None, listed: list[int], problems: Mapping[int, str]
 ) -> str:
+    """Says why `find` found no checkpoint."""
     if step is not None and problems:
-        return f"{directory}: {problems[step]}; choose another of {there}"
-    if step is not None and there:
-        return f"{directory} has no checkpoint of step {step}; it has {there}"
+        return f"{directory}: {problems[step]}; choose another of {listed}"
+    if step is not None and listed:
+        return f"{directory} has no checkpoint of step {step}; it has {listed}"
     if problems:
         return f"{directory} holds no whole checkpoint: {'; '.join(problems.values())}"
     if not os.path.isdir(directory):
@@ -316,6 +352,6 @@ def _nothing_found(
 
 
 def join(phrases: list[str]) -> str:
-    """The first few phrases, and how many there are besides."""
+    """Joins the first few phrases and adds how many more there are."""
     more = [f"and {len(phrases) - _SHOWN} more"] if len(phrases) > _SHOWN else []
     return "; ".join([*phrases[:_SHOWN], *more])

@@ -1,6 +1,7 @@
-"""Writes checkpoints in the background and keeps the directory tidy.
+"""Writes checkpoints in the background, and removes old ones.
 
-The trainer is the only writer; everyone else uses `brt.checkpointing.reader`.
+Only a trainer writes checkpoints. All other commands use `brt.checkpointing.reader`, which
+describes the format.
 """
 
 import contextlib
@@ -36,6 +37,7 @@ from brt.distributed import processes
 from brt.errors import CheckpointError, NonFiniteError
 from brt.formatting import size
 
+# How often, and how long apart, a discarded directory is removed again; see `_discard`.
 _LATE_LOOKS, _LATE_SECONDS = 10, 0.2
 
 
@@ -50,17 +52,21 @@ def check_disk(directory: Path, needed: int) -> None:
 
 
 class CheckpointWriter:
-    """Saves in the background; what goes wrong there is raised by the next call.
+    """Saves checkpoints in the background; an error there is raised by the next call.
 
-    Creating one removes what killed runs left behind, so only a trainer that holds the
-    workdir's lock may do it. Of several processes each writes its own arrays, and the first one
-    all the rest. As a context manager it is closed at the end.
+    Creating a writer removes the files that killed runs left behind, so only a trainer that holds
+    the workdir's lock may create one. With several processes, each writes its own arrays, and the
+    first one writes everything else. A writer is a context manager that closes itself.
 
     Args:
       directory: the `checkpoints` directory of a run, created if missing.
-      keep: how many of the newest checkpoints stay.
-      keep_every: checkpoints at multiples of so many steps stay for good; 0: none.
-      beside: a context that is told what the background does.
+      keep: number of the newest checkpoints that are kept.
+      keep_every: checkpoints at multiples of this number of steps are never removed; 0 for none.
+      in_background: called with the name of a phase; returns a context that is active while the
+        background thread is in that phase.
+
+    Raises:
+      CheckpointError: the directory cannot be written.
     """
 
     def __init__(
@@ -69,12 +75,12 @@ class CheckpointWriter:
         *,
         keep: int = 3,
         keep_every: int = 0,
-        beside: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
+        in_background: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
     ):
         self._directory = directory
         self._keep = keep
         self._keep_every = keep_every
-        self._beside = beside
+        self._in_background = in_background
         self._pending: Future[None] | None = None
         self._last_step: int | None = None
         try:
@@ -102,24 +108,24 @@ class CheckpointWriter:
     ) -> None:
         try:
             self.close()
-        except CheckpointError as own:
+        except CheckpointError as close_error:
             if error is None:
                 raise
-            warn_on_stderr(str(own))  # the first error is the one to be raised
+            warn_on_stderr(str(close_error))  # `error` came first and is the one to raise
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
-        """Starts a save; returns when the arrays are copied and may be donated.
+        """Starts a save; returns when the arrays are copied, so that they may be donated.
 
-        Waits for the save before it. Saving the same step again does nothing.
+        Waits for the previous save first. Saving the same step again does nothing.
 
         Args:
-          step: completed steps, the name of the checkpoint.
+          step: completed training steps, the name of the checkpoint.
           state: pytree of arrays.
-          meta: anything that JSON can say; `step`, `format` and `arrays` are added.
+          meta: JSON content of meta.json, to which `step`, `format` and `arrays` are added.
 
         Raises:
           NonFiniteError: an array holds NaN or infinity; nothing is saved.
-          CheckpointError: this save cannot start, or the one before it failed.
+          CheckpointError: the save cannot start, or the previous one failed.
         """
         self.wait()
         if step == self._last_step:
@@ -139,24 +145,28 @@ class CheckpointWriter:
             # Orbax refuses arrays without elements; `restore` makes them from their shape.
             arrays = {name: leaf for name, leaf in named.items() if leaf.size}
             self._orbax.save((partial / STATE).absolute(), args=ocp.args.PyTreeSave(arrays))
-        except Exception as error:  # a full disk has many names
+        except Exception as error:  # orbax reports a full disk by various classes
             raise self._failure(step, error) from error
         self._last_step = step
         self._pending = self._thread.submit(self._finish, step, text)
 
     def check(self) -> None:
-        """Raises the CheckpointError of a failed save; cheap, for every step."""
+        """Raises the CheckpointError of a save that has failed; cheap enough for every step."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the save in flight; raises CheckpointError if it failed."""
+        """Waits for the save that is in progress; raises CheckpointError if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Waits, and reads the last checkpoint back; CheckpointError if it is not whole."""
+        """Waits for the save in progress, and verifies the checkpoint that was saved last.
+
+        Raises:
+          CheckpointError: the save failed, or the checkpoint is damaged.
+        """
         try:
             self.wait()
             if self._last_step is not None and (
@@ -172,13 +182,13 @@ class CheckpointWriter:
             self._orbax.close()
 
     def _finish(self, step: int, meta: str) -> None:
-        """In the background: from arrays being written to a checkpoint that counts."""
+        """Completes a save in the background thread, once orbax has written the arrays."""
         partial = self._directory / f"{step}.partial"
         try:
-            self._orbax.wait_until_finished()  # of all processes
+            self._orbax.wait_until_finished()  # until all processes have written their arrays
             if not processes.is_first():
                 return
-            with self._beside("committing"):
+            with self._in_background("committing"):
                 (partial / META).write_text(meta)
                 manifest.write(partial)
                 _commit(partial)
@@ -188,9 +198,9 @@ class CheckpointWriter:
             raise self._failure(step, error) from error
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
-        """Makes room again and says what happened."""
-        error = _of_system(error)
-        shortage = durable.shortage(self._directory, error)  # before what was written goes
+        """Removes what the failed save wrote; returns an error that says why the save failed."""
+        error = _system_error(error)
+        shortage = durable.shortage(self._directory, error)  # measured before files are removed
         free = durable.room(self._directory, error)
         _discard(self._directory / f"{step}.partial")
         self._last_step = None
@@ -209,8 +219,8 @@ class CheckpointWriter:
                 _remove(self._directory / str(step))
 
 
-def _of_system(error: Exception) -> Exception:
-    """The system's error that one of the array store quotes; else the same."""
+def _system_error(error: Exception) -> Exception:
+    """Returns the OSError that an error of the array store quotes, or else the error itself."""
     quoted = re.search(r"\[os_error_code='(\d+)'", str(error))
     full = errno.ENOSPC if os.strerror(errno.ENOSPC) in str(error) else 0
     code = int(quoted[1]) if quoted else full
@@ -218,7 +228,7 @@ def _of_system(error: Exception) -> Exception:
 
 
 def _commit(partial: Path) -> None:
-    """Gives a complete checkpoint its name, in place of a damaged one of the same step."""
+    """Renames a complete checkpoint to its step, replacing a damaged one of the same step."""
     final = partial.with_suffix("")
     if final.exists() or final.is_symlink():
         _remove(final)
@@ -227,15 +237,19 @@ def _commit(partial: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint so that no reader sees half of it."""
+    """Removes a checkpoint; no reader sees it half removed."""
     doomed = path.with_name(f"{path.name}.deleted")
     path.rename(doomed)
     _delete(doomed)
 
 
 def _discard(partial: Path) -> None:
-    """Removes what a failed save wrote. Orbax gives up with the first array that fails: what is
-    being written of others makes the directory anew, for a moment that nobody tells the end of."""
+    """Removes what a failed save wrote.
+
+    Orbax stops at the first array that fails, while writes of other arrays are still running and
+    may create the directory again. Nothing says when they have ended, so the directory is polled
+    until it stays away.
+    """
     shutil.rmtree(partial, ignore_errors=True)
     for _ in range(_LATE_LOOKS):
         time.sleep(_LATE_SECONDS)
@@ -245,7 +259,7 @@ def _discard(partial: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Of a link, whose directory somebody put elsewhere, only the link."""
+    """Deletes a directory; of a symbolic link, only the link and not its target."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -253,19 +267,19 @@ def _delete(path: Path) -> None:
 
 
 def _clean(directory: Path) -> None:
-    """Removes what a killed run left behind; a save that only lacked its name gets it."""
-    for path in sorted(directory.iterdir(), reverse=True):  # 9.partial before 9.deleted
+    """Removes what a killed run left behind, and renames a save that is already complete."""
+    for path in sorted(directory.iterdir(), reverse=True):  # 9.partial comes before 9.deleted
         if not re.fullmatch(r"[0-9]+\.(partial|deleted)", path.name):
             continue
-        nameless = path.suffix == ".partial" and not os.path.exists(path.with_suffix(""))
-        if nameless and not path.is_symlink() and not manifest.verify(path):
+        unnamed = path.suffix == ".partial" and not os.path.exists(path.with_suffix(""))
+        if unnamed and not path.is_symlink() and not manifest.verify(path):
             _commit(path)
         else:
             _delete(path)
 
 
 def _note_newest(directory: Path) -> None:
-    """Names the newest step where a run ended between saving it and saying so."""
+    """Updates last_checkpoint.txt if a run ended between saving a step and writing the file."""
     newest = max(steps(directory), default=None)
     if newest is not None and newest > (last_saved(directory) or -1):
         durable.write(directory.parent / LAST, f"{newest}\n".encode())

@@ -17,10 +17,11 @@ from brt.config import Config
 from brt.config_io import to_read_with
 from brt.errors import CheckpointError, ConfigError
 from brt.evaluation import job
-from brt.training import evaluations, resuming, saved
+from brt.training import evaluations
 from brt.training import workdir as workdirs
 from brt.training.evaluations import Evaluated
 from brt.training.metrics import TensorBoard
+from brt.training.start import checkpoints, saved_model
 from brt.training.workdir import Workdir
 
 Say = Callable[[str], object]
@@ -140,8 +141,8 @@ class Follower:
         """The report, or None where the checkpoint is damaged or was removed meanwhile."""
         directory = self._workdir.checkpoints
         try:
-            found = resuming.find(directory, step)
-            model = saved.load(self._workdir, found, self._config)
+            found = checkpoints.find(directory, step)
+            model = saved_model.load(self._workdir, found, self._config)
         except CheckpointError as error:
             removed = step not in reader.present(directory)
             reason = f"checkpoint {step} was removed while it was read" if removed else str(error)

@@ -14,10 +14,11 @@ from brt.distributed import processes
 from brt.errors import DataError, NonFiniteError
 from brt.tasks.protocol import Evaluator
 from brt.tasks.report import EvaluationResult
-from brt.training import evaluations, saved
+from brt.training import evaluations
 from brt.training import workdir as workdirs
 from brt.training.evaluations import Evaluated
-from brt.training.saved import SavedModel
+from brt.training.start import saved_model
+from brt.training.start.saved_model import SavedModel
 from brt.training.workdir import Workdir
 
 Tell = Callable[[Evaluated], object]
@@ -58,7 +59,7 @@ class SplitReader:
         """
         _check_place(model.workdir)
         if self.evaluator is None:
-            dataset = saved.open_split(model, self._split)
+            dataset = saved_model.open_split(model, self._split)
             self.evaluator = self._task.evaluator(
                 self._config, dataset, self._split, ablate=self._ablate,
                 trained=config_from_json(model.meta["config"]),
@@ -107,9 +108,9 @@ def inspect(
     directory, task = model.workdir.evaluations / str(model.step), tasks.of(model.config)
     _check_place(model.workdir)
     where = {"workdir": str(model.workdir.path), "step": model.step}
-    dataset = saved.open_split(model, split)
+    dataset = saved_model.open_split(model, split)
     with contextlib.suppress(DataError):  # a split of one document borrows another
-        dataset.splits.setdefault("train", saved.open_split(model, "train").split("train"))
+        dataset.splits.setdefault("train", saved_model.open_split(model, "train").split("train"))
     with model.on_devices():
         found = task.inspect(
             model.config, dataset, model.params, split, tokens, where, model.model_state

@@ -1,4 +1,4 @@
-"""Sums of an interval's metrics, fetched one step late so that the device never waits."""
+"""Accumulates the metrics of steps, one step late so that the device never waits for the host."""
 
 import math
 from collections import Counter
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from brt.training.bad_steps import BadStep, Usual
+from brt.training.bad_steps import BadStep, RecentLosses
 from brt.training.step import StepMetrics
 
 _REMEDY = (
@@ -17,17 +17,19 @@ _REMEDY = (
 
 
 class MetricAccumulator:
-    """Totals since the last report and since step 0.
+    """Totals of the metrics since the last report, and of the tokens since step 0.
 
-    Its state goes into checkpoints, so that a resumed run reports the same numbers.
+    The state is saved in checkpoints, so that a resumed run reports the same numbers.
 
     Args:
-      saved: what `state` gave; None at step 0.
+      saved: result of `state`; None at step 0.
       spike_factor: Training.spike_factor.
-      skipped: told of every step that changed nothing, and why.
+      on_skip: called with the number of every step that left the train state unchanged, and the
+        reason.
 
     Attributes:
-      skipped: steps of the run that have no update.
+      tokens_seen: number of scored tokens since step 0.
+      skipped: number of steps since step 0 without an update.
     """
 
     def __init__(
@@ -35,16 +37,16 @@ class MetricAccumulator:
         saved: dict[str, Any] | None = None,
         *,
         spike_factor: float = 0.0,
-        skipped: Callable[[int, str], object] = lambda step, reason: None,
+        on_skip: Callable[[int, str], object] = lambda step, reason: None,
     ):
-        self._factor, self._tell = spike_factor, skipped
-        self.go_back(saved)
+        self._factor, self._on_skip = spike_factor, on_skip
+        self.restore(saved)
 
-    def go_back(self, saved: dict[str, Any] | None) -> None:
-        """Counts on from a state; what is in flight does not count."""
+    def restore(self, saved: dict[str, Any] | None) -> None:
+        """Continues from a saved state, or from zero; drops the metrics of a running step."""
         self.tokens_seen = self.skipped = 0
         self._restart()
-        self._usual = Usual(self._factor, saved.get("usual", ()) if saved else ())
+        self._recent = RecentLosses(self._factor, saved.get("usual", ()) if saved else ())
         if saved:
             self.tokens_seen, self._nats, self._tokens = (
                 saved["tokens_seen"], saved["nats"], saved["tokens"],
@@ -55,20 +57,20 @@ class MetricAccumulator:
         self._pending: tuple[int, StepMetrics] | None = None
 
     def limit(self, step: int) -> float:
-        """The loss above which this step is bad."""
-        return self._usual.limit(step)
+        """Returns the loss above which this step is bad."""
+        return self._recent.limit(step)
 
     def add(self, step: int, metrics: StepMetrics) -> None:
-        """Takes the metrics of a step in flight, and counts those of the step before.
+        """Takes the metrics of a step that is still running, and counts those of the step before.
 
         Raises:
-          BadStep: a loss or gradient was NaN or infinite, or a loss beyond the limit.
+          BadStep: the loss or gradients of the step before were not finite, or its loss jumped.
         """
         self.flush()
         self._pending = step, metrics
 
     def flush(self) -> None:
-        """Waits for the step in flight and counts it."""
+        """Waits for the running step and counts its metrics; raises as `add`."""
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
@@ -76,11 +78,13 @@ class MetricAccumulator:
         nats, tokens, norm = map(float, sums)
         if skipped:
             self.skipped += 1
-            self._tell(step, self._wrong(step, nats, tokens, norm) or "its update is not finite")
+            self._on_skip(
+                step, self._problem(step, nats, tokens, norm) or "its update is not finite"
+            )
             return
-        if skipped is None and (reason := self._wrong(step, nats, tokens, norm)):
+        if skipped is None and (reason := self._problem(step, nats, tokens, norm)):
             raise BadStep(step, reason, _REMEDY)
-        self._usual.add(step, nats / max(tokens, 1.0))
+        self._recent.add(step, nats / max(tokens, 1.0))
         self._nats += nats
         self._tokens += tokens
         self._norms += norm
@@ -88,7 +92,8 @@ class MetricAccumulator:
         self._steps += 1
         self.tokens_seen += int(tokens)
 
-    def _wrong(self, step: int, nats: float, tokens: float, norm: float) -> str:
+    def _problem(self, step: int, nats: float, tokens: float, norm: float) -> str:
+        """Says what is wrong with a step; "" if nothing is."""
         if not (math.isfinite(nats) and math.isfinite(norm)):
             return f"the loss ({nats} nats) or the gradient norm ({norm}) is not finite"
         loss, limit = nats / max(tokens, 1.0), self.limit(step)
@@ -100,12 +105,12 @@ class MetricAccumulator:
         )
 
     def bits_per_token(self) -> float:
-        """Of the interval so far; the next report counts it, too."""
+        """Returns the mean since the last report, without starting a new interval."""
         self.flush()
         return self._nats / max(self._tokens, 1.0) / math.log(2)
 
     def report(self) -> dict[str, float]:
-        """Averages over the interval; starts the next one."""
+        """Returns the averages since the last report, by tag, and starts a new interval."""
         tokens = max(self._tokens, 1.0)
         values = {
             "train/loss": self._nats / tokens,
@@ -123,7 +128,7 @@ class MetricAccumulator:
         self._others = Counter()
 
     def state(self) -> dict[str, Any]:
-        """JSON that `__init__` takes up again; nothing may be in flight."""
+        """Returns the totals as JSON for a checkpoint; `flush` has to be called before."""
         return {
             "tokens_seen": self.tokens_seen,
             "nats": self._nats,
@@ -132,5 +137,5 @@ class MetricAccumulator:
             "steps": self._steps,
             "others": dict(self._others),
             "skipped": self.skipped,
-            "usual": self._usual.state(),
+            "usual": self._recent.state(),
         }

@@ -1,13 +1,16 @@
-"""Steps whose loss or gradients are not finite, or whose loss jumps; bad_batches.jsonl.
+"""Detects and records bad steps: loss or gradients that are not finite, or a loss that jumps.
+
+Training.on_bad_step says what follows:
 
     stop      the run ends, and nothing of the step is saved
-    skip      the step changes nothing: decided where it is computed, in the step itself
-    rollback  the run goes back to its newest checkpoint, and on behind the batch: those between are
-              not read again (Chowdhery et al. 2022, section 5.1)
+    skip      the step leaves the train state unchanged; the compiled step itself decides this
+    rollback  the run returns to its newest checkpoint and continues after the bad batch; batches
+              between the two are not read again (Chowdhery et al. 2022, section 5.1)
 
-Steps are counted as if nothing had been, so that a step always reads the same batch; learning
-rates follow the updates. bad_batches.jsonl says of each what was wrong, and what its batch was made
-of. It has no clock in it: a run that is killed, and started again, ends with the same file.
+A skipped batch still counts as a step, so that a step of a given number always reads the same
+batch. The learning rate counts only updates. bad_batches.jsonl records for every bad step what was
+wrong and which documents its batch consisted of. The file contains no times, so a run that is
+killed and started again ends with the same file.
 """
 
 import json
@@ -25,17 +28,17 @@ from brt.config import Training
 from brt.distributed import processes
 from brt.errors import CheckpointError, NonFiniteError
 
-RECENT = 64  # steps whose median is the usual loss
-FEWEST = 16  # of them that make one
+RECENT = 64  # number of steps whose median loss is the normal one
+FEWEST = 16  # number of losses below which no loss is called a jump
 _RECORD = {"step": int, "policy": str, "from?": int, "reason": str, "batch": list}
 
 
 class BadStep(NonFiniteError):
-    """A step that must not count.
+    """A step whose update must not be used.
 
     Attributes:
       step: its number, from 1.
-      reason: what is wrong with it.
+      reason: a phrase that says what is wrong with the step.
     """
 
     def __init__(self, step: int, reason: str, remedy: str):
@@ -43,15 +46,16 @@ class BadStep(NonFiniteError):
         self.step, self.reason = step, reason
 
 
-class Usual:
-    """Losses of recent steps, and the one above which another is bad.
+class RecentLosses:
+    """Losses of recent steps, and the limit above which the loss of the next step is a jump.
 
-    When a step begins, the one before is still computed: the limit of a step knows the losses up to
-    the last but one, whether they were waited for or not.
+    A step is started while the step before may still be running. The limit of a step therefore
+    uses losses up to the last step but one, even if a later loss is already known, so that it
+    does not depend on timing.
 
     Args:
-      factor: Training.spike_factor.
-      saved: what `state` gave.
+      factor: Training.spike_factor; 0 for no limit.
+      saved: result of `state`.
     """
 
     def __init__(self, factor: float, saved: Iterable[Sequence[int | float]] = ()):
@@ -59,30 +63,31 @@ class Usual:
         self._losses = deque(((int(s), float(x)) for s, x in saved), maxlen=RECENT + 1)
 
     def add(self, step: int, loss: float) -> None:
-        """Of a step that counts."""
+        """Adds the loss of a step that was not bad."""
         if self._factor:
             self._losses.append((step, loss))
 
     def limit(self, step: int) -> float:
-        """Of the loss of a step; infinity where nothing is usual yet."""
+        """Returns the highest normal loss of a step; infinity while too few losses are known."""
         known = [loss for other, loss in self._losses if other < step - 1][-RECENT:]
         if len(known) < FEWEST:
             return math.inf
         return float(np.float32(self._factor * statistics.median(known)))
 
     def state(self) -> list[tuple[int, float]]:
-        """JSON."""
+        """Returns the steps and losses, for a checkpoint, as JSON."""
         return list(self._losses)
 
 
 class BadSteps:
-    """What bad steps there were, and what becomes of the next.
+    """The bad steps of a run, recorded in bad_batches.jsonl.
 
     Args:
-      training: what the run is to do about them.
+      training: the run's settings.
       file: bad_batches.jsonl, which process 0 writes.
-      start: the step that the run begins at; what was skipped beyond comes again.
-      describe: what the batch of a step (from 0) is made of.
+      start: the step that the run starts from. Later skipped steps are forgotten, since the run
+        reaches them again.
+      describe: returns which documents the batch of a step (from 0) consists of.
 
     Raises:
       CheckpointError: the file is damaged.
@@ -94,31 +99,41 @@ class BadSteps:
     ):  # fmt: skip
         self._training, self._file, self._describe = training, file, describe
         self._records = read(file)
-        self._drop_beyond(start)
+        self._drop_skips_after(start)
 
     @property
-    def goes_back(self) -> bool:
+    def rolls_back(self) -> bool:
+        """True if the run returns to its newest checkpoint after a bad step."""
         return self._training.on_bad_step == "rollback"
 
-    def skip_batches(self, step: int) -> int:
-        """Where a run goes on that is at `step`, if some of what follows is left out; else 0."""
+    def skip_to(self, step: int) -> int:
+        """Returns the step at which a run at `step` continues, or 0 if no batch is left out."""
         return max((r["step"] for r in self._records if r.get("from") == step), default=0)
 
-    def skipped(self, step: int, reason: str) -> str:
-        """Notes a step that changed nothing; returns what to say of it.
+    def record_skip(self, step: int, reason: str) -> str:
+        """Records a step that left the train state unchanged; returns a message for the user.
 
         Raises:
-          NonFiniteError: it is one too many.
+          NonFiniteError: the run has more bad steps than Training.max_bad_steps.
         """
-        return self._noted(step, {}, reason, "it changed nothing")
+        return self._record(step, {}, reason, "it changed nothing")
 
-    def left_out(self, bad: BadStep, newest: int) -> str:
-        """Notes that a run went back to a checkpoint; raises and returns as `skipped`."""
-        self._drop_beyond(newest)
-        what = f"going on behind it with what was saved at step {newest}"
-        return self._noted(bad.step, {"from": newest}, bad.reason, what)
+    def record_rollback(self, step: int, reason: str, checkpoint: int) -> str:
+        """Records that the run returned to a checkpoint; returns a message for the user.
 
-    def _noted(self, step: int, since: dict[str, int], reason: str, what: str) -> str:
+        Args:
+          step: the bad step.
+          reason: a phrase that says what is wrong with the step.
+          checkpoint: step of the checkpoint; 0 if the run starts from the beginning.
+
+        Raises:
+          NonFiniteError: the run has more bad steps than Training.max_bad_steps.
+        """
+        self._drop_skips_after(checkpoint)
+        consequence = f"going on behind it with what was saved at step {checkpoint}"
+        return self._record(step, {"from": checkpoint}, reason, consequence)
+
+    def _record(self, step: int, start: dict[str, int], reason: str, consequence: str) -> str:
         most = self._training.max_bad_steps
         if len(self._records) >= most:
             raise NonFiniteError(
@@ -127,17 +142,18 @@ class BadSteps:
                 "Optimizer.clip_norm, look at the documents, or raise it, and run again to go on "
                 "from the newest checkpoint"
             )
-        made_of = {"reason": reason, "batch": self._describe(step - 1)}
+        content = {"reason": reason, "batch": self._describe(step - 1)}
         policy = self._training.on_bad_step
-        self._records.append({"step": step, "policy": policy, **since, **made_of})
+        self._records.append({"step": step, "policy": policy, **start, **content})
         self._write()
-        return f"step {step}: {reason}; {what} ({len(self._records)} of at most {most} such steps)"
+        count = f"{len(self._records)} of at most {most} such steps"
+        return f"step {step}: {reason}; {consequence} ({count})"
 
-    def _drop_beyond(self, step: int) -> None:
-        """What was skipped is seen again; what was gone around is not."""
-        kept = [r for r in self._records if "from" in r or r["step"] <= step]
-        if kept != self._records:
-            self._records = kept
+    def _drop_skips_after(self, step: int) -> None:
+        """Forgets skipped steps that the run reaches again; records of rollbacks stay."""
+        remaining = [r for r in self._records if "from" in r or r["step"] <= step]
+        if remaining != self._records:
+            self._records = remaining
             self._write()
 
     def _write(self) -> None:
@@ -153,7 +169,7 @@ class BadSteps:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The records of bad_batches.jsonl; raises CheckpointError where it is damaged."""
+    """Returns the records of bad_batches.jsonl; raises CheckpointError if the file is damaged."""
     records = []
     try:
         for line in filter(None, untrusted.read_file(file).split(b"\n")):

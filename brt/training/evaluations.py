@@ -12,6 +12,7 @@ from brt.tasks.protocol import Evaluator, Task
 from brt.tasks.report import EvaluationResult
 from brt.training.workdir import Workdir, check_writable, write_bytes, write_json, write_text
 
+SPLIT = "validation"  # the split that is evaluated during training
 _REPORT = {
     "step?": int,
     "ablation?": {"protocol?": dict},

@@ -6,7 +6,7 @@ from brt import tasks
 from brt.checkpointing import reader
 from brt.interop.exporting import Exported, no_form
 from brt.interop.huggingface import convert
-from brt.training import saved
+from brt.training.start import saved_model
 from brt.training.workdir import Workdir
 
 
@@ -18,9 +18,9 @@ def of_directory(directory: Path) -> Exported:
     """
     if not reader.present(Workdir(directory).checkpoints):
         return convert.converted(directory)
-    workdir, found, config = saved.load_config(directory)
+    workdir, found, config = saved_model.load_config(directory)
     task = tasks.of(config)
     if not task.exports:
         raise no_form(directory)
-    model = saved.load(workdir, found, config)
-    return task.exported(directory, config, model.params, lambda: saved.tokenizer(model))
+    model = saved_model.load(workdir, found, config)
+    return task.exported(directory, config, model.params, lambda: saved_model.tokenizer(model))

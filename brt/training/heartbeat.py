@@ -1,4 +1,4 @@
-"""A small file that says what a process does now, for whoever watches from outside."""
+"""Writes a small file that says what a process is doing, for monitoring from outside."""
 
 import contextlib
 import json
@@ -10,55 +10,62 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from brt import durable
-from brt.training.phases import Phases, RunStatus
+from brt.training.phases import PhaseTracker, RunStatus
 
 EVERY_SECONDS = 5.0
 
 
 @contextlib.contextmanager
-def written(path: Path, phases: Phases) -> Iterator[None]:
-    """Keeps a file of JSON up to date: at each new phase, and every few seconds; "ended" behind it.
+def written(path: Path, phases: PhaseTracker) -> Iterator[None]:
+    """Keeps a JSON file up to date during the block: at each new phase, and every few seconds.
 
-    It holds `phase`, `beside` (what a thread does meanwhile), `step` (completed ones), `moved`
-    (when there was a sign of life) and `time` (when it was written), both in seconds since 1970,
-    `pid` and `host`. A reader never sees half of it. Where it cannot be written training goes on:
-    an old `time` says so.
+    The file holds `phase`, `step` (completed steps), `beside` (the phase of the background thread,
+    "" if it is idle), `moved` (time of the last progress) and `time` (when the file was written),
+    both in seconds since 1970, `pid` and `host`. After the block `phase` is "ended". The file is
+    replaced as a whole, so that no reader sees half of it. If it cannot be written, training
+    continues, and `time` stays old.
+
+    Args:
+      path: the file.
+      phases: the status to write.
     """
     over, changed = threading.Event(), threading.Event()
     phases.listen(lambda now: changed.set())
 
-    def keep() -> None:
+    def keep_updated() -> None:
         while not over.is_set():
             _write(path, phases.now)
             changed.wait(EVERY_SECONDS)
             changed.clear()
         _write(path, phases.now._replace(phase="ended"))
 
-    thread = threading.Thread(target=keep, name="heartbeat file", daemon=True)
+    thread = threading.Thread(target=keep_updated, name="heartbeat file", daemon=True)
     thread.start()
     try:
         yield
     finally:
         over.set()
         changed.set()
-        thread.join(EVERY_SECONDS)  # a file system that hangs holds nobody up
+        thread.join(EVERY_SECONDS)  # do not wait for a file system that hangs
 
 
 def _write(path: Path, now: RunStatus) -> None:
     seconds = time.time()
     content = {
         "phase": now.phase,
-        "beside": now.beside,
+        "beside": now.background,
         "step": now.step,
-        "moved": round(seconds - (time.monotonic() - now.moved), 3),
+        "moved": round(seconds - (time.monotonic() - now.last_progress), 3),
         "time": round(seconds, 3),
         "pid": os.getpid(),
         "host": socket.gethostname(),
     }
     workdir = path.parent.parent
-    with contextlib.suppress(OSError):  # a full disk; the checkpoints say so
+    with contextlib.suppress(OSError):  # for example a full disk, which saving a checkpoint reports
         with (
             durable.directory(path.parent, below=workdir, make=True),
-            durable.replacing(path, below=workdir, synced=False) as file,  # it is of this moment
+            durable.replacing(
+                path, below=workdir, synced=False
+            ) as file,  # soon replaced, so not flushed
         ):
             file.write(json.dumps(content).encode() + b"\n")

@@ -12,8 +12,8 @@ from brt.config_io import config_from_json, difference
 from brt.data.rows import store
 from brt.errors import CheckpointError, ConfigError, DataError
 from brt.formatting import short
-from brt.training import kept
 from brt.training.metrics import damaged_lines, read_metrics, unreadable
+from brt.training.start import data_manifest
 from brt.training.state import counts
 from brt.training.workdir import Workdir
 
@@ -78,7 +78,7 @@ def verify_data(workdir: Workdir) -> dict[str, str]:
     Raises:
       DataError: they are damaged, or there are none.
     """
-    known = kept.read(workdir)
+    known = data_manifest.read(workdir)
     directory = Path(known.directory)
     splits = [split for split in known.splits if (directory / split).is_dir()]
     if not splits:

@@ -79,12 +79,12 @@ class MetricsWriter:
         if self._line:  # the last line may still grow
             self._offset -= len(_encode(self._line))
 
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         """Drops the numbers beyond a step; trackers of others keep them."""
         with self._explained():
             self._file.close()
         self._open(step)
-        self._tensorboard.go_back(step)
+        self._tensorboard.rewind(step)
 
     def write(self, step: int, values: Mapping[str, ArrayLike]) -> None:
         """Adds numbers to a step, the last one written or a later one; a kill loses none.
@@ -224,9 +224,9 @@ class TensorBoard:
             name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
             self._writer = RecordWriter(str(directory / name))
             self._add(Event(file_version="brain.Event:2"))
-        self.go_back(resume_step)
+        self.rewind(resume_step)
 
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         """Hides what was written beyond a step."""
         with self._tolerated():
             purge = SessionLog(status=SessionLog.START)

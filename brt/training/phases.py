@@ -1,85 +1,95 @@
-"""What a run is doing: the loop says it in one place, and whoever wants to know reads it there."""
+"""Tracks the phase that a run is in: the training loop sets it, all other parts read it."""
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-# In which a run shows no sign of being alive until they are over.
-SILENT = ("starting", "compiling", "restoring", "seeking", "saving", "committing", "ending")
-_STOPS = ("stepping", "evaluating", "sampling")  # in which it looks whether it is asked to stop
+# Phases in which a run makes no visible progress until the phase ends.
+WITHOUT_PROGRESS = (
+    "starting", "compiling", "restoring", "seeking", "saving", "committing", "ending",
+)  # fmt: skip
+_INTERRUPTIBLE = ("stepping", "evaluating", "sampling")  # phases that check for requests to stop
 
 
 class RunStatus(NamedTuple):
-    """Where a run is.
+    """The state of a run at a moment.
 
     Attributes:
       phase: "starting", "compiling", "restoring", "seeking", "stepping", "evaluating",
         "sampling", "saving", "committing" or "ending".
-      step: completed ones.
-      moved: `time.monotonic` of the last sign of life: a step, a batch, another phase.
-      beside: what a thread does meanwhile, "": nothing.
+      step: number of completed training steps.
+      last_progress: `time.monotonic` of the last sign of progress: a completed step, an evaluated
+        batch, or the beginning of a phase.
+      background: the phase of the thread that saves in the background; "" while that is idle.
     """
 
     phase: str
     step: int
-    moved: float
-    beside: str = ""
+    last_progress: float
+    background: str = ""
 
 
-class Phases:
-    """The phase that a run is in. One thread changes it; all may read `now`, which is one value."""
+class PhaseTracker:
+    """The current status of a run.
+
+    The main thread changes the status. Every thread may read `now`, which is replaced as one value
+    and therefore never inconsistent.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._listeners: list[Callable[[RunStatus], None]] = []
-        self._beside = ""
-        self._moment = RunStatus("starting", 0, clock())
+        self._background = ""
+        self._status = RunStatus("starting", 0, clock())
 
     @property
     def now(self) -> RunStatus:
-        """Where the run is."""
-        return self._moment._replace(beside=self._beside)
+        """The current status."""
+        return self._status._replace(background=self._background)
 
     def listen(self, listener: Callable[[RunStatus], None]) -> None:
-        """Calls `listener` whenever another phase begins, before anything is done in it."""
+        """Registers a function to be called when a phase begins, before anything is done in it."""
         self._listeners.append(listener)
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Begins a phase."""
-        done = self._moment.step if step is None else step
-        self._moment = RunStatus(phase, done, self._clock())
-        self._tell()
+        """Begins a phase, with another number of completed steps if `step` is given."""
+        completed = self._status.step if step is None else step
+        self._status = RunStatus(phase, completed, self._clock())
+        self._notify()
 
     @contextlib.contextmanager
     def during(self, phase: str, step: int | None = None) -> Iterator[None]:
-        """A phase with an end, behind which the one before it goes on."""
-        before = self._moment.phase
+        """Enters a phase for the block, and the previous phase again after the block.
+
+        If the block raises an error, the status stays in the phase in which the error occurred.
+        """
+        previous = self._status.phase
         self.enter(phase, step)
-        yield  # what fails stays in its phase
-        self.enter(before)
+        yield
+        self.enter(previous)
 
     @contextlib.contextmanager
-    def beside(self, phase: str) -> Iterator[None]:
-        """What another thread does while the phase goes on."""
-        self._beside = phase
-        self._tell()
+    def in_background(self, phase: str) -> Iterator[None]:
+        """Says, for the block, what the calling background thread does."""
+        self._background = phase
+        self._notify()
         try:
             yield
         finally:
-            self._beside = ""
-            self._tell()
+            self._background = ""
+            self._notify()
 
-    def moved(self, step: int | None = None) -> None:
-        """A sign of life: a step is done, or a batch of an evaluation; cheap, for every one."""
-        done = self._moment.step if step is None else step
-        self._moment = self._moment._replace(step=done, moved=self._clock())
+    def progressed(self, step: int | None = None) -> None:
+        """Records progress within a phase; cheap enough to call for every step or batch."""
+        completed = self._status.step if step is None else step
+        self._status = self._status._replace(step=completed, last_progress=self._clock())
 
     @property
-    def waits(self) -> str:
-        """What a request to stop has to wait for, "": nothing."""
-        return "" if self._moment.phase in _STOPS else self._moment.phase
+    def uninterruptible(self) -> str:
+        """The current phase if a request to stop has to wait until the phase ends, else ""."""
+        return "" if self._status.phase in _INTERRUPTIBLE else self._status.phase
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for listener in self._listeners:
             listener(self.now)

@@ -45,8 +45,12 @@ class StopSignal:
       waits: what cannot be interrupted now ("compiling"), "": nothing.
     """
 
-    def __init__(self, announce: Callable[[str], None] = _announce, waits: Callable[[], str] = str):
-        self._announce, self._waits = announce, waits
+    def __init__(
+        self,
+        announce: Callable[[str], None] = _announce,
+        uninterruptible: Callable[[], str] = str,
+    ):
+        self._announce, self._uninterruptible = announce, uninterruptible
         self._requested: str | None = None
 
     @property
@@ -89,7 +93,7 @@ class StopSignal:
                 continue
             if self._requested is None:
                 self._requested = signal.Signals(received[0]).name
-                after = f", after {phase}" if (phase := self._waits()) else ""
+                after = f", after {phase}" if (phase := self._uninterruptible()) else ""
                 self._announce(
                     f"{self._requested}: saving at the next step boundary{after} "
                     "(Ctrl-C quits at once)"

@@ -1,4 +1,4 @@
-"""How fast the device could go, and a trace of what it does in some steps."""
+"""Peak performance of devices, and profiler traces of some training steps."""
 
 import contextlib
 
@@ -6,9 +6,9 @@ import jax
 
 from brt.training.workdir import Workdir, refuse_links
 
-# Peak of products in bfloat16, FLOP/s of a device as jax names it (vendors' data sheets, dense).
+# Peak FLOP/s of dense bfloat16 matmuls, from the vendors' data sheets, by jax's name of the device.
 _PEAKS = {
-    "TPU v3": 123e12 / 2,  # jax's device is one of a chip's two cores
+    "TPU v3": 123e12 / 2,  # a device of jax is one of a chip's two cores
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
     "TPU v5e": 197e12,
@@ -24,7 +24,7 @@ _PEAKS = {
 
 
 def peak_flops(device: jax.Device) -> float | None:
-    """FLOP/s of a device at most; None where the table does not have it, as for CPUs."""
+    """Returns the peak FLOP/s of a device; None if the table lacks the device, as it does CPUs."""
     kind = device.device_kind
     if kind in _PEAKS:
         return _PEAKS[kind]
@@ -33,7 +33,7 @@ def peak_flops(device: jax.Device) -> float | None:
 
 
 def utilization(flops_per_second: float | None, mesh: jax.sharding.Mesh) -> dict[str, float]:
-    """Model FLOPs over what the devices could do at most; nothing where that is not known."""
+    """Returns model FLOPs over peak FLOPs as a metric; {} if one of the two is not known."""
     peak = peak_flops(mesh.devices.flat[0])
     if not (flops_per_second and peak):
         return {}
@@ -41,34 +41,38 @@ def utilization(flops_per_second: float | None, mesh: jax.sharding.Mesh) -> dict
 
 
 class Profile:
-    """Traces steps, for TensorBoard's profiler.
+    """Traces a range of steps, for TensorBoard's profiler.
 
     Args:
-      steps: the first and the last that are traced; (): none.
-      workdir: the run's; a trace is with TensorBoard's files.
+      steps: the first and the last step to trace; () for none.
+      workdir: the run's; a trace is written to its TensorBoard directory.
     """
 
     def __init__(self, steps: tuple[int, ...], workdir: Workdir):
         self._steps, self._workdir, self._running = steps, workdir, False
 
     def before(self, step: int) -> None:
-        """Starts where it is time to; `step` is about to run."""
-        if self._steps and step == self._steps[0]:
-            refuse_links(self._workdir)  # which the profiler would follow
+        """Starts the trace if `step`, which is about to run, is the first one to trace."""
+        if self._steps and step == self._steps[0] and not self._running:
+            refuse_links(self._workdir)  # the profiler would follow symbolic links
             jax.profiler.start_trace(str(self._workdir.tensorboard))
             self._running = True
 
     def after(self, step: int, wait_for: object) -> bool:
-        """Ends where it is time to, when `wait_for` is computed; whether it did."""
-        if not (self._running and step == self._steps[1]):
+        """Ends the trace after its last step, once the arrays `wait_for` are computed.
+
+        Returns:
+          True if the trace was ended.
+        """
+        if not (self._running and step >= self._steps[1]):
             return False
         jax.block_until_ready(wait_for)
         self.close()
         return True
 
     def close(self) -> None:
-        """Ends a trace that is left."""
+        """Ends a trace that is still running."""
         if self._running:
             self._running = False
-            with contextlib.suppress(RuntimeError):  # a profiler that was stopped from outside
+            with contextlib.suppress(RuntimeError):  # another part of the program stopped it
                 jax.profiler.stop_trace()

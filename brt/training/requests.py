@@ -1,4 +1,4 @@
-"""What a run is asked for while it goes on: by signals, and by files that appear in its workdir."""
+"""Requests to a run that is training: signals, and files that a user creates in its workdir."""
 
 import contextlib
 import time
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from brt.checkpointing import reader
 from brt.distributed import processes
 from brt.distributed.stopping import Agreed
-from brt.training.phases import Phases
+from brt.training.phases import PhaseTracker
 from brt.training.preemption import StopSignal
 from brt.training.workdir import Workdir
 
 CHECKPOINT = "checkpoint_now"
 STOP = "stop_after_evaluation"
-_LOOK_SECONDS = 1.0  # network file systems take their time to say what is there
+_LOOK_SECONDS = 1.0  # between looks for files, which are slow on network file systems
 _NEVER = (
     "this run makes no evaluations (Training.evaluate_every, or no held-out data); stop it with "
     "SIGTERM, which saves as well"
@@ -21,76 +21,83 @@ _NEVER = (
 
 
 class Requests:
-    """Signals to, and files for, all processes of a run, which do the same at the same step.
+    """Signals and files, answered by all processes of a run at the same step.
 
-    The first process looks for files, the others hear of them. A file is removed when what it
-    asks for is done, so that a run which is killed before still owes it.
+    Only the first process looks for files and tells the others. A file is removed after the
+    request has been fulfilled, so that a run which is killed before answers the request when it
+    is started again.
 
     Args:
-      evaluates: whether the run ever does.
-      say: told what was seen and done.
-      stack: closes what this opens.
+      stop: receives SIGTERM and Ctrl-C.
+      workdir: the directory in which users create the files.
+      phases: told of progress whenever the run checks for requests.
+      evaluates: whether the run makes evaluations at all.
+      say: called with a message for the user.
+      stack: closes the threads through which several processes agree.
     """
 
     def __init__(
         self,
         stop: StopSignal,
         workdir: Workdir,
-        phases: Phases,
+        phases: PhaseTracker,
         evaluates: bool,
         say: Callable[[str], None],
         stack: contextlib.ExitStack,
     ):
         self._stop, self._workdir, self._phases, self._say = stop, workdir, phases, say
         self._evaluates = evaluates
-        self._next_look, self._seen_stop = 0.0, False
-        self._together: tuple[Agreed, Agreed] | None = None
+        self._next_look, self._announced_stop = 0.0, False
+        self._agreed: tuple[Agreed, Agreed] | None = None  # to stop, and to save
         if processes.several():
-            self._together = (
+            self._agreed = (
                 Agreed("stop", lambda: stop.requested, reader.warn_on_stderr),
-                Agreed("checkpoint", self._found_by_first, lambda _: None),
+                Agreed("checkpoint", self._checkpoint_of_first, lambda _: None),
             )
-            for agreed in self._together:
+            for agreed in self._agreed:
                 stack.callback(agreed.close)
 
     def stop(self) -> str | None:
-        """What asks for a stop here, on all processes alike; to look is to be alive."""
-        self._phases.moved()
-        return self._together[0].due() if self._together else self._stop.requested
+        """Returns the signal that asks the run to stop now, or None; the same on all processes."""
+        self._phases.progressed()
+        return self._agreed[0].due() if self._agreed else self._stop.requested
 
     def checkpoint(self) -> bool:
-        """Whether to save here, on all processes alike; to be asked at every step."""
-        looks = self._is_time_to_look()
-        if looks and not self._seen_stop and self._there(STOP):
-            self._seen_stop = True
-            self._say(f"{STOP}: {'the next one is the last' if self._evaluates else _NEVER}")
-        if self._together:
-            return bool(self._together[1].due())
-        return looks and self._there(CHECKPOINT)
+        """Returns True if a checkpoint is requested now; the same on all processes.
 
-    def saved(self, step: int) -> None:
-        """What `checkpoint` asked for is done."""
-        self._consume(CHECKPOINT, f"{CHECKPOINT}: step {step} is saved")
-        if self._together:
-            self._together[1].done()
+        Has to be called after every step.
+        """
+        looks = self._is_time_to_look()
+        if looks and not self._announced_stop and self._exists(STOP):
+            self._announced_stop = True
+            self._say(f"{STOP}: {'the next one is the last' if self._evaluates else _NEVER}")
+        if self._agreed:
+            return bool(self._agreed[1].due())
+        return looks and self._exists(CHECKPOINT)
+
+    def checkpoint_done(self, step: int) -> None:
+        """Removes the request of `checkpoint` after the checkpoint was saved."""
+        self._fulfil(CHECKPOINT, f"{CHECKPOINT}: step {step} is saved")
+        if self._agreed:
+            self._agreed[1].done()
 
     def stop_after_evaluation(self) -> bool:
-        """Whether the evaluation that was just made is the last, on all processes alike."""
-        return bool(processes.of_first(self._there(STOP)))
+        """Returns True if the run has to stop after this evaluation; the same on all processes."""
+        return bool(processes.of_first(self._exists(STOP)))
 
-    def stopped(self, step: int) -> None:
-        """What `stop_after_evaluation` asked for is done."""
-        self._consume(STOP, f"{STOP}: step {step} is evaluated and saved")
+    def stop_after_evaluation_done(self, step: int) -> None:
+        """Removes the request of `stop_after_evaluation` after the step was saved."""
+        self._fulfil(STOP, f"{STOP}: step {step} is evaluated and saved")
 
-    def _found_by_first(self) -> str | None:
-        return CHECKPOINT if processes.is_first() and self._there(CHECKPOINT) else None
+    def _checkpoint_of_first(self) -> str | None:
+        return CHECKPOINT if processes.is_first() and self._exists(CHECKPOINT) else None
 
-    def _there(self, name: str) -> bool:
+    def _exists(self, name: str) -> bool:
         return (self._workdir.path / name).exists()
 
-    def _consume(self, name: str, done: str) -> None:
+    def _fulfil(self, name: str, message: str) -> None:
         (self._workdir.path / name).unlink(missing_ok=True)
-        self._say(done)
+        self._say(message)
 
     def _is_time_to_look(self) -> bool:
         if time.monotonic() < self._next_look:

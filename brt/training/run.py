@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from brt import tasks, tree_utils
-from brt.checkpointing.reader import Found, join
+from brt.checkpointing.reader import VerifiedCheckpoint, join
 from brt.config import Config
 from brt.config_io import config_from_json
 from brt.data.readers import Reader
@@ -22,9 +22,10 @@ from brt.errors import NonFiniteError
 from brt.tasks import resolving
 from brt.tasks.protocol import Dataset, Task
 from brt.tasks.weights import Weights
-from brt.training import compilation, replicas, warm_start
+from brt.training import compilation, replicas
 from brt.training import optimizer as optimizers
 from brt.training.sharding import state_shardings
+from brt.training.start import warm_start
 from brt.training.state import TrainState, initial_state, parameter_axes
 from brt.training.step import StepMetrics, train_step
 
@@ -60,12 +61,15 @@ class Run(NamedTuple):
     abstract: TrainState
 
 
-def build(config: Config, *, saved: Found | None = None, progress: bool = True) -> Run:
+def build(
+    config: Config, *, checkpoint: VerifiedCheckpoint | None = None, progress: bool = True
+) -> Run:
     """Prepares the data and shapes everything.
 
     Args:
-      saved: the checkpoint that the run goes on from, which knows the model that it started from
-        even where Training.init_from is gone.
+      checkpoint: the one that the run resumes from. It knows the model of Training.init_from,
+        even if those weights have been removed since.
+      progress: whether to report how far the preparation of the data is.
 
     Raises:
       ConfigError: settings that do not fit each other, the data or the weights.
@@ -73,7 +77,7 @@ def build(config: Config, *, saved: Found | None = None, progress: bool = True) 
       DataError: the data cannot be read as asked.
     """
     compilation.use_cache()
-    weights = _weights(config, saved)
+    weights = _weights(config, checkpoint)
     config, dataset, reader = prepare(config, weights, progress=progress)
     return Run(config, tasks.of(config), dataset, reader, weights, *shaped(config))
 
@@ -121,11 +125,11 @@ def prepare(
     return resolving.with_steps(config, reader.steps_per_epoch), dataset, reader
 
 
-def _weights(config: Config, saved: Found | None) -> Weights | None:
-    if not (config.training.init_from and saved):
-        return warm_start.find(config)
-    theirs, where = config_from_json(saved.meta["config"]), config.training.init_from
-    return warm_start.of_run(where, config, theirs, saved.meta["tokenizer"])
+def _weights(config: Config, checkpoint: VerifiedCheckpoint | None) -> Weights | None:
+    if not (config.training.init_from and checkpoint):
+        return warm_start.find_weights(config)
+    source, where = config_from_json(checkpoint.meta["config"]), config.training.init_from
+    return warm_start.weights_of_run(where, config, source, checkpoint.meta["tokenizer"])
 
 
 def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:

@@ -14,10 +14,10 @@ from brt import tree_utils, untrusted
 from brt.checkpointing.reader import steps
 from brt.errors import CheckpointError
 from brt.formatting import clock, short
-from brt.training import kept, resuming
-from brt.training.loop import SPLIT
+from brt.training.evaluations import SPLIT
 from brt.training.metrics import read_metrics
 from brt.training.run import Run, Shapes
+from brt.training.start import checkpoints, data_manifest
 from brt.training.state import parameter_counts
 from brt.training.workdir import Workdir
 
@@ -86,7 +86,9 @@ def finish(run: Run, workdir: Workdir, begin: float) -> str:
             lines.append(f"{SPLIT}: {values[-1]:.3f} {measure.title}{beside}")
             break
     lines += changes(workdir)
-    data = [f"  {line}" for line in kept.lines(kept.read(workdir).splits)]
+    data = [
+        f"  {line}" for line in data_manifest.describe_splits(data_manifest.read(workdir).splits)
+    ]
     data = ["", "What it read:", *data] if data else []
     return "\n".join([*_held_out_report(run, workdir), *lines, *data, *_places(run, workdir)])
 
@@ -98,7 +100,7 @@ def changes(workdir: Workdir) -> list[str]:
       CheckpointError: provenance.json is damaged.
     """
     try:
-        provenance = untrusted.read_json(workdir.provenance, resuming.PROVENANCE)
+        provenance = untrusted.read_json(workdir.provenance, checkpoints.PROVENANCE)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{workdir.provenance} is damaged ({error})") from error
     return [

@@ -108,7 +108,7 @@ class _Mlflow(_Service):
         self._module.end_run()
 
 
-def wanted(config: Config, warn: Warn) -> list[_Service]:
+def requested(config: Config, warn: Warn) -> list[_Service]:
     """The services that Logging names; nothing is told to them yet.
 
     Raises:
@@ -136,13 +136,13 @@ def wanted(config: Config, warn: Warn) -> list[_Service]:
     return found
 
 
-def started(config: Config, workdir: Workdir, warn: Warn) -> Sequence[Tracker]:
-    """Trackers for what is `wanted`, begun, or gone on with; raises as that does.
+def start(config: Config, workdir: Workdir, warn: Warn) -> Sequence[Tracker]:
+    """Trackers for what is `requested`, begun, or gone on with; raises as that does.
 
     Raises:
       CheckpointError: trackers.json is damaged.
     """
-    services, place = wanted(config, warn), workdir.path / "trackers.json"
+    services, place = requested(config, warn), workdir.path / "trackers.json"
     if not services:
         return []
     before = known(place)

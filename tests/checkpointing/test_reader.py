@@ -160,7 +160,7 @@ def test_damage_that_was_told_of_is_not_told_again(directory: Path) -> None:
     warnings: list[str] = []
     found = reader.find(directory, warn=warnings.append)
     assert len(warnings) == 1
-    assert reader.find(directory, warn=warnings.append, told=found.problems).step == 2
+    assert reader.find(directory, warn=warnings.append, warned=found.problems).step == 2
     assert len(warnings) == 1
     for step in (1, 2):
         flip(directory / f"{step}/meta.json")
@@ -335,10 +335,10 @@ def test_one_removed_after_it_was_found_is_passed_over_unless_it_was_asked_for(
 ) -> None:
     newest, asked = reader.find(directory), reader.find(directory, 3)
     shutil.rmtree(directory / "3")
-    restored = reader.restore(directory, abstract(state()), newest.asked, found=newest)
+    restored = reader.restore(directory, abstract(state()), newest.requested, checkpoint=newest)
     assert (newest.step, restored.step, restored.meta["step"]) == (3, 2, 2)
     with pytest.raises(CheckpointError, match="has no checkpoint of step 3; it has "):
-        reader.restore(directory, abstract(state()), asked.asked, found=asked)
+        reader.restore(directory, abstract(state()), asked.requested, checkpoint=asked)
 
 
 @pytest.mark.parametrize(

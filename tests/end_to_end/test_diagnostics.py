@@ -10,7 +10,7 @@ from brt import inspect
 from brt.errors import ConfigError
 from brt.tasks.language_modeling.probe.reading import HOWS, PARTS
 from brt.training.metrics import read_metrics
-from brt.training.saved import load_config
+from brt.training.start.saved_model import load_config
 
 from .conftest import LENGTHS, Commands, Result
 

@@ -18,8 +18,8 @@ from brt.config_io import config_json
 from brt.data import preparation
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
 from brt.evaluation import follow, job
-from brt.training import kept, saved
 from brt.training import workdir as workdirs
+from brt.training.start import data_manifest, saved_model
 from brt.training.workdir import Workdir
 
 STEPS = [10, 20, 30]
@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, random_params: Callable) -> Wo
     tokenizer, config = dataset.tokenizer, tasks.of(config).resolve(config, dataset)
     workdir = workdirs.create(directory / "workdir")
     workdirs.write_json(workdir.config_json, config_json(config))
-    kept.keep(workdir, dataset)
+    data_manifest.write(workdir, dataset)
     meta = {"config": config_json(config), "tokenizer": tokenizer.fingerprint}
     with CheckpointWriter(workdir.checkpoints, keep=9) as writer:
         for step in STEPS:
@@ -108,7 +108,7 @@ def test_each_checkpoint_is_evaluated_once_and_the_last_one_ends_it(followed: Fo
 def test_checkpoints_that_vanish_or_are_damaged_are_passed_over(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = follow.saved.load
+    load = follow.saved_model.load
 
     def trainer_removes_it(workdir: Workdir, found: Any, config: Config) -> Any:
         if found.step == 10:
@@ -118,7 +118,7 @@ def test_checkpoints_that_vanish_or_are_damaged_are_passed_over(
             followed.add(40)
         return load(workdir, found, config)
 
-    monkeypatch.setattr(follow.saved, "load", trainer_removes_it)
+    monkeypatch.setattr(follow.saved_model, "load", trainer_removes_it)
     shutil.copytree(followed.run.checkpoints / "20", followed.run.checkpoints / "40")
     try:
         followed.add(*STEPS)
@@ -171,17 +171,17 @@ def test_nothing_is_read_where_no_report_can_be_written(
     followed.add(10)
     followed.workdir.evaluations.rmdir()
     followed.workdir.evaluations.touch()
-    monkeypatch.setattr(saved, "open_split", lambda *_: pytest.fail("reads"))
+    monkeypatch.setattr(saved_model, "open_split", lambda *_: pytest.fail("reads"))
     with pytest.raises(ConfigError, match="^cannot write to .*/evaluations: File exists; choose"):
         followed.reports()
-    model = saved.load(*saved.load_config(followed.workdir.path))
+    model = saved_model.load(*saved_model.load_config(followed.workdir.path))
     with pytest.raises(ConfigError, match="^cannot write to .*/evaluations: File exists; choose"):
         job.inspect(model, "test", None, print)
 
 
 def test_a_model_that_predicts_no_numbers_is_an_error(followed: Followed) -> None:
     followed.add(10)
-    model = saved.load(*saved.load_config(followed.workdir.path))
+    model = saved_model.load(*saved_model.load_config(followed.workdir.path))
     broken = model._replace(params=jax.tree.map(lambda x: x * jnp.nan, model.params))
     with pytest.raises(
         NonFiniteError, match="^bits_per_byte of test is nan at step 10 of .*another --step$"

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from brt.training import watchdog
-from brt.training.phases import Phases, RunStatus
+from brt.training.phases import PhaseTracker, RunStatus
 
 
 def send(number: int) -> None:
@@ -35,7 +35,7 @@ def fill() -> None:
                 size //= 2
 
 
-_watched: list[tuple[Phases, Path]] = []
+_watched: list[tuple[PhaseTracker, Path]] = []
 
 
 def hang() -> None:
@@ -46,7 +46,7 @@ def hang() -> None:
         time.sleep(100_000)
 
 
-def _later(phases: Phases, seconds: float, stacks: Path) -> contextlib.AbstractContextManager:
+def _later(phases: PhaseTracker, seconds: float, stacks: Path) -> contextlib.AbstractContextManager:
     _watched.append((phases, stacks))
     return contextlib.nullcontext()
 
@@ -74,22 +74,22 @@ def main() -> None:
 
 
 def strike(phase: str, count: int, fault: object) -> None:
-    make, seen = Phases.__init__, []
+    make, seen = PhaseTracker.__init__, []
 
     def heard(now: RunStatus) -> None:
         unwatched = fault is hang and not _watched  # for good: nobody would ever end it
-        if phase in (now.phase, now.beside) and not unwatched:
+        if phase in (now.phase, now.background) and not unwatched:
             seen.append(now)
             if len(seen) == count:
                 print(f"struck: {phase} after step {now.step}", file=sys.stderr, flush=True)
                 fault()
 
-    def struck(self: Phases) -> None:
+    def struck(self: PhaseTracker) -> None:
         make(self)
         self.listen(heard)
         heard(self.now)
 
-    Phases.__init__ = struck
+    PhaseTracker.__init__ = struck
 
 
 if __name__ == "__main__":

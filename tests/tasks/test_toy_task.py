@@ -17,7 +17,8 @@ from brt.checkpointing import reader
 from brt.config import Checkpoint, Config, Optimizer, Training
 from brt.errors import CheckpointError
 from brt.evaluation import job
-from brt.training import inspection, loop, run_summary, saved
+from brt.training import inspection, loop, run_summary
+from brt.training.start import saved_model
 from brt.training.workdir import Workdir
 
 HERE = Path(__file__).parent
@@ -72,8 +73,8 @@ def test_a_toy_task_is_trained_evaluated_and_writes(
     config = Config(training=TRAINING, optimizer=OPTIMIZER, checkpoint=Checkpoint(every=150))
     run, workdir = loop.train(config, tmp_path)
     assert "validation: 0.0" in run_summary.finish(run, workdir, 0.0)
-    place, found, theirs = saved.load_config(tmp_path)
-    model = saved.load(place, found, theirs)
+    place, found, theirs = saved_model.load_config(tmp_path)
+    model = saved_model.load(place, found, theirs)
     evaluated = job.evaluate(model, "test", None)
     assert evaluated.report["bits_per_row"] < 0.1, "parity is learned"
     writer = api.Model(model)

@@ -19,7 +19,7 @@ from brt.config import Checkpoint, Config, Mesh, Optimizer, Training
 from brt.errors import CheckpointError, ConfigError, NonFiniteError
 from brt.training import inspection, loop
 from brt.training import run as runs
-from brt.training.bad_steps import FEWEST, RECENT, BadSteps, Usual
+from brt.training.bad_steps import FEWEST, RECENT, BadSteps, RecentLosses
 from brt.training.workdir import Workdir
 
 TOY = Path(__file__).parents[1] / "tasks/toy.py"
@@ -185,6 +185,18 @@ def test_a_killed_run_leaves_the_same_batches_out(
         assert [x["row"] for x in record["batch"]] == rows and "not finite" in record["reason"]
 
 
+def test_a_run_that_rewinds_while_it_is_profiled_ends_one_trace(
+    poisoned: Callable, tmp_path: Path
+) -> None:
+    """The first traced step is the one in which the bad step before it is noticed."""
+    poisoned("nan", 11)
+    loop.train(with_training(on_bad_step="rollback", profile_at=(12, 13)), tmp_path)
+    assert [(r["step"], r["from"]) for r in records(tmp_path)] == [(11, 8)]
+    log = Workdir(tmp_path).log.read_text()
+    assert log.count("profile of steps 12 to 13 is written") == 1
+    assert len(list(Workdir(tmp_path).tensorboard.rglob("*.xplane.pb"))) == 1
+
+
 @pytest.mark.slow
 def test_a_batch_that_is_skipped_is_as_if_it_had_not_been(
     poisoned: Callable, tmp_path: Path
@@ -268,20 +280,20 @@ def test_a_row_that_overflows_in_every_epoch_is_left_out_of_each(
 
 
 def test_the_limit_of_a_step_knows_no_step_that_may_be_in_flight() -> None:
-    usual = Usual(3.0)
+    usual = RecentLosses(3.0)
     for step in range(1, FEWEST + 1):
         usual.add(step, float(step))
         assert usual.limit(step + 1) == math.inf
     assert usual.limit(FEWEST + 2) == 3.0 * (FEWEST + 1) / 2
     usual.add(FEWEST + 1, 1e9)
     assert usual.limit(FEWEST + 2) == 3.0 * (FEWEST + 1) / 2
-    again = Usual(3.0, json.loads(json.dumps(usual.state())))
+    again = RecentLosses(3.0, json.loads(json.dumps(usual.state())))
     for step in range(FEWEST + 2, 3 * RECENT):
         for x in (usual, again):
             x.add(step, 2.0 + step % 2)
         assert usual.limit(step + 1) == again.limit(step + 1)
     assert usual.limit(3 * RECENT + 1) == 7.5
-    none = Usual(0.0)
+    none = RecentLosses(0.0)
     for step in range(1, 99):
         none.add(step, 1.0)
     assert none.limit(99) == math.inf and none.state() == []

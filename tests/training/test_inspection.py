@@ -13,8 +13,9 @@ from brt.config import Config, Data
 from brt.config_io import config_json
 from brt.data import preparation
 from brt.errors import CheckpointError, DataError
-from brt.training import inspection, kept
+from brt.training import inspection
 from brt.training import workdir as workdirs
+from brt.training.start import data_manifest
 from brt.training.workdir import Workdir
 
 
@@ -70,7 +71,7 @@ def test_prepared_data_are_read_whole_on_demand(tmp_path: Path) -> None:
         (tmp_path / split).write_text(f"the text of {split}")
     data = Data(train=(f"{tmp_path}/train",), validation=(), test=(f"{tmp_path}/test",),
                 validation_fraction=0.0)  # fmt: skip
-    kept.keep(workdir, preparation.prepare(data, tmp_path / "prepared", progress=False))
+    data_manifest.write(workdir, preparation.prepare(data, tmp_path / "prepared", progress=False))
     said = inspection.verify_data(workdir)
     assert said == {s: f"{tmp_path}/prepared/{s} is whole" for s in ("train", "test")}
     (tmp_path / "prepared/test/tokens.bin").write_bytes(bytes(16))

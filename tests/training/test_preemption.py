@@ -94,7 +94,7 @@ def test_other_threads_change_nothing() -> None:
 
 def test_it_says_what_it_waits_for() -> None:
     messages: list[str] = []
-    with StopSignal(messages.append, waits=lambda: "compiling"):
+    with StopSignal(messages.append, uninterruptible=lambda: "compiling"):
         signal.raise_signal(signal.SIGINT)
         while not messages:
             time.sleep(0.01)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from brt.training import requests
-from brt.training.phases import Phases
+from brt.training.phases import PhaseTracker
 from brt.training.preemption import StopSignal
 from brt.training.requests import Requests
 from brt.training.workdir import Workdir
@@ -17,7 +17,7 @@ class Asked:
     """Requests of a run in a directory, and what it says of them."""
 
     def __init__(self, place: Path, stack: contextlib.ExitStack, evaluates: bool = True):
-        self.place, self.said, self.phases = place, [], Phases()
+        self.place, self.said, self.phases = place, [], PhaseTracker()
         signal = StopSignal()
         self.requests = Requests(
             signal, Workdir(place), self.phases, evaluates, self.said.append, stack
@@ -42,7 +42,7 @@ def test_a_save_is_owed_until_it_is_done(tmp_path: Path, stack: contextlib.ExitS
     assert not run.requests.checkpoint()
     run.touch("checkpoint_now")
     assert run.requests.checkpoint() and run.requests.checkpoint()
-    run.requests.saved(7)
+    run.requests.checkpoint_done(7)
     assert run.said == ["checkpoint_now: step 7 is saved"]
     assert not run.requests.checkpoint() and run.left() == []
     run.touch("checkpoint_now")
@@ -56,7 +56,7 @@ def test_the_next_evaluation_is_the_last(tmp_path: Path, stack: contextlib.ExitS
     assert not run.requests.checkpoint() and not run.requests.checkpoint()
     assert run.said == ["stop_after_evaluation: the next one is the last"], "once"
     assert run.requests.stop_after_evaluation() and run.left() == ["stop_after_evaluation"]
-    run.requests.stopped(8)
+    run.requests.stop_after_evaluation_done(8)
     assert run.said[1:] == ["stop_after_evaluation: step 8 is evaluated and saved"]
     assert run.left() == [] and not run.requests.stop_after_evaluation()
 
@@ -79,6 +79,6 @@ def test_files_are_looked_for_once_in_a_while(
 
 def test_to_look_is_to_be_alive(tmp_path: Path, stack: contextlib.ExitStack) -> None:
     run = Asked(tmp_path, stack)
-    before = run.phases.now.moved
+    before = run.phases.now.last_progress
     assert run.requests.stop() is None
-    assert run.phases.now.moved > before
+    assert run.phases.now.last_progress > before

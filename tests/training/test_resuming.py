@@ -8,7 +8,7 @@ import pytest
 
 from brt.checkpointing.writer import CheckpointWriter
 from brt.errors import CheckpointError
-from brt.training import resuming
+from brt.training.start import checkpoints
 from brt.training.workdir import Workdir
 
 META = {
@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Workdir:
 
 
 def newest(run: Workdir) -> int | None:
-    found = resuming.newest(run.path)
+    found = checkpoints.newest(run.path)
     return found and found.step
 
 
@@ -51,7 +51,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(run: Workdir, how
     elif how == "another name":
         run.checkpoints.mkdir()
     with pytest.raises(CheckpointError, match=r"run was saved at step 10, but .*; put them back"):
-        resuming.newest(run.path)
+        checkpoints.newest(run.path)
 
 
 def test_links_are_as_good(run: Workdir, capsys: pytest.CaptureFixture[str]) -> None:

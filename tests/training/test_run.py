@@ -15,8 +15,8 @@ from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
 from brt.models.decoder import new_state
 from brt.training import run as runs
-from brt.training.resuming import check_resumable
 from brt.training.run import Run
+from brt.training.start.config_changes import check_resumable
 from brt.training.state import TrainState
 
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1

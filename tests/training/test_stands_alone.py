@@ -25,9 +25,10 @@ from brt.config import (
 )  # fmt: skip
 from brt.errors import BrtError, CheckpointError, DataError
 from brt.evaluation import job
-from brt.training import kept, loop, run, run_summary, saved
+from brt.training import loop, run, run_summary
 from brt.training.metrics import read_metrics
-from brt.training.saved import SavedModel
+from brt.training.start import data_manifest, saved_model
+from brt.training.start.saved_model import SavedModel
 from brt.training.workdir import Workdir
 
 WORDS = "the sea was calm and grey while we sat on the deck of an old ship".split()
@@ -75,10 +76,10 @@ def summariser(place: Path) -> Config:
 
 
 def open_model(workdir: Path, **changes: object) -> SavedModel:
-    place, found, config = saved.load_config(workdir)
+    place, found, config = saved_model.load_config(workdir)
     section = tasks.of(config).data
     changed = dataclasses.replace(getattr(config, section), **changes)
-    return saved.load(place, found, dataclasses.replace(config, **{section: changed}))
+    return saved_model.load(place, found, dataclasses.replace(config, **{section: changed}))
 
 
 def written(workdir: Path) -> str:
@@ -159,7 +160,7 @@ def test_a_run_says_what_its_splits_are(
     facts = json.loads(Workdir(run.workdir).data.read_text())["splits"]
     assert list(facts) == ["train", "validation", "test"] and facts == run.run.dataset.described()
     summary = run_summary.finish(run.run, Workdir(run.workdir), 0.0)
-    for line in kept.lines(facts):
+    for line in data_manifest.describe_splits(facts):
         assert line in log and line in summary
     unit = "document" if make is language_model else "pair"
     names = f" ({facts['validation']['names'][0][-5:]})" if make is language_model else ""
@@ -279,7 +280,7 @@ def test_the_last_point_of_a_curve_is_read_as_the_others(once: Callable) -> None
     assert report["protocol"]["tokens_per_document"] == "all"
     assert whole[0]["eval/validation_whole/bits_per_byte"] == report["bits_per_byte"]
     model = open_model(run.workdir)
-    dataset = saved.open_split(model, "validation")
+    dataset = saved_model.open_split(model, "validation")
     evaluator = tasks.of(model.config).evaluator(model.config, dataset, "validation")
     part = evaluator(model.params, whole=False).figures
     assert part["tokens"] == 24 < report["tokens"]

@@ -23,7 +23,7 @@ from brt.training import trackers, workdir
 
 run, said = workdir.create(Path("a")), []
 for step in (1, 2):
-    (tracker,) = trackers.started(Config(logging=Logging({}="all")), run, said.append)
+    (tracker,) = trackers.start(Config(logging=Logging({}="all")), run, said.append)
     tracker.write(step, {{"train/loss": 0.5}})
     tracker.close()
 assert not said, said
@@ -80,7 +80,7 @@ def services(monkeypatch: pytest.MonkeyPatch) -> dict[str, Service]:
 def test_both_are_told_the_same_and_go_on(services: dict[str, Service], tmp_path: Path) -> None:
     run, said = workdir.create(tmp_path / "a"), []
     for start in (0, 20):
-        found = trackers.started(CONFIG, run, said.append)
+        found = trackers.start(CONFIG, run, said.append)
         writer = MetricsWriter(run, start, said.append, found)
         writer.write(start + 10, {"train/loss": 0.5, "train/norm": float("inf")})
         writer.close()
@@ -102,7 +102,7 @@ def test_a_service_that_fails_is_off_after_one_warning(
     services: dict[str, Service], tmp_path: Path
 ) -> None:
     run, said = workdir.create(tmp_path), []
-    writer = MetricsWriter(run, 0, said.append, trackers.started(CONFIG, run, said.append))
+    writer = MetricsWriter(run, 0, said.append, trackers.start(CONFIG, run, said.append))
     services["wandb"].fails = True
     for step in (1, 2):
         writer.write(step, {"train/loss": 0.5})
@@ -120,7 +120,7 @@ def test_one_that_is_not_installed_is_refused_by_its_extra(
     setting = {"wandb": "wandb_project", "mlflow": "mlflow_experiment"}[name]
     config = dataclasses.replace(Config(), logging=Logging(**{setting: "books"}))
     with pytest.raises(ConfigError) as caught:
-        trackers.wanted(config, print)
+        trackers.requested(config, print)
     assert str(caught.value) == (
         f"Logging.{setting} = 'books' needs the extra {name}: pip install 'brt[{name}]', or leave "
         "it out"
@@ -136,7 +136,7 @@ def test_mlflow_that_could_record_nothing_is_refused_before_training(
     services["mlflow"].MlflowClient = refuse
     services["mlflow"].get_tracking_uri = lambda: "file:///runs"
     with pytest.raises(ConfigError) as caught:
-        trackers.wanted(CONFIG, print)
+        trackers.requested(CONFIG, print)
     text = str(caught.value)
     assert text.startswith(
         "Logging.mlflow_experiment = 'all': MLflow cannot record at file:///runs"
@@ -170,7 +170,7 @@ def test_the_real_wandb_records_offline(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_nobody_is_told_by_default(tmp_path: Path) -> None:
     run = workdir.create(tmp_path)
-    assert trackers.started(Config(), run, print) == []
+    assert trackers.start(Config(), run, print) == []
     assert not (tmp_path / "trackers.json").exists()
 
 

@@ -24,7 +24,7 @@ from brt.models import encoder
 from brt.tasks.speech_recognition.data.vocabulary import Vocabulary
 from brt.tasks.weights import Started
 from brt.training import run as runs
-from brt.training import warm_start
+from brt.training.start import warm_start
 from brt.training.workdir import Workdir
 
 DATA = Path(__file__).resolve().parents[1] / "data/huggingface"
@@ -44,16 +44,16 @@ def config(objective: str, where: Path | str = "", **encoder: Any) -> Config:
 
 def ready(asked: Config) -> Config:
     """The config with the model of the weights."""
-    return warm_start.with_model(asked, warm_start.find(asked))
+    return warm_start.with_model(asked, warm_start.find_weights(asked))
 
 
 def started(asked: Config, initial: Any) -> Started:
-    return tasks.of(asked).start(asked, warm_start.find(asked), initial)
+    return tasks.of(asked).start(asked, warm_start.find_weights(asked), initial)
 
 
 def known(asked: Config, tokenizer: Any) -> Config:
     """The config with room for the ids of a tokenizer."""
-    return tasks.of(asked).with_weights(asked, warm_start.find(asked), tokenizer)
+    return tasks.of(asked).with_weights(asked, warm_start.find_weights(asked), tokenizer)
 
 
 def drawn(model: Encoder, task: Any, seed: int = 0) -> dict[str, Any]:

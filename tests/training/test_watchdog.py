@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from brt.training import heartbeat
-from brt.training.phases import Phases
+from brt.training.phases import PhaseTracker
 from brt.training.watchdog import HUNG, watching
 
 STUCK = """
 import ctypes, sys, time
 from pathlib import Path
-from brt.training.phases import Phases
+from brt.training.phases import PhaseTracker
 from brt.training.watchdog import watching
 
 def in_python(): time.sleep(1000)
 def with_pythons_lock(): ctypes.PyDLL(None).sleep(1000)
 
-phases = Phases()
+phases = PhaseTracker()
 with watching(phases, 0.3, Path(sys.argv[2])):
     phases.enter("stepping", 7)
     globals()[sys.argv[1]]()
@@ -50,7 +50,7 @@ def test_who_keeps_pythons_lock_ends_too(tmp_path: Path) -> None:
 
 
 def test_signs_of_life_and_silent_phases_keep_it_quiet(tmp_path: Path) -> None:
-    phases, stacks = Phases(), tmp_path / "0.stacks.txt"
+    phases, stacks = PhaseTracker(), tmp_path / "0.stacks.txt"
     stacks.write_text("of a run before")
     with watching(phases, 0.4, stacks):
         phases.enter("compiling")
@@ -58,7 +58,7 @@ def test_signs_of_life_and_silent_phases_keep_it_quiet(tmp_path: Path) -> None:
         phases.enter("stepping", 0)
         for step in range(8):
             time.sleep(0.1)
-            phases.moved(step)
+            phases.progressed(step)
     with watching(phases, 0.0, stacks):
         time.sleep(0.6)
     assert not stacks.exists()
@@ -66,7 +66,7 @@ def test_signs_of_life_and_silent_phases_keep_it_quiet(tmp_path: Path) -> None:
 
 def test_a_file_says_what_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "EVERY_SECONDS", 0.05)
-    path, phases = tmp_path / "heartbeat" / "0.json", Phases()
+    path, phases = tmp_path / "heartbeat" / "0.json", PhaseTracker()
 
     def told(phase: str, step: int, beside: str = "") -> bool:
         found = json.loads(path.read_text()) if path.exists() else {"phase": None}
@@ -82,9 +82,9 @@ def test_a_file_says_what_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         waited("starting", 0)
         phases.enter("stepping", 5)
         waited("stepping", 5)
-        phases.moved(6)
+        phases.progressed(6)
         waited("stepping", 6)
-        with phases.beside("committing"):
+        with phases.in_background("committing"):
             waited("stepping", 6, "committing")
     assert told("ended", 6)
     assert [file.name for file in path.parent.iterdir()] == ["0.json"], "no litter"
@@ -92,5 +92,5 @@ def test_a_file_says_what_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_file_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / "heartbeat").write_text("in the way")
-    with heartbeat.written(tmp_path / "heartbeat" / "0.json", Phases()):
+    with heartbeat.written(tmp_path / "heartbeat" / "0.json", PhaseTracker()):
         pass

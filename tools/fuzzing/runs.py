@@ -20,17 +20,9 @@ from brt.interop.huggingface import config as huggingface
 from brt.interop.huggingface import files
 from brt.sweeping import results
 from brt.sweeping.directory import Directory
-from brt.training import (
-    bad_steps,
-    inspection,
-    kept,
-    metrics,
-    resuming,
-    run_summary,
-    saved,
-    trackers,
-)  # fmt: skip
+from brt.training import bad_steps, inspection, metrics, run_summary, trackers
 from brt.training import workdir as workdirs
+from brt.training.start import checkpoints, config_changes, data_manifest, saved_model
 from brt.training.state import initial_params
 
 STEP = 5
@@ -141,8 +133,8 @@ def _sealed(run: workdirs.Workdir) -> None:
 
 
 def _data(run: workdirs.Workdir) -> None:
-    kept.lines(kept.read(run).splits)
-    kept.check_unchanged(run, {"train": _SPLIT})
+    data_manifest.describe_splits(data_manifest.read(run).splits)
+    data_manifest.check_unchanged(run, {"train": _SPLIT})
 
 
 def _numbers(run: workdirs.Workdir) -> None:
@@ -160,12 +152,12 @@ def _report(path: Path, task: Any) -> None:
 def _meta(run: workdirs.Workdir) -> None:
     _sealed(run)
     _verified(run)
-    found = resuming.newest(run.path)
+    found = checkpoints.newest(run.path)
     assert found
-    resuming.history(found.meta, resuming.Change(["a"], []))
-    _, found, read = saved.load_config(run.path)
-    kept.tokenizer(run, tasks.of(read), found.meta["tokenizer"])
-    resuming.check_resumable(read, CONFIG, ())
+    config_changes.history(found.meta, config_changes.ConfigChanges(["a"], []))
+    _, found, read = saved_model.load_config(run.path)
+    data_manifest.read_tokenizer(run, tasks.of(read), found.meta["tokenizer"])
+    config_changes.check_resumable(read, CONFIG, ())
     tree_utils.differences(found.meta["arrays"], {})
 
 
@@ -179,7 +171,7 @@ def _arrays(run: workdirs.Workdir) -> None:
     _sealed(run)
     found = reader.find(run.checkpoints, STEP)
     wanted = {"params": nn.meta.unbox(jax.eval_shape(lambda: initial_params(CONFIG)))}
-    reader.restore(run.checkpoints, wanted, STEP, found=found, partial=True)
+    reader.restore(run.checkpoints, wanted, STEP, checkpoint=found, partial=True)
 
 
 def _zarr(run: workdirs.Workdir, add: Callable[..., None]) -> None:

@@ -22,8 +22,9 @@ from brt.interop.huggingface import convert, files
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.huggingface.roberta import verify
 from brt.models import encoder
-from brt.training import exports, saved
+from brt.training import exports
 from brt.training import workdir as workdirs
+from brt.training.start import saved_model
 
 TYPES = "roberta.embeddings.token_type_embeddings.weight"
 SIZES = Encoder(
@@ -128,7 +129,7 @@ def test_a_sentencepiece_model_comes_along(
     run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = SimpleNamespace(name="my.model", file=("tokenizer.model", b"pieces"))
-    monkeypatch.setattr(saved, "tokenizer", lambda model: kept)
+    monkeypatch.setattr(saved_model, "tokenizer", lambda model: kept)
     lines = list(convert.to_hf(exports.of_directory(run()), tmp_path / "theirs", verified=False))
     assert "tokenizer: tokenizer.model" in lines
     assert (tmp_path / "theirs/tokenizer.model").read_bytes() == b"pieces"

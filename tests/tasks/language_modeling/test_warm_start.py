@@ -20,8 +20,8 @@ from brt.errors import CheckpointError, ConfigError
 from brt.layers.stack import new_model_state
 from brt.tasks.weights import Started
 from brt.training import run as runs
-from brt.training import warm_start
-from brt.training.saved import load, load_config
+from brt.training.start import warm_start
+from brt.training.start.saved_model import load, load_config
 from brt.training.state import initial_params
 from brt.training.workdir import Workdir
 
@@ -38,12 +38,12 @@ def config(where: Path | str = "", **model: Any) -> Config:
 
 def ready(asked: Config) -> Model:
     """The model of the weights, where the config says nothing else."""
-    return warm_start.with_model(asked, warm_start.find(asked)).model
+    return warm_start.with_model(asked, warm_start.find_weights(asked)).model
 
 
 def start(where: Path, model: Model, initial: Any) -> Started:
     asked = dataclasses.replace(config(where), model=model)
-    return tasks.of(asked).start(asked, warm_start.find(asked), initial)
+    return tasks.of(asked).start(asked, warm_start.find_weights(asked), initial)
 
 
 def drawn(model: Model, seed: int) -> Any:
@@ -139,7 +139,7 @@ def test_what_was_learned_without_gradients_comes_bit_by_bit(tmp_path: Path) -> 
     found = load(*load_config(tmp_path))
     jax.tree.map(np.testing.assert_array_equal, found.model_state, learnt)
     asked = dataclasses.replace(saved, training=config(tmp_path).training)
-    weights, new = warm_start.find(asked), new_model_state(model)
+    weights, new = warm_start.find_weights(asked), new_model_state(model)
     started = tasks.of(asked).start_model_state(asked, weights, new)
     jax.tree.map(np.testing.assert_array_equal, started, learnt)
 
@@ -162,4 +162,4 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     where = write(tmp_path, MODEL, tokenizer="0" * 64)
     with pytest.raises(ConfigError, match="know another tokenizer than bytes .000000000000, not"):
         asked = config(where)
-        tasks.of(asked).with_weights(asked, warm_start.find(asked), ByteTokenizer())
+        tasks.of(asked).with_weights(asked, warm_start.find_weights(asked), ByteTokenizer())

@@ -1,0 +1,158 @@
+"""What a run does before and after a training step; `brt.training.loop` lists the hooks in order.
+
+A hook is a function of the session that decides itself whether it is time to act.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from brt.distributed import processes
+from brt.errors import Preempted
+from brt.training import evaluations
+from brt.training import workdir as workdirs
+from brt.training.evaluations import SPLIT
+from brt.training.profiling import utilization
+from brt.training.session import Session
+
+Hook: TypeAlias = Callable[[Session], None]
+
+
+def stop_if_requested(session: Session) -> None:
+    """Saves and ends the run if a signal asks for it; raises Preempted."""
+    if session.requests.stop():
+        session.save(wait=True)
+        raise _preempted(session)
+
+
+def start_profile(session: Session) -> None:
+    """Starts a profiler trace before the first step of Training.profile_at."""
+    session.profile.before(session.completed + 1)
+
+
+def stop_profile(session: Session) -> None:
+    """Ends the profiler trace after the last step of Training.profile_at."""
+    if session.profile.after(session.completed, session.state.step):
+        first = session.run.config.training.profile_at[0]
+        session.progress.message(f"profile of steps {first} to {session.completed} is written")
+
+
+def report(session: Session) -> None:
+    """Writes the metrics of an interval to metrics.jsonl and shows them."""
+    step, every = session.completed, session.run.config.training.log_every
+    reported = step == session.steps or step % every == 0
+    if step == session.first + 1 and step % every:
+        session.progress.began(step, session.accumulator.bits_per_token())
+    if not reported:
+        return
+    session.accumulator.flush()
+    metrics, speed = session.accumulator.report(), session.throughput.rate()
+    skipped = session.accumulator.skipped
+    if skipped or session.run.config.training.on_bad_step != "stop":
+        metrics["train/skipped_steps"] = skipped
+    session.metrics.write(
+        step,
+        {
+            **metrics,
+            "train/learning_rate": float(session.learning_rate(step - skipped)),
+            "perf/tokens_per_second": speed.tokens_per_second,
+            "perf/step_seconds": speed.step_seconds,
+            **utilization(speed.flops_per_second, session.run.mesh),
+            "data/epoch": session.run.reader.epoch(step),
+        },
+    )
+    session.progress.report(
+        step,
+        bits_per_token=metrics["train/bits_per_token"],
+        tokens_per_second=speed.tokens_per_second,
+        seconds_left=session.throughput.seconds_left(session.steps - step),
+    )
+
+
+def probe(session: Session) -> None:
+    """Writes metrics of the recurrent states and gates to metrics.jsonl."""
+    every = session.run.config.training.probe_every
+    if session.probe is None or not session.is_time(every):
+        return
+    session.accumulator.flush()
+    with session.throughput.pause():
+        if metrics := session.probe(session.state.params, session.state.carry):
+            session.metrics.write(session.completed, metrics)
+
+
+def evaluate(session: Session) -> None:
+    """Evaluates held-out data; after the last step also all of them, if a part is usual.
+
+    A request to stop interrupts the evaluation, of which then nothing is written. A resumed run
+    evaluates the step of its checkpoint only if that is missing in metrics.jsonl.
+    """
+    if not session.evaluates_now:
+        return
+    task, dataset, step = session.run.task, session.run.dataset, session.completed
+    tag = f"eval/{SPLIT}/{task.primary_metric(dataset).name}"
+    if session.resumed and processes.of_first(session.metrics.has(step, tag)):
+        return
+    session.accumulator.flush()
+    evaluator, last = session.evaluator, step >= session.steps
+    metrics, summaries = {}, []
+    with session.pause("evaluating"):
+        for whole in (False, True) if last and evaluator.partial else (last,):
+            result = evaluator(
+                session.state.params, model_state=session.state.model_state, whole=whole,
+                stop=session.requests.stop,
+            )  # fmt: skip
+            if result is None:
+                session.cut_short = True
+                return
+            if whole:
+                evaluations.write(session.workdir, step, SPLIT, result)
+            metrics |= evaluations.scalars(task, evaluator, SPLIT, result.figures, whole)
+            summaries.append("whole: " * (whole and evaluator.partial) + result.summary)
+    session.metrics.write(step, metrics)
+    session.progress.evaluation(step, f"{SPLIT} {', '.join(summaries)}")
+
+
+def sample(session: Session) -> None:
+    """Writes a text that the model generates to the workdir's samples.
+
+    A resumed run draws the sample of the step of its checkpoint only if the file is missing.
+    """
+    if not session.is_time(session.run.config.training.sample_every):
+        return
+    path = session.workdir.samples / f"{session.completed:08d}.txt"
+    if session.resumed and processes.of_first(path.exists()):
+        return
+    session.accumulator.flush()
+    state, stop = session.state, session.requests.stop
+    with session.pause("sampling"):
+        text = session.evaluator.sample(
+            state.params, session.completed, stop, model_state=state.model_state
+        )
+    if text is None:
+        session.cut_short = True
+    else:
+        workdirs.write_text(path, text, below=session.workdir.path)
+
+
+def save(session: Session) -> None:
+    """Starts a checkpoint every Checkpoint.every steps, and after the last step."""
+    every = session.run.config.checkpoint.every
+    if session.completed == session.steps or session.is_time(every):
+        session.save()
+
+
+def answer_requests(session: Session) -> None:
+    """Saves, or ends the run, if the user created a file that asks for it; may raise Preempted."""
+    step, requests = session.completed, session.requests
+    if requests.checkpoint():
+        session.save(wait=True)
+        requests.checkpoint_done(step)
+    evaluated = session.evaluates_now and not session.cut_short
+    if evaluated and requests.stop_after_evaluation():
+        session.save(wait=True)
+        requests.stop_after_evaluation_done(step)
+        if step < session.steps:
+            raise _preempted(session)
+
+
+def _preempted(session: Session) -> Preempted:
+    return Preempted(f"saved at step {session.completed}; run the same command again to go on")

@@ -1,0 +1,245 @@
+"""A run while it trains: it steps, saves, leaves batches out, and rewinds after a bad step."""
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from brt.checkpointing import reader
+from brt.config import Config
+from brt.config_io import saved_json
+from brt.distributed import mesh as meshes
+from brt.distributed import processes
+from brt.errors import NonFiniteError, Preempted
+from brt.ops import dispatch
+from brt.training import opening, optimizer, trackers
+from brt.training import run as runs
+from brt.training import workdir as workdirs
+from brt.training.bad_steps import BadStep
+from brt.training.evaluations import SPLIT
+from brt.training.metrics import Throughput
+from brt.training.opening import OpenRun
+from brt.training.phases import PhaseTracker
+from brt.training.preemption import StopSignal
+from brt.training.run import CompiledStep
+from brt.training.start import checkpoints, config_changes
+from brt.training.watchdog import attended
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Session(OpenRun):
+    """A run while it trains.
+
+    `open` restores or creates the run and opens its files, `step` trains on a batch, `rewind`
+    returns to the newest checkpoint after a bad step, `close` ends a run that did not fail.
+
+    Attributes:
+      steps: Training.steps, at which the run ends.
+      first: `completed` when the current series of steps began: at the start of the run, when it
+        was resumed, or when batches were left out.
+      cut_short: True if a request to stop interrupted the evaluation or the sample of this step.
+      program: the compiled train step; None before `compile`.
+    """
+
+    throughput: Throughput = dataclasses.field(default_factory=Throughput)
+    program: CompiledStep | None = None
+    cut_short: bool = False
+
+    def __post_init__(self) -> None:
+        config, self.first = self.run.config, self.completed
+        self.steps = config.training.steps
+        self.learning_rate = jax.jit(optimizer.learning_rate(config.optimizer, self.steps))
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, config: Config, path: Path, allowed: Collection[str] = ()) -> Iterator["Session"]:
+        """Opens a run for training, and closes all its files after the block.
+
+        Args:
+          config: the run's.
+          path: the workdir; if it has a checkpoint, the run resumes from the newest one.
+          allowed: settings, as "Training.seed", that may differ from the checkpoint's although
+            that makes a different run.
+
+        Raises:
+          BrtError: the run cannot start.
+        """
+        trackers.requested(config, reader.warn_on_stderr)  # may refuse, before data are prepared
+        config_changes.check_names(allowed)
+        checkpoint = checkpoints.newest(path)
+        run = runs.build(config, checkpoint=checkpoint)
+        phases = PhaseTracker()
+        with (
+            StopSignal(uninterruptible=lambda: phases.uninterruptible) as stop,
+            contextlib.ExitStack() as stack,
+        ):
+            workdir = opening.enter_workdir(workdirs.create(path), stack)
+            watchdog_seconds = run.config.training.watchdog_seconds
+            stack.enter_context(attended(workdir, phases, watchdog_seconds))
+            stack.enter_context(meshes.use(run.mesh))
+            parts = opening.open_files(run, workdir, checkpoint, allowed, stop, phases, stack)
+            session = cls(**vars(parts))
+            del parts  # it refers to the first train state, whose memory is needed
+            stack.callback(phases.enter, "ending")
+            yield session
+
+    def compile(self) -> None:
+        """Compiles the train step and begins the series of steps."""
+        with self.pause("compiling"):
+            self.program = runs.compiled_step(self.run)
+        chosen = ", ".join(f"{op}: {name}" for op, name in dispatch.chosen().items())
+        self.progress.note(f"implementations chosen by 'auto': {chosen or 'none'}")
+        self.phases.enter("stepping", self.completed)
+
+    def step(self) -> None:
+        """Trains on the next batch.
+
+        Raises:
+          BadStep: the step before was bad, which is known only now.
+          CheckpointError: a save in the background failed.
+        """
+        assert self.program, "compile() comes first"
+        self.resumed = self.cut_short = False
+        batch = next(self.batches)
+        if not self.program.prepared(batch):
+            self.progress.message("a batch of another length")
+            with self.pause("compiling"):
+                self.program.prepare(batch)
+        number = self.completed + 1
+        limit = self.accumulator.limit(number)
+        self.state, metrics = self.program(self.state, runs.put(self.run, batch), limit)
+        self.completed = number
+        self.accumulator.add(number, metrics)
+        self._count(batch)
+        self.writer.check()
+        self.phases.progressed(number)
+        self.progress.step(number)
+
+    def _count(self, batch: Any) -> None:
+        """Counts the tokens and FLOPs of a step, of which this process has a part of the lanes."""
+        run = self.run
+        parts = run.config.training.batch_size // len(batch[0])
+        flops = run.task.flops(run.config, batch)
+        self.throughput.step(parts * run.reader.positions(batch), flops and parts * flops)
+
+    def skip_bad_batches(self) -> bool:
+        """Leaves out the next batches if bad_batches.jsonl says so; returns True if any are."""
+        ahead = min(self.bad_steps.skip_to(self.completed), self.steps)
+        if not ahead:
+            return False
+        self.progress.message(
+            f"steps {self.completed + 1} to {ahead} are left out: bad_batches.jsonl says why"
+        )
+        self._seek(ahead)
+        self.accumulator.skipped += ahead - self.completed
+        self.state = self.state._replace(step=runs.put_scalar(self.run, np.int32(ahead)))
+        self._begin_series(ahead)
+        return True
+
+    def rewind(self, step: int, reason: str) -> None:
+        """Returns to the newest checkpoint, or to the beginning, because of a bad step.
+
+        Args:
+          step: the bad step.
+          reason: a phrase that says what is wrong with the step.
+
+        Raises:
+          NonFiniteError: the run has more bad steps than Training.max_bad_steps.
+          CheckpointError: no checkpoint is intact.
+        """
+        del self.state  # its memory is needed for the restored one
+        with self.pause("restoring"):
+            self.writer.wait()
+            processes.wait_for_all("rollback")  # until process 0 has renamed the newest checkpoint
+            directory = self.workdir.checkpoints
+            checkpoint = checkpoints.newest(directory.parent)
+            if checkpoint is None:
+                self.state, meter = runs.new_state(self.run, lambda line: None), None
+            else:
+                restored = reader.restore(directory, self.run.abstract, checkpoint=checkpoint)
+                self.state, meter = restored.state, restored.meta["meter"]
+            target = int(self.state.step)
+            self.progress.message(self.bad_steps.record_rollback(step, reason, target))
+            self.accumulator.restore(meter)
+            self.metrics.rewind(target)
+            self._seek(target)
+        self._begin_series(target)
+
+    def _seek(self, step: int) -> None:
+        """Moves the iterator of batches to a step."""
+        self.batches.set_state({**self.batches.get_state(), "step": step})
+
+    def _begin_series(self, step: int) -> None:
+        self.completed = self.first = step
+        self.resumed = self.cut_short = False
+        self.phases.enter("stepping", step)
+
+    def save(self, *, wait: bool = False) -> None:
+        """Starts a checkpoint of everything that a resumed run needs.
+
+        Args:
+          wait: return only when the checkpoint is complete.
+
+        Raises:
+          BadStep: the state is not finite, and the run rolls back after bad steps.
+          NonFiniteError: the state is not finite.
+          CheckpointError: this save, or the one before it, failed.
+        """
+        self.accumulator.flush()
+        with self.pause("saving"):
+            try:
+                self.writer.save(self.completed, self.state, self._metadata())
+            except NonFiniteError as error:
+                if not self.bad_steps.rolls_back:
+                    raise
+                reason = "its update is not finite"
+                raise BadStep(self.completed, reason, str(error)) from error
+        if wait:
+            with self.pause("committing"):
+                self.writer.wait()
+
+    def _metadata(self) -> dict[str, object]:
+        """Returns what a checkpoint stores in addition to arrays, as JSON."""
+        return {
+            "seed": self.run.config.training.seed,
+            "data": self.batches.get_state(),
+            "meter": self.accumulator.state(),
+            "config": saved_json(self.run.config),
+            "tokenizer": self.run.dataset.tokenizer.fingerprint,
+            "provenance": self.provenance,
+        }
+
+    def close(self) -> None:
+        """Waits for the last save, and for the other processes of the run.
+
+        Raises:
+          CheckpointError: the last save failed.
+          Preempted: a request to stop interrupted the evaluation of the last step.
+        """
+        with self.phases.during("committing"):
+            self.writer.wait()
+        if self.cut_short:
+            step = max(self.completed, self.steps)
+            raise Preempted(f"saved at step {step}, not evaluated; run the same again")
+        processes.wait_for_all("end")
+
+    @contextlib.contextmanager
+    def pause(self, phase: str) -> Iterator[None]:
+        """Enters a phase whose time does not count for the speed of training."""
+        with self.phases.during(phase), self.throughput.pause():
+            yield
+
+    def is_time(self, every: int) -> bool:
+        """Returns True at multiples of `every` steps and at the last step; never if it is 0."""
+        at_end = self.completed >= self.steps
+        return bool(every) and (at_end or self.completed % every == 0)
+
+    @property
+    def evaluates_now(self) -> bool:
+        """True if held-out data are evaluated at this step."""
+        every = self.run.config.training.evaluate_every
+        return SPLIT in self.run.dataset.splits and self.is_time(every)

@@ -1,0 +1,136 @@
+"""Decides which settings may differ between a checkpoint and the run that resumes from it.
+
+Every setting declares whether a resumed run may change it (`brt.config.fields`). A difference in
+another setting would make a different run, so it is refused unless the user allows that setting
+by name with --allow_config_change.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from brt import tree_utils
+from brt.checkpointing import reader
+from brt.checkpointing.reader import VerifiedCheckpoint
+from brt.config import Config
+from brt.config.fields import settings
+from brt.config_io import FIELDS, SECTION_TYPES, config_from_json, difference, unknown_name
+from brt.errors import ConfigError
+from brt.training.state import TrainState
+
+
+class ConfigChanges(NamedTuple):
+    """Differences between the config of a checkpoint and that of the run that resumes from it.
+
+    Attributes:
+      lines: every difference as "Section.field: old -> new".
+      allowed: names of changed settings that a resumed run may change only with
+        --allow_config_change.
+    """
+
+    lines: list[str]
+    allowed: list[str]
+
+
+def may_change(name: str) -> bool:
+    """Returns True if a resumed run may change the setting `Section.field` without a flag."""
+    section, _, field = name.partition(".")
+    return settings(SECTION_TYPES[section])[field].resume
+
+
+def check_names(names: Collection[str]) -> None:
+    """Raises ConfigError if one of the names in --allow_config_change is not a setting."""
+    for name in names:
+        if name not in FIELDS:
+            raise ConfigError(f"--allow_config_change={name}: there is {unknown_name(name)}")
+
+
+def check_resumable(
+    saved: Config, config: Config, allowed: Collection[str] | None = None
+) -> list[str]:
+    """Describes every difference between a checkpoint's config and the config of its new use.
+
+    Args:
+      saved: the checkpoint's config.
+      config: the config that is used with the checkpoint.
+      allowed: settings that may differ although they make a different run; None if the
+        checkpoint is only read, so that the error does not offer --allow_config_change.
+
+    Returns:
+      The differences as "Section.field: old -> new".
+
+    Raises:
+      ConfigError: a setting differs that makes a different run and is not allowed to.
+    """
+    differences = difference(saved, config)
+    refused = {
+        name: f"{name} was {old!r} and is {new!r}"
+        for name, old, new in differences
+        if not may_change(name) and name not in (allowed or ())
+    }
+    if refused:
+        flags = " ".join(f"--allow_config_change={name}" for name in refused)
+        anyway = "" if allowed is None else f"; to go on with it as another run, add {flags}"
+        raise ConfigError(
+            f"this workdir holds another run: {'; '.join(refused.values())}; set it back, or "
+            f"choose another --workdir{anyway}"
+        )
+    return [f"{name}: {old!r} -> {new!r}" for name, old, new in differences]
+
+
+def compare(
+    checkpoint: VerifiedCheckpoint, config: Config, abstract: TrainState, allowed: Collection[str]
+) -> ConfigChanges:
+    """Compares a checkpoint with the run that is about to resume from it.
+
+    Args:
+      checkpoint: the checkpoint.
+      config: the config of the run.
+      abstract: shapes and dtypes of the run's train state.
+      allowed: settings that the user allows to change; see `check_resumable`.
+
+    Raises:
+      ConfigError: a difference is not allowed, or it changes the shapes of the saved arrays,
+        which no flag makes possible.
+    """
+    saved = config_from_json(checkpoint.meta["config"])
+    lines = check_resumable(saved, config, allowed)
+    names = [name for name, *_ in difference(saved, config) if not may_change(name)]
+    arrays = tree_utils.describe(tree_utils.named(abstract))
+    if names and (differences := tree_utils.differences(checkpoint.meta["arrays"], arrays)):
+        raise ConfigError(
+            f"{' and '.join(names)} cannot change in a run, even so: the shapes of what "
+            f"is saved change with it ({reader.join(differences)}); set it back, or choose another "
+            "--workdir"
+        )
+    return ConfigChanges(lines, names)
+
+
+def history(meta: Mapping[str, Any] | None, changes: ConfigChanges | None) -> list[dict[str, Any]]:
+    """Lists all config changes of a run so far, as JSON for provenance.json.
+
+    Args:
+      meta: metadata of the checkpoint that the run resumes from; None for a new run.
+      changes: differences from that checkpoint; None for a new run.
+    """
+    if not meta or not changes:
+        return []
+    earlier = meta.get("provenance", {}).get("config_changes", [])
+    now = {"step": meta["step"], "changed": changes.lines, "allowed": changes.allowed}
+    return [*earlier, *([now] if changes.lines else [])]
+
+
+def data_position(
+    saved: Mapping[str, Any], current: Mapping[str, Any], changes: ConfigChanges | None
+) -> dict[str, Any]:
+    """Returns the state at which the iterator of batches continues.
+
+    The step is always that of the checkpoint. If the user allowed a change that reads the data in
+    another order, the rest of the state is that of the new iterator.
+
+    Args:
+      saved: the iterator's state in the checkpoint.
+      current: the state of the run's new iterator.
+      changes: differences between the checkpoint's config and the run's.
+    """
+    order = {name: value for name, value in current.items() if name not in ("step", "store")}
+    return {**saved, **(order if changes and changes.allowed else {})}

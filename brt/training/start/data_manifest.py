@@ -1,0 +1,155 @@
+"""The tokenizer and data.json, which a run stores so that it can be used without its data.
+
+data.json says where the data were prepared and what each split consisted of (documents, bytes,
+checksums). It lets a resumed run refuse changed training data, and an evaluation refuse a split
+that is no longer the one that was held out.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from brt import untrusted
+from brt.errors import CheckpointError, DataError
+from brt.formatting import counted
+from brt.tasks.protocol import Dataset, Task
+from brt.tasks.weights import Tokenizer
+from brt.training import workdir as workdirs
+from brt.training.workdir import Workdir
+
+_SHOWN = 3  # number of files that an error names
+_HASH = 12  # number of digits of a checksum that are shown
+_SPLIT = {  # in addition to the number of the split's documents, rows or clips
+    "names": [str], "sha256": str, "held_out": str, "bytes?": int,
+    "sources": [{"name": str, "sha256": str}],
+}  # fmt: skip
+_MANIFEST = {"directory": str, "splits": {str: _SPLIT}}
+
+SplitDescription = Mapping[str, Any]  # as returned by `Dataset.described` for one split
+
+
+class DataManifest(NamedTuple):
+    """The content of data.json.
+
+    Attributes:
+      directory: where the data were prepared.
+      splits: what each split consisted of, by its name, as `Dataset.described` returns it.
+    """
+
+    directory: str = ""
+    splits: Mapping[str, SplitDescription] = {}
+
+
+def write(workdir: Workdir, dataset: Dataset) -> None:
+    """Writes the tokenizer and data.json of a run."""
+    name, content = dataset.tokenizer.file
+    workdirs.write_bytes(workdir.tokenizer / name, content, below=workdir.path)
+    manifest = DataManifest(str(dataset.directory.absolute()), dataset.described())
+    workdirs.write_json(workdir.data, manifest._asdict())
+
+
+def read(workdir: Workdir) -> DataManifest:
+    """Reads data.json; returns an empty manifest if the run has not written one yet.
+
+    Raises:
+      CheckpointError: data.json is damaged.
+    """
+    try:
+        content = untrusted.read_json(workdir.data, _MANIFEST)
+        for name, split in content["splits"].items():
+            untrusted.check(_size(split)[1], int, f"the size of {name}")
+        return DataManifest(content["directory"], content["splits"])
+    except FileNotFoundError:
+        return DataManifest()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{workdir.data} is damaged ({error}); delete it") from error
+
+
+def read_tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
+    """Reads the tokenizer that a run stored.
+
+    Args:
+      workdir: the run's.
+      task: the run's task, which knows the format of the file.
+      fingerprint: the tokenizer's, according to the checkpoint.
+
+    Raises:
+      CheckpointError: the file is missing, or its fingerprint is another one.
+      DataError: the file is damaged.
+    """
+    files = [path for path in workdir.tokenizer.glob("*") if not path.name.startswith(".")]
+    if len(files) != 1:
+        raise CheckpointError(
+            f"{workdir.path} does not hold its tokenizer, as runs of older versions do not; type "
+            f"python -m brt.train --workdir={workdir.path} where its training data are, which "
+            f"writes {workdir.tokenizer} and goes on"
+        )
+    tokenizer = task.load_tokenizer(files[0])
+    if tokenizer.fingerprint != fingerprint:
+        raise wrong_tokenizer(workdir, fingerprint, tokenizer)
+    return tokenizer
+
+
+def wrong_tokenizer(workdir: Workdir, expected: str, actual: Tokenizer) -> CheckpointError:
+    """Returns the error for a tokenizer that the run's model was not trained with.
+
+    Args:
+      workdir: the run's.
+      expected: fingerprint of the tokenizer that the model was trained with.
+      actual: the tokenizer that was read.
+    """
+    return CheckpointError(
+        f"{workdir.path} was trained with another tokenizer than {actual.name} "
+        f"({expected[:_HASH]}, not {actual.fingerprint[:_HASH]}); evaluate it with the one it knows"
+    )
+
+
+def describe_splits(splits: Mapping[str, SplitDescription]) -> list[str]:
+    """Describes each split in a line: its size, a few names, its checksum, its origin."""
+    lines = []
+    for name, split in splits.items():
+        unit, count = _size(split)
+        size = f", {split['bytes']:,} bytes" if "bytes" in split else ""
+        names = [Path(document).name for document in split["names"]]
+        more = f" and {count - len(names):,} more" if count > len(names) > 0 else ""
+        documents = f" ({', '.join(names)}{more})" if names else ""
+        origin = f": {split['held_out']}" if split["held_out"] else ""
+        amount = f"{counted(count, unit.removesuffix('s'))}{documents}{size}"
+        lines.append(f"{name}: {amount}, sha256 {split['sha256'][:_HASH]}{origin}")
+    return lines
+
+
+def check_unchanged(workdir: Workdir, splits: Mapping[str, SplitDescription]) -> None:
+    """Raises DataError if the training data differ from those that the run began with.
+
+    Args:
+      workdir: the run's, whose data.json describes the earlier data.
+      splits: descriptions of the data as they are now.
+    """
+    before, now = read(workdir).splits.get("train"), splits["train"]
+    if not before or before["sha256"] == now["sha256"]:
+        return
+    old, new = ({f["name"]: f["sha256"] for f in split["sources"]} for split in (before, now))
+    changes = {
+        "new": new.keys() - old.keys(),
+        "gone": old.keys() - new.keys(),
+        "changed": {name for name in new.keys() & old.keys() if new[name] != old[name]},
+    }
+    listed = "; ".join(
+        f"{kind}: {_some(sorted(names))}" for kind, names in changes.items() if names
+    )
+    raise DataError(
+        f"the training data are not those that {workdir.path} was trained on "
+        f"({listed or 'they are split or tokenized otherwise'}); restore them, or train in another "
+        "--workdir"
+    )
+
+
+def _size(split: SplitDescription) -> tuple[str, Any]:
+    """Returns unit and count, the first entry of a split's description."""
+    return next(iter(split.items()), ("", None))
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,172 @@
+"""Loads the trained model of a workdir for evaluation, generation, conversion and warm starts."""
+
+import contextlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+from jaxtyping import Array, PyTree
+
+from brt import tasks
+from brt.checkpointing import reader
+from brt.checkpointing.reader import VerifiedCheckpoint
+from brt.config import Config
+from brt.config_io import config_from_json, to_read_with
+from brt.distributed import mesh as meshes
+from brt.errors import ConfigError, DataError
+from brt.tasks.protocol import Dataset
+from brt.tasks.weights import Tokenizer
+from brt.training import compilation
+from brt.training.sharding import parameter_shardings
+from brt.training.start import checkpoints, data_manifest
+from brt.training.start.config_changes import check_resumable
+from brt.training.start.data_manifest import DataManifest
+from brt.training.state import initial_params, parameter_axes
+from brt.training.workdir import Workdir
+
+
+class SavedModel(NamedTuple):
+    """The parameters of a checkpoint, with the config and metadata that they were saved with.
+
+    Attributes:
+      workdir: the run's.
+      step: the checkpoint's, completed training steps.
+      config: the checkpoint's, with the changes that its reader asked for.
+      meta: the checkpoint's metadata.
+      params: the parameters, on the devices of `mesh`.
+      model_state: state of the model that is learned without gradients.
+      mesh: the mesh that the parameters are sharded over; None if they are on the default device.
+    """
+
+    workdir: Workdir
+    step: int
+    config: Config
+    meta: dict[str, Any]
+    params: PyTree[Array]
+    model_state: PyTree[Array] | None = None
+    mesh: jax.sharding.Mesh | None = None
+
+    def on_devices(self) -> contextlib.AbstractContextManager[object]:
+        """Returns a context in which computations use the model's mesh."""
+        return contextlib.nullcontext() if self.mesh is None else meshes.use(self.mesh)
+
+
+def load_config(
+    workdir: Path, step: int | None = None
+) -> tuple[Workdir, VerifiedCheckpoint, Config]:
+    """Reads the config of a checkpoint, but none of its arrays.
+
+    Settings that say where a run writes are reset to their defaults.
+
+    Args:
+      workdir: the run's.
+      step: the step of the checkpoint; None for the newest intact one.
+
+    Raises:
+      ConfigError: the workdir does not exist.
+      CheckpointError: the workdir has no intact checkpoint, or none of this step.
+    """
+    if not workdir.is_dir():
+        raise ConfigError(f"--workdir={workdir} does not exist")
+    run = Workdir(workdir)
+    checkpoint = checkpoints.find(run.checkpoints, step)
+    return run, checkpoint, to_read_with(config_from_json(checkpoint.meta["config"]))
+
+
+def load(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> SavedModel:
+    """Reads the parameters of a checkpoint onto the devices that training would use.
+
+    Fewer devices are used if this machine has fewer than the run's mesh.
+
+    Args:
+      workdir: the run's.
+      checkpoint: as `load_config` returned it.
+      config: the checkpoint's, in which settings may differ that a resumed run may change.
+
+    Raises:
+      ConfigError: another setting differs.
+    """
+    compilation.use_cache()
+    check_resumable(config_from_json(checkpoint.meta["config"]), config)
+    shapes = jax.eval_shape(
+        lambda: {
+            "params": nn.meta.unbox(initial_params(config)),
+            "model_state": tasks.of(config).initial_model_state(config),
+        }
+    )
+    mesh = _mesh(config)
+    target = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        _shardings(shapes, mesh, config),
+    )
+    # A trainer may remove the checkpoint while it is read. If the user did not request this step,
+    # `restore` then takes the newest checkpoint instead.
+    restored = reader.restore(
+        workdir.checkpoints, target, checkpoint.requested, checkpoint=checkpoint, partial=True
+    )
+    step, state, meta = restored.step, restored.state, restored.meta
+    return SavedModel(workdir, step, config, meta, state["params"], state["model_state"], mesh)
+
+
+def _mesh(config: Config) -> jax.sharding.Mesh | None:
+    """Returns the run's mesh fitted to this machine; None if that is a single device."""
+    shared = tasks.of(config).shared(config)
+    mesh = meshes.build(meshes.fitting(config.mesh, shared), {})
+    return mesh if mesh.size > 1 else None
+
+
+def _shardings(
+    shapes: PyTree[jax.ShapeDtypeStruct],
+    mesh: jax.sharding.Mesh | None,
+    config: Config,
+) -> PyTree[jax.sharding.Sharding]:
+    if mesh is None:
+        single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return jax.tree.map(lambda _: single, shapes)
+    return {
+        "params": parameter_shardings(mesh, shapes["params"], parameter_axes(config)),
+        "model_state": jax.tree.map(lambda _: meshes.replicated(mesh), shapes["model_state"]),
+    }
+
+
+def tokenizer(model: SavedModel) -> Tokenizer:
+    """Reads the run's tokenizer from its workdir; raises as `data_manifest.read_tokenizer`."""
+    task = tasks.of(model.config)
+    return data_manifest.read_tokenizer(model.workdir, task, model.meta["tokenizer"])
+
+
+def open_split(model: SavedModel, split: str) -> Dataset:
+    """Opens one split of the data that the model's config names, with the run's tokenizer.
+
+    Raises:
+      ConfigError: the config names another tokenizer.
+      CheckpointError: as `tokenizer`; or the config names a store of another tokenizer.
+      DataError: the split does not exist or cannot be read; or it was held out of training data
+        that have changed since, so that it is not the same split any more.
+    """
+    config, task = model.config, tasks.of(model.config)
+    configs = config_from_json(model.meta["config"]), config
+    trained, requested = (getattr(to_read_with(c), task.data) for c in configs)
+    name = getattr(requested, "tokenizer", "")  # the config of speech has none
+    if name != getattr(trained, "tokenizer", ""):
+        raise ConfigError(
+            f"{model.workdir.path} was trained with another tokenizer than "
+            f"{type(requested).__name__}.tokenizer = {name!r}; evaluate it with the one it knows"
+        )
+    same_data = trained == requested
+    manifest = data_manifest.read(model.workdir) if same_data else DataManifest()
+    known = Path(manifest.directory) if manifest.directory else None
+    dataset = task.open_split(config, split, tokenizer(model), known=known)
+    if dataset.tokenizer.fingerprint != model.meta["tokenizer"]:
+        expected = model.meta["tokenizer"]
+        raise data_manifest.wrong_tokenizer(model.workdir, expected, dataset.tokenizer)
+    before = manifest.splits.get(split, {})
+    if before.get("held_out") and before["sha256"] != dataset.split(split).fingerprint:
+        raise DataError(
+            f"{split} is {before['held_out']}, which is not what {model.workdir.path} was trained "
+            f"on, so that other data would be held out; restore it, or name "
+            f"{type(requested).__name__}.{split}"
+        )
+    return dataset

@@ -1,0 +1,95 @@
+"""Weights that a new run starts from (Training.init_from): finds them and adapts the config."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+from brt import tasks
+from brt.checkpointing import reader
+from brt.config import Config
+from brt.config.fields import settings
+from brt.errors import CheckpointError, ConfigError
+from brt.tasks.weights import Weights
+from brt.training.start import saved_model
+from brt.training.workdir import Workdir
+
+
+def find_weights(config: Config) -> Weights | None:
+    """Returns the weights that Training.init_from names, or None if it names none.
+
+    They are a run, or a directory of converted weights.
+
+    Raises:
+      CheckpointError: there are no weights at that place, or they are of another kind of model.
+    """
+    where, task = config.training.init_from, tasks.of(config)
+    if not where:
+        return None
+    if not reader.present(Workdir(Path(where)).checkpoints):
+        return task.converted(config, Path(where))
+    workdir, checkpoint, source_config = saved_model.load_config(Path(where))
+    model = functools.cache(lambda: saved_model.load(workdir, checkpoint, source_config))
+    weights = weights_of_run(where, config, source_config, checkpoint.meta["tokenizer"])
+    return weights._replace(
+        load=lambda: model().params, load_model_state=lambda: model().model_state
+    )
+
+
+def weights_of_run(where: str, config: Config, source_config: Config, tokenizer: str) -> Weights:
+    """Describes the weights of a run from its config, without a way to load them.
+
+    Args:
+      where: the run's workdir, as Training.init_from names it.
+      config: the config of the run that starts.
+      source_config: the config of the run that trained the weights.
+      tokenizer: fingerprint of the tokenizer that the weights were trained with.
+
+    Raises:
+      CheckpointError: the run trained another kind of model.
+    """
+    task, source_task = tasks.of(config), tasks.of(source_config)
+    if source_task.model != task.model:
+        raise CheckpointError(
+            f"{where} is the run of another model: it trained {source_task.name}, and {task.name} "
+            f"starts from weights of {type(getattr(config, task.model)).__name__}; name such a run "
+            "in Training.init_from"
+        )
+
+    def load() -> Any:
+        raise AssertionError("a resumed run takes its parameters from its own checkpoint")
+
+    return Weights(where, getattr(source_config, task.model), tokenizer, source_task.name, load)
+
+
+def with_model(config: Config, weights: Weights) -> Config:
+    """Returns the config with the model of the weights.
+
+    Each setting of the model declares in `brt.config.fields` whether it belongs to the new run
+    ("own"), may be adapted by it ("adaptable"), or has to be that of the weights ("inherited").
+
+    Raises:
+      ConfigError: the config contradicts the weights, or the weights are of another task.
+    """
+    task = tasks.of(config)
+    task.check_weights(weights)
+    section = task.model
+    model = _merged(getattr(config, section), weights.model, weights.where)
+    return dataclasses.replace(config, **{section: model})
+
+
+def _merged(requested: Any, trained: Any, where: str) -> Any:
+    """Merges the model section of a config with that of the weights."""
+    section, defaults = type(requested), type(requested)()
+    changes = {}
+    for name, setting in settings(section).items():
+        value, default, old = (getattr(model, name) for model in (requested, defaults, trained))
+        adaptable = setting.warm_start == "adaptable"
+        if setting.warm_start == "own" or (adaptable and value != default):
+            changes[name] = value
+        elif not adaptable and value not in (default, old):
+            raise ConfigError(
+                f"{section.__name__}.{name} = {value!r}, but the weights of Training.init_from = "
+                f"{where!r} have {old!r}; leave it out"
+            )
+    return dataclasses.replace(trained, **changes)
