@@ -26,7 +26,6 @@ gc.set_threshold(200_000, 50, 100)  # what is traced is garbage all at once
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-from collections import Counter  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from fnmatch import fnmatchcase  # noqa: E402
 from typing import Any  # noqa: E402
@@ -34,41 +33,35 @@ from typing import Any  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-TESTS = Path(__file__).parent
 FIRST = "tests/end_to_end/test_bad_input.py::"
-SLOW: dict[str, list[str]] = {}  # patterns of each file
-CASES = pytest.StashKey[dict[str, Counter[str]]]()  # of each function, how many are quick or slow
-for line in (TESTS / "slow.txt").read_text().splitlines():
-    if line and not line.startswith("#"):
-        file, _, pattern = line.partition("::")
-        SLOW.setdefault(f"tests/{file}", []).append(pattern)
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Marks what slow.txt lists."""
-    file, _, name = item.nodeid.partition("::")
-    if any(fnmatchcase(name, pattern) for pattern in SLOW.get(file, ())):
-        item.add_marker(pytest.mark.slow)
-
-
-@pytest.hookimpl(tryfirst=True)  # before what is not asked for is left out
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects the slow tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Counts each function's cases for test_slow.py and tools/list_properties.py.
+    """Marks the slow cases and puts the file first that trains the run of the commands.
 
-    The file that trains the commands' run goes first, so that no other worker waits for it.
+    `@pytest.mark.slow_cases("pattern", ...)` marks the cases of a function, or of a whole file, as
+    slow whose id in brackets matches one of the patterns (see `fnmatch`). Other workers wait for
+    the run of the commands, so its file goes first.
+
+    Raises:
+      pytest.UsageError: a pattern matches no case, and all cases were collected.
     """
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
-    found = config.stash.setdefault(CASES, {})
+    unused: dict[tuple[str, str], bool] = {}
     for item in items:
-        function = item.nodeid.partition("[")[0]
-        kind = "slow" if item.get_closest_marker("slow") else "quick"
-        found.setdefault(function, Counter())[kind] += 1
-
-
-@pytest.fixture(scope="session")
-def cases(request: pytest.FixtureRequest) -> dict[str, Counter[str]]:
-    """How many quick and slow cases each function has that was collected."""
-    return request.config.stash[CASES]
+        case = item.callspec.id if hasattr(item, "callspec") else ""
+        for node, mark in item.iter_markers_with_node("slow_cases"):
+            for pattern in mark.args:
+                matches = fnmatchcase(case, pattern)
+                key = (node.nodeid.partition("[")[0], pattern)
+                unused[key] = unused.get(key, True) and not matches
+                if matches:
+                    item.add_marker(pytest.mark.slow)
+    selected = any("::" in argument for argument in config.args)
+    wrong = [f"{node}: {pattern!r}" for (node, pattern), alone in unused.items() if alone]
+    if wrong and not selected:
+        raise pytest.UsageError(f"slow_cases that match no case: {', '.join(wrong)}")
 
 
 @pytest.fixture(autouse=True, scope="session")

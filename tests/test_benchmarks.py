@@ -141,6 +141,7 @@ def run(script: str, *flags: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow  # Runs commands as processes; quick tests cover what the commands call.
 def test_processes_take_turns_and_who_is_absent_is_named(tmp_path: Path) -> None:
     sizes = "--lanes=1", "--tokens=32", "--window=8", "--heads=2", "--head_dim=8"
     flags = "--dtype=float32", "--rounds=2", "--only=brt,torch", f"--json={tmp_path / 'rows'}"

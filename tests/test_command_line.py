@@ -375,6 +375,7 @@ def run(*flags: str, after: str = "", **environment: str) -> subprocess.Complete
     )
 
 
+@pytest.mark.slow_cases("flags[1237]-*")
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [

@@ -154,6 +154,22 @@ def test_documents_name_files_that_exist() -> None:
             assert (ROOT / file).is_file(), (document.name, file)
 
 
+@pytest.mark.slow_cases(
+    "tiny/*",
+    "small/*",
+    "pg19_tokens/*",
+    "arxiv/*",
+    "github/*",
+    "ablations/*",
+    "melodi/[ps]*",
+    "melodi/arxiv*",
+    "long_context/*",
+    "pg19_bytes/xl*",
+    "pg19_bytes/feedback*",
+    "pg19_bytes/rec_lstm*",
+    "pg19_bytes/rec_fixed_dual",
+    "pg19_bytes/rec_fixed_single",
+)
 @each_row
 def test_builds(row: str) -> None:
     """Of models that differ in sizes alone those with a known one."""
@@ -176,6 +192,7 @@ def test_layers_that_sum_up_have_the_originals_parameters(name: str, count: int)
     assert parameters(sized(f"melodi/pg19_{name}"))[1] == count
 
 
+@pytest.mark.slow_cases("feedback_fixed_skip", "slide_13")
 @pytest.mark.parametrize("name", PARITY)
 def test_the_originals_arithmetic_has_the_same_parameters(name: str) -> None:
     assert parameters(sized(f"pg19_bytes/{name}").parity())[1] == PINNED[name]

@@ -28,6 +28,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.slow  # Runs commands as processes; quick tests cover what the commands call.
 def test_the_wheel_is_pure_python_of_this_version(wheel: Path) -> None:
     assert wheel.name == f"brt-{brt.__version__}-py3-none-any.whl"
 

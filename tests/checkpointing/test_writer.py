@@ -32,6 +32,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+@pytest.mark.slow_cases("1-0-*", "9-0-*")
 @pytest.mark.parametrize(
     ("keep", "keep_every", "kept"),
     [(1, 0, [6]), (2, 0, [5, 6]), (2, 2, [2, 4, 5, 6]), (9, 0, [1, 2, 3, 4, 5, 6])],
@@ -364,6 +365,7 @@ while sys.stdin.readline():  # each line is a new run; fork saves importing ever
 """
 
 
+@pytest.mark.slow  # test_interruptions.py::test_kills_lose_nothing sends one kill.
 def test_sigkill_never_loses_a_saved_step(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     last = 0

@@ -31,6 +31,7 @@ def test_every_command_is_listed_with_its_first_line() -> None:
         assert re.search(f"^  brt {name} +{re.escape(about)}$", done.stdout, re.M)
 
 
+@pytest.mark.slow  # Runs commands as processes; quick tests cover what the commands call.
 def test_a_command_runs_as_its_module_does() -> None:
     flags = ["--gin.Training.steps=7", "--print_config"]
     done = run("-m", "brt", "train", *flags)

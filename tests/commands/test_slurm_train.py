@@ -18,6 +18,7 @@ def tool(directory: Path, name: str, body: str) -> None:
     (directory / name).chmod(0o755)
 
 
+@pytest.mark.slow_cases("[01]")
 @pytest.mark.parametrize("code", [0, 1, 75])
 def test_a_job_passes_the_signal_on_and_queues_itself_again(code: int, tmp_path: Path) -> None:
     tools = tmp_path / "tools"

@@ -41,6 +41,7 @@ def read_all(directory: Path) -> Dataset:
     return dataset
 
 
+@pytest.mark.slow_cases("train/manifest.json")
 @pytest.mark.parametrize("name", ["corpus.json", "train/manifest.json", "train/documents.npz"])
 def test_a_bit_that_is_another_is_one_sentence_or_changes_nothing_that_is_read(name, dataset):
     path = dataset / name

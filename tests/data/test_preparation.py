@@ -211,6 +211,7 @@ def command(*args, directory):
     )  # fmt: skip
 
 
+@pytest.mark.slow  # Runs commands as processes; quick tests cover what the commands call.
 def test_the_command(books, tmp_path):
     flags = ["--documents", "books/*.txt", "--tokenizer", "train:300", "--output", "out"]
     done = command(*flags, directory=tmp_path)

@@ -206,6 +206,7 @@ def content(found: dict[str, bytes] | str) -> dict[str, bytes] | str:
     }
 
 
+@pytest.mark.slow_cases("Speech.*", "Pairs.*")
 @pytest.mark.parametrize(("kind", "field"), FIELDS)
 def test_a_changed_setting_is_prepared_as_in_an_empty_cache(
     example: Callable[[type], tuple[Example, Any]], kind: type, field: str, tmp_path: Path

@@ -44,6 +44,7 @@ def test_names_that_collide_or_do_not_exist_are_refused() -> None:
         rules.spec(("lanes",), (4, 4), mesh())
 
 
+@pytest.mark.slow_cases("summarization")
 @pytest.mark.parametrize("task", TASKS)
 def test_no_parameter_of_any_task_collides(task: str) -> None:
     config = Config(training=Training(task=task))

@@ -9,6 +9,8 @@ import pytest
 
 from brt.layers.kinds import KINDS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools/memory_kinds.py"
 

@@ -35,6 +35,7 @@ def test_training_leaves_what_its_summary_names(
         assert line in again.out
 
 
+@pytest.mark.slow  # Runs commands as processes; quick tests cover what the commands call.
 def test_evaluation_reports_every_token(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,6 +55,7 @@ def test_evaluation_reports_every_token(
     assert said.err == "", "progress is for terminals"
 
 
+@pytest.mark.slow  # Runs commands as processes; quick tests cover what the commands call.
 def test_a_text_can_be_continued_another_day(
     commands: Commands, trained: Path, tmp_path: Path
 ) -> None:
@@ -165,6 +167,7 @@ def test_the_printed_config_is_the_one_asked_for(
     assert "# default" in lines["Training.seed"]
 
 
+@pytest.mark.slow  # Runs commands as processes; quick tests cover what the commands call.
 def test_a_run_that_explodes_stops_and_saves_nothing_of_it(
     commands: Commands, tmp_path: Path
 ) -> None:

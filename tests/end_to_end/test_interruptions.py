@@ -100,6 +100,7 @@ def test_before_training_a_signal_stops_at_once(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow  # training/test_preemption.py tests the handler alone.
 def test_a_second_ctrl_c_quits_at_once(commands: Commands, tmp_path: Path) -> None:
     twice = at(COMPILING, 1, "send(signal.SIGINT, signal.SIGINT)")
     done = commands.train(tmp_path, hook=twice, code=130)

@@ -25,6 +25,7 @@ def test_a_model_knows_its_run(model: brt.Model, trained: Path) -> None:
     assert brt.load(trained, bindings={"Sampling.top_k": 3}).config.sampling.top_k == 3
 
 
+@pytest.mark.slow
 def test_memories_are_gone_on_from_as_if_nothing_had_happened(
     model: brt.Model, tmp_path: Path
 ) -> None:
@@ -41,6 +42,7 @@ def test_memories_are_gone_on_from_as_if_nothing_had_happened(
     np.testing.assert_allclose(ids.logits, memory.logits, atol=1e-4)
 
 
+@pytest.mark.slow  # Runs commands as processes; quick tests cover what the commands call.
 def test_a_memory_of_a_command_is_one_of_python(
     model: brt.Model, commands: Commands, trained: Path, tmp_path: Path
 ) -> None:

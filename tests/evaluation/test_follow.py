@@ -150,6 +150,8 @@ def test_a_follower_waits_for_a_trainer_but_not_for_ever(
     assert now == [60]
 
 
+# test_reading.py, test_gradients.py and the first test of test_follow.py are quick.
+@pytest.mark.slow
 def test_a_run_that_goes_on_further_is_followed_further(followed: Followed) -> None:
     saved = workdirs.saved_config(followed.workdir.path)
     longer = dataclasses.replace(saved, training=dataclasses.replace(saved.training, steps=30))

@@ -89,6 +89,12 @@ def described(case: dict) -> str:
     return ",".join([*words, "bart" if case["ids"]["start"] else "t5"])
 
 
+@pytest.mark.slow_cases(
+    "beams=6,*early_stopping=*",
+    "beams=4,*max_length=6,*",
+    "beams=2,*",
+    "beams=4,length_penalty=[01]*",
+)
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[described(case) for case in CASES])
 def test_texts_and_scores_equal_hugging_face(number: int) -> None:
     decoding, ids = Decoding(**CASES[number]["decoding"]), SpecialTokens(**CASES[number]["ids"])
@@ -165,6 +171,7 @@ def all_texts(
     return sorted(found, reverse=True)
 
 
+@pytest.mark.slow_cases("*'no_repeat_ngram': 5*", "{'length_penalty'*", "{'penalty'*")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -210,6 +217,7 @@ def test_a_t5x_score_is_not_hugging_faces() -> None:
     np.testing.assert_allclose((t5x.scores / hf.scores)[same], ratio[same], rtol=TOLERANCE)
 
 
+@pytest.mark.slow_cases("bart")
 @pytest.mark.parametrize("ids", [T5, BART], ids=["t5", "bart"])
 def test_one_beam_is_greedy(ids: SpecialTokens) -> None:
     model = tables(RECORDED)
@@ -239,6 +247,7 @@ def test_a_cold_draw_is_greedy_and_seeds_draw_the_same_again() -> None:
     assert min(one.lengths.ravel()) >= 5 and np.all(one.scores < 0)
 
 
+@pytest.mark.slow_cases("never", "heuristic")
 @pytest.mark.parametrize("early_stopping", ["yes", "heuristic", "never"])
 def test_a_source_does_not_see_its_neighbours(early_stopping: str) -> None:
     model = tables(RECORDED)
@@ -299,6 +308,7 @@ def test_only_what_reorder_reorders_moves_and_sources_are_not_widened() -> None:
     assert seen and all(shapes == {"source": (3,), "cache": (3, 50, 2)} for shapes in seen)
 
 
+@pytest.mark.slow_cases("2", "3")
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
 def test_repeats_are_found(size: int) -> None:
     rng = np.random.default_rng(0)

@@ -18,6 +18,10 @@ from brt.layers.stack import new_model_state
 from brt.models import decoder
 from brt.models.decoder import Decoder
 
+pytestmark = pytest.mark.slow_cases(
+    "alibi", "no cache, no positions", "memorizing", "compressive", "feedback, rotary", "summary"
+)
+
 TOLERANCE = 1e-4  # of logits and states of magnitude 1, float32
 WINDOW, SEGMENT, BOS, VOCABULARY, LANES = 4, 8, 0, 32, 2
 WINDOWED = Model(
@@ -125,6 +129,7 @@ def written(session: Session, *counts: int, sampling: Sampling) -> np.ndarray:
     return np.concatenate(pieces, axis=1)
 
 
+@pytest.mark.slow_cases("routing", "dense memory", "clustered")
 def test_logits_are_those_of_the_whole_text_at_every_position(case: Case) -> None:
     session, expected = case.session, case.whole(TEXT)
     session.read([])
@@ -134,6 +139,7 @@ def test_logits_are_those_of_the_whole_text_at_every_position(case: Case) -> Non
             session.read([token])
 
 
+@pytest.mark.slow_cases("dense memory", "clustered", "recurrent", "routing")
 def test_the_memory_is_the_same_however_a_text_is_cut(case: Case) -> None:
     session, expected = case.session, case.whole(TEXT)
     session.read(TEXT)  # segments, then a block, then tokens
@@ -148,6 +154,7 @@ def test_the_memory_is_the_same_however_a_text_is_cut(case: Case) -> None:
         assert_close(copy(session), together)
 
 
+@pytest.mark.slow_cases("routing", "dense memory", "summary", "window", "clustered")
 def test_greedy_writing_takes_the_whole_texts_best_tokens(case: Case) -> None:
     case.session.read(TEXT[:10])
     text = TEXT[:10] + written(case.session, 30, sampling=GREEDY)[0].tolist()
@@ -185,6 +192,7 @@ def test_the_memory_does_not_grow(build: Callable[[str], Case], name: str, token
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(copy(session)))
 
 
+@pytest.mark.slow_cases("routing", "summary", "bfloat16")
 @pytest.mark.parametrize("name", ["recurrent", "bfloat16", "compressive", "summary", "routing"])
 def test_a_loaded_session_goes_on_as_if_it_had_not_stopped(
     build: Callable[[str], Case], name: str, tmp_path: Path
@@ -234,6 +242,7 @@ def log_probability(case: Case, text: list[int], read: int) -> float:
     return sum(log_p[place, text[place]] for place in range(read, len(text)))
 
 
+@pytest.mark.slow
 def test_a_search_finds_what_is_likelier_than_the_greedy_text_and_reads_it(alone: Case) -> None:
     session, begun, length = alone.session, TEXT[:10], 12
     found = {}

@@ -52,6 +52,7 @@ def read(
     return compiled(model)({"params": params}, x, state, jnp.asarray(NOWHERE))
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("normalize_qk", [True, False])
 def test_centroids_begin_as_queries_do(normalize_qk: bool) -> None:
     """In length, and with the variance of queries that are spread evenly around them."""
@@ -70,6 +71,7 @@ def test_centroids_begin_as_queries_do(normalize_qk: bool) -> None:
     np.testing.assert_allclose(centroids.variances, of_centroids / 32, rtol=0.2)
 
 
+@pytest.mark.slow  # The tests of ops show this quickly.
 @pytest.mark.parametrize("positions", ["t5", "alibi"])
 def test_a_window_of_the_whole_text_and_centroids_that_keep_all_agree(
     random_params: Callable, positions: str
@@ -89,6 +91,7 @@ def test_a_window_of_the_whole_text_and_centroids_that_keep_all_agree(
     np.testing.assert_allclose(y, expected, atol=TOLERANCE)
 
 
+@pytest.mark.slow  # test_stack.py, test_recurrent.py and test_summary.py show this quickly.
 def test_the_loss_trains_centroids_and_their_variances_but_not_through_the_state(
     params: Any,
 ) -> None:
@@ -133,6 +136,7 @@ def test_the_past_is_a_part_of_the_state_by_itself(params: Any) -> None:
     np.testing.assert_array_equal(read(params, inputs(), unread)[0], fresh)
 
 
+@pytest.mark.slow  # sharded/test_equality.py compares whole runs on several devices.
 def test_lanes_on_many_devices_stay_where_they_are(params: Any) -> None:
     mesh = build(Mesh(data=2), {})
     by_lane = jax.NamedSharding(mesh, jax.P("data"))

@@ -181,6 +181,7 @@ def test_bfloat16_goes_through(params: Any) -> None:
     assert np.mean(np.abs(np.asarray(y, np.float32) - exact)) < 0.05
 
 
+@pytest.mark.slow  # sharded/test_equality.py compares whole runs on several devices.
 def test_lanes_on_many_devices_stay_where_they_are(params: Any) -> None:
     mesh = build(Mesh(data=2), {})
     by_lane = jax.NamedSharding(mesh, jax.P("data"))

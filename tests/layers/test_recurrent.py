@@ -67,11 +67,13 @@ def both_ways(request: pytest.FixtureRequest, random_params: Callable) -> tuple:
     return whole, jax.jit(by_token)(params), gradients
 
 
+@pytest.mark.slow_cases("fixed-dual", "gru-single", "lstm-skip", "lstm-dual")
 def test_token_by_token_equals_the_whole_segment(both_ways: tuple) -> None:
     whole, by_token, _ = both_ways
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), by_token, whole)
 
 
+@pytest.mark.slow_cases("fixed-dual", "gru-single", "lstm-skip")
 def test_every_parameter_gets_a_gradient(both_ways: tuple) -> None:
     _, _, gradients = both_ways
     small = [
@@ -94,6 +96,7 @@ def _initial(**gate: Any) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in found}
 
 
+@pytest.mark.slow_cases("gru", "lstm")
 @pytest.mark.parametrize("gate", ["fixed", "lstm", "gru"])
 def test_channels_begin_to_keep_states_for_one_to_so_many_blocks(gate: str) -> None:
     """A channel with a gate of g keeps a state for g / (1 - g) more blocks in the mean."""
@@ -126,6 +129,7 @@ def test_a_gate_begins_in_one_way(settings: dict[str, float], reason: str) -> No
         Model(**settings)
 
 
+@pytest.mark.slow_cases("lstm")
 @pytest.mark.parametrize("gate", ["fixed", "lstm"])
 def test_the_gate_begins_with_the_bias_asked_for(gate: str) -> None:
     found = _initial(gate=gate, gate_bias=3.0)

@@ -61,6 +61,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -244,6 +245,7 @@ def added_up(jaxpr: Any) -> set[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.slow  # test_stack.py and test_recurrent_kernel.py show this quickly.
 def test_with_taps_no_loop_over_blocks_adds_up_gradients_of_its_large_kernels(
     random_params: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +263,7 @@ def test_with_taps_no_loop_over_blocks_adds_up_gradients_of_its_large_kernels(
     assert not kernels & carried()
 
 
+@pytest.mark.slow  # test_stack.py, test_recurrent.py and test_summary.py show this quickly.
 @pytest.mark.parametrize("only_attention", [False, True])
 def test_with_feedback_every_block_draws_its_own_dropout_but_attention_s(
     only_attention: bool, random_params: Callable, monkeypatch: pytest.MonkeyPatch

@@ -64,6 +64,7 @@ def differs(one: jax.Array, other: jax.Array) -> np.ndarray:
     return np.any(np.asarray(one != other), axis=-1)
 
 
+@pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("itself", [True, False])
 def test_tokens_read_no_summary_of_their_block_and_summaries_all_its_tokens(
     params: Any, itself: bool
@@ -133,6 +134,7 @@ def test_a_document_finds_the_state_that_has_read_nothing(params: Any) -> None:
     assert differs(without.tokens, y.tokens)[1, 2 * WINDOW :].all()
 
 
+@pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("masked", [True, False])
 def test_an_empty_memory_has_no_say_or_that_of_zeros(params: Any, masked: bool) -> None:
     """Zeros count as in the original."""
@@ -151,6 +153,7 @@ def test_an_empty_memory_has_no_say_or_that_of_zeros(params: Any, masked: bool) 
     assert np.array_equal(first_block(0.0, noise), first_block(0.0, unread)) == masked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_parameter_learns_but_the_uppermost_summaries_and_states_do_not(
     random_params: Callable, remat: bool

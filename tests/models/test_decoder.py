@@ -14,6 +14,17 @@ from brt.models import decoder
 from brt.models.decoder import Decoder, forget
 from brt.ops.cross_entropy import cross_entropy
 
+pytestmark = pytest.mark.slow_cases(
+    "*feedback*",
+    "alibi",
+    "no cache, recurrent",
+    "clustered, recurrent",
+    "no cache",
+    "summary",
+    "compressive",
+    "memorizing",
+)
+
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
 WINDOW, LANES, BLOCKS, VOCABULARY = 4, 2, 4, 32
 TOKENS = WINDOW * BLOCKS
@@ -98,6 +109,16 @@ def assert_close(actual: Any, expected: Any) -> None:
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=TOLERANCE), actual, expected)
 
 
+@pytest.mark.slow_cases(
+    "upper",
+    "no positions",
+    "memorizing, recurrent",
+    "compressive, recurrent",
+    "* memory",
+    "rotary",
+    "routing",
+    "edges",
+)
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [*((name, 2) for name in MODELS), ("window", 1)],
@@ -118,6 +139,7 @@ def test_segments_with_carried_state_equal_one_long_segment(
     assert_close(state, state_after)
 
 
+@pytest.mark.slow_cases("* memory", "rotary", "routing")
 @pytest.mark.parametrize(
     "name",
     [
@@ -160,6 +182,9 @@ def test_nothing_reads_the_future_or_another_lane(compiled: Callable, name: str)
     assert (least <= differs[0]).all() and (differs[0] <= most).all()
 
 
+@pytest.mark.slow_cases(
+    "*-clustered, recurrent", "* memory", "*2-routing", "0-memorizing", "0-summary", "0-compressive"
+)
 @pytest.mark.parametrize(
     "name",
     [
@@ -192,6 +217,7 @@ def test_a_document_does_not_depend_on_what_was_read_before_it(
     assert np.abs(again[1, first:] - hidden[1, first:]).max() > 0.01
 
 
+@pytest.mark.slow_cases("memorizing", "edges")
 @pytest.mark.parametrize("name", ["edges", "feedback of the last", "rotary", "alibi", "memorizing"])
 def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(
     compiled: Callable, name: str

@@ -86,6 +86,9 @@ def run(
     return hidden_and_gradients(network, params, x, there, *keys)
 
 
+@pytest.mark.slow_cases(
+    "reformer", "oracle_top_k", "shared_full", "clustered", "improved_clustered"
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_valid_alone_decides(kind: str) -> None:
     """Neither padding, nor the rest of the batch; the same key gives the same bits.
@@ -109,6 +112,7 @@ def test_what_is_valid_alone_decides(kind: str) -> None:
     assert np.abs(other[0] - y[0]).max() > 0.1
 
 
+@pytest.mark.slow  # The tests of ops show this quickly.
 def test_how_much_padding_there_is_changes_nothing() -> None:
     network = encoder.Encoder(TOKENS, attention("improved_clustered"))
     params, there, results = random_params(network), valid(), []
@@ -150,6 +154,7 @@ def test_convolutional_positions_tell_neighbours_at_whatever_place() -> None:
         assert (np.abs(y[3, ::-1][:7] - y[0, :7]).max() > 0.1) == moves
 
 
+@pytest.mark.slow
 def test_a_stack_is_its_layers_one_after_another() -> None:
     """Each with parameters of its own, and a key of its own for what is drawn."""
     model = dataclasses.replace(TOKENS, layers=2)
@@ -170,6 +175,7 @@ def test_a_stack_is_its_layers_one_after_another() -> None:
     np.testing.assert_allclose(by_hand(params)[there], y[there], atol=1e-5)
 
 
+@pytest.mark.slow  # test_stack.py, test_recurrent.py and test_summary.py show this quickly.
 def test_remat_changes_nothing() -> None:
     """Dropout and what attention draws are the same when a layer is computed again."""
     kind = attention("improved_clustered")
@@ -203,6 +209,7 @@ def test_any_kind_reads_weights_of_any_other() -> None:
     assert kind_of_length(attention("reformer", min_length=12), 12) == "reformer"
 
 
+@pytest.mark.slow_cases("masked_language_modeling-*", "classification-*")
 @pytest.mark.parametrize(
     ("task", "shape"),
     [

@@ -11,6 +11,8 @@ import pytest
 from brt.config import CrossAttention, Seq2Seq
 from brt.models import seq2seq
 
+pytestmark = pytest.mark.slow
+
 SEGMENT, SEGMENTS, VALUES, BATCH, STEPS = 4, 4, 8, 64, 250
 FILLER, FIRST = 2, 3  # tokens: 0 starts, 1 ends, 2 fills, values from 3
 MODEL = Seq2Seq(

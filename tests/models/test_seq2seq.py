@@ -108,6 +108,16 @@ def logits(net: seq2seq.Seq2Seq, hidden: jax.Array) -> jax.Array:
     return seq2seq.logits(seq2seq.readout(net.model, params(net)), hidden)
 
 
+@pytest.mark.slow_cases(
+    "t5-srformer",
+    "t5-segmented",
+    "t5-full",
+    "t5-local_global",
+    "t5-xl_memory, identity",
+    "transient global-segmented",
+    "bart-srformer",
+    "t5-xl_memory",
+)
 @pytest.mark.parametrize(
     ("model", "kind"),
     [*(("t5", kind) for kind in KINDS), ("bart", "srformer"), ("transient global", "segmented")],
@@ -130,6 +140,7 @@ def test_steps_give_what_whole_targets_give(model: str, kind: str) -> None:
         np.testing.assert_allclose(steps[:, :, beam], expected, atol=TOLERANCE)
 
 
+@pytest.mark.slow_cases("t5", "sliding", "bart")
 @pytest.mark.parametrize("model", ["t5", "sliding", "transient global", "bart"])
 def test_padding_and_other_pairs_change_nothing(model: str) -> None:
     net, x = network(MODELS[model], "srformer"), pairs()
@@ -153,6 +164,7 @@ def test_no_target_reads_those_after_it() -> None:
     assert np.all(np.abs(before[:, 3:] - after[:, 3:]).max(axis=-1) > 1e-4)
 
 
+@pytest.mark.slow  # The tests of ops show this quickly.
 @pytest.mark.parametrize("model", ["t5", "bart"])
 def test_clusters_of_source_tokens_attend_together(model: str) -> None:
     """Exactly where all keys are best, of the same weights; else what the key draws decides."""
@@ -182,6 +194,7 @@ def test_clusters_of_source_tokens_attend_together(model: str) -> None:
     np.testing.assert_allclose(np.where(x.mask[..., None], always, 0), encoded(rough), atol=1e-5)
 
 
+@pytest.mark.slow  # test_stack.py and test_recurrent_kernel.py show this quickly.
 def test_depth_does_not_grow_the_program() -> None:
     """Forward and backward; so neither does the time that it takes to compile."""
     x = pairs()
@@ -200,6 +213,7 @@ def test_depth_does_not_grow_the_program() -> None:
     assert instructions(12) < 1.1 * instructions(2)
 
 
+@pytest.mark.slow_cases("transient*")
 @pytest.mark.parametrize(("model", "kind"), [("transient global", "srformer"), ("bart", "full")])
 def test_every_parameter_learns_and_remat_changes_nothing(model: str, kind: str) -> None:
     x, weights = pairs(), np.random.default_rng(1).normal(size=(2, TARGET, 24))
@@ -240,6 +254,7 @@ def test_token_nats_are_those_of_the_logits() -> None:
     assert seq2seq.readout(T5, params(network(T5))).scale == 16**-0.5
 
 
+@pytest.mark.slow  # test_inner_dropout_has_rates_of_its_own is quick.
 @pytest.mark.parametrize("model", ["t5", "bart"])
 def test_dropout_is_random_only_in_training(model: str) -> None:
     wet = dataclasses.replace(MODELS[model], dropout=0.3)
@@ -258,6 +273,7 @@ def test_dropout_is_random_only_in_training(model: str) -> None:
     np.testing.assert_array_equal(dry, same)
 
 
+@pytest.mark.slow_cases("attention_dropout")
 @pytest.mark.parametrize("rate", ["attention_dropout", "activation_dropout"])
 def test_inner_dropout_has_rates_of_its_own(rate: str) -> None:
     x, own, rngs = pairs(), params(network(T5)), {"dropout": jax.random.key(0)}
@@ -309,6 +325,7 @@ def test_reordering_moves_what_belongs_to_beams() -> None:
     jax.tree.map(np.testing.assert_array_equal, moved.source, state.source)
 
 
+@pytest.mark.slow_cases("*sliding", "*gated")
 @pytest.mark.parametrize("model", MODELS)
 def test_initial_parameters_are_named_and_of_their_shapes(model: str) -> None:
     net = network(MODELS[model], "srformer")

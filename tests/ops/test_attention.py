@@ -11,6 +11,8 @@ from brt.config import Attention
 from brt.errors import ConfigError
 from brt.ops import attention, attention_baselines
 
+pytestmark = pytest.mark.slow_cases("shared_full", "oracle_top_k")
+
 KINDS = typing.get_args(typing.get_type_hints(Attention)["kind"])
 TOKENS, LENGTHS = 14, (14, 9, 0)
 OWN_KEYS = [kind for kind in KINDS if kind not in attention.KEYS_ARE_QUERIES]
@@ -39,6 +41,7 @@ def _compiled(x: dict[str, jax.Array], key: jax.Array, **options: Any) -> jax.Ar
     return attention.attend(**x, key=key, **options)
 
 
+@pytest.mark.slow_cases("reformer", "clustered")
 @each_kind
 def test_weights_sum_to_one_and_padding_gives_zeros(kind: str) -> None:
     """Seen through values of ones."""
@@ -57,6 +60,7 @@ def test_only_hashed_kinds_depend_on_the_key(kind: str) -> None:
     assert all(others) != drawn
 
 
+@pytest.mark.slow_cases("reformer", "clustered", "improved_clustered")
 @each_kind
 def test_padding_and_the_rest_of_the_batch_change_nothing(kind: str) -> None:
     x = arrays()
@@ -70,6 +74,7 @@ def test_padding_and_the_rest_of_the_batch_change_nothing(kind: str) -> None:
     np.testing.assert_allclose(attend(section(kind), noisy), y, atol=1e-6)
 
 
+@pytest.mark.slow_cases("reformer", "clustered", "improved_clustered")
 @each_kind
 def test_empty_and_single_token_examples_leave_finite_gradients(kind: str) -> None:
     for tokens, lengths in ((1, (1, 0)), (TOKENS, (1, 0, 2))):
@@ -85,6 +90,7 @@ def test_empty_and_single_token_examples_leave_finite_gradients(kind: str) -> No
         assert np.any(gradients["values"][0]) and not np.any(gradients["values"][1])
 
 
+@pytest.mark.slow_cases("clustered", "improved_clustered")
 @pytest.mark.parametrize("kind", OWN_KEYS)
 def test_another_sequence_can_be_read(kind: str) -> None:
     x = arrays()

@@ -14,6 +14,8 @@ from brt.ops.attention_baselines import reference
 from brt.ops.dropout import Dropout
 from brt.ops.masked_attention import attend_to_valid
 
+pytestmark = pytest.mark.slow_cases("shared_full")
+
 BATCH, TOKENS, HEADS, WIDTH = 3, 21, 2, 4
 SCALE = WIDTH**-0.5
 LENGTHS = (TOKENS, 13, 0)
@@ -105,6 +107,7 @@ def oracle(kind: Callable, x: dict[str, np.ndarray]) -> np.ndarray:
     return y
 
 
+@pytest.mark.slow_cases("reformer")
 @each_kind
 def test_equals_the_definition_and_its_derivative(kind: Callable) -> None:
     """The derivative along a random direction, by central differences in float64."""
@@ -128,6 +131,7 @@ def test_equals_the_definition_and_its_derivative(kind: Callable) -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 
+@pytest.mark.slow_cases("21-4-False-*", "1-4-*", "9-16-*")
 @pytest.mark.parametrize(
     ("tokens", "chunk", "attend_to_self", "causal"),
     [
@@ -160,6 +164,7 @@ def test_sorted_chunks_equal_the_reference(
         np.testing.assert_allclose(gradient, expected_gradients[name], atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow_cases("*-False")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("count", [1, COUNT, 2 * TOKENS])
 def test_exact_kinds_equal_the_reference(count: int, causal: bool) -> None:
@@ -194,6 +199,7 @@ def test_one_chunk_is_full_attention_to_normalised_queries() -> None:
     )
 
 
+@pytest.mark.slow_cases("reformer")
 @each_kind
 def test_padding_and_its_length_change_nothing(kind: Callable) -> None:
     x, valid = arrays(), np.asarray(arrays()["valid"])
@@ -239,6 +245,7 @@ def test_weights_are_not_negative_and_sum_to_one(kind: Callable) -> None:
         assert np.all((y[b, :length] >= low - 1e-6) & (y[b, :length] <= high + 1e-6))
 
 
+@pytest.mark.slow_cases("reformer")
 @each_kind
 def test_repeating_changes_no_bit_and_recomputing_nothing(kind: Callable) -> None:
     x = arrays()
@@ -279,6 +286,7 @@ def test_later_tokens_change_no_bit_of_earlier_outputs(kind: Callable) -> None:
     assert np.abs(np.asarray(y - kind(x))[:, :-1]).max() > 1e-2
 
 
+@pytest.mark.slow_cases("bfloat16-shared_full", "float32-*", "*-reformer")
 @each_kind
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_extreme_inputs_leave_finite_gradients(kind: Callable, dtype: str) -> None:
@@ -307,6 +315,7 @@ def test_bfloat16_is_near_float32(kind: Callable) -> None:
     np.testing.assert_allclose(y.astype(jnp.float32), expected, atol=0.05)
 
 
+@pytest.mark.slow_cases("reformer")
 @each_kind
 def test_dropout_keeps_the_mean_of_the_weights_sum(kind: Callable) -> None:
     """Values of one make the output the sum of a query's weights."""
@@ -317,6 +326,7 @@ def test_dropout_keeps_the_mean_of_the_weights_sum(kind: Callable) -> None:
     np.testing.assert_allclose(np.mean(sums), 1, atol=0.15)
 
 
+@pytest.mark.slow_cases("reformer")
 @each_kind
 def test_devices_may_share_examples_and_heads(kind: Callable) -> None:
     x = arrays(lengths=(TOKENS, 13))

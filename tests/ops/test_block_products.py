@@ -45,6 +45,7 @@ def exact(kernel: jax.Array) -> np.ndarray:
     return np.asarray(kernel.astype(jnp.bfloat16), np.float64)
 
 
+@pytest.mark.slow_cases("False-[14]-axes[024]", "True-[14]-axes[0234]")
 @pytest.mark.parametrize(("count", "axes"), KINDS)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_spread_equals_float64_and_writes_all(
@@ -59,6 +60,7 @@ def test_spread_equals_float64_and_writes_all(
     assert "RACE" not in capfd.readouterr().out
 
 
+@pytest.mark.slow_cases("False-[14]-axes[0234]", "True-[14]-axes[024]")
 @pytest.mark.parametrize(("count", "axes"), KINDS)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gathered_equals_float64_and_writes_all(

@@ -149,6 +149,7 @@ def test_all_that_is_read_has_a_gradient(carried: State) -> None:
     assert all(np.any(leaf) for leaf in jax.tree.leaves(gradients))
 
 
+@pytest.mark.slow  # The tests of ops show this quickly.
 def test_centroids_that_keep_every_key_give_exact_attention_to_the_whole_past() -> None:
     start = starts((0, 0), (1, 0), (1, 2))
     document = np.repeat(np.cumsum(start, axis=1), WINDOW, axis=1)
@@ -244,6 +245,7 @@ def test_a_document_knows_nothing_of_what_was_read_before_it(carried: State) -> 
     assert np.abs(read(inputs(), carried, NOWHERE)[0] - fresh[0]).max() > 0.01
 
 
+@pytest.mark.slow  # The tests of ops show this quickly.
 def test_packed_documents_have_the_outputs_and_gradients_of_separate_ones() -> None:
     """In lane 0 the last three blocks are a document, in the other order the first three."""
     x, state = inputs(), new_state()

@@ -67,6 +67,7 @@ def both_passes(function: Any, given: list[Any], **options: Any) -> list[np.ndar
     return [np.asarray(x, np.float64) for x in found]
 
 
+@pytest.mark.slow_cases("*-True", "bfloat16-False")
 @pytest.mark.parametrize("attend_to_self", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equals_plain_xla_in_float32(

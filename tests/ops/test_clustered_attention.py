@@ -14,6 +14,8 @@ from brt.ops.clustered_attention import attend, attend_by_label
 from brt.ops.clustered_attention.members import tiles_of
 from brt.ops.dropout import Dropout
 
+pytestmark = pytest.mark.slow_cases("lse_jensen")
+
 BATCH, TOKENS, HEADS, WIDTH, SCALE = 3, 24, 2, 8, 0.5
 LENGTHS = np.array([24, 17, 0])
 VALID = np.arange(TOKENS)[None] < LENGTHS[:, None]
@@ -79,6 +81,7 @@ def full(q: Any, k: Any, v: Any, valid: np.ndarray) -> np.ndarray:
     return np.einsum("bthx,bxhe->bthe", weights, v)
 
 
+@pytest.mark.slow_cases("30-4-*", "*-clustered")
 @each_config
 @pytest.mark.parametrize(("tokens", "keys"), [(4, 30), (30, 4)])
 def test_equals_the_reference_in_float64(config: Attention, tokens: int, keys: int) -> None:
@@ -105,6 +108,7 @@ def test_equals_the_reference_in_float64(config: Attention, tokens: int, keys: i
         np.testing.assert_allclose(gradient, e, atol=TOLERANCE)
 
 
+@pytest.mark.slow_cases("clustered")
 @each_config
 def test_a_bias_of_distances_equals_the_reference_in_float64(config: Attention) -> None:
     x, labels, rng = arrays(), random_labels(), np.random.default_rng(2)
@@ -130,6 +134,7 @@ def test_a_bias_of_distances_equals_the_reference_in_float64(config: Attention) 
         np.testing.assert_allclose(a, e, atol=3 * TOLERANCE)
 
 
+@pytest.mark.slow_cases("clustered")
 @each_config
 def test_a_bias_of_distances_is_exact_where_every_query_is_a_cluster(config: Attention) -> None:
     (q, k, v), rng = arrays(), np.random.default_rng(2)
@@ -144,6 +149,7 @@ def test_a_bias_of_distances_is_exact_where_every_query_is_a_cluster(config: Att
     np.testing.assert_allclose(found, expected, atol=3 * TOLERANCE)
 
 
+@pytest.mark.slow_cases("clustered")
 @each_config
 def test_gradients_are_those_of_finite_differences(config: Attention) -> None:
     """Along random directions, the reference in float64 without differentiation."""
@@ -246,6 +252,7 @@ def test_the_key_alone_decides(config: Attention) -> None:
     assert np.any(run(*x, VALID, config, jax.random.key(1)) != y)
 
 
+@pytest.mark.slow  # test_stack.py, test_recurrent.py and test_summary.py show this quickly.
 def test_recomputed_activations_give_the_same_gradients() -> None:
     x, config, key = arrays(), CONFIGS["paper"], jax.random.key(3)
 
@@ -296,6 +303,7 @@ def test_bfloat16_is_close(config: Attention) -> None:
     assert np.mean(np.abs(np.asarray(z, np.float32) - y)) < 0.01
 
 
+@pytest.mark.slow  # sharded/test_equality.py compares whole runs on several devices.
 def test_shards_make_no_difference() -> None:
     x, config, key = arrays(), CONFIGS["paper"], jax.random.key(0)
     x, valid = [np.concatenate([a, a[:1]]) for a in x], np.concatenate([VALID, VALID[:1]])
@@ -387,6 +395,7 @@ def error(x: tuple[np.ndarray, ...], **settings: Any) -> float:
     return float(np.linalg.norm(y - exact) / np.linalg.norm(exact))
 
 
+@pytest.mark.slow
 def test_queries_that_cluster_are_approximated_well() -> None:
     """The original: 0.12 for tight clusters; 0.47 and 0.08 for sharp attention."""
     tight, sharp = modes(1, 0.1), modes(3, 0.3)

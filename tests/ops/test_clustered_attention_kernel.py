@@ -38,6 +38,7 @@ def codes(tokens: int, bits: int, clusters: int, lanes: int = 2) -> tuple[jax.Ar
     return tuple(map(jnp.asarray, (signs(tokens), valid, signs(clusters), active)))
 
 
+@pytest.mark.slow_cases("700-*")
 @pytest.mark.parametrize(("tokens", "bits", "clusters"), [(40, 8, 6), (700, 63, 130)])
 def test_clusters_equal_those_of_xla(tokens: int, bits: int, clusters: int) -> None:
     """The last has more tokens than a tile."""
@@ -67,6 +68,7 @@ def test_attention_and_gradients_are_those_of_xla(
     assert not np.any(np.asarray(found[1])[padding]) and not np.any(found[1][-1])
 
 
+@pytest.mark.slow  # window_attention and softmax_attention have a quick test of this.
 def test_nothing_is_read_that_was_not_written_and_nothing_races(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -91,6 +93,7 @@ def test_nothing_is_read_that_was_not_written_and_nothing_races(
     assert "RACE" not in capfd.readouterr().out
 
 
+@pytest.mark.slow  # sharded/test_equality.py compares whole runs on several devices.
 @pytest.mark.parametrize(
     "mesh", [Mesh(data=2, tensor=2), pytest.param(Mesh(fsdp=4), marks=pytest.mark.slow)]
 )

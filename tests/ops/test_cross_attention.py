@@ -195,6 +195,18 @@ def stepwise(config: CrossAttention, *inputs: Any, kept: bool = True) -> jax.Arr
     return jax.lax.scan(body, filled, rows)[1].swapaxes(0, 1)
 
 
+@pytest.mark.slow_cases(
+    "I*",
+    "gated",
+    "gated, no norm",
+    "bounded, bias",
+    "padding counts",
+    "segmented",
+    "previous segment",
+    "rnn memory",
+    "sigma*",
+    "means",
+)
 @each_variant
 def test_every_form_gives_what_the_definition_says(name: str) -> None:
     """Outputs, and gradients along random directions of queries, keys, values and parameters."""
@@ -252,6 +264,7 @@ def test_the_dense_form_has_the_same_gradients() -> None:
         close(dense, slots)
 
 
+@pytest.mark.slow_cases("full", "segmented", "means", "previous segment", "rnn memory")
 @each_kind
 def test_padding_changes_nothing(name: str) -> None:
     config = config_of(name)
@@ -274,6 +287,7 @@ def test_sources_do_not_see_each_other(name: str) -> None:
     close(attended(config)(*(x[order] for x in arrays()), parameters), expected[order], 1e-6)
 
 
+@pytest.mark.slow_cases("*-table")
 @pytest.mark.parametrize(
     ("name", "form"), [*((name, "table") for name in KINDS), ("srformer", "carry")]
 )
@@ -392,6 +406,9 @@ def test_the_first_position_learns_from_every_segment() -> None:
     assert not np.any(np.asarray(gradient)[~valid])
 
 
+@pytest.mark.slow_cases(
+    "rnn memory*", "previous segment*", "full*", "segmented*", "srformer-float32", "srformer-*"
+)
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, "bfloat16") for name in KINDS), ("srformer", "float32")]
 )
@@ -461,6 +478,7 @@ def test_dropout_is_that_of_the_softmax_weights() -> None:
     close(y, oracle(*arrays(), parameters, recurrence))
 
 
+@pytest.mark.slow_cases("slots")
 @pytest.mark.parametrize("form", ["slots", "dense"])
 def test_sources_and_heads_stay_on_their_devices(form: str) -> None:
     """Only the gradients of shared parameters are summed over devices."""

@@ -6,6 +6,7 @@ import pytest
 from brt.ops.depthwise_convolution import depthwise_convolution
 
 
+@pytest.mark.slow_cases("9")
 @pytest.mark.parametrize("tokens", [9, 2])
 def test_each_channel_is_convolved_on_its_own(tokens: int) -> None:
     """As NumPy does, which turns the kernel round; also of fewer tokens than it is wide."""

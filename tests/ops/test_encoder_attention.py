@@ -50,6 +50,7 @@ def sides(tokens: int) -> Side:
     return Side(*map(jnp.asarray, (keys, values, bias, exist)))
 
 
+@pytest.mark.slow_cases("3-5-*", "8-1-False", "17-5-True", "17-*")
 @pytest.mark.parametrize("with_side", [False, True])
 @pytest.mark.parametrize(("tokens", "radius"), [(3, 5), (17, 5), (8, 1)])
 def test_blocks_give_what_the_masked_square_gives(

@@ -427,6 +427,18 @@ def results(case: tuple[str, str], name: str) -> tuple[Any, Any]:
     return y, gradients
 
 
+@pytest.mark.slow_cases(
+    "*-pallas*",  # the interpreter is slow, and each kernel has a file of tests
+    "*'masked'*",
+    "*recurrent_attention', '[ds]*",
+    "*causal_clustered_attention*",
+    "('clustered_attention', 'clustered')*",
+    "*'jensen'*",
+    "('cross_attention', *",
+    "*'local'*",
+    "*'no bias'*",
+    "*'bucketed'*",
+)
 @pytest.mark.parametrize(
     ("case", "name"),
     [

@@ -47,6 +47,7 @@ def test_in_bfloat16_it_is_nearly_the_same() -> None:
     assert_close(*(run(given, config, by(name)) for name in (KERNEL, "xla")), "bfloat16")
 
 
+@pytest.mark.slow  # The attention of recurrent states has a quick test of this.
 @pytest.mark.parametrize("tokens", [40, pytest.param(300, marks=pytest.mark.slow)])
 def test_of_equal_keys_the_first_are_best(tokens: int) -> None:
     """Every key thrice, so that ties go across what is best; values tell them apart."""
@@ -97,6 +98,7 @@ def test_lists_are_those_of_a_stable_sort(top_k: int) -> None:
     np.testing.assert_array_equal(np.asarray(best)[:, members], expected[:, members])
 
 
+@pytest.mark.slow  # The attention of recurrent states has a quick test of this.
 def test_nothing_is_read_that_was_not_written_and_nothing_races(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

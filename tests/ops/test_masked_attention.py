@@ -56,6 +56,7 @@ def test_a_mask_of_keys_holds_for_all_queries_and_leading_axes_are_free() -> Non
     np.testing.assert_allclose(y, np.stack([expected] * 2, axis=1), atol=1e-6)
 
 
+@pytest.mark.slow_cases("float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_huge_and_unseen_logits_leave_finite_gradients(dtype: str) -> None:
     x = {name: jnp.asarray(array, dtype) * 1e3 for name, array in arrays().items()}
@@ -69,6 +70,7 @@ def test_huge_and_unseen_logits_leave_finite_gradients(dtype: str) -> None:
     assert np.any(gradients["values"][:, 2]) and not np.any(gradients["values"][:, 1])
 
 
+@pytest.mark.slow_cases("4194304")
 @pytest.mark.parametrize("tile", [xla.TILE, 25])
 def test_dropout_acts_on_the_weights_alike_in_both_passes(tile: int) -> None:
     """Values of one key each make the output the weights; then the values' gradient is known."""
@@ -106,6 +108,7 @@ def test_dropout_draws_the_same_however_the_queries_are_tiled() -> None:
         np.testing.assert_allclose(other, drawn[0], atol=2e-6)
 
 
+@pytest.mark.slow_cases("*False", "False-True")
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("own_masks", [True, False])
 def test_tiles_of_queries_change_nothing(biased: bool, own_masks: bool) -> None:

@@ -57,6 +57,7 @@ def attention(q: Any, k: Any, v: Any, **options: Any) -> jax.Array:
     return memory_attention(q, k, v, counts, size=SIZE, neighbors=NEIGHBORS, **options)
 
 
+@pytest.mark.slow_cases("144-*", "8388608-*", "1-bucketed-False", "1-exact-True")
 @each_option
 @pytest.mark.parametrize("at_once", [1, 3 * HEADS * SIZE, xla.AT_ONCE])
 def test_equals_a_search_by_hand(

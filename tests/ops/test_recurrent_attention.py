@@ -181,6 +181,9 @@ def derivative(function: Callable, tree: dict, leaf: int, direction: np.ndarray)
     return (at(1e-5) - at(-1e-5)) / 2e-5
 
 
+@pytest.mark.slow_cases(
+    "gru-*", "lstm-single*", "lstm-skip", "fixed-dual", "fixed-single-tanh", "lstm-*"
+)
 @each_case
 def test_two_phases_equal_a_loop_over_blocks(kind: str, layout: str, options: dict) -> None:
     a, rng = arrays(kind, layout), np.random.default_rng(2)

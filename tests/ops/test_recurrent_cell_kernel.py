@@ -79,6 +79,9 @@ def assert_close(found: list[Any], expected: list[Any], tolerance: float) -> Non
         assert np.abs(one - wanted).max() <= tolerance * np.abs(wanted).max()
 
 
+@pytest.mark.slow_cases(
+    "bfloat16-0.06-1-False-False", "float32-1e-05-3-True-True", "float32-1e-05-1-False-False"
+)
 @pytest.mark.parametrize(
     ("lanes", "normalizes", "null_keys"),
     [(1, False, False), (3, True, True), pytest.param(3, True, False, marks=pytest.mark.slow)],
@@ -98,6 +101,7 @@ def test_equals_plain_xla_in_float32(
 OPTIONS = {"normalize_qk": True, "null_keys": True, "raw_keys": False}
 
 
+@pytest.mark.slow  # The attention of recurrent states has a quick test of this.
 def test_reads_nothing_unwritten_and_repeats_bit_by_bit(capfd: pytest.CaptureFixture) -> None:
     arrays, flags = inputs()
     kernel = partial(tpu_cell.state_scan, interpret=WATCHED, **OPTIONS)
@@ -126,6 +130,7 @@ def test_two_segments_equal_one() -> None:
     assert_close(both_passes(halves, arrays, flags), both_passes(scan, arrays, flags), 5e-6)
 
 
+@pytest.mark.slow  # test_stack.py and test_recurrent_kernel.py show this quickly.
 @pytest.mark.parametrize("mesh", [Mesh(data=2, sequence=4), Mesh(data=2, fsdp=4)])
 def test_devices_read_each_for_itself(mesh: Mesh) -> None:
     arrays, flags = inputs(lanes=8)

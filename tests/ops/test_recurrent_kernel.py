@@ -63,6 +63,7 @@ def normalizing(read: Callable) -> Callable:
     return prepared
 
 
+@pytest.mark.slow_cases("bfloat16-0.03-3-True-True", "float32-5e-06-3-True-True")
 @pytest.mark.parametrize(
     ("lanes", "normalize_qk", "null_keys"),
     [(1, False, False), (3, True, True), pytest.param(3, True, False, marks=pytest.mark.slow)],
@@ -94,6 +95,7 @@ def test_reads_nothing_unwritten_and_repeats_bit_by_bit(capfd: pytest.CaptureFix
     assert "RACE" not in capfd.readouterr().out
 
 
+@pytest.mark.slow_cases("mesh0")
 @pytest.mark.parametrize("mesh", [Mesh(data=2, tensor=2, sequence=2), Mesh(fsdp=4, tensor=2)])
 def test_devices_read_each_for_itself(mesh: Mesh) -> None:
     arrays, cache_mask = inputs(lanes=4)

@@ -25,6 +25,7 @@ def test_sum_last_is_the_sum(width: int) -> None:
     assert np.max(np.abs(error)) <= 1e-6 * np.max(np.abs(x).sum(axis=-1))
 
 
+@pytest.mark.slow_cases("shape1")
 @pytest.mark.parametrize("shape", [(4,), (3, 4)])
 def test_what_is_shared_by_leading_axes_has_the_usual_gradients(shape: tuple[int, ...]) -> None:
     shared = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)

@@ -104,6 +104,7 @@ def top_w(q: np.ndarray, w: int) -> np.ndarray:
     return y / (count[:, None] + 0.01)
 
 
+@pytest.mark.slow_cases("reference")
 @pytest.mark.parametrize("name", ["reference", "xla"])
 def test_no_output_hangs_on_a_later_token_bit_by_bit(name: str) -> None:
     base, _ = read(routed(queries()), name=name)
@@ -162,6 +163,7 @@ def test_there_is_room_for_documents_of_a_block_each_behind_full_rings() -> None
     jax.tree.map(np.testing.assert_array_equal, after, others)
 
 
+@pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("itself", [True, False])
 def test_segments_and_tokens_one_by_one_read_the_same(itself: bool) -> None:
     tokens, rings = routed(queries()), new_rings()

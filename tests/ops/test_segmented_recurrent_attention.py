@@ -57,6 +57,7 @@ def test_counts_end_with_the_last_valid_position() -> None:
     assert segments.segment_counts(jnp.asarray(valid), static, 4).tolist() == [3, 3, 3, 3]
 
 
+@pytest.mark.slow_cases("20-*", "7-*", "6-4-*")
 @pytest.mark.parametrize("pace", [SPREAD, STRIDE, Pace(5, spread=True)])
 @pytest.mark.parametrize(("length", "t0"), [(12, 0), (7, 0), (6, 4), (20, 0), (1, 9)])
 def test_every_query_has_a_slot_of_its_own(pace: Pace, length: int, t0: int) -> None:
@@ -115,6 +116,9 @@ def test_neurons_and_their_gradients_are_autodiffs() -> None:
         np.testing.assert_allclose(rate, expected_rate, rtol=1e-6)
 
 
+@pytest.mark.slow_cases(
+    "*'stride'*", "*'use_raf'*", "*'segmented'*", "*'clamp'*", "*'use_segment'*"
+)
 @pytest.mark.parametrize(
     "changes",
     [

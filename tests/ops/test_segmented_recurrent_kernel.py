@@ -104,6 +104,7 @@ def test_many_segments_run_in_a_loop() -> None:
     assert_close(found, expected)
 
 
+@pytest.mark.slow  # window_attention and softmax_attention have a quick test of this.
 def test_nothing_is_read_that_was_not_written_and_nothing_races(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -114,6 +115,7 @@ def test_nothing_is_read_that_was_not_written_and_nothing_races(
     assert "RACE" not in capfd.readouterr().out
 
 
+@pytest.mark.slow  # sharded/test_equality.py compares whole runs on several devices.
 @pytest.mark.parametrize(
     "mesh", [Mesh(data=2, tensor=2), pytest.param(Mesh(fsdp=4), marks=pytest.mark.slow)]
 )

@@ -37,6 +37,7 @@ def plain(
     return (jnp.where(seen, jax.nn.softmax(logits, axis=-1), 0) * dropout) @ v
 
 
+@pytest.mark.slow_cases("*-False")
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("by_query", [False, True])
 @pytest.mark.parametrize("null_keys", [False, True])
@@ -85,6 +86,7 @@ def blocks(dtype: str = "float32") -> tuple[list[jax.Array], jax.Array]:
     return arrays, jnp.asarray([True, False, True, True])
 
 
+@pytest.mark.slow_cases("*16*")
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-6), ("bfloat16", 2e-2)])
 def test_the_kernel_computes_the_same_and_reads_nothing_unwritten(
     dtype: str, tolerance: float, capfd: pytest.CaptureFixture[str]
@@ -110,6 +112,7 @@ def test_the_kernel_computes_the_same_and_reads_nothing_unwritten(
     assert "RACE" not in capfd.readouterr().out
 
 
+@pytest.mark.slow_cases("*1*")
 @pytest.mark.parametrize("mesh", [Mesh(data=2, tensor=2, sequence=2), Mesh(fsdp=4, tensor=2)])
 def test_devices_attend_each_for_itself(mesh: Mesh) -> None:
     (q, k, v), cache_mask = blocks()

@@ -100,6 +100,7 @@ def assert_close(actual: jax.Array, expected: np.ndarray, dtype: str, name: str 
     assert error <= TOLERANCE[dtype], f"{name}: {error:.1e}"
 
 
+@pytest.mark.slow_cases("past", "self, null keys", "past, null keys", "one block")
 @each_case
 def test_tokens_attend_to_the_window_of_their_document(case: tuple) -> None:
     inputs = {**arrays(*case[:2]), "dropout": None}
@@ -109,6 +110,7 @@ def test_tokens_attend_to_the_window_of_their_document(case: tuple) -> None:
         assert_close(y, expected, "float32", implementation)
 
 
+@pytest.mark.slow_cases("past*", "one block", "self, *")
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [*((case, "float32") for case in CASES.values()), (CASES["self"], "bfloat16")],
@@ -157,6 +159,7 @@ def test_a_step_is_a_row_of_a_block(case: tuple, biased: bool) -> None:
     assert_close(rows, attended(inputs, case), "float32")
 
 
+@pytest.mark.slow_cases("case0")
 @pytest.mark.parametrize("case", [CASES["self"], CASES["past, null keys"]])
 def test_no_bias_is_a_bias_of_zeros(case: tuple) -> None:
     inputs = arrays(*case[:2])

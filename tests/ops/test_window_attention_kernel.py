@@ -87,6 +87,7 @@ def assert_close(found: dict, expected: dict, dtype: str = "float32") -> None:
         assert error <= CANCELLING.get(name, 1) * TOLERANCE[dtype], f"{name}: {error:.1e}"
 
 
+@pytest.mark.slow_cases("*-False*", "512-*", "256-options3-*")
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize(
     ("window", "options", "without", "dtype"),
@@ -108,6 +109,7 @@ def test_tiles_make_no_difference(
                  dtype)  # fmt: skip
 
 
+@pytest.mark.slow_cases("256-*", "128-options2-*")
 @pytest.mark.parametrize(
     ("window", "options", "without", "dtype"),
     [
@@ -171,6 +173,7 @@ def test_a_hopper_s_tiles_make_no_difference_and_each_run_gives_the_same_bits(
         np.testing.assert_array_equal(again[name], value, name)
 
 
+@pytest.mark.slow
 def test_nothing_is_read_that_was_not_written_and_nothing_races(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -186,6 +189,7 @@ def test_nothing_is_read_that_was_not_written_and_nothing_races(
     assert "RACE" not in capfd.readouterr().out
 
 
+@pytest.mark.slow_cases("*1-pallas_interpret*", "mesh2-*")
 @pytest.mark.parametrize(
     ("mesh", "implementation"),
     [

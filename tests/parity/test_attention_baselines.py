@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from recordings import arrays
 
 from brt.ops import attention_baselines
@@ -46,6 +47,7 @@ def test_full_and_oracle_top_k(exact_file: Path) -> None:
     assert_the_same(y, golden, valid)
 
 
+@pytest.mark.slow_cases("reformer_r2_masked", "reformer_r1")
 def test_reformer(reformer_file: Path) -> None:
     golden = arrays(reformer_file)
     q, v = (tokens_first(golden[name]) for name in "qv")

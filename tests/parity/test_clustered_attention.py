@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from recordings import arrays
 
 from brt.config import Attention
@@ -38,6 +39,7 @@ def expected_labels(golden: dict, clusters: int) -> np.ndarray:
     return np.minimum(golden["groups"], clusters)  # the original's padding: clusters + 1
 
 
+@pytest.mark.slow_cases("hash_b63_bias", "hash_b8_bias", "hash_b32_bias")
 def test_hashes(hash_file: Path) -> None:
     golden = arrays(hash_file)
     planes = planes_of(golden)
@@ -46,6 +48,7 @@ def test_hashes(hash_file: Path) -> None:
     np.testing.assert_array_equal(reference.hash_codes(jnp.asarray(golden["x"]), *planes), expected)
 
 
+@pytest.mark.slow_cases("kmeans_b63*")
 def test_kmeans(kmeans_file: Path) -> None:
     golden = arrays(kmeans_file)
     codes = jnp.asarray(signs(golden["hashes"], int(golden["bits"])))
@@ -54,6 +57,9 @@ def test_kmeans(kmeans_file: Path) -> None:
     np.testing.assert_array_equal(centroids, signs(golden["final_centroids"], codes.shape[-1]))
 
 
+@pytest.mark.slow_cases(
+    "iclustered_ragged_b32", "iclustered_full_b63", "clustered_nobias_temp", "iclustered_topk_eq_S"
+)
 def test_attention(clustered_file: Path) -> None:
     golden = arrays(clustered_file)
     q, k, v, weights = (jnp.asarray(golden[name]).swapaxes(1, 2) for name in ("q", "k", "v", "W"))

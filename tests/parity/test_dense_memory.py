@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax.traverse_util import flatten_dict
 from recordings import Golden, assert_close
 from test_melodi import layer_parameters, starts
@@ -50,6 +51,7 @@ def check_memory(state: DenseState, arrays: dict[str, np.ndarray], name: str) ->
         assert_close(ours, theirs, name)
 
 
+@pytest.mark.slow_cases("densekv_layer_segment")
 def test_layer(dense_layer_file: Path) -> None:
     golden = Golden(dense_layer_file)
     model = model_of(golden)
@@ -82,6 +84,7 @@ def test_layer(dense_layer_file: Path) -> None:
     check_memory(state, golden.under("state_out2"), "memory after segment 2")
 
 
+@pytest.mark.slow  # test_layer compares the layers one by one.
 def test_stack(dense_stack_file: Path) -> None:
     golden = Golden(dense_stack_file)
     dense = model_of(golden)

@@ -41,6 +41,16 @@ def check_gradients(actual: dict, golden: Golden, flatten: callable) -> None:
         assert_close(a, e, f"gradient of {jax.tree_util.keystr(path)}")
 
 
+@pytest.mark.slow_cases(
+    "recurrent_layer_gru*",
+    "recurrent_layer_lstm_dual",
+    "recurrent_layer_lstm_skip",
+    "sliding_layer_alibi",
+    "sliding_layer_rotary",
+    "sliding_layer_no*",
+    "recurrent_layer_fixed_single",
+    "recurrent_layer_fixed_dual",
+)
 def test_layer(layer_file: Path) -> None:
     golden = Golden(layer_file)
     kind, cfg = positions(golden), golden.meta["cfg"]
@@ -81,6 +91,7 @@ def test_layer(layer_file: Path) -> None:
     check_state(state2, golden.under("state_out2"), "state of segment 2")
 
 
+@pytest.mark.slow_cases("stack_xl", "stack_slide", "stack_feedback_fixed_skip")
 def test_stack(stack_file: Path) -> None:
     golden = Golden(stack_file)
     window = min(golden.meta["cfg"]["window"], golden["tokens1"].shape[1])

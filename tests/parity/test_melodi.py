@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from recordings import Golden, assert_close
 
@@ -95,6 +96,7 @@ def starts(flags: np.ndarray, tokens: int, model: Model) -> jax.Array:
     return jnp.zeros((len(flags), tokens // model.window), bool).at[:, 0].set(flags)
 
 
+@pytest.mark.slow_cases("melodi_short_layer_unequal", "melodi_long_layer")
 def test_layer(melodi_layer_file: Path) -> None:
     golden = Golden(melodi_layer_file)
     model = model_of(golden)
@@ -142,6 +144,7 @@ def test_layer(melodi_layer_file: Path) -> None:
     check_state(state, golden.under("state_out2"), "state of segment 2")
 
 
+@pytest.mark.slow  # test_layer compares the layers one by one.
 def test_stack(melodi_stack_file: Path) -> None:
     golden = Golden(melodi_stack_file)
     model = model_of(golden)

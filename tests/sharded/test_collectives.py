@@ -45,6 +45,7 @@ def test_nothing_is_sent_to_be_cut_another_way(name: str, mesh: Mesh, tmp_path: 
     assert found and not RESHARDING & found.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["recurrent", *(pytest.param(n, marks=pytest.mark.slow) for n in ("feedback", "t5"))]
 )

@@ -56,6 +56,7 @@ def test_whatever_the_optimizer(optimizer: str, mesh: str, case: Callable) -> No
     assert worst(after.carry, state.carry) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "mesh"),
     [

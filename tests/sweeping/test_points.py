@@ -205,6 +205,7 @@ def test_flags_that_make_no_sense(flag: str, said: str, sweeps: Sweeps) -> None:
     assert said in sweeps.refusal(GRID, flag, error=ConfigError)
 
 
+@pytest.mark.slow_cases("summarization*", "speech*", "gates", "placement", "sentences_small")
 @pytest.mark.parametrize("file", SWEEPS, ids=lambda file: file.stem)
 def test_every_sweep_that_comes_with_brt_has_points(file: Path, sweeps: Sweeps) -> None:
     sweeps("--list", f"--gin_file={file}")

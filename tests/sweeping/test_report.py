@@ -141,6 +141,7 @@ def test_the_csv_has_every_figure_in_full(points: list[Point], tmp_path: Path) -
     assert (rows[4]["status"], rows[4]["bits_per_byte"], rows[4]["steps"]) == ("waiting", "", "0")
 
 
+@pytest.mark.slow_cases("summarization-*", "speech_recognition-*")
 @pytest.mark.parametrize(
     ("task", "name", "title"),
     [

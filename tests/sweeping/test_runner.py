@@ -167,6 +167,7 @@ def test_what_exit_codes_mean(code: int, text: str, reason: str) -> None:
 SLOW = "time.sleep(0 if pathlib.Path('go_on').exists() else 60)"
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_what_runs_and_the_next_start_goes_on(
     number: signal.Signals, quick: Sweeps, capsys: pytest.CaptureFixture[str]
@@ -190,6 +191,7 @@ def test_a_signal_stops_what_runs_and_the_next_start_goes_on(
     assert "seed=1  training goes on" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # test_interruptions.py::test_kills_lose_nothing sends one kill.
 def test_a_killed_sweep_leaves_nothing_that_confuses_the_next(
     quick: Sweeps, capsys: pytest.CaptureFixture[str]
 ) -> None:

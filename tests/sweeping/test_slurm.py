@@ -44,6 +44,7 @@ def test_the_script_for_copying_runs_the_same() -> None:
     assert (ROOT / "launch/slurm/sweep.sh").read_text().endswith(slurm.BODY)
 
 
+@pytest.mark.slow_cases("[01]")
 @pytest.mark.parametrize("code", [0, 1, 75])
 def test_a_task_passes_the_signal_on_and_queues_itself_again(
     code: int, sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch

@@ -120,6 +120,7 @@ def test_bits_of_documents(tmp_path: Path) -> None:
     assert figures["words"] == sum(len(k.decode(errors="replace").split()) for k in kept)
 
 
+@pytest.mark.slow  # Other tasks have a quick test of this.
 def test_bits_of_masked_tokens(tmp_path: Path) -> None:
     config = Config(
         encoder=ENCODER,
@@ -196,6 +197,7 @@ def heads(task: str, **sections: Any) -> Config:
     )  # fmt: skip
 
 
+@pytest.mark.slow_cases("text_regression")
 @pytest.mark.parametrize("task", ["text_classification", "text_regression"])
 def test_bits_of_labels_and_numbers(task: str, tmp_path: Path) -> None:
     """Three rows, one of them cut, in batches of two."""
@@ -220,6 +222,7 @@ def test_bits_of_labels_and_numbers(task: str, tmp_path: Path) -> None:
         assert found.report["root_mean_square_error"] == approx(np.sqrt(np.mean(np.square(errors))))
 
 
+@pytest.mark.slow  # Other tasks have a quick test of this.
 def test_bits_of_answers(tmp_path: Path) -> None:
     """Two questions with one window and with several, an odd number in all."""
     paragraphs = []
@@ -245,6 +248,7 @@ def test_bits_of_answers(tmp_path: Path) -> None:
     assert found.report["f1"] == approx(100 * np.mean([r["f1"] for r in found.rows]))
 
 
+@pytest.mark.slow  # Other tasks have a quick test of this.
 def test_bits_and_errors_of_transcripts(tmp_path: Path) -> None:
     """Letters of two bytes; utterances of different lengths."""
     features, said = np.random.default_rng(0).normal(size=(90, 4)), ["ä", "süß und", "öl"]

@@ -97,6 +97,7 @@ def test_labels_are_those_of_rows_alone_and_the_loss_is_their_sum(sentences):
     assert int(aux.count) == 6
 
 
+@pytest.mark.slow  # Other tasks have a quick test of this.
 def test_numbers_are_those_of_rows_alone_and_their_errors_the_loss(tmp_path):
     rows = [("one", 1.5), ("two words", -2.0), ("three", 0.25), ("four of them", 7.0), ("5", 3.0)]
     lines = "".join(f"{text}\t{number}\n" for text, number in rows)
@@ -204,6 +205,7 @@ def test_no_answer_needs_every_window_and_a_margin(questions):
     assert (found["f1"], found["answerable_f1"], found["unanswerable_f1"]) == (75, 50, 100)
 
 
+@pytest.mark.slow  # training/test_warm_start.py is quick.
 def test_another_attention_reads_the_same_weights_and_nan_is_named(sentences):
     config, params, dataset = sentences
     kind = Attention(kind="improved_clustered", clusters=200, top_k=256, iterations=1)

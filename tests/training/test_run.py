@@ -98,6 +98,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     jax.tree.map(close, actual, expected)
 
 
+@pytest.mark.slow  # sharded/test_equality.py compares whole runs on several devices.
 def test_eight_devices_equal_one_device(trained: Callable) -> None:
     one = trained("adafactor", 1, dropout=0.1)
     eight = trained("adafactor", 8, dropout=0.1)
@@ -107,10 +108,12 @@ def test_eight_devices_equal_one_device(trained: Callable) -> None:
     assert_close(eight.results(), one.results())
 
 
+@pytest.mark.slow  # sharded/test_equality.py compares whole runs on several devices.
 def test_accumulated_gradients_on_eight_devices_equal_one_pass_on_one(trained: Callable) -> None:
     assert_close(trained("adamw", 8, accumulation=2).results(), trained("adamw", 1).results())
 
 
+@pytest.mark.slow
 def test_an_optimizer_in_the_hosts_memory_does_the_same(trained: Callable) -> None:
     run = trained("adafactor", 1, dropout=0.1, offload=True)
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(run.run.abstract.optimizer)}
@@ -118,6 +121,7 @@ def test_an_optimizer_in_the_hosts_memory_does_the_same(trained: Callable) -> No
     assert_close(run.results(), trained("adafactor", 1, dropout=0.1).results())
 
 
+@pytest.mark.slow
 def test_dropout_is_decided_by_the_step(trained: Callable) -> None:
     one = trained("adafactor", 1, dropout=0.1)
     batch = runs.put(one.run, one.run.reader[0])

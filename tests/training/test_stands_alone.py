@@ -31,6 +31,8 @@ from brt.training.start import data_manifest, saved_model
 from brt.training.start.saved_model import SavedModel
 from brt.training.workdir import Workdir
 
+pytestmark = pytest.mark.slow_cases("summariser")
+
 WORDS = "the sea was calm and grey while we sat on the deck of an old ship".split()
 TRAINING = Training(
     steps=2, batch_size=2, segment_length=16, log_every=1, evaluate_every=1, sample_every=0,

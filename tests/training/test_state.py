@@ -21,6 +21,9 @@ def recurrent(gate: str, layout: str) -> Model:
     )
 
 
+@pytest.mark.slow_cases(
+    "*202,407,120", "*183,531,728", "*160,462,968", "*168,853,624", "*181,438,584", "*179,338,360"
+)
 @pytest.mark.parametrize(
     ("model", "expected"),
     [

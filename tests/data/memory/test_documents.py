@@ -11,6 +11,8 @@ from brt.data import documents, preparation
 from brt.data.memory.documents import Answer, answers
 from brt.errors import DataError
 
+pytestmark = pytest.mark.slow_cases("tracking", "counting")
+
 TASKS = {  # and how often a guess is right
     "copy": ("distance=40&length=4", 0.0),
     "recall": ("distance=40", 0.0),

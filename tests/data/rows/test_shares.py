@@ -14,6 +14,8 @@ from brt.config import Config, Pairs, Questions, Sentences, Speech, Training
 from brt.data.splits import Shares
 from brt.errors import DataError
 
+pytestmark = pytest.mark.slow_cases("pairs")
+
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box".split()
 
 

@@ -46,6 +46,7 @@ def source(tmp_path: Path, directory: Callable) -> Path:
     return tmp_path / "t5"
 
 
+@pytest.mark.slow
 def test_there_and_back_is_the_same_checkpoint(source: Path, tmp_path: Path) -> None:
     there = list(convert.from_hf(source, tmp_path / "ours", verified=True))
     back = list(convert.to_hf(converted(tmp_path / "ours"), tmp_path / "theirs", verified=True))
@@ -69,6 +70,7 @@ def test_a_loaded_model_is_the_saved_one(source: Path, tmp_path: Path) -> None:
     assert_equal(loaded.params, model.params)
 
 
+@pytest.mark.slow  # test_convert.py and test_weights.py have quick conversions.
 def test_the_recurrence_survives_both_ways(source: Path, tmp_path: Path) -> None:
     list(convert.from_hf(source, tmp_path / "full", verified=False))
     model = pretrained.load(tmp_path / "full", SRFORMER)
@@ -82,6 +84,7 @@ def test_the_recurrence_survives_both_ways(source: Path, tmp_path: Path) -> None
     assert_equal(again.params, model.params)
 
 
+@pytest.mark.slow  # test_convert.py and test_weights.py have quick conversions.
 def test_bfloat16_is_rounding_and_float32_again(source: Path, tmp_path: Path) -> None:
     list(convert.from_hf(source, tmp_path / "ours", verified=False))
     target = tmp_path / "theirs"
@@ -192,6 +195,7 @@ def test_a_target_that_holds_something_is_left_alone(source: Path) -> None:
     assert (source / "config.json").exists()
 
 
+@pytest.mark.slow_cases("flags[04]*", "flags[23]*", "flags5*")
 @pytest.mark.parametrize(
     ("flags", "code", "sentence"),
     [
@@ -215,6 +219,7 @@ def test_the_command(
     assert (tmp_path / "out").exists() == (code == 0)
 
 
+@pytest.mark.slow  # test_convert.py and test_weights.py have quick conversions.
 def test_positions_are_extended_on_the_way_in(directory: Callable, tmp_path: Path) -> None:
     lines = list(convert.from_hf(directory("bart"), tmp_path / "long", verified=True, positions=50))
     assert "extended to 50 positions (copy)" in lines

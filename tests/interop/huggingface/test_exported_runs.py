@@ -72,6 +72,7 @@ def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "transformers_logits", lambda *_: None)
 
 
+@pytest.mark.slow  # test_convert.py and test_weights.py have quick conversions.
 def test_a_run_becomes_a_checkpoint_of_roberta(
     run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_run_becomes_a_checkpoint_of_roberta(
     )
 
 
+@pytest.mark.slow_cases("settings[12]-*")
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [

@@ -13,6 +13,8 @@ from recordings import arrays
 
 from brt.models import seq2seq
 
+pytestmark = pytest.mark.slow_cases("longt5_local", "t5_gated")
+
 # float32, relative to the largest magnitude. Theirs differs from itself, whole and cached,
 # by as much.
 TOLERANCE = 5e-6
@@ -65,6 +67,7 @@ def test_the_encoder(compiled: Callable, name: str) -> None:
     assert_close(encoded, x["encoded"], x["mask"][..., None])
 
 
+@pytest.mark.slow_cases("longt5_tglobal")
 def test_whole_targets(compiled: Callable, name: str) -> None:
     model = compiled(name)
     x = model.expected
@@ -72,6 +75,7 @@ def test_whole_targets(compiled: Callable, name: str) -> None:
     assert_close(logits, x["logits"])
 
 
+@pytest.mark.slow_cases("t5", "longt5_tglobal")
 def test_steps_of_several_beams_over_one_source(compiled: Callable, name: str) -> None:
     """The second beam reads the third source's targets; reordering swaps the two halfway."""
     model = compiled(name)
@@ -92,6 +96,7 @@ def test_steps_of_several_beams_over_one_source(compiled: Callable, name: str) -
         assert_close(logits[:, 1 - of_first], expected[:, t])
 
 
+@pytest.mark.slow_cases("t5", "bart")
 def test_padding_changes_nothing(compiled: Callable, name: str) -> None:
     """Neither what stands in it nor how much there is of it."""
     model = compiled(name)

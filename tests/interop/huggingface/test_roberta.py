@@ -76,6 +76,7 @@ def computed(directory: Path, attention: Attention) -> tuple[np.ndarray, np.ndar
     return tuple(map(np.asarray, run(params, *arrays)))
 
 
+@pytest.mark.slow_cases("roberta_*")
 @each_model
 def test_hidden_vectors_and_logits(directory: Callable, model: str) -> None:
     (_, described), x = loaded(directory(model))
@@ -88,6 +89,7 @@ def test_hidden_vectors_and_logits(directory: Callable, model: str) -> None:
         assert difference <= TOLERANCE * np.abs(expected).max(), f"{difference:.1e}"
 
 
+@pytest.mark.slow  # test_convert.py and test_weights.py have quick conversions.
 def test_a_loaded_model_reads_with_clusters(directory: Callable) -> None:
     """With as many best keys as there are it is exact; with few and 25 clusters it is near."""
     x = loaded(directory("roberta"))[1]
@@ -103,6 +105,7 @@ def test_a_loaded_model_reads_with_clusters(directory: Callable) -> None:
     assert 0 < np.sqrt(np.mean(logits["near"] ** 2)) < 0.05 * exact[there].std()
 
 
+@pytest.mark.slow  # test_convert.py and test_weights.py have quick conversions.
 def test_one_class_is_a_number(directory: Callable, tmp_path: Path) -> None:
     """As transformers reads it, and writes it again."""
     theirs = tmp_path / "theirs"
@@ -123,6 +126,7 @@ def test_one_class_is_a_number(directory: Callable, tmp_path: Path) -> None:
     assert again["id2label"] == {"0": "LABEL_0"}
 
 
+@pytest.mark.slow_cases("roberta_*")
 @each_model
 def test_there_and_back_is_the_same_checkpoint(
     directory: Callable, tmp_path: Path, model: str
@@ -170,6 +174,7 @@ def test_copies_prefixes_and_relics_are_understood(directory: Callable) -> None:
         weights.normalised({**arrays, "lm_head.decoder.weight": arrays[embedding] + 1})
 
 
+@pytest.mark.slow  # test_convert.py and test_weights.py have quick conversions.
 def test_a_bare_encoder_gets_a_new_head(source: Path, tmp_path: Path) -> None:
     arrays = files.read_tensors(source)
     bare = {name: array for name, array in arrays.items() if not name.startswith("lm_head")}

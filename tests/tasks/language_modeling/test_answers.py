@@ -78,6 +78,7 @@ def test_answers_take_whole_tokens(tmp_path: Path) -> None:
     assert answers.spans(store, Pairs()) == {0: [Span(4, 6, 2, 3)]}
 
 
+@pytest.mark.slow_cases("*1-4*", "*3-16*")
 @pytest.mark.parametrize(("batch_size", "segment_length"), [(2, 8), (3, 16), (1, 4)])
 def test_answers_cost_what_their_tokens_cost(
     dataset: Dataset, params: Any, batch_size: int, segment_length: int

@@ -102,6 +102,7 @@ def document_nats(result: Result) -> np.ndarray:
     return np.array([score.nats for score in result.documents])
 
 
+@pytest.mark.slow_cases("1-16", "100-4")
 @pytest.mark.parametrize(("batch_size", "segment_length"), [(2, 8), (1, 16), (100, 4)])
 def test_documents_cost_the_same_however_they_are_read(
     two_lanes: DocumentEvaluator, params: Any, dataset: Dataset, token_nats: Callable,
@@ -136,6 +137,8 @@ def test_only_the_first_tokens_of_a_document_are_read_if_asked(
         assert score.words == len(characters.split())
 
 
+# test_reading.py, test_gradients.py and the first test of test_follow.py are quick.
+@pytest.mark.slow
 def test_ablations_take_away_what_they_name(
     two_lanes: DocumentEvaluator, params: Any, store: token_store.TokenStore, token_nats: Callable
 ) -> None:

@@ -80,6 +80,7 @@ def layers(params: Any, places: dict[str, tuple[str, int]]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow  # training/test_warm_start.py is quick.
 def test_the_same_model_is_the_same_and_defaults_are_the_runs(recurrent: Path) -> None:
     found = ready(config(recurrent, dropout=0.3))
     assert found == dataclasses.replace(MODEL, dropout=0.3, dtype="auto")
@@ -110,6 +111,7 @@ def test_layers_keep_what_they_know_when_their_neighbours_become_others(tmp_path
     np.testing.assert_array_equal(started.params["embedding"], drawn(plain, seed=1)["embedding"])
 
 
+@pytest.mark.slow  # training/test_warm_start.py is quick.
 def test_a_run_starts_from_the_weights(recurrent: Path, tmp_path: Path) -> None:
     for split in ("train", "validation"):
         (tmp_path / f"{split}.txt").write_text(f"the text of {split}")

@@ -30,6 +30,8 @@ def test_all_of_a_sound_model_is_reached(
         assert len(row["blocks"]) == 2 and min(row["blocks"]) > 0 and row["through"] > 0
 
 
+# test_reading.py, test_gradients.py and the first test of test_follow.py are quick.
+@pytest.mark.slow
 def test_documents_shorter_than_a_segment_give_no_alarm(
     tiny: Config, params: Any, written: Callable
 ) -> None:
@@ -37,6 +39,8 @@ def test_documents_shorter_than_a_segment_give_no_alarm(
     assert found["starved"] == [] and found["states"][0]["through"] > 0
 
 
+# test_reading.py, test_gradients.py and the first test of test_follow.py are quick.
+@pytest.mark.slow
 def test_states_that_do_not_train_are_named(
     tiny: Config, params: Any, store: TokenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,6 +60,8 @@ def test_states_that_do_not_train_are_named(
     assert found["states"][0]["blocks"] == [0, 0]
 
 
+# test_reading.py, test_gradients.py and the first test of test_follow.py are quick.
+@pytest.mark.slow
 def test_segments_of_one_block_do_not_train_the_update_of_the_states(
     tiny: Config, params: Any, store: TokenStore
 ) -> None:
@@ -65,6 +71,8 @@ def test_segments_of_one_block_do_not_train_the_update_of_the_states(
     assert sorted(found["starved"]) == [f"layer_0/cell/{name}" for name in names]
 
 
+# test_reading.py, test_gradients.py and the first test of test_follow.py are quick.
+@pytest.mark.slow
 def test_a_model_that_learns_without_gradients_too_is_reached(
     tiny: Config, random_params: Callable, store: TokenStore
 ) -> None:

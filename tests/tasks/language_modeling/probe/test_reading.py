@@ -24,6 +24,7 @@ def reading(tiny: Config, params: Any, store: TokenStore) -> Reading:
     return read(tiny, params, ByteTokenizer(), store)
 
 
+@pytest.mark.slow_cases("state")
 @pytest.mark.parametrize("ablate", [None, "state", "cache"])
 def test_zeroed_is_what_evaluation_ablates(
     tiny: Config, params: Any, store: TokenStore, reading: Reading, ablate: Any
@@ -152,6 +153,7 @@ MEMORIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases("[!r]*")
 @pytest.mark.parametrize("name", MEMORIES)
 def test_a_memory_of_any_kind_is_a_part_as_well(
     name: str, tiny: Config, store: TokenStore, random_params: Callable

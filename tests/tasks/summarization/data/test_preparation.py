@@ -70,6 +70,7 @@ def test_the_same_content_is_prepared_once(make, files, monkeypatch):
     assert make().directory != first.directory
 
 
+@pytest.mark.slow_cases("change[2-7]")
 @pytest.mark.parametrize(
     "change",
     [
