@@ -50,6 +50,7 @@ EXTRAS = {
     "gpu-compile": [
         "jax[cuda12-local]>=0.10.2,<0.13",  # the plugin of the very jaxlib that is installed
         "nvidia-cuda-nvcc-cu12>=12.9,<13",  # ptxas, which says what kernels occupy
+        "nvidia-cuda-runtime-cu12>=12.9,<13",  # without it the plugin writes a line per import
     ],  # brt.plan --topology=h100x8, without a GPU
     "test": [
         "pytest>=8.3,<10",

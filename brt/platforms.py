@@ -21,9 +21,25 @@ def use_cpus(count: int | None = None) -> None:
         jax.config.update("jax_num_cpu_devices", count)
 
 
-def leave_compilers_alone() -> None:
-    """Where libtpu only compiles (brt[tpu-compile]), jax would look for its TPUs, and complain."""
-    there = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("*"))
-    others = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-    if importlib.util.find_spec("libtpu") and not there and not others:
+_NVIDIA = ("nvidia*", "nvhost*", "nvgpu*", "dxg")
+# The packages that compile for an accelerator, and the device files of a machine that has one.
+_COMPILERS = {
+    "libtpu": ("accel*", "vfio/*"),
+    "jax_cuda12_plugin": _NVIDIA,
+    "jax_cuda13_plugin": _NVIDIA,
+}
+
+
+def leave_compilers_alone(devices: Path = Path("/dev")) -> None:
+    """Uses the CPU where compilers are installed only to compile for machines that are elsewhere.
+
+    Otherwise jax would look for the devices of brt[tpu-compile] and brt[gpu-compile], and report
+    with tracebacks that there are none.
+
+    Args:
+      devices: the directory of this machine's device files.
+    """
+    installed = [name for name in _COMPILERS if importlib.util.find_spec(name)]
+    files = {pattern for name in installed for pattern in _COMPILERS[name]}
+    if installed and not any(any(devices.glob(pattern)) for pattern in files):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")

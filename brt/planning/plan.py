@@ -16,9 +16,13 @@ from brt.distributed.mesh import AXES, misfit
 from brt.errors import ConfigError
 from brt.ops import dispatch
 from brt.planning.costs import Costs, costs
-from brt.planning.topologies import Topology
+from brt.planning.topologies import ROOM, Topology
 from brt.training import run as runs
 from brt.training.run import Shapes
+
+
+class DoesNotFitError(ConfigError):
+    """The compiler finds no way to run a step in the memory of the chip."""
 
 
 class Plan(NamedTuple):
@@ -56,7 +60,12 @@ class Plan(NamedTuple):
     def fits(self) -> bool | None:
         """None where the chip's memory is not known."""
         chip = self.topology.chip
-        return None if chip is None else self.peak <= chip.memory
+        return None if chip is None else self.peak <= ROOM * chip.memory
+
+    @property
+    def used(self) -> int:
+        """The number of devices in the mesh."""
+        return math.prod(self.mesh.values())
 
     @property
     def step_seconds(self) -> dict[str, float]:
@@ -100,9 +109,10 @@ def plan(config: Config, topology: Topology, *, low_effort: bool = False) -> Pla
     with dispatch.use_backend(topology.backend, topology.devices[0]):
         config, shapes, batch, tokens, flops = _shaped(config, topology)
         lowered = runs.lowered_step(config, shapes, batch)
-        asked = jax_versions.LOW_EFFORT if low_effort and topology.backend == "tpu" else {}
+        asked = jax_versions.LOW_EFFORT if low_effort else {}
         try:
-            compiled, options = compiled_with_known(lowered, asked)
+            offered = asked if topology.backend == "tpu" else {}
+            compiled, options = compiled_with_known(lowered, offered)
         except jax.errors.JaxRuntimeError as error:
             raise _refused(error) from error
     memory: Any = compiled.memory_analysis()
@@ -160,7 +170,7 @@ def _shaped(config: Config, topology: Topology) -> tuple[Config, Shapes, Any, in
 def _refused(error: Exception) -> ConfigError:
     text = " ".join(str(error).split())
     if "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
-        return ConfigError(
+        return DoesNotFitError(
             f"the step does not fit at all, says the compiler: {text[:300]}; set Model.remat = "
             "True, raise Training.gradient_accumulation, or share parameters by Mesh.fsdp"
         )
@@ -199,22 +209,50 @@ def sweep(
 
     Args:
       limit: of meshes that are compiled; those with one or two axes come first.
+
+    Raises:
+      ConfigError: no mesh divides all devices, or the step fits with none that was tried.
     """
-    candidates = meshes_of(config, len(topology.devices))
+    devices = len(topology.devices)
+    candidates = meshes_of(config, devices)
+    if not candidates:
+        raise _undivided(config, devices)
     candidates.sort(key=lambda mesh: sum(getattr(mesh, axis) > 1 for axis in AXES))
     if len(candidates) > limit:
         say(f"trying {limit} of {len(candidates)} meshes, those with few axes")
     plans = []
     for mesh in candidates[:limit]:
-        tried = plan(dataclasses.replace(config, mesh=mesh), topology, low_effort=True)
+        try:
+            tried = plan(dataclasses.replace(config, mesh=mesh), topology, low_effort=True)
+        except DoesNotFitError as error:
+            say(f"{shown(dataclasses.asdict(mesh))}: {error}")
+            last = error
+            continue
         plans.append(tried)
         pace = tried.step_seconds.get("roofline", 0.0)
         say(f"{shown(tried.mesh)}: {tried.peak / 2**30:.2f} GiB, roofline {1e3 * pace:.1f} ms")
+
+    if not plans:
+        raise last
 
     def order(one: Plan) -> tuple[bool, float, int]:
         return one.fits is False, one.step_seconds.get("roofline", 0.0), one.peak
 
     return sorted(plans, key=order)
+
+
+def _undivided(config: Config, devices: int) -> ConfigError:
+    """What --sweep_mesh says where no mesh takes all devices, with a batch that one would share."""
+    training = config.training
+    sizes = ", ".join(
+        f"{size} {name}" for name, (_, size) in tasks.of(config).shared(config).items()
+    )
+    all_lanes = devices * training.gradient_accumulation
+    batch = -(-training.batch_size // all_lanes) * all_lanes
+    return ConfigError(
+        f"no mesh divides {devices} devices among {sizes}; with Training.batch_size = {batch} "
+        f"Mesh.data = {devices} does"
+    )
 
 
 def shown(mesh: Mapping[str, int]) -> str:

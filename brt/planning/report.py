@@ -9,7 +9,6 @@ from brt.planning.plan import Plan, shown
 
 _GIB = 1 << 30
 _LISTED = 100  # groups of instructions
-_ROOM = 0.94  # of a chip's memory that programs get
 
 
 def figures(plan: Plan) -> dict[str, Any]:
@@ -54,15 +53,16 @@ def _utilization(plan: Plan) -> dict[str, float]:
     chip = plan.topology.chip
     if chip is None or not plan.model_flops:
         return {}
-    best = plan.model_flops / (chip.flops * _devices(plan))
+    best = plan.model_flops / (chip.flops * plan.used)
     return {name: best / s for name, s in plan.step_seconds.items() if s and name != "products"}
 
 
-def _devices(plan: Plan) -> int:
-    count = 1
-    for size in plan.mesh.values():
-        count *= size
-    return count
+def _taken(plan: Plan) -> str:
+    """The devices of the mesh, of those that there are."""
+    there = len(plan.topology.devices)
+    of = "" if plan.used == there else f" of {there}"
+    devices = "device" if there == 1 else "devices"
+    return f"{plan.used}{of} {devices}" + f" as {shown(plan.mesh)}" * (plan.used > 1)
 
 
 def _effort(plan: Plan) -> str:
@@ -73,8 +73,7 @@ def _effort(plan: Plan) -> str:
 def text(plan: Plan, config: Config) -> str:
     """Memory, work by part, collectives, pace and verdict."""
     lines = [
-        f"{plan.topology.name}: {len(plan.topology.devices)} devices as {shown(plan.mesh)}; "
-        f"compiled in {plan.seconds:.0f} s{_effort(plan)}. "
+        f"{plan.topology.name}: {_taken(plan)}; compiled in {plan.seconds:.0f} s{_effort(plan)}. "
         "Of one device and step:",
         "",
         *_memory(plan),
@@ -86,8 +85,17 @@ def text(plan: Plan, config: Config) -> str:
         *_pace(plan),
         "",
         verdict(plan, config),
+        *_idle(plan),
     ]
     return "\n".join(lines)
+
+
+def _idle(plan: Plan) -> list[str]:
+    idle = len(plan.topology.devices) - plan.used
+    if not idle:
+        return []
+    are = "1 device is" if idle == 1 else f"{idle} devices are"
+    return [f"{are} idle; --sweep_mesh compares the meshes that use all devices."]
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -156,8 +164,7 @@ def verdict(plan: Plan, config: Config) -> str:
     chip = plan.topology.chip
     if chip is None:
         return "Whether it fits: this device does not say how much memory it has."
-    room = chip.memory * _ROOM
-    if plan.peak <= room:
+    if plan.fits:
         return f"It fits, with {(chip.memory - plan.peak) / _GIB:.1f} GiB to spare."
     ways = [way for applies, way in _remedies(plan, config) if applies]
     return (
@@ -198,7 +205,9 @@ def _remedies(plan: Plan, config: Config) -> list[tuple[bool, str]]:
 
 def best(plans: list[Plan], count: int = 3) -> str:
     """The first of a sweep, a line each."""
-    lines = ["The best meshes; at low effort memory and collectives hold, the schedule does not:"]
+    hasty = any(plan.low_effort for plan in plans)
+    note = "; at low effort memory and collectives hold, the schedule does not" * hasty
+    lines = [f"The best meshes{note}:"]
     for plan in plans[:count]:
         pace = plan.step_seconds.get("roofline")
         line = f"  {shown(plan.mesh)}: peak {plan.peak / _GIB:.2f} GiB"

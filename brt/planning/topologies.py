@@ -44,6 +44,7 @@ CHIPS = {
     "h100": Chip("h100", 80 * _GIB, 989e12, 3.35e12, 450e9),
     "h200": Chip("h200", 141 * _GIB, 989e12, 4.8e12, 450e9),
 }
+ROOM = 0.94  # of a chip's memory that programs get
 _TPUS = ("v4", "v5e", "v5p", "v6e")
 _HOPPER = {
     "name": "NVIDIA H100 80GB HBM3", "cores": 132, "shared": 233472, "optin": 232448,

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from brt.platforms import leave_compilers_alone
+
 ROOT = Path(__file__).resolve().parents[2]
 WATCHED = """
 import os, runpy, sys
@@ -56,8 +58,37 @@ def test_no_variable_of_jax_is_set_after_its_import(
 ) -> None:
     done = run(tmp_path, command, *flags)
     assert done.returncode in (2, 3, 4), done.stderr
-    assert done.stderr.splitlines()[-1].startswith("brt: error: "), done.stderr
+    *notes, last = done.stderr.splitlines()
+    assert last.startswith("brt: error: "), done.stderr
+    assert all(note.startswith("brt: ") for note in notes), "of a compiler that finds no device"
     assert "--help lists the flags" not in done.stderr, "it ended before it began"
+
+
+@pytest.mark.parametrize(
+    ("installed", "files", "platforms"),
+    [
+        ({"libtpu"}, (), "cpu"),
+        ({"jax_cuda12_plugin"}, ("nvme0", "null"), "cpu"),
+        ({"libtpu", "jax_cuda12_plugin"}, (), "cpu"),
+        ({"libtpu", "jax_cuda13_plugin"}, ("nvidia0",), None),
+        ({"libtpu", "jax_cuda12_plugin"}, ("accel0",), None),
+        ({"jax_cuda12_plugin"}, ("dxg",), None),
+        (set(), (), None),
+    ],
+)
+def test_compilers_of_machines_elsewhere_are_not_asked_for_devices(
+    installed: set[str], files: tuple[str, ...], platforms: str | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
+    for name in files:
+        (tmp_path / name).touch()
+    leave_compilers_alone(tmp_path)
+    assert os.environ.get("JAX_PLATFORMS") == platforms
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    leave_compilers_alone(tmp_path)
+    assert os.environ["JAX_PLATFORMS"] == "tpu", "what a person asked for stays"
 
 
 def test_fake_devices_are_as_many_as_asked_for_and_of_the_cpu(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,23 @@ def test_a_verdict_names_what_would_make_it_fit() -> None:
     assert refused.startswith("It does not fit: 60.0 GiB on chips of 32. What helps: Model.remat")
     assert "gradient_accumulation = 2" in refused and "segment_length = 16" in refused
     assert "Mesh.fsdp = 4" in report.verdict(made(34.0), CONFIG)
+    almost = made(31.0)
+    assert not almost.fits and report.verdict(almost, CONFIG).startswith(
+        "It does not fit: 31.0 GiB"
+    )
+
+
+def test_idle_devices_are_counted() -> None:
+    assert "v4:2x2x1: 4 devices as data 4; compiled" in report.text(made(), CONFIG)
+    for mesh, taken, idle in (
+        ({"data": 1}, "1 of 4 devices;", "3 devices are idle; --sweep_mesh"),
+        ({"fsdp": 3}, "3 of 4 devices as fsdp 3;", "1 device is idle; --sweep_mesh"),
+    ):
+        text = report.text(
+            made(mesh={"data": 1, "fsdp": 1, "tensor": 1, "sequence": 1} | mesh), CONFIG
+        )
+        assert f"v4:2x2x1: {taken}" in text and text.splitlines()[-1].startswith(idle)
+    assert "idle" not in report.text(made(), CONFIG)
 
 
 def test_a_plan_counts_what_each_device_has() -> None:
@@ -93,6 +111,39 @@ def test_meshes_divide_devices_and_what_they_share() -> None:
     assert Mesh(tensor=8) not in found, "there are four heads"
     assert Mesh(sequence=8) not in found, "there are four blocks"
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(3, 1), (8, 1), (20, 2)])
+def test_a_sweep_without_a_mesh_names_a_batch_that_has_one(batch: int, accumulation: int) -> None:
+    training = dataclasses.replace(
+        CONFIG.training, batch_size=batch, gradient_accumulation=accumulation
+    )
+    machine = made().topology._replace(devices=[None] * 7)
+    with pytest.raises(ConfigError, match=r"no mesh divides 7 devices among \d+ lanes") as refused:
+        plan.sweep(dataclasses.replace(CONFIG, training=training), machine, print)
+    named = int(re.findall(r"Training.batch_size = (\d+)", str(refused.value))[0])
+    assert batch <= named < batch + 7 * accumulation
+    training = dataclasses.replace(training, batch_size=named)
+    assert Mesh(data=7) in plan.meshes_of(dataclasses.replace(CONFIG, training=training), 7)
+
+
+def test_a_sweep_goes_on_after_a_mesh_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with the first one, whose devices hold all parameters, for every larger model."""
+    said: list[str] = []
+
+    def tried(config: Config, topology: Topology, **options: object) -> Plan:
+        if config.mesh.fsdp < smallest:
+            raise plan.DoesNotFitError("the step does not fit at all")
+        return made(mesh=dataclasses.asdict(config.mesh))
+
+    monkeypatch.setattr(plan, "plan", tried)
+    smallest = 2
+    found = plan.sweep(CONFIG, made().topology, said.append)
+    assert found and all(one.mesh["fsdp"] >= 2 for one in found)
+    assert "data 4: the step does not fit at all" in said
+    smallest = 8
+    with pytest.raises(ConfigError, match="does not fit at all"):
+        plan.sweep(CONFIG, made().topology, said.append)
 
 
 @pytest.mark.parametrize("name", ["v5e", "v7:2x2", "h100", "h100x0", "cpu"])
@@ -129,6 +180,10 @@ def test_options_that_a_compiler_does_not_know_are_dropped_one_by_one_and_said()
         assert (compiled, tuple(used)) == ("compiled", known)
     other = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
     assert jax_versions.unknown_option(other, jax_versions.LOW_EFFORT) is None
+    schedule = "the schedule does not"
+    assert schedule in report.best([made(low_effort=True)]) and schedule not in report.best(
+        [made()]
+    )
     planned = made(low_effort=True, dropped=("memory_fitting_effort",))
     said = "at low effort (this compiler has no memory_fitting_effort)"
     assert said in report.text(planned, CONFIG)
@@ -140,8 +195,12 @@ def test_a_vocabulary_that_only_the_tokenizer_tells_is_planned_for() -> None:
     here, found = topologies.present(), []
     for size in (0, 256):
         model = dataclasses.replace(CONFIG.model, vocab_size=size, layers=1, recurrent_layers=())
-        found.append(plan.plan(dataclasses.replace(CONFIG, model=model), here).parameters)
+        config = dataclasses.replace(CONFIG, model=model)
+        planned = plan.plan(config, here, low_effort=True)
+        found.append(planned.parameters)
     assert found[0] == found[1] >= 4 * 256 * CONFIG.model.model_dim
+    dropped = not planned.low_effort and set(planned.dropped) == set(jax_versions.LOW_EFFORT)
+    assert dropped, "CPUs and GPUs have no low effort, and the plan says so"
 
 
 def test_flags_that_clash_are_refused() -> None:
