@@ -238,7 +238,7 @@ class TransformerBlock(nn.Module):
         if m.dropout and self.training:
             # Shared by lanes and blocks as in the original: one tile to draw and to read.
             drawn = Dropout(self.make_rng(SHARED), m.dropout)
-            mask = drawn.shared(m.heads, m.window, m.window)
+            mask = drawn.shared_mask(m.heads, m.window, m.window)
         part = segment_part(
             queries, (cached, past.values), keys, values, self.bias(), past.cache_mask, mask,
             attend_to_self=m.attend_to_self, null_keys=has_null_keys(m),

@@ -70,7 +70,7 @@ def remat_policy(keep: Kept) -> Callable[..., Any]:
     policies = jax.checkpoint_policies
     if keep == "nothing":
         return policies.nothing_saveable
-    kernels = policies.save_only_these_names(dispatch.KERNEL)
+    kernels = policies.save_only_these_names(dispatch.KERNEL_RESIDUAL)
     products = {
         "products": policies.dots_saveable,
         "products_with_weights": policies.dots_with_no_batch_dims_saveable,

@@ -21,12 +21,12 @@ from brt.layers.state import (
 )
 from brt.ops.compression import (
     Convolution,
-    attend_beyond,
+    attend_window_and_slots,
+    attention_reconstruction_error,
     compress,
-    reconstruction,
-    restored_error,
-    slots_before,
-    windows,
+    reconstruction_error,
+    sliding_windows,
+    visible_slot_counts,
 )
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import StateKV
@@ -130,21 +130,23 @@ class CompressiveLayer(nn.Module):
         projections = self.tokens.project(x)
         past, window = with_cache(m, state.window, projections, document_start)
         inputs = jnp.concatenate([state.inputs, constrain(x, "lanes", None, None)], axis=1)
-        before = jax.lax.stop_gradient(windows(inputs, blocks, step=m.window, size=m.window))
+        before = jax.lax.stop_gradient(
+            sliding_windows(inputs, blocks, step=m.window, size=m.window)
+        )
         made = self._compressed(before)
         vectors = jnp.concatenate([state.vectors, made.reshape(len(x), -1, m.model_dim)], axis=1)
-        length = slots_before(
+        length = visible_slot_counts(
             state.length, past.cache_mask, added=made.shape[2], size=m.compressed_memory
         )
         slots = StateKV(
             *(
-                windows(part, blocks, step=made.shape[2], size=m.compressed_memory)
+                sliding_windows(part, blocks, step=made.shape[2], size=m.compressed_memory)
                 for part in self._slots(vectors)
             )
         )
         tokens = StateKV(
             *(
-                windows(part, blocks, step=m.window, size=m.window)
+                sliding_windows(part, blocks, step=m.window, size=m.window)
                 for part in past.joined(projections)
             )
         )
@@ -201,7 +203,7 @@ class CompressiveLayer(nn.Module):
         def mix(queries: Float[Array, "B T H K"], part: AttentionPart) -> Float[Array, "B T H K"]:
             q, *near = (_by_block(x, length.shape[1]) for x in (queries, *part))
             bias = self.tokens.far_bias()
-            y = attend_beyond(q, AttentionPart(*near), keys, values, seen, bias)
+            y = attend_window_and_slots(q, AttentionPart(*near), keys, values, seen, bias)
             return y.reshape(queries.shape)
 
         return mix
@@ -219,14 +221,14 @@ class CompressiveLayer(nn.Module):
         if m.compression != "conv" or m.compression_weight == 0:
             return LayerAux()
         if self._restores():
-            errors = restored_error(inputs, made, self.decompressor)
+            errors = reconstruction_error(inputs, made, self.decompressor)
         else:
             rows = made.reshape(len(made), -1, m.model_dim).astype(compute_dtype(m))
             slots = (
                 _by_block(x, made.shape[1]) for x in self.tokens.project_kv(rows, learns=False)
             )
             queries = _by_block(projections.queries, made.shape[1])
-            errors = reconstruction(queries, tuple(before), tuple(slots))
+            errors = attention_reconstruction_error(queries, tuple(before), tuple(slots))
         loss = m.compression_weight * jnp.mean(jnp.where(past.cache_mask, errors, 0))
         return LayerAux(losses={"compression": loss})
 

@@ -1,1 +1,1 @@
-"""The papers' arithmetic as pure functions, one folder per kind of attention."""
+"""Arithmetic of the papers as pure functions of arrays; each kind of attention has a folder."""

@@ -1,4 +1,7 @@
-"""Activations whose backward pass needs only their output, which the next product keeps anyway."""
+"""Activations whose backward pass needs only their output.
+
+The next matrix product saves this output for its own gradient anyway.
+"""
 
 from functools import partial
 
@@ -7,28 +10,30 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brt.ops import dispatch
-from brt.ops.tpu import stored
+from brt.ops.tpu import materialized
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def relu(x: Float[Array, "..."], keeps: bool = False) -> Float[Array, "..."]:
-    """max(x, 0).
+    """Returns max(x, 0).
 
     Args:
-      keeps: layers that are computed again keep it, in place of the product that x is.
+      x: any shape.
+      keeps: True marks the output as a residual that rematerialized layers save, instead of the
+        output of the product that computes x.
     """
     return jnp.maximum(x, 0)
 
 
-def _forward(x: Array, keeps: bool) -> tuple[Array, Array]:
+def _relu_forward(x: Array, keeps: bool) -> tuple[Array, Array]:
     y = relu(x)
     if keeps:
-        y = dispatch.kept(stored(dispatch.bits(y)), x.dtype)
+        y = dispatch.output_residual(materialized(dispatch.to_bits(y)), x.dtype)
     return y, y
 
 
-def _backward(keeps: bool, y: Array, gradient: Array) -> tuple[Array]:
+def _relu_backward(keeps: bool, y: Array, gradient: Array) -> tuple[Array]:
     return (jnp.where(y > 0, gradient, 0),)
 
 
-relu.defvjp(_forward, _backward)
+relu.defvjp(_relu_forward, _relu_backward)

@@ -1,4 +1,4 @@
-"""Attention of the kind that `Attention.kind` names, on weights trained with any kind."""
+"""Attention by the method that `Attention.kind` names; the weights do not depend on the kind."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,9 @@ from brt.ops.dropout import Dropout
 from brt.ops.masked_attention import attend_to_valid
 
 AUTO = Kernels()
-KEYS_ARE_QUERIES = ("shared_full", "reformer")  # kinds that read no keys of their own
-CAUSAL = ("full", "shared_full", "oracle_top_k")  # in the others, later tokens choose what is seen
+KEYS_ARE_QUERIES = ("shared_full", "reformer")  # Kinds of attention that use the queries as keys.
+# Kinds that can be causal. In other kinds, later tokens influence what earlier tokens see.
+CAUSAL = ("full", "shared_full", "oracle_top_k")
 
 
 def attend(
@@ -30,29 +31,35 @@ def attend(
     bias: Float[Array, "H O"] | None = None,
     kernels: Kernels = AUTO,
 ) -> Float[Array, "B T H K"]:
-    """Attention of every query to the valid keys; logits are scale * q.k.
+    """Attends from every query to the valid keys; the logits are scale * q.k.
 
-    An example's outputs depend on its own valid tokens and on the key, neither on padding nor
-    on the rest of the batch.
+    The outputs of an example depend on its own valid tokens and the random key, not on padding or
+    on other examples of the batch.
 
     Args:
-      queries: not scaled; for the kinds of `KEYS_ARE_QUERIES` they are the keys as well.
-      valid: False on padding, which nothing sees.
-      key: of all that is drawn at random (`clustered`, `improved_clustered`, `reformer`): the
-        same one gives the same output. Evaluate with one fixed key.
-      dropout: of the weights, whose shape depends on the kind.
-      scale: None: K ** -0.5.
-      queries_valid: None: that of the keys, which belong to the same tokens (T = X).
-      causal: a token sees no later one.
-      bias: of each distance, for `clustered` and `improved_clustered`; see there.
-      kernels: which implementation runs, of the op that the kind is.
+      queries: unscaled queries; kinds in `KEYS_ARE_QUERIES` use them as keys, too.
+      keys: the keys.
+      values: the values.
+      valid: False for padding, which no query sees.
+      config: the kind of attention and its settings.
+      key: the random key of kinds that draw random numbers (`clustered`, `improved_clustered`,
+        `reformer`). Equal keys give equal outputs, so evaluation uses one fixed key.
+      dropout: dropout of the weights, whose shape depends on the kind.
+      scale: None stands for K ** -0.5.
+      queries_valid: False for queries that are padding; None stands for `valid`, if queries and
+        keys belong to the same tokens (T = X).
+      causal: True hides later tokens.
+      bias: the bias of each distance, for `clustered` and `improved_clustered`; see
+        `clustered_attention.attend`.
+      kernels: the implementation of each op.
 
     Returns:
-      In the dtype of `values`; softmax in float32. Zeros for padding, and where there is no key.
+      The outputs in the dtype of `values`, with the softmax in float32. Queries that are padding or
+        see no key get zeros.
 
     Raises:
-      ConfigError: a kind that cannot be causal, or not attend to another sequence.
-      ValueError: `queries_valid` is missing where keys and queries differ in number.
+      ConfigError: the kind cannot be causal, or cannot attend to another sequence.
+      ValueError: `queries_valid` is missing although the numbers of keys and queries differ.
     """
     _check(config.kind, queries.shape[1], keys.shape[1], causal)
     kind = kind_of_length(config, max(queries.shape[1], keys.shape[1]))
@@ -94,7 +101,10 @@ def attend(
 
 
 def kind_of_length(config: Attention, length: int) -> str:
-    """The kind for so many tokens, padding included: exact below `config.min_length`."""
+    """Returns the kind for a sequence of `length` tokens: exact below `config.min_length`.
+
+    The length includes padding.
+    """
     if length >= config.min_length:
         return config.kind
     return "shared_full" if config.kind in KEYS_ARE_QUERIES else "full"

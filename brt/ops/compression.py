@@ -1,7 +1,8 @@
-"""A block in fewer vectors, and attention to what lies beyond the window (Compressive Transformers
-for Long-Range Sequence Modelling, Rae et al. 2020, section 3).
+"""Compressed blocks, and attention to the window together with compressed blocks (Compressive
+Transformers for Long-Range Sequence Modelling, Rae et al. 2020, section 3).
 
-Letters beside the glossary's: R tokens that become one slot, C slots that a block reads.
+In shapes, R is the number of tokens that become one slot, and S is the number of slots that a block
+reads.
 """
 
 from typing import Literal, NamedTuple
@@ -11,18 +12,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.dense import dense
-from brt.ops.partial_attention import AttentionPart, attend_to_part, merged
-from brt.ops.products import inner
+from brt.ops.partial_attention import AttentionPart, attend_to_part, merge_parts
+from brt.ops.products import matmul_nt
 from brt.ops.reductions import add_shared
 from brt.ops.softmax import MASKED
 
 
 class Convolution(NamedTuple):
-    """A compressor that learns.
+    """Weights of a learned compressor, a convolution whose stride equals its width.
 
     Attributes:
-      kernel: [R, D, D], its stride is its length.
-      bias: [D].
+      kernel: [R, D, E].
+      bias: [E].
     """
 
     kernel: Float[Array, "R D E"]
@@ -32,7 +33,17 @@ class Convolution(NamedTuple):
 def compress(
     x: Float[Array, "*B W D"], rate: int, how: Literal["mean", "max"] | Convolution
 ) -> Float[Array, "*B S D"]:
-    """S = W / rate slots, oldest first, each of `rate` neighbours; float32."""
+    """Compresses each group of `rate` neighbouring tokens to one slot; W tokens become W / rate
+    slots.
+
+    Args:
+      x: the tokens.
+      rate: the tokens per slot.
+      how: 'mean', 'max', or the weights of a convolution.
+
+    Returns:
+      The slots, oldest first, in float32.
+    """
     groups = x.reshape(*x.shape[:-2], -1, rate, x.shape[-1])
     if isinstance(how, Convolution):
         return add_shared(dense(groups, how.kernel, 2).astype(jnp.float32), how.bias)
@@ -41,13 +52,19 @@ def compress(
     return jnp.mean(groups, axis=-2, dtype=jnp.float32)
 
 
-def slots_before(
+def visible_slot_counts(
     length: Int[Array, " B"], cache_mask: Bool[Array, "B N"], *, added: int, size: int
 ) -> Int[Array, "B N+1"]:
-    """How many slots of its document each block finds, and the block after these.
+    """Returns the number of slots that each block of a segment, and the block after the segment,
+    can read.
 
-    A block becomes `added` slots two blocks later; `length` is what the first block finds if it may
-    read the block before it. There are `size` slots at most.
+    A block becomes `added` slots two blocks later. Slots of other documents are not visible.
+
+    Args:
+      length: the number of slots visible to the first block if it may read the block before it.
+      cache_mask: False where a block must not read the block before it, as a document begins.
+      added: the slots that a block becomes.
+      size: the largest number of slots.
     """
     blocks = jnp.arange(cache_mask.shape[1] + 1)[None]
     begins = jnp.pad(~cache_mask, ((0, 0), (0, 1)))
@@ -56,12 +73,14 @@ def slots_before(
     return jnp.minimum(jnp.where(first < 0, length[:, None] + blocks * added, since), size)
 
 
-def windows(x: Float[Array, "B Z *D"], blocks: int, *, step: int, size: int) -> Array:
-    """[B, N, size, *D]: what block n reads begins at n * step."""
+def sliding_windows(x: Float[Array, "B Z *D"], blocks: int, *, step: int, size: int) -> Array:
+    """Returns [B, N, size, *D], the parts of x that start at 0, step, 2 step ..., one for each
+    block.
+    """
     return jnp.stack([x[:, n * step : n * step + size] for n in range(blocks)], axis=1)
 
 
-def attend_beyond(
+def attend_window_and_slots(
     queries: Float[Array, "B N Q H K"],
     window: AttentionPart,
     keys: Float[Array, "B N S H K"],
@@ -69,45 +88,56 @@ def attend_beyond(
     seen: Bool[Array, "B N Q S"],
     bias: Float[Array, " H"],
 ) -> Float[Array, "B N Q H K"]:
-    """One softmax over the window and over keys that have left it, in the dtype of `values`.
+    """Attends to the window and to older keys with one softmax, in the dtype of `values`.
 
     Args:
-      window: [B, N, Q, H, K] and [B, N, Q, H].
-      bias: added to the logits of all these keys.
+      queries: the queries of each block.
+      window: the result of attention to the window: output [B, N, Q, H, K] and lse [B, N, Q, H].
+      keys: keys older than the window.
+      values: values older than the window.
+      seen: True where a query may read an older key.
+      bias: a bias of each head, added to the logits of all older keys.
     """
     q, k, v = (x.swapaxes(2, 3) for x in (queries, keys, values))
-    logits = inner(q, k) + bias[None, None, :, None, None]
+    logits = matmul_nt(q, k) + bias[None, None, :, None, None]
     beyond = attend_to_part(jnp.where(seen[:, :, None], logits, MASKED), v)
     near = AttentionPart(*(x.swapaxes(2, 3) for x in window))
-    return merged([near, beyond]).output.swapaxes(2, 3).astype(values.dtype)
+    return merge_parts([near, beyond]).output.swapaxes(2, 3).astype(values.dtype)
 
 
-def restored_error(
+def reconstruction_error(
     x: Float[Array, "*B W D"], slots: Float[Array, "*B S D"], decoder: Convolution
 ) -> Float[Array, "*B"]:
-    """Mean square of what a transposed convolution makes of slots otherwise than `x`, a constant.
+    """Returns the mean squared error between x and a transposed convolution of its slots.
 
     Args:
-      decoder: its kernel is [D, R, D], from a slot to each of its tokens.
+      x: the original tokens, treated as a constant.
+      slots: the compressed tokens.
+      decoder: its kernel is [D, R, D] and maps a slot to each of its R tokens.
     """
-    found = add_shared(dense(slots, decoder.kernel), decoder.bias).astype(jnp.float32)
-    errors = found.reshape(x.shape) - jax.lax.stop_gradient(x).astype(jnp.float32)
+    decoded = add_shared(dense(slots, decoder.kernel), decoder.bias).astype(jnp.float32)
+    errors = decoded.reshape(x.shape) - jax.lax.stop_gradient(x).astype(jnp.float32)
     return jnp.mean(jnp.square(errors), axis=(-2, -1))
 
 
-def reconstruction(
+def attention_reconstruction_error(
     queries: Float[Array, "B N Q H K"],
     exact: tuple[Float[Array, "B N W H K"], Float[Array, "B N W H K"]],
     slots: tuple[Float[Array, "B N S H K"], Float[Array, "B N S H K"]],
 ) -> Float[Array, "B N"]:
-    """Mean square of what attention to the slots of a block reads otherwise than to the block.
+    """Returns the mean squared difference between attention to a block and attention to its slots.
 
-    By content alone; `slots` alone have a gradient.
+    Logits are products of queries and keys without a bias. Only `slots` receives a gradient.
+
+    Args:
+      queries: the queries of each block.
+      exact: keys and values of the block's tokens.
+      slots: keys and values of the block's slots.
     """
     queries, exact = jax.lax.stop_gradient((queries, exact))
 
     def read(keys: Array, values: Array) -> Array:
         q, k, v = (x.swapaxes(2, 3) for x in (queries, keys, values))
-        return attend_to_part(inner(q, k), v).output
+        return attend_to_part(matmul_nt(q, k), v).output
 
     return jnp.mean(jnp.square(read(*slots) - read(*exact)), axis=(2, 3, 4))

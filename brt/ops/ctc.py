@@ -1,4 +1,4 @@
-"""Connectionist temporal classification (Graves et al., 2006)."""
+"""The loss of connectionist temporal classification (CTC; Graves et al., 2006)."""
 
 import jax.numpy as jnp
 import optax
@@ -11,9 +11,16 @@ def ctc_nats(
     targets: Int[Array, "B T"],
     scored: Bool[Array, "B T"],
 ) -> Float[Array, " B"]:
-    """-log p(targets), summed over all ways to place them on the frames; the last token is blank.
+    """Returns -log p(targets) of each row, summed over all alignments of the targets with the
+    frames.
 
-    0 for a row without a frame. Masks are True on the first frames and the first tokens.
+    The blank is the last class. A row without valid frames has loss 0.
+
+    Args:
+      logits: of the classes for each frame.
+      valid: True for the first frames of a row, False for padding.
+      targets: the tokens to be recognized.
+      scored: True for the first tokens of a row, False for padding.
     """
     logits = jnp.where(valid[..., None], logits.astype(jnp.float32), 0.0)
     nats = optax.ctc_loss(

@@ -1,4 +1,4 @@
-"""A convolution over the sequence, each channel on its own."""
+"""Depthwise convolution over a sequence: each channel is convolved separately."""
 
 from functools import reduce
 
@@ -9,9 +9,10 @@ from jaxtyping import Array, Float
 def depthwise_convolution(
     x: Float[Array, "B T D"], kernel: Float[Array, "W D"]
 ) -> Float[Array, "B T D"]:
-    """y[t] = sum over w of kernel[w] x[t + w - (W - 1) / 2], zeros outside; W is odd.
+    """Returns y[t] = sum over w of kernel[w] x[t + w - (W - 1) / 2], with zeros outside of x.
 
-    Spelt out: XLA's CPU backend takes many times longer for a convolution in groups of one.
+    The width W must be odd. The sum is written out because XLA's CPU backend takes many times
+    longer for a grouped convolution.
     """
     width, tokens = len(kernel), x.shape[1]
     half = width // 2

@@ -1,8 +1,9 @@
-"""Which implementation of an op runs: the one that is named, or the first that can.
+"""Selects the implementation of an op: the one that the caller names, or the first that can run.
 
-An op lists its implementations in the order in which `auto` prefers them. Each says on which
-backends it runs, on which of these `auto` may take it, and which inputs it refuses and why.
-Nothing falls back silently: a named implementation runs or raises.
+An op lists its implementations in the order in which `auto` prefers them. Each implementation
+declares the backends that it runs on, the backends on which `auto` may select it, and a function
+that says why it refuses given inputs. There is no silent fallback: an implementation that is
+named explicitly runs or raises an error.
 """
 
 import contextlib
@@ -20,17 +21,17 @@ from brt import jax_versions
 from brt.errors import UnsupportedError
 
 AUTO = "auto"
-KERNEL = "kernel"  # `checkpoint_name` of what is `kept`
+KERNEL_RESIDUAL = "kernel"  # the `checkpoint_name` of residuals that kernels produce or read
 ANY: tuple[str, ...] = ("cpu", "gpu", "tpu")
 
-# What is compiled for, where it is not here: its name, and one of the devices.
-_elsewhere: contextvars.ContextVar[tuple[str, Any] | None] = contextvars.ContextVar(
+# The name of the backend and one device to compile for, if they differ from this process's own.
+_other_target: contextvars.ContextVar[tuple[str, Any] | None] = contextvars.ContextVar(
     "elsewhere", default=None
 )
-_chosen: dict[str, list[str]] = {}
+_auto_choices: dict[str, list[str]] = {}
 
 
-def _supports_all(*_: Any, **__: Any) -> None:
+def _accepts_all(*_: Any, **__: Any) -> None:
     return None
 
 
@@ -39,142 +40,166 @@ class Implementation(NamedTuple):
 
     Attributes:
       name: one of `brt.config.kernels.Name`.
-      function: takes the op's inputs.
-      auto: the backends on which `auto` may take it.
-      backends: those on which it runs at all.
-      supports: of the same inputs, why the function refuses them; None: it does not.
+      function: computes the op from its inputs.
+      auto: the backends on which `auto` may select this implementation.
+      backends: the backends on which this implementation can run.
+      refusal: called with the same arguments as `function`; returns the reason why `function`
+        cannot compute them, or None if it can.
     """
 
     name: str
     function: Callable[..., Any]
     auto: tuple[str, ...] = ANY
     backends: tuple[str, ...] = ANY
-    supports: Callable[..., str | None] = _supports_all
+    refusal: Callable[..., str | None] = _accepts_all
 
 
 class Op(NamedTuple):
-    """An operation, named as its field of the section `Kernels`, and its implementations."""
+    """An operation and its implementations.
+
+    Attributes:
+      name: the name of the op's field in the config section `Kernels`.
+      implementations: in the order in which `auto` prefers them.
+    """
 
     name: str
     implementations: tuple[Implementation, ...]
 
 
-def kept(x: Array, dtype: jnp.dtype | None = None) -> Array:
-    """A kernel's result, which `remat_keep` counts as a product; for forward rules alone.
+def output_residual(x: Array, dtype: jnp.dtype | None = None) -> Array:
+    """Names a kernel's output as a residual that the `remat_keep` policies can save.
+
+    Only forward rules of custom derivatives call this function. The array is named as unsigned
+    integers, because JAX would otherwise insert a `reduce_precision` behind a saved array of
+    floating-point numbers, which reads and writes the whole array once more.
 
     Args:
-      dtype: of the result, where `x` are the `bits` of one. What JAX keeps of numbers it rounds
-        to the precision they have, which reads and writes all that a kernel wrote once more.
+      x: the output, or its bits as unsigned integers.
+      dtype: the dtype of the result if `x` contains the bits of an array of that dtype.
     """
-    named = checkpoint_name(x if dtype else bits(x), KERNEL)
-    return numbers(named, dtype or x.dtype)
+    named = checkpoint_name(x if dtype else to_bits(x), KERNEL_RESIDUAL)
+    return from_bits(named, dtype or x.dtype)
 
 
-def saved(x: Array) -> Array:
-    """An input that a forward rule hands to its backward one; what made it need not be kept.
+def input_residual(x: Array) -> Array:
+    """Names an input that a forward rule passes to the backward rule as a saved residual.
 
-    It is named like what is `kept`. JAX does not round what nothing but backward passes reads by
-    that name, and so nothing is copied.
+    Operations that produced the input need no residuals of their own then. The array keeps its
+    dtype: JAX adds no `reduce_precision` where only backward passes read the named array, and
+    so no copy is made.
     """
-    return checkpoint_name(x, KERNEL)
+    return checkpoint_name(x, KERNEL_RESIDUAL)
 
 
-def bits(x: Array) -> Array:
-    """As unsigned integers."""
-    return jax.lax.bitcast_convert_type(x, bits_of(x.dtype))
+def to_bits(x: Array) -> Array:
+    """Reinterprets the array as unsigned integers of the same width."""
+    return jax.lax.bitcast_convert_type(x, bits_dtype(x.dtype))
 
 
-def numbers(x: Array, dtype: DTypeLike) -> Array:
-    """Of `bits`."""
+def from_bits(x: Array, dtype: DTypeLike) -> Array:
+    """Reinterprets unsigned integers as numbers of `dtype`; the inverse of `to_bits`."""
     return jax.lax.bitcast_convert_type(x, dtype)
 
 
-def bits_of(dtype: jnp.dtype) -> jnp.dtype:
+def bits_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Returns the unsigned integer dtype that is as wide as `dtype`."""
     return jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
 
 
 def backend() -> str:
-    """What is compiled for: 'cpu', 'gpu' or 'tpu'."""
-    elsewhere = _elsewhere.get()
+    """Returns the backend that programs are compiled for: 'cpu', 'gpu' or 'tpu'."""
+    elsewhere = _other_target.get()
     return elsewhere[0] if elsewhere else jax.default_backend()
 
 
 def device() -> Any:
-    """One of the devices that are compiled for; None: which they are is not known."""
-    elsewhere = _elsewhere.get()
+    """Returns one of the devices that programs are compiled for, or None if it is unknown."""
+    elsewhere = _other_target.get()
     return elsewhere[1] if elsewhere else jax.devices()[0]
 
 
 @contextlib.contextmanager
 def use_backend(name: str, device: Any = None) -> Iterator[None]:
-    """Compiles for devices that this process does not have, of which `device` is one.
+    """Compiles for a backend that this process does not have.
 
-    `jax.jit` does not know of it and keeps its traces: functions that are traced within belong
-    to this backend alone.
+    The cache of `jax.jit` ignores this setting, so a function that is traced inside this
+    context must not be used outside of it, or in the context of another backend.
+
+    Args:
+      name: 'cpu', 'gpu' or 'tpu'.
+      device: one of the devices to compile for, if there is a description of one.
     """
-    token = _elsewhere.set((name, device))
+    token = _other_target.set((name, device))
     gpu = name == "gpu" and device is not None
     try:
         with jax_versions.kernels_for(device) if gpu else contextlib.nullcontext():
             yield
     finally:
-        _elsewhere.reset(token)
+        _other_target.reset(token)
 
 
 def run(op: Op, name: str | None, *inputs: Any, **options: Any) -> Any:
-    """The op by the implementation of that name; None or 'auto': by the first that can.
+    """Computes the op with the named implementation, or with the first that accepts the inputs.
+
+    Args:
+      name: an implementation's name; None or 'auto' select the first one whose `auto` contains
+        the backend and that does not refuse the inputs.
 
     Raises:
-      UnsupportedError: a NotImplementedError; no implementation of that name, or it refuses
-        these inputs, or all do.
+      UnsupportedError: the op has no implementation of that name, the named implementation
+        refuses these inputs, or `auto` finds none that accepts them. The class is a
+        NotImplementedError.
     """
     reasons = {one.name: _refusal(one, inputs, options) for one in op.implementations}
     by_name = {one.name: one for one in op.implementations}
     if name is None or name == AUTO:
-        name = _first(op, reasons)
-        _note(op.name, name)
+        name = _first_supported(op, reasons)
+        _record_choice(op.name, name)
     elif name not in by_name:
         raise UnsupportedError(
-            f"{op.name} has no implementation {name!r}; it has {_listed(reasons)}"
+            f"{op.name} has no implementation {name!r}; it has {_described(reasons)}"
         )
     elif reasons[name]:
         raise UnsupportedError(
-            f"{op.name} cannot run by {name!r}: {reasons[name]}; it has {_listed(reasons)}"
+            f"{op.name} cannot run by {name!r}: {reasons[name]}; it has {_described(reasons)}"
         )
-    with jax.named_scope(op.name):  # profiles and plans tell parts of a model by it
+    with jax.named_scope(op.name):  # Profiles and memory plans group operations by this name.
         return by_name[name].function(*inputs, **options)
 
 
-def chosen() -> dict[str, str]:
-    """What `auto` has chosen so far in this process, by op; several names where inputs differed."""
-    return {op: ", ".join(names) for op, names in sorted(_chosen.items())}
+def auto_choices() -> dict[str, str]:
+    """Returns the names of the implementations that `auto` has selected in this process, by op.
+
+    An op has several names, separated by commas, if the selection differed between inputs.
+    """
+    return {op: ", ".join(names) for op, names in sorted(_auto_choices.items())}
 
 
-def _first(op: Op, reasons: dict[str, str | None]) -> str:
-    here = backend()
+def _first_supported(op: Op, reasons: dict[str, str | None]) -> str:
+    target = backend()
     for one in op.implementations:
-        if here in one.auto and reasons[one.name] is None:
+        if target in one.auto and reasons[one.name] is None:
             return one.name
-    raise UnsupportedError(f"no implementation of {op.name} can run: it has {_listed(reasons)}")
+    raise UnsupportedError(f"no implementation of {op.name} can run: it has {_described(reasons)}")
 
 
 def _refusal(one: Implementation, inputs: tuple, options: dict[str, Any]) -> str | None:
     if backend() not in one.backends:
         return f"runs on {' and '.join(one.backends)}, not on {backend()}"
-    return one.supports(*inputs, **options)
+    return one.refusal(*inputs, **options)
 
 
-def _listed(reasons: dict[str, str | None]) -> str:
+def _described(reasons: dict[str, str | None]) -> str:
     return ", ".join(
         f"{name!r} ({reason or 'supports these inputs'})" for name, reason in reasons.items()
     )
 
 
-def _note(op: str, name: str) -> None:
-    if name not in _chosen.setdefault(op, []):
-        _chosen[op].append(name)
+def _record_choice(op: str, name: str) -> None:
+    if name not in _auto_choices.setdefault(op, []):
+        _auto_choices[op].append(name)
 
 
-def refuses_dropout(*_: Any, dropout: Any = None, **__: Any) -> str | None:
-    """Of implementations without dropout, which ops hand on as a keyword."""
+def dropout_refusal(*_: Any, dropout: Any = None, **__: Any) -> str | None:
+    """Refuses inputs with dropout; the `refusal` of implementations that lack it."""
     return None if dropout is None else "has no dropout; set its rate to 0"

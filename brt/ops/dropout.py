@@ -1,10 +1,11 @@
-"""Dropout.
+"""Inverted dropout, whose masks are drawn in the fastest way for each backend.
 
-On CPUs drawing is what it costs: which entries stay is drawn a byte each, four from one word of
-the generator, in a seventh of the time. TPUs take two to four times as long for words cut in
-four as for a word an entry. The usual generator takes their compiler longer than all else in
-a step, and their own one draws on every device what all of them need: there the place of an entry
-is hashed with the key.
+On CPUs the random generator takes most of the time. There each entry is decided by one byte, so
+that a 32-bit word of the generator serves four entries, in a seventh of the time. TPUs take two
+to four times as long for bytes as for a word per entry. JAX's usual generator takes the TPU
+compiler longer than all other parts of a train step, and the TPU's own generator draws the numbers
+of all devices on every device. On TPUs the mask is therefore a hash of the key and each entry's
+position.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from brt.distributed import rules
 from brt.ops import dispatch, dropout_bits
 from brt.ops.dispatch import Implementation, Op
 
-_CHANCES = 256  # of a byte
+_BYTE_VALUES = 256
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["rng"], meta_fields=["rate"])
@@ -30,119 +31,145 @@ class Dropout:
     """Inverted dropout: entries are zeroed with probability `rate`, the others are scaled up.
 
     Attributes:
-      rng: the same one drops the same entries of the same shape, on the same backend.
-      rate: on CPUs taken to the nearest of 1/256, 2/256 ... 255/256.
+      rng: a random key. The same key drops the same entries of arrays of the same shape, on the
+        same backend.
+      rate: the probability; on CPUs it is rounded to one of 1/256, 2/256 ... 255/256.
     """
 
-    rng: Any  # Array; tree functions put other objects here
+    rng: Any  # An array; JAX's tree functions put other objects here.
     rate: float
 
     def __call__(self, x: Float[Array, "B *T"]) -> Float[Array, "B *T"]:
-        """x where it stays, scaled up."""
+        """Returns x with dropped entries set to zero and the others scaled up."""
         return x * self.factors(x.shape, x.dtype)
 
     def factors(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Float[Array, "B *T"]:
-        """What an array of this shape, with lanes first, is multiplied by; what is drawn of a
-        lane depends on its number in the whole batch and not on who else is here."""
+        """Returns the array that an array of this shape is multiplied by.
+
+        The first axis is the rows of the local batch. The draw for a row depends on its number in
+        the global batch and not on the other rows.
+        """
         return self._drawn(rules.rows(shape[0]), shape[1:]).factors(dtype)
 
-    def shared(self, heads: int, rows: int, columns: int) -> "Kept":
-        """As `factors`, of matrices that all lanes share. On TPUs columns come first, cut as their
-        bits are packed, or else an array of all numbers would be drawn first and packed then; and
-        apart, since five packed at once took a compiler seven times as long as one by one."""
-        lanes = jnp.arange(heads)
-        if dispatch.backend() != "tpu":
-            return self._drawn(lanes, (rows, columns))
-        cut = *dropout_bits.by_bit(columns), rows
-        kept, scale = _by_hash(self.rng, self.rate, lanes, cut, apart=True)
-        return Kept(kept.reshape(heads, columns, rows), scale, turned=True)
+    def shared_mask(self, heads: int, rows: int, columns: int) -> "DropoutMask":
+        """Draws a mask [heads, rows, columns] that all rows of the batch share.
 
-    def _drawn(self, lanes: Int[Array, " B"], shape: tuple[int, ...]) -> "Kept":
-        return Kept(*dispatch.run(OP, None, self.rng, self.rate, lanes, shape))
+        On TPUs the mask is drawn transposed and in the shape in which `dropout_bits` packs it, as
+        XLA would otherwise store the unpacked random numbers before it packs them. Masks of
+        several layers are kept apart, because five masks that were packed by one instruction took
+        the compiler seven times as long as five instructions.
+        """
+        indices = jnp.arange(heads)
+        if dispatch.backend() != "tpu":
+            return self._drawn(indices, (rows, columns))
+        cut = *dropout_bits.bit_layout(columns), rows
+        keep, scale = _draw_hash(self.rng, self.rate, indices, cut, apart=True)
+        return DropoutMask(keep.reshape(heads, columns, rows), scale, transposed=True)
+
+    def _drawn(self, lanes: Int[Array, " B"], shape: tuple[int, ...]) -> "DropoutMask":
+        return DropoutMask(*dispatch.run(OP, None, self.rng, self.rate, lanes, shape))
 
     def part(self, index: Array | int) -> "Dropout":
-        """That of one of several arrays that are dealt with one after the other."""
+        """Returns the dropout of the array with this index, if there are several arrays."""
         return Dropout(jax.random.fold_in(self.rng, index), self.rate)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["scale", "turned"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["keep"], meta_fields=["scale", "transposed"]
+)
 @dataclasses.dataclass(frozen=True)
-class Kept:
-    """Which entries of an array stay, and what these are multiplied by.
+class DropoutMask:
+    """Entries of an array that dropout keeps, and the factor that scales them up.
 
     Attributes:
-      turned: whether `kept` has the last two axes of the array in the other order.
+      keep: True for entries that are kept.
+      scale: the factor.
+      transposed: True if the last two axes of `keep` are those of the array in reverse order.
     """
 
-    kept: Bool[Array, "*T"]
+    keep: Bool[Array, "*T"]
     scale: float
-    turned: bool = False
+    transposed: bool = False
 
     def factors(self, dtype: jnp.dtype) -> Float[Array, "*T"]:
-        """What the array is multiplied by."""
-        factors = jnp.where(_drawn_once(self.kept), jnp.asarray(self.scale, dtype), 0)
-        return factors.swapaxes(-1, -2) if self.turned else factors
+        """Returns the array of factors, 0 or `scale`, in `dtype`."""
+        factors = jnp.where(_draw_once(self.keep), jnp.asarray(self.scale, dtype), 0)
+        return factors.swapaxes(-1, -2) if self.transposed else factors
 
-    def stays(self) -> Bool[Array, "*T"]:
-        """Which entries of the array stay."""
-        kept = _drawn_once(self.kept)
-        return kept.swapaxes(-1, -2) if self.turned else kept
+    def keep_mask(self) -> Bool[Array, "*T"]:
+        """Returns True for kept entries, with the axes in the array's order."""
+        keep = _draw_once(self.keep)
+        return keep.swapaxes(-1, -2) if self.transposed else keep
 
-    def words(self) -> UInt32[Array, "H G R"]:
-        """Which stay of matrices with rows and columns, as `dropout_bits` of columns x rows."""
-        kept = self.kept if self.turned else self.kept.swapaxes(-1, -2)
-        return _drawn_once(dropout_bits.packed(kept))
+    def packed_words(self) -> UInt32[Array, "H G R"]:
+        """Packs the transposed masks [H, columns, rows] with `dropout_bits.pack`."""
+        keep = self.keep if self.transposed else self.keep.swapaxes(-1, -2)
+        return _draw_once(dropout_bits.pack(keep))
 
 
-def _drawn_once(x: Array) -> Array:
-    """Where drawing is arithmetic that compilers would do again in all that reads it."""
+def _draw_once(x: Array) -> Array:
+    """Stores a mask on TPUs, where compilers would otherwise repeat the hash for every reader."""
     if dispatch.backend() != "tpu":
         return x
-    return checkpoint_name(jax.lax.optimization_barrier(x), dispatch.KERNEL)
+    return checkpoint_name(jax.lax.optimization_barrier(x), dispatch.KERNEL_RESIDUAL)
 
 
-Drawn = tuple[Bool[Array, "B *T"], float]
+DrawnMask = tuple[Bool[Array, "B *T"], float]
 
 
-def _by_words(rng: Array, rate: float, rows: Int[Array, " B"], shape: tuple[int, ...]) -> Drawn:
+def _draw_words(
+    rng: Array, rate: float, rows: Int[Array, " B"], shape: tuple[int, ...]
+) -> DrawnMask:
     draw = jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(rng, row), 1 - rate, shape))
     return draw(rows), 1 / (1 - rate)
 
 
-def _by_hash(
+def _draw_hash(
     rng: Array, rate: float, rows: Int[Array, " B"], shape: tuple[int, ...], apart: bool = False
-) -> Drawn:
-    """`apart`: not by one instruction for all layers, as compilers do where places are shared."""
-    along, key = _along(rows, shape), jax.random.key_data(rng)
+) -> DrawnMask:
+    """Draws a mask by hashing the position of each entry with the key.
+
+    Args:
+      apart: True separates the masks of several layers by an optimization barrier. Compilers would
+        otherwise compute them in one instruction, because they share the positions.
+    """
+    along, key = _position_terms(rows, shape), jax.random.key_data(rng)
     if apart:
         along, key = jax.lax.optimization_barrier((along, key))
     whole = len(rows), *shape
     places = [jax.lax.broadcast_in_dim(x, whole, (axis,)) for axis, x in enumerate(along)]
-    drawn = _mixed(_mixed(sum(places[1:], places[0]) * jnp.uint32(0x9E3779B9) + key[0]) ^ key[1])
+    drawn = _mix_bits(
+        _mix_bits(sum(places[1:], places[0]) * jnp.uint32(0x9E3779B9) + key[0]) ^ key[1]
+    )
     return drawn >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1)), 1 / (1 - rate)
 
 
-def _along(rows: Int[Array, " B"], shape: tuple[int, ...]) -> list[UInt32[Array, " _"]]:
-    """What each axis adds to an entry's place in the whole array, of which no device has all."""
+def _position_terms(rows: Int[Array, " B"], shape: tuple[int, ...]) -> list[UInt32[Array, " _"]]:
+    """Returns the amounts that the axes add to an entry's position in the global array.
+
+    A device computes the sums for its own entries only.
+    """
     sizes = [math.prod(shape[i:]) for i in range(len(shape) + 1)]
     each = rows, *(jnp.arange(n) for n in shape)
     return [x.astype(jnp.uint32) * jnp.uint32(n % 2**32) for x, n in zip(each, sizes, strict=True)]
 
 
-def _mixed(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """A permutation in which every bit decides every other (lowbias32, Wellons 2018)."""
+def _mix_bits(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """Permutes 32-bit numbers so that each bit depends on all bits (lowbias32, Wellons 2018)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
     x = (x ^ (x >> 15)) * jnp.uint32(0xD35A2D97)
     return x ^ (x >> 15)
 
 
-def _by_bytes(rng: Array, rate: float, rows: Int[Array, " B"], shape: tuple[int, ...]) -> Drawn:
-    dropped = min(max(round(rate * _CHANCES), 1), _CHANCES - 1)
-    draw = jax.vmap(lambda row: _bytes(jax.random.fold_in(rng, row), shape))
-    return draw(rows) >= dropped, _CHANCES / (_CHANCES - dropped)
+def _draw_bytes(
+    rng: Array, rate: float, rows: Int[Array, " B"], shape: tuple[int, ...]
+) -> DrawnMask:
+    dropped = min(max(round(rate * _BYTE_VALUES), 1), _BYTE_VALUES - 1)
+    draw = jax.vmap(lambda row: _random_bytes(jax.random.fold_in(rng, row), shape))
+    return draw(rows) >= dropped, _BYTE_VALUES / (_BYTE_VALUES - dropped)
 
 
-def _bytes(rng: Array, shape: tuple[int, ...]) -> UInt8[Array, "*T"]:
+def _random_bytes(rng: Array, shape: tuple[int, ...]) -> UInt8[Array, "*T"]:
     *front, last = shape or (1,)
     words = jax.random.bits(rng, (*front, -(-last // 4)), jnp.uint32)
     drawn = jax.lax.bitcast_convert_type(words, jnp.uint8)
@@ -152,8 +179,8 @@ def _bytes(rng: Array, shape: tuple[int, ...]) -> UInt8[Array, "*T"]:
 OP = Op(
     "dropout",
     (
-        Implementation("xla_cpu", _by_bytes, auto=("cpu",)),
-        Implementation("xla_tpu", _by_hash, auto=("tpu",)),
-        Implementation("xla", _by_words),
+        Implementation("xla_cpu", _draw_bytes, auto=("cpu",)),
+        Implementation("xla_tpu", _draw_hash, auto=("tpu",)),
+        Implementation("xla", _draw_words),
     ),
 )

@@ -10,13 +10,14 @@ from brt.ops.dense import dense
 
 
 class GateWeights(NamedTuple):
-    """Weights of one gate; what a kind of gate does not use is None.
+    """Weights of one gate; those that the kind of gate does not use are None.
 
     Attributes:
-      bias: [D], of the fixed, forget (lstm) or update (gru) gate.
-      kernel: [*M, D], of the forget (lstm) or update (gru) gate; M: axes of its features.
-      input_bias: [D], lstm.
-      input_kernel: [*M, D], lstm.
+      bias: [D], bias of the fixed gate, the forget gate (lstm) or the update gate (gru).
+      kernel: [*M, D], kernel of the forget gate (lstm) or the update gate (gru). M are the axes of
+        the features that the gate reads.
+      input_bias: [D], bias of the input gate (lstm).
+      input_kernel: [*M, D], kernel of the input gate (lstm).
     """
 
     bias: Float[Array, " D"]
@@ -42,11 +43,26 @@ def gate(
     z: Float[Array, "B S D"],
     h: Float[Array, "B S *M"],
 ) -> Float[Array, "B S D"]:
-    """The next state from the state `s`, the update `z` and the features `h` (float32).
+    """Returns the next state from the current state, a proposed update and the gate's features.
 
-    fixed: g s + (1 - g) z with a learned constant g (equations 2-3);
-    lstm: f s + i z, biased to remember by +1 and -1 (equation 4, section 3.5);
-    gru: g s + (1 - g) z with g computed from h, biased by +1 (the original's code).
+    The kinds of gates are:
+    - fixed: g s + (1 - g) z with a learned constant g (equations 2-3);
+    - lstm: f s + i z, with biases of +1 and -1 so that the gate remembers at first (equation 4,
+      section 3.5);
+    - gru: g s + (1 - g) z, with g computed from h and a bias of +1 (as in the original code).
+
+    Args:
+      kind: 'fixed', 'lstm' or 'gru'.
+      weights: the gate's weights.
+      s: the current state.
+      z: the proposed update.
+      h: features from which the gates of lstm and gru are computed.
+
+    Returns:
+      The next state in float32.
+
+    Raises:
+      ValueError: `kind` is not one of the three.
     """
     z = z.astype(jnp.float32)
     if kind == "fixed":

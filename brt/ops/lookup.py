@@ -1,4 +1,4 @@
-"""Rows of a table."""
+"""Embedding lookup, in a form that works well with a sharded table."""
 
 from functools import partial
 
@@ -13,28 +13,32 @@ from brt.distributed.rules import constrain, partitioned
 def lookup(
     table: Float[Array, "V D"], ids: Int[Array, "*B"], dtype: jnp.dtype, axis: str | None
 ) -> Float[Array, "*B D"]:
-    """The rows of some ids, in `dtype`; their gradients are added up in the table's.
+    """Returns the rows of the table with the given ids, in `dtype`.
 
-    Devices that share the table's columns fetch all of them before, in the smaller dtype.
+    The gradient of the table sums the gradients of equal ids. If the columns of the table are
+    sharded, each device gathers all of them first, in the smaller dtype.
 
     Args:
-      axis: the name of the table's rows (`brt.distributed.rules`).
+      table: the embeddings.
+      ids: indices of rows.
+      dtype: dtype of the result.
+      axis: the name of the table's first axis in `brt.distributed.rules`.
     """
     if not partitioned():
         return jnp.take(table, ids, axis=0).astype(dtype)
-    return _fetched(table, ids, jnp.dtype(dtype).name, axis)
+    return _lookup_sharded(table, ids, jnp.dtype(dtype).name, axis)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _fetched(table: Array, ids: Array, dtype: str, axis: str | None) -> Array:
+def _lookup_sharded(table: Array, ids: Array, dtype: str, axis: str | None) -> Array:
     whole = constrain(table.astype(dtype), axis, None)
-    return _by_lane(jnp.take(whole, ids, axis=0))
+    return _shard_by_lane(jnp.take(whole, ids, axis=0))
 
 
 def _forward(
     table: Array, ids: Array, dtype: str, axis: str | None
 ) -> tuple[Array, tuple[Array, Array]]:
-    return _fetched(table, ids, dtype, axis), (ids, jnp.zeros((len(table), 0), table.dtype))
+    return _lookup_sharded(table, ids, dtype, axis), (ids, jnp.zeros((len(table), 0), table.dtype))
 
 
 @jax.named_scope("lookup")
@@ -43,13 +47,14 @@ def _backward(
 ) -> tuple[Array, None]:
     ids, rows = saved
     zeros = jnp.zeros((len(rows), gradient.shape[-1]), rows.dtype)
-    total = zeros.at[ids].add(_by_lane(gradient.astype(rows.dtype)))
-    return constrain(total, axis, None), None  # cut later: scattering into parts moves data
+    total = zeros.at[ids].add(_shard_by_lane(gradient.astype(rows.dtype)))
+    # The gradient is sharded after the scatter, because scattering into shards moves data.
+    return constrain(total, axis, None), None
 
 
-def _by_lane(x: Array) -> Array:
-    """Of a batch of sequences or of anything else."""
+def _shard_by_lane(x: Array) -> Array:
+    """Shards a batch of sequences by rows and tokens; other arrays stay as they are."""
     return constrain(x, "lanes", "tokens", None) if x.ndim == 3 else x
 
 
-_fetched.defvjp(_forward, _backward)
+_lookup_sharded.defvjp(_forward, _backward)

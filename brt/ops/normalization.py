@@ -1,6 +1,6 @@
-"""RMS, L2 and layer normalisation, computed in float32.
+"""RMS, L2 and layer normalization, computed in float32.
 
-The backward passes of the first two are written out: they keep the input and one number per
+RMS and L2 normalization have hand-written backward passes, which save the input and one number per
 vector.
 """
 
@@ -19,14 +19,17 @@ EPSILON = 1e-6
 def _inverse(
     x: Float[Array, "*B D"], weight: float, epsilon: float = EPSILON
 ) -> Float[Array, "*B 1"]:
-    """1 / sqrt(weight * sum(x^2) + epsilon) over the last axis, float32; one number, which is
-    kept, spares a pass over all of x where layers are computed again."""
+    """Returns 1 / sqrt(weight * sum(x^2) + epsilon) over the last axis, in float32.
+
+    The result is marked as a residual: rematerialized layers that save this number per vector need
+    not read all of x again to compute the sum.
+    """
     squares = sum_last(jnp.square(x.astype(jnp.float32)))
-    return dispatch.kept(jax.lax.rsqrt(weight * squares + epsilon))
+    return dispatch.output_residual(jax.lax.rsqrt(weight * squares + epsilon))
 
 
 def _input_gradient(y: Array, inverse: Array, gradient: Array, weight: float) -> Array:
-    """Gradient of x, given that of y = x * inverse."""
+    """Returns the gradient of x from the gradient of y = x * inverse."""
     along = weight * sum_last(gradient * y)
     return (gradient - along * y) * inverse
 
@@ -35,11 +38,11 @@ def _input_gradient(y: Array, inverse: Array, gradient: Array, weight: float) ->
 def rms_norm(
     x: Float[Array, "*B D"], scale: Float[Array, " D"], epsilon: float = EPSILON
 ) -> Float[Array, "*B D"]:
-    """x / rms(x) * scale over the last axis, in x's dtype (Zhang & Sennrich 2019)."""
+    """Returns x / rms(x) * scale over the last axis, in x's dtype (Zhang & Sennrich 2019)."""
     return _rms_forward(x, scale, epsilon)[0]
 
 
-def _along_last(scale: Float[Array, "*D"], like: Array) -> Array:
+def _broadcast_scale(scale: Float[Array, "*D"], like: Array) -> Array:
     return scale.reshape((1,) * (like.ndim - scale.ndim) + scale.shape)
 
 
@@ -47,7 +50,7 @@ def _rms_forward(
     x: Array, scale: Array, epsilon: float
 ) -> tuple[Array, tuple[Array, Array, Array]]:
     inverse = _inverse(x, 1 / x.shape[-1], epsilon)
-    y = x.astype(jnp.float32) * inverse * _along_last(scale, x)
+    y = x.astype(jnp.float32) * inverse * _broadcast_scale(scale, x)
     return y.astype(x.dtype), (x, scale, inverse)
 
 
@@ -56,7 +59,7 @@ def _rms_backward(
 ) -> tuple[Array, Array]:
     x, scale, inverse = saved
     y, gradient = x.astype(jnp.float32) * inverse, gradient.astype(jnp.float32)
-    dx = _input_gradient(y, inverse, gradient * _along_last(scale, x), 1 / x.shape[-1])
+    dx = _input_gradient(y, inverse, gradient * _broadcast_scale(scale, x), 1 / x.shape[-1])
     return dx.astype(x.dtype), sum_leading(gradient * y, x.ndim - 1)
 
 
@@ -69,7 +72,10 @@ def layer_norm(
     bias: Float[Array, " D"],
     epsilon: float,
 ) -> Float[Array, "*B D"]:
-    """(x - mean) / deviation * scale + bias over the last axis, in x's dtype (Ba et al. 2016)."""
+    """Returns (x - mean) / deviation * scale + bias over the last axis (Ba et al. 2016).
+
+    The result has x's dtype; the deviation includes `epsilon`.
+    """
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
@@ -79,7 +85,7 @@ def layer_norm(
 
 @jax.custom_vjp
 def l2_normalize(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
-    """x / |x| over the last axis, in x's dtype."""
+    """Returns x / |x| over the last axis, in x's dtype."""
     return _l2_forward(x)[0]
 
 
@@ -100,16 +106,17 @@ l2_normalize.defvjp(_l2_forward, _l2_backward)
 
 @jax.custom_vjp
 def scaled_unit(x: Float[Array, "..."], scale: Float[Array, "..."]) -> Array:
-    """x / |x| * scale over the last axis, in x's dtype; before it are the scale's own axes, heads.
+    """Returns x / |x| * scale in x's dtype, where the norm is over the last axis.
 
-    The scale's gradient is a sum of what that of x needs anyway, and stays in float32.
+    The axes of `scale`, usually the heads, are the axes of x before its last one. The backward pass
+    computes the scale's gradient, in float32, from sums that the gradient of x needs anyway.
     """
     return _unit_forward(x, scale)[0]
 
 
 def _unit_forward(x: Array, scale: Array) -> tuple[Array, tuple[Array, Array, Array]]:
     inverse = _inverse(x, 1.0)
-    y = x.astype(jnp.float32) * (inverse * _along_last(scale, x[..., 0])[..., None])
+    y = x.astype(jnp.float32) * (inverse * _broadcast_scale(scale, x[..., 0])[..., None])
     return y.astype(x.dtype), (x, inverse, scale)
 
 
@@ -117,7 +124,7 @@ def _unit_backward(saved: tuple[Array, Array, Array], gradient: Array) -> tuple[
     x, inverse, scale = saved
     unit, gradient = x.astype(jnp.float32) * inverse, gradient.astype(jnp.float32)
     along = sum_last(gradient * unit)
-    dx = (gradient - along * unit) * (inverse * _along_last(scale, along[..., 0])[..., None])
+    dx = (gradient - along * unit) * (inverse * _broadcast_scale(scale, along[..., 0])[..., None])
     return dx.astype(x.dtype), sum_leading(along[..., 0], x.ndim - 1 - scale.ndim)
 
 

@@ -1,4 +1,4 @@
-"""Attention to a part of the keys, and the parts as one softmax."""
+"""Softmax attention to a subset of the keys, and the combination of several such subsets."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,17 +8,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brt.ops.dropout import Dropout
-from brt.ops.products import combined, inner, weighted_rows
+from brt.ops.products import matmul_nn, matmul_nt, matmul_tn
 from brt.ops.softmax import FLOOR
 
 
 class AttentionPart(NamedTuple):
-    """What queries read from some of the keys.
+    """The result of attention to a subset of the keys.
 
     Attributes:
-      output: [*B, K].
-      lse: float32 [*B], the logarithm of the sum of exp(logit): what the part weighs.
-        `softmax.FLOOR` where there is no key.
+      output: [*B, K], the weighted mean of the subset's values.
+      lse: float32 [*B], the log-sum-exp of the subset's logits, which determines its weight among
+        other subsets. `softmax.FLOOR` where no key is visible.
     """
 
     output: Float[Array, "*B K"]
@@ -31,10 +31,19 @@ def attend_to_part(
     values: Float[Array, "*B S K"],
     dropout: Dropout | None = None,
 ) -> AttentionPart:
-    """Float32 logits, MASKED where a key is not seen; read values are float32.
+    """Attends to a subset of the keys.
 
-    The backward pass needs no second look at the weights for the sum that softmax subtracts:
-    it is the product of what was read and its gradient.
+    The backward pass needs, for each query, the sum of the gradients of the weights times the
+    weights. The function computes this sum as the product of the output and its gradient, which
+    spares a pass over all weights.
+
+    Args:
+      logits: float32, MASKED where a key is not visible.
+      values: the values of the keys.
+      dropout: applied to the weights.
+
+    Returns:
+      The attention output in float32 and the log-sum-exp of the logits.
     """
     return _forward(logits, values, dropout)[0]
 
@@ -43,25 +52,25 @@ def _forward(logits: Array, values: Array, dropout: Dropout | None) -> tuple[Att
     top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), FLOOR)
     weights = jnp.exp(logits - top)
     sums = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(FLOOR - top)
-    read = combined(_kept(weights, values, dropout), values) / sums
+    read = matmul_nn(_dropped_weights(weights, values, dropout), values) / sums
     part = AttentionPart(read, (top + jnp.log(sums))[..., 0])
     return part, (weights, sums, values, dropout, read)
 
 
-def _backward(saved: tuple, gradient: AttentionPart) -> tuple[Array, Array, None]:
-    weights, sums, values, dropout, read = saved
+def _backward(residuals: tuple, gradient: AttentionPart) -> tuple[Array, Array, None]:
+    weights, sums, values, dropout, read = residuals
     d_read = gradient.output / sums
-    d_weights = inner(d_read.astype(values.dtype), values)
+    d_weights = matmul_nt(d_read.astype(values.dtype), values)
     if dropout is not None:
         d_weights *= dropout.factors(weights.shape, weights.dtype)
-    # As a product: XLA's CPU backend takes six times as long to multiply and sum up.
+    # An einsum, because XLA's CPU backend takes six times as long to multiply and then sum.
     along = jnp.einsum("...k,...k->...", d_read, read)[..., None]
     along -= gradient.lse[..., None] / sums
-    d_values = weighted_rows(_kept(weights, values, dropout), d_read.astype(values.dtype))
+    d_values = matmul_tn(_dropped_weights(weights, values, dropout), d_read.astype(values.dtype))
     return weights * (d_weights - along), d_values.astype(values.dtype), None
 
 
-def _kept(weights: Array, values: Array, dropout: Dropout | None) -> Array:
+def _dropped_weights(weights: Array, values: Array, dropout: Dropout | None) -> Array:
     weights = weights.astype(values.dtype)
     return weights if dropout is None else dropout(weights)
 
@@ -69,8 +78,11 @@ def _kept(weights: Array, values: Array, dropout: Dropout | None) -> Array:
 attend_to_part.defvjp(_forward, _backward)
 
 
-def merged(parts: Sequence[AttentionPart]) -> AttentionPart:
-    """One softmax over the keys of all parts, whose axes broadcast; float32."""
+def merge_parts(parts: Sequence[AttentionPart]) -> AttentionPart:
+    """Combines disjoint subsets of the keys to one softmax over all of them, in float32.
+
+    The axes of the parts broadcast.
+    """
     lse = jnp.stack(jnp.broadcast_arrays(*(part.lse for part in parts)))
     weights = jax.nn.softmax(lse, axis=0)[..., None]
     output = sum(w * part.output for w, part in zip(weights, parts, strict=True))

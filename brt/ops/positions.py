@@ -1,4 +1,4 @@
-"""How far a key lies before its query: T5 buckets, ALiBi, and rotation."""
+"""Relative positions of keys and queries: T5 buckets, ALiBi and rotary embeddings."""
 
 import math
 from typing import NamedTuple
@@ -9,14 +9,15 @@ from jaxtyping import Array, Float
 
 
 def t5_buckets(distances: np.ndarray, *, buckets: int, max_distance: int) -> np.ndarray:
-    """Bucket of each distance (how far a key lies before its query, >= 0).
+    """Returns the bucket of each distance, the number of positions from a key to a later query.
 
-    The first half of the buckets holds one distance each, the second half grows
-    logarithmically up to `max_distance`; everything beyond shares the last bucket.
+    Each of the first half of the buckets holds one distance. The ranges of the second half grow
+    logarithmically up to `max_distance`, and all larger distances share the last bucket.
     """
     exact = buckets // 2
     distances = np.maximum(distances, 0)
-    # float32 like the original: a float64 logarithm moves some bucket borders.
+    # The original code computes in float32; a float64 logarithm would change the limits of some
+    # buckets.
     ratio = np.log(
         distances.astype(np.float32) / np.float32(exact) + np.finfo(np.float32).eps
     ) / np.float32(math.log(max_distance / exact))
@@ -25,20 +26,21 @@ def t5_buckets(distances: np.ndarray, *, buckets: int, max_distance: int) -> np.
 
 
 def _distances(window: int, attend_to_self: bool) -> np.ndarray:
-    """Of the keys that a token sees, nearest first."""
+    """Returns the distances of the keys that a token sees, the nearest first."""
     return np.arange(window) + (0 if attend_to_self else 1)
 
 
 def relative_bias(
     table: Float[Array, "H R"], *, window: int, attend_to_self: bool, max_distance: int
 ) -> Float[Array, "H W"]:
-    """T5's bias (Raffel et al. 2020), causal, of the `window` keys that a token sees.
+    """Returns T5's causal bias (Raffel et al. 2020) of the `window` keys that a token sees.
 
-    Column j belongs to distance j, or j + 1 where a token does not see itself.
+    Column j belongs to the key at distance j, or j + 1 if a token does not see itself.
     """
     distances = _distances(window, attend_to_self)
     buckets = t5_buckets(distances, buckets=table.shape[1], max_distance=max_distance)
-    return jnp.take(table, buckets, axis=1, mode="clip")  # none is beyond, which is not looked for
+    # All indices are in range, and the mode "clip" skips the check.
+    return jnp.take(table, buckets, axis=1, mode="clip")
 
 
 def alibi_bias(
@@ -49,9 +51,10 @@ def alibi_bias(
     window: int,
     attend_to_self: bool,
 ) -> Float[Array, "H W"]:
-    """ALiBi (Press et al. 2022): a slope per head, here with a learned scale and lower bound.
+    """Returns ALiBi (Press et al. 2022) with a learned scale and a learned lower bound.
 
-    Columns as of `relative_bias`. Only the magnitudes of `scale` and `bound` count.
+    Each head has its own slope. Columns are as in `relative_bias`. Only the absolute values of
+    `scale` and `bound` matter.
     """
     slopes = 2.0 ** (-8 * np.arange(1, heads + 1) / heads)
     falling = -np.outer(slopes, _distances(window, attend_to_self)).astype(np.float32)
@@ -59,26 +62,33 @@ def alibi_bias(
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the angles by which pairs of channels turn; T positions."""
+    """Cosines and sines of the angles by which rotary embeddings turn pairs of channels at T
+    positions.
+    """
 
     cosines: Float[Array | np.ndarray, "T R"]
     sines: Float[Array | np.ndarray, "T R"]
 
 
 def rotations(first: int, count: int, size: int) -> Rotation:
-    """Of positions first, first + 1, ... for heads of `size` channels (even).
+    """Returns the rotary angles of positions first, first + 1, ... for heads of `size` channels
+    (even).
 
-    The fastest pair makes half a turn a token, the others down to 1 / 10000 of it
-    (the original's wavelengths; Su et al. 2021 turn pi times more slowly).
+    The fastest pair makes half a turn per token; the slowest pairs approach 1 / 10000 of that.
+    These are the wavelengths of the original code; the angles of Su et al. 2021 are smaller by a
+    factor of pi.
     """
     speeds = 10_000.0 ** (-np.arange(size // 2) / (size // 2))
-    # float64: angles of a long segment are thousands of turns.
+    # The angles of a long segment are thousands of turns, so they are computed in float64.
     angles = np.pi * np.outer(np.arange(first, first + count), speeds)
     return Rotation(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
 
 
 def rotate(x: Float[Array, "B T H K"], rotation: Rotation) -> Float[Array, "B T H K"]:
-    """Turns channels i and i + K / 2 together; products depend on the distance alone."""
+    """Rotates channels i and i + K / 2 together by the angles of their position.
+
+    Products of rotated queries and keys depend on their distance alone.
+    """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cosines, sines = (jnp.asarray(part)[None, :, None] for part in rotation)
     turned = (first * cosines - second * sines, first * sines + second * cosines)

@@ -1,4 +1,8 @@
-"""Products of batches of matrices; sums are in float32."""
+"""Matrix products of batches of matrices, with float32 sums.
+
+The suffix of a product's name follows BLAS: N stands for a factor as it is, T for a transposed
+factor.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +12,12 @@ from brt.ops import dispatch
 from brt.ops.layout import transposed
 
 
-def float32_sums(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Array:
-    """jnp.einsum of two factors with float32 sums, in whatever order the axes are.
+def einsum_float32(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Array:
+    """Computes jnp.einsum of two factors with float32 sums, for any order of the axes.
 
-    XLA's CPU backend has no product of bfloat16 factors whose float32 result is transposed. There
-    the factors are widened first, which changes no digit: their products are exact in float32.
+    XLA's CPU backend has no product of bfloat16 factors whose float32 result is transposed. The
+    factors are therefore converted to float32 on CPUs. The result is the same, because products
+    of bfloat16 numbers are exact in float32.
     """
     if dispatch.backend() == "cpu":
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -20,38 +25,38 @@ def float32_sums(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> A
 
 
 @jax.custom_vjp
-def inner(a: Float[Array, "*B M K"], b: Float[Array, "*B N K"]) -> Float[Array, "*B M N"]:
-    """Every row of a times every row of b: a b^T."""
+def matmul_nt(a: Float[Array, "*B M K"], b: Float[Array, "*B N K"]) -> Float[Array, "*B M N"]:
+    """Returns a b^T in float32."""
     return jnp.einsum("...mk,...nk->...mn", a, b, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
-def combined(a: Float[Array, "*B M N"], b: Float[Array, "*B N K"]) -> Float[Array, "*B M K"]:
-    """Sums of the rows of b, weighted by every row of a: a b."""
+def matmul_nn(a: Float[Array, "*B M N"], b: Float[Array, "*B N K"]) -> Float[Array, "*B M K"]:
+    """Returns a b in float32."""
     return jnp.einsum("...mn,...nk->...mk", a, b, preferred_element_type=jnp.float32)
 
 
-def weighted_rows(a: Float[Array, "*B N M"], b: Float[Array, "*B N K"]) -> Float[Array, "*B M K"]:
-    """Sums of the rows of b, weighted by every column of a: a^T b.
+def matmul_tn(a: Float[Array, "*B N M"], b: Float[Array, "*B N K"]) -> Float[Array, "*B M K"]:
+    """Returns a^T b in float32.
 
-    The left factor is transposed in memory first: XLA's CPU backend else takes twice as long.
+    The left factor is transposed in memory first; XLA's CPU backend takes twice as long without.
     """
-    return combined(transposed(a), b)
+    return matmul_nn(transposed(a), b)
 
 
-def _inner_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    a, b = saved
-    d_a = combined(gradient.astype(b.dtype), b)
-    d_b = weighted_rows(gradient.astype(a.dtype), a)
+def _matmul_nt_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    a, b = residuals
+    d_a = matmul_nn(gradient.astype(b.dtype), b)
+    d_b = matmul_tn(gradient.astype(a.dtype), a)
     return d_a.astype(a.dtype), d_b.astype(b.dtype)
 
 
-def _combined_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    a, b = saved
-    d_a = inner(gradient.astype(b.dtype), b)
-    d_b = weighted_rows(a, gradient.astype(a.dtype))
+def _matmul_nn_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    a, b = residuals
+    d_a = matmul_nt(gradient.astype(b.dtype), b)
+    d_b = matmul_tn(a, gradient.astype(a.dtype))
     return d_a.astype(a.dtype), d_b.astype(b.dtype)
 
 
-inner.defvjp(lambda a, b: (inner(a, b), (a, b)), _inner_backward)
-combined.defvjp(lambda a, b: (combined(a, b), (a, b)), _combined_backward)
+matmul_nt.defvjp(lambda a, b: (matmul_nt(a, b), (a, b)), _matmul_nt_backward)
+matmul_nn.defvjp(lambda a, b: (matmul_nn(a, b), (a, b)), _matmul_nn_backward)

@@ -1,8 +1,9 @@
-"""Sums as XLA's CPU backend likes them.
+"""Sums, and additions and products whose gradients are sums, in forms that are fast on CPUs.
 
-Those over leading axes, which are the gradient of every bias and scale, are products with ones: it
-walks such a reduction against the memory's order, up to 25 times slower than the product. HIGHEST
-keeps the sum in full float32 where matrix units would round.
+The gradient of every bias and scale is a sum over leading axes. XLA's CPU backend computes such a
+sum against the memory order, up to 25 times more slowly than a matrix product. These sums are
+therefore products with a vector of ones. The precision HIGHEST keeps them in float32 on hardware
+whose matrix units would round to bfloat16.
 """
 
 from functools import reduce
@@ -14,12 +15,12 @@ from jaxtyping import Array, Float
 from brt.distributed.rules import rows_adjoin
 from brt.ops import dispatch
 
-_AT_ONCE = 32  # numbers that XLA's CPU backend sums in one pass
-_MOST_PARTS = 32
+_VECTOR_WIDTH = 32  # numbers that XLA's CPU backend sums in one pass
+_MAX_PARTS = 32
 
 
 def sum_leading(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
-    """The sum over the first `axes` axes."""
+    """Returns the sum over the first `axes` axes."""
     if not rows_adjoin(axes):
         return jnp.sum(x, axis=tuple(range(axes)))
     rows = x.reshape(-1, *x.shape[axes:])
@@ -29,18 +30,22 @@ def sum_leading(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
 
 
 def sum_last(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
-    """The sum over the last axis. On CPUs wider vectors than XLA sums in one pass are folded first:
-    it else stores what is summed."""
-    parts, rest = divmod(x.shape[-1], _AT_ONCE)
-    if dispatch.backend() == "cpu" and 1 < parts <= _MOST_PARTS and not rest:
+    """Returns the sum over the last axis, which keeps size 1.
+
+    On CPUs a vector that is wider than XLA sums in one pass is first added up in parts of that
+    width; XLA would otherwise store the summed array in memory.
+    """
+    parts, rest = divmod(x.shape[-1], _VECTOR_WIDTH)
+    if dispatch.backend() == "cpu" and 1 < parts <= _MAX_PARTS and not rest:
         x = reduce(jnp.add, jnp.split(x, parts, axis=-1))
     return jnp.sum(x, axis=-1, keepdims=True)
 
 
-def sum_in_turn(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
-    """The sum over the first `axes` axes, one after the other: where a row fills a cache.
+def sequential_sum(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
+    """Returns the sum over the first `axes` axes, computed by a loop over rows.
 
-    What a loop reads is stored: XLA's CPU backend else works x out anew for the sum.
+    The loop is for rows so large that one row fills a cache. It makes XLA's CPU backend store x,
+    which XLA would otherwise compute a second time for the sum.
     """
     if not rows_adjoin(axes):
         return jnp.sum(x, axis=tuple(range(axes)))
@@ -48,37 +53,43 @@ def sum_in_turn(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
     return jax.lax.scan(lambda total, row: (total + row, None), jnp.zeros_like(rows[0]), rows)[0]
 
 
-def _along(shared: Array, x: Array) -> Array:
-    """With axes of one in front, and in x's dtype."""
+def _broadcastable(shared: Array, x: Array) -> Array:
+    """Casts the shared array to x's dtype and adds leading axes of size 1."""
     return shared.astype(x.dtype).reshape((1,) * (x.ndim - shared.ndim) + shared.shape)
 
 
-def _gradient(shared: Array, terms: Array) -> Array:
+def _shared_gradient(shared: Array, terms: Array) -> Array:
     terms = terms.astype(jnp.float32)
     return sum_leading(terms, terms.ndim - shared.ndim).astype(shared.dtype)
 
 
 @jax.custom_vjp
 def add_shared(x: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x + bias in x's dtype; the bias lacks leading axes of x, over which its gradient sums."""
-    return x + _along(bias, x)
+    """Returns x + bias in x's dtype.
+
+    The bias lacks leading axes of x; its gradient sums over these.
+    """
+    return x + _broadcastable(bias, x)
 
 
 add_shared.defvjp(
     lambda x, bias: (add_shared(x, bias), bias),
-    lambda bias, gradient: (gradient, _gradient(bias, gradient)),
+    lambda bias, gradient: (gradient, _shared_gradient(bias, gradient)),
 )
 
 
 @jax.custom_vjp
 def scale_shared(x: Float[Array, "..."], scale: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x * scale in x's dtype; the scale lacks leading axes of x, over which its gradient sums."""
-    return x * _along(scale, x)
+    """Returns x * scale in x's dtype.
+
+    The scale lacks leading axes of x, over which its gradient sums.
+    """
+    return x * _broadcastable(scale, x)
 
 
-def _scale_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    x, scale = saved
-    return gradient * _along(scale, x), _gradient(scale, gradient * x)
+def _scale_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, scale = residuals
+    return gradient * _broadcastable(scale, x), _shared_gradient(scale, gradient * x)
 
 
 scale_shared.defvjp(lambda x, scale: (scale_shared(x, scale), (x, scale)), _scale_backward)

@@ -1,7 +1,8 @@
-"""T5's relative position bias in both directions (Raffel et al. 2020), for whole tiles.
+"""T5's relative position bias in both directions (Raffel et al. 2020), as tiles of logits.
 
-A tile's entries depend on key minus query alone: each distance is looked up once, and the
-tile is cut from that row, so that its gradient is a sum instead of a scatter of Q x S.
+An entry of a tile depends on the offset, key minus query, alone. The bias of each offset is looked
+up once, and the tile is cut from that row. The gradient is therefore a sum, not a scatter of Q x S
+entries.
 """
 
 import jax.numpy as jnp
@@ -14,10 +15,11 @@ from brt.ops.positions import t5_buckets
 def relative_buckets(
     offsets: np.ndarray, *, buckets: int, max_distance: int, both_ways: bool
 ) -> np.ndarray:
-    """Bucket of each offset (key minus query).
+    """Returns the bucket of each offset (key minus query).
 
-    Both ways: the lower half of the buckets is for keys up to the query, the upper half
-    for keys after it. Otherwise keys after the query count as the query itself.
+    If `both_ways` is True, the lower half of the buckets is for keys up to the query and the upper
+    half for keys after the query. Otherwise keys after the query have the bucket of the query
+    itself.
     """
     if not both_ways:
         return t5_buckets(-offsets, buckets=buckets, max_distance=max_distance)
@@ -29,7 +31,7 @@ def relative_buckets(
 def offset_bias(
     table: Float[Array, "R H"], offsets: np.ndarray, *, max_distance: int, both_ways: bool
 ) -> Float[Array, "H O"]:
-    """The bias of each offset in a 1-d array of them."""
+    """Returns the bias of each offset in a one-dimensional array of offsets."""
     rows = relative_buckets(
         offsets, buckets=table.shape[0], max_distance=max_distance, both_ways=both_ways
     )
@@ -45,12 +47,23 @@ def bias_tile(
     max_distance: int,
     both_ways: bool,
 ) -> Float[Array, "H Q S"]:
-    """The bias of query i and key j, of which key 0 lies `first` after query 0."""
+    """Returns the bias of each query and key of a tile.
+
+    Args:
+      table: the bias of each bucket and head.
+      queries: the number of queries.
+      keys: the number of keys.
+      first: position of key 0 minus position of query 0.
+      max_distance: the distance from which on all keys share a bucket.
+      both_ways: see `relative_buckets`.
+    """
     period = queries + keys
-    # Entry (j - i) mod period; one entry, for no j - i at all, is never read.
+    # Entry (j - i) mod period of `offsets` is the offset j - i. No j - i maps to one of the
+    # entries, which is never read.
     offsets = (np.arange(period) + queries) % period - queries
     row = offset_bias(table, offsets + first, max_distance=max_distance, both_ways=both_ways)
-    # A row repeated with its period and cut one short of it shifts by one a line.
+    # A row that is repeated with its period and cut into lines one entry shorter than the period
+    # shifts by one entry from line to line.
     lines = jnp.tile(row, (1, queries))[:, : queries * (period - 1)]
     return lines.reshape(-1, queries, period - 1)[:, :, :keys]
 
@@ -58,9 +71,15 @@ def bias_tile(
 def bias_row(
     table: Float[Array, "R H"], query: Int[Array, ""], keys: int, *, max_distance: int
 ) -> Float[Array, "H 1 S"]:
-    """The bias of one query, at a position known only at run time, and the keys from 0 on.
+    """Returns the bias of one query and of the keys from position 0 on.
 
-    Causal: columns after the query have the bias of the query itself.
+    The bias is causal: keys after the query have the bias of the query itself.
+
+    Args:
+      table: the bias of each bucket and head.
+      query: the position of the query, known only at run time.
+      keys: the number of keys.
+      max_distance: the distance from which on all keys share a bucket.
     """
     row = offset_bias(table, -np.arange(keys), max_distance=max_distance, both_ways=False)
     return jnp.take(row, jnp.clip(query - jnp.arange(keys), 0, keys - 1), axis=1)[:, None]

@@ -1,24 +1,27 @@
-"""A softmax that gives zeros, not NaN, where every logit is masked."""
+"""Softmax functions that return zeros instead of NaN where all logits are masked."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 MASKED = -1e6
-# A virtual logit far below real ones and far above MASKED: it takes all the mass of a
-# row without keys and none of any other (the original's `safe_softmax`).
+# A virtual logit far below real logits and far above MASKED. It takes all the probability of a row
+# without visible keys and none of any other row (`safe_softmax` of the original code).
 FLOOR = -1000.0
 
 
 def safe_softmax(logits: Float[Array, "*B S"]) -> Float[Array, "*B S"]:
-    """Softmax over the last axis in float32; rows of only MASKED logits give zeros."""
+    """Returns the float32 softmax over the last axis; rows with only MASKED logits become zeros."""
     return softmax_and_lse(logits)[0]
 
 
 def softmax_and_lse(
     logits: Float[Array, "*B S"],
 ) -> tuple[Float[Array, "*B S"], Float[Array, "*B"]]:
-    """The same, and the logarithm of the sum of exp(logit); FLOOR of only MASKED logits."""
+    """Returns the result of `safe_softmax` and the log-sum-exp of the logits.
+
+    The log-sum-exp of a row with only MASKED logits is FLOOR.
+    """
     logits = logits.astype(jnp.float32)
     top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), FLOOR)
     top = jax.lax.stop_gradient(top)
@@ -30,6 +33,9 @@ def softmax_and_lse(
 def masked_softmax(
     logits: Float[Array, "*B S"], mask: Bool[Array, "*#B S"]
 ) -> Float[Array, "*B S"]:
-    """Softmax in float32 over where the mask is True; zeros elsewhere, and in rows without True."""
+    """Returns the float32 softmax over entries where the mask is True.
+
+    Other entries, and rows without a True entry, become zeros.
+    """
     logits = jnp.where(mask, logits.astype(jnp.float32), jnp.finfo(jnp.float32).min)
     return jnp.where(mask, jax.nn.softmax(logits, axis=-1), 0.0)

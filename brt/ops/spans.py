@@ -1,4 +1,4 @@
-"""Parts of a sequence, by logits of where they start and of where they end."""
+"""Predicted spans of a sequence, from logits of their first and last tokens."""
 
 from typing import NamedTuple
 
@@ -11,8 +11,9 @@ class Spans(NamedTuple):
     """The best span of each sequence.
 
     Attributes:
-      start, end: its first and its last token.
-      score: the sum of both logits; the lowest number there is where nothing is allowed.
+      start: the index of the first token.
+      end: the index of the last token.
+      score: the sum of the two logits, or the lowest finite number if no span is allowed.
     """
 
     start: Int[Array, " B"]
@@ -23,9 +24,9 @@ class Spans(NamedTuple):
 def span_nats(
     logits: Float[Array, "B T 2"], targets: Int[Array, "B 2"], scored: Bool[Array, "B 2"]
 ) -> Float[Array, "B 2"]:
-    """-log p of the start and of the end, each of all T places; 0 where not scored.
+    """Returns -log p of the correct start and the correct end, or 0 where they are not scored.
 
-    Padding is as unlikely as its logits say.
+    The softmax is over all T positions; padding gets the probability that its logits give.
     """
     log_probs = jax.nn.log_softmax(logits, axis=1)
     chosen = jnp.take_along_axis(log_probs, targets[:, None, :], axis=1)[:, 0]
@@ -33,9 +34,10 @@ def span_nats(
 
 
 def best_spans(logits: Float[Array, "B T 2"], allowed: Bool[Array, "B T"], longest: int) -> Spans:
-    """The span of 1 to `longest` allowed tokens whose logits of start and end add up highest.
+    """Returns the span of 1 to `longest` allowed tokens with the highest sum of its two logits.
 
-    Of equally good ones the first, and of these the shortest. Allowed tokens are neighbours.
+    Of several spans with the same sum, the first is returned, and of these the shortest. The
+    allowed tokens of a sequence must be contiguous.
     """
     floor = jnp.finfo(logits.dtype).min
     start, end = (jnp.where(allowed, logits[..., i], floor) for i in range(2))

@@ -1,4 +1,4 @@
-"""SpecAugment: bands of time and of features that a model must do without (Park et al., 2019)."""
+"""SpecAugment: masks bands of time and of features of a spectrogram (Park et al., 2019)."""
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,19 @@ def spec_augment(
     feature_masks: int,
     feature_mask_width: int,
 ) -> Float[Array, "B X F"]:
-    """The features with some bands at 0, their mean; drawn anew for every row.
+    """Sets random bands of the features to 0, their mean; each row draws its own bands.
 
-    A band's width is uniform from 0 to the given one, but of time no more than half of the
-    row's frames; its place is uniform where it fits.
+    The width of a band is uniform from 0 to its maximum, and a band of time covers at most half of
+    the row's frames. The position is uniform among those where the band fits.
+
+    Args:
+      features: spectrograms.
+      valid: True for the frames of a row, False for padding.
+      key: a random key.
+      time_masks: the number of bands of time.
+      time_mask_frames: the largest width of a band of time.
+      feature_masks: the number of bands of features.
+      feature_mask_width: the largest width of a band of features.
     """
     keys = row_keys(key, len(features))
     frames, width = features.shape[1:]
@@ -28,18 +37,18 @@ def spec_augment(
 
     def masked(key: Array, length: Int[Array, ""]) -> Bool[Array, "X F"]:
         of_time, of_features = jax.random.split(key)
-        in_time = bands(of_time, length, frames, time_masks, time_mask_frames)
+        in_time = random_bands(of_time, length, frames, time_masks, time_mask_frames)
         whole = jnp.asarray(width)
-        in_features = bands(of_features, whole, width, feature_masks, feature_mask_width)
+        in_features = random_bands(of_features, whole, width, feature_masks, feature_mask_width)
         return in_time[:, None] | in_features[None]
 
     return jnp.where(jax.vmap(masked)(keys, lengths), 0, features)
 
 
-def bands(
+def random_bands(
     key: Array, length: Int[Array, ""], size: int, count: int, widest: int
 ) -> Bool[Array, " size"]:
-    """True in `count` bands, which may overlap."""
+    """Returns a mask that is True in `count` random bands, which may overlap."""
     of_widths, of_places = jax.random.split(key)
     limit = jnp.minimum(widest, length // 2)
     width = jnp.floor(jax.random.uniform(of_widths, (count, 1)) * (limit + 1))

@@ -1,4 +1,6 @@
-"""Masked tokens to be predicted (BERT, Devlin et al. 2019, section 3.1)."""
+"""Masked language modelling: the random choice of tokens to predict (BERT, Devlin et al. 2019,
+section 3.1).
+"""
 
 from typing import NamedTuple
 
@@ -8,18 +10,26 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.top_k import top_k
 
-HIDDEN, REPLACED = 0.8, 0.1  # shares that the mask replaces, and random tokens; the rest stays
-_MULTIPLE = 128  # of predicted tokens, where there are many: they are dealt with in equal chunks
+MASK_SHARE, RANDOM_SHARE = (
+    0.8,
+    0.1,
+    # Of the tokens to predict, 80 % are replaced by the mask token, 10 % by a random token, and the
+    # others stay.
+)
+# If there are many predicted tokens, their number is a multiple of this, as they are processed in
+# chunks.
+_CHUNK = 128
 
 
 class MaskedTokens(NamedTuple):
-    """Rows of tokens of which R are to be predicted.
+    """Rows of tokens, R of which are to be predicted.
 
     Attributes:
-      inputs: int32, the tokens that are read.
-      positions: int32, of those to be predicted, in random order.
-      targets: int32, the tokens that were there.
-      scored: False behind a row's share.
+      inputs: int32, the tokens that the model reads.
+      positions: int32, the positions of the tokens to predict, in random order.
+      targets: int32, the original tokens at these positions.
+      scored: True for the first entries of a row, False for entries that exceed the row's number of
+        predicted tokens.
     """
 
     inputs: Int[Array, "B T"]
@@ -36,23 +46,25 @@ def mask_tokens(
     share: float,
     mask_id: int,
 ) -> MaskedTokens:
-    """Draws tokens to be predicted, the same number of every row of the same length.
+    """Chooses random tokens to predict. Rows of equal length get equally many slots.
 
     Args:
-      valid: False on padding, which is not drawn.
-      keys: [B], one for each row, which alone decides what is drawn of it.
-      share: of the valid tokens, in (0, 1].
-      mask_id: above all tokens; random tokens are drawn from those below it.
+      tokens: the original tokens.
+      valid: False for padding, which is never chosen.
+      keys: [B], a random key for each row; the choice depends on the row's key alone.
+      share: the share of valid tokens to predict, in (0, 1].
+      mask_id: the id of the mask token, greater than all other tokens; random tokens are drawn
+        below it.
     """
     length = tokens.shape[1]
-    most = slots(length, share)
+    most = prediction_slots(length, share)
     draw = jax.vmap(lambda key: _draw(key, length, most, mask_id))
     order, fate, random = draw(keys)
     positions = top_k(jnp.where(valid, order, -1.0), most)[1]
-    scored = jnp.arange(most)[None] < counts(valid, share)[:, None]
+    scored = jnp.arange(most)[None] < prediction_counts(valid, share)[:, None]
     targets = jnp.take_along_axis(tokens, positions, axis=1)
-    changed = jnp.where(fate < HIDDEN + REPLACED, random, targets)
-    changed = jnp.where(fate < HIDDEN, mask_id, changed)
+    changed = jnp.where(fate < MASK_SHARE + RANDOM_SHARE, random, targets)
+    changed = jnp.where(fate < MASK_SHARE, mask_id, changed)
     rows = jnp.arange(len(tokens))[:, None]
     inputs = tokens.at[rows, positions].set(jnp.where(scored, changed, targets))
     return MaskedTokens(inputs, positions, targets, scored)
@@ -66,16 +78,19 @@ def _draw(
     return jax.random.uniform(of_order, (length,)), jax.random.uniform(of_fate, (most,)), random
 
 
-def counts(valid: Bool[Array, "B T"], share: float) -> Int[Array, " B"]:
-    """Tokens to be predicted of each row: its share, but at least one where there are any."""
+def prediction_counts(valid: Bool[Array, "B T"], share: float) -> Int[Array, " B"]:
+    """Returns the number of tokens to predict in each row: its share, and at least one unless it is
+    empty.
+    """
     there = jnp.sum(valid, axis=1)
     wanted = jnp.maximum(jnp.round(there * share).astype(jnp.int32), 1)
     return jnp.minimum(wanted, there)
 
 
-def slots(length: int, share: float) -> int:
-    """R for rows of this length."""
-    most = max(round(length * share) + 1, 1)  # float32 may round a half the other way
-    if most > _MULTIPLE:
-        most = -(-most // _MULTIPLE) * _MULTIPLE
+def prediction_slots(length: int, share: float) -> int:
+    """Returns R, the number of slots for predicted tokens, in rows of this length."""
+    # One more, because float32 may round a half up where Python rounds it down.
+    most = max(round(length * share) + 1, 1)
+    if most > _CHUNK:
+        most = -(-most // _CHUNK) * _CHUNK
     return min(most, length)

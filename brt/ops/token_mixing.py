@@ -1,6 +1,7 @@
-"""A few vectors made of those of a block: learned sums over its places.
+"""Summary vectors of a block: learned weighted sums over its positions (MELODI, arXiv 2410.03156).
 
-MELODI's (arXiv 2410.03156), of the tokens of a window and of what was made of them below.
+The inputs are the tokens of a window and the summaries that the layer below made of the same
+tokens.
 """
 
 from typing import NamedTuple
@@ -9,16 +10,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brt.ops.normalization import rms_norm
-from brt.ops.products import float32_sums
+from brt.ops.products import einsum_float32
 
 
 class MixWeights(NamedTuple):
-    """What a mix learns.
+    """Weights of a token mixing layer.
 
     Attributes:
-      kernel: [W+U, O], by place.
+      kernel: [W+U, O], the weight of each input position in each output.
       bias: [O].
-      token_norm, summary_norm: [D], or both None: then there is no residual.
+      token_norm, summary_norm: [D], scales of the norms of the inputs, or both None for a layer
+        without norms and residual connection.
     """
 
     kernel: Float[Array, "P O"]
@@ -30,11 +32,14 @@ class MixWeights(NamedTuple):
 def mix_tokens(
     tokens: Float[Array, "B W D"], summaries: Float[Array, "B U D"], weights: MixWeights
 ) -> Float[Array, "B O D"]:
-    """Float32 sums over tokens and summaries; with norms of normalised ones, added to summaries."""
+    """Returns O weighted sums over the tokens and summaries, with float32 sums.
+
+    With norms, the inputs are normalized first and the summaries are added to the result.
+    """
     mixed = tokens, summaries
     if weights.token_norm is not None:
         mixed = rms_norm(tokens, weights.token_norm), rms_norm(summaries, weights.summary_norm)
     z = jnp.concatenate(mixed, axis=1)
-    product = float32_sums("bpd,po->bod", z, weights.kernel.astype(z.dtype))
+    product = einsum_float32("bpd,po->bod", z, weights.kernel.astype(z.dtype))
     y = product + weights.bias[None, :, None]
     return y if weights.token_norm is None else y + summaries

@@ -1,8 +1,8 @@
-"""The largest of many numbers, found where they are.
+"""Top-k of each row of a sharded array without communication.
 
-XLA gathers what `jax.lax.top_k` reads onto every device, even if only leading axes are
-spread over devices. Told that rows are independent it leaves them there. Replicas have rows
-of their own.
+XLA gathers the input of `jax.lax.top_k` onto every device, even if only leading axes are
+sharded. A custom partitioning tells XLA that rows are independent, so each device processes its
+own rows. Under replication each replica has all of its rows anyway.
 """
 
 from functools import partial
@@ -16,20 +16,24 @@ from brt.distributed import rules
 
 @partial(custom_partitioning, static_argnums=(1,))
 def _top_k(x: Array, count: int) -> tuple[Array, Array]:
-    return _of_rows(x, count)
+    return _local_top_k(x, count)
 
 
-def _of_rows(x: Array, count: int) -> tuple[Array, Array]:
-    """As of a matrix: of more axes, XLA's CPU backend sorts every row as a whole."""
-    found = jax.lax.top_k(x.reshape(-1, x.shape[-1]), count)
-    values, places = (y.reshape(*x.shape[:-1], count) for y in found)
-    return values, places
+def _local_top_k(x: Array, count: int) -> tuple[Array, Array]:
+    """Returns the top k of each row of the flattened array.
+
+    The array is flattened to a matrix because XLA's CPU backend sorts complete rows, instead of
+    selecting the largest values, if there are more than two axes.
+    """
+    result = jax.lax.top_k(x.reshape(-1, x.shape[-1]), count)
+    values, indices = (y.reshape(*x.shape[:-1], count) for y in result)
+    return values, indices
 
 
 def _partition(count: int, mesh: jax.sharding.Mesh, arguments: tuple, _: tuple) -> tuple:
-    spec = arguments[0].sharding.spec[: len(arguments[0].shape) - 1]  # each row whole
+    spec = arguments[0].sharding.spec[: len(arguments[0].shape) - 1]  # The last axis is unsharded.
     rows = jax.NamedSharding(mesh, jax.P(*spec))
-    return mesh, lambda x: _of_rows(x, count), (rows, rows), (rows,)
+    return mesh, lambda x: _local_top_k(x, count), (rows, rows), (rows,)
 
 
 _top_k.def_partition(
@@ -38,7 +42,10 @@ _top_k.def_partition(
 
 
 def top_k(x: Float[Array, "*B M"], count: int) -> tuple[Float[Array, "*B R"], Int[Array, "*B R"]]:
-    """The `count` largest of the last axis, largest first, and their indices; exact."""
-    if rules.in_replica():  # which XLA does not cut
-        return _of_rows(x, count)
+    """Returns the `count` largest values of the last axis in descending order, and their indices.
+
+    The result is exact.
+    """
+    if rules.in_replica():  # XLA does not partition the function inside a replica.
+        return _local_top_k(x, count)
     return _top_k(x, count)

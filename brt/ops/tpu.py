@@ -1,4 +1,8 @@
-"""What kernels for TPUs share."""
+"""Constants, limits and small functions that the Pallas kernels for TPUs share.
+
+The suffix of a matrix product's name follows BLAS: N stands for a factor as it is, T for a
+transposed factor. NT is thus a b^T.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,52 +16,54 @@ from jaxtyping import Array, Float
 from brt.ops import dispatch
 from brt.ops.normalization import EPSILON
 
-LANES = 128  # of a vector register
-VMEM_BYTES = 64 * 2**20  # that a kernel may take
-_V4_VMEM_BYTES = 16 * 2**20  # all that a core of a v4 has
-_TWO_CORES = "TPU v4", "TPU v5", "TPU v5p"  # which share a chip
-_STRAIGHT = 16  # parts whose code stands one after the other
+LANES = 128  # Lanes of a vector register, the size of an array tile's last axis.
+VMEM_BYTES = 64 * 2**20  # Limit of on-chip vector memory (VMEM) that a kernel may use.
+_V4_VMEM_BYTES = 16 * 2**20  # All the VMEM that a core of a TPU v4 has.
+_TWO_CORE_CHIPS = "TPU v4", "TPU v5", "TPU v5p"
+_MAX_UNROLL = 16  # Largest number of iterations that `unrolled_loop` writes as straight code.
 
-# Which axes of two matrices a product sums over.
-BY_ROW = (((1,), (1,)), ((), ()))  # a b^T
-BY_SLOT = (((0,), (0,)), ((), ()))  # a^T b
-PLAIN = (((1,), (0,)), ((), ()))  # a b
+# Dimension numbers of `jax.lax.dot_general` for products of two matrices.
+NT = (((1,), (1,)), ((), ()))  # a b^T
+TN = (((0,), (0,)), ((), ()))  # a^T b
+NN = (((1,), (0,)), ((), ()))  # a b
 
 
-def _kind() -> str:
-    """Of the chip that is compiled for; nothing: it is not known."""
+def _device_kind() -> str:
+    """Returns the kind of chip that is compiled for, or an empty string if it is unknown."""
     return getattr(dispatch.device(), "device_kind", "")
 
 
-def vmem() -> int:
-    """Bytes that a kernel may take on the chip that is compiled for, if that is known."""
-    return _V4_VMEM_BYTES if "v4" in _kind() else VMEM_BYTES
+def vmem_limit() -> int:
+    """Returns the bytes of VMEM that a kernel may use on the chip that is compiled for."""
+    return _V4_VMEM_BYTES if "v4" in _device_kind() else VMEM_BYTES
 
 
-def cores() -> int:
-    """Of a chip, which share the steps of a kernel's grid."""
-    return 2 if _kind() in _TWO_CORES else 1
+def cores_per_chip() -> int:
+    """Returns the number of cores of a chip, which divide the grid of a kernel among them."""
+    return 2 if _device_kind() in _TWO_CORE_CHIPS else 1
 
 
-def room() -> int:
-    """Of these, for blocks and what is computed with."""
-    return vmem() - 2 * 2**20
+def vmem_budget() -> int:
+    """Returns the bytes of VMEM for blocks and intermediate results, 2 MiB below the limit."""
+    return vmem_limit() - 2 * 2**20
 
 
-def too_large(taken: int, what: str = "a head", most: int | None = None) -> str | None:
-    """Why a kernel cannot keep on the chip what takes so many bytes; None: it can.
+def vmem_refusal(taken: int, what: str = "a head", most: int | None = None) -> str | None:
+    """Returns why a kernel cannot hold so many bytes in VMEM, or None if it can.
 
     Args:
-      most: bytes that there are; None: `room`.
+      taken: bytes that the kernel needs.
+      what: what the kernel holds in VMEM, for the message.
+      most: bytes that are available; None stands for `vmem_budget()`.
     """
-    most = room() if most is None else most
+    most = vmem_budget() if most is None else most
     if taken <= most:
         return None
     return f"keeps {what} on the chip, {most >> 20} MiB of it at most, not {-(-taken >> 20)}"
 
 
-def refuses_heads(width: int, dtype: jnp.dtype) -> str | None:
-    """Why a kernel does not take heads of such a size and dtype; None: it does."""
+def head_refusal(width: int, dtype: jnp.dtype) -> str | None:
+    """Returns why a kernel does not accept heads of this size and dtype, or None if it does."""
     if width not in (64, 128, 256):
         return f"has heads of 64, 128 or 256, not of {width}"
     if dtype not in (jnp.float32, jnp.bfloat16):
@@ -65,58 +71,82 @@ def refuses_heads(width: int, dtype: jnp.dtype) -> str | None:
     return None
 
 
-def stored(x: Array) -> Array:
-    """x as an array, where compilers would make it a part of the product that reads it, and
-    compute it anew for every tile of that."""
+def materialized(x: Array) -> Array:
+    """Stores x as an array on TPUs, by an optimization barrier.
+
+    XLA would otherwise fuse the computation of x into a matrix product that reads x, and repeat
+    the computation for every tile of the product.
+    """
     return jax.lax.optimization_barrier(x) if dispatch.backend() == "tpu" else x
 
 
 def tokens_first(x: Float[Array, "B H T K"]) -> Float[Array, "B T H K"]:
-    """Turned as bits: what reads bits finds those that a kernel wrote, and nothing is copied."""
-    return dispatch.numbers(stored(dispatch.bits(x).swapaxes(1, 2)), x.dtype)
+    """Moves the tokens before the heads, as a transpose of the array's bits.
+
+    A kernel's output is saved as bits, so readers of bits use that array and nothing is copied.
+    """
+    return dispatch.from_bits(materialized(dispatch.to_bits(x).swapaxes(1, 2)), x.dtype)
 
 
-def product(a: Array, b: Array, axes: tuple) -> Array:
-    """Float32; of float32 at full precision."""
+def dot_float32(a: Array, b: Array, axes: tuple) -> Array:
+    """Returns a matrix product with float32 sums; float32 factors keep full precision.
+
+    Args:
+      axes: the dimension numbers `NT`, `TN` or `NN`.
+    """
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
-def unit(x: Float[Array, "R K"]) -> tuple[Float[Array, "R K"], Float[Array, "R 1"]]:
-    """x / |x| and 1 / |x|, float32."""
+def l2_normalize_rows(x: Float[Array, "R K"]) -> tuple[Float[Array, "R K"], Float[Array, "R 1"]]:
+    """Returns x / |x| and 1 / |x| of each row, in float32."""
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + EPSILON)
     return wide * inverse, inverse
 
 
-def through_unit(
+def l2_normalize_rows_backward(
     x: Float[Array, "R K"], gradient: Float[Array, "R K"]
 ) -> tuple[Float[Array, "R K"], Float[Array, "R 1"]]:
-    """The gradient of x, given that of x / |x|; and the latter along it."""
-    direction, inverse = unit(x)
+    """Returns the gradient of x, and the part of the output's gradient along x / |x|.
+
+    Args:
+      x: the rows before normalization.
+      gradient: the gradient of x / |x|.
+    """
+    direction, inverse = l2_normalize_rows(x)
     along = jnp.sum(gradient * direction, axis=-1, keepdims=True)
     return (gradient - along * direction) * inverse, along
 
 
-def whole(*shape: int) -> Any:
-    """Where a step of the grid (heads, lanes, ...) finds its part of an array [B, H, *shape]."""
+def head_block_spec(*shape: int) -> Any:
+    """Returns the block of one head and lane of an array [B, H, *shape].
+
+    The first two axes of the kernel's grid are the heads and the lanes of the batch.
+    """
     return pl.BlockSpec((None, None, *shape), lambda h, b, *_: (b, h, *(0 for _ in shape)))
 
 
-def heads_first(axes: int) -> pltpu.CompilerParams:
-    """Of a grid whose first axis is that of heads: cores that share a chip share them."""
+def parallel_heads(axes: int) -> pltpu.CompilerParams:
+    """Returns compiler parameters for a grid of `axes` axes whose first one is the heads.
+
+    The cores of a chip divide the heads among them.
+    """
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", *["arbitrary"] * (axes - 1)), vmem_limit_bytes=VMEM_BYTES
     )
 
 
-def each(count: int, body: Callable[[Any, Any], Any], carry: Any = None) -> Any:
-    """What `carry` becomes over the parts 0 to `count`; up to 16 of them are straight code."""
-    size = next(n for n in range(min(count, _STRAIGHT), 0, -1) if count % n == 0)
+def unrolled_loop(count: int, body: Callable[[Any, Any], Any], carry: Any = None) -> Any:
+    """Returns the final `carry` of `carry = body(i, carry)` for i = 0 ... count - 1.
 
-    def some(i: Any, carry: Any) -> Any:
+    Up to 16 iterations are written as straight code, the others as a loop around these.
+    """
+    size = next(n for n in range(min(count, _MAX_UNROLL), 0, -1) if count % n == 0)
+
+    def chunk(i: Any, carry: Any) -> Any:
         for j in range(size):
             carry = body(i * size + j, carry)
         return carry
 
-    return some(0, carry) if size == count else jax.lax.fori_loop(0, count // size, some, carry)
+    return chunk(0, carry) if size == count else jax.lax.fori_loop(0, count // size, chunk, carry)

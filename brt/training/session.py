@@ -91,7 +91,7 @@ class Session(OpenRun):
         """Compiles the train step and begins the series of steps."""
         with self.pause("compiling"):
             self.program = runs.compiled_step(self.run)
-        chosen = ", ".join(f"{op}: {name}" for op, name in dispatch.chosen().items())
+        chosen = ", ".join(f"{op}: {name}" for op, name in dispatch.auto_choices().items())
         self.progress.note(f"implementations chosen by 'auto': {chosen or 'none'}")
         self.phases.enter("stepping", self.completed)
 

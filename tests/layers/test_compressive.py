@@ -14,7 +14,7 @@ from brt.errors import ConfigError
 from brt.layers.compressive import CompressedState, CompressiveLayer, new_compressed_state
 from brt.layers.kinds import KINDS, replace_parts
 from brt.models.flops import forward_flops_per_token
-from brt.ops.compression import Convolution, compress, slots_before
+from brt.ops.compression import Convolution, compress, visible_slot_counts
 
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
 LANES, WINDOW, BLOCKS, SLOTS = 2, 4, 4, 2  # slots of a block
@@ -72,7 +72,7 @@ def test_neighbours_become_one_by_hand() -> None:
 
 def test_blocks_find_the_slots_of_their_document_that_fit() -> None:
     cache_mask = jnp.array([[True, True, True], [False, True, True], [True, False, True]])
-    found = slots_before(jnp.array([3, 5, 6]), cache_mask, added=2, size=6)
+    found = visible_slot_counts(jnp.array([3, 5, 6]), cache_mask, added=2, size=6)
     np.testing.assert_array_equal(found, [[3, 5, 6, 6], [0, 0, 2, 4], [6, 0, 0, 2]])
 
 

@@ -20,8 +20,8 @@ OP = Op(
     "toy",
     (
         Implementation("pallas_tpu", lambda x: ("pallas_tpu", x), ("tpu",), ("tpu",), small),
-        Implementation("xla_cpu", lambda x: ("xla_cpu", x), auto=("cpu",), supports=small),
-        Implementation("xla", lambda x: ("xla", x), supports=small),
+        Implementation("xla_cpu", lambda x: ("xla_cpu", x), auto=("cpu",), refusal=small),
+        Implementation("xla", lambda x: ("xla", x), refusal=small),
         Implementation("reference", lambda x: ("reference", x), auto=()),
     ),
 )
@@ -29,7 +29,7 @@ OP = Op(
 
 @pytest.fixture(autouse=True)
 def _nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(dispatch, "_chosen", {})
+    monkeypatch.setattr(dispatch, "_auto_choices", {})
     yield
 
 
@@ -46,7 +46,7 @@ def test_auto_takes_the_first_that_the_backend_prefers(name: str | None) -> None
 
 def test_auto_passes_over_what_refuses_the_inputs_but_never_to_the_reference() -> None:
     picky = OP._replace(implementations=(OP.implementations[1], *OP.implementations[2:]))
-    large = picky.implementations[1]._replace(supports=lambda x: None)
+    large = picky.implementations[1]._replace(refusal=lambda x: None)
     others = OP._replace(implementations=(picky.implementations[0], large))
     assert dispatch.run(others, None, 11)[0] == "xla"
     with pytest.raises(NotImplementedError) as error:
@@ -79,10 +79,10 @@ def test_an_unknown_name_lists_those_that_exist_and_what_each_refuses() -> None:
 
 def test_what_auto_chose_is_known_and_what_was_named_is_not_a_choice() -> None:
     on("gpu", "reference")
-    assert dispatch.chosen() == {}
+    assert dispatch.auto_choices() == {}
     for backend in ("cpu", "cpu", "tpu"):
         on(backend, None)
-    assert dispatch.chosen() == {"toy": "xla_cpu, pallas_tpu"}
+    assert dispatch.auto_choices() == {"toy": "xla_cpu, pallas_tpu"}
 
 
 def test_the_backend_is_the_process_s_where_none_is_given() -> None:
@@ -103,7 +103,7 @@ def test_an_entry_is_all_that_a_new_implementation_needs(monkeypatch: pytest.Mon
     ) -> str | None:
         return None if bias is None else "has no bias"
 
-    toy = Implementation("pallas_toy", values_alone, supports=refuses_bias)
+    toy = Implementation("pallas_toy", values_alone, refusal=refuses_bias)
     own = api.OP.implementations
     monkeypatch.setattr(api, "OP", api.OP._replace(implementations=(toy, *own)))
     rng = np.random.default_rng(0)
@@ -112,6 +112,6 @@ def test_an_entry_is_all_that_a_new_implementation_needs(monkeypatch: pytest.Mon
     inputs = q, (k, v), k, v
     np.testing.assert_array_equal(window_part(*inputs, None, cache_mask).output, v)
     assert np.any(window_part(*inputs, bias, cache_mask).output != v)
-    assert dispatch.chosen() == {"window_attention": "pallas_toy, xla_cpu"}
+    assert dispatch.auto_choices() == {"window_attention": "pallas_toy, xla_cpu"}
     with pytest.raises(NotImplementedError, match="'pallas_toy': has no bias"):
         window_part(*inputs, bias, cache_mask, implementation="pallas_toy")

@@ -38,10 +38,10 @@ def test_the_key_decides_and_parts_differ() -> None:
 @pytest.mark.parametrize("rows", [1, 12, 16, 24, 128, 512])
 def test_bits_say_what_was_kept_of_any_columns(rows: int) -> None:
     kept = jax.random.bernoulli(KEY, 0.5, (2, rows, 10))
-    words = dropout_bits.packed(kept)
+    words = dropout_bits.pack(kept)
     assert words.dtype == jnp.uint32 and words.size * 32 >= kept.size
     for head in range(2):
-        found = dropout_bits.unpacked(words[head, :, 3:], rows)
+        found = dropout_bits.unpack(words[head, :, 3:], rows)
         np.testing.assert_array_equal(found, kept[head, :, 3:])
 
 
@@ -49,10 +49,10 @@ def test_bits_say_what_was_kept_of_any_columns(rows: int) -> None:
 def test_words_and_factors_of_shared_matrices_agree(backend: str) -> None:
     """Whichever of them an implementation reads, of rows x columns that differ in number."""
     with dispatch.use_backend(backend):
-        shared = Dropout(KEY, 0.25).shared(2, rows=24, columns=16)
-        factors, words = shared.factors(jnp.dtype("float32")), shared.words()
+        shared = Dropout(KEY, 0.25).shared_mask(2, rows=24, columns=16)
+        factors, words = shared.factors(jnp.dtype("float32")), shared.packed_words()
     assert factors.shape == (2, 24, 16) and 0.1 < np.mean(factors == 0) < 0.4
     assert factors.max() == pytest.approx(shared.scale)
     for head in range(2):
-        kept = dropout_bits.unpacked(words[head], 16)
+        kept = dropout_bits.unpack(words[head], 16)
         np.testing.assert_array_equal(kept, factors[head].T > 0)

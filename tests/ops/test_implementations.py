@@ -26,7 +26,7 @@ from brt.ops import causal_clustered_attention as causal
 from brt.ops.block_products import gathered, spread, summed
 from brt.ops.cross_entropy import cross_entropy, token_scores
 from brt.ops.dispatch import Op
-from brt.ops.dropout import Kept
+from brt.ops.dropout import DropoutMask
 from brt.ops.encoder_attention import Side
 from brt.ops.gates import GateWeights
 from brt.ops.memory_attention import memory_attention
@@ -67,7 +67,7 @@ def window(**options: Any) -> tuple[Run, list]:
     """Windows of 256, so that CPUs' tiles are finer than a window."""
     q, k, v, bias = normal(0, (1, 512, 1, SIZE), (1, 768, 1, SIZE), (1, 768, 1, SIZE), (1, 256))
     cache_mask = jnp.asarray([[False, True]])
-    drop = Kept(normal(1, (1, 256, 256))[0] > 0, scale=2.0)
+    drop = DropoutMask(normal(1, (1, 256, 256))[0] > 0, scale=2.0)
 
     def run(name: str, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> Any:
         cached, own = ([x[:, part] for x in (k, v)] for part in np.s_[:256, 256:])

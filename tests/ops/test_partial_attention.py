@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from brt.ops.dropout import Dropout
-from brt.ops.partial_attention import attend_to_part, merged
+from brt.ops.partial_attention import attend_to_part, merge_parts
 from brt.ops.softmax import FLOOR, MASKED
 
 QUERIES, KEYS, WIDTH = 5, 12, 4
@@ -74,7 +74,7 @@ def test_parts_make_one_softmax() -> None:
     attend = jax.jit(attend_to_part)
     whole = attend(logits, values)
     parts = [attend(logits[..., keys], values[:, keys]) for keys in (slice(0, 5), slice(5, KEYS))]
-    for a, b in zip(merged(parts), whole, strict=True):
+    for a, b in zip(merge_parts(parts), whole, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 

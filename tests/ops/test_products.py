@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from brt.ops import products
-from brt.ops.products import combined, inner, weighted_rows
+from brt.ops.products import matmul_nn, matmul_nt, matmul_tn
 
 LEAD, ROWS, COLUMNS, WIDTH = (2, 3), 5, 7, 4
 CASES = {
-    "inner": (inner, "...mk,...nk->...mn", (ROWS, WIDTH), (COLUMNS, WIDTH)),
-    "combined": (combined, "...mn,...nk->...mk", (ROWS, COLUMNS), (COLUMNS, WIDTH)),
-    "weighted_rows": (weighted_rows, "...nm,...nk->...mk", (COLUMNS, ROWS), (COLUMNS, WIDTH)),
+    "matmul_nt": (matmul_nt, "...mk,...nk->...mn", (ROWS, WIDTH), (COLUMNS, WIDTH)),
+    "matmul_nn": (matmul_nn, "...mn,...nk->...mk", (ROWS, COLUMNS), (COLUMNS, WIDTH)),
+    "matmul_tn": (matmul_tn, "...nm,...nk->...mk", (COLUMNS, ROWS), (COLUMNS, WIDTH)),
 }
 
 
@@ -38,7 +38,7 @@ def test_products_and_their_gradients_are_those_of_einsum(
 
 def test_sums_of_bfloat16_are_in_float32() -> None:
     ones = jnp.ones((1, 4096), jnp.bfloat16)  # in bfloat16 the sum would stop at 256
-    y, backward = jax.vjp(inner, ones, ones)
+    y, backward = jax.vjp(matmul_nt, ones, ones)
     assert y.dtype == jnp.float32 and float(y[0, 0]) == 4096.0
     assert all(d.dtype == jnp.bfloat16 for d in backward(y))
 
@@ -55,7 +55,8 @@ def _specs() -> list[tuple[str, str]]:
                 isinstance(spec, ast.Constant)
                 and isinstance(spec.value, str)
                 and (
-                    "preferred_element_type" in widened or ast.unparse(node.func) == "float32_sums"
+                    "preferred_element_type" in widened
+                    or ast.unparse(node.func) == "einsum_float32"
                 )
             ):
                 found.add((ast.unparse(node.func), spec.value))
@@ -68,6 +69,6 @@ def test_each_product_by_itself_takes_bfloat16(function: str, spec: str) -> None
     letters = spec.partition("->")[0].replace("...", "xy").split(",")
     a, b = (jnp.ones([6] * len(part), jnp.bfloat16) for part in letters)
     plain = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    product = products.float32_sums if function == "float32_sums" else plain
+    product = products.einsum_float32 if function == "einsum_float32" else plain
     y = jax.jit(partial(product, spec))(a, b)
     assert y.dtype == jnp.float32 and (y == y.ravel()[0]).all()

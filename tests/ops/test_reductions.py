@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.ops.reductions import add_shared, scale_shared, sum_in_turn, sum_last, sum_leading
+from brt.ops.reductions import add_shared, scale_shared, sequential_sum, sum_last, sum_leading
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), jnp.float32)
 
@@ -14,7 +14,7 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), jnp.float32)
 @pytest.mark.parametrize("axes", [1, 2])
 def test_sum_leading_is_the_sum(axes: int) -> None:
     expected = np.asarray(X, np.float64).sum(axis=tuple(range(axes)))
-    for found in (sum_leading(X, axes), sum_in_turn(X, axes)):
+    for found in (sum_leading(X, axes), sequential_sum(X, axes)):
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 

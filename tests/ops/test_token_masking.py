@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from brt.ops.token_masking import MaskedTokens, counts, mask_tokens, slots
+from brt.ops.token_masking import MaskedTokens, mask_tokens, prediction_counts, prediction_slots
 
 MASK, TOKENS, SHARE = 40, 900, 0.15
 LENGTHS = np.array([900, 300, 2, 0])
@@ -21,7 +21,9 @@ def masked(seeds: list[int]) -> tuple[np.ndarray, np.ndarray, MaskedTokens]:
 def test_each_row_has_its_share_and_nothing_else_changes() -> None:
     tokens, valid, found = masked([0, 1, 2, 3])
     np.testing.assert_array_equal(found.scored.sum(axis=1), [135, 45, 1, 0])
-    np.testing.assert_array_equal(counts(jnp.asarray(valid), SHARE), found.scored.sum(axis=1))
+    np.testing.assert_array_equal(
+        prediction_counts(jnp.asarray(valid), SHARE), found.scored.sum(axis=1)
+    )
     for row in range(4):
         places = found.positions[row][found.scored[row]]
         assert len(set(places.tolist())) == len(places) and valid[row, places].all()
@@ -56,7 +58,7 @@ def test_a_row_depends_on_its_own_key() -> None:
 def test_slots_hold_every_share_and_cut_into_equal_chunks() -> None:
     for length in (1, 2, 7, 100, 853, 8192, 50_000):
         for share in (0.01, SHARE, 0.5, 1.0):
-            size = slots(length, share)
-            wanted = int(counts(jnp.ones((1, length), bool), share)[0])
+            size = prediction_slots(length, share)
+            wanted = int(prediction_counts(jnp.ones((1, length), bool), share)[0])
             assert wanted <= size <= length
             assert size == length or size <= 128 or size % 128 == 0

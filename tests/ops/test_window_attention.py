@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brt.ops.dropout import Kept
+from brt.ops.dropout import DropoutMask
 from brt.ops.window_attention import window_part, window_part_step, xla_cpu
 
 # Relative to the largest magnitude of an array.
@@ -45,7 +45,7 @@ def arrays(window: int, blocks: int, dtype: str = "float32") -> dict[str, jax.Ar
         "values": jnp.asarray(normal(LANES, window + tokens, HEADS, SIZE), dtype),
         "bias": jnp.asarray(normal(HEADS, window)),
         "cache_mask": jnp.asarray(cache_mask),
-        "dropout": Kept(jnp.asarray(rng.random((HEADS, window, window)) < 0.5), scale=1.25),
+        "dropout": DropoutMask(jnp.asarray(rng.random((HEADS, window, window)) < 0.5), scale=1.25),
     }
 
 

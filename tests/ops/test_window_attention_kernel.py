@@ -16,7 +16,7 @@ from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.layers.basic import remat_policy
 from brt.ops import dispatch, window_attention
-from brt.ops.dropout import Kept
+from brt.ops.dropout import DropoutMask
 from brt.ops.window_attention import (
     pallas_gpu,
     pallas_mosaic_gpu,
@@ -49,7 +49,7 @@ def inputs(lanes: int, window: int, width: int = 16, dtype: str = "float32") -> 
         "bias": jnp.asarray(rng.normal(size=(heads, window)), jnp.float32),
         "cache_mask": jnp.asarray([[True, True]] * (lanes - 1) + [[True, False]]),
         "scale": None,
-        "dropout": Kept(jnp.asarray(rng.random((heads, window, window)) < 0.5), scale=1.25),
+        "dropout": DropoutMask(jnp.asarray(rng.random((heads, window, window)) < 0.5), scale=1.25),
     }
 
 
@@ -157,7 +157,7 @@ def test_a_hopper_s_tiles_make_no_difference_and_each_run_gives_the_same_bits(
 
     def kernel(
         queries: jax.Array, cached: tuple, keys: jax.Array, values: jax.Array, scale: None,
-        dropout: Kept, **others: Any,
+        dropout: DropoutMask, **others: Any,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         others["dropout"] = dropout.factors(jnp.dtype("float32"))
         pairs = zip(cached, (keys, values), strict=True)

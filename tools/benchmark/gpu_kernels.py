@@ -117,7 +117,7 @@ def compile_one(args: argparse.Namespace) -> None:
     from jax.sharding import SingleDeviceSharding
 
     from brt.ops import dispatch
-    from brt.ops.dropout import Kept
+    from brt.ops.dropout import DropoutMask
     from brt.ops.window_attention import window_part
     from brt.planning import topologies
 
@@ -128,7 +128,9 @@ def compile_one(args: argparse.Namespace) -> None:
 
     window, heads, blocks = args.window, 8, 2
     tokens, cached = (array(1, n * window, heads, args.one) for n in (blocks, 1))
-    dropout = Kept(array(heads, window, window, dtype="bool"), 1.25) if args.dropout else None
+    dropout = (
+        DropoutMask(array(heads, window, window, dtype="bool"), 1.25) if args.dropout else None
+    )
 
     def gradients(learned: Any, cache_mask: Any, dropout: Any, weights: Any) -> Any:
         def loss(learned: Any) -> jax.Array:

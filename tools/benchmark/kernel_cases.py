@@ -17,7 +17,7 @@ from brt.ops import clustered_attention, cross_attention
 from brt.ops.block_products import gathered, spread, summed
 from brt.ops.causal_clustered_attention import Centroids, Past, causal_clustered_attention
 from brt.ops.cross_entropy import cross_entropy
-from brt.ops.dropout import Kept
+from brt.ops.dropout import DropoutMask
 from brt.ops.gates import GateWeights
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import CellWeights, state_scan
@@ -44,7 +44,7 @@ def window(array: Callable[..., Any], args: argparse.Namespace) -> Case:
                     q, cached, k, v, bias, cache_mask, dropout, scale=scale,
                     implementation=args.implementation,
                 ).output
-                for dropout in (None, Kept(kept, 1.25))
+                for dropout in (None, DropoutMask(kept, 1.25))
             )  # fmt: skip
             blocks = (x.reshape(args.lanes, 2, size, *x.shape[2:]) for x in (k, v))
             states = attend(q, *blocks, scale=scale, implementation=args.implementation)

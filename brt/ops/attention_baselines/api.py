@@ -27,7 +27,7 @@ ORACLE_TOP_K = Op(
     (
         Implementation("xla", xla.oracle_top_k),
         Implementation(
-            "reference", reference.oracle_top_k, auto=(), supports=dispatch.refuses_dropout
+            "reference", reference.oracle_top_k, auto=(), refusal=dispatch.dropout_refusal
         ),
     ),
 )
@@ -36,7 +36,7 @@ REFORMER = Op(
     (
         Implementation("xla", xla.attend_in_chunks),
         Implementation(
-            "reference", reference.attend_in_chunks, auto=(), supports=dispatch.refuses_dropout
+            "reference", reference.attend_in_chunks, auto=(), refusal=dispatch.dropout_refusal
         ),
     ),
 )

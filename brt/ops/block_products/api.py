@@ -47,7 +47,7 @@ def spread(
     Args:
       x: [*rows, C].
       kernels: [C, *outputs] each; `transposed`: [*outputs, C]. An array has them on axis 0.
-      relu: max(product, 0), `dispatch.kept`; for forward rules alone.
+      relu: max(product, 0), `dispatch.output_residual`; for forward rules alone.
       where: [*rows, *outputs]; the result is 0 where it is not positive.
       implementation: a named one runs or raises; None takes the best that can.
 
@@ -72,12 +72,12 @@ def gathered(
 ) -> Float[Array, "*R C"]:
     """The sum of the products of each x with its kernel, in their dtype.
 
-    It is `dispatch.kept`, but `transposed` ones, which are of backward rules.
+    It is `dispatch.output_residual`, but `transposed` ones, which are of backward rules.
 
     Args:
       xs: [*rows, *inputs] each.
       kernels: [*inputs, C] each; `transposed`: [C, *inputs]. An array has them on axis 0.
-      as_bits: xs are read as bits, which they were `dispatch.kept` as.
+      as_bits: xs are read as bits, which they were `dispatch.output_residual` as.
       implementation: a named one runs or raises; None takes the best that can.
 
     Returns:

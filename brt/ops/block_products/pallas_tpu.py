@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from brt.ops import dispatch
 from brt.ops.block_products.reference import NOTHING, Added, Kernels
 from brt.ops.block_products.wide import Weights, Wide, options, refuses
-from brt.ops.tpu import BY_ROW, LANES, PLAIN, product, room, too_large
+from brt.ops.tpu import LANES, NN, NT, dot_float32, vmem_budget, vmem_refusal
 
 _COLUMNS = 512  # of all kernels, of a tile
 _TILES = 256, LANES  # columns of a sum
@@ -37,7 +37,7 @@ def refuses_spread(x: Array, kernels: Kernels, *, transposed: bool, **_: Any) ->
     (rows, narrow), (heads, width) = x.shape[1:], _cut(first, kernels).tile
     columns = len(kernels) * heads * max(width, LANES)
     taken = 2 * 2 * (rows * (narrow + 2 * columns) + narrow * columns) + 4 * rows * columns
-    return too_large(taken, "a block's rows")
+    return vmem_refusal(taken, "a block's rows")
 
 
 def _cut(wide: Wide, kernels: Kernels) -> Wide:
@@ -64,10 +64,10 @@ def spread(
 
     outs = pl.BlockSpec((None, None, heads, rows, columns), out)
     weights = Weights.of(kernels, [wide] * count, x.dtype, narrow_first=not transposed)
-    masks = None if where is None else [wide.by_head(dispatch.bits(where))]
+    masks = None if where is None else [wide.by_head(dispatch.to_bits(where))]
     shape = wide.groups, lanes, wide.heads, rows, wide.width
     found = pl.pallas_call(
-        functools.partial(_spread, axes=BY_ROW if transposed else PLAIN, relu=relu),
+        functools.partial(_spread, axes=NT if transposed else NN, relu=relu),
         grid=(wide.tiles, lanes),
         in_specs=[
             pl.BlockSpec((None, rows, narrow), lambda _, lane: (lane, 0, 0)),
@@ -75,7 +75,7 @@ def spread(
         ],
         out_specs=[[outs] * count],
         out_shape=[
-            [jax.ShapeDtypeStruct(shape, dispatch.bits_of(x.dtype) if relu else x.dtype)] * count
+            [jax.ShapeDtypeStruct(shape, dispatch.bits_dtype(x.dtype) if relu else x.dtype)] * count
         ],
         name=f"spread_{rows}x{narrow}x{count * heads * columns}_{x.dtype}_"
         f"{wide.tiles * lanes}_steps",
@@ -83,7 +83,7 @@ def spread(
         **options(count * wide.size * x.size, x, *weights.arrays),
     )(x, weights.arrays, masks)[0]  # fmt: skip
     if relu:
-        found = [dispatch.kept(y, x.dtype) for y in found]
+        found = [dispatch.output_residual(y, x.dtype) for y in found]
     axes = kernels[0].shape[:-1] if transposed else kernels[0].shape[1:]
     return tuple(wide.by_row(y, axes) for y in found)
 
@@ -95,13 +95,13 @@ def _spread(
     """Masks and what is kept of relu are bits."""
     for kernel, y in zip(kernels, found, strict=True):
         for head in range(kernel.shape[0]):
-            own = product(x[...], kernel[head], axes)
+            own = dot_float32(x[...], kernel[head], axes)
             if relu:
                 own = jnp.maximum(own, 0)
             for mask in masks or ():
-                own = jnp.where(dispatch.numbers(mask[head], x.dtype) > 0, own, 0)
+                own = jnp.where(dispatch.from_bits(mask[head], x.dtype) > 0, own, 0)
             own = own.astype(x.dtype)
-            y[head] = dispatch.bits(own) if relu else own
+            y[head] = dispatch.to_bits(own) if relu else own
 
 
 def refuses_gathered(
@@ -114,7 +114,7 @@ def refuses_gathered(
     if reason := refuses(rows, xs[0].dtype, narrow, wides):
         return reason
     taken = _bytes(rows, wides, _TILES[-1], added)
-    if reason := too_large(taken, "a block's rows"):
+    if reason := vmem_refusal(taken, "a block's rows"):
         return reason
     steps = narrow // _columns(rows, wides, narrow, added)
     if any(wides[i].heads % steps for i in added):
@@ -133,7 +133,7 @@ def _bytes(rows: tuple[int, ...], wides: Sequence[Wide], columns: int, added: Ad
 def _columns(rows: tuple[int, ...], wides: Sequence[Wide], narrow: int, added: Added) -> int:
     """Of a tile: as many as there is room for."""
     tiles = [math.gcd(narrow, columns) for columns in _TILES]
-    fit = (columns for columns in tiles if _bytes(rows, wides, columns, added) <= room())
+    fit = (columns for columns in tiles if _bytes(rows, wides, columns, added) <= vmem_budget())
     return next(fit, tiles[-1])
 
 
@@ -170,12 +170,12 @@ def gathered(
         return pl.BlockSpec(shape, lambda i, lane: (0, lane, i, 0, 0))
 
     def by_head(x: Array, wide: Wide) -> Array:
-        return wide.by_head(dispatch.bits(x) if as_bits else x)
+        return wide.by_head(dispatch.to_bits(x) if as_bits else x)
 
     weights = Weights.of(kernels, wides, dtype, narrow_first=transposed)
     others = {i: by_head(x, wides[i]) for i, x in added.items()}
     found, sums = pl.pallas_call(
-        functools.partial(_gathered, axes=BY_ROW if transposed else PLAIN, dtype=dtype),
+        functools.partial(_gathered, axes=NT if transposed else NN, dtype=dtype),
         grid=(steps, rows[0]),
         in_specs=[
             [own(wide) for wide in wides], {i: own(wides[i]) for i in others},
@@ -186,8 +186,9 @@ def gathered(
             {i: some(wides[i]) for i in others},
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((*rows, narrow), dtype if transposed else dispatch.bits_of(dtype)),
-            {i: jax.ShapeDtypeStruct(x.shape, dtype) for i, x in others.items()},
+            jax.ShapeDtypeStruct((*rows, narrow), dtype if transposed else
+            dispatch.bits_dtype(dtype)), {i: jax.ShapeDtypeStruct(x.shape, dtype) for i, x in
+            others.items()},
         ],
         name=f"gathered_{rows[1]}x{size}x{columns}_{dtype}_{steps * rows[0]}_steps",
         interpret=interpret,
@@ -195,7 +196,7 @@ def gathered(
     )([by_head(*pair) for pair in zip(xs, wides, strict=True)], others, weights.arrays)  # fmt: skip
     own_axes = {i: kernels[i].shape[1:] if transposed else kernels[i].shape[:-1] for i in added}
     summed = {i: wides[i].by_row(x, own_axes[i]) for i, x in sums.items()}
-    return found if transposed else dispatch.kept(found, dtype), summed
+    return found if transposed else dispatch.output_residual(found, dtype), summed
 
 
 def _gathered(
@@ -207,19 +208,19 @@ def _gathered(
         if i in added:
             both = own.astype(jnp.float32) + added[i][group, head].astype(jnp.float32)
             return both.astype(dtype)
-        return own if own.dtype == dtype else dispatch.numbers(own, dtype)
+        return own if own.dtype == dtype else dispatch.from_bits(own, dtype)
 
     total = functools.reduce(
         jnp.add,
         (
-            product(numbers(i, group, head), kernel[group, head], axes)
+            dot_float32(numbers(i, group, head), kernel[group, head], axes)
             for i, kernel in enumerate(kernels)
             for group in range(kernel.shape[0])
             for head in range(kernel.shape[1])
         ),
     )
     total = total.astype(dtype)
-    found[...] = total if found.dtype == dtype else dispatch.bits(total)
+    found[...] = total if found.dtype == dtype else dispatch.to_bits(total)
     for i, own in sums.items():
         first = pl.program_id(0) * own.shape[1]
         for group in range(own.shape[0]):

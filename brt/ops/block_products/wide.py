@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Shaped
 
 from brt.distributed import rules
-from brt.ops.tpu import LANES, VMEM_BYTES, cores
+from brt.ops.tpu import LANES, VMEM_BYTES, cores_per_chip
 
 _ROWS = 512  # at most, of all lanes: of more, compilers fill both cores better
 
@@ -148,7 +148,7 @@ def refuses(
     """Why no kernel takes rows of lanes, of one vector and of several; None: they may."""
     if rules.partitioned():
         return "multiplies what one device has"
-    if cores() == 1:
+    if cores_per_chip() == 1:
         return "is for chips whose two cores share a product: others' compilers multiply as well"
     if dtype != jnp.bfloat16:
         return f"computes in bfloat16, not in {dtype}"

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from brt.ops import dispatch
 from brt.ops.block_products.reference import NOTHING, Added, Kernels
 from brt.ops.dense import dense_forward, input_gradient
-from brt.ops.tpu import stored
+from brt.ops.tpu import materialized
 
 
 def spread(
@@ -27,8 +27,8 @@ def spread(
     else:
         found = [dense_forward(x, kernel, 1)[0] for kernel in kernels]
     if relu:
-        bits = (dispatch.bits(jnp.maximum(y, 0)) for y in found)
-        found = [dispatch.kept(stored(y), x.dtype) for y in bits]
+        bits = (dispatch.to_bits(jnp.maximum(y, 0)) for y in found)
+        found = [dispatch.output_residual(materialized(y), x.dtype) for y in bits]
     if where is not None:
         found = [jnp.where(where > 0, y, 0) for y in found]
     return tuple(found)
@@ -53,4 +53,4 @@ def gathered(
     product = partial(jnp.tensordot, preferred_element_type=jnp.float32)
     first, *others = (product(x, k.astype(x.dtype), axes=k.ndim - 1) for x, k in pairs)
     # As a product is kept; else each part's is, in float32.
-    return checkpoint_name(sum(others, first).astype(xs[0].dtype), dispatch.KERNEL), sums
+    return checkpoint_name(sum(others, first).astype(xs[0].dtype), dispatch.KERNEL_RESIDUAL), sums

@@ -26,9 +26,9 @@ from brt.ops.causal_clustered_attention.tpu_kernels import (
     backward_kernel,
     forward_kernel,
 )
-from brt.ops.dispatch import bits_of, kept
-from brt.ops.partial_attention import AttentionPart, merged
-from brt.ops.tpu import LANES, heads_first, refuses_heads, too_large
+from brt.ops.dispatch import bits_dtype, output_residual
+from brt.ops.partial_attention import AttentionPart, merge_parts
+from brt.ops.tpu import LANES, head_refusal, parallel_heads, vmem_refusal
 
 
 def refuses(
@@ -45,10 +45,10 @@ def refuses(
             f"takes windows of a multiple of 128 and multiples of 8 clusters and keys of each, "
             f"not {width}, {clusters} and {slots}"
         )
-    if reason := refuses_heads(size, values.dtype):
+    if reason := head_refusal(size, values.dtype):
         return reason
     taken = _bytes(width, clusters, slots, max(size, LANES), values.dtype.itemsize)
-    return too_large(taken)
+    return vmem_refusal(taken)
 
 
 def _bytes(window: int, clusters: int, slots: int, width: int, itemsize: int) -> int:
@@ -83,7 +83,7 @@ def causal_clustered_attention(
     y, lse = _attend(given, Static(attend_to_self, pasts.keys.shape[4], interpret))
     # All of it has the bias of the window's farthest key.
     far = AttentionPart(y.swapaxes(1, 2), lse.swapaxes(1, 2) + bias[None, None])
-    return merged([window, far]).output.astype(values.dtype)
+    return merge_parts([window, far]).output.astype(values.dtype)
 
 
 interpreted = functools.partial(causal_clustered_attention, interpret=True)
@@ -123,11 +123,11 @@ def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]
     y, lse = _call(
         forward_kernel, given, static, [at], [at.q, at.labels],
         [
-            jax.ShapeDtypeStruct(q.shape, bits_of(given.v.dtype)),
+            jax.ShapeDtypeStruct(q.shape, bits_dtype(given.v.dtype)),
             jax.ShapeDtypeStruct(given.labels.shape, jnp.float32),
         ], products=2,
     )(given.cache_mask, given.filled, inputs)  # fmt: skip
-    y, lse = kept(y, given.v.dtype), kept(lse.reshape(q.shape[:-1]))
+    y, lse = output_residual(y, given.v.dtype), output_residual(lse.reshape(q.shape[:-1]))
     return (y, lse), (given, y, lse)
 
 
@@ -187,7 +187,7 @@ def _call(
         out_shape=shapes,
         name=f"causal_clustered{'_backward' if backward else ''}_{window}x{slots}x{width}_"
         f"{given.q.dtype}_{heads * batch * blocks}_steps",
-        interpret=static.interpret, compiler_params=heads_first(3),
+        interpret=static.interpret, compiler_params=parallel_heads(3),
         cost_estimate=pl.CostEstimate(
             flops=2 * products * (slots + clusters) * given.q.size,
             transcendentals=given.q.size // width * slots,

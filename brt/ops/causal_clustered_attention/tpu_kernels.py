@@ -9,9 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.dispatch import bits
+from brt.ops.dispatch import to_bits
 from brt.ops.softmax import FLOOR, MASKED
-from brt.ops.tpu import BY_ROW, BY_SLOT, LANES, PLAIN, product
+from brt.ops.tpu import LANES, NN, NT, TN, dot_float32
 
 ROWS = 128  # of a tile at most
 
@@ -120,7 +120,7 @@ def _logits(tile: _Tile, inputs: Inputs) -> Float[Array, "X R"]:
     own = inputs.q[tile.rows]
     near, kept = inputs.k[tile.near], inputs.kept_k[...]
     summed = jnp.broadcast_to(_weight(inputs), tile.rest.shape)
-    return tile.masked((product(near, own, BY_ROW), product(kept, own, BY_ROW), summed))
+    return tile.masked((dot_float32(near, own, NT), dot_float32(kept, own, NT), summed))
 
 
 def forward_kernel(
@@ -136,9 +136,9 @@ def forward_kernel(
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=0, keepdims=True) + jnp.exp(FLOOR - top)
         near, kept, rest = tile.cut(weights)
-        sums = product(columns[0][:, tile.near], near.astype(dtype), PLAIN)
-        sums += product(columns[1], kept.astype(dtype), PLAIN) + product(summed, rest, PLAIN)
-        y[tile.rows] = bits((sums / total).T.astype(dtype))
+        sums = dot_float32(columns[0][:, tile.near], near.astype(dtype), NN)
+        sums += dot_float32(columns[1], kept.astype(dtype), NN) + dot_float32(summed, rest, NN)
+        y[tile.rows] = to_bits((sums / total).T.astype(dtype))
         lse[:, tile.rows] = top + jnp.log(total)
 
 
@@ -157,23 +157,23 @@ def backward_kernel(
         weights = jnp.exp(_logits(tile, inputs) - inputs.lse[:, tile.rows])
         wide = theirs.astype(jnp.float32)
         read = inputs.v[tile.near], inputs.kept_v[...]
-        d_weights = [product(values, theirs, BY_ROW) for values in read]
-        d_weights.append(product(inputs.rest[...], wide, BY_ROW))
+        d_weights = [dot_float32(values, theirs, NT) for values in read]
+        d_weights.append(dot_float32(inputs.rest[...], wide, NT))
         d_logits = weights * (jnp.concatenate(d_weights, axis=0) - inputs.along[:, tile.rows])
         parts, (near, kept, rest) = tile.cut(d_logits), tile.cut(weights)
         d_near, d_kept = (x.astype(dtype) for x in parts[:2])
-        d_own = product(d_near, inputs.k[tile.near], BY_SLOT)
-        d_own += product(d_kept, inputs.kept_k[...], BY_SLOT)
+        d_own = dot_float32(d_near, inputs.k[tile.near], TN)
+        d_own += dot_float32(d_kept, inputs.kept_k[...], TN)
         found.q[tile.rows] = d_own.astype(found.q.dtype)
-        of_rest += product(rest, wide, PLAIN)
+        of_rest += dot_float32(rest, wide, NN)
         of_weight += jnp.sum(parts[2], axis=1, keepdims=True)
         first = tile.rows.start == 0
         for total, cuts, rows in (
             (keys_sum, (d_near, d_kept), own),
             (values_sum, (near.astype(dtype), kept.astype(dtype)), theirs),
         ):
-            total[tile.near] += product(cuts[0], rows, PLAIN)
-            of_kept = product(cuts[1], rows, PLAIN)
+            total[tile.near] += dot_float32(cuts[0], rows, NN)
+            of_kept = dot_float32(cuts[1], rows, NN)
             total[window:] = of_kept if first else total[window:] + of_kept
     for near, kept, total in (
         (found.k, found.kept_k, keys_sum), (found.v, found.kept_v, values_sum),

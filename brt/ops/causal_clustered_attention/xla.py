@@ -24,7 +24,7 @@ from brt.ops.clustered_attention.members import (
     tiles_of,
     to_tiles,
 )
-from brt.ops.partial_attention import AttentionPart, attend_to_part, merged
+from brt.ops.partial_attention import AttentionPart, attend_to_part, merge_parts
 from brt.ops.softmax import MASKED
 
 
@@ -110,7 +110,7 @@ def read(
     """
     logits = _product("bhqk,bhsk->bhqs", queries, keys) + bias[None, :, None, None]
     nearby = attend_to_part(jnp.where(mask[:, None], logits, MASKED), values)
-    y = merged([window, nearby, _far(queries, past, centroids, bias)])
+    y = merge_parts([window, nearby, _far(queries, past, centroids, bias)])
     return y.output.astype(values.dtype)
 
 
@@ -126,7 +126,7 @@ def _far(
     logits = _product("bhnmk,bhnrk->bhnmr", to_tiles(queries, tiles), keys) + of_head[..., None]
     there = is_filled(past)[:, None, None, None]
     best = attend_to_part(jnp.where(there, logits, MASKED), values)
-    far = merged([best, AttentionPart(rest[:, :, :, None], lse[..., None] + of_head)])
+    far = merge_parts([best, AttentionPart(rest[:, :, :, None], lse[..., None] + of_head)])
     return AttentionPart(
         from_tiles(far.output, tiles), from_tiles(far.lse[..., None], tiles)[..., 0]
     )

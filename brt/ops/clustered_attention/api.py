@@ -24,14 +24,14 @@ def _op(
     reference: Callable[..., Array],
     kernels: Sequence[Implementation],
 ) -> Op:
-    naive = Implementation("reference", reference, auto=(), supports=dispatch.refuses_dropout)
+    naive = Implementation("reference", reference, auto=(), refusal=dispatch.dropout_refusal)
     return Op("clustered_attention", (*kernels, Implementation("xla", xla), naive))
 
 
 def _kernels(module: Any, function: Callable[..., Array]) -> list[Implementation]:
     return [
         Implementation("pallas_tpu", function, ("tpu",), ("tpu",), module.refuses),
-        Implementation("pallas_interpret", module.interpreted, (), supports=module.has_no_such),
+        Implementation("pallas_interpret", module.interpreted, (), refusal=module.has_no_such),
     ]
 
 

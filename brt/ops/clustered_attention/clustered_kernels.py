@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from brt.ops.clustered_attention.shared_tpu import members_of
 from brt.ops.softmax import FLOOR
-from brt.ops.tpu import BY_ROW, BY_SLOT, LANES, PLAIN, each, product
+from brt.ops.tpu import LANES, NN, NT, TN, dot_float32, unrolled_loop
 
 _TILE = 32 * 8 * LANES  # logits at a time, half of the registers
 
@@ -77,7 +77,7 @@ def _columns(x: Float[Array, "C N"]) -> list[Float[Array, "C 128"]]:
 
 def _logits(inputs: Inputs, centroids: Array, place: Any) -> Float[Array, "C N"]:
     keys = inputs.keys[:, place]
-    return product(centroids.astype(keys.dtype), keys, PLAIN) + inputs.unseen[:, place]
+    return dot_float32(centroids.astype(keys.dtype), keys, NN) + inputs.unseen[:, place]
 
 
 def forward_kernel(
@@ -92,10 +92,10 @@ def forward_kernel(
     def gather(i: Any, count: Array) -> Array:
         place = pl.ds(i * of_queries, of_queries)
         members = members_of(inputs.labels, place, static.clusters)
-        centroids[...] += product(members.astype(dtype), inputs.queries[:, place], BY_ROW)
+        centroids[...] += dot_float32(members.astype(dtype), inputs.queries[:, place], NT)
         return sum(_columns(members), start=count)
 
-    count = jnp.sum(each(steps, gather, nothing), axis=1, keepdims=True)
+    count = jnp.sum(unrolled_loop(steps, gather, nothing), axis=1, keepdims=True)
     inverse = 1 / jnp.maximum(count, 1)
     centroids[...] = (centroids[...] * inverse).astype(dtype).astype(jnp.float32)
     means = centroids[...]
@@ -104,15 +104,17 @@ def forward_kernel(
         logits = _logits(inputs, means, pl.ds(i * of_keys, of_keys))
         return functools.reduce(jnp.maximum, _columns(logits), top)
 
-    top = jnp.max(each(key_steps, highest, nothing + FLOOR), axis=1, keepdims=True)
+    top = jnp.max(unrolled_loop(key_steps, highest, nothing + FLOOR), axis=1, keepdims=True)
 
     def weigh(i: Any, total: Array) -> Array:
         place = pl.ds(i * of_keys, of_keys)
         weights = jnp.exp(_logits(inputs, means, place) - top)
-        read[...] += product(weights.astype(dtype), inputs.values[:, place], BY_ROW)
+        read[...] += dot_float32(weights.astype(dtype), inputs.values[:, place], NT)
         return sum(_columns(weights), start=total)
 
-    total = jnp.sum(each(key_steps, weigh, nothing), axis=1, keepdims=True) + jnp.exp(FLOOR - top)
+    total = jnp.sum(unrolled_loop(key_steps, weigh, nothing), axis=1, keepdims=True) + jnp.exp(
+        FLOOR - top
+    )
     read[...] = read[...] / total
     numbers[:, :1] = top + jnp.log(total)
     numbers[:, 1:] = inverse
@@ -120,9 +122,9 @@ def forward_kernel(
     def spread(i: Any, _: None) -> None:
         place = pl.ds(i * of_queries, of_queries)
         members = members_of(inputs.labels, place, static.clusters).astype(dtype)
-        y[:, place] = product(read[...].astype(dtype), members, BY_SLOT).astype(y.dtype)
+        y[:, place] = dot_float32(read[...].astype(dtype), members, TN).astype(y.dtype)
 
-    each(steps, spread)
+    unrolled_loop(steps, spread)
 
 
 def backward_kernel(
@@ -136,9 +138,9 @@ def backward_kernel(
     def gather(i: Any, found: Array) -> Array:
         place = pl.ds(i * of_queries, of_queries)
         members = members_of(inputs.labels, place, static.clusters).astype(dtype)
-        return found + product(members, inputs.gradient[:, place], BY_ROW)
+        return found + dot_float32(members, inputs.gradient[:, place], NT)
 
-    d_read = each(steps, gather, jnp.zeros(inputs.read.shape, jnp.float32))
+    d_read = unrolled_loop(steps, gather, jnp.zeros(inputs.read.shape, jnp.float32))
     along = jnp.sum(d_read * inputs.read[...], axis=1, keepdims=True)
     d_read, means = d_read.astype(dtype), inputs.centroids[...].astype(dtype)
     sums[...] = jnp.zeros_like(sums)
@@ -146,18 +148,18 @@ def backward_kernel(
     def weigh(i: Any, _: None) -> None:
         place = pl.ds(i * of_keys, of_keys)
         weights = jnp.exp(_logits(inputs, means, place) - inputs.numbers[:, :1])
-        d_logits = weights * (product(d_read, inputs.values[:, place], PLAIN) - along)
+        d_logits = weights * (dot_float32(d_read, inputs.values[:, place], NN) - along)
         weights, d_logits = weights.astype(dtype), d_logits.astype(dtype)
-        d_values[:, place] = product(d_read, weights, BY_SLOT).astype(dtype)
-        d_keys[:, place] = product(means, d_logits, BY_SLOT).astype(dtype)
-        sums[...] += product(d_logits, inputs.keys[:, place], BY_ROW)
+        d_values[:, place] = dot_float32(d_read, weights, TN).astype(dtype)
+        d_keys[:, place] = dot_float32(means, d_logits, TN).astype(dtype)
+        sums[...] += dot_float32(d_logits, inputs.keys[:, place], NT)
 
-    each(key_steps, weigh)
+    unrolled_loop(key_steps, weigh)
     d_means = (sums[...] * inputs.numbers[:, 1:]).astype(dtype)
 
     def spread(i: Any, _: None) -> None:
         place = pl.ds(i * of_queries, of_queries)
         members = members_of(inputs.labels, place, static.clusters).astype(dtype)
-        d_queries[:, place] = product(d_means, members, BY_SLOT).astype(dtype)
+        d_queries[:, place] = dot_float32(d_means, members, TN).astype(dtype)
 
-    each(steps, spread)
+    unrolled_loop(steps, spread)

@@ -33,8 +33,8 @@ from brt.ops.clustered_attention.shared_tpu import (
     refuses_heads,
     unseen_of,
 )
-from brt.ops.dispatch import kept
-from brt.ops.tpu import too_large, whole
+from brt.ops.dispatch import output_residual
+from brt.ops.tpu import head_block_spec, vmem_refusal
 
 _MOST_CLUSTERS = 512
 _TILE_BYTES = 2 * 2**20  # logits, weights and members of a tile, and small arrays
@@ -61,7 +61,7 @@ def refuses(
     of_y = queries.shape[2] * values.shape[3]
     taken = 2 * (2 * (q + k + v) + of_y) * queries.dtype.itemsize  # backward, two of each block
     taken += _TILE_BYTES
-    return too_large(taken)
+    return vmem_refusal(taken)
 
 
 def clustered(
@@ -109,14 +109,14 @@ def _forward(given: Inputs, static: Static) -> tuple[Array, Inputs]:
     found = pl.pallas_call(
         functools.partial(forward_kernel, static=static),
         grid=(heads, batch), in_specs=[places(given)],
-        out_specs=[*(whole(*shape) for shape in shapes)],
+        out_specs=[*(head_block_spec(*shape) for shape in shapes)],
         out_shape=[
             jax.ShapeDtypeStruct((batch, heads, *shape), dtype)
             for shape, dtype in zip(shapes, (given.values.dtype, *["float32"] * 3), strict=True)
         ],
         **_options(given, static, "clustered_attention", products=4),
     )(given)  # fmt: skip
-    y, centroids, read, numbers = (kept(x) for x in found)
+    y, centroids, read, numbers = (output_residual(x) for x in found)
     return y, given._replace(centroids=centroids, read=read, numbers=numbers)
 
 

@@ -21,7 +21,7 @@ from brt.ops.clustered_attention.improved_tile import (
     members_of,
     own_of,
 )
-from brt.ops.tpu import BY_ROW, BY_SLOT, LANES, PLAIN, each, product
+from brt.ops.tpu import LANES, NN, NT, TN, dot_float32, unrolled_loop
 
 
 def backward_kernel(
@@ -48,15 +48,15 @@ def backward_kernel(
         best = _unpacked(found.bits, step)
         logits = logits_of(inputs, means, place)
         weights = jnp.exp(logits - jnp.where(best, numbers.best, numbers.rest))
-        read = product(inputs.values[:, place], of_rest, BY_SLOT) + d_lse_rest
+        read = dot_float32(inputs.values[:, place], of_rest, TN) + d_lse_rest
         d_logits = (weights * jnp.where(best, d_lse, read)).astype(dtype)
         weights = jnp.where(best, 0, weights).astype(dtype)
         of_best = d_tokens[place].T
-        d_keys[:, place] = (of_best[:size] + product(means, d_logits, BY_ROW)).astype(dtype)
-        d_values[:, place] = (of_best[size:] + product(of_rest, weights, BY_ROW)).astype(dtype)
-        sums[...] += product(inputs.keys[:, place], d_logits, PLAIN)
+        d_keys[:, place] = (of_best[:size] + dot_float32(means, d_logits, NT)).astype(dtype)
+        d_values[:, place] = (of_best[size:] + dot_float32(of_rest, weights, NT)).astype(dtype)
+        sums[...] += dot_float32(inputs.keys[:, place], d_logits, NN)
 
-    each(inputs.keys.shape[1] // LANES, weigh)
+    unrolled_loop(inputs.keys.shape[1] // LANES, weigh)
     d_means = sums[...] * numbers.inverse
 
     def spread(step: Any, _: None) -> None:
@@ -65,7 +65,7 @@ def backward_kernel(
         total = own[:, place] + own_of(d_means, labels)
         d_queries[:, place] = jnp.where(labels < static.used, total, 0).astype(dtype)
 
-    each(d_queries.shape[1] // LANES, spread)
+    unrolled_loop(d_queries.shape[1] // LANES, spread)
 
 
 def _go_back_from_queries(
@@ -95,11 +95,11 @@ def _go_back_from_queries(
             parts, ranks = [], range(first, min(first + AT_ONCE, static.top_k))
             for r in ranks:
                 parts += [queries * d_logits[r : r + 1], wide * weights[r : r + 1]]
-            of_best = product(jnp.concatenate(parts, axis=0).astype(dtype), members, BY_ROW)
+            of_best = dot_float32(jnp.concatenate(parts, axis=0).astype(dtype), members, NT)
             for r in ranks:
                 d_best[r] += of_best[(r - first) * both : (r - first + 1) * both]
         along = jnp.concatenate([along, along], axis=0).astype(dtype)
-        of_members = (product(x, members, BY_ROW) for x in (gradient, along))
+        of_members = (dot_float32(x, members, NT) for x in (gradient, along))
         return sums[0] + next(of_members), sums[1] + next(of_members)
 
     width = inputs.values.shape[0]
@@ -132,7 +132,7 @@ def _scatter(places: Any, d_best: Any, turned: Any, d_tokens: Any, static: Stati
     def turn(r: Any, _: None) -> None:
         turned[r] = d_best[r].T
 
-    each(static.top_k, turn)
+    unrolled_loop(static.top_k, turn)
 
     def add(cluster: Any, _: None) -> None:
         sums = []

@@ -27,7 +27,7 @@ from brt.ops.clustered_attention.improved_tile import (
     picked,
 )
 from brt.ops.softmax import FLOOR, MASKED
-from brt.ops.tpu import BY_ROW, LANES, PLAIN, each, product
+from brt.ops.tpu import LANES, NN, NT, dot_float32, unrolled_loop
 
 _COLUMN = LANES.bit_length() - 1
 
@@ -44,7 +44,7 @@ def forward_kernel(
         place = pl.ds(step * KEYS, KEYS)
         logits[place] = logits_of(inputs, means, place)
 
-    each(logits.shape[0] // KEYS, weigh)
+    unrolled_loop(logits.shape[0] // KEYS, weigh)
     best, count = _choose(logits, lists, counts, found, static)
     rest = _read_rest(inputs, logits, found.rest)
     numbers = Numbers(rest, best, 1 / jnp.maximum(counts[:1], 1), count)
@@ -74,11 +74,11 @@ def _find_means(inputs: Inputs, means: Any) -> Float[Array, "8 C"]:
     def gather(step: Any, counts: Array) -> Array:
         place = pl.ds(step * KEYS, KEYS)
         members = members_of(inputs, place)
-        means[...] += product(inputs.queries[:, place], members, BY_ROW)
-        return counts + product(ones, members, BY_ROW)
+        means[...] += dot_float32(inputs.queries[:, place], members, NT)
+        return counts + dot_float32(ones, members, NT)
 
     steps = inputs.queries.shape[1] // KEYS
-    counts = each(steps, gather, jnp.zeros((16, CLUSTERS), jnp.float32))[:SUBLANES]
+    counts = unrolled_loop(steps, gather, jnp.zeros((16, CLUSTERS), jnp.float32))[:SUBLANES]
     divided = means[...] / jnp.maximum(counts[:1], 1)
     means[...] = divided.astype(dtype).astype(jnp.float32)
     return counts
@@ -118,17 +118,17 @@ def _read_rest(inputs: Inputs, logits: Any, rest: Any) -> Float[Array, "1 C"]:
     def highest(step: Any, top: Array) -> Array:
         return jnp.maximum(top, jnp.max(best_tpu.rows_of(logits, step), axis=0))
 
-    top = each(steps, highest, jnp.full((SUBLANES, CLUSTERS), FLOOR))
+    top = unrolled_loop(steps, highest, jnp.full((SUBLANES, CLUSTERS), FLOOR))
     top = jnp.max(top, axis=0, keepdims=True)
     rest[...] = jnp.zeros_like(rest)
 
     def weigh(step: Any, total: Array) -> Array:
         place = pl.ds(step * KEYS, KEYS)
         weights = jnp.exp(logits[place] - top)
-        rest[...] += product(inputs.values[:, place], weights.astype(inputs.values.dtype), PLAIN)
+        rest[...] += dot_float32(inputs.values[:, place], weights.astype(inputs.values.dtype), NN)
         return total + jnp.sum(weights, axis=0, keepdims=True)
 
-    total = each(steps, weigh, jnp.zeros_like(top)) + jnp.exp(FLOOR - top)
+    total = unrolled_loop(steps, weigh, jnp.zeros_like(top)) + jnp.exp(FLOOR - top)
     rest[...] = rest[...] / total
     return top + jnp.log(total)
 
@@ -143,7 +143,7 @@ def _gather(inputs: Inputs, packed: Any, found: Found, static: Static) -> None:
         packed[:size, at] = pltpu.bitcast(inputs.keys[:, at], jnp.int32)
         packed[size:, at] = pltpu.bitcast(inputs.values[:, at], jnp.int32)
 
-    each(steps, pack)
+    unrolled_loop(steps, pack)
 
     def some(group: Any, _: None) -> None:
         shape = packed.shape[0], CLUSTERS

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from brt.ops.clustered_attention import shared_tpu
 from brt.ops.clustered_attention.best_tpu import SUBLANES
 from brt.ops.softmax import FLOOR, MASKED
-from brt.ops.tpu import BY_SLOT, LANES, product
+from brt.ops.tpu import LANES, TN, dot_float32
 
 AT_ONCE = 4  # of the best keys
 CLUSTERS = LANES  # what they have is a register that queries look up their own in
@@ -94,7 +94,7 @@ def members_of(inputs: Inputs, place: Any) -> Float[Array, "C N"]:
 def logits_of(inputs: Inputs, means: Float[Array, "K C"], place: Any) -> Float[Array, "X C"]:
     unseen = inputs.unseen[:, place]
     unseen = jnp.broadcast_to(unseen, (CLUSTERS, unseen.shape[1]))
-    return product(inputs.keys[:, place], means, BY_SLOT) + unseen.T
+    return dot_float32(inputs.keys[:, place], means, TN) + unseen.T
 
 
 def picked(table: Array, lanes: Int[Array, "W 128"]) -> Array:

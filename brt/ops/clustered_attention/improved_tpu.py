@@ -31,8 +31,8 @@ from brt.ops.clustered_attention.shared_tpu import (
     refuses_heads,
     unseen_of,
 )
-from brt.ops.dispatch import kept
-from brt.ops.tpu import LANES, too_large, whole
+from brt.ops.dispatch import output_residual
+from brt.ops.tpu import LANES, head_block_spec, vmem_refusal
 
 
 def has_no_such(*inputs: Any, dropout: Any, bias: Any) -> str | None:
@@ -65,7 +65,7 @@ def refuses(
         return said
     (tokens, size), (of_keys, width) = queries.shape[2:], values.shape[2:]
     taken = _bytes(tokens, size, of_keys, width, queries.dtype.itemsize)
-    return too_large(taken)
+    return vmem_refusal(taken)
 
 
 def _bytes(tokens: int, size: int, keys: int, width: int, itemsize: int) -> int:
@@ -134,14 +134,14 @@ def _forward(given: Inputs, static: Static) -> tuple[Array, Inputs]:
     y, found = pl.pallas_call(
         functools.partial(forward_kernel, static=static),
         grid=(heads, batch), in_specs=[_places(given)],
-        out_specs=jax.tree.map(lambda x: whole(*x.shape[2:]), [y, found]), out_shape=[y, found],
-        scratch_shapes=[
+        out_specs=jax.tree.map(lambda x: head_block_spec(*x.shape[2:]), [y, found]), out_shape=[y,
+        found], scratch_shapes=[
             *_memory((keys, CLUSTERS), (KEYS, CLUSTERS)), pltpu.VMEM((words, keys), jnp.int32),
             *_memory((static.top_k * SUBLANES, LANES)),
         ],
         **_options(given, static, backward=False),
     )(given)  # fmt: skip
-    return kept(y), given._replace(found=jax.tree.map(kept, found))
+    return output_residual(y), given._replace(found=jax.tree.map(output_residual, found))
 
 
 def _backward(static: Static, saved: Inputs, gradient: Array) -> tuple[Inputs]:

@@ -17,7 +17,16 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed import rules
-from brt.ops.tpu import BY_ROW, LANES, PLAIN, each, heads_first, product, too_large, whole
+from brt.ops.tpu import (
+    LANES,
+    NN,
+    NT,
+    dot_float32,
+    head_block_spec,
+    parallel_heads,
+    unrolled_loop,
+    vmem_refusal,
+)
 
 _MOST_CLUSTERS = 1024
 _UNUSED = 2.0**22  # beyond all sums
@@ -38,7 +47,7 @@ def refuses(
     if bits > LANES - 8:
         return f"has codes of {LANES - 8} bits at most, not of {bits}"
     taken = 4 * LANES * (tokens + 5 * centroids.shape[2])  # two of each block, and sums
-    return too_large(taken, "codes")
+    return vmem_refusal(taken, "codes")
 
 
 def kmeans(
@@ -106,15 +115,15 @@ def _local(
     labels, found = pl.pallas_call(
         functools.partial(_kernel, bits=bits, tile=min(tile, width)),
         grid=(heads, batch, iterations),
-        in_specs=[_Inputs(whole(rows, width), whole(clusters, rows), of_lane)],
-        out_specs=[whole(1, width), whole(clusters, rows)],
+        in_specs=[_Inputs(head_block_spec(rows, width), head_block_spec(clusters, rows), of_lane)],
+        out_specs=[head_block_spec(1, width), head_block_spec(clusters, rows)],
         out_shape=[
             jax.ShapeDtypeStruct((batch, heads, 1, width), jnp.int32),
             jax.ShapeDtypeStruct((batch, heads, clusters, rows), jnp.float32),
         ],
         scratch_shapes=[pltpu.VMEM((clusters, rows), jnp.float32)],
         name=f"kmeans_{width}x{clusters}_bits{rows}_{batch * heads * iterations}_steps",
-        interpret=interpret, compiler_params=heads_first(3),
+        interpret=interpret, compiler_params=parallel_heads(3),
         cost_estimate=pl.CostEstimate(
             flops=4 * batch * heads * iterations * width * clusters * rows, transcendentals=0,
             bytes_accessed=2 * batch * heads * width * rows,
@@ -149,10 +158,10 @@ def _kernel(
     def some(i: Any, _: None) -> None:
         place = pl.ds(i * tile, tile)
         codes = inputs.codes[:, place]
-        ranked = product(scaled, codes, PLAIN) + inputs.numbers[...]
+        ranked = dot_float32(scaled, codes, NN) + inputs.numbers[...]
         least = jnp.min(ranked, axis=0, keepdims=True)
         labels[:, place] = least.astype(jnp.int32) & (clusters - 1)
         nearest = jnp.where(ranked == least, 1.0, 0.0).astype(jnp.bfloat16)
-        sums[...] += product(nearest, codes, BY_ROW)
+        sums[...] += dot_float32(nearest, codes, NT)
 
-    each(labels.shape[1] // tile, some)
+    unrolled_loop(labels.shape[1] // tile, some)

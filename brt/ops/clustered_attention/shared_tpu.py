@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from brt.distributed import rules
 from brt.ops import dispatch
 from brt.ops.softmax import MASKED
-from brt.ops.tpu import heads_first, whole
+from brt.ops.tpu import head_block_spec, parallel_heads
 
 _WIDTHS = (64, 128)
 
@@ -20,7 +20,7 @@ def has_no_such(*_: Any, dropout: Any, bias: Any) -> str | None:
     """Of any size."""
     if bias is not None:
         return "has no bias of distances"
-    return dispatch.refuses_dropout(dropout=dropout)
+    return dispatch.dropout_refusal(dropout=dropout)
 
 
 def refuses_heads(queries: Float[Array, "B H T K"], values: Float[Array, "B H X E"]) -> str | None:
@@ -73,7 +73,7 @@ def unseen_of(valid: Bool[Array, "B X"], tile: int) -> Float[Array, "B 1 N"]:
 
 def places(given: Any) -> Any:
     """Where a step finds its inputs, of which `unseen` has no heads."""
-    at = jax.tree.map(lambda x: whole(*x.shape[2:]), given)
+    at = jax.tree.map(lambda x: head_block_spec(*x.shape[2:]), given)
     of_lane = pl.BlockSpec((None, 1, given.unseen.shape[2]), lambda h, b: (b, 0, 0))
     return at._replace(unseen=of_lane)
 
@@ -86,7 +86,7 @@ def options(
     return {
         "name": f"{name}_{tokens}x{size}_{x.dtype}_{batch * heads}_steps",
         "interpret": interpret,
-        "compiler_params": heads_first(2),
+        "compiler_params": parallel_heads(2),
         "cost_estimate": pl.CostEstimate(**cost),
     }
 

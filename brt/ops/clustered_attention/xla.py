@@ -21,7 +21,7 @@ from brt.ops.clustered_attention.relative import mean_bias, pair_bias
 from brt.ops.dropout import Dropout
 from brt.ops.memory_attention.retrieval import take
 from brt.ops.partial_attention import AttentionPart, attend_to_part
-from brt.ops.products import inner
+from brt.ops.products import matmul_nt
 from brt.ops.softmax import MASKED, softmax_and_lse
 from brt.ops.top_k import top_k
 
@@ -51,7 +51,7 @@ def clustered(
     bias: Float[Array, "H O"] | None,
 ) -> Float[Array, "B H T E"]:
     """Every query gets what its centroid gets (equations 4 to 6)."""
-    logits = inner(_centroids(queries, labels, config), keys)
+    logits = matmul_nt(_centroids(queries, labels, config), keys)
     if bias is not None:
         logits += mean_bias(bias, labels, _clusters(labels, config))
     logits = jnp.where(valid[:, None, None], logits, MASKED)
@@ -73,7 +73,7 @@ def improved_clustered(
     size = min(config.tile or tile_size(tokens, clusters), tokens)
     tiles = tiles_of(labels, clusters=clusters, size=size)
     centroids = _centroids(queries, labels, config)
-    logits, mean = inner(centroids, keys), None
+    logits, mean = matmul_nt(centroids, keys), None
     if bias is not None:
         mean = mean_bias(bias, labels, clusters)
         logits += mean
@@ -82,7 +82,7 @@ def improved_clustered(
     best_keys, best_values = (take(x, best.indices) for x in (keys, values))
     of_best, of_rest = (dropout.part(0), dropout.part(1)) if dropout else (None, None)
 
-    exact = inner(to_tiles(queries, tiles), of_tile(best_keys, tiles))
+    exact = matmul_nt(to_tiles(queries, tiles), of_tile(best_keys, tiles))
     if bias is not None:
         places = tiles.queries.reshape(exact.shape[:-1])
         exact += pair_bias(bias, places, of_tile(best.indices, tiles), tokens)
@@ -109,7 +109,7 @@ def _lse_of_best(
     mean_bias: Float[Array, "B H C X"] | None,
 ) -> Float[Array, "B H C"]:
     """What the best keys weigh for the centroid; the paper has them weigh as much for a member."""
-    logits = inner(centroids[..., None, :], best_keys)[..., 0, :]
+    logits = matmul_nt(centroids[..., None, :], best_keys)[..., 0, :]
     if mean_bias is not None:
         logits += jnp.take_along_axis(mean_bias, best.indices, axis=-1)
     return softmax_and_lse(jnp.where(best.there, logits, MASKED))[1]

@@ -40,7 +40,7 @@ OP = Op(
             ("tpu",), ("tpu",), _kernel_refuses,
         ),
         Implementation("xla", xla.attend),
-        Implementation("reference", reference.attend, auto=(), supports=dispatch.refuses_dropout),
+        Implementation("reference", reference.attend, auto=(), refusal=dispatch.dropout_refusal),
     ),
 )  # fmt: skip
 

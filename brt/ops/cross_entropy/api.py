@@ -14,7 +14,7 @@ SCORES = Op(
                        pallas_tpu.refuses),
         Implementation("xla", xla.token_scores),
         Implementation("pallas_interpret", pallas_tpu.interpreted_scores, (),
-                       supports=pallas_tpu.refuses_bias),
+                       refusal=pallas_tpu.refuses_bias),
         Implementation("reference", reference.token_scores, auto=()),
     ),
 )  # fmt: skip
@@ -25,7 +25,7 @@ LOSS = Op(
                        pallas_tpu.refuses),
         Implementation("xla", xla.cross_entropy),
         Implementation("pallas_interpret", pallas_tpu.interpreted, (),
-                       supports=pallas_tpu.refuses_bias),
+                       refusal=pallas_tpu.refuses_bias),
         Implementation("reference", reference.cross_entropy, auto=()),
     ),
 )  # fmt: skip

@@ -212,7 +212,7 @@ def _options(
         "name": f"{name}_{rows}x{columns}x{width}_{like.dtype}_{tiles}_steps",
         "interpret": interpret,
         "compiler_params": pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tpu.vmem()
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tpu.vmem_limit()
         ),
         "cost_estimate": pl.CostEstimate(
             flops=2 * products * tiles * rows * columns * width,
@@ -231,7 +231,7 @@ def _tiles(tokens: int, embedding: Array, dtype: jnp.dtype) -> list[tuple[int, i
     """What the chip has room for of the kernel that takes more."""
     vocabulary, width = embedding.shape
     sizes = ((_largest(tokens, r), _largest(vocabulary, c)) for c in _COLUMNS for r in _ROWS)
-    room = tpu.vmem() - 2**20  # that margin is what the compiler took beyond the count
+    room = tpu.vmem_limit() - 2**20  # that margin is what the compiler took beyond the count
     return [(r, c) for r, c in sizes if _taken(r, c, width, dtype.itemsize) <= room]
 
 

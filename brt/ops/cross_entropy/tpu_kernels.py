@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from brt.ops.softmax import MASKED
-from brt.ops.tpu import BY_ROW, PLAIN, product
+from brt.ops.tpu import NN, NT, dot_float32
 
 
 def forward(
@@ -36,7 +36,7 @@ def forward(
             if x is not None:
                 x[...] = jnp.zeros_like(x)
 
-    tile = product(hidden[...], embedding[...], BY_ROW) * scale
+    tile = dot_float32(hidden[...], embedding[...], NT) * scale
     starts = range(0, columns, lanes)
     own = targets[...] - column * columns
     own = own - jax.lax.broadcasted_iota(jnp.int32, (len(hidden), lanes), 1)
@@ -51,7 +51,7 @@ def forward(
     others[...] = others[...] * decay + sum(weights)
     if sums is not None:
         weight = jnp.concatenate([part.astype(embedding.dtype) for part in weights], axis=1)
-        sums[...] = sums[...] * decay[:, :1] + product(weight, embedding[...], PLAIN)
+        sums[...] = sums[...] * decay[:, :1] + dot_float32(weight, embedding[...], NN)
 
     @pl.when(column == pl.num_programs(1) - 1)
     def _() -> None:
@@ -78,8 +78,8 @@ def backward(
     def _() -> None:
         d_embedding[...] = jnp.zeros_like(d_embedding)
 
-    tile = product(embedding[...], hidden[...], BY_ROW) * scale
+    tile = dot_float32(embedding[...], hidden[...], NT) * scale
     own = targets[...] - pl.program_id(0) * columns
     hit = own == jax.lax.broadcasted_iota(jnp.int32, tile.shape, 0)
     gradient = jnp.where(hit, of_target[...], jnp.exp(tile - lse[...]) * every[...])
-    d_embedding[...] += product(gradient.astype(hidden.dtype), hidden[...], PLAIN)
+    d_embedding[...] += dot_float32(gradient.astype(hidden.dtype), hidden[...], NN)

@@ -59,7 +59,7 @@ def layer_taps(
     Args:
       rows: scan steps, lanes, and what there is of each lane.
       joins: of the kernel of a `joined` product.
-      as_bits: x is `dispatch.kept`, as bits.
+      as_bits: x is `dispatch.output_residual`, as bits.
     """
     _, lanes, *others = rows
     width = math.prod(kernels[0].shape[1 : 1 + inputs])

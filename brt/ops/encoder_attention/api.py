@@ -17,7 +17,7 @@ OP = Op(
     (
         Implementation("xla", xla.local_attention),
         Implementation(
-            "reference", reference.local_attention, auto=(), supports=dispatch.refuses_dropout
+            "reference", reference.local_attention, auto=(), refusal=dispatch.dropout_refusal
         ),
     ),
 )

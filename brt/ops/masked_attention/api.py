@@ -13,7 +13,7 @@ OP = Op(
     (
         Implementation("xla", xla.attend),
         Implementation(
-            "reference", reference.attend, auto=(), supports=dispatch.refuses_dropout
+            "reference", reference.attend, auto=(), refusal=dispatch.dropout_refusal
         ),
     ),
 )  # fmt: skip

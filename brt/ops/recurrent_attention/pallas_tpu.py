@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed import rules
-from brt.ops.dispatch import AUTO, kept, saved
+from brt.ops.dispatch import AUTO, input_residual, output_residual
 from brt.ops.recurrent_attention import scan
 from brt.ops.recurrent_attention.cell import CellWeights, StateKV, Tokens
 from brt.ops.recurrent_attention.tpu_kernels import (
@@ -32,7 +32,7 @@ from brt.ops.recurrent_attention.tpu_kernels import (
     backward_kernel,
     forward_kernel,
 )
-from brt.ops.tpu import LANES, heads_first, refuses_heads, too_large, whole
+from brt.ops.tpu import LANES, head_block_spec, head_refusal, parallel_heads, vmem_refusal
 
 
 def refuses(
@@ -51,9 +51,9 @@ def refuses(
         return f"attends by itself, not by Kernels.softmax_attention = {attention!r}"
     if states % 128 or window % 128:
         return f"takes a multiple of 128 states and of 128 tokens, not {states} and {window}"
-    if reason := refuses_heads(width, keys.dtype):
+    if reason := head_refusal(width, keys.dtype):
         return reason
-    return too_large(_bytes(states, window, max(width, LANES), keys.dtype.itemsize))
+    return vmem_refusal(_bytes(states, window, max(width, LANES), keys.dtype.itemsize))
 
 
 def _bytes(states: int, window: int, width: int, itemsize: int) -> int:
@@ -144,15 +144,15 @@ def _forward(
         jax.ShapeDtypeStruct((batch, heads, 2, 1, states), jnp.float32),
     )
     (found,) = _call(forward_kernel, given, given.inputs(), shapes, static, products=2)
-    y, lse, keys = (kept(x) for x in (found.y, found.lse, found.keys))
+    y, lse, keys = (output_residual(x) for x in (found.y, found.lse, found.keys))
     memory = StateKV(keys, given.projected[VALUES])
-    return (y, memory), (given._replace(projected=saved(given.projected)), y, lse)
+    return (y, memory), (given._replace(projected=input_residual(given.projected)), y, lse)
 
 
 def _backward(
-    static: Static, saved: tuple[_Given, Array, Array], gradients: tuple[Array, StateKV]
+    static: Static, residuals: tuple[_Given, Array, Array], gradients: tuple[Array, StateKV]
 ) -> tuple[_Given]:
-    given, y, lse = saved
+    given, y, lse = residuals
     gradient, shown = gradients
     inputs = given.inputs(gradient=gradient, shown=tuple(shown), y=y, lse=lse)
     shapes = jax.tree.map(
@@ -177,7 +177,7 @@ def _of_head(x: Any) -> pl.BlockSpec:
 
 
 def _by_head(tree: Any) -> Any:
-    return jax.tree.map(lambda x: whole(*x.shape[2:]), tree)
+    return jax.tree.map(lambda x: head_block_spec(*x.shape[2:]), tree)
 
 
 _PLACES: dict[str, Callable[[Any], Any]] = {
@@ -214,7 +214,7 @@ def _call(
         ),
         out_shape=[shapes],
         name=f"state_attention{backward}_{size}_{batch * heads}_steps",
-        interpret=static.interpret, compiler_params=heads_first(2),
+        interpret=static.interpret, compiler_params=parallel_heads(2),
         cost_estimate=pl.CostEstimate(
             flops=2 * products * queries * slots * width, transcendentals=queries * slots,
             bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),

@@ -14,7 +14,7 @@ from brt.ops.deferred import LayerTaps, Tap
 from brt.ops.gates import gate
 from brt.ops.normalization import rms_norm
 from brt.ops.recurrent_attention.cell import CellWeights, StateKV, Tokens, tokens_by_head
-from brt.ops.tpu import stored
+from brt.ops.tpu import materialized
 
 
 class _Kernels(NamedTuple):
@@ -91,7 +91,7 @@ def state_update(
     kernels = kernels or _kernels(weights)
     taps = taps or _NO_TAPS
     h = (rms_norm(vectors, weights.norm) + weights.ids[None]).astype(own.keys.dtype)
-    projected = deferred.dot(stored(h), kernels.projection, taps.projection)
+    projected = deferred.dot(materialized(h), kernels.projection, taps.projection)
     projected = constrain(projected, "lanes", None, None, "heads", None)
     scales = jnp.stack([weights.scale, weights.cross_scale])
     attended, memory = read(projected, scales, before, own, cache_mask, **options)
@@ -155,7 +155,7 @@ def state_scan(
     else:
         taps = jax.tree.map(lambda part: part[None], taps)
     if taps.projection is not None:  # whose gradient goes another way
-        kernels = kernels._replace(projection=stored(_projection(weights, keys.dtype)))
+        kernels = kernels._replace(projection=materialized(_projection(weights, keys.dtype)))
 
     def body(
         carried: tuple[Float[Array, "B S D"], Tokens],

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float
 
 from brt.distributed import rules
 from brt.ops.dense import weight_gradient
-from brt.ops.dispatch import kept
+from brt.ops.dispatch import output_residual
 from brt.ops.recurrent_attention.cell import CellWeights, StateKV
 from brt.ops.recurrent_attention.tpu_cell_arrays import (
     Flags,
@@ -124,7 +124,7 @@ def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Shown], tuple]
                  (_like(given.vectors), vectors)],
         scratch=[pltpu.VMEM((states, dim), jnp.float32)] * 2,
     )  # fmt: skip
-    saved, shown, final = jax.tree.map(kept, (saved, shown, final))
+    saved, shown, final = jax.tree.map(output_residual, (saved, shown, final))
     return (final, shown), (given, final, saved)
 
 

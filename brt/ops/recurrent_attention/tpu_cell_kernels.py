@@ -21,7 +21,7 @@ from brt.ops.recurrent_attention.tpu_cell_arrays import (
     Weights,
 )
 from brt.ops.recurrent_attention.tpu_kernels import VALUES, Outputs, Static
-from brt.ops.tpu import BY_ROW, PLAIN, product, through_unit
+from brt.ops.tpu import NN, NT, dot_float32, l2_normalize_rows_backward
 
 _ROWS = 64  # of states that norm and gate take at once
 
@@ -71,7 +71,7 @@ def forward_kernel(
 
         _by_rows(state, begin)
 
-    projected = product(kept.hidden[...], _columns(weights.projection), PLAIN)
+    projected = dot_float32(kept.hidden[...], _columns(weights.projection), NN)
     for part, columns in enumerate(jnp.split(projected.astype(kept.projected.dtype), 4, axis=1)):
         kept.projected[part] = columns
     shown.values[...] = kept.projected[VALUES]
@@ -79,8 +79,8 @@ def forward_kernel(
     inputs = tpu_kernels.Inputs(kept.projected, weights.scales, keys, values)
     outputs = Outputs(kept.y, shown.keys, kept.lse)
     tpu_kernels.read(flags.cache_mask[lane, n] > 0, inputs, outputs, static)
-    update[...] += product(
-        _columns(kept.y), weights.output[...].reshape(-1, update.shape[1]), PLAIN
+    update[...] += dot_float32(
+        _columns(kept.y), weights.output[...].reshape(-1, update.shape[1]), NN
     )
 
     @pl.when(head == pl.num_programs(2) - 1)
@@ -115,7 +115,7 @@ def backward_kernel(
         _through_gate(weights, kept, found, sums)
 
     for part in range(2):
-        read = product(found.update[...], weights.output[part], BY_ROW)
+        read = dot_float32(found.update[...], weights.output[part], NT)
         sums.read[part] = read.astype(sums.read.dtype)
     keys, values = (part.both(n == 0) for part in tokens)
     inputs = tpu_kernels.Inputs(
@@ -127,7 +127,7 @@ def backward_kernel(
     tpu_kernels.add_gradients(seen, inputs, of_states, sums.attended, static)
     _write_tokens(seen, head, step == 0, n == 0, keys, found, sums, static)
     joined = _columns(found.projected), _columns(weights.projection)
-    sums.hidden[...] += product(*joined, BY_ROW)
+    sums.hidden[...] += dot_float32(*joined, NT)
 
     @pl.when(head == pl.num_programs(2) - 1)
     def _() -> None:
@@ -184,11 +184,11 @@ def _write_tokens(
             of_before = jax.lax.select(seen, of_before, jnp.zeros_like(of_before))
         behind[head] = of_before
         if known is not None:
-            of_own = through_unit(known[1][...], of_own)[0]
+            of_own = l2_normalize_rows_backward(known[1][...], of_own)[0]
         own[...] = of_own.astype(own.dtype)
 
         @pl.when(first)
         def _(of_before: Array = of_before, known: Any = known, cached: Any = cached) -> None:
             if known is not None:
-                of_before = through_unit(known[0], of_before)[0]
+                of_before = l2_normalize_rows_backward(known[0], of_before)[0]
             cached[...] = of_before.astype(cached.dtype)

@@ -9,7 +9,7 @@ from brt.distributed import rules
 from brt.ops.dispatch import AUTO
 from brt.ops.recurrent_attention.cell import CellWeights
 from brt.ops.recurrent_attention.tpu_kernels import ROWS
-from brt.ops.tpu import LANES, cores, too_large
+from brt.ops.tpu import LANES, cores_per_chip, vmem_refusal
 
 
 def refuses(
@@ -42,9 +42,9 @@ def refuses(
     if (sharing := rules.count("heads", heads)) > 1:
         return f"has all heads on one device, not on {sharing} that share them (Mesh.tensor)"
     here = lanes // rules.count("lanes", lanes)
-    if here % cores():
-        return f"has sequences for each of {cores()} cores of a chip, not {here} of them"
-    return too_large(_bytes(states, window, dim, heads, width, keys.dtype.itemsize), "states")
+    if here % cores_per_chip():
+        return f"has sequences for each of {cores_per_chip()} cores of a chip, not {here} of them"
+    return vmem_refusal(_bytes(states, window, dim, heads, width, keys.dtype.itemsize), "states")
 
 
 def _layout(weights: CellWeights) -> str:

@@ -11,7 +11,15 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from brt.ops.softmax import MASKED
-from brt.ops.tpu import BY_ROW, BY_SLOT, LANES, PLAIN, product, through_unit, unit
+from brt.ops.tpu import (
+    LANES,
+    NN,
+    NT,
+    TN,
+    dot_float32,
+    l2_normalize_rows,
+    l2_normalize_rows_backward,
+)
 
 KEYS, QUERIES, VALUES = 0, (1, 2), 3  # of the projected states: queries to states, and to tokens
 ROWS = 256  # of a tile at most, by the compiler's schedules
@@ -83,10 +91,12 @@ def _parts(seen: Array, inputs: Inputs, static: Static) -> tuple[list[_Part], li
     """What states see of states, and of tokens."""
     keys, (before, own) = inputs.projected[KEYS], zip(inputs.keys, inputs.values, strict=True)
     if static.normalize_qk:
-        keys = unit(keys)[0].astype(keys.dtype)
+        keys = l2_normalize_rows(keys)[0].astype(keys.dtype)
     known, of_own = ([x[...] for x in pair] for pair in (before, own))
     if static.raw_keys:
-        known[0], of_own[0] = (unit(x)[0].astype(x.dtype) for x in (known[0], of_own[0]))
+        known[0], of_own[0] = (
+            l2_normalize_rows(x)[0].astype(x.dtype) for x in (known[0], of_own[0])
+        )
     unseen = jnp.where(seen, 0.0, MASKED)
     if static.null_keys:
         known = [jax.lax.select(seen, x, jnp.zeros_like(x)) for x in known]
@@ -97,16 +107,16 @@ def _parts(seen: Array, inputs: Inputs, static: Static) -> tuple[list[_Part], li
 
 def _queries(which: int, rows: slice, inputs: Inputs, static: Static) -> Float[Array, "R K"]:
     own = inputs.projected[QUERIES[which], rows]
-    wide = unit(own)[0] if static.normalize_qk else own.astype(jnp.float32)
+    wide = l2_normalize_rows(own)[0] if static.normalize_qk else own.astype(jnp.float32)
     return (wide * inputs.scales[which : which + 1, :1]).astype(own.dtype)
 
 
 def _against(arrays: Iterator[Array], x: Float[Array, "R K"]) -> Float[Array, "X R"]:
-    return jnp.concatenate([product(one, x, BY_ROW) for one in arrays], axis=0)
+    return jnp.concatenate([dot_float32(one, x, NT) for one in arrays], axis=0)
 
 
 def _logits(parts: list[_Part], own: Float[Array, "R K"]) -> Float[Array, "X R"]:
-    found = [product(part.keys, own, BY_ROW) + part.unseen for part in parts]
+    found = [dot_float32(part.keys, own, NT) + part.unseen for part in parts]
     return jnp.concatenate(found, axis=0)
 
 
@@ -137,7 +147,7 @@ def read(seen: Array, inputs: Inputs, outputs: Outputs, static: Static) -> None:
             weights = jnp.exp(logits - top)
             total = jnp.sum(weights, axis=0, keepdims=True)
             pairs = zip(columns, _cut(weights.astype(columns[0].dtype), parts), strict=True)
-            sums = sum(product(column, part, PLAIN) for column, part in pairs)
+            sums = sum(dot_float32(column, part, NN) for column, part in pairs)
             outputs.y[which, rows] = (sums / total).T.astype(outputs.y.dtype)
             outputs.lse[which, :, rows] = top + jnp.log(total)
 
@@ -176,7 +186,7 @@ def add_gradients(
     pairs = zip(sums, inputs.shown or (), strict=True)
     own = [total[:states] + shown[...] for total, shown in pairs]
     if static.normalize_qk:
-        own[0] = through_unit(inputs.projected[KEYS], own[0])[0]
+        own[0] = l2_normalize_rows_backward(inputs.projected[KEYS], own[0])[0]
     for part, gradient in zip((KEYS, VALUES), own, strict=True):
         found.projected[part] = gradient.astype(found.projected.dtype)
 
@@ -194,7 +204,9 @@ def _write_tokens(
             of_before = jax.lax.select(seen, of_before, jnp.zeros_like(of_before))
         if keys is not None:
             pairs = zip(keys, (of_before, of_own), strict=True)
-            of_before, of_own = (through_unit(x[...], gradient)[0] for x, gradient in pairs)
+            of_before, of_own = (
+                l2_normalize_rows_backward(x[...], gradient)[0] for x, gradient in pairs
+            )
         before[...] = of_before.astype(before.dtype)
         own[...] = of_own.astype(own.dtype)
 
@@ -210,10 +222,10 @@ def _add_gradients(
     d_logits = weights * (_against((part.values for part in parts), theirs) - along)
     d_logits, weights = d_logits.astype(own.dtype), weights.astype(own.dtype)
     pairs = zip(_cut(d_logits, parts), parts, strict=True)
-    d_own = sum(product(cut, part.keys, BY_SLOT) for cut, part in pairs)
+    d_own = sum(dot_float32(cut, part.keys, TN) for cut, part in pairs)
     place, scale = QUERIES[which], slice(which, which + 1)
     if static.normalize_qk:
-        d_own, length = through_unit(inputs.projected[place, rows], d_own)
+        d_own, length = l2_normalize_rows_backward(inputs.projected[place, rows], d_own)
     else:
         wide = inputs.projected[place, rows].astype(jnp.float32)
         length = jnp.sum(d_own * wide, axis=-1, keepdims=True)
@@ -221,4 +233,4 @@ def _add_gradients(
     found.scales[scale] += jnp.broadcast_to(total, (1, LANES))
     d_own *= inputs.scales[scale, :1]
     found.projected[place, rows] = d_own.astype(found.projected.dtype)
-    return product(d_logits, own, PLAIN), product(weights, theirs, PLAIN)
+    return dot_float32(d_logits, own, NN), dot_float32(weights, theirs, NN)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.partial_attention import attend_to_part
-from brt.ops.products import inner
+from brt.ops.products import matmul_nt
 from brt.ops.routed_attention import reference, xla
 from brt.ops.routed_attention.rings import Rings, Routed
 from brt.ops.softmax import MASKED
@@ -89,6 +89,6 @@ def routed_attention_step(
     keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(of_rings, own, strict=True))
     lanes = jnp.broadcast_to(bias[None], (len(cluster), *bias.shape))
     added = jnp.take_along_axis(lanes, jnp.clip(back, 0, reach - 1), axis=-1)
-    logits = inner(queries.swapaxes(1, 2), keys) + added[:, :, None]
+    logits = matmul_nt(queries.swapaxes(1, 2), keys) + added[:, :, None]
     y = attend_to_part(jnp.where(seen[:, :, None], logits, MASKED), values).output
     return y.swapaxes(1, 2).astype(block.values.dtype)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.memory_attention.retrieval import take
 from brt.ops.partial_attention import attend_to_part
-from brt.ops.products import inner
+from brt.ops.products import matmul_nt
 from brt.ops.routed_attention.rings import NOWHERE, Rings, Routed, places
 from brt.ops.softmax import MASKED
 
@@ -68,7 +68,7 @@ def routed_attention(
     distance = np.arange(size)[:, None] + back * size - columns[None] - nearest
     near = jnp.asarray((distance >= 0) & (distance < reach))[None, None, None]
     seen = near & (groups[..., None] == of_keys[..., None, :]) & (groups >= 0)[..., None]
-    logits = inner(row_major(q), keys) + bias[:, np.clip(distance, 0, reach - 1)][None, :, None]
+    logits = matmul_nt(row_major(q), keys) + bias[:, np.clip(distance, 0, reach - 1)][None, :, None]
     y = attend_to_part(jnp.where(seen, logits, MASKED), values).output
     y = y.reshape(*y.shape[:2], -1, y.shape[-1])
     found = take(y, layout.rows[:, :, -count:, None])[:, :, :, 0]

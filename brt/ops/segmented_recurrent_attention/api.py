@@ -41,9 +41,9 @@ OP = Op(
         Implementation("xla", xla.attend),
         Implementation(
             "pallas_interpret", partial(xla.attend, recur=pallas_tpu.interpreted), (),
-            supports=lambda _, windows, parameters, config, **__: pallas_tpu.has_no_such(config),
+            refusal=lambda _, windows, parameters, config, **__: pallas_tpu.has_no_such(config),
         ),
-        Implementation("reference", reference.attend, auto=(), supports=dispatch.refuses_dropout),
+        Implementation("reference", reference.attend, auto=(), refusal=dispatch.dropout_refusal),
     ),
 )  # fmt: skip
 

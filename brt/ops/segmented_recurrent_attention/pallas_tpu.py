@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from brt.config import CrossAttention
 from brt.distributed import rules
-from brt.ops.dispatch import kept
+from brt.ops.dispatch import output_residual
 from brt.ops.segmented_recurrent_attention.recurrence import (
     Parameters,
     Recurrence,
@@ -34,7 +34,7 @@ from brt.ops.segmented_recurrent_attention.tpu_kernels import (
     backward_kernel,
     forward_kernel,
 )
-from brt.ops.tpu import LANES, heads_first, too_large
+from brt.ops.tpu import LANES, parallel_heads, vmem_refusal
 
 _HEAD_DIMS = (64, 128)
 
@@ -65,7 +65,7 @@ def refuses(
         return f"computes in float32 and bfloat16, not in {dtype}"
     numbers = segments * LANES * (8 * config.segment_size + 2 * width)  # two of each block
     taken = numbers * dtype.itemsize + segments * width * LANES * 4
-    return too_large(taken, "a source")
+    return vmem_refusal(taken, "a source")
 
 
 def recurrence(
@@ -152,7 +152,7 @@ def _forward(given: _Given, static: Static) -> tuple[Outputs, _Given]:
         out_shape=[Outputs(jax.ShapeDtypeStruct(shape, given.keys.dtype), row, row)],
         **_options(given, static, "accumulate_fire", products=2),
     )(given.counts, _neuron(given), _inputs(given, static))  # fmt: skip
-    return jax.tree.map(kept, found), given
+    return jax.tree.map(output_residual, found), given
 
 
 def _backward(static: Static, given: _Given, gradients: Outputs) -> tuple[_Given]:
@@ -222,7 +222,7 @@ def _options(given: _Given, static: Static, name: str, products: int) -> dict[st
     return {
         "name": f"{name}_{segments}x{size}x{static.wide}_{keys.dtype}_{steps}_steps",
         "interpret": static.interpret,
-        "compiler_params": heads_first(2),
+        "compiler_params": parallel_heads(2),
         "cost_estimate": pl.CostEstimate(
             flops=2 * products * keys.size * static.width, transcendentals=0,
             bytes_accessed=(products // 2 + 1) * keys.size * keys.dtype.itemsize,

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from brt.ops.tpu import BY_ROW, BY_SLOT, PLAIN, each, product
+from brt.ops.tpu import NN, NT, TN, dot_float32, unrolled_loop
 
 
 class Static(NamedTuple):
@@ -93,7 +93,7 @@ def forward_kernel(
         return _reset(membrane, neuron), fired
 
     zeros = jnp.zeros(own.shape[1:], jnp.float32)
-    _, fired = each(own.shape[0], fire, (zeros, zeros))
+    _, fired = unrolled_loop(own.shape[0], fire, (zeros, zeros))
     outputs.fired[...] = jnp.sum(fired, axis=0, keepdims=True)
 
 
@@ -126,8 +126,8 @@ def backward_kernel(
         return later, d_total + later, d_leak, d_threshold
 
     zeros = jnp.zeros(own.shape[1:], jnp.float32)
-    each(count, charge, zeros)
-    _, d_total, d_leak, d_threshold = each(count, back, (zeros, zeros, zeros, zeros))
+    unrolled_loop(count, charge, zeros)
+    _, d_total, d_leak, d_threshold = unrolled_loop(count, back, (zeros, zeros, zeros, zeros))
     if found.bias is not None:
         found.bias[...] += jnp.sum(d_total, axis=0, keepdims=True)
     for row, of_row in enumerate((d_leak, d_threshold)):
@@ -137,14 +137,14 @@ def backward_kernel(
         keys, raw, kernel = inputs.keys[j], inputs.values[j], inputs.kernel[...]
         d_own = d_total - own[j] if static.remaining else own[j]
         d_own = _apart(d_own, static).astype(keys.dtype)
-        d_keys = product(_weighted(inputs, j), d_own, BY_ROW)
+        d_keys = dot_float32(_weighted(inputs, j), d_own, NT)
         d_keys += 2 * keys.astype(jnp.float32) * inputs.squares[...]
-        d_values = product(keys, d_own, PLAIN).astype(keys.dtype)
+        d_values = dot_float32(keys, d_own, NN).astype(keys.dtype)
         found.keys[j] = d_keys.astype(keys.dtype)
-        found.values[j] = product(d_values, kernel, BY_ROW).astype(keys.dtype)
-        return d_kernel + product(raw, d_values, BY_SLOT)
+        found.values[j] = dot_float32(d_values, kernel, NT).astype(keys.dtype)
+        return d_kernel + dot_float32(raw, d_values, TN)
 
-    d_kernel = each(count, through_products, jnp.zeros(inputs.kernel.shape, jnp.float32))
+    d_kernel = unrolled_loop(count, through_products, jnp.zeros(inputs.kernel.shape, jnp.float32))
     found.kernel[...] += _side_by_side(d_kernel, static)
 
 
@@ -153,18 +153,18 @@ def _sums(inputs: Inputs, own: Any, static: Static) -> tuple[Array, Array]:
 
     def add(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         keys = inputs.keys[j]
-        own[j] = _side_by_side(product(keys, _weighted(inputs, j), BY_SLOT), static)
+        own[j] = _side_by_side(dot_float32(keys, _weighted(inputs, j), TN), static)
         squares = jnp.square(keys.astype(jnp.float32))
         return carry[0] + own[j], carry[1] + jnp.sum(squares, axis=0, keepdims=True)
 
     zeros = (jnp.zeros(shape, jnp.float32) for shape in (own.shape[1:], (1, own.shape[2])))
-    return each(own.shape[0], add, tuple(zeros))
+    return unrolled_loop(own.shape[0], add, tuple(zeros))
 
 
 def _weighted(inputs: Inputs, j: Any) -> Float[Array, "S P"]:
     """V_j W."""
     values = inputs.values[j]
-    return product(values, inputs.kernel[...], PLAIN).astype(values.dtype)
+    return dot_float32(values, inputs.kernel[...], NN).astype(values.dtype)
 
 
 def _input(own: Array, total: Array, inputs: Inputs, static: Static) -> Float[Array, "K P"]:

@@ -15,20 +15,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.dispatch import bits, bits_of, kept, numbers, saved
+from brt.ops.dispatch import bits_dtype, from_bits, input_residual, output_residual, to_bits
 from brt.ops.softmax import MASKED
 from brt.ops.tpu import (
-    BY_ROW,
-    BY_SLOT,
     LANES,
-    PLAIN,
-    heads_first,
-    product,
-    refuses_heads,
-    through_unit,
+    NN,
+    NT,
+    TN,
+    dot_float32,
+    head_refusal,
+    l2_normalize_rows,
+    l2_normalize_rows_backward,
+    parallel_heads,
     tokens_first,
-    too_large,
-    unit,
+    vmem_refusal,
 )
 
 _MOST = 2048  # slots, of which a tile of rows has the logits on the chip
@@ -40,15 +40,15 @@ def refuses(q: Array, k: Array, v: Array, cache_mask: Array | None = None, **_: 
     """Why these inputs cannot be; None: they can."""
     blocks = 1 if k.ndim == q.ndim else k.shape[1]
     queries, keys, width = q.shape[1] // blocks, k.shape[-2], q.shape[3]
-    unit = 128 if cache_mask is None else 256  # two blocks of them
-    if queries % 128 or keys % unit or max(queries, keys) > _MOST:
+    key_multiple = 128 if cache_mask is None else 256  # two blocks of them
+    if queries % 128 or keys % key_multiple or max(queries, keys) > _MOST:
         return (
-            f"takes a multiple of 128 queries and of {unit} keys, at most {_MOST}, "
+            f"takes a multiple of 128 queries and of {key_multiple} keys, at most {_MOST}, "
             f"not {queries} and {keys}"
         )
-    if reason := refuses_heads(width, q.dtype):
+    if reason := head_refusal(width, q.dtype):
         return reason
-    return too_large(_bytes(queries, keys, max(width, LANES), q.dtype.itemsize))
+    return vmem_refusal(_bytes(queries, keys, max(width, LANES), q.dtype.itemsize))
 
 
 def _bytes(queries: int, keys: int, width: int, itemsize: int) -> int:
@@ -111,7 +111,7 @@ class _Given(NamedTuple):
         """Of a block."""
         return self.q.shape[2] // self.blocks
 
-    def numbers(self) -> tuple[int, ...]:
+    def lse_shape(self) -> tuple[int, ...]:
         """The shape of what there is one of per query, rows of blocks."""
         return *self.q.shape[:2], self.blocks, 1, self.queries
 
@@ -129,29 +129,29 @@ def _attend(given: _Given, static: _Static) -> Float[Array, "B T H K"]:
 
 def _forward(given: _Given, static: _Static) -> tuple[Array, tuple]:
     q = given.q
-    of_q, of_k, numbers, length = _places(given)
+    of_q, of_k, lse_spec, length = _places(given)
     y, lse = _call(
-        _forward_kernel, given, static, [of_q, of_k, of_k, length], [of_q, numbers],
+        _forward_kernel, given, static, [of_q, of_k, of_k, length], [of_q, lse_spec],
         [
-            jax.ShapeDtypeStruct(q.shape, bits_of(q.dtype)),
-            jax.ShapeDtypeStruct(given.numbers(), jnp.uint32),
+            jax.ShapeDtypeStruct(q.shape, bits_dtype(q.dtype)),
+            jax.ShapeDtypeStruct(given.lse_shape(), jnp.uint32),
         ],
         products=2,
     )(given.cache_mask, *given[:3], given.lengths())  # fmt: skip
-    y, lse = kept(y, q.dtype), kept(lse, lse.dtype)
+    y, lse = output_residual(y, q.dtype), output_residual(lse, lse.dtype)
     if given.scale is not None:  # as a product made them
-        given = given._replace(q=saved(q))
+        given = given._replace(q=input_residual(q))
     return tokens_first(y), (given, y, lse)
 
 
-def _backward(static: _Static, saved: tuple, gradient: Array) -> tuple[_Given]:
-    (given, y, lse), gradient = saved, gradient.swapaxes(1, 2)
+def _backward(static: _Static, residuals: tuple, gradient: Array) -> tuple[_Given]:
+    (given, y, lse), gradient = residuals, gradient.swapaxes(1, 2)
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
-    along = along.reshape(given.numbers())
-    of_q, of_k, numbers, length = _places(given)
+    along = along.reshape(given.lse_shape())
+    of_q, of_k, lse_spec, length = _places(given)
     lengths = given.lengths()
     d_q, d_k, d_v, d_scale = _call(
-        _backward_kernel, given, static, [of_q, of_k, of_k, length, of_q, numbers, numbers],
+        _backward_kernel, given, static, [of_q, of_k, of_k, length, of_q, lse_spec, lse_spec],
         [of_q, of_k, of_k, length], [*given[:3], lengths], products=5,
     )(given.cache_mask, *given[:3], lengths, gradient, lse, along)  # fmt: skip
     if given.scale is not None:
@@ -169,11 +169,11 @@ def _places(given: _Given) -> tuple[pl.BlockSpec | None, ...]:
     of_keys = pl.BlockSpec(
         (None, None, *given.k.shape[2:]), lambda h, b, n, _: (b * blocks + n, h, 0, 0)
     )
-    numbers = pl.BlockSpec((None, None, None, 1, queries), lambda h, b, n, _: (b, h, n, 0, 0))
+    lse_spec = pl.BlockSpec((None, None, None, 1, queries), lambda h, b, n, _: (b, h, n, 0, 0))
     length = None
     if given.scale is not None:
         length = pl.BlockSpec((None, 1, LANES), lambda h, b, n, _: (h, 0, 0))
-    return of_rows, of_keys, numbers, length
+    return of_rows, of_keys, lse_spec, length
 
 
 def _call(
@@ -194,7 +194,7 @@ def _call(
         ),
         out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), list(shapes)),
         name=f"softmax_attention{backward}_{size}_{batch * heads * blocks}_steps",
-        interpret=static.interpret, compiler_params=heads_first(3),
+        interpret=static.interpret, compiler_params=parallel_heads(3),
         cost_estimate=pl.CostEstimate(
             flops=2 * products * slots * given.q.size,
             transcendentals=slots * given.q.size // width,
@@ -224,7 +224,7 @@ def _loaded(seen: Array, keys: Any, values: Any, static: _Static) -> tuple[Array
 
 
 def _logits(seen: Array, keys: Array, own: Array, static: _Static) -> Float[Array, "S R"]:
-    found = product(keys, own, BY_ROW)
+    found = dot_float32(keys, own, NT)
     if not static.masks or static.null_keys:
         return found
     half = keys.shape[0] // 2
@@ -233,7 +233,7 @@ def _logits(seen: Array, keys: Array, own: Array, static: _Static) -> Float[Arra
 
 def _queries(q: Any, rows: slice, length: Any) -> Float[Array, "R K"]:
     own = q[rows]
-    return own if length is None else (unit(own)[0] * length[:, :1]).astype(own.dtype)
+    return own if length is None else (l2_normalize_rows(own)[0] * length[:, :1]).astype(own.dtype)
 
 
 def _forward_kernel(
@@ -247,9 +247,9 @@ def _forward_kernel(
         top = jnp.max(logits, axis=0, keepdims=True)
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=0, keepdims=True)
-        sums = product(columns, weights.astype(v.dtype), PLAIN)
-        y[rows] = bits((sums / total).T.astype(v.dtype))
-        lse[:, rows] = bits(top + jnp.log(total))
+        sums = dot_float32(columns, weights.astype(v.dtype), NN)
+        y[rows] = to_bits((sums / total).T.astype(v.dtype))
+        lse[:, rows] = to_bits(top + jnp.log(total))
 
 
 def _backward_kernel(
@@ -268,17 +268,17 @@ def _backward_kernel(
 
     for rows in _tiles(q.shape[0], k.shape[0]):
         own, theirs = _queries(q, rows, length), gradient[rows]
-        weights = jnp.exp(_logits(seen, keys, own, static) - numbers(lse[:, rows], jnp.float32))
-        d_logits = weights * (product(values, theirs, BY_ROW) - along[:, rows])
+        weights = jnp.exp(_logits(seen, keys, own, static) - from_bits(lse[:, rows], jnp.float32))
+        d_logits = weights * (dot_float32(values, theirs, NT) - along[:, rows])
         d_logits, weights = d_logits.astype(own.dtype), weights.astype(own.dtype)
-        d_own = product(d_logits, keys, BY_SLOT)
+        d_own = dot_float32(d_logits, keys, TN)
         if length is not None:
-            d_own, directed = through_unit(q[rows], d_own)
+            d_own, directed = l2_normalize_rows_backward(q[rows], d_own)
             d_own *= length[:, :1]
             total = jnp.sum(directed, axis=0, keepdims=True)
             d_length[...] += jnp.broadcast_to(total, (1, LANES))
         d_q[rows] = d_own.astype(d_q.dtype)
-        of_keys, of_values = product(d_logits, own, PLAIN), product(weights, theirs, PLAIN)
+        of_keys, of_values = dot_float32(d_logits, own, NN), dot_float32(weights, theirs, NN)
         if rows.start:
             of_keys, of_values = of_keys + keys_sum[...], of_values + values_sum[...]
         keys_sum[...], values_sum[...] = of_keys, of_values

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.layout import stored, transposed
-from brt.ops.products import combined
+from brt.ops.layout import transposed
+from brt.ops.products import matmul_nn
 from brt.ops.softmax import MASKED
 
 
@@ -44,13 +44,13 @@ def _attend(
 
 
 def _forward(q: Array, k: Array, v: Array, mask: Array | None) -> tuple[Array, tuple]:
-    logits = combined(k, transposed(q))
+    logits = matmul_nn(k, transposed(q))
     if mask is not None:
         logits = jnp.where(mask, logits, MASKED)
     top = jnp.max(logits, axis=-2, keepdims=True)
     weights = jnp.exp(logits - top).astype(v.dtype)
     with_one = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
-    both = combined(transposed(with_one), weights)
+    both = matmul_nn(transposed(with_one), weights)
     total = both[..., -1:, :]
     y = transposed((both[..., :-1, :] / total).astype(v.dtype))
     return y, (q, k, v, weights, total, y)
@@ -60,10 +60,10 @@ def _backward(saved: tuple, gradient: Array) -> tuple:
     q, k, v, weights, total, y = saved
     scaled = gradient.astype(jnp.float32) / total.swapaxes(-1, -2)
     along = jnp.sum(scaled * y.astype(jnp.float32), axis=-1)[..., None, :]
-    scaled = stored(scaled.astype(q.dtype))
-    d_logits = (weights * (combined(v, transposed(scaled)) - along)).astype(q.dtype)
-    d_q = transposed(combined(transposed(k), d_logits))
-    d_k, d_v = combined(d_logits, q), combined(weights, scaled)
+    scaled = jax.lax.optimization_barrier(scaled.astype(q.dtype))
+    d_logits = (weights * (matmul_nn(v, transposed(scaled)) - along)).astype(q.dtype)
+    d_q = transposed(matmul_nn(transposed(k), d_logits))
+    d_k, d_v = matmul_nn(d_logits, q), matmul_nn(weights, scaled)
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 

@@ -34,7 +34,8 @@ def weight_gradient(
       x: [N, *rows, *inputs], of N steps of a loop.
       dy: [N, *rows, *outputs].
       inputs, outputs: how many axes.
-      as_bits: x is read as bits, which it was `dispatch.kept` as: no copy makes numbers of them.
+      as_bits: x is read as bits, which it was `dispatch.output_residual` as: no copy makes numbers
+        of them.
       implementation: a named one runs or raises; None takes the best that can.
 
     Returns:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from brt.distributed import rules
 from brt.ops import dispatch
-from brt.ops.tpu import BY_SLOT, LANES, VMEM_BYTES, product, too_large
+from brt.ops.tpu import LANES, TN, VMEM_BYTES, dot_float32, vmem_refusal
 
 _LEFT, _RIGHT = (512, 256, 128), 256  # columns of a tile, of one head or several
 # Of VMEM: what XLA gives a kernel, whatever it asks for, that it joins with an update in place.
@@ -98,7 +98,7 @@ def refuses(
             f"takes a multiple of 128 rows, and of 128 columns or 64, 128, 192 or 256 of them, not "
             f"{left.rows} and {left.width} by {right.width}"
         )
-    return too_large(_bytes(len(x), left, right), "tiles of all steps", _ROOM)
+    return vmem_refusal(_bytes(len(x), left, right), "tiles of all steps", _ROOM)
 
 
 def _sides(x: Array, dy: Array, inputs: int, outputs: int) -> tuple[_Side, _Side]:
@@ -127,7 +127,7 @@ def weight_gradient(
     """See `api.weight_gradient`; `interpret` runs on any device, with any sizes."""
     left, right = _sides(x, dy, inputs, outputs)
     steps, rows = len(x), len(x) * left.lanes * left.rows
-    own = [dispatch.bits(part) if as_bits else part for part in jnp.unstack(x)]
+    own = [dispatch.to_bits(part) if as_bits else part for part in jnp.unstack(x)]
 
     def block(side: _Side, axis: int, **options: Any) -> pl.BlockSpec:
         def there(*tile: Any) -> tuple:
@@ -175,13 +175,13 @@ def _kernel(x: list[Any], dy: list[Any], found: Any) -> None:
 
     def numbers(own: Array) -> Array:
         dtype = dy[0].dtype
-        return own if own.dtype == dtype else dispatch.numbers(own, dtype)
+        return own if own.dtype == dtype else dispatch.from_bits(own, dtype)
 
     for head in range(left):
         for other in range(right):
             pairs = zip(x, dy, strict=True)
             found[head, other] = sum(
-                product(numbers(own[lane, head]), theirs[lane, other], BY_SLOT)
+                dot_float32(numbers(own[lane, head]), theirs[lane, other], TN)
                 for own, theirs in pairs
                 for lane in range(lanes)
             )

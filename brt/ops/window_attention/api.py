@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
-from brt.ops.dropout import Kept
+from brt.ops.dropout import DropoutMask
 from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import MASKED, softmax_and_lse
@@ -96,7 +96,7 @@ def window_part(
     values: Float[Array, "B T H K"],
     bias: Float[Array, "H W"] | None,
     cache_mask: Bool[Array, "B N"],
-    dropout: Kept | None = None,
+    dropout: DropoutMask | None = None,
     *,
     attend_to_self: bool = True,
     null_keys: bool = False,

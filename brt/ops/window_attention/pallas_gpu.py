@@ -23,8 +23,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int, Int8
 
 from brt.ops import dispatch
-from brt.ops.dispatch import kept
-from brt.ops.dropout import Kept
+from brt.ops.dispatch import output_residual
+from brt.ops.dropout import DropoutMask
 from brt.ops.softmax import MASKED
 from brt.ops.window_attention import gpu_kernels
 from brt.ops.window_attention.gpu_kernels import LOG2E, Inputs
@@ -115,7 +115,7 @@ def window_attention(
     values: Float[Array, "B Z H K"],
     bias: Float[Array, "H W"] | None,
     cache_mask: Bool[Array, "B N"],
-    dropout: Kept | None,
+    dropout: DropoutMask | None,
     *,
     attend_to_self: bool,
     null_keys: bool,
@@ -125,7 +125,7 @@ def window_attention(
     static = Static(attend_to_self, null_keys, interpret)
     stays = None
     if dropout is not None:
-        static, stays = static._replace(scale=dropout.scale), dropout.stays().astype(jnp.int8)
+        static, stays = static._replace(scale=dropout.scale), dropout.keep_mask().astype(jnp.int8)
     given = _Given(queries, keys, values, bias, cache_mask.astype(jnp.int32), stays)
     y, lse = _attend(given, static)
     return y, lse.swapaxes(1, 2)
@@ -178,7 +178,7 @@ def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]
         gpu_kernels.window_attention_forward, given, static, launch,
         (tokens // launch.rows, heads, batch), outputs, products=2,
     )  # fmt: skip
-    y, lse = (kept(x) for x in (y, lse))
+    y, lse = (output_residual(x) for x in (y, lse))
     return (y, lse), (given, y, lse)
 
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.dispatch import kept
+from brt.ops.dispatch import output_residual
 from brt.ops.softmax import MASKED
 from brt.ops.window_attention import pallas_gpu
 from brt.ops.window_attention.mosaic_inputs import TILE, Inputs, parts_of
@@ -137,7 +137,7 @@ def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]
         {"own": "vectors"}, {"keys": "vectors", "values": "vectors", "strip": "square"},
         null_keys=static.null_keys,
     )  # fmt: skip
-    y, lse = (kept(x) for x in (y, lse.reshape(lanes, heads, tokens)))
+    y, lse = (output_residual(x) for x in (y, lse.reshape(lanes, heads, tokens)))
     return (y, lse), (given, y, lse)
 
 

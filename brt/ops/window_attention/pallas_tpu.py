@@ -21,9 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from brt.ops.dispatch import bits_of, kept, numbers, saved
-from brt.ops.dropout import Kept
-from brt.ops.tpu import LANES, heads_first, tokens_first, too_large, vmem
+from brt.ops.dispatch import bits_dtype, from_bits, input_residual, output_residual
+from brt.ops.dropout import DropoutMask
+from brt.ops.tpu import LANES, parallel_heads, tokens_first, vmem_limit, vmem_refusal
 from brt.ops.window_attention import tpu_bias
 from brt.ops.window_attention.limits import Limits
 from brt.ops.window_attention.tpu_kernels import (
@@ -46,7 +46,7 @@ def refuses(
     values: Array,
     bias: Array | None,
     cache_mask: Array,
-    dropout: Kept | None = None,
+    dropout: DropoutMask | None = None,
     **_: Any,
 ) -> str | None:
     """Why these inputs cannot be; None: they can."""
@@ -54,7 +54,7 @@ def refuses(
         return reason
     window, width = cached[0].shape[1], queries.shape[-1]
     taken = _bytes(window, max(width, LANES), queries.dtype.itemsize, dropout is not None)
-    if reason := too_large(taken, most=vmem()):
+    if reason := vmem_refusal(taken, most=vmem_limit()):
         return f"{reason} for a window of {window} with heads of {width} in {queries.dtype}"
     return None
 
@@ -73,7 +73,7 @@ def window_attention(
     values: Float[Array, "B T H K"],
     bias: Float[Array, "H W"] | None,
     cache_mask: Bool[Array, "B N"],
-    dropout: Kept | None,
+    dropout: DropoutMask | None,
     *,
     attend_to_self: bool,
     null_keys: bool,
@@ -87,7 +87,7 @@ def window_attention(
     )
     static, words = Static(attend_to_self, null_keys, forward, backward, interpret), None
     if dropout is not None:
-        static, words = static._replace(scale=dropout.scale), dropout.words()
+        static, words = static._replace(scale=dropout.scale), dropout.packed_words()
     arrays = queries, keys, values, *cached
     q, k, v, cached_k, cached_v = (x.swapaxes(1, 2) for x in arrays)
     flags = cache_mask.astype(jnp.int32)
@@ -121,7 +121,7 @@ class _Given(NamedTuple):
         """Heads first: cores that share a chip share them, each with a bias of its own."""
         return self.q.shape[1], self.q.shape[0], self.cache_mask.shape[1]
 
-    def numbers(self, x: Float[Array, "B H T"]) -> Float[Array, "B H N 1 W"]:
+    def rows_by_block(self, x: Float[Array, "B H T"]) -> Float[Array, "B H N 1 W"]:
         return x.reshape(*x.shape[:2], -1, 1, self.window)
 
     def tile(self, rows: int, static: Static) -> Float[Array, "H W R"] | None:
@@ -155,7 +155,7 @@ def _specs(inputs: Inputs, blocks: int) -> Inputs:
         shape = (None, None, window, x.shape[3])
         return pl.BlockSpec(shape, lambda h, b, n, _: (b, h, place(n), 0))
 
-    def numbers(x: Array | None) -> pl.BlockSpec | None:
+    def row_spec(x: Array | None) -> pl.BlockSpec | None:
         if x is None:
             return None
         return pl.BlockSpec(
@@ -173,7 +173,7 @@ def _specs(inputs: Inputs, blocks: int) -> Inputs:
         block(inputs.q, there), pair(inputs.keys), pair(inputs.values), _of_head(inputs.scale),
         _of_head(inputs.tile), _of_head(inputs.dropout),
         None if inputs.gradient is None else block(inputs.gradient, there),
-        numbers(inputs.lse), numbers(inputs.along),
+        row_spec(inputs.lse), row_spec(inputs.along),
     )  # fmt: skip
 
 
@@ -195,17 +195,17 @@ def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=given.grid, in_specs=[at], out_specs=[(at.q, rows)]
         ),
-        out_shape=[(jax.ShapeDtypeStruct(q.shape, bits_of(given.v.dtype)), each)],
+        out_shape=[(jax.ShapeDtypeStruct(q.shape, bits_dtype(given.v.dtype)), each)],
         cost_estimate=_cost(given, products=2), **_options(given, static, "window_attention"),
     )(given.cache_mask, inputs)  # fmt: skip
-    y, lse = kept(y, given.v.dtype), kept(lse, lse.dtype)
-    sums = numbers(lse, jnp.float32).reshape(q.shape[:-1])
+    y, lse = output_residual(y, given.v.dtype), output_residual(lse, lse.dtype)
+    sums = from_bits(lse, jnp.float32).reshape(q.shape[:-1])
     if given.scale is not None:  # as products made them
-        q, k, v = map(saved, given[:3])
+        q, k, v = map(input_residual, given[:3])
         given = given._replace(q=q, k=k, v=v)
     # Once for all blocks that are read one after the other; else it is not worth its memory.
     tile = given.tile(static.backward_rows, static) if blocks == 1 else None
-    return (tokens_first(y), sums), (given, y, lse, None if tile is None else saved(tile))
+    return (tokens_first(y), sums), (given, y, lse, None if tile is None else input_residual(tile))
 
 
 def _backward(static: Static, residuals: tuple, gradients: tuple[Array, Array]) -> tuple[_Given]:
@@ -213,7 +213,7 @@ def _backward(static: Static, residuals: tuple, gradients: tuple[Array, Array]) 
     gradient, d_lse = gradients[0].swapaxes(1, 2), gradients[1]
     heads, batch, blocks = given.grid
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1) - d_lse
-    along = given.numbers(along)
+    along = given.rows_by_block(along)
     if tile is None:
         tile = given.tile(static.backward_rows, static)
     inputs = given.inputs(tile, gradient=gradient, lse=lse, along=along)
@@ -258,7 +258,7 @@ def _options(given: _Given, static: Static, name: str) -> dict[str, Any]:
     return {
         "name": f"{name}{drops}_{size}_{math.prod(given.grid)}_steps",
         "interpret": static.interpret,
-        "compiler_params": heads_first(3),
+        "compiler_params": parallel_heads(3),
     }
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from brt.distributed import rules
-from brt.ops.dropout import Kept
+from brt.ops.dropout import DropoutMask
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.window_attention.api import window_part
 
@@ -25,7 +25,7 @@ def segment_part(
     values: Float[Array, "B T H K"],
     bias: Float[Array, "H W"] | None,
     cache_mask: Bool[Array, "B N"],
-    dropout: Kept | None = None,
+    dropout: DropoutMask | None = None,
     *,
     attend_to_self: bool = True,
     null_keys: bool = False,

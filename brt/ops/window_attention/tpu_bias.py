@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from brt.ops.tpu import LANES, heads_first
+from brt.ops.tpu import LANES, parallel_heads
 
 _SUBLANES = 8  # of a register of 32-bit numbers
 
@@ -58,7 +58,7 @@ def _call(
         kernel, grid=(len(x),), in_specs=[of_head(x.shape)], out_specs=of_head(shape),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
         name=f"{name}_float32_{len(x)}_steps",
-        interpret=interpret, compiler_params=heads_first(1),
+        interpret=interpret, compiler_params=parallel_heads(1),
     )(x)  # fmt: skip
 
 

@@ -9,9 +9,17 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
 from brt.ops import dropout_bits
-from brt.ops.dispatch import bits, numbers
+from brt.ops.dispatch import from_bits, to_bits
 from brt.ops.softmax import FLOOR, MASKED
-from brt.ops.tpu import BY_ROW, BY_SLOT, LANES, PLAIN, product, through_unit, unit
+from brt.ops.tpu import (
+    LANES,
+    NN,
+    NT,
+    TN,
+    dot_float32,
+    l2_normalize_rows,
+    l2_normalize_rows_backward,
+)
 
 
 class Static(NamedTuple):
@@ -95,7 +103,7 @@ class _Block(NamedTuple):
 def _loaded(n: Array, seen: Array, inputs: Inputs, static: Static) -> _Block:
     keys, values = (list(pair.loaded(n == 0)) for pair in (inputs.keys, inputs.values))
     if inputs.scale is not None:
-        keys = [unit(x)[0].astype(x.dtype) for x in keys]
+        keys = [l2_normalize_rows(x)[0].astype(x.dtype) for x in keys]
     unseen = jnp.where(seen, 0.0, MASKED)
     if static.null_keys:
         for pair in (keys, values):
@@ -106,7 +114,11 @@ def _loaded(n: Array, seen: Array, inputs: Inputs, static: Static) -> _Block:
 
 def _queries(inputs: Inputs, rows: "_Rows") -> Float[Array, "R K"]:
     own = inputs.q[rows.all]
-    return own if inputs.scale is None else (unit(own)[0] * inputs.scale[:, :1]).astype(own.dtype)
+    return (
+        own
+        if inputs.scale is None
+        else (l2_normalize_rows(own)[0] * inputs.scale[:, :1]).astype(own.dtype)
+    )
 
 
 def _stacked(parts: list[Array]) -> Array:
@@ -154,7 +166,7 @@ class _Rows(NamedTuple):
 
     def kept(self, words: Any) -> Bool[Array, "W R"]:
         """By dropout."""
-        return dropout_bits.unpacked(words[:, self.all], words.shape[1])
+        return dropout_bits.unpack(words[:, self.all], words.shape[1])
 
     def rolled(self, tile: Any) -> Float[Array, "W R"]:
         """The bias of their slots, from that of the first rows'."""
@@ -181,16 +193,16 @@ class _Rows(NamedTuple):
         """Products of what both blocks hold with rows."""
         before, current = pair
         return self.folded(
-            product(current[self.current], x, BY_ROW),
-            product(before[self.before], x, BY_ROW) + unseen,
+            dot_float32(current[self.current], x, NT),
+            dot_float32(before[self.before], x, NT) + unseen,
         )
 
     def sums(
         self, columns: tuple[Array, Array], current: Array, before: Array
     ) -> Float[Array, "K R"]:
         """Of the columns [K, W] of both blocks, by the weights of slots."""
-        of_current = product(columns[1][:, self.current], current, PLAIN)
-        return of_current + product(columns[0][:, self.before], before, PLAIN)
+        of_current = dot_float32(columns[1][:, self.current], current, NN)
+        return of_current + dot_float32(columns[0][:, self.before], before, NN)
 
 
 def _tiles(window: int, rows: int, static: Static) -> list[_Rows]:
@@ -214,8 +226,8 @@ def forward_kernel(
             weights = jnp.where(rows.kept(inputs.dropout), weights, 0.0)
         current, before = rows.unfolded(weights, dtype)
         sums = rows.sums(transposed, current, before)
-        y[rows.all] = bits((sums * (static.scale / total)).T.astype(dtype))
-        lse[:, rows.all] = bits(top + jnp.log(total))
+        y[rows.all] = to_bits((sums * (static.scale / total)).T.astype(dtype))
+        lse[:, rows.all] = to_bits(top + jnp.log(total))
 
 
 def backward_kernel(
@@ -251,7 +263,7 @@ def backward_kernel(
     d_keys, d_values = keys_sum[before], values_sum[before] * static.scale
     if inputs.scale is not None:  # the last one is no longer the block before
         of_block, last = inputs.keys.loaded(n == 0)
-        d_keys = through_unit(jax.lax.select(n < blocks, of_block, last), d_keys)[0]
+        d_keys = l2_normalize_rows_backward(jax.lax.select(n < blocks, of_block, last), d_keys)[0]
     d_keys, d_values = d_keys.astype(found.keys.dtype), d_values.astype(found.values.dtype)
     found.keys[...], found.values[...] = d_keys, d_values
 
@@ -274,7 +286,7 @@ def _add_gradients(
     keys_sum, values_sum = sums
     before, current = places
     own, theirs = _queries(inputs, rows), inputs.gradient[rows.all]
-    lse = numbers(inputs.lse[:, rows.all], jnp.float32)
+    lse = from_bits(inputs.lse[:, rows.all], jnp.float32)
     weights = kept = jnp.exp(rows.logits(block, own, inputs.tile) - lse)
     d_weights = rows.against(block.values, theirs)
     if inputs.dropout is not None:
@@ -284,18 +296,18 @@ def _add_gradients(
     if found.tile is not None:
         rows.add_rolled(found.tile, d_logits)
     of_keys, of_values = (rows.unfolded(x, own.dtype) for x in (d_logits, kept))
-    keys_sum[current, rows.current] += product(of_keys[0], own, PLAIN)
-    values_sum[current, rows.current] += product(of_values[0], theirs, PLAIN)
+    keys_sum[current, rows.current] += dot_float32(of_keys[0], own, NN)
+    values_sum[current, rows.current] += dot_float32(of_values[0], theirs, NN)
 
     @pl.when(seen)
     def _() -> None:
-        keys_sum[before, rows.before] += product(of_keys[1], own, PLAIN)
-        values_sum[before, rows.before] += product(of_values[1], theirs, PLAIN)
+        keys_sum[before, rows.before] += dot_float32(of_keys[1], own, NN)
+        values_sum[before, rows.before] += dot_float32(of_values[1], theirs, NN)
 
-    d_own = product(of_keys[0], block.keys[1][rows.current], BY_SLOT)
-    d_own += product(of_keys[1], block.keys[0][rows.before], BY_SLOT)
+    d_own = dot_float32(of_keys[0], block.keys[1][rows.current], TN)
+    d_own += dot_float32(of_keys[1], block.keys[0][rows.before], TN)
     if inputs.scale is not None:
-        d_own, along = through_unit(inputs.q[rows.all], d_own)
+        d_own, along = l2_normalize_rows_backward(inputs.q[rows.all], d_own)
         d_own *= inputs.scale[:, :1]
         found.scale[...] += jnp.broadcast_to(jnp.sum(along, axis=0, keepdims=True), (1, LANES))
     found.q[rows.all] = d_own.astype(found.q.dtype)

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.layout import row_major, stored, transposed
-from brt.ops.reductions import sum_in_turn
+from brt.ops.layout import row_major, transposed
+from brt.ops.reductions import sequential_sum
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.window_attention.xla import circulant
 
@@ -166,7 +166,10 @@ def _forward(
     null_keys: bool,
 ) -> tuple[tuple[Array, Array], tuple]:
     null_mask = mask if null_keys else None
-    logits = _product(_seen(k, q.shape[1], null_mask), stored(q)) + tile[None, None]
+    logits = (
+        _product(_seen(k, q.shape[1], null_mask), jax.lax.optimization_barrier(q))
+        + tile[None, None]
+    )
     if not null_keys:
         logits += jnp.where(mask, 0.0, MASKED)[:, :, None, :, None]
     # Stretch by stretch first: so XLA does not write logits only for their maxima.
@@ -189,7 +192,7 @@ def _backward(null_keys: bool, saved: tuple, gradients: tuple[Array, Array]) -> 
     tiles, rows = q.shape[1], q.shape[4]
     null_mask = mask if null_keys else None
     # Divided by the sums here, where columns are as tall as a head.
-    scaled = stored((gradient.astype(jnp.float32) / total).astype(q.dtype))
+    scaled = jax.lax.optimization_barrier((gradient.astype(jnp.float32) / total).astype(q.dtype))
     # The softmax's own term, from the output: the same sum, over K numbers instead of S.
     along = jnp.sum(scaled.astype(jnp.float32) * y.astype(jnp.float32), axis=-2, keepdims=True)
     along -= d_lse[..., None, :] / total
@@ -205,7 +208,7 @@ def _backward(null_keys: bool, saved: tuple, gradients: tuple[Array, Array]) -> 
         for by_key, x in ((narrow, q), (kept.astype(v.dtype), scaled))
     )
     none = None if dropout is None else jnp.zeros_like(dropout)
-    d_tile = sum_in_turn(d_logits, 2)
+    d_tile = sequential_sum(d_logits, 2)
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_tile, None, none
 
 
