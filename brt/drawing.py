@@ -13,6 +13,9 @@ from matplotlib.ticker import EngFormatter, NullFormatter, StrMethodFormatter
 # Its line about building a font cache, once for each user, is of no use to who trains a model.
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
+_COLORS = 10  # distinct colours of the default cycle
+_MOST_INSIDE = 5  # lines whose legend fits inside the axes
+
 
 def new_figure(rows: int, height: float | None = None) -> tuple[Figure, list[Axes]]:
     """Panels above each other that share their x axis; `height` is in inches."""
@@ -23,6 +26,31 @@ def new_figure(rows: int, height: float | None = None) -> tuple[Figure, list[Axe
         panel.spines[["top", "right"]].set_visible(False)
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))
     return figure, axes
+
+
+def distance_plot(lines: Mapping[str, Mapping[int, float]], ylabel: str) -> Figure:
+    """Returns a plot of a percentage against a distance in windows, with a line for each name.
+
+    The legend lists the lines in descending order of their sums. It stands beside the plot when
+    there are many lines.
+    """
+    figure, (axes,) = new_figure(1)
+    best_first = sorted(lines.items(), key=lambda line: -sum(line[1].values()))
+    for number, (name, values) in enumerate(best_first):
+        style = "o-" if number < _COLORS else "s--"
+        axes.plot(list(values), list(values.values()), style, markersize=4, label=name)
+    axes.set_xscale("log", base=2)
+    ticks = sorted({windows for values in lines.values() for windows in values})
+    axes.set_xticks(ticks, list(map(str, ticks)))
+    axes.set(
+        title="What is remembered", xlabel="up to so many windows before", ylabel=ylabel,
+        ylim=(-3, 103),
+    )  # fmt: skip
+    if len(lines) > _MOST_INSIDE:
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    elif len(lines) > 1:
+        axes.legend(frameon=False)
+    return figure
 
 
 def png(figure: Figure) -> bytes:

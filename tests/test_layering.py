@@ -9,72 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from import_rules import (
+    ALLOWED,
+    FILES,
+    FOUNDATION,
+    MODULES,
+    ROOT,
+    TASK_FOLDERS,
+    imports,
+    module_of,
+    violations,
+)  # fmt: skip
 
-ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = {"convert", "train", "evaluate", "generate", "prepare", "inspect", "sweep", "plan"}
-LAYERS = (
-    {
-        "allocator",
-        "drawing",
-        "durable",
-        "errors",
-        "formatting",
-        "jax_versions",
-        "locks",
-        "redaction",
-    },
-    {"output", "platforms", "tree_utils", "types", "untrusted", "user_cache"},
-    {"config"},
-    {"config_io"},
-    {"bindings"},
-    {"distributed"},
-    {"ops", "data"},
-    {"layers"},
-    {"models"},
-    {"interop"},
-    {"generation"},
-    {"tasks"},
-    {"checkpointing"},
-    {"training"},
-    {"planning"},
-    {"evaluation"},
-    {"sweeping"},
-    {"command_line"},
-    {"api"},
-    COMMANDS,
-    {"__main__"},
-)
-RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-FILES = sorted((ROOT / "brt").rglob("*.py"))
-MODULES = {
-    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    for file in FILES
-}
-ROOMS = sorted(init.parent for init in (ROOT / "brt/tasks").glob("*/__init__.py"))
 MAX_LINES = 400
-
-
-class _WithoutTyping(ast.NodeTransformer):
-    """Leaves out what `if TYPE_CHECKING` imports, which nothing runs."""
-
-    def visit_If(self, node: ast.If) -> ast.AST | None:
-        named = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        return None if named else self.generic_visit(node)
-
-
-def imports(source: str) -> set[str]:
-    """Every module that a source imports, at any depth; `from a import b` gives a.b if a module."""
-    found = set()
-    for node in ast.walk(_WithoutTyping().visit(ast.parse(source))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: imports are absolute"
-            inside = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= inside & MODULES or {node.module}
-    return found
-
-
 SOURCES = [path for folder in ("brt", "tests", "tools") for path in (ROOT / folder).rglob("*.py")]
 
 
@@ -118,48 +65,72 @@ def imported_by(file: Path) -> set[str]:
     return imports(file.read_text())
 
 
-def part(module: str) -> str:
-    """`data` of brt.data.lanes; an empty string for brt itself."""
-    return module.split(".")[1] if "." in module else ""
+def test_modules_keep_the_rules_of_imports_and_tasks() -> None:
+    found = [text for file in FILES for text in violations(module_of(file), file.read_text())]
+    assert not found, "\n".join(found)
 
 
-def test_imports_point_downwards() -> None:
-    for file in FILES:
-        importer = part(".".join(file.relative_to(ROOT).with_suffix("").parts))
-        if importer == "__init__":
-            assert not {name for name in imported_by(file) if name.startswith("brt")}
-            continue
-        assert importer in RANKS, f"{importer} has no place in LAYERS"
-        for module in imported_by(file):
-            imported = part(module) if module.split(".")[0] == "brt" else ""
-            if not imported or imported == importer:
-                continue
-            assert imported in RANKS, f"{imported} has no place in LAYERS"
-            assert RANKS[imported] <= RANKS[importer], f"{file} must not import {module}"
-            assert imported not in COMMANDS, f"{file}: {module} is a command; nothing imports one"
+PLANTED = [
+    ("brt.training.step", "from brt.tasks.language_modeling.loss import loss"),
+    ("brt.training.step", "x = 1 if config.training.task == 'mine' else 2"),
+    ("brt.training.step", "x = TABLE[config.training.task]"),
+    ("brt.training.step", "x = TABLE.get(tasks.of(config).name)"),
+    ("brt.training.step", "if run.task.name in names: pass"),
+    ("brt.training.step", "match config.training.task:\n  case 'mine': pass"),
+    ("brt.sweeping.plots", "from brt.tasks.language_modeling.answers import EXACT"),
+    ("brt.sweeping.plots", "NAME = 'summarization'"),
+    ("brt.ops.gates", "from brt.data import lanes"),
+    ("brt.layers.window", "def f():\n  from brt.data.token_store import TokenStore"),
+    ("brt.layers.window", "import brt.data.token_store"),
+    ("brt.models.decoder", "from brt.data import preparation"),
+    ("brt.checkpointing.writer", "from brt.tasks.summarization import rouge"),
+    ("brt.checkpointing.writer", "from brt import tasks"),
+    ("brt.generation.beam", "from brt.interop import meliad"),
+    ("brt.layers.attention", "from brt.ops.window_attention.xla_cpu import _attend"),
+    ("brt.layers.attention", "from brt.ops.window_attention import xla_cpu"),
+    ("brt.training.loop", "from brt.data import lanes\nlanes._rows()"),
+    ("brt.data.lanes", "from brt import train"),
+    ("brt.errors", "from brt.config import Config"),
+    ("brt.new_package.module", "import os"),
+    ("brt", "from brt import api"),
+]
 
 
-@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
-def test_a_room_imports_no_other(room: Path) -> None:
-    others = tuple(f"brt.tasks.{other.name}" for other in ROOMS if other != room)
-    for file in room.rglob("*.py"):
-        found = {module for module in imported_by(file) if module.startswith(others)}
+@pytest.mark.parametrize(("module", "source"), PLANTED, ids=lambda text: text.split("\n")[0])
+def test_a_planted_violation_is_refused(module: str, source: str) -> None:
+    assert violations(module, source)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("brt.training.step", "from brt.tasks.protocol import Task\nfrom brt import tasks"),
+        ("brt.tasks.encoders", "if config.training.task == 'summarization': pass"),
+        ("brt.layers.attention", "from brt.ops import dispatch, window_attention"),
+        ("brt.ops.gates", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n  import brt.data"),
+        ("brt.api", "raise ValueError(f'Training.task = {self._task.name!r} has no memory')"),
+    ],
+)
+def test_what_the_rules_allow_is_not_refused(module: str, source: str) -> None:
+    assert violations(module, source) == []
+
+
+def test_packages_that_may_import_each_other_form_no_cycle() -> None:
+    graph = {name: others - FOUNDATION - {name} for name, others in ALLOWED.items()}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("folder", TASK_FOLDERS, ids=lambda folder: folder.name)
+def test_a_task_imports_no_other_task(folder: Path) -> None:
+    others = tuple(f"brt.tasks.{other.name}." for other in TASK_FOLDERS if other != folder)
+    for file in folder.rglob("*.py"):
+        found = {module for module in imported_by(file) if f"{module}.".startswith(others)}
         assert not found, f"{file.relative_to(ROOT)} imports {found} of another task"
-
-
-def test_no_floor_above_asks_which_task_it_has() -> None:
-    """What differs from task to task is found through `brt.tasks.protocol`."""
-    asks = re.compile(r"objective (==|in)|_OBJECTIVES|_READERS|TASKS\[")
-    for file in FILES:
-        if ROOT / "brt/tasks" not in file.parents:
-            found = [line for line in file.read_text().splitlines() if asks.search(line)]
-            assert not found, f"{file.relative_to(ROOT)}: {found}"
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
     """At any depth: an import inside a function ties files as much."""
-    name = {file: ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in FILES}
-    graph = {name[file].removesuffix(".__init__"): imported_by(file) & MODULES for file in FILES}
+    graph = {module_of(file): imported_by(file) & MODULES for file in FILES}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:

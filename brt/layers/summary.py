@@ -24,7 +24,7 @@ from brt.ops.dropout import Dropout
 from brt.ops.masked_attention import attend
 from brt.ops.recurrent_attention import StateKV
 from brt.ops.token_mixing import MixWeights, mix_tokens
-from brt.ops.window_attention.xla import circulant
+from brt.ops.window_attention import circulant
 
 
 class SummaryState(NamedTuple):

@@ -12,10 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, ScalarFormatter
 
-from brt.drawing import curve, new_figure, png, smoothed
+from brt.drawing import curve, distance_plot, new_figure, png, smoothed
 from brt.sweeping.results import Group, Row, columns, reference, same_step
-from brt.tasks.language_modeling.answers import EXACT, by_distance
-from brt.tasks.report import BITS_PER_BYTE, Metric
+from brt.tasks.report import BITS_PER_BYTE, EXACT_ANSWERS, Metric
 from brt.training.workdir import check_writable, write_bytes
 
 _TRADE_OFF, _BARS, _CURVES = "bits_against_step_time.png", "bits.png", "training_curves.png"
@@ -54,10 +53,11 @@ def draw(groups: Sequence[Group], directory: Path, baseline: str = "") -> list[s
     if begun:
         figures[_CURVES] = training_curves(begun)
     if any(g.answers for g in done):
-        figures[_DISTANCES] = by_distance({g.name: g.answers for g in done if g.answers})
+        lines = {g.name: g.answers for g in done if g.answers}
+        figures[_DISTANCES] = distance_plot(lines, EXACT_ANSWERS.title)
     if measure != BITS_PER_BYTE and any(_validated(row, measure) for g in begun for row in g.rows):
         figures[_CONVERGENCE] = convergence(begun, measure)
-    if any(_validated(row, EXACT) for g in begun for row in g.rows):
+    if any(_validated(row, EXACT_ANSWERS) for g in begun for row in g.rows):
         figures[_LEARNED] = answers_learned(begun, reference(begun, baseline))
     check_writable(directory, below=directory.parent)
     for name, figure in figures.items():
@@ -169,12 +169,12 @@ def answers_learned(groups: Sequence[Group], baseline: Group) -> Figure:
         axes.tick_params(labelbottom=number + across >= len(others))  # of a column's last
         for one, color in ((baseline, "#aaaaaa"), (g, _BAR)):
             for row in one.rows:
-                axes.plot(*curve(row.records, f"eval/validation/{EXACT.name}"), color=color)
+                axes.plot(*curve(row.records, f"eval/validation/{EXACT_ANSWERS.name}"), color=color)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_title(g.name, fontsize=9)
         axes.grid(alpha=0.25)
     figure.supxlabel("training tokens", fontsize=9)
-    figure.supylabel(f"{EXACT.title} (grey: {baseline.name})", fontsize=9)
+    figure.supylabel(f"{EXACT_ANSWERS.title} (grey: {baseline.name})", fontsize=9)
     return figure
 
 

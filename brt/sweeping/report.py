@@ -10,8 +10,7 @@ from brt.sweeping import plots, results
 from brt.sweeping.points import Point
 from brt.sweeping.results import Group, Row
 from brt.sweeping.settings import Sweep
-from brt.tasks.language_modeling.answers import EXACT
-from brt.tasks.report import BITS_PER_BYTE
+from brt.tasks.report import BITS_PER_BYTE, EXACT_ANSWERS
 from brt.training.workdir import write_text
 
 _NONE = "-"
@@ -95,8 +94,11 @@ def _distances(groups: Sequence[Group]) -> list[str]:
     windows = sorted({distance for g in groups for distance in g.answers})
     if not windows:
         return []
-    cells = {f"{far}": [_number(g.answers.get(far), EXACT.form) for g in groups] for far in windows}
-    title = f"{EXACT.title}, up to so many windows behind what they follow from:"
+    cells = {
+        f"{far}": [_number(g.answers.get(far), EXACT_ANSWERS.form) for g in groups]
+        for far in windows
+    }
+    title = f"{EXACT_ANSWERS.title}, up to so many windows behind what they follow from:"
     return [title, "", *_table({"": [_cell(g.name) for g in groups], **cells}), ""]
 
 

@@ -11,14 +11,13 @@ from brt.checkpointing import reader
 from brt.errors import CheckpointError
 from brt.sweeping.directory import Directory
 from brt.sweeping.points import Point
-from brt.tasks.language_modeling.answers import EXACT
 from brt.tasks.protocol import Task
-from brt.tasks.report import Metric
+from brt.tasks.report import EXACT_ANSWERS, Metric
 from brt.training import evaluations, inspection
 from brt.training.metrics import read_metrics
 
 T = TypeVar("T")
-_REPORT = {"answers?": [{"windows": int, EXACT.name: untrusted.NUMBER}]}
+_REPORT = {"answers?": [{"windows": int, EXACT_ANSWERS.name: untrusted.NUMBER}]}
 
 
 class Row(NamedTuple):
@@ -132,7 +131,7 @@ def _row(point: Point, directory: Directory, split: str) -> Row:
         status="trained" if status == "finished" and not evaluation else status,
         reason=progress.reason,
         figures=_compared(point, found),
-        answers={row["windows"]: row[EXACT.name] for row in found.get("answers", [])},
+        answers={row["windows"]: row[EXACT_ANSWERS.name] for row in found.get("answers", [])},
         step_seconds=median(records, "perf/step_seconds"),
         tokens_per_second=median(records, "perf/tokens_per_second"),
         tokens_per_step=median(records, "perf/tokens_per_second", "perf/step_seconds"),

@@ -22,6 +22,7 @@ class Metric(NamedTuple):
 
 BITS_PER_BYTE = Metric("bits_per_byte", "bits per byte")
 BITS_PER_TOKEN = Metric("bits_per_token", "bits per token")
+EXACT_ANSWERS = Metric("answers_exact", "answers exact, %", ".2f", higher_is_better=True)
 SCORE = Metric("score", "score, %", ".2f", higher_is_better=True)  # what `score_name` says
 
 

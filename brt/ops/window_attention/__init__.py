@@ -5,3 +5,4 @@ from brt.ops.window_attention.api import window_part as window_part
 from brt.ops.window_attention.api import window_part_step as window_part_step
 from brt.ops.window_attention.segment import last_block as last_block
 from brt.ops.window_attention.segment import segment_part as segment_part
+from brt.ops.window_attention.xla import circulant as circulant

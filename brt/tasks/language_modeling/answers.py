@@ -7,7 +7,7 @@ likely token is the right one in each of its places. What a model does not remem
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -19,15 +19,9 @@ from brt.data.memory import documents as memory
 from brt.data.memory import names
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
-from brt.tasks.report import Metric
+from brt.tasks.report import EXACT_ANSWERS, Metric
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-EXACT = Metric("answers_exact", "answers exact, %", ".2f", higher_is_better=True)
 ANSWER_BITS = Metric("answer_bits_per_byte", "bits per byte of answers")
-_COLORS = 10  # that are told apart
-_WITHIN = 5  # names that a picture has room for
 
 
 class Span(NamedTuple):
@@ -124,7 +118,7 @@ def _figures(answers: Sequence[Read]) -> dict[str, Any]:
     size = sum(answer.bytes for answer in answers)
     return {
         "answers_read": len(answers),
-        EXACT.name: exact,
+        EXACT_ANSWERS.name: exact,
         ANSWER_BITS.name: _bits(answers) / size if answers else None,
     }
 
@@ -153,7 +147,7 @@ def text(columns: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _row(label: str, rows: Sequence[Mapping[str, Any]], widths: Sequence[int]) -> str:
-    cells = [f"{row[EXACT.name]:.2f}" for row in rows]
+    cells = [f"{row[EXACT_ANSWERS.name]:.2f}" for row in rows]
     cells += [f"{row[ANSWER_BITS.name]:.4f}" for row in rows]
     return _line(label, f"{rows[0]['answers_read']:,}", cells, widths)
 
@@ -165,39 +159,13 @@ def _line(label: str, count: str, cells: Sequence[str], widths: Sequence[int]) -
 
 def draw(columns: Mapping[str, Mapping[str, Any]]) -> bytes:
     """A picture (PNG) of exact answers by distance, of reports by what was taken away."""
-    from brt.drawing import png
+    from brt.drawing import distance_plot, png
 
     lines = {
-        name or "as trained": {row["windows"]: row[EXACT.name] for row in report["answers"]}
+        name or "as trained": {row["windows"]: row[EXACT_ANSWERS.name] for row in report["answers"]}
         for name, report in columns.items()
     }
-    return png(by_distance(lines))
-
-
-def by_distance(lines: Mapping[str, Mapping[int, float]]) -> "Figure":
-    """A line for each of these, by name: exact answers in per cent, by windows of distance.
-
-    Many are named beside the picture, in the order of what they remember.
-    """
-    from brt.drawing import new_figure
-
-    figure, (axes,) = new_figure(1)
-    best_first = sorted(lines.items(), key=lambda line: -sum(line[1].values()))
-    for number, (name, found) in enumerate(best_first):
-        style = "o-" if number < _COLORS else "s--"
-        axes.plot(list(found), list(found.values()), style, markersize=4, label=name)
-    axes.set_xscale("log", base=2)
-    ticks = sorted({windows for found in lines.values() for windows in found})
-    axes.set_xticks(ticks, list(map(str, ticks)))
-    axes.set(
-        title="What is remembered", xlabel="up to so many windows before", ylabel=EXACT.title,
-        ylim=(-3, 103),
-    )  # fmt: skip
-    if len(lines) > _WITHIN:
-        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    elif len(lines) > 1:
-        axes.legend(frameon=False)
-    return figure
+    return png(distance_plot(lines, EXACT_ANSWERS.title))
 
 
 def warn_of_cut_gradients(config: Config) -> None:

@@ -32,7 +32,7 @@ from brt.tasks.language_modeling import answers
 from brt.tasks.language_modeling.forward import block_nats, by_block, segment_guesses
 from brt.tasks.language_modeling.samples import Sampler
 from brt.tasks.protocol import Progress, Stop
-from brt.tasks.report import EvaluationResult
+from brt.tasks.report import EXACT_ANSWERS, EvaluationResult
 from brt.types import Batch
 
 # Compressing more than this takes longer than people wait at the end of a run.
@@ -282,7 +282,7 @@ def _reading(results: list[Result], plots: bool) -> EvaluationResult:
         summary += f", {difference:+.4f} without {part}"
     draw = None
     if report.get("answers"):
-        summary += f", {report[answers.EXACT.name]:.2f} % of the answers"
+        summary += f", {report[EXACT_ANSWERS.name]:.2f} % of the answers"
         draw = partial(answers.draw, columns=_columns(report)) if plots else None
     return EvaluationResult(report, summary, {"documents": rows}, text(report), draw=draw)
 

@@ -25,7 +25,7 @@ from brt.models.decoder import Decoder, DecoderOutput, new_state
 from brt.models.flops import forward_flops_per_token
 from brt.tasks import resolving
 from brt.tasks.language_modeling import warm_start
-from brt.tasks.language_modeling.answers import ANSWER_BITS, EXACT, warn_of_cut_gradients
+from brt.tasks.language_modeling.answers import ANSWER_BITS, warn_of_cut_gradients
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, xz_bits_per_byte
 from brt.tasks.language_modeling.forward import predict
 from brt.tasks.language_modeling.loss import loss
@@ -34,7 +34,7 @@ from brt.tasks.language_modeling.probe.states import StateProbe
 from brt.tasks.language_modeling.scoring import TextScorer
 from brt.tasks.language_modeling.writing import TextWriter
 from brt.tasks.protocol import Aux, Inspection, Task
-from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Metric
+from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, Metric
 from brt.tasks.weights import Started, Weights
 from brt.types import Batch
 
@@ -46,7 +46,7 @@ class LanguageModeling(Task):
     sections = ("Model", "Data", "Sampling", "Decoding")
     model, data = "model", "data"
     shows_examples, writes, exports = False, True, True
-    metrics = columns = (BITS_PER_BYTE, BITS_PER_TOKEN, EXACT, ANSWER_BITS)
+    metrics = columns = (BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, ANSWER_BITS)
 
     def check(self, config: Config) -> None:
         """Segments of whole blocks, and a causal model."""
