@@ -58,6 +58,11 @@ ALLOWED: dict[str, set[str]] = {
 TASK_MODULES_IMPORTED_ABOVE = {
     "brt.prepare": "brt.tasks.summarization.data",  # its flags describe pairs
 }
+# Modules that may compare backends, with the reason.
+BACKEND_MODULES = {
+    "brt.ops.dispatch",  # selects implementations and policies
+    "brt.training.compilation",  # options of the compiler of this process
+}
 TASK_FOLDERS = sorted(init.parent for init in (ROOT / "brt/tasks").glob("*/__init__.py"))
 
 
@@ -181,6 +186,16 @@ def _deciding(node: ast.AST) -> list[ast.expr]:
     return []
 
 
+def decisions_by_backend(module: str, source: str) -> Iterator[str]:
+    """Yields a sentence for each comparison or table of backends outside of brt.ops.dispatch."""
+    if module in BACKEND_MODULES:
+        return
+    for node in ast.walk(executed(source)):
+        for operand in _deciding(node):
+            if ast.unparse(operand).endswith(("dispatch.backend()", "jax.default_backend()")):
+                yield f"{module}:{node.lineno} decides by the backend; ask dispatch.policy()"
+
+
 def violations(module: str, source: str) -> list[str]:
     """Returns a sentence for each rule of this file that the source of a module breaks."""
     if module == "brt":
@@ -188,5 +203,5 @@ def violations(module: str, source: str) -> list[str]:
         return [f"brt imports {name}; it imports nothing before it is used" for name in wrong]
     if package(module) not in ALLOWED:
         return [f"{module}: its package has no line in ALLOWED"]
-    checks = refused_imports, private_names, decisions_by_task
+    checks = refused_imports, private_names, decisions_by_task, decisions_by_backend
     return [sentence for check in checks for sentence in check(module, source)]

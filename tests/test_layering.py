@@ -89,6 +89,8 @@ PLANTED = [
     ("brt.layers.attention", "from brt.ops.window_attention.xla_cpu import _attend"),
     ("brt.layers.attention", "from brt.ops.window_attention import xla_cpu"),
     ("brt.training.loop", "from brt.data import lanes\nlanes._rows()"),
+    ("brt.layers.basic", "x = 1 if dispatch.backend() == 'cpu' else 2"),
+    ("brt.layers.basic", "x = {'cpu': 1}[jax.default_backend()]"),
     ("brt.data.lanes", "from brt import train"),
     ("brt.errors", "from brt.config import Config"),
     ("brt.new_package.module", "import os"),

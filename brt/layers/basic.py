@@ -29,7 +29,7 @@ BLOCKS_AT_ONCE = 8  # of a recurrence on TPUs: more only compile longer
 def compute_dtype(model: Model | Seq2Seq | Encoder) -> jnp.dtype:
     """The dtype of activations and caches; `auto` is float32 on CPUs, else bfloat16."""
     if model.dtype == "auto":
-        return jnp.dtype("float32" if dispatch.backend() == "cpu" else "bfloat16")
+        return jnp.dtype(dispatch.policy().dtype)
     return jnp.dtype(model.dtype)
 
 
@@ -38,7 +38,7 @@ def unrolled(asked: int, steps: int, on_tpus: int, on_cpus: int = 1) -> int:
 
     What a loop stacks for its backward pass takes a TPU longer than a block takes to compute.
     """
-    here = {"tpu": on_tpus, "cpu": on_cpus}.get(dispatch.backend(), 1)
+    here = dispatch.for_backend(1, tpu=on_tpus, cpu=on_cpus)
     return min(steps, asked or here)
 
 

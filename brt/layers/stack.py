@@ -121,13 +121,14 @@ def _kept(model: Model, kind: str) -> Kept | None:
     """
     if model.remat:
         return model.remat_keep
-    return None if dispatch.backend() == "cpu" or kinds.of(kind).loops else "products"
+    recomputes = dispatch.policy().recomputes_elementwise and not kinds.of(kind).loops
+    return "products" if recomputes else None
 
 
 def _defers() -> bool:
     """Whether it matters when weight gradients are made: of what a scan over blocks hands out,
     after it; of a layer in no loop, before those of the layer below."""
-    return dispatch.backend() != "cpu"
+    return dispatch.policy().defers_gradients
 
 
 def _call(module: nn.Module, method: str, *given: Any) -> Any:

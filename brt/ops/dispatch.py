@@ -9,7 +9,7 @@ named explicitly runs or raises an error.
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxtyping import Array
 from brt import jax_versions
 from brt.errors import UnsupportedError
 
+T = TypeVar("T")
 AUTO = "auto"
 KERNEL_RESIDUAL = "kernel"  # the `checkpoint_name` of residuals that kernels produce or read
 ANY: tuple[str, ...] = ("cpu", "gpu", "tpu")
@@ -52,6 +53,64 @@ class Implementation(NamedTuple):
     auto: tuple[str, ...] = ANY
     backends: tuple[str, ...] = ANY
     refusal: Callable[..., str | None] = _accepts_all
+
+
+class BackendPolicy(NamedTuple):
+    """How arithmetic outside of the ops' implementations is written for one backend.
+
+    The compilers differ in what they execute quickly. Each difference has a name here, and the code
+    that depends on it asks `policy()` by that name instead of comparing backends.
+
+    Attributes:
+      dtype: the dtype of activations and caches if the setting is 'auto'.
+      orders_memory: the compiler chooses the memory order of arrays well by itself.
+      stores_transposes: a product with a stored transpose is faster than one that reads a factor
+        against its memory order.
+      float32_factors: the backend has no product of bfloat16 factors whose float32 result is
+        transposed, so that factors are converted first.
+      merges_rows: weight gradients are products of matrices whose leading axes are merged.
+      splits_wide_sums: a sum over many adjacent numbers is first added up in parts.
+      stores_barriers: an optimization barrier stores an array that several consumers read.
+      multiplies_separately: inputs of one product are multiplied one by one, not concatenated.
+      gathers_by_product: rows are gathered by a product with zeros and ones.
+      packs_dropout: dropout masks are drawn in the shape in which they are packed.
+      attention_normalizes: window attention itself normalises queries and keys.
+      defers_gradients: weight gradients of a loop over blocks are computed after the loop.
+      recomputes_elementwise: the backward pass recomputes elementwise results instead of reading
+        stored ones.
+      sends_arrays_together: a reduction over devices sends all arrays as one.
+      shares_optimizer_state: replicas share the optimizer's state if the setting is 'auto'.
+    """
+
+    dtype: str = "bfloat16"
+    orders_memory: bool = True
+    stores_transposes: bool = False
+    float32_factors: bool = False
+    merges_rows: bool = False
+    splits_wide_sums: bool = False
+    stores_barriers: bool = False
+    multiplies_separately: bool = False
+    gathers_by_product: bool = False
+    packs_dropout: bool = False
+    attention_normalizes: bool = False
+    defers_gradients: bool = True
+    recomputes_elementwise: bool = True
+    sends_arrays_together: bool = False
+    shares_optimizer_state: bool = True
+
+
+_POLICIES = {
+    "cpu": BackendPolicy(
+        dtype="float32", orders_memory=False, stores_transposes=True, float32_factors=True,
+        merges_rows=True, splits_wide_sums=True, defers_gradients=False,
+        recomputes_elementwise=False, sends_arrays_together=True, shares_optimizer_state=False,
+    ),
+    "gpu": BackendPolicy(),
+    "tpu": BackendPolicy(
+        stores_barriers=True, multiplies_separately=True, gathers_by_product=True,
+        packs_dropout=True, attention_normalizes=True,
+    ),
+}  # fmt: skip
 
 
 class Op(NamedTuple):
@@ -110,6 +169,16 @@ def backend() -> str:
     """Returns the backend that programs are compiled for: 'cpu', 'gpu' or 'tpu'."""
     elsewhere = _other_target.get()
     return elsewhere[0] if elsewhere else jax.default_backend()
+
+
+def policy() -> BackendPolicy:
+    """Returns how arithmetic is written for the backend that is compiled for."""
+    return _POLICIES[backend()]
+
+
+def for_backend(default: T, **by_backend: T) -> T:
+    """Returns the value named after the backend that is compiled for, or else the default."""
+    return by_backend.get(backend(), default)
 
 
 def device() -> Any:

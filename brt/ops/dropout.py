@@ -60,7 +60,7 @@ class Dropout:
         the compiler seven times as long as five instructions.
         """
         indices = jnp.arange(heads)
-        if dispatch.backend() != "tpu":
+        if not dispatch.policy().packs_dropout:
             return self._drawn(indices, (rows, columns))
         cut = *dropout_bits.bit_layout(columns), rows
         keep, scale = _draw_hash(self.rng, self.rate, indices, cut, apart=True)
@@ -109,7 +109,7 @@ class DropoutMask:
 
 def _draw_once(x: Array) -> Array:
     """Stores a mask on TPUs, where compilers would otherwise repeat the hash for every reader."""
-    if dispatch.backend() != "tpu":
+    if not dispatch.policy().stores_barriers:
         return x
     return checkpoint_name(jax.lax.optimization_barrier(x), dispatch.KERNEL_RESIDUAL)
 

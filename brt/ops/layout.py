@@ -45,4 +45,4 @@ def transposed(x: Float[Array, "*B M N"]) -> Float[Array, "*B N M"]:
 
 def _compiler_chooses_order() -> bool:
     """Returns True if the compiler, not this module, chooses the memory order of arrays."""
-    return dispatch.backend() != "cpu" or partitioned()
+    return dispatch.policy().orders_memory or partitioned()

@@ -19,7 +19,7 @@ def einsum_float32(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) ->
     factors are therefore converted to float32 on CPUs. The result is the same, because products
     of bfloat16 numbers are exact in float32.
     """
-    if dispatch.backend() == "cpu":
+    if dispatch.policy().float32_factors:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
 

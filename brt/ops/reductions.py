@@ -36,7 +36,7 @@ def sum_last(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
     width; XLA would otherwise store the summed array in memory.
     """
     parts, rest = divmod(x.shape[-1], _VECTOR_WIDTH)
-    if dispatch.backend() == "cpu" and 1 < parts <= _MAX_PARTS and not rest:
+    if dispatch.policy().splits_wide_sums and 1 < parts <= _MAX_PARTS and not rest:
         x = reduce(jnp.add, jnp.split(x, parts, axis=-1))
     return jnp.sum(x, axis=-1, keepdims=True)
 

@@ -77,7 +77,7 @@ def materialized(x: Array) -> Array:
     XLA would otherwise fuse the computation of x into a matrix product that reads x, and repeat
     the computation for every tile of the product.
     """
-    return jax.lax.optimization_barrier(x) if dispatch.backend() == "tpu" else x
+    return jax.lax.optimization_barrier(x) if dispatch.policy().stores_barriers else x
 
 
 def tokens_first(x: Float[Array, "B H T K"]) -> Float[Array, "B T H K"]:

@@ -38,7 +38,7 @@ def share_state(optimizer: Optimizer, mesh: rules.Mesh | None = None) -> bool:
     if number(mesh) == 1:
         return False
     if optimizer.state == "auto":
-        return dispatch.backend() != "cpu" and optimizer.name != "muon"
+        return dispatch.policy().shares_optimizer_state and optimizer.name != "muon"
     return optimizer.state == "shared"
 
 
@@ -94,7 +94,7 @@ def summed(
     with jax.named_scope("replicas"):
         if optimizer_shards is not None:
             return jax.tree.map(_sum_of_share, tree, optimizer_shards)
-        if dispatch.backend() != "cpu" or rules.partitioned():
+        if not dispatch.policy().sends_arrays_together or rules.partitioned():
             return jax.lax.psum(tree, _AXIS)
         flat, whole = ravel_pytree(tree)
         return whole(jax.lax.psum(flat, _AXIS))

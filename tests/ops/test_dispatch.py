@@ -115,3 +115,12 @@ def test_an_entry_is_all_that_a_new_implementation_needs(monkeypatch: pytest.Mon
     assert dispatch.auto_choices() == {"window_attention": "pallas_toy, xla_cpu"}
     with pytest.raises(NotImplementedError, match="'pallas_toy': has no bias"):
         window_part(*inputs, bias, cache_mask, implementation="pallas_toy")
+
+
+def test_every_backend_has_a_policy_and_a_value() -> None:
+    for name in dispatch.ANY:
+        with dispatch.use_backend(name):
+            assert dispatch.policy().dtype == ("float32" if name == "cpu" else "bfloat16")
+            assert dispatch.for_backend("other", tpu="of TPUs") == {"tpu": "of TPUs"}.get(
+                name, "other"
+            )

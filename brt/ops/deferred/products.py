@@ -77,7 +77,7 @@ def _dots_backward(
 def _turns() -> bool:
     """Whether kernels are kept turned for the backward pass: of few rows, a product with the
     transpose takes XLA's CPU backend twice as long. Out of the loop, it is turned once."""
-    return dispatch.backend() == "cpu" and not partitioned()
+    return dispatch.policy().stores_transposes and not partitioned()
 
 
 def _turned(kernel: Array, inputs: int) -> Array:

@@ -134,4 +134,4 @@ _taps.defvjp(_taps_forward, _taps_backward)
 
 def apart(parts: int) -> bool:
     """Whether products of so many parts read each where it is."""
-    return parts > 1 and dispatch.backend() == "tpu"
+    return parts > 1 and dispatch.policy().multiplies_separately

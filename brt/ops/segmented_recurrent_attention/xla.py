@@ -160,7 +160,7 @@ def _repeated(x: Shaped[Array, "M B *R"], segment: Int[Array, "B M"]) -> Shaped[
     be moved to the front and back. TPUs gather them one by one, in twenty times the time of a
     product with zeros and ones, which is as exact.
     """
-    if dispatch.backend() == "tpu":
+    if dispatch.policy().gathers_by_product:
         ones = jax.nn.one_hot(segment, len(x), dtype=jnp.promote_types(x.dtype, jnp.bfloat16))
         found = jnp.einsum("bom,mb...->ob...", ones, x.astype(ones.dtype), precision="highest")
         return found.astype(x.dtype)

@@ -86,7 +86,7 @@ OP = Op(
 
 def normalizes() -> bool:
     """Whether queries and keys are normalised more quickly by what attends with them."""
-    return dispatch.backend() == "tpu"
+    return dispatch.policy().attention_normalizes
 
 
 def window_part(
