@@ -5,12 +5,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import meliad
 import numpy as np
 import pytest
 from recordings import Golden, assert_close
 
 from brt.config import Optimizer
-from brt.interop import meliad
 from brt.layers.recurrent import RecurrentLayer, RecurrentState
 from brt.layers.window import WindowLayer
 from brt.models import decoder

@@ -64,19 +64,3 @@ def step_multiplications(kind: Kind, *, sources: int, head_dim: int, segment_siz
     return multiplications(
         kind, targets=1, sources=sources, head_dim=head_dim, segment_size=segment_size
     )
-
-
-def cache_memory(
-    kind: Kind, *, sources: int, head_dim: int, segment_size: int, form: str = "table"
-) -> int:
-    """Numbers that decoding keeps for a source; `form` is that of srformer: table or carry."""
-    k, d, s = sources, head_dim, segment_size
-    segments = -(-k // s)
-    more = {
-        "full": 0,
-        "segmented": 0,
-        "srformer": segments * d**2 if form == "table" else 3 * d**2,
-        "xl_memory": 2 * k * d,
-        "local_global": 2 * segments * d,
-    }[kind]
-    return 2 * k * d + more
