@@ -38,7 +38,12 @@ from brt.ops.positions import Rotation, alibi_bias, relative_bias, rotate, rotat
 from brt.ops.recurrent_attention import StateKV
 from brt.ops.reductions import add_shared
 from brt.ops.softmax_attention import attend
-from brt.ops.window_attention import last_block, normalizes, segment_part, window_part_step
+from brt.ops.window_attention import (
+    last_block,
+    normalizes_in_kernel,
+    segment_part,
+    window_part_step,
+)
 
 # (queries [B, T, H, K], what they read in the window) -> that mixed with something else
 Mix = Callable[[Array, AttentionPart], Array]
@@ -167,7 +172,7 @@ class TransformerBlock(nn.Module):
         scaled = scaled_unit if m.normalize_qk else _scaled
         queries, keys, *cross = (scaled(*pair) for pair in zip(products, scales, strict=True))
         raw = None
-        if m.normalize_qk and normalizes():
+        if m.normalize_qk and normalizes_in_kernel():
             crossing, handed = (products[2] if cross else None), handed or (products[1], values)
             raw = RawProjections(products[0], products[1], crossing, (handed[0], handed[1]))
         return TokenProjections(queries, keys, values, cross[0] if cross else None, raw)

@@ -28,7 +28,7 @@ from brt.layers.kinds import LayerAux
 from brt.layers.state import LayerState, Stream, with_unit_keys
 from brt.ops import deferred, dispatch
 from brt.ops.recurrent_attention import StateKV
-from brt.ops.window_attention import normalizes
+from brt.ops.window_attention import normalizes_in_kernel
 
 # One entry per run of equal layers. The batch is on axis 0, the layers of the run on axis 1.
 StackState = tuple[LayerState, ...]
@@ -305,7 +305,9 @@ class Stack(nn.Module):
             losses[loss] = losses.get(loss, 0.0) + value
         learnt = {**learnt, **more.model_state}
         state = (*_turned(below), *above)
-        if self.model.normalize_qk and normalizes():  # what blocks have handed on as it was
+        if (
+            self.model.normalize_qk and normalizes_in_kernel()
+        ):  # what blocks have handed on as it was
             state = with_unit_keys(state)
         return y, state, LayerAux(learnt, losses, metrics | more.metrics)
 

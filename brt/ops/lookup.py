@@ -43,9 +43,9 @@ def _forward(
 
 @jax.named_scope("lookup")
 def _backward(
-    dtype: str, axis: str | None, saved: tuple[Array, Array], gradient: Array
+    dtype: str, axis: str | None, residuals: tuple[Array, Array], gradient: Array
 ) -> tuple[Array, None]:
-    ids, rows = saved
+    ids, rows = residuals
     zeros = jnp.zeros((len(rows), gradient.shape[-1]), rows.dtype)
     total = zeros.at[ids].add(_shard_by_lane(gradient.astype(rows.dtype)))
     # The gradient is sharded after the scatter, because scattering into shards moves data.

@@ -55,9 +55,9 @@ def _rms_forward(
 
 
 def _rms_backward(
-    epsilon: float, saved: tuple[Array, Array, Array], gradient: Array
+    epsilon: float, residuals: tuple[Array, Array, Array], gradient: Array
 ) -> tuple[Array, Array]:
-    x, scale, inverse = saved
+    x, scale, inverse = residuals
     y, gradient = x.astype(jnp.float32) * inverse, gradient.astype(jnp.float32)
     dx = _input_gradient(y, inverse, gradient * _broadcast_scale(scale, x), 1 / x.shape[-1])
     return dx.astype(x.dtype), sum_leading(gradient * y, x.ndim - 1)
@@ -95,8 +95,8 @@ def _l2_forward(x: Array) -> tuple[Array, tuple[Array, Array]]:
     return y, (y, inverse)
 
 
-def _l2_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array]:
-    y, inverse = saved
+def _l2_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array]:
+    y, inverse = residuals
     dx = _input_gradient(y.astype(jnp.float32), inverse, gradient.astype(jnp.float32), 1.0)
     return (dx.astype(y.dtype),)
 
@@ -120,8 +120,8 @@ def _unit_forward(x: Array, scale: Array) -> tuple[Array, tuple[Array, Array, Ar
     return y.astype(x.dtype), (x, inverse, scale)
 
 
-def _unit_backward(saved: tuple[Array, Array, Array], gradient: Array) -> tuple[Array, Array]:
-    x, inverse, scale = saved
+def _unit_backward(residuals: tuple[Array, Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, inverse, scale = residuals
     unit, gradient = x.astype(jnp.float32) * inverse, gradient.astype(jnp.float32)
     along = sum_last(gradient * unit)
     dx = (gradient - along * unit) * (inverse * _broadcast_scale(scale, along[..., 0])[..., None])

@@ -265,7 +265,7 @@ def test_a_jax_without_a_name_that_kernels_import_has_no_kernels(
     monkeypatch.delattr(functools.reduce(getattr, inside, mosaic_gpu), last, raising=False)
     monkeypatch.setattr(pallas_mosaic_gpu, "_modules", pallas_mosaic_gpu._modules.__wrapped__)
     given = inputs(1, 128, width=64, dtype="bfloat16")
-    refused = pallas_mosaic_gpu.refuses(given["queries"], given["cached"])
+    refused = pallas_mosaic_gpu.refusal(given["queries"], given["cached"])
     assert refused.startswith("needs Pallas' Mosaic GPU backend of jax 0.10, and here: ")
     assert last in refused
 

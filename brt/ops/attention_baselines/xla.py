@@ -123,8 +123,8 @@ def _permuted_forward(x: Array, order: Array, inverse: Array) -> tuple[Array, tu
     return _permuted(x, order, inverse), (order, inverse)
 
 
-def _permuted_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
-    order, inverse = saved
+def _permuted_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
+    order, inverse = residuals
     return _permuted(gradient, inverse, order), None, None
 
 

@@ -76,11 +76,11 @@ def causal_clustered_attention(
     q, k, v = (x.swapaxes(1, 2) for x in (queries, keys[:, :tokens], values[:, :tokens]))
     by_block = (*q.shape[:2], blocks, 1, tokens // blocks)
     kept_k, kept_v = (x.reshape(*x.shape[:3], -1, x.shape[-1]) for x in pasts[:2])
-    given = _Given(
+    arguments = _Arguments(
         q, k, v, kept_k, kept_v, pasts.rest, pasts.lse[..., None, :],
         nearest(q, centroids).reshape(by_block), cache_mask.astype(jnp.int32), pasts.filled,
     )  # fmt: skip
-    y, lse = _attend(given, Static(attend_to_self, pasts.keys.shape[4], interpret))
+    y, lse = _attend(arguments, Static(attend_to_self, pasts.keys.shape[4], interpret))
     # All of it has the bias of the window's farthest key.
     far = AttentionPart(y.swapaxes(1, 2), lse.swapaxes(1, 2) + bias[None, None])
     return merge_parts([window, far]).output.astype(values.dtype)
@@ -89,7 +89,7 @@ def causal_clustered_attention(
 interpreted = functools.partial(causal_clustered_attention, interpret=True)
 
 
-class _Given(NamedTuple):
+class _Arguments(NamedTuple):
     """What is read; M = C * R."""
 
     q: Float[Array, "B H T K"]
@@ -112,37 +112,41 @@ class _Given(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(given: _Given, static: Static) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T"]]:
+def _attend(
+    arguments: _Arguments, settings: Static
+) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T"]]:
     """What queries read before their windows, and its log-sum-exp."""
-    return _forward(given, static)[0]
+    return _forward(arguments, settings)[0]
 
 
-def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]:
-    q, inputs = given.q, given.inputs()
+def _forward(arguments: _Arguments, settings: Static) -> tuple[tuple[Array, Array], tuple]:
+    q, inputs = arguments.q, arguments.inputs()
     at = _places(inputs)
     y, lse = _call(
-        forward_kernel, given, static, [at], [at.q, at.labels],
+        forward_kernel, arguments, settings, [at], [at.q, at.labels],
         [
-            jax.ShapeDtypeStruct(q.shape, bits_dtype(given.v.dtype)),
-            jax.ShapeDtypeStruct(given.labels.shape, jnp.float32),
+            jax.ShapeDtypeStruct(q.shape, bits_dtype(arguments.v.dtype)),
+            jax.ShapeDtypeStruct(arguments.labels.shape, jnp.float32),
         ], products=2,
-    )(given.cache_mask, given.filled, inputs)  # fmt: skip
-    y, lse = output_residual(y, given.v.dtype), output_residual(lse.reshape(q.shape[:-1]))
-    return (y, lse), (given, y, lse)
+    )(arguments.cache_mask, arguments.filled, inputs)  # fmt: skip
+    y, lse = output_residual(y, arguments.v.dtype), output_residual(lse.reshape(q.shape[:-1]))
+    return (y, lse), (arguments, y, lse)
 
 
-def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> tuple[_Given]:
-    given, y, lse = saved
+def _backward(
+    settings: Static, residuals: tuple, gradients: tuple[Array, Array]
+) -> tuple[_Arguments]:
+    arguments, y, lse = residuals
     gradient, d_lse = gradients
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1) - d_lse
-    lse, along = (x.reshape(given.labels.shape) for x in (lse, along))
-    inputs = given.inputs(gradient=gradient, lse=lse, along=along)
+    lse, along = (x.reshape(arguments.labels.shape) for x in (lse, along))
+    inputs = arguments.inputs(gradient=gradient, lse=lse, along=along)
     at = _places(inputs)
-    (found,) = _call(
-        backward_kernel, given, static, [at], [Gradients(*at[:7])],
-        [Gradients(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[:7]))], products=5,
-    )(given.cache_mask, given.filled, inputs)  # fmt: skip
-    return (given._replace(labels=None, cache_mask=None, filled=None, **found._asdict()),)
+    (results,) = _call(
+        backward_kernel, arguments, settings, [at], [Gradients(*at[:7])],
+        [Gradients(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments[:7]))], products=5,
+    )(arguments.cache_mask, arguments.filled, inputs)  # fmt: skip
+    return (arguments._replace(labels=None, cache_mask=None, filled=None, **results._asdict()),)
 
 
 _attend.defvjp(_forward, _backward)
@@ -168,29 +172,29 @@ def _places(inputs: Inputs) -> Inputs:
 
 
 def _call(
-    kernel: Any, given: _Given, static: Static, inputs: list, outputs: list, shapes: list, *,
-    products: int,
+    kernel: Any, arguments: _Arguments, settings: Static,
+    inputs: list, outputs: list, shapes: list, *, products: int,
 ) -> Any:  # fmt: skip
     """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
-    heads, batch, blocks = given.grid
-    window, width = given.labels.shape[-1], given.q.shape[-1]
-    clusters, slots = given.rest.shape[3], window + given.kept_k.shape[3]
+    heads, batch, blocks = arguments.grid
+    window, width = arguments.labels.shape[-1], arguments.q.shape[-1]
+    clusters, slots = arguments.rest.shape[3], window + arguments.kept_k.shape[3]
     backward, scratch = products > 2, []
     if backward:
         scratch = [pltpu.VMEM((slots, width), jnp.float32)] * 2
     return pl.pallas_call(
-        functools.partial(kernel, static=static),
+        functools.partial(kernel, settings=settings),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2, grid=given.grid, in_specs=inputs, out_specs=outputs,
+            num_scalar_prefetch=2, grid=arguments.grid, in_specs=inputs, out_specs=outputs,
             scratch_shapes=scratch,
         ),
         out_shape=shapes,
         name=f"causal_clustered{'_backward' if backward else ''}_{window}x{slots}x{width}_"
-        f"{given.q.dtype}_{heads * batch * blocks}_steps",
-        interpret=static.interpret, compiler_params=parallel_heads(3),
+        f"{arguments.q.dtype}_{heads * batch * blocks}_steps",
+        interpret=settings.interpret, compiler_params=parallel_heads(3),
         cost_estimate=pl.CostEstimate(
-            flops=2 * products * (slots + clusters) * given.q.size,
-            transcendentals=given.q.size // width * slots,
-            bytes_accessed=sum(x.nbytes for x in given[:7]) * (2 if backward else 1),
+            flops=2 * products * (slots + clusters) * arguments.q.size,
+            transcendentals=arguments.q.size // width * slots,
+            bytes_accessed=sum(x.nbytes for x in arguments[:7]) * (2 if backward else 1),
         ),
     )  # fmt: skip

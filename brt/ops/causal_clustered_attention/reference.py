@@ -22,14 +22,14 @@ def past_scan(
 ) -> tuple[Past, Past]:
     """See `api.past_scan`."""
     k, v = (x.astype(jnp.float32).swapaxes(1, 2) for x in (keys, values))
-    found = [
+    results = [
         _found(k, v, cache_mask, past, centroids, block) for block in range(cache_mask.shape[1] + 1)
     ]
-    found = [
+    results = [
         past._replace(keys=past.keys.astype(keys.dtype), values=past.values.astype(values.dtype))
-        for past in found
+        for past in results
     ]
-    return found[-1], jax.tree.map(lambda *leaves: jnp.stack(leaves), *found[:-1])
+    return results[-1], jax.tree.map(lambda *leaves: jnp.stack(leaves), *results[:-1])
 
 
 def causal_clustered_attention(

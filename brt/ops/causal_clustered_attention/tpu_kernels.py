@@ -91,7 +91,7 @@ class _Tile(NamedTuple):
         return x[:near], x[near : near + kept], x[near + kept :]
 
 
-def _tiles(seen: Array, filled: Array, inputs: Inputs, static: Static) -> list[_Tile]:
+def _tiles(seen: Array, filled: Array, inputs: Inputs, settings: Static) -> list[_Tile]:
     window, size = inputs.q.shape[0], math.gcd(inputs.q.shape[0], ROWS)
     clusters, kept = inputs.rest.shape[0], inputs.kept_k.shape[0]
     tiles = []
@@ -99,10 +99,10 @@ def _tiles(seen: Array, filled: Array, inputs: Inputs, static: Static) -> list[_
         end = begin + size
         rows = begin + jax.lax.broadcasted_iota(jnp.int32, (end, size), 1)
         slots = jax.lax.broadcasted_iota(jnp.int32, (end, size), 0)
-        left = (slots <= rows if static.attend_to_self else slots < rows) & seen
+        left = (slots <= rows if settings.attend_to_self else slots < rows) & seen
         labels = inputs.labels[:, begin:end]
         slots = jax.lax.broadcasted_iota(jnp.int32, (kept, size), 0)
-        count = jnp.int32(static.slots)
+        count = jnp.int32(settings.slots)
         there = jax.lax.rem(slots, count) < filled
         own = (jax.lax.div(slots, count) == labels) & there
         centroids = jax.lax.broadcasted_iota(jnp.int32, (clusters, size), 0)
@@ -124,13 +124,13 @@ def _logits(tile: _Tile, inputs: Inputs) -> Float[Array, "X R"]:
 
 
 def forward_kernel(
-    cache_mask: Any, filled: Any, inputs: Inputs, y: Any, lse: Any, *, static: Static
+    cache_mask: Any, filled: Any, inputs: Inputs, y: Any, lse: Any, *, settings: Static
 ) -> None:
     lane, n = pl.program_id(1), pl.program_id(2)
     dtype = inputs.v.dtype
     columns = inputs.v[...].T, inputs.kept_v[...].T
     summed = inputs.rest[...].T
-    for tile in _tiles(cache_mask[lane, n] > 0, filled[n, lane], inputs, static):
+    for tile in _tiles(cache_mask[lane, n] > 0, filled[n, lane], inputs, settings):
         logits = _logits(tile, inputs)
         top = jnp.maximum(jnp.max(logits, axis=0, keepdims=True), FLOOR)
         weights = jnp.exp(logits - top)
@@ -143,16 +143,16 @@ def forward_kernel(
 
 
 def backward_kernel(
-    cache_mask: Any, filled: Any, inputs: Inputs, found: Gradients, keys_sum: Any,
-    values_sum: Any, *, static: Static,
+    cache_mask: Any, filled: Any, inputs: Inputs, results: Gradients, keys_sum: Any,
+    values_sum: Any, *, settings: Static,
 ) -> None:  # fmt: skip
     """The sums are float32, of the block before and behind it of what centroids keep."""
     lane, n = pl.program_id(1), pl.program_id(2)
     window, dtype = inputs.q.shape[0], inputs.q.dtype
     for total in (keys_sum, values_sum):
         total[:window] = jnp.zeros_like(total[:window])
-    of_rest, of_weight = jnp.zeros(found.rest.shape, jnp.float32), jnp.zeros((), jnp.float32)
-    for tile in _tiles(cache_mask[lane, n] > 0, filled[n, lane], inputs, static):
+    of_rest, of_weight = jnp.zeros(results.rest.shape, jnp.float32), jnp.zeros((), jnp.float32)
+    for tile in _tiles(cache_mask[lane, n] > 0, filled[n, lane], inputs, settings):
         own, theirs = inputs.q[tile.rows], inputs.gradient[tile.rows]
         weights = jnp.exp(_logits(tile, inputs) - inputs.lse[:, tile.rows])
         wide = theirs.astype(jnp.float32)
@@ -164,7 +164,7 @@ def backward_kernel(
         d_near, d_kept = (x.astype(dtype) for x in parts[:2])
         d_own = dot_float32(d_near, inputs.k[tile.near], TN)
         d_own += dot_float32(d_kept, inputs.kept_k[...], TN)
-        found.q[tile.rows] = d_own.astype(found.q.dtype)
+        results.q[tile.rows] = d_own.astype(results.q.dtype)
         of_rest += dot_float32(rest, wide, NN)
         of_weight += jnp.sum(parts[2], axis=1, keepdims=True)
         first = tile.rows.start == 0
@@ -176,9 +176,9 @@ def backward_kernel(
             of_kept = dot_float32(cuts[1], rows, NN)
             total[window:] = of_kept if first else total[window:] + of_kept
     for near, kept, total in (
-        (found.k, found.kept_k, keys_sum), (found.v, found.kept_v, values_sum),
+        (results.k, results.kept_k, keys_sum), (results.v, results.kept_v, values_sum),
     ):  # fmt: skip
         near[...] = total[:window].astype(near.dtype)
         kept[...] = total[window:].astype(kept.dtype)
-    found.rest[...] = of_rest
-    found.rest_lse[...] = jnp.broadcast_to(of_weight, (len(of_weight), LANES)).T[:1]
+    results.rest[...] = of_rest
+    results.rest_lse[...] = jnp.broadcast_to(of_weight, (len(of_weight), LANES)).T[:1]

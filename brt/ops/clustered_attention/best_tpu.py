@@ -55,10 +55,10 @@ def largest(steps: int, rows: Callable[[Any], Lists], lists: Any) -> Lists:
         lists[...] = _merged(rows_of(lists, 0), _ordered(rows(step))).reshape(lists.shape)
 
     jax.lax.fori_loop(0, steps, some, None)
-    found = rows_of(lists, 0)
+    results = rows_of(lists, 0)
     for shift in (4, 2, 1):
-        found = _merged(found, pltpu.roll(found, shift, 1))
-    return found
+        results = _merged(results, pltpu.roll(results, shift, 1))
+    return results
 
 
 def threshold(

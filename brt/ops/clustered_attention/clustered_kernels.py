@@ -67,8 +67,8 @@ class Outputs(NamedTuple):
     numbers: Any
 
 
-def _tile_of(ref: Any, static: Static) -> int:
-    return min(static.tile, ref.shape[-1])
+def _tile_of(ref: Any, settings: Static) -> int:
+    return min(settings.tile, ref.shape[-1])
 
 
 def _columns(x: Float[Array, "C N"]) -> list[Float[Array, "C 128"]]:
@@ -81,17 +81,17 @@ def _logits(inputs: Inputs, centroids: Array, place: Any) -> Float[Array, "C N"]
 
 
 def forward_kernel(
-    inputs: Inputs, y: Any, centroids: Any, read: Any, numbers: Any, *, static: Static
+    inputs: Inputs, y: Any, centroids: Any, read: Any, numbers: Any, *, settings: Static
 ) -> None:
-    of_queries, of_keys = (_tile_of(x, static) for x in (inputs.queries, inputs.keys))
+    of_queries, of_keys = (_tile_of(x, settings) for x in (inputs.queries, inputs.keys))
     steps, key_steps = inputs.queries.shape[1] // of_queries, inputs.keys.shape[1] // of_keys
-    dtype, nothing = inputs.queries.dtype, jnp.zeros((static.clusters, LANES), jnp.float32)
+    dtype, nothing = inputs.queries.dtype, jnp.zeros((settings.clusters, LANES), jnp.float32)
     centroids[...] = jnp.zeros_like(centroids)
     read[...] = jnp.zeros_like(read)
 
     def gather(i: Any, count: Array) -> Array:
         place = pl.ds(i * of_queries, of_queries)
-        members = members_of(inputs.labels, place, static.clusters)
+        members = members_of(inputs.labels, place, settings.clusters)
         centroids[...] += dot_float32(members.astype(dtype), inputs.queries[:, place], NT)
         return sum(_columns(members), start=count)
 
@@ -121,24 +121,24 @@ def forward_kernel(
 
     def spread(i: Any, _: None) -> None:
         place = pl.ds(i * of_queries, of_queries)
-        members = members_of(inputs.labels, place, static.clusters).astype(dtype)
+        members = members_of(inputs.labels, place, settings.clusters).astype(dtype)
         y[:, place] = dot_float32(read[...].astype(dtype), members, TN).astype(y.dtype)
 
     unrolled_loop(steps, spread)
 
 
 def backward_kernel(
-    inputs: Inputs, d_queries: Any, d_keys: Any, d_values: Any, sums: Any, *, static: Static
+    inputs: Inputs, d_queries: Any, d_keys: Any, d_values: Any, sums: Any, *, settings: Static
 ) -> None:
     """`sums` [C, K]: the gradient of centroids."""
-    of_queries, of_keys = (_tile_of(x, static) for x in (inputs.queries, inputs.keys))
+    of_queries, of_keys = (_tile_of(x, settings) for x in (inputs.queries, inputs.keys))
     steps, key_steps = inputs.queries.shape[1] // of_queries, inputs.keys.shape[1] // of_keys
     dtype = inputs.queries.dtype
 
-    def gather(i: Any, found: Array) -> Array:
+    def gather(i: Any, results: Array) -> Array:
         place = pl.ds(i * of_queries, of_queries)
-        members = members_of(inputs.labels, place, static.clusters).astype(dtype)
-        return found + dot_float32(members, inputs.gradient[:, place], NT)
+        members = members_of(inputs.labels, place, settings.clusters).astype(dtype)
+        return results + dot_float32(members, inputs.gradient[:, place], NT)
 
     d_read = unrolled_loop(steps, gather, jnp.zeros(inputs.read.shape, jnp.float32))
     along = jnp.sum(d_read * inputs.read[...], axis=1, keepdims=True)
@@ -159,7 +159,7 @@ def backward_kernel(
 
     def spread(i: Any, _: None) -> None:
         place = pl.ds(i * of_queries, of_queries)
-        members = members_of(inputs.labels, place, static.clusters).astype(dtype)
+        members = members_of(inputs.labels, place, settings.clusters).astype(dtype)
         d_queries[:, place] = dot_float32(d_means, members, TN).astype(dtype)
 
     unrolled_loop(steps, spread)

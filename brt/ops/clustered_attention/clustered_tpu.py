@@ -78,7 +78,7 @@ def clustered(
 ) -> Float[Array, "B H T E"]:
     """See `xla.clustered`; `interpret` runs on any device, with heads of any size."""
     count = min(config.clusters, labels.shape[-1])
-    local = functools.partial(_local, static=Static(count, interpret))
+    local = functools.partial(_local, settings=Static(count, interpret))
     return by_device(local, queries, keys, values, valid, labels)
 
 
@@ -86,64 +86,64 @@ interpreted = functools.partial(clustered, interpret=True)
 
 
 def _local(
-    queries: Array, keys: Array, values: Array, valid: Array, labels: Array, static: Static
+    queries: Array, keys: Array, values: Array, valid: Array, labels: Array, settings: Static
 ) -> Float[Array, "B H T E"]:
     tokens = queries.shape[2]
-    of_queries, of_keys = static.whole(tokens), static.whole(keys.shape[2])
+    of_queries, of_keys = settings.whole(tokens), settings.whole(keys.shape[2])
     q = filled(queries.swapaxes(2, 3), of_queries)
     k, v = (filled(x.swapaxes(2, 3), of_keys) for x in (keys, values))
-    own = labels_of(labels, static.used, of_queries, static.clusters)
-    y = _attend(Inputs(q, k, v, own, unseen_of(valid, of_keys)), static)
+    own = labels_of(labels, settings.used, of_queries, settings.clusters)
+    y = _attend(Inputs(q, k, v, own, unseen_of(valid, of_keys)), settings)
     return y[..., :tokens].swapaxes(2, 3)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(given: Inputs, static: Static) -> Float[Array, "B H E T"]:
-    return _forward(given, static)[0]
+def _attend(arguments: Inputs, settings: Static) -> Float[Array, "B H E T"]:
+    return _forward(arguments, settings)[0]
 
 
-def _forward(given: Inputs, static: Static) -> tuple[Array, Inputs]:
-    batch, heads, width, tokens = given.queries.shape
-    wide, clusters = given.values.shape[2], static.clusters
+def _forward(arguments: Inputs, settings: Static) -> tuple[Array, Inputs]:
+    batch, heads, width, tokens = arguments.queries.shape
+    wide, clusters = arguments.values.shape[2], settings.clusters
     shapes = Outputs((wide, tokens), (clusters, width), (clusters, wide), (clusters, 2))
-    found = pl.pallas_call(
-        functools.partial(forward_kernel, static=static),
-        grid=(heads, batch), in_specs=[places(given)],
+    results = pl.pallas_call(
+        functools.partial(forward_kernel, settings=settings),
+        grid=(heads, batch), in_specs=[places(arguments)],
         out_specs=[*(head_block_spec(*shape) for shape in shapes)],
         out_shape=[
             jax.ShapeDtypeStruct((batch, heads, *shape), dtype)
-            for shape, dtype in zip(shapes, (given.values.dtype, *["float32"] * 3), strict=True)
+            for shape, dtype in zip(shapes, (arguments.values.dtype, *["float32"] * 3), strict=True)
         ],
-        **_options(given, static, "clustered_attention", products=4),
-    )(given)  # fmt: skip
-    y, centroids, read, numbers = (output_residual(x) for x in found)
-    return y, given._replace(centroids=centroids, read=read, numbers=numbers)
+        **_options(arguments, settings, "clustered_attention", products=4),
+    )(arguments)  # fmt: skip
+    y, centroids, read, numbers = (output_residual(x) for x in results)
+    return y, arguments._replace(centroids=centroids, read=read, numbers=numbers)
 
 
-def _backward(static: Static, saved: Inputs, gradient: Array) -> tuple[Inputs]:
-    given = saved._replace(gradient=gradient)
-    at = places(given)
-    found = pl.pallas_call(
-        functools.partial(backward_kernel, static=static),
-        grid=given.queries.shape[1::-1], in_specs=[at],
+def _backward(settings: Static, residuals: Inputs, gradient: Array) -> tuple[Inputs]:
+    arguments = residuals._replace(gradient=gradient)
+    at = places(arguments)
+    results = pl.pallas_call(
+        functools.partial(backward_kernel, settings=settings),
+        grid=arguments.queries.shape[1::-1], in_specs=[at],
         out_specs=[at.queries, at.keys, at.values],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[:3]],
-        scratch_shapes=[pltpu.VMEM(given.centroids.shape[2:], jnp.float32)],
-        **_options(given, static, "clustered_attention_backward", products=8),
-    )(given)  # fmt: skip
-    d_q, d_k, d_v = found
-    return (Inputs(d_q, d_k, d_v, None, jnp.zeros_like(given.unseen)),)
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments[:3]],
+        scratch_shapes=[pltpu.VMEM(arguments.centroids.shape[2:], jnp.float32)],
+        **_options(arguments, settings, "clustered_attention_backward", products=8),
+    )(arguments)  # fmt: skip
+    d_q, d_k, d_v = results
+    return (Inputs(d_q, d_k, d_v, None, jnp.zeros_like(arguments.unseen)),)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _options(given: Inputs, static: Static, name: str, products: int) -> dict[str, Any]:
-    size, width = given.keys.size, given.keys.shape[2]
+def _options(arguments: Inputs, settings: Static, name: str, products: int) -> dict[str, Any]:
+    size, width = arguments.keys.size, arguments.keys.shape[2]
     arrays = products // 2 + products // 8
     return options(
-        name, given.keys, static.clusters, static.interpret,
-        flops=2 * products * static.clusters * size,
-        transcendentals=static.clusters * size // width,
-        bytes_accessed=arrays * size * given.keys.dtype.itemsize,
+        name, arguments.keys, settings.clusters, settings.interpret,
+        flops=2 * products * settings.clusters * size,
+        transcendentals=settings.clusters * size // width,
+        bytes_accessed=arrays * size * arguments.keys.dtype.itemsize,
     )  # fmt: skip

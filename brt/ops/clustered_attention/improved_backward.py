@@ -26,26 +26,28 @@ from brt.ops.tpu import LANES, NN, NT, TN, dot_float32, unrolled_loop
 
 def backward_kernel(
     inputs: Inputs, d_queries: Any, d_keys: Any, d_values: Any, d_best: Any, turned: Any,
-    d_tokens: Any, own: Any, rows: Any, shares: Any, sums: Any, *, static: Static,
+    d_tokens: Any, own: Any, rows: Any, shares: Any, sums: Any, *, settings: Static,
 ) -> None:  # fmt: skip
     """Float32 memory: gradients of best keys and values, `d_best` [R, K + E, C] and `turned`
     [R, C, K + E], of all keys, `d_tokens` [X + 8, K + E], of what queries read exactly, `own`
     [K, T], and of means, `sums` [K, C]; `rows` [2, 8 R, 128] and `shares` [3, max(R, 8), 256]."""
-    found, (size, _) = inputs.found, inputs.keys.shape
-    d_rest, d_mass = _go_back_from_queries(inputs, d_best, own, rows, shares, static)
-    numbers = Numbers(*(found.numbers[i : i + 1] for i in range(len(Numbers._fields))))
+    results, (size, _) = inputs.results, inputs.keys.shape
+    d_rest, d_mass = _go_back_from_queries(inputs, d_best, own, rows, shares, settings)
+    numbers = Numbers(*(results.numbers[i : i + 1] for i in range(len(Numbers._fields))))
     mass = numbers.mass
-    d_lse = mass * (1 - mass) * (d_mass - jnp.sum(d_rest * found.rest[...], axis=0, keepdims=True))
+    d_lse = (
+        mass * (1 - mass) * (d_mass - jnp.sum(d_rest * results.rest[...], axis=0, keepdims=True))
+    )
     d_rest = (1 - mass) * d_rest
-    d_lse_rest = -d_lse - jnp.sum(d_rest * found.rest[...], axis=0, keepdims=True)
-    _scatter(found.places, d_best, turned, d_tokens, static)
+    d_lse_rest = -d_lse - jnp.sum(d_rest * results.rest[...], axis=0, keepdims=True)
+    _scatter(results.places, d_best, turned, d_tokens, settings)
     dtype = inputs.keys.dtype
-    means, of_rest = found.means[...].astype(dtype), d_rest.astype(dtype)
+    means, of_rest = results.means[...].astype(dtype), d_rest.astype(dtype)
     sums[...] = jnp.zeros_like(sums)
 
     def weigh(step: Any, _: None) -> None:
         place = pl.ds(step * LANES, LANES)
-        best = _unpacked(found.bits, step)
+        best = _unpacked(results.bits, step)
         logits = logits_of(inputs, means, place)
         weights = jnp.exp(logits - jnp.where(best, numbers.best, numbers.rest))
         read = dot_float32(inputs.values[:, place], of_rest, TN) + d_lse_rest
@@ -63,13 +65,13 @@ def backward_kernel(
         place = pl.ds(step * LANES, LANES)
         labels = inputs.labels[:, place]
         total = own[:, place] + own_of(d_means, labels)
-        d_queries[:, place] = jnp.where(labels < static.used, total, 0).astype(dtype)
+        d_queries[:, place] = jnp.where(labels < settings.used, total, 0).astype(dtype)
 
     unrolled_loop(d_queries.shape[1] // LANES, spread)
 
 
 def _go_back_from_queries(
-    inputs: Inputs, d_best: Any, own: Any, rows: Any, shares: Any, static: Static
+    inputs: Inputs, d_best: Any, own: Any, rows: Any, shares: Any, settings: Static
 ) -> tuple[Float[Array, "E C"], Float[Array, "1 C"]]:
     """Sums over members: of the output's gradient, and of it along what they read exactly.
 
@@ -85,14 +87,14 @@ def _go_back_from_queries(
         place = pl.ds(jnp.maximum(step - 1, 0) * KEYS, KEYS)
         d_logits, weights, along = shares[0], shares[1], shares[2, :SUBLANES]
         for j in range(KEYS // LANES):
-            tile = Tile(inputs, inputs.found, jnp.minimum(step, steps - 1) * (KEYS // LANES) + j)
+            tile = Tile(inputs, inputs.results, jnp.minimum(step, steps - 1) * (KEYS // LANES) + j)
             lanes = slice(j * LANES, (j + 1) * LANES)
-            _go_back_to_queries(tile, inputs, own, rows, shares.at[:, :, lanes], static)
+            _go_back_to_queries(tile, inputs, own, rows, shares.at[:, :, lanes], settings)
         members, gradient = members_of(inputs, place), inputs.gradient[:, place]
         members = jnp.where(step > 0, members, 0)
         queries, wide = (x.astype(jnp.float32) for x in (inputs.queries[:, place], gradient))
-        for first in range(0, static.top_k, AT_ONCE):
-            parts, ranks = [], range(first, min(first + AT_ONCE, static.top_k))
+        for first in range(0, settings.top_k, AT_ONCE):
+            parts, ranks = [], range(first, min(first + AT_ONCE, settings.top_k))
             for r in ranks:
                 parts += [queries * d_logits[r : r + 1], wide * weights[r : r + 1]]
             of_best = dot_float32(jnp.concatenate(parts, axis=0).astype(dtype), members, NT)
@@ -105,49 +107,49 @@ def _go_back_from_queries(
     width = inputs.values.shape[0]
     of_rest, of_along = (jnp.zeros((n, CLUSTERS), jnp.float32) for n in (width, 16))
     d_rest, along = jax.lax.fori_loop(0, steps + 1, some, (of_rest, of_along))
-    return d_rest, jnp.zeros_like(along[:1]) if static.mass_stop_gradient else along[:1]
+    return d_rest, jnp.zeros_like(along[:1]) if settings.mass_stop_gradient else along[:1]
 
 
 def _go_back_to_queries(
-    tile: Tile, inputs: Inputs, own: Any, rows: Any, shares: Any, static: Static
+    tile: Tile, inputs: Inputs, own: Any, rows: Any, shares: Any, settings: Static
 ) -> None:
     """Leaves gradients of logits, weights, and the output's along what is read exactly."""
     gradient = inputs.gradient[:, tile.place].astype(jnp.float32)
-    for r in range(static.top_k):
+    for r in range(settings.top_k):
         rows[0, eight_rows(r)] = tile.along(tile.queries, tile.keys(r))
         rows[1, eight_rows(r)] = tile.along(gradient, tile.values(r))
     weights, read = tile.weights(added(rows.at[0])), added(rows.at[1])
     along = jnp.sum(weights * read, axis=0, keepdims=True)
     weights *= tile.numbers.mass
     d_logits = weights * (read - along)
-    shares[0, : static.top_k], shares[1, : static.top_k] = d_logits, weights
+    shares[0, : settings.top_k], shares[1, : settings.top_k] = d_logits, weights
     shares[2, :SUBLANES] = jnp.broadcast_to(along, (SUBLANES, LANES))
-    own[:, tile.place] = sum(d_logits[r : r + 1] * tile.keys(r) for r in range(static.top_k))
+    own[:, tile.place] = sum(d_logits[r : r + 1] * tile.keys(r) for r in range(settings.top_k))
 
 
-def _scatter(places: Any, d_best: Any, turned: Any, d_tokens: Any, static: Static) -> None:
+def _scatter(places: Any, d_best: Any, turned: Any, d_tokens: Any, settings: Static) -> None:
     """To the keys that clusters chose, a cluster at a time: it chose a key once at most."""
     d_tokens[...] = jnp.zeros_like(d_tokens)
 
     def turn(r: Any, _: None) -> None:
         turned[r] = d_best[r].T
 
-    unrolled_loop(static.top_k, turn)
+    unrolled_loop(settings.top_k, turn)
 
     def add(cluster: Any, _: None) -> None:
         sums = []
-        for r in range(static.top_k):
+        for r in range(settings.top_k):
             place = pl.ds(places[r, cluster], 1)
             sums.append((place, d_tokens[place] + turned[r, pl.ds(cluster, 1)]))
         for place, row in sums:
             d_tokens[place] = row
 
-    jax.lax.fori_loop(0, static.used, add, None)
+    jax.lax.fori_loop(0, settings.used, add, None)
 
 
 def _unpacked(bits: Any, step: Any) -> Bool[Array, "128 C"]:
     """Of 128 keys, half of those that a register of words is of."""
     words = bits[pl.ds((step >> 1) * SUBLANES, SUBLANES)]
     first = (step & 1) * (LANES // SUBLANES)
-    found = [words >> first + j & 1 for j in range(LANES // SUBLANES)]
-    return jnp.concatenate(found, axis=0) > 0
+    results = [words >> first + j & 1 for j in range(LANES // SUBLANES)]
+    return jnp.concatenate(results, axis=0) > 0

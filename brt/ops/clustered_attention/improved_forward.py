@@ -33,34 +33,34 @@ _COLUMN = LANES.bit_length() - 1
 
 
 def forward_kernel(
-    inputs: Inputs, y: Any, found: Found, logits: Any, lists: Any, packed: Any, rows: Any, *,
-    static: Static,
+    inputs: Inputs, y: Any, results: Found, logits: Any, lists: Any, packed: Any, rows: Any, *,
+    settings: Static,
 ) -> None:  # fmt: skip
     """Memory: `logits` [X, C], `lists` [256, C] and `rows` [8 R, 128], float32; `packed` [W, X]."""
-    counts = _find_means(inputs, found.means)
-    means = found.means[...].astype(inputs.keys.dtype)
+    counts = _find_means(inputs, results.means)
+    means = results.means[...].astype(inputs.keys.dtype)
 
     def weigh(step: Any, _: None) -> None:
         place = pl.ds(step * KEYS, KEYS)
         logits[place] = logits_of(inputs, means, place)
 
     unrolled_loop(logits.shape[0] // KEYS, weigh)
-    best, count = _choose(logits, lists, counts, found, static)
-    rest = _read_rest(inputs, logits, found.rest)
+    best, count = _choose(logits, lists, counts, results, settings)
+    rest = _read_rest(inputs, logits, results.rest)
     numbers = Numbers(rest, best, 1 / jnp.maximum(counts[:1], 1), count)
-    found.numbers[...] = jnp.concatenate([*numbers, jnp.zeros((4, CLUSTERS))], axis=0)
-    _gather(inputs, packed, found, static)
-    common = (1 - numbers.mass) * found.rest[...]
+    results.numbers[...] = jnp.concatenate([*numbers, jnp.zeros((4, CLUSTERS))], axis=0)
+    _gather(inputs, packed, results, settings)
+    common = (1 - numbers.mass) * results.rest[...]
 
     def attend(step: Any, _: None) -> None:
-        tile = Tile(inputs, found, step)
-        for r in range(static.top_k):
+        tile = Tile(inputs, results, step)
+        for r in range(settings.top_k):
             rows[eight_rows(r)] = tile.along(tile.queries, tile.keys(r))
         weights = tile.weights(added(rows)) * tile.numbers.mass
         read = own_of(common, tile.labels)
-        for r in range(static.top_k):
+        for r in range(settings.top_k):
             read += weights[r : r + 1] * tile.values(r)
-        y[:, tile.place] = jnp.where(tile.labels < static.used, read, 0).astype(y.dtype)
+        y[:, tile.place] = jnp.where(tile.labels < settings.used, read, 0).astype(y.dtype)
 
     jax.lax.fori_loop(0, y.shape[1] // LANES, attend, None)
 
@@ -85,12 +85,12 @@ def _find_means(inputs: Inputs, means: Any) -> Float[Array, "8 C"]:
 
 
 def _choose(
-    logits: Any, lists: Any, counts: Float[Array, "8 C"], found: Found, static: Static
+    logits: Any, lists: Any, counts: Float[Array, "8 C"], results: Found, settings: Static
 ) -> tuple[Float[Array, "1 C"], Float[Array, "1 C"]]:
     """Finds the best keys and masks their logits; what they weigh together, and how many."""
     steps, lanes = logits.shape[0] // KEYS, logits.shape[1]
     values = best_tpu.largest(steps, lambda step: best_tpu.rows_of(logits, step), lists)
-    least, end = best_tpu.threshold(logits, values, counts, static.top_k)
+    least, end = best_tpu.threshold(logits, values, counts, settings.top_k)
 
     def split(step: Any) -> Array:
         rows, places = best_tpu.rows_of(logits, step), best_tpu.places_of(step, lanes)
@@ -99,13 +99,13 @@ def _choose(
         logits[pl.ds(step * KEYS, KEYS)] = masked.reshape(KEYS, lanes)
         ones = jnp.where(best, 1, 0)
         bits = functools.reduce(jnp.bitwise_or, (ones[j] << j for j in range(LENGTH)))
-        found.bits[pl.ds(step * SUBLANES, SUBLANES)] = bits
+        results.bits[pl.ds(step * SUBLANES, SUBLANES)] = bits
         return jnp.where(best, -places, -NOWHERE)
 
     places = -best_tpu.largest(steps, split, lists)[:, 0]
-    found.places[...] = jnp.minimum(places, logits.shape[0]).astype(jnp.int32)
+    results.places[...] = jnp.minimum(places, logits.shape[0]).astype(jnp.int32)
     count = jnp.sum(jnp.where(places < NOWHERE, 1.0, 0.0), axis=0, keepdims=True)
-    values = values[: static.top_k, 0]
+    values = values[: settings.top_k, 0]
     top = jnp.maximum(values[:1], FLOOR)
     total = jnp.sum(jnp.exp(values - top), axis=0, keepdims=True) + jnp.exp(FLOOR - top)
     return top + jnp.log(total), count
@@ -133,7 +133,7 @@ def _read_rest(inputs: Inputs, logits: Any, rest: Any) -> Float[Array, "1 C"]:
     return top + jnp.log(total)
 
 
-def _gather(inputs: Inputs, packed: Any, found: Found, static: Static) -> None:
+def _gather(inputs: Inputs, packed: Any, results: Found, settings: Static) -> None:
     """Best keys and values: of some places in a list at a time, from 128 keys after the other."""
     size = inputs.keys.shape[0] * inputs.keys.dtype.itemsize // 4
     steps = inputs.keys.shape[1] // LANES
@@ -148,7 +148,7 @@ def _gather(inputs: Inputs, packed: Any, found: Found, static: Static) -> None:
     def some(group: Any, _: None) -> None:
         shape = packed.shape[0], CLUSTERS
         rows = [group * AT_ONCE + j for j in range(AT_ONCE)]
-        places = [jnp.broadcast_to(found.places[pl.ds(r, 1)], shape) for r in rows]
+        places = [jnp.broadcast_to(results.places[pl.ds(r, 1)], shape) for r in rows]
 
         def look(step: Any, words: list[Array]) -> list[Array]:
             here = packed[:, pl.ds(step * LANES, LANES)]
@@ -160,6 +160,6 @@ def _gather(inputs: Inputs, packed: Any, found: Found, static: Static) -> None:
         nothing = [jnp.zeros(shape, jnp.int32)] * AT_ONCE
         words = jax.lax.fori_loop(0, steps, look, nothing, unroll=2)
         for r, of_place in zip(rows, words, strict=True):
-            found.words[r] = of_place
+            results.words[r] = of_place
 
-    jax.lax.fori_loop(0, -(-static.top_k // AT_ONCE), some, None)
+    jax.lax.fori_loop(0, -(-settings.top_k // AT_ONCE), some, None)

@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
       labels: [1, T], int32, beyond all clusters for padding.
       unseen: [1, X], float32, added to logits.
       gradient: [E, T], of it the rest, in the backward pass only.
-      found: see `Found`.
+      results: see `Found`.
     """
 
     queries: Any
@@ -63,7 +63,7 @@ class Inputs(NamedTuple):
     labels: Any
     unseen: Any
     gradient: Any = None
-    found: Any = None
+    results: Any = None
 
 
 class Numbers(NamedTuple):
@@ -109,13 +109,13 @@ def own_of(table: Array, labels: Int[Array, "1 128"]) -> Array:
 class Tile:
     """128 queries, and what their clusters have."""
 
-    def __init__(self, inputs: Inputs, found: Found, step: Any) -> None:
+    def __init__(self, inputs: Inputs, results: Found, step: Any) -> None:
         self.place = pl.ds(step * LANES, LANES)
         self.labels = inputs.labels[:, self.place]
         self.queries = inputs.queries[:, self.place].astype(jnp.float32)
-        numbers = own_of(found.numbers[...], self.labels)
+        numbers = own_of(results.numbers[...], self.labels)
         self.numbers = Numbers(*(numbers[i : i + 1] for i in range(len(Numbers._fields))))
-        self._words, self._dtype = found.words, inputs.keys.dtype
+        self._words, self._dtype = results.words, inputs.keys.dtype
         self._keys = inputs.keys.shape[0] * inputs.keys.dtype.itemsize // 4
 
     def keys(self, r: int) -> Float[Array, "K 128"]:

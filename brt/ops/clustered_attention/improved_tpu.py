@@ -91,10 +91,10 @@ def improved_clustered(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B H T E"]:
     """See `xla.improved_clustered`; `interpret` runs on any device, with heads of any size."""
-    static = Static(
+    settings = Static(
         min(config.clusters, labels.shape[-1]), config.top_k, config.mass_stop_gradient, interpret
     )
-    local = functools.partial(_local, static=static)
+    local = functools.partial(_local, settings=settings)
     return by_device(local, queries, keys, values, valid, labels)
 
 
@@ -102,7 +102,7 @@ interpreted = functools.partial(improved_clustered, interpret=True)
 
 
 def _local(
-    queries: Array, keys: Array, values: Array, valid: Array, labels: Array, static: Static
+    queries: Array, keys: Array, values: Array, valid: Array, labels: Array, settings: Static
 ) -> Float[Array, "B H T E"]:
     def turned(x: Array) -> Array:
         """Tokens last, numbers in whole registers."""
@@ -110,58 +110,58 @@ def _local(
         return filled(jnp.pad(x, spare).swapaxes(2, 3), KEYS)
 
     q, k, v = map(turned, (queries, keys, values))
-    own = labels_of(labels, static.used, KEYS, CLUSTERS)
-    y = _attend(Inputs(q, k, v, own, unseen_of(valid, KEYS)), static)
+    own = labels_of(labels, settings.used, KEYS, CLUSTERS)
+    y = _attend(Inputs(q, k, v, own, unseen_of(valid, KEYS)), settings)
     return y[:, :, : values.shape[3], : queries.shape[2]].swapaxes(2, 3)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(given: Inputs, static: Static) -> Float[Array, "B H E T"]:
-    return _forward(given, static)[0]
+def _attend(arguments: Inputs, settings: Static) -> Float[Array, "B H E T"]:
+    return _forward(arguments, settings)[0]
 
 
-def _forward(given: Inputs, static: Static) -> tuple[Array, Inputs]:
-    batch, heads, size, tokens = given.queries.shape
-    width, keys = given.values.shape[2:]
-    words = (size + width) * given.keys.dtype.itemsize // 4
-    found = Found(
+def _forward(arguments: Inputs, settings: Static) -> tuple[Array, Inputs]:
+    batch, heads, size, tokens = arguments.queries.shape
+    width, keys = arguments.values.shape[2:]
+    words = (size + width) * arguments.keys.dtype.itemsize // 4
+    results = Found(
         *(jax.ShapeDtypeStruct((batch, heads, *shape, CLUSTERS), dtype) for shape, dtype in (
             ((size,), "float32"), ((width,), "float32"), ((SUBLANES,), "float32"),
             ((keys // LENGTH,), "int32"), ((LENGTH,), "int32"), ((LENGTH, words), "int32"),
         ))
     )  # fmt: skip
-    y = jax.ShapeDtypeStruct((batch, heads, width, tokens), given.values.dtype)
-    y, found = pl.pallas_call(
-        functools.partial(forward_kernel, static=static),
-        grid=(heads, batch), in_specs=[_places(given)],
-        out_specs=jax.tree.map(lambda x: head_block_spec(*x.shape[2:]), [y, found]), out_shape=[y,
-        found], scratch_shapes=[
+    y = jax.ShapeDtypeStruct((batch, heads, width, tokens), arguments.values.dtype)
+    y, results = pl.pallas_call(
+        functools.partial(forward_kernel, settings=settings),
+        grid=(heads, batch), in_specs=[_places(arguments)],
+        out_specs=jax.tree.map(lambda x: head_block_spec(*x.shape[2:]), [y, results]), out_shape=[y,
+        results], scratch_shapes=[
             *_memory((keys, CLUSTERS), (KEYS, CLUSTERS)), pltpu.VMEM((words, keys), jnp.int32),
-            *_memory((static.top_k * SUBLANES, LANES)),
+            *_memory((settings.top_k * SUBLANES, LANES)),
         ],
-        **_options(given, static, backward=False),
-    )(given)  # fmt: skip
-    return output_residual(y), given._replace(found=jax.tree.map(output_residual, found))
+        **_options(arguments, settings, backward=False),
+    )(arguments)  # fmt: skip
+    return output_residual(y), arguments._replace(results=jax.tree.map(output_residual, results))
 
 
-def _backward(static: Static, saved: Inputs, gradient: Array) -> tuple[Inputs]:
-    given = saved._replace(gradient=gradient)
-    at = _places(given)
-    (size, tokens), (width, keys) = given.queries.shape[2:], given.values.shape[2:]
+def _backward(settings: Static, residuals: Inputs, gradient: Array) -> tuple[Inputs]:
+    arguments = residuals._replace(gradient=gradient)
+    at = _places(arguments)
+    (size, tokens), (width, keys) = arguments.queries.shape[2:], arguments.values.shape[2:]
     both = size + width
     d_q, d_k, d_v = pl.pallas_call(
-        functools.partial(backward_kernel, static=static),
-        grid=given.queries.shape[1::-1], in_specs=[at],
+        functools.partial(backward_kernel, settings=settings),
+        grid=arguments.queries.shape[1::-1], in_specs=[at],
         out_specs=[at.queries, at.keys, at.values],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[:3]],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments[:3]],
         scratch_shapes=_memory(
-            (static.top_k, both, CLUSTERS), (static.top_k, CLUSTERS, both),
-            (keys + SUBLANES, both), (size, tokens), (2, static.top_k * SUBLANES, LANES),
-            (3, max(static.top_k, SUBLANES), KEYS), (size, CLUSTERS),
+            (settings.top_k, both, CLUSTERS), (settings.top_k, CLUSTERS, both),
+            (keys + SUBLANES, both), (size, tokens), (2, settings.top_k * SUBLANES, LANES),
+            (3, max(settings.top_k, SUBLANES), KEYS), (size, CLUSTERS),
         ),
-        **_options(given, static, backward=True),
-    )(given)  # fmt: skip
-    return (Inputs(d_q, d_k, d_v, None, jnp.zeros_like(given.unseen)),)
+        **_options(arguments, settings, backward=True),
+    )(arguments)  # fmt: skip
+    return (Inputs(d_q, d_k, d_v, None, jnp.zeros_like(arguments.unseen)),)
 
 
 _attend.defvjp(_forward, _backward)
@@ -171,27 +171,27 @@ def _memory(*shapes: tuple[int, ...]) -> list[Any]:
     return [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
 
 
-def _places(given: Inputs) -> Inputs:
+def _places(arguments: Inputs) -> Inputs:
     """Where a step finds its inputs, of which it reads places as numbers."""
-    at = places(given)
-    if given.found is None:
+    at = places(arguments)
+    if arguments.results is None:
         return at
     by_number = pl.BlockSpec(
         (None, None, LENGTH, CLUSTERS), lambda h, b: (b, h, 0, 0), memory_space=pltpu.SMEM
     )
-    return at._replace(found=at.found._replace(places=by_number))
+    return at._replace(results=at.results._replace(places=by_number))
 
 
-def _options(given: Inputs, static: Static, *, backward: bool) -> dict[str, Any]:
-    batch, heads, size, tokens = given.queries.shape
-    both, keys = size + given.values.shape[2], given.keys.shape[3]
+def _options(arguments: Inputs, settings: Static, *, backward: bool) -> dict[str, Any]:
+    batch, heads, size, tokens = arguments.queries.shape
+    both, keys = size + arguments.values.shape[2], arguments.keys.shape[3]
     name = "improved_clustered" + ("_backward" if backward else "")
     of_centroids = CLUSTERS * (tokens * size + keys * both) * (2 if backward else 1)
-    of_best = CLUSTERS * static.top_k * tokens * both if backward else 0
+    of_best = CLUSTERS * settings.top_k * tokens * both if backward else 0
     arrays = (tokens + keys) * both * (2 if backward else 1)
     return options(
-        name, given.queries, static.top_k, static.interpret,
+        name, arguments.queries, settings.top_k, settings.interpret,
         flops=2 * batch * heads * (of_centroids + of_best),
-        transcendentals=batch * heads * (CLUSTERS * keys + static.top_k * tokens),
-        bytes_accessed=batch * heads * arrays * given.keys.dtype.itemsize,
+        transcendentals=batch * heads * (CLUSTERS * keys + settings.top_k * tokens),
+        bytes_accessed=batch * heads * arrays * arguments.keys.dtype.itemsize,
     )  # fmt: skip

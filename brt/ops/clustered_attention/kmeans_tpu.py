@@ -112,7 +112,7 @@ def _local(
     )
     width = tokens + spare
     of_lane = pl.BlockSpec((None, clusters, 1), lambda h, b, i: (b, 0, 0))
-    labels, found = pl.pallas_call(
+    labels, results = pl.pallas_call(
         functools.partial(_kernel, bits=bits, tile=min(tile, width)),
         grid=(heads, batch, iterations),
         in_specs=[_Inputs(head_block_spec(rows, width), head_block_spec(clusters, rows), of_lane)],
@@ -130,7 +130,7 @@ def _local(
         ),
     )(inputs)  # fmt: skip
     labels = jnp.where(valid[:, None], labels[:, :, 0, :tokens], count)
-    return labels[..., None], found[:, :, :count, :bits].astype(centroids.dtype)
+    return labels[..., None], results[:, :, :count, :bits].astype(centroids.dtype)
 
 
 def _kernel(

@@ -164,5 +164,5 @@ def _moved(x: Array, source: Array, destination: Array) -> Array:
 
 _moved.defvjp(
     lambda x, source, destination: (_moved(x, source, destination), (source, destination)),
-    lambda saved, gradient: (_moved(gradient, saved[1], saved[0]), None, None),
+    lambda residuals, gradient: (_moved(gradient, residuals[1], residuals[0]), None, None),
 )

@@ -71,10 +71,10 @@ def unseen_of(valid: Bool[Array, "B X"], tile: int) -> Float[Array, "B 1 N"]:
     return filled(jnp.where(valid, 0.0, MASKED), tile, MASKED)[:, None]
 
 
-def places(given: Any) -> Any:
+def places(arguments: Any) -> Any:
     """Where a step finds its inputs, of which `unseen` has no heads."""
-    at = jax.tree.map(lambda x: head_block_spec(*x.shape[2:]), given)
-    of_lane = pl.BlockSpec((None, 1, given.unseen.shape[2]), lambda h, b: (b, 0, 0))
+    at = jax.tree.map(lambda x: head_block_spec(*x.shape[2:]), arguments)
+    of_lane = pl.BlockSpec((None, 1, arguments.unseen.shape[2]), lambda h, b: (b, 0, 0))
     return at._replace(unseen=of_lane)
 
 

@@ -45,8 +45,8 @@ def specifications(
 ) -> dict[str, dict[str, Specification]]:
     """All that a layer learns: {"raf": {"kernel": ..., ...}} and so on, {} for most kinds."""
     if config.kind == "srformer":
-        found = _raf(config, head_dim)
-        return {"raf": found} if found else {}
+        results = _raf(config, head_dim)
+        return {"raf": results} if results else {}
     if config.kind == "xl_memory" and config.memory == "rnn":
         return {"memory_keys": _rnn(heads * head_dim), "memory_values": _rnn(heads * head_dim)}
     return {}
@@ -82,7 +82,7 @@ def _uniform(bound: float) -> Callable[..., Array]:
 
 
 def _raf(config: CrossAttention, head_dim: int) -> dict[str, Specification]:
-    constant, found = jax.nn.initializers.constant, {}
+    constant, results = jax.nn.initializers.constant, {}
     kernel = {
         "uniform": _uniform(head_dim**-0.5),  # PyTorch's, which T5 of Hugging Face leaves alone
         "normal": jax.nn.initializers.normal(0.02),  # BART's
@@ -92,17 +92,17 @@ def _raf(config: CrossAttention, head_dim: int) -> dict[str, Specification]:
         if config.raf_parameters == "bounded":  # what `effective` turns into these
             leak = float(np.log(leak / (1 - leak)))
             threshold = float(np.log(np.expm1(threshold - SMALLEST_THRESHOLD)))
-        found["kernel"] = Specification((head_dim, head_dim), (None, None), kernel)
-        found["leak"] = Specification((), (), constant(leak))
-        found["threshold"] = Specification((), (), constant(threshold))
+        results["kernel"] = Specification((head_dim, head_dim), (None, None), kernel)
+        results["leak"] = Specification((), (), constant(leak))
+        results["threshold"] = Specification((), (), constant(threshold))
         if config.raf_bias:
             zeros = jax.nn.initializers.zeros
-            found["bias"] = Specification((head_dim,), (None,), zeros)
+            results["bias"] = Specification((head_dim,), (None,), zeros)
     if config.mix == "sigma":
-        found["sigma"] = Specification((), (), constant(0.5))
+        results["sigma"] = Specification((), (), constant(0.5))
     if config.mix == "gated":
-        found["gate"] = Specification((), (), constant(0.0))
-    return found
+        results["gate"] = Specification((), (), constant(0.0))
+    return results
 
 
 def _rnn(width: int) -> dict[str, Specification]:

@@ -72,8 +72,8 @@ def token_scores(
     interpret: Interpret = False,
 ) -> Scored:
     """See `api.token_scores`; `interpret` runs on any device, with any sizes."""
-    found = _of_lanes(scale, interpret, hidden, embedding, targets)
-    return Scored(found.nats, found.lead > 0)
+    results = _of_lanes(scale, interpret, hidden, embedding, targets)
+    return Scored(results.nats, results.lead > 0)
 
 
 def cross_entropy(
@@ -89,12 +89,12 @@ def cross_entropy(
     interpret: Interpret = False,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """See `api.cross_entropy`; `interpret` runs on any device, with any sizes."""
-    found = _of_lanes(scale, interpret, hidden, embedding, targets)
-    loss = found.nats
+    results = _of_lanes(scale, interpret, hidden, embedding, targets)
+    loss = results.nats
     if smoothing:
         mean = jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), jnp.mean(embedding, axis=0))
-        loss = (1 - smoothing) * loss + smoothing * (found.lse - scale * mean)
-    loss, nats = (jnp.sum(jnp.where(mask, x, 0.0)) for x in (loss, found.nats))
+        loss = (1 - smoothing) * loss + smoothing * (results.lse - scale * mean)
+    loss, nats = (jnp.sum(jnp.where(mask, x, 0.0)) for x in (loss, results.nats))
     return loss, jax.lax.stop_gradient(nats)
 
 
@@ -126,15 +126,15 @@ def _rows(
 def _forward(
     scale: float, interpret: Interpret, hidden: Array, embedding: Array, targets: Array
 ) -> tuple[_Rows, tuple]:
-    found, more = _scored(scale, interpret, hidden, embedding, targets, learns=True)
-    return found, (hidden, embedding, targets, found.lse, *more)
+    results, more = _scored(scale, interpret, hidden, embedding, targets, learns=True)
+    return results, (hidden, embedding, targets, results.lse, *more)
 
 
 @jax.named_scope("cross_entropy")
 def _backward(
-    scale: float, interpret: Interpret, saved: tuple, gradient: _Rows
+    scale: float, interpret: Interpret, residuals: tuple, gradient: _Rows
 ) -> tuple[Array, Array, None]:
-    hidden, embedding, targets, lse, rest, mean = saved
+    hidden, embedding, targets, lse, rest, mean = residuals
     every = scale * (gradient.nats + gradient.lse)
     of_target = scale * (gradient.lse * (1 - rest) - gradient.nats * rest)
     own = jnp.take(embedding.astype(hidden.dtype), targets, axis=0)
@@ -161,7 +161,7 @@ def _scored(
     numbers = jax.ShapeDtypeStruct((targets.size, 1), jnp.float32)
     mean = jax.ShapeDtypeStruct((targets.size, width), hidden.dtype)
     wide = pltpu.VMEM((rows, width), jnp.float32)
-    found = pl.pallas_call(
+    results = pl.pallas_call(
         functools.partial(tpu_kernels.forward, scale=scale),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=0,
@@ -174,8 +174,8 @@ def _scored(
         out_shape=[numbers] * 4 + [mean] * learns,
         **_options("cross_entropy" if learns else "token_scores", size, grid, hidden, interpret),
     )(hidden.reshape(-1, width), embedding.astype(hidden.dtype), targets.reshape(-1, 1))
-    lse, chosen, top, rest = (x.reshape(targets.shape) for x in found[:4])
-    more = (rest, *(x.reshape(hidden.shape) for x in found[4:]))
+    lse, chosen, top, rest = (x.reshape(targets.shape) for x in results[:4])
+    more = (rest, *(x.reshape(hidden.shape) for x in results[4:]))
     nats = jnp.where(rest < 0.5, -jnp.log1p(-rest), lse - chosen)  # of the sure ones, too
     return _Rows(nats, lse, chosen - top), more
 

@@ -25,14 +25,14 @@ def forward(
     """Of each token the log-sum-exp of all logits, that of its target, the highest other, and the
     share of all others in the sum of probabilities; and where there is a place for it (the first
     and the last of `places`), the mean embedding of others as they are probable."""
-    mean, highest, others, found, sums = places if len(places) == 5 else (None, *places, None)
+    mean, highest, others, results, sums = places if len(places) == 5 else (None, *places, None)
     column, lanes = pl.program_id(1), highest.shape[1]
     columns = len(embedding)
 
     @pl.when(column == 0)
     def _() -> None:
         highest[...] = jnp.full_like(highest, MASKED)
-        for x in (others, found, sums):
+        for x in (others, results, sums):
             if x is not None:
                 x[...] = jnp.zeros_like(x)
 
@@ -41,7 +41,7 @@ def forward(
     own = targets[...] - column * columns
     own = own - jax.lax.broadcasted_iota(jnp.int32, (len(hidden), lanes), 1)
     parts = [(tile[:, i : i + lanes], own == i) for i in starts]
-    found[...] += sum(jnp.where(hit, part, 0.0) for part, hit in parts)
+    results[...] += sum(jnp.where(hit, part, 0.0) for part, hit in parts)
     rivals = [jnp.where(hit, MASKED, part) for part, hit in parts]
     before = highest[...]
     of_row = jnp.max(functools.reduce(jnp.maximum, rivals), axis=1, keepdims=True)
@@ -56,7 +56,7 @@ def forward(
     @pl.when(column == pl.num_programs(1) - 1)
     def _() -> None:
         rival = highest[...][:, :1]
-        target = jnp.sum(found[...], axis=1, keepdims=True)
+        target = jnp.sum(results[...], axis=1, keepdims=True)
         most = jnp.maximum(rival, target)
         of_others = jnp.sum(others[...], axis=1, keepdims=True) * jnp.exp(rival - most)
         total = of_others + jnp.exp(target - most)

@@ -97,9 +97,9 @@ def token_scores(
     chunk, product = _chunk_length(hidden.shape[1], chunk), _product(embedding, hidden.dtype)
 
     def scores(piece: tuple[Array, Array]) -> Scored:
-        found = _logits(product(piece[0]), piece[1], bias, scale)
-        others = jnp.where(found.are(piece[1]), -jnp.inf, found.all)
-        return Scored(found.nats, found.chosen > jnp.max(others, axis=-1))
+        results = _logits(product(piece[0]), piece[1], bias, scale)
+        others = jnp.where(results.are(piece[1]), -jnp.inf, results.all)
+        return Scored(results.nats, results.chosen > jnp.max(others, axis=-1))
 
     pieces = _chunked(hidden, chunk), _chunked(targets, chunk)
     return Scored(*(_joined(x, chunk) for x in jax.lax.map(scores, pieces)))
@@ -135,19 +135,19 @@ def _cross_entropy(
 
     def body(total: Array, piece: tuple[Array, ...]) -> tuple[Array, None]:
         h, target, counts = piece
-        found = _logits(product(h), target, bias, scale)
-        return total + _sums(found, counts, smoothing), None
+        results = _logits(product(h), target, bias, scale)
+        return total + _sums(results, counts, smoothing), None
 
     pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, mask))
     total, _ = jax.lax.scan(body, jnp.zeros((2,), jnp.float32), pieces)
     return total[0], total[1]
 
 
-def _sums(found: _Logits, counts: Array, smoothing: float) -> Float[Array, "2"]:
+def _sums(results: _Logits, counts: Array, smoothing: float) -> Float[Array, "2"]:
     """Summed loss and nats of a chunk."""
-    loss = nats = found.nats
+    loss = nats = results.nats
     if smoothing:
-        loss = (1 - smoothing) * nats + smoothing * (found.lse - jnp.mean(found.all, axis=-1))
+        loss = (1 - smoothing) * nats + smoothing * (results.lse - jnp.mean(results.all, axis=-1))
     return jnp.stack([jnp.sum(jnp.where(counts, x, 0.0)) for x in (loss, nats)])
 
 
@@ -166,15 +166,15 @@ def _forward(
     def body(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
         total, d_embedding, d_bias = carry
         h, target, counts = piece
-        found = _logits(product(h), target, bias, scale)
-        probabilities = jnp.exp(found.all - found.lse[..., None])
-        wanted = (1 - smoothing) * found.are(target) + smoothing / found.all.shape[-1]
+        results = _logits(product(h), target, bias, scale)
+        probabilities = jnp.exp(results.all - results.lse[..., None])
+        wanted = (1 - smoothing) * results.are(target) + smoothing / results.all.shape[-1]
         d_biased = jnp.where(counts[..., None], probabilities - wanted, 0.0)
         d_logits = (d_biased * scale).astype(h.dtype)
         d_hidden = jnp.einsum("bcv,vd->bcd", d_logits, embedding.astype(h.dtype))
         d_embedding += weight_gradient(d_logits, h).astype(embedding.dtype)
         d_bias = None if d_bias is None else d_bias + sum_leading(d_biased, 2)
-        total += _sums(found, counts, smoothing)
+        total += _sums(results, counts, smoothing)
         return (total, d_embedding, d_bias), d_hidden
 
     pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, mask))

@@ -123,8 +123,8 @@ def _forward(
     return y, (tiles, k, v, mask, dropout, y, normalizer)
 
 
-def _backward(saved: tuple, gradient: Array) -> tuple:
-    tiles, k, v, mask, dropout, y, normalizer = saved
+def _backward(residuals: tuple, gradient: Array) -> tuple:
+    tiles, k, v, mask, dropout, y, normalizer = residuals
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
 
     def of_tile(sums: tuple[Array, Array], xs: tuple) -> tuple[tuple[Array, Array], tuple]:

@@ -25,10 +25,10 @@ def memory_attention(
     for n in range(blocks):
         q = queries[:, n * width : (n + 1) * width].swapaxes(1, 2)
         seen = slice(n * width, n * width + size)
-        found = find(
+        results = find(
             jax.lax.stop_gradient(q), keys[:, :, seen], counts[:, n],
             neighbors=neighbors, search=search,
         )  # fmt: skip
-        k, v = (take(x[:, :, seen], found.indices) for x in (keys, values))
-        outputs.append(attend_to_found(q, k, v, found.there, null_keys=null_keys))
+        k, v = (take(x[:, :, seen], results.indices) for x in (keys, values))
+        outputs.append(attend_to_found(q, k, v, results.there, null_keys=null_keys))
     return jnp.concatenate(outputs, axis=2).swapaxes(1, 2)

@@ -29,18 +29,18 @@ def memory_attention(
 ) -> Float[Array, "B T H K"]:
     """See `api.memory_attention`."""
     by_head = queries.swapaxes(1, 2)
-    found = _find_in_blocks(
+    results = _find_in_blocks(
         jax.lax.stop_gradient(by_head), keys, counts, size=size, neighbors=neighbors, search=search
     )
 
     @jax.checkpoint
-    def attend(q: Float[Array, "B H Q K"], found: Found) -> Float[Array, "B H Q K"]:
-        k, v = take(keys, found.indices), take(values, found.indices)
-        return attend_to_found(q, k, v, found.there, null_keys=null_keys)
+    def attend(q: Float[Array, "B H Q K"], results: Found) -> Float[Array, "B H Q K"]:
+        k, v = take(keys, results.indices), take(values, results.indices)
+        return attend_to_found(q, k, v, results.there, null_keys=null_keys)
 
     _, heads, tokens, width = by_head.shape
     rows = _rows(tokens, heads * neighbors * width)
-    return _by_rows(attend, rows, by_head, found).swapaxes(1, 2)
+    return _by_rows(attend, rows, by_head, results).swapaxes(1, 2)
 
 
 def _find_in_blocks(
@@ -64,13 +64,13 @@ def _find_in_blocks(
         def some(q: Float[Array, "B H Q K"]) -> Found:
             return find(q, seen, count, neighbors=neighbors, search=search)
 
-        found = _by_rows(some, rows, q)
-        return found._replace(indices=found.indices + n * window)
+        results = _by_rows(some, rows, q)
+        return results._replace(indices=results.indices + n * window)
 
     split = jnp.moveaxis(queries.reshape(batch, heads, blocks, window, width), 2, 0)
-    found = jax.lax.map(lambda block: of_block(*block), (jnp.arange(blocks), split, counts.T))
+    results = jax.lax.map(lambda block: of_block(*block), (jnp.arange(blocks), split, counts.T))
     return jax.tree.map(
-        lambda x: jnp.moveaxis(x, 0, 2).reshape(batch, heads, tokens, neighbors), found
+        lambda x: jnp.moveaxis(x, 0, 2).reshape(batch, heads, tokens, neighbors), results
     )
 
 

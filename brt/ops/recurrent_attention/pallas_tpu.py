@@ -81,12 +81,12 @@ def state_attention(
     Args:
       raw_keys: tokens' keys are normalised here, too.
     """
-    static = Static(normalize_qk, raw_keys, null_keys, interpret)
-    given = _Given(
+    settings = Static(normalize_qk, raw_keys, null_keys, interpret)
+    arguments = _Arguments(
         projected.transpose(2, 0, 3, 1, 4), scales.astype(jnp.float32).T, before, own,
         cache_mask.astype(jnp.int32),
     )  # fmt: skip
-    attend = functools.partial(_attend, static=static)
+    attend = functools.partial(_attend, settings=settings)
     if rules.partitioned():
         by_head = rules.partition_spec("lanes", "heads", None, None, shape=before.keys.shape)
         tokens, lanes = (
@@ -94,15 +94,15 @@ def state_attention(
             rules.partition_spec("lanes", shape=cache_mask.shape),
         )
         parts = rules.partition_spec(
-            None, "lanes", "heads", None, None, shape=given.projected.shape
+            None, "lanes", "heads", None, None, shape=arguments.projected.shape
         )
-        heads = rules.partition_spec("heads", None, shape=given.scales.shape)
+        heads = rules.partition_spec("heads", None, shape=arguments.scales.shape)
         attend = jax.shard_map(
-            attend, in_specs=(_Given(parts, heads, tokens, tokens, lanes),),
+            attend, in_specs=(_Arguments(parts, heads, tokens, tokens, lanes),),
             out_specs=(parts, StateKV(by_head, by_head)), axis_names=rules.axes(),
             check_vma=False,
         )  # fmt: skip
-    y, memory = attend(given)
+    y, memory = attend(arguments)
     return y.transpose(1, 3, 0, 2, 4), StateKV(*(x.swapaxes(1, 2) for x in memory))
 
 
@@ -112,7 +112,7 @@ interpreted = functools.partial(
 )
 
 
-class _Given(NamedTuple):
+class _Arguments(NamedTuple):
     """What attention is computed from."""
 
     projected: Float[Array, "4 B H S K"]  # as the product before it has them
@@ -128,40 +128,40 @@ class _Given(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(given: _Given, static: Static) -> tuple[Float[Array, "2 B H S K"], StateKV]:
+def _attend(arguments: _Arguments, settings: Static) -> tuple[Float[Array, "2 B H S K"], StateKV]:
     """What states read, and their memory by head."""
-    return _forward(given, static)[0]
+    return _forward(arguments, settings)[0]
 
 
 def _forward(
-    given: _Given, static: Static
-) -> tuple[tuple[Array, StateKV], tuple[_Given, Array, Array]]:
-    _, batch, heads, states, width = given.projected.shape
-    dtype = given.projected.dtype
+    arguments: _Arguments, settings: Static
+) -> tuple[tuple[Array, StateKV], tuple[_Arguments, Array, Array]]:
+    _, batch, heads, states, width = arguments.projected.shape
+    dtype = arguments.projected.dtype
     shapes = Outputs(
         jax.ShapeDtypeStruct((2, batch, heads, states, width), dtype),
         jax.ShapeDtypeStruct((batch, heads, states, width), dtype),
         jax.ShapeDtypeStruct((batch, heads, 2, 1, states), jnp.float32),
     )
-    (found,) = _call(forward_kernel, given, given.inputs(), shapes, static, products=2)
-    y, lse, keys = (output_residual(x) for x in (found.y, found.lse, found.keys))
-    memory = StateKV(keys, given.projected[VALUES])
-    return (y, memory), (given._replace(projected=input_residual(given.projected)), y, lse)
+    (results,) = _call(forward_kernel, arguments, arguments.inputs(), shapes, settings, products=2)
+    y, lse, keys = (output_residual(x) for x in (results.y, results.lse, results.keys))
+    memory = StateKV(keys, arguments.projected[VALUES])
+    return (y, memory), (arguments._replace(projected=input_residual(arguments.projected)), y, lse)
 
 
 def _backward(
-    static: Static, residuals: tuple[_Given, Array, Array], gradients: tuple[Array, StateKV]
-) -> tuple[_Given]:
-    given, y, lse = residuals
+    settings: Static, residuals: tuple[_Arguments, Array, Array], gradients: tuple[Array, StateKV]
+) -> tuple[_Arguments]:
+    arguments, y, lse = residuals
     gradient, shown = gradients
-    inputs = given.inputs(gradient=gradient, shown=tuple(shown), y=y, lse=lse)
+    inputs = arguments.inputs(gradient=gradient, shown=tuple(shown), y=y, lse=lse)
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-        Gradients(given.projected, inputs.scales, inputs.keys, inputs.values),
+        Gradients(arguments.projected, inputs.scales, inputs.keys, inputs.values),
     )
-    (found,) = _call(backward_kernel, given, inputs, shapes, static, products=5)
-    before, own = (Tokens(*pair) for pair in zip(found.keys, found.values, strict=True))
-    return (_Given(found.projected, found.scales[..., 0], before, own, None),)
+    (results,) = _call(backward_kernel, arguments, inputs, shapes, settings, products=5)
+    before, own = (Tokens(*pair) for pair in zip(results.keys, results.values, strict=True))
+    return (_Arguments(results.projected, results.scales[..., 0], before, own, None),)
 
 
 _attend.defvjp(_forward, _backward)
@@ -196,17 +196,23 @@ def _places(fields: Any) -> Any:
 
 
 def _call(
-    kernel: Any, given: _Given, inputs: Inputs, shapes: Any, static: Static, *, products: int
+    kernel: Any,
+    arguments: _Arguments,
+    inputs: Inputs,
+    shapes: Any,
+    settings: Static,
+    *,
+    products: int,
 ) -> Any:
     """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
-    _, batch, heads, states, width = given.projected.shape
-    slots = states + 2 * given.own.keys.shape[2]
+    _, batch, heads, states, width = arguments.projected.shape
+    slots = states + 2 * arguments.own.keys.shape[2]
     backward = "_backward" if products > 2 else ""
-    size = f"{states}x{slots}x{width}_{given.projected.dtype}"
+    size = f"{states}x{slots}x{width}_{arguments.projected.dtype}"
     queries = batch * heads * states
     arrays = jax.tree.leaves((inputs, shapes))
     return pl.pallas_call(
-        functools.partial(kernel, static=static),
+        functools.partial(kernel, settings=settings),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=(heads, batch),
             in_specs=[_places(inputs)], out_specs=[_places(shapes)],
@@ -214,9 +220,9 @@ def _call(
         ),
         out_shape=[shapes],
         name=f"state_attention{backward}_{size}_{batch * heads}_steps",
-        interpret=static.interpret, compiler_params=parallel_heads(2),
+        interpret=settings.interpret, compiler_params=parallel_heads(2),
         cost_estimate=pl.CostEstimate(
             flops=2 * products * queries * slots * width, transcendentals=queries * slots,
             bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
         ),
-    )(given.cache_mask, inputs)  # fmt: skip
+    )(arguments.cache_mask, inputs)  # fmt: skip

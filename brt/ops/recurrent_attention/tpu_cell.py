@@ -36,7 +36,7 @@ from brt.ops.recurrent_attention.tpu_kernels import Static
 from brt.ops.tpu import LANES, VMEM_BYTES
 
 
-class _Given(NamedTuple):
+class _Arguments(NamedTuple):
     """What the cell computes from.
 
     Attributes:
@@ -73,12 +73,12 @@ def state_scan(
     Args:
       raw_keys: tokens' keys are normalised here, those that were cached, too.
     """
-    static = Static(normalize_qk, raw_keys, null_keys, interpret)
+    settings = Static(normalize_qk, raw_keys, null_keys, interpret)
     flags = Flags(*(x.astype(jnp.int32) for x in (cache_mask, document_start)))
     both = zip(cached, (keys, values), strict=True)
     of_keys, of_values = (tuple(x.swapaxes(1, 2) for x in pair) for pair in both)
-    given = _Given(weights, initial, vectors, of_keys, of_values, flags)
-    final, shown = _scan(given, static)
+    arguments = _Arguments(weights, initial, vectors, of_keys, of_values, flags)
+    final, shown = _scan(arguments, settings)
     return final, StateKV(*(x.swapaxes(2, 3) for x in shown))
 
 
@@ -95,17 +95,17 @@ def _weights(weights: CellWeights, dtype: jnp.dtype) -> Weights:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _scan(given: _Given, static: Static) -> tuple[Float[Array, "B S D"], Shown]:
+def _scan(arguments: _Arguments, settings: Static) -> tuple[Float[Array, "B S D"], Shown]:
     """The states after the segment, and what tokens read, [B, N, H, S, K]."""
-    return _forward(given, static)[0]
+    return _forward(arguments, settings)[0]
 
 
-def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Shown], tuple]:
-    lanes, blocks = given.flags.cache_mask.shape
-    (_, states, dim), (_, heads, _, width) = given.vectors.shape, given.keys[0].shape
-    dtype, walk = given.keys[1].dtype, Walk(blocks)
-    weights = _weights(given.weights, dtype)
-    weights = weights._replace(ids=given.weights.ids, initial=given.initial)
+def _forward(arguments: _Arguments, settings: Static) -> tuple[tuple[Array, Shown], tuple]:
+    lanes, blocks = arguments.flags.cache_mask.shape
+    (_, states, dim), (_, heads, _, width) = arguments.vectors.shape, arguments.keys[0].shape
+    dtype, walk = arguments.keys[1].dtype, Walk(blocks)
+    weights = _weights(arguments.weights, dtype)
+    weights = weights._replace(ids=arguments.weights.ids, initial=arguments.initial)
 
     def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((lanes, blocks, *shape), dtype)
@@ -116,56 +116,64 @@ def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Shown], tuple]
         array(heads, 4, states, width), array(heads, 2, states, width),
         array(heads, 2, 1, states, dtype=jnp.float32),
     )  # fmt: skip
-    shows, vectors = Shown(array(*by_head), array(*by_head)), walk.by_lane(given.vectors)
-    saved, shown, final = _call(
-        forward_kernel, given, walk, static, products=2,
-        inputs=[(given.vectors, vectors), (weights, walk.weights(weights))],
+    shows, vectors = Shown(array(*by_head), array(*by_head)), walk.by_lane(arguments.vectors)
+    residuals, shown, final = _call(
+        forward_kernel, arguments, walk, settings, products=2,
+        inputs=[(arguments.vectors, vectors), (weights, walk.weights(weights))],
         outputs=[(keeps, walk.kept(keeps)), (shows, Shown(*map(walk.by_step, shows))),
-                 (_like(given.vectors), vectors)],
+                 (_like(arguments.vectors), vectors)],
         scratch=[pltpu.VMEM((states, dim), jnp.float32)] * 2,
     )  # fmt: skip
-    saved, shown, final = jax.tree.map(output_residual, (saved, shown, final))
-    return (final, shown), (given, final, saved)
+    residuals, shown, final = jax.tree.map(output_residual, (residuals, shown, final))
+    return (final, shown), (arguments, final, residuals)
 
 
-def _backward(static: Static, residuals: tuple, gradients: tuple[Array, Shown]) -> tuple[_Given]:
-    given, final, saved = residuals
+def _backward(settings: Static, saved: tuple, gradients: tuple[Array, Shown]) -> tuple[_Arguments]:
+    arguments, final, residuals = saved
     gradient, shown = gradients
-    found = _gradients(given, gradient, final, saved, shown, static)
-    by_row = found.projected.transpose(0, 1, 4, 3, 2, 5)  # [B, N, S, 4, H, K]
-    attended = saved.y.transpose(0, 1, 4, 3, 2, 5)
+    results = _gradients(arguments, gradient, final, residuals, shown, settings)
+    by_row = results.projected.transpose(0, 1, 4, 3, 2, 5)  # [B, N, S, 4, H, K]
+    attended = residuals.y.transpose(0, 1, 4, 3, 2, 5)
     keys, queries, cross_queries, values = jnp.unstack(
-        weight_gradient(saved.hidden, by_row, 1, 3), axis=1
+        weight_gradient(residuals.hidden, by_row, 1, 3), axis=1
     )
-    scale, cross_scale = jnp.sum(found.scales[..., 0], axis=(0, 1)).T
-    gate = given.weights.output_gate._replace(bias=jnp.sum(found.gate, axis=(0, 1)))
+    scale, cross_scale = jnp.sum(results.scales[..., 0], axis=(0, 1)).T
+    gate = arguments.weights.output_gate._replace(bias=jnp.sum(results.gate, axis=(0, 1)))
     weights = CellWeights(
-        jnp.sum(found.norm, axis=(0, 1)), jnp.sum(found.ids, axis=0), keys, values, queries,
-        cross_queries, scale, cross_scale, weight_gradient(attended, found.update, 3), gate,
+        jnp.sum(results.norm, axis=(0, 1)), jnp.sum(results.ids, axis=0), keys, values, queries,
+        cross_queries, scale, cross_scale, weight_gradient(attended, results.update, 3), gate,
     )  # fmt: skip
-    weights = jax.tree.map(lambda x, like: x.astype(like.dtype), weights, given.weights)
-    initial = jnp.sum(found.initial, axis=0).astype(given.initial.dtype)
-    return (_Given(weights, initial, found.vectors, found.keys, found.values, None),)
+    weights = jax.tree.map(lambda x, like: x.astype(like.dtype), weights, arguments.weights)
+    initial = jnp.sum(results.initial, axis=0).astype(arguments.initial.dtype)
+    return (_Arguments(weights, initial, results.vectors, results.keys, results.values, None),)
 
 
 def _gradients(
-    given: _Given, gradient: Array, final: Array, saved: Kept, shown: Shown, static: Static
+    arguments: _Arguments,
+    gradient: Array,
+    final: Array,
+    residuals: Kept,
+    shown: Shown,
+    settings: Static,
 ) -> Gradients:
-    (lanes, states, dim), (_, heads, window, width) = final.shape, given.keys[0].shape
-    walk = Walk(given.flags.cache_mask.shape[1], backward=True)
-    weights, saved = _weights(given.weights, given.keys[1].dtype), saved._replace(hidden=None)
-    wide, row = _like(final), jax.ShapeDtypeStruct((lanes, 1, dim), jnp.float32)
-    update = jax.ShapeDtypeStruct(saved.vectors.shape, given.keys[1].dtype)
-    scales = jax.ShapeDtypeStruct((*saved.lse.shape[:4], LANES), jnp.float32)
-    of_keys, of_values = jax.tree.map(_like, (given.keys, given.values))
-    finds = Gradients(
-        _like(saved.projected), update, of_keys, of_values, wide, wide, wide, row, row, scales
+    (lanes, states, dim), (_, heads, window, width) = final.shape, arguments.keys[0].shape
+    walk = Walk(arguments.flags.cache_mask.shape[1], backward=True)
+    weights, residuals = (
+        _weights(arguments.weights, arguments.keys[1].dtype),
+        residuals._replace(hidden=None),
     )
-    tokens = walk.tokens(*given.keys)
+    wide, row = _like(final), jax.ShapeDtypeStruct((lanes, 1, dim), jnp.float32)
+    update = jax.ShapeDtypeStruct(residuals.vectors.shape, arguments.keys[1].dtype)
+    scales = jax.ShapeDtypeStruct((*residuals.lse.shape[:4], LANES), jnp.float32)
+    of_keys, of_values = jax.tree.map(_like, (arguments.keys, arguments.values))
+    finds = Gradients(
+        _like(residuals.projected), update, of_keys, of_values, wide, wide, wide, row, row, scales
+    )
+    tokens = walk.tokens(*arguments.keys)
     pair = tokens.cached, tokens.own
     lane, of_row = walk.by_lane(wide), walk.by_lane(row)
     places = Gradients(
-        walk.by_step(saved.projected), walk.by_block(update), pair, pair, lane, lane, lane,
+        walk.by_step(residuals.projected), walk.by_block(update), pair, pair, lane, lane, lane,
         of_row, of_row, walk.by_step(scales),
     )  # fmt: skip
 
@@ -174,17 +182,17 @@ def _gradients(
 
     scratch = Sums(
         sums(states, dim), sums(states, dim), sums(states, dim),
-        sums(2, states, width, dtype=saved.y.dtype),
+        sums(2, states, width, dtype=residuals.y.dtype),
         (sums(states + 2 * window, width), sums(states + 2 * window, width)),
         (sums(heads, window, width), sums(heads, window, width)),
     )  # fmt: skip
-    (found,) = _call(
-        backward_kernel, given, walk, static, products=5,
+    (results,) = _call(
+        backward_kernel, arguments, walk, settings, products=5,
         inputs=[(gradient, lane), (final, lane), (weights, walk.weights(weights)),
-                (saved, walk.kept(saved)), (shown, Shown(*map(walk.by_step, shown)))],
+                (residuals, walk.kept(residuals)), (shown, Shown(*map(walk.by_step, shown)))],
         outputs=[(finds, places)], scratch=[scratch],
     )  # fmt: skip
-    return found
+    return results
 
 
 _scan.defvjp(_forward, _backward)
@@ -195,26 +203,32 @@ def _like(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _call(
-    kernel: Any, given: _Given, walk: Walk, static: Static, *, inputs: list, **options: Any
+    kernel: Any,
+    arguments: _Arguments,
+    walk: Walk,
+    settings: Static,
+    *,
+    inputs: list,
+    **options: Any,
 ) -> Any:
     """On each device for its own lanes. What is around it is the partitioner's: weights are
     gathered as the kernel reads them, and gradients go where the parameters are."""
     arrays, places = zip(*inputs, strict=True)
     run: Callable[..., Any] = functools.partial(
-        _run, kernel, walk, static, places=places, **options
+        _run, kernel, walk, settings, places=places, **options
     )
     if rules.partitioned():
-        own = rules.partition_spec("lanes", shape=given.vectors.shape[:1])
+        own = rules.partition_spec("lanes", shape=arguments.vectors.shape[:1])
         whole = jax.sharding.PartitionSpec()
         specs = own, own, *(whole if isinstance(x, Weights) else own for x in arrays)
         run = jax.shard_map(
             run, in_specs=specs, out_specs=own, axis_names=rules.axes(), check_vma=False
         )
-    return run(given.flags, (given.keys, given.values), *arrays)
+    return run(arguments.flags, (arguments.keys, arguments.values), *arrays)
 
 
 def _run(
-    kernel: Any, walk: Walk, static: Static, flags: Flags, pairs: Any, *arrays: Any,
+    kernel: Any, walk: Walk, settings: Static, flags: Flags, pairs: Any, *arrays: Any,
     products: int, places: tuple, outputs: list, scratch: list,
 ) -> Any:  # fmt: skip
     """Tokens go first. The name is what `brt.planning.schedules` knows a kernel by, and how often
@@ -225,7 +239,7 @@ def _run(
     shapes, destinations = zip(*outputs, strict=True)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((lanes, *x.shape[1:]), x.dtype), shapes)
     return pl.pallas_call(
-        functools.partial(kernel, static=static),
+        functools.partial(kernel, settings=settings),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=(lanes, blocks, heads),
             in_specs=[tuple(walk.tokens(*pair) for pair in pairs), *places],
@@ -234,7 +248,7 @@ def _run(
         out_shape=list(shapes),
         name=f"recurrent_cell{'_backward' * walk.backward}_{states}x{3 * dim + slots}x{width}_"
         f"{dtype}_{steps}_steps",
-        interpret=static.interpret,
+        interpret=settings.interpret,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=VMEM_BYTES,

@@ -48,7 +48,7 @@ def _inverse(s: Float[Array, "R D"]) -> Float[Array, "R 1"]:
 
 def forward_kernel(
     flags: Flags, tokens: tuple[Tokens, Tokens], vectors: Any, weights: Weights, kept: Kept,
-    shown: Shown, final: Any, state: Any, update: Any, *, static: Static,
+    shown: Shown, final: Any, state: Any, update: Any, *, settings: Static,
 ) -> None:  # fmt: skip
     """All [S, D] in float32: `vectors` and `final` are the states before and after the segment,
     `state` and `update`, on the chip, those before a block, and what its heads add to them."""
@@ -78,7 +78,7 @@ def forward_kernel(
     keys, values = (part.both(n == 0) for part in tokens)
     inputs = tpu_kernels.Inputs(kept.projected, weights.scales, keys, values)
     outputs = Outputs(kept.y, shown.keys, kept.lse)
-    tpu_kernels.read(flags.cache_mask[lane, n] > 0, inputs, outputs, static)
+    tpu_kernels.read(flags.cache_mask[lane, n] > 0, inputs, outputs, settings)
     update[...] += dot_float32(
         _columns(kept.y), weights.output[...].reshape(-1, update.shape[1]), NN
     )
@@ -95,7 +95,7 @@ def forward_kernel(
 
 def backward_kernel(
     flags: Flags, tokens: tuple[Tokens, Tokens], gradient: Any, final: Any, weights: Weights,
-    kept: Kept, shown: Shown, found: Gradients, sums: Sums, *, static: Static,
+    kept: Kept, shown: Shown, results: Gradients, sums: Sums, *, settings: Static,
 ) -> None:  # fmt: skip
     """`gradient`: of `final`; `shown`: gradients of what was. Blocks come in reverse order."""
     lane, step, head = (pl.program_id(axis) for axis in range(3))
@@ -105,51 +105,53 @@ def backward_kernel(
     def _() -> None:
         def begin(rows: Any) -> None:
             sums.carry[rows], sums.after[rows] = gradient[rows], final[rows]
-            found.initial[rows] = found.ids[rows] = jnp.zeros_like(gradient[rows])
+            results.initial[rows] = results.ids[rows] = jnp.zeros_like(gradient[rows])
 
-        found.norm[...] = found.gate[...] = jnp.zeros_like(found.norm)
+        results.norm[...] = results.gate[...] = jnp.zeros_like(results.norm)
         _by_rows(gradient, begin)
 
     @pl.when(head == 0)
     def _() -> None:
-        _through_gate(weights, kept, found, sums)
+        _through_gate(weights, kept, results, sums)
 
     for part in range(2):
-        read = dot_float32(found.update[...], weights.output[part], NT)
+        read = dot_float32(results.update[...], weights.output[part], NT)
         sums.read[part] = read.astype(sums.read.dtype)
     keys, values = (part.both(n == 0) for part in tokens)
     inputs = tpu_kernels.Inputs(
         kept.projected, weights.scales, keys, values, sums.read, tuple(shown), kept.y, kept.lse
     )
     seen = flags.cache_mask[lane, n] > 0
-    found.scales[...] = jnp.zeros_like(found.scales)
-    of_states = tpu_kernels.Gradients(found.projected, found.scales, None, None)
-    tpu_kernels.add_gradients(seen, inputs, of_states, sums.attended, static)
-    _write_tokens(seen, head, step == 0, n == 0, keys, found, sums, static)
-    joined = _columns(found.projected), _columns(weights.projection)
+    results.scales[...] = jnp.zeros_like(results.scales)
+    of_states = tpu_kernels.Gradients(results.projected, results.scales, None, None)
+    tpu_kernels.add_gradients(seen, inputs, of_states, sums.attended, settings)
+    _write_tokens(seen, head, step == 0, n == 0, keys, results, sums, settings)
+    joined = _columns(results.projected), _columns(weights.projection)
     sums.hidden[...] += dot_float32(*joined, NT)
 
     @pl.when(head == pl.num_programs(2) - 1)
     def _() -> None:
-        _through_norm(flags.starts[lane, n] > 0, weights, kept, found, sums)
+        _through_norm(flags.starts[lane, n] > 0, weights, kept, results, sums)
 
 
-def _through_gate(weights: Weights, kept: Kept, found: Gradients, sums: Sums) -> None:
+def _through_gate(weights: Weights, kept: Kept, results: Gradients, sums: Sums) -> None:
     """The gradient of the update; that of the gate is told from the states on both sides of it."""
     keeps = jax.nn.sigmoid(weights.gate[...])
 
     def some(rows: Any) -> None:
         gradient, s = sums.carry[rows], kept.vectors[rows]
-        found.update[rows] = ((1 - keeps) * gradient).astype(found.update.dtype)
+        results.update[rows] = ((1 - keeps) * gradient).astype(results.update.dtype)
         along = gradient * (s - sums.after[rows])
-        found.gate[...] += keeps * jnp.sum(along, axis=0, keepdims=True)
+        results.gate[...] += keeps * jnp.sum(along, axis=0, keepdims=True)
         sums.after[rows] = s
         sums.hidden[rows] = jnp.zeros_like(gradient)
 
     _by_rows(sums.carry, some)
 
 
-def _through_norm(anew: Array, weights: Weights, kept: Kept, found: Gradients, sums: Sums) -> None:
+def _through_norm(
+    anew: Array, weights: Weights, kept: Kept, results: Gradients, sums: Sums
+) -> None:
     """The gradient of the states before a block, of which documents' first have learned ones."""
     keeps = jax.nn.sigmoid(weights.gate[...])
 
@@ -157,30 +159,30 @@ def _through_norm(anew: Array, weights: Weights, kept: Kept, found: Gradients, s
         gradient, s = sums.hidden[rows], kept.vectors[rows]
         inverse = _inverse(s)
         direction = s * inverse
-        found.ids[rows] += gradient
-        found.norm[...] += jnp.sum(gradient * direction, axis=0, keepdims=True)
+        results.ids[rows] += gradient
+        results.norm[...] += jnp.sum(gradient * direction, axis=0, keepdims=True)
         gradient = gradient * weights.norm[...]
         along = jnp.mean(gradient * direction, axis=-1, keepdims=True)
         total = keeps * sums.carry[rows] + (gradient - along * direction) * inverse
-        found.initial[rows] += jnp.where(anew, total, 0)
-        sums.carry[rows] = found.vectors[rows] = jnp.where(anew, 0, total)
+        results.initial[rows] += jnp.where(anew, total, 0)
+        sums.carry[rows] = results.vectors[rows] = jnp.where(anew, 0, total)
 
     _by_rows(sums.carry, some)
 
 
 def _write_tokens(
     seen: Array, head: Array, last: Array, first: Array, keys: tuple[Array, Any],
-    found: Gradients, sums: Sums, static: Static,
+    results: Gradients, sums: Sums, settings: Static,
 ) -> None:  # fmt: skip
     """Of this block's, to which the block behind it has added; of those before it on the chip."""
     window = keys[1].shape[0]
-    raw = keys if static.raw_keys else None, None
-    both = zip(sums.attended, sums.behind, (found.keys, found.values), raw, strict=True)
+    raw = keys if settings.raw_keys else None, None
+    both = zip(sums.attended, sums.behind, (results.keys, results.values), raw, strict=True)
     for total, behind, (cached, own), known in both:
         end = total.shape[0] - window
         of_before = total[end - window : end]
         of_own = total[end:] + jnp.where(last, 0, behind[head])
-        if static.null_keys:
+        if settings.null_keys:
             of_before = jax.lax.select(seen, of_before, jnp.zeros_like(of_before))
         behind[head] = of_before
         if known is not None:

@@ -87,27 +87,27 @@ class _Part(NamedTuple):
     unseen: Array | float = 0.0
 
 
-def _parts(seen: Array, inputs: Inputs, static: Static) -> tuple[list[_Part], list[_Part]]:
+def _parts(seen: Array, inputs: Inputs, settings: Static) -> tuple[list[_Part], list[_Part]]:
     """What states see of states, and of tokens."""
     keys, (before, own) = inputs.projected[KEYS], zip(inputs.keys, inputs.values, strict=True)
-    if static.normalize_qk:
+    if settings.normalize_qk:
         keys = l2_normalize_rows(keys)[0].astype(keys.dtype)
     known, of_own = ([x[...] for x in pair] for pair in (before, own))
-    if static.raw_keys:
+    if settings.raw_keys:
         known[0], of_own[0] = (
             l2_normalize_rows(x)[0].astype(x.dtype) for x in (known[0], of_own[0])
         )
     unseen = jnp.where(seen, 0.0, MASKED)
-    if static.null_keys:
+    if settings.null_keys:
         known = [jax.lax.select(seen, x, jnp.zeros_like(x)) for x in known]
         unseen = jnp.zeros(())
     tokens = [_Part(known[0], known[1], unseen), _Part(of_own[0], of_own[1])]
     return [_Part(keys, inputs.projected[VALUES])], tokens
 
 
-def _queries(which: int, rows: slice, inputs: Inputs, static: Static) -> Float[Array, "R K"]:
+def _queries(which: int, rows: slice, inputs: Inputs, settings: Static) -> Float[Array, "R K"]:
     own = inputs.projected[QUERIES[which], rows]
-    wide = l2_normalize_rows(own)[0] if static.normalize_qk else own.astype(jnp.float32)
+    wide = l2_normalize_rows(own)[0] if settings.normalize_qk else own.astype(jnp.float32)
     return (wide * inputs.scales[which : which + 1, :1]).astype(own.dtype)
 
 
@@ -116,8 +116,8 @@ def _against(arrays: Iterator[Array], x: Float[Array, "R K"]) -> Float[Array, "X
 
 
 def _logits(parts: list[_Part], own: Float[Array, "R K"]) -> Float[Array, "X R"]:
-    found = [dot_float32(part.keys, own, NT) + part.unseen for part in parts]
-    return jnp.concatenate(found, axis=0)
+    results = [dot_float32(part.keys, own, NT) + part.unseen for part in parts]
+    return jnp.concatenate(results, axis=0)
 
 
 def _cut(x: Float[Array, "X R"], parts: list[_Part]) -> list[Array]:
@@ -131,18 +131,18 @@ def _tiles(states: int) -> list[slice]:
     return [slice(i, i + rows) for i in range(0, states, rows)]
 
 
-def forward_kernel(cache_mask: Any, inputs: Inputs, outputs: Outputs, *, static: Static) -> None:
-    read(cache_mask[pl.program_id(1)] > 0, inputs, outputs, static)
+def forward_kernel(cache_mask: Any, inputs: Inputs, outputs: Outputs, *, settings: Static) -> None:
+    read(cache_mask[pl.program_id(1)] > 0, inputs, outputs, settings)
 
 
-def read(seen: Array, inputs: Inputs, outputs: Outputs, static: Static) -> None:
+def read(seen: Array, inputs: Inputs, outputs: Outputs, settings: Static) -> None:
     """What states read; `seen`: of the block before, too."""
-    both = _parts(seen, inputs, static)
+    both = _parts(seen, inputs, settings)
     outputs.keys[...] = both[0][0].keys
     for which, parts in enumerate(both):
         columns = [part.values.T for part in parts]
         for rows in _tiles(outputs.keys.shape[0]):
-            logits = _logits(parts, _queries(which, rows, inputs, static))
+            logits = _logits(parts, _queries(which, rows, inputs, settings))
             top = jnp.max(logits, axis=0, keepdims=True)
             weights = jnp.exp(logits - top)
             total = jnp.sum(weights, axis=0, keepdims=True)
@@ -153,54 +153,54 @@ def read(seen: Array, inputs: Inputs, outputs: Outputs, static: Static) -> None:
 
 
 def backward_kernel(
-    cache_mask: Any, inputs: Inputs, found: Gradients, keys_sum: Any, values_sum: Any, *,
-    static: Static,
+    cache_mask: Any, inputs: Inputs, results: Gradients, keys_sum: Any, values_sum: Any, *,
+    settings: Static,
 ) -> None:  # fmt: skip
     lane = pl.program_id(1)
 
     @pl.when(lane == 0)
     def _() -> None:
-        found.scales[...] = jnp.zeros_like(found.scales)
+        results.scales[...] = jnp.zeros_like(results.scales)
 
     seen = cache_mask[lane] > 0
-    add_gradients(seen, inputs, found, (keys_sum, values_sum), static)
-    _write_tokens(seen, inputs, found, (keys_sum, values_sum), static)
+    add_gradients(seen, inputs, results, (keys_sum, values_sum), settings)
+    _write_tokens(seen, inputs, results, (keys_sum, values_sum), settings)
 
 
 def add_gradients(
-    seen: Array, inputs: Inputs, found: Gradients, sums: tuple[Any, Any], static: Static
+    seen: Array, inputs: Inputs, results: Gradients, sums: tuple[Any, Any], settings: Static
 ) -> None:
     """Writes those of the states, and adds to those of scales.
 
     Args:
       sums: float32, of keys and of values: of states, and behind them of both blocks of tokens.
     """
-    both = _parts(seen, inputs, static)
-    states = found.projected.shape[1]
+    both = _parts(seen, inputs, settings)
+    states = results.projected.shape[1]
     places = slice(0, states), slice(states, None)
     for which, (parts, place) in enumerate(zip(both, places, strict=True)):
         for rows in _tiles(states):
-            theirs = _add_gradients(which, rows, parts, inputs, found, static)
+            theirs = _add_gradients(which, rows, parts, inputs, results, settings)
             for total, found_here in zip(sums, theirs, strict=True):
                 total[place] = found_here + total[place] if rows.start else found_here
     pairs = zip(sums, inputs.shown or (), strict=True)
     own = [total[:states] + shown[...] for total, shown in pairs]
-    if static.normalize_qk:
+    if settings.normalize_qk:
         own[0] = l2_normalize_rows_backward(inputs.projected[KEYS], own[0])[0]
     for part, gradient in zip((KEYS, VALUES), own, strict=True):
-        found.projected[part] = gradient.astype(found.projected.dtype)
+        results.projected[part] = gradient.astype(results.projected.dtype)
 
 
 def _write_tokens(
-    seen: Array, inputs: Inputs, found: Gradients, sums: tuple[Any, Any], static: Static
+    seen: Array, inputs: Inputs, results: Gradients, sums: tuple[Any, Any], settings: Static
 ) -> None:
     """The gradients of the tokens of both blocks."""
-    window = found.keys[0].shape[0]
-    raw = inputs.keys if static.raw_keys else None, None
-    for (before, own), total, keys in zip((found.keys, found.values), sums, raw, strict=True):
+    window = results.keys[0].shape[0]
+    raw = inputs.keys if settings.raw_keys else None, None
+    for (before, own), total, keys in zip((results.keys, results.values), sums, raw, strict=True):
         end = total.shape[0] - window
         of_before, of_own = total[end - window : end], total[end:]
-        if static.null_keys:
+        if settings.null_keys:
             of_before = jax.lax.select(seen, of_before, jnp.zeros_like(of_before))
         if keys is not None:
             pairs = zip(keys, (of_before, of_own), strict=True)
@@ -212,10 +212,15 @@ def _write_tokens(
 
 
 def _add_gradients(
-    which: int, rows: slice, parts: list[_Part], inputs: Inputs, found: Gradients, static: Static
+    which: int,
+    rows: slice,
+    parts: list[_Part],
+    inputs: Inputs,
+    results: Gradients,
+    settings: Static,
 ) -> tuple[Float[Array, "X K"], Float[Array, "X K"]]:
     """Writes those of some queries; returns those of the keys and values that they see."""
-    own, theirs = _queries(which, rows, inputs, static), inputs.gradient[which, rows]
+    own, theirs = _queries(which, rows, inputs, settings), inputs.gradient[which, rows]
     along = jnp.sum(theirs.astype(jnp.float32) * inputs.y[which, rows], axis=-1, keepdims=True)
     along = jnp.broadcast_to(along, (len(along), LANES)).T[:1]
     weights = jnp.exp(_logits(parts, own) - inputs.lse[which, :, rows])
@@ -224,13 +229,13 @@ def _add_gradients(
     pairs = zip(_cut(d_logits, parts), parts, strict=True)
     d_own = sum(dot_float32(cut, part.keys, TN) for cut, part in pairs)
     place, scale = QUERIES[which], slice(which, which + 1)
-    if static.normalize_qk:
+    if settings.normalize_qk:
         d_own, length = l2_normalize_rows_backward(inputs.projected[place, rows], d_own)
     else:
         wide = inputs.projected[place, rows].astype(jnp.float32)
         length = jnp.sum(d_own * wide, axis=-1, keepdims=True)
     total = jnp.sum(length, axis=0, keepdims=True)
-    found.scales[scale] += jnp.broadcast_to(total, (1, LANES))
+    results.scales[scale] += jnp.broadcast_to(total, (1, LANES))
     d_own *= inputs.scales[scale, :1]
-    found.projected[place, rows] = d_own.astype(found.projected.dtype)
+    results.projected[place, rows] = d_own.astype(results.projected.dtype)
     return dot_float32(d_logits, own, NN), dot_float32(weights, theirs, NN)

@@ -71,8 +71,8 @@ def routed_attention(
     logits = matmul_nt(row_major(q), keys) + bias[:, np.clip(distance, 0, reach - 1)][None, :, None]
     y = attend_to_part(jnp.where(seen, logits, MASKED), values).output
     y = y.reshape(*y.shape[:2], -1, y.shape[-1])
-    found = take(y, layout.rows[:, :, -count:, None])[:, :, :, 0]
-    return found.swapaxes(1, 2).astype(tokens.values.dtype)
+    results = take(y, layout.rows[:, :, -count:, None])[:, :, :, 0]
+    return results.swapaxes(1, 2).astype(tokens.values.dtype)
 
 
 def _layout(groups: Int[Array, "B H M"], chunks: int, size: int) -> Layout:

@@ -69,8 +69,8 @@ def _inner(a: Array, b: Array) -> Array:
     return jnp.tensordot(a, b, axes=a.ndim, precision="highest")
 
 
-def _backward(saved: tuple[Array, Array, Array], gradient: Array) -> tuple[Array, Array, Array]:
-    membranes, leak, threshold = saved
+def _backward(residuals: tuple[Array, Array, Array], gradient: Array) -> tuple[Array, Array, Array]:
+    membranes, leak, threshold = residuals
     fired = _fired(membranes, threshold)
     direct = jnp.where(fired, gradient / threshold, 0)
 

@@ -80,8 +80,8 @@ def recurrence(
     """See `recurrence.recurrence`; `interpret` runs on any device, with heads of any size."""
     learned = parameters.kernel, parameters.bias, jnp.stack(effective(parameters, config))
     width = keys.shape[-1]
-    static = Static(width, width, config.kv_source != "segment", interpret)
-    local = functools.partial(_local, static=static)
+    settings = Static(width, width, config.kv_source != "segment", interpret)
+    local = functools.partial(_local, settings=settings)
     if rules.partitioned():
         by_head = rules.partition_spec(None, "lanes", "heads", None, None, shape=keys.shape)
         of_lanes = P(by_head[1])
@@ -100,7 +100,7 @@ def recurrence(
 interpreted = functools.partial(recurrence, interpret=True)
 
 
-class _Given(NamedTuple):
+class _Arguments(NamedTuple):
     """What states are computed from, on one device; float32 but for keys and values."""
 
     keys: Float[Array, "B M S HK"]
@@ -112,119 +112,123 @@ class _Given(NamedTuple):
 
 
 def _local(
-    keys: Array, values: Array, counts: Array, learned: tuple, static: Static
+    keys: Array, values: Array, counts: Array, learned: tuple, settings: Static
 ) -> tuple[Float[Array, "M B H K K"], Float[Array, "B H K"], Float[Array, "B H"]]:
     """States, sums of squared keys, and how many states are above 0."""
     segments, batch, heads, _, width = keys.shape
-    static = static._replace(wide=width * math.gcd(heads, max(LANES // width, 1)))
+    settings = settings._replace(wide=width * math.gcd(heads, max(LANES // width, 1)))
     k, v = (
         x.transpose(1, 0, 3, 2, 4).reshape(batch, segments, -1, heads * width)
         for x in (keys, values)
     )
     kernel, bias, neuron = learned
-    found = _fired(_Given(k, v, kernel, bias, neuron, counts), static)
-    states = found.states.reshape(*found.states.shape[:-1], -1, width)
+    results = _fired(_Arguments(k, v, kernel, bias, neuron, counts), settings)
+    states = results.states.reshape(*results.states.shape[:-1], -1, width)
     states = states.transpose(2, 0, 1, 4, 3, 5).reshape(segments, batch, heads, width, width)
-    squares, fired = (x.reshape(batch, heads, width) for x in found[1:])
+    squares, fired = (x.reshape(batch, heads, width) for x in results[1:])
     return states, squares, jnp.sum(fired, axis=-1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _fired(given: _Given, static: Static) -> Outputs:
+def _fired(arguments: _Arguments, settings: Static) -> Outputs:
     """States [B, H', M, K, P] of H' = H K / P steps, and sums [B, H', 1, P]."""
-    return _forward(given, static)[0]
+    return _forward(arguments, settings)[0]
 
 
-def _forward(given: _Given, static: Static) -> tuple[Outputs, _Given]:
-    batch, segments, _, heads = given.keys.shape
-    steps = heads // static.wide
-    row = jax.ShapeDtypeStruct((batch, steps, 1, static.wide), jnp.float32)
-    shape = batch, steps, segments, static.width, static.wide
-    at = _places(given, static)
-    (found,) = pl.pallas_call(
-        functools.partial(forward_kernel, static=static),
+def _forward(arguments: _Arguments, settings: Static) -> tuple[Outputs, _Arguments]:
+    batch, segments, _, heads = arguments.keys.shape
+    steps = heads // settings.wide
+    row = jax.ShapeDtypeStruct((batch, steps, 1, settings.wide), jnp.float32)
+    shape = batch, steps, segments, settings.width, settings.wide
+    at = _places(arguments, settings)
+    (results,) = pl.pallas_call(
+        functools.partial(forward_kernel, settings=settings),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2, grid=(steps, batch),
             in_specs=[at._replace(states=None, squares=None)],
             out_specs=[Outputs(at.states, at.squares, at.squares)],
             scratch_shapes=[pltpu.VMEM(shape[2:], jnp.float32)],
         ),
-        out_shape=[Outputs(jax.ShapeDtypeStruct(shape, given.keys.dtype), row, row)],
-        **_options(given, static, "accumulate_fire", products=2),
-    )(given.counts, _neuron(given), _inputs(given, static))  # fmt: skip
-    return jax.tree.map(output_residual, found), given
+        out_shape=[Outputs(jax.ShapeDtypeStruct(shape, arguments.keys.dtype), row, row)],
+        **_options(arguments, settings, "accumulate_fire", products=2),
+    )(arguments.counts, _neuron(arguments), _inputs(arguments, settings))  # fmt: skip
+    return jax.tree.map(output_residual, results), arguments
 
 
-def _backward(static: Static, given: _Given, gradients: Outputs) -> tuple[_Given]:
-    batch, segments, _, heads = given.keys.shape
-    steps, width = heads // static.wide, static.width
-    inputs = _inputs(given, static, states=gradients.states, squares=gradients.squares)
-    at = _places(given, static)
+def _backward(settings: Static, arguments: _Arguments, gradients: Outputs) -> tuple[_Arguments]:
+    batch, segments, _, heads = arguments.keys.shape
+    steps, width = heads // settings.wide, settings.width
+    inputs = _inputs(arguments, settings, states=gradients.states, squares=gradients.squares)
+    at = _places(arguments, settings)
 
     def sums(rows: int) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
         """Of what all lanes add to."""
-        spec = pl.BlockSpec((None, rows, static.wide), lambda p, b, *_: (p, 0, 0))
-        return spec, jax.ShapeDtypeStruct((steps, rows, static.wide), jnp.float32)
+        spec = pl.BlockSpec((None, rows, settings.wide), lambda p, b, *_: (p, 0, 0))
+        return spec, jax.ShapeDtypeStruct((steps, rows, settings.wide), jnp.float32)
 
-    added = sums(width), sums(1) if given.bias is not None else (None, None), sums(2)
-    like = jax.ShapeDtypeStruct(given.keys.shape, given.keys.dtype)
-    (found,) = pl.pallas_call(
-        functools.partial(backward_kernel, static=static),
+    added = sums(width), sums(1) if arguments.bias is not None else (None, None), sums(2)
+    like = jax.ShapeDtypeStruct(arguments.keys.shape, arguments.keys.dtype)
+    (results,) = pl.pallas_call(
+        functools.partial(backward_kernel, settings=settings),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=(steps, batch), in_specs=[at],
             out_specs=[Gradients(at.keys, at.values, *(spec for spec, _ in added))],
-            scratch_shapes=[pltpu.VMEM((segments, width, static.wide), jnp.float32)],
+            scratch_shapes=[pltpu.VMEM((segments, width, settings.wide), jnp.float32)],
         ),
         out_shape=[Gradients(like, like, *(shape for _, shape in added))],
-        **_options(given, static, "accumulate_fire_backward", products=7),
-    )(_neuron(given), inputs)  # fmt: skip
+        **_options(arguments, settings, "accumulate_fire_backward", products=7),
+    )(_neuron(arguments), inputs)  # fmt: skip
     kernel, bias = (
-        None if x is None else jnp.sum(x.reshape(steps, -1, static.wide // width, width), (0, 2))
-        for x in (found.kernel, found.bias)
+        None if x is None else jnp.sum(x.reshape(steps, -1, settings.wide // width, width), (0, 2))
+        for x in (results.kernel, results.bias)
     )
-    neuron = jnp.sum(found.neuron, axis=(0, 2))
+    neuron = jnp.sum(results.neuron, axis=(0, 2))
     return (
-        _Given(found.keys, found.values, kernel, None if bias is None else bias[0], neuron, None),
+        _Arguments(
+            results.keys, results.values, kernel, None if bias is None else bias[0], neuron, None
+        ),
     )
 
 
 _fired.defvjp(_forward, _backward)
 
 
-def _neuron(given: _Given) -> Float[Array, " 3"]:
-    return jnp.append(given.neuron, 1 / given.neuron[1])
+def _neuron(arguments: _Arguments) -> Float[Array, " 3"]:
+    return jnp.append(arguments.neuron, 1 / arguments.neuron[1])
 
 
-def _inputs(given: _Given, static: Static, **others: Array) -> Inputs:
-    together = static.wide // static.width
-    kernel = jnp.kron(jnp.eye(together), given.kernel).astype(given.keys.dtype)
-    bias = None if given.bias is None else jnp.tile(given.bias, together)[None]
-    return Inputs(given.keys, given.values, kernel, bias, **others)
+def _inputs(arguments: _Arguments, settings: Static, **others: Array) -> Inputs:
+    together = settings.wide // settings.width
+    kernel = jnp.kron(jnp.eye(together), arguments.kernel).astype(arguments.keys.dtype)
+    bias = None if arguments.bias is None else jnp.tile(arguments.bias, together)[None]
+    return Inputs(arguments.keys, arguments.values, kernel, bias, **others)
 
 
-def _places(given: _Given, static: Static) -> Inputs:
+def _places(arguments: _Arguments, settings: Static) -> Inputs:
     """Where a step finds its inputs."""
-    (_, segments, size, _), wide = given.keys.shape, static.wide
+    (_, segments, size, _), wide = arguments.keys.shape, settings.wide
     tokens = pl.BlockSpec((None, segments, size, wide), lambda p, b, *_: (b, 0, 0, p))
     kernel, bias = (pl.BlockSpec((rows, wide), lambda p, b, *_: (0, 0)) for rows in (wide, 1))
     return Inputs(
-        tokens, tokens, kernel, None if given.bias is None else bias,
-        pl.BlockSpec((None, None, segments, static.width, wide), lambda p, b, *_: (b, p, 0, 0, 0)),
+        tokens, tokens, kernel, None if arguments.bias is None else bias,
+        pl.BlockSpec(
+            (None, None, segments, settings.width, wide), lambda p, b, *_: (b, p, 0, 0, 0)
+        ),
         pl.BlockSpec((None, None, 1, wide), lambda p, b, *_: (b, p, 0, 0)),
     )  # fmt: skip
 
 
-def _options(given: _Given, static: Static, name: str, products: int) -> dict[str, Any]:
+def _options(arguments: _Arguments, settings: Static, name: str, products: int) -> dict[str, Any]:
     """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
-    keys = given.keys
+    keys = arguments.keys
     batch, segments, size, heads = keys.shape
-    steps = batch * heads // static.wide
+    steps = batch * heads // settings.wide
     return {
-        "name": f"{name}_{segments}x{size}x{static.wide}_{keys.dtype}_{steps}_steps",
-        "interpret": static.interpret,
+        "name": f"{name}_{segments}x{size}x{settings.wide}_{keys.dtype}_{steps}_steps",
+        "interpret": settings.interpret,
         "compiler_params": parallel_heads(2),
         "cost_estimate": pl.CostEstimate(
-            flops=2 * products * keys.size * static.width, transcendentals=0,
+            flops=2 * products * keys.size * settings.width, transcendentals=0,
             bytes_accessed=(products // 2 + 1) * keys.size * keys.dtype.itemsize,
         ),
     }  # fmt: skip

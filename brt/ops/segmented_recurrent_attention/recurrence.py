@@ -169,8 +169,8 @@ def _times_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]
     return _times(x, kernel), (x, kernel)
 
 
-def _times_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    x, kernel = saved
+def _times_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, kernel = residuals
     rows = tuple(range(x.ndim - 1))
     d_kernel = jax.lax.dot_general(
         x, gradient, ((rows, rows), ((), ())), preferred_element_type=jnp.float32
@@ -207,8 +207,8 @@ def _sums_forward(keys: Array, values: Array) -> tuple[Array, tuple[Array, Array
     return _key_value_sums(keys, values), (keys, values)
 
 
-def _sums_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    keys, values = saved
+def _sums_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    keys, values = residuals
     gradient = gradient.astype(keys.dtype)  # else the products mix dtypes
     return (
         jnp.einsum("...se,...ce->...sc", values, gradient),

@@ -77,15 +77,15 @@ class Gradients(NamedTuple):
 
 
 def forward_kernel(
-    counts: Any, neuron: Any, inputs: Inputs, outputs: Outputs, own: Any, *, static: Static
+    counts: Any, neuron: Any, inputs: Inputs, outputs: Outputs, own: Any, *, settings: Static
 ) -> None:
     """`own` [M, K, P] keeps the A_j; `neuron`: leak, threshold and its inverse."""
     count = counts[pl.program_id(1)]
-    total, outputs.squares[...] = _sums(inputs, own, static)
+    total, outputs.squares[...] = _sums(inputs, own, settings)
 
     def fire(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         membrane, fired = carry
-        membrane = neuron[0] * membrane + _input(own[j], total, inputs, static)
+        membrane = neuron[0] * membrane + _input(own[j], total, inputs, settings)
         above = membrane * neuron[2] - 1
         outputs.states[j] = jnp.maximum(above, 0).astype(outputs.states.dtype)
         counted = jnp.where(j < count, 1.0, 0.0)
@@ -98,21 +98,21 @@ def forward_kernel(
 
 
 def backward_kernel(
-    neuron: Any, inputs: Inputs, found: Gradients, own: Any, *, static: Static
+    neuron: Any, inputs: Inputs, results: Gradients, own: Any, *, settings: Static
 ) -> None:
     """`own` holds A_j, then U_j before its reset, then the gradient of U_j."""
     count, leak, inverse = own.shape[0], neuron[0], neuron[2]
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
-        for sums in (found.kernel, found.bias, found.neuron):
+        for sums in (results.kernel, results.bias, results.neuron):
             if sums is not None:
                 sums[...] = jnp.zeros_like(sums)
 
-    total = _sums(inputs, own, static)[0]
+    total = _sums(inputs, own, settings)[0]
 
     def charge(j: Any, membrane: Array) -> Array:
-        own[j] = leak * membrane + _input(own[j], total, inputs, static)
+        own[j] = leak * membrane + _input(own[j], total, inputs, settings)
         return _reset(own[j], neuron)
 
     def back(i: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -128,32 +128,32 @@ def backward_kernel(
     zeros = jnp.zeros(own.shape[1:], jnp.float32)
     unrolled_loop(count, charge, zeros)
     _, d_total, d_leak, d_threshold = unrolled_loop(count, back, (zeros, zeros, zeros, zeros))
-    if found.bias is not None:
-        found.bias[...] += jnp.sum(d_total, axis=0, keepdims=True)
+    if results.bias is not None:
+        results.bias[...] += jnp.sum(d_total, axis=0, keepdims=True)
     for row, of_row in enumerate((d_leak, d_threshold)):
-        found.neuron[row : row + 1] += jnp.sum(of_row, axis=0, keepdims=True)
+        results.neuron[row : row + 1] += jnp.sum(of_row, axis=0, keepdims=True)
 
     def through_products(j: Any, d_kernel: Array) -> Array:
         keys, raw, kernel = inputs.keys[j], inputs.values[j], inputs.kernel[...]
-        d_own = d_total - own[j] if static.remaining else own[j]
-        d_own = _apart(d_own, static).astype(keys.dtype)
+        d_own = d_total - own[j] if settings.remaining else own[j]
+        d_own = _apart(d_own, settings).astype(keys.dtype)
         d_keys = dot_float32(_weighted(inputs, j), d_own, NT)
         d_keys += 2 * keys.astype(jnp.float32) * inputs.squares[...]
         d_values = dot_float32(keys, d_own, NN).astype(keys.dtype)
-        found.keys[j] = d_keys.astype(keys.dtype)
-        found.values[j] = dot_float32(d_values, kernel, NT).astype(keys.dtype)
+        results.keys[j] = d_keys.astype(keys.dtype)
+        results.values[j] = dot_float32(d_values, kernel, NT).astype(keys.dtype)
         return d_kernel + dot_float32(raw, d_values, TN)
 
     d_kernel = unrolled_loop(count, through_products, jnp.zeros(inputs.kernel.shape, jnp.float32))
-    found.kernel[...] += _side_by_side(d_kernel, static)
+    results.kernel[...] += _side_by_side(d_kernel, settings)
 
 
-def _sums(inputs: Inputs, own: Any, static: Static) -> tuple[Array, Array]:
+def _sums(inputs: Inputs, own: Any, settings: Static) -> tuple[Array, Array]:
     """A_j of each segment into `own`, their sum, and that of squared keys."""
 
     def add(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         keys = inputs.keys[j]
-        own[j] = _side_by_side(dot_float32(keys, _weighted(inputs, j), TN), static)
+        own[j] = _side_by_side(dot_float32(keys, _weighted(inputs, j), TN), settings)
         squares = jnp.square(keys.astype(jnp.float32))
         return carry[0] + own[j], carry[1] + jnp.sum(squares, axis=0, keepdims=True)
 
@@ -167,8 +167,8 @@ def _weighted(inputs: Inputs, j: Any) -> Float[Array, "S P"]:
     return dot_float32(values, inputs.kernel[...], NN).astype(values.dtype)
 
 
-def _input(own: Array, total: Array, inputs: Inputs, static: Static) -> Float[Array, "K P"]:
-    x = total - own if static.remaining else own
+def _input(own: Array, total: Array, inputs: Inputs, settings: Static) -> Float[Array, "K P"]:
+    x = total - own if settings.remaining else own
     return x if inputs.bias is None else x + inputs.bias[...]
 
 
@@ -180,18 +180,18 @@ def _head(width: int, wide: int) -> Array:
     return jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, (width, wide), 1), width)
 
 
-def _side_by_side(x: Float[Array, "P P"], static: Static) -> Float[Array, "K P"]:
+def _side_by_side(x: Float[Array, "P P"], settings: Static) -> Float[Array, "K P"]:
     """Of products of all heads with all, those with themselves."""
-    width, wide = static.width, x.shape[1]
-    found, head = x[:width], _head(width, wide)
+    width, wide = settings.width, x.shape[1]
+    results, head = x[:width], _head(width, wide)
     for i in range(1, wide // width):
-        found = jnp.where(head == i, x[i * width : (i + 1) * width], found)
-    return found
+        results = jnp.where(head == i, x[i * width : (i + 1) * width], results)
+    return results
 
 
-def _apart(x: Float[Array, "K P"], static: Static) -> Float[Array, "P P"]:
+def _apart(x: Float[Array, "K P"], settings: Static) -> Float[Array, "P P"]:
     """Zeros between one head and another."""
     head = _head(*x.shape)
     return jnp.concatenate(
-        [jnp.where(head == i, x, 0) for i in range(x.shape[1] // static.width)], axis=0
+        [jnp.where(head == i, x, 0) for i in range(x.shape[1] // settings.width)], axis=0
     )

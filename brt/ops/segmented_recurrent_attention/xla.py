@@ -162,8 +162,8 @@ def _repeated(x: Shaped[Array, "M B *R"], segment: Int[Array, "B M"]) -> Shaped[
     """
     if dispatch.policy().gathers_by_product:
         ones = jax.nn.one_hot(segment, len(x), dtype=jnp.promote_types(x.dtype, jnp.bfloat16))
-        found = jnp.einsum("bom,mb...->ob...", ones, x.astype(ones.dtype), precision="highest")
-        return found.astype(x.dtype)
+        results = jnp.einsum("bom,mb...->ob...", ones, x.astype(ones.dtype), precision="highest")
+        return results.astype(x.dtype)
     numbers = jax.lax.GatherDimensionNumbers(
         offset_dims=tuple(range(2, x.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,),
         operand_batching_dims=(1,), start_indices_batching_dims=(1,),
@@ -213,8 +213,8 @@ def _moved_forward(x: Array, source: Array, target: Array) -> tuple[Array, tuple
     return _rows(x, source), (source, target)
 
 
-def _moved_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
-    source, target = saved
+def _moved_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
+    source, target = residuals
     used = _rows(source, target) == jnp.arange(target.shape[1])[None]
     return jnp.where(used[:, :, None, None], _rows(gradient, target), 0), None, None
 

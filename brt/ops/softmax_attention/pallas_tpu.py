@@ -73,18 +73,18 @@ def attention(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B T H K"]:
     """See `api`; `interpret` runs on any device, with any sizes."""
-    static = _Static(cache_mask is not None, null_keys, interpret)
+    settings = _Settings(cache_mask is not None, null_keys, interpret)
     if cache_mask is None:
         cache_mask = jnp.ones(queries.shape[:1], bool)
     k, v = (x.reshape(-1, *x.shape[-3:]) for x in (k, v))
-    given = _Given(queries.swapaxes(1, 2), k, v, cache_mask.astype(jnp.int32), scale)
-    return _attend(given, static)
+    arguments = _Arguments(queries.swapaxes(1, 2), k, v, cache_mask.astype(jnp.int32), scale)
+    return _attend(arguments, settings)
 
 
 interpreted = functools.partial(attention, interpret=True)
 
 
-class _Static(NamedTuple):
+class _Settings(NamedTuple):
     """What is known when tracing; `masks`: whether the first half of keys may be unreadable."""
 
     masks: bool
@@ -92,7 +92,7 @@ class _Static(NamedTuple):
     interpret: bool | pltpu.InterpretParams
 
 
-class _Given(NamedTuple):
+class _Arguments(NamedTuple):
     """What attention is computed from."""
 
     q: Float[Array, "B H T K"]
@@ -123,83 +123,83 @@ class _Given(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(given: _Given, static: _Static) -> Float[Array, "B T H K"]:
-    return _forward(given, static)[0]
+def _attend(arguments: _Arguments, settings: _Settings) -> Float[Array, "B T H K"]:
+    return _forward(arguments, settings)[0]
 
 
-def _forward(given: _Given, static: _Static) -> tuple[Array, tuple]:
-    q = given.q
-    of_q, of_k, lse_spec, length = _places(given)
+def _forward(arguments: _Arguments, settings: _Settings) -> tuple[Array, tuple]:
+    q = arguments.q
+    of_q, of_k, lse_spec, length = _places(arguments)
     y, lse = _call(
-        _forward_kernel, given, static, [of_q, of_k, of_k, length], [of_q, lse_spec],
+        _forward_kernel, arguments, settings, [of_q, of_k, of_k, length], [of_q, lse_spec],
         [
             jax.ShapeDtypeStruct(q.shape, bits_dtype(q.dtype)),
-            jax.ShapeDtypeStruct(given.lse_shape(), jnp.uint32),
+            jax.ShapeDtypeStruct(arguments.lse_shape(), jnp.uint32),
         ],
         products=2,
-    )(given.cache_mask, *given[:3], given.lengths())  # fmt: skip
+    )(arguments.cache_mask, *arguments[:3], arguments.lengths())  # fmt: skip
     y, lse = output_residual(y, q.dtype), output_residual(lse, lse.dtype)
-    if given.scale is not None:  # as a product made them
-        given = given._replace(q=input_residual(q))
-    return tokens_first(y), (given, y, lse)
+    if arguments.scale is not None:  # as a product made them
+        arguments = arguments._replace(q=input_residual(q))
+    return tokens_first(y), (arguments, y, lse)
 
 
-def _backward(static: _Static, residuals: tuple, gradient: Array) -> tuple[_Given]:
-    (given, y, lse), gradient = residuals, gradient.swapaxes(1, 2)
+def _backward(settings: _Settings, residuals: tuple, gradient: Array) -> tuple[_Arguments]:
+    (arguments, y, lse), gradient = residuals, gradient.swapaxes(1, 2)
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
-    along = along.reshape(given.lse_shape())
-    of_q, of_k, lse_spec, length = _places(given)
-    lengths = given.lengths()
+    along = along.reshape(arguments.lse_shape())
+    of_q, of_k, lse_spec, length = _places(arguments)
+    lengths = arguments.lengths()
     d_q, d_k, d_v, d_scale = _call(
-        _backward_kernel, given, static, [of_q, of_k, of_k, length, of_q, lse_spec, lse_spec],
-        [of_q, of_k, of_k, length], [*given[:3], lengths], products=5,
-    )(given.cache_mask, *given[:3], lengths, gradient, lse, along)  # fmt: skip
-    if given.scale is not None:
-        d_scale = d_scale[:, 0, 0].astype(given.scale.dtype)
-    return (_Given(d_q, d_k, d_v, None, d_scale),)
+        _backward_kernel, arguments, settings, [of_q, of_k, of_k, length, of_q, lse_spec, lse_spec],
+        [of_q, of_k, of_k, length], [*arguments[:3], lengths], products=5,
+    )(arguments.cache_mask, *arguments[:3], lengths, gradient, lse, along)  # fmt: skip
+    if arguments.scale is not None:
+        d_scale = d_scale[:, 0, 0].astype(arguments.scale.dtype)
+    return (_Arguments(d_q, d_k, d_v, None, d_scale),)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _places(given: _Given) -> tuple[pl.BlockSpec | None, ...]:
+def _places(arguments: _Arguments) -> tuple[pl.BlockSpec | None, ...]:
     """Where a step finds queries, keys, what there is one number of per query, and of a head."""
-    blocks, queries, width = given.blocks, given.queries, given.q.shape[3]
+    blocks, queries, width = arguments.blocks, arguments.queries, arguments.q.shape[3]
     of_rows = pl.BlockSpec((None, None, queries, width), lambda h, b, n, _: (b, h, n, 0))
     of_keys = pl.BlockSpec(
-        (None, None, *given.k.shape[2:]), lambda h, b, n, _: (b * blocks + n, h, 0, 0)
+        (None, None, *arguments.k.shape[2:]), lambda h, b, n, _: (b * blocks + n, h, 0, 0)
     )
     lse_spec = pl.BlockSpec((None, None, None, 1, queries), lambda h, b, n, _: (b, h, n, 0, 0))
     length = None
-    if given.scale is not None:
+    if arguments.scale is not None:
         length = pl.BlockSpec((None, 1, LANES), lambda h, b, n, _: (h, 0, 0))
     return of_rows, of_keys, lse_spec, length
 
 
 def _call(
-    kernel: Any, given: _Given, static: _Static, inputs: list, outputs: list,
+    kernel: Any, arguments: _Arguments, settings: _Settings, inputs: list, outputs: list,
     shapes: Sequence[Any], *, products: int,
 ) -> Any:  # fmt: skip
     """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
-    (batch, heads, _, width), slots = given.q.shape, given.k.shape[2]
-    blocks, queries = given.blocks, given.queries
+    (batch, heads, _, width), slots = arguments.q.shape, arguments.k.shape[2]
+    blocks, queries = arguments.blocks, arguments.queries
     backward = "_backward" if products > 2 else ""
-    size = f"{queries}x{slots}x{width}_{given.q.dtype}"
+    size = f"{queries}x{slots}x{width}_{arguments.q.dtype}"
     scratch = [pltpu.VMEM((slots, width), jnp.float32)] * 2 if backward else []
     return pl.pallas_call(
-        functools.partial(kernel, static=static),
+        functools.partial(kernel, settings=settings),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=(heads, batch, blocks), in_specs=inputs, out_specs=outputs,
             scratch_shapes=scratch,
         ),
         out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), list(shapes)),
         name=f"softmax_attention{backward}_{size}_{batch * heads * blocks}_steps",
-        interpret=static.interpret, compiler_params=parallel_heads(3),
+        interpret=settings.interpret, compiler_params=parallel_heads(3),
         cost_estimate=pl.CostEstimate(
-            flops=2 * products * slots * given.q.size,
-            transcendentals=slots * given.q.size // width,
+            flops=2 * products * slots * arguments.q.size,
+            transcendentals=slots * arguments.q.size // width,
             bytes_accessed=sum(
-                x.size * x.dtype.itemsize for x in jax.tree.leaves((given[:3], shapes))
+                x.size * x.dtype.itemsize for x in jax.tree.leaves((arguments[:3], shapes))
             ),
         ),
     )  # fmt: skip
@@ -210,9 +210,9 @@ def _tiles(queries: int, keys: int) -> list[slice]:
     return [slice(i, i + rows) for i in range(0, queries, rows)]
 
 
-def _loaded(seen: Array, keys: Any, values: Any, static: _Static) -> tuple[Array, Array]:
+def _loaded(seen: Array, keys: Any, values: Any, settings: _Settings) -> tuple[Array, Array]:
     """Keys and values; null where they are and may not be read."""
-    if not (static.masks and static.null_keys):
+    if not (settings.masks and settings.null_keys):
         return keys[...], values[...]
     half = keys.shape[0] // 2
 
@@ -223,12 +223,12 @@ def _loaded(seen: Array, keys: Any, values: Any, static: _Static) -> tuple[Array
     return known(keys), known(values)
 
 
-def _logits(seen: Array, keys: Array, own: Array, static: _Static) -> Float[Array, "S R"]:
-    found = dot_float32(keys, own, NT)
-    if not static.masks or static.null_keys:
-        return found
+def _logits(seen: Array, keys: Array, own: Array, settings: _Settings) -> Float[Array, "S R"]:
+    results = dot_float32(keys, own, NT)
+    if not settings.masks or settings.null_keys:
+        return results
     half = keys.shape[0] // 2
-    return jnp.concatenate([found[:half] + jnp.where(seen, 0.0, MASKED), found[half:]], axis=0)
+    return jnp.concatenate([results[:half] + jnp.where(seen, 0.0, MASKED), results[half:]], axis=0)
 
 
 def _queries(q: Any, rows: slice, length: Any) -> Float[Array, "R K"]:
@@ -237,13 +237,13 @@ def _queries(q: Any, rows: slice, length: Any) -> Float[Array, "R K"]:
 
 
 def _forward_kernel(
-    cache_mask: Any, q: Any, k: Any, v: Any, length: Any, y: Any, lse: Any, *, static: _Static
+    cache_mask: Any, q: Any, k: Any, v: Any, length: Any, y: Any, lse: Any, *, settings: _Settings
 ) -> None:
     seen = cache_mask[pl.program_id(1)] > 0
-    keys, values = _loaded(seen, k, v, static)
+    keys, values = _loaded(seen, k, v, settings)
     columns = values.T
     for rows in _tiles(q.shape[0], k.shape[0]):
-        logits = _logits(seen, keys, _queries(q, rows, length), static)
+        logits = _logits(seen, keys, _queries(q, rows, length), settings)
         top = jnp.max(logits, axis=0, keepdims=True)
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=0, keepdims=True)
@@ -255,11 +255,11 @@ def _forward_kernel(
 def _backward_kernel(
     cache_mask: Any, q: Any, k: Any, v: Any, length: Any, gradient: Any, lse: Any, along: Any,
     d_q: Any, d_k: Any, d_v: Any, d_length: Any, keys_sum: Any, values_sum: Any, *,
-    static: _Static,
+    settings: _Settings,
 ) -> None:  # fmt: skip
     lane, n = pl.program_id(1), pl.program_id(2)
     seen = cache_mask[lane] > 0
-    keys, values = _loaded(seen, k, v, static)
+    keys, values = _loaded(seen, k, v, settings)
     if length is not None:
 
         @pl.when((lane == 0) & (n == 0))
@@ -268,7 +268,7 @@ def _backward_kernel(
 
     for rows in _tiles(q.shape[0], k.shape[0]):
         own, theirs = _queries(q, rows, length), gradient[rows]
-        weights = jnp.exp(_logits(seen, keys, own, static) - from_bits(lse[:, rows], jnp.float32))
+        weights = jnp.exp(_logits(seen, keys, own, settings) - from_bits(lse[:, rows], jnp.float32))
         d_logits = weights * (dot_float32(values, theirs, NT) - along[:, rows])
         d_logits, weights = d_logits.astype(own.dtype), weights.astype(own.dtype)
         d_own = dot_float32(d_logits, keys, TN)
@@ -282,11 +282,13 @@ def _backward_kernel(
         if rows.start:
             of_keys, of_values = of_keys + keys_sum[...], of_values + values_sum[...]
         keys_sum[...], values_sum[...] = of_keys, of_values
-    for found, total in ((d_k, keys_sum), (d_v, values_sum)):
-        if static.masks and static.null_keys:
-            half = found.shape[0] // 2
+    for results, total in ((d_k, keys_sum), (d_v, values_sum)):
+        if settings.masks and settings.null_keys:
+            half = results.shape[0] // 2
             first = total[:half]
-            found[:half] = jax.lax.select(seen, first, jnp.zeros_like(first)).astype(found.dtype)
-            found[half:] = total[half:].astype(found.dtype)
+            results[:half] = jax.lax.select(seen, first, jnp.zeros_like(first)).astype(
+                results.dtype
+            )
+            results[half:] = total[half:].astype(results.dtype)
         else:
-            found[...] = total[...].astype(found.dtype)
+            results[...] = total[...].astype(results.dtype)

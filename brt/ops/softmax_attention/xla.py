@@ -75,8 +75,8 @@ def _forward(
     return y, (q, k, v, weights, dropout, y)
 
 
-def _backward(null_keys: bool, saved: tuple, gradient: Array) -> tuple:
-    q, k, v, weights, dropout, y = saved
+def _backward(null_keys: bool, residuals: tuple, gradient: Array) -> tuple:
+    q, k, v, weights, dropout, y = residuals
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
     d_weights, kept = _product("...qk,...sk->...qs", gradient, v), weights
     if dropout is not None:

@@ -56,8 +56,8 @@ def _forward(q: Array, k: Array, v: Array, mask: Array | None) -> tuple[Array, t
     return y, (q, k, v, weights, total, y)
 
 
-def _backward(saved: tuple, gradient: Array) -> tuple:
-    q, k, v, weights, total, y = saved
+def _backward(residuals: tuple, gradient: Array) -> tuple:
+    q, k, v, weights, total, y = residuals
     scaled = gradient.astype(jnp.float32) / total.swapaxes(-1, -2)
     along = jnp.sum(scaled * y.astype(jnp.float32), axis=-1)[..., None, :]
     scaled = jax.lax.optimization_barrier(scaled.astype(q.dtype))

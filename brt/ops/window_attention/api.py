@@ -1,8 +1,8 @@
 """Sliding-window attention (Block-Recurrent Transformers, section 3.1).
 
-A segment is read in blocks of W tokens. A token attends to the W tokens that end with
-itself (or with the one before it), wherever its block begins: keys of the block before
-the segment come from the cache. XL is the case of one block a segment.
+A segment is read in blocks of W tokens. A token attends to the W tokens that end with itself, or
+with the token before it, wherever its block begins. Keys of the block before the segment come from
+the cache. Transformer-XL is the special case of one block per segment.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,11 @@ from brt.ops.window_attention import (
 )
 
 
-def _joined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation that reads all keys as one array, and normalised where they are to be."""
+def _with_joined_keys(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps an implementation that reads cached and new keys as one array.
+
+    The wrapper also normalizes queries and keys if a scale is passed.
+    """
 
     def prepared(
         queries: Array, cached: tuple[Array, Array], keys: Array, values: Array,
@@ -44,48 +47,48 @@ def _joined(function: Callable[..., Any]) -> Callable[..., Any]:
     return prepared
 
 
-def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As `_joined`, of an implementation that multiplies with dropout's factors."""
+def _with_dropout_factors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps an implementation as `_with_joined_keys` does; dropout masks become factors."""
 
     def multiplied(*inputs: Any, **options: bool) -> Any:
         *others, dropout = inputs
         factors = None if dropout is None else dropout.factors(jnp.dtype("float32"))
         return function(*others, factors, **options)
 
-    return _joined(multiplied)
+    return _with_joined_keys(multiplied)
 
 
 OP = Op(
     "window_attention",
     (
-        Implementation("xla_cpu", _plain(xla_cpu.window_attention), auto=("cpu",)),
+        Implementation("xla_cpu", _with_dropout_factors(xla_cpu.window_attention), auto=("cpu",)),
         Implementation(
-            "pallas_tpu", pallas_tpu.window_attention, ("tpu",), ("tpu",), pallas_tpu.refuses
+            "pallas_tpu", pallas_tpu.window_attention, ("tpu",), ("tpu",), pallas_tpu.refusal
         ),
         Implementation(
             "pallas_gpu",
-            _joined(pallas_gpu.window_attention),
+            _with_joined_keys(pallas_gpu.window_attention),
             ("gpu",),
             ("gpu",),
-            pallas_gpu.refuses,
+            pallas_gpu.refusal,
         ),
         Implementation(
             "pallas_mosaic_gpu",
-            _plain(pallas_mosaic_gpu.window_attention),
+            _with_dropout_factors(pallas_mosaic_gpu.window_attention),
             ("gpu",),
             ("gpu",),
-            pallas_mosaic_gpu.refuses,
+            pallas_mosaic_gpu.refusal,
         ),
-        Implementation("xla", _plain(xla.window_attention)),
+        Implementation("xla", _with_dropout_factors(xla.window_attention)),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
-        Implementation("pallas_gpu_interpret", _joined(pallas_gpu.interpreted), auto=()),
-        Implementation("reference", _plain(reference.window_attention), auto=()),
+        Implementation("pallas_gpu_interpret", _with_joined_keys(pallas_gpu.interpreted), auto=()),
+        Implementation("reference", _with_dropout_factors(reference.window_attention), auto=()),
     ),
 )
 
 
-def normalizes() -> bool:
-    """Whether queries and keys are normalised more quickly by what attends with them."""
+def normalizes_in_kernel() -> bool:
+    """Returns True if the attention op should normalize queries and keys, as is faster on TPUs."""
     return dispatch.policy().attention_normalizes
 
 
@@ -103,28 +106,32 @@ def window_part(
     scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
 ) -> AttentionPart:
-    """Attention of every token to its window; logits are q.k + bias, unscaled.
+    """Attends from every token to its window; the logits are q.k + bias, without a scale.
 
     Args:
-      queries: with any scale folded in.
+      queries: already multiplied by any scale.
       cached: keys and values of the block before the segment.
-      bias: float32, by distance: column 0 is the nearest key that a token sees; None: none.
-      cache_mask: whether block n may read the block before it (False where a document
-        starts at n, or where the cache holds nothing).
-      dropout: of the softmax of every block, [H, W, W] (slot c of row r: see `xla`).
-      attend_to_self: whether the nearest key is the token itself.
-      null_keys: unreadable keys count as zero keys with zero values, instead of not at
-        all (the original's behaviour at a document's start).
-      scale: if given, keys are normalised first, and queries to this length.
-      implementation: a named one runs or raises; None takes the best that can.
+      keys: keys of the segment.
+      values: values of the segment.
+      bias: float32, by distance; column 0 is the nearest key that a token sees. None stands for no
+        bias.
+      cache_mask: True where block n may read the block before it. False where a document starts at
+        block n, or where the cache is empty.
+      dropout: dropout of the softmax of every block, [H, W, W], by row and slot (see `xla`).
+      attend_to_self: True if the nearest key is the token itself.
+      null_keys: True makes unreadable keys count as zero keys with zero values instead of being
+        ignored, as the original code does at the start of a document.
+      scale: if not None, keys are normalized first, and queries are normalized to this length.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
 
     Returns:
-      One part of an attention that may read more: the output [B, T, H, K], in the dtype of
-      `values`, zeros where a token sees no key; and float32 [B, T, H], the log-sum-exp, which
-      knows nothing of dropout.
+      The attention output [B, T, H, K] in the dtype of `values`, with zeros where a token sees no
+        key, and the float32 log-sum-exp [B, T, H] of the logits, which dropout does not affect.
+        More keys can be added by `partial_attention.merge_parts`.
 
     Raises:
-      NotImplementedError: an implementation that does not exist, or not for these inputs.
+      NotImplementedError: the implementation does not exist or does not support the inputs.
     """
     part = dispatch.run(
         OP, implementation, queries, cached, keys, values, bias, cache_mask, dropout,
@@ -144,11 +151,15 @@ def window_part_step(
     attend_to_self: bool = True,
     null_keys: bool = False,
 ) -> AttentionPart:
-    """Row `position` of a block: `window_part` of one token, [B, H, K] and [B, H].
+    """Computes `window_part` for one token, row `position` of a block.
 
-    `keys` and `values` are a ring: slots up to `position` hold the open block, with the
-    token's own key in its slot, the others still hold the previous block, which is
-    `cache_mask` or not. A strictly-past token's own slot still holds the previous block.
+    `keys` and `values` are a ring buffer. Slots up to `position` hold the current block, including
+    the token's own key. The other slots still hold the previous block, which `cache_mask` makes
+    readable or not. If tokens do not see themselves, the token's own slot still holds the previous
+    block.
+
+    Returns:
+      The output [B, H, K] and the log-sum-exp [B, H].
     """
     window = keys.shape[1]
     slots = jnp.arange(window)

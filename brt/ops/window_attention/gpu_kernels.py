@@ -1,4 +1,7 @@
-"""What a GPU does for a tile of one head and lane of window attention: see `pallas_gpu`."""
+"""Bodies of the Triton kernels of window attention; `pallas_gpu` describes the algorithm.
+
+A program sees the arrays of one head and lane (row of the batch) and processes one tile.
+"""
 
 from typing import Any, NamedTuple
 
@@ -9,42 +12,50 @@ from jaxtyping import Array, Float
 
 from brt.ops.softmax import FLOOR
 
-LOG2E = 1.4426950408889634  # exponentials are powers of two
+# Logits are scaled by log2(e), because the hardware computes powers of two.
+LOG2E = 1.4426950408889634
 
 
-class Inputs(NamedTuple):
-    """Of one head and lane, or where they are; None: there is none.
+class WindowTileInputs(NamedTuple):
+    """Arrays of one head and lane, or their block specs; unused arrays are None.
 
     Attributes:
-      band: float32, the bias as powers of two, the farthest first, between as many MASKED as
-        a tile is long.
-      cache_mask: int32 [N].
-      dropout: int8 [W, W], not zero where weights stay.
-      gradient: of the output; of it the rest, in the backward pass only.
-      along: what the softmax's own gradient subtracts.
+      q: [T, K].
+      keys, values: [Z, K], with the window before the segment.
+      band: float32, the bias times log2(e), the farthest key first, with as many MASKED entries on
+        either side as a tile has rows or columns.
+      cache_mask: int32 [N], not zero where a block may read the block before it.
+      dropout: int8 [W, W], not zero for weights that are kept.
+      gradient: [T, K], gradient of the output, in the backward pass only.
+      lse: [T], the log-sum-exp, in the backward pass only.
+      along: [T], the sum of weights times their gradients, which the gradient of the softmax
+        subtracts; in the backward pass only.
     """
 
-    q: Any  # [T, K]
-    keys: Any  # [Z, K]
-    values: Any  # [Z, K]
+    q: Any
+    keys: Any
+    values: Any
     band: Any
     cache_mask: Any
     dropout: Any = None
-    gradient: Any = None  # [T, K]
-    lse: Any = None  # [T]
-    along: Any = None  # [T]
+    gradient: Any = None
+    lse: Any = None
+    along: Any = None
 
 
-class Tiles(NamedTuple):
-    """Of R queries by C keys: i counts those of queries, j those of keys.
-
-    What is by pair is [R, C], in the kernel that owns keys [C, R].
+class WindowTiles(NamedTuple):
+    """Tiles of R queries and C keys; i is the index of a query tile, j that of a key tile.
 
     Attributes:
-      scale: what dropout multiplies weights by that stay.
+      inputs: the arrays of one head and lane.
+      rows: R.
+      columns: C.
+      scale: the factor of weights that dropout keeps.
+      transposed: True if logits and weights are [C, R] instead of [R, C], as in the kernel that
+        owns a tile of keys.
     """
 
-    inputs: Inputs
+    inputs: WindowTileInputs
     rows: int
     columns: int
     scale: float
@@ -61,7 +72,10 @@ class Tiles(NamedTuple):
         return pl.ds(j * self.columns, self.columns)
 
     def seen(self, i: Array) -> tuple[Array, ...]:
-        """The keys that tile i of the queries sees: from, to, and the first that it may read."""
+        """Returns three key tiles for query tile i.
+
+        The first and the last (exclusive) tile of its window, and the first that it may read.
+        """
         begin = i * self.rows
         block = jax.lax.div(begin, self.window)
         cache_mask = self.inputs.cache_mask[block] > 0
@@ -70,7 +84,7 @@ class Tiles(NamedTuple):
         return tuple(jax.lax.div(place, self.columns) for place in (begin, end, first))
 
     def readers(self, j: Array) -> tuple[Array, ...]:
-        """The queries, from and to, that may read tile j of the keys."""
+        """Returns the first and the last (exclusive) query tile that may read key tile j."""
         begin = j * self.columns
         block = jax.lax.div(begin, self.window)
         following = jnp.minimum(block, self.inputs.cache_mask.shape[0] - 1)
@@ -80,14 +94,14 @@ class Tiles(NamedTuple):
         return tuple(jax.lax.div(place, self.rows) for place in places)
 
     def logits(self, i: Array, j: Array, products: Array) -> Float[Array, "..."]:
-        """As powers of two; the band masks."""
+        """Returns the logits of a tile times log2(e), with bias and mask."""
         iota = [jax.lax.broadcasted_iota(jnp.int32, products.shape, axis) for axis in (0, 1)]
         row, column = reversed(iota) if self.transposed else iota
         nearest = max(self.rows, self.columns) - 1 + j * self.columns - i * self.rows
         return LOG2E * products + self.inputs.band[nearest + column - row]
 
     def kept(self, i: Array, j: Array, weights: Array) -> Array:
-        """Weights behind dropout, or their gradients before it."""
+        """Applies dropout to weights or to their gradients."""
         if self.inputs.dropout is None:
             return weights
         row, slot = (jax.lax.rem(place, self.window) for place in (i * self.rows, j * self.columns))
@@ -97,7 +111,14 @@ class Tiles(NamedTuple):
     def gradients(
         self, i: Array, j: Array, products: Array, d_weights: Array
     ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-        """The weights behind dropout, and the logits' gradient, of both operands' products."""
+        """Returns the weights after dropout and the gradient of the logits.
+
+        Args:
+          i: the query tile.
+          j: the key tile.
+          products: products of queries and keys.
+          d_weights: products of the output's gradient and values.
+        """
         lse, along = (
             jnp.expand_dims(x[self.queries(i)], 0 if self.transposed else 1)
             for x in (self.inputs.lse, self.inputs.along)
@@ -107,22 +128,29 @@ class Tiles(NamedTuple):
         return self.kept(i, j, weights), weights * (d_weights - along)
 
 
-def product(a: Array, b: Array) -> Float[Array, "..."]:
+def dot_float32(a: Array, b: Array) -> Float[Array, "..."]:
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
-def where(may_read: Any, x: Array) -> Array:
+def zero_unless(may_read: Any, x: Array) -> Array:
     return x if may_read is True else jnp.where(may_read, x, 0.0)
 
 
 def window_attention_forward(
-    inputs: Inputs, y: Any, lse: Any, *, rows: int, columns: int, null_keys: bool, scale: float
+    inputs: WindowTileInputs,
+    y: Any,
+    lse: Any,
+    *,
+    rows: int,
+    columns: int,
+    null_keys: bool,
+    scale: float,
 ) -> None:
-    """Of a tile of queries; the softmax of the keys so far is rescaled by each further tile.
+    """Computes the output and log-sum-exp of a tile of queries with a running softmax.
 
-    Null keys come first. They are zeros, as their values are: they add to the total alone.
+    Null keys come first. Keys and values are zero, so they only add to the softmax's sum.
     """
-    tiles, i = Tiles(inputs, rows, columns, scale), pl.program_id(0)
+    tiles, i = WindowTiles(inputs, rows, columns, scale), pl.program_id(0)
     own, (begin, end, first) = inputs.q[tiles.queries(i)], tiles.seen(i)
 
     def weigh(logits: Array, top: Array, total: Array) -> tuple[Array, Array, Array, Array]:
@@ -137,11 +165,13 @@ def window_attention_forward(
     def add(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         read, top, total = carry
         keys, values = (x[tiles.keys(j)] for x in (inputs.keys, inputs.values))
-        weights, shrunk, top, total = weigh(tiles.logits(i, j, product(own, keys.T)), top, total)
+        weights, shrunk, top, total = weigh(
+            tiles.logits(i, j, dot_float32(own, keys.T)), top, total
+        )
         kept = tiles.kept(i, j, weights).astype(values.dtype)
-        return read * shrunk[:, None] + product(kept, values), top, total
+        return read * shrunk[:, None] + dot_float32(kept, values), top, total
 
-    # The virtual key that takes the mass of rows without keys: see `softmax.FLOOR`.
+    # Start with the virtual logit `softmax.FLOOR`, which takes all the mass of rows without keys.
     start = jnp.full(rows, LOG2E * FLOOR), jnp.ones(rows)
     if null_keys:
         start = jax.lax.fori_loop(begin, first, add_null, start)
@@ -152,39 +182,39 @@ def window_attention_forward(
 
 
 def window_attention_queries(
-    inputs: Inputs, d_q: Any, *, rows: int, columns: int, null_keys: bool, scale: float
+    inputs: WindowTileInputs, d_q: Any, *, rows: int, columns: int, null_keys: bool, scale: float
 ) -> None:
-    """The gradient of a tile of queries, to which null keys add nothing."""
+    """Computes the gradient of a tile of queries, to which null keys contribute nothing."""
     del null_keys
-    tiles, i = Tiles(inputs, rows, columns, scale), pl.program_id(0)
+    tiles, i = WindowTiles(inputs, rows, columns, scale), pl.program_id(0)
     own, theirs = inputs.q[tiles.queries(i)], inputs.gradient[tiles.queries(i)]
     _, end, first = tiles.seen(i)
 
     def add(j: Array, total: Array) -> Array:
         keys, values = (x[tiles.keys(j)] for x in (inputs.keys, inputs.values))
-        pair = product(own, keys.T), product(theirs, values.T)
+        pair = dot_float32(own, keys.T), dot_float32(theirs, values.T)
         _, d_logits = tiles.gradients(i, j, *pair)
-        return total + product(d_logits.astype(keys.dtype), keys)
+        return total + dot_float32(d_logits.astype(keys.dtype), keys)
 
-    found = jax.lax.fori_loop(first, end, add, jnp.zeros(own.shape, jnp.float32))
-    d_q[tiles.queries(i)] = found.astype(d_q.dtype)
+    results = jax.lax.fori_loop(first, end, add, jnp.zeros(own.shape, jnp.float32))
+    d_q[tiles.queries(i)] = results.astype(d_q.dtype)
 
 
 def window_attention_keys(
-    inputs: Inputs, d_keys: Any, d_values: Any, *,
+    inputs: WindowTileInputs, d_keys: Any, d_values: Any, *,
     rows: int, columns: int, null_keys: bool, scale: float,
 ) -> None:  # fmt: skip
-    """The gradients of a tile of keys and values, of the queries that may read it."""
+    """Computes the gradients of a tile of keys and values from all queries that may read it."""
     del null_keys
-    tiles, j = Tiles(inputs, rows, columns, scale, transposed=True), pl.program_id(0)
+    tiles, j = WindowTiles(inputs, rows, columns, scale, transposed=True), pl.program_id(0)
     keys, values = (x[tiles.keys(j)] for x in (inputs.keys, inputs.values))
 
     def add(i: Array, totals: tuple[Array, Array]) -> tuple[Array, Array]:
         q, gradient = (x[tiles.queries(i)] for x in (inputs.q, inputs.gradient))
-        pair = product(keys, q.T), product(values, gradient.T)
+        pair = dot_float32(keys, q.T), dot_float32(values, gradient.T)
         kept, d_logits = tiles.gradients(i, j, *pair)
-        of_keys = totals[0] + product(d_logits.astype(q.dtype), q)
-        return of_keys, totals[1] + product(kept.astype(gradient.dtype), gradient)
+        of_keys = totals[0] + dot_float32(d_logits.astype(q.dtype), q)
+        return of_keys, totals[1] + dot_float32(kept.astype(gradient.dtype), gradient)
 
     (begin, end), zeros = tiles.readers(j), jnp.zeros(keys.shape, jnp.float32)
     of_keys, of_values = jax.lax.fori_loop(begin, end, add, (zeros, zeros))
@@ -193,24 +223,24 @@ def window_attention_keys(
 
 
 def window_attention_band(
-    inputs: Inputs, d_tile: Any, *,
+    inputs: WindowTileInputs, d_tile: Any, *,
     rows: int, columns: int, null_keys: bool, scale: float, walk: int,
 ) -> None:  # fmt: skip
-    """The gradient of what tiles at one distance add to logits, over `walk` tiles of queries."""
-    tiles, distance = Tiles(inputs, rows, columns, scale), pl.program_id(0)
+    """Sums the gradient of the logits at one tile distance over `walk` tiles of queries."""
+    tiles, distance = WindowTiles(inputs, rows, columns, scale), pl.program_id(0)
     begin = jax.lax.rem(pl.program_id(2), inputs.q.shape[0] // rows // walk) * walk
 
     def add(i: Array, total: Array) -> Array:
         farthest, _, first = tiles.seen(i)
         j = farthest + distance
         pair = (
-            product(inputs.q[tiles.queries(i)], inputs.keys[tiles.keys(j)].T),
-            product(inputs.gradient[tiles.queries(i)], inputs.values[tiles.keys(j)].T),
+            dot_float32(inputs.q[tiles.queries(i)], inputs.keys[tiles.keys(j)].T),
+            dot_float32(inputs.gradient[tiles.queries(i)], inputs.values[tiles.keys(j)].T),
         )
-        if null_keys:  # which are zeros, as their values are
-            pair = where(j >= first, pair[0]), where(j >= first, pair[1])
+        if null_keys:  # Null keys and their values are zero.
+            pair = zero_unless(j >= first, pair[0]), zero_unless(j >= first, pair[1])
         _, d_logits = tiles.gradients(i, j, *pair)
-        return total + (d_logits if null_keys else where(j >= first, d_logits))
+        return total + (d_logits if null_keys else zero_unless(j >= first, d_logits))
 
     zeros = jnp.zeros((rows, columns), jnp.float32)
     d_tile[...] = jax.lax.fori_loop(begin, begin + walk, add, zeros)

@@ -1,4 +1,4 @@
-"""What the kernels of `mosaic_kernels` are given, in tiles; nothing here needs Mosaic GPU."""
+"""Inputs of the kernels in `mosaic_kernels`, in tiles. This module does not need Mosaic GPU."""
 
 from typing import Any, NamedTuple
 
@@ -6,64 +6,70 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-TILE = 64  # rows: what one product of a warpgroup has
-_PART = 128  # numbers of a vector that one product adds up in registers, at most
-_MANY = 1 << 20  # more tiles than there are
+TILE = 64  # Rows of a tile, as many as one matrix product of a warpgroup has.
+_MAX_PART = 128  # Largest part of a vector whose product fits into registers.
+_ABOVE_ANY_TILE = 1 << 20  # A number greater than the number of tiles of any array.
 
 
-def parts_of(x: Array) -> int:
-    """Of vectors that are too long for one product's registers."""
-    return -(-x.shape[-1] // _PART)
+def vector_parts(x: Array) -> int:
+    """Returns the number of parts that vectors are split into to fit into registers."""
+    return -(-x.shape[-1] // _MAX_PART)
 
 
-def zero(n: Array) -> Array:
-    """Of a flag or a number of tiles; the compiler does not know it.
+def opaque_zero(n: Array) -> Array:
+    """Returns zero, computed from a number of tiles so that the compiler cannot know the value.
 
-    Of an operand that is the same in all turns of a loop, and of all in a loop that it unrolls, it
-    would keep descriptors for each product, in the registers that the products need.
+    The compiler would keep the descriptors of operands that do not change in a loop, and of all
+    iterations that it unrolls, in registers that the products need. An index that the compiler does
+    not know prevents this.
     """
-    return jax.lax.div(n, _MANY)
+    return jax.lax.div(n, _ABOVE_ANY_TILE)
 
 
-class Inputs(NamedTuple):
-    """Where they are in global memory; None: there is none.
+class WindowMosaicInputs(NamedTuple):
+    """References to the inputs in global memory; an input that a kernel does not use is None.
 
     Attributes:
-      strip: float32, bias and mask by row of a tile of queries: its column s * TILE + c is key c
-        of the tile of keys that is the s-th, from the farthest, which the queries see.
-      cache_mask: int32 [B, N].
-      turned: the strip by row of a tile of keys, the columns being those of queries; of it the
-        rest in the backward pass only.
-      gradient: of the output.
-      sums: of every row the log-sum-exp, and what the softmax's own gradient subtracts.
-      dropout: factors of weights; for a kernel that owns keys, by slot first.
+      q: [B, T, H, K].
+      keys, values: [B, Z, H, K], with the window before the segment.
+      strip: float32 [H, TILE, W + TILE], bias and mask for a tile of queries. Column s * TILE + c
+        is key c of the s-th key tile in the window, counted from the farthest.
+      cache_mask: int32 [B, N], not zero where a block may read the block before it.
+      transposed_strip: float32 [H, TILE, W + TILE], bias and mask for a tile of keys, whose columns
+        are queries; in the backward pass only, as all that follow.
+      gradient: [B, T, H, K], gradient of the output.
+      sums: [B, H, 2, T], each row's log-sum-exp and its sum of weights times their gradients, which
+        the gradient of the softmax subtracts.
+      dropout: [H, W, W], factors of the weights; transposed for the kernel that owns keys.
     """
 
-    q: Any  # [B, T, H, K]
-    keys: Any  # [B, Z, H, K]
-    values: Any  # [B, Z, H, K]
-    strip: Any  # [H, TILE, W + TILE]
+    q: Any
+    keys: Any
+    values: Any
+    strip: Any
     cache_mask: Any
-    turned: Any = None  # [H, TILE, W + TILE]
-    gradient: Any = None  # [B, T, H, K]
-    sums: Any = None  # [B, H, 2, T]
-    dropout: Any = None  # [H, W, W]
+    transposed_strip: Any = None
+    gradient: Any = None
+    sums: Any = None
+    dropout: Any = None
 
     @property
     def per_window(self) -> int:
-        """Tiles of a window."""
+        """Number of tiles of a window."""
         return (self.keys.shape[1] - self.q.shape[1]) // TILE
 
     def seen(self, lane: Array, i: Array) -> tuple[Array, Array]:
-        """Of the tiles of keys that tile i of the queries sees, of which tile i is the first: the
-        first that it may read, and the one behind the last."""
+        """Returns the first key tile that query tile i may read, and the last one (exclusive).
+
+        The window of query tile i begins at key tile i.
+        """
         block = jax.lax.div(i, self.per_window)
         flag = self.cache_mask[lane, block]
         first = jnp.where(flag > 0, i, (block + 1) * self.per_window)
-        return first, i + self.per_window + 1 + zero(flag)
+        return first, i + self.per_window + 1 + opaque_zero(flag)
 
     def readers(self, lane: Array, j: Array) -> tuple[Array, Array]:
-        """The tiles of queries, from and to, that may read tile j of the keys."""
+        """Returns the first and the last (exclusive) query tile that may read key tile j."""
         block = jax.lax.div(j, self.per_window)
         following = jnp.minimum(block, self.cache_mask.shape[1] - 1)
         end = jnp.where(self.cache_mask[lane, following] > 0, j + 1, block * self.per_window)

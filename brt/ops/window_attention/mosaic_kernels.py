@@ -1,7 +1,8 @@
-"""What a warpgroup of a Hopper GPU does for a tile of window attention: see `pallas_mosaic_gpu`.
+"""Bodies of the Mosaic GPU kernels of window attention; `pallas_mosaic_gpu` describes the
+algorithm.
 
-Each kernel is a function of `mosaic_inputs.Inputs`, of where its results go, and of the shared
-memory that it works in.
+A kernel is a function of its inputs in global memory (`mosaic_inputs.WindowMosaicInputs`), the
+references to its outputs, and its shared memory. One warpgroup runs the function for one tile.
 """
 
 from typing import Any
@@ -11,22 +12,22 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from brt.ops.softmax import FLOOR
-from brt.ops.window_attention.gpu_kernels import LOG2E, where
-from brt.ops.window_attention.mosaic_inputs import TILE, Inputs, zero
+from brt.ops.window_attention.gpu_kernels import LOG2E, zero_unless
+from brt.ops.window_attention.mosaic_inputs import TILE, WindowMosaicInputs, opaque_zero
 from brt.ops.window_attention.mosaic_tiles import (
-    Ring,
-    added_up,
+    CopyRing,
+    accumulate,
     barrier_wait,
-    by_row,
+    broadcast_rows,
     constant,
     copy_factors,
     copy_numbers,
     copy_square,
     copy_vectors,
-    place,
-    products,
+    program_place,
     read_by_column,
     read_by_row,
+    tile_product,
     wgmma,
     write_square,
     write_vectors,
@@ -34,11 +35,11 @@ from brt.ops.window_attention.mosaic_tiles import (
 
 
 def window_attention_forward(
-    inputs: Inputs, y: Any, lse: Any, *, null_keys: bool,
+    inputs: WindowMosaicInputs, y: Any, lse: Any, *, null_keys: bool,
     own: Any, keys: Any, values: Any, strip: Any, ready: Any, arrived: Any, factors: Any = None,
 ) -> None:  # fmt: skip
-    """Of a tile of queries; the softmax of the keys so far is rescaled by each further tile."""
-    lane, head, i = place()
+    """Computes the output and log-sum-exp of a tile of queries with a running softmax."""
+    lane, head, i = program_place()
     width, (first, end) = own.shape[3], inputs.seen(lane, i)
     begin = i if null_keys else first
     copy_vectors(inputs.q, (lane, i, head), own.at[0], ready)
@@ -54,33 +55,40 @@ def window_attention_forward(
         def add(n: Array, slot: Array, carry: tuple) -> tuple:
             top, total = carry
             may_read = begin + n >= first if null_keys else True
-            logits = where(may_read, products(own.at[zero(n)], keys.at[slot])) + strip[slot]
+            logits = (
+                zero_unless(may_read, tile_product(own.at[opaque_zero(n)], keys.at[slot]))
+                + strip[slot]
+            )
             higher = jnp.maximum(top, LOG2E * jnp.max(logits, axis=1))
-            weights, shrunk = jnp.exp2(LOG2E * logits - by_row(higher)), jnp.exp2(top - higher)
+            weights, shrunk = (
+                jnp.exp2(LOG2E * logits - broadcast_rows(higher)),
+                jnp.exp2(top - higher),
+            )
             total = total * shrunk + jnp.sum(weights, axis=1)
-            weights = dropped(where(may_read, weights), factors, slot).astype(own.dtype)
+            weights = apply_dropout(zero_unless(may_read, weights), factors, slot).astype(own.dtype)
             for part, sums in enumerate(read):
-                sums[...] = sums[...] * by_row(shrunk, width)
+                sums[...] = sums[...] * broadcast_rows(shrunk, width)
                 wgmma(sums, weights, values.at[slot, part])
             return higher, total
 
-        # The virtual key that takes the mass of rows without keys: see `softmax.FLOOR`.
+        # Start with the virtual logit `softmax.FLOOR`, which takes all the mass of rows without
+        # keys.
         start = constant(LOG2E * FLOOR, TILE), constant(1.0, TILE)
-        return Ring(arrived, copy).walk(end - begin, add, start)
+        return CopyRing(arrived, copy).walk(end - begin, add, start)
 
-    read, (top, total) = added_up(own.shape[1], width, walk)
+    read, (top, total) = accumulate(own.shape[1], width, walk)
     lse[lane, head, i] = top / LOG2E + jnp.log(total)
-    share = by_row(1.0 / total, width)
+    share = broadcast_rows(1.0 / total, width)
     write_vectors([x * share for x in read], own.at[0], y, (lane, i, head))
 
 
 def window_attention_queries(
-    inputs: Inputs, d_q: Any, *, null_keys: bool,
+    inputs: WindowMosaicInputs, d_q: Any, *, null_keys: bool,
     own: Any, theirs: Any, row: Any, ready: Any,
     keys: Any, values: Any, strip: Any, arrived: Any, factors: Any = None,
 ) -> None:  # fmt: skip
-    """The gradient of a tile of queries."""
-    lane, head, i = place()
+    """Computes the gradient of a tile of queries."""
+    lane, head, i = program_place()
     first, end = inputs.seen(lane, i)
     begin = i if null_keys else first
     copy_vectors(inputs.q, (lane, i, head), own.at[0], ready)
@@ -97,28 +105,35 @@ def window_attention_queries(
     def walk(*totals: Any) -> None:
         def add(n: Array, slot: Array, carry: tuple) -> tuple:
             may_read = begin + n >= first if null_keys else True
-            logits = where(may_read, products(own.at[zero(n)], keys.at[slot])) + strip[slot]
+            logits = (
+                zero_unless(may_read, tile_product(own.at[opaque_zero(n)], keys.at[slot]))
+                + strip[slot]
+            )
             weights = jnp.exp2(LOG2E * (logits - read_by_row(row.at[0, 0])))
-            d_weights = dropped(products(theirs.at[zero(n)], values.at[slot]), factors, slot)
-            # Null keys are zeros, and so is what they give.
-            d_logits = where(may_read, weights * (d_weights - read_by_row(row.at[0, 1])))
+            d_weights = apply_dropout(
+                tile_product(theirs.at[opaque_zero(n)], values.at[slot]), factors, slot
+            )
+            # Null keys are zero, so they contribute nothing to the gradient.
+            d_logits = zero_unless(may_read, weights * (d_weights - read_by_row(row.at[0, 1])))
             for part, total in enumerate(totals):
                 wgmma(total, d_logits.astype(own.dtype), keys.at[slot, part])
             return carry
 
-        Ring(arrived, copy).walk(end - begin, add, ())
+        CopyRing(arrived, copy).walk(end - begin, add, ())
 
-    found, _ = added_up(own.shape[1], own.shape[3], walk)
-    write_vectors(found, own.at[0], d_q, (lane, i, head))
+    results, _ = accumulate(own.shape[1], own.shape[3], walk)
+    write_vectors(results, own.at[0], d_q, (lane, i, head))
 
 
 def window_attention_keys(
-    inputs: Inputs, d_keys: Any, d_values: Any, *,
+    inputs: WindowMosaicInputs, d_keys: Any, d_values: Any, *,
     own: Any, theirs: Any, ready: Any,
     q: Any, gradient: Any, strip: Any, row: Any, arrived: Any, factors: Any = None,
 ) -> None:  # fmt: skip
-    """The gradients of one part of a tile of keys and values, of the queries that may read it."""
-    lane, head, program = place()
+    """Computes gradients of one part of a tile of keys and values, from all queries that may read
+    it.
+    """
+    lane, head, program = program_place()
     j, part = jax.lax.div(program, own.shape[1]), jax.lax.rem(program, own.shape[1])
     begin, end = inputs.readers(lane, j)
     copy_vectors(inputs.keys, (lane, j, head), own.at[0], ready)
@@ -129,35 +144,37 @@ def window_attention_keys(
         copy_vectors(inputs.q, (lane, begin + n, head), q.at[slot], barrier)
         copy_vectors(inputs.gradient, (lane, begin + n, head), gradient.at[slot], barrier)
         column = inputs.per_window + begin + n - j
-        copy_square(inputs.turned, head, 0, column, strip.at[slot], barrier)
+        copy_square(inputs.transposed_strip, head, 0, column, strip.at[slot], barrier)
         copy_factors(inputs, head, j, begin + n, factors, slot, barrier)
         copy_numbers(inputs.sums, (lane, begin + n, head), row.at[slot], barrier)
 
     def walk(of_keys: Any, of_values: Any) -> None:
         def add(n: Array, slot: Array, carry: tuple) -> tuple:
-            logits = products(own.at[zero(n)], q.at[slot]) + strip[slot]
+            logits = tile_product(own.at[opaque_zero(n)], q.at[slot]) + strip[slot]
             weights = jnp.exp2(LOG2E * (logits - read_by_column(row.at[slot, 0])))
-            kept = dropped(weights, factors, slot)
+            kept = apply_dropout(weights, factors, slot)
             wgmma(of_values, kept.astype(own.dtype), gradient.at[slot, part])
-            d_weights = dropped(products(theirs.at[zero(n)], gradient.at[slot]), factors, slot)
+            d_weights = apply_dropout(
+                tile_product(theirs.at[opaque_zero(n)], gradient.at[slot]), factors, slot
+            )
             d_logits = weights * (d_weights - read_by_column(row.at[slot, 1]))
             wgmma(of_keys, d_logits.astype(own.dtype), q.at[slot, part])
             return carry
 
-        Ring(arrived, copy).walk(end - begin, add, ())
+        CopyRing(arrived, copy).walk(end - begin, add, ())
 
-    (of_keys, of_values), _ = added_up(2, own.shape[3], walk)
+    (of_keys, of_values), _ = accumulate(2, own.shape[3], walk)
     write_vectors([of_keys], own.at[0], d_keys, (lane, j, head), part)
     write_vectors([of_values], theirs.at[0], d_values, (lane, j, head), part)
 
 
 def window_attention_band(
-    inputs: Inputs, d_strip: Any, *, null_keys: bool, walk: int,
+    inputs: WindowMosaicInputs, d_strip: Any, *, null_keys: bool, walk: int,
     strip: Any, ready: Any,
     q: Any, gradient: Any, keys: Any, values: Any, row: Any, arrived: Any, factors: Any = None,
 ) -> None:  # fmt: skip
-    """The gradient of a tile of the strip, over `walk` tiles of queries."""
-    group, head, distance = place()
+    """Sums the gradient of a tile of the strip over `walk` tiles of queries."""
+    group, head, distance = program_place()
     groups = inputs.q.shape[1] // TILE // walk
     lane, begin = jax.lax.div(group, groups), jax.lax.rem(group, groups) * walk
     copy_square(inputs.strip, head, 0, distance, strip.at[0], ready)
@@ -175,15 +192,20 @@ def window_attention_band(
     def add(n: Array, slot: Array, total: Array) -> Array:
         first, _ = inputs.seen(lane, begin + n)
         may_read = begin + n + distance >= first
-        pair = products(q.at[slot], keys.at[slot]), products(gradient.at[slot], values.at[slot])
-        product, d_weights = (where(may_read, x) for x in pair) if null_keys else pair
-        weights = jnp.exp2(LOG2E * (product + strip[zero(n)] - read_by_row(row.at[slot, 0])))
-        d_logits = weights * (dropped(d_weights, factors, slot) - read_by_row(row.at[slot, 1]))
-        return total + (d_logits if null_keys else where(may_read, d_logits))
+        pair = (
+            tile_product(q.at[slot], keys.at[slot]),
+            tile_product(gradient.at[slot], values.at[slot]),
+        )
+        product, d_weights = (zero_unless(may_read, x) for x in pair) if null_keys else pair
+        weights = jnp.exp2(LOG2E * (product + strip[opaque_zero(n)] - read_by_row(row.at[slot, 0])))
+        d_logits = weights * (
+            apply_dropout(d_weights, factors, slot) - read_by_row(row.at[slot, 1])
+        )
+        return total + (d_logits if null_keys else zero_unless(may_read, d_logits))
 
-    total = Ring(arrived, copy).walk(walk, add, constant(0.0, TILE, TILE))
+    total = CopyRing(arrived, copy).walk(walk, add, constant(0.0, TILE, TILE))
     write_square(total, strip.at[0], d_strip, (group, head, distance))
 
 
-def dropped(x: Array, factors: Any, slot: Array) -> Array:
+def apply_dropout(x: Array, factors: Any, slot: Array) -> Array:
     return x if factors is None else x * factors[slot]

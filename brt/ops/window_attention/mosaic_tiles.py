@@ -1,10 +1,11 @@
-"""What `mosaic_kernels` are made of: tiles in a Hopper GPU's memories, copies, products.
+"""Building blocks of `mosaic_kernels`: tiles in the memories of a Hopper GPU, copies and products.
 
-Tiles arrive in shared memory by TMA while others are computed with. Nobody but these copies arrives
-at a barrier, and every copy is awaited by the warpgroup that ordered it: none can wait for another.
+The tensor memory accelerator (TMA) copies tiles to shared memory while the warpgroup computes with
+other tiles. Only copies arrive at a barrier, and the warpgroup that starts a copy also waits for
+it, so no deadlock is possible.
 
-All that Mosaic GPU is asked for is imported here: a jax whose names differ has no such kernels, and
-no error but an ImportError says so.
+This module imports all names of Mosaic GPU. If a version of jax lacks one of them, the ImportError
+says that the kernels are not available; no other error does.
 """
 
 from collections.abc import Callable
@@ -34,47 +35,54 @@ from jax.experimental.pallas.mosaic_gpu import (
 )
 from jaxtyping import Array, Float
 
-from brt.ops.window_attention.mosaic_inputs import TILE, Inputs, parts_of, zero
+from brt.ops.window_attention.mosaic_inputs import (
+    TILE,
+    WindowMosaicInputs,
+    opaque_zero,
+    vector_parts,
+)
 
-_AXES = ("lane", "head", "tile")  # the last one runs first: neighbours share what they read
+# The last axis varies fastest, so neighbouring programs read the same keys.
+_AXES = ("lane", "head", "tile")
 _SWIZZLE = 128  # bytes
 _OPTIONS = {"approx_math": True, "reduction_scratch_bytes": 0}
 if _unknown := [name for name in _OPTIONS if not hasattr(CompilerParams, name)]:
     raise ImportError(f"CompilerParams has no {', '.join(_unknown)}")
-_PARAMS = CompilerParams(  # layouts are said here, not found by the compiler: jax 0.11's default
+_PARAMS = CompilerParams(  # Layouts are explicit here; jax 0.11 would infer them by default.
     **_OPTIONS, lowering_semantics=LoweringSemantics.Lane
 )
 
 
-def place() -> tuple[Array, Array, Array]:
-    """Lane, head and tile of the program."""
+def program_place() -> tuple[Array, Array, Array]:
+    """Returns the lane, the head and the tile of the program."""
     lane, head, tile = (jax.lax.axis_index(name) for name in _AXES)
     return lane, head, tile
 
 
-# In shared memory, tiles laid out as products read them.
+# Tiles in shared memory, in the layout in which products read them.
 
 
 def _tiling(itemsize: int) -> tuple[Any, ...]:
-    """Of elements of so many bytes."""
-    made: tuple[Any, Any] = TilingTransform, SwizzleTransform  # mypy takes both for abstract
+    """Returns the transforms of a tile whose elements have this many bytes."""
+    # mypy considers both classes abstract.
+    made: tuple[Any, Any] = TilingTransform, SwizzleTransform
     return made[0]((8, _SWIZZLE // itemsize)), made[1](_SWIZZLE)
 
 
-def vectors(x: Array, slots: int) -> Any:
-    """Tiles of [..., K], of each vector one part after the other."""
-    parts = parts_of(x)
+def vector_tiles(x: Array, slots: int) -> Any:
+    """Returns shared memory for tiles of vectors [..., K], each vector split into parts."""
+    parts = vector_parts(x)
     shape = (slots, parts, TILE, x.shape[-1] // parts)
     return SMEM(shape, x.dtype, transforms=_tiling(x.dtype.itemsize))
 
 
-def square(slots: int) -> Any:
-    """What there is of every pair of rows of two tiles."""
+def square_tiles(slots: int) -> Any:
+    """Returns shared memory for tiles with a number for each pair of rows of two tiles."""
     return SMEM((slots, TILE, TILE), jnp.float32, transforms=_tiling(4))
 
 
-def numbers(slots: int) -> Any:
-    """Both `sums` of every row."""
+def row_numbers(slots: int) -> Any:
+    """Returns shared memory for the two `sums` of every row of a tile."""
     return SMEM((slots, 2, TILE), jnp.float32)
 
 
@@ -83,7 +91,7 @@ def barrier(copies: int, slots: int = 1) -> Any:
 
 
 def copy_vectors(array: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> None:
-    """A tile of [B, T, H, K]: of a lane, the tile's number, and head."""
+    """Starts the copy of a tile of [B, T, H, K]; `place` is the lane, the tile and the head."""
     lane, tile, head = place
     parts, _, width = to.shape
     for part in range(parts):
@@ -92,22 +100,28 @@ def copy_vectors(array: Any, place: tuple[Array, ...], to: Any, arrived: Any) ->
 
 
 def copy_square(array: Any, head: Array, row: Any, column: Array, to: Any, arrived: Any) -> None:
-    """A tile of [H, R, C]."""
+    """Starts the copy of a tile of [H, R, C]."""
     there = array.at[head, pl.ds(row * TILE, TILE), pl.ds(column * TILE, TILE)]
     copy_gmem_to_smem(there, to, arrived)
 
 
 def copy_factors(
-    inputs: Inputs, head: Array, row: Array, column: Array, to: Any, slot: Any, arrived: Any
+    inputs: WindowMosaicInputs,
+    head: Array,
+    row: Array,
+    column: Array,
+    to: Any,
+    slot: Any,
+    arrived: Any,
 ) -> None:
-    """Dropout's, of the pairs of two tiles: of a block's rows and slots."""
+    """Starts the copy of dropout's factors for a query tile and a key tile, if there is dropout."""
     if to is not None:
         row, column = (jax.lax.rem(tile, inputs.per_window) for tile in (row, column))
         copy_square(inputs.dropout, head, row, column, to.at[slot], arrived)
 
 
 def copy_numbers(sums: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> None:
-    """A tile of [B, H, 2, T]."""
+    """Starts the copy of a tile of [B, H, 2, T]; `place` is the lane, the tile and the head."""
     lane, tile, head = place
     copy_gmem_to_smem(sums.at[lane, head, :, pl.ds(tile * TILE, TILE)], to, arrived)
 
@@ -115,7 +129,7 @@ def copy_numbers(sums: Any, place: tuple[Array, ...], to: Any, arrived: Any) -> 
 def write_vectors(
     parts: list[Array], through: Any, to: Any, place: tuple[Array, ...], first: Any = 0
 ) -> None:
-    """The reverse of `copy_vectors`, of the parts from `first` on."""
+    """Writes the parts of a tile's vectors from part `first` on to an array [B, T, H, K]."""
     lane, tile, head = place
     width = through.shape[2]
     for n, part in enumerate(parts):
@@ -129,7 +143,7 @@ def write_vectors(
 
 
 def write_square(square: Array, through: Any, to: Any, place: tuple[Array, ...]) -> None:
-    """A tile of [G, H, TILE, X]: of a group, head, and the tile's number."""
+    """Writes a tile of [G, H, TILE, X]; `place` is the group, the head and the tile."""
     group, head, column = place
     through[...] = square
     commit_smem()
@@ -137,24 +151,32 @@ def write_square(square: Array, through: Any, to: Any, place: tuple[Array, ...])
     wait_smem_to_gmem(0)
 
 
-class Ring(NamedTuple):
-    """What arrives in turns: the n-th copies go into slot n, modulo how many slots there are."""
+class CopyRing(NamedTuple):
+    """Slots in shared memory that are filled in turns: the n-th copies go to slot n modulo their
+    count.
 
-    arrived: Any  # a barrier a slot
-    copy: Callable[[Any, Any, Any], None]  # given n, its slot and the slot's barrier
+    Attributes:
+      arrived: a barrier for each slot.
+      copy: starts the n-th copies; its arguments are n, the slot and the slot's barrier.
+    """
+
+    arrived: Any
+    copy: Callable[[Any, Any, Any], None]
 
     def walk(self, count: Any, step: Callable[[Array, Array, Any], Any], carry: Any) -> Any:
-        """`step` of n, its slot and what the one before gave, for all n below `count`."""
+        """Runs `carry = step(n, slot, carry)` for all n below `count`, when the n-th copies have
+        arrived.
+        """
         slots = self.arrived.shape[0]
 
         def order(n: Any, slot: Any) -> None:
             pl.when(n < count)(lambda: self.copy(n, slot, self.arrived.at[slot]))
 
         def once(n: Array, carry: Any) -> Any:
-            slot = jax.lax.rem(n, slots) if slots > 1 else zero(n)
+            slot = jax.lax.rem(n, slots) if slots > 1 else opaque_zero(n)
             barrier_wait(self.arrived.at[slot])
             carry = step(n, slot, carry)
-            wgmma_wait(0)  # products have read the slot
+            wgmma_wait(0)  # The products that read the slot must be done before it is overwritten.
             order(n + slots, slot)
             return carry
 
@@ -163,11 +185,11 @@ class Ring(NamedTuple):
         return jax.lax.fori_loop(0, count, once, carry)
 
 
-# In registers, laid out as products leave them.
+# Values in registers, in the layout of a product's result.
 
 
-def products(a: Any, b: Any) -> Float[Array, "R C"]:
-    """Of all vectors of two tiles."""
+def tile_product(a: Any, b: Any) -> Float[Array, "R C"]:
+    """Returns the products of all vectors of two tiles."""
 
     def multiply(total: Any) -> Array:
         for part in range(a.shape[0]):
@@ -177,58 +199,60 @@ def products(a: Any, b: Any) -> Float[Array, "R C"]:
     return pl.run_scoped(multiply, ACC((TILE, TILE), jnp.float32))
 
 
-def added_up(
+def accumulate(
     count: int, width: int, walk: Callable[..., Any]
 ) -> tuple[list[Float[Array, "R P"]], Any]:
-    """What `walk` makes of that many totals, and what it gives itself."""
+    """Allocates `count` accumulators and passes them to `walk`; returns their values and its
+    result.
+    """
 
     def gathered(*totals: Any) -> tuple[list[Array], Any]:
-        given = walk(*totals)
-        return [total[...] for total in totals], given
+        arguments = walk(*totals)
+        return [total[...] for total in totals], arguments
 
     return pl.run_scoped(gathered, *[ACC((TILE, width), jnp.float32)] * count)
 
 
 def constant(value: float, *shape: int) -> Array:
-    """Of one axis: a number a row."""
+    """Returns a constant array; with one axis, it has one number for each row."""
     layout = Layout.WGMMA if len(shape) == 2 else Layout.WGMMA.reduce(1)
     return layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def by_row(x: Array, columns: int = TILE) -> Float[Array, "R C"]:
+def broadcast_rows(x: Array, columns: int = TILE) -> Float[Array, "R C"]:
     return jax.lax.broadcast_in_dim(x, (TILE, columns), [0])
 
 
 def read_by_row(ref: Any) -> Float[Array, "R C"]:
-    """A number a row, from shared memory."""
-    return by_row(layout_cast(ref[...], Layout.WGMMA.reduce(1)))
+    """Reads one number per row from shared memory and broadcasts it along the row."""
+    return broadcast_rows(layout_cast(ref[...], Layout.WGMMA.reduce(1)))
 
 
 def read_by_column(ref: Any) -> Float[Array, "R C"]:
-    numbers = layout_cast(ref[...], Layout.WGMMA.reduce(0))
-    return jax.lax.broadcast_in_dim(numbers, (TILE, TILE), [1])
+    columns = layout_cast(ref[...], Layout.WGMMA.reduce(0))
+    return jax.lax.broadcast_in_dim(columns, (TILE, TILE), [1])
 
 
 def call(
     function: Callable[..., None],
-    inputs: Inputs,
+    inputs: WindowMosaicInputs,
     outputs: list[jax.ShapeDtypeStruct],
     grid: tuple[int, int, int],
     interpret: Any,
     scratch: dict[str, Any],
     **options: Any,
 ) -> list[Array]:
-    """A program is a lane or a part of one, a head, and a tile or the like."""
-    given = [x for x in inputs if x is not None]
+    """Runs a kernel on a grid of (lane or part of a lane, head, tile)."""
+    arguments = [x for x in inputs if x is not None]
 
     def body(*refs: Any) -> None:
-        found = iter(refs)
-        places = Inputs(*(None if x is None else next(found) for x in inputs))
-        results = [next(found) for _ in outputs]
-        function(places, *results, **dict(zip(scratch, found, strict=True)), **options)
+        remaining = iter(refs)
+        places = WindowMosaicInputs(*(None if x is None else next(remaining) for x in inputs))
+        results = [next(remaining) for _ in outputs]
+        function(places, *results, **dict(zip(scratch, remaining, strict=True)), **options)
 
     return kernel(
         body, out_type=outputs, grid=grid, grid_names=_AXES,
         scratch_types=list(scratch.values()), kernel_name=function.__name__, interpret=interpret,
         compiler_params=_PARAMS,
-    )(*given)  # fmt: skip
+    )(*arguments)  # fmt: skip

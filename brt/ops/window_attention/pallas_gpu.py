@@ -1,15 +1,17 @@
-"""Window attention on GPUs: logits, softmax and the bias's gradient stay on the chip.
+"""Window attention on GPUs as Pallas kernels for the Triton backend.
 
-Bias and mask are one vector a head, by distance and MASKED beyond the window: a tile of logits
-reads it along its diagonals, so that no tile is a special case. Tiles behind a document's start
-are not computed at all.
+The forward kernel has one program for each tile of queries, head and lane (row of the batch). The
+program walks over the tiles of keys in the window and keeps a running softmax, so logits and
+weights never leave the chip. Bias and mask are one vector per head, indexed by distance, with
+MASKED beyond the window. A tile of logits reads this vector along its diagonals, so no tile needs
+special treatment. Tiles before the start of a document are not computed.
 
-The backward pass makes the weights again from the log-sum-exp, in three kernels: a program owns
-what it adds up (a tile of queries, a tile of keys and values, or one of the window's diagonals over
-some tiles of queries), so nothing is added atomically and results are the same bits each time.
+The backward pass recomputes the weights from the log-sum-exp, in three kernels. Each program owns
+the sums that it computes: a tile of queries; a tile of keys and values; or one diagonal of the
+window over some tiles of queries, for the bias. No sum needs atomic additions, so results are
+bitwise reproducible.
 
-Written for Pallas' Triton backend, which jax 0.11 deprecates in favour of Mosaic GPU: see
-`pallas_mosaic_gpu`.
+jax 0.11 deprecates the Triton backend in favour of Mosaic GPU; see `pallas_mosaic_gpu`.
 """
 
 import functools
@@ -27,21 +29,28 @@ from brt.ops.dispatch import output_residual
 from brt.ops.dropout import DropoutMask
 from brt.ops.softmax import MASKED
 from brt.ops.window_attention import gpu_kernels
-from brt.ops.window_attention.gpu_kernels import LOG2E, Inputs
+from brt.ops.window_attention.gpu_kernels import LOG2E, WindowTileInputs
 from brt.ops.window_attention.limits import Limits
 
 try:
     from jax.experimental.pallas import triton
-except ImportError:  # some day: jax 0.11 deprecates it
+except ImportError:  # jax 0.11 deprecates the module, and a later version may remove it.
     triton = None  # type: ignore[assignment]
 
 _LIMITS = Limits((128, 256, 512, 1024, 2048, 4096), (64, 128, 256), ("bfloat16", "float16"))
-_CAPABILITY = "9.0"  # others have less shared memory, or other matrix units
-WALK = 32  # tiles of queries of which a program adds up the bias's gradient, at most
+_CAPABILITY = "9.0"  # Other GPUs have less shared memory or other matrix units.
+MAX_WALK = 32  # Largest number of query tiles over which a program sums the bias's gradient.
 
 
-class _Launch(NamedTuple):
-    """Queries and keys of a tile, warps of a program, stages of its loop."""
+class _LaunchShape(NamedTuple):
+    """Launch parameters of a kernel.
+
+    Attributes:
+      rows: queries of a tile.
+      columns: keys of a tile.
+      warps: warps of a program.
+      stages: pipeline stages of a program's loop.
+    """
 
     rows: int
     columns: int
@@ -49,49 +58,50 @@ class _Launch(NamedTuple):
     stages: int
 
 
-class _Launches(NamedTuple):
-    """Of each kernel; tiles of the last one are squares."""
+class _KernelLaunches(NamedTuple):
+    """The launch parameters of each kernel; the tiles of `band` are squares."""
 
-    forward: _Launch
-    queries: _Launch
-    keys: _Launch
-    band: _Launch
+    forward: _LaunchShape
+    queries: _LaunchShape
+    keys: _LaunchShape
+    band: _LaunchShape
 
 
-# By the size of a head: what the compiler for sm_90a gives no spills and keeps eight warps busy.
+# Launch parameters by head size: the compiler for sm_90a spills no registers, and eight warps stay
+# busy.
 _LAUNCHES = {
-    64: _Launches(
-        _Launch(128, 64, 8, 3), _Launch(128, 64, 8, 3), _Launch(64, 128, 8, 3),
-        _Launch(64, 64, 4, 3),
+    64: _KernelLaunches(
+        _LaunchShape(128, 64, 8, 3), _LaunchShape(128, 64, 8, 3), _LaunchShape(64, 128, 8, 3),
+        _LaunchShape(64, 64, 4, 3),
     ),
-    128: _Launches(
-        _Launch(128, 64, 8, 2), _Launch(128, 64, 8, 2), _Launch(32, 128, 8, 2),
-        _Launch(64, 64, 8, 2),
+    128: _KernelLaunches(
+        _LaunchShape(128, 64, 8, 2), _LaunchShape(128, 64, 8, 2), _LaunchShape(32, 128, 8, 2),
+        _LaunchShape(64, 64, 8, 2),
     ),
-    256: _Launches(
-        _Launch(128, 32, 8, 2), _Launch(64, 32, 8, 2), _Launch(32, 64, 8, 3),
-        _Launch(64, 64, 8, 1),
+    256: _KernelLaunches(
+        _LaunchShape(128, 32, 8, 2), _LaunchShape(64, 32, 8, 2), _LaunchShape(32, 64, 8, 3),
+        _LaunchShape(64, 64, 8, 1),
     ),
 }  # fmt: skip
 
 
-def refuses(
+def refusal(
     queries: Float[Array, "B T H K"],
     cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
     *_: Any,
     **__: Any,
 ) -> str | None:
-    """Why these inputs cannot be; None: they can."""
+    """Returns why these inputs are not supported, or None if they are."""
     if triton is None:
         return "needs Pallas' Triton backend, which this jax does not have"
-    return refuses_on_hopper(queries, cached)
+    return hopper_refusal(queries, cached)
 
 
-def refuses_on_hopper(
+def hopper_refusal(
     queries: Float[Array, "B T H K"],
     cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
 ) -> str | None:
-    """The same of every kernel for these GPUs."""
+    """Returns why kernels for Hopper GPUs do not support these inputs, or None if they do."""
     if reason := _LIMITS.refuse(queries, cached):
         return reason
     capability = getattr(dispatch.device(), "compute_capability", _CAPABILITY)
@@ -100,13 +110,21 @@ def refuses_on_hopper(
     return None
 
 
-class Static(NamedTuple):
-    """What is known when tracing; `interpret` runs on any device, slowly."""
+class WindowGpuSettings(NamedTuple):
+    """Static settings of the kernels.
+
+    Attributes:
+      attend_to_self: True if the nearest key of a token is the token's own.
+      null_keys: True if unreadable keys count as zero keys with zero values.
+      interpret: the value for the `interpret` argument of the backend's call; True runs on any
+        device, slowly.
+      scale: the factor of weights that dropout keeps.
+    """
 
     attend_to_self: bool
     null_keys: bool
-    interpret: Any  # as the backend's call takes it
-    scale: float = 1.0  # what dropout multiplies weights by that stay
+    interpret: Any
+    scale: float = 1.0
 
 
 def window_attention(
@@ -121,21 +139,24 @@ def window_attention(
     null_keys: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """See `api.window_part`; `interpret` runs on any device, with windows of any size."""
-    static = Static(attend_to_self, null_keys, interpret)
+    """Computes `api.window_part`; `interpret` runs on any device and with windows of any size."""
+    settings = WindowGpuSettings(attend_to_self, null_keys, interpret)
     stays = None
     if dropout is not None:
-        static, stays = static._replace(scale=dropout.scale), dropout.keep_mask().astype(jnp.int8)
-    given = _Given(queries, keys, values, bias, cache_mask.astype(jnp.int32), stays)
-    y, lse = _attend(given, static)
+        settings, stays = (
+            settings._replace(scale=dropout.scale),
+            dropout.keep_mask().astype(jnp.int8),
+        )
+    arguments = _Arguments(queries, keys, values, bias, cache_mask.astype(jnp.int32), stays)
+    y, lse = _attend(arguments, settings)
     return y, lse.swapaxes(1, 2)
 
 
 interpreted = functools.partial(window_attention, interpret=True)
 
 
-class _Given(NamedTuple):
-    """What attention is computed from."""
+class _Arguments(NamedTuple):
+    """The arrays that attention is computed from."""
 
     q: Float[Array, "B T H K"]
     k: Float[Array, "B Z H K"]
@@ -148,84 +169,110 @@ class _Given(NamedTuple):
     def window(self) -> int:
         return self.k.shape[1] - self.q.shape[1]
 
-    def launch(self, kernel: str) -> _Launch:
-        """Of the window where that is no multiple of a tile."""
-        found = getattr(_LAUNCHES.get(self.q.shape[3], _LAUNCHES[64]), kernel)
-        if self.window % max(found.rows, found.columns):
-            return found._replace(rows=self.window, columns=self.window)
-        return found
+    def launch(self, kernel: str) -> _LaunchShape:
+        """Returns the launch parameters of a kernel.
 
-    def inputs(self, static: Static, launch: _Launch, **others: Array) -> Inputs:
+        If the window is not a multiple of the tile, the window is the tile.
+        """
+        results = getattr(_LAUNCHES.get(self.q.shape[3], _LAUNCHES[64]), kernel)
+        if self.window % max(results.rows, results.columns):
+            return results._replace(rows=self.window, columns=self.window)
+        return results
+
+    def inputs(
+        self, settings: WindowGpuSettings, launch: _LaunchShape, **others: Array
+    ) -> WindowTileInputs:
         bias = jnp.zeros((self.q.shape[2], self.window)) if self.bias is None else self.bias
-        tile, nearest = max(launch.rows, launch.columns), 0 if static.attend_to_self else 1
+        tile, nearest = max(launch.rows, launch.columns), 0 if settings.attend_to_self else 1
         around = (0, 0), (tile - nearest, tile + nearest)
         band = LOG2E * jnp.pad(jnp.flip(bias, axis=1), around, constant_values=MASKED)
-        return Inputs(self.q, self.k, self.v, band, self.cache_mask, self.dropout, **others)
+        return WindowTileInputs(
+            self.q, self.k, self.v, band, self.cache_mask, self.dropout, **others
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(given: _Given, static: Static) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
-    """Attention and its log-sum-exp."""
-    return _forward(given, static)[0]
+def _attend(
+    arguments: _Arguments, settings: WindowGpuSettings
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
+    """Returns the attention output and its log-sum-exp."""
+    return _forward(arguments, settings)[0]
 
 
-def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]:
-    batch, tokens, heads, _ = given.q.shape
+def _forward(
+    arguments: _Arguments, settings: WindowGpuSettings
+) -> tuple[tuple[Array, Array], tuple]:
+    batch, tokens, heads, _ = arguments.q.shape
     numbers = jax.ShapeDtypeStruct((batch, heads, tokens), jnp.float32)
-    outputs = [(like(given.q), _tokens(given.q)), (numbers, _numbers(numbers))]
-    launch = given.launch("forward")
+    outputs = [(shape_like(arguments.q), _token_spec(arguments.q)), (numbers, _row_spec(numbers))]
+    launch = arguments.launch("forward")
     y, lse = _call(
-        gpu_kernels.window_attention_forward, given, static, launch,
+        gpu_kernels.window_attention_forward, arguments, settings, launch,
         (tokens // launch.rows, heads, batch), outputs, products=2,
     )  # fmt: skip
     y, lse = (output_residual(x) for x in (y, lse))
-    return (y, lse), (given, y, lse)
+    return (y, lse), (arguments, y, lse)
 
 
-def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> tuple[_Given]:
-    given, y, lse = saved
+def _backward(
+    settings: WindowGpuSettings, residuals: tuple, gradients: tuple[Array, Array]
+) -> tuple[_Arguments]:
+    arguments, y, lse = residuals
     gradient, d_lse = gradients
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
     others = {"gradient": gradient, "lse": lse, "along": along.swapaxes(1, 2) - d_lse}
-    batch, tokens, heads, _ = given.q.shape
-    q, k, v = ((like(x), _tokens(x)) for x in (given.q, given.k, given.v))
-    launch = given.launch("queries")
+    batch, tokens, heads, _ = arguments.q.shape
+    q, k, v = ((shape_like(x), _token_spec(x)) for x in (arguments.q, arguments.k, arguments.v))
+    launch = arguments.launch("queries")
     (d_q,) = _call(
-        gpu_kernels.window_attention_queries, given, static, launch,
+        gpu_kernels.window_attention_queries, arguments, settings, launch,
         (tokens // launch.rows, heads, batch), [q], products=3, **others,
     )  # fmt: skip
-    launch = given.launch("keys")
+    launch = arguments.launch("keys")
     d_k, d_v = _call(
-        gpu_kernels.window_attention_keys, given, static, launch,
-        ((given.window + tokens) // launch.columns, heads, batch), [k, v], products=4, **others,
+        gpu_kernels.window_attention_keys, arguments, settings, launch,
+        ((arguments.window + tokens) // launch.columns, heads, batch), [k, v], products=4, **others,
     )  # fmt: skip
-    d_bias = None if given.bias is None else _bias_gradient(given, static, others)
-    return (_Given(d_q, d_k, d_v, d_bias, None, None),)
+    d_bias = None if arguments.bias is None else _bias_gradient(arguments, settings, others)
+    return (_Arguments(d_q, d_k, d_v, d_bias, None, None),)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _bias_gradient(given: _Given, static: Static, others: dict[str, Array]) -> Float[Array, "H W"]:
-    """By stretches of R distances, then along the diagonals of each."""
-    batch, tokens, heads, _ = given.q.shape
-    launch = given.launch("band")
+def _bias_gradient(
+    arguments: _Arguments, settings: WindowGpuSettings, others: dict[str, Array]
+) -> Float[Array, "H W"]:
+    """Returns the bias's gradient.
+
+    The kernel sums tiles of R distances; `_sum_diagonals` then sums the diagonals of each tile.
+    """
+    batch, tokens, heads, _ = arguments.q.shape
+    launch = arguments.launch("band")
     rows = launch.rows
-    stretches, walk = given.window // rows + 1, math.gcd(tokens // rows, WALK)
+    stretches, walk = arguments.window // rows + 1, math.gcd(tokens // rows, MAX_WALK)
     groups = batch * (tokens // rows // walk)
     shape = jax.ShapeDtypeStruct((groups, heads, stretches, rows, rows), jnp.float32)
     spec = pl.BlockSpec((None, None, None, rows, rows), lambda s, h, g: (g, h, s, 0, 0))
-    (found,) = _call(
-        functools.partial(gpu_kernels.window_attention_band, walk=walk), given, static, launch,
+    (results,) = _call(
+        functools.partial(gpu_kernels.window_attention_band, walk=walk),
+        arguments, settings, launch,
         (stretches, heads, groups), [(shape, spec)], products=2, **others,
     )  # fmt: skip
-    return _distances(jnp.sum(found, axis=0), given.window, 0 if static.attend_to_self else 1)
+    return _sum_diagonals(
+        jnp.sum(results, axis=0), arguments.window, 0 if settings.attend_to_self else 1
+    )
 
 
-def _distances(tiles: Float[Array, "H M R R"], window: int, nearest: int) -> Float[Array, "H W"]:
-    """Sums along diagonals: row r, column c of tile s lie at place s R + R - 1 - r + c."""
+def _sum_diagonals(
+    tiles: Float[Array, "H M R R"], window: int, nearest: int
+) -> Float[Array, "H W"]:
+    """Returns the sums along the diagonals of all tiles.
+
+    Row r and column c of tile s belong to the place s R + R - 1 - r + c of the band of distances.
+    """
     heads, count, rows, _ = tiles.shape
-    # Rows of 2R numbers, read as rows of 2R - 1, shift by one a row.
+    # Rows of 2R numbers that are read as rows of 2R - 1 numbers shift by one from row to row.
     skewed = jnp.pad(jnp.flip(tiles, axis=2), ((0, 0), (0, 0), (0, 0), (0, rows)))
     cut = skewed.reshape(heads, count, 2 * rows * rows)[..., : rows * (2 * rows - 1)]
     sums = jnp.sum(cut.reshape(heads, count, rows, 2 * rows - 1), axis=2)
@@ -235,70 +282,74 @@ def _distances(tiles: Float[Array, "H M R R"], window: int, nearest: int) -> Flo
     return jnp.flip(band.reshape(heads, -1)[:, begin : begin + window], axis=1)
 
 
-def like(x: Array) -> jax.ShapeDtypeStruct:
+def shape_like(x: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _tokens(x: Any, parts: int = 1) -> pl.BlockSpec:
-    """All tokens of a lane and head, of [B, T, H, K]; `parts` of the grid are a lane."""
+def _token_spec(x: Any, parts: int = 1) -> pl.BlockSpec:
+    """Returns the block of all tokens of a lane and head of an array [B, T, H, K].
+
+    A lane belongs to `parts` consecutive indices of the grid's last axis.
+    """
     shape = (None, x.shape[1], None, x.shape[3])
     return pl.BlockSpec(shape, lambda _, h, g: (jax.lax.div(g, parts), 0, h, 0))
 
 
-def _numbers(x: Any, parts: int = 1) -> pl.BlockSpec:
-    """The same of [B, H, T]."""
+def _row_spec(x: Any, parts: int = 1) -> pl.BlockSpec:
+    """Returns the block of all tokens of a lane and head of an array [B, H, T]."""
     shape = (None, None, x.shape[2])
     return pl.BlockSpec(shape, lambda _, h, g: (jax.lax.div(g, parts), h, 0))
 
 
-def _of_head(x: Any) -> pl.BlockSpec:
+def _head_spec(x: Any) -> pl.BlockSpec:
     return pl.BlockSpec((None, *x.shape[1:]), lambda _, h, g: (h, *(0 for _ in x.shape[1:])))
 
 
-def _specs(inputs: Inputs, parts: int) -> Inputs:
+def _specs(inputs: WindowTileInputs, parts: int) -> WindowTileInputs:
     def where(place: Callable[..., pl.BlockSpec], x: Any, *options: int) -> pl.BlockSpec | None:
         return None if x is None else place(x, *options)
 
     of_lane = (None, inputs.cache_mask.shape[1])
-    return Inputs(
-        _tokens(inputs.q, parts), _tokens(inputs.keys, parts), _tokens(inputs.values, parts),
-        _of_head(inputs.band), pl.BlockSpec(of_lane, lambda _, h, g: (jax.lax.div(g, parts), 0)),
-        where(_of_head, inputs.dropout), where(_tokens, inputs.gradient, parts),
-        where(_numbers, inputs.lse, parts), where(_numbers, inputs.along, parts),
+    return WindowTileInputs(
+        _token_spec(inputs.q, parts), _token_spec(inputs.keys, parts),
+        _token_spec(inputs.values, parts),
+        _head_spec(inputs.band), pl.BlockSpec(of_lane, lambda _, h, g: (jax.lax.div(g, parts), 0)),
+        where(_head_spec, inputs.dropout), where(_token_spec, inputs.gradient, parts),
+        where(_row_spec, inputs.lse, parts), where(_row_spec, inputs.along, parts),
     )  # fmt: skip
 
 
 def _call(
     kernel: Callable,
-    given: _Given,
-    static: Static,
-    launch: _Launch,
+    arguments: _Arguments,
+    settings: WindowGpuSettings,
+    launch: _LaunchShape,
     grid: tuple[int, int, int],
     outputs: list[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
     products: int,
     **others: Array,
 ) -> tuple[Array, ...]:
-    """A program is a tile or a stretch, a head, and a lane or a part of one."""
-    inputs = given.inputs(static, launch, **others)
+    """Calls a kernel on a grid of (tile or band of distances, head, lane or part of a lane)."""
+    inputs = arguments.inputs(settings, launch, **others)
     shapes, places = zip(*outputs, strict=True)
     return pl.pallas_call(
         functools.partial(
-            kernel, rows=launch.rows, columns=launch.columns, null_keys=static.null_keys,
-            scale=static.scale,
+            kernel, rows=launch.rows, columns=launch.columns, null_keys=settings.null_keys,
+            scale=settings.scale,
         ),
-        grid=grid, in_specs=[_specs(inputs, grid[2] // given.q.shape[0])],
+        grid=grid, in_specs=[_specs(inputs, grid[2] // arguments.q.shape[0])],
         out_specs=places, out_shape=shapes,
-        cost_estimate=_cost(given, products), interpret=static.interpret,
+        cost_estimate=_cost(arguments, products), interpret=settings.interpret,
         compiler_params=triton
         and triton.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
     )(inputs)  # fmt: skip
 
 
-def _cost(given: _Given, products: int) -> pl.CostEstimate:
-    """Of the keys that count; each array once."""
-    q = given.q
+def _cost(arguments: _Arguments, products: int) -> pl.CostEstimate:
+    """Returns the cost of the keys in the window, with one read or write of each array."""
+    q = arguments.q
     return pl.CostEstimate(
-        flops=2 * products * given.window * q.size,
-        transcendentals=q.size // q.shape[-1] * given.window,
+        flops=2 * products * arguments.window * q.size,
+        transcendentals=q.size // q.shape[-1] * arguments.window,
         bytes_accessed=(products + 2) * q.size * q.dtype.itemsize,
     )

@@ -1,13 +1,16 @@
-"""Window attention on Hopper GPUs, by Pallas' Mosaic GPU backend.
+"""Window attention on Hopper GPUs as Pallas kernels for the Mosaic GPU backend.
 
-Bias and mask are one strip a head, a row for every row of a tile: what a tile of logits takes
-depends on how far its keys are from its queries alone, so that it is a tile of the strip, which
-arrives by TMA like keys and values do. Tiles behind a document's start are not computed at all.
+The forward kernel has one program for each lane (row of the batch), head and tile of queries. The
+program walks over the tiles of keys in the window with a running softmax. Bias and mask are one
+strip per head with a row for every row of a tile: the bias of a tile of logits depends only on the
+distance of its keys from its queries, so it is one tile of the strip. The tensor memory accelerator
+(TMA) copies it to shared memory like keys and values. Tiles before the start of a document are not
+computed.
 
-The backward pass makes the weights again from the log-sum-exp, in three kernels: a program owns
-what it adds up (a tile of queries, a tile of keys and values, or one tile of the strip over some
-tiles of queries), so nothing is added atomically and results are the same bits each time. From the
-strip's gradient XLA takes the bias's.
+The backward pass recomputes the weights from the log-sum-exp, in three kernels. Each program owns
+the sums that it computes: a tile of queries; a tile of keys and values; or one tile of the strip
+over some tiles of queries. No sum needs atomic additions, so results are bitwise reproducible. XLA
+computes the bias's gradient from the strip's gradient.
 """
 
 import functools
@@ -23,11 +26,11 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.ops.dispatch import output_residual
 from brt.ops.softmax import MASKED
 from brt.ops.window_attention import pallas_gpu
-from brt.ops.window_attention.mosaic_inputs import TILE, Inputs, parts_of
-from brt.ops.window_attention.pallas_gpu import WALK, Static, like
+from brt.ops.window_attention.mosaic_inputs import TILE, WindowMosaicInputs, vector_parts
+from brt.ops.window_attention.pallas_gpu import MAX_WALK, WindowGpuSettings, shape_like
 
-# How many tiles are on their way or computed with at once, by the size of a head and kernel: what
-# leaves shared memory for a second program of a multiprocessor, or takes all of it.
+# Number of tiles that are being copied or computed with, by head size and kernel. A second program
+# per multiprocessor still fits into shared memory, or one program uses all of it.
 _SLOTS = {
     64: {"forward": 2, "queries": 2, "keys": 2, "band": 2},
     128: {"forward": 2, "queries": 1, "keys": 1, "band": 1},
@@ -37,26 +40,27 @@ _SLOTS = {
 
 @functools.cache
 def _modules() -> tuple[ModuleType, ModuleType]:
-    """The kernels and what they are made of, which ask for more of jax than all versions have."""
+    """Imports the kernels and their building blocks, which need a jax that has Mosaic GPU."""
     from brt.ops.window_attention import mosaic_kernels, mosaic_tiles
 
     return mosaic_kernels, mosaic_tiles
 
 
-def refuses(
+def refusal(
     queries: Float[Array, "B T H K"],
     cached: tuple[Float[Array, "B W H K"], Float[Array, "B W H K"]],
     *_: Any,
     **__: Any,
 ) -> str | None:
-    """Why these inputs cannot be; None: they can."""
+    """Returns why these inputs are not supported, or None if they are."""
     try:
         _modules()
     except ImportError as error:
-        if (error.name or "").startswith("brt"):  # a mistake of ours, as all other errors are
+        # A missing module of brt is a bug of ours and no missing feature of jax.
+        if (error.name or "").startswith("brt"):
             raise
         return f"needs Pallas' Mosaic GPU backend of jax 0.10, and here: {error}"
-    return pallas_gpu.refuses_on_hopper(queries, cached)
+    return pallas_gpu.hopper_refusal(queries, cached)
 
 
 def window_attention(
@@ -71,14 +75,14 @@ def window_attention(
     null_keys: bool,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """See `api.window_part`."""
-    given = _Given(queries, keys, values, bias, cache_mask.astype(jnp.int32), dropout)
-    y, lse = _attend(given, Static(attend_to_self, null_keys, interpret))
+    """Computes `api.window_part`."""
+    arguments = _Arguments(queries, keys, values, bias, cache_mask.astype(jnp.int32), dropout)
+    y, lse = _attend(arguments, WindowGpuSettings(attend_to_self, null_keys, interpret))
     return y, lse.swapaxes(1, 2)
 
 
-class _Given(NamedTuple):
-    """What attention is computed from."""
+class _Arguments(NamedTuple):
+    """The arrays that attention is computed from."""
 
     q: Float[Array, "B T H K"]
     k: Float[Array, "B Z H K"]
@@ -94,28 +98,30 @@ class _Given(NamedTuple):
     def slots(self, kernel: str) -> int:
         return _SLOTS[self.q.shape[3]][kernel] if self.dropout is None else 1
 
-    def strips(self, static: Static) -> Callable[[Array], tuple[Array, Array]]:
-        return functools.partial(_strips, nearest=0 if static.attend_to_self else 1)
+    def strips(self, settings: WindowGpuSettings) -> Callable[[Array], tuple[Array, Array]]:
+        return functools.partial(_strips, nearest=0 if settings.attend_to_self else 1)
 
-    def inputs(self, static: Static, **others: Array) -> Inputs:
+    def inputs(self, settings: WindowGpuSettings, **others: Array) -> WindowMosaicInputs:
         bias = jnp.zeros((self.q.shape[2], self.window)) if self.bias is None else self.bias
-        strip, turned = self.strips(static)(bias)
+        strip, transposed_strip = self.strips(settings)(bias)
         dropout = None if self.dropout is None else self.dropout.astype(jnp.float32)
-        given = self.q, self.k, self.v, strip, self.cache_mask
-        return Inputs(*given, turned=turned, dropout=dropout, **others)
+        arguments = self.q, self.k, self.v, strip, self.cache_mask
+        return WindowMosaicInputs(
+            *arguments, transposed_strip=transposed_strip, dropout=dropout, **others
+        )
 
 
 def _strips(
     bias: Float[Array, "H W"], nearest: int
 ) -> tuple[Float[Array, "H R X"], Float[Array, "H R X"]]:
-    """By row of a tile of queries, and by row of one of keys: see `mosaic_inputs.Inputs`."""
+    """Returns the strips for tiles of queries and for tiles of keys; see `WindowMosaicInputs`."""
     window = bias.shape[1]
     length = window + 2 * TILE
 
     def strip(bias: Array, before: int) -> Array:
         around = (0, 0), (before, length - window - before)
         band = jnp.pad(bias, around, constant_values=MASKED)
-        # Rows of L numbers, read as rows of L - 1, shift by one a row.
+        # Rows of L numbers that are read as rows of L - 1 numbers shift by one from row to row.
         skewed = jnp.tile(band, (1, TILE))[:, : TILE * (length - 1)]
         return skewed.reshape(-1, TILE, length - 1)[..., : window + TILE]
 
@@ -123,109 +129,137 @@ def _strips(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(given: _Given, static: Static) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
-    """Attention and its log-sum-exp."""
-    return _forward(given, static)[0]
+def _attend(
+    arguments: _Arguments, settings: WindowGpuSettings
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
+    """Returns the attention output and its log-sum-exp."""
+    return _forward(arguments, settings)[0]
 
 
-def _forward(given: _Given, static: Static) -> tuple[tuple[Array, Array], tuple]:
-    lanes, tokens, heads, _ = given.q.shape
+def _forward(
+    arguments: _Arguments, settings: WindowGpuSettings
+) -> tuple[tuple[Array, Array], tuple]:
+    lanes, tokens, heads, _ = arguments.q.shape
     grid = lanes, heads, tokens // TILE
     y, lse = _call(
-        "forward", given, static, given.inputs(static)._replace(turned=None), grid,
-        [like(given.q), jax.ShapeDtypeStruct((*grid, TILE), jnp.float32)],
+        "forward", arguments, settings,
+        arguments.inputs(settings)._replace(transposed_strip=None), grid,
+        [shape_like(arguments.q), jax.ShapeDtypeStruct((*grid, TILE), jnp.float32)],
         {"own": "vectors"}, {"keys": "vectors", "values": "vectors", "strip": "square"},
-        null_keys=static.null_keys,
+        null_keys=settings.null_keys,
     )  # fmt: skip
     y, lse = (output_residual(x) for x in (y, lse.reshape(lanes, heads, tokens)))
-    return (y, lse), (given, y, lse)
+    return (y, lse), (arguments, y, lse)
 
 
-def _backward(static: Static, saved: tuple, gradients: tuple[Array, Array]) -> tuple[_Given]:
-    given, y, lse = saved
+def _backward(
+    settings: WindowGpuSettings, residuals: tuple, gradients: tuple[Array, Array]
+) -> tuple[_Arguments]:
+    arguments, y, lse = residuals
     gradient, d_lse = gradients
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
     sums = jnp.stack([lse, along.swapaxes(1, 2) - d_lse], axis=2)
-    inputs = given.inputs(static, gradient=gradient, sums=sums)
-    d_q = _queries_gradient(given, static, inputs)
-    d_k, d_v = _keys_gradients(given, static, inputs)
-    d_bias = None if given.bias is None else _bias_gradient(given, static, inputs)
-    none = None if given.dropout is None else jnp.zeros_like(given.dropout)
-    return (_Given(d_q, d_k, d_v, d_bias, None, none),)
+    inputs = arguments.inputs(settings, gradient=gradient, sums=sums)
+    d_q = _queries_gradient(arguments, settings, inputs)
+    d_k, d_v = _keys_gradients(arguments, settings, inputs)
+    d_bias = None if arguments.bias is None else _bias_gradient(arguments, settings, inputs)
+    none = None if arguments.dropout is None else jnp.zeros_like(arguments.dropout)
+    return (_Arguments(d_q, d_k, d_v, d_bias, None, none),)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _queries_gradient(given: _Given, static: Static, inputs: Inputs) -> Float[Array, "B T H K"]:
-    lanes, tokens, heads, _ = given.q.shape
+def _queries_gradient(
+    arguments: _Arguments, settings: WindowGpuSettings, inputs: WindowMosaicInputs
+) -> Float[Array, "B T H K"]:
+    lanes, tokens, heads, _ = arguments.q.shape
     (d_q,) = _call(
-        "queries", given, static, inputs, (lanes, heads, tokens // TILE),
-        [like(given.q)], {"own": "vectors", "theirs": "vectors", "row": "numbers"},
-        {"keys": "vectors", "values": "vectors", "strip": "square"}, null_keys=static.null_keys,
+        "queries", arguments, settings, inputs, (lanes, heads, tokens // TILE),
+        [shape_like(arguments.q)], {"own": "vectors", "theirs": "vectors", "row": "numbers"},
+        {"keys": "vectors", "values": "vectors", "strip": "square"}, null_keys=settings.null_keys,
     )  # fmt: skip
     return d_q
 
 
 def _keys_gradients(
-    given: _Given, static: Static, inputs: Inputs
+    arguments: _Arguments, settings: WindowGpuSettings, inputs: WindowMosaicInputs
 ) -> tuple[Float[Array, "B Z H K"], Float[Array, "B Z H K"]]:
-    """By parts of vectors, too: registers have no room for both gradients of long ones."""
-    lanes, tokens, heads, _ = given.k.shape
+    """Returns the gradients of keys and values.
+
+    A program computes one part of the vectors, because both gradients of long vectors do not fit
+    into registers.
+    """
+    lanes, tokens, heads, _ = arguments.k.shape
     if inputs.dropout is not None:
         inputs = inputs._replace(dropout=inputs.dropout.swapaxes(1, 2))
     d_k, d_v = _call(
-        "keys", given, static, inputs,
-        (lanes, heads, tokens // TILE * parts_of(given.k)),
-        [like(given.k), like(given.v)], {"own": "vectors", "theirs": "vectors"},
+        "keys", arguments, settings, inputs,
+        (lanes, heads, tokens // TILE * vector_parts(arguments.k)),
+        [shape_like(arguments.k), shape_like(arguments.v)], {"own": "vectors", "theirs": "vectors"},
         {"q": "vectors", "gradient": "vectors", "strip": "square", "row": "numbers"},
     )  # fmt: skip
     return d_k, d_v
 
 
-def _bias_gradient(given: _Given, static: Static, inputs: Inputs) -> Float[Array, "H W"]:
-    """By tiles of the strip, over groups of tiles of queries."""
-    lanes, tokens, heads, _ = given.q.shape
-    walk = math.gcd(tokens // TILE, WALK)
+def _bias_gradient(
+    arguments: _Arguments, settings: WindowGpuSettings, inputs: WindowMosaicInputs
+) -> Float[Array, "H W"]:
+    """Returns the bias's gradient, from gradients of strip tiles over groups of query tiles."""
+    lanes, tokens, heads, _ = arguments.q.shape
+    walk = math.gcd(tokens // TILE, MAX_WALK)
     groups = lanes * (tokens // TILE // walk)
     names = "q", "gradient", "keys", "values"
-    (found,) = _call(
-        "band", given, static, inputs, (groups, heads, inputs.strip.shape[2] // TILE),
+    (results,) = _call(
+        "band", arguments, settings, inputs, (groups, heads, inputs.strip.shape[2] // TILE),
         [jax.ShapeDtypeStruct((groups, *inputs.strip.shape), jnp.float32)],
         {"strip": "square"}, dict.fromkeys(names, "vectors") | {"row": "numbers"},
-        null_keys=static.null_keys, walk=walk,
+        null_keys=settings.null_keys, walk=walk,
     )  # fmt: skip
-    _, of_strip = jax.vjp(lambda bias: given.strips(static)(bias)[0], given.bias)
-    return of_strip(jnp.sum(found, axis=0))[0]
+    _, of_strip = jax.vjp(lambda bias: arguments.strips(settings)(bias)[0], arguments.bias)
+    return of_strip(jnp.sum(results, axis=0))[0]
 
 
 def _call(
     kernel: str,
-    given: _Given,
-    static: Static,
-    inputs: Inputs,
+    arguments: _Arguments,
+    settings: WindowGpuSettings,
+    inputs: WindowMosaicInputs,
     grid: tuple[int, int, int],
     outputs: list[jax.ShapeDtypeStruct],
     resident: dict[str, str],
     ring: dict[str, str],
     **options: Any,
 ) -> list[Array]:
-    """Of what a program keeps in shared memory, and what arrives there in turns, the kinds."""
+    """Allocates shared memory and runs a kernel.
+
+    Args:
+      kernel: the kernel's name without its prefix.
+      arguments: the arrays of the attention.
+      settings: static settings.
+      inputs: the kernel's inputs.
+      grid: (lanes or groups, heads, tiles).
+      outputs: shapes of the outputs.
+      resident: kinds of tiles that stay in shared memory for the whole program, by name.
+      ring: kinds of tiles that are copied in turns, by name.
+      options: further static arguments of the kernel.
+    """
     kernels, tiles = _modules()
-    slots, parts = given.slots(kernel), parts_of(given.q)
-    if given.dropout is not None:
+    slots, parts = arguments.slots(kernel), vector_parts(arguments.q)
+    if arguments.dropout is not None:
         ring = ring | {"factors": "square"}
     made = {
-        "vectors": functools.partial(tiles.vectors, given.q),
+        "vectors": functools.partial(tiles.vectors, arguments.q),
         "square": tiles.square,
         "numbers": tiles.numbers,
     }
     of = [(name, kind, 1) for name, kind in resident.items()]
     of += [(name, kind, slots) for name, kind in ring.items()]
-    of.sort(key=lambda one: list(made).index(one[1]))  # the smallest last: each begins at 1 KiB
+    # The smallest buffers come last, because each begins at a multiple of 1 KiB.
+    of.sort(key=lambda one: list(made).index(one[1]))
     copies = {"vectors": parts, "square": 1, "numbers": 1}
     scratch = {name: made[kind](count) for name, kind, count in of}
     scratch["ready"] = tiles.barrier(sum(copies[kind] for kind in resident.values()))
     scratch["arrived"] = tiles.barrier(sum(copies[kind] for kind in ring.values()), slots)
     function = getattr(kernels, f"window_attention_{kernel}")
-    return tiles.call(function, inputs, outputs, grid, static.interpret, scratch, **options)
+    return tiles.call(function, inputs, outputs, grid, settings.interpret, scratch, **options)

@@ -1,4 +1,4 @@
-"""The meaning of window attention: every block beside the W x 2W logits it could see."""
+"""Reference implementation of window attention: each block masks W x 2W logits."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,10 +18,11 @@ def window_attention(
     attend_to_self: bool,
     null_keys: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """See `api.window_part`."""
+    """Computes `api.window_part`."""
     window, blocks = keys.shape[1] - queries.shape[1], cache_mask.shape[1]
     nearest = 0 if attend_to_self else 1
-    # Rows: queries of a block. Columns: keys of the previous block, then of this one.
+    # The rows are queries of a block. The columns are the keys of the previous block, then those of
+    # this block.
     distance = np.arange(window)[:, None] + window - np.arange(2 * window)[None, :]
     seen = (distance >= nearest) & (distance < window + nearest)
     tile = 0.0 if bias is None else bias[None, :, np.where(seen, distance - nearest, 0)]

@@ -1,8 +1,8 @@
-"""Window attention of a segment behind its cache, which devices share by lanes, heads and blocks.
+"""Window attention of a segment after its cache, sharded over devices by rows, heads and blocks.
 
-Each computes its part by itself: what an implementation is, a kernel above all, is nothing that a
-compiler could cut. Of blocks it reads one window of keys and values beyond its own tokens, those
-of its left neighbour; the first one reads the cache.
+Each device computes its part in `shard_map`, because the SPMD partitioner cannot split a kernel. If
+blocks are sharded, a device also reads the last window of keys and values of its left neighbour;
+the first device reads the cache.
 """
 
 import jax
@@ -15,7 +15,7 @@ from brt.ops.dropout import DropoutMask
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.window_attention.api import window_part
 
-_AXIS = "sequence"
+_SEQUENCE_AXIS = "sequence"
 
 
 def segment_part(
@@ -32,12 +32,12 @@ def segment_part(
     scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
 ) -> AttentionPart:
-    """`window_part` of a segment that devices share."""
+    """Computes `window_part` for a segment that may be sharded over devices."""
     by_block = rules.count("blocks", cache_mask.shape[1]) > 1
 
     def local(q, cached, k, v, bias, cache_mask, dropout, scale):
         if by_block:
-            cached = _left(cached[0], k), _left(cached[1], v)
+            cached = _window_from_left(cached[0], k), _window_from_left(cached[1], v)
         return window_part(
             q, cached, k, v, bias, cache_mask, dropout, attend_to_self=attend_to_self,
             null_keys=null_keys, scale=scale, implementation=implementation,
@@ -61,23 +61,27 @@ def segment_part(
     )(*inputs)  # fmt: skip
 
 
-def _left(cached: Float[Array, "B W H K"], own: Float[Array, "B T H K"]) -> Array:
-    """The window before a device's own tokens."""
-    last, size = own[:, -cached.shape[1] :], jax.lax.axis_size(_AXIS)
-    from_left = jax.lax.ppermute(last, _AXIS, [(i, i + 1) for i in range(size - 1)])
-    return jnp.where(jax.lax.axis_index(_AXIS) == 0, cached, from_left)
+def _window_from_left(cached: Float[Array, "B W H K"], own: Float[Array, "B T H K"]) -> Array:
+    """Returns the window before a device's own tokens, from the left neighbour or the cache."""
+    last, size = own[:, -cached.shape[1] :], jax.lax.axis_size(_SEQUENCE_AXIS)
+    from_left = jax.lax.ppermute(last, _SEQUENCE_AXIS, [(i, i + 1) for i in range(size - 1)])
+    return jnp.where(jax.lax.axis_index(_SEQUENCE_AXIS) == 0, cached, from_left)
 
 
 def last_block(x: Float[Array, "B T H K"], window: int) -> Float[Array, "B W H K"]:
-    """The last `window` tokens of a segment, on every device."""
+    """Returns the last `window` tokens of a segment on every device."""
     if rules.count("blocks", x.shape[1] // window) == 1:
         return x[:, -window:]
 
     def local(own: Array) -> Array:
-        is_last = jax.lax.axis_index(_AXIS) == jax.lax.axis_size(_AXIS) - 1
-        return jax.lax.psum(jnp.where(is_last, own[:, -window:], 0), _AXIS)
+        is_last = jax.lax.axis_index(_SEQUENCE_AXIS) == jax.lax.axis_size(_SEQUENCE_AXIS) - 1
+        return jax.lax.psum(jnp.where(is_last, own[:, -window:], 0), _SEQUENCE_AXIS)
 
     shared = jax.shard_map(
-        local, in_specs=P(None, _AXIS), out_specs=P(), axis_names={_AXIS}, check_vma=False
+        local,
+        in_specs=P(None, _SEQUENCE_AXIS),
+        out_specs=P(),
+        axis_names={_SEQUENCE_AXIS},
+        check_vma=False,
     )
     return shared(x)

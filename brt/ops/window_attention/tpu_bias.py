@@ -1,7 +1,8 @@
-"""The bias of a block's first rows on TPUs: one row of numbers, shifted by one more a row.
+"""The circulant bias tile of a block's first rows on TPUs, as a Pallas kernel, and its gradient.
 
-The compiler makes such a tile by pads and slices of a row repeated; here every row is rolled by
-the bits of its index, of which all from eight on move whole registers.
+Column r of the tile is the bias vector shifted by r slots. XLA would build such a tile by padding
+and slicing a repeated vector. The kernel instead rolls every column by the powers of two in its
+index; shifts by eight or more move whole vector registers. The grid is the heads.
 """
 
 import functools
@@ -16,19 +17,22 @@ from jaxtyping import Array, Float
 
 from brt.ops.tpu import LANES, parallel_heads
 
-_SUBLANES = 8  # of a register of 32-bit numbers
+_SUBLANES = 8  # Sublanes of a register of 32-bit numbers.
 
 
-def tile(
+def bias_tile(
     bias: Float[Array, "H W"],
     rows: int,
     attend_to_self: bool,
     interpret: bool | pltpu.InterpretParams,
 ) -> Float[Array, "H W R"]:
-    """Of slots x rows: that of row r and slot c is of the distance r - c, or that and the window.
+    """Returns the bias of slots x rows; row r and slot c have the distance r - c modulo the window.
 
     Args:
-      bias: nearest first; the nearest is the token itself, or the one before it.
+      bias: by distance, the nearest key first.
+      rows: the number of rows of the tile.
+      attend_to_self: True if the nearest key is the token itself and not the one before it.
+      interpret: True runs on any device, slowly.
     """
     heads, window = bias.shape
     name = f"bias_tile_{window}x{rows}"
@@ -36,10 +40,10 @@ def tile(
     return _call(kernel, name, bias[:, None, ::-1], (heads, window, rows), interpret)
 
 
-def gradient(
+def bias_gradient(
     d_tile: Float[Array, "H W R"], attend_to_self: bool, interpret: bool | pltpu.InterpretParams
 ) -> Float[Array, "H W"]:
-    """That of the bias, given that of its `tile`."""
+    """Returns the gradient of the bias from the gradient of its tile."""
     heads, window, rows = d_tile.shape
     name = f"bias_gradient_{window}x{rows}"
     kernel = functools.partial(_gradient_kernel, first=int(attend_to_self))
@@ -49,7 +53,10 @@ def gradient(
 def _call(
     kernel: Any, name: str, x: Float[Array, "H ..."], shape: tuple[int, int, int], interpret: Any
 ) -> Float[Array, "H ..."]:
-    """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
+    """Calls a kernel with one step per head.
+
+    The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
+    """
 
     def of_head(shape: tuple[int, ...]) -> pl.BlockSpec:
         return pl.BlockSpec((None, *shape[1:]), lambda h: (h, 0, 0))
@@ -62,8 +69,8 @@ def _call(
     )(x)  # fmt: skip
 
 
-def _rolled(x: Float[Array, "W R"], sign: int) -> Float[Array, "W R"]:
-    """Column r by r slots."""
+def _roll_columns(x: Float[Array, "W R"], sign: int) -> Float[Array, "W R"]:
+    """Rolls column r by r slots."""
     window, rows = x.shape
     column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
     shift = 1
@@ -73,22 +80,24 @@ def _rolled(x: Float[Array, "W R"], sign: int) -> Float[Array, "W R"]:
     return x
 
 
-def _moved(row: Float[Array, "1 W"], slots: int) -> Float[Array, "1 W"]:
-    """As a whole register, which is what can be rolled."""
+def _roll_row(row: Float[Array, "1 W"], slots: int) -> Float[Array, "1 W"]:
+    """Rolls a row; only complete registers can be rolled, so the row is broadcast to one."""
     if not slots:
         return row
     register = jnp.broadcast_to(row, (_SUBLANES, row.shape[1]))
     return pltpu.roll(register, slots % row.shape[1], 1)[:1]
 
 
-def _tile_kernel(bias: Any, found: Any, *, first: int) -> None:
-    """The bias has the farthest first, which is that of the slot `first` of row 0."""
-    window, rows = found.shape
+def _tile_kernel(bias: Any, results: Any, *, first: int) -> None:
+    """Writes the tile; `bias` has the farthest key first, which is in slot `first` of row 0."""
+    window, rows = results.shape
     columns = math.gcd(rows, LANES)
-    x = _rolled(jnp.broadcast_to(_moved(bias[...], first), (columns, window)).T, 1)
+    x = _roll_columns(jnp.broadcast_to(_roll_row(bias[...], first), (columns, window)).T, 1)
     for i in range(0, rows, columns):
-        found[:, i : i + columns] = x if not i else jnp.concatenate([x[-i:], x[:-i]], axis=0)
+        results[:, i : i + columns] = x if not i else jnp.concatenate([x[-i:], x[:-i]], axis=0)
 
 
-def _gradient_kernel(d_tile: Any, found: Any, *, first: int) -> None:
-    found[...] = _moved(jnp.sum(_rolled(d_tile[...], -1).T, axis=0, keepdims=True), -first)
+def _gradient_kernel(d_tile: Any, results: Any, *, first: int) -> None:
+    results[...] = _roll_row(
+        jnp.sum(_roll_columns(d_tile[...], -1).T, axis=0, keepdims=True), -first
+    )

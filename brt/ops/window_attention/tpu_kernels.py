@@ -1,4 +1,7 @@
-"""What a TPU does for one head, lane and block of window attention: see `pallas_tpu`."""
+"""Bodies of the TPU kernels of window attention, for one head, lane and block.
+
+`pallas_tpu` describes the algorithm.
+"""
 
 from typing import Any, NamedTuple
 
@@ -22,13 +25,15 @@ from brt.ops.tpu import (
 )
 
 
-class Static(NamedTuple):
-    """What is known when tracing.
+class WindowKernelSettings(NamedTuple):
+    """Static settings of the kernels.
 
     Attributes:
-      forward_rows, backward_rows: of a tile.
+      attend_to_self: True if the nearest key of a token is the token's own.
+      null_keys: True if unreadable keys count as zero keys with zero values.
+      forward_rows, backward_rows: rows of a tile.
       interpret: runs on any device, slowly.
-      scale: what dropout multiplies weights by that stay.
+      scale: the factor of weights that dropout keeps.
     """
 
     attend_to_self: bool
@@ -39,34 +44,42 @@ class Static(NamedTuple):
     scale: float = 1.0
 
 
-class Pair(NamedTuple):
-    """Keys or values [W, K] that a block sees; of the cache in the place of block -1."""
+class WindowBlocks(NamedTuple):
+    """Keys or values [W, K] that a block sees; the cache is the block before the first one.
+
+    Attributes:
+      cached: those of the cache.
+      before: those of the block before.
+      own: those of the block.
+    """
 
     cached: Any
     before: Any
     own: Any
 
     def loaded(self, first: Array) -> tuple[Array, Array]:
-        """Of the block before and of this one, which is the segment's first or is not."""
+        """Returns the previous block, or the cache if `first` is True, and the current block."""
         return jax.lax.select(first, self.cached[...], self.before[...]), self.own[...]
 
 
-class Inputs(NamedTuple):
-    """Of a step of the grid, or where they are; None: there is none.
+class WindowKernelInputs(NamedTuple):
+    """Inputs of a step of the grid, or their block specs; an input that is not needed is None.
 
     Attributes:
-      q: [W, K] of this block.
-      keys, values: of the block before, and of this one.
-      scale: [1, 128], the length that queries get, where they and keys are normalised here.
+      q: [W, K], queries of the block.
+      keys, values: those of the block before and of the block.
+      scale: [1, 128], the length of the queries, if the kernel normalizes queries and keys.
       tile: [W, R], the bias of the slots of a block's first rows.
-      dropout: which weights it keeps, of slots x rows as `dropout_bits`.
-      gradient: [W, K] of the output; of it the rest, in the backward pass only.
-      lse, along: [1, W]; the former as bits, the latter what the softmax's own gradient subtracts.
+      dropout: the mask of kept weights, slots x rows, packed by `dropout_bits`.
+      gradient: [W, K], gradient of the output, in the backward pass only, as all that follow.
+      lse: [1, W], the bits of the log-sum-exp.
+      along: [1, W], the sum of weights times their gradients, which the softmax's gradient
+        subtracts.
     """
 
     q: Any
-    keys: Pair
-    values: Pair
+    keys: WindowBlocks
+    values: WindowBlocks
     scale: Any = None
     tile: Any = None
     dropout: Any = None
@@ -75,12 +88,14 @@ class Inputs(NamedTuple):
     along: Any = None
 
 
-class Gradients(NamedTuple):
-    """Of a step of the grid; those of keys and values are of the block before.
+class WindowKernelGradients(NamedTuple):
+    """Outputs of a step of the backward kernel; keys and values are those of the block before.
 
     Attributes:
-      cached_keys, cached_values: of the cache, written by a segment's first step.
-      scale, tile: float32, added up over all steps of a head.
+      q: [W, K].
+      keys, values: [W, K].
+      cached_keys, cached_values: [W, K], gradients of the cache, written by a segment's first step.
+      scale, tile: float32, summed over all steps of a head.
     """
 
     q: Any
@@ -92,27 +107,29 @@ class Gradients(NamedTuple):
     tile: Any
 
 
-class _Block(NamedTuple):
-    """Both blocks, loaded; keys normalised, if they are to be."""
+class _LoadedBlocks(NamedTuple):
+    """Keys, normalized if necessary, and values of both blocks."""
 
     keys: tuple[Array, Array]
     values: tuple[Array, Array]
-    unseen: Array  # float32, added to logits of the block before
+    unseen: Array  # float32, MASKED if the block before is unreadable; added to its logits
 
 
-def _loaded(n: Array, seen: Array, inputs: Inputs, static: Static) -> _Block:
+def _load_blocks(
+    n: Array, seen: Array, inputs: WindowKernelInputs, settings: WindowKernelSettings
+) -> _LoadedBlocks:
     keys, values = (list(pair.loaded(n == 0)) for pair in (inputs.keys, inputs.values))
     if inputs.scale is not None:
         keys = [l2_normalize_rows(x)[0].astype(x.dtype) for x in keys]
     unseen = jnp.where(seen, 0.0, MASKED)
-    if static.null_keys:
+    if settings.null_keys:
         for pair in (keys, values):
             pair[0] = jax.lax.select(seen, pair[0], jnp.zeros_like(pair[0]))
         unseen = jnp.zeros(())
-    return _Block((keys[0], keys[1]), (values[0], values[1]), unseen)
+    return _LoadedBlocks((keys[0], keys[1]), (values[0], values[1]), unseen)
 
 
-def _queries(inputs: Inputs, rows: "_Rows") -> Float[Array, "R K"]:
+def _load_queries(inputs: WindowKernelInputs, rows: "_RowTile") -> Float[Array, "R K"]:
     own = inputs.q[rows.all]
     return (
         own
@@ -121,13 +138,13 @@ def _queries(inputs: Inputs, rows: "_Rows") -> Float[Array, "R K"]:
     )
 
 
-def _stacked(parts: list[Array]) -> Array:
-    """One below the other, but for empty ones."""
+def _stack(parts: list[Array]) -> Array:
+    """Concatenates the parts that are not empty along the first axis."""
     return jnp.concatenate([part for part in parts if len(part)], axis=0)
 
 
-class _Rows(NamedTuple):
-    """Rows i * R to (i + 1) * R of a block of W."""
+class _RowTile(NamedTuple):
+    """Rows i * R to (i + 1) * R of a block of W rows."""
 
     i: int
     rows: int
@@ -139,7 +156,7 @@ class _Rows(NamedTuple):
 
     @property
     def current(self) -> slice:
-        """The slots of this block that any of them sees."""
+        """The slots of the current block that any row of the tile sees."""
         return slice(0, (self.i + 1) * self.rows)
 
     @property
@@ -147,50 +164,56 @@ class _Rows(NamedTuple):
         return slice(self.i * self.rows, None)
 
     def _own(self) -> Bool[Array, "R R"]:
-        """Which of the slots of their own tile are of this block."""
+        """Returns the mask of the tile's diagonal square, True where the slot is of the current
+        block.
+        """
         slot, row = (jax.lax.broadcasted_iota(jnp.int32, (self.rows, self.rows), a) for a in (0, 1))
         return slot <= row if self.attend_to_self else slot < row
 
     def folded(self, current: Array, before: Array) -> Float[Array, "W R"]:
-        """One number a slot, of the block whose key it holds."""
+        """Combines the numbers of both blocks to one number per slot, that of the slot's key."""
         begin, rows = self.i * self.rows, self.rows
         middle = jnp.where(self._own(), current[begin:], before[:rows])
-        return _stacked([current[:begin], middle, before[rows:]])
+        return _stack([current[:begin], middle, before[rows:]])
 
     def unfolded(self, x: Float[Array, "W R"], dtype: jnp.dtype) -> tuple[Array, Array]:
-        """Of the slots of this block and of the one before; zero where they hold the other."""
+        """Splits the numbers of slots by block, with zeros where a slot holds the other block's
+        key.
+        """
         middle, own = x[self.all], self._own()
-        current = _stacked([x[: self.i * self.rows], jnp.where(own, middle, 0)])
-        before = _stacked([jnp.where(own, 0, middle), x[(self.i + 1) * self.rows :]])
+        current = _stack([x[: self.i * self.rows], jnp.where(own, middle, 0)])
+        before = _stack([jnp.where(own, 0, middle), x[(self.i + 1) * self.rows :]])
         return current.astype(dtype), before.astype(dtype)
 
     def kept(self, words: Any) -> Bool[Array, "W R"]:
-        """By dropout."""
+        """Returns the mask of weights that dropout keeps."""
         return dropout_bits.unpack(words[:, self.all], words.shape[1])
 
     def rolled(self, tile: Any) -> Float[Array, "W R"]:
-        """The bias of their slots, from that of the first rows'."""
+        """Returns the bias of this tile's slots, the first rows' bias rolled by whole tiles."""
         if not self.i:
             return tile[...]
         cut = tile.shape[0] - self.i * self.rows
         return jnp.concatenate([tile[cut:], tile[:cut]], axis=0)
 
     def add_rolled(self, tile: Any, x: Float[Array, "W R"]) -> None:
-        """Into that of the first rows."""
+        """Adds the gradient of this tile's bias to the gradient of the first rows' bias."""
         cut, begin = tile.shape[0] - self.i * self.rows, self.i * self.rows
         tile[:cut] += x[begin:]
         if self.i:
             tile[cut:] += x[:begin]
 
-    def logits(self, block: _Block, own: Float[Array, "R K"], tile: Any) -> Float[Array, "W R"]:
-        """Of their slots."""
-        found = self.against(block.keys, own, block.unseen)
-        return found if tile is None else found + self.rolled(tile)
+    def logits(
+        self, block: _LoadedBlocks, own: Float[Array, "R K"], tile: Any
+    ) -> Float[Array, "W R"]:
+        """Returns the logits of the tile's rows and slots."""
+        results = self.against(block.keys, own, block.unseen)
+        return results if tile is None else results + self.rolled(tile)
 
     def against(
         self, pair: tuple[Array, Array], x: Float[Array, "R K"], unseen: Array | float = 0.0
     ) -> Float[Array, "W R"]:
-        """Products of what both blocks hold with rows."""
+        """Returns the folded products of the rows of x with the keys or values of both blocks."""
         before, current = pair
         return self.folded(
             dot_float32(current[self.current], x, NT),
@@ -200,25 +223,30 @@ class _Rows(NamedTuple):
     def sums(
         self, columns: tuple[Array, Array], current: Array, before: Array
     ) -> Float[Array, "K R"]:
-        """Of the columns [K, W] of both blocks, by the weights of slots."""
+        """Returns the weighted sums of the columns [K, W] of both blocks."""
         of_current = dot_float32(columns[1][:, self.current], current, NN)
         return of_current + dot_float32(columns[0][:, self.before], before, NN)
 
 
-def _tiles(window: int, rows: int, static: Static) -> list[_Rows]:
-    return [_Rows(i, rows, static.attend_to_self) for i in range(window // rows)]
+def _row_tiles(window: int, rows: int, settings: WindowKernelSettings) -> list[_RowTile]:
+    return [_RowTile(i, rows, settings.attend_to_self) for i in range(window // rows)]
 
 
 def forward_kernel(
-    cache_mask: Any, inputs: Inputs, outputs: tuple[Any, Any], *, static: Static
+    cache_mask: Any,
+    inputs: WindowKernelInputs,
+    outputs: tuple[Any, Any],
+    *,
+    settings: WindowKernelSettings,
 ) -> None:
-    y, lse = outputs  # as bits
+    """Computes the output and the log-sum-exp of a block, both as bits."""
+    y, lse = outputs
     dtype = inputs.values.own.dtype
     lane, n = pl.program_id(1), pl.program_id(2)
-    block = _loaded(n, cache_mask[lane, n] > 0, inputs, static)
+    block = _load_blocks(n, cache_mask[lane, n] > 0, inputs, settings)
     transposed = block.values[0].T, block.values[1].T
-    for rows in _tiles(y.shape[0], static.forward_rows, static):
-        logits = rows.logits(block, _queries(inputs, rows), inputs.tile)
+    for rows in _row_tiles(y.shape[0], settings.forward_rows, settings):
+        logits = rows.logits(block, _load_queries(inputs, rows), inputs.tile)
         top = jnp.maximum(jnp.max(logits, axis=0, keepdims=True), FLOOR)
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=0, keepdims=True) + jnp.exp(FLOOR - top)
@@ -226,17 +254,22 @@ def forward_kernel(
             weights = jnp.where(rows.kept(inputs.dropout), weights, 0.0)
         current, before = rows.unfolded(weights, dtype)
         sums = rows.sums(transposed, current, before)
-        y[rows.all] = to_bits((sums * (static.scale / total)).T.astype(dtype))
+        y[rows.all] = to_bits((sums * (settings.scale / total)).T.astype(dtype))
         lse[:, rows.all] = to_bits(top + jnp.log(total))
 
 
 def backward_kernel(
-    cache_mask: Any, inputs: Inputs, found: Gradients, keys_sum: Any, values_sum: Any, *,
-    static: Static,
+    cache_mask: Any, inputs: WindowKernelInputs, results: WindowKernelGradients,
+    keys_sum: Any, values_sum: Any, *,
+    settings: WindowKernelSettings,
 ) -> None:  # fmt: skip
-    """The sums [2, W, K] are of both blocks; a step more than there are blocks writes the last."""
+    """Computes the gradients of one step.
+
+    The sums [2, W, K] are the gradients of keys and values of two consecutive blocks. The grid has
+    one step more than there are blocks, which writes the gradients of the last block.
+    """
     lane, n, blocks = pl.program_id(1), pl.program_id(2), pl.num_programs(2) - 1
-    before, current = n % 2, (n + 1) % 2  # where the sums of the two blocks are
+    before, current = n % 2, (n + 1) % 2  # Indices of the sums of the two blocks.
 
     @pl.when(n == 0)
     def _() -> None:
@@ -245,7 +278,7 @@ def backward_kernel(
 
     @pl.when((n == 0) & (lane == 0))
     def _() -> None:
-        for total in (found.scale, found.tile):
+        for total in (results.scale, results.tile):
             if total is not None:
                 total[...] = jnp.zeros_like(total)
 
@@ -254,47 +287,55 @@ def backward_kernel(
         for total in (keys_sum, values_sum):
             total[current] = jnp.zeros_like(total[0])
         seen = cache_mask[lane, n] > 0
-        block = _loaded(n, seen, inputs, static)
-        for rows in _tiles(found.q.shape[0], static.backward_rows, static):
+        block = _load_blocks(n, seen, inputs, settings)
+        for rows in _row_tiles(results.q.shape[0], settings.backward_rows, settings):
             _add_gradients(
-                rows, block, inputs, found, (keys_sum, values_sum), (before, current), seen, static
+                rows,
+                block,
+                inputs,
+                results,
+                (keys_sum, values_sum),
+                (before, current),
+                seen,
+                settings,
             )
 
-    d_keys, d_values = keys_sum[before], values_sum[before] * static.scale
-    if inputs.scale is not None:  # the last one is no longer the block before
+    d_keys, d_values = keys_sum[before], values_sum[before] * settings.scale
+    # In the step after the last block, the inputs are still those of the last block.
+    if inputs.scale is not None:
         of_block, last = inputs.keys.loaded(n == 0)
         d_keys = l2_normalize_rows_backward(jax.lax.select(n < blocks, of_block, last), d_keys)[0]
-    d_keys, d_values = d_keys.astype(found.keys.dtype), d_values.astype(found.values.dtype)
-    found.keys[...], found.values[...] = d_keys, d_values
+    d_keys, d_values = d_keys.astype(results.keys.dtype), d_values.astype(results.values.dtype)
+    results.keys[...], results.values[...] = d_keys, d_values
 
     @pl.when(n == 0)
     def _() -> None:
-        found.cached_keys[...], found.cached_values[...] = d_keys, d_values
+        results.cached_keys[...], results.cached_values[...] = d_keys, d_values
 
 
 def _add_gradients(
-    rows: _Rows,
-    block: _Block,
-    inputs: Inputs,
-    found: Gradients,
+    rows: _RowTile,
+    block: _LoadedBlocks,
+    inputs: WindowKernelInputs,
+    results: WindowKernelGradients,
     sums: tuple[Any, Any],
     places: tuple[Array, Array],
     seen: Array,
-    static: Static,
+    settings: WindowKernelSettings,
 ) -> None:
-    """Those of some rows."""
+    """Adds the gradients of one tile of rows."""
     keys_sum, values_sum = sums
     before, current = places
-    own, theirs = _queries(inputs, rows), inputs.gradient[rows.all]
+    own, theirs = _load_queries(inputs, rows), inputs.gradient[rows.all]
     lse = from_bits(inputs.lse[:, rows.all], jnp.float32)
     weights = kept = jnp.exp(rows.logits(block, own, inputs.tile) - lse)
     d_weights = rows.against(block.values, theirs)
     if inputs.dropout is not None:
         stays = rows.kept(inputs.dropout)
-        kept, d_weights = (jnp.where(stays, x, 0.0) for x in (kept, d_weights * static.scale))
+        kept, d_weights = (jnp.where(stays, x, 0.0) for x in (kept, d_weights * settings.scale))
     d_logits = weights * (d_weights - inputs.along[:, rows.all])
-    if found.tile is not None:
-        rows.add_rolled(found.tile, d_logits)
+    if results.tile is not None:
+        rows.add_rolled(results.tile, d_logits)
     of_keys, of_values = (rows.unfolded(x, own.dtype) for x in (d_logits, kept))
     keys_sum[current, rows.current] += dot_float32(of_keys[0], own, NN)
     values_sum[current, rows.current] += dot_float32(of_values[0], theirs, NN)
@@ -309,5 +350,5 @@ def _add_gradients(
     if inputs.scale is not None:
         d_own, along = l2_normalize_rows_backward(inputs.q[rows.all], d_own)
         d_own *= inputs.scale[:, :1]
-        found.scale[...] += jnp.broadcast_to(jnp.sum(along, axis=0, keepdims=True), (1, LANES))
-    found.q[rows.all] = d_own.astype(found.q.dtype)
+        results.scale[...] += jnp.broadcast_to(jnp.sum(along, axis=0, keepdims=True), (1, LANES))
+    results.q[rows.all] = d_own.astype(results.q.dtype)

@@ -1,10 +1,10 @@
-"""Window attention in plain XLA: the window folds.
+"""Window attention in plain XLA, which folds the window of each row into W slots.
 
-A token sees exactly W keys: those after the start of its window up to itself. A block of W rows
-sees the W keys of the block before and its own. Of these two a row sees complementary parts, so
-both fold into one, chosen by a triangle: the logits are W x W, the softmax does no idle work, and
-the bias of every block is the same circulant matrix. The backward pass is written out: it keeps
-the softmax only, and reads each array once.
+A row sees exactly W keys: those from the start of its window up to itself. These keys lie in its
+own block of W tokens and in the block before. A row sees complementary parts of the two blocks, so
+both fold into one W x W matrix of logits, selected by a triangular mask. The softmax has no masked
+entries, and the bias of every block is the same circulant matrix. The hand-written backward pass
+saves only the softmax and reads each array once.
 """
 
 from functools import partial
@@ -19,8 +19,14 @@ from brt.ops.reductions import sum_leading
 from brt.ops.softmax import MASKED, softmax_and_lse
 
 
-class _Static(NamedTuple):
-    """What is known when tracing."""
+class _Settings(NamedTuple):
+    """Static settings.
+
+    Attributes:
+      attend_to_self: True if the nearest key of a token is the token's own.
+      null_keys: True if unreadable keys count as zero keys with zero values.
+      biased: True if there is a bias.
+    """
 
     attend_to_self: bool
     null_keys: bool
@@ -28,9 +34,13 @@ class _Static(NamedTuple):
 
 
 def circulant(bias: Float[Array, "H W"], rows: int) -> Float[Array, "H R W"]:
-    """Tile [h, r, c] = bias[h, (r - c) mod W] of the first rows; no gather, no scatter back."""
+    """Returns [h, r, c] = bias[h, (r - c) mod W] for the first `rows` rows.
+
+    The function needs no gather, and its gradient no scatter.
+    """
     heads, window = bias.shape
-    # A vector repeated with period W and cut every W + 1 is shifted by one a row.
+    # A vector that is repeated with period W and cut every W + 1 entries shifts by one from row to
+    # row.
     repeated = jnp.tile(jnp.roll(bias, -1, axis=1), (1, rows + 1))[:, : rows * (window + 1)]
     return jnp.flip(repeated.reshape(heads, rows, window + 1)[:, :, :window], axis=2)
 
@@ -46,7 +56,7 @@ def window_attention(
     attend_to_self: bool,
     null_keys: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """See `api.window_part`."""
+    """Computes `api.window_part`."""
     heads, window = queries.shape[2], keys.shape[1] - queries.shape[1]
 
     def blocked(x: Float[Array, "B T H K"]) -> Float[Array, "B N H W K"]:
@@ -58,47 +68,47 @@ def window_attention(
         tile = circulant(bias if attend_to_self else jnp.roll(bias, 1, axis=1), window)
     y, lse = _attend(
         blocked(queries), blocked(keys), blocked(values), tile, cache_mask, dropout,
-        _Static(attend_to_self, null_keys, bias is not None),
+        _Settings(attend_to_self, null_keys, bias is not None),
     )  # fmt: skip
     y = y.transpose(0, 1, 3, 2, 4).reshape(queries.shape)
     return y, lse.swapaxes(2, 3).reshape(queries.shape[:-1])
 
 
-def _own(window: int, static: _Static) -> np.ndarray:
-    """Bool [1, 1, 1, W, W]: where a row sees its own block, not the one before."""
-    return np.tri(window, k=0 if static.attend_to_self else -1, dtype=bool)[None, None, None]
+def _own_block_mask(window: int, settings: _Settings) -> np.ndarray:
+    """Returns bool [1, 1, 1, W, W], True where a row sees a key of its own block."""
+    return np.tri(window, k=0 if settings.attend_to_self else -1, dtype=bool)[None, None, None]
 
 
-def _by_block(mask: Bool[Array, "B N"], x: Array, otherwise: float) -> Array:
+def _mask_blocks(mask: Bool[Array, "B N"], x: Array, otherwise: float) -> Array:
     return jnp.where(mask[:, :, None, None, None], x, otherwise)
 
 
-def _folded(
-    before: Float[Array, "B N H W W"], own: Float[Array, "B N H W W"], static: _Static
+def _fold(
+    before: Float[Array, "B N H W W"], own: Float[Array, "B N H W W"], settings: _Settings
 ) -> Float[Array, "B N H W W"]:
-    return jnp.where(_own(own.shape[-1], static), own, before)
+    return jnp.where(_own_block_mask(own.shape[-1], settings), own, before)
 
 
-def _unfolded(
-    x: Float[Array, "B N H W W"], cache_mask: Bool[Array, "B N"], static: _Static
+def _unfold(
+    x: Float[Array, "B N H W W"], cache_mask: Bool[Array, "B N"], settings: _Settings
 ) -> list[Float[Array, "B N H W W"]]:
-    """What goes to the block before and to the own one, zero where a row sees nothing."""
-    own = _own(x.shape[-1], static)
+    """Splits x into the parts of the block before and of the own block; unseen keys get zeros."""
+    own = _own_block_mask(x.shape[-1], settings)
     before = jnp.where(own, 0, x)
-    if static.null_keys:  # else the softmax is zero there already
-        before = _by_block(cache_mask, before, 0.0)
+    if settings.null_keys:  # Without null keys, the softmax is zero there already.
+        before = _mask_blocks(cache_mask, before, 0.0)
     return [before, jnp.where(own, x, 0)]
 
 
-def _product(spec: str, a: Array, b: Array) -> Array:
+def _einsum(spec: str, a: Array, b: Array) -> Array:
     return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
 
 
-def _with_both(
+def _block_products(
     x: Float[Array, "B N H W K"], keys: Float[Array, "B Z H W K"]
 ) -> list[Float[Array, "B N H W W"]]:
-    """Products of each block with the block before and with its own."""
-    return [_product("bnhqk,bnhsk->bnhqs", x, keys[:, j : j + x.shape[1]]) for j in range(2)]
+    """Returns the products of each block with the block before and with itself."""
+    return [_einsum("bnhqk,bnhsk->bnhqs", x, keys[:, j : j + x.shape[1]]) for j in range(2)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -109,10 +119,10 @@ def _attend(
     tile: Float[Array, "H W W"] | None,
     cache_mask: Bool[Array, "B N"],
     dropout: Float[Array, "H W W"] | None,
-    static: _Static,
+    settings: _Settings,
 ) -> tuple[Float[Array, "B N H W K"], Float[Array, "B N H W"]]:
-    """Attention of N blocks to themselves and those before, and its lse."""
-    return _forward(q, k, v, tile, cache_mask, dropout, static)[0]
+    """Returns output and log-sum-exp of N blocks that attend to themselves and the block before."""
+    return _forward(q, k, v, tile, cache_mask, dropout, settings)[0]
 
 
 def _forward(
@@ -122,39 +132,40 @@ def _forward(
     tile: Array | None,
     cache_mask: Array,
     dropout: Array | None,
-    static: _Static,
+    settings: _Settings,
 ) -> tuple[tuple[Array, Array], tuple]:
-    before, own = _with_both(q, k)
-    logits = _folded(
-        _by_block(cache_mask, before, 0.0 if static.null_keys else MASKED), own, static
+    before, own = _block_products(q, k)
+    logits = _fold(
+        _mask_blocks(cache_mask, before, 0.0 if settings.null_keys else MASKED), own, settings
     )
     weights, lse = softmax_and_lse(logits if tile is None else logits + tile[None, None])
     kept = weights if dropout is None else weights * dropout[None, None]
-    y = _weighted_sum(_unfolded(kept.astype(v.dtype), cache_mask, static), v).astype(v.dtype)
+    y = _weighted_sum(_unfold(kept.astype(v.dtype), cache_mask, settings), v).astype(v.dtype)
     return (y, lse), (q, k, v, cache_mask, dropout, weights, y)
 
 
-def _backward(static: _Static, saved: tuple, gradients: tuple[Array, Array]) -> tuple:
-    q, k, v, cache_mask, dropout, weights, y = saved
+def _backward(settings: _Settings, residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
+    q, k, v, cache_mask, dropout, weights, y = residuals
     gradient, d_lse = gradients
-    # The softmax's own term, from the output: the same sum, over K numbers instead of W.
+    # The softmax's gradient subtracts the sum of weights times their gradients. The product of the
+    # output and its gradient is the same sum, over K numbers instead of W.
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
     along -= d_lse[..., None]
-    before, own = _with_both(gradient, v)
-    if static.null_keys:
-        before = _by_block(cache_mask, before, 0.0)
-    d_weights, kept = _folded(before, own, static), weights
+    before, own = _block_products(gradient, v)
+    if settings.null_keys:
+        before = _mask_blocks(cache_mask, before, 0.0)
+    d_weights, kept = _fold(before, own, settings), weights
     if dropout is not None:
         d_weights, kept = d_weights * dropout[None, None], weights * dropout[None, None]
     d_logits = weights * (d_weights - along)
-    d_parts = _unfolded(d_logits.astype(q.dtype), cache_mask, static)
-    kept_parts = _unfolded(kept.astype(v.dtype), cache_mask, static)
+    d_parts = _unfold(d_logits.astype(q.dtype), cache_mask, settings)
+    kept_parts = _unfold(kept.astype(v.dtype), cache_mask, settings)
     d_k, d_v = (
-        _overlapped([_product("bnhqs,bnhqk->bnhsk", part, x) for part in weighted])
+        _add_overlapping([_einsum("bnhqs,bnhqk->bnhsk", part, x) for part in weighted])
         for weighted, x in ((d_parts, q), (kept_parts, gradient))
     )
     none = None if dropout is None else jnp.zeros_like(dropout)
-    d_tile = sum_leading(d_logits, 2) if static.biased else None
+    d_tile = sum_leading(d_logits, 2) if settings.biased else None
     d_q = _weighted_sum(d_parts, k).astype(q.dtype)
     return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_tile, None, none
 
@@ -162,16 +173,16 @@ def _backward(static: _Static, saved: tuple, gradients: tuple[Array, Array]) -> 
 def _weighted_sum(
     parts: list[Float[Array, "B N H W W"]], x: Float[Array, "B Z H W K"]
 ) -> Float[Array, "B N H W K"]:
-    """Adds up what both blocks give: their rows of x, by their weights."""
+    """Returns the sum of the rows of x in both blocks, weighted by `parts`."""
     count = parts[0].shape[1]
     before, own = (
-        _product("bnhqs,bnhsk->bnhqk", part, x[:, j : j + count]) for j, part in enumerate(parts)
+        _einsum("bnhqs,bnhsk->bnhqk", part, x[:, j : j + count]) for j, part in enumerate(parts)
     )
     return before + own
 
 
-def _overlapped(parts: list[Float[Array, "B N H W K"]]) -> Float[Array, "B Z H W K"]:
-    """Adds up what each block got: as the one before, and as the own."""
+def _add_overlapping(parts: list[Float[Array, "B N H W K"]]) -> Float[Array, "B Z H W K"]:
+    """Adds the gradients that each block receives as the block before and as the own block."""
     before, own = (
         jnp.pad(part, ((0, 0), (j, 1 - j), (0, 0), (0, 0), (0, 0))) for j, part in enumerate(parts)
     )
