@@ -209,7 +209,7 @@ def test_attention_that_normalizes_itself_makes_no_difference_with_feedback(
     params = random_params(model)["stack"]
     expected = results(model, params)
     for module in ("attention", "stack"):
-        monkeypatch.setattr(f"brt.layers.{module}.normalizes", lambda: True)
+        monkeypatch.setattr(f"brt.layers.{module}.normalizes_in_kernel", lambda: True)
     assert_close(results(model, params), expected)
 
 
