@@ -40,7 +40,8 @@ def wanted() -> list[Requirement]:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             if node.targets[0].id in ("INSTALL", "EXTRAS"):
                 found[node.targets[0].id] = ast.literal_eval(node.value)
-    return [Requirement(text) for text in found["INSTALL"] + found["EXTRAS"]["test"]]
+    extras = [found["EXTRAS"][name] for name in ("test", "tpu-compile", "gpu-compile")]
+    return [Requirement(text) for text in sum(extras, found["INSTALL"])]
 
 
 @pytest.mark.parametrize("python", PYTHONS)
