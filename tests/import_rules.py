@@ -1,4 +1,4 @@
-"""Which module may import which, checked on the source text of one module.
+"""The rules of imports between modules, checked on the source text of one module.
 
 `ALLOWED` lists, for each package, the packages that its modules may import. Anything that is not
 listed is refused, so a new dependency between packages is a decision that changes this table.

@@ -1,4 +1,4 @@
-"""What a loaded model says where its task cannot do what is asked for."""
+"""Tests the errors of a loaded model whose task does not support a call."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -50,7 +50,7 @@ MASKED = Training(task="masked_language_modeling", segment_length=64)
 def test_numbers_that_no_sequence_reaches_are_refused(
     read: Evaluation, settings: dict, name: str
 ) -> None:
-    """By the segments that training or evaluation reads; ops count short rows themselves."""
+    """The limit is the segment length of training or evaluation; ops handle shorter rows."""
     section = "Evaluation" if read.segment_length else "Training"
     training = dataclasses.replace(MASKED, segment_length=128) if read.segment_length else MASKED
     with pytest.raises(

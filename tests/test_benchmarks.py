@@ -1,4 +1,4 @@
-"""What the benchmarks compare, and that they say so."""
+"""Tests what the benchmarks compare and what they print."""
 
 import importlib
 import json

@@ -89,7 +89,9 @@ def parameters(model: Model) -> tuple[int, int]:
 
 
 def structure(model: Model) -> Model:
-    """What decides how it is traced: no sizes, and of equal neighbours, which are scanned, two."""
+    """Reduces a model to what decides how it is traced: small sizes, two layers of each scanned
+    run.
+    """
     kinds = [kind for _, run in groupby(model.layer_types) for kind in list(run)[:2]]
     places = {
         name: tuple(i for i, kind in enumerate(kinds) if f"{kind}_layers" == name)
@@ -172,7 +174,7 @@ def test_documents_name_files_that_exist() -> None:
 )
 @each_row
 def test_builds(row: str) -> None:
-    """Of models that differ in sizes alone those with a known one."""
+    """Among models that differ only in sizes, those with a known parameter count are checked."""
     config = resolved(row)
     match tasks.of(config).model:
         case "seq2seq":
@@ -213,7 +215,7 @@ def count_of(config: Config) -> int:
 
 
 def encoder_parameters(encoder: Encoder, task: str) -> int:
-    """Of the least one that is traced as this one is."""
+    """Counts the parameters of the smallest encoder that is traced like this one."""
     encoder = dataclasses.replace(
         encoder, layers=2, model_dim=8, heads=2, mlp_dim=8, vocab_size=32, dropout=0.0,
         features=40 if task == "speech_recognition" else 0,

@@ -24,7 +24,7 @@ def victim(directory: Path) -> Path:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was renamed and synced, in this order, by the names that it had then."""
+    """Records what is renamed and synced, in order, under the names at that time."""
     found: list[str] = []
     replace, fsync = os.replace, os.fsync
 

@@ -1,4 +1,4 @@
-"""Who names what to train on is measured on it, not on the data of the quickstart."""
+"""A run that names its training data is evaluated on them, not on the quickstart's data."""
 
 import dataclasses
 

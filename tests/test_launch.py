@@ -1,4 +1,4 @@
-"""What is under launch/: linted, and run as far as it goes without a cluster."""
+"""Lints the scripts in launch/ and runs them as far as possible without a cluster."""
 
 import json
 import os

@@ -34,7 +34,7 @@ def lock(python: str = HERE) -> dict[str, str]:
 
 
 def wanted() -> list[Requirement]:
-    """What setup.py asks for, as it stands."""
+    """Returns the requirements in setup.py."""
     found = {}
     for node in ast.parse((ROOT / "setup.py").read_text()).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -54,7 +54,9 @@ def test_every_requirement_is_locked_within_its_bounds(python: str) -> None:
 
 
 def test_what_is_locked_fits_together() -> None:
-    """As far as the same versions are installed here, whose own requirements can be read."""
+    """Checks the packages whose locked version is installed, because their requirements can be
+    read.
+    """
     versions, read = lock(), 0
     for name, version in versions.items():
         try:

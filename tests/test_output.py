@@ -1,4 +1,4 @@
-"""What libraries' threads say of a failure that is told already is not printed."""
+"""Messages of library threads about a failure that was already reported are not printed."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What SECURITY.md says of the sources, and of what files claim."""
+"""Checks the statements of SECURITY.md about the sources and about files from others."""
 
 import ast
 import re
@@ -66,7 +66,7 @@ MAY_PARSE = {  # files that parse JSON by themselves, and why
 
 
 def _parses_json(path: Path) -> bool:
-    """Whether a file names json.load, json.loads or json.JSONDecoder."""
+    """Returns True if a file uses json.load, json.loads or json.JSONDecoder."""
     return any(
         isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
@@ -99,7 +99,7 @@ def test_a_path_without_its_home_stays_as_it_is(name: str, monkeypatch: pytest.M
 
 
 class PanicException(BaseException):  # noqa: N818 - the name that libraries in Rust give it
-    """What a library in Rust raises, which is no Exception."""
+    """The exception of a library in Rust, which is no subclass of Exception."""
 
 
 def test_a_panic_of_a_library_is_an_error_and_no_other_exception_is() -> None:

@@ -1,4 +1,4 @@
-"""What the fields of the config declare, and what follows from it."""
+"""Tests the declarations of the config's fields and their consequences."""
 
 import dataclasses
 import json

@@ -237,7 +237,9 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _failures_are_told_once() -> Iterator[None]:
-    """As in every command: TensorStore tells the others' late, in whatever test is next."""
+    """Reports failures once, as every command does. TensorStore reports further ones during later
+    tests.
+    """
     hook = sys.unraisablehook
     output.tell_failures_once()
     yield
@@ -287,7 +289,7 @@ def test_what_the_system_says_is_told_whoever_quotes_it(
 def test_a_checkpoint_is_synced_when_it_is_said_to_be_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of its files before it has its name, and the directory behind that."""
+    """The files are synced before the rename to the final name, and the directory after it."""
     calls: list[tuple[str, bool]] = []
     fsync, final = os.fsync, tmp_path / "checkpoints/1"
 

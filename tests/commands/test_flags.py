@@ -1,4 +1,4 @@
-"""What a flag is taken for: settings, trials that are short, errors in a command's own words."""
+"""Tests how flags are read: settings, short trials, and errors that name the command's flag."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""No part of a step costs more than it did, by the compiler that said so then."""
+"""Compares the compiled cost of each part of a step with a recorded baseline."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What GPUs would run, compiled without one: kernels by themselves, and the paper's whole step."""
+"""Compiles kernels and the paper's train step for GPUs, on a machine without a GPU."""
 
 import importlib.util
 import json

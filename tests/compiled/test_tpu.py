@@ -1,4 +1,4 @@
-"""What TPUs would run, compiled without one: kernels by themselves, and the paper's whole step."""
+"""Compiles kernels and the paper's train step for TPUs, on a machine without a TPU."""
 
 import importlib.util
 import json

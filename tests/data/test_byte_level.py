@@ -24,7 +24,7 @@ SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """As RoBERTa's: special pieces first, the mask last."""
+    """Returns a tokenizer file like RoBERTa's: special pieces first, the mask last."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()

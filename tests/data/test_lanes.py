@@ -105,7 +105,7 @@ def test_an_input_is_the_token_before_its_target(store):
 
 
 def test_blocks_follow_each_other_within_a_lane(store):
-    """Where no document starts, a block goes on where the lane's last one ended."""
+    """A block without a document start continues where the lane's previous block ended."""
     read = reader(store)
     last = np.full(3, -1)
     for step in range(3 * read.steps_per_epoch):

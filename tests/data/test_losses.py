@@ -1,4 +1,4 @@
-"""What a tokenizer loses is counted, and no figure by byte is reported over it."""
+"""Bytes that a tokenizer loses are counted, and no metric per byte is then reported."""
 
 import dataclasses
 import io

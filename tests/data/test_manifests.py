@@ -29,7 +29,7 @@ def names(directory: Path) -> list[str]:
 
 @pytest.fixture
 def synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """What is made durable: names, and whether the directory had its own by then."""
+    """Records each synced name, and whether the directory had its final name at that time."""
     found: list[tuple[str, bool]] = []
     fsync = os.fsync
 

@@ -1,4 +1,4 @@
-"""What cannot be read is refused, or left out, named and counted; never read otherwise."""
+"""Unreadable input is refused, or is skipped, named and counted. It is never misread."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""What processes refuse before they meet, and how one learns that another is gone."""
+"""Tests what processes check before they connect, and how a process notices that a peer is gone."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What one process is asked for, all do at the same look."""
+"""A request to one process is obeyed by all processes at the same check."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ class Service:
 
 
 class Gather:
-    """Of two threads."""
+    """Gathers a text from each of two threads."""
 
     def __init__(self) -> None:
         self.barrier, self.said = threading.Barrier(2), []

@@ -51,7 +51,7 @@ ONLY_RESOLVED = {
 
 
 def commands(text: str) -> Iterator[str]:
-    """Of the code blocks of a page; a line that ends in a backslash goes on, Python is one.
+    """Yields the commands in the code blocks of a page; a block of Python is one command.
 
     Bindings without a command are those of the files of the command before.
     """

@@ -158,7 +158,7 @@ def test_models_that_are_not_there(trained: Path, tmp_path: Path) -> None:
 
 
 def test_a_prompt_of_another_terminal_is_utf8_or_refused() -> None:
-    """As Python reads arguments whose bytes the locale has no letters for."""
+    """Python passes bytes that the locale cannot decode as lone surrogates."""
     assert generate._prompt("caf\udcc3\udca9", None, False) == "café"
     with pytest.raises(DataError, match="^--prompt is not UTF-8 at byte 3 "):
         generate._prompt("caf\udce9", None, False)

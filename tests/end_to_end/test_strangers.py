@@ -1,4 +1,4 @@
-"""What commands open when the run in --workdir is a stranger's.
+"""Tests which files commands open when somebody else wrote the run directory.
 
 Python's audit hook tells of every file, directory, process and connection. Files that libraries
 open in C++ (the arrays of a checkpoint) are below paths that it has told before.
@@ -54,7 +54,7 @@ INSTALLED = [
 
 
 class Trace:
-    """What this process opens while it is on.
+    """Records which files this process opens while `on` is set.
 
     Attributes:
       paths: absolute ones.
@@ -96,12 +96,12 @@ def _fresh(trace: Trace) -> Iterator[None]:
 
 
 def is_text(name: str) -> bool:
-    """Whether any text may stand in a setting."""
+    """Returns True if any text is a valid value of the setting."""
     return FIELDS[name] in (str, tuple[str, ...])
 
 
 def path_of(name: str) -> str:
-    """What a setting says of itself: that its path is read or written, or "" of others."""
+    """Returns how a setting declares its path: read, written, or "" if it is no path."""
     section, _, field = name.partition(".")
     return settings(SECTION_TYPES[section])[field].path
 

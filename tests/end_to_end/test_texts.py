@@ -1,4 +1,4 @@
-"""What reads sentences or finds answers, from files to predictions, by the commands people type."""
+"""Trains and evaluates models for sentences and questions with the commands that users type."""
 
 import json
 from pathlib import Path

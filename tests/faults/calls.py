@@ -152,7 +152,7 @@ def keep_compiled() -> None:
 
 
 class Command(NamedTuple):
-    """What is done in a directory of its own, and what it has to leave there."""
+    """A command that runs in its own directory, and the result that it must leave there."""
 
     prepare: Callable[[Path], object]
     arguments: Callable[[Path], list[str]]
@@ -161,7 +161,9 @@ class Command(NamedTuple):
 
 
 def commands(place: Path, names: Sequence[str]) -> dict[str, Command]:
-    """All that write; `place` holds what they share: texts, a config, a trained run, a sweep."""
+    """Returns all commands that write files; `place` holds the texts, config, run and sweep they
+    share.
+    """
     gin, sweep = _configs(place)
     trained, swept = place / "trained", place / "swept"
     train = ["brt.train", f"--gin_file={gin}"]
@@ -286,7 +288,7 @@ def _litter(run: Path) -> list[str]:
 
 
 class Case(NamedTuple):
-    """What fails in a life of a command."""
+    """A call of the file system that fails while a command runs."""
 
     command: str
     kind: str
@@ -314,7 +316,7 @@ class Driver:
         self.codes: Counter[tuple[str, int]] = Counter()
 
     def measure(self, command: str, kinds: Sequence[str]) -> None:
-        """How many calls of each kind a life makes to which nothing happens."""
+        """Counts the calls of each kind that an undisturbed process makes."""
         for kind in kinds:
             here = self._fresh(command)
             with self._calls.armed(here, kind):
@@ -325,7 +327,7 @@ class Driver:
             assert self._commands[command].result(here) == self._whole[command], command
 
     def strike(self, case: Case) -> list[str]:
-        """What is wrong with a case: nothing, or sentences."""
+        """Runs a case and returns a sentence for each thing that went wrong."""
         own, here = self._commands[case.command], self._fresh(case.command)
         error = SHORT if case.kind == "short" else getattr(errno, case.error)
         arguments = own.arguments(here)
@@ -370,7 +372,9 @@ class Driver:
 
 
 def _codes(case: Case) -> set[int]:
-    """Those of failed storage; what one may not write is a matter of settings or data, too."""
+    """Returns the expected exit codes: those of failed storage, and for EACCES those of config and
+    data.
+    """
     return {4, 2, 3} if case.error == "EACCES" else {4}
 
 
@@ -416,7 +420,7 @@ def cases(
 
 
 def run(args: argparse.Namespace) -> int:
-    """All cases that the flags ask for; what fails is told at once."""
+    """Runs all cases that the flags select and prints each failure at once."""
     kinds, names = args.kinds.split(","), args.commands.split(",")
     with tempfile.TemporaryDirectory(prefix="brt-calls-", dir=args.place) as place:
         driver = Driver(Path(place).resolve(), names)

@@ -223,7 +223,7 @@ def _differs(config: Config, name: str) -> bool:
 
 
 def state_hash(workdir: Path) -> str:
-    """Of the newest checkpoint."""
+    """Returns the state hash of the newest checkpoint."""
     place = Workdir(workdir)
     return inspection.state_hash(place, reader.steps(place.checkpoints)[-1])
 
@@ -235,7 +235,7 @@ def metrics(workdir: Path) -> list[dict[str, Any]]:
 
 
 def litter(workdir: Path) -> list[str]:
-    """What a killed or failed life has left that nobody needs."""
+    """Returns the leftover files of a killed or failed process."""
     saved = set(map(str, reader.steps(workdir / "checkpoints")))
     found = [path.name for path in (workdir / "checkpoints").iterdir() if path.name not in saved]
     hidden = [path for path in workdir.rglob(".*") if path != workdir / ".lock"]

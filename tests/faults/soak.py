@@ -72,7 +72,7 @@ class Soak:
         print(f"FAILED {what}", flush=True)
 
     def check(self, own: Runs, workdir: Path, what: str) -> bool:
-        """Whether a run that is done is as if nothing had been."""
+        """Returns True if a finished run equals an undisturbed one."""
         try:
             own.finish(workdir)
             own.assert_as_if_nothing_had_been(workdir)
@@ -84,7 +84,7 @@ class Soak:
 
 
 def kills(soak: Soak, task: str, processes: int, count: int) -> None:
-    """Of a run at random moments, until it is done; then of the next one."""
+    """Kills a run at random moments until it is done, and then continues with the next run."""
     own, sent = soak.runs(task, processes), 0
     own.whole  # noqa: B018 - made once, and with it what is compiled
     begin = time.monotonic()
@@ -154,7 +154,7 @@ def corruptions(soak: Soak, task: str, count: int) -> None:
 
 
 def _outcome(own: Runs, workdir: Path, life: Life, kind: str) -> str:
-    """What became of a flipped bit: told and gone on, told and refused, of no matter, or worse."""
+    """Returns how a run reacted to a flipped bit: reported, refused, harmless, or worse."""
     if "Traceback" in life.said:
         return "crash"
     if life.code in (2, 3, 4) and "brt: error: " in life.said:
@@ -197,7 +197,7 @@ def full_disks(soak: Soak, task: str) -> None:
 
 
 def signals(soak: Soak, task: str, processes: int) -> None:
-    """How long it takes from SIGTERM to the exit, in every phase."""
+    """Measures the time from SIGTERM to the exit in every phase."""
     own = soak.runs(task, processes)
     workdir = soak.workdir(own)
     for phase, number in PHASES.items():
@@ -230,7 +230,7 @@ def peers(soak: Soak, task: str, count: int) -> None:
 def ordeal(
     soak: Soak, task: str, kills_: dict[int, int], flips_: int, args: argparse.Namespace
 ) -> None:
-    """All that one task goes through, one life after the other."""
+    """Runs all requested faults on one task, one after the other."""
     for processes, share in kills_.items():
         if share:
             kills(soak, task, processes, share)
@@ -245,7 +245,7 @@ def ordeal(
 
 
 def failing_calls(passes: int) -> bool:
-    """Whether something is lost or silent where calls of the file system fail."""
+    """Returns True if a failing call of the file system loses something or goes unreported."""
     if not passes:
         return False
     done = calls.start([f"--passes={passes}"])
@@ -274,7 +274,7 @@ def _shared(whole: int, parts: int) -> list[int]:
 
 
 def report(soaks: list[Soak]) -> None:
-    """What all counted, the longest times, and what failed."""
+    """Prints the counts of all tasks, the longest times, and the failures."""
     counts, most = Counter(), {}
     for soak in soaks:
         counts.update(soak.counts)

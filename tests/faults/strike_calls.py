@@ -14,7 +14,7 @@ from calls import SHORT, Calls
 
 
 def outcomes(doing: Callable[[], object], times: int) -> list[int]:
-    """Of each time the error's number, or 0."""
+    """Returns the error number of each attempt, or 0 if the attempt succeeded."""
     found = []
     for _ in range(times):
         try:

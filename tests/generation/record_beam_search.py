@@ -112,7 +112,7 @@ def record(arrays):
 
 
 def padded(sequences, length, ids):
-    """All of one length, padded after the end, where `generate` repeats the end if pad = 0."""
+    """Pads sequences to one length, because `generate` repeats the end token if pad = 0."""
     full = np.full((*sequences.shape[:2], length), ids["pad"], np.int32)
     for index in np.ndindex(sequences.shape[:2]):
         ends = np.flatnonzero(sequences[index][1:] == ids["eos"])

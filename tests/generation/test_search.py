@@ -44,7 +44,7 @@ class Tables(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a beam knows, what a source knows, and the time."""
+    """The decoding state: tokens of each beam, a table of each source, and the position."""
 
     before: jax.Array  # int32 [B, N]
     last: jax.Array  # [B, V, V], not widened by beams

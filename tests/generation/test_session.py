@@ -237,7 +237,9 @@ def alone(request: pytest.FixtureRequest, build: Callable[[str], Case]) -> Case:
 
 
 def log_probability(case: Case, text: list[int], read: int) -> float:
-    """Of what stands behind the first tokens, from the logits of the whole text."""
+    """Returns the log probability of all but the first `read` tokens, from the logits of the whole
+    text.
+    """
     log_p = np.asarray(jax.nn.log_softmax(case.whole(text)), np.float64)
     return sum(log_p[place, text[place]] for place in range(read, len(text)))
 

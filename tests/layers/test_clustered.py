@@ -76,7 +76,7 @@ def test_centroids_begin_as_queries_do(normalize_qk: bool) -> None:
 def test_a_window_of_the_whole_text_and_centroids_that_keep_all_agree(
     random_params: Callable, positions: str
 ) -> None:
-    """As far as keys beyond the window count as its farthest key: those of T5 all do."""
+    """The T5 bias treats all keys beyond the window like the farthest key in it."""
     wide = dataclasses.replace(
         MODEL, positions=positions, window=TOKENS, cluster_top_k=TOKENS,
         relative_buckets=4, relative_max_distance=WINDOW - 1,

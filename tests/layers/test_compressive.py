@@ -137,7 +137,9 @@ def test_slots_that_are_tokens_are_a_window_of_all_that_was_read(random_params: 
 
 @pytest.fixture(scope="module")
 def gradients(params: Any) -> Callable:
-    """Of the task's loss, or of the compressor's own: of parameters, inputs, states."""
+    """Returns a function that computes gradients of the task's loss or of the compressor's own
+    loss.
+    """
 
     @functools.partial(jax.jit, static_argnums=0)
     def of(own: bool, params: Any, x: jax.Array, state: CompressedState) -> Any:

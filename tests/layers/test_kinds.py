@@ -104,7 +104,7 @@ def _registered() -> Any:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """As a gin file says it."""
+    """Returns the model section that a gin file sets."""
     path = tmp_path_factory.mktemp("config") / "toy.gin"
     Path(path).write_text(GIN)
     parser = command_line.parser("A command.")

@@ -128,7 +128,9 @@ def test_rings_are_a_part_of_the_state_by_themselves(params: Any) -> None:
 
 
 def test_a_run_that_starts_from_another_takes_its_centres() -> None:
-    """Of layers that are of the kind they were; layer 2 is new."""
+    """Layers that keep their kind take the old centroids, and the new layer 2 keeps its initial
+    ones.
+    """
     old = dataclasses.replace(MODEL, layers=3, routing_layers=(0, 1))
     new = dataclasses.replace(MODEL, layers=3, routing_layers=(1, 2))
     names = jax.tree.map(lambda x: jnp.stack([x + 1, x + 2]), LEARNT)

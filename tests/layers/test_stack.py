@@ -80,7 +80,7 @@ def test_unrolling_and_recomputing_change_nothing(random_params: Callable, chang
 def test_layers_that_learn_one_after_the_other_learn_the_same(
     random_params: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As accelerators have them where no loop is: each layer's gradients before those below."""
+    """On accelerators a layer's weight gradients are computed before those of the layer below."""
     model = dataclasses.replace(MODEL, layers=3, recurrent_layers=(1,))
     params = random_params(model)["stack"]
     expected = results(model, params)
@@ -91,7 +91,7 @@ def test_layers_that_learn_one_after_the_other_learn_the_same(
 
 
 def scans(jaxpr: Any) -> list[tuple[int, int]]:
-    """Of every scan how many steps it has, and how many of them are one iteration."""
+    """Returns the number of steps and the unroll factor of every scan."""
     found = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan":
@@ -142,7 +142,7 @@ def test_blocks_are_read_without_a_loop_where_states_are_large(
 
 
 def products(model: Model, params: Any) -> int:
-    """Of matrices, in the gradients of a segment as they are traced."""
+    """Counts the matrix products in the traced gradients of a segment."""
     return str(jax.make_jaxpr(lambda p: results(model, p))(params)).count("dot_general")
 
 
@@ -268,7 +268,7 @@ def test_with_taps_no_loop_over_blocks_adds_up_gradients_of_its_large_kernels(
 def test_with_feedback_every_block_draws_its_own_dropout_but_attention_s(
     only_attention: bool, random_params: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which all blocks share, as they do without feedback."""
+    """All blocks share the dropout mask of attention weights, with and without feedback."""
     if only_attention:
         monkeypatch.setattr("brt.layers.attention.dropout", lambda module, x, rate: x)
     model = dataclasses.replace(MODEL, layers=1, recurrent_layers=(0,), feedback=True, dropout=0.5)

@@ -64,7 +64,7 @@ def valid(length: int = 12) -> np.ndarray:
 def hidden_and_gradients(
     network: encoder.Encoder, params: Any, x: Any, there: Any, key: Any, rng: Any
 ) -> tuple[jax.Array, Any]:
-    """Of the mean square of what is valid, weighted so that no norm makes it constant."""
+    """Returns hidden vectors and gradients of a loss that the final norm does not make constant."""
 
     def loss(params: Any) -> tuple[jax.Array, jax.Array]:
         y = network.apply({"params": params}, x, there, key, rngs={"dropout": rng})

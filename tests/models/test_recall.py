@@ -1,4 +1,4 @@
-"""What a decoder can know of a part of the source that it does not attend to."""
+"""Tests what a decoder learns about parts of the source that it does not attend to."""
 
 import functools
 
@@ -34,7 +34,7 @@ def batch(key: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @functools.cache
 def accuracy(kind: str) -> float:
-    """Of the first target token, which is the value; position 0 belongs to the first segment."""
+    """Returns the accuracy of the first target token; position 0 attends to the first segment."""
     cross = CrossAttention(kind=kind, segment_size=SEGMENT, q_ref=2 * SEGMENTS)
     network = seq2seq.Seq2Seq(MODEL, cross, training=True)
     optimizer = optax.adam(5e-3)

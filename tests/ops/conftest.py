@@ -1,4 +1,4 @@
-"""What interprets kernels of Mosaic GPU on CPUs: jax's own interpreter, private in jax 0.10.
+"""A fixture for jax's interpreter of Mosaic GPU kernels, which is private in jax 0.10.
 
 It checks that barriers are arrived at and awaited as they must. It lacks layouts, products of
 operands that are transposed or in registers, and what is stored into sums of products; these are
@@ -18,7 +18,7 @@ from jax.experimental import io_callback
 
 @pytest.fixture(scope="session")
 def mosaic_gpu_interpreter() -> Any:
-    """What `interpret` takes; skips the test where this jax has none, or another one."""
+    """Returns the value of `interpret`, and skips the test if this jax has no such interpreter."""
     try:
         from jax._src.interpreters import mlir
         from jax._src.pallas.mosaic_gpu import core

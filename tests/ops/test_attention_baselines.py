@@ -305,7 +305,7 @@ def test_extreme_inputs_leave_finite_gradients(kind: Callable, dtype: str) -> No
 
 @each_kind
 def test_bfloat16_is_near_float32(kind: Callable) -> None:
-    """Of the same rounded inputs, so that hashes and the best keys are the same."""
+    """Both runs get the same rounded inputs, so that hashes and best keys are the same."""
     x = arrays()
     small = {name: array.astype(jnp.bfloat16) for name, array in float_arrays(x).items()}
     wide = {name: array.astype(jnp.float32) for name, array in small.items()}

@@ -41,7 +41,7 @@ def kernels(count: int, axes: tuple[int, ...], *, narrow_first: bool) -> list[ja
 
 
 def exact(kernel: jax.Array) -> np.ndarray:
-    """As bfloat16 has it, which products are of."""
+    """Returns a kernel rounded to bfloat16, the dtype of the products, in float64."""
     return np.asarray(kernel.astype(jnp.bfloat16), np.float64)
 
 
@@ -112,7 +112,7 @@ def test_what_the_kernels_do_not_support_is_said(
 
 
 def test_a_layer_of_kernels_is_one_of_plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that a block's step multiplies, and its gradients: of the largest magnitude."""
+    """Compares all products of a block and their gradients, relative to the largest magnitude."""
     model, heads, mlp = 128, (2, 64), 256
     x = some(LANES, ROWS, model)
     into = [0.1 * some(model, *heads, seed=i, dtype="float32") for i in range(3)]

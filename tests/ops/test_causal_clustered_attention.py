@@ -27,7 +27,7 @@ NOWHERE = np.zeros((LANES, BLOCKS), bool)
 
 
 class Inputs(NamedTuple):
-    """What is learned or comes from what is learned; keys and values without a cached block."""
+    """The differentiable inputs; keys and values do not include the cached block."""
 
     queries: jax.Array
     keys: jax.Array

@@ -85,7 +85,7 @@ def full(q: Any, k: Any, v: Any, valid: np.ndarray) -> np.ndarray:
 @each_config
 @pytest.mark.parametrize(("tokens", "keys"), [(4, 30), (30, 4)])
 def test_equals_the_reference_in_float64(config: Attention, tokens: int, keys: int) -> None:
-    """Of queries and keys that differ in number, fewer than clusters or best keys.
+    """Queries and keys differ in number and may be fewer than the clusters or the best keys.
 
     Four keys each are equal, so that the best end among equals.
     """

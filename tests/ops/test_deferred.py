@@ -71,7 +71,7 @@ def test_pairs_of_more_rows_than_a_sum_is_worth_are_not_handed_out() -> None:
 
 @pytest.mark.parametrize("taps", [False, True])
 def test_products_of_parts_equal_one_of_all(taps: bool) -> None:
-    """As TPUs compute them, whose gradients of weights are float32."""
+    """The parts are multiplied separately, as on TPUs, where weight gradients are float32."""
     rng = np.random.default_rng(0)
     kernel = jnp.asarray(rng.normal(size=(1, 2, 2, 3, WIDTH)), jnp.float32)  # of one layer
     parts = [jnp.asarray(rng.normal(size=(STEPS, LANES, 5, 2, 3)), jnp.bfloat16) for _ in "ab"]
@@ -101,7 +101,7 @@ def test_products_of_parts_equal_one_of_all(taps: bool) -> None:
 
 
 def test_the_sum_of_parts_is_kept_where_layers_are_computed_again() -> None:
-    """What comes behind it needs no product of a part once more."""
+    """The backward pass of the next operation does not repeat the product of a part."""
     kernel, part = jnp.ones((2, 2, 3, WIDTH)), jnp.ones((LANES, 5, 2, 3))
 
     def loss(parts: tuple[jax.Array, ...], kernel: jax.Array) -> jax.Array:
@@ -117,7 +117,7 @@ def test_the_sum_of_parts_is_kept_where_layers_are_computed_again() -> None:
 
 
 def _tap(*kernels: jax.Array) -> deferred.Tap:
-    """Of a single step."""
+    """Returns the tap of a single step."""
     taps = deferred.tap(kernels, (1, LANES, 5), jnp.dtype("float32"))
     return jax.tree.map(lambda leaf: leaf[0], taps)
 

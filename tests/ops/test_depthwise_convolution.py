@@ -9,7 +9,9 @@ from brt.ops.depthwise_convolution import depthwise_convolution
 @pytest.mark.slow_cases("9")
 @pytest.mark.parametrize("tokens", [9, 2])
 def test_each_channel_is_convolved_on_its_own(tokens: int) -> None:
-    """As NumPy does, which turns the kernel round; also of fewer tokens than it is wide."""
+    """Compares with NumPy, which reverses the kernel, also for fewer tokens than the kernel is
+    wide.
+    """
     rng = np.random.default_rng(0)
     x, kernel, ct = (rng.normal(size=s) for s in ((2, tokens, 3), (5, 3), (2, tokens, 3)))
     arrays = [jnp.asarray(a, jnp.float32) for a in (x, kernel)]

@@ -311,7 +311,7 @@ def scores() -> tuple[Run, list]:
 
 
 def weights(inputs: int, outputs: int) -> tuple[Run, list]:
-    """Of three steps of rows, columns of several heads and tiles."""
+    """Returns a case of weight gradients over three steps, with several heads and tiles."""
     axes = (2, 4, 384)
     x, dy = normal(10, (3, LANES, 6, *axes[-inputs:]), (3, LANES, 6, *axes[-outputs:]))
 
@@ -322,7 +322,7 @@ def weights(inputs: int, outputs: int) -> tuple[Run, list]:
 
 
 def block(heads: tuple[int, ...], count: int) -> tuple[Run, list]:
-    """Of a block's rows with kernels into heads, and of kernels from heads with those."""
+    """Returns a case of products of a block's rows with kernels into heads."""
     (x,) = normal(11, (LANES, 6, 128))
     wide = normal(12, *[(LANES, 6, *heads, 64)] * count)
     into = normal(13, *[(128, *heads, 64)] * count)

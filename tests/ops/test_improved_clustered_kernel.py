@@ -62,7 +62,7 @@ def test_of_equal_keys_the_first_are_best(tokens: int) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 5, 32])
 def test_lists_are_those_of_a_stable_sort(top_k: int) -> None:
-    """Of numbers with many equals; a lane without members may have more."""
+    """Many logits are equal; a lane without members may list more keys."""
     keys, lanes = 512, 128
     drawn = np.random.default_rng(top_k).integers(0, 40, (keys, lanes)).astype(np.float32)
     counts = jnp.asarray(np.arange(lanes) % 9 > 0, jnp.float32)

@@ -1,4 +1,4 @@
-"""What is moved is what `transpose` moves, forth and back, wherever it lies."""
+"""The copying transposes equal `transpose`, forward and backward, on one device and on several."""
 
 from collections.abc import Callable
 

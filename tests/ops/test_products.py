@@ -44,7 +44,7 @@ def test_sums_of_bfloat16_are_in_float32() -> None:
 
 
 def _specs() -> list[tuple[str, str]]:
-    """Of every product of brt with float32 sums that is spelt out as letters."""
+    """Returns the einsum specification of every product with float32 sums in brt."""
     found = set()
     for file in (Path(__file__).resolve().parents[2] / "brt").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -87,7 +87,7 @@ class Oracle:
         self.bounded = layout == "single" if tanh == "original" else kind == "lstm"
 
     def __call__(self, a: dict) -> tuple[np.ndarray, np.ndarray]:
-        """What the tokens read, and the states after the segment."""
+        """Returns what the tokens read from the states, and the states after the segment."""
         read, after = np.zeros_like(a["queries"]), np.zeros_like(a["vectors"])
         for lane in range(LANES):
             s = a["vectors"][lane]
@@ -151,7 +151,7 @@ class Oracle:
 
 
 def cut(keys: jax.Array, values: jax.Array) -> tuple[tuple, jax.Array, jax.Array]:
-    """What was cached, and the segment's own."""
+    """Splits keys and values into the cached block and those of the segment."""
     cached = keys[:, :WINDOW], values[:, :WINDOW]
     return cached, keys[:, WINDOW:], values[:, WINDOW:]
 
@@ -171,7 +171,7 @@ def float32(tree: object) -> object:
 
 
 def derivative(function: Callable, tree: dict, leaf: int, direction: np.ndarray) -> float:
-    """Of `function` along `direction` in one leaf, by central differences."""
+    """Returns the derivative along `direction` in one leaf, by central differences."""
     leaves, structure = jax.tree.flatten(tree)
 
     def at(step: float) -> float:

@@ -74,7 +74,7 @@ def plain(
 
 
 def assert_close(found: list[Any], expected: list[Any], tolerance: float) -> None:
-    """Of the largest magnitude of an array."""
+    """Compares arrays; the tolerance is relative to the largest magnitude of each array."""
     for one, wanted in zip(found, expected, strict=True):
         assert np.abs(one - wanted).max() <= tolerance * np.abs(wanted).max()
 

@@ -28,7 +28,9 @@ V4 = SimpleNamespace(device_kind="TPU v4")  # whose cores have 16 MiB
 def inputs(
     lanes: int = 2, states: int = 24, window: int = 16, dtype: str = "float32"
 ) -> tuple[list[Any], jax.Array]:
-    """What states read, and which lanes may read the block before."""
+    """Returns the arrays that states attend to, and the mask of lanes that may read the cached
+    block.
+    """
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:
@@ -41,7 +43,7 @@ def inputs(
 
 
 def both_passes(read: Callable, arrays: list[Any], cache_mask: jax.Array) -> list[np.ndarray]:
-    """What is read, the memory that is shown, and all gradients."""
+    """Returns the outputs of a read function and the gradients of all its inputs."""
 
     @jax.jit
     def passes(*arrays: Any) -> Any:
@@ -72,7 +74,7 @@ def normalizing(read: Callable) -> Callable:
 def test_equals_plain_xla_in_float32(
     dtype: str, tolerance: float, lanes: int, normalize_qk: bool, null_keys: bool
 ) -> None:
-    """Of the largest magnitude of an array; plain XLA computes in float32 either way."""
+    """The tolerance is relative to the largest magnitude; plain XLA computes in float32."""
     arrays, cache_mask = inputs(lanes, dtype=dtype)
     options = {"normalize_qk": normalize_qk, "null_keys": null_keys}
     kernel = partial(pallas_tpu.state_attention, interpret=True, raw_keys=normalize_qk, **options)

@@ -1,4 +1,4 @@
-"""What a routed token reads, for whom, and that nothing of it hangs on what comes later."""
+"""Tests which keys a routed token reads, and that they do not depend on later tokens."""
 
 import functools
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def read(
 
 
 def test_a_token_reads_the_last_ones_of_its_cluster_in_its_document() -> None:
-    """By hand, a token at a time; in lane 1 a document starts in the third block."""
+    """Compares with a loop over tokens; in lane 1 a document starts in the third block."""
     start = NOWHERE.copy()
     start[1, 2] = True
     tokens = routed(queries())
@@ -92,7 +92,7 @@ def test_a_token_reads_the_last_ones_of_its_cluster_in_its_document() -> None:
 
 
 def top_w(q: np.ndarray, w: int) -> np.ndarray:
-    """As the public codes route, on one head: a cluster takes the w queries that fit it best."""
+    """Routes like the published code, on one head: a cluster takes its w nearest queries."""
     cosines = q @ np.asarray(l2_normalize(STATISTICS.sums))[0].T
     y, count = np.zeros_like(q), np.zeros(len(q))
     for column in cosines.T:
@@ -148,7 +148,7 @@ def test_a_document_does_not_depend_on_what_was_read_before_it() -> None:
 
 
 def test_there_is_room_for_documents_of_a_block_each_behind_full_rings() -> None:
-    """As many clusters of as many documents as can be, none of which fills its last chunk."""
+    """Uses the most clusters and documents possible, none of which fills its last chunk."""
     rings = Rings(*(x + 1 for x in new_rings()[:2]), new_rings().filled + KEPT)
     clusters = jnp.arange(TOKENS)[None, :, None] % CLUSTERS
     tokens = routed(queries())._replace(

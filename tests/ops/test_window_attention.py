@@ -24,7 +24,7 @@ each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def window_attention(
     queries: jax.Array, keys: jax.Array, values: jax.Array, *others: jax.Array, **options: object
 ) -> jax.Array:
-    """Of keys and values that begin with the cached block."""
+    """Calls `window_part` with keys and values that begin with the cached block."""
     window = keys.shape[1] - queries.shape[1]
     cached, own = ([x[:, part] for x in (keys, values)] for part in np.s_[:window, window:])
     return window_part(queries, tuple(cached), *own, *others, **options).output

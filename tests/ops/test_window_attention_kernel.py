@@ -54,7 +54,7 @@ def inputs(lanes: int, window: int, width: int = 16, dtype: str = "float32") -> 
 
 
 def run(function: Callable, given: dict[str, Any], **options: Any) -> dict[str, np.ndarray]:
-    """Both results, and the gradients of a sum of them with random weights."""
+    """Returns both results and the gradients of their sum with random weights."""
     return compiled(function, given, **options)()
 
 
@@ -313,7 +313,7 @@ def test_a_backend_takes_its_kernel_where_it_can_run_and_cpus_refuse_it(backend:
 
 
 def test_what_the_kernel_gave_is_kept_as_it_is() -> None:
-    """As bits: of numbers JAX keeps what is rounded to the precision that they have."""
+    """The output is saved as unsigned integers, because JAX rounds saved floating-point arrays."""
     given = inputs(1, window=128, width=64, dtype="bfloat16")
 
     def layer(queries: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What the original code gave, and how close to it is close."""
+"""Recorded outputs of the original code, and the tolerances of comparisons with them."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ TOLERANCE = 1e-5  # relative to the largest magnitude of the array, float32
 
 
 def arrays(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of an .npz file, which is closed again."""
+    """Reads all arrays of an .npz file and closes the file."""
     with np.load(path) as stored:
         return dict(stored)
 

@@ -1,4 +1,4 @@
-"""No recording of the original codes lies here unread."""
+"""Every recording of the original codes is read by a test."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is counted in a module, against what was put into it."""
+"""Compares the operations counted in a compiled module with those of its source."""
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,7 @@ ENTRY %main (a: f32[4,8,16], b: f32[4,32,16]) -> f32[4,8,32] {
 
 
 def test_a_fusion_reads_the_slices_of_what_its_own_fusions_slice() -> None:
-    """As TPUs do where a loop takes one of many: the others are not read."""
+    """On TPUs a loop that takes one of many slices does not read the others."""
     text = """
 %inner (p: f32[64,8,16], i: s32[]) -> f32[8,16] {
   %p = f32[64,8,16]{2,1,0} parameter(0)
@@ -174,7 +174,7 @@ ENTRY %main (a: f32[64,8], u: f32[4,8], i: s32[]) -> f32[64,8] {{
 
 
 def test_bytes_of_all_memories_do_not_ask_where_an_array_lies() -> None:
-    """What is brought to the processor first is read there: neither more nor less is read."""
+    """An array that is first copied to the processor's memory is read there, and counts once."""
     far = """
 ENTRY %main (a: f32[64,8]) -> f32[64,8] {
   %a = f32[64,8]{1,0} parameter(0)

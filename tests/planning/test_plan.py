@@ -30,7 +30,7 @@ CONFIG = Config(
 
 
 def made(peak: float = 20.0, **changes: object) -> Plan:
-    """Of a v4 chip, made up."""
+    """Returns an invented plan for a v4 chip."""
     topology = Topology("v4:2x2x1", [None] * 4, "tpu", CHIPS["v4"], False)
     found = Costs(
         {"attention": Cost(2.75e12, 1.2e9, 1.05e6), "loss": Cost(0, 1.2e9, 1.05e6)},
@@ -90,7 +90,7 @@ def test_idle_devices_are_counted() -> None:
 
 
 def test_a_plan_counts_what_each_device_has() -> None:
-    """Of parameters a fourth of what fsdp = 4 shares, but all of the vectors."""
+    """With fsdp = 4 a device holds a fourth of each sharded matrix and all of the vectors."""
     model = dataclasses.replace(CONFIG.model, layers=1, recurrent_layers=())
     alone = dataclasses.replace(CONFIG, model=model)
     one = plan.plan(alone, topologies.present())
@@ -128,7 +128,7 @@ def test_a_sweep_without_a_mesh_names_a_batch_that_has_one(batch: int, accumulat
 
 
 def test_a_sweep_goes_on_after_a_mesh_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with the first one, whose devices hold all parameters, for every larger model."""
+    """The first mesh, whose devices hold all parameters, does not fit for any larger model."""
     said: list[str] = []
 
     def tried(config: Config, topology: Topology, **options: object) -> Plan:
@@ -191,7 +191,7 @@ def test_options_that_a_compiler_does_not_know_are_dropped_one_by_one_and_said()
 
 
 def test_a_vocabulary_that_only_the_tokenizer_tells_is_planned_for() -> None:
-    """As in the quickstart's file: the tokenizer of bytes tells it."""
+    """In the quickstart's file the byte tokenizer determines the size of the vocabulary."""
     here, found = topologies.present(), []
     for size in (0, 256):
         model = dataclasses.replace(CONFIG.model, vocab_size=size, layers=1, recurrent_layers=())

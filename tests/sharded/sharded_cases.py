@@ -63,7 +63,7 @@ def _lines(place: Path, rows: list[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def documents(place: Path, **model: Any) -> Config:
-    """Of several segments, and of less than one."""
+    """Returns a config with documents of several segments and of less than one segment."""
     rows = [{"text": text(i, words)} for i, words in enumerate((90, 3, 150, 40, 7, 70, 120, 60))]
     return Config(
         model=dataclasses.replace(MODEL, **model),

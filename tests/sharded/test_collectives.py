@@ -1,4 +1,4 @@
-"""What devices send each other in a step: no array changes the axis that it is cut along."""
+"""Tests the collectives of a step: no array is resharded along another axis."""
 
 import dataclasses
 from pathlib import Path

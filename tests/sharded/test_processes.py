@@ -83,7 +83,7 @@ class Trainer:
         return out
 
     def alone(self, workdir: str, *bindings: str) -> None:
-        """As one process, which is this one; it has eight devices, too."""
+        """Trains in this process, which also has eight devices."""
         train.main(train.parser().parse_args(self.flags(workdir, *bindings)))
 
     def rows(self, workdir: str) -> list[dict]:
@@ -182,7 +182,7 @@ def _child(process: subprocess.Popen, index: int) -> int:
 
 
 def _with_signal(trainer: Trainer, workdir: str, number: int) -> tuple[int, str]:
-    """How a run ends, and what it says, of which process 1 gets a signal."""
+    """Sends process 1 of a run a signal and returns the exit code and the output."""
     process = trainer.start(workdir, *MESH, "Training.steps = 100000")
     _until(lambda: (trainer.place / workdir / "metrics.jsonl").exists() and trainer.rows(workdir))
     os.kill(_child(process, 1), number)
@@ -193,7 +193,7 @@ def _with_signal(trainer: Trainer, workdir: str, number: int) -> tuple[int, str]
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_two_processes_leave_the_same_batches_out_as_one(trainer: Trainer, policy: str) -> None:
-    """Where next to nothing is learned, a loss is that of its batch: some are above the median."""
+    """With a tiny learning rate losses depend on the batch, so some exceed the median."""
     bad = [f"Training.on_bad_step = '{policy}'", "Training.spike_factor = 1.0005"]
     bad += ["Optimizer.learning_rate = 1e-6", "Training.steps = 26", "Training.max_bad_steps = 99"]
     trainer.alone(f"{policy} alone", *bad)
@@ -260,7 +260,7 @@ def test_another_config_on_one_process_is_named(trainer: Trainer, tmp_path: Path
 
 
 def _differing(trainer: Trainer, place: Path, change: str, workdir: str) -> str:
-    """What both say where process 1 is started with something else."""
+    """Returns the output of both processes when process 1 starts with a different setting."""
     other = place / "other.sh"
     other.write_text(f'#!/bin/sh\ncase "$*" in *process_index=1*) {change};; esac\nexec "$@"\n')
     other.chmod(0o755)

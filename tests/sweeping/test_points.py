@@ -1,4 +1,4 @@
-"""Which points a sweep has, and what is refused before one of them runs."""
+"""Tests the points of a sweep, and what is refused before the first point runs."""
 
 import re
 from collections.abc import Callable

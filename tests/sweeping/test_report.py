@@ -1,4 +1,4 @@
-"""What the report says of directories that are as runs leave them."""
+"""Tests the report of a sweep on directories like those that runs leave."""
 
 import csv
 import dataclasses

@@ -1,4 +1,4 @@
-"""What runs on sentences and on questions find out about their data, and what they refuse."""
+"""Tests what runs on sentences and questions derive from their data, and what they refuse."""
 
 import dataclasses
 import shutil

@@ -1,4 +1,4 @@
-"""What figures are made of: rows of uneven length, some cut, in batches that are filled up.
+"""Tests metrics on rows of uneven length, some truncated, in padded batches.
 
 Each is compared with sums over rows that are read alone, without padding.
 """

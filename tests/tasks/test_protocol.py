@@ -1,4 +1,4 @@
-"""What every task declares, and what all of them refuse alike."""
+"""Tests what every task declares, and what all tasks refuse."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What a run says before its first step is true, and what it names at its end is there."""
+"""The output before the first step is true, and the files named at the end exist."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the train step is compiled with: an option that is not known here stops no training."""
+"""Tests the compiler options of the train step: an unknown option does not stop training."""
 
 from pathlib import Path
 

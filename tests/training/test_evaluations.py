@@ -1,4 +1,4 @@
-"""What an evaluation leaves in a workdir."""
+"""Tests the files that an evaluation writes into a run directory."""
 
 import json
 import math

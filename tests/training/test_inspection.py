@@ -1,4 +1,4 @@
-"""What a workdir holds is described, or said to be damaged."""
+"""The content of a run directory is described, or reported as damaged."""
 
 import json
 from pathlib import Path

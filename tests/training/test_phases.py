@@ -1,4 +1,4 @@
-"""What a run says that it is doing."""
+"""Tests the activity that a run reports."""
 
 import pytest
 

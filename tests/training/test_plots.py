@@ -1,4 +1,4 @@
-"""What training leaves to look at: curves, and a summary."""
+"""Tests the curves and the summary that training writes."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is asked for by files in a workdir."""
+"""Tests requests that are made by files in a run directory."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Where a run goes on: at its newest checkpoint, never silently before it."""
+"""A run continues at its newest checkpoint and never silently before it."""
 
 import shutil
 from pathlib import Path

@@ -15,7 +15,7 @@ from brt.training.progress import Progress
 
 @pytest.fixture
 def shown_on(tmp_path: Path) -> Callable[[int], str]:
-    """What a terminal shows of a first step, by how many columns it says it has."""
+    """Returns the function from a terminal's width to what it shows of the first step."""
 
     def show(columns: int) -> str:
         ours, theirs = os.openpty()

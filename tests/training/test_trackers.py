@@ -41,7 +41,7 @@ CONFIG = Config(logging=Logging(wandb_project="books", mlflow_experiment="all"))
 
 
 class Service(ModuleType):
-    """Both modules in one: notes what it is told."""
+    """A stand-in for both tracker modules that records its calls."""
 
     def __init__(self) -> None:
         super().__init__("service")

@@ -1,4 +1,4 @@
-"""What Training.init_from brings to an encoder, and what it refuses."""
+"""Tests what Training.init_from loads into an encoder, and what it refuses."""
 
 import dataclasses
 from pathlib import Path

@@ -62,7 +62,7 @@ def test_a_token_store_that_is_cut_while_it_is_read_is_damaged_data(tmp_path):
 
 
 def test_the_remedy_names_all_that_was_prepared_together(tmp_path):
-    """Where one split of a corpus is gone, the others cannot be read without it."""
+    """The splits of a dataset are prepared together, so one damaged split spoils all of them."""
     found = [Document("a", iter(["words"]))]
     token_store.write(tmp_path / "corpus/train", found, tokenizers.load("bytes"))
     manifests.write(tmp_path / "corpus" / manifests.CORPUS, {})

@@ -13,7 +13,9 @@ TEXTS = [
 
 @pytest.fixture(scope="session")
 def roberta_json(tmp_path_factory):
-    """As RoBERTa's: byte-level BPE, `<s> text </s></s> text </s>`; the file asks for padding."""
+    """Returns a tokenizer file like RoBERTa's: byte-level BPE, `<s> text </s></s> text </s>`,
+    padding on.
+    """
     made = tokenizers.ByteLevelBPETokenizer(trim_offsets=True)
     made.train_from_iterator(TEXTS, 300, special_tokens=SPECIAL, show_progress=False)
     made.post_processor = tokenizers.processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
@@ -25,7 +27,7 @@ def roberta_json(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def bert_json(tmp_path_factory):
-    """As BERT's: `[CLS] text [SEP] text [SEP]`."""
+    """Returns a tokenizer file like BERT's: `[CLS] text [SEP] text [SEP]`."""
     made = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     trainer = tokenizers.trainers.WordPieceTrainer(
@@ -40,7 +42,7 @@ def bert_json(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def trained_model(tmp_path_factory):
-    """As "train:300" makes it."""
+    """Returns the model that the setting "train:300" trains."""
     path = tmp_path_factory.mktemp("model") / "tokenizer.model"
     tokenizer_training.train_sentencepiece(
         [TEXTS], 300, path, special=tokenization.ROBERTA, setting="Sentences.tokenizer"

@@ -11,7 +11,7 @@ MODELS = ("t5", "t5_gated", "longt5_local", "longt5_tglobal", "bart")
 
 @pytest.fixture(scope="session")
 def directory() -> Callable[[str], Path]:
-    """Where a model's files are."""
+    """Returns the function from a model's name to the directory of its files."""
     root = Path(__file__).resolve().parents[2] / "data/huggingface"
     return lambda name: root / name
 

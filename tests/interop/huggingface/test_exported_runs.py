@@ -140,7 +140,7 @@ def test_a_sentencepiece_model_comes_along(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's and transformers' own
 def test_transformers_computes_the_same(run: Callable, tmp_path: Path) -> None:
-    """Where it is installed."""
+    """The test needs torch and transformers and is skipped without them."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     lines = list(convert.to_hf(exports.of_directory(run()), tmp_path / "theirs", verified=True))

@@ -107,7 +107,7 @@ def test_a_loaded_model_reads_with_clusters(directory: Callable) -> None:
 
 @pytest.mark.slow  # test_convert.py and test_weights.py have quick conversions.
 def test_one_class_is_a_number(directory: Callable, tmp_path: Path) -> None:
-    """As transformers reads it, and writes it again."""
+    """A checkpoint with one label is a regression model, when read and when written."""
     theirs = tmp_path / "theirs"
     shutil.copytree(directory("roberta_classification"), theirs)
     settings = files.read_json(theirs / "config.json")

@@ -1,4 +1,4 @@
-"""What Training.init_from brings to a language model, and what it refuses."""
+"""Tests what Training.init_from loads into a language model, and what it refuses."""
 
 import dataclasses
 from pathlib import Path

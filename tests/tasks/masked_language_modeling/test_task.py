@@ -57,7 +57,7 @@ def batch() -> Batch:
 
 @pytest.mark.parametrize("kind", ["full", pytest.param("clustered", marks=pytest.mark.slow)])
 def test_the_loss_is_of_the_masked_tokens_alone(kind: str, params: Any) -> None:
-    """As from all logits; 3 + 1 tokens of 20 + 9 are masked, and all parameters learn.
+    """The loss equals one computed from all logits; 3 + 1 tokens of 20 + 9 are masked.
 
     The third row is all padding.
     """

@@ -9,7 +9,7 @@ from brt.tasks.speech_recognition.error_rate import Errors, errors, total
 
 @cache
 def fewest(reference, hypothesis):
-    """By the definition: the last edit is one of three."""
+    """Returns the edit distance by its recursive definition: the last edit is one of three."""
     if not reference or not hypothesis:
         return len(reference) + len(hypothesis)
     return min(

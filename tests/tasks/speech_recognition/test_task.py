@@ -1,4 +1,4 @@
-"""What a run on speech finds out about its data, and what it refuses."""
+"""Tests what a speech run derives from its data, and what it refuses."""
 
 import dataclasses
 
@@ -53,7 +53,7 @@ def test_a_model_that_does_not_fit_is_refused(config, values, message):
 
 
 def test_numbers_that_no_utterance_reaches_are_refused(config):
-    """As many clusters as the longest has frames will do: shorter ones have fewer."""
+    """The longest utterance's number of frames is allowed; shorter ones use fewer clusters."""
     longest = max(s.lengths.max() for s in prepare(config, progress=False)[1].splits.values())
     for name in ("clusters", "top_k"):
         values = {"clusters": 3, "top_k": 3, "kind": "improved_clustered"}

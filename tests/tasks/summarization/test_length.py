@@ -13,7 +13,7 @@ from brt.tasks.writers import WriteOptions
 
 @pytest.fixture(params=[(), (0,)], ids=["T5", "BART"])
 def lengths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """How many tokens a summary may have for which so many are asked; None: none is written."""
+    """Returns the length limit of a summary for a requested limit, or None if none is written."""
     source = SimpleNamespace(ids=[1], uncut=1)
     encoder = SimpleNamespace(sources=lambda texts: [source])
     monkeypatch.setattr(writing.Encoder, "of", lambda *_: encoder)

@@ -19,7 +19,7 @@ def lines():
 
 @pytest.fixture(scope="session")
 def t5_model(tmp_path_factory, lines):
-    """As T5's: unigram, NFKC, a space put before the text, others squeezed, pad 0 and end 1."""
+    """Returns a model file like T5's: unigram, NFKC, a space before the text, pad 0 and end 1."""
     path = tmp_path_factory.mktemp("t5") / "spiece.model"
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines), model_prefix=str(path.with_suffix("")), vocab_size=500,
@@ -30,7 +30,9 @@ def t5_model(tmp_path_factory, lines):
 
 @pytest.fixture(scope="session")
 def bart_json(tmp_path_factory, lines):
-    """As BART's: byte-level BPE, `<s> text </s>`; the file asks for truncation, too."""
+    """Returns a tokenizer file like BART's: byte-level BPE, `<s> text </s>`, truncation and padding
+    on.
+    """
     made = tokenizers.ByteLevelBPETokenizer()
     made.train_from_iterator(lines, 600, special_tokens=SPECIAL, show_progress=False)
     made.post_processor = tokenizers.processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
@@ -43,7 +45,7 @@ def bart_json(tmp_path_factory, lines):
 
 @pytest.fixture(scope="session")
 def t5_json(tmp_path_factory, lines):
-    """As T5's tokenizer.json: `text </s>`."""
+    """Returns a file like T5's tokenizer.json: `text </s>`."""
     made = tokenizers.Tokenizer(tokenizers.models.Unigram())
     made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     made.decoder = tokenizers.decoders.Metaspace()
@@ -62,7 +64,7 @@ def t5_json(tmp_path_factory, lines):
 
 @pytest.fixture(scope="session")
 def trained_model(tmp_path_factory, lines):
-    """As Pairs.tokenizer = "train:600" makes it."""
+    """Returns the model that Pairs.tokenizer = "train:600" trains."""
     path = tmp_path_factory.mktemp("trained") / "tokenizer.model"
     special = tokenizer_training.T5
     tokenizer_training.train_sentencepiece([["\n".join(lines)]], 600, path, special=special)

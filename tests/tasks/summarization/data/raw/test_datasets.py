@@ -1,4 +1,4 @@
-"""What is written can be read again, by brt and by TFDS, without TensorFlow."""
+"""Written datasets can be read by brt and by TFDS, without TensorFlow."""
 
 import json
 import sys
