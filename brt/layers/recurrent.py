@@ -37,7 +37,7 @@ from brt.ops.gates import GateWeights
 from brt.ops.recurrent_attention import (
     CellWeights,
     StateKV,
-    state_memory,
+    state_kv,
     state_scan,
     state_taps,
     state_update,
@@ -270,7 +270,7 @@ class RecurrentLayer(nn.Module):
     ) -> tuple[None, OpenBlock]:
         """An empty block behind `state`, with what its tokens read of the recurrent states."""
         vectors = self._vectors(state, document_start)
-        memory = state_memory(
+        memory = state_kv(
             self.cell.weights, vectors, normalize_qk=self.model.normalize_qk,
             dtype=state.window.keys.dtype,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from brt.layers.recurrent import RecurrentLayer
 from brt.layers.stack import Stack, StackState, new_stack_state, runs
 from brt.layers.window import WindowLayer
 from brt.ops import dispatch
-from brt.ops.recurrent_attention import CellWeights, state_memory
+from brt.ops.recurrent_attention import CellWeights, state_kv
 
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
 LANES, BLOCKS = 2, 3
@@ -183,7 +183,7 @@ def test_feedback_is_a_loop_over_blocks_and_layers(random_params: Callable) -> N
             known = (speaker.valid & ~starts)[:, None, None]
             weights = CellWeights(**{k: v for k, v in cell.items() if k in CellWeights._fields})
             vectors = jnp.where(known, speaker.vectors, cell["initial"][None])
-            memory = state_memory(weights, vectors, normalize_qk=True)
+            memory = state_kv(weights, vectors, normalize_qk=True)
             memory = type(memory)(*(part[:, None] for part in memory))
             for i, (name, _) in enumerate(places):
                 layer = RecurrentLayer(model) if "recurrent" in name else WindowLayer(model)

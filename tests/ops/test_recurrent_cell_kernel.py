@@ -245,7 +245,7 @@ def test_what_the_kernel_does_not_support_is_said(
     said: list[str | None] = []
     with dispatch.use_backend("tpu", chip(kind)):
         jax.eval_shape(
-            lambda *x: said.append(tpu_cell.refuses(*x, **FIXED | changes)), *paper(**shape)
+            lambda *x: said.append(tpu_cell.refusal(*x, **FIXED | changes)), *paper(**shape)
         )
     assert said == [None] if reason is None else reason in said[0]
 
@@ -253,7 +253,7 @@ def test_what_the_kernel_does_not_support_is_said(
 def test_heads_that_devices_share_are_refused() -> None:
     said: list[str | None] = []
     with dispatch.use_backend("tpu", chip("v5 lite")), jax.set_mesh(build(Mesh(tensor=8), {})):
-        jax.eval_shape(lambda *x: said.append(tpu_cell.refuses(*x, **FIXED)), *paper())
+        jax.eval_shape(lambda *x: said.append(tpu_cell.refusal(*x, **FIXED)), *paper())
     assert said == ["has all heads on one device, not on 8 that share them (Mesh.tensor)"]
 
 

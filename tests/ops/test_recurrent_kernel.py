@@ -16,7 +16,7 @@ from brt.distributed.mesh import build
 from brt.ops import dispatch
 from brt.ops.normalization import l2_normalize
 from brt.ops.recurrent_attention import CellWeights, pallas_tpu, state_scan, xla
-from brt.ops.recurrent_attention.cell import Tokens
+from brt.ops.recurrent_attention.cell import TokenKV
 
 HEADS, SIZE = 2, 8
 WATCHED = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
@@ -36,7 +36,7 @@ def inputs(
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    before, own = (Tokens(*(normal(lanes, HEADS, window, SIZE) for _ in range(2))) for _ in "ab")
+    before, own = (TokenKV(*(normal(lanes, HEADS, window, SIZE) for _ in range(2))) for _ in "ab")
     scales = jnp.asarray(rng.uniform(0.5, 2.0, size=(2, HEADS)), jnp.float32)
     cache_mask = jnp.arange(lanes) % 2 == 0
     return [normal(lanes, states, 4, HEADS, SIZE), scales, before, own], cache_mask
@@ -57,7 +57,7 @@ def normalizing(read: Callable) -> Callable:
     """The same of keys that are normalised before."""
 
     def prepared(
-        projected: Any, scales: Any, before: Tokens, own: Tokens, *others: Any, **options: Any
+        projected: Any, scales: Any, before: TokenKV, own: TokenKV, *others: Any, **options: Any
     ) -> Any:
         both = (block._replace(keys=l2_normalize(block.keys)) for block in (before, own))
         return read(projected, scales, *both, *others, **options)

@@ -1,9 +1,9 @@
-"""The horizontal direction of the recurrent cell (Block-Recurrent Transformers, 3.2-3.6).
+"""The horizontal direction of the recurrent cell (Block-Recurrent Transformers, sections 3.2-3.6).
 
-Only the state update is serial. A block's update needs the states and the tokens' keys
-and values; the tokens' own side needs the states that were there before it. So a segment
-takes two phases: `state_scan` runs over the blocks and emits what the tokens of each
-block read, then the layer attends for the tokens of all blocks at once.
+Only the state update is sequential. The update of a block needs the states before it and the keys
+and values of the tokens. The tokens of a block need the states before it. A segment therefore takes
+two phases: `state_scan` runs over the blocks and returns the state keys and values that the tokens
+of each block read; then the layer attends for the tokens of all blocks at once.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from brt.ops.recurrent_attention import pallas_tpu, reference, tpu_cell, xla
 from brt.ops.recurrent_attention.cell import CellWeights, StateKV
 
 
-def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation that reads keys of tokens as they are, normalised where they are to be."""
+def _with_normalized_keys(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps an implementation that expects normalized keys; the wrapper normalizes raw ones."""
 
     def prepared(
         weights: CellWeights, initial: Array, vectors: Array, cached: tuple[Array, Array],
@@ -36,12 +36,12 @@ OP = Op(
     "recurrent_attention",
     (
         Implementation(
-            "pallas_tpu_cell", tpu_cell.state_scan, ("tpu",), ("tpu",), tpu_cell.refuses
+            "pallas_tpu_cell", tpu_cell.state_scan, ("tpu",), ("tpu",), tpu_cell.refusal
         ),
-        Implementation("pallas_tpu", pallas_tpu.state_scan, ("tpu",), ("tpu",), pallas_tpu.refuses),
-        Implementation("xla", _plain(xla.state_scan)),
+        Implementation("pallas_tpu", pallas_tpu.state_scan, ("tpu",), ("tpu",), pallas_tpu.refusal),
+        Implementation("xla", _with_normalized_keys(xla.state_scan)),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
-        Implementation("reference", _plain(reference.state_scan), auto=()),
+        Implementation("reference", _with_normalized_keys(reference.state_scan), auto=()),
     ),
 )
 
@@ -65,24 +65,27 @@ def state_scan(
     """Runs the state update over the blocks of a segment.
 
     Args:
-      initial: the learned states that a document starts from; float32.
-      vectors: the states that the segment takes in; float32.
+      weights: the cell's weights.
+      initial: float32, the learned states at the start of a document.
+      vectors: float32, the states before the segment.
       cached: keys and values of the tokens of the block before the segment.
-      keys, values: of those of the segment.
-      cache_mask: whether block n may read the block before it.
-      document_start: where the states begin anew.
-      taps: of a segment of one block, a step's of those of `state_taps`; None: its own.
+      keys, values: those of the tokens of the segment.
+      cache_mask: True where block n may read the block before it.
+      document_start: True where the states restart with `initial`.
+      taps: for a segment of one block, one step of the taps that `state_taps` returns. None lets
+        the function make its own.
       unroll: blocks per iteration of the scan.
-      raw_keys: those of the tokens, of the block before, too, are to be normalised first.
-      implementation: a named one runs or raises; None takes the best that can.
+      raw_keys: True if the keys of the tokens, including cached ones, must be normalized first.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
       options: `kind`, `tanh`, `normalize_qk`, `null_keys` and `attention` of `state_update`.
 
     Returns:
-      The states after the last block, and the memory that each block's tokens read,
-      [B, N, S, H, K].
+      The states after the last block, and the state keys and values that the tokens of each block
+        read, [B, N, S, H, K].
 
     Raises:
-      NotImplementedError: an implementation that does not exist, or not for these inputs.
+      NotImplementedError: the implementation does not exist or does not support the inputs.
     """
     return dispatch.run(
         OP, implementation, weights, initial, vectors, cached, keys, values, cache_mask,

@@ -1,4 +1,4 @@
-"""What the recurrent cell learns, and what it shows to the tokens."""
+"""The weights of the recurrent cell, and the state keys and values that tokens read."""
 
 from typing import Any, NamedTuple
 
@@ -11,17 +11,19 @@ from brt.ops.normalization import l2_normalize, rms_norm
 
 
 class CellWeights(NamedTuple):
-    """Weights of the state update, by head; what reads both attentions has them on an axis.
+    """Weights of the state update.
 
     Attributes:
       norm: [D], scale of the norm before the projections.
-      ids: [S, D], the states' learned identities (section 3.3).
-      keys, values, queries, cross_queries: [D, H, K].
-      scale, cross_scale: [H], for attention to states and to tokens.
-      output: [2, H, K, D], or None in the single layout.
-      output_gate: of the attention's residual, or None in the single layout.
-      mlp_norm: [D], dual layout only.
-      mlp_in: [D, F] (dual) or [2, H, K, F] (single); mlp_out: [F, D]; mlp_gate.
+      ids: [S, D], learned identities of the states (section 3.3).
+      keys, values, queries, cross_queries: [D, H, K], projections; cross queries attend to tokens.
+      scale, cross_scale: [H], scales of the queries to states and to tokens.
+      output: [2, H, K, D], projection of both attention outputs; None in the single layout.
+      output_gate: gate of the attention's residual connection; None in the single layout.
+      mlp_norm: [D], scale of the norm before the MLP, in the dual layout only.
+      mlp_in: [D, F] in the dual layout, [2, H, K, F] in the single layout.
+      mlp_out: [F, D].
+      mlp_gate: gate of the MLP's residual connection.
     """
 
     norm: Float[Array, " D"]
@@ -47,25 +49,25 @@ class StateKV(NamedTuple):
     values: Float[Array, "*B S H K"]
 
 
-class Tokens(NamedTuple):
-    """Keys and values of the tokens of a block, by head."""
+class TokenKV(NamedTuple):
+    """Keys and values of the tokens of a block, with heads before tokens."""
 
     keys: Float[Array, "*B H W K"]
     values: Float[Array, "*B H W K"]
 
 
-def tokens_by_head(keys: Float[Array, "*B W H K"], values: Float[Array, "*B W H K"]) -> Tokens:
-    return Tokens(keys.swapaxes(-3, -2), values.swapaxes(-3, -2))
+def tokens_by_head(keys: Float[Array, "*B W H K"], values: Float[Array, "*B W H K"]) -> TokenKV:
+    return TokenKV(keys.swapaxes(-3, -2), values.swapaxes(-3, -2))
 
 
-def state_memory(
+def state_kv(
     weights: CellWeights,
     vectors: Float[Array, "B S D"],
     *,
     normalize_qk: bool,
     dtype: Any = jnp.float32,
 ) -> StateKV:
-    """The keys and values that the tokens of a block read; dtype as given."""
+    """Returns the state keys and values that the tokens of a block read, in `dtype`."""
     h = (rms_norm(vectors, weights.norm) + weights.ids[None]).astype(dtype)
     keys, values = (dense(h, kernel) for kernel in (weights.keys, weights.values))
     return StateKV(l2_normalize(keys) if normalize_qk else keys, values)

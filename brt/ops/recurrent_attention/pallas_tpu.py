@@ -1,11 +1,11 @@
-"""The states' attention on TPUs: norms, both softmaxes and what they sum up stay on the chip.
+"""Attention of the states on TPUs: norms, both softmaxes and their sums stay in on-chip memory.
 
-A step of the grid has one head of the states of one lane, before and after: it normalises keys
-and queries, attends to the states and to the tokens of two blocks, and hands out the keys as
-tokens are shown them. What the product before it made is read where it is, and the gradients
-of its four parts are written as the one array that the products behind them take. As in
-window attention all is transposed, slots x rows, and the backward pass makes the weights again
-from the log-sum-exp.
+The grid is (head, lane); a lane is a row of the batch. A step normalizes the keys and queries of
+one head of the states of a lane, attends to the states and to the tokens of two blocks, and writes
+the outputs and the keys that tokens will read. The kernel reads the output of the projection in
+place. The backward kernel writes the gradients of its four parts as one array, as the products
+after it need them. As in window attention, all matrices are transposed, slots x rows, and the
+backward pass recomputes the weights from the log-sum-exp.
 """
 
 import functools
@@ -21,21 +21,21 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.distributed import rules
 from brt.ops.dispatch import AUTO, input_residual, output_residual
 from brt.ops.recurrent_attention import scan
-from brt.ops.recurrent_attention.cell import CellWeights, StateKV, Tokens
+from brt.ops.recurrent_attention.cell import CellWeights, StateKV, TokenKV
 from brt.ops.recurrent_attention.tpu_kernels import (
     ROWS,
     VALUES,
-    Gradients,
-    Inputs,
-    Outputs,
-    Static,
+    StateKernelGradients,
+    StateKernelInputs,
+    StateKernelOutputs,
+    StateKernelSettings,
     backward_kernel,
     forward_kernel,
 )
 from brt.ops.tpu import LANES, head_block_spec, head_refusal, parallel_heads, vmem_refusal
 
 
-def refuses(
+def refusal(
     weights: CellWeights,
     initial: Array,
     vectors: Array,
@@ -45,7 +45,7 @@ def refuses(
     attention: str | None = None,
     **__: Any,
 ) -> str | None:
-    """Why these inputs cannot be; None: they can."""
+    """Returns why these inputs are not supported, or None if they are."""
     states, window, width = vectors.shape[1], cached[0].shape[1], keys.shape[-1]
     if attention not in (None, AUTO):
         return f"attends by itself, not by Kernels.softmax_attention = {attention!r}"
@@ -53,11 +53,16 @@ def refuses(
         return f"takes a multiple of 128 states and of 128 tokens, not {states} and {window}"
     if reason := head_refusal(width, keys.dtype):
         return reason
-    return vmem_refusal(_bytes(states, window, max(width, LANES), keys.dtype.itemsize))
+    return vmem_refusal(
+        _backward_vmem_bytes(states, window, max(width, LANES), keys.dtype.itemsize)
+    )
 
 
-def _bytes(states: int, window: int, width: int, itemsize: int) -> int:
-    """Of VMEM that the backward pass takes: two of each block, its sums, a tile of logits."""
+def _backward_vmem_bytes(states: int, window: int, width: int, itemsize: int) -> int:
+    """Returns the bytes of VMEM that the backward pass needs.
+
+    These are two buffers for each block, the sums and a tile of logits.
+    """
     slots = max(states, 2 * window)
     blocks = 2 * width * itemsize * (2 * (4 * states + 4 * window) + 6 * states)
     return blocks + 2 * (states + 2 * window) * width * 4 + 5 * slots * min(ROWS, states) * 4
@@ -66,8 +71,8 @@ def _bytes(states: int, window: int, width: int, itemsize: int) -> int:
 def state_attention(
     projected: Float[Array, "B S 4 H K"],
     scales: Float[Array, "2 H"],
-    before: Tokens,
-    own: Tokens,
+    before: TokenKV,
+    own: TokenKV,
     cache_mask: Bool[Array, " B"],
     *,
     normalize_qk: bool,
@@ -76,12 +81,12 @@ def state_attention(
     attention: str | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B S 2 H K"], StateKV]:
-    """See `xla.state_attention`; `interpret` runs on any device, with any sizes.
+    """Computes `xla.state_attention`; `interpret` runs on any device and with any sizes.
 
     Args:
-      raw_keys: tokens' keys are normalised here, too.
+      raw_keys: True if the kernel also normalizes the keys of the tokens.
     """
-    settings = Static(normalize_qk, raw_keys, null_keys, interpret)
+    settings = StateKernelSettings(normalize_qk, raw_keys, null_keys, interpret)
     arguments = _Arguments(
         projected.transpose(2, 0, 3, 1, 4), scales.astype(jnp.float32).T, before, own,
         cache_mask.astype(jnp.int32),
@@ -90,7 +95,7 @@ def state_attention(
     if rules.partitioned():
         by_head = rules.partition_spec("lanes", "heads", None, None, shape=before.keys.shape)
         tokens, lanes = (
-            Tokens(by_head, by_head),
+            TokenKV(by_head, by_head),
             rules.partition_spec("lanes", shape=cache_mask.shape),
         )
         parts = rules.partition_spec(
@@ -113,32 +118,34 @@ interpreted = functools.partial(
 
 
 class _Arguments(NamedTuple):
-    """What attention is computed from."""
+    """The arrays that attention is computed from."""
 
-    projected: Float[Array, "4 B H S K"]  # as the product before it has them
+    projected: Float[Array, "4 B H S K"]  # In the layout of the projection's output.
     scales: Float[Array, "H 2"]
-    before: Tokens
-    own: Tokens
+    before: TokenKV
+    own: TokenKV
     cache_mask: Int[Array, " B"]
 
-    def inputs(self, **others: Any) -> Inputs:
+    def inputs(self, **others: Any) -> StateKernelInputs:
         scales = jnp.broadcast_to(self.scales[..., None], (*self.scales.shape, LANES))
         keys, values = zip(self.before, self.own, strict=True)
-        return Inputs(self.projected, scales, keys, values, **others)
+        return StateKernelInputs(self.projected, scales, keys, values, **others)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(arguments: _Arguments, settings: Static) -> tuple[Float[Array, "2 B H S K"], StateKV]:
-    """What states read, and their memory by head."""
+def _attend(
+    arguments: _Arguments, settings: StateKernelSettings
+) -> tuple[Float[Array, "2 B H S K"], StateKV]:
+    """Returns the attention outputs, and the keys and values of the states by head."""
     return _forward(arguments, settings)[0]
 
 
 def _forward(
-    arguments: _Arguments, settings: Static
+    arguments: _Arguments, settings: StateKernelSettings
 ) -> tuple[tuple[Array, StateKV], tuple[_Arguments, Array, Array]]:
     _, batch, heads, states, width = arguments.projected.shape
     dtype = arguments.projected.dtype
-    shapes = Outputs(
+    shapes = StateKernelOutputs(
         jax.ShapeDtypeStruct((2, batch, heads, states, width), dtype),
         jax.ShapeDtypeStruct((batch, heads, states, width), dtype),
         jax.ShapeDtypeStruct((batch, heads, 2, 1, states), jnp.float32),
@@ -150,46 +157,48 @@ def _forward(
 
 
 def _backward(
-    settings: Static, residuals: tuple[_Arguments, Array, Array], gradients: tuple[Array, StateKV]
+    settings: StateKernelSettings,
+    residuals: tuple[_Arguments, Array, Array],
+    gradients: tuple[Array, StateKV],
 ) -> tuple[_Arguments]:
     arguments, y, lse = residuals
     gradient, shown = gradients
     inputs = arguments.inputs(gradient=gradient, shown=tuple(shown), y=y, lse=lse)
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-        Gradients(arguments.projected, inputs.scales, inputs.keys, inputs.values),
+        StateKernelGradients(arguments.projected, inputs.scales, inputs.keys, inputs.values),
     )
     (results,) = _call(backward_kernel, arguments, inputs, shapes, settings, products=5)
-    before, own = (Tokens(*pair) for pair in zip(results.keys, results.values, strict=True))
+    before, own = (TokenKV(*pair) for pair in zip(results.keys, results.values, strict=True))
     return (_Arguments(results.projected, results.scales[..., 0], before, own, None),)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _parts(x: Any) -> pl.BlockSpec:
-    """Where a step of the grid finds what it has of several arrays, [N, B, H, S, K]."""
+def _stacked_spec(x: Any) -> pl.BlockSpec:
+    """Returns the block of one head and lane of several stacked arrays, [N, B, H, S, K]."""
     return pl.BlockSpec((x.shape[0], None, None, *x.shape[3:]), lambda h, b, *_: (0, b, h, 0, 0))
 
 
-def _of_head(x: Any) -> pl.BlockSpec:
+def _head_spec(x: Any) -> pl.BlockSpec:
     return pl.BlockSpec((None, *x.shape[1:]), lambda h, b, *_: (h, 0, 0))
 
 
-def _by_head(tree: Any) -> Any:
+def _lane_head_specs(tree: Any) -> Any:
     return jax.tree.map(lambda x: head_block_spec(*x.shape[2:]), tree)
 
 
-_PLACES: dict[str, Callable[[Any], Any]] = {
-    "projected": _parts, "scales": _of_head, "gradient": _parts, "y": _parts,
+_FIELD_SPECS: dict[str, Callable[[Any], Any]] = {
+    "projected": _stacked_spec, "scales": _head_spec, "gradient": _stacked_spec, "y": _stacked_spec,
 }  # fmt: skip
 
 
-def _places(fields: Any) -> Any:
-    """Where a step of the grid finds or leaves each field."""
+def _specs(fields: Any) -> Any:
+    """Returns the block spec of each field."""
     return type(fields)(
         *(
-            None if x is None else _PLACES.get(name, _by_head)(x)
+            None if x is None else _FIELD_SPECS.get(name, _lane_head_specs)(x)
             for name, x in fields._asdict().items()
         )
     )
@@ -198,13 +207,16 @@ def _places(fields: Any) -> Any:
 def _call(
     kernel: Any,
     arguments: _Arguments,
-    inputs: Inputs,
+    inputs: StateKernelInputs,
     shapes: Any,
-    settings: Static,
+    settings: StateKernelSettings,
     *,
     products: int,
 ) -> Any:
-    """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
+    """Calls a kernel with one step per head and lane.
+
+    The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
+    """
     _, batch, heads, states, width = arguments.projected.shape
     slots = states + 2 * arguments.own.keys.shape[2]
     backward = "_backward" if products > 2 else ""
@@ -215,7 +227,7 @@ def _call(
         functools.partial(kernel, settings=settings),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=(heads, batch),
-            in_specs=[_places(inputs)], out_specs=[_places(shapes)],
+            in_specs=[_specs(inputs)], out_specs=[_specs(shapes)],
             scratch_shapes=[pltpu.VMEM((slots, width), jnp.float32)] * 2 if backward else [],
         ),
         out_shape=[shapes],

@@ -1,4 +1,6 @@
-"""The meaning of the recurrent cell: block by block, every product by itself; float32."""
+"""Reference implementation of the recurrent cell: block by block, with separate float32
+products.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +30,7 @@ def state_scan(
     unroll: int = 1,
     attention: str | None = None,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """See `api.state_scan`; `taps`, `unroll` and `attention` mean nothing here."""
+    """Computes `api.state_scan`; ignores `taps`, `unroll` and `attention`."""
     blocks, dtype = cache_mask.shape[1], keys.dtype
     window = keys.shape[1] // blocks
     pairs = zip(cached, (keys, values), strict=True)
@@ -38,11 +40,11 @@ def state_scan(
         vectors = jnp.where(document_start[:, n, None, None], initial[None], vectors)
         h = rms_norm(vectors, weights.norm) + weights.ids[None]
         kernels = weights.keys, weights.queries, weights.cross_queries, weights.values
-        k, q, crossing, v = (jnp.einsum("bsd,dhk->bshk", h, kernel) for kernel in kernels)
+        k, q, to_tokens, v = (jnp.einsum("bsd,dhk->bshk", h, kernel) for kernel in kernels)
         if normalize_qk:
-            k, q, crossing = (l2_normalize(x) for x in (k, q, crossing))
+            k, q, to_tokens = (l2_normalize(x) for x in (k, q, to_tokens))
         q = q * weights.scale[None, None, :, None]
-        crossing = crossing * weights.cross_scale[None, None, :, None]
+        to_tokens = to_tokens * weights.cross_scale[None, None, :, None]
         k_tokens, v_tokens = (
             x[:, n * window : (n + 2) * window].astype(jnp.float32) for x in (keys, values)
         )
@@ -51,11 +53,11 @@ def state_scan(
         attended = jnp.stack(
             [
                 _attend(q, k, v, everything, False),
-                _attend(crossing, k_tokens, v_tokens, mask, null_keys),
+                _attend(to_tokens, k_tokens, v_tokens, mask, null_keys),
             ],
             axis=2,
         )
-        vectors = _next(weights, vectors, attended, kind, tanh)
+        vectors = _next_states(weights, vectors, attended, kind, tanh)
         shown.append(StateKV(k.astype(dtype), v.astype(dtype)))
     return vectors, jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *shown)
 
@@ -75,14 +77,17 @@ def _attend(
     return jnp.einsum("bhqs,bshk->bqhk", weights, values)
 
 
-def _next(
+def _next_states(
     weights: CellWeights,
     vectors: Float[Array, "B S D"],
     attended: Float[Array, "B S 2 H K"],
     kind: str,
     tanh: str,
 ) -> Float[Array, "B S D"]:
-    """Section 3.6: dual has both residuals, skip the first, single the second."""
+    """Returns the states after a block in one of the layouts of section 3.6.
+
+    The layout dual has both residual connections, skip has the first, and single has the second.
+    """
     single = weights.output is None
     bounded = single if tanh == "original" else kind == "lstm"
     bound = jnp.tanh if bounded else lambda z: z

@@ -1,4 +1,8 @@
-"""The state update, block after block; its weight gradients are computed once, after the scan."""
+"""The scan of the state update over blocks.
+
+The weight gradients of large products are computed once, after the scan (`brt.ops.deferred`). The
+kernels of lstm and gru gates are an exception: their gradients are summed block by block.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,12 +17,12 @@ from brt.ops.activations import relu
 from brt.ops.deferred import LayerTaps, Tap
 from brt.ops.gates import gate
 from brt.ops.normalization import rms_norm
-from brt.ops.recurrent_attention.cell import CellWeights, StateKV, Tokens, tokens_by_head
+from brt.ops.recurrent_attention.cell import CellWeights, StateKV, TokenKV, tokens_by_head
 from brt.ops.tpu import materialized
 
 
 class _Kernels(NamedTuple):
-    """The large products of a state update: kernels, or their taps (`brt.ops.deferred`)."""
+    """The kernels of the large products of a state update, or their taps for deferred gradients."""
 
     projection: Array | Tap | LayerTaps
     output: Array | Tap | LayerTaps | None
@@ -27,11 +31,11 @@ class _Kernels(NamedTuple):
 
 
 def _kernels(weights: CellWeights) -> _Kernels:
-    return _Kernels(_projection(weights), weights.output, weights.mlp_in, weights.mlp_out)
+    return _Kernels(_stacked_projection(weights), weights.output, weights.mlp_in, weights.mlp_out)
 
 
-def _projection(weights: CellWeights, dtype: Any = jnp.float32) -> Float[Array, "D 4 H K"]:
-    """The kernel of the one product that makes keys, both queries and values."""
+def _stacked_projection(weights: CellWeights, dtype: Any = jnp.float32) -> Float[Array, "D 4 H K"]:
+    """Returns the kernel of the product that computes keys, both kinds of queries, and values."""
     parts = weights.keys, weights.queries, weights.cross_queries, weights.values
     return jnp.stack([part.astype(dtype) for part in parts], axis=1)
 
@@ -39,19 +43,24 @@ def _projection(weights: CellWeights, dtype: Any = jnp.float32) -> Float[Array, 
 _NO_TAPS = _Kernels(None, None, None, None)
 
 
-def _inputs(kernels: _Kernels) -> _Kernels:
-    """How many axes each product sums over; all but the first have one axis of outputs."""
+def _input_axes(kernels: _Kernels) -> _Kernels:
+    """Returns the number of axes that each product sums over.
+
+    All products but the first have one output axis.
+    """
     return _Kernels(1, *(k if k is None else jnp.ndim(k) - 1 for k in kernels[1:]))
 
 
 def state_taps(
     weights: CellWeights, blocks: int, vectors: tuple[int, int], dtype: jnp.dtype
 ) -> _Kernels:
-    """What `state_scan` takes where a scan over blocks is around a scan over layers.
+    """Returns the taps for `state_scan` if a scan over blocks contains a scan over layers.
 
     Args:
-      weights: of layers, which are on axis 0.
-      vectors: lanes, and states of each.
+      weights: the weights of all layers, stacked on axis 0.
+      blocks: the number of blocks.
+      vectors: the number of lanes and the number of states of each lane.
+      dtype: dtype of the products.
     """
     kernels, rows = jax.vmap(_kernels)(weights), (blocks, *vectors)
 
@@ -59,14 +68,14 @@ def state_taps(
         return None if kernel is None else deferred.layer_taps((kernel,), rows, dtype, inputs)
 
     one = jax.tree.map(lambda kernel: kernel[0], kernels)
-    return _Kernels(*map(of, kernels, _inputs(one)))
+    return _Kernels(*map(of, kernels, _input_axes(one)))
 
 
 def state_update(
     weights: CellWeights,
     vectors: Float[Array, "B S D"],
-    before: Tokens,
-    own: Tokens,
+    before: TokenKV,
+    own: TokenKV,
     cache_mask: Bool[Array, " B"],
     kernels: _Kernels | None = None,
     taps: _Kernels | None = None,
@@ -76,17 +85,19 @@ def state_update(
     read: Callable[..., tuple[Array, StateKV]],
     **options: bool | str | None,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """One block: the states after it, and the memory of the states before it.
+    """Computes the states after one block, and the state keys and values before it.
 
     Args:
-      vectors: float32.
-      before, own: the tokens of the previous block, and of this one.
-      cache_mask: whether the previous block may be read.
-      kernels, taps: given by `state_scan` only.
+      weights: the cell's weights.
+      vectors: float32, the states before the block.
+      before, own: the tokens of the previous block and of this block.
+      cache_mask: True if the previous block may be read.
+      kernels, taps: passed by `state_scan` only.
       kind: 'fixed', 'lstm' or 'gru'.
-      tanh: 'original' (on the update of the single layout) or 'paper' (of lstm gates).
-      read: both attentions, as `xla.state_attention`.
-      options: of `read`.
+      tanh: 'original' bounds the update of the single layout; 'paper' bounds the updates of lstm
+        gates.
+      read: computes both attentions, as `xla.state_attention` does.
+      options: passed to `read`.
     """
     kernels = kernels or _kernels(weights)
     taps = taps or _NO_TAPS
@@ -95,10 +106,10 @@ def state_update(
     projected = constrain(projected, "lanes", None, None, "heads", None)
     scales = jnp.stack([weights.scale, weights.cross_scale])
     attended, memory = read(projected, scales, before, own, cache_mask, **options)
-    return _gated(weights, vectors, attended, kernels, taps, kind, tanh), memory
+    return _apply_gates(weights, vectors, attended, kernels, taps, kind, tanh), memory
 
 
-def _gated(
+def _apply_gates(
     weights: CellWeights,
     vectors: Float[Array, "B S D"],
     attended: Float[Array, "B S 2 H K"],
@@ -107,12 +118,15 @@ def _gated(
     kind: str,
     tanh: str,
 ) -> Float[Array, "B S D"]:
-    """The dual, single or skip layout (section 3.6), told apart by the weights present."""
+    """Returns the next states in the dual, single or skip layout (section 3.6).
+
+    The layout follows from the weights that are present.
+    """
     single = weights.output is None
     bounded = single if tanh == "original" else kind == "lstm"
     bound = jnp.tanh if bounded else lambda z: z
 
-    inputs = _inputs(kernels)
+    inputs = _input_axes(kernels)
 
     def after_mlp(x: Float[Array, "B S *M"]) -> Float[Array, "B S D"]:
         hidden = relu(deferred.dot(x, kernels.mlp_in, taps.mlp_in, inputs.mlp_in))
@@ -144,36 +158,39 @@ def state_scan(
     unroll: int = 1,
     **options: Any,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """See `api.state_scan`; further options are those of `state_update`."""
+    """Computes `api.state_scan`; `options` are those of `state_update`."""
     batch, blocks = cache_mask.shape
     kernels, rows = _kernels(weights), (blocks, batch, vectors.shape[1])
     if taps is None:
-        pairs = zip(kernels, _inputs(kernels), strict=True)
+        pairs = zip(kernels, _input_axes(kernels), strict=True)
         taps = _Kernels(
             *(k if k is None else deferred.tap((k,), rows, keys.dtype, i) for k, i in pairs)
         )
     else:
         taps = jax.tree.map(lambda part: part[None], taps)
-    if taps.projection is not None:  # whose gradient goes another way
-        kernels = kernels._replace(projection=materialized(_projection(weights, keys.dtype)))
+    # With taps, the kernel's gradient does not come from this product.
+    if taps.projection is not None:
+        kernels = kernels._replace(
+            projection=materialized(_stacked_projection(weights, keys.dtype))
+        )
 
     def body(
-        carried: tuple[Float[Array, "B S D"], Tokens],
-        block: tuple[Tokens, Array, Array, _Kernels],
-    ) -> tuple[tuple[Float[Array, "B S D"], Tokens], StateKV]:
+        carried: tuple[Float[Array, "B S D"], TokenKV],
+        block: tuple[TokenKV, Array, Array, _Kernels],
+    ) -> tuple[tuple[Float[Array, "B S D"], TokenKV], StateKV]:
         s, before = carried
         own, may_read, starts, block_taps = block
-        s = _begun_anew(starts, initial, s)
+        s = _reset_states(starts, initial, s)
         s, memory = state_update(weights, s, before, own, may_read, kernels, block_taps, **options)
         return (s, own), memory
 
     starts = tokens_by_head(*cached)
     flags = cache_mask.T, document_start.T
-    if unroll >= blocks:  # without a loop nothing is moved to where blocks are the first axis
+    if unroll >= blocks:  # Without a loop, no array is transposed to have blocks as its first axis.
         cut = zip(*(jnp.split(x, blocks, axis=1) for x in (keys, values)), strict=True)
         tokens = [tokens_by_head(*pair) for pair in cut]
         shown, carried = [], (vectors, starts)
-        for own, *others in zip(tokens, *flags, _unstacked(taps, blocks), strict=True):
+        for own, *others in zip(tokens, *flags, _unstack(taps, blocks), strict=True):
             carried, memory = body(carried, (own, *others))
             shown.append(memory)
         return carried[0], jax.tree.map(lambda *parts: jnp.stack(parts, axis=1), *shown)
@@ -187,25 +204,28 @@ def state_scan(
 
 
 @jax.custom_vjp
-def _begun_anew(
+def _reset_states(
     starts: Bool[Array, " B"], initial: Float[Array, "S D"], vectors: Float[Array, "B S D"]
 ) -> Float[Array, "B S D"]:
-    """The initial states where a document starts. Autodiff would keep a flag for each number."""
+    """Replaces the states by the initial ones where a document starts.
+
+    The gradient is hand-written, because autodiff would save a flag for each number.
+    """
     return jnp.where(starts[:, None, None], initial[None], vectors)
 
 
-def _begun_anew_backward(
+def _reset_states_backward(
     starts: Bool[Array, " B"], gradient: Float[Array, "B S D"]
 ) -> tuple[None, Array, Array]:
-    anew = starts[:, None, None]
-    return None, jnp.sum(jnp.where(anew, gradient, 0), axis=0), jnp.where(anew, 0, gradient)
+    restarts = starts[:, None, None]
+    return None, jnp.sum(jnp.where(restarts, gradient, 0), axis=0), jnp.where(restarts, 0, gradient)
 
 
-_begun_anew.defvjp(lambda starts, *x: (_begun_anew(starts, *x), starts), _begun_anew_backward)
+_reset_states.defvjp(lambda starts, *x: (_reset_states(starts, *x), starts), _reset_states_backward)
 
 
-def _unstacked(tree: PyTree[Array], count: int) -> list[PyTree[Array]]:
-    """Of each of the first axis; their gradients are joined, not padded and added up."""
+def _unstack(tree: PyTree[Array], count: int) -> list[PyTree[Array]]:
+    """Splits the first axis of all arrays; the gradients are stacked, not padded and summed."""
     leaves, structure = jax.tree.flatten(tree)
     parts = zip(*map(jnp.unstack, leaves), strict=True) if leaves else [()] * count
     return [jax.tree.unflatten(structure, part) for part in parts]

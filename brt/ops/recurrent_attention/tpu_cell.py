@@ -1,9 +1,11 @@
-"""The whole cell as one kernel for TPUs: states stay on the chip over the blocks of a segment.
+"""The complete recurrent cell as one kernel for TPUs: states stay in VMEM over all blocks of a
+segment.
 
-The grid is lanes, blocks, heads: a step makes keys, queries and values of one head of the states,
-lets it read as `pallas_tpu` does, and adds what comes of that to the states' update, which the last
-head's step gates. The weights of a head are read while the one before it computes. Backward the
-blocks come in reverse order, and the weights' gradients are products over all of them, behind it.
+The grid is (lane, block, head); a lane is a row of the batch. A step computes keys, queries and
+values of one head of the states, attends as in `pallas_tpu`, and adds the output projection of the
+head to the states' update. The last head's step applies the gate. The weights of a head are copied
+to VMEM while the head before it is computed. The backward kernel processes the blocks in reverse
+order. The weight gradients are matrix products over all blocks, after the kernel.
 """
 
 import functools
@@ -21,27 +23,30 @@ from brt.ops.dense import weight_gradient
 from brt.ops.dispatch import output_residual
 from brt.ops.recurrent_attention.cell import CellWeights, StateKV
 from brt.ops.recurrent_attention.tpu_cell_arrays import (
-    Flags,
-    Gradients,
-    Kept,
-    Shown,
-    Sums,
-    Tokens,
-    Weights,
+    BlockFlags,
+    CellKernelGradients,
+    CellKernelSums,
+    CellKernelWeights,
+    CellResiduals,
+    ShownStates,
+    TokenBlocks,
 )
 from brt.ops.recurrent_attention.tpu_cell_kernels import backward_kernel, forward_kernel
-from brt.ops.recurrent_attention.tpu_cell_limits import refuses as refuses
-from brt.ops.recurrent_attention.tpu_cell_walk import Walk
-from brt.ops.recurrent_attention.tpu_kernels import Static
+from brt.ops.recurrent_attention.tpu_cell_limits import refusal as refusal
+from brt.ops.recurrent_attention.tpu_cell_walk import CellGrid
+from brt.ops.recurrent_attention.tpu_kernels import StateKernelSettings
 from brt.ops.tpu import LANES, VMEM_BYTES
 
 
 class _Arguments(NamedTuple):
-    """What the cell computes from.
+    """The arrays that the cell is computed from.
 
     Attributes:
-      initial: [S, D]; vectors: [B, S, D].
-      keys, values: [B, H, W, K] that were cached, and [B, H, T, K] of the segment.
+      weights: the cell's weights.
+      initial: [S, D], the learned states at the start of a document.
+      vectors: [B, S, D], the states before the segment.
+      keys, values: two arrays, [B, H, W, K] of the cache and [B, H, T, K] of the segment.
+      flags: flags of lanes and blocks.
     """
 
     weights: CellWeights
@@ -49,7 +54,7 @@ class _Arguments(NamedTuple):
     vectors: Float[Array, "B S D"]
     keys: tuple[Array, Array]
     values: tuple[Array, Array]
-    flags: Flags
+    flags: BlockFlags
 
 
 def state_scan(
@@ -68,13 +73,13 @@ def state_scan(
     interpret: bool | pltpu.InterpretParams = False,
     **_: Any,
 ) -> tuple[Float[Array, "B S D"], StateKV]:
-    """See `api.state_scan`; `interpret` runs on any device, with any sizes.
+    """Computes `api.state_scan`; `interpret` runs on any device and with any sizes.
 
     Args:
-      raw_keys: tokens' keys are normalised here, those that were cached, too.
+      raw_keys: True if the kernel normalizes the keys of the tokens, including cached ones.
     """
-    settings = Static(normalize_qk, raw_keys, null_keys, interpret)
-    flags = Flags(*(x.astype(jnp.int32) for x in (cache_mask, document_start)))
+    settings = StateKernelSettings(normalize_qk, raw_keys, null_keys, interpret)
+    flags = BlockFlags(*(x.astype(jnp.int32) for x in (cache_mask, document_start)))
     both = zip(cached, (keys, values), strict=True)
     of_keys, of_values = (tuple(x.swapaxes(1, 2) for x in pair) for pair in both)
     arguments = _Arguments(weights, initial, vectors, of_keys, of_values, flags)
@@ -82,12 +87,13 @@ def state_scan(
     return final, StateKV(*(x.swapaxes(2, 3) for x in shown))
 
 
-def _weights(weights: CellWeights, dtype: jnp.dtype) -> Weights:
+def _kernel_weights(weights: CellWeights, dtype: jnp.dtype) -> CellKernelWeights:
     gate, output = weights.output_gate, weights.output
-    assert gate is not None and output is not None  # of the skip layout
+    # The skip layout has a gate and an output projection.
+    assert gate is not None and output is not None
     parts = weights.keys, weights.queries, weights.cross_queries, weights.values
     scales = jnp.stack([weights.scale, weights.cross_scale], axis=1).astype(jnp.float32)
-    return Weights(
+    return CellKernelWeights(
         weights.norm[None], gate.bias[None],
         tuple(part.astype(dtype).swapaxes(0, 1) for part in parts), output.astype(dtype),
         jnp.broadcast_to(scales[..., None], (*scales.shape, LANES)),
@@ -95,40 +101,46 @@ def _weights(weights: CellWeights, dtype: jnp.dtype) -> Weights:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _scan(arguments: _Arguments, settings: Static) -> tuple[Float[Array, "B S D"], Shown]:
-    """The states after the segment, and what tokens read, [B, N, H, S, K]."""
+def _scan(
+    arguments: _Arguments, settings: StateKernelSettings
+) -> tuple[Float[Array, "B S D"], ShownStates]:
+    """Returns the states after the segment, and what tokens read, [B, N, H, S, K]."""
     return _forward(arguments, settings)[0]
 
 
-def _forward(arguments: _Arguments, settings: Static) -> tuple[tuple[Array, Shown], tuple]:
+def _forward(
+    arguments: _Arguments, settings: StateKernelSettings
+) -> tuple[tuple[Array, ShownStates], tuple]:
     lanes, blocks = arguments.flags.cache_mask.shape
     (_, states, dim), (_, heads, _, width) = arguments.vectors.shape, arguments.keys[0].shape
-    dtype, walk = arguments.keys[1].dtype, Walk(blocks)
-    weights = _weights(arguments.weights, dtype)
+    dtype, walk = arguments.keys[1].dtype, CellGrid(blocks)
+    weights = _kernel_weights(arguments.weights, dtype)
     weights = weights._replace(ids=arguments.weights.ids, initial=arguments.initial)
 
     def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((lanes, blocks, *shape), dtype)
 
     by_head = heads, states, width
-    keeps = Kept(
+    keeps = CellResiduals(
         array(states, dim, dtype=jnp.float32), array(states, dim),
         array(heads, 4, states, width), array(heads, 2, states, width),
         array(heads, 2, 1, states, dtype=jnp.float32),
     )  # fmt: skip
-    shows, vectors = Shown(array(*by_head), array(*by_head)), walk.by_lane(arguments.vectors)
+    shows, vectors = ShownStates(array(*by_head), array(*by_head)), walk.by_lane(arguments.vectors)
     residuals, shown, final = _call(
         forward_kernel, arguments, walk, settings, products=2,
         inputs=[(arguments.vectors, vectors), (weights, walk.weights(weights))],
-        outputs=[(keeps, walk.kept(keeps)), (shows, Shown(*map(walk.by_step, shows))),
-                 (_like(arguments.vectors), vectors)],
+        outputs=[(keeps, walk.residuals(keeps)), (shows, ShownStates(*map(walk.by_step, shows))),
+                 (_shape_like(arguments.vectors), vectors)],
         scratch=[pltpu.VMEM((states, dim), jnp.float32)] * 2,
     )  # fmt: skip
     residuals, shown, final = jax.tree.map(output_residual, (residuals, shown, final))
     return (final, shown), (arguments, final, residuals)
 
 
-def _backward(settings: Static, saved: tuple, gradients: tuple[Array, Shown]) -> tuple[_Arguments]:
+def _backward(
+    settings: StateKernelSettings, saved: tuple, gradients: tuple[Array, ShownStates]
+) -> tuple[_Arguments]:
     arguments, final, residuals = saved
     gradient, shown = gradients
     results = _gradients(arguments, gradient, final, residuals, shown, settings)
@@ -152,27 +164,36 @@ def _gradients(
     arguments: _Arguments,
     gradient: Array,
     final: Array,
-    residuals: Kept,
-    shown: Shown,
-    settings: Static,
-) -> Gradients:
+    residuals: CellResiduals,
+    shown: ShownStates,
+    settings: StateKernelSettings,
+) -> CellKernelGradients:
     (lanes, states, dim), (_, heads, window, width) = final.shape, arguments.keys[0].shape
-    walk = Walk(arguments.flags.cache_mask.shape[1], backward=True)
+    walk = CellGrid(arguments.flags.cache_mask.shape[1], backward=True)
     weights, residuals = (
-        _weights(arguments.weights, arguments.keys[1].dtype),
+        _kernel_weights(arguments.weights, arguments.keys[1].dtype),
         residuals._replace(hidden=None),
     )
-    wide, row = _like(final), jax.ShapeDtypeStruct((lanes, 1, dim), jnp.float32)
+    wide, row = _shape_like(final), jax.ShapeDtypeStruct((lanes, 1, dim), jnp.float32)
     update = jax.ShapeDtypeStruct(residuals.vectors.shape, arguments.keys[1].dtype)
     scales = jax.ShapeDtypeStruct((*residuals.lse.shape[:4], LANES), jnp.float32)
-    of_keys, of_values = jax.tree.map(_like, (arguments.keys, arguments.values))
-    finds = Gradients(
-        _like(residuals.projected), update, of_keys, of_values, wide, wide, wide, row, row, scales
+    of_keys, of_values = jax.tree.map(_shape_like, (arguments.keys, arguments.values))
+    finds = CellKernelGradients(
+        _shape_like(residuals.projected),
+        update,
+        of_keys,
+        of_values,
+        wide,
+        wide,
+        wide,
+        row,
+        row,
+        scales,
     )
     tokens = walk.tokens(*arguments.keys)
     pair = tokens.cached, tokens.own
     lane, of_row = walk.by_lane(wide), walk.by_lane(row)
-    places = Gradients(
+    places = CellKernelGradients(
         walk.by_step(residuals.projected), walk.by_block(update), pair, pair, lane, lane, lane,
         of_row, of_row, walk.by_step(scales),
     )  # fmt: skip
@@ -180,39 +201,52 @@ def _gradients(
     def sums(*shape: int, dtype: Any = jnp.float32) -> Any:
         return pltpu.VMEM(shape, dtype)
 
-    scratch = Sums(
+    scratch = CellKernelSums(
         sums(states, dim), sums(states, dim), sums(states, dim),
         sums(2, states, width, dtype=residuals.y.dtype),
         (sums(states + 2 * window, width), sums(states + 2 * window, width)),
         (sums(heads, window, width), sums(heads, window, width)),
     )  # fmt: skip
     (results,) = _call(
-        backward_kernel, arguments, walk, settings, products=5,
-        inputs=[(gradient, lane), (final, lane), (weights, walk.weights(weights)),
-                (residuals, walk.kept(residuals)), (shown, Shown(*map(walk.by_step, shown)))],
-        outputs=[(finds, places)], scratch=[scratch],
-    )  # fmt: skip
+        backward_kernel,
+        arguments,
+        walk,
+        settings,
+        products=5,
+        inputs=[
+            (gradient, lane),
+            (final, lane),
+            (weights, walk.weights(weights)),
+            (residuals, walk.residuals(residuals)),
+            (shown, ShownStates(*map(walk.by_step, shown))),
+        ],
+        outputs=[(finds, places)],
+        scratch=[scratch],
+    )
     return results
 
 
 _scan.defvjp(_forward, _backward)
 
 
-def _like(x: Any) -> jax.ShapeDtypeStruct:
+def _shape_like(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _call(
     kernel: Any,
     arguments: _Arguments,
-    walk: Walk,
-    settings: Static,
+    walk: CellGrid,
+    settings: StateKernelSettings,
     *,
     inputs: list,
     **options: Any,
 ) -> Any:
-    """On each device for its own lanes. What is around it is the partitioner's: weights are
-    gathered as the kernel reads them, and gradients go where the parameters are."""
+    """Runs the kernel, on each device for its own lanes.
+
+    The partitioner handles the arrays around the kernel: weights are gathered as the kernel reads
+    them, and gradients are sharded as the parameters are.
+    """
     arrays, places = zip(*inputs, strict=True)
     run: Callable[..., Any] = functools.partial(
         _run, kernel, walk, settings, places=places, **options
@@ -220,7 +254,7 @@ def _call(
     if rules.partitioned():
         own = rules.partition_spec("lanes", shape=arguments.vectors.shape[:1])
         whole = jax.sharding.PartitionSpec()
-        specs = own, own, *(whole if isinstance(x, Weights) else own for x in arrays)
+        specs = own, own, *(whole if isinstance(x, CellKernelWeights) else own for x in arrays)
         run = jax.shard_map(
             run, in_specs=specs, out_specs=own, axis_names=rules.axes(), check_vma=False
         )
@@ -228,11 +262,22 @@ def _call(
 
 
 def _run(
-    kernel: Any, walk: Walk, settings: Static, flags: Flags, pairs: Any, *arrays: Any,
-    products: int, places: tuple, outputs: list, scratch: list,
-) -> Any:  # fmt: skip
-    """Tokens go first. The name is what `brt.planning.schedules` knows a kernel by, and how often
-    its grid runs; its size is that of the products of a step, of weights and of attention."""
+    kernel: Any,
+    walk: CellGrid,
+    settings: StateKernelSettings,
+    flags: BlockFlags,
+    pairs: Any,
+    *arrays: Any,
+    products: int,
+    places: tuple,
+    outputs: list,
+    scratch: list,
+) -> Any:
+    """Calls the kernel; its first inputs are the tokens.
+
+    The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has. The
+    size in the name is that of the products of a step, of weights and of attention.
+    """
     (lanes, blocks), ((cached, own), _) = flags.cache_mask.shape, pairs
     (_, heads, window, width), (states, dim) = cached.shape, arrays[0].shape[1:]
     slots, dtype, steps = states + 2 * window, own.dtype, lanes * blocks * heads
@@ -260,4 +305,4 @@ def _run(
                 x.size * x.dtype.itemsize for x in jax.tree.leaves((pairs, arrays, shapes))
             ),
         ),
-    )(flags, tuple(Tokens(cached, own, own) for cached, own in pairs), *arrays)  # fmt: skip
+    )(flags, tuple(TokenBlocks(cached, own, own) for cached, own in pairs), *arrays)  # fmt: skip

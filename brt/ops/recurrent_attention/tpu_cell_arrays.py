@@ -1,4 +1,4 @@
-"""What the kernel of the whole cell reads and writes, or where it lies: see `tpu_cell`."""
+"""Inputs and outputs of the kernels of the complete cell, or their block specs; see `tpu_cell`."""
 
 from typing import Any, NamedTuple
 
@@ -6,22 +6,27 @@ import jax
 from jaxtyping import Array
 
 
-class Flags(NamedTuple):
-    """[B, N], of all lanes and blocks."""
+class BlockFlags(NamedTuple):
+    """Flags [B, N] of all lanes and blocks.
+
+    Attributes:
+      cache_mask: not zero where a block may read the tokens of the block before it.
+      starts: not zero where a document starts.
+    """
 
     cache_mask: Any
     starts: Any
 
 
-class Weights(NamedTuple):
-    """Of the cell; of what heads have, one's.
+class CellKernelWeights(NamedTuple):
+    """Weights of the cell; arrays that differ by head are those of one head.
 
     Attributes:
       norm, gate: [1, D].
-      ids, initial: [S, D]; forward only.
-      projection: four of [D, K]: of keys, of both queries, of values.
+      projection: four arrays [D, K], for keys, both kinds of queries, and values.
       output: [2, K, D].
       scales: [2, 128].
+      ids, initial: [S, D], in the forward pass only.
     """
 
     norm: Any
@@ -33,27 +38,37 @@ class Weights(NamedTuple):
     initial: Any = None
 
 
-class Tokens(NamedTuple):
-    """Keys or values of a head, each [W, K]: cached, of the block before, and of this one."""
+class TokenBlocks(NamedTuple):
+    """Keys or values of the tokens for one head, each [W, K].
+
+    Attributes:
+      cached: those of the cache.
+      before: those of the block before.
+      own: those of this block.
+    """
 
     cached: Any
     before: Any
     own: Any
 
     def both(self, first: Array) -> tuple[Array, Any]:
-        """Those of two blocks; `first`: whether there is none before this one in the segment."""
+        """Returns those of the previous block and of this block.
+
+        Args:
+          first: True for the first block of the segment, whose previous block is in the cache.
+        """
         return jax.lax.select(first, self.cached[...], self.before[...]), self.own
 
 
-class Kept(NamedTuple):
-    """What the backward pass reads of a block.
+class CellResiduals(NamedTuple):
+    """Arrays of a block that the backward pass reads.
 
     Attributes:
-      vectors: [S, D], the states before it, float32.
-      hidden: [S, D], what the projection reads; of it only the weights' gradient is made.
-      projected: [4, S, K].
-      y: [2, S, K].
-      lse: [2, 1, S].
+      vectors: [S, D], float32, the states before the block.
+      hidden: [S, D], the input of the projection, from which only the weight gradient is computed.
+      projected: [4, S, K], keys, both kinds of queries, and values of the states.
+      y: [2, S, K], outputs of both attentions.
+      lse: [2, 1, S], log-sum-exp of both attentions.
     """
 
     vectors: Any
@@ -63,23 +78,23 @@ class Kept(NamedTuple):
     lse: Any
 
 
-class Shown(NamedTuple):
-    """Two of [S, K]: of the states before a block, that its tokens read."""
+class ShownStates(NamedTuple):
+    """State keys and values [S, K] before a block, which the tokens of the block read."""
 
     keys: Any
     values: Any
 
 
-class Sums(NamedTuple):
-    """On the chip over the blocks of a lane, backward.
+class CellKernelSums(NamedTuple):
+    """Sums that stay in VMEM over the blocks of a lane, in the backward pass.
 
     Attributes:
       carry: [S, D], the gradient of the states.
-      after: [S, D], the states that came of a block.
-      hidden: [S, D], the gradient of what the projection reads.
-      read: [2, S, K], that of what states read.
-      attended: two of [S + 2 W, K], of keys and of values.
-      behind: two of [H, W, K], likewise of this block's tokens, by the block behind it.
+      after: [S, D], the states after the block.
+      hidden: [S, D], the gradient of the projection's input.
+      read: [2, S, K], the gradient of the attention outputs.
+      attended: two arrays [S + 2 W, K], gradients of keys and of values.
+      behind: two arrays [H, W, K], gradients of this block's tokens from the next block.
     """
 
     carry: Any
@@ -90,13 +105,13 @@ class Sums(NamedTuple):
     behind: tuple[Any, Any]
 
 
-class Gradients(NamedTuple):
-    """Of a step of the grid, or of its block or lane.
+class CellKernelGradients(NamedTuple):
+    """Gradients that the backward kernel writes for a step, block or lane.
 
     Attributes:
       projected: [4, S, K].
-      update: [S, D], of the output product.
-      keys, values: two of [W, K]: of tokens that were cached, and of this block's.
+      update: [S, D], the gradient of the output projection.
+      keys, values: two arrays [W, K], of cached tokens and of this block's tokens.
       vectors, initial, ids: [S, D].
       norm, gate: [1, D].
       scales: [2, 128].

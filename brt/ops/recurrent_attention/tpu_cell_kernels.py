@@ -1,4 +1,7 @@
-"""What a TPU does for one head of a block of a lane, of the whole cell: see `tpu_cell`."""
+"""Bodies of the TPU kernels of the complete recurrent cell, for one head of a block of a lane.
+
+`tpu_cell` describes the algorithm.
+"""
 
 import math
 from collections.abc import Callable
@@ -12,22 +15,22 @@ from jaxtyping import Array, Float
 from brt.ops.normalization import EPSILON
 from brt.ops.recurrent_attention import tpu_kernels
 from brt.ops.recurrent_attention.tpu_cell_arrays import (
-    Flags,
-    Gradients,
-    Kept,
-    Shown,
-    Sums,
-    Tokens,
-    Weights,
+    BlockFlags,
+    CellKernelGradients,
+    CellKernelSums,
+    CellKernelWeights,
+    CellResiduals,
+    ShownStates,
+    TokenBlocks,
 )
-from brt.ops.recurrent_attention.tpu_kernels import VALUES, Outputs, Static
+from brt.ops.recurrent_attention.tpu_kernels import VALUES, StateKernelOutputs, StateKernelSettings
 from brt.ops.tpu import NN, NT, dot_float32, l2_normalize_rows_backward
 
-_ROWS = 64  # of states that norm and gate take at once
+_ROWS = 64  # Number of states that norm and gate process at once.
 
 
-def _by_rows(x: Any, body: Callable[[Any], None]) -> None:
-    """For some rows after the others."""
+def _for_rows(x: Any, body: Callable[[Any], None]) -> None:
+    """Calls `body` for groups of rows, one after the other."""
     rows = math.gcd(_ROWS, x.shape[0])
 
     def some(i: Array, _: None) -> None:
@@ -36,22 +39,43 @@ def _by_rows(x: Any, body: Callable[[Any], None]) -> None:
     jax.lax.fori_loop(0, x.shape[0] // rows, some, None)
 
 
-def _columns(parts: Any) -> Float[Array, "R PK"]:
-    """Of a sequence of parts, or of a reference to an array of them."""
+def _concatenate_parts(parts: Any) -> Float[Array, "R PK"]:
+    """Concatenates parts, or the arrays of one reference, along the columns."""
     count = len(parts) if isinstance(parts, tuple) else parts.shape[0]
     return jnp.concatenate([parts[i][...] for i in range(count)], axis=1)
 
 
-def _inverse(s: Float[Array, "R D"]) -> Float[Array, "R 1"]:
+def _inverse_rms(s: Float[Array, "R D"]) -> Float[Array, "R 1"]:
     return jax.lax.rsqrt(jnp.mean(s * s, axis=-1, keepdims=True) + EPSILON)
 
 
 def forward_kernel(
-    flags: Flags, tokens: tuple[Tokens, Tokens], vectors: Any, weights: Weights, kept: Kept,
-    shown: Shown, final: Any, state: Any, update: Any, *, settings: Static,
-) -> None:  # fmt: skip
-    """All [S, D] in float32: `vectors` and `final` are the states before and after the segment,
-    `state` and `update`, on the chip, those before a block, and what its heads add to them."""
+    flags: BlockFlags,
+    tokens: tuple[TokenBlocks, TokenBlocks],
+    vectors: Any,
+    weights: CellKernelWeights,
+    residuals: CellResiduals,
+    shown: ShownStates,
+    final: Any,
+    state: Any,
+    update: Any,
+    *,
+    settings: StateKernelSettings,
+) -> None:
+    """Computes one step.
+
+    Args:
+      flags: flags of lanes and blocks.
+      tokens: keys and values of the tokens.
+      vectors: [S, D], float32, the states before the segment.
+      weights: the cell's weights.
+      residuals: outputs for the backward pass.
+      shown: outputs that tokens read.
+      final: [S, D], float32, the states after the segment.
+      state: [S, D], float32 in VMEM, the states before a block.
+      update: [S, D], float32 in VMEM, the sum of what the heads add to the states.
+      settings: static settings.
+    """
     lane, n, head = (pl.program_id(axis) for axis in range(3))
 
     @pl.when((n == 0) & (head == 0))
@@ -60,27 +84,29 @@ def forward_kernel(
 
     @pl.when(head == 0)
     def _() -> None:
-        anew = flags.starts[lane, n] > 0
+        restarts = flags.starts[lane, n] > 0
 
         def begin(rows: Any) -> None:
-            s = jnp.where(anew, weights.initial[rows], state[rows])
-            h = s * _inverse(s) * weights.norm[...] + weights.ids[rows]
-            state[rows] = kept.vectors[rows] = s
-            kept.hidden[rows] = h.astype(kept.hidden.dtype)
+            s = jnp.where(restarts, weights.initial[rows], state[rows])
+            h = s * _inverse_rms(s) * weights.norm[...] + weights.ids[rows]
+            state[rows] = residuals.vectors[rows] = s
+            residuals.hidden[rows] = h.astype(residuals.hidden.dtype)
             update[rows] = jnp.zeros_like(s)
 
-        _by_rows(state, begin)
+        _for_rows(state, begin)
 
-    projected = dot_float32(kept.hidden[...], _columns(weights.projection), NN)
-    for part, columns in enumerate(jnp.split(projected.astype(kept.projected.dtype), 4, axis=1)):
-        kept.projected[part] = columns
-    shown.values[...] = kept.projected[VALUES]
+    projected = dot_float32(residuals.hidden[...], _concatenate_parts(weights.projection), NN)
+    for part, columns in enumerate(
+        jnp.split(projected.astype(residuals.projected.dtype), 4, axis=1)
+    ):
+        residuals.projected[part] = columns
+    shown.values[...] = residuals.projected[VALUES]
     keys, values = (part.both(n == 0) for part in tokens)
-    inputs = tpu_kernels.Inputs(kept.projected, weights.scales, keys, values)
-    outputs = Outputs(kept.y, shown.keys, kept.lse)
-    tpu_kernels.read(flags.cache_mask[lane, n] > 0, inputs, outputs, settings)
+    inputs = tpu_kernels.StateKernelInputs(residuals.projected, weights.scales, keys, values)
+    outputs = StateKernelOutputs(residuals.y, shown.keys, residuals.lse)
+    tpu_kernels.attend_states(flags.cache_mask[lane, n] > 0, inputs, outputs, settings)
     update[...] += dot_float32(
-        _columns(kept.y), weights.output[...].reshape(-1, update.shape[1]), NN
+        _concatenate_parts(residuals.y), weights.output[...].reshape(-1, update.shape[1]), NN
     )
 
     @pl.when(head == pl.num_programs(2) - 1)
@@ -90,14 +116,36 @@ def forward_kernel(
         def end(rows: Any) -> None:
             state[rows] = final[rows] = keeps * state[rows] + (1 - keeps) * update[rows]
 
-        _by_rows(state, end)
+        _for_rows(state, end)
 
 
 def backward_kernel(
-    flags: Flags, tokens: tuple[Tokens, Tokens], gradient: Any, final: Any, weights: Weights,
-    kept: Kept, shown: Shown, results: Gradients, sums: Sums, *, settings: Static,
-) -> None:  # fmt: skip
-    """`gradient`: of `final`; `shown`: gradients of what was. Blocks come in reverse order."""
+    flags: BlockFlags,
+    tokens: tuple[TokenBlocks, TokenBlocks],
+    gradient: Any,
+    final: Any,
+    weights: CellKernelWeights,
+    residuals: CellResiduals,
+    shown: ShownStates,
+    results: CellKernelGradients,
+    sums: CellKernelSums,
+    *,
+    settings: StateKernelSettings,
+) -> None:
+    """Computes the gradients of one step; blocks are processed in reverse order.
+
+    Args:
+      flags: flags of lanes and blocks.
+      tokens: keys and values of the tokens.
+      gradient: the gradient of `final`.
+      final: the states after the segment.
+      weights: the cell's weights.
+      residuals: arrays that the forward pass saved.
+      shown: gradients of the state keys and values that tokens read.
+      results: the gradients to write.
+      sums: sums in VMEM.
+      settings: static settings.
+    """
     lane, step, head = (pl.program_id(axis) for axis in range(3))
     n = pl.num_programs(1) - 1 - step
 
@@ -108,73 +156,98 @@ def backward_kernel(
             results.initial[rows] = results.ids[rows] = jnp.zeros_like(gradient[rows])
 
         results.norm[...] = results.gate[...] = jnp.zeros_like(results.norm)
-        _by_rows(gradient, begin)
+        _for_rows(gradient, begin)
 
     @pl.when(head == 0)
     def _() -> None:
-        _through_gate(weights, kept, results, sums)
+        _gate_backward(weights, residuals, results, sums)
 
     for part in range(2):
         read = dot_float32(results.update[...], weights.output[part], NT)
         sums.read[part] = read.astype(sums.read.dtype)
     keys, values = (part.both(n == 0) for part in tokens)
-    inputs = tpu_kernels.Inputs(
-        kept.projected, weights.scales, keys, values, sums.read, tuple(shown), kept.y, kept.lse
+    inputs = tpu_kernels.StateKernelInputs(
+        residuals.projected,
+        weights.scales,
+        keys,
+        values,
+        sums.read,
+        tuple(shown),
+        residuals.y,
+        residuals.lse,
     )
     seen = flags.cache_mask[lane, n] > 0
     results.scales[...] = jnp.zeros_like(results.scales)
-    of_states = tpu_kernels.Gradients(results.projected, results.scales, None, None)
+    of_states = tpu_kernels.StateKernelGradients(results.projected, results.scales, None, None)
     tpu_kernels.add_gradients(seen, inputs, of_states, sums.attended, settings)
-    _write_tokens(seen, head, step == 0, n == 0, keys, results, sums, settings)
-    joined = _columns(results.projected), _columns(weights.projection)
+    _write_token_gradients(seen, head, step == 0, n == 0, keys, results, sums, settings)
+    joined = _concatenate_parts(results.projected), _concatenate_parts(weights.projection)
     sums.hidden[...] += dot_float32(*joined, NT)
 
     @pl.when(head == pl.num_programs(2) - 1)
     def _() -> None:
-        _through_norm(flags.starts[lane, n] > 0, weights, kept, results, sums)
+        _norm_backward(flags.starts[lane, n] > 0, weights, residuals, results, sums)
 
 
-def _through_gate(weights: Weights, kept: Kept, results: Gradients, sums: Sums) -> None:
-    """The gradient of the update; that of the gate is told from the states on both sides of it."""
+def _gate_backward(
+    weights: CellKernelWeights,
+    residuals: CellResiduals,
+    results: CellKernelGradients,
+    sums: CellKernelSums,
+) -> None:
+    """Computes the gradients of the update and of the gate.
+
+    The gate's gradient follows from the states before and after the block.
+    """
     keeps = jax.nn.sigmoid(weights.gate[...])
 
     def some(rows: Any) -> None:
-        gradient, s = sums.carry[rows], kept.vectors[rows]
+        gradient, s = sums.carry[rows], residuals.vectors[rows]
         results.update[rows] = ((1 - keeps) * gradient).astype(results.update.dtype)
         along = gradient * (s - sums.after[rows])
         results.gate[...] += keeps * jnp.sum(along, axis=0, keepdims=True)
         sums.after[rows] = s
         sums.hidden[rows] = jnp.zeros_like(gradient)
 
-    _by_rows(sums.carry, some)
+    _for_rows(sums.carry, some)
 
 
-def _through_norm(
-    anew: Array, weights: Weights, kept: Kept, results: Gradients, sums: Sums
+def _norm_backward(
+    restarts: Array,
+    weights: CellKernelWeights,
+    residuals: CellResiduals,
+    results: CellKernelGradients,
+    sums: CellKernelSums,
 ) -> None:
-    """The gradient of the states before a block, of which documents' first have learned ones."""
+    """Computes the gradient of the states before a block.
+
+    At the start of a document, these are the learned initial states.
+    """
     keeps = jax.nn.sigmoid(weights.gate[...])
 
     def some(rows: Any) -> None:
-        gradient, s = sums.hidden[rows], kept.vectors[rows]
-        inverse = _inverse(s)
+        gradient, s = sums.hidden[rows], residuals.vectors[rows]
+        inverse = _inverse_rms(s)
         direction = s * inverse
         results.ids[rows] += gradient
         results.norm[...] += jnp.sum(gradient * direction, axis=0, keepdims=True)
         gradient = gradient * weights.norm[...]
         along = jnp.mean(gradient * direction, axis=-1, keepdims=True)
         total = keeps * sums.carry[rows] + (gradient - along * direction) * inverse
-        results.initial[rows] += jnp.where(anew, total, 0)
-        sums.carry[rows] = results.vectors[rows] = jnp.where(anew, 0, total)
+        results.initial[rows] += jnp.where(restarts, total, 0)
+        sums.carry[rows] = results.vectors[rows] = jnp.where(restarts, 0, total)
 
-    _by_rows(sums.carry, some)
+    _for_rows(sums.carry, some)
 
 
-def _write_tokens(
+def _write_token_gradients(
     seen: Array, head: Array, last: Array, first: Array, keys: tuple[Array, Any],
-    results: Gradients, sums: Sums, settings: Static,
+    results: CellKernelGradients, sums: CellKernelSums, settings: StateKernelSettings,
 ) -> None:  # fmt: skip
-    """Of this block's, to which the block behind it has added; of those before it on the chip."""
+    """Writes the gradients of this block's tokens, to which the next block has contributed.
+
+    The gradients of the tokens before this block are kept in VMEM for the next step.
+    """
     window = keys[1].shape[0]
     raw = keys if settings.raw_keys else None, None
     both = zip(sums.attended, sums.behind, (results.keys, results.values), raw, strict=True)

@@ -1,4 +1,4 @@
-"""What the kernel of the whole cell takes."""
+"""The inputs that the kernel of the complete cell supports."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from brt.ops.recurrent_attention.tpu_kernels import ROWS
 from brt.ops.tpu import LANES, cores_per_chip, vmem_refusal
 
 
-def refuses(
+def refusal(
     weights: CellWeights,
     initial: Array,
     vectors: Array,
@@ -24,7 +24,7 @@ def refuses(
     attention: str | None = None,
     **__: Any,
 ) -> str | None:
-    """Why these inputs cannot be; None: they can."""
+    """Returns why these inputs are not supported, or None if they are."""
     (lanes, states, dim), (window, heads, width) = vectors.shape, cached[0].shape[1:]
     if attention not in (None, AUTO):
         return f"attends by itself, not by Kernels.softmax_attention = {attention!r}"
@@ -44,7 +44,9 @@ def refuses(
     here = lanes // rules.count("lanes", lanes)
     if here % cores_per_chip():
         return f"has sequences for each of {cores_per_chip()} cores of a chip, not {here} of them"
-    return vmem_refusal(_bytes(states, window, dim, heads, width, keys.dtype.itemsize), "states")
+    return vmem_refusal(
+        _backward_vmem_bytes(states, window, dim, heads, width, keys.dtype.itemsize), "states"
+    )
 
 
 def _layout(weights: CellWeights) -> str:
@@ -53,9 +55,14 @@ def _layout(weights: CellWeights) -> str:
     return "skip" if weights.mlp_in is None else "dual"
 
 
-def _bytes(states: int, window: int, dim: int, heads: int, width: int, itemsize: int) -> int:
-    """Of VMEM that the backward pass takes: two of each block, its sums, a tile of logits, and both
-    sides of the last product, of all four projections, with what comes of it."""
+def _backward_vmem_bytes(
+    states: int, window: int, dim: int, heads: int, width: int, itemsize: int
+) -> int:
+    """Returns the bytes of VMEM that the backward pass needs.
+
+    These are two buffers for each block, the sums, a tile of logits, and both factors and the
+    result of the last product, that of all four projections.
+    """
     vectors, slots = states * dim * 4, states + 2 * window
     blocks = 2 * (6 * vectors + itemsize * (states * dim + 6 * dim * width))
     by_head = 2 * width * itemsize * (12 * states + 10 * window)

@@ -1,4 +1,4 @@
-"""How the kernel of the whole cell walks over lanes, blocks and heads."""
+"""The grid of the kernels of the complete cell: lanes, blocks and heads."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,15 +7,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from brt.ops.recurrent_attention.tpu_cell_arrays import Kept, Tokens, Weights
+from brt.ops.recurrent_attention.tpu_cell_arrays import (
+    CellKernelWeights,
+    CellResiduals,
+    TokenBlocks,
+)
 
 
-class Walk(NamedTuple):
-    """The grid, and where its steps find their parts of arrays [B, N, H, ...].
+class CellGrid(NamedTuple):
+    """The grid, and the block specs of arrays [B, N, H, ...].
 
     Attributes:
-      blocks: N.
-      backward: whether they come in reverse order.
+      blocks: the number of blocks, N.
+      backward: True if blocks are processed in reverse order.
     """
 
     blocks: int
@@ -24,7 +28,7 @@ class Walk(NamedTuple):
     def at(self, n: Any) -> Any:
         return self.blocks - 1 - n if self.backward else n
 
-    def everywhere(self, x: Any) -> pl.BlockSpec:
+    def whole_array(self, x: Any) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
 
     def by_lane(self, x: Any) -> pl.BlockSpec:
@@ -38,7 +42,7 @@ class Walk(NamedTuple):
         )
 
     def by_head(self, x: Any) -> pl.BlockSpec:
-        """Of [H, ...]."""
+        """Returns the spec of one head of an array [H, ...]."""
         rest = x.shape[1:]
         return pl.BlockSpec((None, *rest), lambda b, n, h, *_: (h, *(0 for _ in rest)))
 
@@ -48,8 +52,12 @@ class Walk(NamedTuple):
             (None, None, None, *rest), lambda b, n, h, *_: (b, self.at(n), h, *(0 for _ in rest))
         )
 
-    def tokens(self, cached: Any, own: Any) -> Tokens:
-        """Of [B, H, W, K] and [B, H, T, K]; what was cached is read for the first block alone."""
+    def tokens(self, cached: Any, own: Any) -> TokenBlocks:
+        """Returns the specs of cached tokens [B, H, W, K] and of a segment's tokens [B, H, T, K].
+
+        The index of the cache changes with the head only in the first block, so the cache is copied
+        for that block alone.
+        """
         shape = None, None, *cached.shape[2:]
         resting = 0 if self.backward else cached.shape[1] - 1
 
@@ -60,17 +68,17 @@ class Walk(NamedTuple):
             return pl.BlockSpec(shape, lambda b, n, h, *_: (b, h, place(self.at(n)), 0))
 
         before = block(lambda n: jnp.maximum(n - 1, 0))
-        return Tokens(pl.BlockSpec(shape, of_cache), before, block(lambda n: n))
+        return TokenBlocks(pl.BlockSpec(shape, of_cache), before, block(lambda n: n))
 
-    def weights(self, weights: Weights) -> Weights:
+    def weights(self, weights: CellKernelWeights) -> CellKernelWeights:
         shape = weights.output.shape
-        places = jax.tree.map(self.everywhere, weights)
+        places = jax.tree.map(self.whole_array, weights)
         return places._replace(
             projection=tuple(map(self.by_head, weights.projection)),
             output=pl.BlockSpec((2, None, *shape[2:]), lambda b, n, h, *_: (0, h, 0, 0)),
             scales=self.by_head(weights.scales),
         )
 
-    def kept(self, x: Kept) -> Kept:
+    def residuals(self, x: CellResiduals) -> CellResiduals:
         hidden = None if x.hidden is None else self.by_block(x.hidden)
-        return Kept(self.by_block(x.vectors), hidden, *map(self.by_step, x[2:]))
+        return CellResiduals(self.by_block(x.vectors), hidden, *map(self.by_step, x[2:]))

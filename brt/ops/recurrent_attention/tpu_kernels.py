@@ -1,4 +1,7 @@
-"""What a TPU does for one head of the states of one lane: see `pallas_tpu`."""
+"""Bodies of the TPU kernels of the states' attention, for one head of the states of one lane.
+
+`pallas_tpu` describes the algorithm.
+"""
 
 import math
 from collections.abc import Iterator
@@ -21,29 +24,38 @@ from brt.ops.tpu import (
     l2_normalize_rows_backward,
 )
 
-KEYS, QUERIES, VALUES = 0, (1, 2), 3  # of the projected states: queries to states, and to tokens
-ROWS = 256  # of a tile at most, by the compiler's schedules
+# Indices of the projected states; the queries are those to states and those to tokens.
+KEYS, QUERIES, VALUES = 0, (1, 2), 3
+ROWS = 256  # Largest number of rows of a tile, chosen by the length of the compiler's schedules.
 
 
-class Static(NamedTuple):
-    """What is known when tracing."""
+class StateKernelSettings(NamedTuple):
+    """Static settings of the kernels.
+
+    Attributes:
+      normalize_qk: True normalizes keys and queries of the states.
+      raw_keys: True also normalizes the keys of the tokens.
+      null_keys: True makes unreadable keys count as zero keys with zero values.
+      interpret: runs on any device, slowly.
+    """
 
     normalize_qk: bool
-    raw_keys: bool  # of tokens, too
+    raw_keys: bool
     null_keys: bool
     interpret: bool | pltpu.InterpretParams
 
 
-class Inputs(NamedTuple):
-    """Of a step of the grid, or where they are.
+class StateKernelInputs(NamedTuple):
+    """Inputs of a step of the grid, or their block specs.
 
     Attributes:
-      projected: [4, S, K], of the states, not normalised.
-      scales: [2, 128], the length that queries get, or what they are multiplied by.
-      keys, values: [W, K] twice, of the tokens of the block before, and of this one.
-      gradient: [2, S, K] of `Outputs.y`; of it the rest, in the backward pass only.
-      shown: [S, K] of keys and of values, gradients of what is shown to tokens.
-      y, lse: as they came out.
+      projected: [4, S, K], projections of the states, not normalized.
+      scales: [2, 128], the length of normalized queries, or the factor of others.
+      keys, values: two arrays [W, K], tokens of the block before and of this block.
+      gradient: [2, S, K], gradient of `StateKernelOutputs.y`, in the backward pass only, as all
+        that follow.
+      shown: two arrays [S, K], gradients of the state keys and values that tokens read.
+      y, lse: outputs of the forward pass.
     """
 
     projected: Any
@@ -56,13 +68,13 @@ class Inputs(NamedTuple):
     lse: Any = None
 
 
-class Outputs(NamedTuple):
-    """Of a step of the grid, or where they go.
+class StateKernelOutputs(NamedTuple):
+    """Outputs of a step of the grid, or their block specs.
 
     Attributes:
-      y: [2, S, K], what states read of states, and of tokens.
-      keys: [S, K], of the states, as they are shown to tokens.
-      lse: [2, 1, S].
+      y: [2, S, K], outputs of attention to states and to tokens.
+      keys: [S, K], keys of the states that tokens read.
+      lse: [2, 1, S], log-sum-exp of both attentions.
     """
 
     y: Any
@@ -70,8 +82,11 @@ class Outputs(NamedTuple):
     lse: Any
 
 
-class Gradients(NamedTuple):
-    """Of a step of the grid; as of `Inputs`. The scales' are added up over the lanes of a head."""
+class StateKernelGradients(NamedTuple):
+    """Gradients that a step writes, shaped as in `StateKernelInputs`.
+
+    The gradient of the scales is summed over the lanes of a head.
+    """
 
     projected: Any
     scales: Any
@@ -79,16 +94,18 @@ class Gradients(NamedTuple):
     values: tuple[Any, Any]
 
 
-class _Part(NamedTuple):
-    """Keys and values [X, K] that queries see, and float32 that is added to their logits."""
+class _KeyPart(NamedTuple):
+    """Keys and values [X, K] that queries see, and a float32 term of their logits."""
 
     keys: Array
     values: Array
     unseen: Array | float = 0.0
 
 
-def _parts(seen: Array, inputs: Inputs, settings: Static) -> tuple[list[_Part], list[_Part]]:
-    """What states see of states, and of tokens."""
+def _key_parts(
+    seen: Array, inputs: StateKernelInputs, settings: StateKernelSettings
+) -> tuple[list[_KeyPart], list[_KeyPart]]:
+    """Returns the keys and values that states see: those of the states, and those of the tokens."""
     keys, (before, own) = inputs.projected[KEYS], zip(inputs.keys, inputs.values, strict=True)
     if settings.normalize_qk:
         keys = l2_normalize_rows(keys)[0].astype(keys.dtype)
@@ -101,61 +118,81 @@ def _parts(seen: Array, inputs: Inputs, settings: Static) -> tuple[list[_Part], 
     if settings.null_keys:
         known = [jax.lax.select(seen, x, jnp.zeros_like(x)) for x in known]
         unseen = jnp.zeros(())
-    tokens = [_Part(known[0], known[1], unseen), _Part(of_own[0], of_own[1])]
-    return [_Part(keys, inputs.projected[VALUES])], tokens
+    tokens = [_KeyPart(known[0], known[1], unseen), _KeyPart(of_own[0], of_own[1])]
+    return [_KeyPart(keys, inputs.projected[VALUES])], tokens
 
 
-def _queries(which: int, rows: slice, inputs: Inputs, settings: Static) -> Float[Array, "R K"]:
+def _scaled_queries(
+    which: int, rows: slice, inputs: StateKernelInputs, settings: StateKernelSettings
+) -> Float[Array, "R K"]:
     own = inputs.projected[QUERIES[which], rows]
     wide = l2_normalize_rows(own)[0] if settings.normalize_qk else own.astype(jnp.float32)
     return (wide * inputs.scales[which : which + 1, :1]).astype(own.dtype)
 
 
-def _against(arrays: Iterator[Array], x: Float[Array, "R K"]) -> Float[Array, "X R"]:
+def _products(arrays: Iterator[Array], x: Float[Array, "R K"]) -> Float[Array, "X R"]:
     return jnp.concatenate([dot_float32(one, x, NT) for one in arrays], axis=0)
 
 
-def _logits(parts: list[_Part], own: Float[Array, "R K"]) -> Float[Array, "X R"]:
+def _logits(parts: list[_KeyPart], own: Float[Array, "R K"]) -> Float[Array, "X R"]:
     results = [dot_float32(part.keys, own, NT) + part.unseen for part in parts]
     return jnp.concatenate(results, axis=0)
 
 
-def _cut(x: Float[Array, "X R"], parts: list[_Part]) -> list[Array]:
-    """What of it is of each part."""
+def _split_by_part(x: Float[Array, "X R"], parts: list[_KeyPart]) -> list[Array]:
+    """Splits the rows of x by the part that they belong to."""
     ends = [sum(len(part.keys) for part in parts[:i]) for i in range(len(parts) + 1)]
     return [x[a:b] for a, b in zip(ends, ends[1:], strict=False)]
 
 
-def _tiles(states: int) -> list[slice]:
+def _row_tiles(states: int) -> list[slice]:
     rows = math.gcd(states, ROWS)
     return [slice(i, i + rows) for i in range(0, states, rows)]
 
 
-def forward_kernel(cache_mask: Any, inputs: Inputs, outputs: Outputs, *, settings: Static) -> None:
-    read(cache_mask[pl.program_id(1)] > 0, inputs, outputs, settings)
+def forward_kernel(
+    cache_mask: Any,
+    inputs: StateKernelInputs,
+    outputs: StateKernelOutputs,
+    *,
+    settings: StateKernelSettings,
+) -> None:
+    attend_states(cache_mask[pl.program_id(1)] > 0, inputs, outputs, settings)
 
 
-def read(seen: Array, inputs: Inputs, outputs: Outputs, settings: Static) -> None:
-    """What states read; `seen`: of the block before, too."""
-    both = _parts(seen, inputs, settings)
+def attend_states(
+    seen: Array,
+    inputs: StateKernelInputs,
+    outputs: StateKernelOutputs,
+    settings: StateKernelSettings,
+) -> None:
+    """Computes both attentions of the states; `seen` is True if the block before is readable."""
+    both = _key_parts(seen, inputs, settings)
     outputs.keys[...] = both[0][0].keys
     for which, parts in enumerate(both):
         columns = [part.values.T for part in parts]
-        for rows in _tiles(outputs.keys.shape[0]):
-            logits = _logits(parts, _queries(which, rows, inputs, settings))
+        for rows in _row_tiles(outputs.keys.shape[0]):
+            logits = _logits(parts, _scaled_queries(which, rows, inputs, settings))
             top = jnp.max(logits, axis=0, keepdims=True)
             weights = jnp.exp(logits - top)
             total = jnp.sum(weights, axis=0, keepdims=True)
-            pairs = zip(columns, _cut(weights.astype(columns[0].dtype), parts), strict=True)
+            pairs = zip(
+                columns, _split_by_part(weights.astype(columns[0].dtype), parts), strict=True
+            )
             sums = sum(dot_float32(column, part, NN) for column, part in pairs)
             outputs.y[which, rows] = (sums / total).T.astype(outputs.y.dtype)
             outputs.lse[which, :, rows] = top + jnp.log(total)
 
 
 def backward_kernel(
-    cache_mask: Any, inputs: Inputs, results: Gradients, keys_sum: Any, values_sum: Any, *,
-    settings: Static,
-) -> None:  # fmt: skip
+    cache_mask: Any,
+    inputs: StateKernelInputs,
+    results: StateKernelGradients,
+    keys_sum: Any,
+    values_sum: Any,
+    *,
+    settings: StateKernelSettings,
+) -> None:
     lane = pl.program_id(1)
 
     @pl.when(lane == 0)
@@ -164,22 +201,31 @@ def backward_kernel(
 
     seen = cache_mask[lane] > 0
     add_gradients(seen, inputs, results, (keys_sum, values_sum), settings)
-    _write_tokens(seen, inputs, results, (keys_sum, values_sum), settings)
+    _write_token_gradients(seen, inputs, results, (keys_sum, values_sum), settings)
 
 
 def add_gradients(
-    seen: Array, inputs: Inputs, results: Gradients, sums: tuple[Any, Any], settings: Static
+    seen: Array,
+    inputs: StateKernelInputs,
+    results: StateKernelGradients,
+    sums: tuple[Any, Any],
+    settings: StateKernelSettings,
 ) -> None:
-    """Writes those of the states, and adds to those of scales.
+    """Writes the gradients of the states, and adds to those of the scales.
 
     Args:
-      sums: float32, of keys and of values: of states, and behind them of both blocks of tokens.
+      seen: True if the block before is readable.
+      inputs: the kernel's inputs.
+      results: the gradients to write.
+      sums: float32, the gradients of keys and of values; each contains those of the states, then
+        those of the tokens of both blocks.
+      settings: static settings.
     """
-    both = _parts(seen, inputs, settings)
+    both = _key_parts(seen, inputs, settings)
     states = results.projected.shape[1]
     places = slice(0, states), slice(states, None)
     for which, (parts, place) in enumerate(zip(both, places, strict=True)):
-        for rows in _tiles(states):
+        for rows in _row_tiles(states):
             theirs = _add_gradients(which, rows, parts, inputs, results, settings)
             for total, found_here in zip(sums, theirs, strict=True):
                 total[place] = found_here + total[place] if rows.start else found_here
@@ -191,10 +237,14 @@ def add_gradients(
         results.projected[part] = gradient.astype(results.projected.dtype)
 
 
-def _write_tokens(
-    seen: Array, inputs: Inputs, results: Gradients, sums: tuple[Any, Any], settings: Static
+def _write_token_gradients(
+    seen: Array,
+    inputs: StateKernelInputs,
+    results: StateKernelGradients,
+    sums: tuple[Any, Any],
+    settings: StateKernelSettings,
 ) -> None:
-    """The gradients of the tokens of both blocks."""
+    """Writes the gradients of the tokens of both blocks."""
     window = results.keys[0].shape[0]
     raw = inputs.keys if settings.raw_keys else None, None
     for (before, own), total, keys in zip((results.keys, results.values), sums, raw, strict=True):
@@ -214,19 +264,19 @@ def _write_tokens(
 def _add_gradients(
     which: int,
     rows: slice,
-    parts: list[_Part],
-    inputs: Inputs,
-    results: Gradients,
-    settings: Static,
+    parts: list[_KeyPart],
+    inputs: StateKernelInputs,
+    results: StateKernelGradients,
+    settings: StateKernelSettings,
 ) -> tuple[Float[Array, "X K"], Float[Array, "X K"]]:
-    """Writes those of some queries; returns those of the keys and values that they see."""
-    own, theirs = _queries(which, rows, inputs, settings), inputs.gradient[which, rows]
+    """Writes the gradients of some queries; returns those of the keys and values that they see."""
+    own, theirs = _scaled_queries(which, rows, inputs, settings), inputs.gradient[which, rows]
     along = jnp.sum(theirs.astype(jnp.float32) * inputs.y[which, rows], axis=-1, keepdims=True)
     along = jnp.broadcast_to(along, (len(along), LANES)).T[:1]
     weights = jnp.exp(_logits(parts, own) - inputs.lse[which, :, rows])
-    d_logits = weights * (_against((part.values for part in parts), theirs) - along)
+    d_logits = weights * (_products((part.values for part in parts), theirs) - along)
     d_logits, weights = d_logits.astype(own.dtype), weights.astype(own.dtype)
-    pairs = zip(_cut(d_logits, parts), parts, strict=True)
+    pairs = zip(_split_by_part(d_logits, parts), parts, strict=True)
     d_own = sum(dot_float32(cut, part.keys, TN) for cut, part in pairs)
     place, scale = QUERIES[which], slice(which, which + 1)
     if settings.normalize_qk:

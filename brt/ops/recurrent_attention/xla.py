@@ -1,4 +1,4 @@
-"""What states read, in plain XLA."""
+"""Attention of the states in plain XLA."""
 
 from functools import partial
 
@@ -7,28 +7,34 @@ from jaxtyping import Array, Bool, Float
 
 from brt.ops.normalization import scaled_unit
 from brt.ops.recurrent_attention import scan
-from brt.ops.recurrent_attention.cell import StateKV, Tokens
+from brt.ops.recurrent_attention.cell import StateKV, TokenKV
 from brt.ops.softmax_attention import attend, attend_to_blocks
 
 
 def state_attention(
     projected: Float[Array, "B S 4 H K"],
     scales: Float[Array, "2 H"],
-    before: Tokens,
-    own: Tokens,
+    before: TokenKV,
+    own: TokenKV,
     cache_mask: Bool[Array, " B"],
     *,
     normalize_qk: bool,
     null_keys: bool,
     attention: str | None = None,
 ) -> tuple[Float[Array, "B S 2 H K"], StateKV]:
-    """What states read of states and of tokens, and the memory that they are themselves.
+    """Attends from the states to the states and to the tokens of two blocks.
 
     Args:
-      projected: keys, queries, queries to tokens, and values, of one product.
-      scales: of both kinds of queries.
-      before, own: the tokens of two blocks, of which the former may be unreadable.
+      projected: keys, queries, queries to tokens, and values of the states, from one product.
+      scales: the scales of the two kinds of queries.
+      before, own: the tokens of the previous block and of this block.
+      cache_mask: False if the tokens of the previous block are unreadable.
+      normalize_qk: True normalizes keys and queries.
+      null_keys: True makes unreadable keys count as zero keys.
       attention: the implementation of both attentions.
+
+    Returns:
+      The outputs of attention to states and to tokens, and the keys and values of the states.
     """
     scaled, v = projected[:, :, :-1], projected[:, :, -1]
     scales = jnp.concatenate([jnp.ones_like(scales[:1]), scales])
@@ -36,10 +42,10 @@ def state_attention(
         scaled = scaled_unit(scaled, scales)
     else:
         scaled = scaled * scales.astype(scaled.dtype)[None, None, :, :, None]
-    k, q, crossing = (part.squeeze(2) for part in jnp.split(scaled, 3, axis=2))
+    k, q, to_tokens = (part.squeeze(2) for part in jnp.split(scaled, 3, axis=2))
     keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(before, own, strict=True))
     crossed = attend_to_blocks(
-        crossing, keys, values, cache_mask, null_keys=null_keys, implementation=attention
+        to_tokens, keys, values, cache_mask, null_keys=null_keys, implementation=attention
     )
     return jnp.stack([attend(q, k, v, implementation=attention), crossed], axis=2), StateKV(k, v)
 
