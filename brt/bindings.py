@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from brt.config import SECTIONS, Config
+from brt.config.removed import REMOVED, refusal
 from brt.config_io import FIELDS, SECTION_TYPES, checked_value, suggestion, unknown_name
 from brt.errors import ConfigError
 
@@ -70,6 +71,7 @@ def resolve(
       ConfigError: an unknown name, a wrong type, an undefined or unused macro, a
         duplicate, or settings that clash. The sentence begins with file and line.
     """
+    sources = {key: _without_removed(source) for key, source in sources.items()}
     _check_names(sources, beside)
     macros = _macros(sources)
     _check_macros(macros, sources)
@@ -99,6 +101,18 @@ def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
     }
     winners = _winners(fields, _below(sources))
     return {full.partition(".")[2]: binding for full, binding in winners.items()}
+
+
+def _without_removed(source: Source) -> Source:
+    """Returns the source without bindings of removed settings to the values that still hold.
+
+    Raises:
+      ConfigError: a removed setting has another value.
+    """
+    for binding in source.bindings:
+        if binding.name in REMOVED and (reason := refusal(binding.name, binding.value)):
+            raise ConfigError(f"{binding.origin}: {reason}")
+    return source._replace(bindings=[b for b in source.bindings if b.name not in REMOVED])
 
 
 def _belongs(binding: Binding, section: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from brt.config import SECTIONS, Config
 from brt.config.fields import settings
+from brt.config.removed import REMOVED, refusal, without_removed
 from brt.errors import ConfigError
 from brt.redaction import redacted
 
@@ -66,7 +67,7 @@ def config_from_json(saved: Mapping[str, Any]) -> Config:
       ConfigError: a name that no section has, a wrong type, or settings that clash.
     """
     sections = {}
-    for section, fields in saved.items():
+    for section, fields in without_removed(saved).items():
         if section not in SECTIONS:
             raise ConfigError(f"the saved config has {unknown_name(section)}")
         if not isinstance(fields, Mapping):
@@ -74,6 +75,8 @@ def config_from_json(saved: Mapping[str, Any]) -> Config:
         values = {}
         for field, value in fields.items():
             name = f"{section}.{field}"
+            if name in REMOVED:
+                raise ConfigError(f"the saved config has {refusal(name, value)}")
             if name not in FIELDS:
                 raise ConfigError(f"the saved config has {unknown_name(name)}")
             values[field] = checked_value(name, value)
@@ -120,6 +123,8 @@ def checked_value(name: str, value: Any) -> Any:
 def unknown_name(name: str) -> str:
     """A phrase for a section or field that does not exist, with the nearest that does."""
     section, _, field = name.partition(".")
+    if name in REMOVED:
+        return f"no field {name!r} any more; {REMOVED[name].now}"
     if section == "Sweep":
         return f"{name} describes a sweep; run it with python -m brt.sweep"
     if section not in SECTIONS:

@@ -11,13 +11,10 @@ from brt.errors import ConfigError
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bits": 64}, "Attention.bits = 64 must not be above 63"),
-        ({"bits": 0}, "Attention.bits = 0 must be above 0"),
         ({"clusters": 0}, "Attention.clusters = 0 must be above 0"),
         ({"top_k": -1}, "Attention.top_k = -1 must be above 0"),
         ({"iterations": 0}, "Attention.iterations = 0 must be above 0"),
         ({"min_length": -1}, "Attention.min_length = -1 must not be negative; 0: the kind always"),
-        ({"tile": -1}, "Attention.tile = -1 must not be negative; 0 leaves"),
         (
             {"fit_queries": 50},
             "Attention.fit_queries = 50 must not be below Attention.clusters = 100",

@@ -84,8 +84,8 @@ def test_costs_of_a_token_leave_the_optimizer_out(tool: Callable) -> None:
 def test_implementations_are_asked_for_as_the_error_says(tool: Callable) -> None:
     variants = tool("compiled").variants
     assert list(variants(None)) == [("auto", [])]
-    assert list(variants("kmeans:xla")) == [("xla", ["Kernels.kmeans = 'xla'"])]
-    both = ["Kernels.kmeans = 'reference'", "Kernels.reformer = 'reference'"]
+    assert list(variants("kmeans:xla")) == [("xla", ["Kernels.use = ('kmeans=xla',)"])]
+    both = ["Kernels.use = ('kmeans=reference', 'reformer=reference')"]
     assert list(variants("kmeans,reformer:xla,reference"))[1] == ("reference", both)
     with pytest.raises(ConfigError, match="--implementations=xla must be operations and names"):
         list(variants("xla"))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from brt.config import Data, Speech
 from brt.config.fields import Setting, adaptable, cached_settings, fixed, free, inherited, settings
-from brt.config_io import SECTION_TYPES
+from brt.config_io import FIELDS, SECTION_TYPES
 from brt.training.start.config_changes import may_change
 
 GOLDEN = Path(__file__).parent / "data" / "settings.json"
@@ -24,6 +25,14 @@ def test_every_field_declares_what_it_means() -> None:
         if not any(isinstance(said, Setting) for said in field.metadata.values())
     ]
     assert not silent, f"{silent} declare nothing; brt/config/fields.py says what there is"
+
+
+def test_every_setting_is_documented() -> None:
+    """Some .gin file or page of the documentation names it with its section."""
+    root = Path(__file__).parents[1]
+    files = [*(root / "configs").rglob("*.gin"), *(root / "docs").rglob("*.md"), root / "README.md"]
+    named = set(re.findall(r"\b[A-Z]\w*\.\w+", "\n".join(file.read_text() for file in files)))
+    assert not (missing := FIELDS.keys() - named), f"no page of docs/ says what {missing} are for"
 
 
 def verb(setting: Setting) -> str:
@@ -74,7 +83,11 @@ def test_what_a_field_is_declared_with_is_its_default() -> None:
 @pytest.mark.parametrize(
     ("section", "there", "elsewhere"),
     [
-        (Data(text_field="x"), {"text_field": "x", "tokenizer": "bytes"}, {"train", "shuffle"}),
+        (
+            Data(text_field="x"),
+            {"text_field": "x", "tokenizer": "bytes"},
+            {"train", "max_document_bytes"},
+        ),
         (Speech(buckets=(50, 80)), {"longest": 80, "join": 1}, {"buckets", "beams", "cache_dir"}),
         (Speech(buckets=(80,)), {"longest": 80}, {"test"}),
     ],

@@ -6,8 +6,6 @@ from typing import Literal
 from brt.config.checks import check, check_finite, check_not_negative, check_positive
 from brt.config.fields import free
 
-MAX_BITS = 63  # of a hash, as in the original, where it is one integer
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention:
@@ -26,42 +24,29 @@ class Attention:
     ] = free("full")
     min_length: int = free(0)  # sequences shorter than this, padding included: exact attention
     clusters: int = free(100)  # of the queries of a head, at most; clustered and improved_clustered
-    bits: int = free(63)  # of a query's hash, which clusters are found by
     iterations: int = free(5)  # of k-means; the original: 10
-    hash_offsets: bool = free(True)  # hash by planes anywhere; False: through the origin (by angle)
     fit_queries: int = free(0)  # queries that k-means learns from, drawn at random; 0: all
     top_k: int = free(32)  # exact keys of a cluster (improved_clustered) or a query (oracle_top_k)
     # weight of these keys against the others
     mass_rule: Literal["paper", "lse_jensen"] = free("paper")
     mass_stop_gradient: bool = free(False)  # True: that of the paper's rule is constant (original)
-    tile: int = free(0)  # queries of a cluster computed together; 0: chosen by their number
     rounds: int = free(1)  # of hashing; reformer
     buckets: int = free(64)  # of a round of hashing; reformer
     chunk: int = free(32)  # sorted queries that see their own chunk and the one before; reformer
 
     def __post_init__(self) -> None:
         check_finite(self)
-        check_positive(
-            self, "clusters", "bits", "iterations", "top_k", "rounds", "buckets", "chunk"
-        )
+        check_positive(self, "clusters", "iterations", "top_k", "rounds", "buckets", "chunk")
         check(
             self.min_length >= 0,
             f"Attention.min_length = {self.min_length} must not be negative; 0: the kind always",
-        )
-        check(
-            self.bits <= MAX_BITS,
-            f"Attention.bits = {self.bits} must not be above {MAX_BITS}",
-        )
-        check(
-            self.tile >= 0,
-            f"Attention.tile = {self.tile} must not be negative; 0 leaves the choice to brt",
         )
         check(
             self.fit_queries == 0 or self.fit_queries >= self.clusters,
             f"Attention.fit_queries = {self.fit_queries} must not be below Attention.clusters = "
             f"{self.clusters}; 0 takes all queries",
         )
-        check_not_negative(self, "min_length", "tile", "fit_queries")
+        check_not_negative(self, "min_length", "fit_queries")
         check(
             self.buckets % 2 == 0,
             f"Attention.buckets = {self.buckets} must be even: a hash has two signs",

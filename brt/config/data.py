@@ -38,7 +38,6 @@ class Data:
     validation_fraction: float = free(0.05, cached=True)
     test_fraction: float = free(0.05, cached=True)  # the same for test
     cache_dir: str = free("", path="written")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
-    shuffle: bool = fixed(True)  # documents in a new order every epoch
     # of memory tasks: steps after which the second and further sources of train are read, too
     curriculum: tuple[int, ...] = fixed(())
 

@@ -1,48 +1,74 @@
-"""Which implementation of each operation runs."""
+"""The choice between the implementations of an operation."""
 
 import dataclasses
-from typing import Literal
 
+from brt.config.checks import check
 from brt.config.fields import free
 
-Name = Literal[
-    "auto", "reference", "xla", "xla_cpu", "pallas_tpu", "pallas_tpu_cell", "pallas_gpu",
+AUTO = "auto"
+# Operations that have several implementations, and what a model uses them for.
+OPERATIONS = {
+    "window_attention": "attention of a decoder's tokens to their window",
+    "recurrent_attention": "the scan of recurrent layers over blocks",
+    "softmax_attention": "attention between recurrent states and tokens, inside that scan",
+    "memory_attention": "attention of memorizing layers to their memory",
+    "causal_clustered_attention": "attention of clustered layers to the past",
+    "routed_attention": "attention of routing layers to the tokens of a cluster",
+    "masked_attention": "attention of encoders, of summary layers and of a Seq2Seq's decoder",
+    "encoder_attention": "local and transient global attention of a Seq2Seq's encoder",
+    "cross_attention": "attention of a decoder to its source",
+    "clustered_attention": "clustered and improved clustered attention of encoders",
+    "kmeans": "the clustering of queries for clustered attention",
+    "reformer": "Reformer attention of encoders",
+    "oracle_top_k": "oracle top-k attention of encoders",
+    "cross_entropy": "losses over a vocabulary in training",
+    "token_scores": "losses over a vocabulary in evaluation",
+}
+IMPLEMENTATIONS = (
+    AUTO, "reference", "xla", "xla_cpu", "pallas_tpu", "pallas_tpu_cell", "pallas_gpu",
     "pallas_mosaic_gpu", "pallas_interpret", "pallas_gpu_interpret",
-]  # fmt: skip
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """By operation: `auto` takes the best that supports the inputs on this backend.
+    """Implementations of operations, for comparing them; brt takes the fastest by itself.
 
-    reference             the meaning, written naively: slow, and large
-    xla                   plain XLA
-    xla_cpu               plain XLA, cut as CPUs like it
-    pallas_tpu            a kernel for TPUs
-    pallas_tpu_cell       a kernel for TPUs of the whole recurrent cell
-    pallas_gpu            a kernel for GPUs
-    pallas_mosaic_gpu     a kernel for Hopper GPUs, by another of Pallas' backends
-    pallas_interpret      a kernel for TPUs, interpreted: for tests
-    pallas_gpu_interpret  a kernel for GPUs, interpreted: for tests
+    An item of `use` is OPERATION=IMPLEMENTATION. The attribute of an operation's name is the
+    implementation that `use` names for this operation, or "auto". The implementations are
 
-    An operation refuses what it does not have, and says what it has.
+        auto                  the best that supports the inputs on this backend
+        reference             the definition, which is slow and needs much memory
+        xla                   plain XLA
+        xla_cpu               plain XLA in blocks that suit CPUs
+        pallas_tpu            a kernel for TPUs
+        pallas_tpu_cell       a kernel for TPUs of the whole recurrent cell
+        pallas_gpu            a kernel for GPUs
+        pallas_mosaic_gpu     a kernel for Hopper GPUs, by the Mosaic backend of Pallas
+        pallas_interpret      a kernel for TPUs, interpreted, for tests
+        pallas_gpu_interpret  a kernel for GPUs, interpreted, for tests
+
+    An operation that does not have the implementation lists those that it has.
     """
 
-    window_attention: Name = free("auto")  # of a decoder's tokens to their window
-    recurrent_attention: Name = free("auto")  # of recurrent states, block after block
-    softmax_attention: Name = free("auto")  # within: of states and tokens to each other
-    memory_attention: Name = free("auto")  # of memorizing layers
-    causal_clustered_attention: Name = free("auto")  # of clustered layers
-    routed_attention: Name = free("auto")  # of routing layers, to the tokens of a cluster
-    # of encoders, of the decoder of a Seq2Seq to itself, and of summary layers
-    masked_attention: Name = free("auto")
-    encoder_attention: Name = free(
-        "auto"
-    )  # Seq2Seq.encoder_attention = 'local', 'transient_global'
-    cross_attention: Name = free("auto")  # of a decoder to its source, of every CrossAttention.kind
-    clustered_attention: Name = free("auto")  # Attention.kind = 'clustered', 'improved_clustered'
-    kmeans: Name = free("auto")  # what clusters their queries
-    reformer: Name = free("auto")  # Attention.kind = 'reformer'
-    oracle_top_k: Name = free("auto")  # Attention.kind = 'oracle_top_k'
-    cross_entropy: Name = free("auto")  # of losses over a vocabulary
-    token_scores: Name = free("auto")  # the same in evaluations
+    # items such as 'window_attention=xla'; operations that no item names use the fastest
+    use: tuple[str, ...] = free(())
+
+    def __post_init__(self) -> None:
+        for item in self.use:
+            operation, _, name = item.partition("=")
+            check(
+                operation in OPERATIONS and name in IMPLEMENTATIONS,
+                f"Kernels.use = {self.use}: {item!r} must be OPERATION=IMPLEMENTATION; the "
+                f"operations are {', '.join(OPERATIONS)}, the implementations "
+                f"{', '.join(IMPLEMENTATIONS)}",
+            )
+        check(
+            len({item.partition("=")[0] for item in self.use}) == len(self.use),
+            f"Kernels.use = {self.use} names an operation twice",
+        )
+
+    def __getattr__(self, name: str) -> str:
+        if name not in OPERATIONS:
+            raise AttributeError(f"Kernels has no operation {name!r}")
+        return dict(item.split("=") for item in self.use).get(name, AUTO)

@@ -45,7 +45,6 @@ class Questions:
     # answers that are not where the file says
     errors: Literal["refuse", "skip"] = free("refuse", cached=True)
     cache_dir: str = free("", path="written")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
-    shuffle: bool = fixed(True)  # windows in a new order every epoch
 
     def __post_init__(self) -> None:
         check_finite(self)

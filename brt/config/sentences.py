@@ -40,7 +40,6 @@ class Sentences:
     # rows that hold no sentence or no known label
     errors: Literal["refuse", "skip"] = free("refuse", cached=True)
     cache_dir: str = free("", path="written")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
-    shuffle: bool = fixed(True)  # rows in a new order every epoch
 
     def __post_init__(self) -> None:
         check_finite(self)

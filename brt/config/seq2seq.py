@@ -193,7 +193,6 @@ class Pairs:
     # rows that are empty, damaged or not UTF-8
     errors: Literal["refuse", "skip"] = free("refuse", cached=True)
     cache_dir: str = free("", path="written")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
-    shuffle: bool = fixed(True)  # pairs in a new order every epoch
 
     def __post_init__(self) -> None:
         check_finite(self)
@@ -233,11 +232,10 @@ class Decoding:
     max_length: int = free(128)  # tokens at most
     min_length: int = free(0)  # tokens at least, the end not counted
     no_repeat_ngram: int = free(0)  # a text never repeats so many tokens; 0: it may
-    batch_size: int = free(16)  # documents side by side
 
     def __post_init__(self) -> None:
         check_finite(self)
-        check_positive(self, "beams", "max_length", "batch_size")
+        check_positive(self, "beams", "max_length")
         check_not_negative(self, "min_length", "no_repeat_ngram")
         check(
             self.max_length > 1,

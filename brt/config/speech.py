@@ -52,7 +52,6 @@ class Speech:
     feature_mask_width: int = free(8)  # the widest
     beams: int = free(1)  # 1: the best token of every frame; more: prefix beam search
     cache_dir: str = free("", path="written")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
-    shuffle: bool = fixed(True)  # utterances in a new order every epoch
 
     def __post_init__(self) -> None:
         check_finite(self)

@@ -94,8 +94,6 @@ class Optimizer:
     schedule: Literal["rsqrt", "cosine", "linear", "constant"] = free("rsqrt")
     warmup_steps: int = free(1000)
     final_learning_rate: float = free(0.0)  # where cosine and linear end, at Training.steps
-    momentum: float = fixed(0.9)  # Adafactor; 0: none
-    second_moment_decay: float = fixed(0.8)  # Adafactor: 1 - t ** -decay
     min_dim_size_to_factor: int = fixed(128)  # Adafactor: smaller matrices keep full second moments
     b1: float = fixed(0.9)  # AdamW, and what Muon leaves to Adam
     b2: float = fixed(0.98)  # the same
@@ -110,10 +108,8 @@ class Optimizer:
     def __post_init__(self) -> None:
         check_finite(self)
         check_positive(self, "learning_rate", "min_dim_size_to_factor", "orthogonal_steps")
-        check_not_negative(
-            self, "warmup_steps", "final_learning_rate", "momentum", "weight_decay", "clip_norm"
-        )
-        for name in ("momentum", "second_moment_decay", "b1", "b2"):
+        check_not_negative(self, "warmup_steps", "final_learning_rate", "weight_decay", "clip_norm")
+        for name in ("b1", "b2"):
             value = getattr(self, name)
             check(0 <= value < 1, f"Optimizer.{name} = {value} must be in [0, 1)")
         check(

@@ -46,7 +46,7 @@ def reader(data: config.Data, store: TokenStore, **sizes: int) -> LaneReader:
     Args:
       sizes: of `LaneReader`.
     """
-    common: dict[str, Any] = {"store": store, "shuffle": data.shuffle, **sizes}
+    common: dict[str, Any] = {"store": store, **sizes}
     if not data.curriculum:
         return LaneReader(**common)
     steps = (0, *data.curriculum)

@@ -40,7 +40,7 @@ class Implementation(NamedTuple):
     """One way to compute an op.
 
     Attributes:
-      name: one of `brt.config.kernels.Name`.
+      name: one of `brt.config.kernels.IMPLEMENTATIONS`.
       function: computes the op from its inputs.
       auto: the backends on which `auto` may select this implementation.
       backends: the backends on which this implementation can run.
@@ -117,7 +117,7 @@ class Op(NamedTuple):
     """An operation and its implementations.
 
     Attributes:
-      name: the name of the op's field in the config section `Kernels`.
+      name: its name in `brt.config.kernels.OPERATIONS`.
       implementations: in the order in which `auto` prefers them.
     """
 

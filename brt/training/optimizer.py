@@ -116,8 +116,7 @@ def build(optimizer: Optimizer, steps: int, axes: Axes) -> optax.GradientTransfo
         adafactor = optax.adafactor(
             schedule,
             min_dim_size_to_factor=optimizer.min_dim_size_to_factor,
-            decay_rate=optimizer.second_moment_decay,
-            momentum=optimizer.momentum or None,
+            momentum=0.9,
         )
         transform = layerwise(adafactor, axes)
     else:

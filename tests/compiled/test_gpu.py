@@ -52,7 +52,7 @@ def test_the_papers_step_needs_less_memory_than_with_plain_xla(tmp_path: Path) -
     def peak(implementation: str) -> int:
         bindings = (
             "Model.vocab_size = 32000", "Training.batch_size = 8",
-            f"Kernels.window_attention = '{implementation}'",
+            f"Kernels.use = 'window_attention={implementation}'",
         )  # fmt: skip
         place = tmp_path / f"{implementation}.json"
         run(

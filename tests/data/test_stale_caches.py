@@ -54,7 +54,7 @@ def of_data(place: Path) -> Example:
         "train": some[:1], "validation": other, "test": other, "store": str(written.directory),
         "tokenizer": "train:290", "text_field": "other", "errors": "strict",
         "max_document_bytes": 1 << 20, "max_bad_records": 0,
-        "validation_fraction": 0.4, "test_fraction": 0.4, "shuffle": False,
+        "validation_fraction": 0.4, "test_fraction": 0.4,
         "curriculum": (),  # of memory tasks alone
     })  # fmt: skip
 
@@ -75,7 +75,7 @@ def of_pairs(place: Path) -> Example:
         "train": others[1], "validation": (), "test": others[1], "source_field": "longer",
         "target_field": "headline", "id_field": "number", "tokenizer": "train:300",
         "prefix": "dogs: ", "max_source_length": 20, "max_target_length": 6,
-        "truncation": "head_tail", "buckets": (12, 24), "errors": "refuse", "shuffle": False,
+        "truncation": "head_tail", "buckets": (12, 24), "errors": "refuse",
     })  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def of_speech(place: Path) -> Example:
         "join_orders": 2, "sample_rate": 16_000, "mel_bands": 10, "window_ms": 30.0,
         "shift_ms": 12.0, "normalization": "none", "stack": 2, "stride": 2, "buckets": (60, 100),
         "errors": "refuse", "time_masks": 1, "time_mask_frames": 3, "feature_masks": 1,
-        "feature_mask_width": 3, "beams": 4, "shuffle": False,
+        "feature_mask_width": 3, "beams": 4,
     })  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def of_sentences(place: Path) -> Example:
         "first_field": "other", "second_field": "other", "label_field": "kind",
         "id_field": "number", "header": ("other", "sentence", "label", "kind", "number"),
         "labels": ("1", "0"), "tokenizer": "train:300", "max_length": 20, "buckets": (12, 24),
-        "errors": "refuse", "shuffle": False,
+        "errors": "refuse",
     })  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def of_questions(place: Path) -> Example:
         "train": about("c.json", 5, 6), "validation": (), "test": about("d.json", 7),
         "tokenizer": "train:300", "max_length": 40, "stride": 4, "max_question_length": 12,
         "max_answer_length": 3, "no_answer": True, "no_answer_margin": 1.0, "buckets": (40, 48),
-        "errors": "refuse", "shuffle": False,
+        "errors": "refuse",
     })  # fmt: skip
 
 

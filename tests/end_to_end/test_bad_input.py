@@ -84,7 +84,7 @@ def test_attention_that_cannot_work(refused: Callable[..., str]) -> None:
     clustered = "Model.memorizing_layers = ()", "Model.clustered_layers = (0,)"
     message = refused(ConfigError, *clustered, "Model.positions = 'rotary'")
     assert "take 't5', 'alibi' or 'none'" in message
-    assert "bits = 64 must not be above 63" in refused(ConfigError, "Attention.bits = 64")
+    assert "clusters = 0 must be above 0" in refused(ConfigError, "Attention.clusters = 0")
 
 
 def test_a_workdir_in_use(refused: Callable[..., str], tmp_path: Path) -> None:

@@ -134,7 +134,10 @@ def test_a_dry_run_sizes_the_checkpoint_and_writes_nothing(
             "pallas_gpu",
             "brt: error: window_attention cannot run by 'pallas_gpu': runs on gpu, not on",
         ),
-        ("cuda", "Kernels.window_attention = 'cuda' must be one of 'auto', 'reference', 'xla', "),
+        (
+            "cuda",
+            "'window_attention=cuda' must be OPERATION=IMPLEMENTATION; the operations are win",
+        ),
     ],
 )
 def test_an_implementation_that_does_not_exist_ends_in_one_sentence(
@@ -143,7 +146,7 @@ def test_an_implementation_that_does_not_exist_ends_in_one_sentence(
 ) -> None:  # fmt: skip
     flags = [
         f"--gin_file={commands.config}", f"--workdir={tmp_path}/run",
-        f"--gin.Kernels.window_attention='{name}'",
+        f"--gin.Kernels.use='window_attention={name}'",
     ]  # fmt: skip
     monkeypatch.setattr("sys.argv", ["train", *flags])
     with pytest.raises(SystemExit) as stop:

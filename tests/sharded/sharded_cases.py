@@ -163,7 +163,7 @@ CASES: dict[str, Callable[[Path], Config]] = {
     "summary": lambda place: documents(place, summary_layers=(0,), long_summary_layers=(1,)),
     "masked": masked,
     "masked_clustered": lambda place: masked(
-        place, kind="improved_clustered", clusters=4, bits=8, top_k=4
+        place, kind="improved_clustered", clusters=4, top_k=4
     ),
     "masked_reformer": lambda place: shared(masked(place, kind="reformer", chunk=4, buckets=4)),
     "t5": pairs,

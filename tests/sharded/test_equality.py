@@ -95,7 +95,7 @@ def test_what_tpus_run_equals_one_device(
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, block_unroll=8, layer_unroll=8),
-        kernels=Kernels(**dict.fromkeys(operations, "pallas_interpret")),
+        kernels=Kernels(use=tuple(f"{name}=pallas_interpret" for name in operations)),
     )
     found, after = curve(config, MESHES[mesh], STEPS)
     assert worst(found, nats) < KERNEL_TOLERANCE

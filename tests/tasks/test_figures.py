@@ -164,7 +164,7 @@ def summaries(tmp_path_factory: pytest.TempPathFactory) -> Case:
             max_source_length=40, max_target_length=14, cache_dir=str(place / "cache"),
         ),
         training=Training(task="summarization"), evaluation=Evaluation(batch_size=2),
-        decoding=Decoding(max_length=4, batch_size=3),
+        decoding=Decoding(max_length=4),
     )  # fmt: skip
     return case(config)
 

@@ -164,8 +164,8 @@ def test_a_checkpoint_goes_on_with_free_settings_only() -> None:
     assert check_resumable(CONFIG, dataclasses.replace(CONFIG, training=longer)) == [
         "Training.steps: 100 -> 200"
     ]
-    plain = dataclasses.replace(CONFIG, kernels=Kernels(window_attention="xla"))
-    assert check_resumable(CONFIG, plain) == ["Kernels.window_attention: 'auto' -> 'xla'"]
+    plain = dataclasses.replace(CONFIG, kernels=Kernels(use=("window_attention=xla",)))
+    assert check_resumable(CONFIG, plain) == ["Kernels.use: () -> ('window_attention=xla',)"]
     other = dataclasses.replace(CONFIG.training, seed=1)
     with pytest.raises(ConfigError, match=r"another run: Training.seed was 0 and is 1; set"):
         check_resumable(CONFIG, dataclasses.replace(CONFIG, training=other))

@@ -87,7 +87,7 @@ def variants(text: str | None) -> Iterator[tuple[str, list[str]]]:
             "in --implementations=window_attention:xla,pallas_tpu"
         )
     for name in names.split(","):
-        yield name, [f"Kernels.{one} = {name!r}" for one in operations.split(",")]
+        yield name, [f"Kernels.use = {tuple(f'{one}={name}' for one in operations.split(','))}"]
 
 
 def parts_of(found: Figures) -> dict[str, Mapping[str, float]]:

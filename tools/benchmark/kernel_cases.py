@@ -27,7 +27,7 @@ from brt.ops.window_attention import window_part
 
 Case = tuple[Callable[..., Any], list[Any]]
 SOURCE, TARGETS, SEGMENT, HEADS, WIDTH = 1024, 128, 64, 8, 64  # of a T5-small that reads news
-TOKENS, CLUSTERS, BITS = 4096, 100, 63
+TOKENS, CLUSTERS = 4096, 100
 
 
 def window(array: Callable[..., Any], args: argparse.Namespace) -> Case:
@@ -146,7 +146,7 @@ def segmented(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 
 def clustered(array: Callable[..., Any], args: argparse.Namespace, kind: str = "clustered") -> Case:
     """Clustered attention, and the k-means before it."""
-    config = Attention(kind=kind, clusters=CLUSTERS, bits=BITS)
+    config = Attention(kind=kind, clusters=CLUSTERS)
     name = args.implementation
     size = jnp.dtype(args.dtype).itemsize // 2
     tokens = TOKENS // (2 * size**2 if kind != "clustered" else size)  # as many as a v4 takes

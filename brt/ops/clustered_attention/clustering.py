@@ -16,6 +16,8 @@ from brt.ops.clustered_attention.members import cluster_sums, member_counts
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.top_k import top_k
 
+HASH_BITS = 63  # The authors' code stores a hash in one 64-bit integer.
+
 
 def cluster_queries(
     queries: Float[Array, "B H T K"],
@@ -35,7 +37,7 @@ def cluster_queries(
     tokens, width = queries.shape[2:]
     clusters = min(config.clusters, tokens)
     of_planes, of_order = jax.random.split(key)
-    planes = random_planes(of_planes, bits=config.bits, width=width, offsets=config.hash_offsets)
+    planes = random_planes(of_planes, bits=HASH_BITS, width=width, offsets=True)
     planes = jax.tree.map(_whole_words, planes)
     codes = hash_codes(unit_scale(queries, valid), planes)
     chosen = _random_order(of_order, valid, max(clusters, min(config.fit_queries, tokens)))

@@ -70,7 +70,7 @@ def improved_clustered(
 ) -> Float[Array, "B H T E"]:
     """Exact logits for a cluster's best keys, the centroid's for the others (section 3.3)."""
     tokens, clusters = labels.shape[-1], _clusters(labels, config)
-    size = min(config.tile or tile_size(tokens, clusters), tokens)
+    size = min(tile_size(tokens, clusters), tokens)
     tiles = tiles_of(labels, clusters=clusters, size=size)
     centroids = _centroids(queries, labels, config)
     logits, mean = matmul_nt(centroids, keys), None

@@ -48,7 +48,7 @@ def refusal(
     """Returns why these inputs are not supported, or None if they are."""
     states, window, width = vectors.shape[1], cached[0].shape[1], keys.shape[-1]
     if attention not in (None, AUTO):
-        return f"attends by itself, not by Kernels.softmax_attention = {attention!r}"
+        return f"attends by itself, not by {attention!r} of softmax_attention"
     if states % 128 or window % 128:
         return f"takes a multiple of 128 states and of 128 tokens, not {states} and {window}"
     if reason := head_refusal(width, keys.dtype):

@@ -27,7 +27,7 @@ def refusal(
     """Returns why these inputs are not supported, or None if they are."""
     (lanes, states, dim), (window, heads, width) = vectors.shape, cached[0].shape[1:]
     if attention not in (None, AUTO):
-        return f"attends by itself, not by Kernels.softmax_attention = {attention!r}"
+        return f"attends by itself, not by {attention!r} of softmax_attention"
     if (kind, layout := _layout(weights)) != ("fixed", "skip"):
         return f"has the gate 'fixed' in the layout 'skip' only, not {kind!r} in {layout!r}"
     if taps is not None:

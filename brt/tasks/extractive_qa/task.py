@@ -66,7 +66,7 @@ class ExtractiveQa(EncoderTask):
         section, t = config.questions, config.training
         return QuestionReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
-            seed=t.seed, shuffle=section.shuffle, max_length=section.max_length,
+            seed=t.seed, max_length=section.max_length,
         )  # fmt: skip
 
     def loss(

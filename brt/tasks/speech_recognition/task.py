@@ -105,7 +105,7 @@ class SpeechRecognition(EncoderTask):
         section, t = config.speech, config.training
         return SpeechReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
-            seed=t.seed, shuffle=section.shuffle,
+            seed=t.seed,
         )  # fmt: skip
 
     def predict(

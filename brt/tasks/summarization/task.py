@@ -101,7 +101,7 @@ class Summarization(Task):
         section, t = config.pairs, config.training
         return PairReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
-            seed=t.seed, shuffle=section.shuffle,
+            seed=t.seed,
         )  # fmt: skip
 
     def initial_params(self, config: Config, key: Array) -> PyTree[Array]:

@@ -86,7 +86,7 @@ class TextClassification(EncoderTask):
         section, t = config.sentences, config.training
         return SentenceReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
-            seed=t.seed, shuffle=section.shuffle, max_length=section.max_length,
+            seed=t.seed, max_length=section.max_length,
         )  # fmt: skip
 
     def loss(
