@@ -1,4 +1,7 @@
-"""Blocks: how documents are cut, and how a batch is built of any blocks."""
+"""Blocks of tokens: the number of blocks of a document, and batches that consist of given blocks.
+
+A block is `window` tokens that a model reads at once. The last block of a document is padded.
+"""
 
 import numpy as np
 
@@ -8,15 +11,20 @@ from brt.types import Batch
 
 
 def block_counts(lengths: np.ndarray, window: int) -> np.ndarray:
-    """Blocks of documents of so many tokens."""
+    """Returns the number of blocks of each document.
+
+    Args:
+      lengths: int [documents], the documents' lengths in tokens.
+      window: tokens per block.
+    """
     return -(-lengths // window)
 
 
 def per_segment(segment_length: int, window: int) -> int:
-    """Blocks of a segment.
+    """Returns the number of blocks in a segment.
 
     Raises:
-      ConfigError: the segment is not made of whole blocks.
+      ConfigError: the length of the segment is not a multiple of the window.
     """
     if segment_length <= 0 or segment_length % window:
         raise ConfigError(
@@ -33,18 +41,23 @@ def gather(
     window: int,
     lengths: np.ndarray | None = None,
 ) -> Batch:
-    """The batch of the given blocks; `document_start` where a document or padding begins.
+    """Builds a batch from blocks of documents.
+
+    `document_start` of the batch is True where a document or padding begins. The input of a
+    document's first token is BOS, so targets are the document's tokens and inputs are shifted by
+    one.
 
     Args:
-      document: int [B, N], -1 for a block of padding.
-      block: int [B, N], the block's place in its document.
-      lengths: int64 [documents], tokens to read of each document; None: all.
+      document: int [B, N], the index of each block's document; -1 is a block of padding.
+      block: int [B, N], the index of each block in its document.
+      window: tokens per block.
+      lengths: int64 [documents], the number of tokens to read from each document; None reads all.
     """
     real = document >= 0
     lengths = store.lengths if lengths is None else lengths
     past = block * window  # tokens of the document before the block
     left = np.where(real, lengths[document] - past, 0)[..., None]  # may exceed the window
-    # One gather of a token more than a block gives both inputs and targets.
+    # One gather of window + 1 tokens yields both the inputs and the targets of a block.
     column = np.arange(-1, window)
     index = (store.offsets[document] + past)[..., None] + np.minimum(column, left - 1)
     tokens = store.tokens.gather(np.where(left > 0, np.maximum(index, 0), 0)).astype(np.int32)

@@ -1,4 +1,8 @@
-"""Byte-level BPE from a tokenizer.json, as GPT-2 and RoBERTa have it: every byte is kept."""
+"""Byte-level BPE from a tokenizer.json, as used by GPT-2 and RoBERTa.
+
+Such a tokenizer represents every byte of a text, so that decoding returns the text exactly. Files
+whose settings would change texts are refused.
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -12,19 +16,22 @@ from brt.data import tokenizer_files
 from brt.data.chunks import ChunkTokenizer
 from brt.errors import DataError
 
-CHANGING = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")  # what is read
-START = ("<s>", "<|endoftext|>", "[CLS]", "<bos>")  # how files spell a document's beginning
+CHANGING = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")  # refused settings
+START = ("<s>", "<|endoftext|>", "[CLS]", "<bos>")  # pieces that may mark a document's beginning
 MASK = "<mask>"
-PROBE = "Ab 12,\n\n\t  – é 山 \U0001f600\r\n"  # a text that has to come back as it is
+PROBE = "Ab 12,\n\n\t  – é 山 \U0001f600\r\n"  # a text that must survive encoding and decoding
 _SETTINGS = {"model": dict, "pre_tokenizer?": dict | None, "decoder?": dict | None}
-NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that no text in UTF-8 has
+NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that do not occur in UTF-8
 
 
 class ByteLevelTokenizer(ChunkTokenizer):
-    """Ids of RoBERTa's kind of file, without special ones; see `tokenizers.Tokenizer`.
+    """A byte-level BPE tokenizer without special ids; see `tokenizers.Tokenizer`.
 
-    Where the file's last id is its mask's, that is no id of a text: `vocab_size` ends before it,
-    and a masked language model takes it for its own mask.
+    If the last id of the file is its mask token, `vocab_size` does not include this id: texts
+    never contain it, and a masked language model uses it as its mask.
+
+    Raises:
+      DataError: the file is damaged, has no piece that can be BOS, or does not keep every byte.
     """
 
     def __init__(self, path: Path | str):
@@ -34,7 +41,7 @@ class ByteLevelTokenizer(ChunkTokenizer):
         self.file = "tokenizer.json", content
         self.fingerprint = hashlib.sha256(content).hexdigest()
         self._tokenizer = _opened(self.path, content)
-        self.unk_id = -1  # every byte has a piece
+        self.unk_id = -1  # Every byte has a piece, so there is no unknown token.
         size = self._tokenizer.get_vocab_size()
         self.vocab_size = size - (self._tokenizer.token_to_id(MASK) == size - 1)
         ids = (self._tokenizer.token_to_id(piece) for piece in START)
@@ -52,7 +59,7 @@ class ByteLevelTokenizer(ChunkTokenizer):
             )
 
         if self.decode_bytes(self.encode(PROBE)) != PROBE.encode():
-            raise _loses(path, f": {PROBE[:9]!r}... comes back otherwise")
+            raise _loses(path, f": {PROBE[:9]!r}... is decoded to another text")
 
     def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:
         try:
@@ -68,7 +75,8 @@ def _opened(path: Path, content: bytes) -> Any:
     settings = _settings(path, content)
     before, after = settings.get("pre_tokenizer") or {}, settings.get("decoder") or {}
     model = settings["model"]
-    if model.get("type", "BPE") == "BPE" and any(map(model.get, CHANGING)):  # it may panic of these
+    # The tokenizers library may panic if these settings are used.
+    if model.get("type", "BPE") == "BPE" and any(map(model.get, CHANGING)):
         raise _loses(path, ": it is " + " with ".join(["BPE", *filter(model.get, CHANGING)]))
     tokenizer = tokenizer_files.json_model(path, content)
     kind = type(tokenizer.model).__name__
@@ -78,8 +86,8 @@ def _opened(path: Path, content: bytes) -> Any:
         raise _loses(path, f": it is {kind}")
     for token in tokenizer.get_added_tokens_decoder().values():
         if not token.special and (token.lstrip or token.rstrip):
-            raise _loses(path, f": {token.content!r} takes the spaces beside it")
-    tokenizer.pre_tokenizer.add_prefix_space = False  # it would act on every chunk
+            raise _loses(path, f": {token.content!r} removes the spaces next to it")
+    tokenizer.pre_tokenizer.add_prefix_space = False  # It would add a space to every chunk.
     return tokenizer
 
 
@@ -87,7 +95,7 @@ def _settings(path: Path, content: bytes) -> dict[str, Any]:
     try:
         return untrusted.checked_json(content, _SETTINGS)
     except ValueError as error:
-        raise DataError(f"the tokenizer {path} is no tokenizer.json ({error})") from error
+        raise DataError(f"the tokenizer {path} is not a tokenizer.json ({error})") from error
 
 
 def _loses(path: Path | str, why: str = "") -> DataError:
@@ -98,16 +106,19 @@ def _loses(path: Path | str, why: str = "") -> DataError:
 
 
 def _bytes_of(path: Path | str, piece: str, added: Any) -> bytes:
-    """Of a piece that is spelt as GPT-2 does (Radford et al. 2019, section 2.2), or was added."""
+    """Decodes a piece in GPT-2's notation (Radford et al. 2019, section 2.2) or an added token."""
     if added:
         return b"" if added.special else added.content.encode()
     if strange := {*piece} - SPELT.keys():
-        raise _loses(path, f": its piece {piece!r} has {min(strange)!r}, which spells no byte")
+        raise _loses(path, f": its piece {piece!r} has {min(strange)!r}, which stands for no byte")
     return bytes(SPELT[character] for character in piece)
 
 
 def _spelt() -> dict[str, int]:
-    """{character: byte}: a printable byte is itself, the others are numbered from U+0100 on."""
+    """Returns the byte for each character of GPT-2's notation.
+
+    Printable bytes are written as themselves; the others are numbered from U+0100 on.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = [*map(chr, printable), *(chr(256 + i) for i in range(len(others)))]

@@ -1,7 +1,8 @@
-"""Prepared data: once per content, in a cache or where the user says.
+"""A cache of prepared data, so that the same files and settings are prepared only once.
 
-What is prepared is a directory with a part for each split, what encodes it (a tokenizer), and
-corpus.json, which says what it was made of and is written last.
+Prepared data are a directory with one subdirectory per split, the tokenizer, and corpus.json. This
+manifest describes sources and settings, and is written last. The name of the directory is a hash
+of everything that determines its content.
 """
 
 import hashlib
@@ -21,9 +22,9 @@ from brt.data.splits import SPLITS
 from brt.errors import DataError
 
 MANIFEST = manifests.CORPUS
-READING = 2  # how sources are read; another number where the same files become other text or rows
-SEED = 0  # of a tokenizer's sample
-NAMED = 3  # documents of a split
+READING = 2  # version of the readers; increased when the same files yield other text or rows
+SEED = 0  # seed for sampling the text that a tokenizer is trained on
+NAMED = 3  # document names per split in a description
 
 _KIND = {
     "key": str,
@@ -34,7 +35,7 @@ _KIND = {
     "tokenizer?": {"file": str, "name": str},
     "vocabulary?": {"file": str},
 }
-Section = Any  # of the config: it has train, validation, test and cache_dir
+Section = Any  # a section of the config with the fields train, validation, test and cache_dir
 Hashes = Mapping[str, Sequence[FileHash]]
 
 
@@ -45,18 +46,18 @@ def prepared(
     output: Path | str | None = None,
     **more: Any,
 ) -> Path:
-    """The directory of what a section describes; it is made first where that was not done yet.
+    """Returns the directory of the prepared data of a section, and prepares them if necessary.
 
     Args:
-      hashes: of the files of each split, so that a changed file never meets a stale store.
-      build: fills the directory that it is given; told settings and sources, it returns what the
-        manifest says beside these.
-      output: where to write; None: in the cache, under a name made of all that decides the
-        content.
-      more: decides the content, too.
+      section: the section of the config that names sources and settings.
+      hashes: hashes of the files of each split, so that a changed file is prepared again.
+      build: fills a directory. It receives the directory and the facts for the manifest (settings
+        and sources), and returns further entries for the manifest.
+      output: the directory to write; None selects one in the cache, named by a hash.
+      more: further values that determine the content.
 
     Raises:
-      DataError: a source cannot be read as asked, or `output` holds something else.
+      DataError: a source cannot be read, or `output` contains something else.
     """
     facts = {
         "settings": cached_settings(section),
@@ -79,7 +80,7 @@ def prepared(
             manifests.write(temporary / MANIFEST, {"key": key, **facts, **described})
     if _existing_key(directory) != key:
         what = "is damaged; delete it" if output is None else (
-            "holds something else; delete it or name another directory"
+            "contains something else; delete it or name another directory"
         )  # fmt: skip
         raise DataError(f"{directory} {what}")
     return directory
@@ -94,21 +95,26 @@ def prepared_split(
     build: Callable[[Path, Mapping[str, Any]], Mapping[str, Any]],
     **more: Any,
 ) -> Path:
-    """The directory of one split alone: none of the other sources is looked at.
+    """Returns the directory of a single split without reading the sources of other splits.
 
     Args:
-      part: it is a part of train, whose sources are read for it.
-      known: where a run had it from, of the same section; taken where that is still the same.
-      hashes: of the files behind sources.
+      section: the section of the config that names sources and settings.
+      split: the split to prepare.
+      part: True if the split is a part of train, whose sources must be read for it.
+      known: a directory from which a run read this split before; it is used again if its sources
+        are unchanged.
+      hashes: returns the hashes of the files behind sources.
+      build: see `prepared`.
+      more: see `prepared`.
 
     Raises:
-      DataError: a source cannot be read as asked.
+      DataError: a source cannot be read.
     """
     there = known if known and (known / MANIFEST).is_file() and (known / split).is_dir() else None
     if there and part:
         return there
     try:
-        if part or split == "train":  # which depend on the names of all sources
+        if part or split == "train":  # These splits depend on the names of all sources.
             own = {s: hashes(section.train) if s == "train" else [] for s in SPLITS}
         else:
             own = {split: hashes(getattr(section, split))}
@@ -124,10 +130,11 @@ def prepared_split(
 def say_left_out(
     section: Section, splits: Sequence[str], left_out: Callable[[str], str], show: bool
 ) -> None:
-    """Says which files of directories are not read.
+    """Prints which files in the directories of sources are not read.
 
     Args:
-      left_out: tells it of a source, in words; "" where there is none.
+      left_out: returns a sentence about a source, or "" if all its files are read.
+      show: False prints nothing.
     """
     for source in dict.fromkeys(name for split in splits for name in getattr(section, split)):
         if line := left_out(source):
@@ -135,10 +142,16 @@ def say_left_out(
 
 
 def described(directory: Path, splits: Mapping[str, Any], unit: str) -> dict[str, dict[str, Any]]:
-    """What each split is, as JSON.
+    """Returns a JSON description of each split.
 
-    How many of what, bytes of the text or of its files, the first names, content, origin, files; of
-    data that nobody prepared only what they say themselves.
+    It contains the number of rows or documents, the size in bytes, the first names, the
+    fingerprint, how the split was held out, and its source files. Sources are empty if the
+    directory has no manifest.
+
+    Args:
+      directory: the directory of prepared data.
+      splits: the store of each split.
+      unit: what a store counts, for example "documents".
     """
     manifest = read_manifest(directory) if (directory / MANIFEST).is_file() else {"sources": {}}
     found = {}
@@ -157,17 +170,17 @@ def described(directory: Path, splits: Mapping[str, Any], unit: str) -> dict[str
 
 
 def cache_directory(section: Section) -> Path:
-    """Where corpora are kept that nobody gave a place."""
+    """Returns the directory that caches prepared data."""
     if section.cache_dir:
         return untrusted.user_path(section.cache_dir)
     return user_cache.writable()
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """What a prepared corpus was made of: sources, settings, tokenizer and its coverage.
+    """Reads the manifest of prepared data: sources, settings, tokenizer and its coverage.
 
     Raises:
-      DataError: it is missing or damaged, or names files elsewhere.
+      DataError: it is missing or damaged, or names files outside the directory.
     """
     found = manifests.read(directory / MANIFEST, _KIND)
     with manifests.undamaged(directory, "corpus"):
@@ -194,7 +207,7 @@ def _existing_key(directory: Path) -> str | None:
 
 
 def refuse_shared(hashes: Hashes, section: str) -> None:
-    """Raises DataError for a file in two splits, which makes every held-out number wrong."""
+    """Raises DataError if two splits have a file in common, which would make evaluation invalid."""
     seen: dict[str, tuple[str, str]] = {}
     for split, files in hashes.items():
         for file in files:
@@ -207,12 +220,12 @@ def refuse_shared(hashes: Hashes, section: str) -> None:
 
 
 def bar(split: str, progress: bool, **unit: Any) -> tqdm:
-    """A bar on a terminal."""
+    """Returns a progress bar, which is visible only on a terminal."""
     hidden = not (progress and sys.stderr.isatty())
     return tqdm(desc=f"preparing {split}", disable=hidden, **unit)
 
 
 def say(text: str, progress: bool) -> None:
-    """A line on stderr."""
+    """Prints a line to stderr if progress is shown."""
     if progress:
         print(text, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""A text in parts, and the ids that it becomes.
+"""Chunks of text, and the base class of tokenizers that encode text chunk by chunk.
 
-Text is encoded in chunks that `cut` makes, so a document of any length takes little memory.
-Where the chunks end depends on the text only, not on how it arrived.
+Documents may be larger than the memory, so text is encoded in chunks. `cut` chooses their ends so
+that they depend on the text only, not on the parts in which the text is read.
 """
 
 import abc
@@ -10,17 +10,21 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-CHUNK = 4096  # characters of a chunk at most; sentencepiece slows down on longer ones
+CHUNK = 4096  # the largest number of characters in a chunk; sentencepiece is slow on longer ones
 BATCH = 64  # chunks that are encoded in parallel
 
 Ids = Sequence[int | np.integer] | np.ndarray
 
 
 def cut(chunks: Iterable[str], size: int) -> Iterator[str]:
-    """The same text in chunks of at most `size` characters, however it was cut before.
+    """Cuts a text into chunks of at most `size` characters.
 
-    A chunk ends behind the last newline within its reach, else before the last space that
-    follows another character, else (no whitespace at all) at `size`.
+    A chunk ends after its last newline. If there is none, it ends before the last space that
+    follows another character, and without any whitespace after `size` characters.
+
+    Args:
+      chunks: the text, in parts of any length.
+      size: the largest number of characters in a chunk.
     """
     text = ""
     for chunk in chunks:
@@ -46,13 +50,13 @@ def _end(text: str, start: int, stop: int) -> int:
 
 
 class ChunkTokenizer(abc.ABC):
-    """Encodes texts of any length, chunk by chunk, and gives back every byte."""
+    """Base class of tokenizers that encode long texts chunk by chunk, without losing bytes."""
 
-    _bytes: list[bytes]  # of each id
+    _bytes: list[bytes]  # the bytes that each id stands for
 
     @abc.abstractmethod
     def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:
-        """The ids of some chunks."""
+        """Returns the ids of each chunk."""
 
     def encode(self, text: str) -> np.ndarray:
         return np.concatenate([np.zeros(0, np.int32), *self.encode_chunks([text])])

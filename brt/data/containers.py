@@ -1,6 +1,7 @@
-"""Files that are no text although their name says so, told by their first bytes.
+"""Detection of files that are not text, by their first bytes.
 
-Each is named with a way out that works: a program that takes the text out, or the right name.
+Users name PDFs, archives or databases by mistake. The error says what the file is and how to turn
+it into text: a program that extracts the text, or the right name.
 """
 
 import shlex
@@ -9,14 +10,18 @@ from typing import NamedTuple
 from brt.data import endings
 from brt.data.quarantine import BadRecord
 
-HEAD = 1024  # bytes that are looked at
+HEAD = 1024  # number of bytes to inspect
 
 
 class Sign(NamedTuple):
-    """How a kind of file begins.
+    """The first bytes of a kind of file.
 
     Attributes:
-      remedy: what to do; {file} stands for the file's name, {stem} for it without its last ending.
+      start: the bytes.
+      what: the kind of file, for the error message.
+      remedy: what the user should do. {file} stands for the file's name, {whole} for the name
+        without a compression suffix, and {stem} for the name without any suffix.
+      offset: the position of the bytes in the file.
     """
 
     start: bytes
@@ -25,15 +30,15 @@ class Sign(NamedTuple):
     offset: int = 0
 
 
-_UNPACK = "unpack it, and name the files of text in it"
+_UNPACK = "unpack it, and name the text files in it"
 _PLAIN = "save it as plain text"
 _TABLE = "write its text to a .jsonl, .csv or .parquet file"
-_PANDOC = "take its text out, as with `pandoc {file} -t plain -o {stem}.txt`"
+_PANDOC = "extract its text, for example with `pandoc {file} -t plain -o {stem}.txt`"
 SIGNS = (
     Sign(b"mimetypeapplication/epub+zip", "an EPUB book", _PANDOC, 30),
     Sign(b"mimetypeapplication/vnd.oasis", "an OpenDocument file", _PANDOC, 30),
     Sign(b"PAR1", "a Parquet file", "name it {stem}.parquet"),
-    Sign(b"%PDF-", "a PDF file", "take its text out, as with `pdftotext {file} {stem}.txt`"),
+    Sign(b"%PDF-", "a PDF file", "extract its text with `pdftotext {file} {stem}.txt`"),
     Sign(b"\x1f\x8b\x08", "compressed by gzip", "name it {whole}.gz"),
     Sign(b"\xfd7zXZ\0", "compressed by xz", "name it {whole}.xz"),
     Sign(b"\x28\xb5\x2f\xfd", "compressed by zstd", "name it {whole}.zst"),
@@ -44,8 +49,8 @@ SIGNS = (
     Sign(b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "a Microsoft Office document", _PLAIN),
     Sign(b"{\\rtf", "an RTF document", _PLAIN),
     Sign(b"BOOKMOBI", "a Mobipocket book", _PLAIN, 60),
-    Sign(b"AT&TFORM", "a DjVu file", "take its text out, as with `djvutxt {file} {stem}.txt`"),
-    Sign(b"%!PS", "a PostScript file", "take its text out, as with `ps2ascii {file} {stem}.txt`"),
+    Sign(b"AT&TFORM", "a DjVu file", "extract its text with `djvutxt {file} {stem}.txt`"),
+    Sign(b"%!PS", "a PostScript file", "extract its text with `ps2ascii {file} {stem}.txt`"),
     Sign(b"SQLite format 3\0", "a SQLite database", _TABLE),
     Sign(b"ARROW1", "an Arrow file", _TABLE),
     Sign(b"\x89HDF\r\n", "an HDF5 file", _TABLE),
@@ -60,18 +65,18 @@ SIGNS = (
          "fetch the file with `git annex get {file}`"),
 )  # fmt: skip
 _OFFICE = (b"word/", b"xl/", b"ppt/", b"[Content_Types].xml")
-_WIDE = (  # the longer marks first
+_WIDE = (  # UTF-32 first, because its byte order marks begin with those of UTF-16
     (b"\xff\xfe\0\0", "UTF-32"), (b"\0\0\xfe\xff", "UTF-32"),
     (b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"),
 )  # fmt: skip
 
 
 def refuse(name: str, head: bytes) -> None:
-    """Raises BadRecord for what is no text in UTF-8.
+    """Raises BadRecord if the first bytes are not those of UTF-8 text.
 
     Args:
-      name: of the file, as messages say it.
-      head: its first bytes, `HEAD` of them where it has so many.
+      name: the file's name, for the error message.
+      head: the first `HEAD` bytes of the file, or all bytes of a shorter one.
     """
     if (found := _sign(head) or _wide(head)) is None:
         return
@@ -90,13 +95,13 @@ def _sign(head: bytes) -> tuple[str, str] | None:
         if any(part in head for part in _OFFICE):
             return "a Microsoft Office document", _PLAIN
         return "a zip archive", "unpack it with `python -m zipfile -e {file} {stem}`, and name " + (
-            "the files of text in {stem}"
+            "the text files in {stem}"
         )
     return None
 
 
 def _wide(head: bytes) -> tuple[str, str] | None:
-    """Text of two or four bytes a character, with a byte order mark or without."""
+    """Detects UTF-16 and UTF-32, with or without a byte order mark."""
     code = next((code for mark, code in _WIDE if head.startswith(mark)), "")
     half = len(head) // 2
     even, odd = head[: 2 * half : 2].count(0), head[1 : 2 * half : 2].count(0)

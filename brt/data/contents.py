@@ -1,4 +1,4 @@
-"""The bytes of a file as its name says they are packed, and its lines."""
+"""Reads the decompressed bytes and the lines of files that may be compressed."""
 
 import gzip
 import lzma
@@ -14,25 +14,25 @@ from brt.data.walk import File
 from brt.errors import DataError
 
 CHUNK = 1 << 20  # bytes read at a time
-ZSTD_CHUNK = 1 << 10  # of zstd's, which may become 32 MiB
+ZSTD_CHUNK = 1 << 10  # compressed bytes per read of zstd, which may expand to 32 MiB
 
 
 def text(file: File) -> Iterator[bytes]:
-    """The decompressed bytes of a file of text, in parts.
+    """Yields the decompressed bytes of a text file in parts.
 
     Raises:
-      BadRecord: it is damaged, or something else than text (see `brt.data.containers`).
-      DataError: it cannot be read.
+      BadRecord: the file is damaged or is not text (see `brt.data.containers`).
+      DataError: the file cannot be read.
     """
     return without_containers(file.name, content(file))
 
 
 def small(path: Path) -> str:
-    """The text of a file that is held in memory whole, decompressed as its name says.
+    """Returns the text of a small file, decompressed if its name says that it is compressed.
 
     Raises:
-      BadRecord: it is no text in UTF-8, or damaged.
-      DataError: it is missing, too large, or no regular file.
+      BadRecord: the file is damaged or is not UTF-8 text.
+      DataError: it is missing, too large, or not a regular file.
     """
     try:
         untrusted.open_file(path).close()
@@ -44,7 +44,7 @@ def small(path: Path) -> str:
 
 
 def without_containers(name: str, data: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes; raises BadRecord where they begin as no text in UTF-8 does."""
+    """Yields the bytes unchanged; raises BadRecord if they do not begin like UTF-8 text."""
     head, left = b"", iter(data)
     for chunk in left:
         head += chunk
@@ -56,7 +56,7 @@ def without_containers(name: str, data: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def content(file: File) -> Iterator[bytes]:
-    """The decompressed bytes of any file, in parts; raises as `text` does."""
+    """Yields the decompressed bytes of a file in parts; raises the same errors as `text`."""
     try:
         with open(file.path, "rb") as raw:
             yield from _decompressed(file, raw)
@@ -70,7 +70,10 @@ def content(file: File) -> Iterator[bytes]:
 
 
 def no_more_than(max_bytes: int, name: str, data: Iterable[bytes]) -> Iterator[bytes]:
-    """The same; raises DataError for a few bytes that become a flood."""
+    """Yields the bytes unchanged; raises DataError if there are more than `max_bytes`.
+
+    This protects against compressed files that expand to a huge size.
+    """
     size = 0
     for chunk in data:
         size += len(chunk)
@@ -80,12 +83,14 @@ def no_more_than(max_bytes: int, name: str, data: Iterable[bytes]) -> Iterator[b
 
 
 def lines(name: str, data: Iterable[bytes], max_bytes: int = untrusted.LARGEST) -> Iterator[bytes]:
-    r"""The lines of what comes in parts, without the \n that ends them; the last may be empty.
+    r"""Yields the lines of data that arrive in parts, without the final \n.
+
+    The last line may be empty.
 
     Raises:
-      DataError: one is longer than `max_bytes`.
+      DataError: a line is longer than `max_bytes`.
     """
-    parts: list[bytes] = []  # of a line that is not complete yet
+    parts: list[bytes] = []  # the parts of the current line
     size = number = 0
     for chunk in data:
         for i, part in enumerate(chunk.split(b"\n")):
@@ -101,9 +106,9 @@ def lines(name: str, data: Iterable[bytes], max_bytes: int = untrusted.LARGEST) 
 
 
 def too_large(name: str, max_bytes: int) -> DataError:
-    """The sentence about what may not fit in memory, or never ends."""
+    """Returns the error about data that may not fit into memory."""
     return DataError(
-        f"{name} is larger than {max_bytes:,} bytes; cut it, or raise Data.max_document_bytes if "
+        f"{name} is larger than {max_bytes:,} bytes; split it, or raise Data.max_document_bytes if "
         "it is a document"
     )
 

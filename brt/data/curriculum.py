@@ -1,4 +1,4 @@
-"""Harder documents join easier ones after so many steps."""
+"""A curriculum: training begins with easy documents, and harder ones are added at given steps."""
 
 import dataclasses
 import functools
@@ -12,12 +12,12 @@ from brt.types import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StagedReader(LaneReader):
-    """Lanes that read more and more of a store: from each of its steps on, its first documents.
+    """Reads a growing prefix of a store: each stage adds documents.
 
-    Every stage begins with whole documents in all lanes, as a run does.
+    Every stage begins like a run does, with a whole document in each lane.
 
     Attributes:
-      stages: (step, documents), from step 0, ascending.
+      stages: (first step, number of documents) of each stage; steps ascend from 0.
     """
 
     stages: tuple[tuple[int, int], ...]
@@ -41,10 +41,12 @@ class StagedReader(LaneReader):
 
 
 def reader(data: config.Data, store: TokenStore, **sizes: int) -> LaneReader:
-    """Lanes of the training documents, in the order that `data` asks for.
+    """Returns the reader of the training documents, with stages if `data` has a curriculum.
 
     Args:
-      sizes: of `LaneReader`.
+      data: the section of the config.
+      store: the training documents.
+      sizes: further arguments of `LaneReader`.
     """
     common: dict[str, Any] = {"store": store, **sizes}
     if not data.curriculum:
@@ -55,13 +57,13 @@ def reader(data: config.Data, store: TokenStore, **sizes: int) -> LaneReader:
 
 
 def _of_first(names: tuple[str, ...], store: TokenStore) -> int:
-    """How many documents are of these sources, which the store has first."""
+    """Returns the number of documents from these sources, which come first in the store."""
     prefixes = tuple(f"{name}#" for name in names)
     return sum(name.startswith(prefixes) for name in store.names)
 
 
 def _first(store: TokenStore, documents: int) -> TokenStore:
-    """A store of its first documents."""
+    """Returns a store that contains only the first documents."""
     names = ["bytes", "characters", "words"] + ["lost"] * (store.lost is not None)
     cut = {name: getattr(store, name)[:documents] for name in names}
     return dataclasses.replace(

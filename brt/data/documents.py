@@ -1,4 +1,4 @@
-"""Documents, streamed: a name and its text in chunks, so that a book may exceed the memory."""
+"""Reads documents from sources as streams, so that a document may be larger than the memory."""
 
 import shlex
 from collections import deque
@@ -12,11 +12,11 @@ from brt.data.memory import documents as memory
 from brt.data.quarantine import BadRecord, Quarantine
 from brt.data.sources import File
 
-CHUNK = contents.CHUNK  # characters of a record that are handed on at a time
+CHUNK = contents.CHUNK  # characters per chunk of a record's text
 
 
 class Document(NamedTuple):
-    """One text. `chunks` can be read once, before the next document is asked for."""
+    """A document: its name, and its text in chunks that must be read before the next document."""
 
     name: str
     chunks: Iterator[str]
@@ -30,19 +30,22 @@ def read(
     max_bytes: int = untrusted.LARGEST,
     bad: Quarantine | None = None,
 ) -> Iterator[Document]:
-    """Yields the documents of the sources (see `brt.data.sources`) in order.
+    """Yields the documents of sources (see `brt.data.sources`) in order.
 
-    Text is kept as it is, newlines included; only a byte order mark at the start is dropped. The
-    ending of a file says what it holds: records and tables hold a document each.
+    Text is not changed, except that a byte order mark at the start is removed. The suffix of a
+    file determines how it is read: every record of JSON and every row of a table is a document.
 
     Args:
-      text_field: the field of a JSON record or a TFDS example, the column of a table.
-      errors: "replace" reads bytes that are not UTF-8, and NULs, as U+FFFD.
-      max_bytes: of a record, and of a text that comes out of a compressed file.
-      bad: takes what is damaged; files of text are then read once more, ahead.
+      names: the sources.
+      text_field: the field of a JSON record or TFDS example, or the column of a table, that
+        contains the text.
+      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD.
+      max_bytes: the largest size of a record, and of the text of a compressed file.
+      bad: collects damaged documents. If it accepts any, text files are read twice, first to
+        find out whether they are damaged.
 
     Raises:
-      DataError: names the file and what is wrong with it; while chunks are read, too.
+      DataError: a file is damaged or cannot be read; also while chunks are read.
     """
     bad = Quarantine() if bad is None else bad
     for source in names:
@@ -79,11 +82,12 @@ def _read_file(
 
 
 def _text(file: File, kind: str, errors: str, max_bytes: int) -> Iterator[str]:
-    """A file that is one document."""
+    """Yields the text of a file that is a single document."""
     if kind == "html":
         raise BadRecord(
-            f"{file.name} is HTML; take its text out, as with `pandoc {shlex.quote(file.name)} -t "
-            "plain -o NAME.txt`, or name it .txt to learn its marks, too"
+            f"{file.name} is HTML; extract its text, for example with `pandoc "
+            f"{shlex.quote(file.name)} -t plain -o NAME.txt`, or rename it to .txt to train on the "
+            "markup"
         )
     data = contents.text(file)
     if endings.packing(file.path.name):
@@ -92,7 +96,7 @@ def _text(file: File, kind: str, errors: str, max_bytes: int) -> Iterator[str]:
 
 
 def _records(file: File, pairs: Iterator[tuple], bad: Quarantine) -> Iterator[Document]:
-    """Those of a file, up to where it is damaged."""
+    """Yields the documents of a file, up to the place where the file is damaged."""
     found = False
     try:
         for document, text in pairs:
@@ -105,12 +109,12 @@ def _records(file: File, pairs: Iterator[tuple], bad: Quarantine) -> Iterator[Do
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A record in parts, of which what counts and encodes them holds one at a time."""
+    """Cuts the text of a record into chunks, so that later stages hold only one of them."""
     return (text[start : start + CHUNK] for start in range(0, len(text) or 1, CHUNK))
 
 
 def _with_text(name: str, chunks: Iterable[str]) -> Iterator[str]:
-    """The same chunks; refuses a document of nothing but whitespace."""
+    """Yields the chunks unchanged; raises BadRecord if there is nothing but whitespace."""
     blank = True
     for chunk in chunks:
         blank = blank and not chunk.strip()

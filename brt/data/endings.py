@@ -1,6 +1,7 @@
-"""What the ending of a file's name says: how it is packed, and which reader takes what is inside.
+"""Meaning of file name suffixes: the compression and the format of a file.
 
-Endings are read alike in any case. `kind` and `packing` are the only functions that look at them.
+Upper and lower case are equal. All other modules call `kind` and `packing` instead of looking at
+suffixes themselves.
 """
 
 COMPRESSED = (".gz", ".xz", ".zst")
@@ -19,24 +20,24 @@ KINDS = {
     "html": (".html", ".htm", ".xhtml"),
 }
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", ".array_record")
-DOCUMENTS = (*TEXT, *RECORDS)  # endings of the files of a directory that are documents
-ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")  # that are tables of rows
+DOCUMENTS = (*TEXT, *RECORDS)  # suffixes of the files in a directory that are read as documents
+ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")  # suffixes of tables
 
 
 def packing(name: str) -> str:
-    """The ending of `COMPRESSED` that a file's name has, in small letters; "" for none."""
+    """Returns the compression suffix of a file name in lower case; "" if it has none."""
     return next((ending for ending in COMPRESSED if name.lower().endswith(ending)), "")
 
 
 def inner(name: str) -> str:
-    """The name in small letters, without the ending that says how the file is compressed."""
+    """Returns the file name in lower case without its compression suffix."""
     return name.lower().removesuffix(packing(name))
 
 
 def kind(name: str) -> str:
-    """The key of `KINDS` that a file's name belongs to; "text" for every other name.
+    """Returns the format of a file, a key of `KINDS`; "text" for all other names.
 
-    Shards of a dataset have a number behind the ending: `a.array_record-00000-of-00002`.
+    Shards of a dataset have a number after the suffix: `a.array_record-00000-of-00002`.
     """
     whole = inner(name)
     if ".array_record" in whole:

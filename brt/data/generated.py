@@ -1,4 +1,4 @@
-"""What made-up data of all kinds share: their names, and randomness that never changes."""
+"""Generated data for tests and quickstarts: names of sources, and reproducible randomness."""
 
 import hashlib
 import itertools
@@ -14,17 +14,21 @@ PREFIX = MADE_UP
 
 
 class Name(NamedTuple):
-    """`generated:NAME/COUNT`."""
+    """The parts of a source `generated:NAME/COUNT`."""
 
     name: str
     size: int
 
 
 def parse(source: str) -> Name:
-    """Raises DataError where a source is not generated:NAME/COUNT."""
+    """Parses the name of a generated source.
+
+    Raises:
+      DataError: it does not have the form generated:NAME/COUNT.
+    """
     name, _, count = source.removeprefix(PREFIX).rpartition("/")
     if not name or not count.isdecimal() or not int(count):
-        raise DataError(f"{source} must be generated:NAME/COUNT, as generated:train/1000")
+        raise DataError(f"{source} must be generated:NAME/COUNT, such as generated:train/1000")
     return Name(name, int(count))
 
 
@@ -33,7 +37,13 @@ def read(
     made: Callable[[str], Iterable[Any]],
     files: Callable[[list[str]], Iterable[Any]],
 ) -> Iterator[Any]:
-    """What sources hold, in order: those that are made up, and files."""
+    """Yields the items of sources in order.
+
+    Args:
+      sources: names of generated sources and of files.
+      made: returns the items of a generated source.
+      files: returns the items of several files.
+    """
     for own, names in itertools.groupby(sources, lambda name: name.startswith(PREFIX)):
         if own:
             yield from itertools.chain.from_iterable(map(made, names))
@@ -42,13 +52,16 @@ def read(
 
 
 def draw(purpose: str) -> np.random.RandomState:
-    """NumPy promises that this stream never changes; that of its newer generators may."""
+    """Returns a generator seeded by a text.
+
+    NumPy guarantees that the stream of RandomState never changes; newer generators may change.
+    """
     seed = hashlib.sha256(purpose.encode()).digest()[:4]
     return np.random.RandomState(int.from_bytes(seed, "little"))
 
 
 def words(purpose: str, count: int) -> list[str]:
-    """Words of two or three syllables, none twice, and none that another begins with."""
+    """Returns different words of two or three syllables; no word is a prefix of another."""
     random, found = draw(purpose), []
     while len(found) < count:
         size = random.randint(2, 4)

@@ -1,6 +1,6 @@
-"""Records of JSON: a line each (.jsonl, .ndjson), or the members of an array (.json).
+"""Records of JSON files: one per line (.jsonl, .ndjson), or the members of an array (.json).
 
-A file of the ending .json may hold either, or one object, whose first line tells.
+A .json file may contain lines, an array or a single object; its first line decides.
 """
 
 import itertools
@@ -13,16 +13,17 @@ from brt.data import contents, endings, plain_text
 from brt.data.quarantine import BadRecord
 from brt.data.walk import File
 
-PEEK = 1 << 16  # bytes that tell what a .json file is
+PEEK = 1 << 16  # number of bytes that are read to find out what a .json file contains
 
 
 class Record(NamedTuple):
-    """A value of a file.
+    """A value in a file.
 
     Attributes:
-      name: file:line, or file[place] of a member of an array.
-      number: the line, counted from one; the place, from zero.
-      problem: what is wrong where there is no value, as "is not JSON".
+      name: FILE:LINE, or FILE[INDEX] for a member of an array.
+      number: the line, counted from one, or the index, counted from zero.
+      value: the parsed value; None if there is a problem.
+      problem: why there is no value, such as "is not JSON"; otherwise "".
     """
 
     name: str
@@ -34,16 +35,17 @@ class Record(NamedTuple):
 def read(
     file: File, *, errors: str = "strict", max_bytes: int = untrusted.LARGEST
 ) -> Iterator[Record]:
-    """The records of a file; empty lines are none.
+    """Yields the records of a file; empty lines are skipped.
 
     Args:
-      errors: "replace" reads bytes that are not UTF-8, and half surrogates, as U+FFFD; "strict"
-        leaves the latter to whoever reads the text that has one (see `plain_text.problem`).
-      max_bytes: of a line, or of a file that is read as a whole.
+      file: the file to read.
+      errors: "replace" reads bytes that are not UTF-8, and surrogates without a partner, as
+        U+FFFD. "strict" keeps such surrogates; `plain_text.problem` finds them later.
+      max_bytes: the largest size of a line, or of a file that is parsed at once.
 
     Raises:
-      BadRecord: a file that is read as a whole is no JSON, or holds neither array nor object.
-      DataError: a line or a file is too large, or cannot be read.
+      BadRecord: a file that is parsed at once is not JSON.
+      DataError: a line or a file is too large or cannot be read.
     """
     numbered = _numbered(file, max_bytes)
     if endings.kind(file.path.name) == "json" and (first := next(numbered, None)):
@@ -56,19 +58,19 @@ def read(
 
 
 def lines(file: File) -> Iterator[Record]:
-    """The records of a file of JSON lines, whatever it is called; raises as `read` does."""
+    """Yields the records of JSON lines, whatever the file's suffix; raises as `read` does."""
     for number, line in _numbered(file, untrusted.LARGEST):
         yield parse(f"{file.name}:{number}", number, line)
 
 
 def _numbered(file: File, max_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, counted from one."""
+    """Yields the number, counted from one, and the bytes of every line that is not empty."""
     found = contents.lines(file.name, contents.text(file), max_bytes)
     return ((i, line) for i, line in enumerate(found, 1) if line and not line.isspace())
 
 
 def parse(name: str, number: int, data: bytes, errors: str = "strict") -> Record:
-    """The record that some bytes are."""
+    """Parses the bytes of a record."""
     halves = "replace" if errors == "replace" else "keep"
     try:
         text = data.decode("utf-8", errors).removeprefix(plain_text.MARK)
@@ -81,14 +83,14 @@ def parse(name: str, number: int, data: bytes, errors: str = "strict") -> Record
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """What is wrong with bytes that are not UTF-8."""
+    """Returns a phrase about bytes that are not UTF-8, such as "is not UTF-8 at byte 7 (0xff)"."""
     return f"is not UTF-8 at byte {error.start} (0x{error.object[error.start]:02x})"
 
 
 def holds_records(file: File) -> bool:
-    """Whether a .json file of a directory is a table: no single object, as a package.json is.
+    """Returns True if a .json file in a directory is a table, and not one object (package.json).
 
-    What cannot be read is taken for one, so that reading it says what is wrong.
+    A damaged file counts as a table, so that reading it reports the damage.
     """
     try:
         head = next(contents.content(file), b"")[:PEEK].removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -99,7 +101,7 @@ def holds_records(file: File) -> bool:
 
 
 def _is_line(line: bytes) -> bool:
-    """Whether a line is an object of its own."""
+    """Returns True if a line is a complete JSON object."""
     return line.lstrip(b"\xef\xbb\xbf \t\r").startswith(b"{") and not parse("", 1, line).problem
 
 

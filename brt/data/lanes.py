@@ -1,10 +1,10 @@
-"""Batches: documents laid out in lanes that read on from step to step.
+"""Batches of documents that are laid out in lanes, which continue from step to step.
 
-A document of n tokens takes ceil(n / window) blocks; the rest of its last block is
-padding. Its inputs are BOS and all tokens but the last, its targets all tokens: every
-token is scored once. In each epoch the documents, in a new order, make one row of blocks
-that is cut into equal slices, one per lane. A lane may begin inside a document: its first
-block then starts without a past, but its first input is the token before.
+A document of n tokens takes ceil(n / window) blocks; the rest of its last block is padding. Its
+inputs are BOS and all tokens but the last, and its targets are all tokens, so every token is
+scored once. Each epoch shuffles the documents, concatenates their blocks, and cuts this sequence
+into equal parts, one per lane. A lane may therefore begin inside a document: its first block has
+no state or cache from before, but its first input is the previous token.
 """
 
 import dataclasses
@@ -24,9 +24,10 @@ from brt.types import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LaneReader(Reader):
-    """`reader[step]` is the batch of that step, with the rows of `lanes`.
+    """Reader whose `reader[step]` is the batch of that step, with the rows of `lanes`.
 
     Attributes:
+      store: the documents.
       segment_length: tokens of a lane per step, a multiple of `window`.
       window: tokens of a block.
     """
@@ -46,14 +47,19 @@ class LaneReader(Reader):
     def _blocks(
         self, step: int, lanes: Sequence[int] | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """int [B, N], which document and which of its blocks; bool [N], where a lane begins."""
+        """Returns the blocks of a step.
+
+        Returns:
+          int [B, N], the document of each block, or -1; int [B, N], the index of each block in
+          its document; bool [N], True where a lane begins.
+        """
         epoch, segment = divmod(step, self.steps_per_epoch)
         order, begins = self._layout(epoch)
         rows = range(self.batch_size) if lanes is None else lanes
         lane, total = np.array(rows, np.int64)[:, None], begins[-1]
         count = self.segment_length // self.window
         in_lane = segment * count + np.arange(count)
-        place = lane * total // self.batch_size + in_lane  # in the epoch's row of blocks
+        place = lane * total // self.batch_size + in_lane  # index in the epoch's blocks
         real = place < (lane + 1) * total // self.batch_size
         place = np.where(real, place, 0)
         index = np.searchsorted(begins, place, side="right") - 1
@@ -88,16 +94,16 @@ class LaneReader(Reader):
         return {**super().identity, **sizes}
 
     def _laid_out(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The document order, and the block at which each begins (and the last ends)."""
+        """Returns the order of documents, and the block index at which each of them begins."""
         counts = blocks.block_counts(self.store.lengths, self.window)
         return order, np.r_[0, np.cumsum(counts[order])]
 
 
 class BatchIterator(Iterator[Any]):
-    """Batches from a step on, built ahead in a thread; its state is small JSON."""
+    """Iterator over batches that are built ahead by a thread; its state is a small JSON object."""
 
     def __init__(self, reader: Reader, start_step: int, prefetch: int):
-        import grain  # a second and a half: not for commands that only evaluate
+        import grain  # This import takes 1.5 seconds, which commands that only evaluate save.
 
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
         self._reader = reader
@@ -108,14 +114,14 @@ class BatchIterator(Iterator[Any]):
         return next(self._batches)
 
     def get_state(self) -> dict[str, Any]:
-        """The next step, and what its reader was built with."""
+        """Returns the next step and the identity of the reader."""
         return {"step": self._batches.get_state()["next_index"], **self._reader.identity}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to the state's step.
+        """Continues at the step of a saved state.
 
         Raises:
-          ConfigError: the state is of a reader that reads something else.
+          ConfigError: the state belongs to a reader with other data or settings.
         """
         different = [
             f"{name} was {state.get(name)} and is {value}"
@@ -130,12 +136,12 @@ class BatchIterator(Iterator[Any]):
         self._batches.set_state({"next_index": state["step"]})
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stops the thread."""
         self._batches.close()
 
 
 def iterate(reader: Reader, start_step: int = 0, prefetch: int = 2) -> BatchIterator:
-    """The batches of `reader` from `start_step` on, `prefetch` of them built ahead."""
+    """Returns an iterator over the batches from `start_step` on, with `prefetch` built ahead."""
     return BatchIterator(reader, start_step, prefetch)
 
 
@@ -147,10 +153,14 @@ def evaluation_batches(
     window: int,
     tokens_per_document: int = 0,
 ) -> Iterator[tuple[Batch, np.ndarray]]:
-    """Reads every document once and whole, side by side in lanes.
+    """Reads every document once from its start to its end, in parallel lanes.
 
     Args:
-      tokens_per_document: only the first so many of each; 0: all.
+      store: the documents.
+      batch_size: the number of lanes.
+      segment_length: tokens of a lane per batch, a multiple of `window`.
+      window: tokens of a block.
+      tokens_per_document: reads only this many tokens of each document; 0 reads all.
 
     Yields:
       A batch, and int32 [B, N]: the document of each block, -1 for padding.
@@ -172,7 +182,7 @@ def evaluation_batches(
 
 
 def _assign(counts: np.ndarray, batch_size: int) -> list[list[int]]:
-    """Documents of each lane: the longest first, to the lane that has least to read."""
+    """Assigns documents to lanes: the longest first, always to the lane with the fewest blocks."""
     lanes: list[list[int]] = [[] for _ in range(batch_size)]
     loads = [(0, lane) for lane in range(batch_size)]
     for document in np.argsort(-counts, kind="stable").tolist():
@@ -183,7 +193,7 @@ def _assign(counts: np.ndarray, batch_size: int) -> list[list[int]]:
 
 
 def _row(documents: list[int], counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The document, and the place in it, of each block that a lane reads."""
+    """Returns the document, and the index in the document, of each block of a lane."""
     sizes = counts[documents] if documents else np.zeros(0, np.int64)
     first = np.repeat(np.cumsum(sizes) - sizes, sizes)
     return np.repeat(np.array(documents, np.int32), sizes), np.arange(sizes.sum()) - first

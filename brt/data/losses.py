@@ -1,7 +1,7 @@
-"""What a tokenizer does not keep of a text, counted while the text becomes tokens.
+"""Counts the bytes of a text that a tokenizer loses, while the text is tokenized.
 
-The bytes that the tokens stand for are compared with those of the text. Where they differ, bits of
-the tokens say nothing about the bytes that are lost: no figure for each of them is reported.
+A tokenizer may drop or normalise characters. The bytes that the tokens decode to are compared with
+the text's bytes. If they differ, bits per byte would be wrong, and brt does not report them.
 """
 
 import hashlib
@@ -15,29 +15,29 @@ REMEDY = "use a tokenizer that keeps every byte: 'bytes', or 'train:VOCAB_SIZE'"
 
 
 class Losses:
-    """Compares a document with its tokens, both in parts that need not end together."""
+    """Compares the bytes of a document with those of its tokens; both may arrive in parts."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer, self._unknown = tokenizer, unknown_id(tokenizer)
         self._digests = hashlib.blake2b(), hashlib.blake2b()
-        self._counts = np.zeros((2, 256), np.int64)  # of each byte: in the text, in its tokens
+        self._counts = np.zeros((2, 256), np.int64)  # occurrences of each byte: text, tokens
         self.unknown = 0
 
     def text(self, data: bytes) -> None:
-        """The next bytes of the text."""
+        """Adds the next bytes of the text."""
         self._add(0, data)
 
     def tokens(self, ids: np.ndarray) -> None:
-        """The next of its tokens; an unknown one stands for no byte."""
+        """Adds the next tokens; unknown tokens decode to no bytes."""
         known = ids[ids != self._unknown]
         self.unknown += len(ids) - len(known)
         self._add(1, self._tokenizer.decode_bytes(known))
 
     @property
     def lost(self) -> int:
-        """UTF-8 bytes of the text that its tokens do not give back; 0 where they give back all.
+        """UTF-8 bytes of the text that its tokens do not reproduce; 0 if they reproduce all.
 
-        Those that a normalizer replaced by others count, too; of any difference at least one.
+        Bytes that a normalizer replaced count as lost. Any difference counts as at least one byte.
         """
         text, tokens = (digest.digest() for digest in self._digests)
         if text == tokens:
@@ -48,17 +48,18 @@ class Losses:
     def _add(self, which: int, data: bytes) -> None:
         self._digests[which].update(data)
         values = np.frombuffer(data, np.uint8)
-        for start in range(0, len(values), _PIECE):  # bincount takes eight bytes for each of them
+        # bincount converts its input to int64, so count in pieces to bound the memory.
+        for start in range(0, len(values), _PIECE):
             self._counts[which] += np.bincount(values[start : start + _PIECE], minlength=256)
 
 
 def unknown_id(tokenizer: Tokenizer) -> int:
-    """The id that stands for what a tokenizer cannot spell; -1: it spells everything."""
+    """Returns the id of the unknown token; -1 if the tokenizer can represent every text."""
     return getattr(tokenizer, "unk_id", -1)
 
 
 def of_text(tokenizer: Tokenizer, text: str) -> int:
-    """Bytes of a text that its tokens do not give back."""
+    """Returns the number of bytes of a text that its tokens do not reproduce."""
     found = Losses(tokenizer)
     found.text(text.encode())
     found.tokens(tokenizer.encode(text))
@@ -66,11 +67,12 @@ def of_text(tokenizer: Tokenizer, text: str) -> int:
 
 
 def recounted(tokenizer: Tokenizer, ids: np.ndarray, size: int) -> int:
-    """The same, as far as tokens and a number of bytes tell, of a text that is not there any more.
+    """Estimates the lost bytes of a text of which only the tokens and the size are known.
 
     Args:
-      ids: of the text.
-      size: bytes of the text.
+      tokenizer: the tokenizer that made the tokens.
+      ids: the text's tokens.
+      size: the text's size in bytes.
     """
     known = ids[ids != unknown_id(tokenizer)]
     lost = abs(size - len(tokenizer.decode_bytes(known)))
@@ -78,7 +80,7 @@ def recounted(tokenizer: Tokenizer, ids: np.ndarray, size: int) -> int:
 
 
 def described(lost: int, size: int, unknown: int) -> str:
-    """A clause about what was lost; "" where nothing was."""
+    """Returns a clause about lost bytes; "" if none were lost."""
     if not lost:
         return ""
     pieces = f" ({unknown:,} unknown tokens)" if unknown else ""

@@ -1,4 +1,4 @@
-"""Manifests, and directories that exist only when they are complete."""
+"""Manifests of prepared data, and directories that appear only when they are complete."""
 
 import contextlib
 import glob
@@ -15,19 +15,20 @@ from typing import Any
 from brt import durable, locks, untrusted
 from brt.errors import DataError
 
-FORMAT = 1  # of stores and prepared corpora; another format is another cache entry
-CORPUS = "corpus.json"  # the manifest of a directory whose stores were prepared together
-_HELD = ".held"  # in a temporary directory: locked as long as a process fills it
+FORMAT = 1  # format of stores and prepared data; another format is another entry of the cache
+CORPUS = "corpus.json"  # the manifest of a directory with several stores
+_HELD = ".held"  # a file in a temporary directory that is locked while a process writes there
 
 
 def read(path: Path, kind: Mapping[Any, Any]) -> dict[str, Any]:
-    """A manifest of this format.
+    """Reads a manifest.
 
     Args:
-      kind: what it has to have; see `untrusted.check`.
+      path: the file.
+      kind: the expected entries and their types; see `untrusted.check`.
 
     Raises:
-      DataError: it is missing, damaged, or of another format.
+      DataError: the manifest is missing, damaged, or has another format.
     """
     try:
         manifest = untrusted.read_json(path, {})
@@ -53,19 +54,19 @@ def read(path: Path, kind: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Writes JSON with this format's number."""
+    """Writes a manifest as JSON, together with the number of the format."""
     path.write_text(json.dumps({"format": FORMAT, **manifest}, indent=1), encoding="utf-8")
 
 
 def preparation(store: Path) -> Path:
-    """What has to be made anew where a store is damaged: all splits that were prepared with it."""
+    """Returns the directory to prepare again if a store is damaged: all splits of its corpus."""
     whole = store.parent
     return whole if (whole / CORPUS).is_file() else store
 
 
 @contextlib.contextmanager
 def undamaged(directory: Path, what: str) -> Iterator[None]:
-    """Raises DataError for anything that does not fit in a directory's files."""
+    """Turns errors while reading a damaged directory into a DataError with a remedy."""
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
@@ -84,18 +85,19 @@ def atomic_directory(
     setting: str = "",
     explained: Callable[[Path], AbstractContextManager[None]] | None = None,
 ) -> Iterator[Path]:
-    """A temporary directory that becomes `directory`, for good, when the block ends well.
+    """Creates a temporary directory that is renamed to `directory` when the block succeeds.
 
-    What killed processes left of others beside it goes first.
+    Temporary directories that killed processes left next to it are deleted first.
 
     Args:
-      directory: where it is to be; a link to another place is followed, for the user named it.
-      shared: whether this one is dropped if another process has made `directory` by then.
-      setting: that says where it is, for the message; "": the user gave its name.
-      explained: a context that makes something else than a DataError of an OSError.
+      directory: the final directory; symbolic links are followed.
+      shared: True discards this result if another process has created `directory` meanwhile;
+        False raises an error.
+      setting: the setting that names the directory, for error messages; "" if the user named it.
+      explained: a context that converts OSErrors; None converts them to DataErrors.
 
     Raises:
-      DataError: it cannot be made.
+      DataError: the directory cannot be created.
     """
     explained = explained or partial(_explained, setting=setting)
     with contextlib.ExitStack() as stack:
@@ -110,7 +112,7 @@ def atomic_directory(
         with explained(directory):
             durable.sync_tree(content)
             try:
-                content.rename(directory)  # replaces an empty directory only
+                content.rename(directory)  # This replaces only an empty directory.
             except OSError:
                 if not (shared and directory.exists()):
                     raise
@@ -127,17 +129,17 @@ def _explained(directory: Path, setting: str = "") -> Iterator[None]:
         reason = getattr(error, "strerror", None) or error
         remedy = f"set {setting} to" if setting else "name"
         raise DataError(
-            f"{str(directory)!r} cannot be made: {reason}; {remedy} one that can be written"
+            f"{str(directory)!r} cannot be created: {reason}; {remedy} a directory that is writable"
         ) from error
 
 
 def _held_directory(directory: Path, stack: contextlib.ExitStack) -> Path:
-    """Makes one beside `directory` that is held until the stack ends, and is gone then."""
+    """Creates a locked temporary directory next to `directory`; the stack deletes it at its end."""
     while True:
         place = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         with contextlib.ExitStack() as own:
             own.callback(shutil.rmtree, place, ignore_errors=True)
-            # Before it was held, another process's `_clean` may have taken it for a killed one's.
+            # Until the lock is held, `_clean` of another process may delete the new directory.
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
                 held = own.enter_context(open(place / _HELD, "w"))
                 locks.acquire(held)
@@ -147,13 +149,13 @@ def _held_directory(directory: Path, stack: contextlib.ExitStack) -> Path:
 
 
 def _clean(directory: Path) -> None:
-    """Removes temporary directories that nobody fills any more, and empty ones of `directory`."""
+    """Deletes temporary directories that no process uses any more, and empty ones."""
     parent = directory.parent
     for place in parent.glob(f".{glob.escape(directory.name)}.????????"):
-        with contextlib.suppress(OSError):  # it is not empty, or gone by now
+        with contextlib.suppress(OSError):  # The directory is not empty or no longer exists.
             place.rmdir()
     for path in parent.glob(f".*/{_HELD}"):
-        # Somebody is at work there, it is another user's, a link, or gone by now.
+        # The directory may be in use, belong to another user, be a link, or no longer exist.
         with contextlib.suppress(OSError):
             with durable.open_file(path, "r+b", below=parent) as file:
                 if locks.acquire(file):
@@ -162,7 +164,7 @@ def _clean(directory: Path) -> None:
 
 @contextlib.contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
-    """The same for one that nothing may be in; raises DataError otherwise."""
+    """Like `atomic_directory`, but raises DataError if the directory exists and is not empty."""
     if directory.exists() and any(directory.iterdir()):
         raise DataError(f"{directory} is not empty; name another directory")
     with atomic_directory(directory, shared=False) as temporary:

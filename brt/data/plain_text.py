@@ -1,7 +1,8 @@
-r"""Text as it is read from anywhere: documents, rows, tables, prompts, and what Python gives.
+r"""Checks and decodes text from any source: documents, rows, tables, prompts and Python calls.
 
-A byte order mark at the start is dropped, all else is kept: line ends, and every character that
-some take for one (\f, U+0085, U+2028). A NUL and half a surrogate pair are refused.
+A byte order mark at the start is removed. Everything else is kept, including line ends and the
+characters \f, U+0085 and U+2028, which some programs treat as line ends. A NUL and a surrogate
+without its partner are refused.
 """
 
 import codecs
@@ -11,12 +12,12 @@ from collections.abc import Iterable, Iterator
 from brt.data.quarantine import BadRecord
 
 MARK = "\ufeff"
-REPLACE = "Data.errors = 'replace'"  # what reads a document with such bytes all the same
+REPLACE = "Data.errors = 'replace'"  # the setting that accepts documents with such bytes
 _HALF = re.compile("[\ud800-\udfff]")
 
 
 def problem(text: str) -> str:
-    """What is wrong with a text, as "has a NUL at character 3"; "" for nothing.
+    """Returns what is wrong with a text, such as "has a NUL at character 3"; "" if nothing is.
 
     Characters are counted from zero.
     """
@@ -29,36 +30,37 @@ def problem(text: str) -> str:
 
 
 def checked(name: str, text: str) -> str:
-    """A text that somebody gave as such, without its byte order mark.
+    """Returns a text without its byte order mark.
 
     Raises:
-      BadRecord: it has a NUL or half a surrogate pair.
+      BadRecord: the text contains a NUL or a surrogate without its partner.
     """
     if found := problem(text):
-        raise BadRecord(f"{name} {found}, which no text has; take it out")
+        raise BadRecord(f"{name} {found}, which no text has; remove it")
     return text.removeprefix(MARK)
 
 
 def whole(name: str, data: bytes, errors: str = "strict", remedy: str = "") -> str:
-    """The text of some bytes; see `read`."""
+    """Decodes bytes; see `read`."""
     return "".join(read(name, [data], errors, remedy))
 
 
 def read(
     name: str, data: Iterable[bytes], errors: str = "strict", remedy: str = ""
 ) -> Iterator[str]:
-    """The text of bytes that come in parts, in parts.
+    """Decodes bytes that arrive in parts, and yields the text in parts.
 
     Args:
-      name: of what is read, as messages say it.
-      errors: "replace" reads bytes that are not UTF-8, and NULs, as U+FFFD.
-      remedy: the setting that does so; "" where there is none.
+      name: the name of the data, for error messages.
+      data: the bytes, in parts.
+      errors: "replace" reads NULs and bytes that are not UTF-8 as U+FFFD.
+      remedy: the setting that enables this replacement; "" if there is none.
 
     Raises:
-      BadRecord: the bytes are not UTF-8, or one is a NUL; says where.
+      BadRecord: the bytes are not UTF-8 or contain a NUL; the message says where.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
-    offset = 0  # of the first byte that the decoder has not turned into text yet
+    offset = 0  # position of the first byte that is not decoded yet
     first, characters = True, 0
     for chunk in _ended(data):
         pending = decoder.getstate()[0]
@@ -75,14 +77,19 @@ def read(
 
 
 def without_nul(name: str, text: str, errors: str, before: int = 0, remedy: str = "") -> str:
-    """The same; a NUL, of which files are full that were not written to their end, is refused.
+    """Returns the text; a NUL is replaced or refused.
+
+    Files that were not written completely are often filled with NULs.
 
     Args:
-      errors: "replace" reads it as U+FFFD.
-      before: characters of the document that come before `text`.
+      name: the name of the data, for error messages.
+      text: a part of the document.
+      errors: "replace" reads NULs as U+FFFD.
+      before: the number of the document's characters before `text`.
+      remedy: the setting that enables this replacement; "" if there is none.
 
     Raises:
-      BadRecord: there is one.
+      BadRecord: the text contains a NUL.
     """
     if "\0" not in text:
         return text
@@ -90,13 +97,13 @@ def without_nul(name: str, text: str, errors: str, before: int = 0, remedy: str 
         return text.replace("\0", "\ufffd")
     more = f", or read NULs as U+FFFD with {remedy}" if remedy else ""
     raise BadRecord(
-        f"{name} has a NUL at character {before + text.index(chr(0))}; it may not have been "
-        f"written to its end: fetch it again{more}"
+        f"{name} has a NUL at character {before + text.index(chr(0))}; it may be incomplete: fetch "
+        f"it again{more}"
     )
 
 
 def no_text(name: str) -> BadRecord:
-    """The sentence about a document of nothing but whitespace."""
+    """Returns the error about a document that contains nothing but whitespace."""
     return BadRecord(f"{name} has no text; leave it out")
 
 
@@ -106,6 +113,6 @@ def _undecodable(name: str, offset: int, byte: int, remedy: str) -> BadRecord:
 
 
 def _ended(data: Iterable[bytes]) -> Iterator[bytes]:
-    """Non-empty chunks, then an empty one."""
+    """Yields the chunks that are not empty, then an empty one, which ends the decoding."""
     yield from filter(None, data)
     yield b""

@@ -1,11 +1,11 @@
-"""From `config.Data` to token stores: once per content, in a cache or where the user says.
+"""Prepares token stores from the documents that the section `Data` describes.
 
-A prepared corpus is a directory (see `brt.data.cache`):
+The result is a directory in the cache, or where the user says (see `brt.data.cache`):
 
     train/ validation/ test/             token stores (a split without documents is absent)
     tokenizer.model or tokenizer.json    the tokenizer
-    quarantine.jsonl                     documents that could not be read, if there were any
-    corpus.json                          what it was made of; written last
+    quarantine.jsonl                     documents that could not be read, if there are any
+    corpus.json                          sources and settings; written last
 """
 
 import hashlib
@@ -36,17 +36,17 @@ from brt.formatting import counted
 
 
 class Dataset(NamedTuple):
-    """A prepared corpus, opened."""
+    """The opened stores of a prepared directory, with their tokenizer."""
 
     directory: Path
     tokenizer: Tokenizer
     splits: dict[str, TokenStore]
 
     def split(self, name: str) -> TokenStore:
-        """The store of a split.
+        """Returns the store of a split.
 
         Raises:
-          DataError: the corpus has no such split.
+          DataError: there is no such split.
         """
         if name not in self.splits:
             raise DataError(
@@ -56,19 +56,20 @@ class Dataset(NamedTuple):
         return self.splits[name]
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """See `brt.data.cache.described`."""
+        """Returns a JSON description of each split; see `brt.data.cache.described`."""
         return cache.described(self.directory, self.splits, "documents")
 
 
 def prepare(data: config.Data, output: Path | str | None = None, progress: bool = True) -> Dataset:
-    """Opens the corpus that `data` describes; makes it first where it does not exist yet.
+    """Opens the data that the section describes, and prepares them first if necessary.
 
     Args:
-      output: where to write; None: in the cache.
-      progress: show a bar on a terminal, else a line per split.
+      data: the section of the config.
+      output: the directory to write; None writes to the cache.
+      progress: shows a progress bar on a terminal, and otherwise prints a line per split.
 
     Raises:
-      DataError: a source cannot be read as asked, or `output` holds something else.
+      DataError: a source cannot be read, or `output` contains something else.
     """
     if data.store:
         return open_corpus(Path(data.store))
@@ -97,10 +98,10 @@ def prepare_split(
     known: Path | None = None,
     progress: bool = True,
 ) -> Dataset:
-    """Opens one split alone, as a tokenizer reads it; see `cache.prepared_split`.
+    """Opens a single split, tokenized by a given tokenizer; see `cache.prepared_split`.
 
     Raises:
-      DataError: there is no such split, or its sources cannot be read as asked.
+      DataError: there is no such split, or its sources cannot be read.
     """
     if data.store:
         return open_corpus(Path(data.store))
@@ -150,7 +151,7 @@ def _write(
     facts: Mapping[str, Any],
     progress: bool,
 ) -> dict[str, Any]:
-    """Writes the stores of some splits; returns what the manifest says of them."""
+    """Writes the stores of some splits, and returns their entries of the manifest."""
     seen: dict[str, tuple[str, str]] = {}
     splits = tuple(splits)
     for split in splits:
@@ -174,24 +175,24 @@ def _write(
 
 
 def _lost(store: TokenStore) -> str:
-    """What the tokenizer loses of a split, in words."""
+    """Returns a clause about the bytes of a split that the tokenizer loses; "" for none."""
     unknown = store.manifest.get("unknown_tokens", 0)
     return losses.described(store.lost_bytes, int(store.bytes.sum()), unknown)
 
 
 def _say_quarantined(directory: Path, progress: bool) -> None:
     if count := read_manifest(directory).get("quarantined"):
-        found = "1 document is" if count == 1 else f"{count:,} documents are"
+        phrase = "1 document is" if count == 1 else f"{count:,} documents are"
         where = directory / quarantine.NAME
-        cache.say(f"{found} left out, which cannot be read: {where}", progress)
+        cache.say(f"{phrase} left out because of errors: {where}", progress)
 
 
 def _unshared(
     documents: Iterable[Document], split: str, seen: dict[str, tuple[str, str]]
 ) -> Iterator[Document]:
-    """The same; raises DataError for a text in two splits, which makes held-out numbers wrong.
+    """Yields the documents unchanged; raises DataError if two splits contain the same text.
 
-    Those of published datasets are as they are.
+    Such texts would make evaluation invalid. Published datasets (tfds) are not checked.
     """
     for document in documents:
         digest = hashlib.sha256()
@@ -213,7 +214,7 @@ def _hashed(chunks: Iterable[str], digest: Any) -> Iterator[str]:
 def _make_tokenizer(
     data: config.Data, plan: Plan, directory: Path, progress: bool
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer, stored in the directory; trained on the train split where asked."""
+    """Loads or trains the tokenizer, stores it in the directory, and describes it."""
     coverage = None
     path = directory / "tokenizer.model"
     if size := tokenizer_training.vocabulary_size(data.tokenizer):
@@ -240,7 +241,7 @@ def _make_tokenizer(
 
 
 def summary(dataset: Dataset) -> str:
-    """A short table: what each split holds, and what the tokenizer is."""
+    """Returns a short table of the splits' sizes, and a line about the tokenizer."""
     lines = [
         f"{'split':10} {'documents':>10} {'tokens':>14} {'bytes':>14} {'words':>12} bytes/token"
     ]

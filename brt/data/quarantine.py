@@ -1,4 +1,4 @@
-"""Documents that cannot be read, left out one by one, named and counted: quarantine.jsonl."""
+"""The quarantine: a list of documents that could not be read and are left out of a store."""
 
 import json
 from collections.abc import Callable
@@ -12,16 +12,14 @@ T = TypeVar("T")
 
 
 class BadRecord(DataError):
-    """A document that is damaged or holds no text; what else there is can be read."""
+    """A document that is damaged or has no text; other documents can still be read."""
 
 
 class Quarantine:
-    """Takes bad records out, up to a number of them.
-
-    Each counts once, however often its file is read.
+    """Collects bad records up to a limit. A record counts once, even if its file is read again.
 
     Args:
-      most: Data.max_bad_records; with 0 the first one is raised as it is.
+      most: Data.max_bad_records, the limit; with 0 every bad record is raised.
     """
 
     def __init__(self, most: int = 0):
@@ -32,14 +30,19 @@ class Quarantine:
         return len(self._found)
 
     def knows(self, file: str) -> bool:
-        """Whether something of a file was taken."""
+        """Returns True if a record of the file was collected."""
         return any(said["file"] == file for said in self._found.values())
 
     def take(self, error: BadRecord, file: str, **place: int) -> None:
-        """Takes a record of a file, or with no `place` all that is left of it.
+        """Collects a record of a file; without `place`, everything from here to the file's end.
+
+        Args:
+          error: what is wrong.
+          file: the name of the file.
+          place: the number of the line or record.
 
         Raises:
-          DataError: it is one too many.
+          DataError: there are more bad records than the limit.
         """
         if not self.most:
             raise error
@@ -52,7 +55,7 @@ class Quarantine:
             )
 
     def tried(self, read: Callable[[], T], file: str, **place: int) -> T | None:
-        """What `read` gives; None where it is bad, which is taken."""
+        """Returns the result of `read`, or None after collecting the BadRecord that it raised."""
         try:
             return read()
         except BadRecord as error:
@@ -60,7 +63,7 @@ class Quarantine:
             return None
 
     def write(self, directory: Path) -> None:
-        """Says what was taken, a line each, if anything was."""
+        """Writes a line of JSON for each collected record, if there are any."""
         if self._found:
             lines = (json.dumps(said) + "\n" for said in self._found.values())
             (directory / NAME).write_text("".join(lines), encoding="utf-8")

@@ -1,7 +1,8 @@
-"""Batches by step: a pass over all data is an epoch, and each has an order of its own.
+"""The base class of readers, which return the batch of any training step.
 
-Where a step lies is computed from seed and epoch, never searched by reading: any step costs the
-same.
+An epoch is one pass over all data, in an order that the seed and the number of the epoch determine.
+The content of a step is computed from them, so a resumed run continues anywhere without reading
+the steps before.
 """
 
 import abc
@@ -14,14 +15,16 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Reader(abc.ABC):
-    """`reader[step]` is the batch of that step, a pure function of the step and `identity`.
+    """Base class of readers: `reader[step]` is a pure function of the step and the `identity`.
 
-    A batch is a NamedTuple of NumPy arrays with the lanes on axis 0.
+    A batch is a NamedTuple of NumPy arrays whose axis 0 is the lanes.
 
     Attributes:
-      store: has a length, and a `fingerprint` that tells it from others.
-      batch_size: rows in all, also where `lanes` asks for some of them.
-      lanes: the rows to build, so that each process builds its own; None: all.
+      store: the data; it has a length, and a `fingerprint` of its content.
+      batch_size: the number of rows of a batch, over all processes.
+      seed: determines the order of each epoch.
+      shuffle: False reads every epoch in the order of the store, as evaluation does.
+      lanes: the rows that this process builds; None builds all.
     """
 
     store: Any
@@ -31,7 +34,7 @@ class Reader(abc.ABC):
     lanes: Sequence[int] | None = None
 
     def __len__(self) -> int:
-        """As good as endless."""
+        """Returns a huge number: steps have no end."""
         return 1 << 62
 
     @abc.abstractmethod
@@ -40,32 +43,32 @@ class Reader(abc.ABC):
     @property
     @abc.abstractmethod
     def steps_per_epoch(self) -> int:
-        """Steps that read all data once."""
+        """Number of steps that read all data once."""
 
     @abc.abstractmethod
     def largest(self) -> Any:
-        """A batch of the largest shape."""
+        """Returns a batch of the largest shape that a step may have."""
 
     @abc.abstractmethod
     def described(self, step: int) -> list[dict[str, Any]]:
-        """What the rows of a step come from, JSON: of all lanes, those with padding left out."""
+        """Returns a JSON description of the origin of each row of a step, without padding."""
 
     @staticmethod
     @abc.abstractmethod
     def positions(batch: Any) -> int:
-        """Tokens or frames that a step reads, padding included."""
+        """Returns the number of tokens or frames in a batch, including padding."""
 
     @abc.abstractmethod
     def _laid_out(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What an epoch reads in an order of the store's rows."""
+        """Returns what each step of an epoch reads, given the order of the store's rows."""
 
     def epoch(self, step: int) -> float:
-        """How often all data have been read before `step`."""
+        """Returns the number of epochs that were read before a step."""
         return step / self.steps_per_epoch
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that decides what a step reads, JSON; which rows a host builds does not."""
+        """JSON of everything that determines the content of a step."""
         names = ("batch_size", "seed", "shuffle")
         return {
             "store": self.store.fingerprint, **{name: getattr(self, name) for name in names}
@@ -77,9 +80,9 @@ class Reader(abc.ABC):
             return cached[1]
         order = np.arange(len(self.store))
         if self.shuffle:
-            # Sorting raw bits: NumPy promises their stream, not that of its permutations.
+            # NumPy guarantees the stream of raw bits, but not that of its permutations.
             bits = np.random.PCG64(np.random.SeedSequence([self.seed % 2**64, epoch]))
             order = np.argsort(bits.random_raw(len(order)), kind="stable")
         layout = self._laid_out(order)
-        self.__dict__["_last_layout"] = epoch, layout  # one assignment: safe between threads
+        self.__dict__["_last_layout"] = epoch, layout  # A single assignment is safe among threads.
         return layout

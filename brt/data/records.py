@@ -1,6 +1,6 @@
-"""Documents out of records: JSON, ArrayRecord files, TensorFlow datasets, columns of tables.
+"""Documents from records: JSON, ArrayRecord files, TensorFlow datasets, and columns of tables.
 
-One record is one document and is held in memory whole: at most about four times its bytes.
+Every record is a document. It is held in memory, which takes up to four times its size.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,13 +17,13 @@ from brt.data.sources import File
 from brt.errors import DataError
 
 READ_RECORDS = 64  # ArrayRecord records fetched at a time
-_SHOWN = 20  # fields that a sentence names
+_SHOWN = 20  # number of fields that an error message lists
 
 
 def of_json(
     file: File, *, field: str, errors: str, max_bytes: int, bad: Quarantine
 ) -> Iterator[tuple]:
-    """Yields (name, text) of every record of a file; see `brt.data.json_files`."""
+    """Yields the name and text of every record of a JSON file; see `brt.data.json_files`."""
     for record in json_files.read(file, errors=errors, max_bytes=max_bytes):
         read = partial(_json_text, record, field, errors)
         if (text := bad.tried(read, file.name, line=record.number)) is not None:
@@ -31,7 +31,7 @@ def of_json(
 
 
 def of_table(file: File, *, field: str, errors: str, bad: Quarantine) -> Iterator[tuple]:
-    """Yields (name, text) of every row of a table; see `brt.data.rows.tables`."""
+    """Yields the name and text of every row of a table; see `brt.data.rows.tables`."""
     for number, row in enumerate(tables.rows(file)):
         read = partial(_row_text, row, field, errors)
         if (text := bad.tried(read, file.name, record=number)) is not None:
@@ -41,14 +41,14 @@ def of_table(file: File, *, field: str, errors: str, bad: Quarantine) -> Iterato
 def array_record(
     file: File, *, field: str, errors: str, max_bytes: int, bad: Quarantine
 ) -> Iterator[tuple]:
-    """Yields (name, text) of every record: UTF-8 text, or a JSON object with `field`."""
+    """Yields the name and text of every record, which is UTF-8 text or a JSON object."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     try:
         reader = ArrayRecordReader(str(file.path))
         count = reader.num_records()
         if count == 0:
-            raise BadRecord(f"{file.name} is no ArrayRecord file, or has no record")
+            raise BadRecord(f"{file.name} is not an ArrayRecord file, or has no record")
         for start in range(0, count, READ_RECORDS):
             for i, record in enumerate(reader.read(start, min(start + READ_RECORDS, count)), start):
                 name = f"{file.name}:{i}"
@@ -65,7 +65,7 @@ def array_record(
 
 
 def tfds(source: str, *, field: str, errors: str, bad: Quarantine) -> Iterator[tuple]:
-    """Yields (name, text) of every example of `tfds:NAME/SPLIT`."""
+    """Yields the name and text of every example of `tfds:NAME/SPLIT`."""
     for i, example in enumerate(sources.tfds_data(source).examples):
         name = f"{source}:{i}"
         read = partial(_example_text, name, example, field, errors)
@@ -76,7 +76,7 @@ def tfds(source: str, *, field: str, errors: str, bad: Quarantine) -> Iterator[t
 def _json_text(record: Record, field: str, errors: str) -> str:
     if record.problem:
         more = "" if "JSON" in record.problem else f", or read such bytes as U+FFFD with {REPLACE}"
-        raise BadRecord(f"{record.name} {record.problem}; mend it{more}")
+        raise BadRecord(f"{record.name} {record.problem}; repair it{more}")
     if isinstance(record.value, str):  # a member of an array of texts
         return _checked(record.name, record.value, errors)
     return _value_text(record.name, _field(record.name, record.value, field), errors)
@@ -115,14 +115,14 @@ def _checked(name: str, text: str, errors: str) -> str:
         raise plain_text.no_text(name)
     text = plain_text.without_nul(name, text, errors, remedy=REPLACE)
     if problem := plain_text.problem(text):
-        raise BadRecord(f"{name} {problem}; mend it, or read it as U+FFFD with {REPLACE}")
+        raise BadRecord(f"{name} {problem}; repair it, or read it as U+FFFD with {REPLACE}")
     return text
 
 
 def _field(name: str, example: Any, field: str) -> Any:
-    """What a record holds in a field."""
+    """Returns the value of a field; raises BadRecord if there is none that can hold text."""
     if not isinstance(example, Mapping):
-        raise BadRecord(f"{name} is no object with a field '{field}'; leave it out")
+        raise BadRecord(f"{name} is not an object with a field '{field}'; leave it out")
     if field not in example:
         raise BadRecord(
             f"{name} has no field '{field}'; set Data.text_field to one of "

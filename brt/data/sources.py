@@ -1,11 +1,12 @@
-"""From the name of a source to the files behind it, and their hashes.
+"""Resolves the names of sources to files, and hashes these files.
 
-    books/a.txt  books/  'books/*.txt'   a file, a directory (recursively, through links), a glob
-    corpus:novels/train                  a corpus that comes with brt
+    books/a.txt  books/  'books/*.txt'   a file, a directory (with subdirectories), a pattern
+    corpus:novels/train                  documents that are part of brt
     tfds:NAME[/CONFIG][:VERSION]/SPLIT   a prepared TensorFlow dataset, in ArrayRecord format
-    memory:copy/train/1000?distance=96   made up: see `brt.data.memory.names`
+    memory:copy/train/1000?distance=96   generated documents; see `brt.data.memory.names`
 
-What a file is, its ending says (see `brt.data.endings`); it may be compressed (.gz, .xz, .zst).
+The suffix of a file says how it is read (see `brt.data.endings`). Files may be compressed (.gz,
+.xz, .zst).
 """
 
 import glob
@@ -29,7 +30,7 @@ CORPORA = Path(__file__).parent / "corpora"
 
 
 class FileHash(NamedTuple):
-    """What tells one content from another."""
+    """The name, size and hash of a file, which identify its content."""
 
     name: str
     bytes: int
@@ -37,13 +38,14 @@ class FileHash(NamedTuple):
 
 
 def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
-    """The files behind `source`, in reading order.
+    """Returns the files of a source in reading order.
 
     Args:
-      endings: of the files that are taken out of directories; hidden and empty ones are not.
+      source: the name of the source.
+      endings: suffixes of the files to read from a directory. Hidden and empty files are skipped.
 
     Raises:
-      DataError: there is none.
+      DataError: there is no file.
     """
     if source.startswith("corpus:"):
         return _corpus_files(source, endings)
@@ -55,7 +57,7 @@ def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
             File(f"{source} {path.name}", path) for path in map(Path, tfds_data(source).filepaths)
         ]
     path = untrusted.user_path(source)
-    if os.path.exists(path):  # not Path's, to which a name may be too long
+    if os.path.exists(path):  # Path.exists raises an error if the name is too long.
         return _path_files(path, endings)
     if not glob.has_magic(source):
         raise DataError(f"{source} does not exist")
@@ -66,13 +68,13 @@ def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
 
 
 def _once(found: list[File]) -> list[File]:
-    """The first of several names for the same file."""
+    """Removes files that appear a second time under another name, such as a link."""
     once = {os.path.realpath(file.path): file for file in reversed(found)}
     return [file for file in found if once[os.path.realpath(file.path)] is file]
 
 
 def _matches(pattern: str) -> Iterator[str]:
-    """As glob has it; but `**` is each directory below once, though links lead in circles."""
+    """Expands a pattern like glob, but enters each directory of `**` once, even in link cycles."""
     if os.path.basename(pattern) == "**":
         pattern = f"{pattern}/*"
     head, stars, tail = pattern.partition("**/")
@@ -92,24 +94,24 @@ def _matches(pattern: str) -> Iterator[str]:
 
 def _closed(error: OSError) -> None:
     raise DataError(
-        f"the folder {error.filename} cannot be read: {error.strerror}; make it readable, or name "
-        "the others"
+        f"the directory {error.filename} cannot be read: {error.strerror}; make it readable, or "
+        "name the other sources"
     )
 
 
 def sha256(path: Path) -> str:
-    """The hexadecimal sha256 of a file's content."""
+    """Returns the hexadecimal SHA-256 of a file."""
     with untrusted.open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hashes(sources: Sequence[str], endings: Sequence[str] = DOCUMENTS) -> list[FileHash]:
-    """Reads every file of `sources` once; a changed file has another hash."""
+    """Reads all files of some sources, and returns their hashes."""
     return [hashed(file) for source in sources for file in files(source, endings)]
 
 
 def hashed(file: File) -> FileHash:
-    """Raises DataError where it cannot be read."""
+    """Returns the hash of a file; raises DataError if it cannot be read."""
     try:
         digest = sha256(file.path)
         return FileHash(file.name, file.path.stat().st_size, digest)
@@ -118,11 +120,14 @@ def hashed(file: File) -> FileHash:
 
 
 def left_out(source: str, endings: Sequence[str] = DOCUMENTS, read: Iterable[Path] = ()) -> str:
-    """Which files of a directory are not read, in words; "" where all are, or it is none.
+    """Returns a sentence that counts the files in a directory that are not read.
+
+    The result is "" if all files are read or the source is not a directory.
 
     Args:
-      endings: of the files that are read; others are counted by theirs.
-      read: files that are read whatever their endings.
+      source: the name of the source.
+      endings: suffixes of the files that are read; other files are counted by their suffix.
+      read: files that are read whatever their suffix.
     """
     path = untrusted.user_path(source)
     if not path.is_dir():
@@ -134,29 +139,29 @@ def left_out(source: str, endings: Sequence[str] = DOCUMENTS, read: Iterable[Pat
     )  # fmt: skip
     others.update(reason for _, reason in listed.missed)
     counts = ", ".join(f"{count:,} {kind}" for kind, count in others.most_common())
-    return f"of {path} these files are not read: {counts}" if counts else ""
+    return f"{path} contains files that are not read: {counts}" if counts else ""
 
 
 def _unread(file: Path) -> str:
-    """What a file is counted as."""
+    """Returns the category under which an unread file is counted."""
     if not file.stat().st_size:
         return "empty"
     return f"*{file.suffix}" if file.suffix else "no suffix"
 
 
 class TfdsData(NamedTuple):
-    """A split of a TensorFlow dataset: its examples and the files they lie in."""
+    """A split of a TensorFlow dataset: its examples and its files."""
 
     examples: Sequence[dict[str, Any]]
     filepaths: list[str]
 
 
 def tfds_data(source: str) -> TfdsData:
-    """Opens `tfds:NAME/SPLIT` without TensorFlow; downloads nothing."""
+    """Opens `tfds:NAME/SPLIT` without TensorFlow and without downloading anything."""
     name, slash, split = source.removeprefix("tfds:").rpartition("/")
     if not slash:
         raise DataError(f"{source} names no split; write {source}/train")
-    import tensorflow_datasets as tfds  # half a second, and only this kind of source needs it
+    import tensorflow_datasets as tfds  # This import takes half a second.
 
     try:
         examples = tfds.data_source(name, split=split, download=False)
@@ -165,7 +170,7 @@ def tfds_data(source: str) -> TfdsData:
         reason = (str(error.args[0]) if error.args else str(error)).strip().partition("\n")[0]
         raise DataError(
             f"{source} cannot be read ({reason}); if it is not prepared yet, run "
-            f"`tfds build {name} --file_format=array_record`, or, where there are summaries, "
+            f"`tfds build {name} --file_format=array_record`, or, for data with summaries, "
             "`python -m brt.prepare --pairs=KIND`"
         ) from error
     return TfdsData(examples, filepaths)
@@ -187,7 +192,7 @@ def _path_files(path: Path, endings: Sequence[str]) -> list[File]:
     if path.is_file():
         return [File(str(path), path)]
     if not path.is_dir():
-        raise DataError(f"{path} is neither a file nor a directory; write what it gives to a file")
+        raise DataError(f"{path} is neither a file nor a directory; write its output to a file")
     paths = _ending(walk(path).files, endings)
     if not paths:
         raise _nothing(path, endings)
@@ -195,7 +200,7 @@ def _path_files(path: Path, endings: Sequence[str]) -> list[File]:
 
 
 def _nothing(path: Path, endings: Sequence[str]) -> DataError:
-    """The sentence about a directory in which nothing can be read."""
+    """Returns the error about a directory without any file that can be read."""
     prepared = (path / "corpus.json").exists()
     remedy = f"set Data.store = '{path}'" if prepared else f"name its files, as '{path}/*.log'"
     kinds = " or ".join(f"*{ending}" for ending in endings)
@@ -207,9 +212,10 @@ def _nothing(path: Path, endings: Sequence[str]) -> DataError:
 
 
 def _ending(paths: Iterable[Path], endings: Sequence[str]) -> list[Path]:
-    """Those of some files that are read of a directory, sorted; empty ones are not.
+    """Returns the files with one of the suffixes that are not empty, sorted.
 
-    Beside .jsonl, .json means records: a single object, such as a package.json, is none.
+    A .json file that contains a single object, such as a package.json, is not a table of records
+    and is left out.
     """
     every = tuple(ending + packed for ending in endings for packed in ("", *kinds.COMPRESSED))
     found = (p for p in paths if p.name.lower().endswith(every) and p.is_file())

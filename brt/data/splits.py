@@ -1,4 +1,4 @@
-"""Which documents and rows are for training, which are held out."""
+"""Divides documents and rows into training, validation and test data."""
 
 import bisect
 import hashlib
@@ -14,26 +14,27 @@ from brt.data.quarantine import Quarantine
 from brt.errors import DataError
 
 SPLITS = ("train", "validation", "test")
-SHORTEST = 100  # characters of an end that is held out
-REACH = 1 << 16  # characters in which a paragraph has to end
-BORDERS = (r"\n[ \t\r]*\n+", r"\n", r"\s")  # the best first
+SHORTEST = 100  # the fewest characters of an end that is held out
+REACH = 1 << 16  # a paragraph must end within this many characters
+BORDERS = (r"\n[ \t\r]*\n+", r"\n", r"\s")  # places where a document may be cut, the best first
 
-Parts = dict[str, tuple[int, int | None]]  # characters of a document, by split
+Parts = dict[str, tuple[int, int | None]]  # the range of a document's characters of each split
 
 
 class Plan:
-    """The splits of `data`. Those that name no source get a part of the train documents.
+    """The splits of the section `Data`. A split without a source gets a part of train's documents.
 
-    Documents of the same content are in the same split. Of fewer documents than splits the ends
-    are held out.
+    Documents with the same content are in the same split. If there are fewer documents than
+    splits, the ends of the documents are held out.
 
     Args:
-      wanted: splits that are asked for.
+      data: the section of the config.
+      wanted: the splits that will be read.
 
     Attributes:
-      splits: those that have documents.
-      held_out: how documents came into those splits that name no source.
-      bad: documents that could not be read, of all that was read.
+      splits: the splits that have documents.
+      held_out: a description of how each split that names no source was held out.
+      bad: the quarantine of documents that could not be read.
 
     Raises:
       DataError: a document is too short to hold out its end.
@@ -44,7 +45,7 @@ class Plan:
         self.bad = Quarantine(data.max_bad_records)
         self._fractions = fractions_of(data)
         self.splits = tuple(s for s in SPLITS if getattr(data, s) or s in self._fractions)
-        self._parts: list[Parts] = []  # of each document of Data.train, where it is shared
+        self._parts: list[Parts] = []  # the parts of each train document, if splits share them
         what = "{:.0%} of the documents of Data.train"
         if self._fractions and not {"train", *self._fractions}.isdisjoint(wanted):
             names, contents, lengths = zip(*map(_described, self._read("train")), strict=True)
@@ -60,7 +61,7 @@ class Plan:
         self.held_out = {split: what.format(f) for split, f in self._fractions.items()}
 
     def documents(self, split: str) -> Iterator[Document]:
-        """The documents of a split, in reading order."""
+        """Yields the documents of a split in reading order."""
         if not self._parts or (split != "train" and split not in self._fractions):
             yield from self._read(split)
             return
@@ -77,20 +78,24 @@ class Plan:
 
 
 def fractions_of(data: config.Data) -> dict[str, float]:
-    """Of the train documents, by each split that takes some of them."""
+    """Returns the share of train's documents of each split that names no source."""
     fractions = {split: getattr(data, f"{split}_fraction") for split in SPLITS[1:]}
     return {s: fraction for s, fraction in fractions.items() if fraction and not getattr(data, s)}
 
 
 def assign(names: Sequence[str], fractions: Mapping[str, float]) -> list[str]:
-    """A split for each document: "train", or one of `fractions` (at least one document each).
+    """Returns the split of each document: "train", or one of `fractions`.
 
-    The hash of the file's name decides, not its directory: the same on every machine. There are
-    more documents than fractions.
+    The hash of the file name (without directories) decides, so the result is the same on every
+    machine. Every split gets at least one document.
+
+    Args:
+      names: the names of the documents; there are more documents than fractions.
+      fractions: the share of each held-out split.
     """
     splits = ["train"] * len(names)
     order = sorted(range(len(names)), key=lambda i: (_hash(names[i]), names[i]))
-    free = len(names) - len(fractions) - 1  # beyond one for each split
+    free = len(names) - len(fractions) - 1  # documents that remain if each split has one
     for split, fraction in fractions.items():
         more = min(max(round(fraction * len(names)) - 1, 0), free)
         free -= more
@@ -100,13 +105,15 @@ def assign(names: Sequence[str], fractions: Mapping[str, float]) -> list[str]:
 
 
 def ends(document: Document, length: int, fractions: Mapping[str, float]) -> Parts:
-    """A document's beginning to train on, and behind it a part for each fraction.
+    """Divides a document: its beginning is for training, its end for each held-out split.
 
     Args:
-      length: of the document, in characters.
+      document: the document; its chunks are read.
+      length: the number of its characters.
+      fractions: the share of each held-out split.
 
     Raises:
-      DataError: it is too short.
+      DataError: the document is too short.
     """
     sizes = {split: int(length * fraction) for split, fraction in fractions.items()}
     if min(sizes.values()) < SHORTEST or length - sum(sizes.values()) < SHORTEST:
@@ -130,15 +137,15 @@ def ends(document: Document, length: int, fractions: Mapping[str, float]) -> Par
 
 
 class Shares:
-    """Splits rows by what they hold: rows of the same content are in the same split.
+    """Divides rows by their content: rows with the same content are in the same split.
 
     Args:
-      contents: of all rows.
-      shares: of the different ones, by split; each gets one at least.
-      source: what they come from, as "Pairs.train".
+      contents: the content of each row.
+      shares: the share of the distinct contents of each held-out split; each gets at least one.
+      source: the name of the rows' source for error messages, such as "Pairs.train".
 
     Raises:
-      DataError: there are too few.
+      DataError: there are too few distinct rows.
     """
 
     def __init__(self, contents: Iterable[str], shares: Mapping[str, float], source: str):
@@ -153,12 +160,12 @@ class Shares:
         self._firsts = [hashes[sum(counts[: i + 1])] for i in range(len(counts))]
 
     def __call__(self, content: str) -> str:
-        """The split of a row."""
+        """Returns the split of the row with this content."""
         return self._splits[bisect.bisect_right(self._firsts, _hash_of_text(content))]
 
 
 def _described(document: Document) -> tuple[str, str, int]:
-    """Name, hash of the text, and its characters."""
+    """Returns a document's name, the hash of its text, and its length in characters."""
     digest, length = hashlib.sha256(), 0
     for chunk in document.chunks:
         digest.update(chunk.encode())
@@ -183,7 +190,7 @@ def _between(chunks: Iterable[str], start: int, stop: int | None) -> Iterator[st
 
 
 def _texts(chunks: Iterable[str], windows: Sequence[tuple[int, int]]) -> list[str]:
-    """What is between these places."""
+    """Returns the text between the start and stop of each window."""
     begin, found = 0, [""] * len(windows)
     for chunk in chunks:
         for i, (start, stop) in enumerate(windows):
@@ -193,7 +200,7 @@ def _texts(chunks: Iterable[str], windows: Sequence[tuple[int, int]]) -> list[st
 
 
 def _border(text: str) -> int:
-    """Where the first paragraph of a text ends; its first line, or word, where there is none."""
+    """Returns where the first paragraph of a text ends, or else its first line or word."""
     found: Iterator[Any] = (re.search(border, text) for border in BORDERS)
     return next((match.end() for match in found if match), 0)
 

@@ -2,12 +2,12 @@
 
 A store is a directory:
 
-    tokens.bin      little-endian uint8, uint16 or uint32, documents one after another
-    documents.npz   offsets int64 [documents + 1]; bytes, characters, words int64 [documents];
-                    names, a JSON list in UTF-8
-    manifest.json   written last: what the store was made of, and hashes
+    tokens.bin      the tokens of all documents; little-endian uint8, uint16 or uint32
+    documents.npz   offsets int64 [documents + 1]; bytes, characters, words, lost: int64
+                    [documents]; names, a JSON list in UTF-8
+    manifest.json   counts, settings and hashes; written last
 
-It is written under another name and renamed, so a store that exists is complete.
+The directory is renamed into place when it is complete.
 """
 
 import dataclasses
@@ -27,16 +27,18 @@ from brt.errors import DataError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenStore:
-    """Documents as tokens.
+    """Tokenized documents on disk.
 
     Attributes:
-      tokens: uint [tokens], read where they are asked for.
+      directory: the directory of the store.
+      manifest: counts, settings and hashes.
+      tokens: uint [tokens], which are read from the disk when they are indexed.
       offsets: int64 [documents + 1]; document d is tokens[offsets[d]:offsets[d + 1]].
-      bytes: int64 [documents], of the UTF-8 text.
-      characters: int64 [documents], Unicode code points.
-      words: int64 [documents], separated by whitespace, as PG-19 counts them.
-      names: [documents].
-      lost: int64 [documents], bytes that the tokens do not give back; None: nobody counted.
+      bytes: int64 [documents], the size of the UTF-8 text.
+      characters: int64 [documents], the number of Unicode code points.
+      words: int64 [documents], the number of words separated by whitespace, as PG-19 counts them.
+      names: the name of each document.
+      lost: int64 [documents], bytes that the tokens do not reproduce; None if they are unknown.
     """
 
     directory: Path
@@ -51,10 +53,10 @@ class TokenStore:
 
     @classmethod
     def open(cls, directory: Path | str) -> "TokenStore":
-        """Opens a finished store.
+        """Opens a store.
 
         Raises:
-          DataError: it is missing, unfinished, of another format, or its sizes do not fit.
+          DataError: the store is missing, incomplete, damaged, or has another format.
         """
         with store.opened(
             directory, ["names"], facts=_FACTS, npz="documents.npz", what="token store"
@@ -67,7 +69,7 @@ class TokenStore:
                 or not 0 <= manifest["bos_id"] < manifest["vocab_size"]
             ):
                 raise ValueError("tokens.bin has another size than its manifest says")
-            lost = columns.get("lost")  # which older stores have not
+            lost = columns.get("lost")  # Stores of earlier versions do not have this column.
             counted = (*_COLUMNS[1:], "names") if lost is None else (*_COLUMNS[1:], "names", "lost")
             found.check("documents", *(columns[name] for name in counted))
             columns = {name: columns[name] for name in ("offsets", *counted)}
@@ -75,7 +77,7 @@ class TokenStore:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the tokens, where documents begin, and the tokenizer; not of names."""
+        """SHA-256 of the tokens, the offsets and the tokenizer, but not of the names."""
         return self.manifest["fingerprint"]
 
     @property
@@ -88,16 +90,16 @@ class TokenStore:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [documents], in tokens."""
+        """int64 [documents], the number of tokens of each document."""
         return np.diff(self.offsets)
 
     @property
     def lost_bytes(self) -> int:
-        """Bytes of all documents that the tokens do not give back."""
+        """Number of bytes of all documents that the tokens do not reproduce."""
         return 0 if self.lost is None else int(self.lost.sum())
 
     def counted(self, tokenizer: Tokenizer) -> "TokenStore":
-        """The same, with what is lost: of a store without that as far as its tokens tell it."""
+        """Returns a store with `lost`, which is estimated if the store does not have it."""
         if self.lost is not None:
             return self
         sizes = enumerate(self.bytes)
@@ -105,11 +107,11 @@ class TokenStore:
         return dataclasses.replace(self, lost=np.array(lost, np.int64))
 
     def __len__(self) -> int:
-        """How many documents."""
+        """Returns the number of documents."""
         return len(self.names)
 
     def document(self, index: int) -> np.ndarray:
-        """uint [tokens], those of a document."""
+        """Returns the tokens of a document, uint [tokens]."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
 
@@ -124,11 +126,14 @@ def write(
     """Tokenizes documents into a new store, chunk by chunk.
 
     Args:
-      settings: what the manifest keeps beside the counts: sources, and how they were read.
+      directory: where to write.
+      documents: the documents.
+      tokenizer: the tokenizer.
+      settings: further entries of the manifest, such as the sources.
       progress: called with the number of UTF-8 bytes of each chunk.
 
     Raises:
-      DataError: there is no document, a document cannot be read, or `directory` is in use.
+      DataError: there is no document, a document cannot be read, or `directory` is not empty.
     """
     directory = Path(directory)
     with manifests.new_directory(directory) as temporary:
@@ -181,14 +186,14 @@ _DTYPES = {"|u1": 1 << 8, "<u2": 1 << 16, "<u4": 1 << 32}
 
 
 class _Counter:
-    """Counts text as it passes."""
+    """Counts the bytes, characters and words of text that passes through."""
 
     def __init__(self, progress: Callable[[int], Any], lost: losses.Losses):
         self.bytes = self.characters = self.words = 0
         self._progress, self._lost = progress, lost
 
     def through(self, chunks: Iterable[str]) -> Iterator[str]:
-        in_word = False  # the text so far ends in a word, which may go on
+        in_word = False  # True if the text so far ends inside a word
         for chunk in filter(None, chunks):
             size = len(data := chunk.encode())
             self._lost.text(data)
@@ -201,12 +206,12 @@ class _Counter:
 
 
 def ids_dtype(vocab_size: int) -> np.dtype:
-    """The smallest unsigned integers that hold all ids, little-endian."""
+    """Returns the smallest little-endian unsigned dtype that can hold all ids."""
     return np.dtype(next(name for name, limit in _DTYPES.items() if vocab_size <= limit))
 
 
 def stored_dtype(manifest: Mapping[str, Any]) -> np.dtype:
-    """What `ids_dtype` was; ValueError where it says something else."""
+    """Returns the dtype of a store's tokens; raises ValueError if the manifest has another."""
     if manifest["dtype"] not in _DTYPES:
         raise ValueError(f"dtype is {manifest['dtype']!r}, none of {', '.join(_DTYPES)}")
     return np.dtype(manifest["dtype"])

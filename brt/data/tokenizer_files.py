@@ -1,4 +1,4 @@
-"""Opens the two kinds of tokenizer files, or says what is wrong with them."""
+"""Opens sentencepiece models and tokenizer.json files, and reports what is wrong with them."""
 
 from pathlib import Path
 from typing import Any
@@ -9,14 +9,14 @@ from brt import untrusted
 from brt.errors import DataError
 
 MAX_BYTES = 64 << 20
-BYTES = "bytes.txt"  # stands in a directory for "bytes", which needs no file
+BYTES = "bytes.txt"  # a file that represents the byte tokenizer, which needs no content
 
 
 def read(path: Path) -> bytes:
-    """The content of a tokenizer's file.
+    """Returns the content of a tokenizer's file.
 
     Raises:
-      DataError: it is missing, or too large to be one.
+      DataError: the file is missing or too large.
     """
     try:
         return untrusted.read_file(path, MAX_BYTES)
@@ -27,18 +27,20 @@ def read(path: Path) -> bytes:
 def sentencepiece_model(
     path: Path, content: bytes, *, exact: bool = False
 ) -> sentencepiece.SentencePieceProcessor:
-    """A sentencepiece model.
+    """Opens a sentencepiece model.
 
     Args:
-      exact: without its dummy prefix and whitespace removal, which change texts.
+      path: the path, for error messages.
+      content: the content of the file.
+      exact: disables the dummy prefix and the removal of whitespace, which change texts.
 
     Raises:
-      DataError: it is none.
+      DataError: the file is not a sentencepiece model.
     """
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
-    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made on import
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # generated code
     try:
         model.ParseFromString(content)
         if exact:
@@ -49,15 +51,15 @@ def sentencepiece_model(
             raise DecodeError("it has no pieces")
         processor.id_to_piece([*range(processor.vocab_size())])
     except (DecodeError, RuntimeError, UnicodeDecodeError) as error:
-        raise DataError(f"the tokenizer {path} is no sentencepiece model ({error})") from error
+        raise DataError(f"the tokenizer {path} is not a sentencepiece model ({error})") from error
     return processor
 
 
 def json_model(path: Path, content: bytes) -> Any:
-    """A tokenizer.json of Hugging Face's tokenizers that neither cuts nor pads.
+    """Opens a tokenizer.json of Hugging Face's tokenizers, without truncation and padding.
 
     Raises:
-      DataError: it is none, or its ids have holes, so that they are not below their number.
+      DataError: the file is damaged, or its ids are not 0 to vocab_size - 1.
     """
     from tokenizers import Tokenizer
 
@@ -65,20 +67,20 @@ def json_model(path: Path, content: bytes) -> Any:
         with untrusted.panics():
             tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises nothing more specific
-        raise DataError(f"the tokenizer {path} is no tokenizer.json ({error})") from error
+        raise DataError(f"the tokenizer {path} is not a tokenizer.json ({error})") from error
     vocabulary = tokenizer.get_vocab()
     if sorted(vocabulary.values()) != [*range(len(vocabulary))]:
         raise DataError(f"the ids of the tokenizer {path} are not 0 to {len(vocabulary) - 1:,}")
-    tokenizer.no_truncation()  # the file may ask for both
+    tokenizer.no_truncation()  # The file may enable truncation and padding.
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # `</s>` in a text is text, and ends nothing
+    tokenizer.encode_special_tokens = True  # `</s>` inside a text is text, not a special token.
     try:
         (kept,) = tokenizer.encode_batch_fast(["a text"], add_special_tokens=False)
     except Exception as error:  # the library raises nothing more specific
-        raise DataError(f"the tokenizer {path} reads no text ({error})") from error
+        raise DataError(f"the tokenizer {path} cannot encode a text ({error})") from error
     if not kept.ids:
         raise DataError(
-            f"the tokenizer {path} keeps nothing of a text; take out what drops it, such as its "
+            f"the tokenizer {path} drops all of a text; remove the part that drops it, such as its "
             "post_processor"
         )
     return tokenizer

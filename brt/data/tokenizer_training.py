@@ -1,4 +1,4 @@
-"""Training a sentencepiece model on documents of any length, without skipping any text."""
+"""Trains sentencepiece models on documents of any length, without skipping any text."""
 
 import io
 import random
@@ -12,14 +12,14 @@ import sentencepiece
 from brt.data import chunks
 from brt.errors import ConfigError, DataError
 
-PIECE = 1024  # characters; sentencepiece silently drops lines above 4192 bytes
-MAX_BYTES = 200_000_000  # of text that is kept in memory
-FIXED = 260  # pieces that any corpus has: bytes, and special ones
-RESERVED = "\u2585"  # sentencepiece drops a line with this character
+PIECE = 1024  # characters per line; sentencepiece silently drops lines above 4192 bytes
+MAX_BYTES = 200_000_000  # the largest sample of text that is held in memory
+FIXED = 260  # pieces that every vocabulary has: 256 bytes and the special ones
+RESERVED = "\u2585"  # sentencepiece drops a line that contains this character
 
 
 class Coverage(NamedTuple):
-    """How much of the text the training saw, in UTF-8 bytes."""
+    """The amount of text that the training used, and the amount that there is, in UTF-8 bytes."""
 
     seen: int
     total: int
@@ -30,7 +30,7 @@ class Coverage(NamedTuple):
 
 
 class Special(NamedTuple):
-    """Ids of pieces that no text has; -1: there is none."""
+    """Ids of special pieces; -1 if there is no such piece."""
 
     unk_id: int
     bos_id: int
@@ -43,12 +43,12 @@ T5 = Special(unk_id=2, bos_id=-1, eos_id=1, pad_id=0)
 
 
 def vocabulary_size(tokenizer: str, setting: str = "Data.tokenizer") -> int | None:
-    """N of "train:N", the value of `setting`; None for other tokenizers."""
+    """Returns N if `tokenizer`, the value of `setting`, is "train:N", and None otherwise."""
     if not tokenizer.startswith("train:"):
         return None
     size = tokenizer.removeprefix("train:")
     if not re.fullmatch("[1-9][0-9]{0,8}", size):
-        raise ConfigError(f"{setting} = '{tokenizer}' must name a size, as train:32000")
+        raise ConfigError(f"{setting} = '{tokenizer}' must name a size, such as train:32000")
     return int(size)
 
 
@@ -62,24 +62,30 @@ def train_sentencepiece(
     special: Special = LANGUAGE_MODEL,
     setting: str = "Data.tokenizer",
 ) -> Coverage:
-    """Trains a byte-fallback BPE model that reproduces text exactly; writes it to `output`.
+    """Trains a byte-fallback BPE model that reproduces text exactly, and writes it to `output`.
 
-    At 32000 pieces BPE trains about eight times faster than unigram, in a quarter of the
-    memory, and compressed a held-out novel 1% better; it encodes about four times slower.
+    With 32000 pieces, training BPE takes an eighth of the time and a quarter of the memory of
+    unigram, and BPE compressed a held-out novel 1% better. It encodes about four times slower.
 
     Args:
-      texts: each document's chunks. Above `max_bytes` in all, a random part of their
-        pieces (of up to 1024 characters) is used, chosen by `seed`.
-      setting: where "train:VOCAB_SIZE" was said.
+      texts: the chunks of each document. If there are more than `max_bytes`, a random sample of
+        pieces of up to 1024 characters is used.
+      vocab_size: the number of pieces.
+      output: the file to write.
+      seed: determines the sample.
+      max_bytes: the largest size of the sample.
+      special: ids of the special pieces.
+      setting: the setting that contains "train:VOCAB_SIZE", for error messages.
 
     Raises:
-      DataError: the corpus is too small for `vocab_size`, or has no text.
+      DataError: there is no text, or too little for `vocab_size`.
     """
     pieces = (piece.encode() for text in texts for piece in chunks.cut(text, PIECE))
     sample, coverage = _sample(pieces, max_bytes, random.Random(seed))
     if not sample:
         raise DataError("there is no text to train a tokenizer on")
-    if vocab_size > coverage.seen + FIXED:  # a piece more is a place less: BPE would look for long
+    # Every further piece needs a place where it occurs; searching in vain would take BPE long.
+    if vocab_size > coverage.seen + FIXED:
         raise _too_many(f"{setting} = 'train:{vocab_size}'", coverage.seen + FIXED)
     try:
         model = _train(iter(sample), vocab_size, special)
@@ -92,7 +98,7 @@ def train_sentencepiece(
 def _sample(
     pieces: Iterable[bytes], max_bytes: int, rng: random.Random
 ) -> tuple[list[bytes], Coverage]:
-    """At most `max_bytes` of the pieces, each kept with equal probability, in one pass."""
+    """Samples at most `max_bytes` of the pieces, with equal probability, in one pass."""
     kept: list[tuple[float, bytes]] = []
     seen = total = 0
     threshold = 1.0
@@ -122,10 +128,10 @@ def _train(pieces: Iterator[bytes], vocab_size: int, special: Special) -> bytes:
         remove_extra_whitespaces=False,
         byte_fallback=True,
         user_defined_symbols=["\n"],
-        allow_whitespace_only_pieces=True,  # indentation
+        allow_whitespace_only_pieces=True,  # for indentation
         **special._asdict(),
         max_sentence_length=4 * PIECE,
-        num_threads=1,  # recorded in the model: another number is another fingerprint
+        num_threads=1,  # The model records this number, which would change its fingerprint.
         minloglevel=2,
     )
     return model.getvalue()

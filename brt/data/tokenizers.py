@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, a sentencepiece model, or byte-level BPE."""
+"""Tokenizers of language models: bytes, sentencepiece models, and byte-level BPE."""
 
 import codecs
 import hashlib
@@ -14,20 +14,20 @@ from brt.data.byte_level import ByteLevelTokenizer
 from brt.data.chunks import ChunkTokenizer, Ids
 from brt.errors import ConfigError, DataError
 
-SPACE = "\u2581"  # how sentencepiece spells a space
+SPACE = "\u2581"  # the character that represents a space in sentencepiece
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the rest of brt knows of a tokenizer.
+    """The interface of tokenizers.
 
     Attributes:
-      name: what Data.tokenizer says, without directories.
-      vocab_size: ids are below it.
-      bos_id: the input before a document's first token; never a target.
-      unk_id: stands for what the tokenizer cannot spell; -1: it spells everything.
-      fingerprint: sha256 of all that decides the ids.
-      file: the name of a copy, which `load` reads; its content.
+      name: the value of Data.tokenizer without directories.
+      vocab_size: all ids are below this number.
+      bos_id: the input before a document's first token; it is never a target.
+      unk_id: the id of text that the tokenizer cannot represent; -1 if it represents every text.
+      fingerprint: SHA-256 of everything that determines the ids.
+      file: the name and content of a file from which `load` can read the tokenizer.
     """
 
     name: str
@@ -40,34 +40,34 @@ class Tokenizer(Protocol):
     def file(self) -> tuple[str, bytes]: ...
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids (int32) of a whole text."""
+        """Returns the ids (int32) of a text."""
 
     def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
-        """The same ids in parts, of a text that comes in parts."""
+        """Yields the ids of a text that arrives in parts."""
 
     def decode_bytes(self, ids: Ids) -> bytes:
-        """The text's UTF-8 bytes; the bytes of parts of `ids` can be joined."""
+        """Returns the UTF-8 bytes of ids; the bytes of consecutive parts can be concatenated."""
 
 
 def decode(tokenizer: Tokenizer, ids: Ids) -> str:
-    """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+    """Returns the text of ids; bytes that are not UTF-8 become U+FFFD."""
     return tokenizer.decode_bytes(ids).decode("utf-8", "replace")
 
 
 class StreamDecoder:
-    """Decodes token by token: a character comes out with its last byte."""
+    """Decodes token by token and returns each character when its last byte is known."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def decode(self, ids: Ids, *, final: bool = False) -> str:
-        """The text that `ids` complete; with `final`, also of bytes that nothing completed."""
+        """Returns the text that is complete now; with `final`, incomplete characters, too."""
         return self._decoder.decode(self._tokenizer.decode_bytes(ids), final)
 
 
 class ByteTokenizer:
-    """UTF-8 bytes are the ids. BOS is NUL, which does not occur in text."""
+    """The tokenizer whose ids are UTF-8 bytes. BOS is NUL, which does not occur in text."""
 
     name = "bytes"
     vocab_size = 256
@@ -89,9 +89,12 @@ class ByteTokenizer:
 class SentencePieceTokenizer(ChunkTokenizer):
     """A sentencepiece model, without its dummy prefix and whitespace removal.
 
-    Those two would act on every chunk. Without them, and with a model that has byte
-    fallback and identity normalisation (as `train_sentencepiece` makes), decoding gives
-    back the text exactly. A piece never crosses the end of a chunk.
+    These two options would change every chunk. Without them, a model with byte fallback and
+    identity normalisation (as `train_sentencepiece` makes it) reproduces every text exactly. A
+    piece never crosses the end of a chunk.
+
+    Raises:
+      DataError: the file is missing or damaged, or has no piece that can be BOS.
     """
 
     def __init__(self, path: Path | str):
@@ -117,7 +120,7 @@ class SentencePieceTokenizer(ChunkTokenizer):
         if not any(SPACE in text for text in batch):
             yield from self._processor.encode(batch, return_type="numpy")
             return
-        for text in batch:  # the character itself, not a space: spelt in bytes
+        for text in batch:  # Encode the character itself in bytes, or it would become a space.
             for i, part in enumerate(text.split(SPACE)):
                 if i:
                     yield self._space
@@ -125,10 +128,13 @@ class SentencePieceTokenizer(ChunkTokenizer):
 
 
 def load(name: str) -> Tokenizer:
-    """The tokenizer that `name` names: "bytes", a sentencepiece model or a tokenizer.json.
+    """Loads a tokenizer.
+
+    Args:
+      name: "bytes", a sentencepiece .model, or a tokenizer.json.
 
     Raises:
-      DataError: the file is missing, or not what its name says.
+      DataError: the file is missing or damaged.
       ConfigError: `name` is none of these.
     """
     if name == "bytes" or Path(name).name == tokenizer_files.BYTES:

@@ -1,6 +1,7 @@
-"""Files that are what their hashes say: each is read once, and again when somebody touched it.
+"""Compares files with their hashes, but reads each file again only if it has changed.
 
-An empty file in the cache remembers what the file system said of one when that was done.
+When a file had the right hash, an empty file in the cache is created. Its name is a hash of the
+expected hash and of the file's size, times and inode, so any change of the file invalidates it.
 """
 
 import contextlib
@@ -13,18 +14,20 @@ from pathlib import Path
 from brt import user_cache
 from brt.data import sources
 
-SETTLED = 1.0  # seconds after which another change to a file changes its time
+SETTLED = 1.0  # seconds after which another change of a file is sure to change its time stamp
 
 
 def check(directory: Path, hashes: Mapping[str, str], *, whole: bool = False) -> None:
-    """Compares files with their sha256.
+    """Compares files with their SHA-256.
 
     Args:
-      whole: all of them; else those that are not known to be as they were.
+      directory: where the files are.
+      hashes: the expected hash of each file.
+      whole: True reads all files, also those that are known to be unchanged.
 
     Raises:
-      ValueError: names the one that differs.
-      OSError: one cannot be read.
+      ValueError: a file differs; the message names it.
+      OSError: a file cannot be read.
     """
     for name, expected in hashes.items():
         path = directory / name
@@ -33,7 +36,7 @@ def check(directory: Path, hashes: Mapping[str, str], *, whole: bool = False) ->
         if not whole and seal and os.path.exists(seal):
             continue
         found = sources.sha256(path)
-        with contextlib.suppress(OSError):  # without a cache it is read each time
+        with contextlib.suppress(OSError):  # Without a cache, the file is read each time.
             if seal and found != expected:
                 seal.unlink(missing_ok=True)
             elif seal and time.time() - stat.st_ctime > SETTLED:
@@ -44,7 +47,7 @@ def check(directory: Path, hashes: Mapping[str, str], *, whole: bool = False) ->
 
 
 def _seal(expected: str, stat: os.stat_result) -> Path | None:
-    """What is there where a file with this hash was found to be as it is; None without a cache."""
+    """Returns the path that exists if a file in this state was verified; None without a cache."""
     if not (place := user_cache.directory()):
         return None
     said = (expected, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)

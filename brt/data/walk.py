@@ -1,7 +1,7 @@
-"""The files below a directory, and what a listing of it cannot see.
+"""Lists the files below a directory, and the entries that cannot be read.
 
-Links to directories are followed, as `**` in a pattern follows them; each directory is read once,
-though links lead in circles. Hidden files and directories are left out.
+Links to directories are followed, but each directory is visited once, so that links may form
+cycles. Hidden files and directories are skipped.
 """
 
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 DEAD = "links to nothing"
-CLOSED = "folders that cannot be read"
-ODD = "neither files nor folders"
+CLOSED = "directories that cannot be read"
+ODD = "neither files nor directories"
 
 
 class File(NamedTuple):
@@ -21,11 +21,11 @@ class File(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What is below a directory.
+    """The content of a directory and its subdirectories.
 
     Attributes:
-      files: regular files, in order of their paths.
-      missed: everything that is there and cannot be read, with the reason: `DEAD`, `CLOSED`, `ODD`.
+      files: regular files, sorted by path.
+      missed: entries that cannot be read, with the reason: `DEAD`, `CLOSED` or `ODD`.
     """
 
     files: list[Path]
@@ -33,7 +33,10 @@ class Walk(NamedTuple):
 
 
 def walk(top: Path) -> Walk:
-    """Looks at everything below `top`; directories before links to them, so that names stay."""
+    """Lists everything below `top`.
+
+    Directories are visited before links to directories, so that files get their direct names.
+    """
     found = Walk([], [])
     places, links, seen = [top], [], set()
     while places or links:
@@ -48,7 +51,7 @@ def walk(top: Path) -> Walk:
             found.missed.append((place, CLOSED))
             continue
         for path in (place / name for name in names):
-            if os.path.isdir(path):  # not Path's, which may raise
+            if os.path.isdir(path):  # Path.is_dir may raise an error.
                 (links if os.path.islink(path) else places).append(path)
             elif os.path.isfile(path):
                 found.files.append(path)

@@ -111,15 +111,15 @@ def test_files_that_lose_bytes_are_refused(file, tmp_path):
     other = Tokenizer.from_file(str(file))
     other.normalizer = normalizers.Lowercase()
     for name, content, sentence in (
-        ("broken", "{", "is no tokenizer.json"),
+        ("broken", "{", "is not a tokenizer.json"),
         ("lower", other.to_str(), "does not keep every byte of a text; only byte-level BPE"),
         ("cut", json.dumps({**settings, "pre_tokenizer": None}), "does not keep every byte"),
         ("no-newline", without(settings, "\u010a", "\u0109\u0109"), r"no piece is b'\n', nor 0"),
         ("hole", without(settings, "Ġt"), "are not 0 to 399"),
-        ("strange", without(settings, "Ġt", "\u4e00"), "has '\u4e00', which spells no byte"),
+        ("strange", without(settings, "Ġt", "\u4e00"), "has '\u4e00', which stands for no byte"),
         ("dropout", changed(settings, dropout=0.1), ": it is BPE with dropout; only"),
         ("ends", changed(settings, end_of_word_suffix="w"), "BPE with end_of_word_suffix"),
-        ("greedy", greedy(settings), ": ' the' takes the spaces beside it"),
+        ("greedy", greedy(settings), ": ' the' removes the spaces next to it"),
         ("nameless", file.read_text().replace("<s>", "<S>"), "has none of the pieces <s>, <|endo"),
     ):
         path = tmp_path / f"{name}.json"

@@ -113,7 +113,7 @@ def test_a_file_without_text_is_refused(tmp_path, content):
             r"a\.jsonl:2 has no field 'text'; set Data.text_field to one of \['txt'\]",
         ),
         ('{"text": 5}', r"a\.jsonl:2: the field 'text' is int, not text"),
-        ('["text"]', r"a\.jsonl:2 is no object with a field 'text'"),
+        ('["text"]', r"a\.jsonl:2 is not an object with a field 'text'"),
         ('{"text": " "}', r"a\.jsonl:2 has no text"),
         ('{"text": "a\\ud800"}', r"a\.jsonl:2 has half a surrogate pair at character 1"),
         (b'{"text": "\xff"}', r"a\.jsonl:2 is not UTF-8 at byte 10 \(0xff\)"),

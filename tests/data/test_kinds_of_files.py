@@ -101,7 +101,7 @@ def test_a_first_line_that_is_longer_than_the_peek_tells_the_same(tmp_path: Path
 def test_markup_is_refused_with_a_way_out(name: str, tmp_path: Path) -> None:
     html = b"<p>text</p>"
     (tmp_path / name).write_bytes(gzip.compress(html) if "gz" in name else html)
-    with pytest.raises(DataError, match=r"is HTML; take its text out.*or name it \.txt"):
+    with pytest.raises(DataError, match=r"is HTML; extract its text.*or rename it to \.txt"):
         read(tmp_path / name)
     (tmp_path / "a.txt").write_bytes(html)
     assert read(tmp_path / "a.txt") == [html.decode()]
@@ -125,7 +125,7 @@ def tar() -> bytes:
 WIDE = "A text of some words, and more of them."
 STRANGE = {
     "Parquet file; name it .*a.parquet": lambda: parquet(pa.string()),
-    "an EPUB book; take its text out": lambda: archive("mimetype"),
+    "an EPUB book; extract its text": lambda: archive("mimetype"),
     "a zip archive; unpack it": lambda: archive("a.txt"),
     "Microsoft Office": lambda: archive("word/document.xml"),
     "a tar archive": tar,

@@ -66,7 +66,7 @@ def test_a_link_that_the_user_names_is_gone_through(tmp_path: Path) -> None:
 
 
 def test_a_new_directory_that_somebody_else_made_meanwhile_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="'.*new' cannot be made: Directory not empty; name one"):
+    with pytest.raises(DataError, match="'.*new' cannot be created: Directory not empty; name a"):
         with manifests.new_directory(tmp_path / "new"):
             (tmp_path / "new").mkdir()
             (tmp_path / "new/theirs").touch()
@@ -123,7 +123,9 @@ def test_the_next_removes_what_a_killed_process_left_but_nothing_of_a_living_one
 def test_a_place_that_cannot_be_written_is_one_sentence(
     tmp_path: Path, name: str, reason: str
 ) -> None:
-    with pytest.raises(DataError, match=rf"cannot be made: {reason}; name one that can be wri"):
+    with pytest.raises(
+        DataError, match=rf"cannot be created: {reason}; name a directory that is wri"
+    ):
         with manifests.atomic_directory(tmp_path / name):
             pytest.fail("nothing is done in vain")
 

@@ -137,7 +137,7 @@ def test_directories_of_code_are_read_and_what_is_not_is_counted(
     dataset = prepare(data(place), progress=True)
     assert sum(map(len, dataset.splits.values())) == 4
     said = capsys.readouterr().err
-    assert f"of {place} these files are not read: 2 *.csv, " in said
+    assert f"{place} contains files that are not read: 2 *.csv, " in said
     assert all(f"1 {what}" in said for what in ("*.png", "*.json", "no suffix", "empty"))
     assert sources.left_out(str(place / "a.py")) == ""
 

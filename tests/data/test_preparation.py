@@ -161,7 +161,9 @@ def test_an_output_with_other_content_is_refused(data, tmp_path):
         if directory.name == "full":
             directory.mkdir()
             (directory / "letter.txt").write_text("keep me")
-        with pytest.raises(DataError, match=f"{directory} holds something else; delete it or name"):
+        with pytest.raises(
+            DataError, match=f"{directory} contains something else; delete it or name"
+        ):
             prepare(data(tokenizer="train:300"), directory)
     assert (tmp_path / "full" / "letter.txt").read_text() == "keep me"
 
@@ -225,5 +227,5 @@ def test_the_command(books, tmp_path):
     other = command(*flags[:-3], "bytes", *flags[-2:], directory=tmp_path)
     assert (other.returncode, other.stdout) == (3, "")
     assert other.stderr.splitlines()[-1].endswith(
-        "out holds something else; delete it or name another directory"
+        "out contains something else; delete it or name another directory"
     )

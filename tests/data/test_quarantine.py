@@ -112,7 +112,7 @@ def test_bad_documents_are_named_beside_what_is_prepared(
             prepared(most)
     found = prepared(2)
     said = capsys.readouterr().err
-    assert f"2 documents are left out, which cannot be read: {found.directory}/quara" in said
+    assert f"2 documents are left out because of errors: {found.directory}/quara" in said
     assert sum(len(store) for store in found.splits.values()) == len(GOOD)
     quarantine = (found.directory / "quarantine.jsonl").read_text().splitlines()
     assert [json.loads(line)["line"] for line in quarantine] == [10, 11]

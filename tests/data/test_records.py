@@ -41,7 +41,7 @@ def test_damaged_array_records_are_named(tmp_path):
     with pytest.raises(DataError, match=r"a\.array_record is damaged: "):
         read(path)
     (tmp_path / "b.array_record").write_bytes(b"no records at all " * 50)
-    with pytest.raises(DataError, match=r"b\.array_record is no ArrayRecord file"):
+    with pytest.raises(DataError, match=r"b\.array_record is not an ArrayRecord file"):
         read(tmp_path / "b.array_record")
 
 
@@ -119,7 +119,7 @@ def test_more_than_a_document_may_have_is_refused(name, tmp_path):
     (tmp_path / name).write_bytes(pack(content))
     place = ":1" if "jsonl" in name else ""
     with pytest.raises(
-        DataError, match=rf"{name}{place} is larger than 5,000 bytes; cut it, or ra"
+        DataError, match=rf"{name}{place} is larger than 5,000 bytes; split it, or ra"
     ):
         read(tmp_path / name, max_bytes=5000)
     assert read(tmp_path / name, max_bytes=6000)

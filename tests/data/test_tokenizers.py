@@ -119,7 +119,7 @@ def test_models_that_normalise_do_so_once_per_document(tmp_path):
 def test_what_is_no_tokenizer_is_refused(tmp_path, model, monkeypatch):
     for content in (b"", b"this is no model", model.read_bytes()[:-1000]):
         (tmp_path / "bad.model").write_bytes(content)
-        with pytest.raises(DataError, match=r"bad\.model is no sentencepiece model"):
+        with pytest.raises(DataError, match=r"bad\.model is not a sentencepiece model"):
             tokenizers.load(str(tmp_path / "bad.model"))
     with pytest.raises(DataError, match=r"no\.model cannot be read: No such file"):
         tokenizers.load(str(tmp_path / "no.model"))

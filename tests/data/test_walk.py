@@ -35,7 +35,7 @@ def test_a_directory_gives_what_a_pattern_gives(books: Path) -> None:
 
 
 def test_links_to_nothing_are_counted_or_refused(books: Path) -> None:
-    assert sources.left_out(str(books)) == f"of {books} these files are not read: 1 {DEAD}"
+    assert sources.left_out(str(books)) == f"{books} contains files that are not read: 1 {DEAD}"
     with pytest.raises(DataError, match=r"gone\.txt"):
         names(f"{books}/**/*.txt")
     for name in ("near.txt", "b/c.txt", "more", "again"):
@@ -57,7 +57,9 @@ def test_folders_that_cannot_be_read_are_counted_or_refused(
     monkeypatch.setattr(os, "scandir", scandir)
     assert (books / "b", CLOSED) in walk(books).missed
     assert f"1 {CLOSED}" in sources.left_out(str(books))
-    with pytest.raises(DataError, match="folder .*/b cannot be read: Permission denied; make it"):
+    with pytest.raises(
+        DataError, match="directory .*/b cannot be read: Permission denied; make it"
+    ):
         names(f"{books}/**/*.txt")
 
 

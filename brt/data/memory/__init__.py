@@ -1,1 +1,1 @@
-"""Memory tasks: documents that ask for what they told long before."""
+"""Memory tasks: generated documents that ask for facts which they stated long before."""

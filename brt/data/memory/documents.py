@@ -1,8 +1,8 @@
-"""Documents of memory tasks, and what reads them: where their answers stand, and what they must be.
+"""Generates the documents of memory tasks, and solves them.
 
-Answers are marked in the text itself, as `>answer<`, so that documents stay documents: token
-stores, lanes, models and generation know nothing of them, and whoever wants to know solves the
-document with `answers`, which reads the text as a person would.
+Answers are marked inside the text as `>answer<`. Documents are therefore ordinary text: token
+stores, lanes, models and generation need no special support, and evaluation finds the answers by
+solving the document with `answers`, which reads the text as a person would.
 """
 
 import re
@@ -17,7 +17,7 @@ from brt.data.memory.names import Memory, owned, parse
 from brt.errors import DataError
 
 T = TypeVar("T")
-Events = list[tuple[int, str]]  # a place in the filler, and what stands there
+Events = list[tuple[int, str]]  # a position in the filler, and the text to insert there
 Told = dict[bytes, tuple[bytes, int]]
 
 _DIGITS = "0123456789abcdef"
@@ -25,8 +25,8 @@ _KEYS = {"copy": [""], "recall": list(string.ascii_letters), "needle": generated
 _PEOPLE = [name.capitalize() for name in generated.words("people", 8)]
 _THINGS = "bell book coin knife lamp letter map ring".split()
 _PLACES = "attic cellar chapel garden harbour kitchen library stable".split()
-_DRAWS = 1000  # of which one in eight belongs to a split
-_NOT_FILLER = re.compile(r"[^\n -;?-~]")  # marks, and what is more than a byte
+_DRAWS = 1000  # tries to draw something that belongs to a split; one in eight does
+_NOT_FILLER = re.compile(r"[^\n -;?-~]")  # characters of marks, and those that take several bytes
 
 _FACT = re.compile(rb"(\w*)=(\w+);|(\w*)>(\w+)<")
 _SENTENCE = re.compile(
@@ -36,12 +36,13 @@ _EVENT = re.compile(rb"\*|#>(\d)<")
 
 
 class Answer(NamedTuple):
-    """Where an answer stands.
+    """An answer in a document.
 
     Attributes:
-      start, stop: its bytes in the document.
-      told: the byte behind what it follows from; of several such places the first.
-      text: what it must be.
+      start: the position of its first byte.
+      stop: the position after its last byte.
+      told: the position after the fact that determines the answer; of several, the first.
+      text: the correct answer.
     """
 
     start: int
@@ -51,10 +52,10 @@ class Answer(NamedTuple):
 
 
 def documents(source: str) -> Iterator[tuple[str, str]]:
-    """Names and texts, every byte of which follows from the source's name (and the novels').
+    """Yields the names and texts of a source; its name (and the novels) determine every byte.
 
     Raises:
-      DataError: the name says no such thing, or asks for more text than the novels have.
+      DataError: the name is not valid, or asks for more text than the novels have.
     """
     memory = parse(source)
     novels = "\n".join(file.path.read_text("utf-8") for file in sources.files(source))
@@ -74,13 +75,13 @@ def documents(source: str) -> Iterator[tuple[str, str]]:
 
 
 def answers(name: str, text: bytes) -> Iterator[Answer]:
-    """The answers of a document of that name, in the order of the text."""
+    """Yields the answers of the document with this name, in the order of its text."""
     memory = parse(name)
     return _KINDS[memory.task].solve(memory, text)
 
 
 def _laid(filler: str, events: Events) -> str:
-    """The filler with events at their places; in a text each before the next space."""
+    """Inserts events into the filler; in a novel's text each before the next space."""
     parts, last = [], 0
     for place, event in sorted(events, key=lambda event: event[0]):
         border = filler.find(" ", place)
@@ -91,7 +92,7 @@ def _laid(filler: str, events: Events) -> str:
 
 
 def _tell_facts(memory: Memory, random: RandomState, distance: int) -> Events:
-    """Values under keys, and questions for them."""
+    """Returns values with their keys, and questions about them."""
     keys, spread = _KEYS[memory.task], memory.task == "needle"
     before = " " if spread else ""
     places = random.randint(memory.size - distance + 1, size=memory.facts if spread else 1)
@@ -99,7 +100,7 @@ def _tell_facts(memory: Memory, random: RandomState, distance: int) -> Events:
     for number, key in enumerate(random.permutation(memory.symbols)[: memory.facts]):
         place, name, value = int(places[number % len(places)]), keys[key], _value(memory, random)
         told.append((place, f"{before}{name}={value};"))
-        own = len(f";{before}{name}>")  # bytes of the distance that are no filler
+        own = len(f";{before}{name}>")  # bytes of the distance that are not filler
         asked.append((place + max(distance - own, 0), f"{before}{name}>{value}<"))
     if spread:
         return told + asked
@@ -107,14 +108,14 @@ def _tell_facts(memory: Memory, random: RandomState, distance: int) -> Events:
 
 
 def _value(memory: Memory, random: RandomState) -> str:
-    """One of the split's own."""
+    """Draws a value that belongs to the split."""
     return _owned(
         memory, lambda: "".join(_DIGITS[i] for i in random.randint(16, size=memory.length))
     )
 
 
 def _owned(memory: Memory, draw: Callable[[], T]) -> T:
-    """The first draw that belongs to the split."""
+    """Returns the first draw that belongs to the split."""
     for _ in range(_DRAWS):
         if owned(str(found := draw()), memory.split):
             return found
@@ -136,7 +137,7 @@ def _solve_facts(memory: Memory, text: bytes) -> Iterator[Answer]:
 
 
 def _tell_moves(memory: Memory, random: RandomState, distance: int) -> Events:
-    """Who went where and took what; where things are in the end."""
+    """Returns sentences about who went where and took what, and questions where things are."""
     sentences = _owned(
         memory, lambda: [_sentence(i, memory.symbols, random) for i in range(memory.facts)]
     )
@@ -149,7 +150,7 @@ def _tell_moves(memory: Memory, random: RandomState, distance: int) -> Events:
 
 
 def _sentence(number: int, symbols: int, random: RandomState) -> str:
-    """First everybody goes somewhere, then everything is taken, then either."""
+    """Returns a sentence: each person goes somewhere, each thing is taken, then either happens."""
     who, thing, place, goes = (int(i) for i in random.randint((symbols,) * 3 + (2,)))
     if number < symbols:
         who, goes = number, 1
@@ -160,7 +161,7 @@ def _sentence(number: int, symbols: int, random: RandomState) -> str:
 
 
 def _where(text: bytes) -> tuple[Told, Told]:
-    """The place where everybody is, and who has everything, each with the byte behind the news."""
+    """Returns where each person is and who has each thing, with the byte after that sentence."""
     at: Told = {}
     has: Told = {}
     for found in _SENTENCE.finditer(text):
@@ -173,7 +174,7 @@ def _where(text: bytes) -> tuple[Told, Told]:
 
 
 def _solve_moves(memory: Memory, text: bytes) -> Iterator[Answer]:
-    at, has = _where(text)  # nobody moves after the first question
+    at, has = _where(text)  # No sentence follows the first question.
     for found in _SENTENCE.finditer(text):
         if asked := found[4]:
             who, taken = has[asked]
@@ -182,7 +183,7 @@ def _solve_moves(memory: Memory, text: bytes) -> Iterator[Answer]:
 
 
 def _tell_events(memory: Memory, random: RandomState, distance: int) -> Events:
-    """Stars, and the question how many there were."""
+    """Returns stars, and a question about their number."""
 
     def draw() -> list[int]:
         count = random.randint(memory.facts + 1)

@@ -1,24 +1,25 @@
 """Sources of memory tasks: `memory:TASK/SPLIT/COUNT?SETTING=VALUE&SETTING=VALUE`.
 
-    task      what a document asks for                                       among
-    copy      the value that it told                                         dots
-    recall    the values of keys that it told side by side                   dots
-    needle    the values of keys that it told anywhere                       a novel's text
-    tracking  the place of a thing: where who took it last went last         a novel's text
-    counting  how many events there were, modulo `symbols`                   dots
+    task      what a document asks for                                       filler
+    copy      the value that it stated                                       dots
+    recall    the values of keys that it stated side by side                 dots
+    needle    the values of keys that it stated anywhere                     a novel's text
+    tracking  where a thing is: where the person who took it last went last  a novel's text
+    counting  the number of events, modulo `symbols`                         dots
 
-    setting   what it is
-    distance  bytes between what was told and the answer; 32,64,128: of documents in turn
-    size      bytes of filler of a document: things are told in the first size - distance of
-              them; 0: no more than the distance, so that all is told at the start
-    facts     values, sentences, or at most so many events, of a document
-    queries   of them that are asked for; a needle's all are
-    symbols   keys; people, things and places, so many each; the modulus
+    setting   meaning
+    distance  bytes between a fact and the answer; documents take the values of 32,64,128 in turn
+    size      bytes of filler in a document; facts are in the first size - distance bytes; 0 takes
+              the distance, so that all facts are at the start
+    facts     values or sentences in a document, or the largest number of events
+    queries   facts that are asked for; needle asks for all
+    symbols   keys; or people, things and places, this many each; or the modulus
     length    hexadecimal digits of a value
-    seed      decides every byte, together with the others, the split and the document's number
+    seed      determines every byte, together with the other settings, the split and the number of
+              the document
 
-A document lies in one split: of copy, recall and needle every value, by its hash, of tracking and
-counting all sentences or events. So nothing that is asked for in test was told in train.
+A document belongs to one split. For copy, recall and needle the hash of every value decides, for
+tracking and counting that of all sentences or events. So no fact of test occurs in train.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ from typing import NamedTuple
 from brt.config.fields import MEMORY
 from brt.errors import DataError
 
-SHARES = {"train": range(2, 8), "validation": range(1), "test": range(1, 2)}  # eighths of hashes
+SHARES = {"train": range(2, 8), "validation": range(1), "test": range(1, 2)}  # hashes modulo 8
 _USUAL: dict[str, dict[str, int]] = {
     "copy": {"distance": 96, "length": 8},
     "recall": {"distance": 96, "facts": 4, "queries": 4, "symbols": 26, "length": 4},
@@ -37,11 +38,11 @@ _USUAL: dict[str, dict[str, int]] = {
     "counting": {"distance": 128, "size": 384, "facts": 19, "symbols": 10},
 }
 _SYMBOLS = {"recall": (1, 52), "needle": (1, 52), "tracking": (2, 8), "counting": (2, 10)}
-_SHORTEST = 3  # digits of values that every split still has hundreds of
+_SHORTEST = 3  # the fewest digits of a value, so that every split has hundreds of values
 
 
 class Memory(NamedTuple):
-    """What a source's name says, with what it leaves out; see the module."""
+    """The settings of a source, with defaults for those that its name leaves out."""
 
     task: str
     split: str
@@ -56,22 +57,22 @@ class Memory(NamedTuple):
 
     @property
     def novels(self) -> str:
-        """The source of its filler; "" of dots."""
+        """The source of the filler; "" if it is dots."""
         return f"corpus:novels/{self.split}" if self.task in ("needle", "tracking") else ""
 
 
 def parse(source: str) -> Memory:
-    """What the name of a source says, or that of a document, which has `#NUMBER` behind it.
+    """Parses the name of a source, or of a document, which ends in `#NUMBER`.
 
     Raises:
-      DataError: there is no such task, split or setting, or settings that cannot be met.
+      DataError: there is no such task, split or setting, or the settings contradict each other.
     """
     name = source.partition("#")[0]
     found = re.fullmatch(rf"{MEMORY}(\w+)/(\w+)/([1-9]\d*)(?:\?(.*))?", name)
     if not found or found[1] not in _USUAL or found[2] not in SHARES:
         raise DataError(
-            f"{name} must be {MEMORY}TASK/SPLIT/COUNT, as {MEMORY}copy/train/1000?distance=96; "
-            f"tasks are {', '.join(_USUAL)}, splits {', '.join(SHARES)}"
+            f"{name} must be {MEMORY}TASK/SPLIT/COUNT, such as {MEMORY}copy/train/1000?distance=96;"
+            f" tasks are {', '.join(_USUAL)}, splits {', '.join(SHARES)}"
         )
     values: dict[str, tuple[int, ...]] = {
         setting: (value,) for setting, value in (_USUAL[found[1]] | {"seed": 0}).items()
@@ -95,12 +96,12 @@ def parse(source: str) -> Memory:
 
 
 def owned(told: str, split: str) -> bool:
-    """Whether what a document tells, or a value, belongs to a split."""
+    """Returns True if a fact or value belongs to a split."""
     return hashlib.sha256(told.encode()).digest()[0] % 8 in SHARES[split]
 
 
 def _wrong(memory: Memory) -> str:
-    """Which settings cannot be met, in words; "" where all can."""
+    """Returns a phrase about settings that contradict each other; "" if there are none."""
     task, facts, symbols, farthest = memory.task, memory.facts, memory.symbols, max(memory.distance)
     low, high = _SYMBOLS.get(task, (1, 1))
     asked, of = (symbols, "symbols") if task == "tracking" else (facts, "facts")

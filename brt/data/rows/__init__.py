@@ -1,1 +1,1 @@
-"""Rows of any kind: from tables to stores that are prepared once, and to batches of them."""
+"""Rows of any kind: tables, stores that are prepared once, and batches."""

@@ -1,9 +1,9 @@
 """Batches of rows of similar length, padded to one of a few lengths.
 
-In each epoch the rows come in a new order. Each joins the bucket of its length, the shortest
-that it fits into; a bucket with `batch_size` rows is a batch. What is left at the end of the
-epoch moves up, bucket by bucket, to fill batches there, and only the very last batch has empty
-rows: an epoch is ceil(rows / batch_size) batches, whatever the buckets.
+Each epoch visits the rows in a new order. A row is put into the bucket of the shortest length that
+it fits into, and a bucket with `batch_size` rows becomes a batch. Rows that are left at the end of
+the epoch move to buckets of longer rows, so only the very last batch may have empty rows, and an
+epoch has ceil(rows / batch_size) batches, whatever the buckets are.
 """
 
 import abc
@@ -20,11 +20,11 @@ from brt.data.readers import Reader
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowReader(Reader):
-    """The reader of all kinds of rows; one of them says what a batch is made of.
+    """Base class of the readers of rows; a subclass defines the content of a batch.
 
     Attributes:
-      store: has `lengths`, of the rows.
-      buckets: lengths, ascending; (): only the longest.
+      store: the rows, with their `lengths`.
+      buckets: the lengths that batches are padded to, ascending; () pads to the longest row.
     """
 
     buckets: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class RowReader(Reader):
 
     @abc.abstractmethod
     def gather(self, rows: np.ndarray, length: int) -> Any:
-        """The batch of some rows, -1 for an empty one, padded to a length."""
+        """Returns the batch of some rows, padded to a length; row -1 is an empty row."""
 
     @staticmethod
     def positions(batch: Any) -> int:
@@ -62,7 +62,7 @@ class RowReader(Reader):
         return -(-len(self.store) // self.batch_size)
 
     def once(self, limit: int = 0) -> Iterator[Any]:
-        """The batches that read every row; with a limit, the first so many rows as one batch."""
+        """Yields batches that read every row once; with a limit, one batch of the first rows."""
         if limit:
             yield self.gather(np.arange(min(limit, len(self.store))), self.longest)
         else:
@@ -72,11 +72,13 @@ class RowReader(Reader):
     def evaluation(
         cls, store: Any, *, batch_size: int, limit: int = 0, **settings: Any
     ) -> Iterator[Any]:
-        """Every row once, in batches of similar lengths; empty rows fill up the last batch.
+        """Yields every row once, in batches of similar lengths; the last may have empty rows.
 
         Args:
+          store: the rows.
+          batch_size: the number of rows of a batch.
           limit: see `once`.
-          settings: attributes of the reader.
+          settings: further attributes of the reader.
         """
         yield from cls(store=store, batch_size=batch_size, shuffle=False, **settings).once(limit)
 
@@ -86,23 +88,23 @@ class RowReader(Reader):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The lengths that rows are padded to."""
+        """The lengths that batches are padded to."""
         return self.buckets or (self.longest,)
 
     def largest(self) -> Any:
-        """It has no rows."""
+        """Returns a batch of the largest shape, which has no rows."""
         return self.gather(np.full(self.batch_size, -1, np.int32), self.lengths[-1])
 
     @functools.cached_property
     def _bucket(self) -> np.ndarray:
-        """int [rows], the place in `lengths` of the shortest that each fits into."""
+        """int [rows], the index in `lengths` of each row's bucket."""
         return np.searchsorted(self.lengths, self.store.lengths)
 
     def _laid_out(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """int [batches, B], the epoch's rows, -1 for none; int [batches], padded lengths."""
+        """Returns the epoch's rows, int [batches, B] (-1 for none), and the padded lengths."""
         size, bucket = self.batch_size, self._bucket[order]
         used = np.unique(bucket)
-        left = np.zeros(0, np.int64)  # places in the order that filled no batch so far
+        left = np.zeros(0, np.int64)  # places in the order whose rows are in no batch yet
         batches, lengths = [], []
         for i in used:
             places = np.concatenate([np.flatnonzero(bucket == i), left])
@@ -114,7 +116,7 @@ class RowReader(Reader):
             lengths += [self.lengths[i]] * len(batches[-1])
             left = places[full:]
         found = np.concatenate(batches)
-        turn = np.argsort(found.max(axis=1), kind="stable")  # a batch is ready with its last row
+        turn = np.argsort(found.max(axis=1), kind="stable")  # order by the last row of each batch
         return np.append(order, -1)[found[turn]], np.array(lengths)[turn]
 
 
@@ -127,11 +129,15 @@ def padded(
     width: tuple[int, ...] = (),
     fill: int = 0,
 ) -> tuple[Shaped[np.ndarray, "B T ..."], Bool[np.ndarray, "B T"]]:
-    """What some rows hold, side by side, and where it is no padding.
+    """Concatenates rows to an array, and returns a mask that is False on padding.
 
     Args:
-      rows: int [B], -1 for an empty one.
-      read: [T, *width] of a row.
+      rows: int [B], indices of rows; -1 is an empty row.
+      read: returns a row, [T, *width].
+      length: the length T to which rows are padded.
+      dtype: the dtype of the array.
+      width: the shape of an element of a row.
+      fill: the value of padding.
     """
     array = np.full((len(rows), length, *width), fill, dtype)
     there = np.zeros(array.shape[:2], bool)

@@ -1,7 +1,7 @@
-"""Numbers in a file, read where they are asked for.
+"""Arrays in files, of which only the requested parts are read.
 
-They are not memory-mapped: to read a page behind the end of a file that somebody has cut meanwhile
-kills a process, and a short read is an error that can be told.
+Files are not memory-mapped: if a file is truncated while it is mapped, reading a missing page kills
+the process, while a short read is an error that can be reported.
 """
 
 import os
@@ -15,11 +15,11 @@ from brt.errors import DataError
 
 
 class OnDisk:
-    """One axis of numbers in a file, which stays open; what is read is a copy.
+    """A one-dimensional array in a file, which stays open; reading returns a copy.
 
     Attributes:
-      dtype: of the numbers, little-endian.
-      size: how many numbers the file has to have.
+      dtype: the dtype of the values, little-endian.
+      size: the number of values that the file must have.
 
     Raises:
       OSError: the file cannot be opened.
@@ -35,10 +35,10 @@ class OnDisk:
         return self.size
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Numbers one after another, as an array has them.
+        """Returns consecutive values.
 
         Raises:
-          DataError: the file has been cut, or cannot be read.
+          DataError: the file was truncated or cannot be read.
         """
         start, stop, step = part.indices(self.size)
         if step != 1:
@@ -48,16 +48,17 @@ class OnDisk:
         return found
 
     def gather(self, places: np.ndarray) -> np.ndarray:
-        """The numbers at places that are near each other along the last axis.
+        """Returns values at indices that are close to each other along the last axis.
 
         Args:
-          places: int64 [..., K], each from 0 to `size`; what lies between those of one row is read.
+          places: int64 [..., K], indices below `size`. Everything between the smallest and the
+            largest index of a row is read.
 
         Returns:
           dtype [..., K].
 
         Raises:
-          DataError: the file has been cut, or cannot be read.
+          DataError: the file was truncated or cannot be read.
         """
         rows = places.reshape(-1, places.shape[-1])
         first = rows.min(axis=1)
@@ -68,7 +69,7 @@ class OnDisk:
         return np.take_along_axis(found, rows - first[:, None], axis=1).reshape(places.shape)
 
     def _read(self, into: np.ndarray, start: int) -> None:
-        """Fills an array with the numbers from `start` on."""
+        """Fills an array with the values from index `start` on."""
         left, at = memoryview(into).cast("B"), start * self.dtype.itemsize
         while left:
             try:
@@ -85,7 +86,7 @@ class OnDisk:
 
 
 class InMemory:
-    """The same as `OnDisk`, of an array that is in memory."""
+    """An array in memory with the interface of `OnDisk`."""
 
     def __init__(self, values: np.ndarray):
         self.dtype, self.size, self._values = values.dtype, len(values), values
@@ -94,9 +95,9 @@ class InMemory:
         return self.size
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Returns the numbers from one place to another."""
+        """Returns the values of a slice."""
         return self._values[part]
 
     def gather(self, places: np.ndarray) -> np.ndarray:
-        """Returns the numbers at the places, an array of the same shape."""
+        """Returns the values at the indices, an array of the same shape."""
         return self._values[places]

@@ -1,10 +1,10 @@
-"""From a section of the config to stores of its rows: once per content, in the cache.
+"""Prepares stores of rows from a section of the config; see `brt.data.cache`.
 
-A prepared corpus is a directory (see `brt.data.cache`):
+The result is a directory in the cache:
 
     train/ validation/ test/   stores (a split without sources is absent)
-    tokenizer.* or another     what encodes rows
-    corpus.json                what it was made of; written last
+    tokenizer.* or another     the tokenizer, or what else encodes rows
+    corpus.json                sources and settings; written last
 """
 
 import abc
@@ -29,11 +29,11 @@ Store = TypeVar("Store")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowCorpus(Generic[Encoder, Store]):
-    """Prepared rows, opened.
+    """The opened stores of a prepared directory.
 
     Attributes:
-      section: of the config, that names their sources.
-      rows: what they are, in the plural.
+      section: the name of the section of the config that describes the rows.
+      rows: what a row is called, in the plural.
     """
 
     section: ClassVar[str] = "Data"
@@ -44,7 +44,7 @@ class RowCorpus(Generic[Encoder, Store]):
     splits: dict[str, Store]
 
     def split(self, name: str) -> Store:
-        """The store of a split; raises DataError where there is none."""
+        """Returns the store of a split; raises DataError if there is none."""
         if name not in self.splits:
             raise DataError(
                 f"there are no {name} {self.rows}, only {', '.join(self.splits)}; name some with "
@@ -53,20 +53,20 @@ class RowCorpus(Generic[Encoder, Store]):
         return self.splits[name]
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """See `brt.data.cache.described`."""
+        """Returns a JSON description of each split; see `brt.data.cache.described`."""
         return cache.described(self.directory, self.splits, self.rows)
 
 
 class Preparation(abc.ABC):
-    """What prepares and opens the rows of a section; each kind of rows has its own.
+    """Base class that prepares and opens the rows of a section; each kind of rows has a subclass.
 
     Attributes:
-      dataset: what it opens.
-      kind: tells kinds of rows apart.
-      encoding: what encodes rows, in a word.
-      tokenizer: what does, once it is there.
-      shares: of train's rows, by each split that is a part of them.
-      endings: of files in directories.
+      dataset: the class of the result.
+      kind: the name of the kind of rows, part of the key in the cache.
+      encoding: what encodes rows, such as "tokenizer" or "vocabulary".
+      tokenizer: the object that encodes rows, once it exists.
+      shares: the share of train's rows of each split that is a part of train.
+      endings: suffixes of the files to read from directories.
     """
 
     dataset: type[RowCorpus]
@@ -82,10 +82,10 @@ class Preparation(abc.ABC):
         self.shares = {split: share for split, share in shares.items() if share}
 
     def open(self) -> Any:
-        """The corpus; it is made first where that was not done yet.
+        """Opens the data, and prepares them first if necessary.
 
         Raises:
-          DataError: a source cannot be read as asked, or is in two splits.
+          DataError: a source cannot be read, or is part of two splits.
         """
         hashes = {
             split: [] if split in self.shares else self.hashes(getattr(self.section, split))
@@ -100,10 +100,10 @@ class Preparation(abc.ABC):
         return self._opened(directory, encoder, manifest["splits"])
 
     def open_split(self, split: str, encoder: Any, known: Path | None = None) -> Any:
-        """A corpus of one split alone, as `encoder` reads it; see `cache.prepared_split`.
+        """Opens a single split, encoded by a given encoder; see `cache.prepared_split`.
 
         Raises:
-          DataError: there is no such split, or its sources cannot be read as asked.
+          DataError: there is no such split, or its sources cannot be read.
         """
         if not getattr(self.section, split):
             raise DataError(
@@ -128,7 +128,7 @@ class Preparation(abc.ABC):
         return self.dataset(directory, encoder, found)
 
     def read(self, split: str) -> Iterator[Any]:
-        """The rows of a split: of train and of what is a part of it, only their own."""
+        """Yields the rows of a split; train is divided if other splits are a part of it."""
         if not self.shares or split not in ("train", *self.shares):
             return self.rows(split, getattr(self.section, split))
         return (row for row in self._train() if self._split_of(row) == split)
@@ -146,52 +146,52 @@ class Preparation(abc.ABC):
 
     @abc.abstractmethod
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Any]:
-        """All rows and BadRows of some sources; `split` is what messages say."""
+        """Yields all rows and BadRows of sources; `split` is named in error messages."""
 
     @abc.abstractmethod
     def content(self, row: Any) -> str:
-        """What only one split may hold of a row."""
+        """Returns the content of a row that must not occur in two splits."""
 
     def of_train(self) -> dict[str, Any]:
-        """What the training data decide of the others, beside what encodes them; JSON."""
+        """Returns JSON of what the training data determine in other splits, besides the encoder."""
         return {}
 
     @abc.abstractmethod
     def load(self, name: str) -> Any:
-        """What encodes rows, from a file or its setting; it has a `fingerprint`.
+        """Loads the object that encodes rows, which has a `fingerprint`, from a file or setting.
 
         Raises:
           DataError: the file is missing or damaged.
-          ConfigError: the setting is none.
+          ConfigError: the setting is not valid.
         """
 
     @abc.abstractmethod
     def open_store(self, directory: Path, encoder: Any) -> RowStore:
-        """The store of a split."""
+        """Opens the store of a split."""
 
     @abc.abstractmethod
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
-        """Of the files behind sources."""
+        """Returns the hashes of the files behind sources."""
 
     def left_out(self, name: str) -> str:
-        """Which files of a source are not read; see `sources.left_out`."""
+        """Describes the files of a source that are not read; see `sources.left_out`."""
         return sources.left_out(name, self.endings)
 
     def check_sources(self, hashes: cache.Hashes) -> None:
-        """Raises DataError for a file in two splits."""
+        """Raises DataError if two splits have a file in common."""
         cache.refuse_shared(hashes, self.name)
 
     def decisive(self) -> dict[str, Any]:
-        """What decides the content beside settings and sources."""
+        """Returns what determines the content besides settings and sources."""
         return {}
 
     def begin(self, directory: Path) -> dict[str, Any]:
-        """Makes what encodes rows; returns what the manifest says of it."""
+        """Creates the object that encodes rows, and returns its entry of the manifest."""
         return {}
 
     @abc.abstractmethod
     def write(self, split: str, directory: Path, tally: Tally) -> str:
-        """Writes the store of a split, train first; returns a line about it."""
+        """Writes the store of a split (train is the first), and returns a line about it."""
 
     def _build(self, directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         cache.say_left_out(self.section, SPLITS, self.left_out, self.progress)
@@ -200,7 +200,7 @@ class Preparation(abc.ABC):
         return {**self._write(splits, directory), **described}
 
     def _write(self, splits: Sequence[str], directory: Path) -> dict[str, Any]:
-        """Writes the stores of some splits; returns what the manifest says of them."""
+        """Writes the stores of some splits, and returns their entries of the manifest."""
         held_out = {
             split: f"{share:.0%} of the rows of {self.name}.train"
             for split, share in self.shares.items()
@@ -220,17 +220,17 @@ class Preparation(abc.ABC):
 
 
 class TokenizedPreparation(Preparation):
-    """One whose section names a tokenizer, or asks to train one on the training data.
+    """Preparation for sections that name a tokenizer or train one on the training data.
 
     Attributes:
-      special: ids of one that is trained.
+      special: ids of the special pieces of a tokenizer that is trained.
     """
 
     special: Special
 
     @abc.abstractmethod
     def texts(self) -> Iterable[str]:
-        """Of the training data."""
+        """Returns the texts of the training data."""
 
     @property
     def _size(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Rows of different lengths in one array, on disk where it is large; any is found at once."""
+"""Ragged arrays: rows of different lengths in one array, which may be on disk."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -11,9 +11,10 @@ from brt.data.rows.on_disk import OnDisk
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ragged:
-    """Row i is values[offsets[i]:offsets[i + 1]].
+    """Rows of different lengths; row i is values[offsets[i]:offsets[i + 1]].
 
     Attributes:
+      values: the elements of all rows, one after another.
       offsets: int64 [rows + 1].
     """
 
@@ -24,21 +25,21 @@ class Ragged:
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int | np.integer) -> np.ndarray:
-        """A row: a view of what is in memory, a copy of what is on disk."""
+        """Returns a row: a view if the values are in memory, a copy if they are on disk."""
         return self.values[self.offsets[row] : self.offsets[row + 1]]
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [rows]."""
+        """int64 [rows], the length of each row."""
         return np.diff(self.offsets)
 
     def columns(self, name: str) -> dict[str, np.ndarray]:
-        """The two arrays under the names that `store.Files.ragged` knows."""
+        """Returns values and offsets under the names that `store.Files.ragged` reads."""
         return {name: self.values[:], f"{name}_offsets": self.offsets}
 
 
 def checked(values: np.ndarray | OnDisk, offsets: np.ndarray) -> Ragged:
-    """Rows that somebody else has described; ValueError where they are not among the values."""
+    """Returns rows after checking the offsets; raises ValueError if they do not fit the values."""
     if (
         offsets.dtype != np.int64 or offsets.ndim != 1 or not len(offsets) or offsets[0] != 0
         or offsets[-1] != len(values) or (offsets[1:] < offsets[:-1]).any()
@@ -48,18 +49,18 @@ def checked(values: np.ndarray | OnDisk, offsets: np.ndarray) -> Ragged:
 
 
 def joined(rows: Sequence[np.ndarray], dtype: np.dtype) -> Ragged:
-    """Rows that are in memory."""
+    """Concatenates rows that are in memory."""
     empty = np.zeros((0, *rows[0].shape[1:]) if rows else 0, dtype)
     return Ragged(np.concatenate([empty, *rows]).astype(dtype), offsets([len(row) for row in rows]))
 
 
 def offsets(lengths: Sequence[int]) -> np.ndarray:
-    """int64 [rows + 1], where each row begins and the last one ends."""
+    """Returns int64 [rows + 1], where each row begins and the last one ends."""
     return np.r_[0, np.cumsum(np.array(lengths, np.int64))].astype(np.int64)
 
 
 class Writer:
-    """Appends rows to a file; a context that closes it."""
+    """Appends rows to a file; used as a context, which closes the file."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self._file, self._dtype = open(path, "wb"), dtype
@@ -85,8 +86,8 @@ def read(path: Path, dtype: np.dtype, offsets: np.ndarray) -> Ragged:
     """Opens a file that `Writer` wrote.
 
     Raises:
-      ValueError: it has another size than `offsets` says.
-      OSError: it cannot be read.
+      ValueError: the size of the file differs from what `offsets` say.
+      OSError: the file cannot be read.
     """
     count, rest = divmod(path.stat().st_size, dtype.itemsize)
     if rest or (offsets.size and count != int(offsets.flat[-1])):

@@ -2,9 +2,9 @@
 
 A store is a directory:
 
-    *.bin           rows of different lengths, one after another, where memory would not hold them
-    rows.npz        all else: arrays, where the rows of those files begin, lists as JSON in UTF-8
-    manifest.json   written last: what the store was made of, what was left out, counts, hashes
+    *.bin           rows of different lengths that may not fit into memory, one after another
+    rows.npz        everything else: arrays, offsets of the rows in *.bin, lists as JSON in UTF-8
+    manifest.json   sources, settings, left out rows, counts and hashes; written last
 """
 
 import contextlib
@@ -25,10 +25,12 @@ from brt.data.rows.ragged import Ragged
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowStore:
-    """What stores of all kinds have.
+    """Base class of stores of rows.
 
     Attributes:
-      ids: what predictions call the rows.
+      directory: the directory of the store.
+      manifest: counts, settings and hashes.
+      ids: the name of each row in predictions.
     """
 
     directory: Path
@@ -36,26 +38,28 @@ class RowStore:
     ids: tuple[str, ...]
 
     def __len__(self) -> int:
-        """How many rows."""
+        """Returns the number of rows."""
         return len(self.ids)
 
     @property
     def written_with(self) -> str:
-        """The fingerprint of what encoded the rows; "" where the manifest does not say."""
+        """Fingerprint of what encoded the rows; "" if the manifest does not contain it."""
         return ""
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of what a model reads and learns of the rows."""
+        """SHA-256 of everything that a model reads or learns from the rows."""
         return self.manifest["fingerprint"]
 
 
 class Files(NamedTuple):
-    """What a directory holds.
+    """The content of a store's directory while it is opened.
 
     Attributes:
-      npz: the name of the file of columns.
-      columns: arrays; tuples for lists.
+      directory: the directory.
+      manifest: counts, settings and hashes.
+      npz: the name of the file that contains the columns.
+      columns: arrays, and tuples for lists.
     """
 
     directory: Path
@@ -64,17 +68,17 @@ class Files(NamedTuple):
     columns: Mapping[str, Any]
 
     def ragged(self, name: str, offsets: str = "") -> Ragged:
-        """Rows whose values and offsets are two arrays."""
+        """Returns the rows whose values and offsets are two columns."""
         return ragged.checked(self.columns[name], self.columns[offsets or f"{name}_offsets"])
 
     def on_disk(self, file: str, dtype: np.dtype, offsets: np.ndarray, count: str) -> Ragged:
-        """The rows of a file; raises ValueError for more or fewer than the manifest counts."""
+        """Returns the rows of a file; raises ValueError if their number is not the manifest's."""
         rows = ragged.read(self.directory / file, dtype, offsets)
         self.check(count, rows)
         return rows
 
     def check(self, count: str, *columns: Any) -> None:
-        """Raises ValueError for columns with more or fewer rows than the manifest counts."""
+        """Raises ValueError if the columns do not have the number of rows of the manifest."""
         if {self.manifest[count]} != {*map(len, columns)}:
             raise ValueError(f"{self.npz} has another length than its manifest says")
 
@@ -88,17 +92,18 @@ def opened(
     npz: str = "rows.npz",
     what: str = "store",
 ) -> Iterator[Files]:
-    """Opens what `finish` completed.
+    """Opens a directory that `finish` completed.
 
     Args:
-      lists: columns that are no arrays; None: those that the manifest says.
-      facts: kinds of what the manifest has to say; see `untrusted.check`.
-      npz: the name of the file of columns.
-      what: the directory is, as messages call it.
+      directory: the directory.
+      lists: names of the columns that are lists; None takes them from the manifest.
+      facts: types of further entries of the manifest; see `untrusted.check`.
+      npz: the name of the file that contains the columns.
+      what: what the directory is, for error messages.
 
     Raises:
-      DataError: it is missing, unfinished, of another format, or what is read of it in this
-        context shows that it is damaged.
+      DataError: the store is missing, incomplete or has another format, or an error in the body of
+        the context shows that it is damaged.
     """
     directory = Path(directory)
     kind = {"fingerprint": str, "sha256": {str: str}, **({} if lists else {"texts": [str]})}
@@ -116,10 +121,10 @@ def opened(
 
 
 def verify(directory: Path) -> None:
-    """Reads all files of a store and compares them with their hashes, whenever that was done last.
+    """Compares all files of a store with their hashes, even if they were compared before.
 
     Raises:
-      DataError: it is missing, unfinished, of another format, or one differs.
+      DataError: the store is missing, incomplete or has another format, or a file differs.
     """
     manifest = manifests.read(directory / "manifest.json", {"sha256": {str: str}})
     with manifests.undamaged(directory, "store"):
@@ -135,7 +140,7 @@ def _list(name: str, column: np.ndarray) -> tuple[Any, ...]:
 
 
 def within(name: str, places: np.ndarray, counts: int | np.ndarray) -> None:
-    """Raises ValueError for integers that are no places among so many."""
+    """Raises ValueError unless all integers are indices below the counts."""
     if places.dtype.kind != "i" or ((places < 0) | (places >= counts)).any():
         raise ValueError(f"{name} points where nothing is")
 
@@ -149,13 +154,15 @@ def finish(
     identity: bytes = b"",
     npz: str = "rows.npz",
 ) -> None:
-    """Completes a directory with what memory holds.
+    """Completes a store with the columns and the manifest.
 
     Args:
-      columns: arrays, and lists that JSON has.
-      facts: for the manifest.
-      files, identity: what the fingerprint is made of, where that is not all columns: the content
-        of some files that are there, and bytes.
+      directory: the directory of the store.
+      columns: arrays, and lists that can be written as JSON.
+      facts: further entries of the manifest.
+      files: existing files whose content is part of the fingerprint.
+      identity: further bytes of the fingerprint; b"" takes the content of all columns.
+      npz: the name of the file that contains the columns.
     """
     arrays = {
         name: column if isinstance(column, np.ndarray)

@@ -1,6 +1,6 @@
-"""Rows of JSON, CSV, TSV, Parquet and TensorFlow datasets, each with a name to report it by.
+"""Reads rows of JSON, CSV, TSV, Parquet and TensorFlow datasets.
 
-A row that cannot be read is still a row: its `problem` says why, and reading goes on.
+A row that cannot be read is returned with a `problem`, and reading continues with the next one.
 """
 
 import csv
@@ -16,16 +16,17 @@ from brt.data.sources import File
 from brt.errors import DataError
 
 FORMATS = endings.ROWS
-READ_ROWS = 64  # Parquet rows turned into Python at a time
+READ_ROWS = 64  # Parquet rows that are converted to Python at a time
 
 
 class Row(NamedTuple):
-    """A row: text as str, or as bytes that nobody has decoded yet.
+    """A row of a table.
 
     Attributes:
-      name: file:row. Lines of JSONL and records of CSV (its header is the first) count from
-        one; rows of Parquet and examples of TensorFlow datasets from zero.
-      problem: what is wrong where there are no values, as "is not JSON".
+      name: FILE:NUMBER. Lines of JSON and records of CSV, whose header is the first, count from
+        one; rows of Parquet and examples of TensorFlow datasets count from zero.
+      values: the value of each column; text is str, or bytes that are not decoded yet.
+      problem: why there are no values, such as "is not JSON"; otherwise "".
     """
 
     name: str
@@ -34,7 +35,7 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Rows with the same columns."""
+    """Rows that have the same columns."""
 
     name: str
     rows: Iterator[Row]
@@ -43,14 +44,16 @@ class Table(NamedTuple):
 def tables(
     source: str, formats: tuple[str, ...] = FORMATS, header: tuple[str, ...] = ()
 ) -> Iterator[Table]:
-    """The tables behind `source` (see `brt.data.sources`).
+    """Yields the tables behind a source (see `brt.data.sources`).
 
     Args:
-      formats: endings of files; ".tsv" beside `FORMATS`.
-      header: names for the columns of .tsv files, "" for one to leave out; (): the first line's.
+      source: the name of the source.
+      formats: suffixes of the files to read, `FORMATS` or more.
+      header: names for the columns of .tsv files, where "" leaves out a column; () takes the
+        names from the first line.
 
     Raises:
-      DataError: there is none, or a file is damaged or of another format.
+      DataError: there is no table, or a file is damaged or has another format.
     """
     if source.startswith("tfds:"):
         yield Table(source, _tfds(source))
@@ -70,15 +73,15 @@ def read(
     choose: Callable[[str, Mapping[str, Any]], Any],
     item: Callable[[Row, Any, int], Any],
 ) -> Iterator[Any]:
-    """What the rows of tables hold, in order, and a BadRow for each without values.
+    """Yields an item for each row of tables, in order, and a BadRow for each row with a problem.
 
     Args:
-      choose: the columns to read, of a table and its first row.
-      item: what a row holds in these columns; rows are numbered through all tables, so that ids
-        differ.
+      found: the tables.
+      choose: returns the columns to read, given the name of a table and its first row.
+      item: returns the item, given a row, the columns, and the number of the row in all tables.
 
     Raises:
-      DataError: a table has no row, or not the columns.
+      DataError: a table has no row or lacks a column.
     """
     number = 0
     for table in found:
@@ -95,7 +98,7 @@ def read(
 
 
 def rows(file: File, header: tuple[str, ...] = ()) -> Iterator[Row]:
-    """The rows of a file, whose ending says what it is; see `tables`."""
+    """Yields the rows of a file, whose suffix says how it is read; see `tables`."""
     match endings.kind(file.path.name):
         case "parquet":
             return _parquet(file)
@@ -108,7 +111,7 @@ def rows(file: File, header: tuple[str, ...] = ()) -> Iterator[Row]:
 
 
 def jsonl(file: File) -> Iterator[Row]:
-    """The rows of a file of JSON lines, whatever it is called."""
+    """Yields the rows of a file of JSON lines, whatever its suffix is."""
     return _objects(json_files.lines(file))
 
 
@@ -117,18 +120,19 @@ def _objects(found: Iterable[json_files.Record]) -> Iterator[Row]:
         if record.problem or isinstance(record.value, dict):
             yield Row(record.name, record.value or {}, record.problem)
         else:
-            yield Row(record.name, {}, "is no JSON object")
+            yield Row(record.name, {}, "is not a JSON object")
 
 
 def text(value: Any, column: str = "") -> str:
-    """The text that a row holds, without a byte order mark at its start.
+    """Returns the text of a value of a row, without a byte order mark at its start.
 
     Args:
-      column: where it was, for the message; "" where the caller says that.
+      value: the value.
+      column: the name of the column, for the error message; "" if the caller adds it.
 
     Raises:
-      ValueError: it holds none, or one that is not UTF-8, or has a NUL or half a surrogate pair;
-        says so, as "has nothing in 'document'".
+      ValueError: the value is not a text, is not UTF-8, or contains a NUL or a surrogate without
+        its partner; the message is a phrase such as "has nothing in 'document'".
     """
     of, inside = (f" of '{column}'", f" in '{column}'") if column else ("", "")
     if isinstance(value, bytes):
@@ -145,33 +149,33 @@ def text(value: Any, column: str = "") -> str:
 
 
 def name(value: Any, number: int) -> str:
-    """What a row is called: its id, whatever type that has; its number where there is none.
+    """Returns the name of a row: its id as a text, or its number if the id is missing.
 
     Raises:
       ValueError: the id is a text that cannot be used; see `text`.
     """
-    if value is None or value != value:  # a NaN stands for nothing in tables of numbers
+    if value is None or value != value:  # NaN means that a table of numbers has no value here.
         return str(number)
-    if isinstance(value, float) and value.is_integer():  # which pandas made of an int
+    if isinstance(value, float) and value.is_integer():  # pandas converts ints to floats.
         value = int(value)
     return str(value) if isinstance(value, int | float) else text(value, "id")
 
 
 class Unread(NamedTuple):
-    """A value of a type that is not read, as a struct."""
+    """A value of a type that brt does not read, such as a struct."""
 
     type: str
 
 
 def type_name(value: Any) -> str:
-    """What a value is, as messages say it."""
+    """Returns the name of a value's type for error messages."""
     if value is None:
         return "nothing"
     return value.type if isinstance(value, Unread) else type(value).__name__
 
 
 def unique(file: str, columns: Sequence[str]) -> Sequence[str]:
-    """The same names; raises DataError for one that stands twice, of which either may be meant."""
+    """Returns the columns; raises DataError if a name occurs twice, which would be ambiguous."""
     twice = [column for column, count in Counter(columns).items() if column and count > 1]
     if twice:
         raise DataError(f"{file} names the column {twice[0]!r} twice; rename one of them")
@@ -179,8 +183,8 @@ def unique(file: str, columns: Sequence[str]) -> Sequence[str]:
 
 
 def _csv(file: File) -> Iterator[Row]:
-    """Records as RFC 4180 quotes them; bytes that are not UTF-8 spoil their own row only."""
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a document is longer than its 128 kB
+    """Yields records as defined by RFC 4180; bytes that are not UTF-8 affect only their own row."""
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # Documents exceed the default of 128 kB.
     lines = (
         (line + b"\n").decode("utf-8", "surrogateescape")
         for line in contents.lines(file.name, contents.text(file))
@@ -198,11 +202,11 @@ def _csv(file: File) -> Iterator[Row]:
                 sizes = f"has {len(fields)} fields where the header has {len(header)}"
                 yield Row(name, {}, sizes)
     except csv.Error as error:
-        raise DataError(f"{file.name} is no CSV behind its record {number} ({error})") from error
+        raise DataError(f"{file.name} is not CSV after its record {number} ({error})") from error
 
 
 def _tsv(file: File, header: tuple[str, ...]) -> Iterator[Row]:
-    """Lines of tab-separated values without quotes; a column without a name is left out."""
+    """Yields lines of tab-separated values without quotes; columns without a name are left out."""
     names: Sequence[str] = header
     for number, line in enumerate(contents.lines(file.name, contents.text(file)), 1):
         name = f"{file.name}:{number}"
@@ -223,7 +227,7 @@ def _tsv(file: File, header: tuple[str, ...]) -> Iterator[Row]:
 
 
 def _unescaped(text: str) -> str | bytes:
-    """The bytes where some of them were not UTF-8."""
+    """Returns the original bytes if some of them were not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -248,11 +252,11 @@ def _parquet(file: File) -> Iterator[Row]:
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).partition("\n")[0]
-        raise DataError(f"{file.name} is no Parquet file, or damaged ({reason})") from error
+        raise DataError(f"{file.name} is not a Parquet file, or damaged ({reason})") from error
 
 
 def _unpacked(file: File) -> Any:
-    """A Parquet file, or what it has become where it was compressed as a whole."""
+    """Returns the path of a Parquet file, or its content if the whole file is compressed."""
     import pyarrow as pa
 
     if not endings.packing(file.path.name):
@@ -262,7 +266,7 @@ def _unpacked(file: File) -> Any:
 
 
 def _column(column: Any) -> list[Any]:
-    """Text as bytes, also within lists; numbers; `Unread` for what is neither."""
+    """Converts a column to Python: text to bytes (also in lists), other types to `Unread`."""
     import pyarrow as pa
 
     kind, wanted = column.type, pa.large_binary()
@@ -284,7 +288,7 @@ _TEXTUAL = ("string", "binary", "string_view", "binary_view")
 
 
 def _member(kind: Any) -> Any:
-    """The type of the members of lists, of any layout; None for what is no list."""
+    """Returns the type of the members of a list type; None if the type is not a list."""
     import pyarrow as pa
 
     is_kind = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view",

@@ -1,40 +1,41 @@
-"""What becomes of rows that cannot be used."""
+"""Counts rows that cannot be used, and either refuses or skips them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from brt.errors import DataError
 
-SHOWN = 3  # bad rows that a sentence names
-KEPT = 20  # bad rows that a manifest names
+SHOWN = 3  # bad rows that an error message lists
+KEPT = 20  # bad rows that a manifest lists
 
 
 class BadRow(NamedTuple):
-    """A row that holds nothing usable, and why, as "has an empty summary"."""
+    """A row that cannot be used, and why, such as "has an empty summary"."""
 
     name: str
     problem: str
 
 
 class Tally:
-    """Counts rows as they pass, and takes the bad ones out.
+    """Counts rows, and removes the bad ones.
 
     Attributes:
-      rows: that passed.
-      bad: those of them that were taken out.
+      rows: the number of rows so far.
+      bad: the number of bad rows among them.
 
     Args:
-      skip: what the user sets to go on without bad rows, as "Pairs.errors = 'skip'".
+      split: the name of the split, for error messages.
+      skip: the setting that skips bad rows, for error messages: "Pairs.errors = 'skip'".
       progress: called for each row.
     """
 
     def __init__(self, split: str, skip: str, progress: Callable[[], Any] = lambda: None):
         self.rows = self.bad = 0
         self._split, self._skip, self._progress = split, skip, progress
-        self._bad: list[str] = []  # the first ones
+        self._bad: list[str] = []  # the first bad rows
 
     def usable(self, found: Iterable[Any]) -> Iterator[Any]:
-        """What is no BadRow."""
+        """Yields the items that are not BadRows."""
         for item in found:
             self.rows += 1
             self._progress()
@@ -46,19 +47,20 @@ class Tally:
                 self._bad.append(f"{item.name} {item.problem}")
 
     def settled(self, found: Iterable[Any], errors: str) -> Iterator[Any]:
-        """The same; raises DataError behind the last row if all were bad, or, where `errors` is
-        "refuse", any.
+        """Yields the items that are not BadRows, and raises DataError at the end if necessary.
+
+        The error is raised if all rows were bad, or if any was and `errors` is "refuse".
         """
         yield from self.usable(found)
         if self.bad == self.rows:
-            raise DataError(f"{self.described()}; mend them, or name other files or columns")
+            raise DataError(f"{self.described()}; repair them, or name other files or columns")
         if self.bad and errors == "refuse":
             raise DataError(
-                f"{self.described()}; mend them, or go on without them with {self._skip}"
+                f"{self.described()}; repair them, or continue without them with {self._skip}"
             )
 
     def described(self) -> str:
-        """How many rows were bad, and the first of them."""
+        """Returns a sentence with the number of bad rows and the first of them."""
         more = f" and {self.bad - SHOWN:,} more" if self.bad > SHOWN else ""
         return (
             f"{self.bad:,} of {self.rows:,} rows of {self._split} cannot be used: "
@@ -66,5 +68,5 @@ class Tally:
         )
 
     def report(self) -> dict[str, Any]:
-        """The same for a manifest."""
+        """Returns the counts and the first bad rows, for a manifest."""
         return {"rows": self.rows, "bad": self.bad, "first": self._bad}

@@ -1,1 +1,1 @@
-"""What readers of sentences and of questions share: tokens that know their characters, stores."""
+"""Tokenization, stores and batches that the tasks on sentences and questions share."""

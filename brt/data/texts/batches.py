@@ -1,4 +1,4 @@
-"""Batches of rows of tokens, one text or two, of similar length."""
+"""Batches of token rows of similar length; a row is one text or a pair."""
 
 import dataclasses
 
@@ -10,11 +10,11 @@ from brt.types import TextBatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TextReader(RowReader):
-    """Rows by their tokens.
+    """Reader of rows of tokens.
 
     Attributes:
-      store: has `read` for the ids of a row, and `row_targets`: [rows, targets] of all.
-      max_length: that no row exceeds.
+      store: has `read`, which returns the ids of a row, and `row_targets` [rows, targets].
+      max_length: the length in tokens that no row exceeds.
     """
 
     max_length: int

@@ -1,4 +1,4 @@
-"""What preparing sentences and questions has in common: sources that are made up, tokenizers."""
+"""The preparation that sentences and questions share: generated sources and tokenizers."""
 
 import hashlib
 
@@ -10,11 +10,11 @@ from brt.data.texts.tokenization import TextTokenizer
 
 
 class TextPreparation(TokenizedPreparation):
-    """Prepares texts.
+    """Base class that prepares rows of texts.
 
     Attributes:
-      endings: of files in directories.
-      version: of what is made up; other texts are another version.
+      endings: suffixes of the files to read from directories.
+      version: the version of the generated texts; it is increased when they change.
     """
 
     special = tokenization.ROBERTA

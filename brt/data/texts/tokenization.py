@@ -1,7 +1,8 @@
-"""Whole texts to ids that know which characters they stand for, and the ids around them.
+"""Tokenizes whole texts, with the characters that each id stands for, and adds special ids.
 
-A text is read as `begin text end`, a pair as `begin text between text end`, as RoBERTa's
-`<s> text </s></s> text </s>`. A special id that a file lacks gets a number behind its own.
+A text is encoded as `begin text end`, and a pair as `begin text between text end`, such as
+RoBERTa's `<s> text </s></s> text </s>`. Special ids that a tokenizer's file lacks are added after
+its own ids.
 """
 
 import dataclasses
@@ -23,10 +24,11 @@ START, END, PAD = ("<s>", "[CLS]"), ("</s>", "[SEP]"), ("<pad>", "[PAD]")
 
 
 class Encoding(NamedTuple):
-    """A text as ids.
+    """An encoded text.
 
     Attributes:
-      spans: of each id, the first of its characters and the one behind the last.
+      ids: the ids of the text.
+      spans: for each id, its first character and the character after its last one.
     """
 
     ids: Int[np.ndarray, " T"]
@@ -38,14 +40,16 @@ class TextTokenizer:
     """A tokenizer with its special ids.
 
     Attributes:
-      name: what the setting says, without directories.
-      fingerprint: sha256 of all that decides the ids.
-      file: the name of a copy; its content.
-      vocab_size: ids, special ones included, are below it.
-      begin, between, end: around and between texts.
-      pad_id: what fills a batch.
-      encode_texts: of many texts at once.
-      decode_ids: what ids, none of them special, stand for.
+      name: the value of the setting, without directories.
+      fingerprint: SHA-256 of everything that determines the ids.
+      file: the name and content of a file from which `load` can read the tokenizer.
+      vocab_size: all ids, including the special ones, are below this number.
+      begin: ids before the first text.
+      between: ids between two texts.
+      end: ids after the last text.
+      pad_id: the id of padding.
+      encode_texts: encodes many texts at once.
+      decode_ids: decodes ids that include no special ids.
     """
 
     name: str
@@ -60,7 +64,7 @@ class TextTokenizer:
     decode_ids: Callable[[list[int]], str] = dataclasses.field(repr=False)
 
     def encode(self, texts: Sequence[str]) -> list[Encoding]:
-        """Ids without special ones, also where a text spells these out."""
+        """Encodes texts without special ids, even if a text contains their names."""
         special = [*self.begin, *self.between, *self.end, self.pad_id]
         found = []
         for ids, spans in self.encode_texts(list(texts)):
@@ -69,27 +73,28 @@ class TextTokenizer:
         return found
 
     def texts(self, ids: Int[np.ndarray, " T"]) -> list[str]:
-        """The texts that `wrap` was given, as far as their ids say."""
+        """Decodes ids that `wrap` returned into the separate texts."""
         around = [*self.begin, *self.between, *self.end, self.pad_id]
         parts = np.split(ids, np.flatnonzero(np.diff(np.isin(ids, around))) + 1)
         return [self.decode_ids(part.tolist()) for part in parts if part[0] not in around]
 
     def wrap(self, *texts: np.ndarray) -> Int[np.ndarray, " T"]:
-        """One text or two, with the ids around them."""
+        """Concatenates one or two encoded texts with the special ids around them."""
         parts: list[Sequence[int] | np.ndarray] = [self.between] * (2 * len(texts) - 1)
         parts[::2] = texts
         return np.concatenate([self.begin, *parts, self.end]).astype(np.int32)
 
     def around(self, count: int) -> int:
-        """How many ids `wrap` adds to so many texts."""
+        """Returns the number of ids that `wrap` adds to this many texts."""
         return len(self.begin) + (count - 1) * len(self.between) + len(self.end)
 
 
 def load(name: str, setting: str) -> TextTokenizer:
-    """Opens "bytes", a sentencepiece .model or a tokenizer.json of Hugging Face's tokenizers.
+    """Loads a tokenizer.
 
     Args:
-      setting: that says the name, as "Sentences.tokenizer".
+      name: "bytes", a sentencepiece .model, or a tokenizer.json of Hugging Face's tokenizers.
+      setting: the setting that contains the name, such as "Sentences.tokenizer".
 
     Raises:
       DataError: the file is missing or damaged.
@@ -160,7 +165,7 @@ def _json(path: Path) -> TextTokenizer:
 
 
 def _template(tokenizer: Any) -> dict[str, tuple[int, ...]] | None:
-    """What the file itself puts around a pair of texts; None where it puts nothing."""
+    """Returns the special ids that the file's own template puts around a pair; None for none."""
     found = tokenizer.encode("a", "b")
     special, kinds = np.array(found.special_tokens_mask, bool), np.array(found.ids)
     if not special.any():
@@ -191,7 +196,7 @@ def _with_special(
     end: int | None = None,
     pad: int | None = None,
 ) -> TextTokenizer:
-    """The special ids as RoBERTa has them; those that are missing behind all others."""
+    """Creates a tokenizer with RoBERTa's template; missing special ids follow all other ids."""
     known: list[int] = []
     for id in (begin, end, pad):
         known.append(size if id is None else id)

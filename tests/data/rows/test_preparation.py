@@ -96,7 +96,7 @@ def test_rows_are_prepared_once_and_read_as_they_were_written(open_corpus, capsy
 
 
 def test_bad_rows_are_refused_or_left_out_and_counted(open_corpus, tmp_path, capsys):
-    message = "^1 of 3 rows of train cannot be used: x is no integer; mend them, .* = 'skip'$"
+    message = "^1 of 3 rows of train cannot be used: x is no integer; repair them, .* = 'skip'$"
     with pytest.raises(DataError, match=message):
         open_corpus("1 x 2")
     assert not [*(tmp_path / "cache").iterdir()]

@@ -96,7 +96,7 @@ def test_answers_that_are_not_where_the_file_says_are_counted(make, capsys):
         "(x) has the answer 'Venus' at 14, where its context has 'enus '"
     )
     assert "(n) has no answer, which Questions.no_answer = True would allow" in message
-    assert "(a) has the id of a question before it and 2 more; mend them, or go on" in message
+    assert "(a) has the id of a question before it and 2 more; repair them, or continue" in message
     skipping = make([*QAS, bad], errors="skip")
     store = preparation.prepare(skipping).split("train")
     assert store.ids == ("a", "b", "c") and store.manifest["rows"]["bad"] == 1

@@ -80,8 +80,8 @@ def test_bad_tokenizers_are_named(tmp_path, bart_json, lines):
     for path, message in (
         (str(tmp_path / "no.json"), r"no\.json cannot be read: No such file"),
         (write("a.json", b"{}"), r"a\.json is no tokenizer\.json"),
-        (write("a.model", b"nothing"), r"a\.model is no sentencepiece model"),
-        (write("b.model", b""), r"b\.model is no sentencepiece model"),
+        (write("a.model", b"nothing"), r"a\.model is not a sentencepiece model"),
+        (write("b.model", b""), r"b\.model is not a sentencepiece model"),
         (write("c.json", json.dumps(no_end).encode()), r"c\.json has no end token </s>"),
         (str(lm), r"lm\.model has no padding token <pad>; train one .*train:VOCAB_SIZE"),
     ):

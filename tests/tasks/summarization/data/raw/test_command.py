@@ -48,7 +48,7 @@ def test_ones_own_files_by_a_process(tmp_path):
     assert refused.returncode == 3
     assert refused.stderr.splitlines()[-1] == (
         "brt: error: 1 of 2 rows of train cannot be used: a.jsonl:2 has an empty summary; mend "
-        "them, or go on without them with --errors=skip"
+        "them, or continue without them with --errors=skip"
     )
     done = command("--errors", "skip")
     assert done.returncode == 0, done.stderr

@@ -99,7 +99,7 @@ def test_bad_rows_are_refused_or_skipped(tfds, tmp_path):
     rows = [*ROWS, {"id": "x", "article": "", "highlights": "s"}, {"article": "d"}]
     message = (
         r"^2 of 11 rows of train cannot be used: .*a\.jsonl:10 has an empty document, "
-        r".*a\.jsonl:11 has no column 'highlights'; mend them, or .* without them with "
+        r".*a\.jsonl:11 has no column 'highlights'; repair them, or .* without them with "
         "--errors=skip$"
     )
     with pytest.raises(DataError, match=message):
