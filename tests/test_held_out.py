@@ -54,5 +54,5 @@ def test_saved_configs_mean_what_they_meant() -> None:
 
 @pytest.mark.parametrize("value", [("part:0",), ("part:0.5",), ("part:x",), ("part:0.1", "a")])
 def test_parts_that_are_none_are_refused(value: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"Pairs\.test = .* must be one part:SHARE between 0 and"):
+    with pytest.raises(ConfigError, match=r"Pairs\.test = .* must be one part:SHARE from 0 to"):
         Pairs(test=value)

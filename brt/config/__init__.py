@@ -1,9 +1,9 @@
-"""All that a .gin file can say: frozen dataclasses that check themselves.
+"""All settings: frozen dataclasses, the sections of .gin files, which check their values.
 
-A field's comment, behind or above it, is its documentation (`--print_config` shows it); what it
-means for a resumed run, a warm start and prepared data it declares by `fields`. Settings that
-only make sense together are checked in `__post_init__`; settings of two sections
-are checked in `Config.__post_init__`, and those that a task reads by the task.
+The comment next to a field or above it is its documentation, which `--print_config` shows. The
+functions of `fields` declare what a field means for a resumed run, a warm start and prepared data.
+`__post_init__` checks settings of a section together, `Config.__post_init__` settings of two
+sections, and a task the settings that it reads.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """One run: every section, checked against the others."""
+    """All settings of a run, checked against each other."""
 
     model: Model = Model()
     data: Data = Data()
@@ -62,7 +62,7 @@ class Config:
     def __post_init__(self) -> None:
         check(
             self.optimizer.schedule not in ("cosine", "linear")
-            or bool(self.training.epochs)  # the steps are not known yet
+            or bool(self.training.epochs)  # The number of steps is not known yet.
             or self.optimizer.warmup_steps < self.training.steps,
             f"Optimizer.warmup_steps = {self.optimizer.warmup_steps} must be below "
             f"Training.steps = {self.training.steps}",
@@ -70,7 +70,7 @@ class Config:
 
     @property
     def evaluation_segment_length(self) -> int:
-        """Tokens of a lane that evaluation reads at a time."""
+        """Number of tokens of a lane that evaluation reads at a time."""
         return self.evaluation.segment_length or self.training.segment_length
 
 
@@ -78,4 +78,4 @@ SECTIONS = {
     field.type.__name__: field.name
     for field in dataclasses.fields(Config)
     if isinstance(field.type, type)
-}  # {"Model": "model", ...}: the names that a .gin file uses
+}  # {"Model": "model", ...}: the field of each section

@@ -1,4 +1,4 @@
-"""How the queries of an encoder attend to its keys: exactly, or by one of the approximations."""
+"""Settings of the attention of encoders."""
 
 import dataclasses
 from typing import Literal
@@ -9,37 +9,39 @@ from brt.config.fields import free
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention:
-    """The kind of attention. Weights trained with one kind can be evaluated with any other.
+    """Attention of an encoder. Weights trained with one kind can be evaluated with any other.
 
     full                exact softmax attention
-    shared_full         the same, with the queries' projection for the keys too
-    clustered           queries of one cluster share their centroid's attention
-    improved_clustered  the same, but exact on the keys that the centroid attends to most
-    reformer            keys of nearby chunks, after sorting by hash; queries are the keys
-    oracle_top_k        every query's keys with the largest products
+    shared_full         exact softmax attention whose keys are the queries
+    clustered           the queries of a cluster share the attention of their centroid
+    improved_clustered  clustered, but exact for the keys that the centroid attends to most
+    reformer            attention to nearby chunks after sorting by hash; keys are the queries
+    oracle_top_k        exact attention of each query to its keys with the largest logits
     """
 
     kind: Literal[
         "full", "shared_full", "clustered", "improved_clustered", "reformer", "oracle_top_k"
     ] = free("full")
-    min_length: int = free(0)  # sequences shorter than this, padding included: exact attention
-    clusters: int = free(100)  # of the queries of a head, at most; clustered and improved_clustered
-    iterations: int = free(5)  # of k-means; the original: 10
-    fit_queries: int = free(0)  # queries that k-means learns from, drawn at random; 0: all
-    top_k: int = free(32)  # exact keys of a cluster (improved_clustered) or a query (oracle_top_k)
-    # weight of these keys against the others
+    min_length: int = free(0)  # padded sequences shorter than this use exact attention
+    clusters: int = free(100)  # largest number of clusters per head
+    iterations: int = free(5)  # of k-means; the authors' code has 10
+    fit_queries: int = free(0)  # random queries that k-means learns centroids from; 0: all
+    top_k: int = free(32)  # exact keys of a cluster (improved_clustered) or query (oracle_top_k)
+    # how improved_clustered weights these keys against the others
     mass_rule: Literal["paper", "lse_jensen"] = free("paper")
-    mass_stop_gradient: bool = free(False)  # True: that of the paper's rule is constant (original)
-    rounds: int = free(1)  # of hashing; reformer
-    buckets: int = free(64)  # of a round of hashing; reformer
-    chunk: int = free(32)  # sorted queries that see their own chunk and the one before; reformer
+    # True: the paper's weight has no gradient, as in the authors' code
+    mass_stop_gradient: bool = free(False)
+    rounds: int = free(1)  # rounds of hashing of reformer
+    buckets: int = free(64)  # hash buckets per round of reformer
+    # sorted queries per chunk of reformer; a query attends to its chunk and the one before
+    chunk: int = free(32)
 
     def __post_init__(self) -> None:
         check_finite(self)
         check_positive(self, "clusters", "iterations", "top_k", "rounds", "buckets", "chunk")
         check(
             self.min_length >= 0,
-            f"Attention.min_length = {self.min_length} must not be negative; 0: the kind always",
+            f"Attention.min_length = {self.min_length} must not be negative; 0 is no limit",
         )
         check(
             self.fit_queries == 0 or self.fit_queries >= self.clusters,
@@ -58,13 +60,13 @@ class Attention:
         )
 
     def check_length(self, length: int, said: str) -> None:
-        """Refuses numbers that no sequence reaches.
+        """Refuses numbers that exceed the length of every sequence.
 
         Args:
-          length: of the longest sequence.
-          said: this length, as a sentence has it: what it is, and where it comes from.
+          length: the length of the longest sequence.
+          said: a phrase that names this length and its origin, for the error message.
         """
-        if length < self.min_length:  # exact attention
+        if length < self.min_length:  # All sequences use exact attention.
             return
         clustered = self.kind in ("clustered", "improved_clustered")
         chosen = self.kind in ("improved_clustered", "oracle_top_k")

@@ -1,24 +1,25 @@
-"""What sections check themselves with; each raises ConfigError."""
+"""Checks that config sections apply to themselves; all raise ConfigError."""
 
 import dataclasses
 import math
 from typing import Any
 
-from brt.config.fields import settle
+from brt.config.fields import fill_held_out
 from brt.errors import ConfigError
 
-PART = "part:"  # of train's rows
-LARGEST = 2**31 - 1  # of a count: indices and steps are int32
-DEEPEST = 1024  # layers, of which more would compile for hours
+PART = "part:"  # prefix of a held-out split that is a share of train's rows
+LARGEST = 2**31 - 1  # the largest count, because indices and steps are int32
+DEEPEST = 1024  # the largest number of layers; compiling more would take hours
 
 
 def check(condition: bool, message: str) -> None:
+    """Raises ConfigError with the message unless the condition holds."""
     if not condition:
         raise ConfigError(message)
 
 
 def check_finite(section: Any) -> None:
-    """Every number of a section, whichever way it came in."""
+    """Refuses numbers that are infinite or NaN."""
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         for number in value if isinstance(value, tuple) else (value,):
@@ -29,6 +30,7 @@ def check_finite(section: Any) -> None:
 
 
 def check_positive(section: object, *names: str) -> None:
+    """Refuses fields that are not above 0, or too large for an int32."""
     for name in names:
         value = getattr(section, name)
         check(value > 0, f"{type(section).__name__}.{name} = {value} must be above 0")
@@ -36,6 +38,7 @@ def check_positive(section: object, *names: str) -> None:
 
 
 def check_not_negative(section: object, *names: str) -> None:
+    """Refuses fields that are negative, or too large for an int32."""
     for name in names:
         value = getattr(section, name)
         check(value >= 0, f"{type(section).__name__}.{name} = {value} must not be negative")
@@ -43,7 +46,7 @@ def check_not_negative(section: object, *names: str) -> None:
 
 
 def check_layers(section: object, *names: str) -> None:
-    """How many there are."""
+    """Refuses numbers of layers that are not above 0 or too large to compile."""
     check_positive(section, *names)
     for name in names:
         value = getattr(section, name)
@@ -60,6 +63,7 @@ def _check_counts(section: object, name: str) -> None:
 
 
 def check_buckets(section: Any) -> None:
+    """Refuses lengths of buckets that do not ascend to `max_length`."""
     buckets, limit = section.buckets, section.max_length
     name = type(section).__name__
     check(
@@ -72,18 +76,22 @@ def check_buckets(section: Any) -> None:
     )
 
 
-def settle_rows(section: Any) -> None:
-    """Held-out rows that nobody named are a part of one's own; refuses parts that are none."""
-    settle(section, (f"{PART}0.05",))
+def fill_held_out_rows(section: Any) -> None:
+    """Holds out a part of the user's training rows if the user named no held-out sources.
+
+    Raises:
+      ConfigError: a part is not between 0 and 0.5.
+    """
+    fill_held_out(section, (f"{PART}0.05",))
     for split in ("validation", "test"):
         share_of(section, split)
 
 
 def share_of(section: Any, split: str) -> float:
-    """Of train's rows that a split takes: SHARE of `part:SHARE`; 0.0 where it names sources.
+    """Returns the share of train's rows that a split takes; 0.0 if the split names sources.
 
     Raises:
-      ConfigError: it names sources beside that, or the share is none.
+      ConfigError: the split names a part together with sources, or the share is not valid.
     """
     names = getattr(section, split)
     if not any(name.startswith(PART) for name in names):
@@ -93,5 +101,5 @@ def share_of(section: Any, split: str) -> float:
     except ValueError:
         share = 0.0
     setting = f"{type(section).__name__}.{split} = {names}"
-    check(0 < share < 0.5, f"{setting} must be one {PART}SHARE between 0 and 0.5, as {PART}0.05")
+    check(0 < share < 0.5, f"{setting} must be one {PART}SHARE from 0 to 0.5, such as {PART}0.05")
     return share

@@ -1,4 +1,4 @@
-"""An encoder that reads tokens or feature vectors in both directions."""
+"""Settings of encoders."""
 
 import dataclasses
 from typing import Literal
@@ -9,35 +9,35 @@ from brt.config.fields import Kept, fixed, free, inherited
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """The encoder, but for how it attends (`Attention`). RoBERTa is one of them.
+    """An encoder of tokens or feature vectors, such as RoBERTa; see `Attention` for its attention.
 
-    norm_first False is RoBERTa's order: what a part of a layer adds is normalised with the sum.
-    Of neighbours, models learn far sooner by convolutional positions than by absolute ones.
+    Models learn to use neighbouring tokens much sooner with convolutional than with absolute
+    positions.
     """
 
     layers: int = inherited(6)
     model_dim: int = inherited(512)
     heads: int = inherited(8)
     mlp_dim: int = inherited(2048)
-    features: int = inherited(0)  # width of an input vector; 0: the inputs are tokens
-    vocab_size: int = inherited(0)  # of inputs or outputs; 0: as the data have it
-    token_types: int = inherited(0)  # kinds of tokens with a vector of their own; RoBERTa: 1
-    classes: int = fixed(2)  # of whole sequences; text_classification takes the data's
+    features: int = inherited(0)  # width of input vectors; 0: the inputs are tokens
+    vocab_size: int = inherited(0)  # of inputs or outputs; 0: as many as the data have
+    token_types: int = inherited(0)  # number of token type embeddings; RoBERTa has 1
+    classes: int = fixed(2)  # of the classifier; text_classification takes them from its data
     positions: Literal["learned", "sinusoidal", "convolution", "none"] = inherited("learned")
-    max_positions: int = inherited(4096)  # tokens that learned positions reach
-    # inputs, the own in the middle, that tell convolutional positions
+    max_positions: int = inherited(4096)  # number of learned positions
+    # width of the kernel of convolutional positions, which is centred on the token
     convolution_width: int = inherited(15)
-    # normalise what a part of a layer reads; False: what it leaves
+    # True: pre-norm; False: post-norm, as in RoBERTa
     norm_first: bool = inherited(True)
     norm_epsilon: float = inherited(1e-5)
-    activation: Literal["gelu", "relu"] = inherited("gelu")  # gelu: exact
-    # one projection for both, as shared_full and reformer do
+    activation: Literal["gelu", "relu"] = inherited("gelu")  # gelu is the exact one
+    # True: queries and keys have one projection, as shared_full and reformer need
     shared_queries_keys: bool = inherited(False)
-    dropout: float = free(0.1)  # on inputs and on what a part of a layer adds
-    attention_dropout: float = free(-1.0)  # on attention weights; -1: as dropout
+    dropout: float = free(0.1)  # on inputs and on the outputs of attention and MLP
+    attention_dropout: float = free(-1.0)  # on attention weights; -1: the value of dropout
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")  # auto: bfloat16 except on CPUs
     remat: bool = free(False)  # recompute a layer's activations in the backward pass
-    remat_keep: Kept = free("nothing")  # what remat keeps of a layer nevertheless
+    remat_keep: Kept = free("nothing")  # results that remat stores instead of recomputing
 
     def __post_init__(self) -> None:
         check_finite(self)
@@ -59,18 +59,17 @@ class Encoder:
         )
         check(
             self.convolution_width % 2 == 1,
-            f"Encoder.convolution_width = {self.convolution_width} must be odd: as many inputs "
-            "before as behind",
+            f"Encoder.convolution_width = {self.convolution_width} must be odd, to be centred",
         )
         check(0 <= self.dropout < 1, f"Encoder.dropout = {self.dropout} must be in [0, 1)")
         check(
             self.attention_dropout == -1 or 0 <= self.attention_dropout < 1,
             f"Encoder.attention_dropout = {self.attention_dropout} must be in [0, 1), or -1 for "
-            "that of Encoder.dropout",
+            "the value of Encoder.dropout",
         )
         check(
             not (self.features and self.token_types),
-            f"Encoder.token_types = {self.token_types} are of tokens; Encoder.features = "
+            f"Encoder.token_types = {self.token_types} needs tokens, but Encoder.features = "
             f"{self.features} reads vectors",
         )
 

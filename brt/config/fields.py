@@ -1,16 +1,19 @@
-"""What a field of a section declares, beside its type and its default.
+"""Declares the fields of config sections, and what each means beyond its type and default.
 
-             a resumed run    one that starts from weights (Training.init_from)
-free         may change it    has its own
-fixed        keeps it         has its own
-inherited    keeps it         takes theirs; to say anything else is refused
-adaptable    keeps it         takes theirs, or what is said instead
+A field is declared by one of these functions:
 
-`cached` is for settings that decide what prepared data are, which are kept under a name made of
-them: True for a field's own value, or the name of a property, which decides in its place.
+             a resumed run      a run that starts from weights (Training.init_from)
+free         may change it      has its own value
+fixed        must keep it       has its own value
+inherited    must keep it       takes the value of the weights; another value is an error
+adaptable    must keep it       takes the value of the weights unless another is given
 
-`path` is for settings that name files or directories, which may be those of a stranger's config:
-"read", or "written", which only those who train or prepare follow.
+`cached` marks settings that determine prepared data, which are cached under a hash of these
+settings. It is True for the value of the field itself, or the name of a property to use instead.
+
+`path` marks settings that name files or directories. The config of a stranger's run may name any
+path. Paths to read are "read"; paths to write are "written", and are used only by commands that
+train or prepare.
 """
 
 import dataclasses
@@ -18,80 +21,92 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 T = TypeVar("T")
 _DECLARED = "setting"
-_SOURCES = "sources"  # cached by the content of what they name
+_SOURCES = "sources"  # prepared data depend on the content of these files
 _USUAL = "usual"
-_AUTO: Any = ("auto",)  # in the place of sources
+_AUTO: Any = ("auto",)  # sources that the user did not name
 Path = Literal["", "read", "written"]
-MADE_UP = "generated:"  # how sources begin that are no files
-MEMORY = "memory:"  # and documents that ask for what they told: docs/memory.md
+MADE_UP = "generated:"  # prefix of sources that are generated instead of read from files
+MEMORY = "memory:"  # prefix of generated documents that test memory (docs/memory.md)
 
 
 class Setting(NamedTuple):
-    """What a field declares."""
+    """The declaration of a field.
 
-    resume: bool  # a resumed run may change it
+    Attributes:
+      resume: True if a resumed run may change the field.
+      warm_start: where a run that starts from weights takes the value from; see the module.
+      cached: whether prepared data depend on the field; see the module.
+      path: whether the field names a path; see the module.
+    """
+
+    resume: bool
     warm_start: Literal["own", "inherited", "adaptable"]
-    cached: bool | str  # prepared data depend on it
+    cached: bool | str
     path: Path = ""
 
 
 def free(default: T, *, cached: bool | str = False, path: Path = "") -> T:
-    """A field that a resumed run may change."""
+    """Declares a field that a resumed run may change."""
     return _field(default, Setting(True, "own", cached, path))
 
 
 def sources(default: T) -> T:
-    """A free field that names what is to be prepared."""
+    """Declares a free field that names the sources of data to prepare."""
     return _field(default, Setting(True, "own", _SOURCES, "read"))
 
 
 def held_out(usual: T) -> T:
-    """Sources that are not for training: where nobody names any, what `settle` puts there.
+    """Declares held-out sources, which `fill_held_out` determines if the user names none.
 
     Args:
-      usual: those that go with the default of `train`.
+      usual: the held-out sources that belong to the default of `train`.
     """
     setting = {_DECLARED: Setting(True, "own", _SOURCES, "read"), _USUAL: usual}
     return dataclasses.field(default=_AUTO, metadata=setting)
 
 
-def settle(section: Any, of_own: tuple[str, ...]) -> None:
-    """Fills the held-out sources that nobody named; for `__post_init__`.
+def fill_held_out(section: Any, otherwise: tuple[str, ...]) -> None:
+    """Fills the held-out sources that the user did not name; called by `__post_init__`.
 
     Args:
-      of_own: what they are where `train` names neither its default nor made-up data: who trains
-        on own data wants to know how well the model does on these.
+      section: the section.
+      otherwise: the held-out sources if `train` names data of the user, and not its default or
+        generated data. Users want to be evaluated on data like their own.
     """
     made_up = all(name.startswith(MADE_UP) for name in section.train)
     usual = section.train == type(section).train or made_up
     for field in dataclasses.fields(section):
         if _USUAL in field.metadata and getattr(section, field.name) == _AUTO:
-            found = field.metadata[_USUAL] if usual else of_own
-            object.__setattr__(section, field.name, found)
+            value = field.metadata[_USUAL] if usual else otherwise
+            object.__setattr__(section, field.name, value)
 
 
 def fixed(default: T, *, cached: bool | str = False) -> T:
-    """A field that a run keeps, but that weights have no say in."""
+    """Declares a field that a resumed run must keep, and that does not belong to the weights."""
     return _field(default, Setting(False, "own", cached))
 
 
 def inherited(default: T) -> T:
-    """A field that belongs to the weights."""
+    """Declares a field that belongs to the weights, such as the width of a layer."""
     return _field(default, Setting(False, "inherited", False))
 
 
 def adaptable(default: T) -> T:
-    """A field of the weights that may become something else when training starts from them."""
+    """Declares a field of the weights that a run starting from them may change."""
     return _field(default, Setting(False, "adaptable", False))
 
 
 def settings(section: type) -> dict[str, Setting]:
-    """What every field of a section declares; a KeyError where one declares nothing."""
+    """Returns the declaration of every field of a section.
+
+    Raises:
+      KeyError: a field is not declared by a function of this module.
+    """
     return {field.name: field.metadata[_DECLARED] for field in dataclasses.fields(section)}
 
 
 def cached_settings(section: Any) -> dict[str, Any]:
-    """What prepared data depend on, beside their sources: values for their place in a cache."""
+    """Returns the settings that determine prepared data, besides their sources."""
     names = {
         name if setting.cached is True else setting.cached
         for name, setting in settings(type(section)).items()
@@ -101,9 +116,10 @@ def cached_settings(section: Any) -> dict[str, Any]:
 
 
 def _field(default: T, setting: Setting) -> T:
-    # what dataclass takes for a field has the type of its value, as dataclasses.field does it
+    # The return type is that of the default, like the return type of dataclasses.field.
     return dataclasses.field(default=default, metadata={_DECLARED: setting})
 
 
-# What recomputation keeps: nothing, all products, or those with weights (not of a batch).
+# Results that rematerialisation stores: none, those of all matrix products, or those of products
+# with weights (not of products between activations).
 Kept = Literal["nothing", "products", "products_with_weights"]

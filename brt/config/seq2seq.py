@@ -1,4 +1,4 @@
-"""The encoder-decoder that summarises: its model, its pairs of texts, its beam search."""
+"""Settings of summarisation: the encoder-decoder, its data, and beam search."""
 
 import dataclasses
 from typing import Literal
@@ -9,19 +9,19 @@ from brt.config.checks import (
     check_layers,
     check_not_negative,
     check_positive,
-    settle_rows,
+    fill_held_out_rows,
 )
 from brt.config.fields import Kept, fixed, free, held_out, inherited, sources
 from brt.errors import ConfigError
 
-SMALLEST_THRESHOLD = 1e-3  # of recurrent accumulate-and-fire with bounded parameters
+SMALLEST_THRESHOLD = 1e-3  # smallest threshold if CrossAttention.raf_parameters = 'bounded'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seq2Seq:
-    """The encoder-decoder. T5, its gated successors, LongT5 and BART differ in data."""
+    """An encoder-decoder: T5, T5 v1.1, LongT5 or BART."""
 
-    # t5: RMS norm before, relative bias; bart: norm after
+    # t5: RMS norm before each part, relative position bias; bart: layer norm after each part
     family: Literal["t5", "bart"] = inherited("t5")
     encoder_layers: int = inherited(6)
     decoder_layers: int = inherited(6)
@@ -29,26 +29,27 @@ class Seq2Seq:
     heads: int = inherited(8)
     head_dim: int = inherited(64)
     mlp_dim: int = inherited(2048)
-    vocab_size: int = inherited(0)  # 0: the tokenizer's
-    # gated: tanh's gelu; gelu: exact
+    vocab_size: int = inherited(0)  # 0: that of the tokenizer
+    # gated_gelu: the tanh approximation; gelu: exact
     activation: Literal["relu", "gated_gelu", "gelu"] = inherited("relu")
-    tied_logits: bool = inherited(True)  # logits from the embedding; False: a matrix of their own
-    scale_logits: bool = inherited(True)  # T5 v1.0 with tied logits: hidden times model_dim ** -0.5
-    # full: as Attention.kind says; sliding and local are the same window, local LongT5's name
+    tied_logits: bool = inherited(True)  # False: logits have a matrix of their own
+    # True: hidden states are multiplied by model_dim ** -0.5, as in T5 v1.0 with tied logits
+    scale_logits: bool = inherited(True)
+    # full: Attention.kind decides; sliding and local: a window; transient_global: of LongT5
     encoder_attention: Literal["full", "sliding", "local", "transient_global"] = inherited("full")
-    # positions to each side that attention reaches where it is not full
+    # tokens to each side in the window of attention that is not full
     encoder_radius: int = inherited(127)
-    global_block: int = inherited(16)  # tokens that one transient global token sums
-    relative_buckets: int = inherited(32)  # T5 relative position bias
-    relative_max_distance: int = inherited(128)
-    max_positions: int = inherited(1024)  # BART's learned positions: no longer source or target
-    norm_epsilon: float = inherited(1e-6)  # BART: 1e-5
+    global_block: int = inherited(16)  # tokens that a transient global token sums
+    relative_buckets: int = inherited(32)  # of T5's relative position bias
+    relative_max_distance: int = inherited(128)  # of T5's relative position bias
+    max_positions: int = inherited(1024)  # BART's learned positions, which limit all lengths
+    norm_epsilon: float = inherited(1e-6)  # BART has 1e-5
     dropout: float = free(0.1)  # on embeddings, attention weights, MLP and residuals
-    attention_dropout: float = free(-1.0)  # on attention weights; -1: as dropout
-    activation_dropout: float = free(-1.0)  # inside the MLP; -1: as dropout
+    attention_dropout: float = free(-1.0)  # on attention weights; -1: the value of dropout
+    activation_dropout: float = free(-1.0)  # inside the MLP; -1: the value of dropout
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")  # auto: bfloat16 except on CPUs
     remat: bool = free(False)  # recompute a layer's activations in the backward pass
-    remat_keep: Kept = free("nothing")  # what remat keeps of a layer nevertheless
+    remat_keep: Kept = free("nothing")  # results that remat stores instead of recomputing
 
     def __post_init__(self) -> None:
         check_finite(self)
@@ -80,36 +81,40 @@ class Seq2Seq:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CrossAttention:
-    """How the decoder reads the source (segmented recurrent transformer, section 3)."""
+    """Attention of the decoder to the source (Segmented Recurrent Transformer, section 3)."""
 
     kind: Literal["full", "segmented", "srformer", "xl_memory", "local_global"] = fixed("full")
-    segment_size: int = fixed(64)  # source tokens a decoder position attends to
-    q_ref: int = fixed(128)  # target length over which the segments are spread, always the same
-    # batch: the original's, in training
+    segment_size: int = fixed(64)  # source tokens that a decoder position attends to
+    q_ref: int = fixed(128)  # target length over which the source's segments are spread
+    # batch: spread over the length of the batch, as the authors' code does in training
     index_mode: Literal["fixed", "batch", "stride"] = fixed("fixed")
-    stride: int = fixed(8)  # target tokens per segment where index_mode is stride
-    # static: of the padded batch
+    stride: int = fixed(8)  # target tokens per segment if index_mode is stride
+    # static: the number of segments of the padded batch
     segment_count: Literal["per_example", "static"] = fixed("per_example")
-    allow_skipped_segments: bool = fixed(False)  # more segments than q_ref: some are never attended
-    use_segment: bool = fixed(True)  # ablation I: only the recurrence
-    use_raf: bool = fixed(True)  # ablation III: False: no recurrent accumulate-and-fire
-    kv_source: Literal["remaining", "segment"] = fixed("remaining")  # ablation IV: segment
-    norm: Literal["feature", "none"] = fixed("feature")  # ablation II: none
+    # True: accept sources with more segments than q_ref, some of which are never read
+    allow_skipped_segments: bool = fixed(False)
+    use_segment: bool = fixed(True)  # False: the recurrence alone (ablation I)
+    use_raf: bool = fixed(True)  # False: no recurrent accumulate-and-fire (ablation III)
+    # what the recurrence sums; segment: ablation IV
+    kv_source: Literal["remaining", "segment"] = fixed("remaining")
+    norm: Literal["feature", "none"] = fixed("feature")  # none: ablation II
     norm_epsilon: float = fixed(1e-6)
-    clamp: float = fixed(0.0)  # 0: none; the original's BART: 2
-    # sigma: a learned share for each part; gated: the recurrence times a gate that begins at 0
+    clamp: float = fixed(0.0)  # largest absolute value of the sums; 0: none; authors' BART: 2
+    # sigma: learned weights of both parts; gated: the recurrence has a gate that begins closed
     mix: Literal["sum", "sigma", "gated"] = fixed("sum")
-    leak_init: float = fixed(0.1)  # BART: 0.5
+    leak_init: float = fixed(0.1)  # BART has 0.5
     threshold_init: float = fixed(0.1)
-    # bounded: leak in (0, 1), threshold above 0
+    # bounded: the leak stays in (0, 1) and the threshold above 0
     raf_parameters: Literal["raw", "bounded"] = fixed("raw")
-    # +-head_dim ** -0.5; BART: normal, 0.02
+    # uniform: within +-head_dim ** -0.5; normal: deviation 0.02, as in BART
     kernel_init: Literal["uniform", "normal"] = fixed("uniform")
-    raf_bias: bool = fixed(False)
-    mask_kv: bool = fixed(True)  # padding adds nothing to the sums; False: the original
-    memory: Literal["rnn", "identity"] = fixed("rnn")  # of xl_memory; identity: Transformer-XL's
+    raf_bias: bool = fixed(False)  # True: the recurrence's input has a bias
+    mask_kv: bool = fixed(True)  # False: padding is part of the sums, as in the authors' code
+    # memory of xl_memory; identity: that of Transformer-XL
+    memory: Literal["rnn", "identity"] = fixed("rnn")
+    # dense: all segments for all positions; slots: segment by segment
     training_form: Literal["auto", "dense", "slots"] = fixed("auto")
-    # what a decode step reads the states from
+    # where a decode step takes the states from: a table of all segments, or the previous step
     cache: Literal["auto", "table", "carry"] = fixed("auto")
 
     def __post_init__(self) -> None:
@@ -133,7 +138,7 @@ class CrossAttention:
         )
 
     def check_lengths(self, max_source_length: int, max_target_length: int) -> None:
-        """Refuses lengths that leave segments unread, or positions behind the last segment.
+        """Refuses lengths with which segments are not read, or positions have no segment.
 
         Args:
           max_source_length, max_target_length: in tokens, of the longest pair.
@@ -167,36 +172,39 @@ class CrossAttention:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Where documents with their summaries come from and how they become tokens.
+    """Documents with their summaries, and how they become tokens.
 
-    A source is a .jsonl, .json, .csv or .parquet file (or as .gz, .xz, .zst of it), a
-    directory or glob of them, `dataset:NAME/SPLIT` (embedded), or `tfds:NAME/SPLIT` (prepared
-    on this machine, see `brt.prepare --pairs`).
+    A source is a .jsonl, .json, .csv or .parquet file (also compressed as .gz, .xz or .zst), a
+    directory or pattern of them, `corpus:NAME/SPLIT` (part of brt), or `tfds:NAME/SPLIT`
+    (prepared on this machine, see `brt.prepare --pairs`).
     """
 
     train: tuple[str, ...] = sources(("corpus:summaries/train",))
-    # part:SHARE: of train's rows; auto: the default's where train is, else part:0.05; (): none
+    # part:SHARE: a share of train's rows; auto: the default if train is the default or generated,
+    # otherwise part:0.05; (): none
     validation: tuple[str, ...] = held_out(("corpus:summaries/validation",))
-    test: tuple[str, ...] = held_out(("corpus:summaries/test",))  # the same
-    source_field: str = free("", cached=True)  # the column of documents; "": one of the usual names
-    target_field: str = free("", cached=True)  # the column of summaries; "": one of the usual names
-    # the column of ids; "": `id` where there is one, else the row's number
+    test: tuple[str, ...] = held_out(("corpus:summaries/test",))  # like validation
+    source_field: str = free("", cached=True)  # column of documents; "": one of the usual names
+    target_field: str = free("", cached=True)  # column of summaries; "": one of the usual names
+    # column of ids; "": `id` if there is such a column, otherwise rows are numbered
     id_field: str = free("", cached=True)
-    # path/to/spiece.model | path/to/tokenizer.json | train:SIZE
+    # a sentencepiece .model, a tokenizer.json, or train:VOCAB_SIZE
     tokenizer: str = free("train:4000", cached=True, path="read")
-    prefix: str = fixed("", cached=True)  # put before every document; T5's is "summarize: "
-    max_source_length: int = fixed(1024, cached=True)  # tokens, the end included
-    max_target_length: int = fixed(128, cached=True)
-    # of longer documents; summaries: head
+    prefix: str = fixed("", cached=True)  # put before every document; T5 has "summarize: "
+    max_source_length: int = fixed(1024, cached=True)  # tokens, including the end token
+    max_target_length: int = fixed(128, cached=True)  # tokens, including the end token
+    # how longer documents are shortened; summaries keep their head
     truncation: Literal["error", "head", "head_tail"] = fixed("head", cached=True)
-    buckets: tuple[int, ...] = fixed(())  # source lengths that batches are padded to; (): one
-    # rows that are empty, damaged or not UTF-8
+    # source lengths that batches are padded to; (): the longest
+    buckets: tuple[int, ...] = fixed(())
+    # what happens to rows that are empty, damaged or not UTF-8
     errors: Literal["refuse", "skip"] = free("refuse", cached=True)
-    cache_dir: str = free("", path="written")  # "": $XDG_CACHE_HOME/brt or ~/.cache/brt
+    # where prepared data are stored; "": $XDG_CACHE_HOME/brt or ~/.cache/brt
+    cache_dir: str = free("", path="written")
 
     def __post_init__(self) -> None:
         check_finite(self)
-        settle_rows(self)
+        fill_held_out_rows(self)
         check(bool(self.train), "Pairs.train names no source")
         for name in ("max_source_length", "max_target_length"):
             value = getattr(self, name)
@@ -216,22 +224,23 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """How summaries are written: greedy with one beam, beam search with more.
+    """Greedy decoding (one beam) or beam search (more) of summaries.
 
-    Lengths count the start token, as in Hugging Face's `generate`. `early_stopping` says when a
-    document is done, once it has `beams` finished texts: `yes` at once, `heuristic` when no
-    unfinished one has a better score at its present length, `never` when none could have one at
-    any length; the names there are True, False and "never".
+    Lengths count the start token, as in Hugging Face's `generate`. `early_stopping` decides when
+    a document with `beams` finished texts is done: `yes`: at once; `heuristic`: when no unfinished
+    text has a better score at its present length; `never`: when none could have a better score at
+    any length. Hugging Face calls these True, False and "never".
     """
 
     beams: int = free(1)
-    penalty: Literal["hf", "t5x"] = free("hf")  # score: log p / n ** p | log p / ((5 + n) / 6) ** p
-    # p above; n counts written tokens; above 0 favours longer texts
-    length_penalty: float = free(1.0)
+    # score of a text of n tokens; hf: log p / n ** length_penalty; t5x: log p / ((5 + n) / 6) **
+    # length_penalty
+    penalty: Literal["hf", "t5x"] = free("hf")
+    length_penalty: float = free(1.0)  # larger values favour longer texts
     early_stopping: Literal["yes", "heuristic", "never"] = free("yes")
-    max_length: int = free(128)  # tokens at most
-    min_length: int = free(0)  # tokens at least, the end not counted
-    no_repeat_ngram: int = free(0)  # a text never repeats so many tokens; 0: it may
+    max_length: int = free(128)  # most tokens of a text
+    min_length: int = free(0)  # fewest tokens of a text, without the end token
+    no_repeat_ngram: int = free(0)  # n-grams of this length occur only once; 0: no restriction
 
     def __post_init__(self) -> None:
         check_finite(self)

@@ -1,4 +1,4 @@
-"""Training, what is done with the result, and the devices."""
+"""Settings of training, evaluation, sampling, output, and devices."""
 
 import dataclasses
 from typing import Literal
@@ -9,39 +9,38 @@ from brt.config.fields import fixed, free
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """How long, how much at a time, and what happens on the way."""
+    """The length, the batches and the periodic actions of training."""
 
-    task: str = fixed("language_modeling")  # what is learned: a name of brt.tasks.TASKS
+    task: str = fixed("language_modeling")  # a name of brt.tasks.TASKS
     steps: int = free(100_000)
-    epochs: float = free(0.0)  # passes over the training data, in place of steps; 0: as steps say
-    init_from: str = free(
-        "", path="read"
-    )  # weights that brt.convert wrote, or a run's workdir; "": random ones
+    epochs: float = free(0.0)  # passes over the training data, instead of steps; 0: steps decides
+    # weights written by brt.convert, or the directory of a run; "": random initial weights
+    init_from: str = free("", path="read")
     batch_size: int = fixed(32)  # lanes, over all devices and hosts
     segment_length: int = fixed(4096)  # tokens of a lane per step; a multiple of Model.window
-    gradient_accumulation: int = free(1)  # parts into which the lanes of a step are cut
-    label_smoothing: float = free(0.0)  # of each target's probability, divided over all tokens
-    # masked_language_modeling: of the tokens, which are to be predicted
-    mask_share: float = fixed(0.15)
-    loss_chunk: int = free(1024)  # tokens of a lane whose logits exist at a time
+    gradient_accumulation: int = free(1)  # microbatches per step
+    # probability of a target that is spread over all tokens
+    label_smoothing: float = free(0.0)
+    mask_share: float = fixed(0.15)  # share of tokens that masked_language_modeling predicts
+    loss_chunk: int = free(1024)  # tokens of a lane whose logits are computed at a time
     seed: int = fixed(0)
     log_every: int = free(50)  # steps
     evaluate_every: int = free(1000)  # steps; 0: never
     sample_every: int = free(1000)  # steps; 0: never
-    # steps; figures of the recurrent states, at next to no cost; 0: never
+    # steps between statistics of the recurrent states, which cost almost nothing; 0: never
     probe_every: int = free(1000)
-    # without a step or any other sign of life, after which all stacks are written down and the run
-    # ends with exit code 70; four times as long while it compiles, restores or saves; 0: never
+    # seconds without any progress after which all stacks are printed and the run ends with exit
+    # code 70; four times as long while compiling, restoring or saving; 0: never
     watchdog_seconds: int = free(1800)
-    plots: bool = free(True)  # draw plots/ at the end
-    # at a loss or gradient that is not finite, or a loss beyond spike_factor. stop: nothing of it
-    # is saved; skip: the step changes nothing; rollback: on behind that batch with what the newest
-    # checkpoint holds
+    plots: bool = free(True)  # draw plots/ when the run ends
+    # what follows a loss or gradient that is not finite, or a loss above spike_factor. stop: the
+    # run ends without saving the step; skip: the step changes nothing; rollback: training
+    # continues after this batch from the newest checkpoint
     on_bad_step: Literal["stop", "skip", "rollback"] = free("stop")
-    # times the median of recent steps: a loss above is bad; 0: none is
+    # a loss is bad if it exceeds this multiple of the median of recent steps; 0: never
     spike_factor: float = free(0.0)
-    max_bad_steps: int = free(10)  # that a run skips or goes back from; one more stops it
-    # the first and the last step of a trace that TensorBoard's profiler opens; (): none
+    max_bad_steps: int = free(10)  # bad steps to skip or roll back; one more ends the run
+    # the first and the last step to profile for TensorBoard; (): none
     profile_at: tuple[int, ...] = free(())
 
     def __post_init__(self) -> None:
@@ -87,22 +86,23 @@ class Training:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Adafactor as in the paper, AdamW, or Muon; and the learning rate over time."""
+    """The optimizer (Adafactor as in the paper, AdamW or Muon) and its learning rate."""
 
     name: Literal["adafactor", "adamw", "muon"] = fixed("adafactor")
-    learning_rate: float = free(1.0)  # Adafactor: relative to a parameter's own scale
+    learning_rate: float = free(1.0)  # for Adafactor relative to the scale of each parameter
     schedule: Literal["rsqrt", "cosine", "linear", "constant"] = free("rsqrt")
     warmup_steps: int = free(1000)
-    final_learning_rate: float = free(0.0)  # where cosine and linear end, at Training.steps
-    min_dim_size_to_factor: int = fixed(128)  # Adafactor: smaller matrices keep full second moments
-    b1: float = fixed(0.9)  # AdamW, and what Muon leaves to Adam
-    b2: float = fixed(0.98)  # the same
-    orthogonal_steps: int = fixed(3)  # Muon: iterations that make an update orthogonal
-    weight_decay: float = free(0.0)  # AdamW and Muon, on matrices
-    clip_norm: float = fixed(0.0)  # global gradient norm; 0: no clipping
-    offload: bool = free(False)  # its state lies in the host's memory, and comes for its step
-    # Of replicas (devices along Mesh.data): each has a share of its state and updates the
-    # parameters' same share, or all do all of it. auto: they share on accelerators, but for Muon.
+    final_learning_rate: float = free(0.0)  # of cosine and linear at Training.steps
+    # Adafactor stores full second moments of matrices with a smaller dimension
+    min_dim_size_to_factor: int = fixed(128)
+    b1: float = fixed(0.9)  # AdamW, and the parameters that Muon leaves to Adam
+    b2: float = fixed(0.98)  # AdamW, and the parameters that Muon leaves to Adam
+    orthogonal_steps: int = fixed(3)  # Muon: iterations that orthogonalise an update
+    weight_decay: float = free(0.0)  # of matrices; AdamW and Muon
+    clip_norm: float = fixed(0.0)  # largest norm of the whole gradient; 0: no clipping
+    offload: bool = free(False)  # keep the optimizer's state in host memory between steps
+    # shared: each replica (device along Mesh.data) holds and updates a shard of the state and the
+    # parameters; whole: every replica updates all; auto: shared on accelerators, except with Muon
     state: Literal["auto", "shared", "whole"] = free("auto")
 
     def __post_init__(self) -> None:
@@ -114,18 +114,18 @@ class Optimizer:
             check(0 <= value < 1, f"Optimizer.{name} = {value} must be in [0, 1)")
         check(
             self.state != "shared" or self.name != "muon",
-            "Optimizer.state = 'shared' cuts matrices, which Optimizer.name = 'muon' needs whole; "
-            "use 'auto'",
+            "Optimizer.state = 'shared' shards matrices, but Optimizer.name = 'muon' needs whole "
+            "ones; use 'auto'",
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """When to save and what to keep. The last step is always saved."""
+    """When checkpoints are saved and deleted. The last step is always saved."""
 
     every: int = free(1000)  # steps; 0: only the last
-    keep: int = free(3)  # newest checkpoints kept
-    keep_every: int = free(0)  # steps; checkpoints at its multiples are kept for good; 0: none
+    keep: int = free(3)  # number of newest checkpoints to keep
+    keep_every: int = free(0)  # steps; checkpoints at multiples are never deleted; 0: none
 
     def __post_init__(self) -> None:
         check_finite(self)
@@ -135,20 +135,22 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Logging:
-    """Who else is told the numbers of metrics.jsonl; each is an extra of the same name."""
+    """Services that also receive the metrics; each needs the extra of the same name."""
 
-    wandb_project: str = free("")  # of Weights & Biases; "": not told
-    mlflow_experiment: str = free("")  # of MLflow; "": not told
+    wandb_project: str = free("")  # a project of Weights & Biases; "": none
+    mlflow_experiment: str = free("")  # an experiment of MLflow; "": none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How held-out documents are read."""
+    """How held-out data are read and scored."""
 
-    batch_size: int = free(8)  # documents read side by side
-    segment_length: int = free(0)  # tokens at a time; 0: Training.segment_length
-    rouge: Literal["hf", "t5", "longt5"] = free("hf")  # how summaries are scored
-    tokens_per_document: int = free(0)  # before the last step: read only the first so many; 0: all
+    batch_size: int = free(8)  # documents that are read in parallel
+    segment_length: int = free(0)  # tokens of a lane at a time; 0: Training.segment_length
+    # tokenization and averaging of ROUGE as in Hugging Face's, T5's or LongT5's code
+    rouge: Literal["hf", "t5", "longt5"] = free("hf")
+    # before the last step, read only this many tokens of each document; 0: all
+    tokens_per_document: int = free(0)
 
     def __post_init__(self) -> None:
         check_finite(self)
@@ -158,12 +160,12 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How text is drawn from the model."""
+    """How samples are drawn during training."""
 
     temperature: float = free(1.0)  # 0: greedy
-    top_k: int = free(0)  # 0: all
-    top_p: float = free(1.0)
-    max_tokens: int = free(256)  # of the samples drawn while training
+    top_k: int = free(0)  # sample from the most probable tokens only; 0: all
+    top_p: float = free(1.0)  # sample from the smallest set of tokens with this probability
+    max_tokens: int = free(256)  # length of a sample
 
     def __post_init__(self) -> None:
         check_finite(self)
@@ -174,12 +176,12 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Devices along each axis of the mesh; -1: as many as the other axes leave."""
+    """Number of devices along each axis of the mesh; -1: the devices that other axes leave."""
 
-    data: int = free(1)  # share the lanes
-    fsdp: int = free(1)  # share the lanes, and parameters and optimizer state
-    tensor: int = free(1)  # share the heads, the MLP and the vocabulary
-    sequence: int = free(1)  # share the tokens of a segment
+    data: int = free(1)  # shards the lanes
+    fsdp: int = free(1)  # shards the lanes, the parameters and the optimizer's state
+    tensor: int = free(1)  # shards heads, MLPs and the vocabulary
+    sequence: int = free(1)  # shards the tokens of a segment
 
     def __post_init__(self) -> None:
         check_finite(self)
@@ -188,4 +190,4 @@ class Mesh:
             check(size > 0 or size == -1, f"Mesh.{name} = {size} must be above 0, or -1")
             check(size <= LARGEST, f"Mesh.{name} = {size} must be at most {LARGEST}")
         rest = [f"Mesh.{name}" for name, size in sizes.items() if size == -1]
-        check(len(rest) < 2, f"{' and '.join(rest)} are both -1; only one can take what is left")
+        check(len(rest) < 2, f"{' and '.join(rest)} are both -1; set one of them to a number")

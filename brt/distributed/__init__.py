@@ -1,1 +1,1 @@
-"""Many devices, many processes: what lies where, who writes, who stops."""
+"""Runs on several devices and processes: the mesh, sharding rules, and coordination."""

@@ -1,4 +1,8 @@
-"""Signs of life: who misses one ends by himself, where collectives would wait for ever."""
+"""Heartbeats, with which processes notice that another one has died.
+
+A collective operation would wait for a dead process for ever. Each process therefore publishes a
+counter every second, and exits if the counter of another process does not change for long.
+"""
 
 import os
 import sys
@@ -9,21 +13,23 @@ from typing import Any
 
 from brt.errors import PeerError
 
-HEARTBEAT_SECONDS = 30  # without a sign of life a process is gone
-GRACE_SECONDS = 15  # after a goodbye: for who notices by himself
-JOIN_SECONDS = 5  # for threads at the end, which hear at once unless the service is gone
+HEARTBEAT_SECONDS = 30  # a process without a heartbeat for this long is considered dead
+GRACE_SECONDS = 15  # time for other processes to end by themselves after one has announced its end
+JOIN_SECONDS = 5  # time to wait for threads, which may hang if the service is gone
 _BEAT_SECONDS = 1.0
 
 
 class Heartbeat:
-    """Threads that tell the others that this process lives, and watch that they do.
+    """Threads that publish the heartbeat of this process and watch those of the others.
 
     Args:
-      client: of the service that texts go through.
-      peer: how people know a process.
+      client: the key-value service of JAX.
+      index: the index of this process.
+      count: the number of processes.
+      peer: returns the name of a process for messages.
 
     Attributes:
-      doing: what this process says that it does ("stepping after step 3").
+      doing: returns what this process does ("stepping after step 3"), for messages of others.
     """
 
     doing: Callable[[], str] = str
@@ -41,7 +47,7 @@ class Heartbeat:
             thread.start()
 
     def last_words(self) -> list[str]:
-        """What the others did when they were last heard of."""
+        """Returns a phrase for each other process about its last known activity."""
         return [
             f"{self._peer(index)} was {said}"
             for index, (beat, _) in self._seen.items()
@@ -49,9 +55,9 @@ class Heartbeat:
         ]
 
     def close(self) -> None:
-        """Nobody has to be there any more.
+        """Stops the threads; from here on, other processes may end.
 
-        Python aborts where it ends while a thread is within the service's code.
+        Python aborts if it exits while a thread is inside the service's code.
         """
         self._over.set()
         for thread in self._threads:
@@ -67,19 +73,19 @@ class Heartbeat:
                 alive = self._read("brt/alive")
                 self._stopped = self._read("brt/stopped")
             except Exception:
-                continue  # the service is gone, and with it process 0
+                continue  # The service has ended, and process 0 with it.
             for index in alive.keys() - {self._index}:
                 if alive[index] != self._seen[index][0]:
                     self._seen[index] = alive[index], time.monotonic()
 
     def _watch(self) -> None:
-        """Apart from the beats: who asks a process that stands still gets no answer."""
+        # This has a thread of its own because requests to a stopped process 0 do not return.
         while not self._over.wait(_BEAT_SECONDS):
             for index, (beat, at) in sorted(self._seen.items()):
                 silent = time.monotonic() - at
                 reason = self._stopped.get(index)
                 if index == self._index or not (beat or index == 0):
-                    continue  # one that was never heard of is missed where all meet
+                    continue  # A process without any heartbeat is missed by the next `gather`.
                 if silent > (GRACE_SECONDS if reason else HEARTBEAT_SECONDS):
                     self._end(index, silent, reason)
 
@@ -95,8 +101,8 @@ class Heartbeat:
         why = f"has given no sign of life for {silent:.0f} s{last}"
         why = f"has stopped: {reason}" if reason else why
         print(
-            f"brt: {self._peer(index)} {why}; start all processes again to go on from the newest "
-            "checkpoint", file=sys.stderr, flush=True,
+            f"brt: {self._peer(index)} {why}; start all processes again to continue from the "
+            "newest checkpoint", file=sys.stderr, flush=True,
         )  # fmt: skip
         os._exit(PeerError.exit_code)
 

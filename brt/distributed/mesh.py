@@ -1,4 +1,4 @@
-"""The devices of a run as a mesh with four axes."""
+"""Builds the mesh of devices, which has four axes, and places arrays on it."""
 
 import contextlib
 import math
@@ -15,17 +15,17 @@ from brt.distributed import processes
 from brt.distributed.rules import RULES
 from brt.errors import ConfigError
 
-# By the name of an axis of arrays, as in RULES: what it is to people, and its size.
+# Requirements of a mesh: the name of an axis of arrays (see RULES) -> (setting, size).
 Needs = Mapping[str, tuple[str, int]]
 
 AXES = ("data", "fsdp", "tensor", "sequence")
 
 
 def shape_of(mesh: Mesh, devices: int) -> dict[str, int]:
-    """Devices along each axis; -1 is what the others leave.
+    """Returns the number of devices along each axis; -1 becomes what the other axes leave.
 
     Raises:
-      ConfigError: they are more than there are, or leave a remainder.
+      ConfigError: there are too few devices, or -1 has no integer value.
     """
     shape = {axis: getattr(mesh, axis) for axis in AXES}
     named = {axis: size for axis, size in shape.items() if size > 1}
@@ -33,7 +33,7 @@ def shape_of(mesh: Mesh, devices: int) -> dict[str, int]:
     wanted = math.prod(named.values())
     there = f"there {'is' if devices == 1 else 'are'} {devices}"
     if wanted > devices:
-        raise ConfigError(f"{asked} asks for {wanted} devices, but {there}; lower it")
+        raise ConfigError(f"{asked} needs {wanted} devices, but {there}; lower it")
     rest = [axis for axis, size in shape.items() if size == -1]
     if not rest:
         return shape
@@ -46,20 +46,22 @@ def shape_of(mesh: Mesh, devices: int) -> dict[str, int]:
 
 
 def nearest(wanted: int, whole: int) -> int:
-    """The divisor of `whole` that is nearest to `wanted`, the smaller of two."""
+    """Returns the divisor of `whole` that is nearest to `wanted`, the smaller one of two."""
     return min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - wanted))
 
 
 def build(
     mesh: Mesh, needs: Needs, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """The mesh of the first devices.
+    """Builds the mesh of the first devices.
 
     Args:
-      needs: what the devices that cut it must divide.
+      mesh: the number of devices along each axis.
+      needs: sizes that must be divisible by the devices that shard them.
+      devices: the devices; None takes all.
 
     Raises:
-      ConfigError: devices that are not there, or do not divide what they are to share.
+      ConfigError: there are too few devices, or they do not divide a size.
     """
     devices = jax.devices() if devices is None else devices
     shape = shape_of(mesh, len(devices))
@@ -74,7 +76,7 @@ def build(
 
 
 def misfit(shape: Mapping[str, int], needs: Needs) -> str | None:
-    """What devices along the axes of a mesh do not divide, None: they divide all."""
+    """Returns a sentence about a size that the devices do not divide; None if there is none."""
     for name, (what, size) in needs.items():
         over = {axis: shape[axis] for axis in RULES[name] if shape[axis] > 1}
         count = math.prod(over.values())
@@ -88,33 +90,33 @@ def misfit(shape: Mapping[str, int], needs: Needs) -> str | None:
 
 
 def check_all_take_part(used: int, devices: Sequence[jax.Device]) -> None:
-    """Raises ConfigError where a process would have no device of the mesh, or only some."""
+    """Raises ConfigError if a process would have no device in the mesh, or only some of its own."""
     count = len({device.process_index for device in devices})
     if count > 1 and used < len(devices):
         raise ConfigError(
-            f"{count} processes have {len(devices)} devices, of which the mesh takes "
-            f"{used}; Mesh.data = -1 takes all"
+            f"{count} processes have {len(devices)} devices, but the mesh uses only {used}; "
+            "Mesh.data = -1 uses all"
         )
 
 
 @contextlib.contextmanager
 def use(mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """What is traced within knows the mesh; one device needs none."""
+    """Sets the mesh for everything that is traced inside the context; one device needs no mesh."""
     with contextlib.nullcontext() if mesh.size == 1 else jax.set_mesh(mesh):
         yield
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """The same on every device."""
+    """Returns the sharding of arrays that every device has as a whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def beside(tree: PyTree[Array], params: PyTree[Array]) -> PyTree[Array]:
-    """Puts fresh arrays where the parameters are, if one device has these.
+    """Moves new arrays to the device of the parameters, if these are on a single device.
 
-    A state that has read nothing is not bound to a device, but the one that a program returns is.
-    jax.jit compiles once more for arguments that are placed in another way: without this a loop
-    over segments would compile its program twice.
+    An initial state is not bound to a device, but the state that a program returns is. jax.jit
+    compiles again if the placement of an argument changes, so without this function a loop over
+    segments would compile its program twice.
     """
     sharding = jax.tree.leaves(params)[0].sharding
     if sharding.num_devices > 1:
@@ -125,18 +127,18 @@ def beside(tree: PyTree[Array], params: PyTree[Array]) -> PyTree[Array]:
 
 
 def by_lane(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Axis 0, the lanes, over the devices that share them."""
+    """Returns the sharding of arrays whose axis 0 is the lanes."""
     return NamedSharding(mesh, PartitionSpec(RULES["lanes"]))
 
 
 def own_lanes(mesh: jax.sharding.Mesh, lanes: int) -> tuple[int, ...]:
-    """Which of the lanes this process's devices have."""
+    """Returns the lanes that are on this process's devices."""
     cuts = by_lane(mesh).addressable_devices_indices_map((lanes,)).values()
     return tuple(sorted({lane for cut in cuts if cut for lane in range(lanes)[cut[0]]}))
 
 
 def global_array(mesh: jax.sharding.Mesh, x: np.ndarray, own: Sequence[int], lanes: int) -> Array:
-    """One array of all processes' lanes, of which `x` holds those of this one."""
+    """Builds the global array of all lanes, of which `x` contains those of this process."""
     row = {lane: place for place, lane in enumerate(own)}
 
     def part(cut: tuple[slice, ...]) -> np.ndarray:
@@ -146,8 +148,11 @@ def global_array(mesh: jax.sharding.Mesh, x: np.ndarray, own: Sequence[int], lan
 
 
 def fitting(mesh: Mesh, needs: Needs) -> Mesh:
-    """A trained run's mesh, or what these devices can be of it: parameters are shared alike where
-    that is possible, and by none or by all where it is not."""
+    """Returns the mesh for evaluating a trained run on the devices that there are.
+
+    It is the mesh of the run if possible, or otherwise one that shards the parameters in the same
+    way, or one that shards them over all devices, or over none.
+    """
     devices = len(jax.devices())
     inner = {axis: max(getattr(mesh, axis), 1) for axis in AXES[1:]}
     count = math.prod(inner.values())

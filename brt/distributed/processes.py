@@ -1,7 +1,7 @@
-"""Several processes that are one run: how they find each other, agree, and learn of an end.
+"""Coordinates the processes of a run: how they connect, agree, and learn that one has ended.
 
-JAX gives them a service for small texts by name; all that they agree on goes through `gather`,
-which never waits for a process that has said goodbye or is gone.
+JAX runs a key-value service for short texts. Everything that processes agree on goes through
+`gather`, which raises an error if a process has announced its end or has died.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from brt import durable
 from brt.distributed.heartbeat import HEARTBEAT_SECONDS, Heartbeat
 from brt.errors import ConfigError, PeerError
 
-RENDEZVOUS_SECONDS = 300  # to find each other
-PATIENCE_SECONDS = 1800  # where one compiles or reads and the others have done so
-_LEAVING_SECONDS = 10  # after the end, for the others
+RENDEZVOUS_SECONDS = 300  # time for all processes to connect
+PATIENCE_SECONDS = 1800  # longest wait for a process that compiles or reads
+_LEAVING_SECONDS = 10  # time that process 0 waits at the end for the others
 _POLL_MILLISECONDS = 500
-# What collectives and the service say where somebody does not answer.
+# Words in the errors of collectives and of the service if a process does not answer.
 _LOST = re.compile(r"gloo|connection|socket|unavailable|deadline|heartbeat|peer|aborted", re.I)
 _LOOPBACK = ("localhost", "127.", "[::1]", "::1")
 
 
 class Launch(NamedTuple):
-    """How this process is one of several; all None: it stands alone, or its cluster says so."""
+    """The position of this process among several; all None: it is alone, or the cluster knows."""
 
     coordinator_address: str | None = None
     process_count: int | None = None
@@ -40,11 +40,11 @@ class Launch(NamedTuple):
 
 
 def start(launch: Launch) -> None:
-    """Finds the other processes, if there are any; before anything asks for devices.
+    """Connects to the other processes, if there are any; must precede any use of devices.
 
     Raises:
-      ConfigError: flags that cannot work.
-      PeerError: the others did not come.
+      ConfigError: flags that are not valid.
+      PeerError: not all processes connected.
     """
     flags = launch[:3]
     if any(flag is not None for flag in flags):
@@ -52,16 +52,17 @@ def start(launch: Launch) -> None:
     elif not (launch.distributed or _cluster()):
         return
     address, count, index = flags
-    if "jax_enable_recoverability" in jax.config.values:  # else it aborts where a process is gone
+    # Without this option, JAX aborts this process if another one ends.
+    if "jax_enable_recoverability" in jax.config.values:
         jax.config.update("jax_enable_recoverability", True)
-    # JAX would abort where nobody comes: it gets more time than we have patience.
+    # JAX would abort without a clear message, so this timer ends the process earlier.
     patience = threading.Timer(RENDEZVOUS_SECONDS, _nobody_came, [launch])
     patience.daemon = True
     patience.start()
     try:
         jax.distributed.initialize(
             address, count, index, initialization_timeout=RENDEZVOUS_SECONDS + 60,
-            # JAX aborts without a sentence of ours, so ours comes first.
+            # JAX aborts without a clear message, so brt's heartbeat must notice first.
             heartbeat_timeout_seconds=2 * HEARTBEAT_SECONDS, shutdown_timeout_seconds=30,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
@@ -78,7 +79,7 @@ def _check(launch: Launch) -> None:
     if address is None or count is None or index is None:
         raise ConfigError(
             "--coordinator_address=HOST:PORT, --process_count=N and --process_index=I go together; "
-            "a cluster that says them itself needs none of them"
+            "a cluster that provides them needs none of them"
         )
     if not 0 <= index < count:
         raise ConfigError(
@@ -90,13 +91,13 @@ def _check(launch: Launch) -> None:
     hosts = int(os.environ.get("SLURM_STEP_NUM_NODES", 1))
     if host.startswith(_LOOPBACK) and hosts > 1:
         raise ConfigError(
-            f"--coordinator_address={address} can be reached from its own host only, but this job "
-            f"has {hosts}; name process 0's host"
+            f"--coordinator_address={address} can be reached only from its own host, but this job "
+            f"has {hosts} hosts; name process 0's host"
         )
 
 
 def _cluster() -> bool:
-    """Whether the environment is that of one of several processes."""
+    """Returns True if environment variables say that this is one of several processes."""
     names = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"
     counts = (os.environ.get(name, "") for name in names)
     hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
@@ -105,10 +106,10 @@ def _cluster() -> bool:
 
 def _missed(launch: Launch) -> str:
     address, count, index, _ = launch
-    where = f"at {address}" if address else "by what the environment says"
+    where = f"at {address}" if address else "as the environment says"
     return (
         f"{_named(index, count)} did not find all others {where} within {RENDEZVOUS_SECONDS} s; "
-        "see that all of them run, that process 0 can be reached from here, and that all were "
+        "check that all of them run, that process 0 can be reached from here, and that all were "
         "started with the same --process_count"
     )
 
@@ -127,18 +128,18 @@ def _first_line(error: BaseException) -> str:
 
 
 def several() -> bool:
-    """Whether there are other processes."""
+    """Returns True if there are other processes."""
     return jax.process_count() > 1
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes."""
+    """Returns True if this process is the one that writes files."""
     return jax.process_index() == 0
 
 
 def service() -> Any:
-    """What keeps texts by name, and has all processes see them."""
-    from jax._src import distributed  # there is no public way to the service's texts
+    """Returns the key-value service that all processes share."""
+    from jax._src import distributed  # JAX has no public interface to this service.
 
     return distributed.global_state.client
 
@@ -153,22 +154,22 @@ def _exchange_hosts(address: str | None) -> None:
     host = (address or "").rpartition(":")[0]
     if host.startswith(_LOOPBACK) and len(set(_hosts)) > 1:
         raise ConfigError(
-            f"--coordinator_address={address} can be reached from its own host only, but the "
+            f"--coordinator_address={address} can be reached only from its own host, but the "
             f"processes are on {', '.join(sorted(set(_hosts)))}; name process 0's host"
         )
 
 
 def peer(index: int) -> str:
-    """A process as people know it."""
+    """Returns the name of a process for messages: its index and its host."""
     host = f" on {_hosts[index]}" if index < len(_hosts) else ""
     return f"process {index} of {jax.process_count()}{host}"
 
 
 def gather(name: str, text: str) -> list[str]:
-    """What every process says under a name, in the order of the processes.
+    """Returns the texts that all processes pass under the same name, in their order.
 
     Raises:
-      PeerError: one of them has stopped, or says nothing for PATIENCE_SECONDS.
+      PeerError: a process has stopped, or does not answer for PATIENCE_SECONDS.
     """
     if not several():
         return [text]
@@ -189,7 +190,7 @@ def _waited(client: Any, place: str, index: int, end: float) -> str:
         _refuse_if_stopped(client)
         if time.monotonic() > end:
             raise PeerError(
-                f"{peer(index)} did not come to {place.split('/')[1]!r} in time; see whether it "
+                f"{peer(index)} did not reach {place.split('/')[1]!r} in time; check whether it "
                 "hangs, and start all processes again"
             )
 
@@ -202,54 +203,54 @@ def _refuse_if_stopped(client: Any) -> None:
 
 
 def say_goodbye(reason: str) -> None:
-    """Tells the others, who would wait, that this process ends before its time."""
+    """Tells the other processes, which would wait for this one, that it ends early."""
     if several():
-        with contextlib.suppress(Exception):  # they may be gone, too
+        with contextlib.suppress(Exception):  # The service may be gone, too.
             service().key_value_set(f"brt/stopped/{jax.process_index()}", reason[:500])
 
 
 def tell(doing: Callable[[], str]) -> None:
-    """Lets the others know what this process does, for when they hear of it no more."""
+    """Publishes what this process does, which others report if its heartbeat stops."""
     if _heartbeat:
         _heartbeat.doing = doing
 
 
 def last_words() -> list[str]:
-    """What the other processes did when they were last heard of, a phrase each."""
+    """Returns a phrase for each other process about its last known activity."""
     return _heartbeat.last_words() if _heartbeat else []
 
 
 def wait_for_all(name: str) -> None:
-    """Returns when all processes are here."""
+    """Waits until all processes have called this function with the same name."""
     gather(name, "")
 
 
 def of_first(value: Any, name: str = "decision") -> Any:
-    """What process 0 has, JSON, on all of them."""
+    """Returns process 0's value, which must be JSON, on all processes."""
     return json.loads(gather(name, json.dumps(value))[0])
 
 
 def check_same(facts: Mapping[str, str]) -> None:
-    """Raises ConfigError on all processes where one has another fact, which is named."""
+    """Raises ConfigError on all processes if a process has a different value of a fact."""
     everyone = [json.loads(text) for text in gather("facts", json.dumps(dict(facts)))]
     for index, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
             if theirs[name] != value:
                 raise ConfigError(
-                    f"{peer(index)} has another {name} than process 0: "
-                    f"{_difference(value, theirs[name])}; start all processes alike"
+                    f"{peer(index)} has a different {name} than process 0: "
+                    f"{_difference(value, theirs[name])}; start all processes in the same way"
                 )
 
 
 def _difference(first: str, other: str) -> str:
-    """The first lines that two texts do not share."""
+    """Describes the first line in which two texts differ."""
     pairs = zip(first.splitlines(), other.splitlines(), strict=False)
     a, b = next(((a, b) for a, b in pairs if a != b), (first[-80:], other[-80:]))
     return f"{b.strip()[:120]!r}, not {a.strip()[:120]!r}"
 
 
 def check_shared(directory: Any) -> None:
-    """Raises ConfigError where the processes do not see each other's files in a directory."""
+    """Raises ConfigError if processes do not see each other's files in a directory."""
     name = of_first(durable.partial_name(), "shared")
     if is_first():
         durable.open_file(directory / name, "x").close()
@@ -267,7 +268,7 @@ def check_shared(directory: Any) -> None:
 
 
 def _appears(path: Any, seconds: float = 10.0) -> bool:
-    """Network file systems take their time."""
+    """Waits for a file, because network file systems may show it late; returns False if absent."""
     end = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > end:
@@ -277,7 +278,7 @@ def _appears(path: Any, seconds: float = 10.0) -> bool:
 
 
 def _leave() -> None:
-    """Process 0 keeps the service, without which the others abort: it goes last."""
+    """Ends the connection. Process 0 is the last, because the service ends with it."""
     if is_first():
         gone = threading.Thread(target=_wait_for_others_to_leave, daemon=True)
         gone.start()
@@ -288,16 +289,17 @@ def _leave() -> None:
 
 
 def _wait_for_others_to_leave() -> None:
-    """Who leaves is alive no more, and who is alone need not wait; who hangs never does either."""
+    """Returns when no other process is connected; may never return if one hangs."""
     with contextlib.suppress(Exception):
         service().get_live_nodes(list(range(jax.process_count())))
 
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """What collectives raise when a peer is gone becomes a sentence; who fails says so.
+    """Turns the errors of collectives that lost a process into a PeerError.
 
-    Within, the others have to be there; behind it each goes its way.
+    If this process fails, it tells the others. All processes must stay connected inside the
+    context, and may end independently after it.
     """
     try:
         yield
@@ -310,8 +312,8 @@ def explained() -> Iterator[None]:
                 with contextlib.suppress(Exception):
                     _refuse_if_stopped(service())
                 raise PeerError(
-                    f"another process is gone, or the network between them: {_first_line(error)}; "
-                    "start all processes again to go on from the newest checkpoint"
+                    f"another process or the network has failed: {_first_line(error)}; start all "
+                    "processes again to continue from the newest checkpoint"
                 ) from error
         raise
     finally:

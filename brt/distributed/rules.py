@@ -1,7 +1,8 @@
-"""What lies where: every axis of every array has a name, and this table says what cuts it.
+"""Sharding rules: every axis of every array has a name, and a table maps names to mesh axes.
 
-Parameters carry their names (`brt.layers.basic.parameter`); batches, activations, caches and
-states name theirs where they are made. An axis that its devices do not divide stays whole.
+The names of a parameter's axes are given where it is created (`brt.layers.basic.parameter`); those
+of batches, activations, caches and states where they are made. An axis is not sharded if the
+number of devices does not divide its size.
 """
 
 import functools
@@ -17,18 +18,18 @@ from jaxtyping import Array, Int, PyTree
 Names = tuple[str | None, ...]
 Mesh = jax.sharding.Mesh | AbstractMesh
 
-REPLICAS = "data"  # along which parameters are the same, and lanes are dealt with apart
+REPLICAS = "data"  # the mesh axis along which parameters are replicated
 
-# The axes of the mesh that cut an axis of this name.
+# The mesh axes that shard an array's axis of this name.
 RULES: Mapping[str, tuple[str, ...]] = {
-    "lanes": ("data", "fsdp"),  # of batches, activations, caches and states
+    "lanes": ("data", "fsdp"),  # axis 0 of batches, activations, caches and states
     "tokens": ("sequence",),
     "blocks": ("sequence",),
-    "embed": ("fsdp",),  # of parameters; activations have it whole
+    "embed": ("fsdp",),  # an axis of parameters; activations do not shard it
     "heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
-    "matrices": ("fsdp", "tensor"),  # that Muon makes orthogonal, each on one device
+    "matrices": ("fsdp", "tensor"),  # matrices that Muon orthogonalises, each on one device
 } | dict.fromkeys(
     (
         "layers", "stack", "whole_heads", "head_dim", "states", "buckets", "positions", "types",
@@ -39,10 +40,15 @@ RULES: Mapping[str, tuple[str, ...]] = {
 
 
 def spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """How an array is cut.
+    """Returns the partition spec of an array.
+
+    Args:
+      names: the names of the array's axes; None is never sharded.
+      shape: the shape of the array.
+      mesh: the mesh.
 
     Raises:
-      ValueError: a name that is not in the table, or two axes that the same devices would cut.
+      ValueError: a name is not in the table, or the same mesh axis would shard two axes.
     """
     if len(names) != len(shape):
         raise ValueError(f"{names} does not name the axes of an array of shape {shape}")
@@ -63,95 +69,97 @@ def _cut(name: str | None, size: int, mesh: Mesh) -> tuple[str, ...]:
 
 
 def parameter_spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """How a parameter is cut: vectors, of a layer or of all layers of a stack, are not."""
+    """Returns the partition spec of a parameter; vectors are replicated."""
     return spec(names, shape, mesh) if is_cut(names) else PartitionSpec()
 
 
 def is_cut(names: Names) -> bool:
-    """Whether a parameter is no vector."""
+    """Returns True for matrices, False for vectors (also those of all layers of a stack)."""
     return sum(name != "layers" for name in names) > 1
 
 
 def _devices(axis: str, mesh: Mesh) -> int:
-    """Along an axis of a mesh; of replicas, which are traced each by itself, there is one."""
+    """Returns the number of devices along a mesh axis, or 1 inside a replica (see `in_replica`)."""
     return 1 if axis in getattr(mesh, "manual_axes", ()) else mesh.shape[axis]
 
 
 def partitioned() -> bool:
-    """Whether what is traced runs on several devices, where merging axes may move data."""
+    """Returns True if the traced code runs on several devices, where merging axes may move data."""
     mesh = jax.sharding.get_abstract_mesh()
     return any(_devices(axis, mesh) > 1 for axis in mesh.shape)
 
 
 def axes() -> frozenset[str]:
-    """Of the mesh that is set, along which what is traced is not of one device yet."""
+    """Returns the axes of the current mesh over which the traced code is still partitioned."""
     mesh = jax.sharding.get_abstract_mesh()
     return frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
 
 
 def partition_spec(*names: str | None, shape: tuple[int, ...]) -> PartitionSpec:
-    """How an array is cut by the mesh that is set."""
+    """Returns the partition spec of an array on the current mesh."""
     return spec(names, shape, jax.sharding.get_abstract_mesh())
 
 
 def count(name: str, size: int) -> int:
-    """How many devices share an axis of this name and size, where the mesh that is set is."""
+    """Returns the number of devices of the current mesh that shard an axis."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in _cut(name, size, mesh))
 
 
 def filled(name: str, size: int) -> int:
-    """The next size that the devices of the mesh that is set divide."""
+    """Rounds a size up to a multiple of the devices of the current mesh that shard the axis."""
     mesh = jax.sharding.get_abstract_mesh()
     devices = 1 if mesh.empty else math.prod(_devices(axis, mesh) for axis in RULES[name])
     return -(-size // devices) * devices
 
 
 def cuts(name: str) -> bool:
-    """Whether the mesh that is set cuts axes of this name."""
+    """Returns True if the current mesh shards axes of this name."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and any(_devices(axis, mesh) > 1 for axis in RULES[name])
 
 
 def rows_adjoin(axes: int) -> bool:
-    """Whether the first so many axes of an array can be merged where they are: lanes come first,
-    and nothing behind them is cut. Where devices share more than lanes the compiler decides."""
+    """Returns True if the first `axes` axes of an array can be merged without moving data.
+
+    The first axis is the lanes. If other axes are sharded, too, the compiler decides.
+    """
     only_lanes = not any(map(cuts, ("tokens", "embed", "heads")))
     return not partitioned() or (axes <= 2 and only_lanes)
 
 
 def in_replica() -> bool:
-    """Whether what is traced is of one of several replicas (`brt.training.replicas`)."""
+    """Returns True if the traced code belongs to one replica (see `brt.training.replicas`)."""
     return REPLICAS in jax.sharding.get_abstract_mesh().manual_axes
 
 
 def rows(count: int) -> Int[Array, " count"]:
-    """The numbers, in the whole batch, of the `count` lanes that are here."""
+    """Returns the indices, in the whole batch, of the `count` lanes of the traced code."""
     here = jnp.arange(count)
     return here + count * jax.lax.axis_index(REPLICAS) if in_replica() else here
 
 
 def row_keys(key: Array, count: int) -> Array:
-    """Keys of these rows, whoever else is in the batch, and on however many devices."""
+    """Returns a random key per lane, which does not depend on the batch or on the devices."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, rows(count))
 
 
 def constrain(x: Array, *names: str | None) -> Array:
-    """`x`, cut by its names where a mesh of several devices is set (`jax.set_mesh`)."""
+    """Applies the sharding constraint of the axes' names, if the current mesh has many devices."""
     if not partitioned():
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(*names, shape=x.shape))
 
 
 def replicated(tree: PyTree[Array]) -> PyTree[Array]:
-    """Arrays that every device is to have whole, so that every process can read them."""
+    """Constrains arrays to be replicated, so that every process can read them."""
     if not partitioned():
         return tree
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()), tree)
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Any:
-    """`jax.jit` of a function whose results are `replicated`."""
+    """Like `jax.jit`, for a function whose results every process must be able to read."""
 
     @functools.wraps(function)
     def whole(*args: Any, **kwargs: Any) -> PyTree[Array]:

@@ -1,4 +1,4 @@
-"""When several processes stop, or do anything else that one of them is asked for."""
+"""Agreement of several processes on the step at which all do something, such as stopping."""
 
 import contextlib
 import sys
@@ -13,16 +13,17 @@ from brt.errors import PeerError
 
 
 class Agreed:
-    """One process is asked for something, and all do it at the same look.
+    """A request to one process that all processes carry out at the same step.
 
-    Every process looks as often as the others (`due`). Who is asked says so; a thread of each
-    then tells the others how far its process has looked, and the furthest is where all do it.
-    What is over (`done`, on all of them at the same look) may be asked for again.
+    Every process calls `due` equally often. A process that receives the request publishes it. A
+    thread of each process then publishes how often its process has called `due`; the largest of
+    these numbers is the call at which all processes carry out the request. After `done`, which all
+    processes call at the same step, another request may follow.
 
     Args:
-      name: of what is asked for.
-      asked: what asks this process, None before it.
-      announce: told why this process will do it, where another one was asked.
+      name: the name of the request.
+      asked: returns who or what makes the request to this process; None if there is no request.
+      announce: called with the reason if the request was made to another process.
     """
 
     def __init__(
@@ -39,10 +40,10 @@ class Agreed:
         self._thread.start()
 
     def due(self) -> str | None:
-        """Why to do it here, None: go on.
+        """Returns the reason for acting now; None if there is nothing to do.
 
         Raises:
-          PeerError: a process did not say how far it is.
+          PeerError: a process did not answer.
         """
         with self._lock:
             waits = self._frozen
@@ -57,16 +58,16 @@ class Agreed:
         return self.reason if self._looks > self._at else None
 
     def done(self) -> None:
-        """It is over, and whatever asked for it is gone."""
+        """Marks the request as carried out, so that another one can be made."""
         with self._lock:
             self._frozen, self._at, self.reason = False, sys.maxsize, None
             self._agreed.clear()
         self._done.set()
 
     def close(self) -> None:
-        """No process looks any more.
+        """Stops the thread; `due` must not be called any more.
 
-        Python aborts where it ends while a thread is within the service's code.
+        Python aborts if it exits while a thread is inside the service's code.
         """
         self._over = True
         self._done.set()
@@ -83,12 +84,12 @@ class Agreed:
             number += 1
 
     def _heard(self, place: str) -> str | None:
-        """Why this process, or another one, is asked; None: nobody will be any more."""
+        """Waits for a request to any process and returns its reason; None after `close`."""
         texts, told = service(), False
         while not self._over:
             if (asked := self._asked()) and not told:
                 told = True
-                with contextlib.suppress(Exception):  # another one was faster
+                with contextlib.suppress(Exception):  # Another process may have published first.
                     texts.key_value_set(place, f"{asked} to {peer(jax.process_index())}")
             try:
                 reason = texts.blocking_key_value_get(place, 200)
@@ -108,7 +109,7 @@ class Agreed:
         try:
             self._at = max(int(n) for n in gather(self._name, str(looks)))
             self.reason = reason
-        except PeerError as error:  # told at the next look; who has ended looks no more
+        except PeerError as error:  # The next call of `due` raises the error.
             self._lost = error
         finally:
             self._agreed.set()

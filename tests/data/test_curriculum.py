@@ -36,8 +36,8 @@ def test_further_documents_join_at_their_step(tmp_path: Path) -> None:
     ("train", "steps", "sentence"),
     [
         (("corpus:novels/train", FAR), (3,), "is for memory tasks"),
-        ((NEAR, FAR), (3, 5), "the first, which are 1"),
-        ((NEAR, FAR, NEAR), (5, 5), "each after the one before"),
+        ((NEAR, FAR), (3, 5), "the first; these are 1"),
+        ((NEAR, FAR, NEAR), (5, 5), "must be ascending steps above 0"),
         ((NEAR, FAR), (0,), "steps above 0"),
     ],
 )

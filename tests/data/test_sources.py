@@ -112,7 +112,7 @@ def test_links_that_lead_in_circles_are_followed_once(books):
 def test_what_may_have_no_end_is_no_source(tmp_path):
     os.mkfifo(tmp_path / "f.txt")
     for name in (tmp_path / "f.txt", tmp_path / "f.*", "/dev/zero"):
-        with pytest.raises(DataError, match="is neither a file nor a directory; write what it"):
+        with pytest.raises(DataError, match="is neither a file nor a directory; write its"):
             sources.files(str(name))
     os.mkfifo(tmp_path / "f.model")
     with pytest.raises(DataError, match=r"f\.model cannot be read: it is no regular file"):

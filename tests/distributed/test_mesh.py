@@ -25,7 +25,7 @@ def test_one_axis_takes_what_the_others_leave() -> None:
 @pytest.mark.parametrize(
     ("mesh", "needs", "message"),
     [
-        (Mesh(data=9), {}, r"^Mesh.data = 9 asks for 9 devices, but there are 8; lower it"),
+        (Mesh(data=9), {}, r"^Mesh.data = 9 needs 9 devices, but there are 8; lower it"),
         (
             Mesh(data=2, fsdp=4), LANES,
             r"gradient_accumulation = 12 lanes cannot be shared equally by Mesh.data = 2 \* "

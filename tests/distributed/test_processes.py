@@ -34,7 +34,7 @@ def test_a_loopback_address_is_refused_where_there_are_several_hosts(
 ) -> None:
     monkeypatch.setenv("SLURM_STEP_NUM_NODES", "4")
     for address in ("localhost:99", "127.0.0.1:99", "[::1]:99"):
-        with pytest.raises(ConfigError, match="from its own host only, but this job has 4"):
+        with pytest.raises(ConfigError, match="only from its own host, but this job has 4 hosts"):
             processes.start(Launch(address, 4, 1))
 
 
@@ -54,7 +54,7 @@ def test_a_process_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> No
 def test_another_fact_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = [{"config": "a = 1\nb = 2", "code": "1"}, {"config": "a = 1\nb = 3", "code": "1"}]
     monkeypatch.setattr(processes, "gather", lambda *_: [json.dumps(one) for one in facts])
-    message = "process 1 of 1 has another config than process 0: 'b = 3', not 'b = 2'; start all"
+    message = "process 1 of 1 has a different config than process 0: 'b = 3', not 'b = 2'; start"
     with pytest.raises(ConfigError, match=message):
         processes.check_same(facts[0])
 

@@ -32,7 +32,7 @@ LOWEST = np.finfo(np.float32).min
 
 
 def attention(kind: str, **options: int) -> Attention:
-    small = {"clusters": 3, "top_k": 4, "rounds": 2, "buckets": 8, "chunk": 4, "bits": 16}
+    small = {"clusters": 3, "top_k": 4, "rounds": 2, "buckets": 8, "chunk": 4}
     return Attention(kind=kind, **{**small, **options})
 
 
@@ -271,9 +271,9 @@ def test_inputs_that_do_not_fit_are_refused(
         ({"heads": 3}, "Encoder.model_dim = 512 must be a multiple of Encoder.heads = 3"),
         ({"model_dim": 7, "heads": 7, "positions": "sinusoidal"}, "7 must be even where"),
         ({"dropout": 1.0}, r"Encoder.dropout = 1.0 must be in \[0, 1\)"),
-        ({"attention_dropout": -2.0}, "or -1 for that of Encoder.dropout"),
-        ({"features": 4, "token_types": 1}, "Encoder.token_types = 1 are of tokens"),
-        ({"convolution_width": 4}, "Encoder.convolution_width = 4 must be odd: as many inputs b"),
+        ({"attention_dropout": -2.0}, "or -1 for the value of Encoder.dropout"),
+        ({"features": 4, "token_types": 1}, "Encoder.token_types = 1 needs tokens"),
+        ({"convolution_width": 4}, "Encoder.convolution_width = 4 must be odd, to be centred"),
         ({"layers": 0}, "Encoder.layers = 0 must be above 0"),
     ],
 )

@@ -179,7 +179,7 @@ def test_clusters_of_source_tokens_attend_together(model: str) -> None:
         y = encode(attention)({"params": own}, x.source, x.mask, jax.random.key(seed))
         return np.where(x.mask[..., None], y, 0)
 
-    few = {"clusters": 3, "bits": 16}
+    few = {"clusters": 3}
     exact = encoded(Attention())
     best = Attention(kind="improved_clustered", top_k=SOURCE, **few)
     np.testing.assert_allclose(encoded(best), exact, atol=TOLERANCE)

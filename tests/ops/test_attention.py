@@ -21,7 +21,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def section(kind: str, **options: int) -> Attention:
-    small = {"clusters": 3, "top_k": 4, "rounds": 2, "buckets": 8, "chunk": 4, "bits": 16}
+    small = {"clusters": 3, "top_k": 4, "rounds": 2, "buckets": 8, "chunk": 4}
     return Attention(kind=kind, **{**small, **options})
 
 

@@ -236,7 +236,7 @@ def paper(
         ("v5 lite", {"layout": "dual"}, {}, "the layout 'skip' only, not 'fixed' in 'dual'"),
         ("v5 lite", {"layout": "single"}, {}, "the layout 'skip' only, not 'fixed' in 'single'"),
         ("v5 lite", {}, {"taps": jnp.zeros(1)}, "not a block of a loop over them"),
-        ("v5 lite", {}, {"attention": "xla"}, "not by Kernels.softmax_attention = 'xla'"),
+        ("v5 lite", {}, {"attention": "xla"}, "not by 'xla' of softmax_attention"),
     ],
 )
 def test_what_the_kernel_does_not_support_is_said(

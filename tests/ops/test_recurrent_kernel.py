@@ -124,7 +124,7 @@ def test_devices_read_each_for_itself(mesh: Mesh) -> None:
         ((128, 100, 64), {}, "multiple of 128 states and of 128 tokens, not 128 and 100"),
         ((128, 128, 48), {}, "heads of 64, 128 or 256, not of 48"),
         ((1024, 1024, 128), {}, "14 MiB of it at most, not 24"),
-        ((128, 128, 64), {"attention": "xla"}, "not by Kernels.softmax_attention = 'xla'"),
+        ((128, 128, 64), {"attention": "xla"}, "not by 'xla' of softmax_attention"),
         ((128, 128, 64), {"dtype": "float16"}, "float32 and bfloat16, not in float16"),
     ],
 )

@@ -246,7 +246,7 @@ def test_the_first_process_waits_for_the_others_to_leave() -> None:
 @pytest.mark.slow
 def test_who_loses_a_peer_ends_and_says_so(trainer: Trainer) -> None:
     code, out = _with_signal(trainer, "lost", signal.SIGKILL)
-    assert "start all processes again to go on from the newest checkpoint" in out
+    assert "start all processes again to continue from the newest checkpoint" in out
     assert code == 128 + 9
 
 
@@ -255,7 +255,7 @@ def test_another_config_on_one_process_is_named(trainer: Trainer, tmp_path: Path
     """Before step 0, by both."""
     change = 'set -- "$@" --gin_bindings="Optimizer.warmup_steps = 1"'
     out = _differing(trainer, tmp_path, change, "different")
-    sentence = "process 1 of 2 on .* has another config than process 0: 'Optimizer.warmup_steps = 1"
+    sentence = "process 1 of 2 on .* has a different config than process 0: 'Optimizer.warmup_ste"
     assert len(re.findall(sentence, out)) == 2
 
 

@@ -93,7 +93,7 @@ def test_windows_are_what_an_epoch_of_questions_reads(questions):
          "Sentences.max_length = 512 is above Encoder.max_positions = 64"),
         ("text_classification", {"sentences": {"buckets": (64, 128)}},
          r"the last of Sentences.buckets = \(64, 128\) must be Sentences.max_length = 512"),
-        ("text_classification", {"sentences": {"labels": ("a", "a")}}, "has one of them twice"),
+        ("text_classification", {"sentences": {"labels": ("a", "a")}}, "contains a label twice"),
         ("text_classification", {"sentences": {"second_field": "b"}},
          "'b' needs Sentences.first_field"),
         ("text_classification", {"sentences": {"train": ()}}, "Sentences.train names no source"),

@@ -108,7 +108,7 @@ def test_bytes_are_the_same_on_every_machine() -> None:
         ("copy/train/9?length=2", "length=2 must be at least 3, so that train and test share"),
         ("copy/train/9?facts=2", "facts=2 must be SETTING=NUMBER; copy has distance, length"),
         ("copy/train/9?distance=far", "distance=far must be SETTING=NUMBER"),
-        ("copy/train/0", "must be memory:TASK/SPLIT/COUNT, as memory:copy/train/1000"),
+        ("copy/train/0", "must be memory:TASK/SPLIT/COUNT, such as memory:copy/train/1000"),
         ("kopy/train/9", "tasks are copy, recall, needle, tracking, counting"),
         ("needle/test/9?size=999999", "size=999999 is more than the 20"),
         ("counting/test/9?size=8&distance=8&facts=1", "has no documents that no other split has"),

@@ -79,5 +79,5 @@ def test_other_files_are_refused(tmp_path):
     for ending, what in (("json", "tokenizer.json"), ("model", "sentencepiece model")):
         path = tmp_path / f"bad.{ending}"
         path.write_text("{}")
-        with pytest.raises(DataError, match=f"{path} is no {what}"):
+        with pytest.raises(DataError, match=f"{path} is not a {what}"):
             tokenization.load(str(path), "")

@@ -121,8 +121,8 @@ def test_bad_rows_are_counted_and_refused(make, spoilt, tmp_path):
         make()
     assert str(refused.value) == (
         f"3 of 60 rows of train cannot be used: {path}:5 has no column 'document', {path}:8 has an "
-        f"empty summary, {path}:10 is not JSON: Expecting value at column 1; repair them, or continue "
-        "without them with Pairs.errors = 'skip'"
+        f"empty summary, {path}:10 is not JSON: Expecting value at column 1; repair them, or "
+        "continue without them with Pairs.errors = 'skip'"
     )
     assert refused.value.exit_code == 3
     assert not [*(tmp_path / "cache").iterdir()]
@@ -143,7 +143,9 @@ def test_bad_rows_are_skipped_and_reported(make, spoilt, capsys):
 
 def test_a_split_of_bad_rows_only_is_refused(make, files):
     files["test"].write_text('{"document": "", "summary": "s"}\n' * 9)
-    with pytest.raises(DataError, match=r"^9 of 9 rows of test cannot .*document and 6 more; mend"):
+    with pytest.raises(
+        DataError, match=r"^9 of 9 rows of test cannot .*document and 6 more; repair"
+    ):
         make(errors="skip")
 
 

@@ -79,7 +79,7 @@ def test_bad_tokenizers_are_named(tmp_path, bart_json, lines):
     tokenizer_training.train_sentencepiece([["\n".join(lines)]], 500, lm)
     for path, message in (
         (str(tmp_path / "no.json"), r"no\.json cannot be read: No such file"),
-        (write("a.json", b"{}"), r"a\.json is no tokenizer\.json"),
+        (write("a.json", b"{}"), r"a\.json is not a tokenizer\.json"),
         (write("a.model", b"nothing"), r"a\.model is not a sentencepiece model"),
         (write("b.model", b""), r"b\.model is not a sentencepiece model"),
         (write("c.json", json.dumps(no_end).encode()), r"c\.json has no end token </s>"),

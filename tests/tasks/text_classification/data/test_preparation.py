@@ -106,8 +106,8 @@ def test_bad_rows_are_named_with_file_and_line(make, tmp_path, capsys):
     path = jsonl(tmp_path, "bad", rows)
     message = (
         rf"4 of 6 rows of train cannot be used: {path}:2 has no text in 'sentence', {path}:3 is "
-        rf"not JSON: .*, {path}:4 has no label in 'label' and 1 more; repair them, or continue without "
-        r"them with Sentences.errors = 'skip'"
+        rf"not JSON: .*, {path}:4 has no label in 'label' and 1 more; repair them, or continue "
+        r"without them with Sentences.errors = 'skip'"
     )
     with pytest.raises(DataError, match=message):
         prepare(make(train=path))

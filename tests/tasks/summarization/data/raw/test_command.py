@@ -47,7 +47,7 @@ def test_ones_own_files_by_a_process(tmp_path):
     refused = command()
     assert refused.returncode == 3
     assert refused.stderr.splitlines()[-1] == (
-        "brt: error: 1 of 2 rows of train cannot be used: a.jsonl:2 has an empty summary; mend "
+        "brt: error: 1 of 2 rows of train cannot be used: a.jsonl:2 has an empty summary; repair "
         "them, or continue without them with --errors=skip"
     )
     done = command("--errors", "skip")

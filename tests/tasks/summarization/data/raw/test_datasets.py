@@ -123,6 +123,6 @@ def test_examples_that_tfds_would_refuse_are_bad_rows(tfds):
     with pytest.raises(DataError, match=message):
         write(MINE, {"train": iter(examples)})
     with pytest.raises(
-        DataError, match="^2 of 2 rows of train cannot be used: f:2 .*, f:3 [^;]*; mend"
+        DataError, match="^2 of 2 rows of train cannot be used: f:2 .*, f:3 [^;]*; repair"
     ):
         write(MINE, {"train": iter(examples[2:])}, "skip")

@@ -84,7 +84,7 @@ def test_transcripts_of_a_split(directory):
     transcripts = json.loads((place / "news_dialogue.json").read_text())
     (place / "news_dialogue.json").write_text(json.dumps([5, *transcripts[1:]]))
     assert [item for item in RAW["media_sum"].read(place)["train"] if isinstance(item, BadRow)] == [
-        (f"{place / 'news_dialogue.json'}:0", "is not a JSON object"),
+        (f"{place / 'news_dialogue.json'}:0", "is no JSON object"),
         (f"{place / 'news_dialogue.json'}", "has no transcript 'NPR-train0'"),
     ]
 
