@@ -82,8 +82,8 @@ def test_annotated_text_shows_value_origin_and_documentation() -> None:
     assert comment.startswith(" a.gin:3 | tokens a token attends to")
     for name, comment in (
         ("Model.clusters", "centroids of a head that a clustered"),  # which stands above the field
-        ("Training.task", "what is learned"),  # behind the last of several lines
-        ("Seq2Seq.vocab_size", "0: the tokenizer's"),
+        ("Training.task", "a name of brt.tasks.TASKS"),  # behind the last of several lines
+        ("Seq2Seq.vocab_size", "0: that of the tokenizer"),
     ):
         assert f"  # a.gin:3 | {comment}" in lines[name]
     assert lines["Model.model_dim"].endswith("# a.gin:3")
