@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> None:
         )  # fmt: skip
     else:
         dtype = args.dtype or "float32"
-        exported = exports.of_directory(source)
+        exported = exports.export(source)
         lines = convert.to_hf(exported, target, verified=args.verify, dtype=dtype)
     for line in lines:
         print(line, flush=True)

@@ -228,8 +228,8 @@ def find(
 def _check_format(directory: Path, step: int, meta: dict[str, Any]) -> None:
     if meta.get("format") not in _PARAMETER_FORMATS:
         raise CheckpointError(
-            f"checkpoint {step} of {directory} was written by an older brt (parameters before 'by "
-            "head'); train anew, or read it with the brt that wrote it (its version is in "
+            f"checkpoint {step} of {directory} was written by an older version of brt, whose "
+            "parameters had other shapes; start a new run, or use the version that wrote it (see "
             "provenance.json)"
         )
 
@@ -263,9 +263,9 @@ def restore(
         where, meta = f"checkpoint {checkpoint.step} of {directory}", checkpoint.meta
         if not partial and target is not None and meta["format"] != FORMAT:
             raise CheckpointError(
-                f"{where} was written by an older brt, whose "
-                "optimizers kept their moments in another order; its model can be used, but not "
-                "trained on: begin a new run with Training.init_from"
+                f"{where} was written by an older version of brt, whose "
+                "optimizers stored their moments in another order; the model can be used, but its "
+                "training cannot be resumed: start a new run with Training.init_from"
             )
         tree = tree_utils.abstract(meta["arrays"]) if target is None else target
         leaves = tree_utils.named(tree)
@@ -287,7 +287,7 @@ def restore(
             continue
         if bad := tree_utils.not_finite(arrays):
             raise NonFiniteError(
-                f"{where} is of no use: NaN or infinity is in {join(bad)}; choose another"
+                f"{where} cannot be used: NaN or infinity is in {join(bad)}; choose another"
             )
         state = jax.tree.unflatten(jax.tree.structure(tree), arrays.values())
         return Restored(checkpoint.step, state, meta, checkpoint.problems)

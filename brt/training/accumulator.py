@@ -79,7 +79,7 @@ class MetricAccumulator:
         if skipped:
             self.skipped += 1
             self._on_skip(
-                step, self._problem(step, nats, tokens, norm) or "its update is not finite"
+                step, self._problem(step, nats, tokens, norm) or "the update is not finite"
             )
             return
         if skipped is None and (reason := self._problem(step, nats, tokens, norm)):
@@ -101,7 +101,7 @@ class MetricAccumulator:
             return ""
         return (
             f"the loss ({loss:.4g}) is above {limit:.4g}, Training.spike_factor = {self._factor} "
-            "times the usual"
+            "times the median of recent losses"
         )
 
     def bits_per_token(self) -> float:

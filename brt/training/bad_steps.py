@@ -116,7 +116,7 @@ class BadSteps:
         Raises:
           NonFiniteError: the run has more bad steps than Training.max_bad_steps.
         """
-        return self._record(step, {}, reason, "it changed nothing")
+        return self._record(step, {}, reason, "the step changed nothing")
 
     def record_rollback(self, step: int, reason: str, checkpoint: int) -> str:
         """Records that the run returned to a checkpoint; returns a message for the user.
@@ -130,16 +130,16 @@ class BadSteps:
           NonFiniteError: the run has more bad steps than Training.max_bad_steps.
         """
         self._drop_skips_after(checkpoint)
-        consequence = f"going on behind it with what was saved at step {checkpoint}"
+        consequence = f"continuing after it from the state of step {checkpoint}"
         return self._record(step, {"from": checkpoint}, reason, consequence)
 
     def _record(self, step: int, start: dict[str, int], reason: str, consequence: str) -> str:
         most = self._training.max_bad_steps
         if len(self._records) >= most:
             raise NonFiniteError(
-                f"step {step}: {reason}; {most} bad steps are all that Training.max_bad_steps "
-                f"allows (see {self._file.name}): lower Optimizer.learning_rate or set "
-                "Optimizer.clip_norm, look at the documents, or raise it, and run again to go on "
+                f"step {step}: {reason}; Training.max_bad_steps = {most} allows no more bad steps "
+                f"(see {self._file.name}): lower Optimizer.learning_rate, set Optimizer.clip_norm, "
+                "inspect the documents, or raise Training.max_bad_steps; then run again to go on "
                 "from the newest checkpoint"
             )
         content = {"reason": reason, "batch": self._describe(step - 1)}

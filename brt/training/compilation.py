@@ -1,4 +1,4 @@
-"""How programs are compiled, and that a restart or a sweep compiles them once."""
+"""Compiler options, and the cache of compiled programs that restarts and sweeps share."""
 
 import functools
 import os
@@ -10,7 +10,7 @@ import jax
 from brt import user_cache
 
 _DIRECTORY = "jax_compilation_cache_dir"
-# Options for programs on CPUs, each with its reason; one that this jaxlib lacks is left out.
+# Options for programs on CPUs, each with its reason. Options unknown to this jaxlib are left out.
 _CPU_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         # XLA's newer library for CPUs multiplies many small matrices, as attention does, on one
@@ -25,12 +25,12 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def use_cache() -> None:
-    """Keeps compiled programs in the user's own cache, where the next command finds them.
+    """Stores compiled programs in the user's cache, where the next command finds them.
 
-    JAX's own environment variables come first, and so does a directory that a program told JAX.
+    Does nothing if JAX's environment variables, or the program, have already configured the cache.
     """
-    own = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
-    if any(name in os.environ for name in own) or getattr(jax.config, _DIRECTORY):
+    variables = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
+    if any(name in os.environ for name in variables) or getattr(jax.config, _DIRECTORY):
         return
     if directory := user_cache.private("programs"):
         jax.config.update(_DIRECTORY, str(directory))
@@ -41,8 +41,8 @@ def use_cache() -> None:
 def options() -> Mapping[str, str]:
     """Returns the compiler options of the train step and of its first state on this backend.
 
-    Evaluation goes without: tasks, which stand below, jit what they compute where they need it,
-    and jax takes options of the outermost function alone.
+    Evaluation uses no options: tasks jit their functions themselves, and jax accepts options only
+    at the outermost jit.
     """
     if jax.default_backend() != "cpu":
         return _NONE
@@ -50,7 +50,7 @@ def options() -> Mapping[str, str]:
 
 
 def _is_known(name: str, value: str) -> bool:
-    """Whether this jaxlib takes the option; experimental ones come and go with versions."""
+    """Returns True if this jaxlib knows an option; experimental ones change with versions."""
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
     except jax.errors.JaxRuntimeError:

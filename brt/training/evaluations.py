@@ -1,4 +1,4 @@
-"""What evaluations leave in a workdir: `evaluations/<step>/<split>*`."""
+"""Reports of evaluations in a workdir, the files `evaluations/<step>/<split>*`."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -21,7 +21,13 @@ _REPORT = {
 
 
 class Evaluated(NamedTuple):
-    """What was written: figures with their step, the text with its title, both in a line."""
+    """An evaluation as it was written.
+
+    Attributes:
+      report: the metrics with their step, JSON.
+      text: the report for people, with a title.
+      line: step, split and the most important metrics in a line.
+    """
 
     report: dict[str, Any]
     text: str
@@ -29,58 +35,72 @@ class Evaluated(NamedTuple):
 
 
 def tag(split: str, evaluator: Evaluator, whole: bool) -> str:
-    """Under which figures of a split are logged: those of the whole apart, where training looks
-    at a part of it, as another protocol makes another curve."""
+    """Returns the tag under which metrics of a split are logged.
+
+    If training evaluates only a part of the split, metrics of the whole split get a tag of their
+    own, because numbers of the two protocols must not share a curve.
+
+    Args:
+      split: the split.
+      evaluator: the evaluator.
+      whole: whether the whole split was evaluated.
+    """
     return f"eval/{split}_whole" if whole and evaluator.partial else f"eval/{split}"
 
 
 def scalars(
     task: Task, evaluator: Evaluator, split: str, report: Mapping[str, Any], whole: bool
 ) -> dict[str, float]:
-    """A report's figures by tag."""
-    where = tag(split, evaluator, whole)
-    return {f"{where}/{name}": value for name, value in task.figures(report).items()}
+    """Returns the metrics of a report by tag; see `tag` for the arguments."""
+    prefix = tag(split, evaluator, whole)
+    return {f"{prefix}/{name}": value for name, value in task.figures(report).items()}
 
 
 def write(
     workdir: Workdir,
     step: int,
     split: str,
-    reading: EvaluationResult,
-    tell: Callable[[Evaluated], object] = lambda found: None,
+    result: EvaluationResult,
+    tell: Callable[[Evaluated], object] = lambda evaluated: None,
 ) -> Evaluated:
-    """Writes a report: rows, text, picture, and last its figures, which say that all is done.
+    """Writes the rows, text and picture of an evaluation, and finally its metrics.
 
-    Of several processes the first one does so.
+    The file of metrics therefore says that the report is complete. With several processes, only
+    the first one writes.
 
     Args:
-      tell: told before anything is written, which may fail.
+      workdir: the run's.
+      step: the step of the evaluated checkpoint.
+      split: the evaluated split.
+      result: the evaluation.
+      tell: called with the report before it is written, so that it is shown even if that fails.
 
     Raises:
       ConfigError: the directory cannot be written.
+      CheckpointError: the storage fails.
     """
-    directory, name = workdir.evaluations / str(step), f"{split}{reading.name}"
-    report = {"step": step, **reading.figures}
-    text = f"{workdir.path}, step {step}, {split}: {reading.text}"
-    evaluated = Evaluated(report, text, f"step {step}: {split} {reading.summary}")
+    directory, name = workdir.evaluations / str(step), f"{split}{result.name}"
+    report = {"step": step, **result.figures}
+    text = f"{workdir.path}, step {step}, {split}: {result.text}"
+    evaluated = Evaluated(report, text, f"step {step}: {split} {result.summary}")
     if not processes.is_first():
         return evaluated
     tell(evaluated)
     check_writable(directory, below=workdir.path)
-    for what, rows in reading.rows.items():
+    for kind, rows in result.rows.items():
         lines = "".join(json.dumps(finite(row)) + "\n" for row in rows)
-        write_text(directory / f"{name}_{what}.jsonl", lines, below=workdir.path)
+        write_text(directory / f"{name}_{kind}.jsonl", lines, below=workdir.path)
     write_text(directory / f"{name}.txt", text + "\n", below=workdir.path)
-    if reading.draw:
-        write_bytes(workdir.plots / f"{name}.png", reading.draw(), below=workdir.path)
+    if result.draw:
+        write_bytes(workdir.plots / f"{name}.png", result.draw(), below=workdir.path)
     write_json(directory / f"{name}.json", finite(report), below=workdir.path)
     return evaluated
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The report that `write` wrote.
+    """Reads the metrics that `write` wrote.
 
     Raises:
-      OSError, ValueError: it cannot be read, or is no report.
+      OSError, ValueError: the file cannot be read, or is not a report.
     """
     return untrusted.read_json(path, _REPORT)

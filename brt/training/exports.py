@@ -1,4 +1,4 @@
-"""A trained model, for others to read."""
+"""Exports the model of a run, or of a directory of converted weights."""
 
 from pathlib import Path
 
@@ -10,17 +10,17 @@ from brt.training.start import saved_model
 from brt.training.workdir import Workdir
 
 
-def of_directory(directory: Path) -> Exported:
-    """What brt.convert wrote, or the newest checkpoint of a run.
+def export(directory: Path) -> Exported:
+    """Exports the weights that brt.convert wrote, or those of a run's newest checkpoint.
 
     Raises:
-      CheckpointError: there is none, or others have no form for such a model.
+      CheckpointError: the directory has neither, or other libraries have no such model.
     """
     if not reader.present(Workdir(directory).checkpoints):
         return convert.converted(directory)
-    workdir, found, config = saved_model.load_config(directory)
+    workdir, checkpoint, config = saved_model.load_config(directory)
     task = tasks.of(config)
     if not task.exports:
         raise no_form(directory)
-    model = saved_model.load(workdir, found, config)
+    model = saved_model.load(workdir, checkpoint, config)
     return task.exported(directory, config, model.params, lambda: saved_model.tokenizer(model))

@@ -1,6 +1,6 @@
-"""What a run does before and after a training step; `brt.training.loop` lists the hooks in order.
+"""Hooks: functions that the training loop calls before and after each step.
 
-A hook is a function of the session that decides itself whether it is time to act.
+`brt.training.loop` lists them in their order. A hook decides itself whether it is time to act.
 """
 
 from collections.abc import Callable

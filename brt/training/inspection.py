@@ -1,4 +1,4 @@
-"""What a workdir holds: its checkpoints and whether they are whole, its config, its numbers."""
+"""Describes a workdir: its checkpoints and whether they are intact, its config, its metrics."""
 
 import contextlib
 import math
@@ -12,52 +12,61 @@ from brt.config_io import config_from_json, difference
 from brt.data.rows import store
 from brt.errors import CheckpointError, ConfigError, DataError
 from brt.formatting import short
-from brt.training.metrics import damaged_lines, read_metrics, unreadable
+from brt.training.metrics import damaged_lines, describe_damage, read_metrics
 from brt.training.start import data_manifest
-from brt.training.state import counts
+from brt.training.state import counts_of_sizes
 from brt.training.workdir import Workdir
 
 _PROVENANCE = {
     "command": list, "started": str, "python": str, "versions": dict, "git": dict | None,
     "host": str, "platform": str, "devices": list,
 }  # fmt: skip
-_WRITTEN = {
+_META = {
     "seed": int, "data": {"step": int}, "tokenizer": str, "config": dict,
     "provenance": _PROVENANCE,
 }  # fmt: skip
 
 
 def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
-    """Verifies every checkpoint and describes the newest whole one, or that of `step`.
+    """Verifies all checkpoints of a workdir, and describes one of them.
+
+    Args:
+      workdir: the run's.
+      step: the step of the checkpoint to describe; None for the newest intact one.
 
     Returns:
-      JSON. `steps` are all checkpoints, `checkpoints` says of each whether it is whole; what
-      describes one of them (`step`, `parameters`, `config` ...) is missing if none is whole.
+      JSON. `steps` lists all checkpoints, `checkpoints` says of each whether it is intact
+      ("whole"). The keys of the described checkpoint (`step`, `parameters`, `config` ...) are
+      missing if it is damaged.
 
     Raises:
       ConfigError: the workdir does not exist.
-      CheckpointError: what describes the newest is nothing that a trainer wrote.
+      CheckpointError: no trainer wrote the metadata of the described checkpoint.
     """
     if not workdir.path.is_dir():
         raise ConfigError(f"--workdir={workdir.path} does not exist")
     directory = workdir.checkpoints
-    checkpoints = [_verified(directory, found) for found in reader.present(directory)]
-    left = reader.present(directory)  # a trainer may have removed some meanwhile
-    checkpoints = [entry for entry in checkpoints if entry["step"] in left]
-    whole = [c["step"] for c in checkpoints if c["whole"] and step in (None, c["step"])]
-    found: dict[str, Any] = {
+    checkpoints = [_verified(directory, present) for present in reader.present(directory)]
+    remaining = reader.present(directory)  # a trainer may have removed some in the meantime
+    checkpoints = [entry for entry in checkpoints if entry["step"] in remaining]
+    intact = [c["step"] for c in checkpoints if c["whole"] and step in (None, c["step"])]
+    result: dict[str, Any] = {
         "workdir": str(workdir.path),
         "steps": [entry["step"] for entry in checkpoints],
         "checkpoints": checkpoints,
         "metrics": last_metrics(workdir.metrics),
         "damaged_metrics": damaged_lines(workdir.metrics),
     }
-    return found | (_described(directory, whole[-1]) if whole else {})
+    return result | (_described(directory, intact[-1]) if intact else {})
 
 
 def parameter_counts(meta: dict[str, Any]) -> tuple[int, int]:
-    """All parameters of a checkpoint, and those that are not the embedding; from its metadata."""
-    return counts(
+    """Counts all parameters of a checkpoint, and those outside of the token embedding.
+
+    Args:
+      meta: the checkpoint's metadata.
+    """
+    return counts_of_sizes(
         {
             name.removeprefix("params/"): math.prod(entry["shape"])
             for name, entry in meta["arrays"].items()
@@ -67,54 +76,65 @@ def parameter_counts(meta: dict[str, Any]) -> tuple[int, int]:
 
 
 def state_hash(workdir: Workdir, step: int) -> str:
-    """One sha256 over all that a resume from `step` restores: equal hashes, equal runs."""
+    """Returns a sha256 over everything that a resumed run restores from a checkpoint.
+
+    Runs with equal hashes continue identically.
+    """
     restored = reader.restore(workdir.checkpoints, step=step)
     return tree_utils.state_hash(restored.state, restored.meta)
 
 
 def verify_data(workdir: Workdir) -> dict[str, str]:
-    """Reads a run's prepared data from the first byte to the last; says of each split how it is.
+    """Verifies all bytes of a run's prepared data.
+
+    Returns:
+      A phrase that says where each split is, by its name.
 
     Raises:
-      DataError: they are damaged, or there are none.
+      DataError: the data are damaged or missing.
     """
-    known = data_manifest.read(workdir)
-    directory = Path(known.directory)
-    splits = [split for split in known.splits if (directory / split).is_dir()]
+    manifest = data_manifest.read(workdir)
+    directory = Path(manifest.directory)
+    splits = [split for split in manifest.splits if (directory / split).is_dir()]
     if not splits:
-        raise DataError(f"{workdir.path} knows of no prepared data that are there")
+        raise DataError(f"{workdir.path} names no prepared data that exist")
     for split in splits:
         store.verify(directory / split)
     return {split: f"{directory / split} is whole" for split in splits}
 
 
-def check(found: dict[str, Any], step: int | None = None) -> None:
-    """Raises CheckpointError if the newest checkpoint, or that of `step`, is not whole."""
-    steps, directory = found["steps"], Workdir(Path(found["workdir"])).checkpoints
+def check(result: dict[str, Any], step: int | None = None) -> None:
+    """Raises CheckpointError if the newest checkpoint, or that of `step`, is damaged.
+
+    Args:
+      result: the result of `survey`.
+      step: None for the newest checkpoint.
+    """
+    steps, directory = result["steps"], Workdir(Path(result["workdir"])).checkpoints
     if not steps or step not in (None, *steps):
-        reader.find(directory, step)  # says what is there instead
-    wanted = found["checkpoints"][-1 if step is None else steps.index(step)]
-    if not wanted["whole"]:
+        reader.find(directory, step)  # raises an error that lists the existing checkpoints
+    entry = result["checkpoints"][-1 if step is None else steps.index(step)]
+    if not entry["whole"]:
         raise CheckpointError(
-            f"checkpoint {wanted['step']} of {directory} is damaged: "
-            f"{reader.join(wanted['problems'])}; " + _remedy(found, step)
+            f"checkpoint {entry['step']} of {directory} is damaged: "
+            f"{reader.join(entry['problems'])}; " + _remedy(result, step)
         )
 
 
-def text(found: dict[str, Any]) -> str:
-    """A survey as people read it."""
-    lines = [found["workdir"], ""]
-    for entry in found["checkpoints"]:
+def text(result: dict[str, Any]) -> str:
+    """Formats the result of `survey` as text."""
+    lines = [result["workdir"], ""]
+    for entry in result["checkpoints"]:
         state = "whole" if entry["whole"] else "DAMAGED: " + reader.join(entry["problems"])
         lines.append(f"  step {entry['step']:>10,}  {short(entry['bytes']):>7} bytes  {state}")
-    if "step" in found:
-        lines += ["", *_description(found)]
-    if found["metrics"]:
-        lines += ["", f"metrics, the last of each (step {found['metrics']['step']})"]
-        shown = {name: value for name, value in found["metrics"].items() if name != "step"}
-        lines += [f"  {name:28} {_figure(value)}" for name, value in shown.items()]
-    if found["damaged_metrics"]:
-        lines += ["", f"metrics.jsonl is {unreadable(found['damaged_metrics'])}"]
+    if "step" in result:
+        lines += ["", *_description(result)]
+    if result["metrics"]:
+        lines += ["", f"metrics, the last of each (step {result['metrics']['step']})"]
+        shown = {name: value for name, value in result["metrics"].items() if name != "step"}
+        lines += [f"  {name:28} {_number(value)}" for name, value in shown.items()]
+    if result["damaged_metrics"]:
+        lines += ["", f"metrics.jsonl is {describe_damage(result['damaged_metrics'])}"]
     return "\n".join(lines)
 
 
@@ -124,7 +144,7 @@ def _verified(directory: Path, step: int) -> dict[str, Any]:
     except CheckpointError as error:
         problems = [str(error)]
     size = 0
-    with contextlib.suppress(FileNotFoundError):  # removed by a trainer just now
+    with contextlib.suppress(FileNotFoundError):  # a trainer has just removed it
         for path in (directory / str(step)).rglob("*"):
             size += path.lstat().st_size * path.is_file()
     return {"step": step, "bytes": size, "whole": not problems, "problems": problems}
@@ -133,7 +153,7 @@ def _verified(directory: Path, step: int) -> dict[str, Any]:
 def _described(directory: Path, step: int) -> dict[str, Any]:
     meta = reader.read_meta(directory, step)
     where = f"{directory / str(step) / reader.META}"
-    reader.check_json(meta, _WRITTEN, where)
+    reader.check_json(meta, _META, where)
     if git := meta["provenance"]["git"]:
         reader.check_json(git, {"commit": str, "dirty": bool}, f"{where}: git")
     try:
@@ -154,31 +174,31 @@ def _described(directory: Path, step: int) -> dict[str, Any]:
 
 
 def last_metrics(path: Path) -> dict[str, Any]:
-    """The last value of each number of a metrics.jsonl, by its tag."""
+    """Returns the last value of each metric of a metrics.jsonl, by tag."""
     merged: dict[str, Any] = {}
     for record in read_metrics(path):
         merged |= record
     return merged
 
 
-def _remedy(found: dict[str, Any], step: int | None) -> str:
-    if step is None and "step" in found:
-        return f"training would go on from {found['step']}"
-    whole = [entry["step"] for entry in found["checkpoints"] if entry["whole"]]
-    return f"whole are {whole}" if whole else "no other one is whole"
+def _remedy(result: dict[str, Any], step: int | None) -> str:
+    if step is None and "step" in result:
+        return f"training would resume from {result['step']}"
+    intact = [entry["step"] for entry in result["checkpoints"] if entry["whole"]]
+    return f"these are whole: {intact}" if intact else "no other one is whole"
 
 
-def _description(found: dict[str, Any]) -> list[str]:
-    provenance, git = found["provenance"], found["provenance"]["git"]
+def _description(result: dict[str, Any]) -> list[str]:
+    provenance, git = result["provenance"], result["provenance"]["git"]
     versions = {name: v for name, v in provenance["versions"].items() if v}
     lines = [
-        f"step {found['step']:,}: {found['parameters']:,} parameters, "
-        f"{found['parameters_non_embedding']:,} without the embedding; seed {found['seed']}, "
-        f"the data goes on at step {found['data']['step']:,}",
+        f"step {result['step']:,}: {result['parameters']:,} parameters, "
+        f"{result['parameters_non_embedding']:,} without the embedding; seed {result['seed']}, "
+        f"the data continue at step {result['data']['step']:,}",
         "",
         "config, where it is not the default",
     ]
-    changed = difference(Config(), config_from_json(found["config"]))
+    changed = difference(Config(), config_from_json(result["config"]))
     lines += [f"  {name} = {value!r}" for name, _, value in changed]
     return lines + [
         "",
@@ -191,7 +211,7 @@ def _description(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _figure(value: Any) -> str:
+def _number(value: Any) -> str:
     if value is None:
         return "not finite"
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"

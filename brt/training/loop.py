@@ -21,9 +21,9 @@ from brt.training.run import Run
 from brt.training.session import Session
 from brt.training.workdir import Workdir
 
-# The order of these hooks is part of what a killed run can rely on: for example, a step is
-# evaluated before it is saved, so that a saved last step is an evaluated one.
-WHEN_RESUMED: tuple[Hook, ...] = (evaluate, sample)  # what an earlier stop may have cut short
+# The order matters. A step is reported and evaluated before it is saved, so that a run resumed from
+# its checkpoint only has to repeat the evaluation or sample that a request to stop interrupted.
+WHEN_RESUMED: tuple[Hook, ...] = (evaluate, sample)  # an earlier stop may have interrupted them
 BEFORE_STEP: tuple[Hook, ...] = (stop_if_requested, start_profile)
 AFTER_STEP: tuple[Hook, ...] = (
     stop_profile, report, probe, evaluate, sample, save, answer_requests,
@@ -73,7 +73,8 @@ def _advance(session: Session) -> None:
     except BadStep as error:
         if not session.bad_steps.rolls_back:
             raise
-        bad_step, reason = error.step, error.reason  # the error itself holds on to the train state
+        # The error refers to the train state, whose memory is needed for the restored one.
+        bad_step, reason = error.step, error.reason
     session.rewind(bad_step, reason)
 
 

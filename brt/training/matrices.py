@@ -1,4 +1,4 @@
-"""Kernels by head, as the matrices that optimizers take them for."""
+"""Views of kernels with an axis of heads as matrices, for optimizers that work on matrices."""
 
 import math
 from collections.abc import Mapping
@@ -7,14 +7,19 @@ from jaxtyping import Array
 
 from brt.distributed.rules import Names
 
-# Of every parameter by its path, the names of its axes.
+# Names of the axes of every parameter, by its path.
 Axes = Mapping[str, Names]
 
-_MERGED = ("heads", "whole_heads", "stack", "head_dim")  # axes that make one of a matrix
+_MERGED = ("heads", "whole_heads", "stack", "head_dim")  # axes that are merged into one
 
 
 def matrix_shape(axes: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[D, H, K] -> [D, HK], [n, H, K, D] -> [HnK, D]: a kernel by head as a matrix."""
+    """Returns the shape of a kernel as a matrix: [D, H, K] -> [D, HK], [n, H, K, D] -> [HnK, D].
+
+    Args:
+      axes: names of the kernel's axes.
+      shape: the kernel's.
+    """
     if "head_dim" not in axes:
         return shape
     merged = _merged(axes)
@@ -23,7 +28,10 @@ def matrix_shape(axes: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def matrix_names(axes: Names) -> Names:
-    """The names of a matrix's axes: what was merged is cut as its heads were."""
+    """Returns the names of the axes of a kernel as a matrix.
+
+    The merged axis is called "heads" if the kernel has heads, and is then sharded as they are.
+    """
     if "head_dim" not in axes:
         return axes
     merged = _merged(axes)
@@ -32,25 +40,37 @@ def matrix_names(axes: Names) -> Names:
 
 
 def as_matrix(axes: Names, x: Array) -> Array:
-    """A kernel as a matrix; heads first, so that who has some of them has rows that adjoin."""
+    """Returns a kernel as a matrix.
+
+    Heads come first within the merged axis, so that a device with some of the heads has adjacent
+    rows of the matrix.
+    """
     return x.transpose(_order(axes)).reshape(matrix_shape(axes, x.shape)) if axes else x
 
 
 def from_matrix(axes: Names, matrix: Array, shape: tuple[int, ...]) -> Array:
-    """The inverse of `as_matrix`; `shape` is that of the kernel."""
+    """Returns the kernel of a matrix, the inverse of `as_matrix`.
+
+    Args:
+      axes: names of the kernel's axes.
+      matrix: result of `as_matrix`.
+      shape: the kernel's.
+    """
     if not axes:
         return matrix
     order = _order(axes)
-    moved = matrix.reshape([shape[i] for i in order])
-    return moved.transpose(sorted(range(len(order)), key=order.__getitem__))
+    permuted = matrix.reshape([shape[i] for i in order])
+    return permuted.transpose(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _merged(axes: Names) -> slice:
+    """Returns the range of adjacent axes that are merged."""
     places = [i for i, name in enumerate(axes) if name in _MERGED]
     return slice(places[0], places[-1] + 1)
 
 
 def _order(axes: Names) -> list[int]:
+    """Returns the permutation that moves the axis of heads to the front of the merged axes."""
     order = list(range(len(axes)))
     if "heads" in axes and "head_dim" in axes:
         merged = _merged(axes)

@@ -1,4 +1,4 @@
-"""Numbers of a run: metrics.jsonl, TensorBoard, and how fast it goes."""
+"""Metrics of a run: metrics.jsonl, TensorBoard, and the speed of training."""
 
 import contextlib
 import itertools
@@ -24,33 +24,33 @@ from brt.training.workdir import Workdir
 
 _TENSORBOARD_FLUSH_SECONDS = 10
 _RECORD = {"step": int, str: untrusted.NUMBER | None}
-_SHOWN = 3  # damaged lines that a sentence names
+_SHOWN = 3  # number of damaged lines that a message names
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Something else that is told the numbers. It never raises: metrics.jsonl is the truth."""
+    """A further receiver of metrics, which never raises; metrics.jsonl is the complete record."""
 
-    def write(self, step: int, numbers: Mapping[str, float | int | None]) -> None:
-        """Adds numbers to a step; None: not finite."""
+    def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
+        """Adds metrics to a step; None stands for a number that is not finite."""
 
     def close(self) -> None:
-        """Nothing comes after."""
+        """Ends the tracker; nothing is written afterwards."""
 
 
 class MetricsWriter:
-    """Appends to metrics.jsonl, one line a step whatever restarts, and to TensorBoard.
+    """Writes metrics to metrics.jsonl, one line per step, and to TensorBoard and other trackers.
 
-    Numbers beyond `resume_step` come from a run that was lost and are dropped. Where lines are
-    damaged, a copy of the file stays as metrics.damaged_1.jsonl. TensorBoard is a convenience:
-    where it fails, training goes on after one warning. `perf/time` says when a line was begun, in
-    seconds since 1970.
+    Each step has one line however often the run is restarted: lines after `resume_step` were
+    written by a start whose later steps are lost, and are dropped. If lines are damaged, a copy of
+    the file is kept as metrics.damaged_1.jsonl. If TensorBoard fails, training continues after one
+    warning. `perf/time` is the time at which a line was begun, in seconds since 1970.
 
     Args:
       workdir: the run's.
       resume_step: step of the checkpoint that the run resumes from; 0 for a new run.
-      warn: told of damaged lines, and when TensorBoard fails.
-      trackers: of others, which are told the same.
+      warn: called with a message about damaged lines, or about TensorBoard's failure.
+      trackers: further receivers of the metrics.
 
     Raises:
       CheckpointError: metrics.jsonl cannot be written.
@@ -64,7 +64,7 @@ class MetricsWriter:
         trackers: Sequence[Tracker] = (),
     ):
         self._path = workdir.metrics
-        with self._explained():
+        with self._explain_errors():
             if damaged := damaged_lines(self._path):
                 warn(_set_aside(self._path, damaged))
         self._open(resume_step)
@@ -72,30 +72,33 @@ class MetricsWriter:
         self._trackers = trackers
 
     def _open(self, step: int) -> None:
-        with self._explained():
-            self._line = _drop_beyond(self._path, step)
+        with self._explain_errors():
+            self._line = _drop_after(self._path, step)
             self._file = durable.open_file(self._path, "r+b")
             self._offset = self._file.seek(0, os.SEEK_END)
         if self._line:  # the last line may still grow
             self._offset -= len(_encode(self._line))
 
     def rewind(self, step: int) -> None:
-        """Drops the numbers beyond a step; trackers of others keep them."""
-        with self._explained():
+        """Drops later metrics from metrics.jsonl and TensorBoard; trackers keep them."""
+        with self._explain_errors():
             self._file.close()
         self._open(step)
         self._tensorboard.rewind(step)
 
     def write(self, step: int, values: Mapping[str, ArrayLike]) -> None:
-        """Adds numbers to a step, the last one written or a later one; a kill loses none.
+        """Adds metrics to the step written last, or to a later step.
 
-        What is not finite becomes null in metrics.jsonl.
+        They are in the file when the call returns. Numbers that are not finite become null.
+
+        Raises:
+          CheckpointError: metrics.jsonl cannot be written.
         """
         last = self._line.get("step", -1)
         if step < last:
             raise ValueError(f"step {step} is written after step {last}")
         numbers = {tag: _number(value) for tag, value in values.items()}
-        with self._explained():
+        with self._explain_errors():
             if step > last:
                 self._offset = self._file.seek(0, os.SEEK_END)
                 self._line = {"step": step, "perf/time": round(time.time(), 3)}
@@ -108,18 +111,18 @@ class MetricsWriter:
             tracker.write(step, numbers)
 
     def has(self, step: int, tag: str) -> bool:
-        """Whether `tag` is written for `step`, the last one written."""
+        """Returns True if `step` is the step written last, and has a metric `tag`."""
         return self._line.get("step") == step and tag in self._line
 
     def close(self) -> None:
-        """Closes all of them."""
+        """Closes metrics.jsonl, TensorBoard and the trackers."""
         for tracker in (self._tensorboard, *self._trackers):
             tracker.close()
-        with self._explained():
+        with self._explain_errors():
             self._file.close()
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -130,28 +133,35 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl by step, of the lines that can be read."""
-    found = filter(None, map(_record, _lines(path)))
-    records = {record["step"]: record for record in found}
+    """Reads the records of a metrics.jsonl, ordered by step; damaged lines are left out."""
+    valid = filter(None, map(_record, _lines(path)))
+    records = {record["step"]: record for record in valid}
     return [records[step] for step in sorted(records)]
 
 
 def damaged_lines(path: Path) -> list[int]:
-    """Which lines of a metrics.jsonl cannot be read, from 1; not a last one that a crash tore."""
+    """Returns the numbers, from 1, of the damaged lines of a metrics.jsonl.
+
+    A last line that a crash interrupted is not counted.
+    """
     *lines, last = _lines(path) or [b""]
-    torn = re.fullmatch(rb"{[^}\0]*", last)  # a write that did not come to its end
+    torn = re.fullmatch(rb"{[^}\0]*", last)  # a write that was interrupted
     lines += [] if torn else [last]
     return [i for i, line in enumerate(lines, 1) if line.strip() and not _record(line)]
 
 
-def unreadable(damaged: Sequence[int]) -> str:
-    """What to say of a file with such lines."""
+def describe_damage(damaged: Sequence[int]) -> str:
+    """Returns a phrase that names the first few damaged lines."""
     more = f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
     return f"damaged: cannot read line {', '.join(map(str, damaged[:_SHOWN]))}{more}"
 
 
 class Rate(NamedTuple):
-    """Speed over an interval, pauses excluded."""
+    """Speed of training over an interval, without pauses.
+
+    Attributes:
+      flops_per_second: None if the FLOPs of a step are not known.
+    """
 
     tokens_per_second: float
     step_seconds: float
@@ -159,9 +169,9 @@ class Rate(NamedTuple):
 
 
 class Throughput:
-    """Tokens of an interval over its seconds, without the pauses in it.
+    """Measures the speed of training: tokens per second, without pauses.
 
-    Steps run asynchronously, so read the rate after waiting for the last step's result.
+    Steps run asynchronously, so `rate` has to be called after waiting for the last step's result.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -172,7 +182,7 @@ class Throughput:
         self._flops: int | None = 0
 
     def step(self, tokens: int, flops: int | None = None) -> None:
-        """Counts a step; one whose FLOPs nobody counted spoils the interval's."""
+        """Counts a step; if its FLOPs are None, the FLOPs of the interval are not known."""
         self._tokens += tokens
         self._flops = None if flops is None or self._flops is None else self._flops + flops
         self._steps += 1
@@ -180,18 +190,23 @@ class Throughput:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """A time that is not training: compiling, evaluation, saving, sampling."""
+        """Excludes the block from the time of training: compiling, evaluating, saving, sampling."""
         begin = self._clock()
         try:
             yield
         finally:
             now = self._clock()
             self._paused += now - begin
-            if not self._all_steps:  # compiling happens once and says nothing about what is left
+            if (
+                not self._all_steps
+            ):  # compiling happens once, so it does not count for `seconds_left`
                 self._created, self._started, self._paused = now, now, 0.0
 
     def rate(self) -> Rate:
-        """The rate since the last call; starts the next interval. Needs a step in between."""
+        """Returns the speed since the last call, and starts a new interval.
+
+        There has to be a step between two calls.
+        """
         now = self._clock()
         seconds = now - self._started - self._paused
         flops = None if self._flops is None else self._flops / seconds
@@ -201,17 +216,19 @@ class Throughput:
         return rate
 
     def seconds_left(self, steps: int) -> float:
-        """Expected time of so many more steps, with pauses as there were since the first step."""
+        """Returns the expected seconds for a number of steps, with pauses as frequent as so far."""
         return (self._clock() - self._created) / self._all_steps * steps
 
 
 class TensorBoard:
-    """Writes events without tensorboardX's thread, whose death would block the trainer.
+    """Writes TensorBoard events from the calling thread.
+
+    tensorboardX's own writer uses a thread, and would block the trainer if that thread died.
 
     Args:
-      directory: of one writer; made if missing.
-      resume_step: events of later steps, from an earlier writer, are hidden.
-      warn: told once when writing fails, after which nothing more is written.
+      directory: receives the file of events, and is created if missing.
+      resume_step: events of later steps, which an earlier start wrote, are hidden.
+      warn: called once when writing fails; nothing is written afterwards.
     """
 
     def __init__(self, directory: Path, resume_step: int, warn: Callable[[str], None]):
@@ -219,7 +236,7 @@ class TensorBoard:
         self._directory = directory
         self._flushed = -math.inf
         self._writer: RecordWriter | None = None
-        with self._tolerated():
+        with self._tolerate_errors():
             directory.mkdir(parents=True, exist_ok=True)
             name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
             self._writer = RecordWriter(str(directory / name))
@@ -227,15 +244,15 @@ class TensorBoard:
         self.rewind(resume_step)
 
     def rewind(self, step: int) -> None:
-        """Hides what was written beyond a step."""
-        with self._tolerated():
+        """Hides the events of later steps."""
+        with self._tolerate_errors():
             purge = SessionLog(status=SessionLog.START)
             self._add(Event(step=step + 1, session_log=purge))
 
-    def write(self, step: int, numbers: Mapping[str, float | int | None]) -> None:
-        """Adds numbers to a step."""
-        with self._tolerated():
-            for tag, value in numbers.items():
+    def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
+        """Adds metrics to a step; None stands for a number that is not finite."""
+        with self._tolerate_errors():
+            for tag, value in metrics.items():
                 value = math.nan if value is None else value
                 self._add(Event(step=step, summary=summary.scalar(tag, value)))
             if self._writer and time.monotonic() - self._flushed > _TENSORBOARD_FLUSH_SECONDS:
@@ -244,7 +261,7 @@ class TensorBoard:
 
     def close(self) -> None:
         """Closes the file."""
-        with self._tolerated():
+        with self._tolerate_errors():
             if self._writer:
                 self._writer.close()
 
@@ -254,7 +271,7 @@ class TensorBoard:
             self._writer.write(event.SerializeToString())
 
     @contextlib.contextmanager
-    def _tolerated(self) -> Iterator[None]:
+    def _tolerate_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -264,17 +281,17 @@ class TensorBoard:
                     writer.close()
             self._warn(
                 f"TensorBoard is off, because {self._directory} cannot be written: "
-                f"{error.strerror}; metrics.jsonl goes on"
+                f"{error.strerror}; metrics.jsonl is still written"
             )
 
 
 def _lines(path: Path) -> list[bytes]:
-    """Of a file that may not be there; behind the last end of a line is one more."""
+    """Returns the lines of a file, and the text after its last newline; [] if there is no file."""
     return untrusted.read_file(path).split(b"\n") if path.is_file() else []
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """What a line says, if it is one of ours."""
+    """Parses a line of metrics.jsonl; None if it is damaged."""
     try:
         record = untrusted.checked_json(
             line, _RECORD, partial(json.loads, parse_constant=lambda name: None)
@@ -285,21 +302,23 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _set_aside(path: Path, damaged: Sequence[int]) -> str:
-    """Keeps a copy of a file before its damaged lines go; returns what to say of it."""
+    """Copies a file before its damaged lines are removed; returns a message about the copy."""
     copies = (path.with_name(f"{path.stem}.damaged_{i}.jsonl") for i in itertools.count(1))
     copy = next(other for other in copies if not other.exists())
     durable.write(copy, untrusted.read_file(path))
-    return f"{path} is {unreadable(damaged)}; the others are kept, and it as {copy.name}"
+    return (
+        f"{path} is {describe_damage(damaged)}; the other lines are kept, and a copy is {copy.name}"
+    )
 
 
-def _drop_beyond(path: Path, step: int) -> dict[str, Any]:
-    """Rewrites the file if it holds later steps or torn lines; returns its last record."""
+def _drop_after(path: Path, step: int) -> dict[str, Any]:
+    """Removes later steps and damaged lines from a metrics.jsonl; returns its last record."""
     text = untrusted.read_file(path) if path.exists() else b""
-    kept = [record for record in read_metrics(path) if record["step"] <= step]
-    wanted = b"".join(map(_encode, kept))
-    if text != wanted or not path.exists():
-        durable.write(path, wanted)
-    return kept[-1] if kept else {}
+    records = [record for record in read_metrics(path) if record["step"] <= step]
+    new_text = b"".join(map(_encode, records))
+    if text != new_text or not path.exists():
+        durable.write(path, new_text)
+    return records[-1] if records else {}
 
 
 def _encode(record: Mapping[str, Any]) -> bytes:

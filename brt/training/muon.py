@@ -1,4 +1,4 @@
-"""Muon: steps of equal length in all directions of a matrix (Jordan et al., 2024)."""
+"""The optimizer Muon, whose update of a matrix is made orthogonal (Jordan et al., 2024)."""
 
 from collections.abc import Callable
 
@@ -13,12 +13,13 @@ from brt.config import Optimizer
 from brt.distributed.rules import constrain
 from brt.training.matrices import Axes, as_matrix, from_matrix, matrix_shape
 
-# Axes of tables, whose rows are looked up and never multiplied: they get Nadam's steps.
+# Names of axes of tables. Their rows are looked up and not multiplied, so Nadam updates them.
 _TABLES = {"vocab", "states", "buckets", "positions", "types", "clusters"}
-_RMS = 0.2  # of an update, as AdamW's (Liu et al., 2025, section 2.2)
+_RMS = 0.2  # root mean square of an update, which matches AdamW's (Liu et al., 2025, section 2.2)
 _MOMENTUM = 0.95
-# Of x, x^3 and x^5: each the best polynomial for what the one before it leaves of singular values
-# in [0.03, 1] (the Polar Express, Amsel et al., 2025, theorem 3.1); the last is their limit.
+# Coefficients of x, x^3 and x^5. Each polynomial is the best one for the range of singular values
+# that its predecessors leave of [0.03, 1] (the Polar Express, Amsel et al., 2025, theorem 3.1). The
+# last one is their limit, and is repeated if more steps are requested.
 _POLYNOMIALS = (
     (7.3625, -20.7434, 15.1606), (2.9175, -2.1824, 0.4755), (2.0463, -1.4295, 0.3934),
     (1.8764, -1.2515, 0.3752), (1.875, -1.25, 0.375),
@@ -28,11 +29,16 @@ Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 
 
 def build(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.GradientTransformation:
-    """Muon for the matrices of every layer on its own; Nadam for tables, biases, norms.
+    """Builds Muon for the matrices of each layer, with Nadam for tables, biases and norms.
 
-    All matrices of one shape are made orthogonal by one batch of products, whatever layers they
-    are of: many small products in a row leave most of a machine idle. Devices that share
-    parameters share these matrices, each whole.
+    All matrices of the same shape, of whichever layer, are made orthogonal by one batched matmul,
+    because many small matmuls in sequence leave most of a device idle. Devices that share
+    parameters distribute these matrices, and each device has whole matrices.
+
+    Args:
+      optimizer: settings.
+      schedule: the learning rate of a step.
+      axes: names of the parameters' axes, by path.
     """
     steps = optimizer.orthogonal_steps
     transform = muon(
@@ -51,8 +57,10 @@ def build(optimizer: Optimizer, schedule: Schedule, axes: Axes) -> optax.Gradien
     def update(
         gradients: PyTree[Array], state: optax.OptState, params: PyTree[Array]
     ) -> tuple[PyTree[Array], optax.OptState]:
-        updates, after = transform.update(_grouped(gradients, axes), state, _grouped(params, axes))
-        return _ungrouped(updates, gradients, axes), after
+        updates, new_state = transform.update(
+            _grouped(gradients, axes), state, _grouped(params, axes)
+        )
+        return _ungrouped(updates, gradients, axes), new_state
 
     return optax.GradientTransformation(init, update)
 
@@ -62,38 +70,42 @@ def _polynomials(steps: int) -> tuple[tuple[float, float, float], ...]:
 
 
 def _matrices(params: PyTree[Array], axes: Axes) -> dict[str, tuple[int, int, int]]:
-    """[layers, rows, columns] of every kernel, by its name."""
-    found = {}
+    """Returns the shape [layers, rows, columns] of every kernel that is a matrix, by its path."""
+    shapes = {}
     for name, leaf in flatten_dict(params, sep="/").items():
         names = axes.get(name, ())
         stacked = names[:1] == ("layers",)
-        own, shape = (names[1:], leaf.shape[1:]) if stacked else (names, leaf.shape)
-        shape = matrix_shape(own, shape)
-        if len(shape) == 2 and not _TABLES & set(own):
-            found[name] = (len(leaf) if stacked else 1, *shape)
-    return found
+        layer_names, shape = (names[1:], leaf.shape[1:]) if stacked else (names, leaf.shape)
+        shape = matrix_shape(layer_names, shape)
+        if len(shape) == 2 and not _TABLES & set(layer_names):
+            shapes[name] = (len(leaf) if stacked else 1, *shape)
+    return shapes
 
 
 def _grouped(params: PyTree[Array], axes: Axes) -> dict[str, dict[str, Array]]:
-    """Kernels of one shape as one array [of all layers, rows, columns]; the others as they are."""
+    """Concatenates kernels of the same shape into one array [matrices, rows, columns].
+
+    Returns:
+      "matrices": these arrays, by shape; "others": the remaining parameters, by path.
+    """
     others, groups = flatten_dict(params, sep="/"), {}
     for name, shape in _matrices(params, axes).items():
         group = groups.setdefault(f"{shape[1]}x{shape[2]}", [])
         group.append(as_matrix(axes[name], others.pop(name)).reshape(shape))
     joined = {name: jnp.concatenate(group) for name, group in groups.items()}
-    spread = {name: constrain(group, "matrices", None, None) for name, group in joined.items()}
-    return {"matrices": spread, "others": others}
+    sharded = {name: constrain(group, "matrices", None, None) for name, group in joined.items()}
+    return {"matrices": sharded, "others": others}
 
 
 def _ungrouped(
     grouped: dict[str, dict[str, Array]], like: PyTree[Array], axes: Axes
 ) -> PyTree[Array]:
-    """The way back."""
-    flat, places = dict(grouped["others"]), dict.fromkeys(grouped["matrices"], 0)
+    """Returns the tree of parameters whose `_grouped` is given; `like` has its shapes."""
+    flat, offsets = dict(grouped["others"]), dict.fromkeys(grouped["matrices"], 0)
     shapes = {name: leaf.shape for name, leaf in flatten_dict(like, sep="/").items()}
     for name, (count, rows, columns) in _matrices(like, axes).items():
-        group, place = f"{rows}x{columns}", places[f"{rows}x{columns}"]
-        taken = jax.lax.slice_in_dim(grouped["matrices"][group], place, place + count)
-        flat[name] = from_matrix(axes[name], taken, shapes[name])
-        places[group] = place + count
+        group, offset = f"{rows}x{columns}", offsets[f"{rows}x{columns}"]
+        matrices = jax.lax.slice_in_dim(grouped["matrices"][group], offset, offset + count)
+        flat[name] = from_matrix(axes[name], matrices, shapes[name])
+        offsets[group] = offset + count
     return unflatten_dict(flat, sep="/")

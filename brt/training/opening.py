@@ -186,7 +186,7 @@ def _find_again(
         return None, None
     changes = config_changes.compare(checkpoint, run.config, run.abstract, allowed)
     for line in changes.lines:
-        reader.warn_on_stderr(f"the checkpoint has another {line}")
+        reader.warn_on_stderr(f"the config differs from the checkpoint's: {line}")
     return checkpoint, changes
 
 
@@ -220,12 +220,14 @@ def _open_batches(
         saved = restored.meta["data"]
         position = config_changes.data_position(saved, batches.get_state(), changes)
         if position != saved:
-            progress.message("documents come in another order from here: some may come twice")
+            progress.message(
+                "from here on documents are read in another order; some may be read twice"
+            )
         with phases.during("seeking"):
             batches.set_state(position)
         progress.message(f"resuming {workdir.path} from step {start}")
     elif read_metrics(workdir.metrics):
-        progress.message(f"{workdir.path} was stopped before its first checkpoint; beginning again")
+        progress.message(f"{workdir.path} was stopped before its first checkpoint; starting over")
     return batches
 
 
@@ -239,7 +241,7 @@ def _write_description(
     workdirs.write_text(workdir.config_gin, redacted(config_text(run.config)))
     workdirs.write_json(workdir.config_json, saved_json(run.config))
     workdirs.write_json(workdir.provenance, provenance)
-    progress.message(startup.line(run, workdir))
+    progress.message(startup.describe(run, workdir))
     if idle := startup.idle_devices(run):
         progress.message(idle)
     params = run.abstract.params

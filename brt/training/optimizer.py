@@ -19,10 +19,14 @@ Parameters: TypeAlias = PyTree[Array]
 def learning_rate(
     optimizer: Optimizer, steps: int
 ) -> Callable[[Int[Array, ""] | Float[Array, ""]], Float[Array, ""]]:
-    """The learning rate at a step, from 1; linear warm-up, then the schedule.
+    """Returns the function from a step, counted from 1, to its learning rate.
 
-    rsqrt is the paper's 1 / sqrt(step); cosine and linear go down to
-    `final_learning_rate` at `steps` and stay there.
+    A linear warm-up is followed by one of the schedules: "rsqrt" is the paper's 1 / sqrt(step);
+    "cosine" and "linear" decrease to `final_learning_rate` at step `steps` and stay there.
+
+    Args:
+      optimizer: settings.
+      steps: Training.steps.
     """
     top, low, warmup = (
         optimizer.learning_rate,
@@ -46,18 +50,27 @@ def learning_rate(
 
 
 class LayerwiseState(NamedTuple):
-    """State of the parameters of no stack, and of those of each stack of so many layers."""
+    """Optimizer states of `layerwise`.
+
+    Attributes:
+      outside: state of the parameters that are not stacked by layer.
+      stacked: states of stacked parameters, by the number of layers in the stack.
+    """
 
     outside: optax.OptState
     stacked: dict[str, optax.OptState]
 
 
 def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.GradientTransformation:
-    """Applies `transform` to every layer of a stack on its own, and to kernels as matrices.
+    """Applies an optimizer to each layer of a stack separately, and to kernels as matrices.
 
-    Adafactor clips and scales by root mean squares of whole parameters: over a stack of
-    layers they would mix, and the model would train differently than unstacked. It factors
-    second moments of a matrix, whose columns are those of all heads.
+    Adafactor clips and scales by the root mean square of a parameter. Over a stack of layers that
+    would mix the layers, and the model would train differently than without stacking. It also
+    factors the second moments of matrices, for which the columns of all heads form one matrix.
+
+    Args:
+      transform: the optimizer.
+      axes: names of the parameters' axes, by path.
     """
 
     def split(tree: Parameters) -> tuple[dict[str, Array], dict[str, dict[str, Array]]]:
@@ -72,8 +85,8 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
 
     def joined(updates: dict[str, Array], like: Parameters) -> Parameters:
         shapes = {name: leaf.shape for name, leaf in flatten_dict(like, sep="/").items()}
-        back = {n: from_matrix(axes.get(n, ()), updates[n], s) for n, s in shapes.items()}
-        return unflatten_dict(back, sep="/")
+        kernels = {n: from_matrix(axes.get(n, ()), updates[n], s) for n, s in shapes.items()}
+        return unflatten_dict(kernels, sep="/")
 
     def init(params: Parameters) -> LayerwiseState:
         outside, stacked = split(params)
@@ -84,31 +97,35 @@ def layerwise(transform: optax.GradientTransformation, axes: Axes) -> optax.Grad
         gradients: Parameters, state: LayerwiseState, params: Parameters
     ) -> tuple[Parameters, LayerwiseState]:
         (outside, stacked), (p_outside, p_stacked) = split(gradients), split(params)
-        updates, after = transform.update(outside, state.outside, p_outside)
-        of_layers = {}
+        updates, outside_state = transform.update(outside, state.outside, p_outside)
+        stacked_states = {}
         for depth, group in stacked.items():
-            found, of_layers[depth] = jax.vmap(transform.update)(
+            layer_updates, stacked_states[depth] = jax.vmap(transform.update)(
                 group, state.stacked[depth], p_stacked[depth]
             )
-            updates |= found
-        return joined(updates, gradients), LayerwiseState(after, of_layers)
+            updates |= layer_updates
+        return joined(updates, gradients), LayerwiseState(outside_state, stacked_states)
 
     return optax.GradientTransformation(init, update)
 
 
 def build(optimizer: Optimizer, steps: int, axes: Axes) -> optax.GradientTransformation:
-    """The optimizer of a run; `update` needs the parameters.
+    """Builds the optimizer of a run, whose `update` needs the parameters.
+
+    Adafactor is that of the original: second moments are factored; updates are clipped to a root
+    mean square of 1, multiplied by the learning rate and the scale of the parameter, and smoothed
+    by momentum.
 
     Args:
-      axes: of the parameters (see `parameter_axes`); those not named are what their shapes say.
-
-    Adafactor is the original's: factored second moments, updates clipped to a root mean
-    square of 1, multiplied by the learning rate and the parameter's scale, momentum.
+      optimizer: settings.
+      steps: Training.steps.
+      axes: names of the parameters' axes, by path (see `parameter_axes`). The axes of parameters
+        without names are taken as they are.
     """
     rate = learning_rate(optimizer, steps)
 
     def schedule(count: Int[Array, ""]) -> Float[Array, ""]:
-        return rate(count + 1)  # optax counts from 0, where a warm-up would be wasted
+        return rate(count + 1)  # optax counts from 0, where a warm-up would have no effect
 
     if optimizer.name == "muon":
         transform = muon.build(optimizer, schedule, axes)

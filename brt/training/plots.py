@@ -1,4 +1,4 @@
-"""plots/ of a run, drawn from metrics.jsonl."""
+"""Draws the plots of a run from metrics.jsonl."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,34 +13,37 @@ from brt.tasks.report import Metric
 from brt.training.metrics import read_metrics
 from brt.training.workdir import Workdir, check_writable, write_bytes
 
-Yardstick = tuple[str, float]  # what something simpler makes of the same data, behind its name
-_TRAIN, _HELD_OUT, _YARDSTICK = "#4c78a8", ("#e4572e", "#2a9d62", "#a05195"), "#767676"
+Baseline = tuple[str, float]  # name and value of a simpler method on the same data, such as xz
+_TRAIN, _HELD_OUT, _BASELINE = "#4c78a8", ("#e4572e", "#2a9d62", "#a05195"), "#767676"
 
 
 def draw(
     workdir: Workdir,
-    measure: Metric,
+    metric: Metric,
     *,
     units_per_token: float,
-    baseline: Yardstick | None = None,
+    baseline: Baseline | None = None,
 ) -> list[Path]:
-    """Draws plots/ from metrics.jsonl.
+    """Draws the curves of a run and writes them to plots/.
 
     Args:
       workdir: the run's.
-      measure: of how well the model predicts.
-      units_per_token: units of the measure for each token of training.
-      baseline: of the held-out data; drawn as a line.
+      metric: the task's primary metric.
+      units_per_token: number of units of the metric (such as bytes) per training token.
+      baseline: a simpler method on the held-out data, drawn as a horizontal line.
+
+    Returns:
+      The files.
 
     Raises:
-      DataError: no training step is recorded.
+      DataError: metrics.jsonl records no training step.
       ConfigError: the directory cannot be written.
     """
     records = read_metrics(workdir.metrics)
     if not any(record.get("train/bits_per_token") is not None for record in records):
         raise DataError(f"{workdir.metrics} records no training step, so there is nothing to draw")
-    bits = _bits_figure(records, measure, units_per_token, baseline)
-    figures = {f"{measure.name}.png": bits, "optimization.png": _optimization_figure(records)}
+    bits = _bits_figure(records, metric, units_per_token, baseline)
+    figures = {f"{metric.name}.png": bits, "optimization.png": _optimization_figure(records)}
     check_writable(workdir.plots, below=workdir.path)
     for name, figure in figures.items():
         write_bytes(workdir.plots / name, png(figure), below=workdir.path)
@@ -49,9 +52,9 @@ def draw(
 
 def _bits_figure(
     records: Sequence[Mapping[str, Any]],
-    measure: Metric,
+    metric: Metric,
     units_per_token: float,
-    baseline: Yardstick | None,
+    baseline: Baseline | None,
 ) -> Figure:
     figure, (axes,) = new_figure(1)
     tokens, train = curve(records, "train/bits_per_token")
@@ -59,9 +62,9 @@ def _bits_figure(
     smooth = smoothed(train)
     axes.plot(tokens, train, color=_TRAIN, alpha=0.25, linewidth=1)
     axes.plot(tokens, smooth, color=_TRAIN, linewidth=2, label="train (smoothed)")
-    shown = [smooth[len(smooth) // 20 :]]  # the first steps would squash the rest
-    splits = sorted(  # figures of the whole are of another protocol than those on the way
-        {name for record in records for name in record if name.endswith(f"/{measure.name}")}
+    shown = [smooth[len(smooth) // 20 :]]  # the losses of the first steps would compress the rest
+    splits = sorted(  # the whole split has another tag than a part of it
+        {name for record in records for name in record if name.endswith(f"/{metric.name}")}
     )
     for number, name in enumerate(splits):
         tokens, values = curve(records, name)
@@ -72,13 +75,13 @@ def _bits_figure(
     if baseline:
         name, value = baseline
         label = f"{name} of the whole held-out text ({value:.2f})"
-        axes.axhline(value, color=_YARDSTICK, linestyle="--", label=label)
+        axes.axhline(value, color=_BASELINE, linestyle="--", label=label)
         shown.append(np.array([value]))
     low, high = np.min(np.concatenate(shown)), np.max(np.concatenate(shown))
     margin = 0.06 * (high - low) or 0.1
     axes.set(
         xlabel="training tokens",
-        ylabel=measure.title,
+        ylabel=metric.title,
         title="Training data and held-out data",
         ylim=(low - margin, high + margin),
     )

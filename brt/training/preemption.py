@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C become a request to stop at the next step."""
+"""Turns SIGTERM and Ctrl-C into a request to stop at the next step."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from types import TracebackType
 from brt.errors import Preempted
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-QUIT_AT_ONCE = 130  # the shell's code for a program ended by Ctrl-C
+QUIT_AT_ONCE = 130  # exit code of programs that Ctrl-C ended, by the shells' convention
 
 
 def _announce(message: str) -> None:
@@ -21,7 +21,7 @@ def _announce(message: str) -> None:
 
 @contextlib.contextmanager
 def stop_at_once() -> Iterator[None]:
-    """Where there is nothing to save, SIGTERM raises Preempted, as Ctrl-C raises its own error."""
+    """Makes SIGTERM raise Preempted for the block, in which there is nothing to save."""
 
     def stop(*_: object) -> None:
         raise Preempted("SIGTERM: stopped outside of training; run the same command again")
@@ -34,15 +34,16 @@ def stop_at_once() -> Iterator[None]:
 
 
 class StopSignal:
-    """A context in which the first signal asks to stop and a Ctrl-C after it quits at once.
+    """A context in which the first signal requests a stop, and a later Ctrl-C quits at once.
 
-    Signals are answered by a thread: Python's own handlers wait until the main thread is
-    back from compiling or computing, which may take minutes. Outside the main thread no
-    signal can be caught, and nothing is changed.
+    A thread answers the signals, because Python's own handlers run only when the main thread
+    returns from compiling or computing, which may take minutes. Outside of the main thread Python
+    cannot catch signals, and the context does nothing.
 
     Args:
-      announce: told once, in that thread, what happens now.
-      waits: what cannot be interrupted now ("compiling"), "": nothing.
+      announce: called in that thread with a message about what happens next.
+      uninterruptible: returns the current phase if that has to end before the run can stop
+        ("compiling"), else "".
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class StopSignal:
 
     @property
     def requested(self) -> str | None:
-        """The first signal's name, None before it."""
+        """The name of the first signal; None before it arrives."""
         return self._requested
 
     def __enter__(self) -> "StopSignal":
@@ -88,7 +89,7 @@ class StopSignal:
             self._reader.close()
 
     def _watch(self) -> None:
-        while received := self._reader.recv(1):  # the system writes the signal's number
+        while received := self._reader.recv(1):  # Python's wakeup mechanism writes its number
             if received[0] not in _SIGNALS:
                 continue
             if self._requested is None:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, plain lines elsewhere, all in log.txt."""
+"""Shows the progress of a run: a bar on a terminal, lines elsewhere, and everything in log.txt."""
 
 import contextlib
 import datetime
@@ -16,18 +16,18 @@ from brt import durable
 from brt.formatting import clock, short
 from brt.training.phases import RunStatus
 
-_USUAL = ("starting", "stepping")  # of which other lines speak
-_TIMED = ("restoring", "compiling")
+_SILENT = ("starting", "stepping")  # phases that are not announced; other lines report them
+_TIMED = ("restoring", "compiling")  # phases whose duration is reported
 
 
 class Progress:
-    """Shows where a run is.
+    """Shows the progress of a run, and logs it.
 
     Args:
-      steps: of the whole run.
+      steps: Training.steps.
       initial_step: the step that the run resumes from.
-      log: the file that receives every line, with its time.
-      stream: where to show it.
+      log: the file to which every line is appended, with its time.
+      stream: receives the bar and the lines; None for stderr.
       bar: whether to draw a moving bar; None draws one if the stream is a terminal of known width.
 
     Raises:
@@ -46,15 +46,15 @@ class Progress:
         self._steps = steps
         self._stream = stream or sys.stderr
         self._evaluation = ""
-        self._tail = ""
-        self._phase, self._began = _USUAL[0], time.perf_counter()
+        self._metrics = ""
+        self._phase, self._began = _SILENT[0], time.perf_counter()
         self._bar: tqdm | None = None
         self._log: IO[str] | None = None
         try:
             self._log = durable.open_file(log, "a")
         except OSError as error:
             if durable.storage_fails(error) or isinstance(error, PermissionError):
-                raise  # the run's other files stand on the same disk
+                raise  # the other files of the run are on the same disk
             self.message(f"warning: {log} cannot be written: {error.strerror}")
         if bar if bar is not None else _has_width(self._stream):
             self._bar = tqdm(
@@ -77,43 +77,43 @@ class Progress:
         self.close()
 
     def step(self, step: int) -> None:
-        """Moves the bar; cheap, for every step."""
+        """Moves the bar; cheap enough for every step."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
     def report(
         self, step: int, *, bits_per_token: float, tokens_per_second: float, seconds_left: float
     ) -> None:
-        """The figures of an interval: in the bar, or as a line."""
-        figures = (
+        """Shows the metrics of an interval, in the bar or as a line."""
+        metrics = (
             f"train {bits_per_token:.2f} bits/token  {short(tokens_per_second)} tokens/s  "
             f"ETA {clock(seconds_left)}"
         )
-        self._show_figures(step, figures)
+        self._show_metrics(step, metrics)
 
     def began(self, step: int, bits_per_token: float) -> None:
-        """A figure of the first step, so that nobody waits for the first interval."""
-        self._show_figures(step, f"train {bits_per_token:.2f} bits/token")
+        """Shows the loss of the first step, long before the first interval ends."""
+        self._show_metrics(step, f"train {bits_per_token:.2f} bits/token")
 
     def evaluation(self, step: int, summary: str) -> None:
-        """The newest figure on held-out data; stays in the bar until the next one."""
+        """Shows an evaluation of held-out data, which stays in the bar until the next one."""
         self._evaluation = summary
         self.message(f"step {step}/{self._steps}  {self._evaluation}")
         self._refresh_bar(step)
 
     def message(self, text: str) -> None:
-        """A line that stays, above the bar."""
+        """Shows a line permanently, above the bar, and logs it."""
         self._show(text)
         self._write_log(text)
 
     def note(self, text: str) -> None:
-        """Lines for log.txt alone."""
+        """Writes lines to log.txt only."""
         self._write_log(text)
 
     def phase(self, now: RunStatus) -> None:
-        """Says what begins ("compiling") before it does; of what nobody can foresee, what it took.
+        """Announces a phase when it begins, and reports how long restoring and compiling took.
 
-        On a terminal it stands behind the bar as long as it lasts.
+        On a terminal the bar shows the name of the phase until it ends.
         """
         if now.phase == self._phase:
             return
@@ -121,7 +121,7 @@ class Progress:
         took, self._began = time.perf_counter() - self._began, time.perf_counter()
         if before in _TIMED:
             self.message(f"{before}: {took:.1f} s")
-        if now.phase in _USUAL:
+        if now.phase in _SILENT:
             self._refresh_bar(now.step)
             return
         text = f"step {now.step}/{self._steps}  " * bool(now.step) + f"{now.phase} ..."
@@ -131,7 +131,7 @@ class Progress:
         self._refresh_bar(now.step)
 
     def close(self) -> None:
-        """Leaves the bar as it stands and closes the log."""
+        """Closes the log, and leaves the bar as it is."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -139,19 +139,19 @@ class Progress:
             self._log.close()
             self._log = None
 
-    def _show_figures(self, step: int, figures: str) -> None:
-        self._tail = figures
-        self._write_log(f"step {step}/{self._steps}  {figures}")
+    def _show_metrics(self, step: int, metrics: str) -> None:
+        self._metrics = metrics
+        self._write_log(f"step {step}/{self._steps}  {metrics}")
         if self._bar is None:
-            self._show(f"step {step}/{self._steps}  {figures}")
+            self._show(f"step {step}/{self._steps}  {metrics}")
         else:
             self._refresh_bar(step)
 
     def _refresh_bar(self, step: int) -> None:
         self.step(step)
         if self._bar is not None:
-            doing = f"{self._phase} ..." * (self._phase not in _USUAL)
-            parts = filter(None, (self._tail, self._evaluation, doing))
+            doing = f"{self._phase} ..." * (self._phase not in _SILENT)
+            parts = filter(None, (self._metrics, self._evaluation, doing))
             self._bar.set_postfix_str("  ".join(parts))
 
     def _show(self, text: str) -> None:
@@ -175,8 +175,8 @@ class Progress:
 
 
 def _has_width(stream: io.TextIOBase) -> bool:
-    """Whether a bar can be drawn: some terminals, as that of `script`, say they are 0 wide."""
+    """Returns True if a bar can be drawn; some terminals, such as that of `script`, are 0 wide."""
     try:
         return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
-    except OSError:  # also io.UnsupportedOperation: no file at all
+    except OSError:  # includes io.UnsupportedOperation, for a stream that is not a file
         return False

@@ -1,9 +1,11 @@
-"""Replicas: devices along `Mesh.data` that have whole models, and lanes of their own.
+"""Data parallelism: replicas, the devices along `Mesh.data` that each hold a whole model.
 
-What is summed over lanes is computed by each of them as one device would, and added up once: left
-to the compiler, every loop in which a parameter is used would reduce its gradient in every
-iteration. Where devices share parameters (`Mesh.fsdp`, `Mesh.tensor`) it is left to the compiler,
-which cannot cut a lookup inside of a replica (jax 0.10: it aborts).
+Every replica computes the loss and the gradients of its own lanes as a single device would, and
+one sum over the replicas (`psum`) follows. If this were left to the SPMD partitioner, every loop
+that uses a parameter would reduce the parameter's gradient in every iteration.
+
+If devices share parameters (`Mesh.fsdp`, `Mesh.tensor`), the partitioner has to do it all: it
+cannot split an embedding lookup inside a replica (jax 0.10 aborts).
 """
 
 from collections.abc import Callable, Mapping
@@ -20,87 +22,125 @@ from brt.distributed.rules import Names
 from brt.ops import dispatch
 
 _AXIS = rules.REPLICAS
-LANES = PartitionSpec(_AXIS)  # of an array with lanes first
-_SHARED = "embed", "mlp", "vocab"  # axes of which a replica may have a share
+LANES = PartitionSpec(_AXIS)  # spec of an array whose first axis is lanes
+_SHARDED = "embed", "mlp", "vocab"  # names of axes along which optimizer states may be sharded
 
 
-def number(mesh: rules.Mesh | None = None) -> int:
-    """How many a mesh, or the one that is set, has; 1 where devices share parameters."""
+def count(mesh: rules.Mesh | None = None) -> int:
+    """Returns the number of replicas; 1 if devices share parameters.
+
+    Args:
+      mesh: None for the mesh that is set.
+    """
     shape = (mesh or jax.sharding.get_abstract_mesh()).shape
     shared = any(shape.get(axis, 1) > 1 for axis in ("fsdp", "tensor"))
     return 1 if shared else shape.get(_AXIS, 1)
 
 
-def share_state(optimizer: Optimizer, mesh: rules.Mesh | None = None) -> bool:
-    """Whether there are several, and each has but a share of the optimizer's state (ZeRO's first
-    stage: Rajbhandari et al. 2019), in a mesh or the one that is set. CPUs send every array by
-    itself, which costs more than they would save."""
-    if number(mesh) == 1:
+def shards_optimizer(optimizer: Optimizer, mesh: rules.Mesh | None = None) -> bool:
+    """Returns True if each replica holds only a shard of the optimizer's state.
+
+    This is the first stage of ZeRO (Rajbhandari et al. 2019). By default it is not used on CPUs,
+    which send every array separately, so that communication would cost more than is saved.
+
+    Args:
+      optimizer: its setting `state` is "auto", "shared" or "whole".
+      mesh: None for the mesh that is set.
+    """
+    if count(mesh) == 1:
         return False
     if optimizer.state == "auto":
         return dispatch.policy().shares_optimizer_state and optimizer.name != "muon"
     return optimizer.state == "shared"
 
 
-def share(names: Names, shape: tuple[int, ...], replicas: int) -> PartitionSpec:
-    """A replica's, of a parameter or a moment: of the first large axis that they divide."""
+def shard_spec(names: Names, shape: tuple[int, ...], replicas: int) -> PartitionSpec:
+    """Returns the spec that shards a parameter or moment over replicas.
+
+    The first large axis that the number of replicas divides is sharded; without one, the array is
+    replicated.
+
+    Args:
+      names: names of the array's axes.
+      shape: the array's.
+      replicas: number of replicas.
+    """
     for axis, name in enumerate(names):
-        if name in _SHARED and rules.is_cut(names) and shape[axis] % replicas == 0:
+        if name in _SHARDED and rules.is_cut(names) and shape[axis] % replicas == 0:
             return PartitionSpec(*(None,) * axis, _AXIS)
     return PartitionSpec()
 
 
 def optimizer_shards(params: PyTree[Array], axes: Mapping[str, Names]) -> PyTree[PartitionSpec]:
-    """Of every parameter, by the names of its axes."""
+    """Returns the `shard_spec` of every parameter.
 
-    def of_leaf(path: tuple, leaf: Array) -> PartitionSpec:
+    Args:
+      params: the parameters.
+      axes: names of the parameters' axes, by path.
+    """
+
+    def spec_of(path: tuple, leaf: Array) -> PartitionSpec:
         names = axes.get("/".join(key.key for key in path), ())
-        return share(names, leaf.shape, number())
+        return shard_spec(names, leaf.shape, count())
 
-    return jax.tree.map_with_path(of_leaf, params)
-
-
-def shared(tree: PyTree[Array], optimizer_shards: PyTree[PartitionSpec]) -> PyTree[Array]:
-    """The same numbers, each where its share is."""
-    return jax.tree.map(jax.lax.with_sharding_constraint, tree, optimizer_shards)
+    return jax.tree.map_with_path(spec_of, params)
 
 
-def lanes_of(tree: PyTree[Array], names: PyTree[Names]) -> PyTree[PartitionSpec]:
-    """How replicas share arrays whose axes have these names."""
+def constrain(tree: PyTree[Array], specs: PyTree[PartitionSpec]) -> PyTree[Array]:
+    """Applies `with_sharding_constraint` to every array of a tree."""
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, specs)
 
-    def of_leaf(_: Array, names: Names) -> PartitionSpec:
+
+def lane_specs(tree: PyTree[Array], names: PyTree[Names]) -> PyTree[PartitionSpec]:
+    """Returns specs that shard the axis "lanes" of every array over the replicas.
+
+    Args:
+      tree: arrays of all lanes.
+      names: names of the axes of each array.
+    """
+
+    def spec_of(_: Array, names: Names) -> PartitionSpec:
         return PartitionSpec(*(_AXIS if name == "lanes" else None for name in names))
 
-    return jax.tree.map(of_leaf, tree, names)
+    return jax.tree.map(spec_of, tree, names)
 
 
-def each(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`function` of each replica's part; what it gives whole must be the same on all."""
+def shard_map(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Returns `jax.shard_map` of a function over the replicas.
+
+    An output without the replicas' axis in its spec has to be the same on all replicas; this is
+    not checked.
+    """
     shape = jax.sharding.get_abstract_mesh().shape
-    alone = {axis for axis, size in shape.items() if size == 1}  # else kernels would be refused
+    # Axes of size 1 are made manual, too: kernels are refused inside a partly automatic shard_map.
+    trivial = {axis for axis, size in shape.items() if size == 1}
     return jax.shard_map(
-        function, in_specs=in_specs, out_specs=out_specs, axis_names={_AXIS} | alone,
+        function, in_specs=in_specs, out_specs=out_specs, axis_names={_AXIS} | trivial,
         check_vma=False,
     )  # fmt: skip
 
 
-def summed(
+def psum(
     tree: PyTree[Array], optimizer_shards: PyTree[PartitionSpec] | None = None
 ) -> PyTree[Array]:
-    """The sums over the replicas, or each one's share of them.
+    """Sums every array of a tree over the replicas, inside of `shard_map`.
 
-    CPUs send every array by itself, and what that costs is waiting: there all go as one.
+    CPUs send every array separately and mostly wait, so on CPUs all arrays are sent as one.
+
+    Args:
+      tree: arrays of one replica.
+      optimizer_shards: if given, each replica receives only its shard of every sum, by these specs.
     """
     with jax.named_scope("replicas"):
         if optimizer_shards is not None:
-            return jax.tree.map(_sum_of_share, tree, optimizer_shards)
+            return jax.tree.map(_psum_shard, tree, optimizer_shards)
         if not dispatch.policy().sends_arrays_together or rules.partitioned():
             return jax.lax.psum(tree, _AXIS)
-        flat, whole = ravel_pytree(tree)
-        return whole(jax.lax.psum(flat, _AXIS))
+        flat, unravel = ravel_pytree(tree)
+        return unravel(jax.lax.psum(flat, _AXIS))
 
 
-def _sum_of_share(x: Array, share: PartitionSpec) -> Array:
-    if not share:
+def _psum_shard(x: Array, spec: PartitionSpec) -> Array:
+    if not spec:
         return jax.lax.psum(x, _AXIS)
-    return jax.lax.psum_scatter(x, _AXIS, scatter_dimension=len(share) - 1, tiled=True)
+    return jax.lax.psum_scatter(x, _AXIS, scatter_dimension=len(spec) - 1, tiled=True)

@@ -70,7 +70,8 @@ class Requests:
         looks = self._is_time_to_look()
         if looks and not self._announced_stop and self._exists(STOP):
             self._announced_stop = True
-            self._say(f"{STOP}: {'the next one is the last' if self._evaluates else _NEVER}")
+            consequence = "the run stops after the next evaluation" if self._evaluates else _NEVER
+            self._say(f"{STOP}: {consequence}")
         if self._agreed:
             return bool(self._agreed[1].due())
         return looks and self._exists(CHECKPOINT)

@@ -1,4 +1,4 @@
-"""A run made of its config: corpus, devices, optimizer, shapes. Nothing is trained here."""
+"""Builds a run from its config: data, devices, optimizer, shapes, and the compiled step."""
 
 import dataclasses
 import math
@@ -31,9 +31,11 @@ from brt.training.step import StepMetrics, train_step
 
 
 class Shapes(NamedTuple):
-    """What a config says of a run without its data.
+    """The part of a run that does not depend on its data.
 
     Attributes:
+      mesh: the devices.
+      optimizer: the optimizer.
       abstract: shapes, dtypes and shardings of the train state.
     """
 
@@ -43,12 +45,15 @@ class Shapes(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What training needs.
+    """A run that is ready to be trained.
 
     Attributes:
-      config: with what depends on data and machine written out.
-      weights: that it starts from, if from any.
-      mesh, optimizer, abstract: its `Shapes`.
+      config: the config, in which sizes that depend on data and machine are filled in.
+      task: the task that Training.task names.
+      dataset: the splits and the tokenizer.
+      reader: the batches of the training data.
+      weights: the weights of Training.init_from; None if it names none.
+      mesh, optimizer, abstract: see `Shapes`.
     """
 
     config: Config
@@ -64,7 +69,7 @@ class Run(NamedTuple):
 def build(
     config: Config, *, checkpoint: VerifiedCheckpoint | None = None, progress: bool = True
 ) -> Run:
-    """Prepares the data and shapes everything.
+    """Prepares the data of a run, and computes its shapes.
 
     Args:
       checkpoint: the one that the run resumes from. It knows the model of Training.init_from,
@@ -72,9 +77,9 @@ def build(
       progress: whether to report how far the preparation of the data is.
 
     Raises:
-      ConfigError: settings that do not fit each other, the data or the weights.
-      CheckpointError: Training.init_from names no weights of such a model.
-      DataError: the data cannot be read as asked.
+      ConfigError: settings contradict each other, the data or the weights.
+      CheckpointError: Training.init_from names no weights, or those of another kind of model.
+      DataError: the data cannot be read.
     """
     compilation.use_cache()
     weights = _weights(config, checkpoint)
@@ -83,7 +88,7 @@ def build(
 
 
 def without_data(config: Config) -> Shapes | None:
-    """Those of a run to look at, not to train; None where they depend on the data."""
+    """Returns the shapes of a run without opening its data; None if they depend on the data."""
     task = tasks.of(config)
     if config.training.init_from or not task.knows_sizes(config):
         return None
@@ -92,10 +97,11 @@ def without_data(config: Config) -> Shapes | None:
 
 
 def shaped(config: Config, devices: Sequence[jax.Device] | None = None) -> Shapes:
-    """Shapes of a config in which all sizes are written out.
+    """Returns the shapes of a config in which all sizes are filled in.
 
     Args:
-      devices: of its mesh, which need not be here; None: this machine's.
+      config: the config.
+      devices: the devices of its mesh, which may be abstract; None for those of this machine.
     """
     mesh = meshes.build(config.mesh, tasks.of(config).shared(config), devices)
     axes = parameter_axes(config)
@@ -112,7 +118,20 @@ def shaped(config: Config, devices: Sequence[jax.Device] | None = None) -> Shape
 def prepare(
     config: Config, weights: Weights | None = None, *, progress: bool = True
 ) -> tuple[Config, Dataset, Reader]:
-    """The config with all written out, its data and their batches; raises as `build`."""
+    """Opens the data of a run.
+
+    Args:
+      config: the run's.
+      weights: those of Training.init_from.
+      progress: whether to report how far the preparation of the data is.
+
+    Returns:
+      The config, in which sizes that depend on the data are filled in; the splits and the
+      tokenizer; the batches of the training data.
+
+    Raises:
+      ConfigError, DataError: as `build`.
+    """
     task = tasks.of(config)
     if weights:
         config = warm_start.with_model(config, weights)
@@ -133,41 +152,45 @@ def _weights(config: Config, checkpoint: VerifiedCheckpoint | None) -> Weights |
 
 
 def new_state(run: Run, say: Callable[[str], object] = print) -> TrainState:
-    """The state at step 0, made on the devices where it belongs.
+    """Creates the train state at step 0 on the devices that its shardings name.
 
     Args:
-      say: told what the weights of Training.init_from lack, where they lack something.
+      run: the run.
+      say: called with a message if the weights of Training.init_from lack parameters of the model,
+        or have others.
 
     Raises:
-      CheckpointError: the weights of Training.init_from cannot be read, or do not fit.
-      NonFiniteError: they hold NaN or infinity.
+      CheckpointError: the weights of Training.init_from cannot be read, or have other shapes.
+      NonFiniteError: the weights hold NaN or infinity.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract)
     init = partial(initial_state, run.config, run.optimizer)
     with meshes.use(run.mesh):
-        begin = jax.jit(init, out_shardings=shardings, compiler_options=dict(compilation.options()))
-        state = begin(_key(run))
+        create = jax.jit(
+            init, out_shardings=shardings, compiler_options=dict(compilation.options())
+        )
+        state = create(_key(run))
     if not run.weights:
         return state
     where = run.weights.where
     params, new, unread = run.task.start(run.config, run.weights, state.params)
     if new:
-        say(f"new, as {where} lacks them: {', '.join(new)}")
+        say(f"initialized, because {where} lacks them: {', '.join(new)}")
     if unread:
-        say(f"of {where} this model has no place for: {', '.join(unread)}")
+        say(f"not used, because this model lacks them: of {where} {', '.join(unread)}")
     if bad := tree_utils.not_finite(tree_utils.named(params)):
         raise NonFiniteError(
             f"the weights of {where} hold NaN or infinity in {join(bad)}; start from others"
         )
-    learnt = run.task.start_model_state(run.config, run.weights, state.model_state)
+    model_state = run.task.start_model_state(run.config, run.weights, state.model_state)
     return state._replace(
         params=jax.device_put(params, shardings.params),
-        model_state=jax.device_put(learnt, shardings.model_state),
+        model_state=jax.device_put(model_state, shardings.model_state),
     )
 
 
 def own_reader(run: Run) -> Reader:
-    """The run's, of the lanes that this process's devices have."""
+    """Returns the run's reader, restricted to the lanes of this process's devices."""
     if not processes.several():
         return run.reader
     lanes = meshes.own_lanes(run.mesh, run.config.training.batch_size)
@@ -175,37 +198,47 @@ def own_reader(run: Run) -> Reader:
 
 
 def put(run: Run, batch: Any) -> Any:
-    """A host batch of `own_reader` on the devices, by lanes."""
+    """Puts a batch of `own_reader` onto the devices, sharded by lane."""
     if not processes.several():
         return jax.device_put(batch, by_lane(run.mesh))
     lanes = run.config.training.batch_size
-    own = meshes.own_lanes(run.mesh, lanes)
-    return jax.tree.map(lambda x: meshes.global_array(run.mesh, x, own, lanes), batch)
+    own_lanes = meshes.own_lanes(run.mesh, lanes)
+    return jax.tree.map(lambda x: meshes.global_array(run.mesh, x, own_lanes, lanes), batch)
 
 
 def put_scalar(run: Run, value: np.generic) -> jax.Array:
-    """A number that all processes have, on the devices."""
+    """Puts a number, the same in all processes, onto the devices."""
     return jax.make_array_from_callback((), replicated(run.mesh), lambda _: np.asarray(value))
 
 
 def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lowered:
-    """The train step for batches like this one, of all lanes or of some, ready to be compiled: of
-    `step_inputs`, a batch and the key."""
+    """Lowers the train step, ready to be compiled, for batches of the shape of a given one.
+
+    The step's arguments are those of `step_inputs`, a batch, the random key, and the limit of the
+    loss if `skips_spikes`.
+
+    Args:
+      config: the run's.
+      shapes: the run's.
+      batch: arrays or shapes of all lanes, or of some of them.
+    """
     mesh, lanes = shapes.mesh, by_lane(shapes.mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.abstract)
 
-    def step(params: Any, others: TrainState, *given: Any) -> tuple[TrainState, StepMetrics]:
-        state = others._replace(params=params)
-        return train_step(state, *given, config=config, optimizer=shapes.optimizer)
+    def step(params: Any, rest: TrainState, *inputs: Any) -> tuple[TrainState, StepMetrics]:
+        state = rest._replace(params=params)
+        return train_step(state, *inputs, config=config, optimizer=shapes.optimizer)
 
-    # What replicas gather is made elsewhere: in the parameters' own place it would be copied there.
-    donated = (1,) if replicas.share_state(config.optimizer, mesh) else (0, 1)
-    # One sharding stands for all that there is in the metrics.
+    # If replicas shard the optimizer, the new parameters are the output of an all-gather, which
+    # cannot alias the old ones. Donating the old ones would only add a copy.
+    donated = (1,) if replicas.shards_optimizer(config.optimizer, mesh) else (0, 1)
+    # One sharding applies to all leaves of the metrics.
     jitted = jax.jit(step, donate_argnums=donated, out_shardings=(shardings, replicated(mesh)))
 
-    def of_all_lanes(x: Any) -> jax.ShapeDtypeStruct:
+    def with_all_lanes(x: Any) -> jax.ShapeDtypeStruct:
         shape = (config.training.batch_size, *x.shape[1:])
-        # A host's int64 arrives on devices as int32: a sum that somebody's own task made in NumPy.
+        # jax converts an int64 of NumPy, for example a sum, to int32 when it puts a batch onto
+        # devices.
         return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=lanes)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -214,21 +247,21 @@ def lowered_step(config: Config, shapes: Shapes, batch: Any) -> jax.stages.Lower
     limits = (limit,) if skips_spikes(config) else ()
     with meshes.use(mesh):
         inputs = step_inputs(shapes.abstract)
-        return jitted.lower(*inputs, jax.tree.map(of_all_lanes, batch), key, *limits)
+        return jitted.lower(*inputs, jax.tree.map(with_all_lanes, batch), key, *limits)
 
 
 def step_inputs(state: TrainState) -> tuple[Any, TrainState]:
-    """The parameters, and the others: a step may take over the memory of these alone."""
+    """Returns the parameters, and the rest of the state, whose memory is donated separately."""
     return state.params, state._replace(params=None)
 
 
 def skips_spikes(config: Config) -> bool:
-    """Whether the step is told above which loss it changes nothing."""
+    """Returns True if the step takes a limit of the loss, above which it changes nothing."""
     return config.training.on_bad_step == "skip" and bool(config.training.spike_factor)
 
 
 class CompiledStep:
-    """The train step, compiled once for each shape of batch; it takes the state's memory over."""
+    """The train step, compiled once for each shape of batch. A call donates the state."""
 
     def __init__(self, run: Run):
         self._key = jax.jit(lambda: _key(run), out_shardings=replicated(run.mesh))()
@@ -237,38 +270,44 @@ class CompiledStep:
         self._compiled: dict[tuple, Any] = {}
 
     def prepare(self, batch: Any) -> None:
-        """Compiles for batches of this shape, if that was not done yet."""
+        """Compiles the step for batches of this shape, unless that was done before."""
         if (shape := _shape(batch)) not in self._compiled:
             shapes = Shapes(self._run.mesh, self._run.optimizer, self._run.abstract)
             lowered = lowered_step(self._run.config, shapes, batch)
             self._compiled[shape] = lowered.compile(compilation.options())
-            processes.wait_for_all("compiled")  # who waits in a collective has no patience
+            processes.wait_for_all("compiled")  # a process that waits in a collective soon gives up
 
     def prepared(self, batch: Any) -> bool:
-        """Whether `prepare` has nothing to do."""
+        """Returns True if the step is compiled for batches of this shape."""
         return _shape(batch) in self._compiled
 
     def __call__(
         self, state: TrainState, batch: Any, limit: float = math.inf
     ) -> tuple[TrainState, StepMetrics]:
-        """One step; of a loss above `limit` where such steps are skipped."""
+        """Runs a step.
+
+        Args:
+          state: the train state, which is donated.
+          batch: the result of `put`.
+          limit: the loss above which the step is skipped, if `skips_spikes`.
+        """
         self.prepare(batch)
         limits = (put_scalar(self._run, np.float32(limit)),) if self._limited else ()
         return self._compiled[_shape(batch)](*step_inputs(state), batch, self._key, *limits)
 
 
 def compiled_step(run: Run) -> CompiledStep:
-    """The train step, compiled for the largest batch."""
+    """Returns the train step, compiled for the largest batch."""
     step = CompiledStep(run)
     step.prepare(run.reader.largest())
     return step
 
 
 def _shape(batch: Any) -> tuple[tuple[int, ...], ...]:
-    """Of one lane: all batches have as many, of which a process may hold some."""
+    """Returns the shapes without lanes: all batches have the same lanes, some in each process."""
     return tuple(x.shape[1:] for x in batch)
 
 
 def _key(run: Run) -> jax.Array:
-    """Of the run's seed; an argument of what is compiled, so that seeds share programs."""
+    """Returns the random key of the run's seed."""
     return jax.random.key(run.config.training.seed)

@@ -1,4 +1,4 @@
-"""What a run says before it starts and after it ends."""
+"""Reports about a run: its sizes before it starts, and a summary after it ends."""
 
 import importlib.util
 import shlex
@@ -21,16 +21,21 @@ from brt.training.start import checkpoints, data_manifest
 from brt.training.state import parameter_counts
 from brt.training.workdir import Workdir
 
-Yardstick = tuple[str, float]  # what something simpler makes of the data, behind its name
+Baseline = tuple[str, float]  # name and value of a simpler method on the same data, such as xz
 
 
 def parameters(run: Run | Shapes) -> str:
-    """Every parameter with its shape, as a table."""
+    """Returns a table of all parameters and their shapes."""
     return parameter_overview.get_parameter_overview(run.abstract.params, include_stats=False)
 
 
 def dry_run(run: Run | Shapes, directory: str | None) -> dict[str, Any]:
-    """Counts and sizes of a run, from shapes alone; of its data only where they were read."""
+    """Returns counts and sizes of a run, JSON.
+
+    Args:
+      run: the run; its `Shapes` if the data are not open, whose sizes are then left out.
+      directory: the workdir, whose free disk space is reported; None for the current directory.
+    """
     total, non_embedding = parameter_counts(run.abstract.params)
     return {
         "parameters": total,
@@ -40,13 +45,13 @@ def dry_run(run: Run | Shapes, directory: str | None) -> dict[str, Any]:
         "state_bytes": tree_utils.required_bytes(run.abstract.carry),
         "checkpoint_bytes": tree_utils.required_bytes(run.abstract),
         "free_disk_bytes": shutil.disk_usage(_existing(directory)).free,
-        **(_of_data(run) if isinstance(run, Run) else {}),
+        **(_data_sizes(run) if isinstance(run, Run) else {}),
         "devices": run.mesh.size,
         "platform": jax.default_backend(),
     }
 
 
-def _of_data(run: Run) -> dict[str, Any]:
+def _data_sizes(run: Run) -> dict[str, Any]:
     return {
         "tokens_per_step": run.reader.positions(run.reader.largest()),
         "steps_per_epoch": run.reader.steps_per_epoch,
@@ -58,43 +63,52 @@ def _existing(directory: str | None) -> str:
     return str(next(p for p in (path, *path.parents) if p.exists()))
 
 
-def draw(run: Run, workdir: Workdir) -> Yardstick | None:
-    """Draws plots/ if they are wanted; returns what they compare with."""
+def draw(run: Run, workdir: Workdir) -> Baseline | None:
+    """Draws the plots if Training.plots says so; returns the baseline that they show."""
     baseline = run.task.baseline(run.config, run.dataset)
     if run.config.training.plots:
-        from brt.training import plots  # matplotlib takes most of a second: not before training
+        from brt.training import plots  # not imported before training: it takes most of a second
 
         units = run.task.units_per_token(run.dataset)
-        measure = run.task.primary_metric(run.dataset)
-        plots.draw(workdir, measure, baseline=baseline, units_per_token=units)
+        metric = run.task.primary_metric(run.dataset)
+        plots.draw(workdir, metric, baseline=baseline, units_per_token=units)
     return baseline
 
 
 def finish(run: Run, workdir: Workdir, begin: float) -> str:
-    """Draws the plots; returns the last report, where everything is and what to type next."""
-    baseline, measure = draw(run, workdir), run.task.primary_metric(run.dataset)
+    """Draws the plots, and returns a summary of the run.
+
+    The summary has the last evaluation, the data, the files of the run, and commands to type next.
+
+    Args:
+      run: the run.
+      workdir: the run's.
+      begin: `time.perf_counter` at the start of the command.
+
+    Raises:
+      CheckpointError: data.json or provenance.json is damaged.
+    """
+    baseline, metric = draw(run, workdir), run.task.primary_metric(run.dataset)
     records = read_metrics(workdir.metrics)
     tokens = next((r["data/tokens"] for r in reversed(records) if "data/tokens" in r), 0)
     step = (steps(workdir.checkpoints) or [0])[-1]
     seconds = time.perf_counter() - begin
     lines = [f"Step {step}, {short(tokens)} tokens, {clock(seconds)} since the start."]
-    for split in (f"{SPLIT}_whole", SPLIT):  # of the whole where there is such a figure
-        tag = f"eval/{split}/{measure.name}"
+    for split in (f"{SPLIT}_whole", SPLIT):  # the whole split comes first
+        tag = f"eval/{split}/{metric.name}"
         values = [record[tag] for record in records if record.get(tag) is not None]
         if values:
-            beside = f" ({baseline[0]}: {baseline[1]:.3f})" if baseline else ""
-            lines.append(f"{SPLIT}: {values[-1]:.3f} {measure.title}{beside}")
+            comparison = f" ({baseline[0]}: {baseline[1]:.3f})" if baseline else ""
+            lines.append(f"{SPLIT}: {values[-1]:.3f} {metric.title}{comparison}")
             break
     lines += changes(workdir)
-    data = [
-        f"  {line}" for line in data_manifest.describe_splits(data_manifest.read(workdir).splits)
-    ]
-    data = ["", "What it read:", *data] if data else []
+    splits = data_manifest.describe_splits(data_manifest.read(workdir).splits)
+    data = ["", "What it read:", *(f"  {line}" for line in splits)] if splits else []
     return "\n".join([*_held_out_report(run, workdir), *lines, *data, *_places(run, workdir)])
 
 
 def changes(workdir: Workdir) -> list[str]:
-    """What became another run on the way, by --allow_config_change.
+    """Lists the config changes that the user allowed with --allow_config_change, a line each.
 
     Raises:
       CheckpointError: provenance.json is damaged.
@@ -129,7 +143,7 @@ def _places(run: Run, workdir: Workdir) -> list[str]:
     return [
         "",
         "Where it is:",
-        *(f"  {name:<12} {path}" for name, path in places.items() if _holds_something(path)),
+        *(f"  {name:<12} {path}" for name, path in places.items() if _has_content(path)),
         "",
         "What to type next:",
         *(f"  {command}" for command in commands),
@@ -137,16 +151,17 @@ def _places(run: Run, workdir: Workdir) -> list[str]:
 
 
 def _next_steps(run: Run, path: str) -> list[str]:
-    """Those of the task, on a split that there is."""
+    """Returns the task's commands, for the best held-out split that exists."""
     split = next((name for name in ("test", SPLIT, "train") if name in run.dataset.splits), "train")
-    return [step.replace("--split=test", f"--split={split}") for step in run.task.next_steps(path)]
+    commands = run.task.next_steps(path)
+    return [command.replace("--split=test", f"--split={split}") for command in commands]
 
 
-def _holds_something(path: Path) -> bool:
+def _has_content(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 def _held_out_report(run: Run, workdir: Workdir) -> list[str]:
-    """What the last evaluation of examples says, where it shows some."""
+    """Returns the text of the last evaluation if the task shows examples, else nothing."""
     path = workdir.evaluations / str(run.config.training.steps) / f"{SPLIT}.txt"
     return [untrusted.read_file(path).decode()] if run.task.shows_examples and path.exists() else []

@@ -106,7 +106,7 @@ class Session(OpenRun):
         self.resumed = self.cut_short = False
         batch = next(self.batches)
         if not self.program.prepared(batch):
-            self.progress.message("a batch of another length")
+            self.progress.message("compiling the step for a batch of another shape")
             with self.pause("compiling"):
                 self.program.prepare(batch)
         number = self.completed + 1
@@ -196,7 +196,7 @@ class Session(OpenRun):
             except NonFiniteError as error:
                 if not self.bad_steps.rolls_back:
                     raise
-                reason = "its update is not finite"
+                reason = "the update is not finite"
                 raise BadStep(self.completed, reason, str(error)) from error
         if wait:
             with self.pause("committing"):
@@ -224,7 +224,7 @@ class Session(OpenRun):
             self.writer.wait()
         if self.cut_short:
             step = max(self.completed, self.steps)
-            raise Preempted(f"saved at step {step}, not evaluated; run the same again")
+            raise Preempted(f"saved at step {step}, not evaluated; run the same command again")
         processes.wait_for_all("end")
 
     @contextlib.contextmanager

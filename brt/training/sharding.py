@@ -1,4 +1,4 @@
-"""What of a train state lies where."""
+"""Shardings of the train state."""
 
 import jax
 import numpy as np
@@ -15,25 +15,28 @@ from brt.training import replicas
 from brt.training.matrices import Axes, matrix_names, matrix_shape
 from brt.training.state import TrainState
 
-# Adafactor's moments of a matrix lack one of its axes: by size, the last or the one before it.
-_LACKS = {"v_row": -1, "v_col": -2}
+# Adafactor's factored moments lack one axis of the matrix, sorted by size: the last or second last.
+_DROPPED_AXIS = {"v_row": -1, "v_col": -2}
 
 
 def state_shardings(
     mesh: jax.sharding.Mesh, config: Config, state: TrainState, axes: Axes
 ) -> TrainState:
-    """The sharding of every leaf of a train state.
+    """Returns the sharding of every leaf of a train state.
 
     Args:
-      axes: of the parameters, see `parameter_axes`.
+      mesh: the run's.
+      config: the run's.
+      state: shapes and dtypes of the train state.
+      axes: names of the parameters' axes; see `parameter_axes`.
     """
     shapes = {name: leaf.shape for name, leaf in flatten_dict(state.params, sep="/").items()}
 
-    def of_optimizer(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    def optimizer_sharding(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         names = _moment_names(path, leaf.shape, axes, shapes)
         spec = rules.spec(names, leaf.shape, mesh)
-        if replicas.share_state(config.optimizer, mesh):
-            spec = replicas.share(names, leaf.shape, replicas.number(mesh))
+        if replicas.shards_optimizer(config.optimizer, mesh):
+            spec = replicas.shard_spec(names, leaf.shape, replicas.count(mesh))
         kind = "pinned_host" if config.optimizer.offload else None
         return NamedSharding(mesh, spec, memory_kind=kind)
 
@@ -41,7 +44,7 @@ def state_shardings(
     return TrainState(
         step=replicated(mesh),
         params=parameter_shardings(mesh, state.params, axes),
-        optimizer=jax.tree.map_with_path(of_optimizer, state.optimizer),
+        optimizer=jax.tree.map_with_path(optimizer_sharding, state.optimizer),
         carry=jax.tree.map(
             lambda leaf, names: NamedSharding(mesh, rules.spec(names, leaf.shape, mesh)),
             state.carry, carry_axes,
@@ -53,36 +56,47 @@ def state_shardings(
 def parameter_shardings(
     mesh: jax.sharding.Mesh, params: PyTree[jax.ShapeDtypeStruct], axes: Axes
 ) -> PyTree[NamedSharding]:
-    """That of every parameter."""
+    """Returns the sharding of every parameter, by the names of its axes."""
 
-    def of_parameter(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    def sharding_of(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         names = axes.get("/".join(key.key for key in path), (None,) * leaf.ndim)
         return NamedSharding(mesh, rules.parameter_spec(names, leaf.shape, mesh))
 
-    return jax.tree.map_with_path(of_parameter, params)
+    return jax.tree.map_with_path(sharding_of, params)
 
 
 def _moment_names(
     path: tuple, shape: tuple[int, ...], axes: Axes, shapes: dict[str, tuple[int, ...]]
 ) -> Names:
-    """The names of the axes of an optimizer's array, by where it is and by its shape.
+    """Names the axes of an array of the optimizer's state.
 
-    They are those of the parameter as a matrix, or of what is left of it.
+    The array belongs to the parameter whose name is in its path. It has the shape of that
+    parameter as a matrix, or lacks one axis of the matrix (Adafactor's factored moments).
+
+    Args:
+      path: path of the array in the optimizer's state.
+      shape: the array's.
+      axes: names of the parameters' axes, by path.
+      shapes: shapes of the parameters, by path.
+
+    Returns:
+      A name for each axis; None for an axis that is not sharded.
     """
     keys = [getattr(key, "key", getattr(key, "name", None)) for key in path]
-    whole: Names = (None,) * len(shape)
+    replicated: Names = (None,) * len(shape)
     if "matrices" in keys and len(shape) == 3:
         return ("matrices", None, None)
-    found = next((key for key in keys if key in shapes), None)
-    if found is None or found not in axes:
-        return whole
-    names, size = matrix_names(axes[found]), matrix_shape(axes[found], shapes[found])
+    parameter = next((key for key in keys if key in shapes), None)
+    if parameter is None or parameter not in axes:
+        return replicated
+    names = matrix_names(axes[parameter])
+    size = matrix_shape(axes[parameter], shapes[parameter])
     if size == shape:
-        return names if rules.is_cut(names) else whole
-    lacking = [_LACKS[key] for key in keys if key in _LACKS]
-    own = slice(int(names[:1] == ("layers",)), None)
-    if not lacking or len(size[own]) < 2:
-        return whole
-    dropped = int(np.argsort(size[own])[lacking[0]]) + own.start
-    left = (*names[:dropped], *names[dropped + 1 :])
-    return left if (*size[:dropped], *size[dropped + 1 :]) == shape else whole
+        return names if rules.is_cut(names) else replicated
+    factored = [_DROPPED_AXIS[key] for key in keys if key in _DROPPED_AXIS]
+    matrix = slice(int(names[:1] == ("layers",)), None)  # without the axis of stacked layers
+    if not factored or len(size[matrix]) < 2:
+        return replicated
+    dropped = int(np.argsort(size[matrix])[factored[0]]) + matrix.start
+    remaining = (*names[:dropped], *names[dropped + 1 :])
+    return remaining if (*size[:dropped], *size[dropped + 1 :]) == shape else replicated

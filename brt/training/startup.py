@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step."""
+"""Describes a run before its first step."""
 
 import jax
 
@@ -9,31 +9,33 @@ from brt.training.state import parameter_counts
 from brt.training.workdir import Workdir
 
 
-def line(run: Run, workdir: Workdir) -> str:
-    """Devices, parameters, tokens of a step and an epoch, memory, and where it writes.
+def describe(run: Run, workdir: Workdir) -> str:
+    """Describes a run in a line: devices, parameters, tokens, memory of the state, workdir.
 
-    Memory is that of the train state: activations come on top of it.
+    The memory does not include activations.
     """
-    total, rest = parameter_counts(run.abstract.params)
+    total, non_embedding = parameter_counts(run.abstract.params)
     tokens = run.reader.positions(run.reader.largest())
     padded = "at most " * (not float(tokens * run.reader.steps_per_epoch).is_integer())
     device, count = run.mesh.local_mesh.devices.flat[0], run.mesh.size
-    there = _memory(device)
-    of_memory = f" of {short(there)}B on each device" if there else ""
+    available = _memory(device)
+    of_memory = f" of {short(available)}B on each device" if available else ""
     return (
         f"{count} device{'s' * (count > 1)} ({device.device_kind}), {short(total)} parameters "
-        f"({short(rest)} without the embedding), {padded}{tokens:,} tokens a step, "
+        f"({short(non_embedding)} without the embedding), {padded}{tokens:,} tokens a step, "
         f"{short(tokens * run.reader.steps_per_epoch)} an epoch, train state "
         f"{short(tree_utils.required_bytes(run.abstract))}B{of_memory}, writes to {workdir.path}"
     )
 
 
 def idle_devices(run: Run) -> str:
-    """What would make use of devices that are not used, "" where all are."""
-    there, used = len(jax.devices()), run.mesh.size
-    return f"using {used} of {there} devices; Mesh.data = {there} would use all" * (there > used)
+    """Says which setting would use the idle devices; "" if no device is idle."""
+    available, used = len(jax.devices()), run.mesh.size
+    if used == available:
+        return ""
+    return f"using {used} of {available} devices; Mesh.data = {available} would use all"
 
 
 def _memory(device: jax.Device) -> int | None:
-    """Bytes that a device has for arrays; None where it does not say, as CPUs."""
+    """Returns the bytes that a device has for arrays; None if it does not say, as CPUs do not."""
     return (device.memory_stats() or {}).get("bytes_limit")

@@ -1,4 +1,4 @@
-"""What a run carries from step to step, and what it starts from."""
+"""The train state: everything that a training step changes."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -13,20 +13,20 @@ from jaxtyping import Array, Int, PyTree
 from brt import tasks
 from brt.config import Config
 
-EMBEDDINGS = (  # where models keep it
+EMBEDDINGS = (  # paths at which models keep their token embedding
     "embedding", "token_embed/embedding", "encoder/inputs/token_embed/embedding",
 )  # fmt: skip
 
 
 class TrainState(NamedTuple):
-    """Everything that changes in training, but for the data position, which is the step.
+    """Everything that changes in training. The position in the data follows from `step`.
 
     Attributes:
-      step: int32, finished steps.
-      params: float32, as the model names them.
-      optimizer: of `params`.
-      carry: caches and recurrent states of the lanes, where the model has any.
-      model_state: what is learned without gradients.
+      step: int32, number of completed steps.
+      params: float32 parameters, by the names of the model's modules.
+      optimizer: state of the optimizer.
+      carry: caches and recurrent states of all lanes; empty for models without any.
+      model_state: statistics that the model learns without gradients.
     """
 
     step: Int[Array, ""]
@@ -37,13 +37,18 @@ class TrainState(NamedTuple):
 
 
 def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:
-    """Parameters, each boxed with the names of its axes; `key` is that of the run's seed."""
+    """Returns new parameters, each boxed with the names of its axes.
+
+    Args:
+      config: the run's.
+      key: random key; None for that of Training.seed.
+    """
     key = jax.random.key(config.training.seed) if key is None else key
     return tasks.of(config).initial_params(config, key)
 
 
 def parameter_axes(config: Config) -> dict[str, tuple[str | None, ...]]:
-    """The names of every parameter's axes, by its path; none that has none."""
+    """Returns the names of the axes of all parameters that have such names, by path."""
     boxed = flatten_dict(jax.eval_shape(lambda: initial_params(config)), sep="/")
     return {k: box.names for k, box in boxed.items() if isinstance(box, nn.Partitioned)}
 
@@ -51,7 +56,13 @@ def parameter_axes(config: Config) -> dict[str, tuple[str | None, ...]]:
 def initial_state(
     config: Config, optimizer: optax.GradientTransformation, key: Array | None = None
 ) -> TrainState:
-    """Step 0. Traceable: `eval_shape` gives the shapes, `jit` the sharded arrays."""
+    """Returns the train state at step 0; can be traced by `jax.eval_shape` and `jax.jit`.
+
+    Args:
+      config: the run's.
+      optimizer: the run's.
+      key: random key; None for that of Training.seed.
+    """
     task, params = tasks.of(config), nn.meta.unbox(initial_params(config, key))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -63,13 +74,17 @@ def initial_state(
 
 
 def parameter_counts(params: PyTree) -> tuple[int, int]:
-    """All parameters, and those that are not the embedding; of arrays or of their shapes."""
+    """Counts all parameters, and those outside of the token embedding.
+
+    Args:
+      params: arrays, or their shapes.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     sizes = {jax.tree_util.keystr(path, simple=True, separator="/"): x.size for path, x in leaves}
-    return counts(sizes)
+    return counts_of_sizes(sizes)
 
 
-def counts(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """The same, of sizes by name."""
+def counts_of_sizes(sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Does the same as `parameter_counts`, for the sizes of parameters by path."""
     total = sum(sizes.values())
     return total, total - next((sizes[name] for name in EMBEDDINGS if name in sizes), 0)

@@ -1,4 +1,4 @@
-"""One training step: pure, of a state and a batch."""
+"""The training step, a pure function of the train state and a batch."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from brt.tasks.protocol import Aux
 from brt.training import replicas
 from brt.training.state import TrainState, parameter_axes
 
-# Purposes that randomness is folded with; numbers are part of a run's identity.
+# Folded into the random key for dropout. Another number would change the results of every run.
 DROPOUT = 1
 
 
@@ -22,11 +22,11 @@ class StepMetrics(NamedTuple):
     """Float32 scalars of one step.
 
     Attributes:
-      nats: summed over the scored tokens.
-      tokens: how many were scored.
-      gradient_norm: of the mean loss, before any clipping.
-      others: what the task has to log besides, by name.
-      skipped: 1 where the step changed nothing, else 0; None where it always does.
+      nats: cross-entropy, summed over the scored tokens.
+      tokens: number of scored tokens.
+      gradient_norm: norm of the gradients of the mean loss, before clipping.
+      others: further metrics of the task, by name.
+      skipped: 1 if the step left the state unchanged, else 0; None if steps are never skipped.
     """
 
     nats: Float[Array, ""]
@@ -36,44 +36,45 @@ class StepMetrics(NamedTuple):
     skipped: Float[Array, ""] | None = None
 
 
-def _accumulated(
+def _loss_and_gradients(
     state: TrainState, carry: PyTree[Array], batch: Any, key: Array, config: Config
 ) -> tuple[Aux, PyTree[Array]]:
-    """What the loss gives and its gradients, from microbatches of the lanes one after another."""
+    """Computes the loss and its gradients, accumulated over microbatches of the lanes."""
     loss = tasks.of(config).loss
 
     def of_microbatch(
         carry: PyTree[Array], model_state: PyTree[Array], batch: Any, key: Array
     ) -> tuple[Aux, PyTree[Array]]:
-        def of_params(params: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
+        def loss_of(params: PyTree[Array]) -> tuple[Float[Array, ""], Aux]:
             return loss(config, params, carry, model_state, batch, key)
 
-        (_, aux), gradients = jax.value_and_grad(of_params, has_aux=True)(state.params)
+        (_, aux), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         return aux, gradients
 
     count = config.training.gradient_accumulation
     if count == 1:
         return of_microbatch(carry, state.model_state, batch, key)
 
-    def cut(x: Array) -> Array:  # microbatch i takes lanes i::count: every device has its share
+    def split(x: Array) -> Array:
+        # Microbatch i takes the lanes i::count, so that every device has lanes of each microbatch.
         return jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
 
     def body(sums: tuple, microbatch: tuple) -> tuple[tuple, tuple]:
-        (model_state, *totals), (index, carry, piece) = sums, microbatch
-        own = jax.random.fold_in(key, index)
-        aux, gradients = of_microbatch(carry, model_state, piece, own)
+        (model_state, *totals), (index, carry, part) = sums, microbatch
+        part_key = jax.random.fold_in(key, index)
+        aux, gradients = of_microbatch(carry, model_state, part, part_key)
         totals = jax.tree.map(jnp.add, tuple(totals), (aux.nats, aux.count, gradients))
         return (aux.model_state, *totals), (aux.carry, aux.metrics)
 
     zero = jnp.zeros((), jnp.float32)
     sums = state.model_state, zero, zero, jax.tree.map(jnp.zeros_like, state.params)
-    pieces = jnp.arange(count), jax.tree.map(cut, carry), jax.tree.map(cut, batch)
-    (model_state, nats, tokens, gradients), (after, metrics) = jax.lax.scan(body, sums, pieces)
-    joined = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]), after)
-    return Aux(nats, tokens, joined, model_state, jax.tree.map(jnp.mean, metrics)), gradients
+    parts = jnp.arange(count), jax.tree.map(split, carry), jax.tree.map(split, batch)
+    (model_state, nats, tokens, gradients), (carries, metrics) = jax.lax.scan(body, sums, parts)
+    carry = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]), carries)
+    return Aux(nats, tokens, carry, model_state, jax.tree.map(jnp.mean, metrics)), gradients
 
 
-def _of_all_lanes(
+def _over_replicas(
     state: TrainState,
     carry: PyTree[Array],
     batch: Any,
@@ -81,28 +82,35 @@ def _of_all_lanes(
     config: Config,
     optimizer_shards: PyTree[PartitionSpec] | None,
 ) -> tuple[Aux, PyTree[Array]]:
-    """As `_accumulated`, of the lanes of all replicas, each with its share of the gradients; what
-    is learned without gradients may depend on all of them at once, and leaves it to the compiler.
-    """
-    if replicas.number() == 1 or jax.tree.leaves(state.model_state):
-        return _accumulated(state, carry, batch, key, config)
+    """Computes the loss and its gradients over the lanes of all replicas.
 
-    def own(params: PyTree[Array], carry: PyTree[Array], batch: Any, key: Array) -> tuple:
-        aux, gradients = _accumulated(state._replace(params=params), carry, batch, key, config)
+    A model state is learned from all lanes at once, so models that have one leave it to the SPMD
+    partitioner to distribute the computation.
+
+    Args:
+      optimizer_shards: specs of the gradients' shards; None if all replicas need all gradients.
+    """
+    if replicas.count() == 1 or jax.tree.leaves(state.model_state):
+        return _loss_and_gradients(state, carry, batch, key, config)
+
+    def of_replica(params: PyTree[Array], carry: PyTree[Array], batch: Any, key: Array) -> tuple:
+        replica_state = state._replace(params=params)
+        aux, gradients = _loss_and_gradients(replica_state, carry, batch, key, config)
         sums = aux.nats, aux.count, aux.metrics
         if optimizer_shards is None:
-            *sums, gradients = replicas.summed((*sums, gradients))
+            *sums, gradients = replicas.psum((*sums, gradients))
         else:
-            sums, gradients = replicas.summed(sums), replicas.summed(gradients, optimizer_shards)
+            sums, gradients = replicas.psum(sums), replicas.psum(gradients, optimizer_shards)
         nats, count, metrics = sums
-        means = jax.tree.map(lambda x: x / replicas.number(), metrics)
+        means = jax.tree.map(lambda x: x / replicas.count(), metrics)
         return (nats, count, means, gradients), aux.carry
 
-    whole, lanes = PartitionSpec(), replicas.lanes_of(carry, tasks.of(config).carry_axes(config))
-    (nats, count, metrics, gradients), carry = replicas.each(
-        own,
-        (whole, lanes, replicas.LANES, whole),
-        ((whole, whole, whole, optimizer_shards or whole), lanes),
+    replicated = PartitionSpec()
+    lanes = replicas.lane_specs(carry, tasks.of(config).carry_axes(config))
+    (nats, count, metrics, gradients), carry = replicas.shard_map(
+        of_replica,
+        (replicated, lanes, replicas.LANES, replicated),
+        ((replicated, replicated, replicated, optimizer_shards or replicated), lanes),
     )(state.params, carry, batch, key)
     return Aux(nats, count, carry, state.model_state, metrics), gradients
 
@@ -116,23 +124,33 @@ def train_step(
     config: Config,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, StepMetrics]:
-    """Reads one segment of every lane, or a batch of rows, and updates the parameters.
+    """Trains on one segment of every lane, or on a batch of rows.
 
-    The loss is the mean over what is scored of the whole batch. Gradients end where the carry
-    comes in, here and nowhere else. `key` is that of the run's seed at every step; as an argument
-    it leaves runs that differ in nothing else with the same program, compiled once.
+    The loss is the mean over all scored tokens of the batch. This function is the only place where
+    gradients with respect to the carry are cut.
 
     Args:
-      limit: of the loss, above which a step is skipped where Training.on_bad_step says so.
+      state: the train state before the step.
+      batch: arrays whose first axis is lanes or rows.
+      key: random key of Training.seed, the same at every step. It is an argument so that runs
+        which differ only in their seed share one compiled program.
+      limit: the loss above which the step is skipped; None if no loss is too high.
+      config: the run's.
+      optimizer: the run's.
+
+    Returns:
+      The train state after the step, and the metrics of the step.
     """
     key = jax.random.fold_in(jax.random.fold_in(key, DROPOUT), state.step)
     carry, params, optimizer_shards = jax.lax.stop_gradient(state.carry), state.params, None
-    if replicas.share_state(config.optimizer):
+    if replicas.shards_optimizer(config.optimizer):
         optimizer_shards = replicas.optimizer_shards(params, parameter_axes(config))
-    aux, gradients = _of_all_lanes(state, carry, batch, key, config, optimizer_shards)
+    aux, gradients = _over_replicas(state, carry, batch, key, config, optimizer_shards)
     with jax.named_scope("optimizer"):
         if optimizer_shards is not None:
-            params, gradients = (replicas.shared(x, optimizer_shards) for x in (params, gradients))
+            params, gradients = replicas.constrain(
+                (params, gradients), (optimizer_shards, optimizer_shards)
+            )
         gradients = jax.tree.map(lambda g: g / jnp.maximum(aux.count, 1.0), gradients)
         moments = state.optimizer
         if config.optimizer.offload:
@@ -143,12 +161,12 @@ def train_step(
             after = jax.device_put(after, jax.memory.Space.Host)
         params = optax.apply_updates(params, updates)
         if optimizer_shards is not None:
-            params = replicas.shared(
-                params, optimizer_shards
-            )  # and then gathered, as they lie in the state
+            # The updates are computed shard by shard. The output sharding of the step then gathers
+            # the parameters.
+            params = replicas.constrain(params, optimizer_shards)
     metrics = StepMetrics(aux.nats, aux.count, optax.tree.norm(gradients), aux.metrics)
-    learnt = tasks.of(config).settled(config, aux.model_state)
-    new = TrainState(state.step + 1, params, after, aux.carry, learnt)
+    model_state = tasks.of(config).settled(config, aux.model_state)
+    new = TrainState(state.step + 1, params, after, aux.carry, model_state)
     if skip:
         new, metrics = _unless_bad(state._replace(optimizer=moments), new, metrics, limit)
         if config.optimizer.offload:
@@ -160,12 +178,15 @@ def train_step(
 def _unless_bad(
     before: TrainState, new: TrainState, metrics: StepMetrics, limit: Array | None
 ) -> tuple[TrainState, StepMetrics]:
-    """The state before, but for the step, where loss, gradients or the new state are not finite."""
-    found = [x for x in jax.tree.leaves(new) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    finite = [jnp.isfinite(x).all() for x in (metrics.nats, metrics.gradient_norm, *found)]
+    """Returns the old state with the new step number if the step is bad, else the new state.
+
+    A step is bad if its loss, gradients or new state are not finite, or its loss exceeds `limit`.
+    """
+    floats = [x for x in jax.tree.leaves(new) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    finite = [jnp.isfinite(x).all() for x in (metrics.nats, metrics.gradient_norm, *floats)]
     good = jnp.stack(finite).all()
     if limit is not None:
         good &= metrics.nats / jnp.maximum(metrics.tokens, 1.0) <= limit
-    kept = jax.tree.map(lambda old, new: jnp.where(good, new, old), before, new)
-    kept = kept._replace(step=new.step)
-    return kept, metrics._replace(skipped=1.0 - good.astype(jnp.float32))
+    chosen = jax.tree.map(lambda old, new: jnp.where(good, new, old), before, new)
+    chosen = chosen._replace(step=new.step)
+    return chosen, metrics._replace(skipped=1.0 - good.astype(jnp.float32))

@@ -1,6 +1,6 @@
-"""Numbers of a run for Weights & Biases and MLflow, where Logging asks for it.
+"""Sends the metrics of a run to Weights & Biases and MLflow, if the section Logging names them.
 
-A resumed run goes on in the same place of theirs, which `trackers.json` remembers.
+A resumed run continues the same run of the service, whose id is stored in trackers.json.
 """
 
 import importlib
@@ -17,18 +17,18 @@ from brt.training.metrics import Tracker
 from brt.training.workdir import Workdir, write_json
 
 Warn = Callable[[str], object]
-Numbers = Mapping[str, float | int | None]
+Metrics = Mapping[str, float | int | None]
 
 
 class _Service:
-    """What both have in common: nothing that fails there stops a run.
+    """A tracking service, whose failures never stop a run.
 
     Args:
-      module: of the service.
-      warn: told once, after which the service gets nothing more.
+      module: the service's Python module.
+      warn: called once when the service fails; nothing is sent to it afterwards.
     """
 
-    name: str  # of the module, and of brt's extra
+    name: str  # name of the module, and of brt's extra that installs it
     _begin: Callable[[Config, Workdir, str | None], str]
     _log: Callable[[int, Mapping[str, float | int]], None]
     _end: Callable[[], None]
@@ -37,43 +37,48 @@ class _Service:
         self._module, self._warn, self._on = module, warn, True
 
     def refuses(self) -> str:
-        """The reason why this service could record nothing as it is set up here, or ''."""
+        """Returns the reason why the service cannot record anything on this machine, or ""."""
         return ""
 
-    def write(self, step: int, numbers: Numbers) -> None:
-        """Of what is finite."""
-        finite = {tag: value for tag, value in numbers.items() if value is not None}
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Sends metrics, without those that are not finite."""
+        finite = {tag: value for tag, value in metrics.items() if value is not None}
         self._tolerated(lambda: self._log(step, finite))
 
     def close(self) -> None:
-        """Ends the run there."""
+        """Ends the run of the service."""
         self._tolerated(self._end)
 
-    def begin(self, config: Config, workdir: Workdir, known: str | None) -> str | None:
-        """Opens a run, or goes on in the one that is `known`; returns its id."""
-        return self._tolerated(lambda: self._begin(config, workdir, known))
+    def begin(self, config: Config, workdir: Workdir, run_id: str | None) -> str | None:
+        """Starts a run of the service, or continues the one with this id.
+
+        Returns:
+          The id of the run; None if the service failed.
+        """
+        return self._tolerated(lambda: self._begin(config, workdir, run_id))
 
     def _tolerated(self, call: Callable[[], Any]) -> Any:
         try:
             return call() if self._on else None
-        except Exception as error:  # of a network, a login, a server: whatever they raise
+        except Exception as error:  # network, login and server raise errors of many classes
             self._on = False
-            self._warn(f"{self.name} is off: {' '.join(str(error).split())}; metrics.jsonl goes on")
+            reason = " ".join(str(error).split())
+            self._warn(f"{self.name} is off: {reason}; metrics.jsonl is still written")
             return None
 
 
 class _Wandb(_Service):
     name = "wandb"
 
-    def _begin(self, config: Config, workdir: Workdir, known: str | None) -> str:
+    def _begin(self, config: Config, workdir: Workdir, run_id: str | None) -> str:
         self._run = self._module.init(
-            project=config.logging.wandb_project, name=workdir.path.name, id=known,
+            project=config.logging.wandb_project, name=workdir.path.name, id=run_id,
             resume="allow", config=saved_json(config), dir=str(workdir.path),
         )  # fmt: skip
         return self._run.id
 
-    def _log(self, step: int, numbers: Mapping[str, float | int]) -> None:
-        self._run.log(dict(numbers), step=step)
+    def _log(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        self._run.log(dict(metrics), step=step)
 
     def _end(self) -> None:
         self._run.finish()
@@ -83,11 +88,11 @@ class _Mlflow(_Service):
     name = "mlflow"
 
     def refuses(self) -> str:
-        """A database or a directory is opened, while a server is asked nothing yet."""
+        """Opens the database or directory; a server is not contacted yet."""
         where = self._module.get_tracking_uri()
         try:
             self._module.MlflowClient()
-        except Exception as error:  # its own classes differ by version and kind of store
+        except Exception as error:  # MLflow's classes of errors differ by version and kind of store
             return (
                 f"MLflow cannot record at {where} ({' '.join(str(error).split())}); set "
                 "MLFLOW_TRACKING_URI to a server, http://HOST:PORT, or to a database, "
@@ -95,69 +100,83 @@ class _Mlflow(_Service):
             )
         return ""
 
-    def _begin(self, config: Config, workdir: Workdir, known: str | None) -> str:
+    def _begin(self, config: Config, workdir: Workdir, run_id: str | None) -> str:
         self._module.set_experiment(config.logging.mlflow_experiment)
-        run = self._module.start_run(run_id=known, run_name=workdir.path.name)
+        run = self._module.start_run(run_id=run_id, run_name=workdir.path.name)
         self._module.log_dict(saved_json(config), "config.json")
         return run.info.run_id
 
-    def _log(self, step: int, numbers: Mapping[str, float | int]) -> None:
-        self._module.log_metrics(dict(numbers), step=step)
+    def _log(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        self._module.log_metrics(dict(metrics), step=step)
 
     def _end(self) -> None:
         self._module.end_run()
 
 
 def requested(config: Config, warn: Warn) -> list[_Service]:
-    """The services that Logging names; nothing is told to them yet.
+    """Returns the services that Logging names, without starting a run of theirs.
+
+    Args:
+      config: the run's.
+      warn: called when a service fails later.
 
     Raises:
-      ConfigError: what one needs is not installed, or it could record nothing.
+      ConfigError: a service is not installed, or cannot record anything on this machine.
     """
-    names = {
+    settings = {
         "Logging.wandb_project": (config.logging.wandb_project, _Wandb),
         "Logging.mlflow_experiment": (config.logging.mlflow_experiment, _Mlflow),
     }
-    found = []
-    for setting, (value, service) in names.items():
+    services = []
+    for setting, (value, service_class) in settings.items():
         if not value:
             continue
         try:
-            module = importlib.import_module(service.name)
+            module = importlib.import_module(service_class.name)
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"{setting} = {value!r} needs the extra {service.name}: "
-                f"pip install 'brt[{service.name}]', or leave it out"
+                f"{setting} = {value!r} needs the extra {service_class.name}: "
+                f"pip install 'brt[{service_class.name}]', or leave it out"
             ) from error
-        made = service(module, warn)
-        if reason := made.refuses():
+        service = service_class(module, warn)
+        if reason := service.refuses():
             raise ConfigError(f"{setting} = {value!r}: {reason}")
-        found.append(made)
-    return found
-
-
-def start(config: Config, workdir: Workdir, warn: Warn) -> Sequence[Tracker]:
-    """Trackers for what is `requested`, begun, or gone on with; raises as that does.
-
-    Raises:
-      CheckpointError: trackers.json is damaged.
-    """
-    services, place = requested(config, warn), workdir.path / "trackers.json"
-    if not services:
-        return []
-    before = known(place)
-    ids = {s.name: s.begin(config, workdir, before.get(s.name)) for s in services}
-    write_json(place, before | {name: run for name, run in ids.items() if run})
+        services.append(service)
     return services
 
 
-def known(place: Path) -> dict[str, str]:
-    """What trackers.json remembers, by service; raises CheckpointError where it is damaged."""
+def start(config: Config, workdir: Workdir, warn: Warn) -> Sequence[Tracker]:
+    """Starts the services that Logging names, or continues their runs of an earlier start.
+
+    Args:
+      config: the run's.
+      workdir: the run's.
+      warn: called when a service fails.
+
+    Raises:
+      ConfigError: as `requested`.
+      CheckpointError: trackers.json is damaged.
+    """
+    services, file = requested(config, warn), workdir.path / "trackers.json"
+    if not services:
+        return []
+    earlier = read_ids(file)
+    ids = {s.name: s.begin(config, workdir, earlier.get(s.name)) for s in services}
+    write_json(file, earlier | {name: run_id for name, run_id in ids.items() if run_id})
+    return services
+
+
+def read_ids(file: Path) -> dict[str, str]:
+    """Reads the ids of runs in trackers.json, by service; {} if there is no file.
+
+    Raises:
+      CheckpointError: the file is damaged.
+    """
     try:
-        return untrusted.read_json(place, {str: str})
+        return untrusted.read_json(file, {str: str})
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{place} is damaged ({error}); delete it to begin new runs there"
+            f"{file} is damaged ({error}); delete it to begin new runs there"
         ) from error

@@ -1,4 +1,4 @@
-"""The directory of a run: its layout, its lock, and where the run came from."""
+"""The directory of a run: its layout, its lock, its provenance, and safe writes into it."""
 
 import contextlib
 import dataclasses
@@ -27,13 +27,13 @@ from brt.config_io import config_from_json
 from brt.errors import BrtError, CheckpointError, ConfigError, closing
 from brt.redaction import redacted
 
-_LONGEST_HOLDER = 500  # bytes that are read of a lock
+_LONGEST_HOLDER = 500  # most bytes that are read of a lock file
 _LIBRARIES = ("brt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 @dataclasses.dataclass(frozen=True)
 class Workdir:
-    """Paths of a run; nothing is created here."""
+    """Paths in the directory of a run; an instance creates nothing."""
 
     path: Path
 
@@ -63,7 +63,7 @@ class Workdir:
 
     @property
     def bad_batches(self) -> Path:
-        """Beside the checkpoints: all processes of a run read it."""
+        """Next to the checkpoints, because all processes of a run read it."""
         return self.checkpoints.parent / "bad_batches.jsonl"
 
     @property
@@ -97,7 +97,7 @@ class Workdir:
 
 @dataclasses.dataclass(frozen=True)
 class _Shadow(Workdir):
-    """Another directory with the checkpoints of a run, and its signs of life."""
+    """A temporary directory in place of a workdir, with its checkpoints and heartbeats."""
 
     shared: Workdir = Workdir(Path())
 
@@ -111,30 +111,31 @@ class _Shadow(Workdir):
 
 
 def create(path: Path) -> Workdir:
-    """Makes the directories of a run, new or resumed.
+    """Creates the directories of a run, unless they exist.
 
     Raises:
-      ConfigError: that cannot be, or something in a run's place is a link.
+      ConfigError: a directory cannot be created, or a path that a run writes to is a link.
       CheckpointError: the storage fails.
     """
     workdir = Workdir(path)
     with explained(path):
         path.mkdir(parents=True, exist_ok=True)
-        workdir.checkpoints.mkdir(exist_ok=True)  # which may be a link to another disk
-    for directory in _own_directories(workdir):
+        workdir.checkpoints.mkdir(exist_ok=True)  # may be a link to another disk
+    for directory in _directories(workdir):
         check_writable(directory, below=path)
     refuse_links(workdir)
     return workdir
 
 
 def check_writable(directory: Path, *, below: Path | None = None) -> None:
-    """Makes a directory, and removes what killed processes were writing there.
+    """Creates a directory, tests that it can be written, and removes files of killed processes.
 
     Args:
-      below: the workdir, in which no link is followed on the way.
+      directory: the directory.
+      below: the workdir, below which no component of the path may be a link; None for no limit.
 
     Raises:
-      ConfigError: it cannot be made, takes no file, or a part of it under `below` is a link.
+      ConfigError: the directory cannot be created or written, or is reached by a link.
       CheckpointError: the storage fails.
     """
     with explained(directory):
@@ -145,27 +146,27 @@ def check_writable(directory: Path, *, below: Path | None = None) -> None:
 
 
 def refuse_links(workdir: Workdir) -> None:
-    """Raises ConfigError for a link where a run writes; `checkpoints`, and those in it, may be.
+    """Raises ConfigError if a path that a run writes to is a link, except for checkpoints.
 
-    Others' code writes there too (TensorBoard, the profiler, trackers), and would follow it.
+    TensorBoard, the profiler and trackers write to the workdir too, and would follow links.
     """
     path = workdir.path
     with explained(path):
         top = [file for file in path.iterdir() if file.is_symlink() and _is_of_run(file.name)]
         inside = itertools.chain.from_iterable(
-            map(durable.links, (*_own_directories(workdir), workdir.heartbeat))
+            map(durable.links, (*_directories(workdir), workdir.heartbeat))
         )
         for link in itertools.chain(top, inside):
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(link))
 
 
-def _own_directories(workdir: Workdir) -> tuple[Path, ...]:
+def _directories(workdir: Workdir) -> tuple[Path, ...]:
     w = workdir
     return w.tokenizer, w.tensorboard, w.samples, w.evaluations, w.plots
 
 
 def _is_of_run(name: str) -> bool:
-    """Whether a run, or a tracker of it, writes to such a name in its workdir."""
+    """Returns True if a run, or its trackers, write to a path of this name in the workdir."""
     files = ("*.json", "*.jsonl", "*.txt", "*.gin", "*.md", "*.csv", ".*lock")
     directories = ("evaluations", "heartbeat", "plots", "samples", "slurm", "tensorboard")
     others = ("tokenizer", "wandb", "mlruns", "mlruns.db")
@@ -175,17 +176,22 @@ def _is_of_run(name: str) -> bool:
 
 @contextlib.contextmanager
 def shadow(workdir: Workdir) -> Iterator[Workdir]:
-    """A workdir with the same checkpoints and heartbeats, where all else that is written vanishes.
+    """Yields a temporary workdir that shares the checkpoints and heartbeats of a real one.
 
-    For all processes of a run but the one that writes.
+    Everything else that is written to it vanishes after the block. All processes of a run use a
+    shadow except for the first one, which writes the real workdir.
     """
-    with tempfile.TemporaryDirectory(prefix="brt-") as place:
-        create(Path(place))
-        yield _Shadow(Path(place), workdir)
+    with tempfile.TemporaryDirectory(prefix="brt-") as directory:
+        create(Path(directory))
+        yield _Shadow(Path(directory), workdir)
 
 
 def saved_config(path: Path | str) -> Config | None:
-    """The config of the run in a workdir, None where there is none."""
+    """Reads the config of the run in a workdir; None if there is no run.
+
+    Raises:
+      ConfigError: config.json cannot be read, or brt did not write it.
+    """
     file = Workdir(Path(path)).config_json
     try:
         return config_from_json(untrusted.read_json(file, {str: dict}))
@@ -199,17 +205,22 @@ def saved_config(path: Path | str) -> Config | None:
 
 @contextlib.contextmanager
 def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
-    """Holds the workdir for one trainer; the system lets go of it however the process ends.
+    """Locks a workdir for one trainer; the system releases the lock however the process ends.
+
+    Args:
+      workdir: the run's.
+      warn: called with a message if the previous trainer did not end in an orderly way, or if the
+        file system has no locks.
 
     Raises:
-      ConfigError: another trainer holds it, or the directory is not writable.
+      ConfigError: another trainer holds the lock, or the directory is not writable.
       CheckpointError: the storage fails.
     """
     path = workdir.path / ".lock"
     with contextlib.ExitStack() as stack:
         with explained(workdir.path):
             file = stack.enter_context(durable.open_file(path, "ab+", buffering=0))
-            holder = _taken(workdir, path, file, warn)
+            holder = _acquire(workdir, path, file, warn)
             if holder:
                 warn(_takeover(holder))
             file.truncate(0)
@@ -226,8 +237,8 @@ def lock(workdir: Workdir, warn: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _taken(workdir: Workdir, path: Path, file: IO, warn: Callable[[str], None]) -> str:
-    """Locks the file; returns what a trainer that did not empty it wrote there."""
+def _acquire(workdir: Workdir, path: Path, file: IO, warn: Callable[[str], None]) -> str:
+    """Locks the file; returns its text, which a trainer leaves behind if it is killed."""
     try:
         locked = locks.acquire(file)
     except BlockingIOError as error:
@@ -241,16 +252,20 @@ def _taken(workdir: Workdir, path: Path, file: IO, warn: Callable[[str], None]) 
 
 
 def _remove_partial_files(workdir: Workdir) -> None:
-    """Removes those of a trainer that was killed; others may be writing to `evaluations`."""
-    own = workdir.path, workdir.tokenizer, workdir.samples, workdir.plots, workdir.heartbeat
-    for path in itertools.chain.from_iterable(map(durable.partial_files, own)):
+    """Removes partial files of a killed trainer.
+
+    Other commands may be writing to `evaluations` now, so only abandoned files are removed there.
+    """
+    w = workdir
+    directories = w.path, w.tokenizer, w.samples, w.plots, w.heartbeat
+    for path in itertools.chain.from_iterable(map(durable.partial_files, directories)):
         path.unlink(missing_ok=True)
     for directory in (workdir.evaluations, *workdir.evaluations.glob("*")):
         durable.remove_abandoned(directory)
 
 
 def provenance() -> dict[str, Any]:
-    """What runs where, as JSON: versions, machine, devices, command, commit, time."""
+    """Returns versions, machine, devices, command, commit and time of this process, as JSON."""
     return {
         "command": redacted(sys.argv),
         "started": _now(),
@@ -270,29 +285,32 @@ def provenance() -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Any, *, below: Path | None = None) -> None:
-    """Writes a JSON file that is never seen half written; see `write_bytes`."""
+    """Writes a JSON file atomically; see `write_bytes`."""
     write_text(path, json.dumps(content, indent=1) + "\n", below=below)
 
 
 def write_text(path: Path, text: str, *, below: Path | None = None) -> None:
-    """Writes a text file that is never seen half written; see `write_bytes`."""
+    """Writes a text file atomically; see `write_bytes`."""
     write_bytes(path, text.encode(), below=below)
 
 
 def write_bytes(path: Path, content: bytes, *, below: Path | None = None) -> None:
-    """Writes a file that is never seen half written.
+    """Writes a file atomically, so that no reader sees half of it.
 
     Args:
-      below: the workdir, in which no link is followed on the way; None: the file's directory.
+      path: the file.
+      content: its bytes.
+      below: the workdir, below which no component of the path may be a link; None for the
+        directory of the file.
 
     Raises:
-      ConfigError: it cannot be written there.
-      CheckpointError: the storage fails, or does not permit it any more.
+      ConfigError: the file cannot be written at this place.
+      CheckpointError: the storage fails, or permission was withdrawn.
     """
     with explained(path):
         try:
             durable.write(path, content, below=below)
-        except PermissionError as error:  # of a directory that was found writable before
+        except PermissionError as error:  # the directory was writable when the run started
             raise CheckpointError(
                 f"cannot write to {path}: {error.strerror}; permit it again, then run again"
             ) from error
@@ -304,15 +322,15 @@ def _holder(file: IO) -> str:
 
 
 def _takeover(holder: str) -> str:
-    message = f"taking over from a trainer that ended without goodbye ({holder})"
+    message = f"taking over from a trainer that was killed ({holder})"
     if f" on {socket.gethostname()}, " not in holder:
-        message += "; it ran on another host, so make sure that it is gone"
+        message += "; it ran on another host, so make sure that it has ended"
     return message
 
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Raises ConfigError or CheckpointError, as `write_bytes` does, for an OSError in the block."""
+    """Turns an OSError of the block into a ConfigError or CheckpointError that names the path."""
     try:
         yield
     except OSError as error:
@@ -320,12 +338,15 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def _unwritable(path: Path, error: OSError) -> BrtError:
-    """Says what cannot be written; where the storage fails the same command will do later."""
+    """Returns the error for a path that cannot be written.
+
+    It is a CheckpointError if the storage fails, so that the same command may succeed later.
+    """
     if error.errno == errno.ELOOP:
         return ConfigError(
             f"cannot write to {path}: {error.filename} is a symbolic link, which is not followed "
-            "in a run's directory (checkpoints, and those in it, may be links); remove it, or put "
-            "there what it leads to"
+            "in a run's directory (checkpoints, and those in it, may be links); remove the "
+            "link, or replace it with its target"
         )
     if durable.no_room(error):
         why = f"{error.strerror} ({durable.shortage(path, error)})"
@@ -350,7 +371,7 @@ def _version(name: str) -> str | None:
 
 
 def _git(checkout: Path) -> dict[str, Any] | None:
-    """Commit of the checkout that brt runs from; None where it is installed or git is missing."""
+    """Returns the commit of the checkout that brt runs from; None without a checkout or git."""
     if not (checkout / ".git").exists():
         return None
 

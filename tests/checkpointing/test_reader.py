@@ -290,8 +290,8 @@ def test_a_checkpoint_of_other_shapes_of_old_is_refused_with_the_remedy(director
     manifest.write(directory / "3")
     with pytest.raises(
         CheckpointError,
-        match=r"^checkpoint 3 of .* was written by an older brt \(parameters before 'by head'\); "
-        r"train anew, or read it with the brt that wrote it \(its version is in provenance.json\)$",
+        match=r"^checkpoint 3 of .* was written by an older version of brt, whose parameters had "
+        r"other shapes; start a new run, or use the version that wrote it \(see provenance.json\)$",
     ):
         reader.restore(directory, abstract(state()))
     assert reader.restore(directory, abstract(state()), 2).step == 2
@@ -303,7 +303,7 @@ def test_a_model_before_matrices_were_heads_first_is_read_but_not_trained_on(
     meta = json.loads((directory / "3/meta.json").read_text())
     (directory / "3/meta.json").write_text(json.dumps(meta | {"format": 2}))
     manifest.write(directory / "3")
-    with pytest.raises(CheckpointError, match="its model can be used, but not trained on"):
+    with pytest.raises(CheckpointError, match="the model can be used, but its training cannot be resumed"):
         reader.restore(directory, abstract(state()))
     model = {"params": abstract(state())["params"]}
     assert reader.restore(directory, model, partial=True).step == 3
@@ -372,7 +372,7 @@ def test_what_is_not_finite_is_not_restored(
         careless.setattr(tree_utils, "not_finite", lambda leaves: [])
         writer.save(7, {"w": jnp.array([1.0, jnp.nan]), "v": jnp.ones(1)}, {})
     with pytest.raises(
-        NonFiniteError, match=rf"^checkpoint 7 of {tmp_path} is of no use: .* is in w; choose an"
+        NonFiniteError, match=rf"^checkpoint 7 of {tmp_path} cannot be used: .* is in w; choose an"
     ):
         reader.restore(tmp_path)
     assert reader.restore(tmp_path, {"v": jnp.ones(1)}, partial=True).step == 7

@@ -117,7 +117,7 @@ def test_what_a_resumed_run_must_not_change(
     other.write_text("other documents")
     message = refused(DataError, f"Data.train = '{other}'", workdir=resumed)
     assert "the training data are not those that" in message and "other.txt" in message
-    assert "has another Data.train" in capsys.readouterr().err
+    assert "differs from the checkpoint's: Data.train" in capsys.readouterr().err
     assert reader.steps(resumed / "checkpoints") == [16, 20, 24], "nothing is lost"
 
 

@@ -103,7 +103,7 @@ def test_inspection_shows_a_run(
     found = json.loads((tmp_path / "d.json").read_text())
     assert [entry["whole"] for entry in found["checkpoints"]] == [True, True, False]
     assert found["step"] == 20
-    with pytest.raises(CheckpointError, match=r"whole are \[16, 20\]$"):
+    with pytest.raises(CheckpointError, match=r"these are whole: \[16, 20\]$"):
         show(damaged, "--state_hash", "--step=24")
     assert capsys.readouterr().out == "", "no hash of another step"
     assert "step 16: " in show(damaged, "--step=16")

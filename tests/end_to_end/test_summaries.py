@@ -73,7 +73,7 @@ def gin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def summariser(commands: Commands, gin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = tmp_path_factory.mktemp("summariser") / "run"
     done = commands.run("train", f"--gin_file={gin}", f"--workdir={workdir}")
-    assert "a batch of another length" in done.err, "there are two lengths of documents"
+    assert "a batch of another shape" in done.err, "there are two lengths of documents"
     assert "5 documents; ROUGE, protocol hf" in done.out, "summaries beside their references"
     assert "reference" in done.out and "mine.jsonl" in done.out
     return workdir

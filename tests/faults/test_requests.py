@@ -20,7 +20,7 @@ def test_it_saves_now_and_stops_after_the_next_evaluation(processes: int, tmp_pa
     life = own.live(workdir, "Checkpoint.every = 1000")
     assert life.code == 75, life.said
     saved = int(re.search(r"checkpoint_now: step ([0-9]+) is saved", life.said)[1])
-    assert "stop_after_evaluation: the next one is the last" in life.said
+    assert "stop_after_evaluation: the run stops after the next evaluation" in life.said
     assert "stop_after_evaluation: step 4 is evaluated and saved" in life.said
     assert reader.steps(workdir / "checkpoints") == sorted({saved, 4})
     assert life.said.count("saved at step 4; run the same command again") == processes

@@ -16,5 +16,5 @@ def test_a_second_trainer_is_refused_and_harms_nothing(tmp_path: Path) -> None:
     assert second.code == 2 and "is in use by another trainer (process " in second.said
     first.kill()
     first.communicate()
-    assert "taking over from a trainer that ended without goodbye" in own.finish(workdir).said
+    assert "taking over from a trainer that was killed" in own.finish(workdir).said
     own.assert_as_if_nothing_had_been(workdir)

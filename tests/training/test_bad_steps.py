@@ -252,7 +252,10 @@ def test_too_many_bad_steps_stop_a_run(poisoned: Callable, tmp_path: Path) -> No
         config = with_training(on_bad_step=policy, max_bad_steps=2)
         path = tmp_path / policy
         for _ in range(2):  # and when it is started again
-            with pytest.raises(NonFiniteError, match=r"step 19: .*; 2 bad steps are all that Tr"):
+            with pytest.raises(
+                NonFiniteError,
+                match=r"step 19: .*; Training.max_bad_steps = 2 allows no more Tr",
+            ):
                 loop.train(config, path)
         assert [record["step"] for record in records(path)] == [10, 14]
         assert reader.steps(path / "checkpoints")[-1] <= 18
@@ -274,7 +277,7 @@ def test_a_row_that_overflows_in_every_epoch_is_left_out_of_each(
     assert set.intersection(*rows), "the one that overflows is in all of them"
     fewer = with_training(on_bad_step=policy, max_bad_steps=2, steps=90)
     for _ in range(2):
-        with pytest.raises(NonFiniteError, match=r"; 2 bad steps are all that"):
+        with pytest.raises(NonFiniteError, match=r"; Training.max_bad_steps = 2 allows no more"):
             loop.train(fewer, tmp_path / "fewer")
     assert records(tmp_path / "fewer") == found[:2]
 

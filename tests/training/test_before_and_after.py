@@ -33,12 +33,12 @@ def test_the_start_is_told_in_a_line(
 ) -> None:
     monkeypatch.setattr(startup, "_memory", lambda device: None)
     total = sum(leaf.size for leaf in jax.tree.leaves(run.abstract.params))
-    line = startup.line(run, workdir.Workdir(tmp_path))
+    line = startup.describe(run, workdir.Workdir(tmp_path))
     assert line.startswith(f"2 devices (cpu), {total / 1000:.1f}k parameters (")
     assert f"), {2 * LENGTH} tokens a step, {DOCUMENTS * LENGTH} an epoch, train state " in line
     assert line.endswith(f"kB, writes to {tmp_path}")
     monkeypatch.setattr(startup, "_memory", lambda device: 80_000_000_000)
-    assert "kB of 80.0GB on each device, " in startup.line(run, workdir.Workdir(tmp_path))
+    assert "kB of 80.0GB on each device, " in startup.describe(run, workdir.Workdir(tmp_path))
 
 
 def test_nothing_is_named_that_is_empty_or_absent(

@@ -65,7 +65,7 @@ def test_metadata_that_no_trainer_wrote_are_one_sentence(
 
 def test_prepared_data_are_read_whole_on_demand(tmp_path: Path) -> None:
     workdir = workdirs.create(tmp_path / "run")
-    with pytest.raises(DataError, match="run knows of no prepared data that are there"):
+    with pytest.raises(DataError, match="run names no prepared data that exist"):
         inspection.verify_data(workdir)
     for split in ("train", "test"):
         (tmp_path / split).write_text(f"the text of {split}")

@@ -98,7 +98,7 @@ def test_damaged_lines_are_named_and_the_file_is_kept(
     assert [line["step"] for line in lines(run)] == [step for step in steps if step not in lost]
     assert (run.path / "metrics.damaged_1.jsonl").read_bytes() == damaged
     (message,) = said
-    assert f"cannot read {shown};" in message and "it as metrics.damaged_1.jsonl" in message
+    assert f"cannot read {shown};" in message and "a copy is metrics.damaged_1.jsonl" in message
     MetricsWriter(run, 50, fail).close()  # says so once
     run.metrics.write_bytes(bytes(99))
     MetricsWriter(run, 50, said.append).close()
@@ -159,7 +159,7 @@ def test_training_goes_on_without_tensorboard(run: workdir.Workdir) -> None:
         writer.write(step, {"a": 1})
     writer.close()
     assert len(warnings) == 1
-    assert "TensorBoard is off" in warnings[0] and "metrics.jsonl goes on" in warnings[0]
+    assert "TensorBoard is off" in warnings[0] and "metrics.jsonl is still written" in warnings[0]
     assert len(lines(run)) == 2
 
 

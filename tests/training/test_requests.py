@@ -54,7 +54,7 @@ def test_the_next_evaluation_is_the_last(tmp_path: Path, stack: contextlib.ExitS
     assert not run.requests.stop_after_evaluation()
     run.touch("stop_after_evaluation")
     assert not run.requests.checkpoint() and not run.requests.checkpoint()
-    assert run.said == ["stop_after_evaluation: the next one is the last"], "once"
+    assert run.said == ["stop_after_evaluation: the run stops after the next evaluation"], "once"
     assert run.requests.stop_after_evaluation() and run.left() == ["stop_after_evaluation"]
     run.requests.stop_after_evaluation_done(8)
     assert run.said[1:] == ["stop_after_evaluation: step 8 is evaluated and saved"]

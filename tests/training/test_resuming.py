@@ -50,7 +50,9 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(run: Workdir, how
         run.checkpoints.symlink_to("nowhere")
     elif how == "another name":
         run.checkpoints.mkdir()
-    with pytest.raises(CheckpointError, match=r"run was saved at step 10, but .*; put them back"):
+    with pytest.raises(
+        CheckpointError, match=r"run was saved at step 10, but .*; put the checkpoints back"
+    ):
         checkpoints.newest(run.path)
 
 

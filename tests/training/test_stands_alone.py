@@ -180,7 +180,7 @@ def test_a_copied_run_writes_and_is_exported_without_its_data(
     if make is summariser:
         from brt.training import exports
 
-        exported = exports.of_directory(run.workdir)
+        exported = exports.export(run.workdir)
         (run.workdir / "hf").mkdir()
         assert exported.copy_tokenizer(run.workdir / "hf") == ["spiece.model"]
 
@@ -255,7 +255,9 @@ def test_an_old_run_says_how_it_gets_its_tokenizer(trained: Callable, moved: Cal
     run = trained(language_model)
     shutil.rmtree(run.workdir / "tokenizer")
     (run.workdir / "data.json").unlink()
-    remedy = rf"{run.workdir} does not hold its tokenizer, .*; type python -m brt.train --workdir="
+    remedy = (
+        rf"{run.workdir} does not contain its tokenizer, .*; type python -m brt.train --workdir="
+    )
     with pytest.raises(CheckpointError, match=remedy):
         written(run.workdir)
     loop.train(run.config, run.workdir)

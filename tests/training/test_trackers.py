@@ -107,7 +107,7 @@ def test_a_service_that_fails_is_off_after_one_warning(
     for step in (1, 2):
         writer.write(step, {"train/loss": 0.5})
     writer.close()
-    assert said == ["wandb is off: the network is gone; metrics.jsonl goes on"]
+    assert said == ["wandb is off: the network is gone; metrics.jsonl is still written"]
     assert [step for step, _ in services["mlflow"].told] == [1, 2]
     assert [r["step"] for r in read_metrics(run.metrics)] == [1, 2]
 

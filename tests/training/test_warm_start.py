@@ -161,8 +161,8 @@ def test_a_run_starts_from_the_weights_and_says_what_is_new(
     expected = drawn(run.config.encoder, MASKED, seed=1)
     jax.tree.map(np.testing.assert_array_equal, flat(state.params), flat(expected))
     assert said == [
-        f"new, as {masked} lacks them: head/a, head/b",
-        f"of {masked} this model has no place for: old",
+        f"initialized, because {masked} lacks them: head/a, head/b",
+        f"not used, because this model lacks them: of {masked} old",
     ]
 
     def broken(*given: Any) -> Started:

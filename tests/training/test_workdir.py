@@ -60,7 +60,7 @@ def test_a_second_trainer_is_refused_and_a_killed_one_frees_the_workdir(tmp_path
     with workdir.lock(run, messages.append):
         pass
     assert len(messages) == 1
-    assert f"ended without goodbye (process {process.pid} on " in messages[0]
+    assert f"that was killed (process {process.pid} on " in messages[0]
     assert "another host" not in messages[0]
 
 
@@ -91,7 +91,7 @@ def test_a_lock_left_on_another_host_is_taken_with_a_warning(tmp_path: Path) -> 
     messages: list[str] = []
     with workdir.lock(workdir.create(tmp_path), messages.append):
         pass
-    assert "it ran on another host, so make sure that it is gone" in messages[0]
+    assert "it ran on another host, so make sure that it has ended" in messages[0]
 
 
 def test_a_workdir_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:

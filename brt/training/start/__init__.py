@@ -1,1 +1,1 @@
-"""What a run starts from: a checkpoint, its config, its data, a trained model or its weights."""
+"""Everything that a run starts from: a checkpoint, its config, its data, or other weights."""

@@ -72,7 +72,7 @@ def newest(path: Path, warned: Collection[str] = ()) -> VerifiedCheckpoint | Non
     if not checkpoint:
         raise CheckpointError(
             f"{path} was saved at step {last}, but there is no checkpoint in {directory}; put "
-            "them back, or choose another --workdir to train anew"
+            "the checkpoints back, or choose another --workdir to start a new run"
         )
     if not checkpoint.problems:  # `find` has already warned of damaged checkpoints
         reader.warn_on_stderr(

@@ -69,7 +69,7 @@ def check_resumable(
     }
     if refused:
         flags = " ".join(f"--allow_config_change={name}" for name in refused)
-        anyway = "" if allowed is None else f"; to go on with it as another run, add {flags}"
+        anyway = "" if allowed is None else f"; to continue as a different run, add {flags}"
         raise ConfigError(
             f"this workdir holds another run: {'; '.join(refused.values())}; set it back, or "
             f"choose another --workdir{anyway}"
@@ -98,9 +98,9 @@ def compare(
     arrays = tree_utils.describe(tree_utils.named(abstract))
     if names and (differences := tree_utils.differences(checkpoint.meta["arrays"], arrays)):
         raise ConfigError(
-            f"{' and '.join(names)} cannot change in a run, even so: the shapes of what "
-            f"is saved change with it ({reader.join(differences)}); set it back, or choose another "
-            "--workdir"
+            f"{' and '.join(names)} cannot change in a run, not even with "
+            f"--allow_config_change, because the shapes of saved arrays would change "
+            f"({reader.join(differences)}); set it back, or choose another --workdir"
         )
     return ConfigChanges(lines, names)
 

@@ -80,9 +80,9 @@ def read_tokenizer(workdir: Workdir, task: Task, fingerprint: str) -> Tokenizer:
     files = [path for path in workdir.tokenizer.glob("*") if not path.name.startswith(".")]
     if len(files) != 1:
         raise CheckpointError(
-            f"{workdir.path} does not hold its tokenizer, as runs of older versions do not; type "
-            f"python -m brt.train --workdir={workdir.path} where its training data are, which "
-            f"writes {workdir.tokenizer} and goes on"
+            f"{workdir.path} does not contain its tokenizer, which older versions did not store; "
+            f"type python -m brt.train --workdir={workdir.path} where its training data are, which "
+            f"writes {workdir.tokenizer} and resumes the run"
         )
     tokenizer = task.load_tokenizer(files[0])
     if tokenizer.fingerprint != fingerprint:
@@ -100,7 +100,7 @@ def wrong_tokenizer(workdir: Workdir, expected: str, actual: Tokenizer) -> Check
     """
     return CheckpointError(
         f"{workdir.path} was trained with another tokenizer than {actual.name} "
-        f"({expected[:_HASH]}, not {actual.fingerprint[:_HASH]}); evaluate it with the one it knows"
+        f"({expected[:_HASH]}, not {actual.fingerprint[:_HASH]}); use its own tokenizer"
     )
 
 

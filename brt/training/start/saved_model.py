@@ -153,7 +153,7 @@ def open_split(model: SavedModel, split: str) -> Dataset:
     if name != getattr(trained, "tokenizer", ""):
         raise ConfigError(
             f"{model.workdir.path} was trained with another tokenizer than "
-            f"{type(requested).__name__}.tokenizer = {name!r}; evaluate it with the one it knows"
+            f"{type(requested).__name__}.tokenizer = {name!r}; use its own tokenizer"
         )
     same_data = trained == requested
     manifest = data_manifest.read(model.workdir) if same_data else DataManifest()

@@ -78,7 +78,7 @@ def test_a_run_becomes_a_checkpoint_of_roberta(
 ) -> None:
     without_transformers(monkeypatch)
     workdir = run(attention=Attention(kind="improved_clustered", clusters=4, top_k=4))
-    lines = list(convert.to_hf(exports.of_directory(workdir), tmp_path / "theirs", verified=True))
+    lines = list(convert.to_hf(exports.export(workdir), tmp_path / "theirs", verified=True))
     text = "\n".join(lines)
     assert "roberta for masked_language_modeling, 1 layers, width 12, 30 positions" in text
     assert "tokenizer: no files" in lines
@@ -90,7 +90,7 @@ def test_a_run_becomes_a_checkpoint_of_roberta(
     assert settings["architectures"] == ["RobertaForMaskedLM"]
     assert (settings["vocab_size"], settings["max_position_embeddings"]) == (257, 32)
     own, (again, arrays, imported) = (
-        exports.of_directory(workdir).model,
+        exports.export(workdir).model,
         roberta.read(tmp_path / "theirs"),
     )
     assert imported.initialised == imported.unexpected == []
@@ -119,11 +119,7 @@ def test_what_roberta_lacks_is_refused_and_nothing_is_written(
     run: Callable, tmp_path: Path, settings: dict, sentence: str
 ) -> None:
     with pytest.raises(CheckpointError, match=sentence):
-        list(
-            convert.to_hf(
-                exports.of_directory(run(**settings)), tmp_path / "theirs", verified=False
-            )
-        )
+        list(convert.to_hf(exports.export(run(**settings)), tmp_path / "theirs", verified=False))
     assert not (tmp_path / "theirs").exists()
 
 
@@ -132,7 +128,7 @@ def test_a_sentencepiece_model_comes_along(
 ) -> None:
     kept = SimpleNamespace(name="my.model", file=("tokenizer.model", b"pieces"))
     monkeypatch.setattr(saved_model, "tokenizer", lambda model: kept)
-    lines = list(convert.to_hf(exports.of_directory(run()), tmp_path / "theirs", verified=False))
+    lines = list(convert.to_hf(exports.export(run()), tmp_path / "theirs", verified=False))
     assert "tokenizer: tokenizer.model" in lines
     assert (tmp_path / "theirs/tokenizer.model").read_bytes() == b"pieces"
 
@@ -143,5 +139,5 @@ def test_transformers_computes_the_same(run: Callable, tmp_path: Path) -> None:
     """The test needs torch and transformers and is skipped without them."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    lines = list(convert.to_hf(exports.of_directory(run()), tmp_path / "theirs", verified=True))
+    lines = list(convert.to_hf(exports.export(run()), tmp_path / "theirs", verified=True))
     assert any(line.startswith("logits against transformers: largest") for line in lines)
