@@ -303,7 +303,9 @@ def test_a_model_before_matrices_were_heads_first_is_read_but_not_trained_on(
     meta = json.loads((directory / "3/meta.json").read_text())
     (directory / "3/meta.json").write_text(json.dumps(meta | {"format": 2}))
     manifest.write(directory / "3")
-    with pytest.raises(CheckpointError, match="the model can be used, but its training cannot be resumed"):
+    with pytest.raises(
+        CheckpointError, match="the model can be used, but its training cannot be resumed"
+    ):
         reader.restore(directory, abstract(state()))
     model = {"params": abstract(state())["params"]}
     assert reader.restore(directory, model, partial=True).step == 3
