@@ -228,8 +228,7 @@ def main(
             raise
         code = 128 + 13  # what a shell reports for SIGPIPE
     except Exception as error:
-        storage = isinstance(error, OSError) and durable.storage_fails(error)
-        if storage or isinstance(error, PermissionError):
+        if isinstance(error, OSError) and durable.storage_refuses(error):
             code = _say(f"error: {_of_storage(error)}", CheckpointError.exit_code)
         elif allocator.exhausted(error):
             code = _say(f"error: {_OUT_OF_MEMORY}", ConfigError.exit_code)

@@ -37,6 +37,11 @@ def storage_fails(error: BaseException) -> bool:
     return getattr(error, "errno", None) in _FAILING
 
 
+def storage_refuses(error: BaseException) -> bool:
+    """Whether the storage fails, or denies access that it granted before the work began."""
+    return storage_fails(error) or isinstance(error, PermissionError)
+
+
 def remedy(error: BaseException) -> str:
     """What to do about an error of the storage."""
     return "make room there" if no_room(error) else "see to the disk"

@@ -70,11 +70,16 @@ def reader_is_gone() -> bool:
 
 
 def check_files(flags: Mapping[str, Any]) -> None:
-    """Raises as `explained` does for a file that could not be written in the end."""
+    """Checks, before a command works, that the files which its flags name can be written.
+
+    Raises:
+      ConfigError: one cannot be written, for instance because access is denied.
+      OSError: the storage fails.
+    """
     for flag in sorted(FLAGS & flags.keys()):
         if not (path := flags[flag] and Path(flags[flag])):
             continue
-        with explained(flag, path):
+        try:
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             if durable.is_regular_or_new(path):
@@ -83,22 +88,30 @@ def check_files(flags: Mapping[str, Any]) -> None:
                 durable.remove_abandoned(Path(place))
             elif not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            if durable.storage_fails(error):
+                raise
+            raise _unwritable(flag, path, error) from error
 
 
 @contextlib.contextmanager
 def explained(flag: str, path: str | Path) -> Iterator[None]:
-    """A block that writes the file which a flag names.
+    """A block that writes the file which a flag names, and which `check_files` has checked.
 
     Raises:
       ConfigError: it cannot be written there.
-      OSError: the storage fails, or nobody reads any more.
+      OSError: the storage fails or denies access by now, or nobody reads any more.
     """
     try:
         yield
     except OSError as error:
-        if durable.storage_fails(error) or _is_stdout_gone(path, error):
+        if durable.storage_refuses(error) or _is_stdout_gone(path, error):
             raise
-        raise ConfigError(f"--{flag}={path} cannot be written: {error.strerror}") from error
+        raise _unwritable(flag, path, error) from error
+
+
+def _unwritable(flag: str, path: str | Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--{flag}={path} cannot be written: {error.strerror}")
 
 
 def _is_stdout_gone(path: str | Path, error: OSError) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from brt import __version__, command_line, evaluate, generate
+from brt import __version__, command_line, durable, evaluate, generate
 from brt.bindings import Resolved
 from brt.config import Config, Training
 from brt.config_io import FIELDS, SECTION_TYPES, configs_directory
@@ -437,6 +437,17 @@ def test_a_result_that_could_not_be_written_is_refused_before_any_work(
     with pytest.raises(ConfigError, match=f"^{flag} cannot be written: {reason}$"):
         (evaluate if "json" in flag else generate).parser().parse_args([flag])
     assert not list(Path().iterdir())
+
+
+def test_access_that_is_denied_after_the_check_is_a_failure_of_the_storage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def deny(path: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(durable, "named_by_user", deny)
+    with pytest.raises(PermissionError):
+        command_line.write_json("x.json", {}, None)
 
 
 def test_a_disk_that_fails_is_exit_code_4_and_one_sentence(

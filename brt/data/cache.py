@@ -73,7 +73,9 @@ def prepared(
     }
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     directory = cache_directory(section) / key[:32] if output is None else Path(output)
-    if not _occupied(directory):
+    if _occupied(directory):
+        manifests.remove_abandoned(directory)
+    else:
         where = f"{type(section).__name__}.cache_dir" if output is None else ""
         with manifests.atomic_directory(directory, setting=where) as temporary:
             described = build(temporary, facts)

@@ -5,6 +5,7 @@ import glob
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -87,7 +88,8 @@ def atomic_directory(
 ) -> Iterator[Path]:
     """Creates a temporary directory that is renamed to `directory` when the block succeeds.
 
-    Temporary directories that killed processes left next to it are deleted first.
+    Temporary directories that killed processes left next to it are deleted first
+    (`remove_abandoned`).
 
     Args:
       directory: the final directory; symbolic links are followed.
@@ -98,33 +100,51 @@ def atomic_directory(
 
     Raises:
       DataError: the directory cannot be created.
+      OSError: the storage fails, or it denies access that it granted when the block began. If
+        `directory` is not shared, it does not exist then, so the command can be run again.
     """
-    explained = explained or partial(_explained, setting=setting)
+    begins = explained or partial(_explained, setting=setting)
+    ends = explained or partial(_explained, setting=setting, refused=durable.storage_refuses)
     with contextlib.ExitStack() as stack:
-        with explained(directory):
+        with begins(directory):
             directory = Path(os.path.realpath(directory))
             directory.parent.mkdir(parents=True, exist_ok=True)
-            _clean(directory)
+            remove_abandoned(directory)
             place = _held_directory(directory, stack)
             content = place / directory.name
             content.mkdir()
         yield content
-        with explained(directory):
+        with ends(directory):
             durable.sync_tree(content)
-            try:
-                content.rename(directory)  # This replaces only an empty directory.
-            except OSError:
-                if not (shared and directory.exists()):
-                    raise
-            durable.sync(directory.parent)
+            _rename(content, directory, shared)
+
+
+def _rename(content: Path, directory: Path, shared: bool) -> None:
+    """Renames a complete directory; if the name cannot be made durable, removes the name again."""
+    try:
+        content.rename(directory)  # This replaces only an empty directory.
+    except OSError:
+        if not (shared and directory.exists()):
+            raise
+    try:
+        durable.sync(directory.parent)
+    except OSError:
+        if not shared:
+            with contextlib.suppress(OSError):  # The first error is raised.
+                directory.rename(content)
+        raise
 
 
 @contextlib.contextmanager
-def _explained(directory: Path, setting: str = "") -> Iterator[None]:
+def _explained(
+    directory: Path,
+    setting: str = "",
+    refused: Callable[[BaseException], bool] = durable.storage_fails,
+) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        if durable.storage_fails(error):
+        if refused(error):
             raise
         reason = getattr(error, "strerror", None) or error
         remedy = f"set {setting} to" if setting else "name"
@@ -138,8 +158,8 @@ def _held_directory(directory: Path, stack: contextlib.ExitStack) -> Path:
     while True:
         place = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         with contextlib.ExitStack() as own:
-            own.callback(shutil.rmtree, place, ignore_errors=True)
-            # Until the lock is held, `_clean` of another process may delete the new directory.
+            own.callback(_remove_or_warn, place)
+            # Until the lock is held, another process may delete the new directory.
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
                 held = own.enter_context(open(place / _HELD, "w"))
                 locks.acquire(held)
@@ -148,8 +168,13 @@ def _held_directory(directory: Path, stack: contextlib.ExitStack) -> Path:
                     return place
 
 
-def _clean(directory: Path) -> None:
-    """Deletes temporary directories that no process uses any more, and empty ones."""
+def remove_abandoned(directory: Path) -> None:
+    """Deletes temporary directories next to `directory` that no process uses, as far as it can.
+
+    Args:
+      directory: a directory that `atomic_directory` created or will create.
+    """
+    directory = Path(os.path.realpath(directory))
     parent = directory.parent
     for place in parent.glob(f".{glob.escape(directory.name)}.????????"):
         with contextlib.suppress(OSError):  # The directory is not empty or no longer exists.
@@ -159,13 +184,32 @@ def _clean(directory: Path) -> None:
         with contextlib.suppress(OSError):
             with durable.open_file(path, "r+b", below=parent) as file:
                 if locks.acquire(file):
-                    shutil.rmtree(path.parent, ignore_errors=True)
+                    _remove(path.parent)
 
 
-@contextlib.contextmanager
-def new_directory(directory: Path) -> Iterator[Path]:
-    """Like `atomic_directory`, but raises DataError if the directory exists and is not empty."""
-    if directory.exists() and any(directory.iterdir()):
+def _remove(place: Path) -> None:
+    """Deletes a temporary directory; deletes the file that marks it as temporary last."""
+    for path in place.iterdir():
+        if path.name != _HELD:
+            shutil.rmtree(path)
+    shutil.rmtree(place)
+
+
+def _remove_or_warn(place: Path) -> None:
+    try:
+        _remove(place)
+    except FileNotFoundError:  # Another process has deleted it.
+        pass
+    except OSError as error:
+        print(
+            f"warning: {place} cannot be removed: {error.strerror}; "
+            "the same command removes it when it is run again",
+            file=sys.stderr,
+        )
+
+
+def make_empty(directory: Path) -> None:
+    """Creates a directory for a store; raises DataError if it exists and is not empty."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
         raise DataError(f"{directory} is not empty; name another directory")
-    with atomic_directory(directory, shared=False) as temporary:
-        yield temporary

@@ -125,6 +125,8 @@ def write(
 ) -> TokenStore:
     """Tokenizes documents into a new store, chunk by chunk.
 
+    A store that is not finished cannot be opened; callers fill an `atomic_directory`.
+
     Args:
       directory: where to write.
       documents: the documents.
@@ -136,43 +138,43 @@ def write(
       DataError: there is no document, a document cannot be read, or `directory` is not empty.
     """
     directory = Path(directory)
-    with manifests.new_directory(directory) as temporary:
-        dtype = ids_dtype(tokenizer.vocab_size)
-        rows, names, unknown = [], [], 0
-        with open(temporary / "tokens.bin", "wb") as file:
-            for document in documents:
-                lost = losses.Losses(tokenizer)
-                count = _Counter(progress, lost)
-                tokens = 0
-                for ids in tokenizer.encode_chunks(count.through(document.chunks)):
-                    file.write(np.asarray(ids, dtype).data)
-                    tokens += len(ids)
-                    lost.tokens(np.asarray(ids))
-                unknown += lost.unknown
-                rows.append((tokens, count.bytes, count.characters, count.words, lost.lost))
-                names.append(document.name)
-        if not rows:
-            raise DataError(f"there is no document for {directory.name}")
-        lengths, *counts = np.array(rows, np.int64).T
-        known = (*_COLUMNS, "lost")
-        columns = dict(zip(known, [np.r_[0, np.cumsum(lengths)], *counts], strict=True))
-        facts = {
-            "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
-            "vocab_size": tokenizer.vocab_size,
-            "bos_id": tokenizer.bos_id,
-            "dtype": dtype.str,
-            "documents": len(rows),
-            "tokens": int(lengths.sum()),
-            **{name: int(columns[name].sum()) for name in ("bytes", "characters", "words")},
-            "lost_bytes": int(columns["lost"].sum()),
-            "unknown_tokens": unknown,
-            **(settings or {}),
-        }
-        identity = columns["offsets"].astype("<i8").tobytes() + tokenizer.fingerprint.encode()
-        store.finish(
-            temporary, {"names": names, **columns}, facts, files=("tokens.bin",),
-            identity=identity, npz="documents.npz",
-        )  # fmt: skip
+    manifests.make_empty(directory)
+    dtype = ids_dtype(tokenizer.vocab_size)
+    rows, names, unknown = [], [], 0
+    with open(directory / "tokens.bin", "wb") as file:
+        for document in documents:
+            lost = losses.Losses(tokenizer)
+            count = _Counter(progress, lost)
+            tokens = 0
+            for ids in tokenizer.encode_chunks(count.through(document.chunks)):
+                file.write(np.asarray(ids, dtype).data)
+                tokens += len(ids)
+                lost.tokens(np.asarray(ids))
+            unknown += lost.unknown
+            rows.append((tokens, count.bytes, count.characters, count.words, lost.lost))
+            names.append(document.name)
+    if not rows:
+        raise DataError(f"there is no document for {directory.name}")
+    lengths, *counts = np.array(rows, np.int64).T
+    known = (*_COLUMNS, "lost")
+    columns = dict(zip(known, [np.r_[0, np.cumsum(lengths)], *counts], strict=True))
+    facts = {
+        "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
+        "vocab_size": tokenizer.vocab_size,
+        "bos_id": tokenizer.bos_id,
+        "dtype": dtype.str,
+        "documents": len(rows),
+        "tokens": int(lengths.sum()),
+        **{name: int(columns[name].sum()) for name in ("bytes", "characters", "words")},
+        "lost_bytes": int(columns["lost"].sum()),
+        "unknown_tokens": unknown,
+        **(settings or {}),
+    }
+    identity = columns["offsets"].astype("<i8").tobytes() + tokenizer.fingerprint.encode()
+    store.finish(
+        directory, {"names": names, **columns}, facts, files=("tokens.bin",),
+        identity=identity, npz="documents.npz",
+    )  # fmt: skip
     return TokenStore.open(directory)
 
 

@@ -53,7 +53,7 @@ class Progress:
         try:
             self._log = durable.open_file(log, "a")
         except OSError as error:
-            if durable.storage_fails(error) or isinstance(error, PermissionError):
+            if durable.storage_refuses(error):
                 raise  # the other files of the run are on the same disk
             self.message(f"warning: {log} cannot be written: {error.strerror}")
         if bar if bar is not None else _has_width(self._stream):

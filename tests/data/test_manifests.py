@@ -1,14 +1,17 @@
 """A directory is there, whole and for good, or it is not; nothing else stays."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from brt import durable
 from brt.data import manifests
 from brt.errors import DataError
 
@@ -60,14 +63,14 @@ def test_all_of_it_is_on_the_disk_before_it_has_its_name(
 def test_a_link_that_the_user_names_is_gone_through(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "data").symlink_to(tmp_path / "disk")
-    with manifests.new_directory(tmp_path / "data") as place:
+    with manifests.atomic_directory(tmp_path / "data") as place:
         (place / "tokens.bin").touch()
     assert (tmp_path / "data").is_symlink() and names(tmp_path / "disk") == ["tokens.bin"]
 
 
 def test_a_new_directory_that_somebody_else_made_meanwhile_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="'.*new' cannot be created: Directory not empty; name a"):
-        with manifests.new_directory(tmp_path / "new"):
+        with manifests.atomic_directory(tmp_path / "new", shared=False):
             (tmp_path / "new").mkdir()
             (tmp_path / "new/theirs").touch()
     assert names(tmp_path / "new") == ["theirs"]
@@ -157,3 +160,71 @@ def test_a_directory_that_could_not_be_held_or_removed_is_gone_with_the_next(
     with manifests.atomic_directory(tmp_path / "done"):
         pass
     assert names(tmp_path) == [".mine.abcd1234", "done"]
+
+
+@pytest.fixture
+def failing_unlink(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """No file can be removed until the patch is undone."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", fail)
+        yield patch
+
+
+def test_a_temporary_directory_that_cannot_be_removed_is_told_and_removed_later(
+    tmp_path: Path, failing_unlink: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with manifests.atomic_directory(tmp_path / "done") as place:
+        (place / "whole").touch()
+    assert capsys.readouterr().err.startswith(f"warning: {place.parent} cannot be removed: Input/")
+    assert names(tmp_path) == [place.parent.name, "done"]
+    failing_unlink.undo()
+    manifests.remove_abandoned(tmp_path / "done")
+    assert names(tmp_path) == ["done"] and names(tmp_path / "done") == ["whole"]
+
+
+def test_what_was_half_removed_is_removed_later(
+    tmp_path: Path, failing_unlink: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ZeroDivisionError):
+        with manifests.atomic_directory(tmp_path / "done") as place:
+            (place / "part").touch()
+            raise ZeroDivisionError
+    assert len(names(tmp_path)) == 1
+    failing_unlink.undo()
+    manifests.remove_abandoned(tmp_path / "done")
+    assert names(tmp_path) == []
+
+
+def test_a_name_that_cannot_be_made_durable_is_taken_back_unless_others_may_use_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = durable.sync
+
+    def fail(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        sync(path)
+
+    monkeypatch.setattr(durable, "sync", fail)
+    for name, shared in (("own", False), ("shared", True)):
+        with pytest.raises(OSError, match="Input/output error"):
+            with manifests.atomic_directory(tmp_path / name, shared=shared):
+                pass
+    assert names(tmp_path) == ["shared"]
+
+
+def test_access_that_is_denied_at_the_end_is_a_failure_of_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deny(directory: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
+
+    monkeypatch.setattr(durable, "sync_tree", deny)
+    with pytest.raises(PermissionError):
+        with manifests.atomic_directory(tmp_path / "done"):
+            pass
+    assert names(tmp_path) == []

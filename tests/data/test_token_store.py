@@ -62,17 +62,19 @@ def test_progress_is_told_every_byte(tmp_path):
     assert sizes == [len(text.encode()) for text in TEXTS]
 
 
-def test_a_failure_leaves_nothing(tmp_path):
+def test_a_failure_leaves_no_store_that_can_be_opened(tmp_path):
     def chunks():
         yield "text"
         raise DataError("bad file")
 
-    with pytest.raises(DataError, match="bad file"):
-        token_store.write(tmp_path / "s", [Document("a", chunks())], BYTES)
-    assert not [*tmp_path.iterdir()]
-    with pytest.raises(DataError, match="there is no document for s"):
-        token_store.write(tmp_path / "s", [], BYTES)
-    assert not [*tmp_path.iterdir()]
+    for name, documents, message in (
+        ("bad", [Document("a", chunks())], "bad file"),
+        ("none", [], "there is no document for none"),
+    ):
+        with pytest.raises(DataError, match=message):
+            token_store.write(tmp_path / name, documents, BYTES)
+        with pytest.raises(DataError, match="holds no finished preparation"):
+            TokenStore.open(tmp_path / name)
 
 
 def test_a_directory_in_use_is_refused(tmp_path):

@@ -244,11 +244,11 @@ def ordeal(
             peers(soak, task, 1)
 
 
-def failing_calls(passes: int) -> bool:
+def failing_calls(passes: int, every: int) -> bool:
     """Returns True if a failing call of the file system loses something or goes unreported."""
     if not passes:
         return False
-    done = calls.start([f"--passes={passes}"])
+    done = calls.start([f"--passes={passes}", f"--every={every}"])
     if done is None:
         print("failing calls: left out, this machine is not Linux or has no C compiler")
     return done is not None and done.returncode != 0
@@ -266,7 +266,7 @@ def main() -> int:
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(ordeal, soaks, tasks, kills_, flips_, [args] * len(tasks)))
     report(soaks)
-    return failing_calls(args.passes) | any(soak.failures for soak in soaks)
+    return failing_calls(args.passes, args.every) | any(soak.failures for soak in soaks)
 
 
 def _shared(whole: int, parts: int) -> list[int]:
@@ -300,6 +300,7 @@ def parser() -> argparse.ArgumentParser:
         "--passes", type=int, default=1,
         help="over the calls of the file system, each with other errors; 5: all of them; default 1",
     )  # fmt: skip
+    flags.add_argument("--every", type=int, default=1, help="one call of so many; default all")
     flags.add_argument("--only_kills", action="store_true", help="and flips, nothing else")
     flags.add_argument("--place", help="where to work; default: the system's temporary directory")
     return flags

@@ -143,6 +143,7 @@ def new_directory(target: Path) -> Iterator[Path]:
       ConfigError: something is there.
       CheckpointError: it cannot be written.
     """
+    manifests.remove_abandoned(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not empty; name another directory")
     with manifests.atomic_directory(target, shared=False, explained=_explained) as directory:

@@ -106,6 +106,8 @@ def write(
 ) -> PairStore:
     """Tokenizes pairs into a new store.
 
+    A store that is not finished cannot be opened; callers fill an `atomic_directory`.
+
     Args:
       facts: what the manifest keeps beside the counts, asked for behind the last pair.
 
@@ -114,20 +116,20 @@ def write(
         use.
     """
     directory = Path(directory)
-    with manifests.new_directory(directory) as temporary:
-        dtype = ids_dtype(encoder.tokenizer.vocab_size)
-        columns = _write_texts(temporary, pairs, encoder, dtype)
-        if not columns["ids"]:
-            raise DataError(f"there is no pair for {directory.name}")
-        report = {name: _cuts(columns, name) for name in ("source", "target")}
-        if encoder.truncation == "error":
-            _refuse(directory.name, report, encoder)
-        offsets = b"".join(columns[name].astype("<i8").tobytes() for name in ("source", "target"))
-        described = {**_described(columns, encoder), "dtype": dtype.str, "cut": report, **facts()}
-        store.finish(
-            temporary, columns, described, files=("source.bin", "target.bin"),
-            identity=offsets + encoder.tokenizer.fingerprint.encode(),
-        )  # fmt: skip
+    manifests.make_empty(directory)
+    dtype = ids_dtype(encoder.tokenizer.vocab_size)
+    columns = _write_texts(directory, pairs, encoder, dtype)
+    if not columns["ids"]:
+        raise DataError(f"there is no pair for {directory.name}")
+    report = {name: _cuts(columns, name) for name in ("source", "target")}
+    if encoder.truncation == "error":
+        _refuse(directory.name, report, encoder)
+    offsets = b"".join(columns[name].astype("<i8").tobytes() for name in ("source", "target"))
+    described = {**_described(columns, encoder), "dtype": dtype.str, "cut": report, **facts()}
+    store.finish(
+        directory, columns, described, files=("source.bin", "target.bin"),
+        identity=offsets + encoder.tokenizer.fingerprint.encode(),
+    )  # fmt: skip
     return PairStore.open(directory)
 
 
