@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from brt.config import Attention
 from brt.ops.clustered_attention import attend, attend_by_label
-from brt.ops.clustered_attention.members import tiles_of
+from brt.ops.clustered_attention.members import build_tiles
 from brt.ops.dropout import Dropout
 
 pytestmark = pytest.mark.slow_cases("lse_jensen")
@@ -344,7 +344,7 @@ def test_a_constant_mass_changes_only_gradients() -> None:
 @pytest.mark.parametrize("size", [3, 64])
 def test_tiles_hold_every_query_once(size: int) -> None:
     labels = random_labels()
-    tiles = jax.jit(partial(tiles_of, clusters=5, size=size))(labels)
+    tiles = jax.jit(partial(build_tiles, clusters=5, size=size))(labels)
     tiles = jax.tree.map(np.asarray, tiles)
     slots = tiles.queries.reshape(*tiles.clusters.shape, size)
     for b, h in np.ndindex(BATCH, HEADS):
@@ -358,7 +358,7 @@ def test_many_queries_are_sorted_as_few_are() -> None:
     """Labels and places of so many fit in no number of 32 bits together."""
     tokens, size = 66_000, 4096
     labels = np.random.default_rng(0).integers(3, size=(1, 1, tokens)).astype(np.int32)
-    tiles = jax.jit(partial(tiles_of, clusters=3, size=size))(labels)
+    tiles = jax.jit(partial(build_tiles, clusters=3, size=size))(labels)
     queries = np.asarray(tiles.queries)[0, 0].reshape(-1, size)
     held = queries[queries < tokens]
     np.testing.assert_array_equal(np.sort(held), np.arange(tokens))

@@ -128,7 +128,7 @@ def test_what_attention_does_not_support_is_said(changed: dict[str, Any], reason
     config = Attention(kind="clustered", clusters=given["clusters"])
     others = given.get("dropout"), given.get("bias")
     with dispatch.use_backend("tpu", V4):
-        assert reason in str(clustered_tpu.refuses(x, x, x, None, None, config, *others))
+        assert reason in str(clustered_tpu.refusal(x, x, x, None, None, config, *others))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_what_kmeans_does_not_support_is_said(
 ) -> None:
     centroids = jnp.zeros((1, 1, clusters, shape[-1]))
     with dispatch.use_backend("tpu", V4):
-        assert reason in str(kmeans_tpu.refuses(jnp.zeros(shape), None, centroids))
+        assert reason in str(kmeans_tpu.refusal(jnp.zeros(shape), None, centroids))
 
 
 def test_tpus_take_the_kernels_where_they_can_run_and_cpus_refuse_them() -> None:

@@ -69,28 +69,28 @@ def test_lists_are_those_of_a_stable_sort(top_k: int) -> None:
 
     def kernel(logits: Any, counts: Any, values: Any, best: Any, lists: Any) -> None:
         def rows(step: Any) -> Any:
-            return best_tpu.rows_of(logits, step)
+            return best_tpu.step_rows(logits, step)
 
-        found = best_tpu.largest(keys // best_tpu.KEYS, rows, lists)
+        found = best_tpu.largest_values(keys // best_tpu.STEP_KEYS, rows, lists)
         values[...] = found
-        ends = best_tpu.threshold(logits, found, counts[...], top_k)
-        for step in range(keys // best_tpu.KEYS):
-            places = best_tpu.places_of(step, lanes)
+        ends = best_tpu.best_threshold(logits, found, counts[...], top_k)
+        for step in range(keys // best_tpu.STEP_KEYS):
+            places = best_tpu.step_places(step, lanes)
             chosen = best_tpu.is_best(rows(step), places, *ends)
-            begin, end = step * best_tpu.KEYS, (step + 1) * best_tpu.KEYS
-            best[begin:end] = jnp.where(chosen, 1, 0).reshape(best_tpu.KEYS, lanes)
+            begin, end = step * best_tpu.STEP_KEYS, (step + 1) * best_tpu.STEP_KEYS
+            best[begin:end] = jnp.where(chosen, 1, 0).reshape(best_tpu.STEP_KEYS, lanes)
 
     values, best = pl.pallas_call(
         kernel,
         out_shape=[
-            jax.ShapeDtypeStruct((best_tpu.LENGTH, 8, lanes), "float32"),
+            jax.ShapeDtypeStruct((best_tpu.LIST_LENGTH, 8, lanes), "float32"),
             jax.ShapeDtypeStruct((keys, lanes), "int32"),
         ],
-        scratch_shapes=[pltpu.VMEM((best_tpu.KEYS, lanes), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((best_tpu.STEP_KEYS, lanes), jnp.float32)],
         interpret=True,
     )(drawn, jnp.broadcast_to(counts, (8, lanes)))
     order = np.argsort(-drawn, axis=0, kind="stable")
-    largest = np.take_along_axis(drawn, order, axis=0)[: best_tpu.LENGTH]
+    largest = np.take_along_axis(drawn, order, axis=0)[: best_tpu.LIST_LENGTH]
     np.testing.assert_array_equal(values, np.repeat(largest[:, None], 8, axis=1))
     expected = np.zeros((keys, lanes), int)
     np.put_along_axis(expected, order[:top_k], 1, axis=0)
@@ -151,7 +151,7 @@ def test_what_it_does_not_support_is_said(changed: dict[str, Any], reason: str) 
     x, values = (jnp.zeros((1, 1, tokens, size), dtype) for size in (width, wide))
     config = improved(clusters, top_k, mass_rule=rule)
     with dispatch.use_backend("tpu", V4):
-        said = improved_tpu.refuses(x, x, values, None, None, config, dropout, bias)
+        said = improved_tpu.refusal(x, x, values, None, None, config, dropout, bias)
     assert reason in str(said)
 
 

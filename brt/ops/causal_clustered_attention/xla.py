@@ -18,10 +18,10 @@ from brt.ops.causal_clustered_attention.past import (
     past_after,
 )
 from brt.ops.clustered_attention.members import (
-    Tiles,
+    QueryTiles,
+    build_tiles,
     from_tiles,
-    of_members,
-    tiles_of,
+    gather_by_label,
     to_tiles,
 )
 from brt.ops.partial_attention import AttentionPart, attend_to_part, merge_parts
@@ -120,7 +120,7 @@ def _far(
     """The keys that a query's centroid keeps, and the rest as that reads them."""
     clusters, tokens = past.keys.shape[2], queries.shape[2]
     size = max(tokens // (2 * clusters), 1)
-    tiles = tiles_of(nearest(queries, centroids), clusters=clusters, size=size)
+    tiles = build_tiles(nearest(queries, centroids), clusters=clusters, size=size)
     keys, values, rest, lse = (_of_tiles(x, tiles) for x in past[:-1])
     of_head = bias[None, :, None, None]
     logits = _product("bhnmk,bhnrk->bhnmr", to_tiles(queries, tiles), keys) + of_head[..., None]
@@ -132,10 +132,10 @@ def _far(
     )
 
 
-def _of_tiles(x: Float[Array, "B H C *R"], tiles: Tiles) -> Float[Array, "B H N *R"]:
+def _of_tiles(x: Float[Array, "B H C *R"], tiles: QueryTiles) -> Float[Array, "B H N *R"]:
     """What belongs to the centroid of every tile."""
     flat = x.reshape(*x.shape[:3], -1)
-    return of_members(flat, tiles.clusters).reshape(*tiles.clusters.shape, *x.shape[3:])
+    return gather_by_label(flat, tiles.clusters).reshape(*tiles.clusters.shape, *x.shape[3:])
 
 
 def _product(spec: str, a: Array, b: Array) -> Array:

@@ -1,7 +1,7 @@
 """Clustered attention (Vyas et al. 2020, "Fast Transformers with Clustered Attention").
 
-Letters beside the glossary's: C clusters, P planes of a hash (its bits), R best keys of a
-cluster, E width of a head's values, N tiles of M slots.
+In shapes, C is the number of clusters, P the number of planes of a hash (its bits), R the number of
+best keys of a cluster, E the width of a head's values, and N the number of tiles of M slots.
 """
 
 from brt.ops.clustered_attention.api import attend as attend

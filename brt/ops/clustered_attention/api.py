@@ -1,7 +1,7 @@
 """Clustered and improved clustered attention (sections 3.2 and 3.3 of the paper).
 
-Not causal: which queries share a cluster, and which keys count as its best, depends on the
-whole sequence, so a causal mask could not make it so.
+Both kinds are not causal. The clusters of the queries and the best keys of a cluster depend on the
+complete sequence, so a causal mask could not hide later tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 
 
-def _op(
+def _clustered_op(
     xla: Callable[..., Array],
     reference: Callable[..., Array],
     kernels: Sequence[Implementation],
@@ -36,15 +36,15 @@ def _kernels(module: Any, function: Callable[..., Array]) -> list[Implementation
 
 
 OPS = {
-    "clustered": _op(
+    "clustered": _clustered_op(
         xla.clustered, reference.clustered, _kernels(clustered_tpu, clustered_tpu.clustered)
     ),
-    "improved_clustered": _op(
+    "improved_clustered": _clustered_op(
         xla.improved_clustered,
         reference.improved_clustered,
         _kernels(improved_tpu, improved_tpu.improved_clustered),
     ),
-}  # by `Attention.kind`
+}  # The keys are values of `Attention.kind`.
 
 
 def attend(
@@ -62,32 +62,37 @@ def attend(
     implementation: str | None = None,
     kmeans_implementation: str | None = None,
 ) -> Float[Array, "B T H E"]:
-    """Attention of clusters of queries; logits are scale * q.k.
+    """Attends with clusters of queries; the logits are scale * q.k.
 
-    The same key gives the same result, bit by bit; evaluate with one fixed key.
+    The same random key gives bitwise the same result, so evaluation uses one fixed key.
 
     Args:
-      valid: False on padding, which nothing sees and which changes nothing.
-      config: its `kind` is "clustered" or "improved_clustered". In a short batch or row there
-        are as many clusters as queries at most, and as many best keys as keys; numbers that no
-        sequence reaches are refused with the configuration (`Attention.check_length`).
-      key: of the random planes and of the queries that k-means starts from.
-      dropout: of the weights [B, H, C, X] of clusters, and of those of queries for their
-        cluster's best keys; all members of a cluster share the first.
-      queries_valid: None: that of the keys, which belong to the same tokens (T = X).
-      bias: float32, of each distance (key minus query) from 1 - T to X - 1, added to the logits;
-        see `clustered_attention.relative`. None: none.
-      implementation: a named one runs or raises; None takes the best that can.
-      kmeans_implementation: the same, of what finds the clusters.
+      queries: unscaled queries.
+      keys: the keys.
+      values: the values.
+      valid: False for padding, which no query sees and which does not affect the result.
+      config: its `kind` is "clustered" or "improved_clustered". There are at most as many clusters
+        as queries and at most as many best keys as keys in a batch; numbers that no sequence
+        reaches are refused with the configuration (`Attention.check_length`).
+      key: the random key of the planes and of the queries that k-means starts from.
+      dropout: dropout of the weights [B, H, C, X] of clusters, which all members of a cluster
+        share, and of each query's weights of its cluster's best keys.
+      queries_valid: False for queries that are padding; None stands for `valid`, if queries and
+        keys belong to the same tokens (T = X).
+      bias: float32, added to the logits by distance (key minus query) from 1 - T to X - 1; see
+        `clustered_attention.relative`. None stands for no bias.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
+      kmeans_implementation: the same for k-means.
 
     Returns:
-      In the dtype of `values`; softmax in float32. Zeros for padding, and for a query whose
-      example has no key.
+      The outputs in the dtype of `values`, with the softmax in float32. Padding, and queries of an
+        example without keys, get zeros.
 
     Raises:
-      NotImplementedError: a kind or an implementation that does not exist, or that refuses
-        these inputs.
-      ValueError: `queries_valid` is missing where keys and queries differ in number.
+      NotImplementedError: the kind or the implementation does not exist, or it refuses these
+        inputs.
+      ValueError: `queries_valid` is missing although the numbers of keys and queries differ.
     """
     if queries_valid is None:
         if queries.shape[1] != valid.shape[1]:
@@ -117,10 +122,11 @@ def attend_by_label(
     bias: Float[Array, "H O"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T H E"]:
-    """`attend` for known clusters.
+    """Computes `attend` for clusters that are already known.
 
     Args:
-      labels: int32, from 0 on; min(`config.clusters`, T) stands for padding.
+      labels: int32, the cluster of each query from 0 on; min(`config.clusters`, T) stands for
+        padding.
     """
     if config.kind not in OPS:
         raise NotImplementedError(

@@ -1,12 +1,14 @@
-"""The keys that centroids attend to most, on TPUs: sorted lists that all keys pass by.
+"""Selection of each cluster's best keys on TPUs, by sorting networks.
 
-Clusters fill the lanes and keys go down. Each sublane has a list of the largest logits of the keys
-it has seen, in order, a register for each place of the list. As many keys again are sorted by a
-network of maxima and minima and merged into it, and the smaller half goes; so do, at last, the
-lists of the sublanes. No step depends on what is compared, and nothing moves within a register.
+Clusters are along the lanes of vector registers and keys along the rows. Each of the 8 sublanes has
+a sorted list of the 32 largest logits of the keys that it has seen; each place of the list is one
+register. For each step, a sorting network of maxima and minima sorts the next 32 rows of keys and
+merges them into the lists, of which the larger half is kept. At the end the lists of the 8 sublanes
+are merged in the same way. No step depends on the data, and no data moves within a register.
 
-The last of a list says which keys are best. Where too many keys have just that logit the first of
-them are, found by bisection of their places. Then the places of the best pass by such lists.
+The last value of a list is the threshold of the best keys. If too many keys have exactly that
+logit, the first of them are chosen, up to a position that is found by bisection. Finally the
+positions of the best keys pass through the same lists.
 """
 
 from collections.abc import Callable
@@ -21,74 +23,76 @@ from jaxtyping import Array, Bool, Float
 from brt.ops.softmax import MASKED
 
 SUBLANES = 8
-LENGTH = 32  # of a list
-KEYS = LENGTH * SUBLANES  # at a time
-NOWHERE = 2.0**24  # beyond all places
+LIST_LENGTH = 32  # Length of a list.
+STEP_KEYS = LIST_LENGTH * SUBLANES  # Keys of a step.
+NO_KEY = 2.0**24  # A position beyond all keys.
 
-Lists = Float[Array, "32 8 C"]
-OfClusters = Float[Array, "8 C"]  # the same in all sublanes
-
-
-def rows_of(x: Any, step: Any) -> Lists:
-    """Those of a step's keys."""
-    return x[pl.ds(step * KEYS, KEYS)].reshape(LENGTH, SUBLANES, -1)
+KeyLists = Float[Array, "32 8 C"]
+PerCluster = Float[Array, "8 C"]  # All sublanes have equal values.
 
 
-def places_of(step: Any, lanes: int) -> Lists:
-    """Of a step's keys."""
+def step_rows(x: Any, step: Any) -> KeyLists:
+    """Returns the rows of a step's keys."""
+    return x[pl.ds(step * STEP_KEYS, STEP_KEYS)].reshape(LIST_LENGTH, SUBLANES, -1)
+
+
+def step_places(step: Any, lanes: int) -> KeyLists:
+    """Returns the positions of a step's keys."""
     row, sublane = (
-        jax.lax.broadcasted_iota(jnp.int32, (LENGTH, SUBLANES, lanes), axis) for axis in (0, 1)
+        jax.lax.broadcasted_iota(jnp.int32, (LIST_LENGTH, SUBLANES, lanes), axis) for axis in (0, 1)
     )
-    return (step * KEYS + row * SUBLANES + sublane).astype(jnp.float32)
+    return (step * STEP_KEYS + row * SUBLANES + sublane).astype(jnp.float32)
 
 
-def largest(steps: int, rows: Callable[[Any], Lists], lists: Any) -> Lists:
-    """The 32 largest of each lane in order, the same in all sublanes.
+def largest_values(steps: int, rows: Callable[[Any], KeyLists], lists: Any) -> KeyLists:
+    """Returns the 32 largest values of each lane in descending order, equal in all sublanes.
 
     Args:
-      rows: gives those of a step.
-      lists: [256, C], float32, memory.
+      steps: the number of steps.
+      rows: returns the values of a step.
+      lists: [256, C], float32 scratch memory.
     """
     lists[...] = jnp.full(lists.shape, -jnp.inf)
 
     def some(step: Any, _: None) -> None:
-        lists[...] = _merged(rows_of(lists, 0), _ordered(rows(step))).reshape(lists.shape)
+        lists[...] = _merge_lists(step_rows(lists, 0), _sort_lists(rows(step))).reshape(lists.shape)
 
     jax.lax.fori_loop(0, steps, some, None)
-    results = rows_of(lists, 0)
+    results = step_rows(lists, 0)
     for shift in (4, 2, 1):
-        results = _merged(results, pltpu.roll(results, shift, 1))
+        results = _merge_lists(results, pltpu.roll(results, shift, 1))
     return results
 
 
-def threshold(
-    logits: Any, values: Lists, counts: OfClusters, top_k: int
-) -> tuple[OfClusters, OfClusters]:
-    """What `is_best` compares with.
+def best_threshold(
+    logits: Any, values: KeyLists, counts: PerCluster, top_k: int
+) -> tuple[PerCluster, PerCluster]:
+    """Returns the least logit and the position limit that `is_best` compares with.
 
     Args:
       logits: [X, C].
-      values: the largest of these.
-      counts: of the members of clusters; what those without any choose means nothing.
+      values: the largest logits.
+      counts: the number of members of each cluster; the result for empty clusters has no meaning.
+      top_k: the number of best keys.
     """
-    least = jnp.maximum(values[top_k - 1], MASKED / 2)  # no key that is not there
-    steps, lanes = logits.shape[0] // KEYS, logits.shape[1]
+    least = jnp.maximum(values[top_k - 1], MASKED / 2)  # Excludes masked keys.
+    steps, lanes = logits.shape[0] // STEP_KEYS, logits.shape[1]
 
-    def chosen(end: OfClusters) -> OfClusters:
-        """How many would be."""
+    def chosen(end: PerCluster) -> PerCluster:
+        """Returns the number of keys that would be chosen."""
 
         def some(step: Any, count: Array) -> Array:
-            best = is_best(rows_of(logits, step), places_of(step, lanes), least, end)
+            best = is_best(step_rows(logits, step), step_places(step, lanes), least, end)
             return count + jnp.sum(jnp.where(best, 1.0, 0.0), axis=0)
 
         count = jax.lax.fori_loop(0, steps, some, jnp.zeros_like(least))
         return jnp.broadcast_to(jnp.sum(count, axis=0, keepdims=True), count.shape)
 
-    all_of_them = jnp.full_like(least, NOWHERE)
+    all_of_them = jnp.full_like(least, NO_KEY)
     too_many = jnp.where((chosen(all_of_them) > top_k) & (counts > 0), 1.0, 0.0)
     bits = logits.shape[0].bit_length()
 
-    def bisect(step: Any, end: OfClusters) -> OfClusters:
+    def bisect(step: Any, end: PerCluster) -> PerCluster:
         further = end + (1 << (bits - 1 - step)).astype(jnp.float32)
         return jnp.where(chosen(further) > top_k, end, further)
 
@@ -98,22 +102,24 @@ def threshold(
 
 
 def is_best(
-    rows: Lists, places: Lists, least: OfClusters, end: OfClusters
+    rows: KeyLists, places: KeyLists, least: PerCluster, end: PerCluster
 ) -> Bool[Array, "32 8 C"]:
-    """Of keys with the least logit of the best, those before `end`."""
+    """Returns True for keys above the least logit, and for keys with that logit before `end`."""
     return (rows > least[None]) | ((rows == least[None]) & (places < end[None]))
 
 
-def _ordered(rows: Lists) -> Lists:
-    """Batcher's odd-even merge sort, the largest first."""
+def _sort_lists(rows: KeyLists) -> KeyLists:
+    """Sorts each list in descending order by Batcher's odd-even merge sort."""
     size = 1
-    while size < LENGTH:
+    while size < LIST_LENGTH:
         apart = size
         while apart:
             blocks = rows.reshape(-1, 2 * size, *rows.shape[1:])
-            edge = apart if apart < size else 0  # at both ends nothing is left to compare with
+            edge = apart if apart < size else 0  # Rows at both ends have no partner.
             inner = blocks[:, edge : 2 * size - edge]
-            inner = _compared(inner.reshape(-1, *rows.shape[1:]), apart).reshape(inner.shape)
+            inner = _compare_exchange(inner.reshape(-1, *rows.shape[1:]), apart).reshape(
+                inner.shape
+            )
             parts = [blocks[:, :edge], inner, blocks[:, 2 * size - edge :]]
             rows = (jnp.concatenate(parts, axis=1) if edge else inner).reshape(rows.shape)
             apart //= 2
@@ -121,18 +127,18 @@ def _ordered(rows: Lists) -> Lists:
     return rows
 
 
-def _merged(a: Lists, b: Lists) -> Lists:
-    """The larger half of two lists in order: a bitonic sequence, sorted by halves."""
-    backwards = jnp.concatenate([b[i : i + 1] for i in reversed(range(LENGTH))], axis=0)
-    rows, apart = jnp.maximum(a, backwards), LENGTH // 2
+def _merge_lists(a: KeyLists, b: KeyLists) -> KeyLists:
+    """Returns the larger half of two sorted lists, sorted by bitonic merging."""
+    backwards = jnp.concatenate([b[i : i + 1] for i in reversed(range(LIST_LENGTH))], axis=0)
+    rows, apart = jnp.maximum(a, backwards), LIST_LENGTH // 2
     while apart:
-        rows = _compared(rows, apart)
+        rows = _compare_exchange(rows, apart)
         apart //= 2
     return rows
 
 
-def _compared(rows: Float[Array, "N 8 C"], apart: int) -> Float[Array, "N 8 C"]:
-    """Of rows so far apart the larger is the first."""
+def _compare_exchange(rows: Float[Array, "N 8 C"], apart: int) -> Float[Array, "N 8 C"]:
+    """Exchanges pairs of rows at distance `apart` so that the larger one comes first."""
     pairs = rows.reshape(-1, 2, apart, *rows.shape[1:])
     a, b = pairs[:, :1], pairs[:, 1:]
     return jnp.concatenate([jnp.maximum(a, b), jnp.minimum(a, b)], axis=1).reshape(rows.shape)

@@ -1,4 +1,7 @@
-"""What a TPU does for one head of a lane of clustered attention: see `clustered_tpu`."""
+"""Bodies of the TPU kernels of clustered attention, for one head of a lane.
+
+`clustered_tpu` describes the algorithm.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -8,22 +11,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from brt.ops.clustered_attention.shared_tpu import members_of
+from brt.ops.clustered_attention.shared_tpu import membership
 from brt.ops.softmax import FLOOR
 from brt.ops.tpu import LANES, NN, NT, TN, dot_float32, unrolled_loop
 
-_TILE = 32 * 8 * LANES  # logits at a time, half of the registers
+_TILE = 32 * 8 * LANES  # Number of logits of a tile, half of the vector registers.
 
 
-class Static(NamedTuple):
-    """What is known when tracing; `used` clusters."""
+class ClusteredKernelSettings(NamedTuple):
+    """Static settings of the kernels.
+
+    Attributes:
+      used: the number of clusters.
+      interpret: runs on any device, slowly.
+    """
 
     used: int
     interpret: bool | pltpu.InterpretParams
 
     @property
     def clusters(self) -> int:
-        """Of sublanes of any dtype."""
+        """The number of clusters, rounded up to complete registers of any dtype."""
         return -(-self.used // 16) * 16
 
     @property
@@ -31,20 +39,21 @@ class Static(NamedTuple):
         return max(_TILE // self.clusters // LANES, 1) * LANES
 
     def whole(self, tokens: int) -> int:
-        """What so many are filled up to a multiple of: they are one tile, or several."""
+        """Returns the padding multiple of this many tokens, which fill one tile or several."""
         return self.tile if tokens > self.tile else LANES
 
 
-class Inputs(NamedTuple):
-    """Of a step of the grid, a head of a lane, or where they are.
+class ClusteredKernelInputs(NamedTuple):
+    """Inputs of a step of the grid (a head of a lane), or their block specs.
 
     Attributes:
-      queries, keys, values: [K, T] and [K, X].
+      queries: [K, T].
+      keys, values: [K, X] and [E, X].
       labels: [1, T], int32, beyond all clusters for padding.
-      unseen: [1, X], float32, added to logits.
-      gradient: [E, T], of it the rest, in the backward pass only.
-      centroids, read: [C, K], [C, E], float32.
-      numbers: [C, 2], float32, log-sum-exp and the inverse of how many members there are.
+      unseen: [1, X], float32, added to the logits: 0, or MASKED for padding.
+      gradient: [E, T], in the backward pass only, as all that follow.
+      centroids, read: [C, K] and [C, E], float32; `read` is the attention output of the centroids.
+      numbers: [C, 2], float32, log-sum-exp and the inverse of the number of members.
     """
 
     queries: Any
@@ -58,8 +67,8 @@ class Inputs(NamedTuple):
     numbers: Any = None
 
 
-class Outputs(NamedTuple):
-    """[E, T], and what the backward pass takes."""
+class ClusteredKernelOutputs(NamedTuple):
+    """The output [E, T], and the residuals of the backward pass, as in `ClusteredKernelInputs`."""
 
     y: Any
     centroids: Any
@@ -67,33 +76,39 @@ class Outputs(NamedTuple):
     numbers: Any
 
 
-def _tile_of(ref: Any, settings: Static) -> int:
+def _tile_size(ref: Any, settings: ClusteredKernelSettings) -> int:
     return min(settings.tile, ref.shape[-1])
 
 
-def _columns(x: Float[Array, "C N"]) -> list[Float[Array, "C 128"]]:
+def _column_registers(x: Float[Array, "C N"]) -> list[Float[Array, "C 128"]]:
     return [x[:, i : i + LANES] for i in range(0, x.shape[1], LANES)]
 
 
-def _logits(inputs: Inputs, centroids: Array, place: Any) -> Float[Array, "C N"]:
+def _logits(inputs: ClusteredKernelInputs, centroids: Array, place: Any) -> Float[Array, "C N"]:
     keys = inputs.keys[:, place]
     return dot_float32(centroids.astype(keys.dtype), keys, NN) + inputs.unseen[:, place]
 
 
 def forward_kernel(
-    inputs: Inputs, y: Any, centroids: Any, read: Any, numbers: Any, *, settings: Static
+    inputs: ClusteredKernelInputs,
+    y: Any,
+    centroids: Any,
+    read: Any,
+    numbers: Any,
+    *,
+    settings: ClusteredKernelSettings,
 ) -> None:
-    of_queries, of_keys = (_tile_of(x, settings) for x in (inputs.queries, inputs.keys))
-    steps, key_steps = inputs.queries.shape[1] // of_queries, inputs.keys.shape[1] // of_keys
+    query_tile, key_tile = (_tile_size(x, settings) for x in (inputs.queries, inputs.keys))
+    steps, key_steps = inputs.queries.shape[1] // query_tile, inputs.keys.shape[1] // key_tile
     dtype, nothing = inputs.queries.dtype, jnp.zeros((settings.clusters, LANES), jnp.float32)
     centroids[...] = jnp.zeros_like(centroids)
     read[...] = jnp.zeros_like(read)
 
     def gather(i: Any, count: Array) -> Array:
-        place = pl.ds(i * of_queries, of_queries)
-        members = members_of(inputs.labels, place, settings.clusters)
+        place = pl.ds(i * query_tile, query_tile)
+        members = membership(inputs.labels, place, settings.clusters)
         centroids[...] += dot_float32(members.astype(dtype), inputs.queries[:, place], NT)
-        return sum(_columns(members), start=count)
+        return sum(_column_registers(members), start=count)
 
     count = jnp.sum(unrolled_loop(steps, gather, nothing), axis=1, keepdims=True)
     inverse = 1 / jnp.maximum(count, 1)
@@ -101,16 +116,16 @@ def forward_kernel(
     means = centroids[...]
 
     def highest(i: Any, top: Array) -> Array:
-        logits = _logits(inputs, means, pl.ds(i * of_keys, of_keys))
-        return functools.reduce(jnp.maximum, _columns(logits), top)
+        logits = _logits(inputs, means, pl.ds(i * key_tile, key_tile))
+        return functools.reduce(jnp.maximum, _column_registers(logits), top)
 
     top = jnp.max(unrolled_loop(key_steps, highest, nothing + FLOOR), axis=1, keepdims=True)
 
     def weigh(i: Any, total: Array) -> Array:
-        place = pl.ds(i * of_keys, of_keys)
+        place = pl.ds(i * key_tile, key_tile)
         weights = jnp.exp(_logits(inputs, means, place) - top)
         read[...] += dot_float32(weights.astype(dtype), inputs.values[:, place], NT)
-        return sum(_columns(weights), start=total)
+        return sum(_column_registers(weights), start=total)
 
     total = jnp.sum(unrolled_loop(key_steps, weigh, nothing), axis=1, keepdims=True) + jnp.exp(
         FLOOR - top
@@ -119,25 +134,35 @@ def forward_kernel(
     numbers[:, :1] = top + jnp.log(total)
     numbers[:, 1:] = inverse
 
-    def spread(i: Any, _: None) -> None:
-        place = pl.ds(i * of_queries, of_queries)
-        members = members_of(inputs.labels, place, settings.clusters).astype(dtype)
+    def distribute(i: Any, _: None) -> None:
+        place = pl.ds(i * query_tile, query_tile)
+        members = membership(inputs.labels, place, settings.clusters).astype(dtype)
         y[:, place] = dot_float32(read[...].astype(dtype), members, TN).astype(y.dtype)
 
-    unrolled_loop(steps, spread)
+    unrolled_loop(steps, distribute)
 
 
 def backward_kernel(
-    inputs: Inputs, d_queries: Any, d_keys: Any, d_values: Any, sums: Any, *, settings: Static
+    inputs: ClusteredKernelInputs,
+    d_queries: Any,
+    d_keys: Any,
+    d_values: Any,
+    sums: Any,
+    *,
+    settings: ClusteredKernelSettings,
 ) -> None:
-    """`sums` [C, K]: the gradient of centroids."""
-    of_queries, of_keys = (_tile_of(x, settings) for x in (inputs.queries, inputs.keys))
-    steps, key_steps = inputs.queries.shape[1] // of_queries, inputs.keys.shape[1] // of_keys
+    """Computes the gradients of queries, keys and values.
+
+    Args:
+      sums: [C, K], scratch memory for the gradient of the centroids.
+    """
+    query_tile, key_tile = (_tile_size(x, settings) for x in (inputs.queries, inputs.keys))
+    steps, key_steps = inputs.queries.shape[1] // query_tile, inputs.keys.shape[1] // key_tile
     dtype = inputs.queries.dtype
 
     def gather(i: Any, results: Array) -> Array:
-        place = pl.ds(i * of_queries, of_queries)
-        members = members_of(inputs.labels, place, settings.clusters).astype(dtype)
+        place = pl.ds(i * query_tile, query_tile)
+        members = membership(inputs.labels, place, settings.clusters).astype(dtype)
         return results + dot_float32(members, inputs.gradient[:, place], NT)
 
     d_read = unrolled_loop(steps, gather, jnp.zeros(inputs.read.shape, jnp.float32))
@@ -146,7 +171,7 @@ def backward_kernel(
     sums[...] = jnp.zeros_like(sums)
 
     def weigh(i: Any, _: None) -> None:
-        place = pl.ds(i * of_keys, of_keys)
+        place = pl.ds(i * key_tile, key_tile)
         weights = jnp.exp(_logits(inputs, means, place) - inputs.numbers[:, :1])
         d_logits = weights * (dot_float32(d_read, inputs.values[:, place], NN) - along)
         weights, d_logits = weights.astype(dtype), d_logits.astype(dtype)
@@ -157,9 +182,9 @@ def backward_kernel(
     unrolled_loop(key_steps, weigh)
     d_means = (sums[...] * inputs.numbers[:, 1:]).astype(dtype)
 
-    def spread(i: Any, _: None) -> None:
-        place = pl.ds(i * of_queries, of_queries)
-        members = members_of(inputs.labels, place, settings.clusters).astype(dtype)
+    def distribute(i: Any, _: None) -> None:
+        place = pl.ds(i * query_tile, query_tile)
+        members = membership(inputs.labels, place, settings.clusters).astype(dtype)
         d_queries[:, place] = dot_float32(d_means, members, TN).astype(dtype)
 
-    unrolled_loop(steps, spread)
+    unrolled_loop(steps, distribute)

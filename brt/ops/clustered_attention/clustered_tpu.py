@@ -1,9 +1,10 @@
-"""Clustered attention on TPUs: logits of centroids, and who belongs to whom, stay on the chip.
+"""Clustered attention on TPUs: centroids, their logits and the membership matrix stay in VMEM.
 
-Which queries a cluster has is a matrix of zeros and ones, made from labels a tile at a time: by it
-queries are summed up to centroids, and what centroids read goes back to their queries, as products.
-All arrays of tokens are K x T, so that tokens fill the lanes and no product needs a transposed
-factor. The backward pass makes the weights again from the log-sum-exp.
+The grid is (head, lane); a lane is a row of the batch. The membership of queries in clusters is a
+matrix of zeros and ones [C, T], which a step builds from the labels one tile at a time. Products
+with this matrix sum the queries to centroids and copy the centroids' outputs to their queries. All
+arrays of tokens are K x T, so tokens fill the lanes of registers and no product needs a transposed
+factor. The backward pass recomputes the weights from the log-sum-exp.
 """
 
 import functools
@@ -17,30 +18,30 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Attention
 from brt.ops.clustered_attention.clustered_kernels import (
-    Inputs,
-    Outputs,
-    Static,
+    ClusteredKernelInputs,
+    ClusteredKernelOutputs,
+    ClusteredKernelSettings,
     backward_kernel,
     forward_kernel,
 )
 from brt.ops.clustered_attention.shared_tpu import (
-    by_device,
-    filled,
-    has_no_such,
-    labels_of,
-    options,
-    places,
-    refuses_heads,
-    unseen_of,
+    block_specs,
+    call_options,
+    feature_refusal,
+    head_refusal,
+    key_mask_bias,
+    pad_tokens,
+    padded_labels,
+    shard_by_head,
 )
 from brt.ops.dispatch import output_residual
 from brt.ops.tpu import head_block_spec, vmem_refusal
 
-_MOST_CLUSTERS = 512
-_TILE_BYTES = 2 * 2**20  # logits, weights and members of a tile, and small arrays
+_MAX_CLUSTERS = 512
+_TILE_BYTES = 2 * 2**20  # Bytes for logits, weights and membership of a tile, and for small arrays.
 
 
-def refuses(
+def refusal(
     queries: Float[Array, "B H T K"],
     keys: Float[Array, "B H X K"],
     values: Float[Array, "B H X E"],
@@ -50,16 +51,17 @@ def refuses(
     dropout: Any,
     bias: Any,
 ) -> str | None:
-    """Why these inputs cannot be; None: they can."""
-    if said := has_no_such(dropout=dropout, bias=bias):
-        return said
-    if said := refuses_heads(queries, values):
-        return said
-    if config.clusters > _MOST_CLUSTERS:
-        return f"has {_MOST_CLUSTERS} clusters at most, not {config.clusters}"
+    """Returns why these inputs are not supported, or None if they are."""
+    if reason := feature_refusal(dropout=dropout, bias=bias):
+        return reason
+    if reason := head_refusal(queries, values):
+        return reason
+    if config.clusters > _MAX_CLUSTERS:
+        return f"has {_MAX_CLUSTERS} clusters at most, not {config.clusters}"
     q, k, v = (x[0, 0].size for x in (queries, keys, values))
     of_y = queries.shape[2] * values.shape[3]
-    taken = 2 * (2 * (q + k + v) + of_y) * queries.dtype.itemsize  # backward, two of each block
+    # Two buffers for each block of the backward pass.
+    taken = 2 * (2 * (q + k + v) + of_y) * queries.dtype.itemsize
     taken += _TILE_BYTES
     return vmem_refusal(taken)
 
@@ -76,39 +78,50 @@ def clustered(
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B H T E"]:
-    """See `xla.clustered`; `interpret` runs on any device, with heads of any size."""
+    """Computes `xla.clustered`; `interpret` runs on any device and with heads of any size."""
     count = min(config.clusters, labels.shape[-1])
-    local = functools.partial(_local, settings=Static(count, interpret))
-    return by_device(local, queries, keys, values, valid, labels)
+    local = functools.partial(_local, settings=ClusteredKernelSettings(count, interpret))
+    return shard_by_head(local, queries, keys, values, valid, labels)
 
 
 interpreted = functools.partial(clustered, interpret=True)
 
 
 def _local(
-    queries: Array, keys: Array, values: Array, valid: Array, labels: Array, settings: Static
+    queries: Array,
+    keys: Array,
+    values: Array,
+    valid: Array,
+    labels: Array,
+    settings: ClusteredKernelSettings,
 ) -> Float[Array, "B H T E"]:
     tokens = queries.shape[2]
-    of_queries, of_keys = settings.whole(tokens), settings.whole(keys.shape[2])
-    q = filled(queries.swapaxes(2, 3), of_queries)
-    k, v = (filled(x.swapaxes(2, 3), of_keys) for x in (keys, values))
-    own = labels_of(labels, settings.used, of_queries, settings.clusters)
-    y = _attend(Inputs(q, k, v, own, unseen_of(valid, of_keys)), settings)
+    query_tile, key_tile = settings.whole(tokens), settings.whole(keys.shape[2])
+    q = pad_tokens(queries.swapaxes(2, 3), query_tile)
+    k, v = (pad_tokens(x.swapaxes(2, 3), key_tile) for x in (keys, values))
+    own = padded_labels(labels, settings.used, query_tile, settings.clusters)
+    y = _attend(ClusteredKernelInputs(q, k, v, own, key_mask_bias(valid, key_tile)), settings)
     return y[..., :tokens].swapaxes(2, 3)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(arguments: Inputs, settings: Static) -> Float[Array, "B H E T"]:
+def _attend(
+    arguments: ClusteredKernelInputs, settings: ClusteredKernelSettings
+) -> Float[Array, "B H E T"]:
     return _forward(arguments, settings)[0]
 
 
-def _forward(arguments: Inputs, settings: Static) -> tuple[Array, Inputs]:
+def _forward(
+    arguments: ClusteredKernelInputs, settings: ClusteredKernelSettings
+) -> tuple[Array, ClusteredKernelInputs]:
     batch, heads, width, tokens = arguments.queries.shape
     wide, clusters = arguments.values.shape[2], settings.clusters
-    shapes = Outputs((wide, tokens), (clusters, width), (clusters, wide), (clusters, 2))
+    shapes = ClusteredKernelOutputs(
+        (wide, tokens), (clusters, width), (clusters, wide), (clusters, 2)
+    )
     results = pl.pallas_call(
         functools.partial(forward_kernel, settings=settings),
-        grid=(heads, batch), in_specs=[places(arguments)],
+        grid=(heads, batch), in_specs=[block_specs(arguments)],
         out_specs=[*(head_block_spec(*shape) for shape in shapes)],
         out_shape=[
             jax.ShapeDtypeStruct((batch, heads, *shape), dtype)
@@ -120,28 +133,32 @@ def _forward(arguments: Inputs, settings: Static) -> tuple[Array, Inputs]:
     return y, arguments._replace(centroids=centroids, read=read, numbers=numbers)
 
 
-def _backward(settings: Static, residuals: Inputs, gradient: Array) -> tuple[Inputs]:
+def _backward(
+    settings: ClusteredKernelSettings, residuals: ClusteredKernelInputs, gradient: Array
+) -> tuple[ClusteredKernelInputs]:
     arguments = residuals._replace(gradient=gradient)
-    at = places(arguments)
+    specs = block_specs(arguments)
     results = pl.pallas_call(
         functools.partial(backward_kernel, settings=settings),
-        grid=arguments.queries.shape[1::-1], in_specs=[at],
-        out_specs=[at.queries, at.keys, at.values],
+        grid=arguments.queries.shape[1::-1], in_specs=[specs],
+        out_specs=[specs.queries, specs.keys, specs.values],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments[:3]],
         scratch_shapes=[pltpu.VMEM(arguments.centroids.shape[2:], jnp.float32)],
         **_options(arguments, settings, "clustered_attention_backward", products=8),
     )(arguments)  # fmt: skip
     d_q, d_k, d_v = results
-    return (Inputs(d_q, d_k, d_v, None, jnp.zeros_like(arguments.unseen)),)
+    return (ClusteredKernelInputs(d_q, d_k, d_v, None, jnp.zeros_like(arguments.unseen)),)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _options(arguments: Inputs, settings: Static, name: str, products: int) -> dict[str, Any]:
+def _options(
+    arguments: ClusteredKernelInputs, settings: ClusteredKernelSettings, name: str, products: int
+) -> dict[str, Any]:
     size, width = arguments.keys.size, arguments.keys.shape[2]
     arrays = products // 2 + products // 8
-    return options(
+    return call_options(
         name, arguments.keys, settings.clusters, settings.interpret,
         flops=2 * products * settings.clusters * size,
         transcendentals=settings.clusters * size // width,

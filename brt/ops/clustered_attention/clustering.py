@@ -1,7 +1,7 @@
 """K-means of hash codes in Hamming space (section 3.2 of the paper).
 
-Codes are packed to be compared, 32 numbers a word, so that a distance is the count of bits that
-differ: on CPUs a quarter of the time of products of +1 and -1, and as exact.
+Codes are packed to 32 bits a word, and the distance of two codes is the number of different bits.
+On CPUs this takes a quarter of the time of products of +1 and -1, and is as exact.
 """
 
 import jax
@@ -27,25 +27,27 @@ def cluster_queries(
     *,
     implementation: str | None = None,
 ) -> Int[Array, "B H T"]:
-    """Labels of the queries, int32: a cluster from 0 on, or for padding the number of clusters.
+    """Returns int32 labels of the queries: clusters from 0 on, and the number of clusters for
+    padding.
 
-    There are min(`config.clusters`, T) of them; an example with fewer queries uses no more than
-    it has. Labels of an example depend on its own queries and on the key alone, neither on the
-    rest of the batch nor on padding, and are constants to differentiation.
+    There are min(`config.clusters`, T) clusters; an example with fewer queries uses at most one per
+    query. The labels of an example depend on its own queries and the random key, not on the rest of
+    the batch or padding. They have no gradient.
     """
     queries = jax.lax.stop_gradient(queries)
     tokens, width = queries.shape[2:]
     clusters = min(config.clusters, tokens)
     of_planes, of_order = jax.random.split(key)
     planes = random_planes(of_planes, bits=HASH_BITS, width=width, offsets=True)
-    planes = jax.tree.map(_whole_words, planes)
+    planes = jax.tree.map(_pad_to_words, planes)
     codes = hash_codes(unit_scale(queries, valid), planes)
     chosen = _random_order(of_order, valid, max(clusters, min(config.fit_queries, tokens)))
     sample = jnp.take_along_axis(codes, chosen[:, None, :, None], axis=2)
     count = jnp.sum(valid, axis=1)[:, None]
     active = jnp.broadcast_to(jnp.arange(clusters)[None] < count, (len(valid), clusters))
     centroids, steps = sample[:, :, :clusters], config.iterations
-    if config.fit_queries:  # the sample moves the centroids, and then all are assigned once
+    # Centroids are fitted to the sample, and then all queries are assigned once.
+    if config.fit_queries:
         exist = jnp.arange(sample.shape[2])[None] < count
         _, centroids = kmeans(
             sample, exist, centroids, active, iterations=steps, implementation=implementation
@@ -65,16 +67,21 @@ def kmeans(
     iterations: int,
     implementation: str | None = None,
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
-    """Lloyd's algorithm from the given centroids: so many assignments, an update between two.
+    """Runs Lloyd's algorithm: `iterations` assignments, with an update of the centroids between
+    two.
 
     Args:
-      codes: of +1 and -1.
-      valid: False on padding, which no centroid learns from.
-      active: False on clusters that stay empty.
+      codes: +1 and -1.
+      valid: False for padding, which does not affect centroids.
+      centroids: the initial centroids.
+      active: False for clusters that stay empty.
+      iterations: the number of assignments.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
 
     Returns:
-      Labels, as those of `assign`, and the centroids that they were found by: both constants to
-      differentiation.
+      Labels as of `nearest_centroids`, and the centroids of the last assignment. Neither has a
+        gradient.
     """
     codes, centroids = map(jax.lax.stop_gradient, (codes, centroids))
     return dispatch.run(OP, implementation, codes, valid, centroids, active, iterations=iterations)
@@ -88,19 +95,21 @@ def _kmeans(
     *,
     iterations: int,
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
-    words = packed(codes)
+    words = pack_codes(codes)
 
     def step(_: Array | int, centroids: Array) -> Array:
-        return _update(codes, assign(words, valid, packed(centroids), active), centroids)
+        return _update_centroids(
+            codes, nearest_centroids(words, valid, pack_codes(centroids), active), centroids
+        )
 
     centroids = jax.lax.fori_loop(0, iterations - 1, step, centroids)
-    return assign(words, valid, packed(centroids), active), centroids
+    return nearest_centroids(words, valid, pack_codes(centroids), active), centroids
 
 
 OP = Op(
     "kmeans",
     (
-        Implementation("pallas_tpu", kmeans_tpu.kmeans, ("tpu",), ("tpu",), kmeans_tpu.refuses),
+        Implementation("pallas_tpu", kmeans_tpu.kmeans, ("tpu",), ("tpu",), kmeans_tpu.refusal),
         Implementation("xla", _kmeans),
         Implementation("pallas_interpret", kmeans_tpu.interpreted, auto=()),
         Implementation("reference", reference.kmeans, auto=()),
@@ -108,36 +117,42 @@ OP = Op(
 )
 
 
-def assign(
+def nearest_centroids(
     codes: UInt32[Array, "B H W T"],
     valid: Bool[Array, "B T"],
     centroids: UInt32[Array, "B H W C"],
     active: Bool[Array, "B C"],
 ) -> Int[Array, "B H T"]:
-    """The nearest active centroid, the first of several; C for padding. int32."""
+    """Returns the nearest active centroid as int32, the first of several, and C for padding."""
     clusters = centroids.shape[-1]
     pairs = (codes[:, :, i, None] ^ centroids[:, :, i, :, None] for i in range(codes.shape[2]))
     distance = sum(jax.lax.population_count(pair).astype(jnp.int32) for pair in pairs)
-    # One minimum finds the nearest and, among equals, the first. XLA's CPU backend takes many
-    # times longer for an argmin.
+    # Distance and index are combined to one number, so that one minimum finds the nearest centroid
+    # and, among equally near ones, the first. XLA's CPU backend takes many times longer for an
+    # argmin.
     ranked = distance * clusters + jnp.arange(clusters, dtype=jnp.int32)[None, None, :, None]
     ranked = jnp.where(active[:, None, :, None], ranked, jnp.iinfo(jnp.int32).max)
     return jnp.where(valid[:, None], jnp.min(ranked, axis=2) % clusters, clusters)
 
 
-def _update(
+def _update_centroids(
     codes: Float[Array, "B H T P"],
     labels: Int[Array, "B H T"],
     centroids: Float[Array, "B H C P"],
 ) -> Float[Array, "B H C P"]:
-    """The majority of the members, bit by bit, -1 where they tie; an empty cluster stays."""
+    """Returns the bitwise majority of each cluster's members, -1 for a tie.
+
+    Empty clusters keep their centroid.
+    """
     clusters = centroids.shape[2]
     majority = jnp.where(cluster_sums(codes, labels, clusters) > 0, 1, -1).astype(centroids.dtype)
     return jnp.where(member_counts(labels, clusters)[..., None] > 0, majority, centroids)
 
 
-def packed(codes: Float[Array, "B H T P"]) -> UInt32[Array, "B H W T"]:
-    """32 numbers a word, a bit where they are positive, the first the lowest."""
+def pack_codes(codes: Float[Array, "B H T P"]) -> UInt32[Array, "B H W T"]:
+    """Packs 32 numbers to a word; a bit is set if the number is positive, the first number is the
+    lowest.
+    """
     return jnp.stack(
         [_word(codes[..., i : i + 32] > 0) for i in range(0, codes.shape[-1], 32)], axis=2
     )
@@ -149,15 +164,15 @@ def _word(bits: Bool[Array, "B H T P"]) -> UInt32[Array, "B H T"]:
     return jnp.sum(ones << places, axis=-1, dtype=jnp.uint32)
 
 
-def _whole_words(x: Float[Array, "P *K"]) -> Float[Array, "Q *K"]:
-    """Zeros, which nothing is beyond, up to a multiple of 32: odd widths take longer."""
+def _pad_to_words(x: Float[Array, "P *K"]) -> Float[Array, "Q *K"]:
+    """Pads with zeros, beyond which no number is, to a multiple of 32; other widths take longer."""
     return jnp.pad(x, ((0, -len(x) % 32), *((0, 0),) * (x.ndim - 1)))
 
 
 def _random_order(key: jax.Array, valid: Bool[Array, "B T"], count: int) -> Int[Array, "B R"]:
-    """`count` positions in random order, none twice, valid ones first.
+    """Returns `count` different positions in random order, the valid ones first.
 
-    The random number of a position does not depend on how many there are.
+    The random number of a position does not depend on the number of positions.
     """
     positions = jnp.arange(valid.shape[1])
     draw = jax.vmap(lambda position: jax.random.uniform(jax.random.fold_in(key, position)))

@@ -1,4 +1,4 @@
-"""Locality-sensitive hashing by the sides of random planes, as vectors of +1 and -1."""
+"""Locality-sensitive hashing by random planes; a code is a vector of +1 and -1."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ class Planes(NamedTuple):
 
     Attributes:
       normals: float32 [P, K].
-      offsets: float32 [P]; zeros: planes through the origin.
+      offsets: float32 [P]; zeros for planes through the origin.
     """
 
     normals: Float[Array, "P K"]
@@ -20,13 +20,13 @@ class Planes(NamedTuple):
 
 
 def random_planes(key: jax.Array, *, bits: int, width: int, offsets: bool) -> Planes:
-    """Planes of standard normal numbers."""
+    """Returns planes whose normals and offsets are standard normal numbers."""
     numbers = jax.random.normal(key, (bits, width + 1))
     return Planes(numbers[:, :-1], numbers[:, -1] * offsets)
 
 
 def hash_codes(x: Float[Array, "*B K"], planes: Planes) -> Float[Array, "*B P"]:
-    """+1 where x is strictly beyond the plane, else -1; float32."""
+    """Returns +1 where x is strictly beyond a plane and -1 elsewhere, in float32."""
     projected = jnp.einsum(
         "...k,pk->...p", x.astype(jnp.float32), planes.normals, precision=jax.lax.Precision.HIGHEST
     )
@@ -35,10 +35,10 @@ def hash_codes(x: Float[Array, "*B K"], planes: Planes) -> Float[Array, "*B P"]:
 
 
 def unit_scale(x: Float[Array, "B H T K"], valid: Bool[Array, "B T"]) -> Float[Array, "B H T K"]:
-    """x over the root mean square of its valid numbers, head by head; float32.
+    """Divides x by the root mean square of its valid numbers, for each head, in float32.
 
-    The planes' offsets are about 1: they would mean nothing to long vectors, and give short
-    ones all the same code.
+    The planes' offsets are about 1. They would have no effect on long vectors, and would give all
+    short vectors the same code.
     """
     x = jnp.where(valid[:, None, :, None], x.astype(jnp.float32), 0)
     numbers = jnp.maximum(jnp.sum(valid, axis=1), 1)[:, None] * x.shape[-1]

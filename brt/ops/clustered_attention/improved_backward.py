@@ -1,4 +1,4 @@
-"""The backward pass of improved clustered attention on a TPU: see `improved_tpu`."""
+"""Backward kernel of improved clustered attention on TPUs; see `improved_tpu`."""
 
 from typing import Any
 
@@ -7,48 +7,71 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.clustered_attention.best_tpu import KEYS, SUBLANES
+from brt.ops.clustered_attention.best_tpu import STEP_KEYS, SUBLANES
 from brt.ops.clustered_attention.improved_tile import (
-    AT_ONCE,
     CLUSTERS,
-    Inputs,
-    Numbers,
-    Static,
-    Tile,
-    added,
+    KEYS_AT_ONCE,
+    ClusterNumbers,
+    ImprovedKernelInputs,
+    ImprovedKernelSettings,
+    QueryTile,
+    centroid_logits,
     eight_rows,
-    logits_of,
-    members_of,
-    own_of,
+    gather_by_label,
+    membership,
+    sum_eights,
 )
 from brt.ops.tpu import LANES, NN, NT, TN, dot_float32, unrolled_loop
 
 
 def backward_kernel(
-    inputs: Inputs, d_queries: Any, d_keys: Any, d_values: Any, d_best: Any, turned: Any,
-    d_tokens: Any, own: Any, rows: Any, shares: Any, sums: Any, *, settings: Static,
-) -> None:  # fmt: skip
-    """Float32 memory: gradients of best keys and values, `d_best` [R, K + E, C] and `turned`
-    [R, C, K + E], of all keys, `d_tokens` [X + 8, K + E], of what queries read exactly, `own`
-    [K, T], and of means, `sums` [K, C]; `rows` [2, 8 R, 128] and `shares` [3, max(R, 8), 256]."""
+    inputs: ImprovedKernelInputs,
+    d_queries: Any,
+    d_keys: Any,
+    d_values: Any,
+    d_best: Any,
+    d_best_transposed: Any,
+    d_tokens: Any,
+    own: Any,
+    rows: Any,
+    shares: Any,
+    sums: Any,
+    *,
+    settings: ImprovedKernelSettings,
+) -> None:
+    """Computes the gradients of queries, keys and values.
+
+    All scratch memory is float32.
+
+    Args:
+      d_best: [R, K + E, C], gradients of the best keys and values.
+      d_best_transposed: [R, C, K + E], the transpose of `d_best`.
+      d_tokens: [X + 8, K + E], gradients of all keys and values from the best keys.
+      own: [K, T], gradients of queries from their exact logits.
+      rows: [2, 8 R, 128], products of queries and best keys.
+      shares: [3, max(R, 8), 256], gradients of logits, weights and their sums.
+      sums: [K, C], gradient of the centroids.
+    """
     results, (size, _) = inputs.results, inputs.keys.shape
-    d_rest, d_mass = _go_back_from_queries(inputs, d_best, own, rows, shares, settings)
-    numbers = Numbers(*(results.numbers[i : i + 1] for i in range(len(Numbers._fields))))
+    d_rest, d_mass = _backward_over_queries(inputs, d_best, own, rows, shares, settings)
+    numbers = ClusterNumbers(
+        *(results.numbers[i : i + 1] for i in range(len(ClusterNumbers._fields)))
+    )
     mass = numbers.mass
     d_lse = (
         mass * (1 - mass) * (d_mass - jnp.sum(d_rest * results.rest[...], axis=0, keepdims=True))
     )
     d_rest = (1 - mass) * d_rest
     d_lse_rest = -d_lse - jnp.sum(d_rest * results.rest[...], axis=0, keepdims=True)
-    _scatter(results.places, d_best, turned, d_tokens, settings)
+    _scatter_to_keys(results.places, d_best, d_best_transposed, d_tokens, settings)
     dtype = inputs.keys.dtype
     means, of_rest = results.means[...].astype(dtype), d_rest.astype(dtype)
     sums[...] = jnp.zeros_like(sums)
 
     def weigh(step: Any, _: None) -> None:
         place = pl.ds(step * LANES, LANES)
-        best = _unpacked(results.bits, step)
-        logits = logits_of(inputs, means, place)
+        best = _unpack_bits(results.bits, step)
+        logits = centroid_logits(inputs, means, place)
         weights = jnp.exp(logits - jnp.where(best, numbers.best, numbers.rest))
         read = dot_float32(inputs.values[:, place], of_rest, TN) + d_lse_rest
         d_logits = (weights * jnp.where(best, d_lse, read)).astype(dtype)
@@ -61,40 +84,48 @@ def backward_kernel(
     unrolled_loop(inputs.keys.shape[1] // LANES, weigh)
     d_means = sums[...] * numbers.inverse
 
-    def spread(step: Any, _: None) -> None:
+    def distribute(step: Any, _: None) -> None:
         place = pl.ds(step * LANES, LANES)
         labels = inputs.labels[:, place]
-        total = own[:, place] + own_of(d_means, labels)
+        total = own[:, place] + gather_by_label(d_means, labels)
         d_queries[:, place] = jnp.where(labels < settings.used, total, 0).astype(dtype)
 
-    unrolled_loop(d_queries.shape[1] // LANES, spread)
+    unrolled_loop(d_queries.shape[1] // LANES, distribute)
 
 
-def _go_back_from_queries(
-    inputs: Inputs, d_best: Any, own: Any, rows: Any, shares: Any, settings: Static
+def _backward_over_queries(
+    inputs: ImprovedKernelInputs,
+    d_best: Any,
+    own: Any,
+    rows: Any,
+    shares: Any,
+    settings: ImprovedKernelSettings,
 ) -> tuple[Float[Array, "E C"], Float[Array, "1 C"]]:
-    """Sums over members: of the output's gradient, and of it along what they read exactly.
+    """Returns, for each cluster, the sum of its members' output gradients and the gradient of its
+    mass.
 
-    A step finds what 256 queries share out and multiplies what those before them do: the products
-    wait for nothing.
+    An iteration computes the weights of 256 queries and the matrix products of the 256 queries
+    before them, so that the products need not wait.
     """
     dtype, both = inputs.queries.dtype, d_best.shape[1]
     d_best[...] = jnp.zeros_like(d_best)
     shares[...] = jnp.zeros_like(shares)
-    steps = inputs.queries.shape[1] // KEYS
+    steps = inputs.queries.shape[1] // STEP_KEYS
 
     def some(step: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        place = pl.ds(jnp.maximum(step - 1, 0) * KEYS, KEYS)
+        place = pl.ds(jnp.maximum(step - 1, 0) * STEP_KEYS, STEP_KEYS)
         d_logits, weights, along = shares[0], shares[1], shares[2, :SUBLANES]
-        for j in range(KEYS // LANES):
-            tile = Tile(inputs, inputs.results, jnp.minimum(step, steps - 1) * (KEYS // LANES) + j)
+        for j in range(STEP_KEYS // LANES):
+            tile = QueryTile(
+                inputs, inputs.results, jnp.minimum(step, steps - 1) * (STEP_KEYS // LANES) + j
+            )
             lanes = slice(j * LANES, (j + 1) * LANES)
-            _go_back_to_queries(tile, inputs, own, rows, shares.at[:, :, lanes], settings)
-        members, gradient = members_of(inputs, place), inputs.gradient[:, place]
+            _backward_of_tile(tile, inputs, own, rows, shares.at[:, :, lanes], settings)
+        members, gradient = membership(inputs, place), inputs.gradient[:, place]
         members = jnp.where(step > 0, members, 0)
         queries, wide = (x.astype(jnp.float32) for x in (inputs.queries[:, place], gradient))
-        for first in range(0, settings.top_k, AT_ONCE):
-            parts, ranks = [], range(first, min(first + AT_ONCE, settings.top_k))
+        for first in range(0, settings.top_k, KEYS_AT_ONCE):
+            parts, ranks = [], range(first, min(first + KEYS_AT_ONCE, settings.top_k))
             for r in ranks:
                 parts += [queries * d_logits[r : r + 1], wide * weights[r : r + 1]]
             of_best = dot_float32(jnp.concatenate(parts, axis=0).astype(dtype), members, NT)
@@ -110,15 +141,22 @@ def _go_back_from_queries(
     return d_rest, jnp.zeros_like(along[:1]) if settings.mass_stop_gradient else along[:1]
 
 
-def _go_back_to_queries(
-    tile: Tile, inputs: Inputs, own: Any, rows: Any, shares: Any, settings: Static
+def _backward_of_tile(
+    tile: QueryTile,
+    inputs: ImprovedKernelInputs,
+    own: Any,
+    rows: Any,
+    shares: Any,
+    settings: ImprovedKernelSettings,
 ) -> None:
-    """Leaves gradients of logits, weights, and the output's along what is read exactly."""
+    """Writes gradients of logits, weights, and the weighted sum of the weights' gradients, to
+    `shares`.
+    """
     gradient = inputs.gradient[:, tile.place].astype(jnp.float32)
     for r in range(settings.top_k):
         rows[0, eight_rows(r)] = tile.along(tile.queries, tile.keys(r))
         rows[1, eight_rows(r)] = tile.along(gradient, tile.values(r))
-    weights, read = tile.weights(added(rows.at[0])), added(rows.at[1])
+    weights, read = tile.weights(sum_eights(rows.at[0])), sum_eights(rows.at[1])
     along = jnp.sum(weights * read, axis=0, keepdims=True)
     weights *= tile.numbers.mass
     d_logits = weights * (read - along)
@@ -127,12 +165,21 @@ def _go_back_to_queries(
     own[:, tile.place] = sum(d_logits[r : r + 1] * tile.keys(r) for r in range(settings.top_k))
 
 
-def _scatter(places: Any, d_best: Any, turned: Any, d_tokens: Any, settings: Static) -> None:
-    """To the keys that clusters chose, a cluster at a time: it chose a key once at most."""
+def _scatter_to_keys(
+    places: Any,
+    d_best: Any,
+    d_best_transposed: Any,
+    d_tokens: Any,
+    settings: ImprovedKernelSettings,
+) -> None:
+    """Adds the gradients of best keys to the keys, cluster by cluster.
+
+    A cluster chooses each key at most once, so its rows are distinct.
+    """
     d_tokens[...] = jnp.zeros_like(d_tokens)
 
     def turn(r: Any, _: None) -> None:
-        turned[r] = d_best[r].T
+        d_best_transposed[r] = d_best[r].T
 
     unrolled_loop(settings.top_k, turn)
 
@@ -140,15 +187,15 @@ def _scatter(places: Any, d_best: Any, turned: Any, d_tokens: Any, settings: Sta
         sums = []
         for r in range(settings.top_k):
             place = pl.ds(places[r, cluster], 1)
-            sums.append((place, d_tokens[place] + turned[r, pl.ds(cluster, 1)]))
+            sums.append((place, d_tokens[place] + d_best_transposed[r, pl.ds(cluster, 1)]))
         for place, row in sums:
             d_tokens[place] = row
 
     jax.lax.fori_loop(0, settings.used, add, None)
 
 
-def _unpacked(bits: Any, step: Any) -> Bool[Array, "128 C"]:
-    """Of 128 keys, half of those that a register of words is of."""
+def _unpack_bits(bits: Any, step: Any) -> Bool[Array, "128 C"]:
+    """Returns the bits of 128 keys, which are half of the keys of a register of words."""
     words = bits[pl.ds((step >> 1) * SUBLANES, SUBLANES)]
     first = (step & 1) * (LANES // SUBLANES)
     results = [words >> first + j & 1 for j in range(LANES // SUBLANES)]

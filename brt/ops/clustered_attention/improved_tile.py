@@ -1,4 +1,4 @@
-"""What both passes of improved clustered attention on a TPU share: see `improved_tpu`."""
+"""Functions that both passes of improved clustered attention on TPUs share; see `improved_tpu`."""
 
 from typing import Any, NamedTuple
 
@@ -13,12 +13,20 @@ from brt.ops.clustered_attention.best_tpu import SUBLANES
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.tpu import LANES, TN, dot_float32
 
-AT_ONCE = 4  # of the best keys
-CLUSTERS = LANES  # what they have is a register that queries look up their own in
+KEYS_AT_ONCE = 4  # Number of best keys that are processed at once.
+# One number of each cluster is a register, in which queries look up their own cluster's number.
+CLUSTERS = LANES
 
 
-class Static(NamedTuple):
-    """What is known when tracing; of `used` clusters."""
+class ImprovedKernelSettings(NamedTuple):
+    """Static settings of the kernels.
+
+    Attributes:
+      used: the number of clusters.
+      top_k: the number of best keys.
+      mass_stop_gradient: True gives the total weight of the best keys no gradient.
+      interpret: runs on any device, slowly.
+    """
 
     used: int
     top_k: int
@@ -26,16 +34,17 @@ class Static(NamedTuple):
     interpret: bool | pltpu.InterpretParams
 
 
-class Found(NamedTuple):
-    """What the forward pass finds out about clusters, which fill the lanes.
+class ClusterResults(NamedTuple):
+    """Results of the forward pass for each cluster; clusters are along the lanes.
 
     Attributes:
-      means: [K, C], float32.
-      rest: [E, C], float32, what these read from all but their best keys.
-      numbers: [8, C], float32, those of `Numbers`.
-      bits: [X / 32, C], int32: bit j of row i is of key 256 (i // 8) + 8 j + i % 8.
-      places: [32, C], int32, of the best keys; X where there are fewer.
-      words: [32, W, C], int32, the numbers of the best keys, and below them of their values.
+      means: [K, C], float32, the centroids.
+      rest: [E, C], float32, attention outputs of the centroids over all but their best keys.
+      numbers: [8, C], float32, the fields of `ClusterNumbers`.
+      bits: [X / 32, C], int32, the best keys: bit j of row i belongs to key 256 (i // 8) + 8 j + i
+        % 8.
+      places: [32, C], int32, positions of the best keys; X if there are fewer.
+      words: [32, W, C], int32, the bits of the best keys and, below them, of their values.
     """
 
     means: Any
@@ -46,15 +55,15 @@ class Found(NamedTuple):
     words: Any
 
 
-class Inputs(NamedTuple):
-    """Of a step of the grid, a head of a lane, or where they are.
+class ImprovedKernelInputs(NamedTuple):
+    """Inputs of a step of the grid (a head of a lane), or their block specs.
 
     Attributes:
       queries, keys, values: [K, T], [K, X] and [E, X].
       labels: [1, T], int32, beyond all clusters for padding.
-      unseen: [1, X], float32, added to logits.
-      gradient: [E, T], of it the rest, in the backward pass only.
-      results: see `Found`.
+      unseen: [1, X], float32, added to the logits: 0, or MASKED for padding.
+      gradient: [E, T], in the backward pass only, as `results`.
+      results: results of the forward pass.
     """
 
     queries: Any
@@ -66,13 +75,14 @@ class Inputs(NamedTuple):
     results: Any = None
 
 
-class Numbers(NamedTuple):
-    """Of clusters, or of each query's.
+class ClusterNumbers(NamedTuple):
+    """Numbers of each cluster, or of each query's cluster.
 
     Attributes:
-      best, rest: log-sum-exp of a centroid's logits, of its best keys and of all others.
-      inverse: of how many members there are.
-      chosen: how many best keys there are.
+      rest: log-sum-exp of the centroid's logits of all but its best keys.
+      best: log-sum-exp of the centroid's logits of its best keys.
+      inverse: the inverse of the number of members.
+      chosen: the number of best keys.
     """
 
     rest: Float[Array, "1 C"]
@@ -82,59 +92,65 @@ class Numbers(NamedTuple):
 
     @property
     def mass(self) -> Float[Array, "1 C"]:
-        """Of the best keys."""
+        """The share of the softmax that belongs to the best keys."""
         return jax.nn.sigmoid(self.best - self.rest)
 
 
-def members_of(inputs: Inputs, place: Any) -> Float[Array, "C N"]:
-    """1 where a query is of a cluster."""
-    return shared_tpu.members_of(inputs.labels, place, CLUSTERS).astype(inputs.queries.dtype)
+def membership(inputs: ImprovedKernelInputs, place: Any) -> Float[Array, "C N"]:
+    """Returns 1 where a query belongs to a cluster, 0 elsewhere."""
+    return shared_tpu.membership(inputs.labels, place, CLUSTERS).astype(inputs.queries.dtype)
 
 
-def logits_of(inputs: Inputs, means: Float[Array, "K C"], place: Any) -> Float[Array, "X C"]:
+def centroid_logits(
+    inputs: ImprovedKernelInputs, means: Float[Array, "K C"], place: Any
+) -> Float[Array, "X C"]:
     unseen = inputs.unseen[:, place]
     unseen = jnp.broadcast_to(unseen, (CLUSTERS, unseen.shape[1]))
     return dot_float32(inputs.keys[:, place], means, TN) + unseen.T
 
 
-def picked(table: Array, lanes: Int[Array, "W 128"]) -> Array:
+def gather_lanes(table: Array, lanes: Int[Array, "W 128"]) -> Array:
     return jnp.take_along_axis(table, lanes, axis=1, mode="promise_in_bounds")
 
 
-def own_of(table: Array, labels: Int[Array, "1 128"]) -> Array:
-    """What queries' clusters have, of [W, C]; for padding anything."""
-    return picked(table, jnp.broadcast_to(labels & CLUSTERS - 1, table.shape))
+def gather_by_label(table: Array, labels: Int[Array, "1 128"]) -> Array:
+    """Returns the column of a table [W, C] for each query's cluster; columns of padding are
+    arbitrary.
+    """
+    return gather_lanes(table, jnp.broadcast_to(labels & CLUSTERS - 1, table.shape))
 
 
-class Tile:
-    """128 queries, and what their clusters have."""
+class QueryTile:
+    """A tile of 128 queries, with lookups of their clusters' numbers."""
 
-    def __init__(self, inputs: Inputs, results: Found, step: Any) -> None:
+    def __init__(self, inputs: ImprovedKernelInputs, results: ClusterResults, step: Any) -> None:
         self.place = pl.ds(step * LANES, LANES)
         self.labels = inputs.labels[:, self.place]
         self.queries = inputs.queries[:, self.place].astype(jnp.float32)
-        numbers = own_of(results.numbers[...], self.labels)
-        self.numbers = Numbers(*(numbers[i : i + 1] for i in range(len(Numbers._fields))))
+        numbers = gather_by_label(results.numbers[...], self.labels)
+        self.numbers = ClusterNumbers(
+            *(numbers[i : i + 1] for i in range(len(ClusterNumbers._fields)))
+        )
         self._words, self._dtype = results.words, inputs.keys.dtype
         self._keys = inputs.keys.shape[0] * inputs.keys.dtype.itemsize // 4
 
     def keys(self, r: int) -> Float[Array, "K 128"]:
-        """The best but r of every query's cluster."""
+        """Returns the r-th best key of every query's cluster."""
         return self._unpacked(self._words[r, : self._keys])
 
     def values(self, r: int) -> Float[Array, "E 128"]:
         return self._unpacked(self._words[r, self._keys :])
 
     def _unpacked(self, words: Int[Array, "W C"]) -> Array:
-        return pltpu.bitcast(own_of(words, self.labels), self._dtype).astype(jnp.float32)
+        return pltpu.bitcast(gather_by_label(words, self.labels), self._dtype).astype(jnp.float32)
 
     @staticmethod
     def along(a: Float[Array, "K 128"], b: Float[Array, "K 128"]) -> Float[Array, "8 128"]:
-        """Products of vectors but for the sum over sublanes, see `added`."""
+        """Returns products of vectors, summed to eight sublanes; `sum_eights` completes the sum."""
         return jnp.sum((a * b).reshape(-1, SUBLANES, LANES), axis=0)
 
     def weights(self, logits: Float[Array, "R 128"]) -> Float[Array, "R 128"]:
-        """Of best keys."""
+        """Returns the softmax of the logits of the best keys."""
         place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0).astype(jnp.float32)
         seen = jnp.where(place < self.numbers.chosen, logits, MASKED)
         top = jnp.maximum(jnp.max(seen, axis=0, keepdims=True), FLOOR)
@@ -146,7 +162,7 @@ def eight_rows(r: int) -> slice:
     return slice(r * SUBLANES, (r + 1) * SUBLANES)
 
 
-def added(rows: Any) -> Float[Array, "R 128"]:
-    """Sums of eight rows each."""
+def sum_eights(rows: Any) -> Float[Array, "R 128"]:
+    """Returns the sums of each eight consecutive rows."""
     count = rows.shape[0] // SUBLANES
     return sum(rows[pl.ds(j, count, stride=SUBLANES)] for j in range(SUBLANES))

@@ -1,10 +1,12 @@
-"""K-means of hash codes on TPUs: codes and centroids stay on the chip through all steps.
+"""K-means of hash codes on TPUs: codes and centroids stay in VMEM through all iterations.
 
-Products of +1 and -1 count the bits that agree, exactly, as their sums are in float32. A centroid
-is scaled by minus the number of clusters, a power of 2, so that its number can be added to the
-product: the least of these sums is that of the nearest centroid, and among equals of the first.
-Which sums are the least is, as zeros and ones, the left factor of the members' sums. Below the
-codes is a row of ones, which counts members; padding is zeros, and adds nothing.
+The grid is (head, lane, iteration); a lane is a row of the batch. The product of two codes of +1
+and -1 is a measure of equal bits and exact in float32. Centroids are scaled by minus the number of
+clusters, a power of 2, and each centroid's index is added to the products. The smallest result then
+belongs to the nearest centroid and, among equally near ones, to the first; its low bits are the
+index. The comparison with the smallest result gives a matrix of zeros and ones, whose product with
+the codes sums the members. A row of ones below the codes counts the members. Padding is zero and
+adds nothing.
 """
 
 import functools
@@ -28,25 +30,26 @@ from brt.ops.tpu import (
     vmem_refusal,
 )
 
-_MOST_CLUSTERS = 1024
-_UNUSED = 2.0**22  # beyond all sums
-_TILE = 32 * 8 * LANES  # sums at a time, half of the registers
+_MAX_CLUSTERS = 1024
+_UNUSED = 2.0**22  # Greater than any distance.
+_TILE = 32 * 8 * LANES  # Number of distances of a tile, half of the vector registers.
 
 
-def refuses(
+def refusal(
     codes: Float[Array, "B H T P"],
     valid: Any,
     centroids: Float[Array, "B H C P"],
     *_: Any,
     **__: Any,
 ) -> str | None:
-    """Why these inputs cannot be; None: they can."""
+    """Returns why these inputs are not supported, or None if they are."""
     tokens, bits = codes.shape[2:]
-    if centroids.shape[2] > _MOST_CLUSTERS:
-        return f"has {_MOST_CLUSTERS} clusters at most, not {centroids.shape[2]}"
+    if centroids.shape[2] > _MAX_CLUSTERS:
+        return f"has {_MAX_CLUSTERS} clusters at most, not {centroids.shape[2]}"
     if bits > LANES - 8:
         return f"has codes of {LANES - 8} bits at most, not of {bits}"
-    taken = 4 * LANES * (tokens + 5 * centroids.shape[2])  # two of each block, and sums
+    # Two buffers for each block, and the sums.
+    taken = 4 * LANES * (tokens + 5 * centroids.shape[2])
     return vmem_refusal(taken, "codes")
 
 
@@ -59,7 +62,7 @@ def kmeans(
     iterations: int,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
-    """See `clustering.kmeans`; `interpret` runs on any device."""
+    """Computes `clustering.kmeans`; `interpret` runs on any device."""
     local = functools.partial(_local, iterations=iterations, interpret=interpret)
     if rules.partitioned():
         by_head = rules.partition_spec("lanes", "heads", None, None, shape=codes.shape)
@@ -75,13 +78,13 @@ def kmeans(
 interpreted = functools.partial(kmeans, interpret=True)
 
 
-class _Inputs(NamedTuple):
-    """Of a step of the grid: a head of a lane.
+class KMeansKernelInputs(NamedTuple):
+    """Inputs of a step of the grid, for a head of a lane.
 
     Attributes:
-      codes: [P', T], bfloat16; row P is ones, zeros for padding.
+      codes: [P', T], bfloat16; row P is ones, and zero for padding.
       centroids: [C', P'], +1 and -1.
-      numbers: [C', 1], of a cluster; `_UNUSED` more if it is none.
+      numbers: [C', 1], the index of each cluster, plus `_UNUSED` if the cluster is not active.
     """
 
     codes: Any
@@ -105,17 +108,21 @@ def _local(
     numbers = jnp.pad(jnp.where(active, 0.0, _UNUSED), ((0, 0), (0, clusters - count)),
                       constant_values=_UNUSED)  # fmt: skip
     numbers += jnp.arange(clusters, dtype=jnp.float32)[None]
-    inputs = _Inputs(
+    inputs = KMeansKernelInputs(
         all_codes.swapaxes(2, 3).astype(jnp.bfloat16),
         jnp.pad(centroids, first),
         numbers[:, :, None],
     )
     width = tokens + spare
-    of_lane = pl.BlockSpec((None, clusters, 1), lambda h, b, i: (b, 0, 0))
+    lane_spec = pl.BlockSpec((None, clusters, 1), lambda h, b, i: (b, 0, 0))
     labels, results = pl.pallas_call(
         functools.partial(_kernel, bits=bits, tile=min(tile, width)),
         grid=(heads, batch, iterations),
-        in_specs=[_Inputs(head_block_spec(rows, width), head_block_spec(clusters, rows), of_lane)],
+        in_specs=[
+            KMeansKernelInputs(
+                head_block_spec(rows, width), head_block_spec(clusters, rows), lane_spec
+            )
+        ],
         out_specs=[head_block_spec(1, width), head_block_spec(clusters, rows)],
         out_shape=[
             jax.ShapeDtypeStruct((batch, heads, 1, width), jnp.int32),
@@ -123,20 +130,22 @@ def _local(
         ],
         scratch_shapes=[pltpu.VMEM((clusters, rows), jnp.float32)],
         name=f"kmeans_{width}x{clusters}_bits{rows}_{batch * heads * iterations}_steps",
-        interpret=interpret, compiler_params=parallel_heads(3),
+        interpret=interpret,
+        compiler_params=parallel_heads(3),
         cost_estimate=pl.CostEstimate(
-            flops=4 * batch * heads * iterations * width * clusters * rows, transcendentals=0,
+            flops=4 * batch * heads * iterations * width * clusters * rows,
+            transcendentals=0,
             bytes_accessed=2 * batch * heads * width * rows,
         ),
-    )(inputs)  # fmt: skip
+    )(inputs)
     labels = jnp.where(valid[:, None], labels[:, :, 0, :tokens], count)
     return labels[..., None], results[:, :, :count, :bits].astype(centroids.dtype)
 
 
 def _kernel(
-    inputs: _Inputs, labels: Any, centroids: Any, sums: Any, *, bits: int, tile: int
+    inputs: KMeansKernelInputs, labels: Any, centroids: Any, sums: Any, *, bits: int, tile: int
 ) -> None:
-    """`sums` [C', P'] are those of the last step, which this one's centroids come from."""
+    """Runs one iteration; `sums` [C', P'] of the last iteration determine this one's centroids."""
     step = pl.program_id(2)
     clusters = centroids.shape[0]
 

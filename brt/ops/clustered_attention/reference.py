@@ -1,6 +1,6 @@
-"""The meaning of clustered attention, of its hash and of its k-means: every query by itself.
+"""Reference implementation of clustered attention, its hash and its k-means.
 
-All [B, H, T, X] weights exist at once; float64 where JAX has it on. No dropout.
+All weights [B, H, T, X] exist at once, in float64 if JAX has enabled it. There is no dropout.
 """
 
 from functools import partial
@@ -22,11 +22,11 @@ def clustered(
     dropout: None = None,
     bias: Float[Array, "H O"] | None = None,
 ) -> Float[Array, "B H T E"]:
-    """See `xla.clustered`."""
-    together, real = _together(labels, config)
-    own_centroid = _mean(queries, together)
-    pairs = _pairs(bias, queries, keys)
-    logits = _logits(own_centroid, keys) + _mean(pairs, together)
+    """Computes `xla.clustered`."""
+    together, real = _same_cluster(labels, config)
+    own_centroid = _cluster_mean(queries, together)
+    pairs = _pair_bias(bias, queries, keys)
+    logits = _logits(own_centroid, keys) + _cluster_mean(pairs, together)
     weights = _softmax(logits, valid[:, None, None])
     return jnp.where(real, weights @ values, 0)
 
@@ -41,13 +41,13 @@ def improved_clustered(
     dropout: None = None,
     bias: Float[Array, "H O"] | None = None,
 ) -> Float[Array, "B H T E"]:
-    """See `xla.improved_clustered`."""
-    together, real = _together(labels, config)
-    own_centroid = _mean(queries, together)
+    """Computes `xla.improved_clustered`."""
+    together, real = _same_cluster(labels, config)
+    own_centroid = _cluster_mean(queries, together)
     mask = valid[:, None, None]
-    pairs = _pairs(bias, queries, keys)
+    pairs = _pair_bias(bias, queries, keys)
     exact = _logits(queries, keys) + pairs
-    logits = _logits(own_centroid, keys) + _mean(pairs, together)
+    logits = _logits(own_centroid, keys) + _cluster_mean(pairs, together)
     best = mask & (_rank(jnp.where(mask, logits, -jnp.inf)) < config.top_k)
     if config.mass_rule == "paper":
         weights = _softmax(logits, mask)
@@ -56,7 +56,7 @@ def improved_clustered(
         weights = jnp.where(best, mass * _softmax(exact, best), weights)
     else:
         away = jnp.mean((queries - own_centroid) ** 2, axis=-1, keepdims=True)
-        jensen = _mean(away, together) * jnp.sum(keys**2, axis=-1)[:, :, None] / 2
+        jensen = _cluster_mean(away, together) * jnp.sum(keys**2, axis=-1)[:, :, None] / 2
         weights = _softmax(jnp.where(best, exact, logits + jensen), mask)
     return jnp.where(real, weights @ values, 0)
 
@@ -64,7 +64,7 @@ def improved_clustered(
 def hash_codes(
     x: Float[Array, "*B K"], normals: Float[Array, "P K"], offsets: Float[Array, " P"]
 ) -> Float[Array, "*B P"]:
-    """See `hashing.hash_codes`: bit by bit."""
+    """Computes `hashing.hash_codes` bit by bit."""
     bits = [x @ n > b for n, b in zip(normals, offsets, strict=True)]
     return jnp.where(jnp.stack(bits, axis=-1), 1.0, -1.0)
 
@@ -77,7 +77,7 @@ def kmeans(
     *,
     iterations: int,
 ) -> tuple[Int[Array, "B H T"], Float[Array, "B H C P"]]:
-    """See `clustering.kmeans`: bits are counted one by one."""
+    """Computes `clustering.kmeans`, with a separate count for each bit."""
     of_head = partial(_kmeans, iterations=iterations)
     return jax.vmap(jax.vmap(of_head, (0, None, 0, None)))(codes, valid, centroids, active)
 
@@ -105,17 +105,17 @@ def _kmeans(
     return labels, centroids
 
 
-def _together(
+def _same_cluster(
     labels: Int[Array, "B H T"], config: Attention
 ) -> tuple[Bool[Array, "B H T T"], Bool[Array, "B H T 1"]]:
-    """Which queries share a cluster, and which are no padding."""
+    """Returns which pairs of queries share a cluster, and which queries are no padding."""
     real = labels < min(config.clusters, labels.shape[-1])
     same = labels[..., :, None] == labels[..., None, :]
     return same & real[..., None, :], real[..., None]
 
 
-def _mean(x: Float[Array, "B H T K"], together: Bool[Array, "B H T T"]) -> Array:
-    """Of every query, the mean over its cluster."""
+def _cluster_mean(x: Float[Array, "B H T K"], together: Bool[Array, "B H T T"]) -> Array:
+    """Returns the mean of x over each query's cluster."""
     count = jnp.maximum(jnp.sum(together, axis=-1, keepdims=True), 1)
     return together.astype(x.dtype) @ x / count.astype(x.dtype)
 
@@ -124,8 +124,8 @@ def _logits(queries: Float[Array, "B H T K"], keys: Float[Array, "B H X K"]) -> 
     return queries @ keys.swapaxes(-2, -1)
 
 
-def _pairs(bias: Float[Array, "H O"] | None, queries: Array, keys: Array) -> Array:
-    """[B, H, T, X], the bias of every query and key; zeros without one."""
+def _pair_bias(bias: Float[Array, "H O"] | None, queries: Array, keys: Array) -> Array:
+    """Returns the bias of every query and key, or zeros without a bias."""
     tokens, count = queries.shape[2], keys.shape[2]
     if bias is None:
         return jnp.zeros((*queries.shape[:3], count), queries.dtype)
@@ -135,7 +135,9 @@ def _pairs(bias: Float[Array, "H O"] | None, queries: Array, keys: Array) -> Arr
 
 
 def _rank(x: Float[Array, "B H T X"]) -> Int[Array, "B H T X"]:
-    """0 for the largest; of equal ones the first is the larger."""
+    """Returns the rank of each number, 0 for the largest; the first of equal numbers
+    ranks higher.
+    """
     x = jax.lax.stop_gradient(x)
     return jnp.argsort(jnp.argsort(-x, axis=-1, stable=True), axis=-1)
 

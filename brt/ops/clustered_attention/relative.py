@@ -1,8 +1,9 @@
-"""A bias of distances, as T5's: a cluster's logits are the means of its members' with it, too.
+"""A relative position bias, such as T5's, for clustered attention.
 
-So a centroid's product with a key comes with the mean of its members' biases. It tells how far
-a key is no better than the members of a cluster lie together; the best keys of improved
-clustered attention get every query's own bias.
+The logits of a cluster are the means of its members' logits, including their biases. The product of
+a centroid and a key is therefore added to the mean of its members' biases. Distances that differ
+less than the members of a cluster lie apart are not distinguished. The best keys of improved
+clustered attention get the exact bias of every query.
 """
 
 import jax
@@ -15,12 +16,16 @@ from brt.ops.clustered_attention.members import member_counts
 def mean_bias(
     row: Float[Array, "H O"], labels: Int[Array, "B H T"], clusters: int
 ) -> Float[Array, "B H C X"]:
-    """The mean bias of a cluster's queries and each key, as a product of spectra.
+    """Returns the mean bias between a cluster's queries and each key, computed by a Fourier
+    transform.
 
     Args:
-      row: of each distance (key minus query) from 1 - T to X - 1: O = T + X - 1.
+      row: the bias of each distance (key minus query) from 1 - T to X - 1; O = T + X - 1.
+      labels: the cluster of each query.
+      clusters: the number of clusters.
     """
-    tokens, size = labels.shape[-1], row.shape[-1] + 1  # what wraps around is cut off
+    # The part of the circular convolution that wraps around is cut off.
+    tokens, size = labels.shape[-1], row.shape[-1] + 1
     members = jax.nn.one_hot(labels, clusters, dtype=row.dtype, axis=-2)
     spectrum = jnp.fft.rfft(members, size) * jnp.fft.rfft(row, size)[None, :, None]
     sums = jnp.fft.irfft(spectrum, size)[..., tokens - 1 : -1]
@@ -33,7 +38,7 @@ def pair_bias(
     keys: Int[Array, "B H N R"],
     tokens: int,
 ) -> Float[Array, "B H N M R"]:
-    """The bias of every query and each of its tile's keys, which are given by their places."""
+    """Returns the bias of every query and each of its tile's keys, given by their positions."""
     places = keys[..., None, :] - queries[..., None] + tokens - 1
     of_heads = jax.vmap(lambda row, places: row.at[places].get(mode="clip"), in_axes=(0, 1))
     return jnp.moveaxis(of_heads(row, places), 0, 1)

@@ -1,4 +1,4 @@
-"""What both kernels of clustered attention on TPUs share: see `clustered_tpu`, `improved_tpu`."""
+"""Functions that the TPU kernels of clustered and improved clustered attention share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,15 +16,15 @@ from brt.ops.tpu import head_block_spec, parallel_heads
 _WIDTHS = (64, 128)
 
 
-def has_no_such(*_: Any, dropout: Any, bias: Any) -> str | None:
-    """Of any size."""
+def feature_refusal(*_: Any, dropout: Any, bias: Any) -> str | None:
+    """Returns why the kernels do not support dropout or a bias, or None for neither."""
     if bias is not None:
         return "has no bias of distances"
     return dispatch.dropout_refusal(dropout=dropout)
 
 
-def refuses_heads(queries: Float[Array, "B H T K"], values: Float[Array, "B H X E"]) -> str | None:
-    """Why the kernels do not take heads of such sizes and dtype; None: they do."""
+def head_refusal(queries: Float[Array, "B H T K"], values: Float[Array, "B H X E"]) -> str | None:
+    """Returns why the kernels do not support these head sizes and dtype, or None if they do."""
     if queries.shape[3] not in _WIDTHS or values.shape[3] not in _WIDTHS:
         return f"has heads of 64 or 128, not of {queries.shape[3]} and {values.shape[3]}"
     if queries.dtype not in (jnp.float32, jnp.bfloat16):
@@ -32,7 +32,7 @@ def refuses_heads(queries: Float[Array, "B H T K"], values: Float[Array, "B H X 
     return None
 
 
-def by_device(
+def shard_by_head(
     local: Callable[..., Float[Array, "B H T E"]],
     queries: Float[Array, "B H T K"],
     keys: Float[Array, "B H X K"],
@@ -40,7 +40,7 @@ def by_device(
     valid: Bool[Array, "B X"],
     labels: Int[Array, "B H T"],
 ) -> Float[Array, "B H T E"]:
-    """`local` of all five, by each device of the lanes and heads that it has."""
+    """Calls `local` with all five arrays, on each device for its own lanes and heads."""
     if rules.partitioned():
         by_head = rules.partition_spec("lanes", "heads", None, None, shape=queries.shape)
         of_lanes = rules.partition_spec("lanes", None, shape=valid.shape)
@@ -51,37 +51,40 @@ def by_device(
     return local(queries, keys, values, valid, labels)
 
 
-def filled(
+def pad_tokens(
     x: Shaped[Array, "... T"], tile: int, nothing: float | int = 0
 ) -> Shaped[Array, "... N"]:
-    """Whole tiles of tokens."""
+    """Pads the tokens, the last axis, to a multiple of a tile."""
     spare = ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % tile),)
     return jnp.pad(x, spare, constant_values=nothing)
 
 
-def labels_of(
+def padded_labels(
     labels: Int[Array, "B H T"], used: int, tile: int, beyond: int
 ) -> Int[Array, "B H 1 N"]:
-    """Labels of `used` clusters, and `beyond` of padding."""
-    return filled(jnp.where(labels < used, labels, beyond), tile, beyond)[:, :, None]
+    """Returns the labels of `used` clusters, and `beyond` for padding."""
+    return pad_tokens(jnp.where(labels < used, labels, beyond), tile, beyond)[:, :, None]
 
 
-def unseen_of(valid: Bool[Array, "B X"], tile: int) -> Float[Array, "B 1 N"]:
-    """What is added to logits."""
-    return filled(jnp.where(valid, 0.0, MASKED), tile, MASKED)[:, None]
+def key_mask_bias(valid: Bool[Array, "B X"], tile: int) -> Float[Array, "B 1 N"]:
+    """Returns a term of the logits: 0 for valid keys and MASKED for others."""
+    return pad_tokens(jnp.where(valid, 0.0, MASKED), tile, MASKED)[:, None]
 
 
-def places(arguments: Any) -> Any:
-    """Where a step finds its inputs, of which `unseen` has no heads."""
-    at = jax.tree.map(lambda x: head_block_spec(*x.shape[2:]), arguments)
-    of_lane = pl.BlockSpec((None, 1, arguments.unseen.shape[2]), lambda h, b: (b, 0, 0))
-    return at._replace(unseen=of_lane)
+def block_specs(arguments: Any) -> Any:
+    """Returns the block specs of a step's inputs; only `unseen` has no heads."""
+    specs = jax.tree.map(lambda x: head_block_spec(*x.shape[2:]), arguments)
+    lane_spec = pl.BlockSpec((None, 1, arguments.unseen.shape[2]), lambda h, b: (b, 0, 0))
+    return specs._replace(unseen=lane_spec)
 
 
-def options(
+def call_options(
     name: str, x: Float[Array, "B H K T"], size: int, interpret: Any, **cost: int
 ) -> dict[str, Any]:
-    """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
+    """Returns options of a kernel's call.
+
+    The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
+    """
     batch, heads, _, tokens = x.shape
     return {
         "name": f"{name}_{tokens}x{size}_{x.dtype}_{batch * heads}_steps",
@@ -91,8 +94,8 @@ def options(
     }
 
 
-def members_of(labels: Any, place: Any, clusters: int) -> Float[Array, "C N"]:
-    """1 where a query is of a cluster."""
+def membership(labels: Any, place: Any, clusters: int) -> Float[Array, "C N"]:
+    """Returns 1 where a query belongs to a cluster, 0 elsewhere."""
     own = labels[:, place]
     cluster = jax.lax.broadcasted_iota(jnp.int32, (clusters, own.shape[1]), 0)
     return jnp.where(cluster == own, 1.0, 0.0)

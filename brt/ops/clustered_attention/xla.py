@@ -1,4 +1,4 @@
-"""Clustered attention in plain XLA; per head there exist [C, X] and [T, R] weights at once."""
+"""Clustered attention in plain XLA, with weights [C, X] and [T, R] for each head."""
 
 from typing import NamedTuple
 
@@ -8,13 +8,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Attention
 from brt.ops.clustered_attention.members import (
+    build_tiles,
     cluster_sums,
     from_tiles,
+    gather_by_label,
+    gather_by_tile,
     member_counts,
-    of_members,
-    of_tile,
     tile_size,
-    tiles_of,
     to_tiles,
 )
 from brt.ops.clustered_attention.relative import mean_bias, pair_bias
@@ -26,13 +26,13 @@ from brt.ops.softmax import MASKED, softmax_and_lse
 from brt.ops.top_k import top_k
 
 
-class Best(NamedTuple):
-    """The keys that centroids attend to most.
+class BestKeys(NamedTuple):
+    """The keys with the largest logits of each centroid.
 
     Attributes:
       indices: int32 [B, H, C, R].
-      there: bool [B, H, C, R], False where there were too few keys.
-      mask: bool [B, H, C, X], True on the same keys; of no meaning on unseen ones.
+      there: bool [B, H, C, R], False if there are fewer keys.
+      mask: bool [B, H, C, X], True for the same keys; the value for invalid keys has no meaning.
     """
 
     indices: Int[Array, "B H C R"]
@@ -50,12 +50,14 @@ def clustered(
     dropout: Dropout | None,
     bias: Float[Array, "H O"] | None,
 ) -> Float[Array, "B H T E"]:
-    """Every query gets what its centroid gets (equations 4 to 6)."""
+    """Returns the attention output of each query's centroid (equations 4 to 6)."""
     logits = matmul_nt(_centroids(queries, labels, config), keys)
     if bias is not None:
-        logits += mean_bias(bias, labels, _clusters(labels, config))
+        logits += mean_bias(bias, labels, _cluster_count(labels, config))
     logits = jnp.where(valid[:, None, None], logits, MASKED)
-    return of_members(attend_to_part(logits, values, dropout).output.astype(values.dtype), labels)
+    return gather_by_label(
+        attend_to_part(logits, values, dropout).output.astype(values.dtype), labels
+    )
 
 
 def improved_clustered(
@@ -68,90 +70,101 @@ def improved_clustered(
     dropout: Dropout | None,
     bias: Float[Array, "H O"] | None,
 ) -> Float[Array, "B H T E"]:
-    """Exact logits for a cluster's best keys, the centroid's for the others (section 3.3)."""
-    tokens, clusters = labels.shape[-1], _clusters(labels, config)
+    """Attends with exact logits to a cluster's best keys, and with the centroid's logits to others.
+
+    This is section 3.3 of the paper.
+    """
+    tokens, clusters = labels.shape[-1], _cluster_count(labels, config)
     size = min(tile_size(tokens, clusters), tokens)
-    tiles = tiles_of(labels, clusters=clusters, size=size)
+    tiles = build_tiles(labels, clusters=clusters, size=size)
     centroids = _centroids(queries, labels, config)
     logits, mean = matmul_nt(centroids, keys), None
     if bias is not None:
         mean = mean_bias(bias, labels, clusters)
         logits += mean
     mask = valid[:, None, None]
-    best = _best(logits, mask, config.top_k)
+    best = _find_best_keys(logits, mask, config.top_k)
     best_keys, best_values = (take(x, best.indices) for x in (keys, values))
     of_best, of_rest = (dropout.part(0), dropout.part(1)) if dropout else (None, None)
 
-    exact = matmul_nt(to_tiles(queries, tiles), of_tile(best_keys, tiles))
+    exact = matmul_nt(to_tiles(queries, tiles), gather_by_tile(best_keys, tiles))
     if bias is not None:
         places = tiles.queries.reshape(exact.shape[:-1])
-        exact += pair_bias(bias, places, of_tile(best.indices, tiles), tokens)
-    exact = jnp.where(of_tile(best.there, tiles)[..., None, :], exact, MASKED)
-    own = attend_to_part(exact, of_tile(best_values, tiles), of_best)
+        exact += pair_bias(bias, places, gather_by_tile(best.indices, tiles), tokens)
+    exact = jnp.where(gather_by_tile(best.there, tiles)[..., None, :], exact, MASKED)
+    own = attend_to_part(exact, gather_by_tile(best_values, tiles), of_best)
     if config.mass_rule == "lse_jensen":
-        spread = _spread(queries, labels, centroids)
-        logits += spread[..., None] * _half_squares(keys)[:, :, None]
+        variance = _cluster_variance(queries, labels, centroids)
+        logits += variance[..., None] * _half_squares(keys)[:, :, None]
     rest = attend_to_part(jnp.where(mask & ~best.mask, logits, MASKED), values, of_rest)
-    rest = AttentionPart(*(of_tile(x, tiles)[:, :, :, None] for x in rest))
+    rest = AttentionPart(*(gather_by_tile(x, tiles)[:, :, :, None] for x in rest))
     lse = own.lse
     if config.mass_rule == "paper":
-        lse = of_tile(_lse_of_best(centroids, best_keys, best, mean), tiles)[..., None]
+        lse = gather_by_tile(_best_keys_lse(centroids, best_keys, best, mean), tiles)[..., None]
     mass = jax.nn.sigmoid(lse - rest.lse)[..., None]
     share = jax.lax.stop_gradient(mass) if config.mass_stop_gradient else mass
     y = share * own.output + (1 - mass) * rest.output
     return from_tiles(y.astype(values.dtype), tiles)
 
 
-def _lse_of_best(
+def _best_keys_lse(
     centroids: Float[Array, "B H C K"],
     best_keys: Float[Array, "B H C R K"],
-    best: Best,
+    best: BestKeys,
     mean_bias: Float[Array, "B H C X"] | None,
 ) -> Float[Array, "B H C"]:
-    """What the best keys weigh for the centroid; the paper has them weigh as much for a member."""
+    """Returns the log-sum-exp of the centroid's logits of its best keys.
+
+    The paper gives the best keys the same total weight for each member of the cluster.
+    """
     logits = matmul_nt(centroids[..., None, :], best_keys)[..., 0, :]
     if mean_bias is not None:
         logits += jnp.take_along_axis(mean_bias, best.indices, axis=-1)
     return softmax_and_lse(jnp.where(best.there, logits, MASKED))[1]
 
 
-def _best(logits: Float[Array, "B H C X"], mask: Bool[Array, "B 1 1 X"], count: int) -> Best:
+def _find_best_keys(
+    logits: Float[Array, "B H C X"], mask: Bool[Array, "B 1 1 X"], count: int
+) -> BestKeys:
     ranked = jnp.where(mask, jax.lax.stop_gradient(logits), -jnp.inf)
     values, indices = top_k(ranked, min(count, logits.shape[-1]))
     last, place = values[..., -1:], jnp.arange(logits.shape[-1])[None, None, None]
-    # Of equal keys the first are best, so the last of the best has the highest index.
+    # The first of equal keys are best, so the last of the best keys has the highest index.
     best = (ranked > last) | ((ranked == last) & (place <= indices[..., -1:]))
-    return Best(indices, values > -jnp.inf, best)
+    return BestKeys(indices, values > -jnp.inf, best)
 
 
 def _centroids(
     queries: Float[Array, "B H T K"], labels: Int[Array, "B H T"], config: Attention
 ) -> Float[Array, "B H C K"]:
-    """Means of the members (equation 3), in the queries' dtype; zeros of an empty cluster."""
-    clusters = _clusters(labels, config)
+    """Returns the means of the clusters' members (equation 3) in the queries' dtype.
+
+    Empty clusters have zeros.
+    """
+    clusters = _cluster_count(labels, config)
     sums = cluster_sums(queries.astype(jnp.float32), labels, clusters)
-    return (sums / _divisors(labels, clusters)[..., None]).astype(queries.dtype)
+    return (sums / _member_divisors(labels, clusters)[..., None]).astype(queries.dtype)
 
 
-def _spread(
+def _cluster_variance(
     queries: Float[Array, "B H T K"],
     labels: Int[Array, "B H T"],
     centroids: Float[Array, "B H C K"],
 ) -> Float[Array, "B H C"]:
-    """The variance of a cluster's members, averaged over the numbers of a query."""
+    """Returns the variance of each cluster's members, averaged over the numbers of a query."""
     clusters = centroids.shape[2]
-    away = queries.astype(jnp.float32) - of_members(centroids.astype(jnp.float32), labels)
+    away = queries.astype(jnp.float32) - gather_by_label(centroids.astype(jnp.float32), labels)
     squares = jnp.mean(away**2, axis=-1, keepdims=True)
-    return cluster_sums(squares, labels, clusters)[..., 0] / _divisors(labels, clusters)
+    return cluster_sums(squares, labels, clusters)[..., 0] / _member_divisors(labels, clusters)
 
 
 def _half_squares(keys: Float[Array, "B H X K"]) -> Float[Array, "B H X"]:
     return jnp.sum(keys.astype(jnp.float32) ** 2, axis=-1) / 2
 
 
-def _clusters(labels: Int[Array, "B H T"], config: Attention) -> int:
+def _cluster_count(labels: Int[Array, "B H T"], config: Attention) -> int:
     return min(config.clusters, labels.shape[-1])
 
 
-def _divisors(labels: Int[Array, "B H T"], clusters: int) -> Float[Array, "B H C"]:
+def _member_divisors(labels: Int[Array, "B H T"], clusters: int) -> Float[Array, "B H C"]:
     return jnp.maximum(member_counts(labels, clusters), 1).astype(jnp.float32)

@@ -249,9 +249,9 @@ def _call(
     if arguments.dropout is not None:
         ring = ring | {"factors": "square"}
     made = {
-        "vectors": functools.partial(tiles.vectors, arguments.q),
-        "square": tiles.square,
-        "numbers": tiles.numbers,
+        "vectors": functools.partial(tiles.vector_tiles, arguments.q),
+        "square": tiles.square_tiles,
+        "numbers": tiles.row_numbers,
     }
     of = [(name, kind, 1) for name, kind in resident.items()]
     of += [(name, kind, slots) for name, kind in ring.items()]
