@@ -18,7 +18,7 @@ from brt.errors import ConfigError, DataError
 from brt.evaluation import job
 from brt.generation import session as sessions
 from brt.generation.session import Session
-from brt.tasks.protocol import Scorer
+from brt.tasks.evaluators import Scorer
 from brt.tasks.weights import Tokenizer
 from brt.tasks.writers import WriteOptions, Writer
 from brt.training import loop, run_summary
@@ -153,7 +153,7 @@ class Model:
 
     def __init__(self, loaded: saved_model.SavedModel):
         self._saved = loaded
-        self._task = tasks.of(loaded.config)
+        self._task = tasks.from_config(loaded.config)
         self.workdir: Path = loaded.workdir.path
         self.step: int = loaded.step
         self.config: Config = loaded.config
@@ -166,7 +166,7 @@ class Model:
     @property
     def continues(self) -> bool:
         """Whether it goes on from a prompt, with a memory, as language models do."""
-        return self._task.writes and self._writer.session is not None
+        return self._task.generates_text and self._writer.session is not None
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -211,8 +211,8 @@ class Model:
           ConfigError: the model writes no text, or not so.
           DataError: there is neither prompt nor state, or the prompt is no text.
         """
-        if not self._task.writes:
-            raise self._task.silent()
+        if not self._task.generates_text:
+            raise self._task.cannot_generate()
         if not -(2**63) <= seed < 2**63:
             raise ConfigError(f"seed={seed} is more than 64 bits hold")
         drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -303,7 +303,7 @@ class Model:
 
     def _held(self) -> Session:
         """The writer's."""
-        session = self._writer.session if self._task.writes else None
+        session = self._writer.session if self._task.generates_text else None
         if session is None:
             raise ConfigError(
                 f"Training.task = {self._task.name!r} trains a model without a memory that "

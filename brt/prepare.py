@@ -26,7 +26,7 @@ from brt.data import preparation
 from brt.errors import ConfigError
 from brt.tasks.summarization.data.columns import Columns, read
 from brt.tasks.summarization.data.raw import datasets, tables
-from brt.tasks.summarization.data.raw.datasets import Dataset
+from brt.tasks.summarization.data.raw.datasets import RawDataset
 
 KINDS = (*datasets.RAW, "files")
 COMMON = {"validation", "test", "output", "errors"}
@@ -101,7 +101,7 @@ def _prepare(args: argparse.Namespace) -> None:
     else:
         if not re.fullmatch("[a-z][a-z0-9_]*", args.name):
             raise ConfigError(f"--name {args.name} must be small letters, digits and underscores")
-        dataset = Dataset(args.name, "1.0.0")
+        dataset = RawDataset(args.name, "1.0.0")
         columns = Columns(*(getattr(args, f"{f}_field", "") for f in ("source", "target", "id")))
         splits = {
             split: map(tables.example, read(getattr(args, split), columns))
@@ -143,7 +143,7 @@ def _documents(args: argparse.Namespace) -> None:
     )
 
 
-def _pairs(args: argparse.Namespace, dataset: Dataset, splits: datasets.Splits) -> None:
+def _pairs(args: argparse.Namespace, dataset: RawDataset, splits: datasets.Splits) -> None:
     directory = untrusted.user_path(getattr(args, "output", "") or datasets.default_directory())
     errors = getattr(args, "errors", "refuse")
     tallies = datasets.write(dataset, splits, directory, errors=errors)

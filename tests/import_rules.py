@@ -168,7 +168,7 @@ def decisions_by_task(module: str, source: str) -> Iterator[str]:
             yield f"{module}:{node.lineno} names the task {node.value!r}"
         for operand in _deciding(node):
             text = ast.unparse(operand)
-            if text.endswith(("training.task", "task.name", "of(config).name")):
+            if text.endswith(("training.task", "task.name", "from_config(config).name")):
                 yield f"{module}:{node.lineno} decides by {text}; ask the Task"
 
 

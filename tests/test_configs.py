@@ -109,7 +109,7 @@ def structure(model: Model) -> Model:
 @cache
 def decoders() -> dict[Model, Model]:
     """A model of each structure, one of which the size is known where there is such a one."""
-    rows = [row for row in ROWS if tasks.of(resolved(row)).model == "model"]
+    rows = [row for row in ROWS if tasks.from_config(resolved(row)).model == "model"]
     models = [sized(row) for row in sorted(rows, key=lambda row: family(row) in DATASETS)]
     return {structure(model): model for model in models}
 
@@ -176,7 +176,7 @@ def test_documents_name_files_that_exist() -> None:
 def test_builds(row: str) -> None:
     """Among models that differ only in sizes, those with a known parameter count are checked."""
     config = resolved(row)
-    match tasks.of(config).model:
+    match tasks.from_config(config).model:
         case "seq2seq":
             assert seq2seq_parameters(config) > 0
         case "encoder":
@@ -206,11 +206,11 @@ def seq2seq_parameters(config: Config) -> int:
     model = dataclasses.replace(model, vocab_size=vocabulary)
     cross = dataclasses.replace(config.cross_attention, q_ref=Pairs().max_target_length)
     training = Training(task="summarization")
-    return count_of(Config(training=training, seq2seq=model, cross_attention=cross))
+    return count_scored(Config(training=training, seq2seq=model, cross_attention=cross))
 
 
 @cache
-def count_of(config: Config) -> int:
+def count_scored(config: Config) -> int:
     return parameter_counts(nn.meta.unbox(jax.eval_shape(lambda: initial_params(config))))[0]
 
 
@@ -220,7 +220,7 @@ def encoder_parameters(encoder: Encoder, task: str) -> int:
         encoder, layers=2, model_dim=8, heads=2, mlp_dim=8, vocab_size=32, dropout=0.0,
         features=40 if task == "speech_recognition" else 0,
     )  # fmt: skip
-    return count_of(Config(encoder=encoder, training=Training(task=task)))
+    return count_scored(Config(encoder=encoder, training=Training(task=task)))
 
 
 def test_attention_is_all_that_recognisers_of_a_dataset_differ_in() -> None:

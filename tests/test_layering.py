@@ -74,7 +74,7 @@ PLANTED = [
     ("brt.training.step", "from brt.tasks.language_modeling.loss import loss"),
     ("brt.training.step", "x = 1 if config.training.task == 'mine' else 2"),
     ("brt.training.step", "x = TABLE[config.training.task]"),
-    ("brt.training.step", "x = TABLE.get(tasks.of(config).name)"),
+    ("brt.training.step", "x = TABLE.get(tasks.from_config(config).name)"),
     ("brt.training.step", "if run.task.name in names: pass"),
     ("brt.training.step", "match config.training.task:\n  case 'mine': pass"),
     ("brt.sweeping.plots", "from brt.tasks.language_modeling.answers import EXACT"),
@@ -106,7 +106,7 @@ def test_a_planted_violation_is_refused(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("brt.training.step", "from brt.tasks.protocol import Task\nfrom brt import tasks"),
+        ("brt.training.step", "from brt.tasks.interface import Task\nfrom brt import tasks"),
         ("brt.tasks.encoders", "if config.training.task == 'summarization': pass"),
         ("brt.layers.attention", "from brt.ops import dispatch, window_attention"),
         ("brt.ops.gates", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n  import brt.data"),

@@ -88,7 +88,7 @@ class Follower:
         self._workdir, self._config = workdir, config
         self._split, self._ablate, self._say = split, ablate, say
         self._read = job.SplitReader(config, split, ablate)
-        self._task = tasks.of(config)
+        self._task = tasks.from_config(config)
         self._passed: set[int] = set()
         self._due: set[int] = set()
 

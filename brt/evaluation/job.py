@@ -12,7 +12,7 @@ from brt.config import Config
 from brt.config_io import config_from_json
 from brt.distributed import processes
 from brt.errors import DataError, NonFiniteError
-from brt.tasks.protocol import Evaluator
+from brt.tasks.evaluators import Evaluator
 from brt.tasks.report import EvaluationResult
 from brt.training import evaluations
 from brt.training import workdir as workdirs
@@ -45,7 +45,7 @@ class SplitReader:
     """
 
     def __init__(self, config: Config, split: str, ablate: str | None, tell: Tell = _silent):
-        self._task, self._config, self._split = tasks.of(config), config, split
+        self._task, self._config, self._split = tasks.from_config(config), config, split
         self._ablate, self._tell = ablate, tell
         self.evaluator: Evaluator | None = None
 
@@ -75,7 +75,7 @@ class SplitReader:
         return evaluations.write(model.workdir, model.step, self._split, reading, self._tell)
 
     def _check_finite(self, reading: EvaluationResult, model: SavedModel) -> None:
-        name, value = next(iter(self._task.figures(reading.figures).items()))
+        name, value = next(iter(self._task.select_metrics(reading.metrics).items()))
         if not math.isfinite(value):
             raise NonFiniteError(
                 f"{name} of {self._split} is {value} at step {model.step} of "
@@ -105,7 +105,7 @@ def inspect(
       DataError: the corpus has no such split.
       CheckpointError: the model knows another tokenizer.
     """
-    directory, task = model.workdir.evaluations / str(model.step), tasks.of(model.config)
+    directory, task = model.workdir.evaluations / str(model.step), tasks.from_config(model.config)
     _check_place(model.workdir)
     where = {"workdir": str(model.workdir.path), "step": model.step}
     dataset = saved_model.open_split(model, split)
@@ -118,10 +118,10 @@ def inspect(
     tell(found.text)
     workdirs.check_writable(directory, below=model.workdir.path)
     report = directory / f"{split}_probe.json"
-    workdirs.write_json(report, found.figures, below=model.workdir.path)
+    workdirs.write_json(report, found.metrics, below=model.workdir.path)
     for name, picture in found.draw().items():
         workdirs.write_bytes(model.workdir.plots / name, picture, below=model.workdir.path)
-    return found.figures
+    return found.metrics
 
 
 def _check_place(workdir: Workdir) -> None:

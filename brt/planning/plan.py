@@ -155,8 +155,8 @@ def _shaped(config: Config, topology: Topology) -> tuple[Config, Shapes, Any, in
 
     Data are read where only they tell the sizes.
     """
-    task, reader = tasks.of(config), None
-    batch = task.example(config) if task.knows_sizes(config) else None
+    task, reader = tasks.from_config(config), None
+    batch = task.example_row(config) if task.sizes_are_configured(config) else None
     if batch is None:
         config, _, reader = runs.prepare(config)
         batch = reader.largest()
@@ -187,7 +187,7 @@ def _bytes(tree: PyTree) -> int:
 
 def meshes_of(config: Config, devices: int) -> list[MeshConfig]:
     """All meshes of so many devices that divide what they are to share."""
-    needs = tasks.of(config).shared(config)
+    needs = tasks.from_config(config).sharded_sizes(config)
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
     found = []
     for data in sizes:
@@ -245,7 +245,8 @@ def _undivided(config: Config, devices: int) -> ConfigError:
     """What --sweep_mesh says where no mesh takes all devices, with a batch that one would share."""
     training = config.training
     sizes = ", ".join(
-        f"{size} {name}" for name, (_, size) in tasks.of(config).shared(config).items()
+        f"{size} {name}"
+        for name, (_, size) in tasks.from_config(config).sharded_sizes(config).items()
     )
     all_lanes = devices * training.gradient_accumulation
     batch = -(-training.batch_size // all_lanes) * all_lanes

@@ -174,7 +174,7 @@ def verdict(plan: Plan, config: Config) -> str:
 
 
 def _remedies(plan: Plan, config: Config) -> list[tuple[bool, str]]:
-    section = getattr(config, tasks.of(config).model)
+    section = getattr(config, tasks.from_config(config).model)
     name = type(section).__name__
     state = plan.parameters + plan.optimizer
     lanes = config.training.batch_size // config.training.gradient_accumulation

@@ -74,7 +74,7 @@ def _prepare(points: Sequence[Point], split: str) -> None:
     """Makes every corpus once, before points would do so side by side."""
     found = {}
     for config in (point.config for point in points):
-        task = tasks.of(config)
+        task = tasks.from_config(config)
         found[task.name, getattr(config, task.data)] = task, config
     for task, config in found.values():
         task.open(config).split(split)

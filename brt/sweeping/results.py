@@ -11,7 +11,7 @@ from brt.checkpointing import reader
 from brt.errors import CheckpointError
 from brt.sweeping.directory import Directory
 from brt.sweeping.points import Point
-from brt.tasks.protocol import Task
+from brt.tasks.interface import Task
 from brt.tasks.report import EXACT_ANSWERS, Metric
 from brt.training import evaluations, inspection
 from brt.training.metrics import read_metrics
@@ -119,7 +119,7 @@ def reference(groups: Sequence[Group], baseline: str) -> Group:
 def _row(point: Point, directory: Directory, split: str) -> Row:
     progress, run = directory.progress(), directory.run
     evaluation = directory.evaluation(split) if progress.status == "finished" else None
-    found = report(evaluation, tasks.of(point.config)) if evaluation else {}
+    found = report(evaluation, tasks.from_config(point.config)) if evaluation else {}
     records = read_metrics(run.metrics)
     steps = reader.steps(run.checkpoints)
     total = rest = None
@@ -145,9 +145,9 @@ def _row(point: Point, directory: Directory, split: str) -> Row:
 
 
 def _compared(point: Point, report: dict[str, Any]) -> dict[str, float]:
-    task = tasks.of(point.config)
-    found = {**report, **task.figures(report)} if report else {}
-    values = {column.name: found.get(column.name) for column in task.columns}
+    task = tasks.from_config(point.config)
+    found = {**report, **task.select_metrics(report)} if report else {}
+    values = {column.name: found.get(column.name) for column in task.table_metrics}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -156,7 +156,7 @@ def report(path: Path, task: Task) -> dict[str, Any]:
     try:
         found = evaluations.read(path)
         untrusted.check(found, _REPORT)
-        untrusted.check(task.figures(found), {str: untrusted.NUMBER})
+        untrusted.check(task.select_metrics(found), {str: untrusted.NUMBER})
         return found
     except (OSError, ValueError) as error:
         raise CheckpointError(
@@ -166,7 +166,11 @@ def report(path: Path, task: Task) -> dict[str, Any]:
 
 def columns(rows: Sequence[Row]) -> list[Metric]:
     """What the tasks of these rows compare runs by, as far as any row has it."""
-    known = {column.name: column for row in rows for column in tasks.of(row.point.config).columns}
+    known = {
+        column.name: column
+        for row in rows
+        for column in tasks.from_config(row.point.config).table_metrics
+    }
     return [column for name, column in known.items() if any(name in row.figures for row in rows)]
 
 

@@ -1,4 +1,4 @@
-"""What can be learned. `TASKS` is the one place where the tasks are named."""
+"""The tasks that models can be trained on. `TASKS` is the only place that lists them."""
 
 from collections.abc import Mapping
 
@@ -6,9 +6,9 @@ from brt.config import Config
 from brt.config_io import config_values, suggestion
 from brt.errors import ConfigError
 from brt.tasks.extractive_qa.task import ExtractiveQa
+from brt.tasks.interface import Task
 from brt.tasks.language_modeling.task import LanguageModeling
 from brt.tasks.masked_language_modeling.task import MaskedLanguageModeling
-from brt.tasks.protocol import Task
 from brt.tasks.speech_recognition.task import SpeechRecognition
 from brt.tasks.summarization.task import Summarization
 from brt.tasks.text_classification.task import TextClassification, TextRegression
@@ -22,17 +22,17 @@ TASKS: dict[str, Task] = {
 }  # fmt: skip
 
 
-def of(config: Config) -> Task:
-    """The task that Training.task names.
+def from_config(config: Config) -> Task:
+    """Returns the task that Training.task names.
 
     Raises:
-      ConfigError: there is no such task; lists those that there are.
+      ConfigError: there is no such task; the message lists the existing ones.
     """
-    return named(config.training.task)
+    return by_name(config.training.task)
 
 
-def named(name: str) -> Task:
-    """The task of that name; raises as `of`."""
+def by_name(name: str) -> Task:
+    """Returns the task called `name`; raises ConfigError like `from_config`."""
     if name not in TASKS:
         raise ConfigError(
             f"Training.task = {name!r} must be one of {', '.join(map(repr, TASKS))}"
@@ -42,21 +42,21 @@ def named(name: str) -> Task:
 
 
 def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
-    """Refuses settings that clash in their task, or that nothing would ever read.
+    """Raises ConfigError for settings that their task rejects or that no code would read.
 
     Args:
-      origins: where each was bound; to say a default is no harm.
+      origins: place where each setting was bound; a setting bound to its default is accepted.
     """
-    task = of(config)
+    task = from_config(config)
     task.check(config)
     defaults, values = config_values(Config()), config_values(config)
-    own = {section for other in TASKS.values() for section in other.sections}
+    task_sections = {section for other in TASKS.values() for section in other.sections}
     for name, origin in (origins or {}).items():
         section, _, field = name.partition(".")
-        unread = section in own and section not in task.sections and field != "cache_dir"
+        unread = section in task_sections - set(task.sections) and field != "cache_dir"
         if unread and values[name] != defaults[name]:
             others = [other.name for other in TASKS.values() if section in other.sections]
             raise ConfigError(
-                f"{origin}: {name} means nothing where Training.task = {task.name!r}; "
-                f"set Training.task = {others[0]!r}, or leave it out"
+                f"{origin}: {name} has no effect if Training.task = {task.name!r}; "
+                f"set Training.task = {others[0]!r}, or remove {name}"
             )

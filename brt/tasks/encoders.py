@@ -1,4 +1,4 @@
-"""What the tasks of encoders share: the forward pass, the vocabulary, warm starts, timing."""
+"""What encoder tasks share: forward pass, vocabulary, warm starts, and timing of evaluations."""
 
 import dataclasses
 import time
@@ -22,20 +22,21 @@ from brt.models import encoder
 from brt.models.transformer_flops import encoder_flops
 from brt.ops.attention import KEYS_ARE_QUERIES
 from brt.tasks import resolving
-from brt.tasks.protocol import Dataset, Task
-from brt.tasks.weights import Started, Tokenizer, Weights, check_tokenizer, matched
+from brt.tasks.interface import Dataset, Task
+from brt.tasks.weights import Tokenizer, WarmStart, Weights, check_tokenizer, merge_weights
 from brt.types import Batch
 
 _EMBEDDING = "encoder/inputs/token_embed/embedding"
-_EXACT = {"reformer": "shared_full"}  # what a kind approximates, where that is not "full"
+# Exact counterparts of approximate kinds of attention; the counterpart of all others is "full".
+_EXACT = {"reformer": "shared_full"}
 
 
 class EncoderTask(Task):
-    """A task of `Encoder`.
+    """A task whose model is an encoder with a head.
 
     Attributes:
-      head: which one of `brt.models.encoder.HEADS`.
-      frames: it reads vectors, not tokens.
+      head: name of the head in `brt.models.encoder.HEADS`.
+      frames: True if the encoder reads feature vectors instead of tokens.
     """
 
     model = "encoder"
@@ -43,23 +44,24 @@ class EncoderTask(Task):
     frames: ClassVar[bool] = False
     exports = True
 
-    def figures(self, report: Mapping[str, Any]) -> dict[str, float]:
-        """Also the headline's of the attention that the model's approximates."""
-        beside = {
+    def select_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
+        """Includes the primary metric with exact attention, if the report compares with exact
+        attention."""
+        exact_metrics = {
             name: value
             for name, value in report.items()
             if name.endswith(("_full", "_shared_full")) and isinstance(value, float)
         }
-        return super().figures(report) | beside
+        return super().select_metrics(report) | exact_metrics
 
     def network(self, config: Config, *, training: bool = False) -> encoder.EncoderWithHead:
-        """The encoder that a config describes, with its head."""
+        """Returns the encoder with its head that the config describes."""
         return encoder.EncoderWithHead(
             config.encoder, config.attention, self.head, training, config.kernels
         )
 
     def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
-        """Of the encoder and its head."""
+        """Returns newly initialised parameters of the encoder and its head."""
         return encoder.init(self.network(config), key)
 
     def predict(
@@ -71,31 +73,37 @@ class EncoderTask(Task):
         inputs: Array | None = None,
         dropout: Array | None = None,
         attention: Array | None = None,
-        **given: Any,
+        **options: Any,
     ) -> Float[Array, "B ..."]:
-        """The head's logits, or what `given` asks of the network.
+        """Returns the head's logits, or what `options` requests from the network.
 
         Args:
-          inputs: in the place of the batch's tokens.
-          dropout: the key of a training step's; None: nothing is dropped.
-          attention: the key of what attention draws; None: always the same.
+          inputs: replaces the batch's tokens.
+          dropout: random key for dropout in a training step; None disables dropout.
+          attention: random key for attention that draws random numbers; None always uses the same
+              key.
         """
         attention = jax.random.key(0) if attention is None else attention
-        found: Any = self.network(config, training=dropout is not None).apply(
+        outputs: Any = self.network(config, training=dropout is not None).apply(
             {"params": params}, batch.tokens if inputs is None else inputs, batch.valid, attention,
-            rngs=None if dropout is None else {"dropout": dropout}, **given,
+            rngs=None if dropout is None else {"dropout": dropout}, **options,
         )  # fmt: skip
-        return found
+        return outputs
 
     def flops(self, config: Config, batch: Any) -> int | None:
-        """Where attention is exact."""
-        if exact(config) is not None:
+        """Returns the FLOPs of a training step; None unless attention is exact."""
+        if with_exact_attention(config) is not None:
             return None
         rows, length = (batch.scored if isinstance(batch, Batch) else batch.valid).shape
         return 3 * rows * encoder_flops(config.encoder, length)
 
     def check_encoder(self, config: Config, *lengths: tuple[str, int]) -> None:
-        """Of one that reads tokens, in sequences that are so long at most."""
+        """Raises ConfigError unless the encoder reads tokens and supports the given sequence
+        lengths.
+
+        Args:
+          lengths: pairs of a setting's name and its value.
+        """
         model = config.encoder
         if model.features:
             raise ConfigError(
@@ -112,27 +120,28 @@ class EncoderTask(Task):
             config.attention.check_length(length, f"{name} = {length}")
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Vocabulary and dtype written out; refuses to train keys that nothing reads."""
+        """Fills in vocabulary size and dtype; raises ConfigError if key projections would stay
+        untrained."""
         kind = config.attention.kind
         if kind in KEYS_ARE_QUERIES and not config.encoder.shared_queries_keys:
             raise ConfigError(
                 f"Attention.kind = {kind!r} takes the queries for keys, whose projection would "
                 "never be trained; set Encoder.shared_queries_keys = True"
             )
-        return resolving.written_out(
-            config, self.model, dataset.tokenizer, self.ids(dataset.tokenizer)
-        )
+        ids = self.required_vocab_size(dataset.tokenizer)
+        return resolving.fill_in_vocabulary(config, self.model, dataset.tokenizer, ids)
 
-    def exported(
+    def export(
         self,
         source: Path,
         config: Config,
         params: PyTree[Array],
         tokenizer: Callable[[], Tokenizer],
     ) -> Exported:
-        """As RoBERTa's form has it; how it computes is the reader's business."""
+        """Converts the encoder to the RoBERTa format of transformers, which defines its own
+        attention."""
         model = dataclasses.replace(config.encoder, dtype="auto", remat=False)
-        found = PretrainedEncoder(params, Described(model, self.head, {}))
+        encoder_with_task = PretrainedEncoder(params, Described(model, self.head, {}))
         kind, notes = config.attention.kind, []
         if kind != "full":
             notes.append(
@@ -150,24 +159,25 @@ class EncoderTask(Task):
             (target / name).write_bytes(content)
             return [name]
 
-        return Exported(source, found, roberta.form, copy, tuple(notes))
+        return Exported(source, encoder_with_task, roberta.form, copy, tuple(notes))
 
-    # What it starts from.
+    # # Warm starts
 
-    def converted(self, config: Config, where: Path) -> Weights:
-        """An encoder that brt.convert wrote."""
+    def load_converted(self, config: Config, where: Path) -> Weights:
+        """Loads an encoder that brt.convert wrote."""
         if not (where / pretrained.MODEL).is_file():
             raise CheckpointError(
                 f"{where} holds no encoder: neither what python -m brt.convert --from=hf DIR "
                 "--to=brt OUT writes, nor the checkpoints of a run"
             )
-        found = pretrained_encoder.describe(where)
+        described = pretrained_encoder.describe(where)
         return Weights(
-            str(where), found.model, None, found.task, lambda: pretrained_encoder.load(where).params
-        )
+            str(where), described.model, None, described.task,
+            lambda: pretrained_encoder.load(where).params,
+        )  # fmt: skip
 
     def check_weights(self, weights: Weights) -> None:
-        """Raises ConfigError where they read frames in the place of tokens, or tokens."""
+        """Raises ConfigError if the weights read frames and this task tokens, or vice versa."""
         if self.frames != bool(weights.model.features):
             reads, wanted = ("tokens", "frames") if self.frames else ("frames", "tokens")
             raise ConfigError(
@@ -176,11 +186,12 @@ class EncoderTask(Task):
             )
 
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
-        """The config with room for all ids: a task with special ids may have more of them.
+        """Returns the config with a vocabulary for all ids, which may include special ids of the
+        task.
 
-        Of converted weights only the number of ids is known.
+        The tokenizer of converted weights is unknown; only their number of ids can be compared.
         """
-        known, ids = weights.model.vocab_size, self.ids(tokenizer)
+        known, ids = weights.model.vocab_size, self.required_vocab_size(tokenizer)
         if weights.tokenizer is None and known != ids:
             masks = ", the mask's included" if ids > tokenizer.vocab_size else ""
             raise ConfigError(
@@ -194,14 +205,17 @@ class EncoderTask(Task):
         model = dataclasses.replace(config.encoder, vocab_size=max(known, ids))
         return dataclasses.replace(config, encoder=model)
 
-    def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> Started:
-        """All of an encoder, and its head where that is of the same task; the others are new."""
+    def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> WarmStart:
+        """Takes all encoder parameters, and the head's if the weights are of the same task."""
         same = weights.task in (self.name, self.head)
-        return matched(weights, initial, own=("head/",), drop=not same, longer=_EMBEDDING)
+        return merge_weights(
+            weights, initial, optional=("head/",), drop_optional=not same, growing=_EMBEDDING
+        )
 
 
-def exact(config: Config) -> Config | None:
-    """The same with the attention that this one approximates; None where it is exact already."""
+def with_exact_attention(config: Config) -> Config | None:
+    """Returns the config with the exact attention that it approximates; None if it is exact
+    already."""
     kind = _EXACT.get(config.attention.kind, "full")
     if config.attention.kind in ("full", "shared_full"):
         return None
@@ -210,30 +224,28 @@ def exact(config: Config) -> Config | None:
 
 
 def refuse_ablation(ablate: str | None) -> None:
-    """Raises ConfigError where a memory is named although the model has none."""
+    """Raises ConfigError if an ablation is requested, because encoders have no memory."""
     if ablate:
-        raise ConfigError(
-            f"--ablate={ablate} is for language models; an encoder carries no memory on"
-        )
+        raise ConfigError(f"--ablate={ablate} is for language models; an encoder has no memory")
 
 
-def next_of_encoder(workdir: str) -> list[str]:
-    """Commands after training: evaluation, and the same with exact attention."""
+def encoder_next_steps(workdir: str) -> list[str]:
+    """Returns commands for after training: evaluation with the trained and with exact attention."""
     evaluate = f"python -m brt.evaluate --workdir={workdir} --split=test"
     return [evaluate, f"{evaluate} --gin_bindings=\"Attention.kind = 'full'\""]
 
 
-def own_rows(section: str, ending: str) -> str:
-    """The binding of one's own data in a command; a part of them is held out."""
+def own_data_binding(section: str, ending: str) -> str:
+    """Returns the part of a command that binds the user's own training data."""
     return f"--gin_bindings=\"{section}.train = 'mine.{ending}'\""
 
 
-class Timed:
-    """A compiled function of parameters and a batch, and what it took.
+class TimedFunction:
+    """A compiled function of parameters and a batch that measures its run time.
 
     Attributes:
-      seconds: in the function, compilation not counted.
-      inputs: that it read, without padding.
+      seconds: time spent in the function since `restart`, without compilation.
+      inputs: number of inputs read since `restart`, without padding.
     """
 
     def __init__(self, function: Callable[..., PyTree[Array]]):
@@ -242,34 +254,35 @@ class Timed:
         self.seconds, self.inputs = 0.0, 0
 
     def __call__(self, params: PyTree[Array], batch: Any, *more: np.ndarray) -> Any:
-        """The function's value on the host.
+        """Returns the function's value, copied to the host.
 
         Raises:
-          NonFiniteError: something in it is not finite.
+          NonFiniteError: a value is not finite.
         """
         arguments = (params, batch, *more)
         shape = tuple(x.shape for x in batch)
         if shape not in self._compiled:
             self._compiled[shape] = self._function.lower(*arguments).compile()
         begin = time.perf_counter()
-        found = jax.block_until_ready(self._compiled[shape](*arguments))
+        outputs = jax.block_until_ready(self._compiled[shape](*arguments))
         self.seconds += time.perf_counter() - begin
         self.inputs += int(batch.valid.sum())
-        found, real = jax.device_get(found), batch.row >= 0
-        if not all(np.isfinite(x[real]).all() for x in jax.tree.leaves(found)):
+        outputs, is_row = jax.device_get(outputs), batch.row >= 0
+        if not all(np.isfinite(x[is_row]).all() for x in jax.tree.leaves(outputs)):
             raise NonFiniteError(
                 "the model's logits are not finite; take an earlier checkpoint (--step)"
             )
-        return found
+        return outputs
 
     def restart(self) -> None:
-        """Counts from zero."""
+        """Resets the counters to zero."""
         self.seconds, self.inputs = 0.0, 0
 
-    def speed(self, what: str) -> dict[str, int | float]:
-        """Time and speed, in figures' names: `what` is "tokens" or "frames"."""
+    def speed(self, inputs: str) -> dict[str, int | float]:
+        """Returns number of inputs, time and throughput as metrics; `inputs` is "tokens" or
+        "frames"."""
         return {
-            what: self.inputs,
+            inputs: self.inputs,
             "seconds": self.seconds,
-            f"{what}_per_second": self.inputs / max(self.seconds, 1e-9),
+            f"{inputs}_per_second": self.inputs / max(self.seconds, 1e-9),
         }

@@ -1,4 +1,4 @@
-"""Reading held-out data with an encoder and its head, by one kind of attention or by two."""
+"""Evaluation of encoders with a head, with one kind of attention or with two."""
 
 import abc
 from collections.abc import Callable, Iterator
@@ -8,39 +8,40 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from brt.config import Config
-from brt.tasks.encoders import Timed, exact
-from brt.tasks.protocol import Dataset, Progress, Stop
-from brt.tasks.report import EvaluationResult, some
+from brt.tasks.encoders import TimedFunction, with_exact_attention
+from brt.tasks.evaluators import Progress, Stop
+from brt.tasks.interface import Dataset
+from brt.tasks.report import EvaluationResult, example_indices
 
 
-class HeadReading(NamedTuple):
-    """Of a split, or of its beginning, with one kind of attention.
+class HeadResult(NamedTuple):
+    """Result of the evaluation of a split, or of its first rows, with one kind of attention.
 
     Attributes:
-      kind: of attention.
-      figures: JSON.
-      summary: the most telling of them in words.
-      rows: JSON, one prediction each, in the order of the data.
-      shown: of each, as people read it.
+      kind: kind of attention.
+      metrics: JSON.
+      summary: the most important metrics in words.
+      rows: JSON, one prediction for each row, in the order of the data.
+      shown: each prediction as text for people.
     """
 
     kind: str
-    figures: dict[str, Any]
+    metrics: dict[str, Any]
     summary: str
     rows: list[dict[str, Any]]
     shown: list[str]
 
 
 class HeadEvaluator(abc.ABC):
-    """Reads a store row by row; compiled once for each padded length.
+    """Evaluates a store row by row; compiles one program for each padded length.
 
     Args:
-      trained: what the model was trained with.
-      beside: read the whole also with what the attention only approximates.
+      trained: config that the model was trained with.
+      compare_exact: also evaluate the whole split with the exact attention.
 
     Attributes:
-      summary: the figure that is told of the other kind of attention.
-      sampled: rows that a sample reads.
+      summary: name and format of the metric that the summary shows for the exact attention.
+      sampled: number of rows that a sample reads.
     """
 
     summary: ClassVar[tuple[str, str]]
@@ -48,33 +49,42 @@ class HeadEvaluator(abc.ABC):
     unit, partial = "row", False
 
     def __init__(
-        self, config: Config, dataset: Dataset, split: str, trained: Config | None, beside: bool
+        self,
+        config: Config,
+        dataset: Dataset,
+        split: str,
+        trained: Config | None,
+        compare_exact: bool,
     ):
         self.dataset, self.store = dataset, dataset.split(split)
         self.total = len(self.store)
         self._trained = (trained or config).attention.kind
-        other = exact(config) if beside else None
-        self._read = [(c, Timed(self.forward(c))) for c in filter(None, (config, other))]
+        other = with_exact_attention(config) if compare_exact else None
+        configs = filter(None, (config, other))
+        self._functions = [(c, TimedFunction(self.forward(c))) for c in configs]
 
     @abc.abstractmethod
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
-        """(params, batch, *more) -> arrays with the rows on axis 0; to be compiled."""
+        """Returns the function to compile: (params, batch, *extra) -> arrays with the rows on axis
+        0."""
 
-    def more(self, batch: Any) -> tuple[np.ndarray, ...]:
-        """What `forward` reads beside the batch."""
+    def extra_inputs(self, batch: Any) -> tuple[np.ndarray, ...]:
+        """Returns inputs that `forward` needs in addition to the batch."""
         return ()
 
     @abc.abstractmethod
     def batches(self, limit: int) -> Iterator[Any]:
-        """Every row once; or only the first so many, as one batch."""
+        """Yields batches that contain every row once, or one batch of the first `limit` rows."""
 
     @abc.abstractmethod
-    def reading(self, config: Config, found: dict[int, tuple], timed: Timed) -> HeadReading:
-        """What all rows come to; `found` has what `forward` gave of each."""
+    def summarize(
+        self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
+    ) -> HeadResult:
+        """Computes the result of all rows; `outputs` has the outputs of `forward` by row."""
 
     @abc.abstractmethod
-    def table(self, report: dict[str, Any], readings: list[HeadReading]) -> list[str]:
-        """The report as people read it, without examples."""
+    def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
+        """Returns the lines of the report for people, without examples."""
 
     def __call__(
         self,
@@ -85,14 +95,14 @@ class HeadEvaluator(abc.ABC):
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
     ) -> EvaluationResult | None:
-        """See `brt.tasks.protocol.Evaluator`."""
-        readings = []
-        for config, timed in self._read if whole else self._read[:1]:
-            reading = self._once(params, config, timed, 0, stop, progress)
-            if reading is None:
+        """Evaluates the split; see `brt.tasks.evaluators.Evaluator`."""
+        results = []
+        for config, timed in self._functions if whole else self._functions[:1]:
+            result = self._evaluate(params, config, timed, 0, stop, progress)
+            if result is None:
                 return None
-            readings.append(reading)
-        return self._report(readings)
+            results.append(result)
+        return self._report(results)
 
     def sample(
         self,
@@ -102,55 +112,61 @@ class HeadEvaluator(abc.ABC):
         *,
         model_state: PyTree[Array] | None = None,
     ) -> str | None:
-        """Some rows with what the model makes of them."""
-        reading = self._once(params, *self._read[0], self.sampled, stop, lambda count: None)
-        return reading and "\n".join([*(reading.shown[i] for i in some(len(reading.shown))), ""])
+        """Returns a few rows with the model's predictions."""
+        result = self._evaluate(params, *self._functions[0], self.sampled, stop, lambda count: None)
+        return result and "\n".join(
+            [*(result.shown[i] for i in example_indices(len(result.shown))), ""]
+        )
 
-    def _once(
+    def _evaluate(
         self,
         params: PyTree[Array],
         config: Config,
-        timed: Timed,
+        timed: TimedFunction,
         limit: int,
         stop: Stop,
         progress: Progress,
-    ) -> HeadReading | None:
+    ) -> HeadResult | None:
         timed.restart()
-        found: dict[int, tuple] = {}
+        outputs: dict[int, tuple] = {}
         for batch in self.batches(limit):
             if stop():
                 return None
-            outputs = timed(params, batch, *self.more(batch))
-            real = np.flatnonzero(batch.row >= 0)
-            for i in real:
-                found[int(batch.row[i])] = tuple(x[i] for x in outputs)
-            progress(len(real))
-        return self.reading(config, dict(sorted(found.items())), timed)
+            arrays = timed(params, batch, *self.extra_inputs(batch))
+            rows = np.flatnonzero(batch.row >= 0)
+            for i in rows:
+                outputs[int(batch.row[i])] = tuple(x[i] for x in arrays)
+            progress(len(rows))
+        return self.summarize(config, dict(sorted(outputs.items())), timed)
 
-    def _report(self, readings: list[HeadReading]) -> EvaluationResult:
-        first, (name, form) = readings[0], self.summary
-        report = {**first.figures, "trained_with": self._trained}
+    def _report(self, results: list[HeadResult]) -> EvaluationResult:
+        first, (name, form) = results[0], self.summary
+        report = {**first.metrics, "trained_with": self._trained}
         summary = first.summary
-        for other in readings[1:]:
-            report[f"{name}_{other.kind}"] = other.figures[name]
-            summary += f" ({other.kind}: {form.format(other.figures[name])})"
-        shown = [first.shown[i] for i in some(len(first.shown))]
+        for other in results[1:]:
+            report[f"{name}_{other.kind}"] = other.metrics[name]
+            summary += f" ({other.kind}: {form.format(other.metrics[name])})"
+        shown = [first.shown[i] for i in example_indices(len(first.shown))]
         return EvaluationResult(
             report, summary, {"predictions": first.rows},
-            "\n".join([*self.table(report, readings), "", *shown]),
+            "\n".join([*self.table(report, results), "", *shown]),
             name="" if first.kind == self._trained else f"_{first.kind}",
         )  # fmt: skip
 
 
-def columns(
-    report: dict[str, Any], readings: list[HeadReading], forms: dict[str, str]
+def metric_table(
+    report: dict[str, Any], results: list[HeadResult], forms: dict[str, str]
 ) -> list[str]:
-    """A line for each kind of attention: its figures, each in its form, and its speed."""
+    """Returns the lines of a table with a row for each kind of attention.
+
+    Args:
+      forms: format of each metric that becomes a column, if the report contains it.
+    """
     shown = [name for name in forms if name in report]
     head = "".join(f"{name.replace('_', ' '):>16}" for name in shown)
     lines = [f"{'attention':<20}{head}{'tokens/s':>12}"]
-    for reading in readings:
-        cells = "".join(f"{forms[name].format(reading.figures[name]):>16}" for name in shown)
-        speed = reading.figures["tokens_per_second"]
-        lines.append(f"{reading.kind:<20}{cells}{speed:>12,.0f}")
+    for result in results:
+        cells = "".join(f"{forms[name].format(result.metrics[name]):>16}" for name in shown)
+        speed = result.metrics["tokens_per_second"]
+        lines.append(f"{result.kind:<20}{cells}{speed:>12,.0f}")
     return lines

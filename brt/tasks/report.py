@@ -1,17 +1,17 @@
-"""What an evaluation gives, whatever the task, and how it is called."""
+"""Metrics and results of evaluations, in a form that all tasks share."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 
 class Metric(NamedTuple):
-    """A figure that sums a model up.
+    """A number that summarises the quality of a model.
 
     Attributes:
-      name: in reports, metrics and JSON.
-      title: as plots and tables have it.
-      form: how a table writes it.
-      higher_is_better: of scores; not of bits and errors.
+      name: key in reports, in metrics.jsonl and in JSON output.
+      title: label in plots and tables.
+      form: format specification for tables.
+      higher_is_better: True for scores and accuracies, False for bits and error rates.
     """
 
     name: str
@@ -23,23 +23,23 @@ class Metric(NamedTuple):
 BITS_PER_BYTE = Metric("bits_per_byte", "bits per byte")
 BITS_PER_TOKEN = Metric("bits_per_token", "bits per token")
 EXACT_ANSWERS = Metric("answers_exact", "answers exact, %", ".2f", higher_is_better=True)
-SCORE = Metric("score", "score, %", ".2f", higher_is_better=True)  # what `score_name` says
+# `score_name` in a report says which score this is.
+SCORE = Metric("score", "score, %", ".2f", higher_is_better=True)
 
 
 class EvaluationResult(NamedTuple):
-    """Of a split.
+    """Result of the evaluation of one split.
 
     Attributes:
-      figures: JSON, with the protocol they must be quoted with.
-      summary: the most telling of them in words.
-      rows: by what they are ("documents", "predictions"), JSON, one a line.
-      text: as people read it; the first line goes on from "workdir, step, split: ".
-      name: added to that of the split in file names, where the model was read otherwise than it
-        was trained.
-      draw: gives a picture of the figures (PNG); None: there is none.
+      metrics: JSON, with the protocol that must be quoted with the numbers.
+      summary: the most important metrics in words.
+      rows: JSON rows by kind ("documents", "predictions"); each kind becomes a file of JSON lines.
+      text: the report for people; its first line continues "workdir, step, split: ".
+      name: suffix of the file names, not empty if the evaluation used other settings than training.
+      draw: function that returns a plot as PNG, or None.
     """
 
-    figures: dict[str, Any]
+    metrics: dict[str, Any]
     summary: str
     rows: dict[str, list[dict[str, Any]]]
     text: str
@@ -47,6 +47,6 @@ class EvaluationResult(NamedTuple):
     draw: Callable[[], bytes] | None = None
 
 
-def some(count: int) -> Iterable[int]:
-    """The places of a few of so many rows: the first, the middle and the last."""
+def example_indices(count: int) -> Iterable[int]:
+    """Returns the indices of the first, the middle and the last of `count` rows."""
     return sorted({0, count // 2, count - 1} - {-1}) if count else ()

@@ -1,4 +1,4 @@
-"""What depends on data and machine, written into a config."""
+"""Fills in settings that depend on the data and the machine."""
 
 import dataclasses
 import math
@@ -9,15 +9,15 @@ from brt.layers.basic import compute_dtype
 from brt.tasks.weights import Tokenizer
 
 
-def written_out(config: Config, section: str, tokenizer: Tokenizer, ids: int) -> Config:
-    """The config with the vocabulary size and the dtype of its model.
+def fill_in_vocabulary(config: Config, section: str, tokenizer: Tokenizer, ids: int) -> Config:
+    """Returns the config with the model's vocabulary size and dtype filled in.
 
     Args:
-      section: of the model, as `Config` names it.
-      ids: that the model has to know.
+      section: field of `Config` that holds the model's section.
+      ids: number of token ids that the model needs.
 
     Raises:
-      ConfigError: the size is set, and too small.
+      ConfigError: the configured vocabulary size is too small.
     """
     model = getattr(config, section)
     wanted, masks = model.vocab_size, ids > tokenizer.vocab_size
@@ -28,15 +28,15 @@ def written_out(config: Config, section: str, tokenizer: Tokenizer, ids: int) ->
             "the tokenizer's"
         )
     dtype = compute_dtype(model).name
-    written = dataclasses.replace(model, vocab_size=wanted or ids, dtype=dtype)
-    return dataclasses.replace(config, **{section: written})
+    resolved = dataclasses.replace(model, vocab_size=wanted or ids, dtype=dtype)
+    return dataclasses.replace(config, **{section: resolved})
 
 
 def with_steps(config: Config, steps_per_epoch: int) -> Config:
-    """Training.steps of Training.epochs, where those are set.
+    """Returns the config with Training.steps computed from Training.epochs, if those are set.
 
     Raises:
-      ConfigError: the warm-up would be longer.
+      ConfigError: the warm-up would be longer than the training.
     """
     t = config.training
     if not t.epochs:

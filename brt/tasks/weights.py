@@ -1,4 +1,4 @@
-"""Weights that a task starts from, whichever it is: do they fit, and what do they lack?"""
+"""Weights that training starts from: whether they fit a model, and what they lack."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -10,12 +10,12 @@ from jaxtyping import Array, PyTree
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError
 
-_SHOWN = 4  # names in one sentence
+_SHOWN = 4  # Number of parameter names in an error.
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What all tokenizers say of themselves."""
+    """Properties that the tokenizers of all tasks have."""
 
     name: str
     fingerprint: str
@@ -25,19 +25,19 @@ class Tokenizer(Protocol):
 
     @property
     def file(self) -> tuple[str, bytes]:
-        """The name of a copy, which its task's `load_tokenizer` reads; its content."""
+        """Name and content of a copy that the task's `load_tokenizer` can read."""
 
 
 class Weights(NamedTuple):
-    """What Training.init_from names: converted weights, or a run.
+    """Weights that Training.init_from names: a converted model or a run.
 
     Attributes:
-      where: as the config has it.
-      model: the section that describes the weights' model.
-      tokenizer: the fingerprint of theirs; None: nobody wrote it down.
-      task: that they were trained for; None: nobody wrote it down.
-      load: reads the parameters.
-      load_model_state: reads what was learned without gradients; ().
+      where: path as written in the config.
+      model: config section that describes the model of the weights.
+      tokenizer: fingerprint of the tokenizer of the weights; None if unknown.
+      task: name of the task that they were trained for; None if unknown.
+      load: function that reads the parameters.
+      load_model_state: function that reads the state that was learned without gradients.
     """
 
     where: str
@@ -48,27 +48,27 @@ class Weights(NamedTuple):
     load_model_state: Callable[[], PyTree[Array]] = tuple
 
 
-class Started(NamedTuple):
+class WarmStart(NamedTuple):
     """Parameters that training starts from.
 
     Attributes:
-      lacking: names of new ones, which the weights do not have.
-      unread: names of the weights' that this model has no place for.
+      missing: names of newly initialised parameters, which the weights lack.
+      unused: names of weights that this model has no parameter for.
     """
 
     params: PyTree[Array]
-    lacking: list[str]
-    unread: list[str]
+    missing: list[str]
+    unused: list[str]
 
 
 def check_tokenizer(weights: Weights, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError where texts do not become the ids that the weights know.
+    """Raises ConfigError if the tokenizer assigns other ids than the weights were trained with.
 
-    Bytes do, whatever special ids stand around them.
+    Tokenizers of bytes agree on the bytes, whatever special ids they add.
     """
     known = weights.tokenizer
-    of_bytes = known == ByteTokenizer.fingerprint and tokenizer.name == ByteTokenizer.name
-    if known not in (None, tokenizer.fingerprint) and not of_bytes:
+    both_bytes = known == ByteTokenizer.fingerprint and tokenizer.name == ByteTokenizer.name
+    if known not in (None, tokenizer.fingerprint) and not both_bytes:
         raise ConfigError(
             f"the weights of Training.init_from = {weights.where!r} know another tokenizer than "
             f"{tokenizer.name} ({str(known)[:12]}, not {tokenizer.fingerprint[:12]}); "
@@ -76,45 +76,45 @@ def check_tokenizer(weights: Weights, tokenizer: Tokenizer) -> None:
         )
 
 
-def matched(
+def merge_weights(
     weights: Weights,
     initial: PyTree[Array],
     *,
-    own: Sequence[str] = (),
-    drop: bool = False,
-    longer: str = "",
-) -> Started:
-    """All of the weights' parameters, in the place of new ones.
+    optional: Sequence[str] = (),
+    drop_optional: bool = False,
+    growing: str = "",
+) -> WarmStart:
+    """Replaces new parameters by the weights of the same names.
 
     Args:
-      own: beginnings of names that the weights may lack, as those of a task's head.
-      drop: take none of these.
-      longer: the name of an array of which the new one may have more rows: those stay new.
+      optional: prefixes of names that the weights may lack, such as the head of a task.
+      drop_optional: keep new parameters for all names with these prefixes.
+      growing: name of an array that may have more rows in the model; the additional rows stay new.
 
     Raises:
-      CheckpointError: an array is missing, has another shape, or nothing here reads it.
+      CheckpointError: an array is missing, has another shape, or has no place in the model.
     """
     new = flatten_dict(initial, sep="/")
     old = {
         name: array
         for name, array in flatten_dict(weights.load(), sep="/").items()
-        if not (drop and name.startswith(tuple(own)))
+        if not (drop_optional and name.startswith(tuple(optional)))
     }
     for name, array in old.items():
         shape, wanted = np.shape(array), np.shape(new[name]) if name in new else None
-        grows = name == longer and wanted and wanted[0] > shape[0] and wanted[1:] == shape[1:]
+        grows = name == growing and wanted and wanted[0] > shape[0] and wanted[1:] == shape[1:]
         if wanted != shape and not grows:
             raise CheckpointError(
                 f"{weights.where}: {name} is {shape}, but this model's is {wanted or 'missing'}; "
                 "start from weights of the same sizes"
             )
-    lacking = [name for name in new if name not in old]
-    missing = [name for name in lacking if not name.startswith(tuple(own))]
-    if missing:
-        names = ", ".join(missing[:_SHOWN])
+    missing = [name for name in new if name not in old]
+    required = [name for name in missing if not name.startswith(tuple(optional))]
+    if required:
+        names = ", ".join(required[:_SHOWN])
         raise CheckpointError(f"{weights.where} lacks {names}, which this model has")
-    if longer in old and len(old[longer]) < len(new[longer]):
-        rows = len(old[longer])
-        lacking.append(f"{longer} from row {rows} on")
-        old[longer] = new[longer].at[:rows].set(np.asarray(old[longer]))
-    return Started(unflatten_dict({**new, **old}, sep="/"), lacking, [])
+    if growing in old and len(old[growing]) < len(new[growing]):
+        rows = len(old[growing])
+        missing.append(f"{growing} from row {rows} on")
+        old[growing] = new[growing].at[:rows].set(np.asarray(old[growing]))
+    return WarmStart(unflatten_dict({**new, **old}, sep="/"), missing, [])

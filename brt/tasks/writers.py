@@ -1,4 +1,4 @@
-"""What writes texts, and how a text may be asked for."""
+"""Text generation: the interface of generators and the options of a request."""
 
 import abc
 from collections.abc import Iterator
@@ -9,12 +9,13 @@ from brt.generation.session import Session
 
 
 class WriteOptions(NamedTuple):
-    """How a text is to be written; None: as the task usually does.
+    """Options of a generated text; None selects the task's default.
 
     Attributes:
-      beams: search with so many beams; 1: greedily.
-      sampling: draw tokens so.
-      max_tokens: of the text.
+      beams: number of beams of a beam search; 1 is greedy decoding.
+      sampling: settings for drawing tokens at random.
+      max_tokens: maximum number of generated tokens.
+      seed: seed of the random number generator.
     """
 
     beams: int | None = None
@@ -24,14 +25,14 @@ class WriteOptions(NamedTuple):
 
 
 class Writer(abc.ABC):
-    """Writes texts with one set of parameters; what that needs is compiled once.
+    """Generates texts with one set of parameters; compiles its programs once.
 
     Attributes:
-      session: the memory of a text that goes on from what was read; None: there is none.
+      session: state of a language model that continues the text read so far; None for other models.
     """
 
     session: Session | None = None
 
     @abc.abstractmethod
     def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
-        """What comes after, or is made of, a prompt, piece by piece."""
+        """Yields the text that continues or answers a prompt, piece by piece."""

@@ -53,7 +53,7 @@ def scalars(
 ) -> dict[str, float]:
     """Returns the metrics of a report by tag; see `tag` for the arguments."""
     prefix = tag(split, evaluator, whole)
-    return {f"{prefix}/{name}": value for name, value in task.figures(report).items()}
+    return {f"{prefix}/{name}": value for name, value in task.select_metrics(report).items()}
 
 
 def write(
@@ -80,7 +80,7 @@ def write(
       CheckpointError: the storage fails.
     """
     directory, name = workdir.evaluations / str(step), f"{split}{result.name}"
-    report = {"step": step, **result.figures}
+    report = {"step": step, **result.metrics}
     text = f"{workdir.path}, step {step}, {split}: {result.text}"
     evaluated = Evaluated(report, text, f"step {step}: {split} {result.summary}")
     if not processes.is_first():

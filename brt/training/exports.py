@@ -19,8 +19,8 @@ def export(directory: Path) -> Exported:
     if not reader.present(Workdir(directory).checkpoints):
         return convert.converted(directory)
     workdir, checkpoint, config = saved_model.load_config(directory)
-    task = tasks.of(config)
+    task = tasks.from_config(config)
     if not task.exports:
         raise no_form(directory)
     model = saved_model.load(workdir, checkpoint, config)
-    return task.exported(directory, config, model.params, lambda: saved_model.tokenizer(model))
+    return task.export(directory, config, model.params, lambda: saved_model.tokenizer(model))

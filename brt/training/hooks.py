@@ -105,7 +105,7 @@ def evaluate(session: Session) -> None:
                 return
             if whole:
                 evaluations.write(session.workdir, step, SPLIT, result)
-            metrics |= evaluations.scalars(task, evaluator, SPLIT, result.figures, whole)
+            metrics |= evaluations.scalars(task, evaluator, SPLIT, result.metrics, whole)
             summaries.append("whole: " * (whole and evaluator.partial) + result.summary)
     session.metrics.write(step, metrics)
     session.progress.evaluation(step, f"{SPLIT} {', '.join(summaries)}")

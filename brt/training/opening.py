@@ -23,7 +23,7 @@ from brt.data.lanes import BatchIterator, iterate
 from brt.distributed import processes
 from brt.errors import closing
 from brt.redaction import redacted
-from brt.tasks.protocol import Evaluator
+from brt.tasks.evaluators import Evaluator
 from brt.training import run as runs
 from brt.training import startup, trackers
 from brt.training import workdir as workdirs
@@ -251,4 +251,4 @@ def _write_description(
 def _evaluator(run: Run) -> Evaluator:
     """Returns the evaluator of held-out data; without any, of training data, to draw samples."""
     split = SPLIT if SPLIT in run.dataset.splits else "train"
-    return run.task.evaluator(run.config, run.dataset, split, beside=True)
+    return run.task.evaluator(run.config, run.dataset, split, compare_exact=True)

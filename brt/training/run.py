@@ -84,13 +84,13 @@ def build(
     compilation.use_cache()
     weights = _weights(config, checkpoint)
     config, dataset, reader = prepare(config, weights, progress=progress)
-    return Run(config, tasks.of(config), dataset, reader, weights, *shaped(config))
+    return Run(config, tasks.from_config(config), dataset, reader, weights, *shaped(config))
 
 
 def without_data(config: Config) -> Shapes | None:
     """Returns the shapes of a run without opening its data; None if they depend on the data."""
-    task = tasks.of(config)
-    if config.training.init_from or not task.knows_sizes(config):
+    task = tasks.from_config(config)
+    if config.training.init_from or not task.sizes_are_configured(config):
         return None
     tasks.check(config)
     return shaped(config)
@@ -103,7 +103,7 @@ def shaped(config: Config, devices: Sequence[jax.Device] | None = None) -> Shape
       config: the config.
       devices: the devices of its mesh, which may be abstract; None for those of this machine.
     """
-    mesh = meshes.build(config.mesh, tasks.of(config).shared(config), devices)
+    mesh = meshes.build(config.mesh, tasks.from_config(config).sharded_sizes(config), devices)
     axes = parameter_axes(config)
     optimizer = optimizers.build(config.optimizer, config.training.steps, axes)
     shapes = jax.eval_shape(partial(initial_state, config, optimizer))
@@ -132,7 +132,7 @@ def prepare(
     Raises:
       ConfigError, DataError: as `build`.
     """
-    task = tasks.of(config)
+    task = tasks.from_config(config)
     if weights:
         config = warm_start.with_model(config, weights)
     tasks.check(config)

@@ -40,7 +40,7 @@ def state_shardings(
         kind = "pinned_host" if config.optimizer.offload else None
         return NamedSharding(mesh, spec, memory_kind=kind)
 
-    carry_axes = tasks.of(config).carry_axes(config)
+    carry_axes = tasks.from_config(config).carry_axes(config)
     return TrainState(
         step=replicated(mesh),
         params=parameter_shardings(mesh, state.params, axes),

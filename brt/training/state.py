@@ -44,7 +44,7 @@ def initial_params(config: Config, key: Array | None = None) -> PyTree[Array]:
       key: random key; None for that of Training.seed.
     """
     key = jax.random.key(config.training.seed) if key is None else key
-    return tasks.of(config).initial_params(config, key)
+    return tasks.from_config(config).initial_params(config, key)
 
 
 def parameter_axes(config: Config) -> dict[str, tuple[str | None, ...]]:
@@ -63,7 +63,7 @@ def initial_state(
       optimizer: the run's.
       key: random key; None for that of Training.seed.
     """
-    task, params = tasks.of(config), nn.meta.unbox(initial_params(config, key))
+    task, params = tasks.from_config(config), nn.meta.unbox(initial_params(config, key))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,

@@ -40,7 +40,7 @@ def _loss_and_gradients(
     state: TrainState, carry: PyTree[Array], batch: Any, key: Array, config: Config
 ) -> tuple[Aux, PyTree[Array]]:
     """Computes the loss and its gradients, accumulated over microbatches of the lanes."""
-    loss = tasks.of(config).loss
+    loss = tasks.from_config(config).loss
 
     def of_microbatch(
         carry: PyTree[Array], model_state: PyTree[Array], batch: Any, key: Array
@@ -106,7 +106,7 @@ def _over_replicas(
         return (nats, count, means, gradients), aux.carry
 
     replicated = PartitionSpec()
-    lanes = replicas.lane_specs(carry, tasks.of(config).carry_axes(config))
+    lanes = replicas.lane_specs(carry, tasks.from_config(config).carry_axes(config))
     (nats, count, metrics, gradients), carry = replicas.shard_map(
         of_replica,
         (replicated, lanes, replicas.LANES, replicated),
@@ -165,7 +165,7 @@ def train_step(
             # the parameters.
             params = replicas.constrain(params, optimizer_shards)
     metrics = StepMetrics(aux.nats, aux.count, optax.tree.norm(gradients), aux.metrics)
-    model_state = tasks.of(config).settled(config, aux.model_state)
+    model_state = tasks.from_config(config).update_model_state(config, aux.model_state)
     new = TrainState(state.step + 1, params, after, aux.carry, model_state)
     if skip:
         new, metrics = _unless_bad(state._replace(optimizer=moments), new, metrics, limit)

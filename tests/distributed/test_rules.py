@@ -48,10 +48,10 @@ def test_names_that_collide_or_do_not_exist_are_refused() -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_no_parameter_of_any_task_collides(task: str) -> None:
     config = Config(training=Training(task=task))
-    section = getattr(config, tasks.of(config).model)
+    section = getattr(config, tasks.from_config(config).model)
     sized = {"vocab_size": 512} if section.vocab_size == 0 else {}
     changed = type(section)(**{**vars(section), **sized})
-    config = Config(**{**vars(config), tasks.of(config).model: changed})
+    config = Config(**{**vars(config), tasks.from_config(config).model: changed})
     for names in parameter_axes(config).values():
         rules.spec(names, (16,) * len(names), mesh(data=2, fsdp=2, tensor=2, sequence=2))
 

@@ -43,7 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, random_params: Callable) -> Wo
         evaluation=Evaluation(batch_size=1),
     )  # fmt: skip
     dataset = preparation.prepare(config.data)
-    tokenizer, config = dataset.tokenizer, tasks.of(config).resolve(config, dataset)
+    tokenizer, config = dataset.tokenizer, tasks.from_config(config).resolve(config, dataset)
     workdir = workdirs.create(directory / "workdir")
     workdirs.write_json(workdir.config_json, config_json(config))
     data_manifest.write(workdir, dataset)

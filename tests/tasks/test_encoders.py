@@ -100,9 +100,9 @@ def test_windows_are_what_an_epoch_of_questions_reads(questions):
         ("text_regression", {"sentences": {"labels": ("a", "b")}},
          r"Sentences.labels = \('a', 'b'\) is for classes; regression reads numbers"),
         ("text_regression", {"training": {"label_smoothing": 0.1}},
-         "label_smoothing = 0.1 means nothing to regression"),
+         "label_smoothing = 0.1 has no effect on regression"),
         ("extractive_qa", {"training": {"label_smoothing": 0.1}},
-         "label_smoothing = 0.1 means nothing to"),
+         "label_smoothing = 0.1 has no effect on"),
         ("extractive_qa", {"encoder": {"max_positions": 64}},
          "Questions.max_length = 512 is above"),
         ("extractive_qa", {"attention": {"kind": "clustered", "clusters": 600}},
@@ -150,8 +150,8 @@ def test_a_pretrained_encoder_gets_a_new_head_for_the_labels(sentences, tmp_path
     assert tokens == [0, 5, 6, 2, 2, 7, 3, 2, 0], "<s> w1 w2 </s></s> w3 <unk> </s>"
     initial = nn.meta.unbox(jax.eval_shape(lambda: initial_params(found)))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), initial)
-    params, lacking, unread = tasks.of(found).start(found, weights, zeros)
-    assert lacking and all(name.startswith("head/") for name in lacking) and not unread
+    params, missing, unused = tasks.from_config(found).start(found, weights, zeros)
+    assert missing and all(name.startswith("head/") for name in missing) and not unused
     body = jax.tree.leaves(params["encoder"])
     assert all(np.asarray(leaf).any() for leaf in body) and params["head"]["out"]["bias"].size == 3
     with pytest.raises(ConfigError, match="know 64 ids, but the tokenizer bytes makes that 259"):

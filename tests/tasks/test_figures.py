@@ -59,13 +59,13 @@ class Case(NamedTuple):
 
 
 def case(config: Config) -> Case:
-    task = tasks.of(config)
+    task = tasks.from_config(config)
     dataset = task.open(config, progress=False)
     config = task.resolve(config, dataset)
     params = jax.jit(lambda: nn.meta.unbox(initial_params(config)))()
     params = jax.tree.map(lambda x: 2 * x if x.ndim > 1 else x, params)
-    reading = task.evaluator(config, dataset, "train")(params)
-    return Case(config, dataset, params, reading.figures, next(iter(reading.rows.values())))
+    result = task.evaluator(config, dataset, "train")(params)
+    return Case(config, dataset, params, result.metrics, next(iter(result.rows.values())))
 
 
 def lines(place: Path, rows: list[dict[str, Any]]) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ def lines(place: Path, rows: list[dict[str, Any]]) -> tuple[str, ...]:
 
 def summed_loss(found: Case, batches: list[Any]) -> tuple[float, float]:
     """Nats and counts of training's loss, each batch on its own."""
-    config, task = found.config, tasks.of(found.config)
+    config, task = found.config, tasks.from_config(found.config)
     loss = jax.jit(partial(task.loss, config))
     carry, model_state = task.initial_carry(config, 1), task.initial_model_state(config)
     aux = [loss(found.params, carry, model_state, batch, jax.random.key(1))[1] for batch in batches]
@@ -113,11 +113,11 @@ def test_bits_of_documents(tmp_path: Path) -> None:
     )
     words = sum(len(t.split()) for t in texts)
     assert found.report["word_perplexity"] == approx(math.exp(nats / words))
-    part = tasks.of(config).evaluator(found.config, found.dataset, "train")
-    figures = part(found.params, whole=False).figures
+    part = tasks.from_config(config).evaluator(found.config, found.dataset, "train")
+    metrics = part(found.params, whole=False).metrics
     kept = [t.encode()[:21] for t in texts]
-    assert part.partial and figures["tokens"] == figures["bytes"] == sum(map(len, kept))
-    assert figures["words"] == sum(len(k.decode(errors="replace").split()) for k in kept)
+    assert part.partial and metrics["tokens"] == metrics["bytes"] == sum(map(len, kept))
+    assert metrics["words"] == sum(len(k.decode(errors="replace").split()) for k in kept)
 
 
 @pytest.mark.slow  # Other tasks have a quick test of this.
@@ -139,11 +139,11 @@ def test_bits_of_masked_tokens(tmp_path: Path) -> None:
     assert report["masked_tokens"] < 0.3 * lengths.sum(), "a share of the text, not of the padding"
     bits = sum(r["bits"] for r in rows)
     assert report["bits_per_masked_token"] == approx(bits / report["masked_tokens"])
-    again = tasks.of(config).evaluator(
+    again = tasks.from_config(config).evaluator(
         Config(**{**vars(found.config), "evaluation": Evaluation(batch_size=3)}), found.dataset,
         "train",
     )  # fmt: skip
-    assert again(found.params).figures["bits"] == approx(bits)
+    assert again(found.params).metrics["bits"] == approx(bits)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_bits_of_cut_summaries_are_over_the_bytes_that_are_scored(summaries: Cas
 
 def test_training_and_held_out_curves_of_summaries_share_a_measure(summaries: Case) -> None:
     """The same summaries have the same bits per byte in both."""
-    units = tasks.of(summaries.config).units_per_token(summaries.dataset)
+    units = tasks.from_config(summaries.config).units_per_token(summaries.dataset)
     assert summaries.report["bits_per_token"] / units == approx(summaries.report["bits_per_byte"])
 
 
@@ -267,7 +267,7 @@ def test_bits_and_errors_of_transcripts(tmp_path: Path) -> None:
     assert count == tokens == 10 and size == 14
     assert found.report["bits_per_token"] == approx(nats / math.log(2) / tokens)
     assert found.report["bits_per_byte"] == approx(nats / math.log(2) / size)
-    units = tasks.of(found.config).units_per_token(found.dataset)
+    units = tasks.from_config(found.config).units_per_token(found.dataset)
     assert found.report["bits_per_token"] / units == approx(found.report["bits_per_byte"])
     edits = sum(
         sum(v for k, v in r["token_errors"].items() if k != "reference") for r in found.rows

@@ -14,7 +14,7 @@ from brt.config import Attention, Config, Encoder, Evaluation, Questions, Senten
 from brt.errors import NonFiniteError
 from brt.tasks.extractive_qa import evaluation, squad
 from brt.tasks.extractive_qa.data import preparation as question_preparation
-from brt.tasks.extractive_qa.evaluation import Window
+from brt.tasks.extractive_qa.evaluation import WindowPrediction
 from brt.tasks.text_classification.data import preparation as sentence_preparation
 from brt.tasks.text_classification.data.batches import SentenceReader
 from brt.tasks.text_classification.evaluation import Classifier
@@ -38,18 +38,18 @@ def build(objective, **sections):
 
 def forward(config, params):
     """(ids, valid, key) -> logits; compiled."""
-    apply = jax.jit(tasks.of(config).network(config).apply)
+    apply = jax.jit(tasks.from_config(config).network(config).apply)
     return partial(apply, {"params": params})
 
 
 def loss(config):
     """(params, batch, key) -> the loss and what comes with it; compiled."""
-    compiled = jax.jit(partial(tasks.of(config).loss, config))
+    compiled = jax.jit(partial(tasks.from_config(config).loss, config))
     return lambda params, batch, key: compiled(params, (), (), batch, key)
 
 
 def read(config, params, dataset, **given):
-    return tasks.of(config).evaluator(config, dataset, "train")(params, **given)
+    return tasks.from_config(config).evaluator(config, dataset, "train")(params, **given)
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,8 @@ def questions(tmp_path_factory):
 
 def test_labels_are_those_of_rows_alone_and_the_loss_is_their_sum(sentences):
     config, params, dataset = sentences
-    store, reading = dataset.split("train"), read(config, params, dataset)
-    rows, alone, nats = reading.rows["predictions"], forward(config, params), []
+    store, result = dataset.split("train"), read(config, params, dataset)
+    rows, alone, nats = result.rows["predictions"], forward(config, params), []
     for row, found in enumerate(rows):
         ids = jnp.asarray(np.pad(store.tokens[row], (0, 256 - len(store.tokens[row]))))[None]
         valid = (jnp.arange(256) < len(store.tokens[row]))[None]
@@ -87,10 +87,10 @@ def test_labels_are_those_of_rows_alone_and_the_loss_is_their_sum(sentences):
         assert found["prediction"] == store.labels[p.argmax()] and found["id"] == store.ids[row]
         nats.append(-np.log(p[store.targets[row]]))
         assert found["nats"] == pytest.approx(nats[-1], rel=1e-4)
-    figures = reading.figures
-    assert figures["accuracy"] == 100 * np.mean([r["label"] == r["prediction"] for r in rows])
-    assert figures["bits_per_label"] == pytest.approx(np.mean(nats) / np.log(2), rel=1e-4)
-    assert np.sum(figures["confusion"]) == figures["rows"] == 6 and "f1" not in figures
+    metrics = result.metrics
+    assert metrics["accuracy"] == 100 * np.mean([r["label"] == r["prediction"] for r in rows])
+    assert metrics["bits_per_label"] == pytest.approx(np.mean(nats) / np.log(2), rel=1e-4)
+    assert np.sum(metrics["confusion"]) == metrics["rows"] == 6 and "f1" not in metrics
     batch = sentence_batch(config, store)
     total, aux = loss(config)(params, batch, jax.random.key(1))
     assert float(total) == float(aux.nats) == pytest.approx(sum(nats), rel=1e-4)
@@ -112,21 +112,21 @@ def test_numbers_are_those_of_rows_alone_and_their_errors_the_loss(tmp_path):
     )  # fmt: skip
     params = jax.jit(lambda: nn.meta.unbox(initial_params(config)))()
     dataset = sentence_preparation.prepare(section, False, numbers=True)
-    store, reading = dataset.split("train"), read(config, params, dataset)
+    store, result = dataset.split("train"), read(config, params, dataset)
     alone, guesses = forward(config, params), []
-    for row, found in enumerate(reading.rows["predictions"]):
+    for row, found in enumerate(result.rows["predictions"]):
         ids = jnp.asarray(np.pad(store.tokens[row], (0, 32 - len(store.tokens[row]))))[None]
         valid = (jnp.arange(32) < len(store.tokens[row]))[None]
         guesses.append(alone(ids, valid, jax.random.key(0)).item())
         assert found["prediction"] == pytest.approx(guesses[-1], rel=1e-4)
         assert (found["id"], found["number"]) == (store.ids[row], rows[row][1])
-    assert f"\n{store.ids[0]}, 'one': 1.5, guessed {guesses[0]:.2f}\n" in reading.text
+    assert f"\n{store.ids[0]}, 'one': 1.5, guessed {guesses[0]:.2f}\n" in result.text
     true = np.array([number for _, number in rows])
-    figures, errors = reading.figures, true - guesses
-    assert figures["pearson"] == pytest.approx(100 * np.corrcoef(true, guesses)[0, 1], rel=1e-3)
-    assert figures["root_mean_square_error"] == pytest.approx(np.sqrt((errors**2).mean()), rel=1e-4)
+    metrics, errors = result.metrics, true - guesses
+    assert metrics["pearson"] == pytest.approx(100 * np.corrcoef(true, guesses)[0, 1], rel=1e-3)
+    assert metrics["root_mean_square_error"] == pytest.approx(np.sqrt((errors**2).mean()), rel=1e-4)
     nats = (errors**2 + np.log(2 * np.pi)) / 2
-    assert figures["bits_per_number"] == pytest.approx(nats.mean() / np.log(2), rel=1e-4)
+    assert metrics["bits_per_number"] == pytest.approx(nats.mean() / np.log(2), rel=1e-4)
     batch = jax.tree.map(
         jnp.asarray, SentenceReader(store=store, batch_size=8, max_length=32, shuffle=False)[0]
     )
@@ -157,7 +157,7 @@ def test_smoothing_is_towards_all_labels_alike(sentences):
 
 def test_answers_are_the_best_spans_of_all_windows(questions):
     config, params, dataset = questions
-    store, reading = dataset.split("train"), read(config, params, dataset)
+    store, result = dataset.split("train"), read(config, params, dataset)
     assert len(store) > 2 * len(store.ids), "long contexts"
     alone = forward(config, params)
     best, nothing, nats = {}, {}, 0.0
@@ -171,34 +171,37 @@ def test_answers_are_the_best_spans_of_all_windows(questions):
             np.log(np.exp(logits[:, i]).sum()) - logits[target, i]
             for i, target in enumerate(targets)
         )
-        first = store.first(row)
+        first = store.context_start(row)
         for i in range(first, first + stop - start):
             for j in range(i, min(i + 9, first + stop - start)):
                 found = logits[i, 0] + logits[j, 1], store.text(row, i, j)
                 best[question] = max(best.get(question, (-np.inf, "")), found)
         nothing[question] = min(nothing.get(question, np.inf), logits[0].sum())
-    for question, row in enumerate(reading.rows["predictions"]):
+    for question, row in enumerate(result.rows["predictions"]):
         assert row["score"] == pytest.approx(best[question][0], rel=1e-4)
         assert row["no_answer_score"] == pytest.approx(nothing[question], rel=1e-4, abs=1e-5)
         empty = nothing[question] > best[question][0]
         assert row["prediction"] == ("" if empty else best[question][1])
         score = squad.score(row["prediction"], row["answers"])
         assert (row["exact_match"], row["f1"]) == score
-    assert reading.figures["windows"] == len(store) and reading.figures["questions"] == 3
+    assert result.metrics["windows"] == len(store) and result.metrics["questions"] == 3
     bits = nats / np.log(2) / (2 * len(store))
-    assert reading.figures["bits_per_place"] == pytest.approx(bits, rel=1e-4)
+    assert result.metrics["bits_per_place"] == pytest.approx(bits, rel=1e-4)
 
 
 def test_no_answer_needs_every_window_and_a_margin(questions):
     store = questions[2].split("train")
-    windows = [Window(0, 40, 41, 5.0, 7.0, 0.0), Window(1, 40, 40, 4.0, 5.5, 0.0)]
+    windows = [
+        WindowPrediction(0, 40, 41, 5.0, 7.0, 0.0),
+        WindowPrediction(1, 40, 40, 4.0, 5.5, 0.0),
+    ]
     first = store.text(0, 40, 41)
-    assert evaluation.merged(store, windows, False, 0.0) == {"prediction": first, "score": 5.0}
-    assert evaluation.merged(store, windows, True, 0.0)["prediction"] == "", "5.5 is above 5"
-    assert evaluation.merged(store, windows, True, 0.6)["prediction"] == first
-    there = [*windows, Window(2, 40, 40, 1.0, 4.0, 0.0)]  # which holds an answer
-    assert evaluation.merged(store, there, True, 0.0)["no_answer_score"] == 4.0
-    assert evaluation.merged(store, there, True, 0.0)["prediction"] == first
+    assert evaluation.best_answer(store, windows, False, 0.0) == {"prediction": first, "score": 5.0}
+    assert evaluation.best_answer(store, windows, True, 0.0)["prediction"] == "", "5.5 is above 5"
+    assert evaluation.best_answer(store, windows, True, 0.6)["prediction"] == first
+    there = [*windows, WindowPrediction(2, 40, 40, 1.0, 4.0, 0.0)]  # which holds an answer
+    assert evaluation.best_answer(store, there, True, 0.0)["no_answer_score"] == 4.0
+    assert evaluation.best_answer(store, there, True, 0.0)["prediction"] == first
     rows = [{"answers": (), "exact_match": 1.0, "f1": 1.0},
             {"answers": ("x",), "exact_match": 0.0, "f1": 0.5}]  # fmt: skip
     found = evaluation.scores(rows)
@@ -210,19 +213,19 @@ def test_another_attention_reads_the_same_weights_and_nan_is_named(sentences):
     config, params, dataset = sentences
     kind = Attention(kind="improved_clustered", clusters=200, top_k=256, iterations=1)
     other = dataclasses.replace(config, attention=kind)
-    task = tasks.of(other)
-    both = task.evaluator(other, dataset, "train", beside=True)(params)
+    task = tasks.from_config(other)
+    both = task.evaluator(other, dataset, "train", compare_exact=True)(params)
     exact = read(config, params, dataset)
     for one, two in zip(exact.rows["predictions"], both.rows["predictions"], strict=True):
         # Every key is among the top_k.
         np.testing.assert_allclose(one["probabilities"], two["probabilities"], atol=1e-4)
-    assert both.figures["attention"] == both.figures["trained_with"] == "improved_clustered"
-    assert both.figures["accuracy_full"] == exact.figures["accuracy"]
-    assert f"(full: {exact.figures['accuracy']:.2f} % right)" in both.summary and not both.name
+    assert both.metrics["attention"] == both.metrics["trained_with"] == "improved_clustered"
+    assert both.metrics["accuracy_full"] == exact.metrics["accuracy"]
+    assert f"(full: {exact.metrics['accuracy']:.2f} % right)" in both.summary and not both.name
     swapped = task.evaluator(other, dataset, "train", trained=config)(params, whole=False)
-    assert swapped.figures["trained_with"] == "full" and swapped.name == "_improved_clustered"
-    assert "accuracy_full" not in swapped.figures
+    assert swapped.metrics["trained_with"] == "full" and swapped.name == "_improved_clustered"
+    assert "accuracy_full" not in swapped.metrics
     assert read(config, params, dataset, stop=lambda: True) is None
     bad = jax.tree.map(lambda x: x * np.nan, params)
     with pytest.raises(NonFiniteError, match="the model's logits are not finite; take an earlier"):
-        tasks.of(config).evaluator(config, dataset, "train").sample(bad, 0)
+        tasks.from_config(config).evaluator(config, dataset, "train").sample(bad, 0)

@@ -11,7 +11,9 @@ from brt.data.rows.preparation import RowCorpus
 from brt.data.tokenizers import ByteTokenizer
 from brt.generation.sampling import choose
 from brt.tasks import TASKS
-from brt.tasks.protocol import Aux, EvaluationResult, Metric, Task, Writer
+from brt.tasks.interface import Aux, Task
+from brt.tasks.report import EvaluationResult, Metric
+from brt.tasks.writers import Writer
 from brt.types import TextBatch
 
 
@@ -41,8 +43,8 @@ class Evaluator(NamedTuple):
 
 
 class Parity(Task):
-    name, sections, model, data, writes = "parity", (), "model", "data", True
-    metrics = columns = (Metric("bits_per_row", "bits per row"),)
+    name, sections, model, data, generates_text = "parity", (), "model", "data", True
+    metrics = table_metrics = (Metric("bits_per_row", "bits per row"),)
 
     def open(self, config, *, progress=True):
         draw, shape = np.random.default_rng(0).integers, (256, config.training.segment_length)
@@ -64,7 +66,7 @@ class Parity(Task):
         nats = -jax.numpy.take_along_axis(log_p, batch.targets, axis=1).sum()
         return nats, Aux(nats, batch.scored.sum() * 1.0, carry, model_state, {})
 
-    def evaluator(self, config, dataset, split, *, trained=None, ablate=None, beside=False):
+    def evaluator(self, config, dataset, split, *, trained=None, ablate=None, compare_exact=False):
         return Evaluator(self, config, next(self.reader(config, dataset, split).once(256)))
 
     def writer(self, config, params, tokenizer, model_state=None):

@@ -93,7 +93,7 @@ def test_summary_says_where_things_are_and_what_to_type(
     config, text = Config(), "what is to be compressed"
     store = token_store.write(tmp_path / "s", [Document("a", iter([text]))], ByteTokenizer())
     dataset = Dataset(tmp_path, ByteTokenizer(), {"train": store, "validation": store})
-    task = tasks.of(config)
+    task = tasks.from_config(config)
     said = run_summary.finish(
         Run(config, task, dataset, None, None, None, None, None), run, time.perf_counter() - 7200
     )

@@ -143,7 +143,7 @@ def test_a_step_counts_scored_tokens_and_learns(trained: Callable) -> None:
 
 def resolved(config: Config) -> Config:
     dataset = Dataset(Path(), ByteTokenizer(), {})
-    return tasks.of(config).resolve(config, dataset)
+    return tasks.from_config(config).resolve(config, dataset)
 
 
 @pytest.mark.parametrize(("setting", "size"), [(0, 256), (300, 300)])

@@ -79,7 +79,7 @@ def summariser(place: Path) -> Config:
 
 def open_model(workdir: Path, **changes: object) -> SavedModel:
     place, found, config = saved_model.load_config(workdir)
-    section = tasks.of(config).data
+    section = tasks.from_config(config).data
     changed = dataclasses.replace(getattr(config, section), **changes)
     return saved_model.load(place, found, dataclasses.replace(config, **{section: changed}))
 
@@ -266,7 +266,7 @@ def test_an_old_run_says_how_it_gets_its_tokenizer(trained: Callable, moved: Cal
 
 def test_another_tokenizer_is_refused(trained: Callable, tmp_path: Path) -> None:
     run, config = trained(language_model), summariser(tmp_path)
-    name, content = tasks.of(config).open(config, progress=False).tokenizer.file
+    name, content = tasks.from_config(config).open(config, progress=False).tokenizer.file
     assert name == "tokenizer.model"
     (run.workdir / "tokenizer" / name).write_bytes(content)
     with pytest.raises(BrtError, match=r"another tokenizer|no BOS piece"):
@@ -285,8 +285,8 @@ def test_the_last_point_of_a_curve_is_read_as_the_others(once: Callable) -> None
     assert whole[0]["eval/validation_whole/bits_per_byte"] == report["bits_per_byte"]
     model = open_model(run.workdir)
     dataset = saved_model.open_split(model, "validation")
-    evaluator = tasks.of(model.config).evaluator(model.config, dataset, "validation")
-    part = evaluator(model.params, whole=False).figures
+    evaluator = tasks.from_config(model.config).evaluator(model.config, dataset, "validation")
+    part = evaluator(model.params, whole=False).metrics
     assert part["tokens"] == 24 < report["tokens"]
     assert parts[-1]["eval/validation/bits_per_byte"] == pytest.approx(part["bits_per_byte"])
     assert f"validation: {report['bits_per_byte']:.3f}" in run_summary.finish(

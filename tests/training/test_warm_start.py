@@ -22,7 +22,7 @@ from brt.interop import pretrained_encoder
 from brt.interop.huggingface import convert
 from brt.models import encoder
 from brt.tasks.speech_recognition.data.vocabulary import Vocabulary
-from brt.tasks.weights import Started
+from brt.tasks.weights import WarmStart
 from brt.training import run as runs
 from brt.training.start import warm_start
 from brt.training.workdir import Workdir
@@ -47,19 +47,19 @@ def ready(asked: Config) -> Config:
     return warm_start.with_model(asked, warm_start.find_weights(asked))
 
 
-def started(asked: Config, initial: Any) -> Started:
-    return tasks.of(asked).start(asked, warm_start.find_weights(asked), initial)
+def started(asked: Config, initial: Any) -> WarmStart:
+    return tasks.from_config(asked).start(asked, warm_start.find_weights(asked), initial)
 
 
 def known(asked: Config, tokenizer: Any) -> Config:
     """The config with room for the ids of a tokenizer."""
-    return tasks.of(asked).with_weights(asked, warm_start.find_weights(asked), tokenizer)
+    return tasks.from_config(asked).with_weights(asked, warm_start.find_weights(asked), tokenizer)
 
 
 def drawn(model: Encoder, task: Any, seed: int = 0) -> dict[str, Any]:
     """Parameters, without compiling what draws real ones."""
     rng = np.random.default_rng(seed)
-    network = encoder.EncoderWithHead(model, task=tasks.named(task).head)
+    network = encoder.EncoderWithHead(model, task=tasks.by_name(task).head)
     shapes = jax.eval_shape(lambda: nn.meta.unbox(encoder.init(network, jax.random.key(0))))
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), shapes)
 
@@ -131,9 +131,9 @@ def test_the_head_of_another_task_is_new_and_named(masked: Path, task: Any) -> N
     """Also where the old head has an array of the same name and shape; new ids are new rows."""
     model = dataclasses.replace(SIZES, vocab_size=259)
     new = drawn(model, task)
-    params, lacking, _ = started(config(task, masked), new)
+    params, missing, _ = started(config(task, masked), new)
     heads = [name for name in flat(new) if name.startswith("head/")]
-    assert sorted(lacking) == sorted([*heads, f"{EMBEDDING} from row 257 on"])
+    assert sorted(missing) == sorted([*heads, f"{EMBEDDING} from row 257 on"])
     for name in heads:
         np.testing.assert_array_equal(flat(params)[name], flat(new)[name])
     np.testing.assert_array_equal(flat(params)[EMBEDDING][257:], flat(new)[EMBEDDING][257:])
@@ -153,10 +153,10 @@ def test_a_run_starts_from_the_weights_and_says_what_is_new(
     assert run.config.encoder.vocab_size == 257
     start, said = run.task.start, []
 
-    def lacking(*given: Any) -> Started:
-        return start(*given)._replace(lacking=["head/a", "head/b"], unread=["old"])
+    def missing(*given: Any) -> WarmStart:
+        return start(*given)._replace(missing=["head/a", "head/b"], unused=["old"])
 
-    monkeypatch.setattr(type(run.task), "start", lambda task, *given: lacking(*given))
+    monkeypatch.setattr(type(run.task), "start", lambda task, *given: missing(*given))
     state = runs.new_state(run, said.append)
     expected = drawn(run.config.encoder, MASKED, seed=1)
     jax.tree.map(np.testing.assert_array_equal, flat(state.params), flat(expected))
@@ -165,7 +165,7 @@ def test_a_run_starts_from_the_weights_and_says_what_is_new(
         f"not used, because this model lacks them: of {masked} old",
     ]
 
-    def broken(*given: Any) -> Started:
+    def broken(*given: Any) -> WarmStart:
         started = start(*given)
         return started._replace(params=jax.tree.map(lambda x: x * np.nan, started.params))
 

@@ -75,7 +75,9 @@ def lowered_step(args: argparse.Namespace, layers: int) -> Any:
         training=Training(task="summarization"),
     )
     key = jax.random.key(0)
-    params = jax.eval_shape(lambda: nn.meta.unbox(tasks.of(config).initial_params(config, key)))
+    params = jax.eval_shape(
+        lambda: nn.meta.unbox(tasks.from_config(config).initial_params(config, key))
+    )
     batch = random_pair(args.source, args.target)
     return jax.jit(jax.grad(lambda p, b, k: loss(config, p, b, k))).lower(params, batch, key)
 

@@ -158,7 +158,7 @@ def train_steps(shape: str, segments: Sequence[int], rounds: int) -> list[dict[s
 def training_step(config: Config) -> tuple[Callable[[], Any], float]:
     """A compiled step on random pairs, and the memory it takes besides its arguments."""
     key, pairs = jax.random.key(0), config.pairs
-    params = nn.meta.unbox(tasks.of(config).initial_params(config, key))
+    params = nn.meta.unbox(tasks.from_config(config).initial_params(config, key))
     source = jax.random.randint(key, (8, pairs.max_source_length), 2, config.seq2seq.vocab_size)
     target = source[:, : pairs.max_target_length]
     batch = PairBatch(
@@ -167,7 +167,7 @@ def training_step(config: Config) -> tuple[Callable[[], Any], float]:
     )  # fmt: skip
 
     def loss(params: Any, batch: PairBatch) -> Any:
-        return tasks.of(config).loss(config, params, (), {}, batch, key)
+        return tasks.from_config(config).loss(config, params, (), {}, batch, key)
 
     compiled = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(params, batch).compile()
     return partial(compiled, params, batch), compiled.memory_analysis().temp_size_in_bytes / 2**20

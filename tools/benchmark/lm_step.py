@@ -104,7 +104,7 @@ class Contestant(Timed):
         args = (self.params, new_state(model, lanes), batch, jax.random.key(2))
 
         def loss(params, carried, batch, key):
-            return tasks.of(config).loss(config, params, carried, {}, batch, key)
+            return tasks.from_config(config).loss(config, params, carried, {}, batch, key)
 
         begin = time.perf_counter()
         lowered = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(*args)

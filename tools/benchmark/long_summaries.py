@@ -59,9 +59,9 @@ def measured(args: argparse.Namespace, length: int) -> list[dict[str, Any]]:
     steps, memory = {}, {}
     for kind in KINDS:
         config = configured(args, length, kind)
-        params = jax.jit(lambda key, c=config: nn.meta.unbox(tasks.of(c).initial_params(c, key)))(
-            jax.random.key(0)
-        )
+        params = jax.jit(
+            lambda key, c=config: nn.meta.unbox(tasks.from_config(c).initial_params(c, key))
+        )(jax.random.key(0))
         inputs = params, random_pair(length, args.target), jax.random.key(1)
         step = jax.jit(jax.grad(partial(loss, config))).lower(*inputs).compile()
         print(f"compiled {kind}, {length} tokens", file=sys.stderr)
@@ -79,7 +79,7 @@ def measured(args: argparse.Namespace, length: int) -> list[dict[str, Any]]:
 
 def loss(config: Config, params: Any, batch: PairBatch, key: jax.Array) -> jax.Array:
     """That of a training step."""
-    return tasks.of(config).loss(config, params, (), {}, batch, key)[0]
+    return tasks.from_config(config).loss(config, params, (), {}, batch, key)[0]
 
 
 def configured(args: argparse.Namespace, length: int, kind: str) -> Config:

@@ -70,7 +70,7 @@ def readers(place: Path) -> dict[str, Reader]:
 
     run = workdirs.Workdir(place / "run")
     run.path.mkdir(parents=True)
-    task = tasks.of(CONFIG)
+    task = tasks.from_config(CONFIG)
     name, content = task.load_tokenizer(Path("bytes.txt")).file
     run.tokenizer.mkdir()
     (run.tokenizer / name).write_bytes(content)
@@ -108,8 +108,8 @@ def readers(place: Path) -> dict[str, Reader]:
 
 def _checkpoint(run: workdirs.Workdir) -> None:
     params = nn.meta.unbox(initial_params(CONFIG))
-    state = {"params": params, "model_state": tasks.of(CONFIG).initial_model_state(CONFIG)}
-    tokenizer = tasks.of(CONFIG).load_tokenizer(run.tokenizer / "bytes.txt")
+    state = {"params": params, "model_state": tasks.from_config(CONFIG).initial_model_state(CONFIG)}
+    tokenizer = tasks.from_config(CONFIG).load_tokenizer(run.tokenizer / "bytes.txt")
     meta = {
         "seed": 0, "data": {"step": STEP}, "meter": _METER, "config": config_json(CONFIG),
         "tokenizer": tokenizer.fingerprint, "provenance": _PROVENANCE,
@@ -156,7 +156,7 @@ def _meta(run: workdirs.Workdir) -> None:
     assert found
     config_changes.history(found.meta, config_changes.ConfigChanges(["a"], []))
     _, found, read = saved_model.load_config(run.path)
-    data_manifest.read_tokenizer(run, tasks.of(read), found.meta["tokenizer"])
+    data_manifest.read_tokenizer(run, tasks.from_config(read), found.meta["tokenizer"])
     config_changes.check_resumable(read, CONFIG, ())
     tree_utils.differences(found.meta["arrays"], {})
 

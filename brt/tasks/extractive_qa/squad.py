@@ -1,4 +1,4 @@
-"""Exact match and F1 of answers, as SQuAD's official scripts count them (1.1 and 2.0)."""
+"""Exact match and F1 of answers, computed as in SQuAD's official scripts (1.1 and 2.0)."""
 
 import re
 import string
@@ -11,23 +11,23 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class Score(NamedTuple):
-    """Of one answer, each from 0 to 1."""
+    """Scores of one answer, each from 0 to 1."""
 
     exact: float
     f1: float
 
 
 def normalized(answer: str) -> str:
-    """In small letters, without ASCII punctuation, English articles and more than single spaces."""
+    """Removes capitals, ASCII punctuation, English articles and repeated spaces."""
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
 def score(prediction: str, answers: Sequence[str]) -> Score:
-    """Against the answer that it fits best, each figure on its own.
+    """Returns the maximum of each score over the true answers.
 
     Args:
-      answers: () where nothing is to be found, which "" answers. As in the script of 2.0, those
-        that are nothing once normalised count only where all are.
+      answers: true answers; empty if the correct prediction is "". As in the script of SQuAD 2.0,
+          answers that are empty after normalisation only count if all are.
     """
     golds = [text for text in answers if normalized(text)] or [""]
     exact = max(normalized(prediction) == normalized(gold) for gold in golds)
@@ -35,12 +35,12 @@ def score(prediction: str, answers: Sequence[str]) -> Score:
 
 
 def f1(prediction: str, gold: str) -> float:
-    """Of the words that both have; 1 where neither has any."""
-    found, wanted = (normalized(text).split() for text in (prediction, gold))
-    if not found or not wanted:
-        return float(found == wanted)
-    same = sum((Counter(found) & Counter(wanted)).values())
+    """Returns the F1 score of the words of two texts; 1 if both have no words."""
+    predicted, expected = (normalized(text).split() for text in (prediction, gold))
+    if not predicted or not expected:
+        return float(predicted == expected)
+    same = sum((Counter(predicted) & Counter(expected)).values())
     if not same:
         return 0.0
-    precision, recall = same / len(found), same / len(wanted)
+    precision, recall = same / len(predicted), same / len(expected)
     return 2 * precision * recall / (precision + recall)

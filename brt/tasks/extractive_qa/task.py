@@ -1,4 +1,4 @@
-"""Questions about texts, and where in these their answers start and end."""
+"""The extractive question answering task: find the span of a text that answers a question."""
 
 from pathlib import Path
 
@@ -11,20 +11,20 @@ from brt.data.texts import tokenization
 from brt.data.texts.tokenization import TextTokenizer
 from brt.errors import ConfigError
 from brt.ops.spans import span_nats
-from brt.tasks.encoders import EncoderTask, next_of_encoder, own_rows, refuse_ablation
+from brt.tasks.encoders import EncoderTask, encoder_next_steps, own_data_binding, refuse_ablation
 from brt.tasks.extractive_qa.data import preparation
 from brt.tasks.extractive_qa.data.batches import QuestionReader
-from brt.tasks.extractive_qa.data.preparation import Preparation, QuestionCorpus
+from brt.tasks.extractive_qa.data.preparation import Preparation, QuestionDataset
 from brt.tasks.extractive_qa.evaluation import AnswerEvaluator
-from brt.tasks.protocol import Aux, Dataset, count_of
+from brt.tasks.interface import Aux, Dataset, count_scored
 from brt.tasks.report import SCORE, Metric
 from brt.types import TextBatch
 
-_DROPOUT, _ATTENTION = 0, 1  # what the key of a step is folded with
+_DROPOUT, _ATTENTION = 0, 1  # Folded into a step's key, one for each purpose.
 
 
 class ExtractiveQa(EncoderTask):
-    """A window without the answer has start and end at its first token."""
+    """Predicts start and end of an answer; windows without the answer have both at token 0."""
 
     name = "extractive_qa"
     head = "spans"
@@ -35,34 +35,34 @@ class ExtractiveQa(EncoderTask):
         Metric("exact_match", "exact match %", ".2f", higher_is_better=True),
         Metric("f1", "F1 %", ".2f", higher_is_better=True),
     )
-    columns = (SCORE,)
+    table_metrics = (SCORE,)
 
     def check(self, config: Config) -> None:
-        """The length of windows fits the model."""
+        """Rejects label smoothing, and windows that are too long for the model."""
         smoothing = config.training.label_smoothing
         if smoothing:
             raise ConfigError(
-                f"Training.label_smoothing = {smoothing} means nothing to spans; leave it out"
+                f"Training.label_smoothing = {smoothing} has no effect on spans; remove it"
             )
         self.check_encoder(config, ("Questions.max_length", config.questions.max_length))
 
-    def open(self, config: Config, *, progress: bool = True) -> QuestionCorpus:
-        """Questions with their texts."""
+    def open(self, config: Config, *, progress: bool = True) -> QuestionDataset:
+        """Opens the questions with their contexts, and prepares them first if necessary."""
         return preparation.prepare(config.questions, progress)
 
     def open_split(
         self, config: Config, split: str, tokenizer: TextTokenizer, *,
         known: Path | None = None, progress: bool = True,
-    ) -> QuestionCorpus:  # fmt: skip
-        """See the base class."""
+    ) -> QuestionDataset:  # fmt: skip
+        """Opens one split; see the base class."""
         return Preparation(config.questions, progress).open_split(split, tokenizer, known)
 
     def load_tokenizer(self, file: Path) -> TextTokenizer:
-        """See the base class."""
+        """Returns the tokenizer saved in a run directory."""
         return tokenization.load(str(file), "Questions.tokenizer")
 
     def reader(self, config: Config, dataset: Dataset) -> QuestionReader:
-        """Windows in a new order every epoch."""
+        """Returns batches of windows in a new order every epoch."""
         section, t = config.questions, config.training
         return QuestionReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
@@ -78,14 +78,14 @@ class ExtractiveQa(EncoderTask):
         batch: TextBatch,
         key: Array,
     ) -> tuple[Float[Array, ""], Aux]:
-        """The summed cross-entropy of starts and ends."""
+        """Returns the summed cross-entropy of starts and ends."""
         logits = self.predict(
             config, params, batch,
             dropout=jax.random.fold_in(key, _DROPOUT),
             attention=jax.random.fold_in(key, _ATTENTION),
         )  # fmt: skip
         nats = jnp.sum(span_nats(logits, batch.targets, batch.scored))
-        return nats, Aux(nats, count_of(batch.scored), carry, model_state, {})
+        return nats, Aux(nats, count_scored(batch.scored), carry, model_state, {})
 
     def evaluator(
         self,
@@ -95,17 +95,17 @@ class ExtractiveQa(EncoderTask):
         *,
         trained: Config | None = None,
         ablate: str | None = None,
-        beside: bool = False,
+        compare_exact: bool = False,
     ) -> AnswerEvaluator:
-        """Answers, exact match and F1."""
+        """Returns an evaluator of answers by exact match and F1."""
         refuse_ablation(ablate)
-        return AnswerEvaluator(self, config, dataset, split, trained, beside)
+        return AnswerEvaluator(self, config, dataset, split, trained, compare_exact)
 
     def next_steps(self, workdir: str) -> list[str]:
-        """With one's own questions."""
+        """Returns commands that evaluate, and that train on the user's own questions."""
         return [
-            *next_of_encoder(workdir),
+            *encoder_next_steps(workdir),
             "with your own questions, in files of SQuAD's form:",
             "python -m brt.train --gin_file=configs/runs/spans_quickstart.gin "
-            f"--workdir=runs/mine {own_rows('Questions', 'json')}",
+            f"--workdir=runs/mine {own_data_binding('Questions', 'json')}",
         ]

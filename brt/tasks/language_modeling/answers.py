@@ -1,7 +1,8 @@
-"""Answers of memory tasks (`brt.data.memory`): how many are exact, and their bits, by distance.
+"""Accuracy and bits of the answers in memory tasks (`brt.data.memory`), by distance.
 
-Read as all text is, each token after the true ones before it: an answer is exact where the most
-likely token is the right one in each of its places. What a model does not remember it guesses.
+A document of a memory task states facts and asks for them later. The model reads it like other
+text, each token given the true tokens before it. An answer is exact if the most likely token is
+the correct one at each position of the answer.
 """
 
 import math
@@ -24,13 +25,13 @@ from brt.tasks.report import EXACT_ANSWERS, Metric
 ANSWER_BITS = Metric("answer_bits_per_byte", "bits per byte of answers")
 
 
-class Span(NamedTuple):
-    """An answer in a document.
+class AnswerSpan(NamedTuple):
+    """The position of an answer in a document.
 
     Attributes:
-      start, stop: its tokens.
-      distance: tokens between the end of what was told and its start.
-      bytes: of its text.
+      start, stop: first token of the answer, and the token after its last one.
+      distance: number of tokens between the end of the stated fact and the start of the answer.
+      bytes: number of bytes of the answer's text.
     """
 
     start: int
@@ -39,8 +40,8 @@ class Span(NamedTuple):
     bytes: int
 
 
-class Read(NamedTuple):
-    """An answer as a model read it."""
+class ScoredAnswer(NamedTuple):
+    """The score of an answer: whether all its tokens were predicted, and their nats."""
 
     distance: int
     bytes: int
@@ -48,27 +49,27 @@ class Read(NamedTuple):
     exact: bool
 
 
-def spans(store: TokenStore, tokenizer: Tokenizer) -> dict[int, list[Span]]:
-    """The answers of each document that is of a memory task; empty where there is none."""
-    of_tasks = [d for d, name in enumerate(store.names) if name.startswith(MEMORY)]
-    return {d: list(_spans(store, d, tokenizer)) for d in of_tasks}
+def answer_spans(store: TokenStore, tokenizer: Tokenizer) -> dict[int, list[AnswerSpan]]:
+    """Returns the answers of each document that belongs to a memory task, by document index."""
+    documents = [d for d, name in enumerate(store.names) if name.startswith(MEMORY)]
+    return {d: list(_spans(store, d, tokenizer)) for d in documents}
 
 
-def _spans(store: TokenStore, document: int, tokenizer: Tokenizer) -> Iterable[Span]:
+def _spans(store: TokenStore, document: int, tokenizer: Tokenizer) -> Iterable[AnswerSpan]:
     pieces = [tokenizer.decode_bytes(token[None]) for token in store.document(document)]
     ends = np.cumsum([len(piece) for piece in pieces])
     for answer in memory.answers(store.names[document], b"".join(pieces)):
-        places = (answer.start, answer.stop - 1, answer.told - 1)
-        start, last, told = (int(np.searchsorted(ends, b, "right")) for b in places)
-        yield Span(start, last + 1, start - told - 1, answer.stop - answer.start)
+        byte_positions = (answer.start, answer.stop - 1, answer.told - 1)
+        start, last, told = (int(np.searchsorted(ends, b, "right")) for b in byte_positions)
+        yield AnswerSpan(start, last + 1, start - told - 1, answer.stop - answer.start)
 
 
-class Tally:
-    """Collects what is read of documents, batch by batch, and looks at their answers."""
+class AnswerScores:
+    """Collects the scores of all tokens batch by batch, and extracts those of the answers."""
 
-    def __init__(self, found: Mapping[int, Sequence[Span]]):
-        self._found = found
-        self._read: dict[int, list[np.ndarray]] = defaultdict(list)
+    def __init__(self, spans: Mapping[int, Sequence[AnswerSpan]]):
+        self._spans = spans
+        self._scores: dict[int, list[np.ndarray]] = defaultdict(list)
 
     def add(
         self,
@@ -76,44 +77,54 @@ class Tally:
         nats: Float[np.ndarray, "B T"],
         right: Bool[np.ndarray, "B T"],
     ) -> None:
-        """The next blocks: of each its document (-1: padding), its tokens' nats and guesses."""
+        """Adds the next segment of each lane.
+
+        Args:
+          document: document of each block, -1 for padding.
+          nats: negative log-likelihood of each token.
+          right: True for tokens that were the most likely ones.
+        """
         blocks = np.stack([nats, right], axis=1).reshape(len(nats), 2, document.shape[1], -1)
         for lane, block in np.argwhere(document >= 0):
-            self._read[int(document[lane, block])].append(blocks[lane, :, block])
+            self._scores[int(document[lane, block])].append(blocks[lane, :, block])
 
-    def answers(self, limit: int = 0) -> list[Read]:
-        """Of all that was read, answers within the first `limit` tokens of documents (0: all)."""
-        found = []
-        for document, answers in self._found.items():
-            nats, right = np.concatenate(self._read[document], axis=1, dtype=np.float64)
+    def answers(self, limit: int = 0) -> list[ScoredAnswer]:
+        """Returns all answers within the first `limit` tokens of their documents (0: no limit)."""
+        scored = []
+        for document, answers in self._spans.items():
+            nats, right = np.concatenate(self._scores[document], axis=1, dtype=np.float64)
             for start, stop, distance, size in answers:
                 if not limit or stop <= limit:
-                    whole = bool(right[start:stop].all())
-                    found.append(Read(distance, size, float(nats[start:stop].sum()), whole))
-        return found
+                    exact = bool(right[start:stop].all())
+                    answer_nats = float(nats[start:stop].sum())
+                    scored.append(ScoredAnswer(distance, size, answer_nats, exact))
+        return scored
 
 
-def figures(answers: Sequence[Read], window: int, bits: float, size: int) -> dict[str, Any]:
-    """Exact answers in per cent and bits per byte of answers, of all and by distance.
+def answer_metrics(
+    answers: Sequence[ScoredAnswer], window: int, bits: float, size: int
+) -> dict[str, Any]:
+    """Computes the share of exact answers and bits per byte, for all answers and by distance.
 
     Args:
-      window: tokens; a row has answers of up to so many windows' distance, by powers of two.
-      bits, size: of all that was read, in bytes; what is no answer is the rest. 0 bytes: the
-        tokens do not give back the text, and there is no figure by byte.
+      window: number of tokens in a window; distances are grouped by powers of two of windows.
+      bits, size: total bits and bytes of the documents, from which the values of the text outside
+        the answers are computed. A size of 0 means that the tokens do not give back the text;
+        there are no bits per byte then.
     """
     rows = defaultdict(list)
     for answer in answers:
         rows[1 << max(-(-answer.distance // window) - 1, 0).bit_length()].append(answer)
-    own, own_size = _bits(answers), sum(answer.bytes for answer in answers)
+    answer_bits, answer_size = _bits(answers), sum(answer.bytes for answer in answers)
     return {
-        **_figures(answers),
+        **_metrics(answers),
         **({ANSWER_BITS.name: None} if not size else {}),
-        "rest_bits_per_byte": (bits - own) / (size - own_size) if size else None,
-        "answers": [{"windows": windows, **_figures(rows[windows])} for windows in sorted(rows)],
+        "rest_bits_per_byte": (bits - answer_bits) / (size - answer_size) if size else None,
+        "answers": [{"windows": windows, **_metrics(rows[windows])} for windows in sorted(rows)],
     }
 
 
-def _figures(answers: Sequence[Read]) -> dict[str, Any]:
+def _metrics(answers: Sequence[ScoredAnswer]) -> dict[str, Any]:
     exact = 100 * sum(answer.exact for answer in answers) / len(answers) if answers else None
     size = sum(answer.bytes for answer in answers)
     return {
@@ -123,12 +134,16 @@ def _figures(answers: Sequence[Read]) -> dict[str, Any]:
     }
 
 
-def _bits(answers: Sequence[Read]) -> float:
+def _bits(answers: Sequence[ScoredAnswer]) -> float:
     return sum(answer.nats for answer in answers) / math.log(2)
 
 
-def text(columns: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Lines of a table of reports, by what was taken away; none where there are no answers."""
+def table_lines(columns: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns the lines of a table of answers, or no lines if the reports contain none.
+
+    Args:
+      columns: reports by the part of the memory that was removed; "" for the unchanged model.
+    """
     first, *_ = columns.values()
     if not first.get("answers"):
         return []
@@ -142,7 +157,7 @@ def text(columns: Mapping[str, Mapping[str, Any]]) -> list[str]:
         lines.append(_row(label, [c["answers"][number] for c in columns.values()], widths))
     lines.append(_row("all", list(columns.values()), widths))
     bits = [column["rest_bits_per_byte"] for column in columns.values()]
-    rest = ["-" if found is None else f"{found:.4f}" for found in bits]
+    rest = ["-" if value is None else f"{value:.4f}" for value in bits]
     return [*lines, _line("the rest of the text", "", [""] * len(rest) + rest, widths)]
 
 
@@ -158,7 +173,7 @@ def _line(label: str, count: str, cells: Sequence[str], widths: Sequence[int]) -
 
 
 def draw(columns: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """A picture (PNG) of exact answers by distance, of reports by what was taken away."""
+    """Draws exact answers against distance (PNG); `columns` as for `table_lines`."""
     from brt.drawing import distance_plot, png
 
     lines = {
@@ -169,13 +184,13 @@ def draw(columns: Mapping[str, Mapping[str, Any]]) -> bytes:
 
 
 def warn_of_cut_gradients(config: Config) -> None:
-    """Says so where no gradient reaches from an answer to what it follows from."""
+    """Warns if training segments are shorter than the distances of a memory task."""
     length = config.training.segment_length
     for source in config.data.train:
         if source.startswith(MEMORY) and (far := max(names.parse(source).distance)) >= length:
             say(
-                f"warning: {source} asks for what was told {far} bytes before, but gradients end "
-                f"with a segment, which is Training.segment_length = {length}: what is to be kept "
-                f"for so long is not learned there; set it above {far}",
+                f"warning: {source} asks for facts from {far} bytes before, but gradients end at "
+                f"the start of a segment of Training.segment_length = {length}, so the model "
+                f"cannot learn to remember over this distance; set it above {far}",
                 True,
             )

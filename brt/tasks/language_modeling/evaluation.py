@@ -1,7 +1,7 @@
-"""Bits per token, byte, character and word of whole documents.
+"""Evaluation of language models: bits per token, byte, character and word of whole documents.
 
-Every document of a split is read once, from its start to its end, with carried state; every
-token is scored, the first one from BOS. Totals are nats over exact counts.
+Every document of a split is read once from start to end with carried state. Every token is
+scored; the first one is predicted from BOS. Each metric is total nats divided by an exact count.
 """
 
 import dataclasses
@@ -28,20 +28,25 @@ from brt.distributed import rules
 from brt.formatting import counted
 from brt.layers.stack import StackState, parts
 from brt.models.decoder import forget, new_state
+from brt.tasks.evaluators import Progress, Stop
 from brt.tasks.language_modeling import answers
 from brt.tasks.language_modeling.forward import block_nats, by_block, segment_guesses
 from brt.tasks.language_modeling.samples import Sampler
-from brt.tasks.protocol import Progress, Stop
 from brt.tasks.report import EXACT_ANSWERS, EvaluationResult
 from brt.types import Batch
 
-# Compressing more than this takes longer than people wait at the end of a run.
+# Compressing more bytes takes longer than people want to wait at the end of a run.
 _XZ_LIMIT_BYTES = 20 << 20
-LONGEST = 25  # characters of a word on average, where white space separates words
+# Average number of characters of a word up to which white space is taken to separate words.
+LONGEST_WORDS = 25
 
 
 class DocumentScore(NamedTuple):
-    """What a document's text counts, and the nats it took."""
+    """Token, byte, character and word counts of a document and its total nats.
+
+    Attributes:
+      lost: number of bytes that the tokens do not give back.
+    """
 
     name: str
     tokens: int
@@ -52,20 +57,22 @@ class DocumentScore(NamedTuple):
     lost: int = 0
 
 
-def figures(
+def text_metrics(
     tokens: int, bytes: int, characters: int, words: int, nats: float, lost: int = 0
 ) -> dict[str, Any]:
-    """Bits by every measure of all that was read, whatever document it is in.
+    """Computes the metrics of text with these total counts and nats.
 
-    Numerator: the nats of every token, the first of a document from BOS; BOS and padding are no
-    targets. Denominators: those tokens, and UTF-8 bytes, code points and words (what white space
-    separates) of the text that they are; of a document that was read in part, of that part. Word
-    perplexity is PG-19's: e to the nats for each word; None where white space separates no words,
-    as in Chinese. Where the tokens do not give back `lost` bytes, there is none of these but bits
-    by token: None.
+    `nats` is the sum over every token, with the first token of a document predicted from BOS; BOS
+    and
+    padding are not scored. The counts are those tokens and the UTF-8 bytes, code points and words
+    (separated by white space) of the same text; of a document that was read in part, of the part.
+    Word perplexity is exp(nats per word) as for PG-19; it is None if white space does not separate
+    words, as in Chinese. If the tokens do not give back `lost` bytes, only bits per token is
+    defined
+    and the other metrics are None.
     """
     bits = nats / math.log(2)
-    separated = not lost and words and characters <= LONGEST * words
+    separated = not lost and words and characters <= LONGEST_WORDS * words
     return {
         "bits_per_byte": None if lost else bits / bytes,
         "bits_per_token": bits / tokens,
@@ -81,45 +88,46 @@ def figures(
 
 
 def _exp(x: float) -> float | None:
-    """None where it is beyond what a float holds."""
+    """Returns exp(x), or None if it exceeds the range of a float."""
     return math.exp(x) if x < 700 else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-    """One reading of a split.
+class SplitScores:
+    """Scores of all documents of a split from one pass.
 
     Attributes:
-      protocol: how it was read: all that a number must be quoted with.
-      documents: in the order of the store.
-      tokens_per_second: after the first segment, which compiles; None if there is no other.
-      answered: those that were read, where the documents are of memory tasks.
+      protocol: how the split was read; must be quoted with the metrics.
+      documents: scores in the order of the store.
+      tokens_per_second: speed without the first segment, which compiles; None if there is no other.
+      answered: answers that were read, if documents belong to memory tasks.
     """
 
     protocol: dict[str, Any]
     documents: list[DocumentScore]
     tokens_per_second: float | None
-    answered: Sequence[answers.Read] = ()
+    answered: Sequence[answers.ScoredAnswer] = ()
 
     @property
     def totals(self) -> dict[str, Any]:
-        """`figures` of all documents together, of answers where there are any, and the speed."""
+        """Metrics of all documents together, metrics of answers if there are any, and the speed."""
         sums = [sum(column) for column in zip(*(d[1:] for d in self.documents), strict=True)]
-        found = figures(*sums)
+        totals = text_metrics(*sums)
         if self.answered:
-            size, window = found["bytes"], self.protocol["window"]
-            lost = found.get("lost_bytes", 0)
-            found |= answers.figures(self.answered, window, found["bits"], 0 if lost else size)
+            size = 0 if totals.get("lost_bytes") else totals["bytes"]
+            window, bits = self.protocol["window"], totals["bits"]
+            totals |= answers.answer_metrics(self.answered, window, bits, size)
         speed = {"tokens_per_second": self.tokens_per_second}
-        return {**found, "documents": len(self.documents), **speed}
+        return {**totals, "documents": len(self.documents), **speed}
 
 
 class DocumentEvaluator:
-    """See `brt.tasks.protocol.Evaluator`.
+    """Evaluates whole documents; see `brt.tasks.evaluators.Evaluator`.
 
     Args:
-      ablate: what every segment of a second reading begins without: the recurrent states, the
-        cached keys and values, the memory, or all of them (as if a document started there).
+      ablate: part of the memory that a second pass resets before every segment: recurrent states,
+          cached keys and values, the external memory, or "both" for all (as at the start of a
+          document).
     """
 
     unit = "tok"
@@ -129,7 +137,7 @@ class DocumentEvaluator:
         self._store, self._tokenizer = dataset.split(split), dataset.tokenizer
         self.total = int(self._store.lengths.sum()) * (2 if ablate else 1)
         self.partial = 0 < config.evaluation.tokens_per_document < int(self._store.lengths.max())
-        self._answers = answers.spans(self._store, self._tokenizer)
+        self._answers = answers.answer_spans(self._store, self._tokenizer)
         self._sampler = Sampler(config, self._store, dataset.tokenizer)
         self._step = jax.jit(self._segment, static_argnames="part", donate_argnums=1)
 
@@ -142,7 +150,8 @@ class DocumentEvaluator:
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
     ) -> EvaluationResult | None:
-        """Without `whole` of each document only Evaluation.tokens_per_document."""
+        """Evaluates the split; without `whole` only Evaluation.tokens_per_document of each
+        document."""
         limit = 0 if whole else self._config.evaluation.tokens_per_document
         results = []
         for ablate in (None, self._ablate) if self._ablate else (None,):
@@ -153,7 +162,7 @@ class DocumentEvaluator:
             if result is None:
                 return None
             results.append(result)
-        return _reading(results, self._config.training.plots)
+        return _evaluation_result(results, self._config.training.plots)
 
     def sample(
         self,
@@ -163,7 +172,7 @@ class DocumentEvaluator:
         *,
         model_state: PyTree[Array] | None = None,
     ) -> str | None:
-        """Continues the beginning of the first document."""
+        """Returns the beginning of the first document with a continuation by the model."""
         return self._sampler(params, step, model_state, stop=stop)
 
     def read(
@@ -175,18 +184,18 @@ class DocumentEvaluator:
         tokens_per_document: int = 0,
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
-    ) -> Result | None:
-        """Reads every document once.
+    ) -> SplitScores | None:
+        """Reads every document once and returns its scores; None if `stop` returned a true value.
 
         Args:
-          tokens_per_document: only the first so many; 0: all.
+          tokens_per_document: number of tokens to read of each document; 0 reads all.
         """
         config, store = self._config, self._store
         batch_size = rules.filled("lanes", min(config.evaluation.batch_size, len(store)))
         length = config.evaluation_segment_length
         nats = np.zeros(len(store))
         carry = meshes.beside(new_state(config.model, batch_size), params)
-        tally, forgets = answers.Tally(self._answers), np.bool_(ablate is not None)
+        scores, forgets = answers.AnswerScores(self._answers), np.bool_(ablate is not None)
         part = ablate or self._ablate
         begin, timed = None, 0
         for batch, document in evaluation_batches(
@@ -195,18 +204,19 @@ class DocumentEvaluator:
         ):  # fmt: skip
             if stop():
                 return None
-            found, guesses, carry = self._step(
+            block_nats, guesses, carry = self._step(
                 params, carry, batch, model_state, forgets, part=part
             )
             real = document >= 0
-            np.add.at(nats, document[real], np.asarray(found, np.float64)[real])
+            np.add.at(nats, document[real], np.asarray(block_nats, np.float64)[real])
             if guesses:
-                tally.add(document, *map(np.asarray, guesses))
+                scores.add(document, *map(np.asarray, guesses))
             tokens = int(np.sum(batch.scored))
             timed += tokens if begin else 0
-            begin = begin or time.perf_counter()  # the first segment compiles
+            begin = begin or time.perf_counter()  # The first segment includes compilation.
             progress(tokens)
-        scores = [self._score(store, d, nats[d], tokens_per_document) for d in range(len(store))]
+        limit = tokens_per_document
+        documents = [self._score(store, d, nats[d], limit) for d in range(len(store))]
         protocol = {
             "split": self._split,
             "window": config.model.window,
@@ -218,9 +228,9 @@ class DocumentEvaluator:
             "tokenizer": self._tokenizer.name,
         }
         speed = timed / (time.perf_counter() - begin) if timed and begin else None
-        return Result(
-            protocol=protocol, documents=scores, tokens_per_second=speed,
-            answered=tally.answers(tokens_per_document),
+        return SplitScores(
+            protocol=protocol, documents=documents, tokens_per_second=speed,
+            answered=scores.answers(tokens_per_document),
         )  # fmt: skip
 
     def _segment(
@@ -233,22 +243,23 @@ class DocumentEvaluator:
         *,
         part: str | None,
     ) -> tuple[Float[Array, "B N"], tuple[Array, ...], StackState]:
-        """Nats of blocks; where there are answers also nats and guesses [B, T] of tokens.
+        """Returns the nats of each block; with answers also the nats and guesses [B, T] of each
+        token.
 
         Args:
-          forgets: whether the segment begins without a part of the state. It is an argument of the
-            program, so that the plain reading and the ablated one take the same program.
-          part: the part that is forgotten; None: the whole state is always carried on.
+          forgets: True resets `part` before the segment. The flag is an argument of the program, so
+              that the normal and the ablated pass use the same program.
+          part: part of the state that `forgets` resets; None if nothing is ever reset.
         """
         if part:
             model = self._config.model
             without = forget(model, carry, parts(model) if part == "both" else (part,))
             carry = jax.tree.map(lambda new, old: jnp.where(forgets, new, old), without, carry)
-        given = self._config, params, carry, batch, model_state or None
+        arguments = self._config, params, carry, batch, model_state or None
         if not self._answers:
-            nats, carry = block_nats(*given)
+            nats, carry = block_nats(*arguments)
             return rules.replicated(nats), (), carry
-        nats, right, carry = segment_guesses(*given)
+        nats, right, carry = segment_guesses(*arguments)
         blocks = by_block(self._config, nats)
         return rules.replicated(blocks), (rules.replicated(nats), rules.replicated(right)), carry
 
@@ -265,17 +276,17 @@ class DocumentEvaluator:
         return DocumentScore(name, limit, size, len(text), len(text.split()), float(nats), lost)
 
 
-def _reading(results: list[Result], plots: bool) -> EvaluationResult:
-    """The first is reported; a second one is that without a part of the memory."""
+def _evaluation_result(results: list[SplitScores], plots: bool) -> EvaluationResult:
+    """Reports the first pass, and compares it with the second if a part of the memory was reset."""
     report = {**results[0].totals, "protocol": results[0].protocol}
     name = "bits_per_byte" if report["bits_per_byte"] is not None else "bits_per_token"
-    rows = [{"document": score.name, **figures(*score[1:])} for score in results[0].documents]
+    rows = [{"document": score.name, **text_metrics(*score[1:])} for score in results[0].documents]
     if len(results) > 1:
         report["ablation"] = {**results[1].totals, "protocol": results[1].protocol}
         difference = results[1].totals[name] - results[0].totals[name]
         report[f"ablation_costs_{name}"] = difference
         for row, score in zip(rows, results[1].documents, strict=True):
-            row[f"ablated_{name}"] = figures(*score[1:])[name]
+            row[f"ablated_{name}"] = text_metrics(*score[1:])[name]
     summary = f"{report[name]:.3f} bits/{name.removeprefix('bits_per_')}"
     if len(results) > 1:
         part = results[1].protocol["ablate"]
@@ -288,13 +299,13 @@ def _reading(results: list[Result], plots: bool) -> EvaluationResult:
 
 
 def _columns(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The report, and that of a second reading behind what was taken away."""
+    """Returns the metrics of the first pass, and of the second by the name of the removed part."""
     second = report.get("ablation")
     return {"": report} | ({f"without {second['protocol']['ablate']}": second} if second else {})
 
 
 def text(report: dict[str, Any]) -> str:
-    """The report as people read it, protocol first."""
+    """Returns the report as text for people, with the protocol first."""
     p = report["protocol"]
     lines = [
         f"{counted(report['documents'], 'document')}, {report['tokens']:,} tokens, "
@@ -312,16 +323,16 @@ def text(report: dict[str, Any]) -> str:
         lines.append(f"{name.replace('_', ' '):20}" + "".join(f"{cell:>16}" for cell in cells))
     if lost := losses.described(report.get("lost_bytes", 0), report["bytes"], 0):
         lines.append(lost)
-    lines += answers.text(columns)
+    lines += answers.table_lines(columns)
     if report["tokens_per_second"]:
         lines.append(f"{report['tokens_per_second']:,.0f} tokens per second")
     return "\n".join(lines)
 
 
 def xz_bits_per_byte(store: TokenStore, tokenizer: Tokenizer) -> float | None:
-    """`xz -9e` of the documents, each on its own, in bits per byte.
+    """Returns the bits per byte of `xz -9e`, applied to each document separately.
 
-    None where that takes long, or where the tokens do not give back the text.
+    Returns None if the documents are too large or if the tokens do not give back the text.
     """
     total = int(store.bytes.sum())
     if not 0 < total <= _XZ_LIMIT_BYTES or store.lost_bytes:

@@ -1,4 +1,4 @@
-"""The forward pass, which loss, evaluation and probes share."""
+"""The forward pass of a language model on a segment, for training, evaluation and probes."""
 
 from typing import Any
 
@@ -21,17 +21,17 @@ def predict(
     model_state: ModelState | None = None,
     dropout: Array | None = None,
 ) -> DecoderOutput:
-    """Vectors of every token of a segment, and the state after it.
+    """Returns the hidden vectors of every token of a segment, and the state after the segment.
 
     Args:
-      model_state: may be left out where no layer has any.
-      dropout: the key of a training step's; None: nothing is dropped.
+      model_state: may be omitted if no layer has one.
+      dropout: random key for dropout in a training step; None disables dropout.
     """
-    found: Any = Decoder(config.model, dropout is not None, config.kernels).apply(
+    output: Any = Decoder(config.model, dropout is not None, config.kernels).apply(
         {"params": params}, batch.inputs, carry, batch.document_start, model_state,
         rngs=None if dropout is None else dropout_rngs(dropout),
     )  # fmt: skip
-    return found
+    return output
 
 
 def segment_nats(
@@ -41,7 +41,7 @@ def segment_nats(
     batch: Batch,
     model_state: ModelState | None = None,
 ) -> tuple[Float[Array, "B T"], StackState]:
-    """Nats of every token of a segment, 0 where it is not scored, and the state after it."""
+    """Returns the nats of every token of a segment, 0 where unscored, and the state after it."""
     nats, _, carry = segment_guesses(config, params, carry, batch, model_state)
     return nats, carry
 
@@ -53,7 +53,7 @@ def segment_guesses(
     batch: Batch,
     model_state: ModelState | None = None,
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], StackState]:
-    """`segment_nats`, and whether each token is the likeliest one."""
+    """Returns the values of `segment_nats` and True for tokens that are the most likely ones."""
     model = config.model
     hidden, carry, *_ = predict(config, params, carry, batch, model_state)
     nats, right = token_scores(
@@ -71,11 +71,11 @@ def block_nats(
     batch: Batch,
     model_state: ModelState | None = None,
 ) -> tuple[Float[Array, "B N"], StackState]:
-    """Nats of every block of a segment, and the state after it."""
+    """Returns the nats of every block of a segment, and the state after the segment."""
     nats, carry = segment_nats(config, params, carry, batch, model_state)
     return by_block(config, nats), carry
 
 
 def by_block(config: Config, nats: Float[Array, "B T"]) -> Float[Array, "B N"]:
-    """Summed over the tokens of each block."""
+    """Sums nats over the tokens of each block."""
     return jnp.sum(nats.reshape(nats.shape[0], -1, config.model.window), axis=2)

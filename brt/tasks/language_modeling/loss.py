@@ -1,4 +1,4 @@
-"""The loss of a segment: every token from those before it."""
+"""The training loss of a segment: next-token cross-entropy plus auxiliary losses of layers."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
@@ -7,8 +7,8 @@ from brt.config import Config
 from brt.layers.stack import StackState
 from brt.models.decoder import logit_scale
 from brt.ops.cross_entropy import cross_entropy
+from brt.tasks.interface import Aux, count_scored
 from brt.tasks.language_modeling.forward import predict
-from brt.tasks.protocol import Aux, count_of
 from brt.types import Batch
 
 
@@ -20,16 +20,17 @@ def loss(
     batch: Batch,
     key: Array,
 ) -> tuple[Float[Array, ""], Aux]:
-    """The summed loss of a batch, with the layers' own, which are per token; what goes on."""
+    """Returns the summed loss of a batch including auxiliary losses, and other results."""
     training = config.training
-    found = predict(config, params, carry, batch, model_state, key)
+    output = predict(config, params, carry, batch, model_state, key)
     total, nats = cross_entropy(
-        found.hidden, params["embedding"], batch.targets, batch.scored,
+        output.hidden, params["embedding"], batch.targets, batch.scored,
         scale=logit_scale(config.model), chunk=training.loss_chunk,
         smoothing=training.label_smoothing, implementation=config.kernels.cross_entropy,
     )  # fmt: skip
-    count = count_of(batch.scored)
-    # By tokens, scored or not: the same on however many devices and in however many parts.
-    total += batch.scored.size * sum(found.losses.values(), jnp.zeros(()))
-    metrics = {**found.metrics, **{f"loss/{name}": value for name, value in found.losses.items()}}
-    return total, Aux(nats, count, found.state, found.model_state, metrics)
+    count = count_scored(batch.scored)
+    # Auxiliary losses are per token. Multiplying by all tokens, scored or not, makes the sum
+    # independent of the number of devices and microbatches.
+    total += batch.scored.size * sum(output.losses.values(), jnp.zeros(()))
+    losses = {f"loss/{name}": value for name, value in output.losses.items()}
+    return total, Aux(nats, count, output.state, output.model_state, {**output.metrics, **losses})

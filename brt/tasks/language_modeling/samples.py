@@ -1,4 +1,4 @@
-"""Text drawn while a model trains, to look at."""
+"""Text that a model generates during training, for people to look at."""
 
 from collections.abc import Callable
 
@@ -10,8 +10,9 @@ from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer, decode
 from brt.generation.session import Session
 
-PROMPT_TOKENS = 32  # fewer than windows have: a whole window would need one more program
-_PURPOSE = 2  # folded with the run's seed, as a step's dropout is
+# A prompt shorter than a window needs no separate program that reads a whole window.
+PROMPT_TOKENS = 32
+_PURPOSE = 2  # Folded into the key of the run's seed, to separate sampling from dropout.
 
 
 class Sampler:
@@ -28,7 +29,8 @@ class Sampler:
         model_state: PyTree[Array] | None = None,
         stop: Callable[[], object] = lambda: None,
     ) -> str | None:
-        """The prompt and what the model makes of it; None if asked to stop on the way."""
+        """Returns the prompt and the generated text; None if `stop` returned a true value on the
+        way."""
         sampling, tokenizer = self._config.sampling, self._tokenizer
         prompt = self._store.document(0)[:PROMPT_TOKENS]
         key = jax.random.fold_in(jax.random.key(self._config.training.seed), _PURPOSE)
@@ -36,11 +38,11 @@ class Sampler:
             self._session = Session(self._config, params, model_state, bos_id=self._store.bos_id)
         self._session.restart(params, model_state)
         self._session.read(prompt)
-        written: list[int] = []
+        generated: list[int] = []
         for tokens in self._session.write(
             sampling.max_tokens, sampling, jax.random.fold_in(key, step)
         ):
             if stop():
                 return None
-            written += tokens[0].tolist()
-        return f"{decode(tokenizer, prompt)}|{decode(tokenizer, written)}\n"
+            generated += tokens[0].tolist()
+        return f"{decode(tokenizer, prompt)}|{decode(tokenizer, generated)}\n"

@@ -1,4 +1,4 @@
-"""Nats of each token of a text, read as one document from its start."""
+"""Scores of a single text, read as one document from its start."""
 
 from functools import partial
 
@@ -14,10 +14,10 @@ from brt.types import Batch
 
 
 class TextScorer:
-    """See `brt.tasks.protocol.Scorer`.
+    """Computes the nats of each token of a text; see `brt.tasks.evaluators.Scorer`.
 
     Args:
-      bos_id: what the first token is predicted from.
+      bos_id: id from which the first token is predicted.
     """
 
     def __init__(self, config: Config, bos_id: int):
@@ -30,9 +30,9 @@ class TextScorer:
         tokens: Int[np.ndarray, " T"],
         model_state: PyTree[Array] | None = None,
     ) -> Float[np.ndarray, " T"]:
-        """Segments of Evaluation.segment_length, with carried state."""
+        """Reads the text in segments of Evaluation.segment_length with carried state."""
         length, window = self._config.evaluation_segment_length, self._config.model.window
-        carry, found = beside(new_state(self._config.model, 1), params), []
+        carry, nats = beside(new_state(self._config.model, 1), params), []
         inputs = np.concatenate([[self._bos_id], tokens[:-1]])
         for start in range(0, len(tokens), length):
             part = slice(start, start + length)
@@ -42,9 +42,9 @@ class TextScorer:
                 _padded(inputs[part], length), _padded(tokens[part], length),
                 np.arange(length)[None] < size, document_start,
             )  # fmt: skip
-            nats, carry = self._step(params, carry, batch, model_state or None)
-            found.append(np.asarray(nats[0, :size]))
-        return np.concatenate(found)
+            segment, carry = self._step(params, carry, batch, model_state or None)
+            nats.append(np.asarray(segment[0, :size]))
+        return np.concatenate(nats)
 
 
 def _padded(tokens: np.ndarray, length: int) -> Int[np.ndarray, "1 T"]:

@@ -1,4 +1,4 @@
-"""Documents, segment after segment: each token from those before it."""
+"""The language modeling task: predict each token of a document from the tokens before it."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,6 +24,8 @@ from brt.layers.stack import ModelState, StackState, new_model_state, runs, sett
 from brt.models.decoder import Decoder, DecoderOutput, new_state
 from brt.models.flops import forward_flops_per_token
 from brt.tasks import resolving
+from brt.tasks.evaluators import Inspection
+from brt.tasks.interface import Aux, Task
 from brt.tasks.language_modeling import warm_start
 from brt.tasks.language_modeling.answers import ANSWER_BITS, warn_of_cut_gradients
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator, xz_bits_per_byte
@@ -33,29 +35,28 @@ from brt.tasks.language_modeling.probe import job
 from brt.tasks.language_modeling.probe.states import StateProbe
 from brt.tasks.language_modeling.scoring import TextScorer
 from brt.tasks.language_modeling.writing import TextWriter
-from brt.tasks.protocol import Aux, Inspection, Task
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, Metric
-from brt.tasks.weights import Started, Weights
+from brt.tasks.weights import WarmStart, Weights
 from brt.types import Batch
 
 
 class LanguageModeling(Task):
-    """A decoder's; caches and recurrent states are carried from step to step."""
+    """Trains a decoder. Caches and recurrent states are carried from step to step."""
 
     name = "language_modeling"
     sections = ("Model", "Data", "Sampling", "Decoding")
     model, data = "model", "data"
-    shows_examples, writes, exports = False, True, True
-    metrics = columns = (BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, ANSWER_BITS)
+    shows_examples, generates_text, exports = False, True, True
+    metrics = table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, EXACT_ANSWERS, ANSWER_BITS)
 
     def check(self, config: Config) -> None:
-        """Segments of whole blocks, and a causal model."""
+        """Requires segments of whole blocks and causal attention."""
         model, kind = config.model, config.attention.kind
-        runs(model)  # refuses kinds of layers that do not exist
+        runs(model)  # Raises ConfigError for kinds of layers that do not exist.
         if kind != "full":
             raise ConfigError(
-                f"Attention.kind = {kind!r} looks at the whole of a sequence, which a causal model "
-                "must not; leave it out, and name layers in Model.clustered_layers"
+                f"Attention.kind = {kind!r} attends to a whole sequence, which a causal model "
+                "must not; remove it, and name layers in Model.clustered_layers"
             )
         for name, length in (
             ("Training.segment_length", config.training.segment_length),
@@ -72,7 +73,7 @@ class LanguageModeling(Task):
                 )
 
     def open(self, config: Config, *, progress: bool = True) -> Dataset:
-        """Documents."""
+        """Opens the documents, and prepares them first if necessary."""
         if progress:
             warn_of_cut_gradients(config)
         return preparation.prepare(config.data, progress=progress)
@@ -81,63 +82,64 @@ class LanguageModeling(Task):
         self, config: Config, split: str, tokenizer: tokenizers.Tokenizer, *,
         known: Path | None = None, progress: bool = True,
     ) -> Dataset:  # fmt: skip
-        """See the base class."""
+        """Opens one split; see the base class."""
         return preparation.prepare_split(config.data, split, tokenizer, known, progress)
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Vocabulary and dtype written out."""
+        """Fills in the vocabulary size and the dtype."""
         tokenizer = dataset.tokenizer
-        return resolving.written_out(config, self.model, tokenizer, self.ids(tokenizer))
+        ids = self.required_vocab_size(tokenizer)
+        return resolving.fill_in_vocabulary(config, self.model, tokenizer, ids)
 
     def reader(self, config: Config, dataset: Dataset) -> LaneReader:
-        """Lanes, each reading its own documents in a new order every epoch."""
+        """Returns lanes that each read their own documents, in a new order every epoch."""
         t = config.training
         return curriculum.reader(
             config.data, dataset.split("train"), batch_size=t.batch_size,
             segment_length=t.segment_length, window=config.model.window, seed=t.seed,
         )  # fmt: skip
 
-    def example(self, config: Config) -> Batch:
-        """A segment."""
+    def example_row(self, config: Config) -> Batch:
+        """Returns one row of a segment."""
         tokens = (1, config.training.segment_length)
         blocks = (1, tokens[1] // config.model.window)
         ids = np.zeros(tokens, np.int32)
         return Batch(ids, ids, np.ones(tokens, bool), np.ones(blocks, bool))
 
     def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
-        """Of the decoder."""
+        """Returns newly initialised parameters of the decoder."""
         model = config.model
         tokens, start = jnp.zeros((1, model.window), jnp.int32), jnp.ones((1, 1), bool)
         decoder, carry = Decoder(model, kernels=config.kernels), new_state(model, 1)
         return decoder.init(key, tokens, carry, start, new_model_state(model))["params"]
 
     def initial_carry(self, config: Config, lanes: int) -> StackState:
-        """Caches and recurrent states without a past."""
+        """Returns empty caches and initial recurrent states."""
         return new_state(config.model, lanes)
 
     def carry_axes(self, config: Config) -> StackState:
-        """See the base class."""
+        """Returns the names of the axes of the carry."""
         return state_axes(config.model)
 
-    def shared(self, config: Config) -> Needs:
-        """Of a segment the blocks, too."""
+    def sharded_sizes(self, config: Config) -> Needs:
+        """Adds the number of blocks in a segment to the sizes of the base class."""
         blocks = config.training.segment_length // config.model.window
-        cut = ("Training.segment_length / Model.window", blocks)
-        return {**super().shared(config), "blocks": cut}
+        entry = ("Training.segment_length / Model.window", blocks)
+        return {**super().sharded_sizes(config), "blocks": entry}
 
     def initial_model_state(self, config: Config) -> ModelState:
-        """Of kinds of layers that have one."""
+        """Returns the initial state of the layers that learn without gradients."""
         return new_model_state(config.model)
 
-    def settled(self, config: Config, model_state: ModelState) -> ModelState:
-        """See `brt.layers.stack.settled`."""
+    def update_model_state(self, config: Config, model_state: ModelState) -> ModelState:
+        """Updates the state of the layers that learn without gradients, once a step."""
         return settled(config.model, model_state)
 
     def predict(
-        self, config: Config, params: PyTree[Array], batch: Batch, **given: Any
+        self, config: Config, params: PyTree[Array], batch: Batch, **options: Any
     ) -> DecoderOutput:
-        """See `forward.predict`."""
-        return predict(config, params, given.pop("carry"), batch, **given)
+        """Runs the forward pass; see `forward.predict`."""
+        return predict(config, params, options.pop("carry"), batch, **options)
 
     def loss(
         self,
@@ -148,11 +150,11 @@ class LanguageModeling(Task):
         batch: Batch,
         key: Array,
     ) -> tuple[Float[Array, ""], Aux]:
-        """See `loss.loss`."""
+        """Returns the loss of a segment; see `loss.loss`."""
         return loss(config, params, carry, model_state, batch, key)
 
     def flops(self, config: Config, batch: Batch) -> int:
-        """Of every token alike."""
+        """Returns the FLOPs of a training step, which are the same for every token."""
         return 3 * batch.inputs.size * forward_flops_per_token(config.model)
 
     def evaluator(
@@ -163,22 +165,22 @@ class LanguageModeling(Task):
         *,
         trained: Config | None = None,
         ablate: str | None = None,
-        beside: bool = False,
+        compare_exact: bool = False,
     ) -> DocumentEvaluator:
-        """Bits of whole documents."""
+        """Returns an evaluator of bits of whole documents."""
         return DocumentEvaluator(config, dataset, split, ablate)
 
-    def figures(self, report: Mapping[str, Any]) -> dict[str, float]:
-        """Also what a part of the memory is worth, where it was taken away."""
+    def select_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
+        """Includes the differences that an ablation makes, if there was one."""
         costs = {
             name: value for name, value in report.items() if name.startswith("ablation_costs_")
         }
-        return super().figures(report) | costs
+        return super().select_metrics(report) | costs
 
     def probe(
         self, config: Config
     ) -> Callable[[PyTree[Array], PyTree[Array]], Mapping[str, float]]:
-        """Of the recurrent states and gates."""
+        """Returns the probe of recurrent states and gates."""
         return StateProbe(config)
 
     def inspect(
@@ -191,11 +193,11 @@ class LanguageModeling(Task):
         where: Mapping[str, Any],
         model_state: PyTree[Array] | None = None,
     ) -> Inspection:
-        """What the model does with its memory."""
+        """Measures how the model uses its memory."""
         return job.inspect(config, params, dataset, split, tokens, where, model_state)
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
-        """`xz -9e`."""
+        """Returns the bits per byte of `xz -9e` on the validation data."""
         held_out = dataset.splits.get("validation")
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return None
@@ -203,12 +205,12 @@ class LanguageModeling(Task):
         return ("xz -9e", xz) if xz else None
 
     def primary_metric(self, dataset: Dataset) -> Metric:
-        """Bits by token where the tokenizer loses a part of the text."""
+        """Returns bits per byte, or bits per token if the tokenizer loses a part of the text."""
         lost = any(store.lost_bytes for store in dataset.splits.values())
         return BITS_PER_TOKEN if lost else BITS_PER_BYTE
 
     def units_per_token(self, dataset: Dataset) -> float:
-        """Bytes of a token; 1 where bits are counted by token."""
+        """Returns the mean bytes per token, or 1 if the primary metric is bits per token."""
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return 1.0
         manifest = dataset.split("train").manifest
@@ -221,40 +223,42 @@ class LanguageModeling(Task):
         tokenizer: Tokenizer,
         model_state: PyTree[Array] | None = None,
     ) -> TextWriter:
-        """Goes on from prompts."""
+        """Returns a function that continues prompts."""
         session = Session(config, params, model_state, bos_id=tokenizer.bos_id)
         return TextWriter(session, config, tokenizer)
 
     def scorer(self, config: Config, tokenizer: Tokenizer) -> TextScorer:
-        """Each token from those before it."""
+        """Returns a scorer that predicts each token from those before it."""
         return TextScorer(config, tokenizer.bos_id)
 
     def next_steps(self, workdir: str) -> list[str]:
-        """Evaluation and a text."""
+        """Returns commands that evaluate and that generate a text."""
         return [
             *super().next_steps(workdir),
             f"python -m brt.generate --workdir={workdir} --prompt='It was a dark night' "
             "--max_tokens=500",
         ]
 
-    def exported(
+    def export(
         self,
         source: Path,
         config: Config,
         params: PyTree[Array],
         tokenizer: Callable[[], Tokenizer],
     ) -> Exported:
-        """With the code that reads it."""
-        own = tokenizer()
-        model = TrainedDecoder(params, config.model, own.bos_id)
-        return Exported(source, model, form, partial(exported_tokenizer.write, own))
+        """Converts the decoder to a Hugging Face model, together with the PyTorch code that runs
+        it."""
+        opened = tokenizer()
+        model = TrainedDecoder(params, config.model, opened.bos_id)
+        return Exported(source, model, form, partial(exported_tokenizer.write, opened))
 
-    def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> Started:
-        """Layer by layer: a layer of another kind takes what it knows."""
+    def start(self, config: Config, weights: Weights, initial: PyTree[Array]) -> WarmStart:
+        """Takes weights layer by layer; a layer of another kind takes the parameters that both
+        have."""
         return warm_start.start(config.model, weights, initial)
 
     def start_model_state(
         self, config: Config, weights: Weights, initial: ModelState
     ) -> ModelState:
-        """Of every layer that is of the kind it was."""
+        """Takes the state of every layer whose kind is unchanged."""
         return warm_start.start_model_state(config.model, weights, initial)

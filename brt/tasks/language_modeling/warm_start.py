@@ -1,4 +1,4 @@
-"""Starting from another language model, whose layers may have become others."""
+"""Warm start from another language model, which may have other kinds of layers."""
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +8,15 @@ from jaxtyping import Array, PyTree
 from brt.config import Model
 from brt.errors import CheckpointError
 from brt.layers.stack import ModelState, runs
-from brt.tasks.weights import Started, Weights
+from brt.tasks.weights import WarmStart, Weights
 
 
-def start(model: Model, weights: Weights, initial: PyTree[Array]) -> Started:
-    """The weights layer by layer: a layer of another kind takes what it knows.
+def start(model: Model, weights: Weights, initial: PyTree[Array]) -> WarmStart:
+    """Takes weights layer by layer; a layer of another kind takes the parameters that both have.
 
     Args:
-      model: that training starts with; `initial`: new parameters of it.
+      model: config of the model to train.
+      initial: newly initialised parameters of `model`.
 
     Raises:
       CheckpointError: an array has another shape.
@@ -28,59 +29,62 @@ def start(model: Model, weights: Weights, initial: PyTree[Array]) -> Started:
                 f"{weights.where}: {name} is {old[name].shape}, but this model's is {array.shape}; "
                 "start from weights of the same sizes"
             )
-    taken = {name: old.get(name, array) for name, array in new.items()}
-    lacking = [name for name in new if name not in old]
-    return Started(_by_run(taken, model), lacking, [name for name in old if name not in new])
+    merged = {name: old.get(name, array) for name, array in new.items()}
+    missing = [name for name in new if name not in old]
+    return WarmStart(_by_run(merged, model), missing, [name for name in old if name not in new])
 
 
 def start_model_state(model: Model, weights: Weights, initial: ModelState) -> ModelState:
-    """What the weights' layers have learned without gradients, where layers are as they were.
+    """Takes the model state of each layer whose kind is the same in both models.
 
     Args:
-      initial: of `model`, at step 0.
+      initial: model state of `model` at step 0.
     """
     if not initial:
         return initial
-    old, rows = _rows(weights.load_model_state(), weights.model), _rows(initial, model)
-    taken = {place: old.get(place, row) for place, row in rows.items()}
-    found, first = {}, 0
+    old, rows = (
+        _layer_states(weights.load_model_state(), weights.model),
+        _layer_states(initial, model),
+    )
+    merged = {layer: old.get(layer, row) for layer, row in rows.items()}
+    states, first = {}, 0
     for run, kind, count in runs(model):
         if run in initial:
-            own = [taken[kind, first + i] for i in range(count)]
-            found[run] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *own)
+            layers = [merged[kind, first + i] for i in range(count)]
+            states[run] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
         first += count
-    return found
+    return states
 
 
-def _rows(model_state: ModelState, model: Model) -> dict[tuple[str, int], PyTree[Array]]:
-    """By kind and place of the layer."""
-    found, first = {}, 0
+def _layer_states(model_state: ModelState, model: Model) -> dict[tuple[str, int], PyTree[Array]]:
+    """Takes the stacked state of runs of equal layers apart, by kind and index of the layer."""
+    states, first = {}, 0
     for run, kind, count in runs(model):
         for i in range(count if run in model_state else 0):
-            found[kind, first + i] = jax.tree.map(lambda leaf, i=i: leaf[i], model_state[run])
+            states[kind, first + i] = jax.tree.map(lambda leaf, i=i: leaf[i], model_state[run])
         first += count
-    return found
+    return states
 
 
 def _by_layer(params: PyTree[Array], model: Model) -> dict[str, Array]:
-    """{"layer 3: tokens/keys": array}; what is of no layer under its own name."""
-    flat, found, first = flatten_dict(params, sep="/"), {}, 0
+    """Takes stacked parameters apart; a name becomes, for example, "layer 3: tokens/keys"."""
+    flat, layers, first = flatten_dict(params, sep="/"), {}, 0
     for run, _, count in runs(model):
         prefix = f"stack/{run}/"
         for name in [name for name in flat if name.startswith(prefix)]:
             rows = flat.pop(name)
             for i in range(count):
-                found[f"layer {first + i}: {name.removeprefix(prefix)}"] = rows[i]
+                layers[f"layer {first + i}: {name.removeprefix(prefix)}"] = rows[i]
         first += count
-    return {**found, **flat}
+    return {**layers, **flat}
 
 
 def _by_run(arrays: dict[str, Array], model: Model) -> PyTree[Array]:
-    """The way back."""
+    """Stacks parameters of consecutive layers of one kind again; the inverse of `_by_layer`."""
     rest, flat, first = dict(arrays), {}, 0
     for run, _, count in runs(model):
-        own = f"layer {first}: "
-        for name in [name.removeprefix(own) for name in arrays if name.startswith(own)]:
+        prefix = f"layer {first}: "
+        for name in [name.removeprefix(prefix) for name in arrays if name.startswith(prefix)]:
             rows = [rest.pop(f"layer {first + i}: {name}") for i in range(count)]
             flat[f"stack/{run}/{name}"] = jnp.stack(rows)
         first += count

@@ -1,4 +1,4 @@
-"""A text that goes on from what was read."""
+"""Text generation with a language model."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ MAX_TOKENS = 500
 
 
 class TextWriter(Writer):
-    """Reads the prompt, then writes: drawn token by token, or found by a search over beams."""
+    """Reads a prompt, then samples token by token or runs a beam search."""
 
     session: Session
 
@@ -22,7 +22,7 @@ class TextWriter(Writer):
         self.session, self._config, self._tokenizer = session, config, tokenizer
 
     def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
-        """Goes on from what the session has read; the prompt is no part of the text."""
+        """Yields a continuation of the text that the session has read, without the prompt."""
         config, session = self._config, self.session
         if prompt:
             session.read(self._tokenizer.encode(prompt))

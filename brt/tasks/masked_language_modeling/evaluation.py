@@ -1,7 +1,7 @@
-"""Bits of masked tokens of whole documents.
+"""Evaluation of masked language models: bits and accuracy of masked tokens.
 
-Every document of a split is read once, segment by segment, each on its own. What is masked of
-a segment, and what attention draws at random, is the same in every evaluation.
+Every document of a split is read once, each segment independently. The choice of masked tokens
+and the random numbers of attention are the same in every evaluation.
 """
 
 import dataclasses
@@ -25,23 +25,25 @@ from brt.distributed import rules
 from brt.formatting import counted
 from brt.models import seq2seq
 from brt.models.encoder import EncoderWithHead
-from brt.tasks.masked_language_modeling.forward import masked, predict
-from brt.tasks.protocol import Progress, Stop
+from brt.tasks.evaluators import Progress, Stop
+from brt.tasks.masked_language_modeling.forward import mask_batch, predict
 from brt.tasks.report import EvaluationResult
 from brt.types import Batch
 
-_MASKS, _ATTENTION = range(2)  # purposes of the one key of all evaluations
-_ENTROPY_TOKENS = 10_000_000  # that are counted at most
-_SHOWN = 300  # tokens of a sample
+_MASKS, _ATTENTION = range(2)  # Folded into the key of all evaluations, one for each purpose.
+_ENTROPY_TOKENS = 10_000_000  # Maximum number of tokens that `token_entropy` counts.
+_SHOWN = 300  # Number of tokens in a sample.
 
 
 class Predictions(NamedTuple):
-    """Of the masked tokens of a batch, R of each segment.
+    """Predictions of the R masked tokens of each segment.
 
     Attributes:
-      nats: -log p(target), 0 where nothing is scored.
-      guesses: int32, the likeliest tokens.
-      scored: False behind a segment's share.
+      nats: -log p(target), 0 for unscored entries.
+      guesses: int32, the most likely tokens.
+      positions: positions of the masked tokens in the segment.
+      targets: true tokens.
+      scored: False for the padding of segments with fewer than R masked tokens.
     """
 
     nats: Float[Array, "B R"]
@@ -52,7 +54,7 @@ class Predictions(NamedTuple):
 
 
 class MaskedEvaluator:
-    """See `brt.tasks.protocol.Evaluator`."""
+    """Evaluates masked tokens; see `brt.tasks.evaluators.Evaluator`."""
 
     unit = "tok"
 
@@ -70,28 +72,29 @@ class MaskedEvaluator:
     def predictions(
         self, params: PyTree[Array], batch: Batch, segments: Int[Array | np.ndarray, "B 2"]
     ) -> Predictions:
-        """The masked tokens of a batch, predicted; to be compiled.
+        """Predicts the masked tokens of a batch; to be compiled.
 
         Args:
-          segments: the document of each row and its segment there, which decide what is masked.
+          segments: document of each row and index of its segment there, which seed the choice of
+              masks.
         """
         config, key = self._config, jax.random.key(0)
-        of_masks = jax.random.fold_in(key, _MASKS)
+        mask_key = jax.random.fold_in(key, _MASKS)
         fold = jax.vmap(
-            lambda pair: jax.random.fold_in(jax.random.fold_in(of_masks, pair[0]), pair[1])
+            lambda pair: jax.random.fold_in(jax.random.fold_in(mask_key, pair[0]), pair[1])
         )
-        tokens = masked(config, batch, fold(segments))
+        tokens = mask_batch(config, batch, fold(segments))
         attention = jax.random.fold_in(key, _ATTENTION)
         hidden, out = predict(self._network, params, batch, tokens, attention)
 
-        def of_token(token: tuple[Array, Array]) -> tuple[Array, Array]:
+        def score(token: tuple[Array, Array]) -> tuple[Array, Array]:
             logits = seq2seq.logits(out, token[0])
             return jax.nn.logsumexp(logits) - logits[token[1]], jnp.argmax(logits).astype(jnp.int32)
 
         flat = hidden.reshape(-1, hidden.shape[-1]), tokens.targets.reshape(-1)
         size = min(config.training.loss_chunk, len(flat[0]))
-        found = jax.lax.map(of_token, flat, batch_size=size)
-        nats, guesses = (x.reshape(tokens.targets.shape) for x in found)
+        scores = jax.lax.map(score, flat, batch_size=size)
+        nats, guesses = (x.reshape(tokens.targets.shape) for x in scores)
         nats = jnp.where(tokens.scored, nats, 0.0)
         return Predictions(nats, guesses, tokens.positions, tokens.targets, tokens.scored)
 
@@ -104,7 +107,8 @@ class MaskedEvaluator:
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
     ) -> EvaluationResult | None:
-        """Without `whole` of each document only Evaluation.tokens_per_document."""
+        """Evaluates the split; without `whole` only Evaluation.tokens_per_document of each
+        document."""
         store = self._store
         nats, count, right = np.zeros(len(store)), np.zeros(len(store), np.int64), 0
         begin, timed = None, 0
@@ -112,17 +116,18 @@ class MaskedEvaluator:
         for batch, segments in self._batches(limit):
             if stop():
                 return None
-            found = jax.device_get(self._predict(params, batch, segments))
+            predictions = jax.device_get(self._predict(params, batch, segments))
             real = segments[:, 0] >= 0
             document = segments[real, 0]
-            np.add.at(nats, document, found.nats.astype(np.float64).sum(axis=1)[real])
-            np.add.at(count, document, found.scored.sum(axis=1)[real])
-            right += int(np.sum(found.scored & (found.guesses == found.targets)))
+            np.add.at(nats, document, predictions.nats.astype(np.float64).sum(axis=1)[real])
+            np.add.at(count, document, predictions.scored.sum(axis=1)[real])
+            correct = predictions.guesses == predictions.targets
+            right += int(np.sum(predictions.scored & correct))
             timed += int(batch.scored.sum()) if begin else 0
-            begin = begin or time.perf_counter()  # the first batch compiles
+            begin = begin or time.perf_counter()  # The first batch includes compilation.
             progress(int(batch.scored.sum()))
         speed = timed / (time.perf_counter() - begin) if timed and begin else None
-        return self._reading(nats / math.log(2), count, right, speed)
+        return self._result(nats / math.log(2), count, right, speed)
 
     def sample(
         self,
@@ -132,24 +137,24 @@ class MaskedEvaluator:
         *,
         model_state: PyTree[Array] | None = None,
     ) -> str | None:
-        """The beginning of the first document, with what the model guesses."""
-        return None if stop() else filled(self._tokenizer, *self._first(params))
+        """Returns the beginning of the first document with the model's guesses."""
+        return None if stop() else fill_masks(self._tokenizer, *self._first(params))
 
-    def _reading(
+    def _result(
         self,
         bits: Float[np.ndarray, " D"],
         masked: Int[np.ndarray, " D"],
         right: int,
         speed: float | None,
     ) -> EvaluationResult:
-        """Figures of all masked tokens, whatever document they are in.
+        """Computes the metrics over the masked tokens of all documents.
 
-        Numerators: the bits of the true tokens in masked places; the places where the likeliest is
-        the true one. Denominator of both: masked places, a share of each segment's tokens, always
-        the same ones; padding is never masked. Training has the same denominator.
+        Bits per masked token and accuracy are sums over all masked positions, divided by their
+        number. The masked positions are the same in every evaluation: a share of each segment's
+        tokens, never padding. Training divides by the same number.
         """
         total = int(masked.sum())
-        figures = {
+        metrics = {
             "bits_per_masked_token": float(bits.sum()) / max(total, 1),
             "accuracy": right / max(total, 1),
             "bits": float(bits.sum()),
@@ -159,14 +164,14 @@ class MaskedEvaluator:
             "protocol": self._protocol(),
         }
         rows = [
-            {"document": name, "bits": float(own), "masked_tokens": int(count)}
-            for name, own, count in zip(self._store.names, bits, masked, strict=True)
+            {"document": name, "bits": float(document_bits), "masked_tokens": int(count)}
+            for name, document_bits, count in zip(self._store.names, bits, masked, strict=True)
         ]
         summary = (
-            f"{figures['bits_per_masked_token']:.3f} bits/masked token, "
-            f"{figures['accuracy']:.1%} right"
+            f"{metrics['bits_per_masked_token']:.3f} bits/masked token, "
+            f"{metrics['accuracy']:.1%} right"
         )
-        return EvaluationResult(figures, summary, {"documents": rows}, self._text(figures))
+        return EvaluationResult(metrics, summary, {"documents": rows}, self._text(metrics))
 
     def _protocol(self) -> dict[str, Any]:
         return {
@@ -177,33 +182,34 @@ class MaskedEvaluator:
             "tokenizer": self._tokenizer.name,
         }
 
-    def _text(self, figures: dict[str, Any]) -> str:
-        p, kind = figures["protocol"], self._config.attention.kind
+    def _text(self, metrics: dict[str, Any]) -> str:
+        p, kind = metrics["protocol"], self._config.attention.kind
         lines = [
-            f"{counted(figures['documents'], 'document')}, {figures['masked_tokens']:,} masked "
+            f"{counted(metrics['documents'], 'document')}, {metrics['masked_tokens']:,} masked "
             f"tokens ({p['mask_share']:.0%})",
             f"segments of {p['segment_length']}, each read on its own; attention {kind}"
             + (f", trained with {self._trained}" if self._trained != kind else "")
             + f"; tokenizer {p['tokenizer']}",
             "",
-            f"{figures['bits_per_masked_token']:.4f} bits per masked token, "
-            f"{figures['accuracy']:.2%} guessed right",
+            f"{metrics['bits_per_masked_token']:.4f} bits per masked token, "
+            f"{metrics['accuracy']:.2%} guessed right",
         ]
-        if figures["tokens_per_second"]:
-            lines.append(f"{figures['tokens_per_second']:,.0f} tokens per second")
+        if metrics["tokens_per_second"]:
+            lines.append(f"{metrics['tokens_per_second']:,.0f} tokens per second")
         return "\n".join(lines)
 
     def _first(self, params: PyTree[Array]) -> tuple[np.ndarray, Predictions]:
-        """The first segment of the first document, and what is predicted of it."""
+        """Returns the tokens of the first segment of the first document, and their predictions."""
         for batch, segments in self._batches(0):
             for row in np.flatnonzero((segments == 0).all(axis=1)):
-                found = jax.device_get(self._predict(params, batch, segments))
+                predictions = jax.device_get(self._predict(params, batch, segments))
                 targets = np.asarray(batch.targets[row])[batch.scored[row]]
-                return targets, Predictions(*(x[row] for x in found))
+                return targets, Predictions(*(x[row] for x in predictions))
         raise AssertionError("every store has a first document")
 
     def _batches(self, tokens_per_document: int) -> Iterator[tuple[Batch, Int[np.ndarray, "B 2"]]]:
-        """Batches, and for each row its document (-1: none) and its segment there."""
+        """Yields batches, and for each row its document (-1: none) and the index of its segment
+        there."""
         length, store = self._config.evaluation_segment_length, self._store
         past: Counter[int] = Counter()
         size = rules.filled("lanes", min(self._config.evaluation.batch_size, len(store)))
@@ -217,22 +223,22 @@ class MaskedEvaluator:
 
 
 def token_entropy(tokens: Integer[np.ndarray, " N"] | OnDisk) -> float:
-    """Bits per token of whoever knows how frequent each is, and nothing of its context."""
+    """Returns the entropy of the token frequencies in bits per token."""
     counts = np.bincount(tokens[:_ENTROPY_TOKENS])
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum())
 
 
-def filled(tokenizer: Tokenizer, tokens: np.ndarray, found: Predictions) -> str:
-    """A text with guesses of its masked tokens: [guess], or where it is wrong [guess|token]."""
-    places = found.positions[found.scored]
-    guesses = dict(zip(places.tolist(), found.guesses[found.scored].tolist(), strict=True))
+def fill_masks(tokenizer: Tokenizer, tokens: np.ndarray, predictions: Predictions) -> str:
+    """Returns a text with its guessed tokens as [guess], or as [guess|token] if wrong."""
+    positions = predictions.positions[predictions.scored].tolist()
+    guesses = dict(zip(positions, predictions.guesses[predictions.scored].tolist(), strict=True))
     parts, start = [], 0
-    for place in sorted(p for p in guesses if p < _SHOWN):
-        guess, token = guesses[place], int(tokens[place])
-        # The mask itself, the last id, is no token of the tokenizer.
+    for position in sorted(p for p in guesses if p < _SHOWN):
+        guess, token = guesses[position], int(tokens[position])
+        # The last id is the mask, which the tokenizer cannot decode.
         shown = decode(tokenizer, [guess]) if guess < tokenizer.vocab_size else "MASK"
         wrong = "" if guess == token else f"|{decode(tokenizer, [token])}"
-        parts += [decode(tokenizer, tokens[start:place]), f"[{shown}{wrong}]"]
-        start = place + 1
+        parts += [decode(tokenizer, tokens[start:position]), f"[{shown}{wrong}]"]
+        start = position + 1
     return "".join([*parts, decode(tokenizer, tokens[start:_SHOWN])]) + "\n"

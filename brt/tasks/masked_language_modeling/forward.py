@@ -1,4 +1,4 @@
-"""The forward pass, which loss and evaluation share: only masked tokens get through the head."""
+"""The forward pass of masked language models. Only masked tokens pass through the head."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from brt.ops.token_masking import MaskedTokens, mask_tokens
 from brt.types import Batch
 
 
-def masked(config: Config, batch: Batch, keys: Array) -> MaskedTokens:
-    """The tokens of a batch with those that are to be predicted; the mask is the last id."""
+def mask_batch(config: Config, batch: Batch, keys: Array) -> MaskedTokens:
+    """Chooses the tokens of a batch to predict and masks them; the mask is the last id."""
     return mask_tokens(
         batch.targets, batch.scored, keys,
         share=config.training.mask_share, mask_id=config.encoder.vocab_size - 1,
@@ -29,11 +29,12 @@ def predict(
     attention: jax.Array,
     dropout: jax.Array | None = None,
 ) -> tuple[Float[Array, "B R D"], Readout]:
-    """Vectors of the masked tokens, and what makes logits of them.
+    """Returns the hidden vectors of the masked tokens, and the parameters that turn them into
+    logits.
 
     Args:
-      attention: the key of what attention draws.
-      dropout: the key of a training step's; None: nothing is dropped.
+      attention: random key for attention that draws random numbers.
+      dropout: random key for dropout in a training step; None disables dropout.
     """
     hidden: Any = network.apply(
         {"params": params}, tokens.inputs, batch.scored, attention, tokens.positions,

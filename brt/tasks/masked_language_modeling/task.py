@@ -1,4 +1,4 @@
-"""Masked tokens of documents, each from what is before and behind it."""
+"""The masked language modeling task: predict masked tokens from the tokens on both sides."""
 
 from pathlib import Path
 
@@ -12,19 +12,19 @@ from brt.data.preparation import Dataset
 from brt.distributed.rules import row_keys
 from brt.ops.cross_entropy import cross_entropy
 from brt.tasks.encoders import EncoderTask, refuse_ablation
+from brt.tasks.interface import Aux, count_scored
 from brt.tasks.masked_language_modeling.evaluation import MaskedEvaluator, token_entropy
-from brt.tasks.masked_language_modeling.forward import masked, predict
-from brt.tasks.protocol import Aux, count_of
+from brt.tasks.masked_language_modeling.forward import mask_batch, predict
 from brt.tasks.report import Metric
 from brt.tasks.weights import Tokenizer
 from brt.types import Batch
 
-# Purposes that a step's randomness is folded with.
+# Purposes of random numbers in a step; each is folded into the step's key.
 _MASKS, _ATTENTION, _DROPOUT = range(3)
 
 
 class MaskedLanguageModeling(EncoderTask):
-    """Each segment on its own; the mask is the last id, behind the tokenizer's."""
+    """Trains an encoder on independent segments; the mask is an id after the tokenizer's."""
 
     name = "masked_language_modeling"
     head = "masked_language_modeling"
@@ -35,33 +35,33 @@ class MaskedLanguageModeling(EncoderTask):
         Metric("bits_per_masked_token", "bits per masked token"),
         Metric("accuracy", "accuracy", ".3f", higher_is_better=True),
     )
-    columns = (Metric("bits_per_masked_token", "bits per masked token"),)
+    table_metrics = (Metric("bits_per_masked_token", "bits per masked token"),)
 
     def check(self, config: Config) -> None:
-        """The length of segments fits the model."""
+        """Requires that the encoder supports the length of the segments."""
         self.check_encoder(
             config,
             ("Training.segment_length", config.training.segment_length),
             ("Evaluation.segment_length", config.evaluation_segment_length),
         )
 
-    def ids(self, tokenizer: Tokenizer) -> int:
-        """The tokenizer's, and a mask behind them."""
+    def required_vocab_size(self, tokenizer: Tokenizer) -> int:
+        """Returns the tokenizer's number of ids plus one for the mask."""
         return tokenizer.vocab_size + 1
 
     def open(self, config: Config, *, progress: bool = True) -> Dataset:
-        """Documents."""
+        """Opens the documents, and prepares them first if necessary."""
         return preparation.prepare(config.data, progress=progress)
 
     def open_split(
         self, config: Config, split: str, tokenizer: tokenizers.Tokenizer, *,
         known: Path | None = None, progress: bool = True,
     ) -> Dataset:  # fmt: skip
-        """See the base class."""
+        """Opens one split; see the base class."""
         return preparation.prepare_split(config.data, split, tokenizer, known, progress)
 
     def reader(self, config: Config, dataset: Dataset) -> LaneReader:
-        """Segments, in each of which there is only one document: an encoder sees all of it."""
+        """Returns segments of a single document each, because an encoder sees a whole segment."""
         t = config.training
         return curriculum.reader(
             config.data, dataset.split("train"), batch_size=t.batch_size,
@@ -77,9 +77,9 @@ class MaskedLanguageModeling(EncoderTask):
         batch: Batch,
         key: Array,
     ) -> tuple[Float[Array, ""], Aux]:
-        """The summed loss of the masked tokens."""
+        """Returns the summed loss of the masked tokens."""
         keys = [jax.random.fold_in(key, purpose) for purpose in (_MASKS, _ATTENTION, _DROPOUT)]
-        tokens = masked(config, batch, row_keys(keys[_MASKS], len(batch.targets)))
+        tokens = mask_batch(config, batch, row_keys(keys[_MASKS], len(batch.targets)))
         network = self.network(config, training=True)
         hidden, out = predict(network, params, batch, tokens, keys[_ATTENTION], keys[_DROPOUT])
         total, nats = cross_entropy(
@@ -87,7 +87,7 @@ class MaskedLanguageModeling(EncoderTask):
             scale=out.scale, chunk=config.training.loss_chunk,
             smoothing=config.training.label_smoothing, implementation=config.kernels.cross_entropy,
         )  # fmt: skip
-        return total, Aux(nats, count_of(tokens.scored), carry, model_state, {})
+        return total, Aux(nats, count_scored(tokens.scored), carry, model_state, {})
 
     def evaluator(
         self,
@@ -97,14 +97,14 @@ class MaskedLanguageModeling(EncoderTask):
         *,
         trained: Config | None = None,
         ablate: str | None = None,
-        beside: bool = False,
+        compare_exact: bool = False,
     ) -> MaskedEvaluator:
-        """Bits of masked tokens."""
+        """Returns an evaluator of bits of masked tokens."""
         refuse_ablation(ablate)
         return MaskedEvaluator(config, self.network(config), dataset, split, trained)
 
     def baseline(self, config: Config, dataset: Dataset) -> tuple[str, float] | None:
-        """Whoever knows only how frequent tokens are."""
+        """Returns the entropy of the token frequencies."""
         held_out = dataset.splits.get("validation")
         if not held_out:
             return None

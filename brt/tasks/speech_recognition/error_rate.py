@@ -1,4 +1,4 @@
-"""Errors of transcripts: the fewest substitutions, insertions and deletions (Levenshtein)."""
+"""Error rates of transcripts: minimal substitutions, insertions and deletions (Levenshtein)."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,10 +9,10 @@ from rapidfuzz.distance import Levenshtein
 
 
 class Errors(NamedTuple):
-    """Of one transcript or of many.
+    """Edit counts of one transcript or of many.
 
     Attributes:
-      reference: tokens that were said.
+      reference: number of tokens in the references.
     """
 
     substitutions: int
@@ -26,16 +26,16 @@ class Errors(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Errors for each token of the reference; of an empty one, as if it had one."""
+        """Errors per token of the reference, which counts as one token if it is empty."""
         return self.count / max(self.reference, 1)
 
 
 def errors(reference: Sequence[str], hypothesis: Sequence[str]) -> Errors:
-    """The fewest edits that make the reference the hypothesis."""
+    """Counts the fewest edits that turn the reference into the hypothesis."""
     edits = Counter(edit.tag for edit in Levenshtein.editops(reference, hypothesis))
     return Errors(edits["replace"], edits["insert"], edits["delete"], len(reference))
 
 
-def total(found: Iterable[Errors]) -> Errors:
-    """Of a corpus: every token counts the same, whatever transcript it is in."""
-    return Errors(*np.sum([np.zeros(4, np.int64), *found], axis=0).tolist())
+def total(counts: Iterable[Errors]) -> Errors:
+    """Sums the counts of several transcripts."""
+    return Errors(*np.sum([np.zeros(4, np.int64), *counts], axis=0).tolist())

@@ -1,4 +1,4 @@
-"""Transcripts of held-out utterances, their errors, and what they cost."""
+"""Evaluation of speech recognition: error rates and bits of transcripts."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -12,21 +12,21 @@ from brt.config import Config
 from brt.distributed import rules
 from brt.generation import ctc
 from brt.ops.ctc import ctc_nats
-from brt.tasks.encoders import EncoderTask, Timed
-from brt.tasks.heads import HeadEvaluator, HeadReading
+from brt.tasks.encoders import EncoderTask, TimedFunction
+from brt.tasks.heads import HeadEvaluator, HeadResult
 from brt.tasks.speech_recognition.data.batches import SpeechReader
-from brt.tasks.speech_recognition.data.preparation import SpeechCorpus
+from brt.tasks.speech_recognition.data.preparation import SpeechDataset
 from brt.tasks.speech_recognition.data.vocabulary import units
 from brt.tasks.speech_recognition.error_rate import Errors, errors, total
 from brt.types import SpeechBatch
 
 
 class Transcript(NamedTuple):
-    """What was said, and what the model heard.
+    """A reference transcript and the model's hypothesis.
 
     Attributes:
       nats: -log p of the reference.
-      tokens, words: the errors, by what is counted.
+      tokens, words: edit counts of tokens and of words.
     """
 
     id: str
@@ -38,20 +38,20 @@ class Transcript(NamedTuple):
 
 
 class TranscriptEvaluator(HeadEvaluator):
-    """Reads utterances as `Speech.beams` says."""
+    """Transcribes utterances greedily, or by beam search if `Speech.beams` is above 1."""
 
     summary, sampled = ("token_error_rate", "{:.2f} %"), 1
 
     def __init__(
-        self, task: EncoderTask, config: Config, dataset: SpeechCorpus, split: str,
-        trained: Config | None = None, beside: bool = False,
+        self, task: EncoderTask, config: Config, dataset: SpeechDataset, split: str,
+        trained: Config | None = None, compare_exact: bool = False,
     ):  # fmt: skip
         self._task, self._speech = task, config.speech
         self._size = config.evaluation.batch_size
-        super().__init__(config, dataset, split, trained, beside)
+        super().__init__(config, dataset, split, trained, compare_exact)
 
     def forward(self, config: Config) -> Callable[..., PyTree[Array]]:
-        """Log probabilities at every frame, and -log p of the transcripts."""
+        """Returns a function to log probabilities of frames and -log p of transcripts."""
 
         def read(
             params: PyTree[Array], batch: SpeechBatch
@@ -63,7 +63,7 @@ class TranscriptEvaluator(HeadEvaluator):
         return read
 
     def batches(self, limit: int) -> Iterator[SpeechBatch]:
-        """See the base class."""
+        """Yields the utterances in batches; see the base class."""
         return SpeechReader.evaluation(
             self.store,
             batch_size=rules.filled("lanes", self._size),
@@ -71,20 +71,22 @@ class TranscriptEvaluator(HeadEvaluator):
             limit=limit,
         )
 
-    def reading(self, config: Config, found: dict[int, tuple], timed: Timed) -> HeadReading:
-        """See the base class."""
-        kind, rows = config.attention.kind, list(found)
+    def summarize(
+        self, config: Config, outputs: dict[int, tuple], timed: TimedFunction
+    ) -> HeadResult:
+        """Computes transcripts and their error rates; see the base class."""
+        kind, rows = config.attention.kind, list(outputs)
         transcripts = [
             self._transcript(row, log_probs, float(nats))
-            for row, (log_probs, nats) in found.items()
+            for row, (log_probs, nats) in outputs.items()
         ]
-        figures = self._figures(kind, transcripts, rows, timed)
+        metrics = self._metrics(kind, transcripts, rows, timed)
         summary = (
-            f"{figures['token_error_rate']:.2f} % token errors, "
-            f"{figures['word_error_rate']:.2f} % word errors"
+            f"{metrics['token_error_rate']:.2f} % token errors, "
+            f"{metrics['word_error_rate']:.2f} % word errors"
         )
-        return HeadReading(
-            kind, figures, summary, [_row(t) for t in transcripts], [shown(t) for t in transcripts]
+        return HeadResult(
+            kind, metrics, summary, [_row(t) for t in transcripts], [shown(t) for t in transcripts]
         )
 
     def _transcript(self, row: int, log_probs: Float[np.ndarray, "X C"], nats: float) -> Transcript:
@@ -100,14 +102,16 @@ class TranscriptEvaluator(HeadEvaluator):
             words=errors(said.split(), heard.split()),
         )  # fmt: skip
 
-    def _figures(
-        self, kind: str, transcripts: list[Transcript], rows: list[int], timed: Timed
+    def _metrics(
+        self, kind: str, transcripts: list[Transcript], rows: list[int], timed: TimedFunction
     ) -> dict[str, Any]:
-        """JSON, of all utterances together; those that were left out count nowhere.
+        """Computes the metrics of all utterances together, as JSON; rejected ones are not counted.
 
-        Error rates: the fewest edits of tokens or words in percent of those that were said. Bits:
-        -log2 p of the transcripts, all alignments together (CTC), over their tokens and over their
-        UTF-8 bytes; a token that training does not have is scored as the unknown one.
+        Error rates are the fewest edits of tokens or words in percent of the reference. Bits are
+        -log2 p
+        of the transcripts, summed over all alignments (CTC), per token and per UTF-8 byte. Tokens
+        that
+        do not occur in training are scored as the unknown token.
         """
         tokens, words = total(t.tokens for t in transcripts), total(t.words for t in transcripts)
         bits = sum(t.nats for t in transcripts) / math.log(2)
@@ -130,8 +134,8 @@ class TranscriptEvaluator(HeadEvaluator):
             **speed,
         }
 
-    def table(self, report: dict[str, Any], readings: list[HeadReading]) -> list[str]:
-        """Error rates by attention."""
+    def table(self, report: dict[str, Any], results: list[HeadResult]) -> list[str]:
+        """Returns a table of error rates by kind of attention."""
         how = f"{report['beams']} beams" if report["beams"] > 1 else "greedy"
         left_out = f" ({report['left_out']:,} left out)" if report["left_out"] else ""
         lines = [
@@ -143,17 +147,17 @@ class TranscriptEvaluator(HeadEvaluator):
             f"{'attention':<20}{'token errors':>14}{'word errors':>14}{'bits/token':>12}"
             f"{'encoder':>12}",
         ]
-        for reading in readings:
-            f = reading.figures
+        for result in results:
+            m = result.metrics
             lines.append(
-                f"{reading.kind:<20}{f['token_error_rate']:>12.2f} %{f['word_error_rate']:>12.2f} %"
-                f"{f['bits_per_token']:>12.3f}{1000 * f['seconds_per_audio_second']:>9.2f} ms"
+                f"{result.kind:<20}{m['token_error_rate']:>12.2f} %{m['word_error_rate']:>12.2f} %"
+                f"{m['bits_per_token']:>12.3f}{1000 * m['seconds_per_audio_second']:>9.2f} ms"
             )
         return [*lines, "", "encoder: time for a second of speech"]
 
 
 def shown(transcript: Transcript) -> str:
-    """The reference beside what was heard."""
+    """Returns the reference and the hypothesis as text for people."""
     t = transcript
     return (
         f"{t.id}: {t.tokens.count} errors in {t.tokens.reference} tokens\n"

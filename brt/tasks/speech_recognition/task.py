@@ -1,4 +1,4 @@
-"""Utterances with their transcripts: tokens in order, wherever in the frames they are (CTC)."""
+"""The speech recognition task: predict the tokens of a transcript without alignment (CTC)."""
 
 import dataclasses
 from pathlib import Path
@@ -12,21 +12,21 @@ from brt.config import Config
 from brt.errors import ConfigError, DataError
 from brt.ops.ctc import ctc_nats
 from brt.ops.spec_augment import spec_augment
-from brt.tasks.encoders import EncoderTask, next_of_encoder, own_rows, refuse_ablation
-from brt.tasks.protocol import Aux, Dataset, count_of
+from brt.tasks.encoders import EncoderTask, encoder_next_steps, own_data_binding, refuse_ablation
+from brt.tasks.interface import Aux, Dataset, count_scored
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Metric
 from brt.tasks.speech_recognition.data import preparation
 from brt.tasks.speech_recognition.data.batches import SpeechReader
-from brt.tasks.speech_recognition.data.preparation import SpeechCorpus, SpeechPreparation
+from brt.tasks.speech_recognition.data.preparation import SpeechDataset, SpeechPreparation
 from brt.tasks.speech_recognition.data.vocabulary import Vocabulary
 from brt.tasks.speech_recognition.evaluation import TranscriptEvaluator
 from brt.types import SpeechBatch
 
-_DROPOUT, _ATTENTION, _MASKS = range(3)  # what the key of a step is folded with
+_DROPOUT, _ATTENTION, _MASKS = range(3)  # Folded into a step's key, one for each purpose.
 
 
 class SpeechRecognition(EncoderTask):
-    """Connectionist temporal classification."""
+    """Transcribes utterances with connectionist temporal classification (CTC)."""
 
     name = "speech_recognition"
     head = "ctc"
@@ -39,40 +39,41 @@ class SpeechRecognition(EncoderTask):
         Metric("token_error_rate", "token errors %", ".2f"),
         Metric("word_error_rate", "word errors %", ".2f"),
     )
-    columns = (Metric("token_error_rate", "% of the tokens wrong", ".2f"), BITS_PER_BYTE)
+    table_metrics = (Metric("token_error_rate", "% of the tokens wrong", ".2f"), BITS_PER_BYTE)
 
     def check(self, config: Config) -> None:
-        """Nothing that CTC has no use for."""
+        """Rejects label smoothing, which CTC does not support."""
         smoothing = config.training.label_smoothing
         if smoothing:
             raise ConfigError(
-                f"Training.label_smoothing = {smoothing} means nothing to CTC; leave it out"
+                f"Training.label_smoothing = {smoothing} has no effect on CTC; remove it"
             )
 
-    def open(self, config: Config, *, progress: bool = True) -> SpeechCorpus:
-        """Utterances with their transcripts."""
+    def open(self, config: Config, *, progress: bool = True) -> SpeechDataset:
+        """Opens the utterances with their transcripts, and prepares them first if necessary."""
         return preparation.prepare(config.speech, progress)
 
     def open_split(
         self, config: Config, split: str, tokenizer: Vocabulary, *,
         known: Path | None = None, progress: bool = True,
-    ) -> SpeechCorpus:  # fmt: skip
-        """See the base class."""
+    ) -> SpeechDataset:  # fmt: skip
+        """Opens one split; see the base class."""
         return SpeechPreparation(config.speech, progress).open_split(split, tokenizer, known)
 
     def load_tokenizer(self, file: Path) -> Vocabulary:
-        """See the base class."""
+        """Returns the vocabulary saved in a run directory."""
         return Vocabulary.load(file)
 
-    def knows_sizes(self, config: Config) -> bool:
-        """Also the width of the frames."""
-        return super().knows_sizes(config) and config.encoder.features > 0
+    def sizes_are_configured(self, config: Config) -> bool:
+        """Returns True if the config contains the width of the frames, too."""
+        return super().sizes_are_configured(config) and config.encoder.features > 0
 
-    def resolve(self, config: Config, dataset: SpeechCorpus) -> Config:
-        """Also the width of the frames and the rate of wav files.
+    def resolve(self, config: Config, dataset: SpeechDataset) -> Config:
+        """Fills in the width of the frames and the sample rate of wav files, too.
 
         Raises:
-          ConfigError: another one is set, or the longest utterance is beyond learned positions.
+          ConfigError: the config has another width, or the longest utterance exceeds the learned
+              positions.
         """
         config = super().resolve(config, dataset)
         encoder, width = config.encoder, dataset.width
@@ -101,7 +102,7 @@ class SpeechRecognition(EncoderTask):
         )
 
     def reader(self, config: Config, dataset: Dataset) -> SpeechReader:
-        """Utterances in a new order every epoch."""
+        """Returns batches of utterances in a new order every epoch."""
         section, t = config.speech, config.training
         return SpeechReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
@@ -109,10 +110,10 @@ class SpeechRecognition(EncoderTask):
         )  # fmt: skip
 
     def predict(
-        self, config: Config, params: PyTree[Array], batch: SpeechBatch, **given: Any
+        self, config: Config, params: PyTree[Array], batch: SpeechBatch, **options: Any
     ) -> Float[Array, "B X C"]:
-        """The logits of every frame."""
-        return super().predict(config, params, batch, **{"inputs": batch.features} | given)
+        """Returns the logits of every frame."""
+        return super().predict(config, params, batch, **{"inputs": batch.features} | options)
 
     def loss(
         self,
@@ -123,7 +124,7 @@ class SpeechRecognition(EncoderTask):
         batch: SpeechBatch,
         key: Array,
     ) -> tuple[Float[Array, ""], Aux]:
-        """The summed nats of the transcripts."""
+        """Returns the summed CTC loss of the transcripts."""
         speech, features = config.speech, batch.features
         if speech.time_masks or speech.feature_masks:
             features = spec_augment(
@@ -137,43 +138,43 @@ class SpeechRecognition(EncoderTask):
             attention=jax.random.fold_in(key, _ATTENTION),
         )  # fmt: skip
         nats = jnp.sum(ctc_nats(logits, batch.valid, batch.targets, batch.scored))
-        return nats, Aux(nats, count_of(batch.scored), carry, model_state, {})
+        return nats, Aux(nats, count_scored(batch.scored), carry, model_state, {})
 
     def evaluator(
         self,
         config: Config,
-        dataset: SpeechCorpus,
+        dataset: SpeechDataset,
         split: str,
         *,
         trained: Config | None = None,
         ablate: str | None = None,
-        beside: bool = False,
+        compare_exact: bool = False,
     ) -> TranscriptEvaluator:
-        """Transcripts and their errors."""
+        """Returns an evaluator of transcripts by their error rates."""
         refuse_ablation(ablate)
         check_width(config, dataset, split)
         check_attention(config, dataset)
-        return TranscriptEvaluator(self, config, dataset, split, trained, beside)
+        return TranscriptEvaluator(self, config, dataset, split, trained, compare_exact)
 
     def units_per_token(self, dataset: Dataset) -> float:
-        """Bytes of a transcript for each of its tokens."""
+        """Returns the mean number of transcript bytes per token."""
         train = dataset.split("train")
         return train.transcript_bytes / max(len(train.targets.values), 1)
 
     def next_steps(self, workdir: str) -> list[str]:
-        """With beams, and with one's own speech."""
-        evaluate = next_of_encoder(workdir)
+        """Returns commands that evaluate with beams, and that train on the user's own speech."""
+        evaluate = encoder_next_steps(workdir)
         return [
             *evaluate,
             f"{evaluate[0]} --gin_bindings='Speech.beams = 8'",
             "with your own speech, a table of wav files with the columns file and transcript each:",
             "python -m brt.train --gin_file=configs/runs/speech_quickstart.gin "
-            f"--workdir=runs/mine {own_rows('Speech', 'tsv')}",
+            f"--workdir=runs/mine {own_data_binding('Speech', 'tsv')}",
         ]
 
 
 def check_width(config: Config, dataset: Dataset, split: str) -> None:
-    """Raises DataError for frames of another width than the model reads."""
+    """Raises DataError if the frames of a split have another width than the model reads."""
     width = dataset.split(split).width
     if width != config.encoder.features:
         raise DataError(
@@ -182,7 +183,7 @@ def check_width(config: Config, dataset: Dataset, split: str) -> None:
         )
 
 
-def check_attention(config: Config, dataset: SpeechCorpus) -> None:
-    """Raises ConfigError for numbers that no utterance of any split reaches."""
+def check_attention(config: Config, dataset: SpeechDataset) -> None:
+    """Raises ConfigError if attention settings exceed the length of the longest utterance."""
     longest = dataset.longest
     config.attention.check_length(longest, f"the {longest} frames of the longest utterance")

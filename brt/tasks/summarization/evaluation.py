@@ -1,28 +1,28 @@
-"""Bits of the true summaries of held-out documents, and scores of the model's own."""
+"""Evaluation of summarization: bits of reference summaries, ROUGE of generated ones."""
 
 import dataclasses
 
 from jaxtyping import Array, PyTree
 
 from brt.config import Config
-from brt.tasks.protocol import Progress, Stop
+from brt.tasks.evaluators import Progress, Stop
 from brt.tasks.report import EvaluationResult
 from brt.tasks.summarization import scores
 from brt.tasks.summarization.bits import Bits, TeacherForcing
-from brt.tasks.summarization.data.preparation import PairCorpus
-from brt.tasks.summarization.rouge import protocol
+from brt.tasks.summarization.data.preparation import PairDataset
+from brt.tasks.summarization.rouge import get_protocol
 from brt.tasks.summarization.summaries import Summarizer
 
 
 class SummaryEvaluator:
-    """See `brt.tasks.protocol.Evaluator`."""
+    """Evaluates summaries; see `brt.tasks.evaluators.Evaluator`."""
 
     unit, partial = "row", False
 
-    def __init__(self, config: Config, dataset: PairCorpus, split: str):
+    def __init__(self, config: Config, dataset: PairDataset, split: str):
         self._decoding, self._store = config.decoding, dataset.split(split)
         self.total = len(self._store)
-        self._protocol = protocol(config.evaluation.rouge)
+        self._protocol = get_protocol(config.evaluation.rouge)
         self._bits = TeacherForcing(config, dataset.tokenizer)
         self._summarizer = Summarizer(config, dataset.tokenizer)
 
@@ -35,21 +35,21 @@ class SummaryEvaluator:
         stop: Stop = lambda: None,
         progress: Progress = lambda count: None,
     ) -> EvaluationResult | None:
-        """Bits; the whole also writes and scores summaries."""
+        """Computes bits; with `whole`, also generates and scores summaries."""
         bits = self._bits(params, self._store, stop)
         if bits is None:
             return None
-        figures = {**bits._asdict(), "decoding": dataclasses.asdict(self._decoding)}
+        metrics = {**bits._asdict(), "decoding": dataclasses.asdict(self._decoding)}
         summary, heading = f"{bits.bits_per_token:.3f} bits/token", self._heading(bits)
         if not whole:
-            return EvaluationResult(figures, summary, {}, heading)
+            return EvaluationResult(metrics, summary, {}, heading)
         summaries = self._summarizer(params, self._store, stop=stop, progress=progress)
         if summaries is None:
             return None
         scored = scores.score(summaries, self._protocol)
         rouge = scored.report["rouge"]["rougeL"]["f1"]
         return EvaluationResult(
-            {**figures, **scored.report},
+            {**metrics, **scored.report},
             f"{summary}, ROUGE-L {rouge:.2f} ({self._protocol.name})",
             {"predictions": scores.rows(scored)},
             f"{heading}\n\n{scores.text(scored)}",
@@ -63,7 +63,7 @@ class SummaryEvaluator:
         *,
         model_state: PyTree[Array] | None = None,
     ) -> str | None:
-        """A document's summary beside what the model makes of it."""
+        """Returns the reference summary and the generated summary of a document."""
         summaries = self._summarizer(params, self._store, limit=1, stop=stop)
         if summaries is None:
             return None
@@ -73,7 +73,7 @@ class SummaryEvaluator:
     def _heading(self, bits: Bits) -> str:
         beams = self._decoding.beams
         how = f"{beams} beams" if beams > 1 else "greedy"
-        by_byte = (
+        per_byte = (
             "no bits per byte, as the tokenizer does not keep the whole text"
             if bits.bits_per_byte is None
             else f"{bits.bits_per_byte:.4f} per byte"
@@ -81,6 +81,6 @@ class SummaryEvaluator:
         return (
             f"{bits.pairs:,} pairs, {bits.tokens:,} tokens of summaries; {how}, at most "
             f"{self._decoding.max_length} tokens\n"
-            f"{bits.bits_per_token:.4f} bits per token, {by_byte}, "
+            f"{bits.bits_per_token:.4f} bits per token, {per_byte}, "
             "of the true summaries"
         )

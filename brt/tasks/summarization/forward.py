@@ -1,4 +1,4 @@
-"""The forward pass, which loss, evaluation and generation share."""
+"""The forward pass of summarization, for training and evaluation."""
 
 from typing import Any, NamedTuple
 
@@ -10,11 +10,17 @@ from brt.models import seq2seq
 from brt.models.seq2seq import Readout
 from brt.types import PairBatch
 
-_PURPOSES = 0, 1  # dropout, attention: what the key of a step is folded with
+_PURPOSES = 0, 1  # Folded into a step's key: 0 for dropout, 1 for attention.
 
 
 class Prediction(NamedTuple):
-    """Vectors of every token of the summaries, what makes logits of them, what there is to log."""
+    """Output of the forward pass.
+
+    Attributes:
+      hidden: hidden vectors of the summaries' tokens.
+      out: parameters that turn hidden vectors into logits.
+      metrics: scalars to log.
+    """
 
     hidden: Float[Array, "B T D"]
     out: Readout
@@ -22,7 +28,7 @@ class Prediction(NamedTuple):
 
 
 def network(config: Config, *, training: bool = False) -> seq2seq.Seq2Seq:
-    """The model that a config describes."""
+    """Returns the encoder-decoder that a config describes."""
     return seq2seq.Seq2Seq(
         config.seq2seq, config.cross_attention, training, config.attention, config.kernels
     )
@@ -31,16 +37,16 @@ def network(config: Config, *, training: bool = False) -> seq2seq.Seq2Seq:
 def predict(
     config: Config, params: PyTree[Array], batch: PairBatch, key: jax.Array | None = None
 ) -> Prediction:
-    """Each token of the summaries, given what a reader of them would have written before.
+    """Runs the model on documents and, with teacher forcing, on their summaries.
 
     Args:
-      key: of a training step; None: nothing is dropped, and what is random is always the same.
+      key: random key of a training step; None disables dropout and makes random choices constant.
     """
     dropout, attention = None, None
     if key is not None:
         dropout, attention = (jax.random.fold_in(key, purpose) for purpose in _PURPOSES)
-    found: Any = network(config, training=key is not None).apply(
+    output: Any = network(config, training=key is not None).apply(
         {"params": params}, batch.source, batch.source_mask, batch.target_in, attention,
         rngs=None if dropout is None else {"dropout": dropout},
     )  # fmt: skip
-    return Prediction(found.hidden, seq2seq.readout(config.seq2seq, params), found.metrics)
+    return Prediction(output.hidden, seq2seq.readout(config.seq2seq, params), output.metrics)

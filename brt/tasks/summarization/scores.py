@@ -1,4 +1,4 @@
-"""From written summaries to a report: scores with their protocol, lengths, what was cut off."""
+"""The report of generated summaries: scores with their protocol, lengths, and what was cut."""
 
 import textwrap
 from collections.abc import Sequence
@@ -8,23 +8,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from brt.formatting import counted
-from brt.tasks.summarization.rouge import Aggregate, Protocol, Score, aggregate
+from brt.tasks.summarization.rouge import Aggregate, RougeProtocol, Score, aggregate
 from brt.tasks.summarization.rouge.aggregation import TEXT
 
-_WIDTH, _LINES = 46, 12  # of each of two columns, in characters; of an example
+_WIDTH, _LINES = 46, 12  # Size of each of the two columns of an example, in characters.
 
 
 class Summary(NamedTuple):
-    """What was written for one document.
+    """A generated summary of one document.
 
     Attributes:
-      id: of the document, as its source names it.
-      source: the whole document.
-      reference: its summary.
-      prediction: what the model wrote; "" is allowed.
-      source_tokens: of the whole document, what was cut off included.
-      cut_tokens: how many of them the model did not read.
-      prediction_tokens: that the model wrote, without the start and the end.
+      id: id of the document in its source.
+      source: text of the document.
+      reference: reference summary.
+      prediction: generated summary, which may be empty.
+      source_tokens: tokens of the whole document, including those cut off.
+      cut_tokens: tokens of the document that the model did not read.
+      prediction_tokens: tokens that the model generated, without start and end.
     """
 
     id: str
@@ -40,25 +40,26 @@ class ScoredSummaries(NamedTuple):
     """Scores of all documents.
 
     Attributes:
-      summaries: as given.
-      protocol: that they were scored with.
-      scores: of each, by name; shares in [0, 1].
-      report: as JSON, percentages; see `score`.
+      summaries: the summaries that were scored.
+      protocol: protocol of the scores.
+      scores: scores of each summary by name, in [0, 1].
+      report: metrics of all documents as JSON, in percent; see `score`.
     """
 
     summaries: list[Summary]
-    protocol: Protocol
+    protocol: RougeProtocol
     scores: list[dict[str, Score]]
     report: dict[str, Any]
 
 
-def score(summaries: Sequence[Summary], protocol: Protocol) -> ScoredSummaries:
+def score(summaries: Sequence[Summary], protocol: RougeProtocol) -> ScoredSummaries:
     """Scores summaries.
 
-    The report has `documents`; `rouge`, by name the mean `precision`, `recall` and `f1` with the
-    bounds `low` and `high` of the latter; `protocol`; `truncation`; `lengths`, by what is
-    counted; `empty`, `distinct` and `copied_bigrams` of the predictions. Scores and shares are
-    percentages.
+    The report has these entries: `documents`; `rouge`, for each score the mean `precision`,
+    `recall`
+    and `f1`, and the confidence interval `low` to `high` of the F1; `protocol`; `truncation`;
+    `lengths` in several units; `empty`, `distinct` and `copied_bigrams` of the predictions. Scores
+    and shares are percentages.
 
     Raises:
       DataError: there are no summaries.
@@ -67,7 +68,7 @@ def score(summaries: Sequence[Summary], protocol: Protocol) -> ScoredSummaries:
     scores = [protocol.score(s.reference, s.prediction) for s in summaries]
     report = {
         "documents": len(summaries),
-        "rouge": {name: _figures(found) for name, found in aggregate(scores).items()},
+        "rouge": {name: _rouge_metrics(mean) for name, mean in aggregate(scores).items()},
         "protocol": {"name": protocol.name, "rouge": protocol.text, "aggregation": TEXT},
         "truncation": _truncation(summaries),
         "lengths": _lengths(summaries),
@@ -79,14 +80,14 @@ def score(summaries: Sequence[Summary], protocol: Protocol) -> ScoredSummaries:
 
 
 def rows(scored: ScoredSummaries) -> list[dict[str, Any]]:
-    """Every summary with its scores, as JSON."""
+    """Returns every summary with its scores, as JSON."""
     return [
         {
             "id": summary.id,
             "prediction": summary.prediction,
             "reference": summary.reference,
             "rouge_protocol": scored.protocol.name,
-            **{name: _percentages(found) for name, found in scores.items()},
+            **{name: _percentages(score) for name, score in scores.items()},
             "source_tokens": summary.source_tokens,
             "cut_tokens": summary.cut_tokens,
             "prediction_tokens": summary.prediction_tokens,
@@ -96,16 +97,16 @@ def rows(scored: ScoredSummaries) -> list[dict[str, Any]]:
 
 
 def text(scored: ScoredSummaries) -> str:
-    """The report as people read it: scores with their protocol, lengths, three summaries.
+    """Returns the report for people: scores with their protocol, lengths, three summaries.
 
-    The three are the first, the middle and the last document's, whatever their scores.
+    The three are those of the first, the middle and the last document.
     """
     report, name = scored.report, scored.protocol.name
     cut, lengths = report["truncation"], report["lengths"]
     written, words, reference = (
-        lengths[what]["mean"] for what in ("prediction_tokens", "prediction_words",
-                                           "reference_words")
-    )  # fmt: skip
+        lengths[unit]["mean"]
+        for unit in ("prediction_tokens", "prediction_words", "reference_words")
+    )
     copied = report["copied_bigrams"]
     documents = counted(report["documents"], "document")
     lines = [f"{documents}; {report['protocol']['rouge']};", TEXT, ""]
@@ -130,13 +131,13 @@ def text(scored: ScoredSummaries) -> str:
     return "\n".join(lines)
 
 
-def _percentages(found: Score) -> dict[str, int | float]:
-    return {key: 100 * value for key, value in found._asdict().items()}
+def _percentages(score: Score) -> dict[str, int | float]:
+    return {key: 100 * value for key, value in score._asdict().items()}
 
 
-def _figures(found: Aggregate) -> dict[str, int | float]:
-    bounds = {"low": 100 * found.low.f1, "high": 100 * found.high.f1}
-    return {**_percentages(found.mid), **bounds}
+def _rouge_metrics(mean: Aggregate) -> dict[str, int | float]:
+    bounds = {"low": 100 * mean.low.f1, "high": 100 * mean.high.f1}
+    return {**_percentages(mean.mid), **bounds}
 
 
 def _truncation(summaries: Sequence[Summary]) -> dict[str, int | float]:
@@ -152,7 +153,7 @@ def _truncation(summaries: Sequence[Summary]) -> dict[str, int | float]:
 
 
 def _lengths(summaries: Sequence[Summary]) -> dict[str, dict[str, int | float]]:
-    """Words are what white space separates."""
+    """Returns statistics of lengths; words are separated by white space."""
     counts = {
         "source_tokens": [s.source_tokens for s in summaries],
         "source_words": [len(s.source.split()) for s in summaries],
@@ -161,18 +162,18 @@ def _lengths(summaries: Sequence[Summary]) -> dict[str, dict[str, int | float]]:
         "prediction_tokens": [s.prediction_tokens for s in summaries],
     }
     return {
-        what: {
+        unit: {
             "mean": float(np.mean(values)),
             "median": float(np.median(values)),
             "min": min(values),
             "max": max(values),
         }
-        for what, values in counts.items()
+        for unit, values in counts.items()
     }
 
 
-def _copied_bigrams(summaries: Sequence[Summary], protocol: Protocol) -> float | None:
-    """Percentage of the predictions' pairs of words that are in their sources; None: no pairs."""
+def _copied_bigrams(summaries: Sequence[Summary], protocol: RougeProtocol) -> float | None:
+    """Returns the percentage of predicted bigrams that occur in the source, or None."""
     copied = total = 0
     for summary in summaries:
         words, source = map(protocol.words, (summary.prediction, summary.source))
@@ -183,15 +184,15 @@ def _copied_bigrams(summaries: Sequence[Summary], protocol: Protocol) -> float |
 
 
 def _example(scored: ScoredSummaries, index: int) -> list[str]:
-    """The reference and the summary in two columns."""
+    """Returns the reference and the prediction in two columns, below the scores."""
     summary, scores = scored.summaries[index], scored.scores[index]
-    figures = ", ".join(f"{name} {100 * s.f1:.1f}" for name, s in scores.items())
+    f1_scores = ", ".join(f"{name} {100 * s.f1:.1f}" for name, s in scores.items())
     columns = [
         textwrap.wrap(" ".join(words.split()), _WIDTH, max_lines=_LINES, placeholder=" ...")
         for words in (summary.reference, summary.prediction or "(nothing)")
     ]
     return [
-        f"{summary.id}: {figures} ({scored.protocol.name})",
+        f"{summary.id}: {f1_scores} ({scored.protocol.name})",
         f"{'reference':<{_WIDTH}} | summary",
         *(f"{a:<{_WIDTH}} | {b}".rstrip() for a, b in zip_longest(*columns, fillvalue="")),
     ]

@@ -1,4 +1,4 @@
-"""Summaries of documents, batch after batch."""
+"""Generation of summaries for the documents of a store."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,10 +25,10 @@ from brt.types import PairBatch
 
 
 class Summarizer:
-    """Writes as `Decoding` says; compiled once for each padded length of documents.
+    """Generates summaries as `Decoding` says; compiles one program per padded document length.
 
     Args:
-      sampling: draw tokens so, in place of a search.
+      sampling: settings for drawing tokens at random instead of a search.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Summarizer:
         self._ids = special_tokens(tokenizer)
         model, decoding, ids = network(config), config.decoding, self._ids
 
-        def written(
+        def generate(
             params: PyTree[Array], source: Int[Array, "B X"], mask: Bool[Array, "B X"], key: Array
         ) -> Hypotheses:
             beams = 1 if sampling else decoding.beams
@@ -54,7 +54,7 @@ class Summarizer:
                 )
             return search(decoder, state, batch=len(source), decoding=decoding)
 
-        self._write = rules.jit(written)
+        self._generate = rules.jit(generate)
 
     def __call__(
         self,
@@ -65,13 +65,14 @@ class Summarizer:
         stop: Callable[[], object] = lambda: None,
         progress: Callable[[int], object] = lambda count: None,
     ) -> list[Summary] | None:
-        """A summary of each document of a store, in its order; None if asked to stop.
+        """Returns the summary of each document in order; None if `stop` returned a true value.
 
         Args:
-          limit: only of so many, spread evenly, as one batch; 0: of all.
-          progress: called with the number of documents done since the last call.
+          limit: number of evenly spaced documents to summarise in one batch; 0 selects all
+              documents.
+          progress: called with the number of documents that were finished since the last call.
         """
-        found: dict[int, Summary] = {}
+        summaries: dict[int, Summary] = {}
         for batch in self._batches(store, limit):
             if stop():
                 return None
@@ -79,22 +80,22 @@ class Summarizer:
             for i in np.flatnonzero(batch.row >= 0):
                 row = int(batch.row[i])
                 length = int(best.lengths[i, 0])
-                found[row] = self._summary(store, row, best.sequences[i, 0, 1:length])
+                summaries[row] = self._summary(store, row, best.sequences[i, 0, 1:length])
             progress(int((batch.row >= 0).sum()))
-        return [found[row] for row in sorted(found)]
+        return [summaries[row] for row in sorted(summaries)]
 
     def summary(
         self, params: PyTree[Array], source: Int[np.ndarray, " X"], *, seed: int = 0
     ) -> str:
-        """The summary of one document, given as ids."""
+        """Returns the summary of one document that is given as ids."""
         best = self._best(params, source[None], np.ones((1, len(source)), bool), seed)
         return self._tokenizer.decode(best.sequences[0, 0, 1:])
 
     def _best(
         self, params: PyTree[Array], source: np.ndarray, mask: np.ndarray, seed: int = 0
     ) -> Hypotheses:
-        """On the host; NonFiniteError where the model's logits are NaN."""
-        best = jax.device_get(self._write(params, source, mask, jax.random.key(seed)))
+        """Returns the best hypotheses on the host; raises NonFiniteError if logits are NaN."""
+        best = jax.device_get(self._generate(params, source, mask, jax.random.key(seed)))
         if np.isnan(best.scores).any():
             raise NonFiniteError("the model's logits are NaN; take an earlier checkpoint (--step)")
         return best
@@ -108,23 +109,27 @@ class Summarizer:
         rows = np.linspace(0, len(store) - 1, limit).astype(np.int32)
         yield gather(store, rows, store.max_source_length)
 
-    def _summary(self, store: PairStore, row: int, written: Int[np.ndarray, " L"]) -> Summary:
+    def _summary(self, store: PairStore, row: int, tokens: Int[np.ndarray, " L"]) -> Summary:
         decode, source = self._tokenizer.decode, store.source[row]
         special = {self._ids.eos, self._ids.forced_bos}
         return Summary(
             id=store.ids[row],
             source=decode(source),
             reference=store.summary(row),
-            prediction=decode(written),
+            prediction=decode(tokens),
             source_tokens=int(store.source_uncut[row]),
             cut_tokens=int(store.source_uncut[row]) - len(source),
-            prediction_tokens=sum(int(token) not in special for token in written),
+            prediction_tokens=sum(int(token) not in special for token in tokens),
         )
 
 
 def special_tokens(tokenizer: PairTokenizer) -> SpecialTokens:
-    """What a search must know. Where texts begin with a token, as BART's, it is forced, as is
-    the end of a text that is cut."""
+    """Returns the special tokens for a search.
+
+    If the tokenizer puts a token before every text, as BART's does, generation is forced to begin
+    with
+    that token and to end with the end token at the maximum length.
+    """
     begin = tokenizer.begin
     return SpecialTokens(
         start=tokenizer.decoder_start_id,

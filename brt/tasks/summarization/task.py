@@ -1,4 +1,4 @@
-"""Documents with their summaries: each token of a summary from the document and those before."""
+"""The summarization task: predict the tokens of a summary from its document."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,12 +19,12 @@ from brt.models import seq2seq
 from brt.models.transformer_flops import seq2seq_flops
 from brt.ops.cross_entropy import cross_entropy
 from brt.tasks import resolving
-from brt.tasks.protocol import Aux, Dataset, Task, count_of
+from brt.tasks.interface import Aux, Dataset, Task, count_scored
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN, Metric
-from brt.tasks.summarization.bits import keeps_text, scored_bytes
+from brt.tasks.summarization.bits import is_lossless, scored_bytes
 from brt.tasks.summarization.data import preparation, tokenization
 from brt.tasks.summarization.data.batches import PairReader
-from brt.tasks.summarization.data.preparation import PairCorpus, Preparation
+from brt.tasks.summarization.data.preparation import PairDataset, Preparation
 from brt.tasks.summarization.data.tokenization import PairTokenizer
 from brt.tasks.summarization.evaluation import SummaryEvaluator
 from brt.tasks.summarization.forward import Prediction, network, predict
@@ -33,27 +33,27 @@ from brt.tasks.summarization.writing import SummaryWriter
 from brt.tasks.weights import Tokenizer, Weights
 from brt.types import PairBatch
 
-_LEARNED = ("leak", "threshold", "mix")  # scalars of cross-attention that are worth watching
+_LEARNED = ("leak", "threshold", "mix")  # Learned scalars of cross-attention that are logged.
 _ROUGE_L = Metric("rougeL", "ROUGE-L", ".2f", higher_is_better=True)
 
 
 class Summarization(Task):
-    """An encoder-decoder's."""
+    """Trains an encoder-decoder (T5 or BART)."""
 
     name = "summarization"
     sections = ("Seq2Seq", "Attention", "CrossAttention", "Pairs", "Decoding", "Sampling")
     model, data = "seq2seq", "pairs"
-    writes = exports = True
+    generates_text = exports = True
     metrics = (BITS_PER_BYTE, BITS_PER_TOKEN)
-    columns = (BITS_PER_BYTE, BITS_PER_TOKEN, _ROUGE_L)
+    table_metrics = (BITS_PER_BYTE, BITS_PER_TOKEN, _ROUGE_L)
 
     def check(self, config: Config) -> None:
-        """Lengths that the model has positions and segments for."""
+        """Requires kinds of attention and lengths that the model supports."""
         pairs, model, kind = config.pairs, config.seq2seq, config.attention.kind
         if kind != "full" and model.encoder_attention != "full":
             raise ConfigError(
-                f"Attention.kind = {kind!r} says how every source token sees all others, but "
-                f"Seq2Seq.encoder_attention = {model.encoder_attention!r}; leave one of them out"
+                f"Attention.kind = {kind!r} is the attention among source tokens, and so is "
+                f"Seq2Seq.encoder_attention = {model.encoder_attention!r}; remove one of them"
             )
         bart = model.family == "bart" and kind == "oracle_top_k"
         if kind not in ("full", "clustered", "improved_clustered") and not bart:
@@ -76,28 +76,29 @@ class Summarization(Task):
                     "weights: with brt.convert --extend_positions)"
                 )
 
-    def open(self, config: Config, *, progress: bool = True) -> PairCorpus:
-        """Documents with their summaries."""
+    def open(self, config: Config, *, progress: bool = True) -> PairDataset:
+        """Opens documents with their summaries, and prepares them first if necessary."""
         return preparation.prepare(config.pairs, progress)
 
     def open_split(
         self, config: Config, split: str, tokenizer: PairTokenizer, *,
         known: Path | None = None, progress: bool = True,
-    ) -> PairCorpus:  # fmt: skip
-        """See the base class."""
+    ) -> PairDataset:  # fmt: skip
+        """Opens one split; see the base class."""
         return Preparation(config.pairs, progress).open_split(split, tokenizer, known)
 
     def load_tokenizer(self, file: Path) -> PairTokenizer:
-        """See the base class."""
+        """Returns the tokenizer saved in a run directory."""
         return tokenization.load(str(file))
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Vocabulary and dtype written out."""
+        """Fills in the vocabulary size and the dtype."""
         tokenizer = dataset.tokenizer
-        return resolving.written_out(config, self.model, tokenizer, self.ids(tokenizer))
+        ids = self.required_vocab_size(tokenizer)
+        return resolving.fill_in_vocabulary(config, self.model, tokenizer, ids)
 
     def reader(self, config: Config, dataset: Dataset) -> PairReader:
-        """Pairs in a new order every epoch."""
+        """Returns batches of pairs in a new order every epoch."""
         section, t = config.pairs, config.training
         return PairReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
@@ -105,14 +106,14 @@ class Summarization(Task):
         )  # fmt: skip
 
     def initial_params(self, config: Config, key: Array) -> PyTree[Array]:
-        """Of the encoder-decoder."""
+        """Returns newly initialised parameters of the encoder-decoder."""
         return seq2seq.init(network(config), key)
 
     def predict(
-        self, config: Config, params: PyTree[Array], batch: PairBatch, **given: Any
+        self, config: Config, params: PyTree[Array], batch: PairBatch, **options: Any
     ) -> Prediction:
-        """See `forward.predict`."""
-        return predict(config, params, batch, **given)
+        """Runs the forward pass; see `forward.predict`."""
+        return predict(config, params, batch, **options)
 
     def loss(
         self,
@@ -123,17 +124,17 @@ class Summarization(Task):
         batch: PairBatch,
         key: Array,
     ) -> tuple[Float[Array, ""], Aux]:
-        """The summed loss of the summaries."""
+        """Returns the summed loss of the summaries."""
         hidden, out, metrics = predict(config, params, batch, key)
         total, nats = cross_entropy(
             hidden, out.embedding, batch.target_out, batch.scored, out.bias,
             scale=out.scale, chunk=config.training.loss_chunk,
             smoothing=config.training.label_smoothing, implementation=config.kernels.cross_entropy,
         )  # fmt: skip
-        return total, Aux(nats, count_of(batch.scored), carry, model_state, metrics)
+        return total, Aux(nats, count_scored(batch.scored), carry, model_state, metrics)
 
     def flops(self, config: Config, batch: PairBatch) -> int | None:
-        """Where cross-attention is full."""
+        """Returns the FLOPs of a training step; None unless cross-attention is full."""
         if config.cross_attention.kind != "full":
             return None
         (rows, source), target = batch.source.shape, batch.target_in.shape[1]
@@ -147,27 +148,27 @@ class Summarization(Task):
         *,
         trained: Config | None = None,
         ablate: str | None = None,
-        beside: bool = False,
+        compare_exact: bool = False,
     ) -> SummaryEvaluator:
-        """Bits of the true summaries, and ROUGE of the model's own."""
+        """Returns an evaluator of reference bits and of ROUGE."""
         if ablate:
             raise ConfigError(
-                f"--ablate={ablate} is for language models; a summariser reads the document anew "
-                "for every token"
+                f"--ablate={ablate} is for language models; a summariser has no memory, because it "
+                "attends to the whole document for every token"
             )
         return SummaryEvaluator(config, dataset, split)
 
-    def figures(self, report: Mapping[str, Any]) -> dict[str, float]:
-        """Also the F1 of ROUGE, where summaries were written."""
-        rouge = {name: found["f1"] for name, found in report.get("rouge", {}).items()}
-        return super().figures(report) | rouge
+    def select_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
+        """Includes the F1 of each ROUGE score, if summaries were generated."""
+        rouge = {name: score["f1"] for name, score in report.get("rouge", {}).items()}
+        return super().select_metrics(report) | rouge
 
     def probe(
         self, config: Config
     ) -> Callable[[PyTree[Array], PyTree[Array]], Mapping[str, float]]:
-        """Leak and threshold of the accumulating neurons, layer by layer."""
+        """Returns a function to the leak and threshold of accumulating neurons, layer by layer."""
 
-        def found(params: PyTree[Array], carry: PyTree[Array]) -> Mapping[str, float]:
+        def learned_scalars(params: PyTree[Array], carry: PyTree[Array]) -> Mapping[str, float]:
             values = {}
             for path, leaf in jax.tree_util.tree_leaves_with_path(params["decoder"]):
                 *where, name = (str(part.key) for part in path)
@@ -177,15 +178,15 @@ class Summarization(Task):
                         values[f"probe/{where[0]}_{i}/{name}"] = float(np.mean(row))
             return values
 
-        return found
+        return learned_scalars
 
     def primary_metric(self, dataset: Dataset) -> Metric:
-        """Bits by token where the tokenizer loses a part of the summaries."""
+        """Returns bits per byte, or bits per token if tokens do not give back the text."""
         store = dataset.splits.get("validation") or dataset.split("train")
-        return BITS_PER_BYTE if keeps_text(store, dataset.tokenizer) else BITS_PER_TOKEN
+        return BITS_PER_BYTE if is_lossless(store, dataset.tokenizer) else BITS_PER_TOKEN
 
     def units_per_token(self, dataset: Dataset) -> float:
-        """Bytes of the summaries for each of their tokens, as they are scored."""
+        """Returns the mean number of summary bytes per scored token."""
         if self.primary_metric(dataset) == BITS_PER_TOKEN:
             return 1.0
         train = dataset.split("train")
@@ -198,11 +199,11 @@ class Summarization(Task):
         tokenizer: PairTokenizer,
         model_state: PyTree[Array] | None = None,
     ) -> SummaryWriter:
-        """Summaries of prompts."""
+        """Returns a generator of summaries of prompts."""
         return SummaryWriter(config, params, tokenizer)
 
     def next_steps(self, workdir: str) -> list[str]:
-        """With beams, and with one's own pairs."""
+        """Returns commands that evaluate with beams, and that train on the user's own pairs."""
         return [
             f"python -m brt.evaluate --workdir={workdir} --split=test "
             "--gin_bindings='Decoding.beams = 4'",
@@ -212,15 +213,15 @@ class Summarization(Task):
             "--workdir=runs/mine --gin_bindings=\"Pairs.train = 'mine.jsonl'\"",
         ]
 
-    def exported(
+    def export(
         self,
         source: Path,
         config: Config,
         params: PyTree[Array],
         tokenizer: Callable[[], PairTokenizer],
     ) -> Exported:
-        """As T5's or BART's form has it."""
-        decoding, own = config.decoding, tokenizer()
+        """Converts the model to the T5 or BART format of transformers."""
+        decoding, opened = config.decoding, tokenizer()
         generation = {
             "num_beams": decoding.beams,
             "length_penalty": decoding.length_penalty,
@@ -229,12 +230,12 @@ class Summarization(Task):
             "no_repeat_ngram_size": decoding.no_repeat_ngram,
         }
         described = Described(
-            config.seq2seq, config.cross_attention, special_tokens(own), generation, {}
+            config.seq2seq, config.cross_attention, special_tokens(opened), generation, {}
         )
 
         def copy(target: Path) -> list[str]:
-            name = NAMES[Path(own.name).suffix]
-            (target / name).write_bytes(own.content)
+            name = NAMES[Path(opened.name).suffix]
+            (target / name).write_bytes(opened.content)
             return [name]
 
         kind, notes = config.attention.kind, []
@@ -243,19 +244,19 @@ class Summarization(Task):
                 f"trained with Attention.kind = {kind!r}; transformers will encode by full "
                 "attention, and so does --verify"
             )
-        found = Pretrained(params, described)
-        return Exported(source, found, convert.form, copy, tuple(notes))
+        pretrained_model = Pretrained(params, described)
+        return Exported(source, pretrained_model, convert.form, copy, tuple(notes))
 
-    def converted(self, config: Config, where: Path) -> Weights:
-        """A T5 or BART that brt.convert wrote."""
-        found = pretrained.describe(where)
+    def load_converted(self, config: Config, where: Path) -> Weights:
+        """Loads a T5 or BART model that brt.convert wrote."""
+        described = pretrained.describe(where)
         return Weights(
-            str(where), found.model, None, None,
+            str(where), described.model, None, None,
             lambda: pretrained.load(where, config.cross_attention).params,
         )  # fmt: skip
 
     def with_weights(self, config: Config, weights: Weights, tokenizer: Tokenizer) -> Config:
-        """Nobody writes down the tokenizer of converted weights."""
+        """Returns the config; converted weights do not say which tokenizer they need."""
         return (
             config
             if weights.tokenizer is None

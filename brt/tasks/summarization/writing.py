@@ -1,4 +1,4 @@
-"""Summaries of documents that come one by one."""
+"""Generation of summaries for documents that users type or pass as files."""
 
 import dataclasses
 import sys
@@ -14,16 +14,16 @@ from brt.tasks.writers import WriteOptions, Writer
 
 
 class SummaryWriter(Writer):
-    """Each document is read anew: there is no memory that goes on."""
+    """Summarises each document independently, without state between documents."""
 
     def __init__(self, config: Config, params: PyTree[Array], tokenizer: PairTokenizer):
         self._config, self._params, self._tokenizer = config, params, tokenizer
-        self._made: dict[tuple[Decoding, Sampling | None], Summarizer] = {}
+        self._summarizers: dict[tuple[Decoding, Sampling | None], Summarizer] = {}
 
     def __call__(self, prompt: str, options: WriteOptions) -> Iterator[str]:
-        """A summary of the prompt: as Decoding says, or drawn as the options do.
+        """Yields a summary of the prompt, found as Decoding says or sampled as the options say.
 
-        It has at most `max_tokens` tokens, its end among them; of 0 it is empty.
+        The summary has at most `max_tokens` tokens including its end; 0 gives an empty summary.
         """
         config, count = self._config, options.max_tokens
         if count == 0:
@@ -32,7 +32,7 @@ class SummaryWriter(Writer):
         if options.beams:
             decoding = dataclasses.replace(decoding, beams=options.beams)
         if count is not None:
-            around = 1 + len(self._tokenizer.begin)  # Decoding.max_length counts the start, too
+            around = 1 + len(self._tokenizer.begin)  # Decoding.max_length includes the start.
             least = min(decoding.min_length, count)
             decoding = dataclasses.replace(decoding, max_length=count + around, min_length=least)
         (source,) = Encoder.of(config.pairs, self._tokenizer).sources([prompt])
@@ -46,8 +46,9 @@ class SummaryWriter(Writer):
         yield summarizer.summary(self._params, source.ids, seed=options.seed or 0)
 
     def _summarizer(self, decoding: Decoding, sampling: Sampling | None) -> Summarizer:
-        """What was compiled for these settings before."""
-        if (decoding, sampling) not in self._made:
+        """Returns the compiled summarizer for these settings."""
+        if (decoding, sampling) not in self._summarizers:
             config = dataclasses.replace(self._config, decoding=decoding)
-            self._made[decoding, sampling] = Summarizer(config, self._tokenizer, sampling)
-        return self._made[decoding, sampling]
+            summarizer = Summarizer(config, self._tokenizer, sampling)
+            self._summarizers[decoding, sampling] = summarizer
+        return self._summarizers[decoding, sampling]

@@ -1,4 +1,4 @@
-"""How often each label is taken for which: accuracy, F1, Matthews correlation."""
+"""Confusion matrices and the metrics computed from them: accuracy, F1, Matthews correlation."""
 
 import numpy as np
 from jaxtyping import Int
@@ -9,29 +9,29 @@ Confusion = Int[np.ndarray, "true guessed"]
 
 
 def confusion(true: Ids, guessed: Ids, labels: int) -> Confusion:
-    """int64 [labels, labels], how many rows of a label were given which one."""
+    """Counts predictions: int64 [labels, labels] with true labels as rows, predicted as columns."""
     table = np.zeros((labels, labels), np.int64)
     np.add.at(table, (np.asarray(true, int), np.asarray(guessed, int)), 1)
     return table
 
 
 def accuracy(table: Confusion) -> float:
-    """The share of rows that are given their own label; 0 of none."""
+    """Returns the share of rows whose label is predicted; 0 if there are no rows."""
     return float(np.trace(table) / max(table.sum(), 1))
 
 
 def f1(table: Confusion, label: int = 1) -> float:
-    """Of one label: 2 hits / (rows of it + guesses of it), 0 without either."""
+    """Returns the F1 score of one label; 0 if it neither occurs nor is predicted."""
     both = table[label].sum() + table[:, label].sum()
     return float(2 * table[label, label] / both) if both else 0.0
 
 
 def matthews(table: Confusion) -> float:
-    """Matthews' correlation, for more than two labels after Gorodkin (2004, eq. 8).
+    """Returns the Matthews correlation, generalised to several labels by Gorodkin (2004, eq. 8).
 
-    0 where all rows have one label, or are given one.
+    Returns 0 if all rows have the same label or get the same prediction.
     """
     true, guessed, total = table.sum(axis=1), table.sum(axis=0), int(table.sum())
     covariance = total * int(np.trace(table)) - int(true @ guessed)
-    spread = (total**2 - int(true @ true)) * (total**2 - int(guessed @ guessed))
-    return covariance / spread**0.5 if spread else 0.0
+    scale = (total**2 - int(true @ true)) * (total**2 - int(guessed @ guessed))
+    return covariance / scale**0.5 if scale else 0.0

@@ -1,4 +1,4 @@
-"""How closely numbers go with others, -1 to 1; 0 where one of the two does not vary."""
+"""Correlations of two series of numbers, from -1 to 1; 0 if one series is constant."""
 
 import numpy as np
 import scipy
@@ -8,12 +8,12 @@ Numbers = Float[np.ndarray, " N"]
 
 
 def pearson(x: Numbers, y: Numbers) -> float:
-    """Pearson's correlation."""
+    """Returns Pearson's correlation."""
     return float(scipy.stats.pearsonr(*_exact(x, y)).statistic) if _vary(x, y) else 0.0
 
 
 def spearman(x: Numbers, y: Numbers) -> float:
-    """Spearman's: that of ranks, which equal numbers share."""
+    """Returns Spearman's rank correlation; equal numbers share a rank."""
     return float(scipy.stats.spearmanr(x, y).statistic) if _vary(x, y) else 0.0
 
 

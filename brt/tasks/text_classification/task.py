@@ -1,4 +1,4 @@
-"""Sentences, or pairs of them, with a label or a number each."""
+"""The tasks of text classification and text regression, for sentences or pairs of sentences."""
 
 import dataclasses
 from pathlib import Path
@@ -12,20 +12,20 @@ from brt.config import Config, Encoder
 from brt.data.texts import tokenization
 from brt.data.texts.tokenization import TextTokenizer
 from brt.errors import ConfigError
-from brt.tasks.encoders import EncoderTask, next_of_encoder, own_rows, refuse_ablation
-from brt.tasks.protocol import Aux, Dataset, count_of
+from brt.tasks.encoders import EncoderTask, encoder_next_steps, own_data_binding, refuse_ablation
+from brt.tasks.interface import Aux, Dataset, count_scored
 from brt.tasks.report import SCORE, Metric
 from brt.tasks.text_classification.data import preparation
 from brt.tasks.text_classification.data.batches import SentenceReader
-from brt.tasks.text_classification.data.preparation import Preparation, SentenceCorpus
+from brt.tasks.text_classification.data.preparation import Preparation, SentenceDataset
 from brt.tasks.text_classification.evaluation import Classifier, Regressor, SentenceEvaluator
 from brt.types import TextBatch
 
-_DROPOUT, _ATTENTION = 0, 1  # what the key of a step is folded with
+_DROPOUT, _ATTENTION = 0, 1  # Folded into a step's key, one for each purpose.
 
 
 class TextClassification(EncoderTask):
-    """The label of a sentence."""
+    """Predicts the label of a sentence or of a pair of sentences."""
 
     name = "text_classification"
     head = "classification"
@@ -37,43 +37,44 @@ class TextClassification(EncoderTask):
         Metric("f1", "F1 %", ".2f", higher_is_better=True),
         Metric("matthews", "Matthews", ".4f", higher_is_better=True),
     )
-    columns = (SCORE,)
-    evaluators: ClassVar[type[SentenceEvaluator]] = Classifier
+    table_metrics = (SCORE,)
+    evaluator_class: ClassVar[type[SentenceEvaluator]] = Classifier
     numbers: ClassVar[bool] = False
 
     def check(self, config: Config) -> None:
-        """The length of sentences fits the model."""
+        """Requires that the encoder supports the length of the sentences."""
         self.check_encoder(config, ("Sentences.max_length", config.sentences.max_length))
 
-    def open(self, config: Config, *, progress: bool = True) -> SentenceCorpus:
-        """Sentences with their labels."""
+    def open(self, config: Config, *, progress: bool = True) -> SentenceDataset:
+        """Opens the sentences with their labels, and prepares them first if necessary."""
         return preparation.prepare(config.sentences, progress, numbers=self.numbers)
 
     def open_split(
         self, config: Config, split: str, tokenizer: TextTokenizer, *,
         known: Path | None = None, progress: bool = True,
-    ) -> SentenceCorpus:  # fmt: skip
-        """See the base class."""
+    ) -> SentenceDataset:  # fmt: skip
+        """Opens one split; see the base class."""
         return Preparation(config.sentences, progress, self.numbers).open_split(
             split, tokenizer, known
         )
 
     def load_tokenizer(self, file: Path) -> TextTokenizer:
-        """See the base class."""
+        """Returns the tokenizer saved in a run directory."""
         return tokenization.load(str(file), "Sentences.tokenizer")
 
-    def knows_sizes(self, config: Config) -> bool:
-        """How many labels there are the data say."""
+    def sizes_are_configured(self, config: Config) -> bool:
+        """Returns False, because the number of labels depends on the data."""
         return False
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """Also the labels, in the order of the classifier's."""
+        """Fills in the labels in the order of the classifier, in addition to what the base class
+        does."""
         config = super().resolve(config, dataset)
         labels, classes = dataset.split("train").labels, config.encoder.classes
         if classes not in (Encoder.classes, len(labels)) and not config.training.init_from:
             raise ConfigError(
                 f"Encoder.classes = {classes}, but Sentences.train has {len(labels)} labels, "
-                f"{', '.join(labels)}; leave it out"
+                f"{', '.join(labels)}; remove it"
             )
         return dataclasses.replace(
             config,
@@ -82,7 +83,7 @@ class TextClassification(EncoderTask):
         )
 
     def reader(self, config: Config, dataset: Dataset) -> SentenceReader:
-        """Rows in a new order every epoch."""
+        """Returns batches of rows in a new order every epoch."""
         section, t = config.sentences, config.training
         return SentenceReader(
             store=dataset.split("train"), batch_size=t.batch_size, buckets=section.buckets,
@@ -98,19 +99,19 @@ class TextClassification(EncoderTask):
         batch: TextBatch,
         key: Array,
     ) -> tuple[Float[Array, ""], Aux]:
-        """The summed cross-entropy of the labels, smoothed as Training.label_smoothing says."""
+        """Returns the summed cross-entropy of the labels, with Training.label_smoothing."""
         logits = self.predict(
             config, params, batch,
             dropout=jax.random.fold_in(key, _DROPOUT),
             attention=jax.random.fold_in(key, _ATTENTION),
         )  # fmt: skip
-        nats = jnp.sum(self.evaluators.nats(logits, batch))
-        aux = Aux(nats, count_of(batch.scored), carry, model_state, {})
+        nats = jnp.sum(self.evaluator_class.nats(logits, batch))
+        aux = Aux(nats, count_scored(batch.scored), carry, model_state, {})
         share = config.training.label_smoothing
         if not share:
             return nats, aux
-        of_all = -jnp.mean(jax.nn.log_softmax(logits), axis=-1)
-        smoothed = jnp.sum(jnp.where(batch.scored[:, 0], of_all, 0.0))
+        uniform_nats = -jnp.mean(jax.nn.log_softmax(logits), axis=-1)
+        smoothed = jnp.sum(jnp.where(batch.scored[:, 0], uniform_nats, 0.0))
         return (1 - share) * nats + share * smoothed, aux
 
     def evaluator(
@@ -121,26 +122,26 @@ class TextClassification(EncoderTask):
         *,
         trained: Config | None = None,
         ablate: str | None = None,
-        beside: bool = False,
+        compare_exact: bool = False,
     ) -> SentenceEvaluator:
-        """Labels, and how sure the model is of them."""
+        """Returns an evaluator of the predicted labels and their probabilities."""
         refuse_ablation(ablate)
-        return self.evaluators(self, config, dataset, split, trained, beside)
+        return self.evaluator_class(self, config, dataset, split, trained, compare_exact)
 
     def next_steps(self, workdir: str) -> list[str]:
-        """With one's own sentences."""
+        """Returns commands that evaluate, and that train on the user's own sentences."""
         column = "score" if self.numbers else "label"
         task = f"--gin_bindings=\"Training.task = '{self.name}'\" " if self.numbers else ""
         return [
-            *next_of_encoder(workdir),
+            *encoder_next_steps(workdir),
             f'with your own sentences, a line of {{"sentence": ..., "{column}": ...}} each:',
             "python -m brt.train --gin_file=configs/runs/classification_quickstart.gin "
-            f"{task}--workdir=runs/mine {own_rows('Sentences', 'jsonl')}",
+            f"{task}--workdir=runs/mine {own_data_binding('Sentences', 'jsonl')}",
         ]
 
 
 class TextRegression(TextClassification):
-    """The number of a sentence: the mean of a normal distribution of variance 1."""
+    """Predicts a number for a sentence, the mean of a normal distribution of variance 1."""
 
     name = "text_regression"
     metrics = (
@@ -149,15 +150,15 @@ class TextRegression(TextClassification):
         Metric("spearman", "Spearman %", ".2f", higher_is_better=True),
         Metric("root_mean_square_error", "root mean square error", ".3f"),
     )
-    evaluators = Regressor
+    evaluator_class = Regressor
     numbers = True
 
     def check(self, config: Config) -> None:
-        """Nothing that only classes have."""
+        """Rejects settings that only apply to classes."""
         smoothing, labels = config.training.label_smoothing, config.sentences.labels
         if smoothing:
             raise ConfigError(
-                f"Training.label_smoothing = {smoothing} means nothing to regression; leave it out"
+                f"Training.label_smoothing = {smoothing} has no effect on regression; remove it"
             )
         if labels:
             raise ConfigError(
@@ -166,6 +167,6 @@ class TextRegression(TextClassification):
         super().check(config)
 
     def resolve(self, config: Config, dataset: Dataset) -> Config:
-        """A number is the logit of one class."""
+        """Sets Encoder.classes to 1, because the predicted number is the only logit."""
         config = EncoderTask.resolve(self, config, dataset)
         return dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, classes=1))

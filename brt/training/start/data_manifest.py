@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from brt import untrusted
 from brt.errors import CheckpointError, DataError
 from brt.formatting import counted
-from brt.tasks.protocol import Dataset, Task
+from brt.tasks.interface import Dataset, Task
 from brt.tasks.weights import Tokenizer
 from brt.training import workdir as workdirs
 from brt.training.workdir import Workdir

@@ -15,7 +15,7 @@ from brt.config import Config
 from brt.config_io import config_from_json, to_read_with
 from brt.distributed import mesh as meshes
 from brt.errors import ConfigError, DataError
-from brt.tasks.protocol import Dataset
+from brt.tasks.interface import Dataset
 from brt.tasks.weights import Tokenizer
 from brt.training import compilation
 from brt.training.sharding import parameter_shardings
@@ -92,7 +92,7 @@ def load(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> Sa
     shapes = jax.eval_shape(
         lambda: {
             "params": nn.meta.unbox(initial_params(config)),
-            "model_state": tasks.of(config).initial_model_state(config),
+            "model_state": tasks.from_config(config).initial_model_state(config),
         }
     )
     mesh = _mesh(config)
@@ -112,7 +112,7 @@ def load(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> Sa
 
 def _mesh(config: Config) -> jax.sharding.Mesh | None:
     """Returns the run's mesh fitted to this machine; None if that is a single device."""
-    shared = tasks.of(config).shared(config)
+    shared = tasks.from_config(config).sharded_sizes(config)
     mesh = meshes.build(meshes.fitting(config.mesh, shared), {})
     return mesh if mesh.size > 1 else None
 
@@ -133,7 +133,7 @@ def _shardings(
 
 def tokenizer(model: SavedModel) -> Tokenizer:
     """Reads the run's tokenizer from its workdir; raises as `data_manifest.read_tokenizer`."""
-    task = tasks.of(model.config)
+    task = tasks.from_config(model.config)
     return data_manifest.read_tokenizer(model.workdir, task, model.meta["tokenizer"])
 
 
@@ -146,7 +146,7 @@ def open_split(model: SavedModel, split: str) -> Dataset:
       DataError: the split does not exist or cannot be read; or it was held out of training data
         that have changed since, so that it is not the same split any more.
     """
-    config, task = model.config, tasks.of(model.config)
+    config, task = model.config, tasks.from_config(model.config)
     configs = config_from_json(model.meta["config"]), config
     trained, requested = (getattr(to_read_with(c), task.data) for c in configs)
     name = getattr(requested, "tokenizer", "")  # the config of speech has none

@@ -23,11 +23,11 @@ def find_weights(config: Config) -> Weights | None:
     Raises:
       CheckpointError: there are no weights at that place, or they are of another kind of model.
     """
-    where, task = config.training.init_from, tasks.of(config)
+    where, task = config.training.init_from, tasks.from_config(config)
     if not where:
         return None
     if not reader.present(Workdir(Path(where)).checkpoints):
-        return task.converted(config, Path(where))
+        return task.load_converted(config, Path(where))
     workdir, checkpoint, source_config = saved_model.load_config(Path(where))
     model = functools.cache(lambda: saved_model.load(workdir, checkpoint, source_config))
     weights = weights_of_run(where, config, source_config, checkpoint.meta["tokenizer"])
@@ -48,7 +48,7 @@ def weights_of_run(where: str, config: Config, source_config: Config, tokenizer:
     Raises:
       CheckpointError: the run trained another kind of model.
     """
-    task, source_task = tasks.of(config), tasks.of(source_config)
+    task, source_task = tasks.from_config(config), tasks.from_config(source_config)
     if source_task.model != task.model:
         raise CheckpointError(
             f"{where} is the run of another model: it trained {source_task.name}, and {task.name} "
@@ -71,7 +71,7 @@ def with_model(config: Config, weights: Weights) -> Config:
     Raises:
       ConfigError: the config contradicts the weights, or the weights are of another task.
     """
-    task = tasks.of(config)
+    task = tasks.from_config(config)
     task.check_weights(weights)
     section = task.model
     model = _merged(getattr(config, section), weights.model, weights.where)

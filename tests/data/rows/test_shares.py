@@ -77,13 +77,13 @@ def test_rows_are_split_once_and_for_all(
     make: Callable[[Path, range], Config], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     config = make(tmp_path, range(40))
-    dataset = tasks.of(config).open(config)
+    dataset = tasks.from_config(config).open(config)
     found, each = ids(dataset), 2 if make is questions else 1
     assert {s: len(own) for s, own in found.items()} == {
         "train": 36 * each, "validation": 2 * each, "test": 2 * each,
     }  # fmt: skip
     assert len(set.union(*found.values())) == 40 * each
-    section = type(getattr(config, tasks.of(config).data)).__name__
+    section = type(getattr(config, tasks.from_config(config).data)).__name__
     said = f"5% of the rows of {section}.train"
     assert f"prepared test ({said}):" in capsys.readouterr().err
     assert dataset.described()["validation"]["held_out"] == said
@@ -92,7 +92,7 @@ def test_rows_are_split_once_and_for_all(
         assert all({i[:-1] + x for i in own for x in "ab"} == own for own in found.values())
     if make is not speech:  # one row more moves few others
         config = make(tmp_path, range(41))
-        more = ids(tasks.of(config).open(config, progress=False))
+        more = ids(tasks.from_config(config).open(config, progress=False))
         assert len(found["train"] - more["train"]) <= each
 
 
@@ -101,7 +101,7 @@ def test_one_split_is_read_by_the_tokenizer_of_the_run(
     make: Callable[[Path, range], Config], tmp_path: Path
 ) -> None:
     config = make(tmp_path, range(40))
-    task = tasks.of(config)
+    task = tasks.from_config(config)
     dataset = task.open(config, progress=False)
     name, content = dataset.tokenizer.file
     (tmp_path / name).write_bytes(content)

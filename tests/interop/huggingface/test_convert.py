@@ -109,7 +109,7 @@ def test_what_transformers_computes_otherwise_is_said(read: Callable, tmp_path: 
             training=Training(task="summarization"),
             attention=Attention(kind=kind, clusters=4),
         )
-        exported = tasks.of(config).exported(
+        exported = tasks.from_config(config).export(
             tmp_path, config, read("bart")[0].params, lambda: tokenizer
         )
         assert [note[:36] for note in exported.notes] == said

@@ -56,7 +56,7 @@ def export(random_params: Callable, tmp_path: Path) -> Callable[..., SimpleNames
     def write(changes: dict[str, Any], **flags: Any) -> SimpleNamespace:
         model, flags = dataclasses.replace(MODEL, **changes), {"verified": False, **flags}
         params, target = random_params(model), tmp_path / "theirs"
-        own = LanguageModeling().exported(
+        own = LanguageModeling().export(
             tmp_path / "run", Config(model=model), params, tokenizers.ByteTokenizer
         )
         lines = list(convert.to_hf(own, target, **flags))

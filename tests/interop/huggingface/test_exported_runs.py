@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> Callable[..., Path]:
             training=training, encoder=model, attention=attention or Attention(), data=data
         )
         rng = np.random.default_rng(0)
-        network = encoder.EncoderWithHead(model, task=tasks.named(objective).head)
+        network = encoder.EncoderWithHead(model, task=tasks.by_name(objective).head)
         shapes = jax.eval_shape(lambda: nn.meta.unbox(encoder.init(network, jax.random.key(0))))
         params = jax.tree.map(
             lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), shapes

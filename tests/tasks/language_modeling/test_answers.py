@@ -17,7 +17,7 @@ from brt.data.tokenizers import ByteTokenizer
 from brt.ops.cross_entropy import token_scores
 from brt.tasks import TASKS
 from brt.tasks.language_modeling import answers, evaluation
-from brt.tasks.language_modeling.answers import Read, Span
+from brt.tasks.language_modeling.answers import AnswerSpan, ScoredAnswer
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
 from brt.tasks.language_modeling.scoring import TextScorer
 
@@ -32,7 +32,7 @@ TEXTS = {  # uneven, of two tasks, and one that asks for nothing
     "novel.txt": "It was late.",
     "memory:recall/test/9?length=3#1": "a=123;b=456;..b>456<a>123<..",
 }
-SPANS = {0: [Span(9, 12, 5, 3)], 2: [Span(16, 19, 5, 3), Span(22, 25, 17, 3)]}
+SPANS = {0: [AnswerSpan(9, 12, 5, 3)], 2: [AnswerSpan(16, 19, 5, 3), AnswerSpan(22, 25, 17, 3)]}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def config(segment_length: int = 8, batch_size: int = 2, **training: Any) -> Con
 
 
 def test_answers_stand_where_their_tokens_are(dataset: Dataset) -> None:
-    assert answers.spans(dataset.split("test"), dataset.tokenizer) == SPANS
+    assert answers.answer_spans(dataset.split("test"), dataset.tokenizer) == SPANS
 
 
 class Pairs(ByteTokenizer):
@@ -75,7 +75,7 @@ def test_answers_take_whole_tokens(tmp_path: Path) -> None:
     """=a bc ;. .. >a bc <"""
     documents = [Document("memory:copy/test/1?length=3#0", iter([Pairs.text]))]
     store = token_store.write(tmp_path / "test", documents, Pairs())
-    assert answers.spans(store, Pairs()) == {0: [Span(4, 6, 2, 3)]}
+    assert answers.answer_spans(store, Pairs()) == {0: [AnswerSpan(4, 6, 2, 3)]}
 
 
 @pytest.mark.slow_cases("*1-4*", "*3-16*")
@@ -85,7 +85,7 @@ def test_answers_cost_what_their_tokens_cost(
 ) -> None:
     """However the documents lie in lanes: side by side or behind each other, cut and padded."""
     c = config(segment_length, batch_size)
-    found = DocumentEvaluator(c, dataset, "test")(params).figures
+    found = DocumentEvaluator(c, dataset, "test")(params).metrics
     score = TextScorer(c, bos_id=0)
     store = dataset.split("test")
     nats = {d: score(params, np.asarray(store.document(d), np.int32)) for d in range(3)}
@@ -105,7 +105,7 @@ def test_answers_cost_what_their_tokens_cost(
 
 
 def test_an_answer_is_exact_where_every_token_is() -> None:
-    tally = answers.Tally(SPANS)
+    tally = answers.AnswerScores(SPANS)
     right = {d: np.ones(n, bool) for d, n in ((0, 16), (2, 28))}
     right[2][17] = 0  # within the first answer of the third document
     right[2][20] = right[0][12] = right[0][8] = 0  # beside answers
@@ -121,8 +121,8 @@ def test_an_answer_is_exact_where_every_token_is() -> None:
         ]
         tally.add(document, *(np.concatenate(part).reshape(2, 2 * WINDOW) for part in parts))
     assert tally.answers() == [
-        Read(5, 3, 9 + 10 + 11, True), Read(5, 3, 16 + 17 + 18, False),
-        Read(17, 3, 22 + 23 + 24, True),
+        ScoredAnswer(5, 3, 9 + 10 + 11, True), ScoredAnswer(5, 3, 16 + 17 + 18, False),
+        ScoredAnswer(17, 3, 22 + 23 + 24, True),
     ]  # fmt: skip
     assert tally.answers(19) == tally.answers()[:2], "of documents that were read in part"
     assert tally.answers(11) == []
@@ -130,8 +130,8 @@ def test_an_answer_is_exact_where_every_token_is() -> None:
 
 def test_rows_are_windows_by_powers_of_two() -> None:
     distances = (0, 4, 5, 8, 9, 16, 17, 33)
-    read = [Read(d, 2, math.log(2) * 4, d < 9) for d in distances]
-    found = answers.figures(read, 4, bits=100.0, size=50)
+    read = [ScoredAnswer(d, 2, math.log(2) * 4, d < 9) for d in distances]
+    found = answers.answer_metrics(read, 4, bits=100.0, size=50)
     rows = {row["windows"]: row for row in found["answers"]}
     assert {w: row["answers_read"] for w, row in rows.items()} == {1: 2, 2: 2, 4: 2, 8: 1, 16: 1}
     assert [row["answers_exact"] for row in rows.values()] == [100, 100, 0, 0, 0]
@@ -153,8 +153,8 @@ def test_guesses_are_the_likeliest_tokens() -> None:
 def test_a_report_has_a_table_a_picture_and_figures_to_log(
     dataset: Dataset, params: Any, tmp_path: Path
 ) -> None:
-    reading = DocumentEvaluator(config(), dataset, "test", ablate="state")(params)
-    lines = evaluation.text(reading.figures).splitlines()
+    result = DocumentEvaluator(config(), dataset, "test", ablate="state")(params)
+    lines = evaluation.text(result.metrics).splitlines()
     (place,) = [i for i, line in enumerate(lines) if line.startswith("answers, by distance")]
     assert (
         lines[place].split()[3:]
@@ -164,10 +164,10 @@ def test_a_report_has_a_table_a_picture_and_figures_to_log(
     )
     labels = [line[:22].strip() for line in lines[place + 1 : place + 5]]
     assert labels == ["up to 2 windows", "up to 8 windows", "all", "the rest of the text"]
-    assert reading.summary.count("% of the answers") == 1
-    logged = TASK.figures(reading.figures)
+    assert result.summary.count("% of the answers") == 1
+    logged = TASK.select_metrics(result.metrics)
     assert {"answers_exact", "answer_bits_per_byte", "bits_per_byte"} <= logged.keys()
-    assert reading.draw and reading.draw().startswith(b"\x89PNG")
+    assert result.draw and result.draw().startswith(b"\x89PNG")
     plain = DocumentEvaluator(config(plots=False), dataset, "test")
     assert plain(params).draw is None
 
@@ -179,9 +179,9 @@ def test_documents_that_ask_for_nothing_are_read_as_ever(
     store = token_store.write(tmp_path / "test", novel, ByteTokenizer())
     alone = DocumentEvaluator(config(), dataset._replace(splits={"test": store}), "test")(params)
     beside = DocumentEvaluator(config(), dataset, "test")(params)
-    assert "answers" not in alone.figures and alone.draw is None and "answers" not in alone.text
+    assert "answers" not in alone.metrics and alone.draw is None and "answers" not in alone.text
     bits = beside.rows["documents"][1]["bits"]
-    assert alone.figures["bits"] == pytest.approx(bits, rel=1e-6)
+    assert alone.metrics["bits"] == pytest.approx(bits, rel=1e-6)
 
 
 def test_gradients_that_end_before_the_answer_are_warned_of(
@@ -192,5 +192,5 @@ def test_gradients_that_end_before_the_answer_are_warned_of(
         c = Config(data=data, model=MODEL, training=Training(batch_size=1, segment_length=length))
         TASK.open(c)
         said = capsys.readouterr().err
-        assert ("told 39 bytes before" in said) == warned
+        assert ("for facts from 39 bytes before" in said) == warned
         assert ("Training.segment_length = 8" in said) == warned

@@ -20,8 +20,8 @@ from brt.tasks.language_modeling import evaluation
 from brt.tasks.language_modeling.evaluation import (
     DocumentEvaluator,
     DocumentScore,
-    Result,
-    figures,
+    SplitScores,
+    text_metrics,
     xz_bits_per_byte,
 )
 from brt.tasks.language_modeling.forward import block_nats
@@ -98,7 +98,7 @@ def token_nats(params: Any, store: token_store.TokenStore) -> Callable[..., list
     return nats
 
 
-def document_nats(result: Result) -> np.ndarray:
+def document_nats(result: SplitScores) -> np.ndarray:
     return np.array([score.nats for score in result.documents])
 
 
@@ -170,8 +170,8 @@ def test_all_segments_of_both_readings_take_one_program(
 
     monkeypatch.setattr(evaluation, "block_nats", counted)
     placed = jax.device_put(params, jax.devices()[0])  # as parameters of a checkpoint are
-    reading = evaluator(dataset, 2, 8, ablate="state")(placed)
-    assert reading.figures["ablation"]["bits"] != reading.figures["bits"]
+    result = evaluator(dataset, 2, 8, ablate="state")(placed)
+    assert result.metrics["ablation"]["bits"] != result.metrics["bits"]
     assert len(traces) == 1
 
 
@@ -185,13 +185,13 @@ def test_a_reading_can_be_stopped(
 
 def test_figures_are_the_same_nats_over_different_counts() -> None:
     score = DocumentScore("a", tokens=4, bytes=8, characters=6, words=2, nats=8 * math.log(2))
-    values = figures(*score[1:])
+    values = text_metrics(*score[1:])
     assert values["bits"] == pytest.approx(8)
     names = ("bits_per_token", "bits_per_byte", "bits_per_character", "word_perplexity")
     assert [values[name] for name in names] == pytest.approx([2, 1, 8 / 6, 16])
-    no_words = Result(protocol={}, documents=[score._replace(words=0)], tokens_per_second=2.0)
+    no_words = SplitScores(protocol={}, documents=[score._replace(words=0)], tokens_per_second=2.0)
     assert no_words.totals["word_perplexity"] is None and no_words.totals["tokens_per_second"] == 2
-    assert figures(1, 1, 1, 1, 1e4)["word_perplexity"] is None
+    assert text_metrics(1, 1, 1, 1, 1e4)["word_perplexity"] is None
 
 
 def test_xz_compresses_each_document_on_its_own(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from brt.config_io import config_json
 from brt.data.tokenizers import ByteTokenizer
 from brt.errors import CheckpointError, ConfigError
 from brt.layers.stack import new_model_state
-from brt.tasks.weights import Started
+from brt.tasks.weights import WarmStart
 from brt.training import run as runs
 from brt.training.start import warm_start
 from brt.training.start.saved_model import load, load_config
@@ -41,9 +41,9 @@ def ready(asked: Config) -> Model:
     return warm_start.with_model(asked, warm_start.find_weights(asked)).model
 
 
-def start(where: Path, model: Model, initial: Any) -> Started:
+def start(where: Path, model: Model, initial: Any) -> WarmStart:
     asked = dataclasses.replace(config(where), model=model)
-    return tasks.of(asked).start(asked, warm_start.find_weights(asked), initial)
+    return tasks.from_config(asked).start(asked, warm_start.find_weights(asked), initial)
 
 
 def drawn(model: Model, seed: int) -> Any:
@@ -85,7 +85,7 @@ def test_the_same_model_is_the_same_and_defaults_are_the_runs(recurrent: Path) -
     found = ready(config(recurrent, dropout=0.3))
     assert found == dataclasses.replace(MODEL, dropout=0.3, dtype="auto")
     started = start(recurrent, MODEL, drawn(MODEL, seed=2))
-    assert not started.lacking and not started.unread
+    assert not started.missing and not started.unused
     jax.tree.map(np.testing.assert_array_equal, started.params, drawn(MODEL, seed=1))
 
 
@@ -104,10 +104,10 @@ def test_layers_keep_what_they_know_when_their_neighbours_become_others(tmp_path
         for name, array in arrays.items():
             source = old[layer] if name in old[layer] else fresh
             np.testing.assert_array_equal(array, source[name], err_msg=f"{layer} {name}")
-    assert sorted(started.lacking) == [
+    assert sorted(started.missing) == [
         "layer 1: centroids", "layer 1: deviations", "layer 2: memory_gate",
     ]  # fmt: skip
-    assert started.unread == ["layer 2: tokens/relative_bias"]
+    assert started.unused == ["layer 2: tokens/relative_bias"]
     np.testing.assert_array_equal(started.params["embedding"], drawn(plain, seed=1)["embedding"])
 
 
@@ -142,7 +142,7 @@ def test_what_was_learned_without_gradients_comes_bit_by_bit(tmp_path: Path) -> 
     jax.tree.map(np.testing.assert_array_equal, found.model_state, learnt)
     asked = dataclasses.replace(saved, training=config(tmp_path).training)
     weights, new = warm_start.find_weights(asked), new_model_state(model)
-    started = tasks.of(asked).start_model_state(asked, weights, new)
+    started = tasks.from_config(asked).start_model_state(asked, weights, new)
     jax.tree.map(np.testing.assert_array_equal, started, learnt)
 
 
@@ -164,4 +164,6 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     where = write(tmp_path, MODEL, tokenizer="0" * 64)
     with pytest.raises(ConfigError, match="know another tokenizer than bytes .000000000000, not"):
         asked = config(where)
-        tasks.of(asked).with_weights(asked, warm_start.find_weights(asked), ByteTokenizer())
+        tasks.from_config(asked).with_weights(
+            asked, warm_start.find_weights(asked), ByteTokenizer()
+        )

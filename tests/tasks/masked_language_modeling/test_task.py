@@ -20,7 +20,7 @@ from brt.data.tokenizers import ByteTokenizer
 from brt.errors import ConfigError
 from brt.models import encoder, seq2seq
 from brt.tasks.masked_language_modeling.evaluation import token_entropy
-from brt.tasks.masked_language_modeling.forward import masked
+from brt.tasks.masked_language_modeling.forward import mask_batch
 from brt.types import Batch
 
 LENGTH = 20
@@ -40,7 +40,7 @@ CONFIG = Config(
     attention=Attention(kind="clustered", clusters=4),
     evaluation=Evaluation(batch_size=2),
 )
-TASK = tasks.of(CONFIG)
+TASK = tasks.from_config(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_the_loss_is_of_the_masked_tokens_alone(kind: str, params: Any) -> None:
     assert all(np.any(leaf) and np.isfinite(leaf).all() for leaf in leaves)
 
     masks, attention = (jax.random.fold_in(key, purpose) for purpose in (0, 1))
-    tokens = masked(config, batch(), jax.random.split(masks, 3))
+    tokens = mask_batch(config, batch(), jax.random.split(masks, 3))
     network = TASK.network(config)
     vectors = jax.jit(network.apply)({"params": params}, tokens.inputs, batch().scored, attention)
     logits = np.asarray(seq2seq.logits(encoder.readout(params), vectors), np.float64)
@@ -110,12 +110,12 @@ def test_evaluation_does_not_depend_on_how_it_is_batched(params: Any, texts: Dat
     rows = one.rows["documents"]
     for row, same in zip(rows, three.rows["documents"], strict=True):
         assert row == {**same, "bits": pytest.approx(same["bits"], rel=1e-5)}
-    figures = one.figures
-    assert figures["accuracy"] == three.figures["accuracy"]
-    assert figures["masked_tokens"] == sum(row["masked_tokens"] for row in rows) > 8
-    assert abs(figures["bits_per_masked_token"] - math.log2(257)) < 1
+    metrics = one.metrics
+    assert metrics["accuracy"] == three.metrics["accuracy"]
+    assert metrics["masked_tokens"] == sum(row["masked_tokens"] for row in rows) > 8
+    assert abs(metrics["bits_per_masked_token"] - math.log2(257)) < 1
     begun = alone(params, whole=False)
-    assert 0 < begun.figures["masked_tokens"] < figures["masked_tokens"]
+    assert 0 < begun.metrics["masked_tokens"] < metrics["masked_tokens"]
     assert alone(params, stop=lambda: True) is None
     assert alone.sample(params, 0, stop=lambda: True) is None
     # What is in brackets was masked: the guess and, where that is wrong, the token.

@@ -11,7 +11,7 @@ from brt.config import Attention, Config, Encoder, Evaluation, Speech, Training
 from brt.errors import DataError, NonFiniteError
 from brt.generation import ctc
 from brt.ops.ctc import ctc_nats
-from brt.tasks.encoders import exact
+from brt.tasks.encoders import with_exact_attention
 from brt.tasks.speech_recognition.data import preparation
 from brt.tasks.speech_recognition.error_rate import Errors, errors
 from brt.training.state import initial_params
@@ -47,18 +47,18 @@ def params(config):
 
 
 @pytest.fixture(scope="module")
-def reading(dataset, config, params):
+def result(dataset, config, params):
     seen = []
-    evaluator = tasks.of(config).evaluator(config, dataset, "train")
+    evaluator = tasks.from_config(config).evaluator(config, dataset, "train")
     found = evaluator(params, progress=seen.append)
     assert seen == [3, 2] and evaluator.total == 5
     return found
 
 
-def test_transcripts_are_those_of_each_utterance_alone(dataset, config, params, reading):
-    store, alone = dataset.split("train"), jax.jit(tasks.of(config).network(config).apply)
+def test_transcripts_are_those_of_each_utterance_alone(dataset, config, params, result):
+    store, alone = dataset.split("train"), jax.jit(tasks.from_config(config).network(config).apply)
     for row in (int(store.lengths.argmin()), int(store.lengths.argmax())):
-        transcript = reading.rows["predictions"][row]
+        transcript = result.rows["predictions"][row]
         features = jnp.asarray(store.features(row))[None]
         there = jnp.ones(features.shape[:2], bool)
         logits = alone({"params": params}, features, there, jax.random.key(7))
@@ -76,9 +76,9 @@ def test_transcripts_are_those_of_each_utterance_alone(dataset, config, params, 
         assert transcript["word_errors"] == errors(said.split(), heard.split())._asdict()
 
 
-def test_figures_are_sums_over_all(dataset, reading):
-    store, found = dataset.split("train"), reading.figures
-    rows = reading.rows["predictions"]
+def test_figures_are_sums_over_all(dataset, result):
+    store, found = dataset.split("train"), result.metrics
+    rows = result.rows["predictions"]
     count = sum(Errors(**t["token_errors"]).count for t in rows)
     tokens = sum(len(text) for text in store.transcripts)
     assert found["token_error_rate"] == pytest.approx(100 * count / tokens)
@@ -91,8 +91,8 @@ def test_figures_are_sums_over_all(dataset, reading):
     assert found["seconds"] > 0
 
 
-def test_one_utterance_is_enough_and_a_stop_is_heeded(dataset, config, params, reading):
-    evaluator, first = tasks.of(config).evaluator(config, dataset, "train"), reading.rows
+def test_one_utterance_is_enough_and_a_stop_is_heeded(dataset, config, params, result):
+    evaluator, first = tasks.from_config(config).evaluator(config, dataset, "train"), result.rows
     heard = first["predictions"][0]["hypothesis"]
     assert f"heard: {heard}\n" in evaluator.sample(params, 0)
     assert evaluator(params, stop=lambda: True) is None
@@ -108,7 +108,7 @@ def test_what_an_attention_is_compared_with(config):
     expected |= dict.fromkeys(approximate, "full")
     for kind, other in expected.items():
         own = dataclasses.replace(config, attention=Attention(kind=kind))
-        found = exact(own)
+        found = with_exact_attention(own)
         assert (found and found.attention.kind) == other
 
 
@@ -116,4 +116,4 @@ def test_frames_of_another_width_are_refused(dataset, config):
     encoder = dataclasses.replace(config.encoder, features=13)
     wrong = dataclasses.replace(config, encoder=encoder)
     with pytest.raises(DataError, match=r"Speech.train = \('generated.*have 20 .*model reads 13"):
-        tasks.of(wrong).evaluator(wrong, dataset, "train")
+        tasks.from_config(wrong).evaluator(wrong, dataset, "train")

@@ -68,7 +68,7 @@ def test_numbers_that_no_utterance_reaches_are_refused(config):
 @pytest.mark.parametrize(
     ("section", "values", "message"),
     [
-        ("training", {"label_smoothing": 0.1}, "Training.label_smoothing = 0.1 means nothing to C"),
+        ("training", {"label_smoothing": 0.1}, "Training.label_smoothing = 0.1 has no effect on C"),
         ("speech", {"train": ()}, "Speech.train names no source"),
         ("speech", {"buckets": (80, 40)}, r"Speech.buckets = \(80, 40\) must ascend"),
         ("speech", {"stride": 0}, "Speech.stride = 0 must be above 0"),

@@ -4,7 +4,7 @@ import pytest
 
 from brt.errors import DataError
 from brt.tasks.summarization import scores
-from brt.tasks.summarization.rouge import protocol
+from brt.tasks.summarization.rouge import get_protocol
 from brt.tasks.summarization.scores import ScoredSummaries, Summary
 
 ROWS = [
@@ -17,12 +17,12 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def scored() -> ScoredSummaries:
-    return scores.score(ROWS, protocol("hf"))
+    return scores.score(ROWS, get_protocol("hf"))
 
 
 def test_the_report_has_scores_with_their_protocol(scored: ScoredSummaries) -> None:
     report = scored.report
-    expected = [protocol("hf").score(row.reference, row.prediction) for row in ROWS]
+    expected = [get_protocol("hf").score(row.reference, row.prediction) for row in ROWS]
     assert scored.scores == expected and scored.summaries == ROWS
     assert list(report["rouge"]) == ["rouge1", "rouge2", "rougeL", "rougeLsum"]
     for name, found in report["rouge"].items():
@@ -31,7 +31,7 @@ def test_the_report_has_scores_with_their_protocol(scored: ScoredSummaries) -> N
         assert found["low"] <= found["f1"] <= found["high"]
     assert report["rouge"]["rouge1"]["f1"] == pytest.approx(100 / 3 / 4)  # "cat", in one
     assert report["protocol"]["name"] == "hf"
-    assert report["protocol"]["rouge"] == protocol("hf").text
+    assert report["protocol"]["rouge"] == get_protocol("hf").text
     assert "seed 0" in report["protocol"]["aggregation"]
 
 
@@ -63,7 +63,7 @@ def test_people_read_scores_beside_their_protocol_and_three_summaries(
 ) -> None:
     text = scores.text(scored)
     lines = text.split("\n")
-    assert lines[0] == f"4 documents; {protocol('hf').text};"
+    assert lines[0] == f"4 documents; {get_protocol('hf').text};"
     f1 = scored.report["rouge"]["rouge1"]["f1"]
     assert lines[3].startswith(f"rouge1    (hf)  F1 {f1:6.2f}  [")
     assert "2 were cut (50.0 %), 49.8 % of all tokens were not read" in text
@@ -81,14 +81,14 @@ def test_people_read_scores_beside_their_protocol_and_three_summaries(
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_few_summaries_are_shown_once_each(count: int) -> None:
-    text = scores.text(scores.score(ROWS[:count], protocol("t5")))
+    text = scores.text(scores.score(ROWS[:count], get_protocol("t5")))
     assert text.count(": rouge1") == count and "(hf)" not in text
 
 
 def test_empty_predictions_and_no_rows() -> None:
-    scored = scores.score([ROWS[1]], protocol("t5"))
+    scored = scores.score([ROWS[1]], get_protocol("t5"))
     assert scored.report["copied_bigrams"] is None
     assert "no word pairs are in the source" in scores.text(scored)
     assert "| (nothing)" in scores.text(scored)
     with pytest.raises(DataError, match="no summaries to score"):
-        scores.score([], protocol("hf"))
+        scores.score([], get_protocol("hf"))

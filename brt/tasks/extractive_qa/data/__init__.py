@@ -1,1 +1,1 @@
-"""Questions about texts that hold their answers: from files to batches of windows."""
+"""Data of extractive question answering: from files to batches of windows."""

@@ -1,4 +1,4 @@
-"""Batches of windows; `targets` of a batch is where the answer starts and ends."""
+"""Batches of windows. The targets of a batch are the positions of the answers' starts and ends."""
 
 from brt.data.texts.batches import TextReader as QuestionReader
 

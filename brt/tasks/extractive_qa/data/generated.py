@@ -1,8 +1,8 @@
-"""Questions that are made up: enough to learn from, and the same on every machine.
+"""Generated questions for tests and examples, which are the same on every machine.
 
-A context is five to eight facts, as "banana is gofuna rilo .", with words of a fixed lexicon
-between them; a question is "what is banana ?". The answer is the key's value, one or two words
-long. Other facts hold other keys, so where the question's key stands decides.
+A context is five to eight facts such as "banana is gofuna rilo .", separated by words of a fixed
+lexicon. A question is "what is banana ?", and its answer is the value of this key, one or two
+words long. The other facts have other keys, so a model has to find the key of the question.
 """
 
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from brt.data import generated
 from brt.tasks.extractive_qa.data.squad import Answer, Question
 
-VERSION = 1  # other texts are another version
+VERSION = 1  # Must change if the generated text changes.
 KEYS, VALUES, FILLERS = 24, 36, 36
 
 
 def questions(source: str) -> Iterator[Question]:
-    """The questions; a name always gives the same, and another name others."""
+    """Yields generated questions. The same name always gives the same ones, another name others."""
     name, count = generated.parse(source)
     lexicon = generated.words(f"questions {VERSION}", KEYS + VALUES + FILLERS)
     keys, values, fillers = lexicon[:KEYS], lexicon[KEYS:-FILLERS], lexicon[-FILLERS:]
@@ -23,12 +23,12 @@ def questions(source: str) -> Iterator[Question]:
         draw = generated.draw(f"questions {VERSION} {name}/{number}")
         chosen = draw.choice(KEYS, draw.randint(5, 9), replace=False)
         asked, context, answer = draw.randint(len(chosen)), "", Answer("", 0)
-        for place, key in enumerate(chosen):
+        for index, key in enumerate(chosen):
             for word in draw.randint(FILLERS, size=draw.randint(2, 7)):
                 context += f"{fillers[word]} "
             context += f"{keys[key]} is "
             value = " ".join(values[i] for i in draw.randint(VALUES, size=draw.randint(1, 3)))
-            if place == asked:
+            if index == asked:
                 answer = Answer(value, len(context))
             context += f"{value} . "
         id = f"{name}-{number:05}"

@@ -1,4 +1,7 @@
-"""From `config.Questions` to stores of windows: once per content, in the cache."""
+"""Preparation of questions: from `config.Questions` to stores of windows in the cache.
+
+Equal sources are prepared only once.
+"""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,25 +20,25 @@ from brt.data.texts.tokenization import Encoding, TextTokenizer
 from brt.tasks.extractive_qa.data import generated, squad
 from brt.tasks.extractive_qa.data.squad import Question
 from brt.tasks.extractive_qa.data.store import QuestionStore, Row
-from brt.tasks.extractive_qa.data.windows import tokens_of, windows
+from brt.tasks.extractive_qa.data.windows import token_range, windows
 
-TOGETHER = 64  # texts that are tokenized in parallel
+TOGETHER = 64  # Number of texts that are tokenized in parallel.
 
 
-class QuestionCorpus(RowCorpus[TextTokenizer, QuestionStore]):
-    """Prepared questions, opened."""
+class QuestionDataset(RowCorpus[TextTokenizer, QuestionStore]):
+    """Prepared questions that have been opened."""
 
     section, rows = "Questions", "questions"
 
 
-def prepare(section: config.Questions, progress: bool = True) -> QuestionCorpus:
-    """Opens the questions that a section describes; prepares them first where that is new.
+def prepare(section: config.Questions, progress: bool = True) -> QuestionDataset:
+    """Opens the questions that a section describes, and prepares them first if necessary.
 
     Args:
-      progress: say on stderr what is done, and what was left out.
+      progress: report on stderr what is done and which rows are left out.
 
     Raises:
-      DataError: a source cannot be read as asked.
+      DataError: a source cannot be read.
     """
     return Preparation(section, progress).open()
 
@@ -43,14 +46,14 @@ def prepare(section: config.Questions, progress: bool = True) -> QuestionCorpus:
 class Preparation(TextPreparation):
     """Prepares and opens questions."""
 
-    dataset = QuestionCorpus
+    dataset = QuestionDataset
     kind, endings, version = "Questions", squad.ENDINGS, generated.VERSION
 
     def open_store(self, directory: Path, encoder: TextTokenizer) -> QuestionStore:
         return QuestionStore.open(directory, encoder)
 
     def texts(self) -> Iterator[str]:
-        """Every context once, and the questions."""
+        """Yields every context once, and every question."""
         seen: set[str] = set()
         for row in Tally("train", "").usable(self.read("train")):
             if row.context not in seen:
@@ -62,92 +65,92 @@ class Preparation(TextPreparation):
         return row.context
 
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Question | BadRow]:
-        """An id that was there before makes a bad one."""
+        """Yields the questions; a question with the id of an earlier one becomes a bad row."""
         seen: set[str] = set()
         no_answer = self.section.no_answer
-        for found in made_up.read(
+        for row in made_up.read(
             names, generated.questions, lambda files: squad.read(files, no_answer)
         ):
-            if isinstance(found, Question) and found.id in seen:
-                yield BadRow(found.name, "has the id of a question before it")
+            if isinstance(row, Question) and row.id in seen:
+                yield BadRow(row.name, "has the id of a question before it")
             else:
-                yield found
-            if isinstance(found, Question):
-                seen.add(found.id)
+                yield row
+            if isinstance(row, Question):
+                seen.add(row.id)
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
         section, tokenizer, contexts = self.section, self.tokenizer, _Contexts(self.tokenizer)
-        kept: list[Question] = []
-        places, questions, rows = [], [], []
+        valid: list[Question] = []
+        context_of, questions, rows = [], [], []
         cut = 0
-        placed = tally.settled(_placed(self.read(split), contexts), section.errors)
-        for group in iter(lambda: list(itertools.islice(placed, TOGETHER)), []):
+        located = tally.settled(_located(self.read(split), contexts), section.errors)
+        for group in iter(lambda: list(itertools.islice(located, TOGETHER)), []):
             encoded = tokenizer.encode([question.text for question, *_ in group])
-            for (question, place, answer), spelt in zip(group, encoded, strict=True):
-                ids = spelt.ids[: section.max_question_length]
-                cut += len(ids) < len(spelt.ids)
-                length = len(contexts.spelt[place].ids)
-                rows += _rows(section, tokenizer, len(kept), len(ids), length, answer)
-                kept.append(question)
-                places.append(place)
+            for (question, context, answer), encoding in zip(group, encoded, strict=True):
+                ids = encoding.ids[: section.max_question_length]
+                cut += len(ids) < len(encoding.ids)
+                length = len(contexts.encodings[context].ids)
+                rows += _rows(section, tokenizer, len(valid), len(ids), length, answer)
+                valid.append(question)
+                context_of.append(context)
                 questions.append(ids)
-        parts = {
-            "contexts": [s.ids for s in contexts.spelt],
-            "spans": [s.spans for s in contexts.spelt],
+        ragged_columns = {
+            "contexts": [encoding.ids for encoding in contexts.encodings],
+            "spans": [encoding.spans for encoding in contexts.encodings],
             "questions": questions,
         }
         table, columns = np.array(rows, np.int32), {}
-        for name, arrays in parts.items():
+        for name, arrays in ragged_columns.items():
             columns |= ragged.joined(arrays, np.dtype(np.int32)).columns(name)
-        columns |= {"context_of": np.array(places, np.int32), "rows": table}
+        columns |= {"context_of": np.array(context_of, np.int32), "rows": table}
         texts: dict[str, list[Any]] = {
-            "ids": [q.id for q in kept],
-            "asked": [q.text for q in kept],
-            "answers": [[answer.text for answer in q.answers] for q in kept],
-            "texts": list(contexts.places),
+            "ids": [q.id for q in valid],
+            "asked": [q.text for q in valid],
+            "answers": [[answer.text for answer in q.answers] for q in valid],
+            "texts": list(contexts.indices),
         }
         facts = {"texts": list(texts), "rows": tally.report(), "cut": cut}
         store.finish(directory, columns | texts, facts)
-        without = sum(not q.answers for q in kept)
-        line = f"{len(kept):,} questions about {len(contexts.spelt):,} texts, {len(rows):,} windows"
+        without, text_count = sum(not q.answers for q in valid), len(contexts.encodings)
+        line = f"{len(valid):,} questions about {text_count:,} texts, {len(rows):,} windows"
         line += f" ({(table[:, 3] > 0).sum():,} with the answer)"
         line += f"; {without:,} without an answer" if without else ""
         return line + (f"; cut {cut:,} questions" if cut else "")
 
 
 class _Contexts:
-    """Contexts, each encoded once, in the order in which questions are about them."""
+    """The encoded contexts, each once, in the order of their first questions."""
 
     def __init__(self, tokenizer: TextTokenizer):
         self._tokenizer = tokenizer
-        self.places: dict[str, int] = {}
-        self.spelt: list[Encoding] = []
+        self.indices: dict[str, int] = {}
+        self.encodings: list[Encoding] = []
 
-    def place(self, text: str) -> int:
-        if text not in self.places:
-            self.places[text] = len(self.spelt)
-            self.spelt += self._tokenizer.encode([text])
-        return self.places[text]
+    def index(self, text: str) -> int:
+        if text not in self.indices:
+            self.indices[text] = len(self.encodings)
+            self.encodings += self._tokenizer.encode([text])
+        return self.indices[text]
 
 
-def _placed(
+def _located(
     rows: Iterable[Question | BadRow], contexts: _Contexts
 ) -> Iterator[tuple[Question, int, tuple[int, int] | None] | BadRow]:
-    """Questions with the place of their context, and the tokens of their first answer there."""
+    """Yields questions with the index of their context and the token span of their first answer."""
     for row in rows:
         if isinstance(row, BadRow):
             yield row
             continue
-        place = contexts.place(row.context)
+        context = contexts.index(row.context)
         if not row.answers:
-            yield row, place, None
+            yield row, context, None
             continue
         text, start = row.answers[0]
-        answer = tokens_of(contexts.spelt[place].spans, start, start + len(text))
+        answer = token_range(contexts.encodings[context].spans, start, start + len(text))
         if answer is None:
-            yield BadRow(row.name, f"has the answer {text[: squad.SHOWN]!r}, which has no token")
+            yield BadRow(row.name, f"has the answer {text[: squad.SHOWN]!r} without any token")
         else:
-            yield row, place, answer
+            yield row, context, answer
 
 
 def _rows(
@@ -158,7 +161,13 @@ def _rows(
     length: int,
     answer: tuple[int, int] | None,
 ) -> Iterator[Row]:
-    """The windows of a question."""
+    """Yields the windows of a question.
+
+    Args:
+      question: index of the question.
+      question_length, length: number of tokens of the question and of its context.
+      answer: first and last token of the answer in the context, or None.
+    """
     room = section.max_length - tokenizer.around(2) - question_length
     first = len(tokenizer.begin) + question_length + len(tokenizer.between)
     for start, stop in windows(length, room, section.stride):

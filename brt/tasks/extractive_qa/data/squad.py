@@ -1,4 +1,4 @@
-"""Files in the form of SQuAD 1.1 and 2.0: data, paragraphs, qas."""
+"""Reader of files in the format of SQuAD 1.1 and 2.0 (data, paragraphs, qas)."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,21 +11,23 @@ from brt.data.sources import File
 from brt.errors import DataError
 
 ENDINGS = (".json",)
-SHOWN = 40  # characters of a text that a sentence quotes
+SHOWN = 40  # Number of characters of a text that an error quotes.
 
 
 class Answer(NamedTuple):
-    """A part of a context; `start` is the place of its first character there."""
+    """An answer within a context; `start` is the index of its first character in the context."""
 
     text: str
     start: int
 
 
 class Question(NamedTuple):
-    """A question; `name` is what messages call it, `id` what predictions do.
+    """A question about a context.
 
     Attributes:
-      answers: that people gave; () where the context holds none. Training learns the first.
+      name: file and position, for messages.
+      id: identifier in predictions.
+      answers: answers given by people, empty if the context has none; training uses the first.
     """
 
     name: str
@@ -36,13 +38,13 @@ class Question(NamedTuple):
 
 
 def read(names: Sequence[str], no_answer: bool) -> Iterator[Question | BadRow]:
-    """The questions of the sources in order.
+    """Yields the questions of all sources in order.
 
     Args:
-      no_answer: whether there may be none.
+      no_answer: questions without an answer are allowed.
 
     Raises:
-      DataError: a source cannot be read, has no question, or is in another form.
+      DataError: a source cannot be read, contains no question, or has another format.
     """
     for file in (file for name in names for file in sources.files(name, ENDINGS)):
         empty = True
@@ -56,7 +58,7 @@ def read(names: Sequence[str], no_answer: bool) -> Iterator[Question | BadRow]:
 def question(
     where: str, context: str, entry: Mapping[str, Any], no_answer: bool
 ) -> Question | BadRow:
-    """A member of `qas`, checked against its context."""
+    """Checks a member of `qas` against its context and returns the question or a bad row."""
     id, text = entry.get("id"), entry.get("question")
     if not isinstance(id, str | int | float):
         return BadRow(where, "has no id")
@@ -71,13 +73,13 @@ def question(
     for what, value in (("question", text), ("context", context)):
         if problem := plain_text.problem(value):
             return BadRow(name, f"{problem} of its {what}")
-    given = entry.get("answers")
-    if entry.get("is_impossible") or not given:
+    entries = entry.get("answers")
+    if entry.get("is_impossible") or not entries:
         if not no_answer:
-            return BadRow(name, "has no answer, which Questions.no_answer = True would allow")
+            return BadRow(name, "has no answer; Questions.no_answer = True would allow that")
         return Question(name, id, context, text, ())
     answers = []
-    for answer in given if isinstance(given, list) else [given]:
+    for answer in entries if isinstance(entries, list) else [entries]:
         if problem := _problem(answer, context):
             return BadRow(name, problem)
         answers.append(Answer(answer["text"], answer["answer_start"]))
@@ -85,19 +87,19 @@ def question(
 
 
 def _problem(answer: Any, context: str) -> str:
-    """What is wrong with a member of `answers`; "" for nothing."""
+    """Describes what is wrong with a member of `answers`; "" if nothing is."""
     text = answer.get("text") if isinstance(answer, Mapping) else None
     start = answer.get("answer_start") if isinstance(answer, Mapping) else None
     if not isinstance(text, str) or not text.strip() or not isinstance(start, int):
         return "has an answer without text or answer_start"
-    found = context[start : start + len(text)] if start >= 0 else ""
-    if found == text:
+    actual = context[start : start + len(text)] if start >= 0 else ""
+    if actual == text:
         return ""
-    return f"has the answer {text[:SHOWN]!r} at {start}, where its context has {found[:SHOWN]!r}"
+    return f"has the answer {text[:SHOWN]!r} at {start}, where its context has {actual[:SHOWN]!r}"
 
 
 def _entries(file: File) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Contexts with places and members of `qas`."""
+    """Yields the context, the position for messages, and each member of `qas`."""
     try:
         data = contents.no_more_than(untrusted.LARGEST, file.name, contents.text(file))
         content = untrusted.parse_json("".join(plain_text.read(file.name, data)), halves="keep")
@@ -117,7 +119,7 @@ def _entries(file: File) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
 
 
 def _list(holder: Any, name: str, where: str) -> list[Any]:
-    found = holder.get(name) if isinstance(holder, Mapping) else None
-    if not isinstance(found, list):
+    members = holder.get(name) if isinstance(holder, Mapping) else None
+    if not isinstance(members, list):
         raise DataError(f"{where} has no list '{name}', as SQuAD's files have")
-    return found
+    return members

@@ -14,11 +14,12 @@ from brt.data.texts.tokenization import TextTokenizer
 
 
 class Row(NamedTuple):
-    """A window of a question: tokens of its context from `start` to before `stop`.
+    """A window of a question: the context's tokens from `start` to `stop` - 1.
 
     Attributes:
-      answer_start, answer_end: first and last token of the answer, counted in the window as a
-        model reads it; 0, the first special token, where the window does not hold all of it.
+      question: index of the question.
+      answer_start, answer_end: positions of the first and last token of the answer in the model's
+          input; 0, the first special token, if the window does not contain the whole answer.
     """
 
     question: int
@@ -30,16 +31,17 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class QuestionStore(RowStore):
-    """Contexts and questions as ids, and windows of them.
+    """Encoded contexts and questions, and the windows into which they are cut.
 
     Attributes:
-      contexts: int32 ids of each context; spans: [T, 2], the characters of each id.
-      questions: int32 ids of each question, cut.
-      context_of: int32 [questions].
-      rows: int32 [rows, 5], fields of `Row`.
-      ids, asked, answers: of each question: what predictions call it, its text, what people
-        answered; () for none.
-      texts: of the contexts.
+      contexts: int32 ids of each context.
+      spans: [T, 2] for each context, the character range of each id.
+      questions: int32 ids of each question, cut to the maximum length.
+      context_of: int32 [questions], index of each question's context.
+      rows: int32 [rows, 5], the fields of `Row`.
+      ids, asked, answers: for each question its id in predictions, its text, and the true answers,
+          empty if it has none.
+      texts: texts of the contexts.
     """
 
     tokenizer: TextTokenizer
@@ -54,12 +56,12 @@ class QuestionStore(RowStore):
 
     @classmethod
     def open(cls, directory: Path, tokenizer: TextTokenizer) -> "QuestionStore":
-        """Raises DataError where it is missing, unfinished or damaged."""
+        """Opens a store; raises DataError if it is missing, unfinished or damaged."""
         names = ("context_of", "rows", "ids", "asked", "texts")
-        with store.opened(directory, facts={"rows": {"bad": int}}) as found:
-            parts = {name: found.ragged(name) for name in ("contexts", "spans", "questions")}
-            columns = {name: found.columns[name] for name in names}
-            answers = tuple(map(tuple, found.columns["answers"]))
+        with store.opened(directory, facts={"rows": {"bad": int}}) as opened:
+            parts = {name: opened.ragged(name) for name in ("contexts", "spans", "questions")}
+            columns = {name: opened.columns[name] for name in names}
+            answers = tuple(map(tuple, opened.columns["answers"]))
             contexts, asked = len(parts["contexts"]), len(parts["questions"])
             store.within("context_of", columns["context_of"], contexts)
             lengths = parts["contexts"].lengths[columns["context_of"]]
@@ -68,28 +70,28 @@ class QuestionStore(RowStore):
             store.within("rows", rows[:, 2] - rows[:, 1], rows[:, 2] + 1)
             store.within("rows", rows[:, 2], lengths[rows[:, 0]] + 1)
             if {*map(len, (answers, columns["asked"], lengths))} != {asked}:
-                raise ValueError("its columns have other lengths")
+                raise ValueError("its columns have different lengths")
         return cls(
-            directory=directory, manifest=found.manifest, tokenizer=tokenizer, answers=answers,
+            directory=directory, manifest=opened.manifest, tokenizer=tokenizer, answers=answers,
             **parts, **columns,
         )  # fmt: skip
 
     def __len__(self) -> int:
-        """How many windows."""
+        """Returns the number of windows."""
         return len(self.rows)
 
     @property
     def lengths(self) -> Int[np.ndarray, " rows"]:
-        """Tokens of each window as a model reads it."""
+        """Number of tokens of each window in the model's input."""
         questions = self.questions.lengths[self.rows[:, 0]]
         return questions + self.rows[:, 2] - self.rows[:, 1] + self.tokenizer.around(2)
 
     def row(self, row: int | np.integer) -> Row:
-        """A window."""
+        """Returns a window."""
         return Row(*self.rows[row].tolist())
 
     def tokens(self, row: int | np.integer) -> Int[np.ndarray, " T"]:
-        """The ids that a model reads of a window."""
+        """Returns the model's input ids of a window."""
         question, start, stop = self.rows[row, :3]
         context = self.contexts[self.context_of[question]][start:stop]
         return self.tokenizer.wrap(self.questions[question], context)
@@ -98,30 +100,30 @@ class QuestionStore(RowStore):
 
     @property
     def row_targets(self) -> Int[np.ndarray, "rows 2"]:
-        """What a model says of each window: the first and last token of the answer."""
+        """Targets of each window: positions of the first and last token of the answer."""
         return self.rows[:, 3:]
 
-    def first(self, row: int | np.integer) -> int:
-        """Where the context begins in a window."""
+    def context_start(self, row: int | np.integer) -> int:
+        """Returns the position of the first context token in the input of a window."""
         tokenizer = self.tokenizer
         around = len(tokenizer.begin) + len(tokenizer.between)
         return around + len(self.questions[self.rows[row, 0]])
 
-    def inside(self, rows: np.ndarray, length: int) -> Bool[np.ndarray, "B T"]:
-        """Which tokens of some windows are of the context; -1 is an empty row."""
-        found = np.zeros((len(rows), length), bool)
+    def context_mask(self, rows: np.ndarray, length: int) -> Bool[np.ndarray, "B T"]:
+        """Returns a mask of the context tokens in the inputs of windows; -1 is an empty row."""
+        mask = np.zeros((len(rows), length), bool)
         for i, row in enumerate(rows):
             if row >= 0:
-                first, (_, start, stop, *_) = self.first(row), self.row(row)
-                found[i, first : first + stop - start] = True
-        return found
+                first, (_, start, stop, *_) = self.context_start(row), self.row(row)
+                mask[i, first : first + stop - start] = True
+        return mask
 
     def text(self, row: int | np.integer, start: int, end: int) -> str:
-        """The characters of tokens of a window, both included, without spaces around them."""
-        found = self.row(row)
-        if found.start == found.stop:
+        """Returns the stripped text of a window's tokens from `start` to `end` inclusive."""
+        window = self.row(row)
+        if window.start == window.stop:
             return ""
-        context = int(self.context_of[found.question])
-        move = found.start - self.first(row)
+        context = int(self.context_of[window.question])
+        offset = window.start - self.context_start(row)
         spans = self.spans[context]
-        return self.texts[context][spans[start + move, 0] : spans[end + move, 1]].strip()
+        return self.texts[context][spans[start + offset, 0] : spans[end + offset, 1]].strip()

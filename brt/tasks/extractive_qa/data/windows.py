@@ -1,4 +1,4 @@
-"""Parts of a long text that overlap, and where characters of it are among its tokens."""
+"""Overlapping windows of a long text, and the tokens of a range of characters."""
 
 from typing import NamedTuple
 
@@ -7,25 +7,25 @@ from jaxtyping import Int
 
 
 class Window(NamedTuple):
-    """Tokens of a text from `start` to before `stop`."""
+    """The tokens `start` to `stop` - 1 of a text."""
 
     start: int
     stop: int
 
 
 def windows(length: int, room: int, stride: int) -> list[Window]:
-    """Windows of `room` tokens at most, that share `stride` with the one before; all of a text.
+    """Cuts a text into windows of at most `room` tokens that overlap by `stride` tokens.
 
-    A short text has one, and so has an empty one. `stride` is below `room`.
+    An empty text has one window, too. `stride` must be less than `room`.
     """
-    found = [Window(0, min(room, length))]
-    while found[-1].stop < length:
-        start = found[-1].start + room - stride
-        found.append(Window(start, min(start + room, length)))
-    return found
+    cuts = [Window(0, min(room, length))]
+    while cuts[-1].stop < length:
+        start = cuts[-1].start + room - stride
+        cuts.append(Window(start, min(start + room, length)))
+    return cuts
 
 
-def tokens_of(spans: Int[np.ndarray, "T 2"], start: int, stop: int) -> tuple[int, int] | None:
-    """The first and the last token with a character from `start` to before `stop`."""
-    (there,) = np.nonzero((spans[:, 0] < stop) & (spans[:, 1] > start))
-    return (int(there[0]), int(there[-1])) if len(there) else None
+def token_range(spans: Int[np.ndarray, "T 2"], start: int, stop: int) -> tuple[int, int] | None:
+    """Returns the first and last token that overlap characters `start` to `stop` - 1, or None."""
+    (tokens,) = np.nonzero((spans[:, 0] < stop) & (spans[:, 1] > start))
+    return (int(tokens[0]), int(tokens[-1])) if len(tokens) else None

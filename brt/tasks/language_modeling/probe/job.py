@@ -1,4 +1,4 @@
-"""What a model does with its memory: all probes of a checkpoint, as figures and as files."""
+"""Probes of a checkpoint: how much its predictions depend on each part of the memory, and why."""
 
 import math
 from collections.abc import Mapping
@@ -14,15 +14,18 @@ from brt.data.preparation import Dataset
 from brt.data.token_store import TokenStore
 from brt.errors import DataError
 from brt.layers.stack import ModelState
+from brt.tasks.evaluators import Inspection
 from brt.tasks.language_modeling.probe.gradients import gradient_reach
-from brt.tasks.language_modeling.probe.reading import Reading, read
+from brt.tasks.language_modeling.probe.interventions import (
+    InterventionResult,
+    evaluate_interventions,
+)
 from brt.tasks.language_modeling.probe.retention import half_life_blocks, retention
 from brt.tasks.language_modeling.probe.states import fixed_gate_decay, half_life_tokens
 from brt.tasks.language_modeling.probe.text import text
-from brt.tasks.protocol import Inspection
 
-TOKENS = 1_000_000  # read by default, in every way
-# Where bins of the position in a document begin, in tokens.
+TOKENS = 1_000_000  # Number of tokens that each intervention reads by default.
+# Lower edges of the bins for positions in a document, in tokens.
 EDGES = (0, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 
 
@@ -35,15 +38,15 @@ def inspect(
     where: Mapping[str, Any],
     model_state: ModelState | None = None,
 ) -> Inspection:
-    """`figures` of about so many tokens, the longest documents first; 0: all."""
+    """Runs all probes on about `tokens` tokens, longest documents first; 0 reads all."""
     from brt.tasks.language_modeling.probe import plots
 
     count = TOKENS if tokens is None else tokens
-    found = {**where, **figures(config, params, dataset, split, count, model_state)}
-    return Inspection(found, text(found), lambda: plots.draw(found))
+    report = {**where, **probe_report(config, params, dataset, split, count, model_state)}
+    return Inspection(report, text(report), lambda: plots.draw(report))
 
 
-def figures(
+def probe_report(
     config: Config,
     params: PyTree[Array],
     dataset: Dataset,
@@ -51,10 +54,10 @@ def figures(
     tokens: int = 0,
     model_state: ModelState | None = None,
 ) -> dict[str, Any]:
-    """All probes as JSON: protocol, memory, positions, gradients and layers.
+    """Returns the results of all probes as JSON: protocol, memory, positions, gradients and layers.
 
-    `memory` has a row for every part of the memory and everything that may stand in its place;
-    `layers` has a row for every recurrent layer.
+    `memory` has a row for each combination of a part of the memory and its replacement; `layers`
+    has a row for each recurrent layer.
     """
     store, donor = dataset.split(split), dataset.splits.get("train")
     if lost := losses.described(store.lost_bytes, int(store.bytes.sum()), 0):
@@ -63,70 +66,70 @@ def figures(
         donor = None
     total = min(tokens or math.inf, int(store.lengths.sum()))
     with tqdm(total=total, desc=f"probing {split}", unit="tok", unit_scale=True, disable=None) as b:
-        reading = read(
+        result = evaluate_interventions(
             config, params, dataset.tokenizer, store, model_state=model_state, donor=donor,
             tokens=tokens, progress=b.update,
         )  # fmt: skip
-    rows = memory(reading)
+    rows = memory(result)
     return {
         "protocol": {
             "split": split,
-            "documents": len(np.unique(reading.document[reading.document >= 0])),
-            "tokens": int(reading.tokens.sum()),
-            "bytes": int(reading.bytes.sum()),
-            "lanes": len(reading.document),
+            "documents": len(np.unique(result.document[result.document >= 0])),
+            "tokens": int(result.tokens.sum()),
+            "bytes": int(result.bytes.sum()),
+            "lanes": len(result.document),
             "window": config.model.window,
             "segment_length": config.evaluation_segment_length,
             "training_segment_length": config.training.segment_length,
             "tokenizer": dataset.tokenizer.name,
         },
-        "bits_per_byte": reading.bits_per_byte(None, reading.document >= 0),
+        "bits_per_byte": result.bits_per_byte(None, result.document >= 0),
         "memory": rows,
-        "positions": positions(reading),
+        "positions": positions(result),
         "gradients": gradient_reach(config, params, store, model_state),
-        "layers": layers(config, params, store, reading, model_state),
+        "layers": layers(config, params, store, result, model_state),
         "verdicts": [_verdict(row) for row in rows if row["how"] == "zeroed"],
     }
 
 
-def memory(reading: Reading) -> list[dict[str, Any]]:
-    """What each part is worth: bits per byte as it is and with it replaced, on equal blocks."""
+def memory(result: InterventionResult) -> list[dict[str, Any]]:
+    """Compares bits per byte with and without each intervention, on the same blocks."""
     rows = []
-    for arm in filter(None, reading.nats):
-        where = reading.counted(arm)
-        normal, bits = (reading.bits_per_byte(a, where) for a in (None, arm))
+    for intervention in filter(None, result.nats):
+        where = result.counted(intervention)
+        normal, bits = (result.bits_per_byte(a, where) for a in (None, intervention))
         rows.append(
             {
-                **arm._asdict(),
+                **intervention._asdict(),
                 "normal_bits_per_byte": normal,
                 "bits_per_byte": bits,
                 "difference": bits - normal,
-                "standard_error": _finite(reading.standard_error(arm)),
-                "tokens": int(reading.tokens[where].sum()),
+                "standard_error": _finite(result.standard_error(intervention)),
+                "tokens": int(result.tokens[where].sum()),
             }
         )
     return rows
 
 
-def positions(reading: Reading) -> list[dict[str, Any]]:
-    """Bits by position; a block counts where it begins. `without` has each part zeroed."""
+def positions(result: InterventionResult) -> list[dict[str, Any]]:
+    """Returns bits by position of a block in its document; `without` has each part zeroed."""
     rows = []
     for begin, end in zip(EDGES, (*EDGES[1:], None), strict=True):
-        where = (reading.document >= 0) & (reading.position >= begin)
-        where &= reading.position < (end or np.inf)
-        if not reading.bytes[where].any():
+        where = (result.document >= 0) & (result.position >= begin)
+        where &= result.position < (end or np.inf)
+        if not result.bytes[where].any():
             continue
-        zeroed = [arm for arm in reading.nats if arm and arm.how == "zeroed"]
+        zeroed = [i for i in result.nats if i and i.how == "zeroed"]
         rows.append(
             {
                 "from": begin,
                 "to": end,
-                "tokens": int(reading.tokens[where].sum()),
-                "bytes": int(reading.bytes[where].sum()),
-                "bits": float(reading.nats[None][where].sum() / math.log(2)),
-                "bits_per_byte": reading.bits_per_byte(None, where),
-                "standard_error": _finite(reading.bits_error(where)),
-                "without": {arm.part: reading.bits_per_byte(arm, where) for arm in zeroed},
+                "tokens": int(result.tokens[where].sum()),
+                "bytes": int(result.bytes[where].sum()),
+                "bits": float(result.nats[None][where].sum() / math.log(2)),
+                "bits_per_byte": result.bits_per_byte(None, where),
+                "standard_error": _finite(result.bits_error(where)),
+                "without": {i.part: result.bits_per_byte(i, where) for i in zeroed},
             }
         )
     return rows
@@ -136,10 +139,10 @@ def layers(
     config: Config,
     params: PyTree[Array],
     store: TokenStore,
-    reading: Reading,
+    result: InterventionResult,
     model_state: ModelState | None = None,
 ) -> list[dict[str, Any]]:
-    """The gate, the horizon and the states of every recurrent layer."""
+    """Describes the gate, the memory horizon and the states of every recurrent layer."""
     window = config.model.window
     decays = fixed_gate_decay(config.model, params)
     rows = []
@@ -160,7 +163,7 @@ def layers(
                 "retention": left,
                 "half_life_blocks": blocks,
                 "half_life_tokens": None if blocks is None else blocks * window,
-                "state": reading.states.get(layer),
+                "state": result.states.get(layer),
             }
         )
     return rows

@@ -1,4 +1,4 @@
-"""A probe as pictures: WORKDIR/plots/probe_*.png."""
+"""Plots of a probe: WORKDIR/plots/probe_*.png."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from brt.tasks.language_modeling.probe.text import span
 _COLORS = {"normal": "#4c78a8", "state": "#e4572e", "cache": "#2a9d62", "memory": "#a05195"}
 
 
-def draw(found: dict[str, Any]) -> dict[str, bytes]:
-    """Pictures (PNG) by name: positions, memory, and for recurrent models horizon and gradients."""
-    figures = {"probe_positions.png": _positions(found["positions"])}
-    if found["memory"]:
-        figures["probe_memory.png"] = _memory(found["memory"])
-    if found["layers"]:
-        figures["probe_horizon.png"] = _horizon(found)
-        figures["probe_gradients.png"] = _gradients(found["gradients"]["states"])
+def draw(report: dict[str, Any]) -> dict[str, bytes]:
+    """Returns PNGs by file name: positions, memory, and for recurrent models two more."""
+    figures = {"probe_positions.png": _positions(report["positions"])}
+    if report["memory"]:
+        figures["probe_memory.png"] = _memory(report["memory"])
+    if report["layers"]:
+        figures["probe_horizon.png"] = _horizon(report)
+        figures["probe_gradients.png"] = _gradients(report["gradients"]["states"])
     return {name: png(figure) for name, figure in figures.items()}
 
 
@@ -59,11 +59,11 @@ def _positions(rows: list[dict[str, Any]]) -> Figure:
     return figure
 
 
-def _horizon(found: dict[str, Any]) -> Figure:
+def _horizon(report: dict[str, Any]) -> Figure:
     figure, axes = _axes(
         "How long recurrent layers remember", "blocks", "share left of a disturbance of the states"
     )
-    for row in found["layers"]:
+    for row in report["layers"]:
         left = [1.0, *row["retention"]]
         (line,) = axes.plot(range(len(left)), left, "o-", label=f"layer {row['layer']}")
         if row["gate"] and (openness := row["gate"]["openness"]):

@@ -1,9 +1,9 @@
-"""How long a recurrent layer remembers: what is left of a disturbance of its states.
+"""How long a recurrent layer remembers, measured by perturbing its states.
 
-A gate that depends on its input has no half-life of its own. So one lane reads a text as it
-is and another, for each layer, with states that were disturbed a little before; what is left
-of the difference after k blocks is measured. That holds for every kind of gate, and counts
-what the states' attention to each other keeps as well.
+A gate that depends on its input has no fixed half-life. Therefore one lane reads a text
+unchanged, and for each recurrent layer another lane reads the same text with slightly perturbed
+states of that layer. The share of the difference that remains after k blocks is measured. The
+method works for every kind of gate and includes what self-attention of the states preserves.
 """
 
 import math
@@ -25,8 +25,8 @@ from brt.models.decoder import new_state
 from brt.tasks.language_modeling.forward import block_nats
 from brt.tasks.language_modeling.probe.states import recurrent_vectors, with_vectors
 
-BLOCKS = 16  # that are read behind the disturbance
-_SIZE = 0.01  # of the disturbance, of the vectors' own root mean square
+BLOCKS = 16  # Number of blocks that are read after the perturbation.
+_SIZE = 0.01  # Size of the perturbation relative to the root mean square of the states.
 
 
 def retention(
@@ -35,9 +35,9 @@ def retention(
     store: TokenStore,
     model_state: ModelState | None = None,
 ) -> dict[int, list[float]]:
-    """By recurrent layer, the share of a disturbance that is left after 1, 2 ... blocks.
+    """Returns the share of a perturbation that remains after 1, 2 ... blocks, by recurrent layer.
 
-    Reads the longest document; the lists are shorter, or empty, where it is too short.
+    Reads the longest document. The lists are shorter or empty if that document is too short.
     """
     model = config.model
     batches = evaluation_batches(
@@ -45,55 +45,56 @@ def retention(
     )
     before = config.training.segment_length // model.window
     longest = int(np.argmax(block_counts(store.lengths, model.window)))
-    own = takewhile(lambda b: b[1] == longest and b[0].scored.all(), batches)
-    blocks = [batch for batch, _ in islice(own, before + BLOCKS)]
+    document = takewhile(lambda b: b[1] == longest and b[0].scored.all(), batches)
+    blocks = [batch for batch, _ in islice(document, before + BLOCKS)]
     before = min(before, len(blocks) - 1)
     layers = sorted(jax.eval_shape(lambda: recurrent_vectors(model, new_state(model, 1))))
     if not layers or before < 1:
         return {layer: [] for layer in layers}
     read = jax.jit(lambda *args: block_nats(config, *args)[1])
     carried = beside(new_state(model, 1 + len(layers)), params)
-    left: dict[int, list[float]] = {layer: [] for layer in layers}
-    for place, block in enumerate(blocks):
-        if place == before:
-            carried = _disturbed(model, carried)
-            start = _distances(model, carried)
-        start_of = np.full((1 + len(layers), 1), place == 0)
+    remaining: dict[int, list[float]] = {layer: [] for layer in layers}
+    for index, block in enumerate(blocks):
+        if index == before:
+            carried = _perturb(model, carried)
+            initial = _distances(model, carried)
+        document_start = np.full((1 + len(layers), 1), index == 0)
         lanes = jax.tree.map(lambda x: np.repeat(x, 1 + len(layers), axis=0), block)
-        lanes = lanes._replace(document_start=start_of)
+        lanes = lanes._replace(document_start=document_start)
         carried = read(params, carried, lanes, model_state)
-        if place >= before:
+        if index >= before:
             for layer, distance in _distances(model, carried).items():
-                left[layer].append(distance / start[layer])
-    return left
+                remaining[layer].append(distance / initial[layer])
+    return remaining
 
 
-def half_life_blocks(left: list[float]) -> float | None:
-    """Blocks after which half of a disturbance is left; None where it does not fade.
+def half_life_blocks(remaining: list[float]) -> float | None:
+    """Returns the number of blocks after which half of a perturbation remains; None if it never
+    fades.
 
-    Between blocks, and beyond the last, it is taken to fade exponentially.
+    Interpolates exponentially between blocks, and extrapolates beyond the last one.
     """
-    logs = [0.0, *(math.log(max(share, 1e-12)) for share in left)]
+    logs = [0.0, *(math.log(max(share, 1e-12)) for share in remaining)]
     half = math.log(0.5)
     for k in range(1, len(logs)):
         if logs[k] <= half:
             return k - 1 + (logs[k - 1] - half) / (logs[k - 1] - logs[k])
-    return len(left) * half / logs[-1] if logs[-1] < 0 else None
+    return len(remaining) * half / logs[-1] if logs[-1] < 0 else None
 
 
-def _disturbed(model: Model, carried: StackState) -> StackState:
-    """Lane 1 + i with other vectors in the i-th recurrent layer."""
+def _perturb(model: Model, carried: StackState) -> StackState:
+    """Adds noise to the states of the i-th recurrent layer in lane 1 + i."""
     vectors = recurrent_vectors(model, carried)
     for lane, layer in enumerate(sorted(vectors), start=1):
-        own = vectors[layer][lane]
-        noise = jax.random.normal(jax.random.key(layer), own.shape)
-        size = _SIZE * jnp.sqrt(jnp.mean(jnp.square(own)))
+        states = vectors[layer][lane]
+        noise = jax.random.normal(jax.random.key(layer), states.shape)
+        size = _SIZE * jnp.sqrt(jnp.mean(jnp.square(states)))
         vectors[layer] = vectors[layer].at[lane].add(size * noise)
     return with_vectors(model, carried, vectors)
 
 
 def _distances(model: Model, carried: StackState) -> dict[int, float]:
-    """How far each layer's vectors are, in its lane, from those of lane 0."""
+    """Returns for each layer the distance of its perturbed states from those of lane 0."""
 
     def distance(vectors: Float[Array, "B S D"], lane: int) -> float:
         return float(jnp.sqrt(jnp.sum(jnp.square(vectors[lane] - vectors[0]))))

@@ -1,4 +1,4 @@
-"""A probe as people read it."""
+"""The report of a probe as text."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -6,27 +6,27 @@ from typing import Any
 from brt.formatting import counted, short
 
 
-def text(found: dict[str, Any]) -> str:
-    """Tables of everything that `job.probe` found, the verdicts last."""
-    p = found["protocol"]
+def text(report: dict[str, Any]) -> str:
+    """Formats the result of `job.probe_report` as tables, followed by the verdicts."""
+    p = report["protocol"]
     lines = [
-        f"{found['workdir']}, step {found['step']}, {p['split']}: {p['tokens']:,} tokens of "
+        f"{report['workdir']}, step {report['step']}, {p['split']}: {p['tokens']:,} tokens of "
         f"{counted(p['documents'], 'document')} in {counted(p['lanes'], 'lane')}; "
         f"window {p['window']}, segment {p['segment_length']}, tokenizer {p['tokenizer']}; "
-        f"{found['bits_per_byte']:.4f} bits per byte",
+        f"{report['bits_per_byte']:.4f} bits per byte",
     ]
     for section in (_memory, _positions, _layers, _gates):
-        lines += ["", *section(found)] if any(section(found)) else []
-    return "\n".join([*lines, "", *found["verdicts"], found["gradients"]["verdict"]])
+        lines += ["", *section(report)] if any(section(report)) else []
+    return "\n".join([*lines, "", *report["verdicts"], report["gradients"]["verdict"]])
 
 
-def _memory(found: dict[str, Any]) -> Iterator[str]:
-    if not found["memory"]:
+def _memory(report: dict[str, Any]) -> Iterator[str]:
+    if not report["memory"]:
         return
     yield "bits per byte with a part of the memory replaced before every segment:"
-    yield "zeroed: forgotten; shuffled: another document's; frozen: as after the first segment"
+    yield "zeroed: reset; shuffled: from another document; frozen: as after the first segment"
     yield _row("", "", "normal", "replaced", "difference", "+-")
-    for row in found["memory"]:
+    for row in report["memory"]:
         error = row["standard_error"]
         yield _row(
             row["part"], row["how"], f"{row['normal_bits_per_byte']:.4f}",
@@ -35,8 +35,8 @@ def _memory(found: dict[str, Any]) -> Iterator[str]:
         )  # fmt: skip
 
 
-def _positions(found: dict[str, Any]) -> Iterator[str]:
-    rows = found["positions"]
+def _positions(report: dict[str, Any]) -> Iterator[str]:
+    rows = report["positions"]
     parts = list(rows[0]["without"]) if rows else []
     yield "bits per byte by position in the document, and with a part zeroed"
     yield _row("tokens", "read", "normal", *(f"no {part}" for part in parts))
@@ -46,38 +46,38 @@ def _positions(found: dict[str, Any]) -> Iterator[str]:
 
 
 def span(row: dict[str, Any]) -> str:
-    """A bin of positions: 1k-2k, or from 100k on."""
+    """Formats a range of positions: 1k-2k, or 100k on."""
     begin, end = (None if edge is None else edge // 1000 for edge in (row["from"], row["to"]))
     return f"{begin}k on" if end is None else f"{begin}k-{end}k" if begin else f"0-{end}k"
 
 
-def _layers(found: dict[str, Any]) -> Iterator[str]:
-    if not found["layers"]:
+def _layers(report: dict[str, Any]) -> Iterator[str]:
+    if not report["layers"]:
         return
-    yield "recurrent layers: half of a disturbance of the states is left after so many tokens;"
-    yield "the vectors' length, effective rank, mean cosine; gradient through a segment's states"
+    yield "recurrent layers: number of tokens after which half of a perturbation of the states is"
+    yield "left; the vectors' length, effective rank, mean cosine; gradient through a segment"
     yield _row("layer", "half-life", "length", "rank", "cosine", "gradient")
-    through = {row["layer"]: row["through"] for row in found["gradients"]["states"]}
-    for row in found["layers"]:
+    through = {row["layer"]: row["through"] for row in report["gradients"]["states"]}
+    for row in report["layers"]:
         state = row["state"] or {}
-        figures = (_figure(state.get(name)) for name in ("norm", "rank", "similarity"))
+        metrics = (_number(state.get(name)) for name in ("norm", "rank", "similarity"))
         gradient = f"{through[row['layer']]:.1e}"
-        yield _row(row["layer"], _figure(row["half_life_tokens"]), *figures, gradient)
+        yield _row(row["layer"], _number(row["half_life_tokens"]), *metrics, gradient)
 
 
-def _gates(found: dict[str, Any]) -> Iterator[str]:
-    rows = [row for row in found["layers"] if row["gate"]]
+def _gates(report: dict[str, Any]) -> Iterator[str]:
+    rows = [row for row in report["layers"] if row["gate"]]
     if not rows:
         return
     names = list(rows[0]["gate"]["openness"])
-    yield "fixed gates: what a channel keeps per block, and its half-life in tokens"
+    yield "fixed gates: share that a channel keeps per block, and its half-life in tokens"
     yield _row("layer", "", *(name.replace("_", " ") for name in names))
     for row in rows:
         for name, title in (("openness", "keeps"), ("half_life_tokens", "tokens")):
-            yield _row(row["layer"], title, *(_figure(v) for v in row["gate"][name].values()))
+            yield _row(row["layer"], title, *(_number(v) for v in row["gate"][name].values()))
 
 
-def _figure(value: float | None) -> str:
+def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 

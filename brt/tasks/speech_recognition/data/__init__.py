@@ -1,1 +1,1 @@
-"""Utterances: features with transcripts, from files to batches."""
+"""Data of speech recognition: from files of features or sound to batches."""

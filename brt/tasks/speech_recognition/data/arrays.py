@@ -1,4 +1,4 @@
-"""Features of many utterances in one .npz file."""
+"""Reader of .npz files with features and transcripts of many utterances."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,10 +15,10 @@ KINDS = {"features": "fiu", "lengths": "iu", "ids": "Uiu", "transcripts": "U", "
 
 
 def recordings(path: Path) -> Iterator[Recording]:
-    """The utterances of a file, in its order.
+    """Yields the utterances of a file in its order.
 
     Raises:
-      DataError: it is damaged, lacks an array, or its arrays do not fit each other.
+      DataError: the file is damaged, lacks an array, or its arrays do not fit each other.
     """
     arrays = _arrays(path)
     features, lengths = arrays["features"], arrays["lengths"]
@@ -55,7 +55,7 @@ def _load(frames: np.ndarray) -> tuple[np.ndarray, int]:
 def _arrays(path: Path) -> dict[str, np.ndarray]:
     try:
         with untrusted.npz(path) as file:
-            there = ", ".join(file)
+            existing = ", ".join(file)
             missing = [name for name in NEEDED if name not in file]
             for name in KINDS.keys() & file.keys():
                 if file[name].dtype.kind not in KINDS[name]:
@@ -64,4 +64,4 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
                 return {name: file[name].read() for name in KINDS if name in file}
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is no .npz file of plain arrays ({error})") from error
-    raise DataError(f"{path} has no array {missing[0]!r}; it has {there}")
+    raise DataError(f"{path} has no array {missing[0]!r}; it has {existing}")

@@ -11,7 +11,7 @@ from brt.types import SpeechBatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SpeechReader(RowReader):
-    """Utterances by their frames."""
+    """Groups utterances into batches by their number of frames."""
 
     store: SpeechStore
 

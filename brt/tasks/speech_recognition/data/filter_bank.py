@@ -1,4 +1,4 @@
-"""Log-mel filter banks of 16 bit wav files."""
+"""Log-mel filter banks computed from 16-bit wav files."""
 
 import functools
 import os
@@ -13,23 +13,23 @@ from brt.errors import DataError
 
 LOWEST_HZ = 20.0
 PRE_EMPHASIS = 0.97
-FLOOR = 1e-10  # of a band's energy: silence is no log of 0
+FLOOR = 1e-10  # Lower bound of a band's energy, because silence has no logarithm.
 
 
 def read(path: Path, speech: config.Speech) -> tuple[Float[np.ndarray, "X F"], int]:
-    """The frames of a wav file, and its samples a second.
+    """Returns the features of a wav file and its sample rate in Hz.
 
     Raises:
-      DataError: it is no wav file of one channel with 16 bit samples.
+      DataError: the file is not a wav file of one channel with 16-bit samples.
     """
     try:
         with untrusted.open_file(path) as opened, wave.open(opened, "rb") as file:
             channels, width, rate, count = file.getparams()[:4]
-            there = os.fstat(opened.fileno()).st_size >= count * channels * width
-            content = file.readframes(count) if there else b""
+            complete = os.fstat(opened.fileno()).st_size >= count * channels * width
+            content = file.readframes(count) if complete else b""
             if len(content) != count * channels * width:
                 raise EOFError(f"it ends before the {count:,} samples that it says it has")
-    except (wave.Error, EOFError, RuntimeError) as error:  # the last: parts of impossible sizes
+    except (wave.Error, EOFError, RuntimeError) as error:  # RuntimeError: chunks of invalid sizes
         reason = str(error) or "it ends too early"
         raise DataError(f"{path} is no wav file of plain samples ({reason})") from error
     except OSError as error:
@@ -46,13 +46,16 @@ def read(path: Path, speech: config.Speech) -> tuple[Float[np.ndarray, "X F"], i
 def log_mel(
     samples: Float[np.ndarray, " N"], rate: int, speech: config.Speech
 ) -> Float[np.ndarray, "X F"]:
-    """log of the energy in `mel_bands` bands, float32; X = 1 + (N - window) // shift, or 0.
+    """Returns the logarithm of the energy in each mel band, float32.
 
-    A frame is Hann-windowed after pre-emphasis; bands are triangles, even on the mel scale
-    2595 log10(1 + f / 700) from 20 Hz to half the rate.
+    There are X = 1 + (N - window) // shift frames, or 0 if the sound is shorter than a window. A
+    frame is Hann-windowed after pre-emphasis. Bands are triangles, equally spaced from 20 Hz to
+    half
+    the sample rate on the mel scale 2595 log10(1 + f / 700).
 
     Args:
-      samples: in [-1, 1].
+      samples: values in [-1, 1].
+      rate: samples per second.
     """
     window, shift = (round(rate * ms / 1000) for ms in (speech.window_ms, speech.shift_ms))
     if min(window, shift) < 1:
@@ -72,19 +75,20 @@ def log_mel(
 
 @functools.cache
 def bands(rate: int, size: int, count: int) -> Float[np.ndarray, "frequencies F"]:
-    """Weights of the bands for each frequency of a Fourier transform.
+    """Returns the weight of each frequency of a Fourier transform in each band.
 
     Raises:
-      DataError: a band holds no frequency.
+      DataError: a band contains no frequency.
     """
 
     def mel(hertz: np.ndarray | float) -> np.ndarray:
         return np.asarray(2595 * np.log10(1 + np.asarray(hertz) / 700))
 
     edges = np.linspace(mel(LOWEST_HZ), mel(rate / 2), count + 2)
-    place = mel(np.arange(size // 2 + 1) * rate / size)[:, None]
+    frequency = mel(np.arange(size // 2 + 1) * rate / size)[:, None]
     low, middle, high = edges[:-2], edges[1:-1], edges[2:]
-    weights = np.minimum((place - low) / (middle - low), (high - place) / (high - middle))
+    rising, falling = (frequency - low) / (middle - low), (high - frequency) / (high - middle)
+    weights = np.minimum(rising, falling)
     weights = np.maximum(weights, 0.0)
     if not (weights > 0).any(axis=0).all():
         raise DataError(

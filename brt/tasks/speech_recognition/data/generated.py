@@ -1,11 +1,11 @@
-"""Speech that is made up: enough to learn from, and the same on every machine.
+"""Generated speech for tests and examples, which is the same on every machine.
 
-An utterance is six to eight words of a fixed lexicon of 40. Words are two to four of twelve
-letters, no letter behind itself, and a space lies between two words. Each letter is a vowel-like
-sound: two peaks in a spectrum of 20 bands, over three to nine frames, sliding into the next
-letter; a space is quiet. Speakers move all peaks up or down, and differ in that by more than
-neighbouring letters do; so a frame alone does not tell its letter, but how the rest of the
-utterance sounds does. Each has a loudness, too, and noise comes on top.
+An utterance is six to eight words from a fixed lexicon of 40, separated by spaces. A word is two
+to four of twelve letters, without doubled letters. Each letter sounds like a vowel: two peaks in
+a spectrum of 20 bands, over three to nine frames, with a transition to the next letter. A space
+is silent. Each speaker shifts all peaks up or down by more than the distance of neighbouring
+letters, so that a single frame does not determine its letter and the model needs the rest of the
+utterance. Speakers also differ in loudness, and noise is added.
 """
 
 import hashlib
@@ -18,23 +18,23 @@ from jaxtyping import Float
 from brt.data import generated
 from brt.tasks.speech_recognition.data.utterances import Recording
 
-VERSION = 1  # other sounds are another version
+VERSION = 1  # Must change if the generated sound changes.
 BANDS = 20
 LETTERS = "abcdefghiklm"
 WORDS = 40
-SPEAKERS = 20  # of a name
+SPEAKERS = 20  # Number of speakers of each source name.
 NOISE = 0.3
 
 
 def digest(source: str) -> str:
-    """Tells speech of one name from that of another; more of the same name is the same speech."""
+    """Returns a hash of the source's name; a larger count of the same name has the same hash."""
     return hashlib.sha256(
         f"{generated.PREFIX}{VERSION}:{generated.parse(source).name}".encode()
     ).hexdigest()
 
 
 def recordings(source: str) -> Iterator[Recording]:
-    """The utterances; a name always gives the same, and another name others."""
+    """Yields generated utterances. A name always gives the same ones, another name others."""
     name, count = generated.parse(source)
     words = lexicon()
     for number in range(count):
@@ -51,7 +51,7 @@ def _load(transcript: str, speaker: str, id: str) -> tuple[np.ndarray, int]:
 
 
 def lexicon() -> list[str]:
-    """The words, none twice."""
+    """Returns the words of the lexicon without duplicates."""
     draw, words = _random("lexicon"), {}
     while len(words) < WORDS:
         letters = draw.randint(len(LETTERS), size=draw.randint(2, 5))
@@ -61,9 +61,9 @@ def lexicon() -> list[str]:
 
 
 def sound(transcript: str, speaker: str, id: str) -> Float[np.ndarray, "X F"]:
-    """float32 [X, 20], what a speaker makes of a transcript; with another id, otherwise."""
-    draw, own = _random(f"sound {id}"), _random(f"speaker {speaker}")
-    shift, loudness = own.uniform(-1.2, 1.2), own.uniform(-0.5, 0.5)
+    """Returns the features float32 [X, 20] of a transcript by a speaker; `id` seeds the noise."""
+    draw, speaker_draw = _random(f"sound {id}"), _random(f"speaker {speaker}")
+    shift, loudness = speaker_draw.uniform(-1.2, 1.2), speaker_draw.uniform(-0.5, 0.5)
     spectra = np.array([_spectrum(letter, shift) for letter in f" {transcript} "])
     frames = draw.randint(3, 10, size=len(spectra))
     frames[[0, -1]] += 4
@@ -77,7 +77,7 @@ def sound(transcript: str, speaker: str, id: str) -> Float[np.ndarray, "X F"]:
 def _spectrum(letter: str, shift: float) -> np.ndarray:
     if letter == " ":
         return np.zeros(BANDS)
-    low, high = divmod(LETTERS.index(letter), 4)  # three places for one peak, four for the other
+    low, high = divmod(LETTERS.index(letter), 4)  # Three low peaks times four high peaks.
     band = np.arange(BANDS)
     peaks = (3.5 + 2 * low + shift, 10.5 + 2 * high + shift)
     first, second = (2 * np.exp(-0.5 * (band - peak) ** 2) for peak in peaks)

@@ -1,4 +1,4 @@
-"""Long utterances from short ones: what a speaker said, one recording after another."""
+"""Concatenation of short recordings of the same speaker into longer utterances."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,30 +11,30 @@ from brt.tasks.speech_recognition.data.utterances import Recording, Utterance
 Check = Callable[[Utterance], None]
 
 
-def joined(
+def join_recordings(
     recordings: Iterable[Recording], count: int, *, orders: int = 1, check: Check
 ) -> Iterator[Recording]:
-    """So many recordings of a speaker become one; what is left of each, a shorter one.
+    """Joins groups of `count` recordings of a speaker; the last group of a speaker may be smaller.
 
-    Their order is mixed, always in the same way: tables often list the same word by the same
-    speaker line after line.
+    The recordings are shuffled with a fixed seed first, because tables often list the same word by
+    the same speaker in consecutive lines.
 
     Args:
-      orders: so many times, in another order each: a model that hears few utterances often
-        learns by heart what follows what.
-      check: of every recording when it is read; raises where it may not be used.
+      orders: number of times that all recordings are used, each time in another order. A model that
+          hears few utterances often would memorise which one follows which.
+      check: called with every recording that is read; raises if the recording may not be used.
     """
-    found = list(recordings)
+    single = list(recordings)
     for order in range(orders):
-        mixed = [found[i] for i in np.random.default_rng(order).permutation(len(found))]
+        mixed = [single[i] for i in np.random.default_rng(order).permutation(len(single))]
         mixed.sort(key=lambda recording: recording.speaker)
         for _, group in itertools.groupby(mixed, key=lambda recording: recording.speaker):
-            own = list(group)
-            for start in range(0, len(own), count):
-                yield _one(own[start : start + count], order, check)
+            by_speaker = list(group)
+            for start in range(0, len(by_speaker), count):
+                yield _join(by_speaker[start : start + count], order, check)
 
 
-def _one(parts: Sequence[Recording], order: int, check: Check) -> Recording:
+def _join(parts: Sequence[Recording], order: int, check: Check) -> Recording:
     def load() -> tuple[np.ndarray, int]:
         loaded = [part.read() for part in parts]
         if len(kinds := {(one.features.shape[1], one.rate) for one in loaded}) > 1:

@@ -1,4 +1,4 @@
-"""Directories as Kaldi's recipes make them: text files by utterance, wav files or archives."""
+"""Reader of Kaldi's data directories: text files by utterance, wav files or feature archives."""
 
 import io
 import os
@@ -21,19 +21,19 @@ _FLOATS: dict[bytes, np.dtype] = {b"FM ": np.dtype("<f4"), b"DM ": np.dtype("<f8
 
 
 def recordings(directory: Path, speech: config.Speech) -> Iterator[Recording]:
-    """Every utterance of `text`, with its features or its wav file.
+    """Yields every utterance of the file `text` with its features or its wav file.
 
     Raises:
-      DataError: a table is missing or has no line for an utterance; wav.scp has pipes.
+      DataError: a table is missing or lacks an utterance, or wav.scp contains commands.
     """
     transcripts = table(directory / "text")
     speakers = table(directory / "utt2spk") if (directory / "utt2spk").exists() else {}
-    places = audio(directory)
+    locations = audio(directory)
     archived = scp(directory).name == "feats.scp"
     for id, transcript in transcripts.items():
-        if id not in places:
+        if id not in locations:
             raise DataError(f"{directory} has no audio for {id}, which its text has")
-        load = partial(_load, places[id], archived, speech)
+        load = partial(_load, locations[id], archived, speech)
         yield Recording(str(directory), id, speakers.get(id, ""), transcript, load)
 
 
@@ -42,15 +42,15 @@ def _load(where: str, archived: bool, speech: config.Speech) -> tuple[np.ndarray
 
 
 def files(directory: Path) -> list[Path]:
-    """The tables, and the files that they name."""
-    there = [directory / name for name in TABLES if (directory / name).exists()]
+    """Returns the paths of the tables and of the files that they name."""
+    existing = [directory / name for name in TABLES if (directory / name).exists()]
     archived = scp(directory).name == "feats.scp"
     named = {where.rpartition(":")[0] if archived else where for where in audio(directory).values()}
-    return [*there, *map(Path, sorted(named))]
+    return [*existing, *map(Path, sorted(named))]
 
 
 def scp(directory: Path) -> Path:
-    """The table of audio: features where there are any."""
+    """Returns the path of the table of audio, feats.scp if it exists, otherwise wav.scp."""
     for name in ("feats.scp", "wav.scp"):
         if (directory / name).exists():
             return directory / name
@@ -58,45 +58,47 @@ def scp(directory: Path) -> Path:
 
 
 def audio(directory: Path) -> dict[str, str]:
-    """Where each utterance lies: a wav file, or archive:position."""
+    """Returns the location of each utterance's audio: a wav file, or archive:position."""
     path = scp(directory)
     if path.name == "wav.scp" and (directory / "segments").exists():
         raise DataError(
             f"{directory} cuts its wav files by `segments`; compute features of its utterances "
             "(feats.scp), or write a wav file of each"
         )
-    found = table(path)
-    for id, where in found.items():
+    locations = table(path)
+    for id, where in locations.items():
         if where.endswith("|"):
             raise DataError(
                 f"{path} has a command for {id} ({where}); brt runs none: write wav files and "
                 "name them there"
             )
-    return found
+    return locations
 
 
 def table(path: Path) -> dict[str, str]:
-    r"""The rest of each line by its first word; \n ends a line, blanks and tabs separate.
+    """Reads a table: the first word of each line is the key, the rest of the line the value.
+
+    A line feed ends a line; blanks and tabs separate words.
 
     Raises:
-      DataError: the file is missing or no UTF-8, or a word comes twice.
+      DataError: the file is missing or not UTF-8, or a key occurs twice.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for number, line in enumerate(contents.small(path).split("\n"), 1):
         if not (line := line.strip(BLANKS)):
             continue
         id, *rest = re.split(f"[{BLANKS}]+", line, maxsplit=1)
-        if id in found:
-            raise DataError(f"{path}:{number} has {id} a second time; take one of the lines out")
-        found[id] = rest[0] if rest else ""
-    return found
+        if id in values:
+            raise DataError(f"{path}:{number} has {id} a second time; remove one of the lines")
+        values[id] = rest[0] if rest else ""
+    return values
 
 
 def matrix(where: str) -> np.ndarray:
-    """The matrix of floats at archive:position.
+    """Reads the matrix of floats at archive:position.
 
     Raises:
-      DataError: there is none, or one that Kaldi has compressed.
+      DataError: there is no matrix, or it is compressed.
     """
     archive, _, position = where.rpartition(":")
     try:
@@ -110,19 +112,19 @@ def matrix(where: str) -> np.ndarray:
         raise DataError(f"{where} holds no matrix ({error})") from error
 
 
-def _matrix(file: io.BufferedReader, where: str, left: int) -> np.ndarray:
+def _matrix(file: io.BufferedReader, where: str, remaining: int) -> np.ndarray:
     start = file.read(5)
     if start[:2] != b"\0B":
         raise ValueError("it is not in Kaldi's binary format")
     if start[2:] not in _FLOATS:
         kind = start[2:].decode("ascii", "replace").strip()
         raise DataError(
-            f"{where} holds a matrix of kind {kind!r}, not plain floats (FM or DM); write it anew "
-            "with copy-feats --compress=false"
+            f"{where} holds a matrix of kind {kind!r}, not plain floats (FM or DM); write it "
+            "again with copy-feats --compress=false"
         )
     sizes = np.frombuffer(file.read(10), np.dtype([("bytes", "i1"), ("value", "<i4")]))
     rows, columns = (int(size) for size in sizes["value"])
     dtype = _FLOATS[start[2:]]
-    if min(rows, columns) < 0 or rows * columns * dtype.itemsize > left:
+    if min(rows, columns) < 0 or rows * columns * dtype.itemsize > remaining:
         raise ValueError(f"it ends before {rows:,} rows of {columns:,}")
     return np.frombuffer(file.read(rows * columns * dtype.itemsize), dtype).reshape(rows, columns)

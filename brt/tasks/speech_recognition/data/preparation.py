@@ -1,6 +1,7 @@
-"""From `config.Speech` to stores of utterances: once per content, in the cache.
+"""Preparation of speech: from `config.Speech` to stores of utterances in the cache.
 
-What encodes them is vocabulary.json, the tokens of the training transcripts.
+Equal sources are prepared only once. The tokenizer is vocabulary.json, the tokens of the training
+transcripts.
 """
 
 import hashlib
@@ -21,48 +22,48 @@ from brt.tasks.speech_recognition.data.utterances import Features, Recording, Ut
 from brt.tasks.speech_recognition.data.vocabulary import Vocabulary, units
 
 
-class SpeechCorpus(RowCorpus[Vocabulary, SpeechStore]):
-    """Prepared utterances, opened."""
+class SpeechDataset(RowCorpus[Vocabulary, SpeechStore]):
+    """Prepared utterances that have been opened."""
 
     section, rows = "Speech", "utterances"
 
     @property
     def width(self) -> int:
-        """Of a frame that a model reads."""
+        """Number of features of a frame that a model reads."""
         return self.split("train").width
 
     @property
     def rate(self) -> int:
-        """Samples a second of the wav files; 0 where features were read."""
+        """Sample rate of the wav files in Hz; 0 if features were read."""
         return self.split("train").rate
 
     @property
     def longest(self) -> int:
-        """Frames that a model reads of the longest utterance of all splits."""
+        """Number of frames of the longest utterance of all splits."""
         return max(int(store.lengths.max()) for store in self.splits.values())
 
 
-def prepare(speech: config.Speech, progress: bool = True) -> SpeechCorpus:
-    """Opens the utterances that `speech` describes; prepares them first where that was not done.
+def prepare(speech: config.Speech, progress: bool = True) -> SpeechDataset:
+    """Opens the utterances that `speech` describes, and prepares them first if necessary.
 
     Args:
-      progress: say on stderr what is done, and what was left out.
+      progress: report on stderr what is done and which utterances are left out.
 
     Raises:
-      DataError: a source cannot be read as asked, or an utterance is in two splits.
+      DataError: a source cannot be read, or an utterance is in two splits.
     """
     return SpeechPreparation(speech, progress).open()
 
 
 class SpeechPreparation(Preparation):
-    """Train comes first, whose vocabulary, width and rate the others share."""
+    """Prepares speech; train comes first and decides vocabulary, width and rate of all splits."""
 
-    dataset, kind, encoding = SpeechCorpus, "speech", "vocabulary"
+    dataset, kind, encoding = SpeechDataset, "speech", "vocabulary"
 
     def __init__(self, section: config.Speech, progress: bool):
         super().__init__(section, progress)
-        self._first: Utterance | None = None  # decides width and rate
-        self._seen: dict[bytes, str] = {}  # the split of each utterance
+        self._first: Utterance | None = None  # Decides width and rate of all utterances.
+        self._seen: dict[bytes, str] = {}  # The split of each utterance, by its hash.
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
         return sources.hashes(names)
@@ -77,19 +78,23 @@ class SpeechPreparation(Preparation):
         return SpeechStore.open(directory)
 
     def check_sources(self, hashes: cache.Hashes) -> None:
-        """Utterances are compared instead: a table of files may name them for all splits."""
+        """Allows a source in several splits, because a table may list the files of all splits.
+
+        `_refuse_shared` compares the utterances instead.
+        """
 
     def write(self, split: str, directory: Path, tally: Tally) -> str:
         moments, width, rows = self._speaker_moments(split), 0, []
-        found = tally.settled(map(self._usable, self._read(split)), self.section.errors)
+        usable = tally.settled(map(self._usable, self._read(split)), self.section.errors)
         with ragged.Writer(directory / "features.bin", store.FLOAT) as writer:
-            for utterance in found:
+            for utterance in usable:
                 self._refuse_shared(utterance, split)
-                kept = self._kept(utterance, moments)
-                width = kept.shape[1]
-                writer.extend([kept.ravel()])
-                _, id, speaker, transcript, features, _ = utterance
-                rows.append((id, speaker, transcript, len(features)))
+                features = self._model_features(utterance, moments)
+                width = features.shape[1]
+                writer.extend([features.ravel()])
+                rows.append(
+                    (utterance.id, utterance.speaker, utterance.transcript, len(utterance.features))
+                )
         columns = dict(zip((*store.TEXTS, "frames"), zip(*rows, strict=True), strict=True))
         if self.tokenizer is None:
             self.tokenizer = Vocabulary.of(self.section.unit, columns["transcripts"])
@@ -105,11 +110,11 @@ class SpeechPreparation(Preparation):
         return described(opened)
 
     def _read(self, split: str) -> Iterator[Utterance]:
-        """Utterances whose frames are like those of the very first one."""
+        """Yields utterances; raises DataError unless all frames have the same width and rate."""
         recordings = self.read(split)
         if self.section.join > 1:
             orders = self.section.join_orders if split == "train" else 1
-            recordings = joining.joined(
+            recordings = joining.join_recordings(
                 recordings, self.section.join, orders=orders,
                 check=lambda utterance: self._refuse_shared(utterance, split),
             )  # fmt: skip
@@ -117,10 +122,10 @@ class SpeechPreparation(Preparation):
         for recording in recordings:
             utterance = recording.read()
             first = self._first = self._first or utterance
-            found, wanted = utterance.features.shape[1], first.features.shape[1]
-            if found != wanted:
+            width, wanted = utterance.features.shape[1], first.features.shape[1]
+            if width != wanted:
                 raise DataError(
-                    f"{utterance.file} has {found} features a frame where {first.file} has "
+                    f"{utterance.file} has {width} features a frame where {first.file} has "
                     f"{wanted}; compute both alike"
                 )
             if utterance.rate != first.rate:
@@ -128,7 +133,8 @@ class SpeechPreparation(Preparation):
                     f"{utterance.file} has {utterance.rate} samples a second where {first.file} "
                     f"has {first.rate}; convert one of them"
                 )
-            wanted_rate = self.section.sample_rate  # of features nobody knows it
+            # The rate is 0 if features were read, whose sample rate is unknown.
+            wanted_rate = self.section.sample_rate
             if wanted_rate and utterance.rate not in (0, wanted_rate):
                 raise DataError(
                     f"{utterance.file} has {utterance.rate} samples a second, but "
@@ -146,23 +152,23 @@ class SpeechPreparation(Preparation):
 
     def _usable(self, utterance: Utterance) -> Utterance | BadRow:
         speech = self.section
-        frames_there = -(-len(utterance.features) // speech.stride)
+        frame_count = -(-len(utterance.features) // speech.stride)
         tokens = units(utterance.transcript, speech.unit)
-        needed = max(frames.needed(tokens), 1)
-        if frames_there < needed:
-            problem = f"has {frames_there} frames, of which its {len(tokens)} tokens need {needed}"
+        needed = max(frames.frames_needed(tokens), 1)
+        if frame_count < needed:
+            problem = f"has {frame_count} frames, of which its {len(tokens)} tokens need {needed}"
             return BadRow(utterance.id, problem)
-        if speech.buckets and frames_there > speech.buckets[-1]:
-            problem = f"has {frames_there} frames, more than Speech.buckets = {speech.buckets} hold"
+        if speech.buckets and frame_count > speech.buckets[-1]:
+            problem = f"has {frame_count} frames, more than Speech.buckets = {speech.buckets} hold"
             return BadRow(utterance.id, problem)
         return utterance
 
     def _speaker_moments(self, split: str) -> dict[str, Moments]:
-        """Of the speakers of a split, where these are asked for."""
+        """Returns the moments of the speakers of a split, if the config normalises by speaker."""
         if self.section.normalization != "speaker":
             return {}
 
-        def named(utterances: Iterator[Utterance]) -> Iterator[Utterance]:
+        def check_speakers(utterances: Iterator[Utterance]) -> Iterator[Utterance]:
             for utterance in utterances:
                 if not utterance.speaker:
                     raise DataError(
@@ -171,31 +177,31 @@ class SpeechPreparation(Preparation):
                     )
                 yield utterance
 
-        return frames.speaker_moments(named(self._read(split)))
+        return frames.speaker_moments(check_speakers(self._read(split)))
 
-    def _kept(self, utterance: Utterance, moments: Mapping[str, Moments]) -> Features:
-        """The frames that a model reads."""
+    def _model_features(self, utterance: Utterance, moments: Mapping[str, Moments]) -> Features:
+        """Returns the normalised and stacked frames that a model reads."""
         features, how = utterance.features, self.section.normalization
         if how != "none":
-            own = moments[utterance.speaker] if moments else frames.moments(features)
-            features = frames.normalized(features, own)
-        return frames.stacked(features, self.section.stack, self.section.stride)
+            by = moments[utterance.speaker] if moments else frames.moments(features)
+            features = frames.normalize(features, by)
+        return frames.stack_frames(features, self.section.stack, self.section.stride)
 
     def _refuse_shared(self, utterance: Utterance, split: str) -> None:
-        """Raises DataError for speech in two splits, which makes held-out numbers wrong."""
+        """Raises DataError for speech that is in two splits, which would distort evaluations."""
         if not utterance.features.any():
-            return  # silence is like silence
+            return  # Different silent utterances may be equal.
         content = utterance.transcript.encode() + utterance.features.tobytes()
         other = self._seen.setdefault(hashlib.sha256(content).digest(), split)
         if other != split:
             raise DataError(
                 f"{utterance.id} of Speech.{split} ({utterance.file}) is in Speech.{other}, too; "
-                "take it out of one of them"
+                "remove it from one of them"
             )
 
 
 def described(opened: SpeechStore) -> str:
-    """A line: how many utterances, how long, and of what."""
+    """Returns one line that describes a store: its number of utterances, duration and tokens."""
     m = opened.manifest
     return (
         f"{m['utterances']:,} utterances, {opened.seconds.sum() / 60:,.1f} minutes, "

@@ -1,4 +1,4 @@
-"""From the names of sources to recordings, and their hashes (see `brt.config.Speech`)."""
+"""Sources of speech by name: their recordings and their hashes (see `brt.config.Speech`)."""
 
 import hashlib
 import json
@@ -15,11 +15,10 @@ from brt.tasks.speech_recognition.data.utterances import Recording
 
 
 def recordings(names: Sequence[str], speech: config.Speech) -> Iterator[Recording]:
-    """The utterances of all sources, in order.
+    """Yields the utterances of all sources in order.
 
     Raises:
-      DataError: a source does not exist or is of no known kind, or its files are not as they
-        should be.
+      DataError: a source does not exist, is of an unknown kind, or contains invalid files.
     """
     for name in names:
         if name.startswith(made_up.PREFIX):
@@ -33,21 +32,22 @@ def recordings(names: Sequence[str], speech: config.Speech) -> Iterator[Recordin
 
 
 def hashes(names: Sequence[str]) -> list[FileHash]:
-    """Reads every file behind some sources once; a changed file has another hash."""
-    found = []
+    """Reads every file of the sources once and returns its hash, which changes with its content."""
+    file_hashes = []
     for name in names:
         if name.startswith(made_up.PREFIX):
-            found.append(FileHash(name, 0, generated.digest(name)))
+            file_hashes.append(FileHash(name, 0, generated.digest(name)))
             continue
         if _is_table(name):
             text = json.dumps(tables.rows(name))
-            found.append(FileHash(name, len(text), hashlib.sha256(text.encode()).hexdigest()))
-        found += [sources.hashed(File(str(path), path)) for path in _files(name)]
-    return found
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            file_hashes.append(FileHash(name, len(text), digest))
+        file_hashes += [sources.hashed(File(str(path), path)) for path in _files(name)]
+    return file_hashes
 
 
 def left_out(name: str) -> str:
-    """Which files of a directory are not read; see `brt.data.sources.left_out`."""
+    """Describes the files of a directory that are not read; see `brt.data.sources.left_out`."""
     path = untrusted.user_path(name)
     return sources.left_out(name, (), kaldi.files(path)) if path.is_dir() else ""
 

@@ -1,11 +1,11 @@
 """The utterances of a split on disk.
 
-A store is a directory:
+A store is a directory with these files:
 
     features.bin    little-endian float32: the frames that a model reads, row after row
-    rows.npz        where each row begins there, its tokens, how many frames it had at first;
-                    ids, speakers and transcripts as a JSON list in UTF-8
-    manifest.json   written last: what the store was made of, what was left out, hashes
+    rows.npz        the offset of each row in features.bin, its tokens, and its number of frames
+                    before stacking; ids, speakers and transcripts as a JSON list in UTF-8
+    manifest.json   written last: sources, rejected rows, hashes
 """
 
 import dataclasses
@@ -30,12 +30,12 @@ _FACTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SpeechStore(RowStore):
-    """Features and tokens.
+    """Features and tokens of utterances.
 
     Attributes:
-      values: of all frames of a row, one after another.
-      targets: int32 ids of each row; none for an empty transcript.
-      frames: int64 [rows], before any were joined or dropped.
+      values: features of all frames of a row, concatenated.
+      targets: int32 ids of each row; empty for an empty transcript.
+      frames: int64 [rows], number of frames before stacking.
     """
 
     values: Ragged
@@ -49,17 +49,18 @@ class SpeechStore(RowStore):
         """Opens a finished store.
 
         Raises:
-          DataError: it is missing, unfinished, of another format, or its sizes do not fit.
+          DataError: the store is missing, unfinished, of another format, or its sizes do not fit.
         """
-        with store.opened(directory, TEXTS, facts=_FACTS) as found:
-            values = found.on_disk("features.bin", FLOAT, found.columns["values"], "utterances")
-            targets = found.ragged("targets", "target_offsets")
-            columns = {name: found.columns[name] for name in (*TEXTS, "frames")}
-            found.check("utterances", targets, *columns.values())
-            if found.manifest["width"] < 1 or (values.offsets % found.manifest["width"]).any():
-                raise ValueError(f"its rows are no frames of {found.manifest['width']} features")
+        with store.opened(directory, TEXTS, facts=_FACTS) as opened:
+            values = opened.on_disk("features.bin", FLOAT, opened.columns["values"], "utterances")
+            targets = opened.ragged("targets", "target_offsets")
+            columns = {name: opened.columns[name] for name in (*TEXTS, "frames")}
+            opened.check("utterances", targets, *columns.values())
+            width = opened.manifest["width"]
+            if width < 1 or (values.offsets % width).any():
+                raise ValueError(f"its rows are no frames of {width} features")
         return cls(
-            directory=found.directory, manifest=found.manifest, values=values, targets=targets,
+            directory=opened.directory, manifest=opened.manifest, values=values, targets=targets,
             **columns,
         )  # fmt: skip
 
@@ -68,32 +69,32 @@ class SpeechStore(RowStore):
         return self.manifest["vocabulary"]
 
     def features(self, row: int | np.integer) -> np.ndarray:
-        """float32 [X, width]."""
+        """Returns the features of a row, float32 [X, width]."""
         return self.values[row].reshape(-1, self.width)
 
     @property
     def width(self) -> int:
-        """Of a frame."""
+        """Number of features of a frame."""
         return self.manifest["width"]
 
     @property
     def rate(self) -> int:
-        """Samples a second of the wav files; 0 of features, and where nobody wrote it down."""
+        """Sample rate of the wav files in Hz; 0 if unknown or if features were read."""
         return self.manifest.get("rate", 0)
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [rows], frames that a model reads."""
+        """Number of frames of each row that a model reads, int64 [rows]."""
         return self.values.lengths // self.width
 
     @property
     def seconds(self) -> np.ndarray:
-        """float64 [rows]."""
+        """Duration of each row, float64 [rows]."""
         return self.frames * (self.manifest["shift_ms"] / 1000)
 
     @property
     def transcript_bytes(self) -> int:
-        """Of all transcripts in UTF-8."""
+        """Number of bytes of all transcripts in UTF-8."""
         return sum(len(text.encode()) for text in self.transcripts)
 
 
@@ -104,12 +105,12 @@ def finish(
     vocabulary: Vocabulary,
     facts: Mapping[str, Any],
 ) -> SpeechStore:
-    """Completes a store whose features are written.
+    """Completes a store whose features have been written.
 
     Args:
-      offsets: of the rows in features.bin.
-      columns: `ids`, `speakers`, `transcripts`, `frames`.
-      facts: for the manifest: `width`, `shift_ms` and what else is worth keeping.
+      offsets: offsets of the rows in features.bin.
+      columns: `ids`, `speakers`, `transcripts` and `frames` of the rows.
+      facts: entries of the manifest: `width`, `shift_ms` and others.
     """
     targets = ragged.joined(
         [vocabulary.encode(text) for text in columns["transcripts"]], np.dtype(np.int32)

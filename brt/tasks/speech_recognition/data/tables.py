@@ -1,4 +1,4 @@
-"""Tables of wav files: a line of tab-separated values for each, with a header."""
+"""Reader of tables of wav files: a header and a line of tab-separated values for each file."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,14 +15,14 @@ NEEDED = ("file", "transcript")
 
 
 def parse(source: str) -> tuple[Path, str]:
-    """PATH.tsv[:SPLIT]: the table, and "" for all of its rows."""
+    """Splits PATH.tsv[:SPLIT] into the path and the split, "" for all rows."""
     path, _, split = source.rpartition(":")
     path, split = (path, split) if path.endswith(".tsv") else (source, "")
     return untrusted.user_path(path), split
 
 
 def recordings(source: str, speech: config.Speech) -> Iterator[Recording]:
-    """The wav files of a table; their names are relative to it.
+    """Yields the wav files of a table; their names are relative to the table's directory.
 
     Raises:
       DataError: the table cannot be read, lacks a column, or has no such split.
@@ -37,27 +37,27 @@ def recordings(source: str, speech: config.Speech) -> Iterator[Recording]:
 
 
 def files(source: str) -> list[Path]:
-    """What the rows name."""
+    """Returns the paths of the wav files that the rows name."""
     return [parse(source)[0].parent / row["file"] for row in rows(source)]
 
 
 def rows(source: str) -> list[dict[str, str]]:
-    """The rows of the split, by column."""
+    """Returns the rows of the split, by column."""
     path, split = parse(source)
     lines = contents.small(path).replace("\r\n", "\n").split("\n")
-    columns, *found = [line.split("\t") for line in lines if line] or [[]]
+    columns, *values = [line.split("\t") for line in lines if line] or [[]]
     unique(str(path), columns)
     for name in (*NEEDED, "split") if split else NEEDED:
         if name not in columns:
             raise DataError(f"{path} has no column {name!r}; it has {', '.join(columns)}")
-    for number, row in enumerate(found, 2):
+    for number, row in enumerate(values, 2):
         if len(row) != len(columns):
             raise DataError(f"{path}:{number} has another number of columns than the header")
-    named = [dict(zip(columns, row, strict=True)) for row in found]
+    named = [dict(zip(columns, row, strict=True)) for row in values]
     if not split:
         return named
     chosen = [row for row in named if row["split"] == split]
     if not chosen:
-        there = ", ".join(sorted({row["split"] for row in named}))
-        raise DataError(f"{path} has no row of the split {split!r}; it has {there}")
+        splits = ", ".join(sorted({row["split"] for row in named}))
+        raise DataError(f"{path} has no row of the split {split!r}; it has {splits}")
     return chosen

@@ -1,4 +1,4 @@
-"""What a reader of speech finds, whatever the files."""
+"""Utterances and recordings, the common form of all sources of speech."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,13 +12,13 @@ Features = Float[np.ndarray, "X F"]
 
 
 class Utterance(NamedTuple):
-    """Features of a piece of speech, and what was said.
+    """Features of an utterance, and its transcript.
 
     Attributes:
-      file: that it comes from, as messages name it.
-      speaker: "" where nobody says who it was.
+      file: file of the utterance, for messages.
+      speaker: name of the speaker; "" if unknown.
       features: float32 [X, F]; X may be 0.
-      rate: samples a second of the wav file; 0 where features were read.
+      rate: sample rate of the wav file in Hz; 0 if features were read.
     """
 
     file: str
@@ -30,11 +30,11 @@ class Utterance(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """An utterance whose features are not read yet.
+    """An utterance whose features have not been read yet.
 
     Attributes:
-      load: () -> features [X, F] of any float type, and the rate of the samples or 0; raises
-        DataError where the file is not as it should be.
+      load: function that returns features [X, F] of any float type and the sample rate or 0; raises
+          DataError if the file is invalid.
     """
 
     file: str
@@ -44,7 +44,7 @@ class Recording(NamedTuple):
     load: Callable[[], tuple[np.ndarray, int]]
 
     def read(self) -> Utterance:
-        """Raises DataError for features that are no frames of finite numbers."""
+        """Reads the features; raises DataError if they are not finite."""
         features, rate = self.load()
         features = np.asarray(features, np.float32)
         if not np.isfinite(features).all():

@@ -1,4 +1,4 @@
-"""Tokens of transcripts: characters or words."""
+"""Vocabularies of transcripts: characters or words."""
 
 import hashlib
 import json
@@ -12,22 +12,22 @@ from jaxtyping import Int
 from brt import untrusted
 from brt.errors import DataError
 
-UNKNOWN = "\ufffd"  # id 0: a token of held-out transcripts that training does not have
+UNKNOWN = "\ufffd"  # Id 0, for tokens of held-out transcripts that do not occur in training.
 
 Unit = Literal["characters", "words"]
 
 
 def units(transcript: str, unit: Unit) -> list[str]:
-    """The tokens of a transcript."""
+    """Splits a transcript into tokens."""
     return list(transcript) if unit == "characters" else transcript.split()
 
 
 class Vocabulary:
-    """Ids of tokens: `UNKNOWN`, then the tokens. CTC's blank is none of them.
+    """Ids of tokens: `UNKNOWN` first, then the tokens. CTC's blank is not included.
 
     Attributes:
-      name: as messages call it.
-      fingerprint: sha256 of all that decides ids.
+      name: name for messages.
+      fingerprint: sha256 of everything that determines the ids.
     """
 
     def __init__(self, unit: Unit, tokens: Iterable[str]):
@@ -39,12 +39,12 @@ class Vocabulary:
 
     @classmethod
     def of(cls, unit: Unit, transcripts: Iterable[str]) -> "Vocabulary":
-        """What the transcripts have, in sorted order."""
+        """Builds the vocabulary of the tokens in the transcripts, in sorted order."""
         return cls(unit, sorted({token for text in transcripts for token in units(text, unit)}))
 
     @classmethod
     def load(cls, path: Path) -> "Vocabulary":
-        """Raises DataError for a file that is none."""
+        """Reads a saved vocabulary; raises DataError if the file is damaged."""
         try:
             saved = untrusted.read_json(path, {"unit": Unit, "tokens": [str]})
             return cls(saved["unit"], saved["tokens"])
@@ -55,7 +55,7 @@ class Vocabulary:
 
     @property
     def file(self) -> tuple[str, bytes]:
-        """The name of a copy; its content."""
+        """Name and content of a file that `load` reads."""
         saved = {"unit": self.unit, "tokens": self.tokens[1:]}
         return "vocabulary.json", json.dumps(saved).encode()
 
@@ -64,11 +64,11 @@ class Vocabulary:
         return len(self.tokens)
 
     def encode(self, transcript: str) -> Int[np.ndarray, " T"]:
-        """int32 ids."""
-        found = [self._ids.get(token, 0) for token in units(transcript, self.unit)]
-        return np.array(found, np.int32)
+        """Returns the int32 ids of a transcript."""
+        ids = [self._ids.get(token, 0) for token in units(transcript, self.unit)]
+        return np.array(ids, np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The transcript of ids; those beyond the vocabulary are unknown."""
+        """Returns the transcript of ids; ids beyond the vocabulary become `UNKNOWN`."""
         tokens = [self.tokens[i] if i < len(self.tokens) else UNKNOWN for i in map(int, ids)]
         return ("" if self.unit == "characters" else " ").join(tokens)

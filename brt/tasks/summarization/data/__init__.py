@@ -1,1 +1,1 @@
-"""Documents with their summaries: read, tokenized, stored, batched."""
+"""Data of summarization: documents with their summaries, from tables to batches."""

@@ -12,11 +12,11 @@ from brt.types import PairBatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PairReader(RowReader):
-    """Pairs by the length of their documents.
+    """Groups pairs into batches by the length of their documents.
 
     Attributes:
-      buckets: lengths of documents, ascending, the last one the store's `max_source_length`;
-        (): only that.
+      buckets: padded lengths of documents, ascending; the last one is the store's
+          `max_source_length`. If empty, all documents are padded to that length.
     """
 
     store: PairStore
@@ -41,11 +41,11 @@ class PairReader(RowReader):
 
 
 def gather(store: PairStore, rows: np.ndarray, source_length: int) -> PairBatch:
-    """The batch of some rows.
+    """Returns the batch of some rows.
 
     Args:
-      rows: int [B], -1 for an empty one.
-      source_length: what documents are padded to.
+      rows: int [B], -1 for padding rows.
+      source_length: length to which documents are padded.
     """
     pad, start = store.manifest["pad_id"], store.manifest["decoder_start_id"]
     source, mask = padded(rows, store.source.__getitem__, source_length, np.int32, fill=pad)

@@ -1,4 +1,4 @@
-"""Documents and summaries from tables: in which columns they are, and the text in them."""
+"""Finds the columns of documents and summaries in tables, and reads their text."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,8 +8,9 @@ from brt.data.rows.tables import Row
 from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
-USUAL = (
-    ("document", "summary"),  # XSum, Multi-News, the embedded ones
+# Column names of common datasets, in order of preference.
+COMMON = (
+    ("document", "summary"),  # XSum, Multi-News, the pairs that brt includes
     ("article", "highlights"),  # CNN/DailyMail
     ("article", "abstract"),  # scientific papers
     ("dialogue", "summary"),  # SAMSum
@@ -29,11 +30,11 @@ USUAL = (
     ("source", "target"),
     ("input", "output"),
 )
-SPEAKER = "speaker"  # a list beside a list of utterances
+SPEAKER = "speaker"  # Column with the speaker of each utterance of a dialogue.
 
 
 class Columns(NamedTuple):
-    """Names of columns; "" stands for the usual one, and for no column of ids."""
+    """Names of columns; "" selects a common name, or no column for ids."""
 
     source: str = ""
     target: str = ""
@@ -44,7 +45,12 @@ ANY = Columns()
 
 
 class Pair(NamedTuple):
-    """A document and its summary; `name` is file:row, `id` what the predictions call it."""
+    """A document and its summary.
+
+    Attributes:
+      name: file and row, for messages.
+      id: identifier in predictions.
+    """
 
     name: str
     id: str
@@ -52,30 +58,30 @@ class Pair(NamedTuple):
     target: str
 
 
-def read(names: Sequence[str], asked: Columns = ANY) -> Iterator[Pair | BadRow]:
-    """The rows of the sources (see `brt.data.rows.tables`) in order.
+def read(names: Sequence[str], configured: Columns = ANY) -> Iterator[Pair | BadRow]:
+    """Yields the rows of all sources (see `brt.data.rows.tables`) in order.
 
     Raises:
-      DataError: a source cannot be read, has no row, or not the columns.
+      DataError: a source cannot be read, has no row, or lacks the columns.
     """
-    found = (table for name in names for table in tables.tables(name))
-    return tables.read(found, lambda table, there: choose(table, there, asked), pair)
+    sources = (table for name in names for table in tables.tables(name))
+    return tables.read(sources, lambda table, header: choose(table, header, configured), pair)
 
 
-def choose(table: str, there: Collection[str], asked: Columns = ANY) -> Columns:
-    """The columns that are asked for, else the first of the usual ones that are there.
+def choose(table: str, header: Collection[str], configured: Columns = ANY) -> Columns:
+    """Returns the configured columns, or the first of the common names that exist.
 
     Raises:
-      DataError: there are none; names the columns that exist.
+      DataError: the table has neither; the message lists the existing columns.
     """
-    exist = f"its columns are {', '.join(there)}"
-    for field, name in zip(("source_field", "target_field", "id_field"), asked, strict=True):
-        if name and name not in there:
+    exist = f"its columns are {', '.join(header)}"
+    for field, name in zip(("source_field", "target_field", "id_field"), configured, strict=True):
+        if name and name not in header:
             raise DataError(f"{table} has no column '{name}' as {field} says; {exist}")
-    for usual_source, usual_target in USUAL:
-        source, target = asked.source or usual_source, asked.target or usual_target
-        if source in there and target in there and source != target:
-            return Columns(source, target, asked.id or ("id" if "id" in there else ""))
+    for common_source, common_target in COMMON:
+        source, target = configured.source or common_source, configured.target or common_target
+        if source in header and target in header and source != target:
+            return Columns(source, target, configured.id or ("id" if "id" in header else ""))
     raise DataError(
         f"{table} has no document and summary under a usual name; {exist}: name two of them with "
         "source_field and target_field"
@@ -83,7 +89,7 @@ def choose(table: str, there: Collection[str], asked: Columns = ANY) -> Columns:
 
 
 def pair(row: Row, columns: Columns, number: int) -> Pair | BadRow:
-    """The row's document and summary; its number is the id where there is no column of ids."""
+    """Returns the document and summary of a row; without a column of ids the number is the id."""
     try:
         _check(row.problem)
         source = _source(row.values, columns)
@@ -107,9 +113,9 @@ def _source(values: Mapping[str, Any], columns: Columns) -> str:
         return _text(values, columns.source)
     if len(utterances) != len(speakers):
         raise ValueError(f"has {len(utterances)} utterances and {len(speakers)} speakers")
-    said = zip(speakers, utterances, strict=True)
+    turns = zip(speakers, utterances, strict=True)
     return " ".join(
-        f"{tables.text(who, SPEAKER)}: {tables.text(what, 'utt')}" for who, what in said
+        f"{tables.text(who, SPEAKER)}: {tables.text(what, 'utt')}" for who, what in turns
     )
 
 
@@ -117,6 +123,6 @@ def _text(values: Mapping[str, Any], column: str) -> str:
     if column not in values:
         raise ValueError(f"has no column '{column}'")
     value = values[column]
-    if isinstance(value, list):  # paragraphs or sentences
+    if isinstance(value, list):  # A list holds paragraphs or sentences.
         return "\n".join(tables.text(part, column) for part in value)
     return tables.text(value, column)

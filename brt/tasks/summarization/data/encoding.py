@@ -1,4 +1,4 @@
-"""Documents and summaries to ids of limited length."""
+"""Encoding of documents and summaries as ids of limited length."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from brt.tasks.summarization.data.tokenization import PairTokenizer
 
 
 class Encoded(NamedTuple):
-    """A text as ids.
+    """The ids of a text.
 
     Attributes:
-      ids: int32, begun and ended as the tokenizer says, no longer than the limit.
-      uncut: ids that there would have been without the limit.
+      ids: int32, with the tokenizer's start and end ids, no longer than the limit.
+      uncut: number of ids that the text has without the limit.
     """
 
     ids: np.ndarray
@@ -26,8 +26,8 @@ class Encoded(NamedTuple):
 class Encoder:
     """Encodes documents and summaries as `config.Pairs` says.
 
-    What is cut is text: the ids at the beginning and the end stay. Summaries are always cut
-    behind; a document under "head_tail" is cut in the middle.
+    Only text is cut; the ids at start and end remain. Summaries lose their end; with "head_tail" a
+    document loses its middle.
     """
 
     tokenizer: PairTokenizer
@@ -38,18 +38,18 @@ class Encoder:
 
     @classmethod
     def of(cls, pairs: config.Pairs, tokenizer: PairTokenizer) -> "Encoder":
-        """The encoder that `pairs` asks for."""
+        """Returns the encoder that `pairs` describes."""
         names = ("prefix", "max_source_length", "max_target_length", "truncation")
         return cls(tokenizer=tokenizer, **{name: getattr(pairs, name) for name in names})
 
     def sources(self, documents: Sequence[str]) -> list[Encoded]:
-        """The ids of documents, behind the prefix."""
+        """Encodes documents, each after the prefix."""
         texts = [self.prefix + document for document in documents]
         tail = self.truncation == "head_tail"
         return [self._wrap(ids, self.max_source_length, tail) for ids in self._encode(texts)]
 
     def targets(self, summaries: Sequence[str]) -> list[Encoded]:
-        """The ids of summaries."""
+        """Encodes summaries."""
         return [self._wrap(ids, self.max_target_length, False) for ids in self._encode(summaries)]
 
     def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -58,13 +58,13 @@ class Encoder:
     def _wrap(self, ids: np.ndarray, limit: int, tail: bool) -> Encoded:
         begin = self.tokenizer.begin
         special = len(begin) + 1
-        kept = cut(ids, limit - special, tail=tail)
-        wrapped = np.concatenate([begin, kept, [self.tokenizer.eos_id]]).astype(np.int32)
+        shortened = cut(ids, limit - special, tail=tail)
+        wrapped = np.concatenate([begin, shortened, [self.tokenizer.eos_id]]).astype(np.int32)
         return Encoded(wrapped, len(ids) + special)
 
 
 def cut(ids: np.ndarray, limit: int, *, tail: bool) -> np.ndarray:
-    """At most `limit` ids: the first ones, or with `tail` the first and last in equal parts."""
+    """Returns the first `limit` ids, or with `tail` the first and the last `limit` / 2 ids."""
     if len(ids) <= limit:
         return ids
     last = limit // 2 if tail else 0

@@ -1,4 +1,7 @@
-"""From `config.Pairs` to stores of pairs: once per content, in the cache."""
+"""Preparation of pairs: from `config.Pairs` to stores in the cache.
+
+Equal sources are prepared only once.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,20 +19,20 @@ from brt.tasks.summarization.data.store import PairStore
 from brt.tasks.summarization.data.tokenization import PairTokenizer
 
 
-class PairCorpus(RowCorpus[PairTokenizer, PairStore]):
-    """Prepared pairs, opened."""
+class PairDataset(RowCorpus[PairTokenizer, PairStore]):
+    """Prepared pairs that have been opened."""
 
     section, rows = "Pairs", "pairs"
 
 
-def prepare(pairs: config.Pairs, progress: bool = True) -> PairCorpus:
-    """Opens the pairs that `pairs` describes; tokenizes them first where that was not done yet.
+def prepare(pairs: config.Pairs, progress: bool = True) -> PairDataset:
+    """Opens the pairs that `pairs` describes, and tokenizes them first if necessary.
 
     Args:
-      progress: show what is done, and what was cut or left out, on stderr.
+      progress: report on stderr what is done and what is cut or left out.
 
     Raises:
-      DataError: a source cannot be read as asked.
+      DataError: a source cannot be read.
     """
     return Preparation(pairs, progress).open()
 
@@ -37,7 +40,7 @@ def prepare(pairs: config.Pairs, progress: bool = True) -> PairCorpus:
 class Preparation(TokenizedPreparation):
     """Prepares and opens pairs."""
 
-    dataset, kind, endings = PairCorpus, "pairs", tables.FORMATS
+    dataset, kind, endings = PairDataset, "pairs", tables.FORMATS
     special = tokenizer_training.T5
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
@@ -71,7 +74,7 @@ class Preparation(TokenizedPreparation):
 
 
 def described(opened: PairStore) -> str:
-    """A line: how many pairs and tokens, and how much of them was cut."""
+    """Returns one line that describes a store: its pairs and tokens, and how much was cut."""
     m = opened.manifest
     cuts = [
         f"cut {cut['rows']:,} {what} by {cut['tokens']:,} tokens "

@@ -1,12 +1,12 @@
 """The pairs of a split on disk: ids of documents and summaries, and the summaries as text.
 
-A store is a directory:
+A store is a directory with these files:
 
-    source.bin, target.bin   little-endian unsigned ids, rows one after another
+    source.bin, target.bin   little-endian unsigned ids, row after row
     reference.bin            the summaries in UTF-8, as they were read
-    rows.npz                 where each row begins in those, ids that it had before it was
-                             cut, and its name: int64 arrays and a JSON list in UTF-8
-    manifest.json            written last: what the store was made of, what was cut, hashes
+    rows.npz                 the offsets of the rows in these files, each row's number of ids
+                             before it was cut, and its id: int64 arrays and a JSON list in UTF-8
+    manifest.json            written last: sources, what was cut, hashes
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from brt.errors import DataError
 from brt.tasks.summarization.data.columns import Pair
 from brt.tasks.summarization.data.encoding import Encoder
 
-TOGETHER = 64  # pairs that are tokenized in parallel
+TOGETHER = 64  # Number of pairs that are tokenized in parallel.
 TEXTS = ("source", "target", "reference")
 _FACTS = {
     **dict.fromkeys(("pairs", "max_source_length", "max_target_length"), int),
@@ -42,10 +42,10 @@ class PairStore(RowStore):
     """Documents and summaries as ids.
 
     Attributes:
-      source: ids of each document, ended, no longer than `max_source_length`.
-      target: ids of each summary, ended, no longer than `max_target_length`.
-      reference: UTF-8 of each summary.
-      source_uncut: int64 [rows], ids that each document has in full; target_uncut the same.
+      source: ids of each document with its end, no longer than `max_source_length`.
+      target: ids of each summary with its end, no longer than `max_target_length`.
+      reference: UTF-8 bytes of each summary.
+      source_uncut, target_uncut: int64 [rows], number of ids before cutting.
     """
 
     source: Ragged
@@ -59,21 +59,21 @@ class PairStore(RowStore):
         """Opens a finished store.
 
         Raises:
-          DataError: it is missing, unfinished, of another format, or its sizes do not fit.
+          DataError: the store is missing, unfinished, of another format, or its sizes do not fit.
         """
-        with store.opened(directory, ["ids"], facts=_FACTS) as found:
-            dtypes = dict.fromkeys(TEXTS, stored_dtype(found.manifest))
+        with store.opened(directory, ["ids"], facts=_FACTS) as opened:
+            dtypes = dict.fromkeys(TEXTS, stored_dtype(opened.manifest))
             dtypes["reference"] = np.dtype(np.uint8)
             texts = {
-                name: found.on_disk(f"{name}.bin", dtype, found.columns[name], "pairs")
+                name: opened.on_disk(f"{name}.bin", dtype, opened.columns[name], "pairs")
                 for name, dtype in dtypes.items()
             }
-            found.check("pairs", *(found.columns[name] for name in ("ids", *UNCUT)))
+            opened.check("pairs", *(opened.columns[name] for name in ("ids", *UNCUT)))
             for name in ("source", "target"):
-                if texts[name].lengths.max() > found.manifest[limit := f"max_{name}_length"]:
+                if texts[name].lengths.max() > opened.manifest[limit := f"max_{name}_length"]:
                     raise ValueError(f"{name}.bin has rows longer than {limit}")
-            columns = {name: found.columns[name] for name in ("ids", *UNCUT)}
-        return cls(directory=found.directory, manifest=found.manifest, **columns, **texts)
+            columns = {name: opened.columns[name] for name in ("ids", *UNCUT)}
+        return cls(directory=opened.directory, manifest=opened.manifest, **columns, **texts)
 
     @property
     def written_with(self) -> str:
@@ -81,7 +81,7 @@ class PairStore(RowStore):
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [rows], of documents."""
+        """Length of each document, int64 [rows]."""
         return self.source.lengths
 
     @property
@@ -93,7 +93,7 @@ class PairStore(RowStore):
         return self.manifest["max_target_length"]
 
     def summary(self, row: int | np.integer) -> str:
-        """The text of a summary, uncut."""
+        """Returns the text of a summary, uncut."""
         return self.reference[row].tobytes().decode()
 
 
@@ -109,11 +109,11 @@ def write(
     A store that is not finished cannot be opened; callers fill an `atomic_directory`.
 
     Args:
-      facts: what the manifest keeps beside the counts, asked for behind the last pair.
+      facts: function that returns further entries of the manifest; called after the last pair.
 
     Raises:
-      DataError: there is no pair; one is too long and truncation is "error"; `directory` is in
-        use.
+      DataError: there is no pair; a text is too long and truncation is "error"; or `directory` is
+          in use.
     """
     directory = Path(directory)
     manifests.make_empty(directory)
@@ -136,7 +136,7 @@ def write(
 def _write_texts(
     directory: Path, pairs: Iterable[Pair], encoder: Encoder, dtype: np.dtype
 ) -> dict[str, Any]:
-    """Writes the three .bin files; the columns of rows.npz."""
+    """Writes the three .bin files and returns the columns of rows.npz."""
     columns: dict[str, Any] = {name: [] for name in ("ids", *UNCUT)}
     with contextlib.ExitStack() as stack:
         writers = {
@@ -147,18 +147,18 @@ def _write_texts(
         while group := list(itertools.islice(remaining, TOGETHER)):
             sources = encoder.sources([pair.source for pair in group])
             targets = encoder.targets([pair.target for pair in group])
-            for name, found in (("source", sources), ("target", targets)):
-                writers[name].extend(encoded.ids for encoded in found)
-                columns[f"{name}_uncut"] += [encoded.uncut for encoded in found]
-            texts = (pair.target.encode() for pair in group)
-            writers["reference"].extend(np.frombuffer(text, np.uint8) for text in texts)
+            for name, texts in (("source", sources), ("target", targets)):
+                writers[name].extend(encoded.ids for encoded in texts)
+                columns[f"{name}_uncut"] += [encoded.uncut for encoded in texts]
+            references = (pair.target.encode() for pair in group)
+            writers["reference"].extend(np.frombuffer(text, np.uint8) for text in references)
             columns["ids"] += [pair.id for pair in group]
     columns |= {name: np.array(columns[name], np.int64) for name in UNCUT}
     return columns | {name: writer.offsets for name, writer in writers.items()}
 
 
 def _cuts(columns: Mapping[str, Any], name: str) -> dict[str, int]:
-    """How much was cut of the documents or summaries."""
+    """Counts the rows and tokens that were cut, of the documents or of the summaries."""
     uncut = columns[f"{name}_uncut"]
     cut = uncut - np.diff(columns[name])
     return {
@@ -173,12 +173,12 @@ def _refuse(split: str, report: Mapping[str, Mapping[str, int]], encoder: Encode
     for name, limit in (
         ("source", encoder.max_source_length), ("target", encoder.max_target_length),
     ):  # fmt: skip
-        if found := report[name]["rows"]:
+        if count := report[name]["rows"]:
             what = "documents" if name == "source" else "summaries"
             raise DataError(
-                f"{found:,} {what} of {split} are longer than Pairs.max_{name}_length = {limit} "
-                f"tokens, the longest has {report[name]['longest']:,}; raise it, or let them be "
-                "cut with Pairs.truncation = 'head'"
+                f"{count:,} {what} of {split} are longer than Pairs.max_{name}_length = {limit} "
+                f"tokens, the longest has {report[name]['longest']:,}; raise the limit, or set "
+                "Pairs.truncation = 'head' to cut them"
             )
 
 

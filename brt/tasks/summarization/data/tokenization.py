@@ -1,7 +1,8 @@
-"""Whole texts to ids and back, with the ids that an encoder-decoder needs.
+"""Tokenizers of whole texts, with the special ids that an encoder-decoder needs.
 
-Unlike `brt.data.tokenizers`, which reads documents of any length in chunks and gives back
-every byte, these do what the model's makers did: the same ids as pretrained weights know.
+`brt.data.tokenizers` reads documents of any length in chunks and gives back every byte. The
+tokenizers of this module instead encode as the authors of T5 and BART did, so that the ids are
+those of pretrained weights.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from brt.data import tokenizer_files
 from brt.data.chunks import Ids
 from brt.errors import ConfigError, DataError
 
-START, END, PAD = "<s>", "</s>", "<pad>"  # how T5 and BART spell them
+START, END, PAD = "<s>", "</s>", "<pad>"  # Names of the special tokens in T5 and BART.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,16 +25,18 @@ class PairTokenizer:
     """A tokenizer with its special ids.
 
     Attributes:
-      name: what Pairs.tokenizer says, without directories.
-      fingerprint: sha256 of all that decides the ids.
-      content: the file's.
-      vocab_size: ids are below it. The 100 extra ids of T5 and padding rows of a checkpoint's
-        embedding are in no spiece.model: a checkpoint may know more ids.
-      pad_id: what fills a batch.
-      eos_id: the last id of every text.
-      decoder_start_id: the decoder's first input. T5: pad_id; BART: eos_id.
-      begin: ids before every text. T5: none; BART: its `<s>`.
-      unk_id: stands for what cannot be spelt; -1: there is none.
+      name: value of Pairs.tokenizer without directories.
+      fingerprint: sha256 of everything that determines the ids.
+      content: content of the tokenizer's file.
+      vocab_size: number of ids. A pretrained checkpoint may have more, because its embedding can
+          have padding rows and the 100 extra ids of T5, which are not in spiece.model.
+      pad_id: id that pads a batch.
+      eos_id: last id of every text.
+      decoder_start_id: first input of the decoder: pad_id for T5, eos_id for BART.
+      begin: ids before every text: none for T5, `<s>` for BART.
+      unk_id: id of text that cannot be encoded; -1 if there is none.
+      encode_all: function that encodes texts without special ids.
+      decode_ids: function that decodes ids.
     """
 
     name: str
@@ -49,19 +52,19 @@ class PairTokenizer:
     decode_ids: Callable[[list[int]], str] = dataclasses.field(repr=False)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids (int32) of each text, without special ones; texts are encoded in parallel."""
-        found = (np.asarray(ids, np.int32) for ids in self.encode_all(list(texts)))
-        # Some models of tokenizer.json find `</s>` in a text although they were told not to.
-        return [ids[~np.isin(ids, list(self._special))] for ids in found]
+        """Returns the int32 ids of each text without special ids; texts are encoded in parallel."""
+        encoded = (np.asarray(ids, np.int32) for ids in self.encode_all(list(texts)))
+        # Some tokenizer.json files turn `</s>` in a text into the special id nevertheless.
+        return [ids[~np.isin(ids, list(self._special))] for ids in encoded]
 
     def decode(self, ids: Ids) -> str:
-        """The text of `ids`, without special ones and those that the file does not know."""
+        """Returns the text of `ids`, without special and unknown ids."""
         known = [int(i) for i in ids if i < self.vocab_size and int(i) not in self._special]
         return self.decode_ids(known)
 
     @property
     def file(self) -> tuple[str, bytes]:
-        """The name of a copy; its content."""
+        """Name and content of a file that `load` reads."""
         return f"tokenizer{Path(self.name).suffix}", self.content
 
     @property
@@ -70,7 +73,7 @@ class PairTokenizer:
 
 
 def load(path: str) -> PairTokenizer:
-    """Opens a sentencepiece .model, or a tokenizer.json of Hugging Face's tokenizers.
+    """Opens a sentencepiece .model or a tokenizer.json of Hugging Face's tokenizers.
 
     Raises:
       DataError: the file is missing or damaged, or has no end or padding token.
@@ -102,13 +105,13 @@ def _sentencepiece(path: Path) -> PairTokenizer:
 def _json(path: Path) -> PairTokenizer:
     content = tokenizer_files.read(path)
     tokenizer = tokenizer_files.json_model(path, content)
-    begin, behind = _wrapping(path, tokenizer)
+    begin, end_id = _template(path, tokenizer)
     pad = _required(path, tokenizer.token_to_id(PAD), "padding", PAD)
-    end = _required(path, behind, "end", END)
+    end = _required(path, end_id, "end", END)
 
     def encode(texts: list[str]) -> list[list[int]]:
-        found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in found]
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     return PairTokenizer(
         name=path.name, fingerprint=hashlib.sha256(content).hexdigest(), content=content,
@@ -118,23 +121,23 @@ def _json(path: Path) -> PairTokenizer:
     )  # fmt: skip
 
 
-def _wrapping(path: Path, tokenizer: Any) -> tuple[tuple[int, ...], int | None]:
-    """The ids that the file's template puts before a text, and the one behind it."""
+def _template(path: Path, tokenizer: Any) -> tuple[tuple[int, ...], int | None]:
+    """Returns the ids before a text and the id after a text in the file's template."""
     wrapped = tokenizer.encode("a").ids
     bare = tokenizer.encode("a", add_special_tokens=False).ids
-    if len(wrapped) == len(bare):  # no template
+    if len(wrapped) == len(bare):  # The file has no template.
         return (), tokenizer.token_to_id(END)
-    place = next(i for i in range(len(wrapped)) if wrapped[i : i + len(bare)] == bare)
-    behind = wrapped[place + len(bare) :]
-    if len(behind) > 1:
-        raise DataError(f"the tokenizer {path} ends a text with {len(behind)} ids, not with one")
-    return tuple(wrapped[:place]), behind[0] if behind else None
+    start = next(i for i in range(len(wrapped)) if wrapped[i : i + len(bare)] == bare)
+    after = wrapped[start + len(bare) :]
+    if len(after) > 1:
+        raise DataError(f"the tokenizer {path} ends a text with {len(after)} ids, not with one")
+    return tuple(wrapped[:start]), after[0] if after else None
 
 
-def _required(path: Path, found: int | None, what: str, piece: str) -> int:
-    if found is None or found < 0:
+def _required(path: Path, id: int | None, what: str, piece: str) -> int:
+    if id is None or id < 0:
         raise DataError(
             f"the tokenizer {path} has no {what} token {piece}; train one that has it with "
             "Pairs.tokenizer = 'train:VOCAB_SIZE'"
         )
-    return found
+    return id

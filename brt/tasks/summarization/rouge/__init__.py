@@ -1,4 +1,4 @@
-"""ROUGE (Lin 2004) under named protocols.
+"""ROUGE (Lin 2004) with named protocols.
 
 The scores equal those of the package rouge-score 0.1.2, with which the tests compare them. The
 package itself takes too long for evaluations: for 10,000 pairs of summaries on one core of an AMD
@@ -11,6 +11,6 @@ with a few operations on integers.
 from brt.tasks.summarization.rouge.aggregation import Aggregate as Aggregate
 from brt.tasks.summarization.rouge.aggregation import aggregate as aggregate
 from brt.tasks.summarization.rouge.protocols import PROTOCOLS as PROTOCOLS
-from brt.tasks.summarization.rouge.protocols import Protocol as Protocol
-from brt.tasks.summarization.rouge.protocols import protocol as protocol
+from brt.tasks.summarization.rouge.protocols import RougeProtocol as RougeProtocol
+from brt.tasks.summarization.rouge.protocols import get_protocol as get_protocol
 from brt.tasks.summarization.rouge.scores import Score as Score

@@ -1,4 +1,4 @@
-"""One number for many documents, and how far it can be trusted."""
+"""Means of scores over documents, with bootstrap confidence intervals."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -16,7 +16,7 @@ TEXT = (
 
 
 class Aggregate(NamedTuple):
-    """Means over documents; `low` and `high` bound those of resampled documents."""
+    """Means over documents; `low` and `high` are the bounds of their confidence interval."""
 
     low: Score
     mid: Score
@@ -24,10 +24,10 @@ class Aggregate(NamedTuple):
 
 
 def aggregate(scores: Sequence[Mapping[str, Score]]) -> dict[str, Aggregate]:
-    """The figures of many documents, by the name of the score.
+    """Averages the scores of many documents, for each kind of score.
 
-    `mid` is the mean itself; rouge-score's BootstrapAggregator gives the median of the resampled
-    means, which differs by chance, in the second decimal of a percentage.
+    `mid` is the mean itself. The BootstrapAggregator of rouge-score returns the median of the
+    resampled means instead, which differs randomly in the second decimal of a percentage.
 
     Raises:
       DataError: there are no scores.

@@ -1,9 +1,9 @@
 """Porter's stemmer with the extensions of NLTK, which ROUGE scorers in Python use.
 
-M. F. Porter, "An algorithm for suffix stripping", Program 14 (1980) 130-137. A word is
-[C](VC)^m[V], where C and V are runs of consonants and vowels; rules ask for the measure m of
-what is left of the suffix. NLTK adds irregular words, short words (died -> die), y after a
-consonant (cry -> cri, enjoy -> enjoy), and suffixes (-fulli, -logi).
+M. F. Porter, "An algorithm for suffix stripping", Program 14 (1980) 130-137. A word has the form
+[C](VC)^m[V], where C and V are sequences of consonants and of vowels. A rule replaces a suffix if
+the measure m of the rest is large enough. NLTK adds irregular words, rules for short words (died
+-> die), y after a consonant (cry -> cri, enjoy -> enjoy), and suffixes (-fulli, -logi).
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _IRREGULAR = {
     "exceed": "exceed", "succeed": "succeed",
 }  # fmt: skip
 
-# Suffixes and what takes their place; the first that fits a word decides.
+# Suffixes and their replacements. Only the first suffix that matches a word is tried.
 _STEP_2 = {
     "ational": "ate", "tional": "tion", "enci": "ence", "anci": "ance", "izer": "ize",
     "bli": "ble", "alli": "al", "entli": "ent", "eli": "e", "ousli": "ous", "ization": "ize",
@@ -34,7 +34,7 @@ _STEP_4 = dict.fromkeys(
 
 @lru_cache(maxsize=1 << 16)
 def stem(word: str) -> str:
-    """The stem of a lower-case word; words of one or two letters are their own."""
+    """Returns the stem of a lower-case word; words of one or two letters are unchanged."""
     if word in _IRREGULAR or len(word) <= 2:
         return _IRREGULAR.get(word, word)
     word = _without_y(_without_past(_without_plural(word)))
@@ -46,7 +46,7 @@ def stem(word: str) -> str:
 
 
 def _shape(word: str) -> str:
-    """`c` for every consonant and `v` for every vowel; y is a vowel after a consonant."""
+    """Returns `c` for every consonant and `v` for every vowel; y is a vowel after a consonant."""
     shape = ""
     for letter in word:
         vowel = letter in "aeiou" or letter == "y" and shape.endswith("c")
@@ -59,7 +59,7 @@ def _measure(word: str) -> int:
 
 
 def _ends_in_cvc(word: str) -> bool:
-    """As in hop, but not in how, box, toy; also a word of a vowel and a consonant."""
+    """Returns True for words like hop, but not for how, box, toy; also for words of the form VC."""
     shape = _shape(word)
     return shape == "vc" or shape.endswith("cvc") and word[-1] not in "wxy"
 
@@ -73,7 +73,7 @@ def _replaced(word: str, rules: dict[str, str], allowed: Callable[[str, str], bo
 
 
 def _without_plural(word: str) -> str:
-    """Step 1a."""
+    """Applies step 1a of the algorithm."""
     if word.endswith("ies"):
         return word[:-1] if len(word) == 4 else word[:-2]
     if word.endswith("sses"):
@@ -82,7 +82,7 @@ def _without_plural(word: str) -> str:
 
 
 def _without_past(word: str) -> str:
-    """Step 1b."""
+    """Applies step 1b of the algorithm."""
     if word.endswith("ied"):
         return word[:-1] if len(word) == 4 else word[:-2]
     if word.endswith("eed"):
@@ -101,7 +101,7 @@ def _without_past(word: str) -> str:
 
 
 def _without_y(word: str) -> str:
-    """Step 1c."""
+    """Applies step 1c of the algorithm."""
     rest = word[:-1]
     return rest + "i" if word[-1] == "y" and len(rest) > 1 and _shape(rest)[-1] == "c" else word
 
@@ -109,7 +109,8 @@ def _without_y(word: str) -> str:
 def _step_2(word: str) -> str:
     if word.endswith("alli") and _measure(word[:-4]) > 0:
         return _step_2(word[:-2])
-    if word.endswith("logi"):  # its l counts as of the stem, so that geologi is long enough
+    if word.endswith("logi"):
+        # The l counts as a letter of the stem, so that geologi is long enough.
         return word[:-1] if _measure(word[:-3]) > 0 else word
     return _replaced(word, _STEP_2, _leaves_something)
 
@@ -123,7 +124,7 @@ def _leaves_enough(rest: str, suffix: str) -> bool:
 
 
 def _without_e(word: str) -> str:
-    """Step 5a."""
+    """Applies step 5a of the algorithm."""
     rest = word[:-1]
     if not word.endswith("e") or _measure(rest) == 0:
         return word

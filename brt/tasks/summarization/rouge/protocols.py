@@ -1,6 +1,7 @@
-"""How texts become words and sentences: without it, no ROUGE score says anything.
+"""ROUGE protocols: how texts are split into words and sentences before they are compared.
 
-The same summaries differ by more than ten points of ROUGE-Lsum between protocols.
+A ROUGE score is only meaningful together with its protocol: the ROUGE-Lsum of the same summaries
+differs by more than ten points between protocols.
 """
 
 import re
@@ -15,14 +16,14 @@ from brt.tasks.summarization.rouge.sentences import sentences
 _WORD = re.compile(r"[a-z0-9]+")
 
 
-class Protocol(NamedTuple):
-    """A way to score.
+class RougeProtocol(NamedTuple):
+    """A definition of ROUGE scores.
 
     Attributes:
-      name: as `--rouge_protocol` and reports have it.
-      stemmer: Porter's, on words of more than three letters.
-      split: a text into sentences, for ROUGE-Lsum.
-      sentences: what `split` does, in words.
+      name: name in `--rouge_protocol` and in reports.
+      stemmer: True applies Porter's stemmer to words of more than three letters.
+      split: function that splits a text into sentences, for ROUGE-Lsum.
+      sentences: description of `split` for reports.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Protocol(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What is printed beside every number."""
+        """Description that is printed with every score."""
         stemmer = "Porter stemmer" if self.stemmer else "no stemmer"
         return (
             f"ROUGE, protocol {self.name}: lower-case words of a-z and 0-9, {stemmer}, sentences "
@@ -40,14 +41,14 @@ class Protocol(NamedTuple):
         )
 
     def words(self, text: str) -> list[str]:
-        """What is compared; nothing but ASCII letters and digits counts."""
+        """Returns the words that are compared; only ASCII letters and digits count."""
         words = _WORD.findall(text.lower())
         if not self.stemmer:
             return words
         return [word for word in (stem(w) if len(w) > 3 else w for w in words) if word]
 
     def score(self, reference: str, prediction: str) -> dict[str, Score]:
-        """`rouge1`, `rouge2`, `rougeL` and `rougeLsum`; all 0 where a text has no words."""
+        """Returns rouge1, rouge2, rougeL and rougeLsum; all are 0 if a text has no words."""
         texts = reference, prediction
         words = self.words(reference), self.words(prediction)
         split = [[self.words(sentence) for sentence in self.split(text)] for text in texts]
@@ -67,21 +68,22 @@ _SPACED = 'at line breaks and after " . "'
 PROTOCOLS = {
     protocol.name: protocol
     for protocol in (
-        # run_summarization.py of transformers, with rules in place of NLTK's trained splitter.
-        Protocol("hf", True, sentences, "at line breaks and by rules"),
-        # `rouge` of t5.evaluation.metrics; what its papers call ROUGE-L is rougeLsum.
-        Protocol("t5", False, _spaced_periods, _SPACED),
-        # LongT5's tasks use the very function; a name of its own, for its tables.
-        Protocol("longt5", False, _spaced_periods, _SPACED),
+        # Follows run_summarization.py of transformers, with rules instead of NLTK's trained
+        # sentence splitter.
+        RougeProtocol("hf", True, sentences, "at line breaks and by rules"),
+        # Follows `rouge` of t5.evaluation.metrics. T5's papers report rougeLsum as ROUGE-L.
+        RougeProtocol("t5", False, _spaced_periods, _SPACED),
+        # LongT5 calls the same function; the separate name labels the numbers in tables.
+        RougeProtocol("longt5", False, _spaced_periods, _SPACED),
     )
 }
 
 
-def protocol(name: str) -> Protocol:
-    """The protocol of that name.
+def get_protocol(name: str) -> RougeProtocol:
+    """Returns the protocol called `name`.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: there is no such protocol.
     """
     if name not in PROTOCOLS:
         raise ConfigError(

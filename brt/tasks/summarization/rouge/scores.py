@@ -1,6 +1,6 @@
 """ROUGE-N, ROUGE-L and ROUGE-Lsum of two lists of words (Lin 2004, sections 2 and 3).
 
-The numbers are those of the package rouge-score 0.1.2, which follows ROUGE-1.5.5.
+The scores equal those of the package rouge-score 0.1.2, which follows ROUGE-1.5.5.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ Words = Sequence[str]
 
 
 class Score(NamedTuple):
-    """Shares in [0, 1] of the prediction, of the reference, and their harmonic mean."""
+    """Precision, recall and their harmonic mean, each in [0, 1]."""
 
     precision: float
     recall: float
@@ -26,7 +26,7 @@ def _score(hits: int, reference: int, prediction: int) -> Score:
 
 
 def rouge_n(reference: Words, prediction: Words, n: int) -> Score:
-    """Common n-grams, each as often as it is in both."""
+    """Scores common n-grams; each counts as often as it occurs in both texts."""
     grams = [
         Counter(zip(*(words[i:] for i in range(n)), strict=False))
         for words in (reference, prediction)
@@ -35,22 +35,23 @@ def rouge_n(reference: Words, prediction: Words, n: int) -> Score:
 
 
 def rouge_l(reference: Words, prediction: Words) -> Score:
-    """The longest common subsequence."""
+    """Scores the longest common subsequence."""
     length = _rises(reference, prediction)[-1].bit_count()
     return _score(length, len(reference), len(prediction))
 
 
 def rouge_l_sum(reference: Sequence[Words], prediction: Sequence[Words]) -> Score:
-    """Texts as lists of sentences: for each of the reference's, the union over the prediction's.
+    """Scores texts that are lists of sentences by unions of longest common subsequences.
 
-    A word counts no more often than it is in either text, as in ROUGE-1.5.5.
+    For each sentence of the reference, the union runs over all sentences of the prediction. A word
+    counts at most as often as it occurs in either text, as in ROUGE-1.5.5.
     """
     left = [Counter(word for words in text for word in words) for text in (reference, prediction)]
     totals = [counts.total() for counts in left]
     hits = 0
     for sentence in reference:
-        found = set().union(*(_common(sentence, other) for other in prediction))
-        for index in sorted(found):
+        common = set().union(*(_common(sentence, other) for other in prediction))
+        for index in sorted(common):
             word = sentence[index]
             if left[0][word] > 0 and left[1][word] > 0:
                 hits += 1
@@ -60,16 +61,17 @@ def rouge_l_sum(reference: Sequence[Words], prediction: Sequence[Words]) -> Scor
 
 
 def _rises(a: Words, b: Words) -> list[int]:
-    """Where in `b` the longest common subsequence grows, for each beginning of `a`.
+    """Returns for each prefix of `a` where in `b` the longest common subsequence gets longer.
 
-    Bit j of entry i is set if it is longer for a[:i], b[:j + 1] than for a[:i], b[:j]; so the
-    ones below bit j count its length (Hyyrö 2004: a whole row of the table in a few operations).
+    Bit j of entry i is set if the longest common subsequence of a[:i] and b[:j + 1] is longer than
+    that of a[:i] and b[:j]. The number of ones below bit j is therefore the length for b[:j]. The
+    algorithm by Hyyrö (2004) computes a row of the table with a few integer operations.
     """
     where: dict[str, int] = {}
     for j, word in enumerate(b):
         where[word] = where.get(word, 0) | 1 << j
     everything = (1 << len(b)) - 1
-    flat = everything  # where it does not grow
+    flat = everything  # Complement of the positions where the length grows.
     rises = [0]
     for word in a:
         matches = flat & where.get(word, 0)
@@ -79,19 +81,19 @@ def _rises(a: Words, b: Words) -> list[int]:
 
 
 def _length(rises: int, j: int) -> int:
-    """Of the longest common subsequence with the first j words."""
+    """Returns the length of the longest common subsequence with the first j words of `b`."""
     return (rises & ((1 << j) - 1)).bit_count()
 
 
 def _common(a: Words, b: Words) -> list[int]:
-    """Indices into `a` of one longest common subsequence: of those there are, rouge-score's."""
-    rises, i, j, found = _rises(a, b), len(a), len(b), []
+    """Returns indices into `a` of the longest common subsequence that rouge-score chooses."""
+    rises, i, j, indices = _rises(a, b), len(a), len(b), []
     while i and j:
         if a[i - 1] == b[j - 1]:
             i, j = i - 1, j - 1
-            found.append(i)
+            indices.append(i)
         elif _length(rises[i], j - 1) > _length(rises[i - 1], j):
             j -= 1
         else:
             i -= 1
-    return found
+    return indices

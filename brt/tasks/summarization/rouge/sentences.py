@@ -1,17 +1,17 @@
-"""Where sentences end, by rules: nothing to download, and the same everywhere.
+"""A rule-based sentence splitter, which needs no downloads.
 
-A sentence ends at `.`, `!`, `?` or `…`, with the quotes and brackets that close there, if white
-space follows and then a word, after opening quotes or brackets, that does not begin with a
-small letter. A single period ends none
+A sentence ends at `.`, `!`, `?` or `…` and the closing quotes and brackets after it, if white
+space and a word follow and the word does not begin with a lower-case letter. Opening quotes and
+brackets may precede the word. A single period does not end a sentence
 
 * after a title (Mr. Darcy) or an abbreviation within a sentence (e.g. Kansas, Yankees vs. Mets);
 * after an abbreviation before a number (Fig. 3, No. 10, Dec. 24);
 * after an initial (J. Austen) or an abbreviation that may end a sentence (Inc., etc., U.S.,
-  p.m.), unless the next word is one that begins many (The, He, In, ...);
+  p.m.), unless the next word often starts a sentence (The, He, In, ...);
 * within a number or a name (3.5, v1.2, example.com), where no white space follows.
 
-A period that stands alone between spaces, as in tokenised corpora, always ends one, and so does
-a line break.
+A period that stands alone between spaces, as in tokenised corpora, always ends a sentence, and so
+does a line break.
 """
 
 import re
@@ -35,19 +35,19 @@ _STARTERS = frozenset(
 _CLOSING, _OPENING = "\"'”’»)\\]", "\"'“‘«(\\["
 _MARK = re.compile(rf"([.!?…]+)[{_CLOSING}]*\s+(?=[{_OPENING}]*(\w+))")
 _ALONE = re.compile(r"(?<=\s)\.\s+")
-_BEFORE = re.compile(r"[^\W\d_](?:[\w.]*\w)?$")  # the word of a period, others within it included
-_DOTTED = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]")  # initials too
+_BEFORE = re.compile(r"[^\W\d_](?:[\w.]*\w)?$")  # The word before a period, with inner periods.
+_DOTTED = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]")  # A word like U.S or p.m, or an initial.
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a text, without the white space around them; none is empty."""
-    found = []
+    """Splits a text into sentences without surrounding white space and without empty ones."""
+    parts = []
     for line in text.split("\n"):
         alone = {match.end() for match in _ALONE.finditer(line)}
         ends = {match.end() for match in _MARK.finditer(line) if _is_end(line, match)}
         borders = [0, *sorted(alone | ends), len(line)]
-        found += [line[a:b].strip() for a, b in zip(borders, borders[1:], strict=False)]
-    return [sentence for sentence in found if sentence]
+        parts += [line[a:b].strip() for a, b in zip(borders, borders[1:], strict=False)]
+    return [sentence for sentence in parts if sentence]
 
 
 def _is_end(line: str, match: re.Match[str]) -> bool:
@@ -56,7 +56,7 @@ def _is_end(line: str, match: re.Match[str]) -> bool:
         return False
     word = _BEFORE.search(line, max(match.start() - 40, 0), match.start())
     if mark != "." or not word:
-        return True  # nothing but a single period is ever part of a word
+        return True  # Only a single period can be part of an abbreviation.
     before = word[0]
     if before in _TITLES or before.lower() in _WITHIN:
         return False
@@ -64,6 +64,6 @@ def _is_end(line: str, match: re.Match[str]) -> bool:
         return False
     initial = len(before) == 1 and before != "I"
     if initial or before.lower() in _PERHAPS or len(before) > 1 and _DOTTED.fullmatch(before):
-        # An initial is rather followed by another one (J. A. Smith) than by a sentence.
+        # After an initial, another initial (J. A. Smith) is more likely than a new sentence.
         return following.lower() in _STARTERS and (len(following) > 1 or not initial)
     return True

@@ -1,1 +1,1 @@
-"""Sentences, or pairs of them, with labels: from files to batches."""
+"""Data of text classification and regression: from files to batches."""

@@ -1,4 +1,4 @@
-"""Batches of sentences; `targets` of a batch is one label or number."""
+"""Batches of sentences. The target of each row is one label or one number."""
 
 from brt.data.texts.batches import TextReader as SentenceReader
 

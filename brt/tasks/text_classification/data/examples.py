@@ -11,7 +11,7 @@ from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
 ENDINGS = (*tables.FORMATS, ".tsv")
-SENTENCES = (  # GLUE's columns, in its files and elsewhere
+SENTENCES = (  # Column names of GLUE tasks and other common ones, in order of preference.
     ("sentence1", "sentence2"),  # RTE, WNLI, STS-B
     ("premise", "hypothesis"),  # MNLI
     ("question", "sentence"),  # QNLI
@@ -25,9 +25,11 @@ IDS = ("id", "idx", "index")
 
 
 class Example(NamedTuple):
-    """One sentence or two, and a label or a number.
+    """One sentence or a pair of sentences, with a label or a number.
 
-    `name` is file:row, `id` what predictions call it.
+    Attributes:
+      name: file and row, for messages.
+      id: identifier in predictions.
     """
 
     name: str
@@ -37,7 +39,7 @@ class Example(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Names of columns; `id` may be empty."""
+    """Names of the columns of a table; `id` may be empty."""
 
     texts: tuple[str, ...]
     label: str
@@ -47,43 +49,43 @@ class Columns(NamedTuple):
 def read(
     names: Sequence[str], section: config.Sentences, numbers: bool = False
 ) -> Iterator[Example | BadRow]:
-    """The rows of the sources in order; they are counted through all of them.
+    """Yields the rows of all sources in order; row numbers continue from source to source.
 
     Args:
-      numbers: labels are real numbers.
+      numbers: labels are real numbers instead of classes.
 
     Raises:
-      DataError: a source cannot be read, has no row, or not the columns.
+      DataError: a source cannot be read, has no row, or lacks the columns.
     """
-    found = (table for name in names for table in tables.tables(name, ENDINGS, section.header))
+    sources = (table for name in names for table in tables.tables(name, ENDINGS, section.header))
     label = _number if numbers else _class
     return tables.read(
-        found,
-        lambda table, there: choose(table, there, section),
+        sources,
+        lambda table, header: choose(table, header, section),
         lambda row, columns, count: _example(row, columns, count, label),
     )
 
 
-def choose(table: str, there: Collection[str], section: config.Sentences) -> Columns:
-    """The columns that are asked for, else usual ones that are there.
+def choose(table: str, header: Collection[str], section: config.Sentences) -> Columns:
+    """Returns the columns that the section names, or columns with common names.
 
     Raises:
-      DataError: there are none; names the columns that exist.
+      DataError: the table has neither; the message lists the existing columns.
     """
-    exist = f"its columns are {', '.join(there)}"
+    exist = f"its columns are {', '.join(header)}"
     for field in ("first_field", "second_field", "label_field", "id_field"):
-        if (name := getattr(section, field)) and name not in there:
+        if (name := getattr(section, field)) and name not in header:
             raise DataError(f"{table} has no column '{name}' as Sentences.{field} says; {exist}")
-    asked = tuple(filter(None, (section.first_field, section.second_field)))
-    usual = (names for names in SENTENCES if all(name in there for name in names))
-    texts = asked or next(usual, ())
-    label = section.label_field or next((name for name in LABELS if name in there), "")
+    configured = tuple(filter(None, (section.first_field, section.second_field)))
+    common = (names for names in SENTENCES if all(name in header for name in names))
+    texts = configured or next(common, ())
+    label = section.label_field or next((name for name in LABELS if name in header), "")
     if not texts or not label:
         what, field = ("label", "label_field") if texts else ("sentence", "first_field")
         raise DataError(
             f"{table} has no {what} under a usual name; {exist}: name one with Sentences.{field}"
         )
-    id = section.id_field or next((name for name in IDS if name in there), "")
+    id = section.id_field or next((name for name in IDS if name in header), "")
     return Columns(texts, label, id)
 
 

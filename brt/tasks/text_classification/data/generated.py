@@ -1,8 +1,8 @@
-"""Texts that are made up: enough to learn from, and the same on every machine.
+"""Generated texts with labels for tests and examples, the same on every machine.
 
-A text is 30 to 60 words of a fixed lexicon of 60 and, anywhere among them, one word of 18 others,
-six for each of three labels: that word alone decides. A classifier reads a text at its first
-token, so attention has to find the word wherever it is.
+A text consists of 30 to 60 words from a fixed lexicon of 60 and, at a random position, one of 18
+other words. There are three labels with six of these words each; the word alone determines the
+label. The classifier reads the output of the first token, so attention has to find the word.
 """
 
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from brt.data import generated
 from brt.tasks.text_classification.data.examples import Example
 
-VERSION = 1  # other texts are another version
+VERSION = 1  # Must change if the generated text changes.
 FILLERS, LABELS, WORDS = 60, ("animal", "plant", "stone"), 6
 
 
 def examples(source: str) -> Iterator[Example]:
-    """The texts; a name always gives the same, and another name others."""
+    """Yields generated texts. The same name always gives the same ones, another name others."""
     name, count = generated.parse(source)
     lexicon = generated.words(f"sentences {VERSION}", FILLERS + len(LABELS) * WORDS)
     for number in range(count):

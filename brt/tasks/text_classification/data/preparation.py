@@ -1,4 +1,7 @@
-"""From `config.Sentences` to stores of sentences: once per content, in the cache."""
+"""Preparation of sentences: from `config.Sentences` to stores in the cache.
+
+Equal sources are prepared only once.
+"""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,11 +23,11 @@ from brt.tasks.text_classification.data import examples, generated
 from brt.tasks.text_classification.data.examples import Example
 from brt.tasks.text_classification.data.store import SentenceStore
 
-TOGETHER = 512  # rows that are tokenized in parallel
+TOGETHER = 512  # Number of rows that are tokenized in parallel.
 
 
-class SentenceCorpus(RowCorpus[TextTokenizer, SentenceStore]):
-    """Prepared sentences, opened; all splits number the labels alike."""
+class SentenceDataset(RowCorpus[TextTokenizer, SentenceStore]):
+    """Prepared sentences that have been opened; all splits number the labels alike."""
 
     section, rows = "Sentences", "sentences"
 
@@ -35,16 +38,16 @@ class SentenceCorpus(RowCorpus[TextTokenizer, SentenceStore]):
 
 def prepare(
     section: config.Sentences, progress: bool = True, *, numbers: bool = False
-) -> SentenceCorpus:
-    """Opens the sentences that a section describes; prepares them first where that is new.
+) -> SentenceDataset:
+    """Opens the sentences that a section describes, and prepares them first if necessary.
 
     Args:
-      progress: say on stderr what is done, and what was left out.
-      numbers: labels are real numbers, not classes.
+      progress: report on stderr what is done and which rows are left out.
+      numbers: labels are real numbers instead of classes.
 
     Raises:
-      DataError: a source cannot be read as asked.
-      ConfigError: Sentences.labels lacks one.
+      DataError: a source cannot be read.
+      ConfigError: Sentences.labels lacks a label that occurs.
     """
     return Preparation(section, progress, numbers).open()
 
@@ -52,17 +55,17 @@ def prepare(
 class Preparation(TextPreparation):
     """Prepares and opens sentences."""
 
-    dataset = SentenceCorpus
+    dataset = SentenceDataset
     endings, version = examples.ENDINGS, generated.VERSION
 
     def __init__(self, section: config.Sentences, progress: bool, numbers: bool):
         super().__init__(section, progress)
         self._numbers = numbers
         self.kind = "Sentences with numbers" if numbers else "Sentences"
-        self._labels: tuple[str, ...] = ()  # of train, which the other splits share
+        self._labels: tuple[str, ...] = ()  # Labels of train, which the other splits share.
 
-    def open_split(self, split: str, encoder: Any, known: Path | None = None) -> SentenceCorpus:
-        self._labels = ordered(set(self.section.labels))  # as train has them
+    def open_split(self, split: str, encoder: Any, known: Path | None = None) -> SentenceDataset:
+        self._labels = sort_labels(set(self.section.labels))
         return super().open_split(split, encoder, known)
 
     def of_train(self) -> dict[str, Any]:
@@ -70,7 +73,7 @@ class Preparation(TextPreparation):
 
     def open_store(self, directory: Path, encoder: TextTokenizer) -> SentenceStore:
         opened, labels = SentenceStore.open(directory), self.section.labels
-        return opened.ordered(labels) if labels else opened
+        return opened.with_labels(labels) if labels else opened
 
     def texts(self) -> Iterator[str]:
         for row in Tally("train", "").usable(self.read("train")):
@@ -82,7 +85,7 @@ class Preparation(TextPreparation):
     def rows(self, split: str, names: Sequence[str]) -> Iterator[Example | BadRow]:
         if self._numbers and any(name.startswith(made_up.PREFIX) for name in names):
             raise DataError(
-                f"Sentences.{split} = {names} is made up with classes for labels, but "
+                f"Sentences.{split} = {names} is generated with classes for labels, but "
                 "Training.task = 'text_regression' reads numbers; name your own files"
             )
         return made_up.read(
@@ -96,16 +99,16 @@ class Preparation(TextPreparation):
         rows = tally.settled(_known(self.read(split), self._labels), section.errors)
         for group in iter(lambda: list(itertools.islice(rows, TOGETHER)), []):
             for row, parts in zip(group, _encoded(group, tokenizer), strict=True):
-                kept = shortened(parts, limit - tokenizer.around(len(parts)))
-                cut += sum(map(len, kept)) < sum(map(len, parts))
-                tokens.append(tokenizer.wrap(*kept))
+                shortened = shorten(parts, limit - tokenizer.around(len(parts)))
+                cut += sum(map(len, shortened)) < sum(map(len, parts))
+                tokens.append(tokenizer.wrap(*shortened))
                 labels.append(row.label)
                 ids.append(row.id)
         if self._numbers:
-            targets, counts = _numbered(labels)
+            targets, counts = _number_targets(labels)
         else:
-            self._labels = self._labels or ordered(set(labels))
-            targets, counts = _placed(labels, self._labels)
+            self._labels = self._labels or sort_labels(set(labels))
+            targets, counts = _label_targets(labels, self._labels)
         if len(self._labels) == 1:
             raise DataError(
                 f"Sentences.{split} = {getattr(section, split)} has one label only, "
@@ -119,45 +122,51 @@ class Preparation(TextPreparation):
         return text + (f"; cut {cut:,} to {limit} tokens" if cut else "")
 
 
-def _placed(labels: list[str], known: tuple[str, ...]) -> tuple[Int[np.ndarray, " rows"], str]:
-    """Places of labels, and a word on how many there are of each."""
+def _label_targets(
+    labels: list[str], known: tuple[str, ...]
+) -> tuple[Int[np.ndarray, " rows"], str]:
+    """Returns the indices of labels, and a text with the number of rows of each label."""
     counts = ", ".join(f"{labels.count(label):,} {label}" for label in known)
     return np.array([known.index(label) for label in labels], np.int32), counts
 
 
-def _numbered(labels: list[float]) -> tuple[Float[np.ndarray, " rows"], str]:
-    """Numbers, and a word on what numbers."""
+def _number_targets(labels: list[float]) -> tuple[Float[np.ndarray, " rows"], str]:
+    """Returns the numbers as an array, and a text with their range."""
     return np.array(labels, np.float32), f"{min(labels):g} to {max(labels):g}"
 
 
 def _known(rows: Iterable[Example | BadRow], labels: tuple[str, ...]) -> Iterator[Example | BadRow]:
-    """Rows whose label train has, too."""
+    """Replaces rows whose label does not occur in train by bad rows."""
     for row in rows:
         if labels and isinstance(row, Example) and row.label not in labels:
-            there = ", ".join(labels)
-            yield BadRow(row.name, f"has the label {row.label!r}, Sentences.train only {there}")
+            existing = ", ".join(labels)
+            yield BadRow(row.name, f"has the label {row.label!r}, Sentences.train only {existing}")
         else:
             yield row
 
 
 def _encoded(rows: list[Example], tokenizer: TextTokenizer) -> Iterator[list[np.ndarray]]:
-    found = iter(tokenizer.encode([text for row in rows for text in row.texts]))
+    encodings = iter(tokenizer.encode([text for row in rows for text in row.texts]))
     for row in rows:
-        yield [next(found).ids for _ in row.texts]
+        yield [next(encodings).ids for _ in row.texts]
 
 
-def shortened(parts: list[np.ndarray], limit: int) -> list[np.ndarray]:
-    """The beginnings of one text or two, at most `limit` ids in all; the longer is cut first."""
+def shorten(parts: list[np.ndarray], limit: int) -> list[np.ndarray]:
+    """Cuts one or two texts to at most `limit` ids in total; the longer text is cut first."""
     if len(parts) == 1:
         return [parts[0][:limit]]
     first, second = map(len, parts)
-    over = max(first + second - limit, 0)
-    own = min(max(first - second, -over), over)  # by how much more the first is cut
-    return [parts[0][: first - (over + own + 1) // 2], parts[1][: second - (over - own) // 2]]
+    excess = max(first + second - limit, 0)
+    # The first text loses `difference` ids more than the second, so that both get equally long.
+    difference = min(max(first - second, -excess), excess)
+    return [
+        parts[0][: first - (excess + difference + 1) // 2],
+        parts[1][: second - (excess - difference) // 2],
+    ]
 
 
-def ordered(labels: set[str]) -> tuple[str, ...]:
-    """Numbers by their size, other names by their letters."""
+def sort_labels(labels: set[str]) -> tuple[str, ...]:
+    """Sorts labels numerically if all are integers, otherwise alphabetically."""
     if all(label.removeprefix("-").isdecimal() for label in labels):
         return tuple(sorted(labels, key=int))
     return tuple(sorted(labels))

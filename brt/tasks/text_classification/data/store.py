@@ -1,4 +1,4 @@
-"""The sentences of a split: ids, special ones included, and labels or numbers."""
+"""The sentences of a split: ids including special ones, with labels or numbers."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from brt.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SentenceStore(RowStore):
-    """Rows of ids with a label each, or a number.
+    """Rows of ids, each with a label or a number.
 
     Attributes:
       tokens: int32 ids of each row.
-      targets: int32 [rows], places of the labels in `labels`; or float32 [rows].
-      labels: all of them; none of numbers.
+      targets: int32 [rows], indices into `labels`; or float32 [rows], numbers.
+      labels: names of all labels; empty for numbers.
     """
 
     tokens: Ragged
@@ -29,45 +29,45 @@ class SentenceStore(RowStore):
 
     @classmethod
     def open(cls, directory: Path) -> "SentenceStore":
-        """Raises DataError where it is missing, unfinished or damaged."""
-        with store.opened(directory, facts={"rows": {"bad": int}}) as found:
-            columns = {name: found.columns[name] for name in ("targets", "ids", "labels")}
-            tokens = found.ragged("tokens")
+        """Opens a store; raises DataError if it is missing, unfinished or damaged."""
+        with store.opened(directory, facts={"rows": {"bad": int}}) as opened:
+            columns = {name: opened.columns[name] for name in ("targets", "ids", "labels")}
+            tokens = opened.ragged("tokens")
             if columns["labels"]:
                 store.within("targets", columns["targets"], len(columns["labels"]))
             if {*map(len, (columns["targets"], columns["ids"]))} != {len(tokens)}:
-                raise ValueError("its columns have other lengths")
-        return cls(directory=directory, manifest=found.manifest, tokens=tokens, **columns)
+                raise ValueError("its columns have different lengths")
+        return cls(directory=directory, manifest=opened.manifest, tokens=tokens, **columns)
 
     @property
     def lengths(self) -> Int[np.ndarray, " rows"]:
-        """Tokens of each row."""
+        """Number of tokens of each row."""
         return self.tokens.lengths
 
     def read(self, row: int | np.integer) -> Int[np.ndarray, " T"]:
-        """The ids of a row."""
+        """Returns the ids of a row."""
         return self.tokens[row]
 
     @property
     def row_targets(self) -> Int[np.ndarray, "rows 1"] | Float[np.ndarray, "rows 1"]:
-        """What a model says of each row."""
+        """Target of each row: its label's index or its number."""
         return self.targets[:, None]
 
-    def ordered(self, labels: Sequence[str]) -> "SentenceStore":
-        """The same with other places for the labels.
+    def with_labels(self, labels: Sequence[str]) -> "SentenceStore":
+        """Returns a store whose labels have the given order.
 
         Raises:
-          ConfigError: one that the rows have is missing.
+          ConfigError: a label of the store is missing.
         """
         if tuple(labels) == self.labels:
             return self
         if missing := [label for label in self.labels if label not in labels]:
             raise ConfigError(
                 f"Sentences.labels = {tuple(labels)} lacks {missing[0]!r}, which Sentences.train "
-                f"has; set it to {self.labels} in the order you want, or leave it out"
+                f"has; set it to {self.labels} in the order you want, or remove it"
             )
-        places = np.array([labels.index(label) for label in self.labels], np.int32)
+        indices = np.array([labels.index(label) for label in self.labels], np.int32)
         manifest = {**self.manifest, "fingerprint": f"{self.fingerprint} {'|'.join(labels)}"}
         return dataclasses.replace(
-            self, targets=places[self.targets], labels=tuple(labels), manifest=manifest
+            self, targets=indices[self.targets], labels=tuple(labels), manifest=manifest
         )

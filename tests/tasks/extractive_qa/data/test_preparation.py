@@ -9,7 +9,7 @@ from brt.config import Questions
 from brt.errors import ConfigError, DataError
 from brt.tasks.extractive_qa.data import preparation
 from brt.tasks.extractive_qa.data.batches import QuestionReader
-from brt.tasks.extractive_qa.data.windows import tokens_of, windows
+from brt.tasks.extractive_qa.data.windows import token_range, windows
 
 CONTEXT = "Mars is red. Venus is the hottest planet, and caf\u00e9 is warm. Earth is blue."
 
@@ -57,10 +57,10 @@ def test_windows_give_back_answers_and_cover_the_context(make, tokenizer):
         question, start, stop, first, last = store.row(row)
         ids = store.tokens(row)
         assert len(ids) == store.lengths[row]
-        inside = store.inside(np.array([row, -1]), 40)
-        assert inside[0].sum() == stop - start and not inside[1].any()
-        np.testing.assert_array_equal(ids[np.flatnonzero(inside[0])], store.contexts[0][start:stop])
-        assert inside[0][first] == (first > 0), "no answer: the first special id"
+        mask = store.context_mask(np.array([row, -1]), 40)
+        assert mask[0].sum() == stop - start and not mask[1].any()
+        np.testing.assert_array_equal(ids[np.flatnonzero(mask[0])], store.contexts[0][start:stop])
+        assert mask[0][first] == (first > 0), "no answer: the first special id"
         found[question].append(store.text(row, first, last) if first else None)
     for question, texts in found.items():
         assert set(texts) <= {None, store.answers[question][0]} and any(texts)
@@ -79,8 +79,8 @@ def test_windows_cover_a_text_and_share_the_stride():
 
 def test_tokens_of_characters():
     spans = np.array([[0, 2], [2, 2], [2, 5], [6, 9]])
-    assert tokens_of(spans, 1, 3) == (0, 2) and tokens_of(spans, 2, 5) == (2, 2)
-    assert tokens_of(spans, 4, 7) == (2, 3) and tokens_of(spans, 5, 6) is None
+    assert token_range(spans, 1, 3) == (0, 2) and token_range(spans, 2, 5) == (2, 2)
+    assert token_range(spans, 4, 7) == (2, 3) and token_range(spans, 5, 6) is None
 
 
 def test_answers_that_are_not_where_the_file_says_are_counted(make, capsys):
@@ -95,7 +95,7 @@ def test_answers_that_are_not_where_the_file_says_are_counted(make, capsys):
         f"5 of 8 rows of train cannot be used: {section.train[0]}: data[0].paragraphs[0].qas[3] "
         "(x) has the answer 'Venus' at 14, where its context has 'enus '"
     )
-    assert "(n) has no answer, which Questions.no_answer = True would allow" in message
+    assert "(n) has no answer; Questions.no_answer = True would allow that" in message
     assert "(a) has the id of a question before it and 2 more; repair them, or continue" in message
     skipping = make([*QAS, bad], errors="skip")
     store = preparation.prepare(skipping).split("train")

@@ -14,7 +14,7 @@ from brt.tasks.language_modeling.probe.states import (
     fixed_gate_decay,
     half_life_tokens,
     recurrent_vectors,
-    state_figures,
+    state_metrics,
     with_vectors,
 )
 
@@ -24,11 +24,11 @@ TOLERANCE = 1e-5  # float32, relative
 def test_equal_states_have_rank_one_and_orthogonal_ones_full_rank() -> None:
     same = jnp.tile(jnp.asarray([[3.0, 4.0, 0.0]]), (4, 1))
     axes = jnp.concatenate([2 * jnp.eye(3), jnp.zeros((1, 3))])
-    compiled = jax.jit(state_figures)
-    figures = compiled(jnp.stack([same, axes]))
-    np.testing.assert_allclose(figures.norm, [5, 6 / 4], rtol=TOLERANCE)
-    np.testing.assert_allclose(figures.rank, [1, 3], rtol=TOLERANCE)
-    assert figures.similarity[0] == pytest.approx(1)
+    compiled = jax.jit(state_metrics)
+    metrics = compiled(jnp.stack([same, axes]))
+    np.testing.assert_allclose(metrics.norm, [5, 6 / 4], rtol=TOLERANCE)
+    np.testing.assert_allclose(metrics.rank, [1, 3], rtol=TOLERANCE)
+    assert metrics.similarity[0] == pytest.approx(1)
     orthogonal = compiled(5 * jnp.eye(3)[None])
     assert orthogonal.rank[0] == pytest.approx(3) and abs(orthogonal.similarity[0]) < TOLERANCE
 
@@ -36,13 +36,13 @@ def test_equal_states_have_rank_one_and_orthogonal_ones_full_rank() -> None:
 @pytest.mark.parametrize("shape", [(2, 5, 8), (2, 8, 5)])
 def test_figures_are_those_of_a_decomposition(shape: tuple[int, ...]) -> None:
     vectors = np.random.default_rng(0).normal(1, 1, shape).astype(np.float32)
-    figures = state_figures(jnp.asarray(vectors))
+    metrics = state_metrics(jnp.asarray(vectors))
     for lane, rows in enumerate(vectors):
         energy = np.linalg.svd(rows, compute_uv=False) ** 2
-        assert figures.rank[lane] == pytest.approx(energy.sum() ** 2 / (energy**2).sum(), rel=1e-5)
+        assert metrics.rank[lane] == pytest.approx(energy.sum() ** 2 / (energy**2).sum(), rel=1e-5)
         unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
         pairs = (unit @ unit.T)[~np.eye(len(rows), dtype=bool)]
-        assert figures.similarity[lane] == pytest.approx(pairs.mean(), rel=1e-4)
+        assert metrics.similarity[lane] == pytest.approx(pairs.mean(), rel=1e-4)
 
 
 @pytest.mark.parametrize(("layout", "gates"), [("skip", 1), ("single", 1), ("dual", 2)])

@@ -8,14 +8,14 @@ from brt.tasks.speech_recognition.data.utterances import Utterance
 def test_an_utterance_gets_mean_0_and_deviation_1():
     features = np.random.default_rng(0).normal(3, 5, (40, 4)).astype(np.float32)
     features[:, 2] = 7  # never changes
-    found = frames.normalized(features, frames.moments(features))
+    found = frames.normalize(features, frames.moments(features))
     np.testing.assert_allclose(found.mean(axis=0), 0, atol=1e-6)
     np.testing.assert_allclose(found.std(axis=0), [1, 1, 0, 1], atol=1e-5)
 
 
 def test_silence_stays_silent():
     silence = np.zeros((5, 3), np.float32)
-    assert (frames.normalized(silence, frames.moments(silence)) == 0).all()
+    assert (frames.normalize(silence, frames.moments(silence)) == 0).all()
 
 
 def test_a_speaker_has_the_moments_of_all_frames():
@@ -35,7 +35,7 @@ def test_a_speaker_has_the_moments_of_all_frames():
 @pytest.mark.parametrize(("stack", "stride"), [(1, 1), (3, 1), (1, 2), (2, 3), (4, 3)])
 def test_stacking_keeps_every_stride_th_frame_with_those_behind_it(length, stack, stride):
     features = np.arange(1, 2 * length + 1, dtype=np.float32).reshape(length, 2)
-    found = frames.stacked(features, stack, stride)
+    found = frames.stack_frames(features, stack, stride)
     expected = []
     for start in range(0, length, stride):
         row = [features[start + i] if start + i < length else [0, 0] for i in range(stack)]
@@ -45,4 +45,4 @@ def test_stacking_keeps_every_stride_th_frame_with_those_behind_it(length, stack
 
 @pytest.mark.parametrize(("text", "count"), [("", 0), ("abc", 3), ("aab", 4), ("aaa", 5)])
 def test_frames_that_ctc_needs(text, count):
-    assert frames.needed(list(text)) == count
+    assert frames.frames_needed(list(text)) == count

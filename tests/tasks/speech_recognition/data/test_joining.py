@@ -3,7 +3,7 @@ import pytest
 
 from brt.config import Speech
 from brt.errors import ConfigError, DataError
-from brt.tasks.speech_recognition.data.joining import joined
+from brt.tasks.speech_recognition.data.joining import join_recordings
 from brt.tasks.speech_recognition.data.utterances import Recording
 
 
@@ -18,7 +18,7 @@ def allow(utterance):
 
 def test_every_recording_is_heard_once_where_it_is_written_and_by_its_speaker():
     recordings = [recording(n, "ab"[n % 2]) for n in range(23)]
-    made = list(joined(recordings, 4, check=allow))
+    made = list(join_recordings(recordings, 4, check=allow))
     sizes = sorted(len(one.transcript.split()) for one in made)
     assert sizes == [3, 4, 4, 4, 4, 4]
     heard = []
@@ -30,13 +30,13 @@ def test_every_recording_is_heard_once_where_it_is_written_and_by_its_speaker():
         heard += numbers
     assert sorted(heard) == list(range(23)) != heard
     assert len({one.id for one in made}) == len(made)
-    assert [one.transcript for one in joined(recordings, 4, check=allow)] == [
+    assert [one.transcript for one in join_recordings(recordings, 4, check=allow)] == [
         one.transcript for one in made
     ]
 
 
 def test_every_order_has_every_recording_and_is_another_one():
-    made = list(joined([recording(n) for n in range(12)], 4, orders=3, check=allow))
+    made = list(join_recordings([recording(n) for n in range(12)], 4, orders=3, check=allow))
     orders = [" ".join(one.transcript for one in made[i : i + 3]).split() for i in (0, 3, 6)]
     assert all(sorted(order) == sorted(orders[0]) for order in orders)
     assert len(set(map(tuple, orders))) == 3 and len({one.id for one in made}) == 9
@@ -49,6 +49,6 @@ def test_orders_without_joining_are_refused():
 
 @pytest.mark.parametrize("other", [{"width": 3}, {"rate": 16000}])
 def test_recordings_of_different_kinds_are_not_joined(other):
-    (one,) = joined([recording(0), recording(1, **other)], 2, check=allow)
+    (one,) = join_recordings([recording(0), recording(1, **other)], 2, check=allow)
     with pytest.raises(DataError, match=r"Speech.join cannot put r\d and the 1 after it together"):
         one.load()

@@ -65,7 +65,7 @@ def test_too_long_pairs_are_counted_and_refused(tmp_path, pairs, tokenizer):
     longest, rows = counts["target"]["longest"], counts["target"]["rows"]
     message = (
         f"^{rows} summaries of e are longer than Pairs.max_target_length = 20 tokens, the longest "
-        f"has {longest}; raise it, or let them be cut with Pairs.truncation = 'head'$"
+        f"has {longest}; raise the limit, or set Pairs.truncation = 'head' to cut them$"
     )
     settings = {"truncation": "error", "max_source_length": 10**6}
     with pytest.raises(DataError, match=message):

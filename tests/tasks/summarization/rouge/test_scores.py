@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from brt.errors import ConfigError, DataError
-from brt.tasks.summarization.rouge import PROTOCOLS, Protocol, Score, aggregate, protocol
+from brt.tasks.summarization.rouge import PROTOCOLS, RougeProtocol, Score, aggregate, get_protocol
 from brt.tasks.summarization.rouge.porter import stem
 from brt.tasks.summarization.rouge.scores import rouge_l, rouge_l_sum, rouge_n
 
@@ -69,7 +69,7 @@ def rouge_score() -> Callable:
 def test_scores_equal_rouge_score(
     texts: list[tuple[str, str]], rouge_score: Callable, stemmer: bool
 ) -> None:
-    ours = Protocol("lines", stemmer, by_lines, "at line breaks")
+    ours = RougeProtocol("lines", stemmer, by_lines, "at line breaks")
     sums = np.zeros(4)
     for reference, prediction in texts:
         expected = rouge_score(stemmer, reference, prediction)
@@ -169,16 +169,16 @@ def test_scores_lie_between_0_and_1_and_swap_with_the_texts(texts: list[tuple[st
 
 def test_protocols_say_what_they_do() -> None:
     assert {name: p.name for name, p in PROTOCOLS.items()} == {n: n for n in PROTOCOLS}
-    assert protocol("hf").text == (
+    assert get_protocol("hf").text == (
         "ROUGE, protocol hf: lower-case words of a-z and 0-9, Porter stemmer, sentences for Lsum "
         "at line breaks and by rules"
     )
-    assert "protocol t5: " in protocol("t5").text and "no stemmer" in protocol("t5").text
-    score = protocol("hf").score("Running dogs. Jumping cats.", "jump cat\nrun dog")
+    assert "protocol t5: " in get_protocol("t5").text and "no stemmer" in get_protocol("t5").text
+    score = get_protocol("hf").score("Running dogs. Jumping cats.", "jump cat\nrun dog")
     assert score["rougeLsum"].f1 == 1.0 and score["rougeL"].f1 == 0.5
-    assert protocol("t5").score("Running dogs.", "run dog")["rouge1"].f1 == 0.0
+    assert get_protocol("t5").score("Running dogs.", "run dog")["rouge1"].f1 == 0.0
     with pytest.raises(ConfigError, match="no ROUGE protocol 'rouge'; there are hf, longt5, t5"):
-        protocol("rouge")
+        get_protocol("rouge")
 
 
 def test_aggregates_are_means_with_an_interval_that_shrinks_as_it_should() -> None:

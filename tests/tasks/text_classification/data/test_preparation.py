@@ -145,7 +145,7 @@ def test_the_same_file_in_two_splits_is_refused(make, tmp_path):
 def test_a_pair_is_cut_where_it_is_longer():
     for first, second, limit in [(9, 2, 6), (2, 9, 6), (7, 6, 5), (6, 7, 5), (3, 3, 8), (9, 9, 2)]:
         parts = [np.arange(first), 100 + np.arange(second)]
-        kept = preparation.shortened(parts, limit)
+        kept = preparation.shorten(parts, limit)
         sizes = [len(part) for part in kept]
         assert sum(sizes) == min(limit, first + second)
         for part, whole in zip(kept, parts, strict=True):
@@ -200,5 +200,5 @@ def test_numbers_stay_numbers(make, tmp_path, capsys):
     floats = jsonl(tmp_path, "floats", [{"sentence": "g", "label": 4.2}])
     with pytest.raises(DataError, match="has the number 4.2 for a label .*_regression' learns"):
         prepare(make(train=floats))
-    with pytest.raises(DataError, match="is made up with classes for labels, but Training.task"):
+    with pytest.raises(DataError, match="is generated with classes for labels, but Training.task"):
         preparation.prepare(make(train="generated:t/3"), False, numbers=True)

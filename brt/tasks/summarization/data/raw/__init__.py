@@ -1,1 +1,1 @@
-"""Summarisation data as its makers publish it, written as TensorFlow datasets on this machine."""
+"""Conversion of published summarization data to TensorFlow datasets on this machine."""

@@ -1,7 +1,9 @@
 """CNN/DailyMail (See et al. 2017): stories as files, splits as lists of addresses.
 
-cnn/stories/*.story  dailymail/stories/*.story
-all_train.txt  all_val.txt  all_test.txt    (in the directory, or in url_lists/)
+The raw data are these files; the lists may also be in url_lists/:
+
+    cnn/stories/*.story  dailymail/stories/*.story
+    all_train.txt  all_val.txt  all_test.txt
 """
 
 import hashlib
@@ -14,13 +16,13 @@ from brt.tasks.summarization.data.raw import examples
 from brt.tasks.summarization.data.raw.examples import Example
 
 LISTS = {"train": "all_train.txt", "validation": "all_val.txt", "test": "all_test.txt"}
-PUBLISHERS = {"cnn": "cnn", "dm": "dailymail"}  # what TFDS calls them, and their directories
+PUBLISHERS = {"cnn": "cnn", "dm": "dailymail"}  # Names in TFDS, and their directories.
 SENTENCE_ENDS = (".", "!", "?", "'", "`", '"', "\u2019", "\u201d", ")")
 HIGHLIGHT = "@highlight"
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """The examples of each split, in the order of its list."""
+    """Returns the examples of each split, in the order of its list."""
     stories = {name: examples.find(directory, f"{d}/stories") for name, d in PUBLISHERS.items()}
     lists = {s: examples.find(directory, name, f"url_lists/{name}") for s, name in LISTS.items()}
     return {split: _split(path, stories) for split, path in lists.items()}
@@ -33,10 +35,10 @@ def _split(addresses: Path, stories: dict[str, Path]) -> Iterator[Example | BadR
     for number, line in enumerate(listed.split("\n"), 1):
         if address := line.strip():
             name = hashlib.sha1(address.encode()).hexdigest()
-            paths = {who: place / f"{name}.story" for who, place in stories.items()}
-            there = [(who, path) for who, path in paths.items() if path.exists()]
-            if there:
-                yield _example(name, *there[0])
+            paths = {who: folder / f"{name}.story" for who, folder in stories.items()}
+            existing = [(who, path) for who, path in paths.items() if path.exists()]
+            if existing:
+                yield _example(name, *existing[0])
             else:
                 yield BadRow(f"{addresses}:{number}", f"has no story {name}.story")
 
@@ -51,17 +53,18 @@ def _example(name: str, publisher: str, path: Path) -> Example | BadRow:
 
 
 def parse(story: str) -> tuple[str, str]:
-    """Article and highlights of a story, as TFDS 3.4.0 takes them apart.
+    """Splits a story into article and highlights, as TFDS 3.4.0 does.
 
-    A line without a full stop gets one: most are captions, which would run on otherwise.
+    A line without a full stop gets one, because most such lines are captions, which would otherwise
+    run into the next sentence.
     """
     article: list[str] = []
     highlights: list[str] = []
-    found = article
+    section = article
     for line in filter(None, map(str.strip, story.split("\n"))):
         if line.startswith(HIGHLIGHT):
-            found = highlights
+            section = highlights
         else:
             ended = HIGHLIGHT in line or line.endswith(SENTENCE_ENDS)
-            found.append(line if ended else f"{line}.")
+            section.append(line if ended else f"{line}.")
     return " ".join(article), "\n".join(highlights)

@@ -1,7 +1,7 @@
-"""Which raw data brt reads, and the TensorFlow datasets that it becomes.
+"""The raw datasets that brt reads, and how they are written as TensorFlow datasets.
 
-Names, versions and features are those of TensorFlow Datasets 4.9, so that what is written
-here is found under its usual name, by brt as `tfds:NAME/SPLIT` and by `tfds.data_source`.
+Names, versions and features are those of TensorFlow Datasets 4.9, so that a written dataset has
+its usual name both for brt (`tfds:NAME/SPLIT`) and for `tfds.data_source`.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from brt.tasks.summarization.data.raw.examples import Example
 Splits = Mapping[str, Iterator[Example | BadRow]]
 
 
-class Dataset(NamedTuple):
-    """A dataset in TFDS.
+class RawDataset(NamedTuple):
+    """A summarization dataset and its form in TFDS.
 
     Attributes:
-      texts: features that are text.
-      lists: features that are lists of text.
-      source: the feature with the document.
-      target: the one with the summary.
-      read: the examples of each split in a directory of raw data; none where they are given.
+      texts: names of the features that are text.
+      lists: names of the features that are lists of text.
+      source: name of the feature with the document.
+      target: name of the feature with the summary.
+      read: function from a directory of raw data to the examples of each split.
     """
 
     name: str
@@ -46,31 +46,31 @@ class Dataset(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """Where it lies below TFDS's directory."""
+        """Path of the dataset relative to TFDS's directory."""
         return Path(self.name, self.config, self.version)
 
     @property
     def tfds_name(self) -> str:
-        """What stands behind `tfds:`."""
+        """Name of the dataset after `tfds:`."""
         return "/".join(filter(None, (self.name, self.config)))
 
 
-def _papers(config: str) -> Dataset:
-    return Dataset(
+def _papers(config: str) -> RawDataset:
+    return RawDataset(
         "scientific_papers", "1.1.1", config, ("article", "abstract", "section_names"),
         source="article", target="abstract", read=scientific_papers.read,
     )  # fmt: skip
 
 
 RAW = {
-    "cnn_dailymail": Dataset(
+    "cnn_dailymail": RawDataset(
         "cnn_dailymail", "3.4.0", texts=("article", "highlights", "publisher", "id"),
         source="article", target="highlights", read=cnn_dailymail.read,
     ),
-    "xsum": Dataset("xsum", "1.1.0", read=xsum.read),
+    "xsum": RawDataset("xsum", "1.1.0", read=xsum.read),
     "arxiv": _papers("arxiv"),
     "pubmed": _papers("pubmed"),
-    "media_sum": Dataset(
+    "media_sum": RawDataset(
         "media_sum", "1.0.0", texts=media_sum.TEXTS, lists=media_sum.LISTS, source="utt",
         read=media_sum.read,
     ),
@@ -78,54 +78,54 @@ RAW = {
 
 
 def default_directory() -> Path:
-    """Where TFDS looks for datasets: $TFDS_DATA_DIR, or in the home directory."""
+    """Returns the directory of TFDS: $TFDS_DATA_DIR, or the default in the home directory."""
     from tensorflow_datasets.core import constants
 
     return untrusted.user_path(constants.DATA_DIR)
 
 
-def write(dataset: Dataset, splits: Splits, directory: Path, *, errors: str) -> dict[str, Tally]:
-    """Writes a dataset in ArrayRecord files, without TensorFlow, one row at a time.
+def write(dataset: RawDataset, splits: Splits, directory: Path, *, errors: str) -> dict[str, Tally]:
+    """Writes a dataset as ArrayRecord files, without TensorFlow, one row at a time.
 
     Args:
-      directory: TFDS's.
-      errors: "refuse" stops at the end of a split with bad rows; "skip" leaves them out.
+      directory: the directory of TFDS.
+      errors: "refuse" raises at the end of a split with bad rows; "skip" omits them.
 
     Returns:
-      What was read, by split.
+      Counts of good and bad rows, by split.
 
     Raises:
       DataError: rows are bad, a split has none, or the dataset exists.
     """
-    place = directory / dataset.path
-    if place.exists():
-        raise DataError(f"{place} exists; delete it, or name another directory with --output")
+    target = directory / dataset.path
+    if target.exists():
+        raise DataError(f"{target} exists; delete it, or name another directory with --output")
     tallies = {split: Tally(split, "--errors=skip") for split in splits}
     checked = {
-        split: _usable(dataset, found, tallies[split], errors) for split, found in splits.items()
+        split: _usable(dataset, rows, tallies[split], errors) for split, rows in splits.items()
     }
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".brt.", dir=directory) as temporary:
             _build(dataset, checked, temporary)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            Path(temporary, dataset.path).rename(place)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            Path(temporary, dataset.path).rename(target)
     except OSError as error:
-        raise DataError(f"{place} cannot be written: {error.strerror}") from error
+        raise DataError(f"{target} cannot be written: {error.strerror}") from error
     return tallies
 
 
 def _usable(
-    dataset: Dataset, found: Iterator[Example | BadRow], tally: Tally, errors: str
+    dataset: RawDataset, rows: Iterator[Example | BadRow], tally: Tally, errors: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What TFDS writes: keys and features."""
-    for example in tally.settled(_checked(dataset, found), errors):
+    """Yields keys and features of the good rows, as TFDS expects them."""
+    for example in tally.settled(_checked(dataset, rows), errors):
         yield example.key, example.values
 
 
-def _checked(dataset: Dataset, found: Iterator[Example | BadRow]) -> Iterator[Example | BadRow]:
+def _checked(dataset: RawDataset, rows: Iterator[Example | BadRow]) -> Iterator[Example | BadRow]:
     keys: set[str] = set()
-    for example in found:
+    for example in rows:
         if isinstance(example, BadRow):
             yield example
             continue
@@ -136,7 +136,7 @@ def _checked(dataset: Dataset, found: Iterator[Example | BadRow]) -> Iterator[Ex
         yield BadRow(example.name, problem) if problem else example
 
 
-def _problem(dataset: Dataset, example: Example) -> str:
+def _problem(dataset: RawDataset, example: Example) -> str:
     for name in (*dataset.texts, *dataset.lists):
         value = example.values[name]
         if not isinstance(value, list if name in dataset.lists else str):
@@ -146,7 +146,7 @@ def _problem(dataset: Dataset, example: Example) -> str:
     return pair.problem if isinstance(pair, BadRow) else ""
 
 
-def _build(dataset: Dataset, splits: Mapping[str, Any], data_dir: str) -> None:
+def _build(dataset: RawDataset, splits: Mapping[str, Any], data_dir: str) -> None:
     import tensorflow_datasets as tfds
 
     text = tfds.features.Text
@@ -155,14 +155,14 @@ def _build(dataset: Dataset, splits: Mapping[str, Any], data_dir: str) -> None:
     version = tfds.core.Version(dataset.version)
     config = {"config": dataset.config} if dataset.config else {}
 
-    # Not registered: TFDS knows some of these names already, and others once it has TensorFlow.
+    # The builder is not registered, because TFDS itself registers some of these names.
     class Local(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]  # TFDS is untyped
         name = dataset.name
         VERSION = version
         BUILDER_CONFIGS = [
             tfds.core.BuilderConfig(name=name, version=version) for name in config.values()
         ]
-        url_infos = None  # nothing to download
+        url_infos = None  # There is nothing to download.
 
         def _info(self) -> tfds.core.DatasetInfo:
             return tfds.core.DatasetInfo(
@@ -173,9 +173,9 @@ def _build(dataset: Dataset, splits: Mapping[str, Any], data_dir: str) -> None:
             return splits
 
         def _generate_examples(self) -> None:
-            """Never called: the splits are iterators already."""
+            """Is never called, because the splits are iterators already."""
 
     if not sys.stderr.isatty():
         tfds.disable_progress_bar()
-    with contextlib.redirect_stdout(io.StringIO()):  # where it would tell of downloads
+    with contextlib.redirect_stdout(io.StringIO()):  # TFDS prints messages about downloads.
         Local(data_dir=data_dir, file_format="array_record", **config).download_and_prepare()

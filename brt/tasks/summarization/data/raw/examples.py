@@ -1,4 +1,4 @@
-"""What the readers of raw data yield, and how they read files."""
+"""Examples of raw data, and helpers that read their files."""
 
 import json
 from collections.abc import Iterator
@@ -11,16 +11,16 @@ from brt.data import contents
 from brt.data.rows.tally import BadRow
 from brt.errors import DataError
 
-CHUNK = 1 << 24  # characters of a JSON array read at a time
+CHUNK = 1 << 24  # Number of characters of a JSON array that are read at a time.
 
 
 class Example(NamedTuple):
     """An example of a dataset.
 
     Attributes:
-      name: file:row, or the file.
-      key: differs between the examples of a split.
-      values: features; str, or a list of them.
+      name: file and row, or file, for messages.
+      key: unique among the examples of a split.
+      values: features by name; each is a string or a list of strings.
     """
 
     name: str
@@ -29,30 +29,30 @@ class Example(NamedTuple):
 
 
 def text(path: Path) -> str | BadRow:
-    """A file's text, or what is wrong with it."""
+    """Returns a file's text, or a bad row if it cannot be read."""
     try:
         return contents.small(path)
     except DataError as error:
         return BadRow(str(path), str(error).removeprefix(f"{path} "))
 
 
-def find(directory: Path, *places: str) -> Path:
-    """The first of `places` that exists in a directory.
+def find(directory: Path, *names: str) -> Path:
+    """Returns the path of the first of `names` that exists in a directory.
 
     Raises:
-      DataError: none does.
+      DataError: none of them exists.
     """
-    for place in places:
-        if (directory / place).exists():
-            return directory / place
-    raise DataError(f"{directory} has no {' or '.join(places)}; name the directory with --raw")
+    for name in names:
+        if (directory / name).exists():
+            return directory / name
+    raise DataError(f"{directory} has no {' or '.join(names)}; name the directory with --raw")
 
 
 def json_file(path: Path) -> Any:
-    """The value in a file.
+    """Reads a JSON file.
 
     Raises:
-      DataError: it is no JSON, or not UTF-8.
+      DataError: the file is not JSON, or not UTF-8.
     """
     try:
         return untrusted.parse_json(untrusted.read_file(path), halves="keep")
@@ -61,10 +61,10 @@ def json_file(path: Path) -> Any:
 
 
 def json_array(path: Path) -> Iterator[Any]:
-    """The objects of an array, one at a time: the file may exceed the memory.
+    """Yields the values of a JSON array one at a time, because the file may exceed the memory.
 
     Raises:
-      DataError: it is no JSON array, or not UTF-8.
+      DataError: the file is not a JSON array, or not UTF-8.
     """
     decoder = json.JSONDecoder()
     try:
@@ -72,26 +72,27 @@ def json_array(path: Path) -> Iterator[Any]:
             buffer = file.read(CHUNK).lstrip()
             if not buffer.startswith("["):
                 raise DataError(f"{path} is no JSON array")
-            place = _next(buffer, 1)
-            while buffer[place : place + 1] != "]":
+            position = _next(buffer, 1)
+            while buffer[position : position + 1] != "]":
                 try:
                     value, end = untrusted.parse_json(
-                        buffer, partial(decoder.raw_decode, idx=place), halves="keep"
+                        buffer, partial(decoder.raw_decode, idx=position), halves="keep"
                     )
-                except json.JSONDecodeError as error:  # it may go on in the next chunk
+                except json.JSONDecodeError as error:
+                    # The value may continue in the next chunk.
                     if not (more := file.read(CHUNK)):
                         raise DataError(f"{path} is no JSON array ({error.msg})") from error
-                    buffer = buffer[place:] + more
-                    place = _next(buffer, 0)
+                    buffer = buffer[position:] + more
+                    position = _next(buffer, 0)
                     continue
                 yield value
-                place = _next(buffer, end)
+                position = _next(buffer, end)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read ({error})") from error
 
 
-def _next(text: str, place: int) -> int:
-    """Where the next value begins, or the array ends."""
-    while place < len(text) and text[place] in " \t\r\n,":
-        place += 1
-    return place
+def _next(text: str, position: int) -> int:
+    """Returns the position of the next value, or of the end of the array."""
+    while position < len(text) and text[position] in " \t\r\n,":
+        position += 1
+    return position

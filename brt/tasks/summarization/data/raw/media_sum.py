@@ -1,6 +1,6 @@
 """MediaSum (Zhu et al. 2021): transcripts of interviews.
 
-news_dialogue.json  train_val_test_split.json
+The raw data are news_dialogue.json and train_val_test_split.json.
 """
 
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ from brt.errors import DataError
 from brt.tasks.summarization.data.raw import examples
 from brt.tasks.summarization.data.raw.examples import Example
 
-SPLITS = ("train", "val", "test")  # so they are called in TFDS, too
+SPLITS = ("train", "val", "test")  # TFDS uses the same names.
 TEXTS = ("id", "program", "date", "url", "summary")
 LISTS = ("utt", "speaker")
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """The examples of each split, each in a pass of its own over the transcripts."""
+    """Returns the examples of each split; each split reads all transcripts in its own pass."""
     transcripts = examples.find(directory, "news_dialogue.json")
     path = examples.find(directory, "train_val_test_split.json")
     members = examples.json_file(path)
@@ -41,5 +41,5 @@ def _split(transcripts: Path, members: set[str]) -> Iterator[Example | BadRow]:
 
 
 def _values(value: dict[str, Any]) -> dict[str, Any]:
-    """All features; those that a transcript lacks are empty."""
+    """Returns all features; those that a transcript lacks are empty."""
     return {name: value.get(name, "") for name in TEXTS} | {n: value.get(n, []) for n in LISTS}

@@ -1,6 +1,7 @@
 """arXiv and PubMed papers (Cohan et al. 2018): lines of JSON.
 
-train.txt  val.txt  test.txt    (in the directory, or in arxiv-dataset/, pubmed-dataset/)
+The raw data are train.txt, val.txt and test.txt, in the directory itself or in its subdirectory
+arxiv-dataset/ or pubmed-dataset/.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ COLUMNS = Columns("article_text", "abstract_text", "article_id")
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """The examples of each split."""
+    """Returns the examples of each split."""
     folders = ("", "arxiv-dataset/", "pubmed-dataset/")
     paths = {
         split: examples.find(directory, *(f"{folder}{name}" for folder in folders))
@@ -30,7 +31,7 @@ def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
 
 
 def _example(row: Row) -> Example | BadRow:
-    """The features as TFDS 1.1.1 makes them."""
+    """Returns the features that TFDS 1.1.1 has."""
     pair = columns.pair(row, COLUMNS, 0)
     if isinstance(pair, BadRow):
         return pair

@@ -1,4 +1,4 @@
-"""One's own pairs, from any source that training reads."""
+"""The user's own pairs, from any source that training reads."""
 
 from brt.data.rows.tally import BadRow
 from brt.tasks.summarization.data.columns import Pair
@@ -6,7 +6,7 @@ from brt.tasks.summarization.data.raw.examples import Example
 
 
 def example(pair: Pair | BadRow) -> Example | BadRow:
-    """The features document, summary, id; the row, which nothing else shares, is the key."""
+    """Returns the features document, summary and id; the key is the row's name, which is unique."""
     if isinstance(pair, BadRow):
         return pair
     return Example(

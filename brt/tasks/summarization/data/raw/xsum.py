@@ -1,5 +1,7 @@
 """XSum (Narayan et al. 2018): extracts of BBC articles, or tables of pairs.
 
+The raw data are either these files:
+
     XSum-TRAINING-DEV-TEST-SPLIT-90-5-5.json
     bbc-summary-data/*.summary  or  xsum-extracts-from-downloads/*.data
 
@@ -22,7 +24,8 @@ SPLITS = ("train", "validation", "test")
 SECTION = re.compile(r"\[(?:SN|XSUM)\]([A-Z-]+)\[(?:SN|XSUM)\]")
 SUMMARY = ("FIRST-SENTENCE", "INTRODUCTION")
 DOCUMENT = ("RESTBODY",)
-FURNITURE = {
+# Lines of the web page that are not part of the article.
+PAGE_ELEMENTS = {
     "Share this with", "Email", "Facebook", "Messenger", "Twitter", "Pinterest", "WhatsApp",
     "Linkedin", "LinkedIn", "Copy this link",
     "These are external links and will open in a new window",
@@ -30,16 +33,16 @@ FURNITURE = {
 
 
 def read(directory: Path) -> dict[str, Iterator[Example | BadRow]]:
-    """The examples of each split."""
+    """Returns the examples of each split."""
     if not (directory / SPLIT_FILE).exists():
         return {split: _table(directory, split) for split in SPLITS}
-    place = examples.find(directory, *EXTRACTS)
+    folder = examples.find(directory, *EXTRACTS)
     members = examples.json_file(directory / SPLIT_FILE)
     if not (isinstance(members, dict) and {*SPLITS} <= {*members}):
         raise DataError(f"{directory / SPLIT_FILE} names no {', '.join(SPLITS)}")
-    ending = EXTRACTS[place.name]
+    ending = EXTRACTS[folder.name]
     return {
-        split: (_extract(place / f"{member}{ending}", member) for member in members[split])
+        split: (_extract(folder / f"{member}{ending}", member) for member in members[split])
         for split in SPLITS
     }
 
@@ -59,8 +62,8 @@ def _extract(path: Path, member: str) -> Example | BadRow:
 
 
 def parse(extract: str) -> tuple[str, str]:
-    """Document and summary of an extract, without the buttons of the page."""
-    lines = (line for line in extract.split("\n") if line.strip() and line not in FURNITURE)
+    """Returns document and summary of an extract, without the buttons of the web page."""
+    lines = (line for line in extract.split("\n") if line.strip() and line not in PAGE_ELEMENTS)
     _, *parts = SECTION.split("\n".join(lines))
     sections = dict(zip(parts[::2], parts[1::2], strict=True))
     document, summary = (

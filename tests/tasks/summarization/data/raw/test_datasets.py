@@ -8,7 +8,7 @@ import pytest
 from brt.errors import DataError
 from brt.tasks.summarization.data.columns import Pair, read
 from brt.tasks.summarization.data.raw import datasets, tables
-from brt.tasks.summarization.data.raw.datasets import RAW, Dataset
+from brt.tasks.summarization.data.raw.datasets import RAW, RawDataset
 from brt.tasks.summarization.data.raw.examples import Example
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TFDS's own
@@ -81,7 +81,7 @@ def own(tmp_path, rows):
     return {"train": map(tables.example, read([str(path)]))}
 
 
-MINE = Dataset("my_pairs", "1.0.0")
+MINE = RawDataset("my_pairs", "1.0.0")
 ROWS = [{"id": "same", "article": f"document {i}", "highlights": f"summary {i}"} for i in range(9)]
 
 

@@ -9,7 +9,7 @@ from brt.config import Config, Encoder, Pairs, Training
 from brt.config_io import SECTION_TYPES
 from brt.errors import ConfigError
 from brt.tasks import TASKS
-from brt.tasks.protocol import Task
+from brt.tasks.interface import Task
 
 each = pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))
 
@@ -20,15 +20,15 @@ def config(task: str, **sections: object) -> Config:
 
 @each
 def test_every_task_says_what_it_reads_and_what_it_is_measured_by(task: Task) -> None:
-    assert TASKS[task.name] is task is tasks.of(config(task.name))
+    assert TASKS[task.name] is task is tasks.from_config(config(task.name))
     sections = {type(getattr(Config(), name)).__name__ for name in (task.model, task.data)}
     assert sections <= set(task.sections) <= set(SECTION_TYPES)
-    for metrics in (task.metrics, task.columns):
+    for metrics in (task.metrics, task.table_metrics):
         assert metrics and len({m.name for m in metrics}) == len(metrics)
         for measure in metrics:
             assert measure.title and format(0.5, measure.form)
     summary = task.metrics[0]
-    assert task.figures({summary.name: 1.0, "else": 2.0}) == {summary.name: 1.0}
+    assert task.select_metrics({summary.name: 1.0, "else": 2.0}) == {summary.name: 1.0}
     assert not summary.higher_is_better, "bits: training is drawn in the same units"
 
 
@@ -36,16 +36,16 @@ def test_every_task_says_what_it_reads_and_what_it_is_measured_by(task: Task) ->
 def test_every_task_says_what_comes_next(task: Task) -> None:
     commands = task.next_steps("runs/a b")
     assert commands[0].startswith("python -m brt.evaluate --workdir=runs/a b --split=test")
-    assert any("brt.generate" in command for command in commands) == task.writes
+    assert any("brt.generate" in command for command in commands) == task.generates_text
 
 
 def test_an_unknown_task_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(ConfigError) as refused:
-        tasks.named("nonsense")
+        tasks.by_name("nonsense")
     assert str(refused.value).startswith("Training.task = 'nonsense' must be one of 'langu")
     assert all(repr(name) in str(refused.value) for name in TASKS)
     with pytest.raises(ConfigError, match="did you mean 'text_classification'"):
-        tasks.of(config("clasification"))
+        tasks.from_config(config("clasification"))
 
 
 def test_settings_that_nothing_would_read_are_refused() -> None:
@@ -54,22 +54,22 @@ def test_settings_that_nothing_would_read_are_refused() -> None:
     origins = {"Pairs.train": "a.gin:3", "Pairs.cache_dir": "a.gin:4"}
     with pytest.raises(
         ConfigError,
-        match=r"^a.gin:3: Pairs.train means nothing where Training.task = "
-        r"'language_modeling'; set Training.task = 'summarization', or leave it out$",
+        match=r"^a.gin:3: Pairs.train has no effect if Training.task = "
+        r"'language_modeling'; set Training.task = 'summarization', or remove Pairs.train$",
     ):
         tasks.check(config("language_modeling", pairs=pairs), origins)
     tasks.check(config("summarization", pairs=pairs), origins)
     harmless = dataclasses.replace(pairs, train=Pairs().train)
     tasks.check(config("language_modeling", pairs=harmless), origins)
-    with pytest.raises(ConfigError, match="--gin_bindings: Encoder.layers means nothing where"):
+    with pytest.raises(ConfigError, match="--gin_bindings: Encoder.layers has no effect if"):
         asked = config("summarization", encoder=Encoder(layers=3))
         tasks.check(asked, {"Encoder.layers": "--gin_bindings"})
 
 
 def test_who_writes_no_text_says_what_to_do_instead() -> None:
-    silent = [task for task in TASKS.values() if not task.writes]
+    silent = [task for task in TASKS.values() if not task.generates_text]
     assert silent
     for task in silent:
         assert f"{task.name!r} trains a model that writes no text; python -m brt.evaluate" in str(
-            task.silent()
+            task.cannot_generate()
         )

@@ -14,83 +14,88 @@ from brt.data.tokenizers import ByteTokenizer
 from brt.layers.stack import new_model_state
 from brt.tasks.language_modeling.evaluation import DocumentEvaluator
 from brt.tasks.language_modeling.probe import job
-from brt.tasks.language_modeling.probe.reading import HOWS, Arm, Reading, read
+from brt.tasks.language_modeling.probe.interventions import (
+    METHODS,
+    Intervention,
+    InterventionResult,
+    evaluate_interventions,
+)
 
-ALL = [Arm(part, how) for part in ("state", "cache") for how in HOWS]
+ALL = [Intervention(part, how) for part in ("state", "cache") for how in METHODS]
 
 
 @pytest.fixture(scope="module")
-def reading(tiny: Config, params: Any, store: TokenStore) -> Reading:
-    return read(tiny, params, ByteTokenizer(), store)
+def result(tiny: Config, params: Any, store: TokenStore) -> InterventionResult:
+    return evaluate_interventions(tiny, params, ByteTokenizer(), store)
 
 
 @pytest.mark.slow_cases("state")
 @pytest.mark.parametrize("ablate", [None, "state", "cache"])
 def test_zeroed_is_what_evaluation_ablates(
-    tiny: Config, params: Any, store: TokenStore, reading: Reading, ablate: Any
+    tiny: Config, params: Any, store: TokenStore, result: InterventionResult, ablate: Any
 ) -> None:
     dataset = Dataset(store.directory, ByteTokenizer(), {"test": store})
-    result = DocumentEvaluator(tiny, dataset, "test").read(params, ablate=ablate)
-    nats = reading.nats[Arm(ablate, "zeroed") if ablate else None]
-    for d, score in enumerate(result.documents):
-        where = reading.document == d
+    scores = DocumentEvaluator(tiny, dataset, "test").read(params, ablate=ablate)
+    nats = result.nats[Intervention(ablate, "zeroed") if ablate else None]
+    for d, score in enumerate(scores.documents):
+        where = result.document == d
         assert nats[where].sum() == pytest.approx(score.nats, rel=1e-6)
-        assert reading.tokens[where].sum() == reading.bytes[where].sum() == score.tokens
+        assert result.tokens[where].sum() == result.bytes[where].sum() == score.tokens
 
 
 def test_every_part_matters_and_frozen_from_the_third_segment_on(
-    tiny: Config, store: TokenStore, reading: Reading
+    tiny: Config, store: TokenStore, result: InterventionResult
 ) -> None:
-    assert list(reading.nats) == [None, *ALL]
-    for arm in ALL:
-        changed = np.abs(reading.nats[arm] - reading.nats[None]) > 1e-4
-        assert np.any(changed[reading.counted(arm)])
-        if arm.how == "frozen":  # after the first segment there is nothing to be put back
-            assert not np.any(changed[reading.position < tiny.training.segment_length])
+    assert list(result.nats) == [None, *ALL]
+    for intervention in ALL:
+        changed = np.abs(result.nats[intervention] - result.nats[None]) > 1e-4
+        assert np.any(changed[result.counted(intervention)])
+        if intervention.how == "frozen":  # after the first segment there is nothing to be put back
+            assert not np.any(changed[result.position < tiny.training.segment_length])
 
 
-def test_rows_of_memory_compare_equal_blocks(reading: Reading) -> None:
-    rows = job.memory(reading)
+def test_rows_of_memory_compare_equal_blocks(result: InterventionResult) -> None:
+    rows = job.memory(result)
     assert [(row["part"], row["how"]) for row in rows] == ALL
     for row in rows:
         assert row["difference"] == row["bits_per_byte"] - row["normal_bits_per_byte"]
         assert 0 < row["standard_error"] < 1
-    assert {row["tokens"] for row in rows} == {reading.tokens.sum()}
+    assert {row["tokens"] for row in rows} == {result.tokens.sum()}
 
 
 def test_a_lane_whose_neighbour_has_ended_is_not_compared(
     tiny: Config, params: Any, written: Callable, texts: list[str]
 ) -> None:
-    reading = read(tiny, params, ByteTokenizer(), written([texts[0], texts[3]]))
-    rows = {(row["part"], row["how"]): row for row in job.memory(reading)}
+    result = evaluate_interventions(tiny, params, ByteTokenizer(), written([texts[0], texts[3]]))
+    rows = {(row["part"], row["how"]): row for row in job.memory(result)}
     assert rows["state", "zeroed"]["tokens"] == 61 + 5
     assert rows["state", "shuffled"]["tokens"] == 16 + 5, "the first two segments"
 
 
 def test_positions_sum_up_to_the_total(
-    monkeypatch: pytest.MonkeyPatch, reading: Reading, store: TokenStore
+    monkeypatch: pytest.MonkeyPatch, result: InterventionResult, store: TokenStore
 ) -> None:
     monkeypatch.setattr(job, "EDGES", (0, 8, 20, 1000))
-    rows = job.positions(reading)
+    rows = job.positions(result)
     assert [(row["from"], row["to"]) for row in rows] == [(0, 8), (8, 20), (20, 1000)]
     assert sum(row["tokens"] for row in rows) == store.lengths.sum()
     assert sum(row["bytes"] for row in rows) == store.bytes.sum()
-    total = reading.nats[None][reading.document >= 0].sum() / math.log(2)
+    total = result.nats[None][result.document >= 0].sum() / math.log(2)
     assert sum(row["bits"] for row in rows) == pytest.approx(total)
     lengths = np.array([61, 23, 14, 5, 70])
     assert rows[0]["tokens"] == np.minimum(lengths, 8).sum()
     assert rows[1]["tokens"] == np.clip(lengths - 8, 0, 12).sum()
     assert all(set(row["without"]) == {"state", "cache"} for row in rows)
     assert all(row["standard_error"] > 0 for row in rows)
-    even = dataclasses.replace(reading, nats=reading.nats | {None: 2.0 * reading.bytes})
+    even = dataclasses.replace(result, nats=result.nats | {None: 2.0 * result.bytes})
     assert [row["standard_error"] for row in job.positions(even)] == pytest.approx([0, 0, 0])
 
 
 def test_the_same_document_in_another_lane_is_no_other(
     tiny: Config, params: Any, written: Callable, texts: list[str]
 ) -> None:
-    reading = read(tiny, params, ByteTokenizer(), written([texts[0]] * 2))
-    rows = {(row["part"], row["how"]): row for row in job.memory(reading)}
+    result = evaluate_interventions(tiny, params, ByteTokenizer(), written([texts[0]] * 2))
+    rows = {(row["part"], row["how"]): row for row in job.memory(result)}
     assert rows["state", "shuffled"]["difference"] == rows["cache", "shuffled"]["difference"] == 0
     assert rows["state", "frozen"]["difference"] != 0
     assert rows["state", "shuffled"]["tokens"] == 2 * len(texts[0])
@@ -105,7 +110,7 @@ def test_a_model_that_ignores_its_states_loses_nothing(
     deaf = params | {
         "stack": {"recurrent_0": layer | {"tokens": layer["tokens"] | {"output": output}}}
     }
-    rows = job.memory(read(tiny, deaf, ByteTokenizer(), store))
+    rows = job.memory(evaluate_interventions(tiny, deaf, ByteTokenizer(), store))
     assert [row["difference"] == 0 for row in rows] == [True] * 3 + [False] * 3
     assert job._verdict(rows[0]) == "the state changes nothing: the model does not read it"
 
@@ -114,21 +119,26 @@ def test_an_only_document_is_read_beside_one_of_another_split(
     tiny: Config, params: Any, written: Callable, texts: list[str], store: TokenStore
 ) -> None:
     only = written(texts[1:2])
-    reading = read(tiny, params, ByteTokenizer(), only, donor=store)
-    assert reading.tokens.sum() == len(texts[1])
-    part = read(tiny, params, ByteTokenizer(), only, donor=store, tokens=12)
+    result = evaluate_interventions(tiny, params, ByteTokenizer(), only, donor=store)
+    assert result.tokens.sum() == len(texts[1])
+    part = evaluate_interventions(tiny, params, ByteTokenizer(), only, donor=store, tokens=12)
     assert part.tokens.sum() == 16, "two segments of the document's own"
-    assert reading.nats[Arm("state", "shuffled")].sum() != reading.nats[None].sum()
-    alone = read(tiny, params, ByteTokenizer(), only)
-    assert Arm("state", "shuffled") not in alone.nats and Arm("state", "frozen") in alone.nats
+    assert result.nats[Intervention("state", "shuffled")].sum() != result.nats[None].sum()
+    alone = evaluate_interventions(tiny, params, ByteTokenizer(), only)
+    assert (
+        Intervention("state", "shuffled") not in alone.nats
+        and Intervention("state", "frozen") in alone.nats
+    )
     assert alone.bits_per_byte(None, alone.document >= 0) == pytest.approx(
-        reading.bits_per_byte(None, reading.document >= 0)
+        result.bits_per_byte(None, result.document >= 0)
     )
 
 
 def test_a_part_of_the_split_can_be_read(tiny: Config, params: Any, store: TokenStore) -> None:
     told: list[int] = []
-    some = read(tiny, params, ByteTokenizer(), store, tokens=20, progress=told.append)
+    some = evaluate_interventions(
+        tiny, params, ByteTokenizer(), store, tokens=20, progress=told.append
+    )
     assert some.tokens.sum() == sum(told) == 32 and set(some.document.flat) == {0, 4}
 
 
@@ -137,8 +147,8 @@ def test_a_model_without_any_memory_has_nothing_to_replace(
 ) -> None:
     model = dataclasses.replace(tiny.model, recurrent_layers=(), cache=False)
     config = dataclasses.replace(tiny, model=model)
-    reading = read(config, random_params(model), ByteTokenizer(), store, tokens=16)
-    assert list(reading.nats) == [None] and reading.states == {} and job.memory(reading) == []
+    result = evaluate_interventions(config, random_params(model), ByteTokenizer(), store, tokens=16)
+    assert list(result.nats) == [None] and result.states == {} and job.memory(result) == []
 
 
 MEMORIES: dict[str, dict[str, Any]] = {
@@ -161,10 +171,12 @@ def test_a_memory_of_any_kind_is_a_part_as_well(
     model = dataclasses.replace(tiny.model, recurrent_layers=(), **MEMORIES[name])
     config, learnt = dataclasses.replace(tiny, model=model), new_model_state(model)
     tokenizer = ByteTokenizer()
-    reading = read(config, random_params(model), tokenizer, store, model_state=learnt)
-    rows = job.memory(reading)
+    result = evaluate_interventions(
+        config, random_params(model), tokenizer, store, model_state=learnt
+    )
+    rows = job.memory(result)
     own = {"dense memory": ("memory",), "summary": ("state", "memory")}
     assert [(row["part"], row["how"]) for row in rows] == [
-        (part, how) for part in own.get(name, ("cache", "memory")) for how in HOWS
+        (part, how) for part in own.get(name, ("cache", "memory")) for how in METHODS
     ]
     assert all(row["difference"] != 0 for row in rows)

@@ -1,0 +1,288 @@
+"""Evaluation of a split with interventions on the memory, all in one pass.
+
+An intervention replaces one part of the memory (recurrent states, cache or external memory) before
+every segment and leaves the other parts alone. Every intervention carries its own state, and so
+does the unchanged model. The part is replaced in one of these ways:
+
+  zeroed    by the initial value, as at the start of a document (`brt.evaluate --ablate`)
+  shuffled  by the part of another lane, which has read another document
+  frozen    by its value after the first segment of the document
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from brt.config import Config
+from brt.data.lanes import evaluation_batches
+from brt.data.rows.on_disk import InMemory
+from brt.data.token_store import TokenStore
+from brt.data.tokenizers import Tokenizer
+from brt.distributed.mesh import beside
+from brt.layers.stack import ModelState, StackState, parts, replace_parts
+from brt.models.decoder import new_state
+from brt.tasks.language_modeling.forward import block_nats
+from brt.tasks.language_modeling.probe.states import recurrent_vectors, state_metrics
+from brt.types import Batch
+
+PARTS = ("state", "cache", "memory")
+METHODS = ("zeroed", "shuffled", "frozen")
+
+
+class Intervention(NamedTuple):
+    """A part of the memory and the method that replaces it."""
+
+    part: str
+    how: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InterventionResult:
+    """Scores of every block that was read. Arrays are [B, M]: M consecutive blocks of B lanes.
+
+    Attributes:
+      segment_blocks: number of blocks in a segment.
+      document: index of the block's document, -1 for padding and blocks that do not count.
+      position: number of tokens of the document before the block.
+      tokens, bytes: number of scored tokens in the block, and of their bytes.
+      foreign: False where the "shuffled" intervention had no other lane to take the memory from.
+      nats: nats of the blocks for each intervention; the key None is the unchanged model.
+      states: metrics of the states of each recurrent layer, averaged over lanes and segments.
+    """
+
+    segment_blocks: int
+    document: np.ndarray
+    position: np.ndarray
+    tokens: np.ndarray
+    bytes: np.ndarray
+    foreign: np.ndarray
+    nats: dict[Intervention | None, np.ndarray]
+    states: dict[int, dict[str, float]]
+
+    def bits_per_byte(self, intervention: Intervention | None, where: np.ndarray) -> float:
+        """Returns bits per byte over the blocks where `where` is True."""
+        return float(self.nats[intervention][where].sum() / math.log(2) / self.bytes[where].sum())
+
+    def counted(self, intervention: Intervention) -> np.ndarray:
+        """Returns a mask of the blocks in which an intervention took place."""
+        foreign = self.foreign if intervention.how == "shuffled" else True
+        return (self.document >= 0) & foreign
+
+    def standard_error(self, intervention: Intervention) -> float:
+        """Returns the standard error of an intervention's difference in bits per byte."""
+        difference = self.nats[intervention] - self.nats[None]
+        return self._error(difference, self.counted(intervention))
+
+    def bits_error(self, where: np.ndarray) -> float:
+        """Returns the standard error of bits per byte over the blocks where `where` is True."""
+        mean = self.nats[None][where].sum() / self.bytes[where].sum()
+        return self._error(self.nats[None] - mean * self.bytes, where)
+
+    def _error(self, nats: np.ndarray, where: np.ndarray) -> float:
+        """Returns the standard error of summed nats in bits per byte; segments are the samples."""
+        segments = np.where(where, nats, 0.0).reshape(-1, self.segment_blocks).sum(1)
+        segments = segments[where.reshape(-1, self.segment_blocks).any(1)]
+        if len(segments) < 2:
+            return math.inf
+        deviation = math.sqrt(len(segments)) * segments.std(ddof=1)
+        return float(deviation / math.log(2) / self.bytes[where].sum())
+
+
+def possible_interventions(config: Config, lanes: int) -> list[Intervention]:
+    """Returns all interventions on a model; "shuffled" needs a second lane."""
+    existing = parts(config.model) - (set() if config.model.cache else {"cache"})
+    methods = METHODS if lanes > 1 else tuple(how for how in METHODS if how != "shuffled")
+    return [Intervention(part, how) for part in PARTS if part in existing for how in methods]
+
+
+def evaluate_interventions(
+    config: Config,
+    params: PyTree[Array],
+    tokenizer: Tokenizer,
+    store: TokenStore,
+    *,
+    model_state: ModelState | None = None,
+    donor: TokenStore | None = None,
+    tokens: int = 0,
+    progress: Callable[[int], object] = lambda tokens: None,
+) -> InterventionResult:
+    """Reads the documents of `store` with the unchanged model and with every intervention.
+
+    Args:
+      model_state: may be omitted if no layer has one.
+      donor: store from which a second lane takes a document if `store` has only one.
+      tokens: approximate number of tokens to read, longest documents first, without those of the
+          donor; 0 reads all.
+      progress: called with the number of tokens of each segment.
+    """
+    scored = len(store)
+    if scored == 1 and donor is not None:
+        store = _with_donor(store, donor)
+    lanes = min(max(config.evaluation.batch_size, 2), len(store))
+    window, length = config.model.window, config.evaluation_segment_length
+    streams = _Streams(config, params, model_state, lanes)
+    batches = evaluation_batches(store, batch_size=lanes, segment_length=length, window=window)
+    segments: list[tuple[np.ndarray, ...]] = []
+    count = math.ceil(tokens / (min(lanes, scored) * length)) or None
+    for batch, document in islice(batches, count):
+        foreign, nats = streams.read(batch, document, document[:, -1] >= 0)
+        document = np.where(document < scored, document, -1)
+        block_tokens, block_bytes = _counts(tokenizer, batch, document, window)
+        segments.append((document, block_tokens, block_bytes, foreign, *nats))
+        progress(int(block_tokens.sum()))
+    joined = [np.concatenate(arrays, axis=1) for arrays in zip(*segments, strict=True)]
+    document, block_tokens, block_bytes, foreign, *nats = joined
+    return InterventionResult(
+        segment_blocks=length // window, document=document,
+        position=_block_indices(document) * window, tokens=block_tokens, bytes=block_bytes,
+        foreign=foreign, nats=dict(zip(streams.interventions, nats, strict=True)),
+        states=streams.state_means(),
+    )  # fmt: skip
+
+
+class _Streams:
+    """The carried states of the unchanged model and of each intervention."""
+
+    def __init__(
+        self, config: Config, params: PyTree[Array], model_state: ModelState | None, lanes: int
+    ):
+        self._config, self._params, self._model_state = config, params, model_state
+        self._metrics = jax.jit(self._layer_metrics)
+        start = beside(new_state(config.model, lanes), params)
+        self._carried: dict[Intervention | None, StackState] = {
+            intervention: start for intervention in (None, *possible_interventions(config, lanes))
+        }
+        self._frozen, self._active = start, np.zeros(lanes, bool)
+        self._sums: dict[int, dict[str, float]] = {}
+        self._lanes_summed = 0
+
+    @property
+    def interventions(self) -> list[Intervention | None]:
+        return list(self._carried)
+
+    def read(
+        self, batch: Batch, document: np.ndarray, active: np.ndarray
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Reads a segment with each intervention.
+
+        Args:
+          active: [B], True for lanes that end in a document, False for those that end in padding.
+
+        Returns:
+          True for blocks whose memory was exchanged with another lane, and the nats of each
+          intervention, all [B, N].
+        """
+        normal, source = self._carried[None], _other_lanes(self._active)
+        replacements = {
+            "zeroed": new_state(self._config.model, len(self._active)),
+            "shuffled": _take(normal, source),
+            "frozen": self._frozen,
+        }
+        nats = []
+        for intervention, carried in self._carried.items():
+            if intervention is not None:
+                replacement, part = replacements[intervention.how], {intervention.part}
+                carried = replace_parts(self._config.model, carried, replacement, part)
+            block, self._carried[intervention] = _read_blocks(
+                self._config, self._params, carried, batch, self._model_state
+            )
+            nats.append(np.asarray(block, np.float64))
+        started = batch.document_start.any(axis=1)
+        self._frozen = _select(started, self._carried[None], self._frozen)
+        self._active = active
+        self._add_metrics()
+        foreign = (source != np.arange(len(source))) | batch.document_start[:, 0]
+        return np.broadcast_to(foreign[:, None], document.shape), nats
+
+    def state_means(self) -> dict[int, dict[str, float]]:
+        """Returns the mean of each state metric; empty if no lane ended in a document."""
+        count = self._lanes_summed
+        return {
+            layer: {name: value / count for name, value in sums.items()}
+            for layer, sums in self._sums.items()
+        }
+
+    def _layer_metrics(self, carried: StackState) -> dict[int, dict[str, Array]]:
+        vectors = recurrent_vectors(self._config.model, carried)
+        return {layer: state_metrics(v)._asdict() for layer, v in vectors.items()}
+
+    def _add_metrics(self) -> None:
+        if not self._active.any():
+            return
+        self._lanes_summed += int(self._active.sum())
+        for layer, metrics in self._metrics(self._carried[None]).items():
+            sums = self._sums.setdefault(layer, dict.fromkeys(metrics, 0.0))
+            for name, value in metrics.items():
+                sums[name] += float(np.asarray(value)[self._active].sum())
+
+
+_read_blocks = jax.jit(block_nats, static_argnums=0)
+
+
+@jax.jit
+def _take(state: StackState, lanes: Array) -> StackState:
+    return jax.tree.map(lambda x: x[lanes], state)
+
+
+@jax.jit
+def _select(lanes: Array, a: StackState, b: StackState) -> StackState:
+    """Returns the state `a` in the marked lanes and `b` in the others."""
+
+    def choose(x: Array, y: Array) -> Array:
+        return jnp.where(lanes.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+    return jax.tree.map(choose, a, b)
+
+
+def _other_lanes(active: np.ndarray) -> np.ndarray:
+    """Returns for each active lane another active lane, and for the others the lane itself."""
+    source, lanes = np.arange(len(active)), np.flatnonzero(active)
+    source[lanes] = np.roll(lanes, -1)
+    return source
+
+
+def _counts(
+    tokenizer: Tokenizer, batch: Batch, document: np.ndarray, window: int
+) -> Iterator[np.ndarray]:
+    """Yields the numbers of scored tokens and of their bytes in every block, each [B, N]."""
+    blocks = (*document.shape, window)
+    targets, scored = batch.targets.reshape(blocks), batch.scored.reshape(blocks)
+    scored = scored & (document >= 0)[..., None]
+    yield np.sum(scored, axis=2)
+    sizes = np.zeros(document.shape, np.int64)
+    for index in zip(*np.nonzero(scored.any(axis=2)), strict=True):
+        sizes[index] = len(tokenizer.decode_bytes(targets[index][scored[index]]))
+    yield sizes
+
+
+def _block_indices(document: np.ndarray) -> np.ndarray:
+    """Returns the index of each block within its document, [B, M]; a document stays in one lane."""
+    column = np.broadcast_to(np.arange(document.shape[1]), document.shape)
+    first = np.ones(document.shape, bool)
+    first[:, 1:] = document[:, 1:] != document[:, :-1]
+    return column - np.maximum.accumulate(np.where(first, column, 0), axis=1)
+
+
+def _with_donor(store: TokenStore, donor: TokenStore) -> TokenStore:
+    """Returns a store with the only document of `store` and the longest one of `donor`."""
+    longest = int(np.argmax(donor.lengths))
+    only, other = store.document(0), donor.document(longest)
+    changes: dict[str, Any] = {
+        name: np.r_[getattr(store, name), getattr(donor, name)[longest]]
+        for name in ("bytes", "characters", "words")
+    }
+    return dataclasses.replace(
+        store,
+        tokens=InMemory(np.concatenate([only, other[: len(only)]])),
+        offsets=np.r_[0, np.cumsum([len(only), min(len(only), len(other))])],
+        names=(*store.names, donor.names[longest]),
+        lost=None if store.lost is None else np.r_[store.lost, 0],  # The donor is not scored.
+        **changes,
+    )
