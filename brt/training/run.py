@@ -20,7 +20,7 @@ from brt.distributed import processes
 from brt.distributed.mesh import by_lane, replicated
 from brt.errors import NonFiniteError
 from brt.tasks import resolving
-from brt.tasks.protocol import Dataset, Task
+from brt.tasks.interface import Dataset, Task
 from brt.tasks.weights import Weights
 from brt.training import compilation, replicas
 from brt.training import optimizer as optimizers

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PyTree
 
 from brt import tasks
 from brt.config import Config
-from brt.tasks.protocol import Aux
+from brt.tasks.interface import Aux
 from brt.training import replicas
 from brt.training.state import TrainState, parameter_axes
 
