@@ -4,7 +4,7 @@
     model = brt.load("runs/books")
     print(model.generate("It was late", max_tokens=200))
 
-docs/python.md tells the rest.
+See docs/python.md.
 """
 
 import importlib
@@ -22,13 +22,13 @@ __all__ = [
     "BrtError", "Config", "Memory", "Model", "Text", "config", "config_from_gin", "load", "train",
 ]  # fmt: skip
 
-# Looked up when asked for: a command that only reads flags need not wait for jax.
+# Modules are imported at first use, so that a command that only parses flags does not import jax.
 _HOMES = {
     "BrtError": "brt.errors",
     "Config": "brt.config",
     **dict.fromkeys(("Memory", "Model", "Text", "config_from_gin", "load"), "brt.api"),
 }
-_MODULES = ("config", "train")  # brt.train is the command, and may be called
+_MODULES = ("config", "train")  # the module brt.train is a command, and can also be called
 
 
 def __getattr__(name: str) -> Any:
@@ -40,8 +40,8 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"brt.{name} needs {error.name}, which {sys.executable} does not have; take the Python "
-            "(in a notebook: the kernel) that brt is installed in"
+            f"brt.{name} needs {error.name}, which {sys.executable} does not have; use the Python "
+            "(in a notebook: the kernel) in which brt is installed"
         ) from error
 
 

@@ -1,6 +1,6 @@
-"""`python -m brt`, and `brt` where it is installed: lists the commands, or runs one of them.
+"""The command `brt` (or `python -m brt`), which lists the other commands or runs one of them.
 
-brt train --gin_file=FILE --workdir=DIR is python -m brt.train --gin_file=FILE --workdir=DIR.
+brt train --gin_file=FILE --workdir=DIR equals python -m brt.train --gin_file=FILE --workdir=DIR.
 """
 
 import ast
@@ -16,15 +16,15 @@ COMMANDS = ("prepare", "train", "evaluate", "generate", "inspect", "sweep", "pla
 
 
 def listing() -> str:
-    """A line for each command: the first of its documentation, read without running it."""
+    """Returns a line for each command: the first line of its docstring, read without importing."""
     lines = [f"  brt {name:<9} {_about(name)}" for name in COMMANDS]
     return "\n".join(
-        ["brt COMMAND ... or python -m brt.COMMAND ..., which --help explains:", "", *lines]
+        ["brt COMMAND ... or python -m brt.COMMAND ...; --help explains each command:", "", *lines]
     )
 
 
 def main() -> NoReturn:
-    """Runs the command that the first argument names, with the others."""
+    """Runs the command that the first argument names, with the remaining arguments."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         print(listing())
@@ -34,7 +34,7 @@ def main() -> NoReturn:
         print(f"brt: error: there is no command {name!r}{guess}", file=sys.stderr)
         sys.exit(ConfigError.exit_code)
     del sys.argv[1]
-    sys.modules.pop(f"brt.{name}", None)  # or runpy warns that it runs a second time
+    sys.modules.pop(f"brt.{name}", None)  # runpy would warn that it runs the module a second time
     runpy.run_module(f"brt.{name}", run_name="__main__", alter_sys=True)
     sys.exit(0)
 

@@ -1,9 +1,8 @@
-"""Memory, as commands want it: the C library's allocator and Python's search for garbage.
+"""Settings of memory allocation for commands: glibc's malloc, and Python's garbage collector.
 
-The allocator keeps the memory that a train step gives back: XLA's CPU backend allocates its
-temporary buffers anew at every step. glibc returns such large pieces to the system at once, so that
-each step pays for mapping and clearing every page again: 11,000 page faults a step and a quarter of
-the time of a small model.
+XLA's CPU backend allocates its temporary buffers in every step. By default glibc returns such large
+blocks to the system at once, so that each step maps and clears all pages again: 11,000 page faults
+per step, which take a quarter of the time of a small model. These settings keep the memory.
 """
 
 import atexit
@@ -26,14 +25,15 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def use_huge_pages() -> None:
-    """Begins the process anew in its place, with pages of 2 MB, where that is not chosen yet.
+    """Restarts the process with 2 MB pages if neither the user nor brt has chosen settings.
 
-    What is larger than 64 MB a thread's arena maps anew each time, whatever is kept: 60,000 faults
-    a step of a mid-sized model, a fifth of its time. glibc reads this one setting at its start
-    only. Nothing happens without glibc 2.35 or pages of that size, nor where `GLIBC_TUNABLES` or
-    `MALLOC_...` are set, which come first.
+    Blocks above 64 MB in a thread's arena are mapped again by every allocation, even if memory is
+    kept: 60,000 page faults per step of a mid-sized model, a fifth of its time. glibc reads the
+    setting that avoids this only when a process starts. The function does nothing without glibc
+    2.35 or huge pages, or if `GLIBC_TUNABLES` or `MALLOC_...` are set.
     """
-    if _chosen() or not (sys.executable and "-" not in sys.orig_argv):  # stdin is read once
+    # A program that is read from standard input cannot be read again.
+    if _chosen() or not (sys.executable and "-" not in sys.orig_argv):
         return
     if _glibc() >= (2, 35) and _huge_pages():
         os.environ["GLIBC_TUNABLES"] = _TUNABLES
@@ -56,22 +56,22 @@ def _huge_pages() -> bool:
 
 
 def run_in_place() -> None:
-    """CPU programs run in the thread that calls them; before jax has found its devices.
+    """Makes CPU programs run in the calling thread; must precede the first use of devices.
 
-    In one of jax's own threads a program's temporary buffer, if larger than 64 MB, is mapped and
-    cleared anew by each call, whatever is kept: a twentieth of a mid-sized model's step. jax's own
-    variable comes first.
+    In jax's own threads, a program's temporary buffer above 64 MB is mapped and cleared by every
+    call: a twentieth of the time of a mid-sized model's step. The environment variable of jax has
+    priority.
     """
     if _ASYNC not in os.environ:
-        import jax  # here: what only re-executes or parses flags goes without
+        import jax  # Commands that only parse flags do not need this import.
 
         jax.config.update(_ASYNC.lower(), False)
 
 
 def keep_memory() -> None:
-    """Called once, before the first program runs; does nothing without glibc.
+    """Makes malloc keep freed memory; must precede the first program. Does nothing without glibc.
 
-    glibc's own environment variables (MALLOC_..., GLIBC_TUNABLES) come first.
+    glibc's own environment variables (MALLOC_..., GLIBC_TUNABLES) have priority.
     """
     if _chosen() or not sys.platform.startswith("linux"):
         return
@@ -82,26 +82,26 @@ def keep_memory() -> None:
 
 
 def search_rarely() -> None:
-    """Python searches for cycles of garbage less often, and not on the way out.
+    """Makes Python collect cyclic garbage less often, and not at exit.
 
-    A step leaves none to speak of; imports and traces make millions of objects that stay, which the
-    interpreter's own settings search again and again: a quarter of a short command's time.
+    Steps create almost no garbage, but imports and traces create millions of lasting objects. With
+    the default settings, searching them takes a quarter of the time of a short command.
     """
     gc.set_threshold(100_000, 20, 20)
     atexit.register(gc.freeze)
 
 
 def exhausted(error: BaseException) -> bool:
-    """Whether an error, or one that it came of, says that no memory is left."""
-    found: BaseException | None = error
-    while found and not _says_exhausted(found):
-        found = found.__cause__ or found.__context__
-    return found is not None
+    """Returns True if an error, or one of its causes, means that the memory is exhausted."""
+    cause: BaseException | None = error
+    while cause and not _says_exhausted(cause):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
 
 
 def _says_exhausted(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     unmapped = isinstance(error, ImportError) and "failed to map segment" in str(error)
-    told = isinstance(error, RuntimeError) and _EXHAUSTED.search(str(error))
-    return isinstance(error, MemoryError) or unmapped or bool(told)
+    reported = isinstance(error, RuntimeError) and _EXHAUSTED.search(str(error))
+    return isinstance(error, MemoryError) or unmapped or bool(reported)

@@ -1,4 +1,4 @@
-"""brt from Python: configs, training, and trained models that write, read and are measured."""
+"""The Python interface: configs, training, and models that generate, read and are evaluated."""
 
 import dataclasses
 import functools
@@ -33,14 +33,16 @@ def config_from_gin(
     *,
     base: Config | None = None,
 ) -> Config:
-    """The config that .gin files describe, here or among those that come with brt.
+    """Returns the config that .gin files describe.
 
     Args:
-      bindings: beat the files: {"Training.steps": 500}, or lines as --gin_bindings takes them.
-      base: what they change; None: the defaults.
+      files: paths, relative to the current directory or to the .gin files that come with brt.
+      bindings: settings that override the files: {"Training.steps": 500}, or lines as for
+        --gin_bindings.
+      base: the config to change; None changes the defaults.
 
     Raises:
-      ConfigError: anything that is not understood, or settings that clash.
+      ConfigError: a file or binding is not valid, or settings contradict each other.
     """
     names = [files] if isinstance(files, StrPath) else files
     if isinstance(bindings, Mapping):
@@ -49,15 +51,17 @@ def config_from_gin(
 
 
 def train(config: Config, workdir: StrPath, *, allow_config_change: Sequence[str] = ()) -> "Model":
-    """Trains in a workdir, from its newest checkpoint if it has one; says how it goes on stderr.
+    """Trains a model, starting from the newest checkpoint in `workdir` if there is one.
 
     Args:
-      allow_config_change: settings, as "Optimizer.b1", that a run goes on with although it
-        otherwise keeps those of its checkpoint.
+      config: the settings.
+      workdir: the directory of the run; progress is printed to stderr.
+      allow_config_change: names of settings ("Optimizer.b1") that may differ from those of the
+        checkpoint.
 
     Raises:
-      Preempted: Ctrl-C or SIGTERM came; everything is saved, and the same call goes on.
-      BrtError: anything else that a person can mend.
+      Preempted: Ctrl-C or SIGTERM; everything is saved, and the same call continues.
+      BrtError: any other problem that the user can solve.
     """
     run, place = loop.train(config, Path(workdir), allow_config_change)
     run_summary.draw(run, place)
@@ -70,25 +74,26 @@ def load(
     step: int | None = None,
     bindings: Mapping[str, Any] | Sequence[str] = (),
 ) -> "Model":
-    """The trained model of a run.
+    """Loads the trained model of a run.
 
     Args:
-      step: of the checkpoint; None: the newest.
-      bindings: settings to read it with, as for `config_from_gin`.
+      workdir: the directory of the run.
+      step: the step of the checkpoint; None: the newest.
+      bindings: settings to change, as for `config_from_gin`.
 
     Raises:
-      ConfigError: there is no such directory, or a binding makes another model of it.
-      CheckpointError: it has no whole checkpoint, or not that one.
+      ConfigError: there is no such directory, or a binding would change the model.
+      CheckpointError: there is no complete checkpoint, or none of this step.
     """
     if not Path(workdir).is_dir():
-        raise ConfigError(f"there is no directory {workdir}; a run's workdir is wanted")
+        raise ConfigError(f"there is no directory {workdir}; name the directory of a run")
     place, found, config = saved_model.load_config(Path(workdir), step)
     return Model(saved_model.load(place, found, config_from_gin((), bindings, base=config)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """All that a model knows of what it read, of constant size; it never changes.
+    """The state of a model after reading a text, of constant size; it never changes.
 
     Attributes:
       state: NumPy arrays.
@@ -99,16 +104,16 @@ class Memory:
 
     @property
     def tokens(self) -> int:
-        """That were read and written, the one before the first included."""
+        """Number of tokens that were read and generated, including BOS."""
         return int(self.state.count)
 
     @property
     def logits(self) -> Float[np.ndarray, " V"]:
-        """Of the next token, unnormalized."""
+        """Unnormalised logits of the next token."""
         return np.asarray(self.state.logits[0])
 
     def save(self, path: StrPath) -> None:
-        """Writes an .npz that `Model.load_memory` and --load_state read.
+        """Writes an .npz file that `Model.load_memory` and --load_state can read.
 
         Raises:
           OSError: it cannot be written.
@@ -117,7 +122,7 @@ class Memory:
 
 
 class Text(Iterator[str]):
-    """A text while it is written, piece by piece."""
+    """Iterator over the pieces of a text while the model generates it."""
 
     def __init__(self, model: "Model", pieces: Iterator[str]):
         self._model, self._pieces = model, pieces
@@ -129,26 +134,26 @@ class Text(Iterator[str]):
 
     @property
     def memory(self) -> Memory:
-        """What the model knows after the pieces so far, those that it wrote included."""
+        """The state of the model after the pieces so far, including the generated ones."""
         self._check_turn()
         return Memory(self._model._held().snapshot(), self._model)
 
     def _check_turn(self) -> None:
         if self._model._text is not self:
             raise ConfigError(
-                "the model has read or written something else meanwhile; take a text's pieces and "
-                "its memory first"
+                "the model has read or generated another text meanwhile; take the pieces of a text "
+                "and its memory first"
             )
 
 
 class Model:
-    """A trained model. What it needs is compiled once, at first use.
+    """A trained model. Its programs are compiled at first use.
 
     Attributes:
-      workdir: of its run.
-      step: how long it was trained.
-      config: of its run, changed where that makes sense.
-      params: jax arrays by name.
+      workdir: the directory of its run.
+      step: the training step of the checkpoint.
+      config: the config of its run, with the changes that were requested.
+      params: the parameters, jax arrays by name.
     """
 
     def __init__(self, loaded: saved_model.SavedModel):
@@ -158,26 +163,26 @@ class Model:
         self.step: int = loaded.step
         self.config: Config = loaded.config
         self.params: PyTree[Array] = loaded.params
-        self._text: Text | None = None  # that is being written
+        self._text: Text | None = None  # the text that is being generated
 
     def __repr__(self) -> str:
         return f"<{self._task.name} of {self.workdir}, step {self.step}>"
 
     @property
     def continues(self) -> bool:
-        """Whether it goes on from a prompt, with a memory, as language models do."""
+        """True for language models, which continue a prompt and have a memory."""
         return self._task.generates_text and self._writer.session is not None
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """What the model was trained with."""
+        """The tokenizer that the model was trained with."""
         return saved_model.tokenizer(self._saved)
 
     def generate(self, prompt: str = "", **how: Any) -> str:
-        """What follows the prompt, which is no part of it; of a summariser: its summary.
+        """Returns the text that follows the prompt, or a summariser's summary of the prompt.
 
         Args:
-          prompt: text.
+          prompt: the text to continue or to summarise.
           how: see `stream`.
         """
         return "".join(self.stream(prompt, **how))
@@ -196,20 +201,22 @@ class Model:
         top_k: int | None = None,
         top_p: float | None = None,
     ) -> Text:
-        """As `generate`, piece by piece. One text at a time: the next one ends it.
+        """Generates like `generate`, but yields pieces. A new text ends the one before.
 
         Args:
-          prompt: text, without NULs and halves of surrogate pairs; a byte order mark at its start
-            is dropped.
-          state: go on from there; None: from nothing.
-          max_tokens: of the text; None: 500, of a summary Decoding.max_length.
-          seed: another seed, another text.
-          beams: search for the likeliest text with so many.
-          temperature, top_k, top_p: draw so; None: as Sampling says.
+          prompt: text without NULs and without surrogates that lack their partner; a byte order
+            mark at its start is removed.
+          state: the state to continue from; None starts without one.
+          max_tokens: the length of the text; None: 500, or Decoding.max_length of a summary.
+          seed: the seed of random sampling.
+          beams: the number of beams of a search for the most probable text; None samples.
+          temperature: see `Sampling`; None takes the value of the config.
+          top_k: see `Sampling`; None takes the value of the config.
+          top_p: see `Sampling`; None takes the value of the config.
 
         Raises:
-          ConfigError: the model writes no text, or not so.
-          DataError: there is neither prompt nor state, or the prompt is no text.
+          ConfigError: the model does not generate text, or not with these arguments.
+          DataError: there is neither a prompt nor a state, or the prompt is not valid text.
         """
         if not self._task.generates_text:
             raise self._task.cannot_generate()
@@ -221,7 +228,7 @@ class Model:
         )
         prompt = plain_text.checked("the prompt", prompt)
         if not prompt and state is None:
-            raise DataError("the prompt is empty; give some text, or a state to go on from")
+            raise DataError("the prompt is empty; give some text, or a state to continue from")
         if state is not None:
             self._resumed(state)
         elif self.continues:
@@ -229,43 +236,44 @@ class Model:
         return Text(self, self._writer(prompt, options))
 
     def read(self, text: str | Integer[np.ndarray, " T"], state: Memory | None = None) -> Memory:
-        """What the model knows after a text of any length, given as such or as token ids.
+        """Returns the state after reading a text or token ids of any length.
 
         Raises:
-          ConfigError: the model has no memory that goes on.
-          DataError: ids that it does not know.
+          ConfigError: the model has no memory.
+          DataError: an id is not in the vocabulary.
         """
         session = self._session() if state is None else self._resumed(state)
         session.read(self._tokens(text))
         return Memory(session.snapshot(), self)
 
     def load_memory(self, path: StrPath) -> Memory:
-        """What `Memory.save` or --save_state wrote.
+        """Loads a state that `Memory.save` or --save_state wrote.
 
         Raises:
-          DataError: the file is missing, damaged, or of another model.
+          DataError: the file is missing, damaged, or belongs to another model.
         """
         session = self._session()
         session.load(Path(path), self._identity)
         return Memory(session.snapshot(), self)
 
     def token_bits(self, text: str | Integer[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
-        """Bits of each token of a text, read as one document from its start.
+        """Returns the bits of each token of a text, which is read as a document from its start.
 
         Raises:
-          ConfigError: the model predicts no text by itself.
-          DataError: it is empty, or has ids that the model does not know.
+          ConfigError: the model is not a language model.
+          DataError: the text is empty, or an id is not in the vocabulary.
         """
         scorer, tokens = self._scorer, self._tokens(text)
         if not len(tokens):
-            raise DataError("the text is empty; bits of nothing mean nothing")
+            raise DataError("the text is empty, so it has no bits; give some text")
         return scorer(self.params, tokens, self._saved.model_state) / math.log(2)
 
     def bits_per_byte(self, text: str) -> float:
-        """`token_bits` over the bytes of the text in UTF-8; raises as they do.
+        """Returns the sum of `token_bits` divided by the number of UTF-8 bytes of the text.
 
         Raises:
-          DataError: also where the tokenizer does not keep every byte of the text.
+          ConfigError: see `token_bits`.
+          DataError: see `token_bits`; also if the tokenizer does not keep every byte of the text.
         """
         text = plain_text.checked("the text", text)
         bits, tokenizer = self.token_bits(text), self.tokenizer
@@ -274,12 +282,12 @@ class Model:
         return float(np.sum(bits, dtype=np.float64)) / len(text.encode())
 
     def evaluate(self, split: str = "test", *, ablate: str | None = None) -> dict[str, Any]:
-        """Figures of a split of the run's data, with their protocol; see `brt.evaluate --help`.
+        """Returns the metrics of a split of the run's data; see `brt.evaluate --help`.
 
-        Writes evaluations/ in the workdir, as the command does.
+        Writes evaluations/ in the directory of the run, as the command does.
 
         Raises:
-          ConfigError: `ablate` is to take away what the model does not have.
+          ConfigError: the model does not have the memory that `ablate` names.
           DataError: there is no such split.
         """
         return job.evaluate(self._saved, split, ablate).report
@@ -294,7 +302,7 @@ class Model:
 
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
-        """What a saved memory says it belongs to."""
+        """Facts that a saved memory must share with the model that loads it."""
         return {
             "step": self.step,
             "model": config_json(self.config)["Model"],
@@ -302,17 +310,17 @@ class Model:
         }
 
     def _held(self) -> Session:
-        """The writer's."""
+        """Returns the writer's session; raises ConfigError if there is none."""
         session = self._writer.session if self._task.generates_text else None
         if session is None:
             raise ConfigError(
-                f"Training.task = {self._task.name!r} trains a model without a memory that "
-                "goes on; a language model has one"
+                f"Training.task = {self._task.name!r} trains a model without a memory; use a "
+                "language model"
             )
         return session
 
     def _session(self) -> Session:
-        """The writer's, which forgets everything."""
+        """Returns the writer's session after clearing its memory."""
         session = self._held()
         self._text = None
         session.forget()
@@ -320,7 +328,7 @@ class Model:
 
     def _resumed(self, memory: Memory) -> Session:
         if memory._model._identity != self._identity:
-            raise DataError("the state is of another model; read the text with this one")
+            raise DataError("the state belongs to another model; read the text with this one")
         session = self._session()
         session.resume(memory.state)
         return session
@@ -338,17 +346,17 @@ class Model:
 def _sampling(
     sampling: Sampling, beams: int | None, drawn: Mapping[str, float | None]
 ) -> Sampling | None:
-    """Sampling.* with what is given; None where nothing is."""
-    given = {name: value for name, value in drawn.items() if value is not None}
+    """Returns `sampling` with the given values; None if no value is given."""
+    values = {name: value for name, value in drawn.items() if value is not None}
     if beams is not None and beams < 1:
         raise ConfigError(f"beams={beams} must be above 0")
-    if beams and given:
-        name, value = next(iter(given.items()))
+    if beams and values:
+        name, value = next(iter(values.items()))
         raise ConfigError(
-            f"beams={beams} searches for the likeliest text, {name}={value} draws one; keep one of "
-            "them"
+            f"beams={beams} searches for the most probable text, {name}={value} samples one; use "
+            "only one of them"
         )
-    return dataclasses.replace(sampling, **given) if given else None
+    return dataclasses.replace(sampling, **values) if values else None
 
 
 def _count(max_tokens: int | None) -> int | None:

@@ -1,8 +1,8 @@
-"""What .gin files and the command line bind, resolved into a Config.
+"""Resolves the bindings of .gin files and the command line to a Config.
 
-Order never matters. A file beats the files that it includes, at any depth; the command
-line beats all files; files that do not include each other must not disagree. Every
-binding is checked, also one that another beats.
+The order of bindings does not matter. A file overrides the files that it includes, at any depth,
+and the command line overrides all files. Files that do not include each other must not disagree.
+Every binding is checked, even if another one overrides it.
 """
 
 import dataclasses
@@ -15,37 +15,37 @@ from brt.config.removed import REMOVED, refusal
 from brt.config_io import FIELDS, SECTION_TYPES, checked_value, suggestion, unknown_name
 from brt.errors import ConfigError
 
-COMMAND_LINE = "--gin_bindings"  # the origin of what it binds
-DEEPEST = 50  # macros within macros, brackets within brackets, files included by files
-_SHOWN = 100  # characters of a text that a sentence quotes
-MOST_STRINGS = 100  # side by side, that become one
-MOST_VALUES = 10_000  # that one setting becomes, macros written out
+COMMAND_LINE = "--gin_bindings"  # the origin of bindings on the command line
+DEEPEST = 50  # deepest nesting of macros, of brackets, and of files that include files
+_SHOWN = 100  # characters of a text that an error message quotes
+MOST_STRINGS = 100  # adjacent strings, which Python concatenates
+MOST_VALUES = 10_000  # size of a setting's value after its macros are replaced
 
 
 @dataclasses.dataclass(frozen=True)
 class Macro:
-    """`%NAME` inside a value."""
+    """A reference to a macro, `%NAME`, inside a value."""
 
     name: str
 
 
 class Binding(NamedTuple):
-    """`name = value`, where name is `Section.field` or, for a macro, `NAME`."""
+    """A binding `name = value`; the name is `Section.field`, or `NAME` for a macro."""
 
     name: str
-    value: Any  # a literal, with Macro where the text has %NAME
-    origin: str  # path:line, or the flag
+    value: Any  # a literal, in which Macro stands for %NAME
+    origin: str  # path:line, or the name of the flag
 
 
 class Source(NamedTuple):
-    """A file, or the command line; `includes` are keys of the other sources."""
+    """The bindings of a file or of the command line; `includes` are keys of other sources."""
 
     bindings: list[Binding]
     includes: list[str]
 
 
 class Resolved(NamedTuple):
-    """A config, and where it comes from.
+    """A config and the origins of its settings.
 
     Attributes:
       origins: of each `Section.field`: default, saved, path:line, or --gin_bindings.
@@ -62,14 +62,16 @@ class Resolved(NamedTuple):
 def resolve(
     sources: Mapping[str, Source], *, base: Config | None = None, beside: str = ""
 ) -> Resolved:
-    """The config that `sources` bind on top of `base`, a saved config, or of the defaults.
+    """Returns the config that `sources` bind, starting from a saved config or from the defaults.
 
     Args:
-      beside: a section that is no part of a config and is left aside; see `section`.
+      sources: bindings by the key of their file.
+      base: the saved config; None starts from the defaults.
+      beside: a section that is not a part of configs and is ignored here; see `section`.
 
     Raises:
       ConfigError: an unknown name, a wrong type, an undefined or unused macro, a
-        duplicate, or settings that clash. The sentence begins with file and line.
+        duplicate, or settings that contradict each other. The sentence begins with file and line.
     """
     sources = {key: _without_removed(source) for key, source in sources.items()}
     _check_names(sources, beside)
@@ -87,7 +89,7 @@ def resolve(
 
 
 def section(sources: Mapping[str, Source], name: str) -> dict[str, Binding]:
-    """What `sources` bind in a section that is no part of a config, by field, unchecked.
+    """Returns the bindings of a section that is not a part of configs, by field, unchecked.
 
     Raises:
       ConfigError: an undefined macro or a duplicate. The sentence begins with file and line.
@@ -148,7 +150,7 @@ def _check_names(sources: Mapping[str, Source], beside: str) -> None:
 def _winners(
     bindings: Mapping[str, list[Binding]], below: Mapping[str, set[str]]
 ) -> dict[str, Binding]:
-    """The binding of each name that no other beats; refuses two."""
+    """Returns the binding of each name that no other one overrides; refuses contradictions."""
     candidates: dict[str, dict[str, Binding]] = {}
     for key, own in bindings.items():
         for binding in own:
@@ -189,7 +191,7 @@ def _check_macros(macros: Mapping[str, Binding], sources: Mapping[str, Source]) 
 def _check_defined(
     macros: Mapping[str, Binding], bindings: Iterable[Binding]
 ) -> dict[str, Binding]:
-    """One user of each macro that `bindings` use, none of which grows without bounds."""
+    """Returns a binding that uses each macro; refuses undefined, cyclic and huge macros."""
     used: dict[str, Binding] = {}
     bindings = list(bindings)
     for binding in bindings:
@@ -213,7 +215,7 @@ def _size(
     inside: tuple[str, ...],
     origin: str,
 ) -> int:
-    """How many values this one is with macros written out; `sizes` are those of macros so far."""
+    """Returns the size of a value after replacing macros, whose sizes are stored in `sizes`."""
     if isinstance(value, Macro):
         if value.name in inside:
             raise ConfigError(f"{origin}: macro {value.name} is defined by itself; give it a value")
@@ -274,9 +276,10 @@ def _build(winners: Mapping[str, Binding], base: Config | None) -> Resolved:
 def _shorten_warmup(
     values: dict[str, dict[str, Any]], origins: dict[str, str], start: Config
 ) -> str:
-    """A trial of a few steps warms up in a tenth of them, unless it says itself how long.
+    """Shortens the warm-up to a tenth of the steps if the command line asks for a short trial.
 
-    Only where the command line asks for the steps: a file is to fit itself.
+    This happens only if --gin_bindings sets the steps and not the warm-up: a file must be
+    consistent by itself.
     """
     steps, name = values["Training"].get("steps", 0), "Optimizer.warmup_steps"
     chosen = values["Optimizer"]
@@ -296,12 +299,12 @@ def _shorten_warmup(
 
 
 def explained(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
-    """The error, with the places where the fields that it names are bound."""
+    """Returns the error, extended by the origins of the settings that it names."""
     return ConfigError(f"{error}{_whence(str(error), origins)}")
 
 
 def unreadable(message: str, line: str | None) -> str:
-    """What to say of a text that gin's parser has refused with a message, perhaps at a line."""
+    """Returns a clear sentence for a syntax error of gin's parser."""
     if found := re.search("Failed to parse token '(.*)'", message):
         word = found[1][:_SHOWN]
         reason = f"{word} is no value; text needs quotes ({word!r}), booleans are True, False"
@@ -312,7 +315,7 @@ def unreadable(message: str, line: str | None) -> str:
 
 
 def _whence(message: str, origins: Mapping[str, str]) -> str:
-    """` (Model.window set at a.gin:3, ...)` for the bound fields that a message names."""
+    """Returns ` (Model.window set at a.gin:3, ...)` for the bound settings that a message names."""
     names = dict.fromkeys(re.findall(r"\b[A-Z]\w*\.\w+", message))
     places = [
         f"{name} set {'at' if ':' in origins[name] else 'by'} {origins[name]}"

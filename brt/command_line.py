@@ -1,7 +1,8 @@
-"""Flags, .gin files, exit codes. The only file that imports gin, and only its grammar.
+"""Command line flags, .gin files and exit codes.
 
-Gin files are data here: `Section.field = value`, `NAME = value` with `%NAME`, and
-`include 'path'`. Nothing in them is imported or called; brt/bindings.py gives them meaning.
+This is the only module that imports gin, and it uses only gin's grammar. Gin files are data:
+`Section.field = value`, `NAME = value` with `%NAME`, and `include 'path'`. Nothing in them is
+imported or called; brt/bindings.py gives them their meaning.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from brt.errors import BrtError, CheckpointError, ConfigError, Preempted
 from brt.output import write_json
 
 BINDINGS_FLAG = bindings.COMMAND_LINE
-LARGEST_FILE = 1 << 17  # bytes of a .gin file
+LARGEST_FILE = 1 << 17  # largest size of a .gin file in bytes
 _OUT_OF_MEMORY = (
     "out of memory; lower Training.batch_size, Training.segment_length or the model's size, or "
     "raise the limit of this process (ulimit -v, a container's); brt.plan says what a run needs"
@@ -63,13 +64,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _field(name: str) -> str | None:
-    """`Training.steps` for `steps`; the first section that has such a field is meant."""
+    """Returns `Training.steps` for `steps`; the first section with such a field is chosen."""
     sections = ("Training", "Optimizer", "Model", *SECTIONS)
     return next((full for s in sections if (full := f"{s}.{name}") in FIELDS), None)
 
 
 def _literal(field: str, value: str) -> str:
-    """As a .gin file has a flag's value, which may be nothing."""
+    """Writes the value of a flag as in a .gin file; "..." if there is no value."""
     text = FIELDS[field] is str or typing.get_origin(FIELDS[field]) in (Literal, tuple)
     return (
         repr(value) if text and value and not value.startswith(("(", "'", '"')) else value or "..."
@@ -77,7 +78,7 @@ def _literal(field: str, value: str) -> str:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser that takes flags as they are spelt and raises ConfigError for all others."""
+    """Returns a parser that accepts only complete flags, and raises ConfigError for others."""
     script = Path(sys.argv[0])
     return _Parser(
         prog=f"python -m brt.{script.stem}" if script.parent == Path(__file__).parent else None,
@@ -89,35 +90,35 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
     """Adds --workdir, --gin_file, --gin_bindings and --print_config, which `resolve` reads."""
-    parser.add_argument("--workdir", metavar="DIR", help="where the run lives")
+    parser.add_argument("--workdir", metavar="DIR", help="directory of the run")
     parser.add_argument(
         "--gin_file", action="append", default=[], metavar="FILE",
-        help="a .gin file, here or among those that come with brt; repeatable",
+        help="a .gin file, from here or from those that come with brt; repeatable",
     )  # fmt: skip
     parser.add_argument(
         BINDINGS_FLAG, "--gin_param", action="append", default=[],
         metavar="'Section.field = value'",
-        help="beats the files; repeatable; --gin.Section.field=value is the same",
+        help="overrides the files; repeatable; short form: --gin.Section.field=value",
     )  # fmt: skip
     parser.add_argument(
-        "--print_config", action="store_true", help="print every setting with its origin and stop"
+        "--print_config", action="store_true", help="print every setting with its origin, and exit"
     )
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds --json, for `print_figures`."""
-    parser.add_argument("--json", metavar="FILE", help="write the figures to this file as well")
+    """Adds --json, which `print_figures` reads."""
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
 
 
 def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
-    """The config that the flags of `add_config_flags` ask for; --print_config ends here.
+    """Returns the config of the flags that `add_config_flags` adds; --print_config exits here.
 
     Args:
-      args: parsed flags.
-      base: the saved config that the flags change; None: the defaults.
+      args: the parsed flags.
+      base: the saved config that the flags change; None changes the defaults.
 
     Raises:
-      ConfigError: anything in a file or flag that is not understood.
+      ConfigError: a file or flag is not valid.
     """
     resolved = read(args.gin_file, args.gin_bindings, base)
     if resolved.note:
@@ -129,7 +130,7 @@ def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
 
 
 def read(files: Sequence[str], texts: Sequence[str], base: Config | None = None) -> Resolved:
-    """The config of .gin files and of bindings that beat them; raises as `resolve`."""
+    """Returns the config of .gin files and of bindings that override them; raises as `resolve`."""
     resolved = bindings.resolve(_sources(files, texts), base=base)
     _check_task(resolved)
     return resolved
@@ -138,13 +139,17 @@ def read(files: Sequence[str], texts: Sequence[str], base: Config | None = None)
 def variants(
     args: argparse.Namespace, section: str
 ) -> tuple[dict[str, Binding], Callable[[Sequence[Binding], Sequence[str]], Resolved]]:
-    """What the flags bind in a section of its own, and a function that resolves their config anew.
+    """Returns the bindings of an additional section, and a function that resolves variants.
 
-    The function takes bindings that beat the files, and the paths of files that the files beat
-    as if they included them.
+    The function resolves the same flags with further bindings, which override the files, and with
+    the paths of further files, which the files override as if they included them.
+
+    Args:
+      args: the parsed flags.
+      section: the name of the section.
 
     Raises:
-      ConfigError: anything in a file or flag that is not understood.
+      ConfigError: a file or flag is not valid.
     """
     sources = _sources(args.gin_file, args.gin_bindings)
     files = sources[BINDINGS_FLAG].includes
@@ -171,7 +176,7 @@ def variants(
 
 
 def _check_task(resolved: Resolved) -> None:
-    from brt import tasks  # and with them jax
+    from brt import tasks  # This imports jax.
 
     try:
         tasks.check(resolved.config, resolved.bound)
@@ -181,10 +186,11 @@ def _check_task(resolved: Resolved) -> None:
 
 @contextlib.contextmanager
 def errors_naming(flags: Mapping[str, str]) -> Iterator[None]:
-    """Errors say `--text_field=body` in place of `Data.text_field = 'body'`.
+    """Makes errors name flags (`--text_field=body`) instead of settings or arguments.
 
     Args:
-      flags: by what an error would say: "Data.text_field", or "beams=" of an argument.
+      flags: the flag for each name in errors, such as "Data.text_field", or "beams=" of an
+        argument.
     """
     names = "|".join(map(re.escape, sorted(flags, key=len, reverse=True)))
     pattern = re.compile(rf"(?<![\w.-])({names})(?![a-z_])(?: = (?:'([^']*)'|(\S+)))?")
@@ -202,16 +208,16 @@ def errors_naming(flags: Mapping[str, str]) -> Iterator[None]:
 def main(
     function: Callable[[argparse.Namespace], int | None], parser: argparse.ArgumentParser
 ) -> NoReturn:
-    """Runs a command and exits: a BrtError as one sentence and its code, bugs with a traceback."""
+    """Runs a command and exits; BrtErrors become a sentence and an exit code."""
     output.open_streams()
     output.tell_failures_once()
     allocator.search_rarely()
     platforms.leave_compilers_alone()
-    # XLA tells of every slow compilation as of an error, and what fails is raised anyway.
+    # XLA logs slow compilations as errors. Real failures raise exceptions anyway.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
         arguments = parser.parse_args()
-        if function.__module__ == "__main__":  # a process of its own
+        if function.__module__ == "__main__":  # The process belongs to this command alone.
             allocator.use_huge_pages()
         allocator.keep_memory()
         allocator.run_in_place()
@@ -226,7 +232,7 @@ def main(
     except BrokenPipeError:
         if not output.reader_is_gone():
             raise
-        code = 128 + 13  # what a shell reports for SIGPIPE
+        code = 128 + 13  # the exit code that shells report for SIGPIPE
     except Exception as error:
         if isinstance(error, OSError) and durable.storage_refuses(error):
             code = _say(f"error: {_of_storage(error)}", CheckpointError.exit_code)
@@ -248,7 +254,7 @@ def _of_storage(error: OSError) -> str:
 
 
 def print_figures(figures: Mapping[str, Any], path: str | None, workdir: str | None) -> None:
-    """Prints named figures, one a line, and writes them to `path` (--json) if there is one."""
+    """Prints results by name, one per line, and writes them to `path` if it is given."""
     width = max(map(len, figures))
     for name, value in figures.items():
         shown = f"{value:,}" if isinstance(value, int) else value
@@ -263,7 +269,7 @@ def _say(message: str, code: int = 0) -> int:
 
 
 def _sources(files: Sequence[str], texts: Sequence[str]) -> dict[str, Source]:
-    """The command line as a source that includes every --gin_file, and all files by their path."""
+    """Returns all files by their path, and the command line as a source that includes them."""
     sources = {BINDINGS_FLAG: Source([], [])}
     for file in files:
         path = find_gin_file(file, asked=f"--gin_file={file}")
@@ -275,7 +281,7 @@ def _sources(files: Sequence[str], texts: Sequence[str]) -> dict[str, Source]:
 
 
 def _read_file(path: Path, sources: dict[str, Source], including: tuple[str, ...]) -> str:
-    """Adds a file and what it includes to `sources`; returns its key."""
+    """Adds a file and the files that it includes to `sources`; returns its key."""
     key, shown = str(path.resolve()), shown_path(path)
     if key in including:
         circle = " includes ".join(shown_path(Path(file)) for file in (*including, key))
@@ -301,7 +307,7 @@ def _add(
     sources: dict[str, Source],
     including: tuple[str, ...],
 ) -> None:
-    """Adds a statement to the source `key`, and the file that it includes to `sources`."""
+    """Adds a statement to the source `key`; an included file is added to `sources`."""
     match statement:
         case config_parser.BindingStatement():
             sources[key].bindings.append(_binding(statement, origin))
@@ -315,7 +321,7 @@ def _add(
                 "setting of brt is known without an import"
             )
         case config_parser.BlockDeclaration():
-            pass  # its bindings follow
+            pass  # The bindings of the block follow as statements.
 
 
 def _binding(statement: config_parser.BindingStatement, origin: str) -> Binding:
@@ -326,13 +332,13 @@ def _binding(statement: config_parser.BindingStatement, origin: str) -> Binding:
 
 
 class _Grammar(config_parser.ConfigParser):
-    """Gin's, but a dictionary with a key twice is refused, of which Python keeps the last."""
+    """Gin's grammar, with limits, and without dictionaries that contain a key twice."""
 
     _keys: set[Any] = set()
-    _depth = _strings = 0  # brackets around this, and strings that stand side by side
+    _depth = _strings = 0  # number of open brackets, and of adjacent strings
 
     def _advance_one_token(self) -> None:
-        super()._advance_one_token()  # whose work on strings grows with the square of their number
+        super()._advance_one_token()  # This takes quadratic time in the number of adjacent strings.
         kind = self._current_token.type
         self._strings = (self._strings + (kind == tokenize.STRING)) * (kind in _BETWEEN)
         if self._strings > bindings.MOST_STRINGS:
@@ -355,7 +361,7 @@ class _Grammar(config_parser.ConfigParser):
 
 
 class _Values(config_parser.ParserDelegate):
-    """Keeps %NAME; notes @name, which `_statements` refuses with its line."""
+    """Represents %NAME as Macro, and records @name, which `_statements` refuses."""
 
     def __init__(self) -> None:
         self.references: list[str] = []
@@ -368,12 +374,12 @@ class _Values(config_parser.ParserDelegate):
 
 
 def _statements(text: str, shown: str) -> Iterator[tuple[Any, str]]:
-    """The statements of gin's grammar, each with its origin."""
+    """Yields the statements of a text, each with its origin."""
 
     def origin(line: int | None) -> str:
         return f"{shown}:{line}" if line and shown != BINDINGS_FLAG else shown
 
-    if (nul := text.find("\0")) >= 0:  # for which Python's own tokenizer has no error of its own
+    if (nul := text.find("\0")) >= 0:  # Python's tokenizer does not report this clearly.
         place = origin(text.count("\n", 0, nul) + 1)
         raise ConfigError(f"{place}: there is a NUL, which no setting has; write the file anew")
     values = _Values()

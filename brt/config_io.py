@@ -1,4 +1,4 @@
-"""A Config as text, as JSON, and the checks that both share. Knows nothing of gin's parser."""
+"""Converts configs to text and JSON and back, and checks values, without using gin."""
 
 import ast
 import dataclasses
@@ -26,12 +26,12 @@ FIELDS = {
 
 
 def config_text(config: Config) -> str:
-    """A gin file that says every field; reading it gives the same config."""
+    """Returns a gin file that binds every setting; reading it yields the same config."""
     return "\n".join(f"{name} = {value!r}" for name, value in config_values(config).items()) + "\n"
 
 
 def annotated_text(config: Config, origins: Mapping[str, str]) -> str:
-    """`config_text`, aligned, with each value's origin and documentation as a comment."""
+    """Returns `config_text` in columns, with the origin and documentation of every value."""
     comments = _field_comments()
     values = {name: repr(value) for name, value in config_values(config).items()}
     name_width = max(map(len, values))
@@ -97,7 +97,7 @@ def to_read_with(config: Config) -> Config:
 
 
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """`(name, old value, new value)` of every field that differs in more than a secret."""
+    """Returns the name, old and new value of every setting that differs, ignoring secrets."""
     before, after = redacted(config_values(old)), redacted(config_values(new))
     return [(name, before[name], after[name]) for name in before if before[name] != after[name]]
 
@@ -112,7 +112,7 @@ def config_values(config: Config) -> dict[str, Any]:
 
 
 def checked_value(name: str, value: Any) -> Any:
-    """`value` as the type that the field `name` ("Section.field") declares.
+    """Returns `value` converted to the type of the setting `name` ("Section.field").
 
     Raises:
       ConfigError: the value has another type.
@@ -121,7 +121,7 @@ def checked_value(name: str, value: Any) -> Any:
 
 
 def unknown_name(name: str) -> str:
-    """A phrase for a section or field that does not exist, with the nearest that does."""
+    """Returns a phrase about an unknown section or field, with the most similar existing name."""
     section, _, field = name.partition(".")
     if name in REMOVED:
         return f"no field {name!r} any more; {REMOVED[name].now}"
@@ -139,13 +139,16 @@ def unknown_name(name: str) -> str:
 
 
 def suggestion(wrong: str, known: Iterable[str]) -> str:
-    """`; did you mean 'right'?`, or nothing where no known name is near."""
+    """Returns `; did you mean 'right'?`, or "" if no known name is similar."""
     near = nearest(wrong, known)
     return f"; did you mean {near!r}?" if near else ""
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str | None:
-    """The known name that differs least, whatever its case; best one that ends the wrong one."""
+    """Returns the most similar known name, ignoring case, or None.
+
+    Known names with which the wrong name ends are preferred.
+    """
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(wrong.lower(), by_lower, n=9)
     near.sort(key=lambda name: not wrong.lower().endswith(f"_{name}"))
@@ -153,14 +156,19 @@ def nearest(wrong: str, known: Iterable[str]) -> str | None:
 
 
 def configs_directory() -> Path:
-    """The .gin files that come with brt: inside an installed package, beside it in a checkout."""
+    """Returns the directory of brt's .gin files: in an installed package or next to a checkout."""
     package = Path(__file__).resolve().parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def find_gin_file(path: str, *, asked: str, beside: Path | None = None) -> Path:
-    """Looks for a .gin file: in `beside`, the current directory, then what comes with brt.
+    """Finds a .gin file in `beside`, in the current directory, or among brt's files.
+
+    Args:
+      path: the path of the file.
+      asked: how the user named the file, the beginning of an error message.
+      beside: the directory of the including file.
 
     Raises:
       ConfigError: none of them has it; the sentence begins with `asked`.
@@ -172,7 +180,7 @@ def find_gin_file(path: str, *, asked: str, beside: Path | None = None) -> Path:
     if beside is not None:
         candidates.insert(0, beside / path)
     for candidate in candidates:
-        if os.path.isfile(candidate):  # also of names that no file system takes
+        if os.path.isfile(candidate):  # Path.is_file may raise an error for impossible names.
             return candidate
     directory = configs_directory()
     known = [str(Path("configs", f.relative_to(directory))) for f in directory.rglob("*.gin")]
@@ -181,7 +189,7 @@ def find_gin_file(path: str, *, asked: str, beside: Path | None = None) -> Path:
 
 
 def shown_path(path: Path) -> str:
-    """A path as a message names it: short where it lies below the current directory."""
+    """Returns a path for messages, relative to the current directory if it is below it."""
     absolute = Path(os.path.abspath(path))
     return str(
         absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute
@@ -189,7 +197,7 @@ def shown_path(path: Path) -> str:
 
 
 def _field_comments() -> dict[str, str]:
-    """What stands behind or above a field."""
+    """Returns the comments next to or above each field."""
     comments = {}
     for section, cls in SECTION_TYPES.items():
         source = inspect.getsource(cls)
@@ -237,7 +245,7 @@ def _integer(name: str, value: Any) -> int:
 def _number(name: str, value: Any) -> float:
     if type(value) not in (int, float):
         raise ConfigError(f"{name} = {value!r} must be a float{_without_quotes(value)}")
-    if not abs(value) <= 1e308:  # also NaN, and ints that no float holds
+    if not abs(value) <= 1e308:  # This is also false for NaN and for integers above all floats.
         raise ConfigError(f"{name} = {value!r} must be finite")
     return float(value)
 

@@ -1,14 +1,15 @@
-"""Converts T5, LongT5, BART and RoBERTa checkpoints between Hugging Face's form and ours.
+"""Converts checkpoints of T5, LongT5, BART and RoBERTa from and to Hugging Face's format.
 
-Language models go to theirs only, with a PyTorch file that reads them (docs/export.md).
+Language models can only be exported; the result includes a PyTorch file that runs them
+(docs/export.md).
 
 python -m brt.convert --from=hf t5-small --to=brt models/t5-small --verify
 python -m brt.convert --from=brt runs/summaries --to=hf exported --dtype=bfloat16
 python -m brt.convert --from=brt runs/novels --to=hf exported --verify
 python -m brt.convert --from=hf bart-base --to=brt models/bart-4k --extend_positions=4096
 
-DIR in Hugging Face's form holds config.json and model.safetensors (or its parts and index); in
-ours it is what --to=brt wrote, or the workdir of a run.
+A directory in Hugging Face's format contains config.json and model.safetensors (or its parts and
+their index). A directory in brt's format was written by --to=brt, or is the directory of a run.
 """
 
 import argparse
@@ -22,13 +23,13 @@ def main(args: argparse.Namespace) -> None:
     if args.source_form == args.target_form:
         raise ConfigError(f"--from and --to are both {args.source_form}; one of them must be hf")
     if args.dtype and args.target_form != "hf":
-        raise ConfigError("--dtype is of what --to=hf writes; ours is always float32")
+        raise ConfigError("--dtype is for --to=hf; weights of brt are always float32")
     if args.extend_positions and args.source_form != "hf":
-        raise ConfigError("--extend_positions is of what --to=brt writes")
+        raise ConfigError("--extend_positions is for --to=brt")
     if not Path(args.source).is_dir():
-        of_hf, of_brt = "download the checkpoint first", "name the workdir of a run"
+        of_hf, of_brt = "download the checkpoint first", "name the directory of a run"
         remedy = of_hf if args.source_form == "hf" else of_brt
-        raise ConfigError(f"{args.source} is no directory; {remedy}")
+        raise ConfigError(f"{args.source} is not a directory; {remedy}")
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -52,23 +53,27 @@ def main(args: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     flags = command_line.parser(__doc__)
     forms = ["hf", "brt"]
-    flags.add_argument("--from", choices=forms, required=True, dest="source_form", help="of DIR")
+    flags.add_argument(
+        "--from", choices=forms, required=True, dest="source_form", help="format of DIR"
+    )
     flags.add_argument("source", metavar="DIR")
-    flags.add_argument("--to", choices=forms, required=True, dest="target_form", help="of OUT")
+    flags.add_argument(
+        "--to", choices=forms, required=True, dest="target_form", help="format of OUT"
+    )
     flags.add_argument("target", metavar="OUT", help="a new directory")
     flags.add_argument(
         "--verify", action="store_true",
-        help="read it back, compare every array, and logits; also those of torch or transformers",
+        help="read the result, and compare all arrays and logits, also with torch or transformers",
     )  # fmt: skip
     flags.add_argument(
         "--extend_positions", type=int, default=0, metavar="N",
-        help="let BART or RoBERTa read N tokens in place of 1024 or 512",
+        help="let BART or RoBERTa read N tokens instead of 1024 or 512",
     )  # fmt: skip
     flags.add_argument(
         "--extend_method", choices=["copy", "interpolate"], default="copy",
-        help="the table of positions again and again, or stretched",
+        help="repeat the table of positions, or interpolate it",
     )  # fmt: skip
-    flags.add_argument("--dtype", choices=["float32", "bfloat16"], help="of exported weights")
+    flags.add_argument("--dtype", choices=["float32", "bfloat16"], help="dtype of exported weights")
     return flags
 
 

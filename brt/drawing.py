@@ -1,4 +1,4 @@
-"""How plots look, and curves from metrics.jsonl."""
+"""The style of plots, and functions that draw the metrics of a run."""
 
 import io
 import logging
@@ -10,15 +10,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter, StrMethodFormatter
 
-# Its line about building a font cache, once for each user, is of no use to who trains a model.
+# Matplotlib reports that it builds its font cache, which does not concern users of brt.
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
-_COLORS = 10  # distinct colours of the default cycle
-_MOST_INSIDE = 5  # lines whose legend fits inside the axes
+_COLORS = 10  # number of colours in Matplotlib's default cycle
+_MOST_INSIDE = 5  # largest number of lines whose legend fits inside the axes
 
 
 def new_figure(rows: int, height: float | None = None) -> tuple[Figure, list[Axes]]:
-    """Panels above each other that share their x axis; `height` is in inches."""
+    """Returns a figure with `rows` panels that share their x axis; `height` is in inches."""
     figure = Figure(figsize=(8, height or 3.2 + 1.6 * rows), layout="constrained")
     axes = list(figure.subplots(rows, sharex=True, squeeze=False)[:, 0])
     for panel in axes:
@@ -54,37 +54,40 @@ def distance_plot(lines: Mapping[str, Mapping[int, float]], ylabel: str) -> Figu
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as a PNG file has it, of 150 dots an inch."""
+    """Returns a figure as the content of a PNG file with 150 dots per inch."""
     content = io.BytesIO()
     figure.savefig(content, dpi=150, format="png")
     return content.getvalue()
 
 
 def logarithmic(axes: Axes, values: Sequence[float] | np.ndarray) -> None:
-    """A logarithmic y axis for values above 0, if there are no others; its ticks read 0.6."""
+    """Makes the y axis logarithmic if all values are above 0, with ticks such as 0.6."""
     if not len(values) or min(values) <= 0:
         return
     axes.set_yscale("log")
     plain = StrMethodFormatter("{x:g}")
     axes.yaxis.set_major_formatter(plain)
-    # within a decade there may be no major tick; over several, minor ones would be a crowd
+    # Within a decade there may be no major tick; over several decades minor ticks would be crowded.
     axes.yaxis.set_minor_formatter(plain if max(values) < 10 * min(values) else NullFormatter())
 
 
 def curve(records: Sequence[Mapping[str, Any]], tag: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and finite values of a tag; steps that count no tokens lie between those that do."""
+    """Returns the number of tokens and the value of a tag at all steps that have the tag.
+
+    The number of tokens is interpolated for steps that did not record it.
+    """
     counted = [r for r in records if r.get("data/tokens") is not None]
-    found = [r for r in records if r.get(tag) is not None]
+    tagged = [r for r in records if r.get(tag) is not None]
     tokens = np.interp(
-        [r["step"] for r in found],
+        [r["step"] for r in tagged],
         [0, *(r["step"] for r in counted)],
         [0, *(r["data/tokens"] for r in counted)],
     )
-    return tokens, np.array([r[tag] for r in found], float)
+    return tokens, np.array([r[tag] for r in tagged], float)
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Exponential moving average over about a fortieth of the run, without a bias at its start."""
+    """Returns an exponential moving average over about 1/40 of the run, without initial bias."""
     decay = 1 - 1 / max(1.0, len(values) / 40)
     average = weight = 0.0
     smooth = []

@@ -1,7 +1,7 @@
-"""Files that are never seen half written and that a power cut does not take back.
+"""Writes files atomically and durably: they are never half written and survive a power failure.
 
-A file is written under an unpredictable name of its own and then renamed. No link is followed on
-the way, but in the path of the directory that the user named.
+A file is written under a random name and then renamed. Symbolic links are not followed, except in
+the path of the directory that the user named, so that nobody can redirect a write.
 """
 
 import contextlib
@@ -22,18 +22,18 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FAILING = _FULL | {errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT}
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _PARTIAL = re.compile(r"\.brt\.[0-9a-f]{16}\.partial")
-_NEARLY = 0.01  # of a disk that is left where it counts as full
-_FEW_FILES = 32  # of a checkpoint at least, some of which go again when one cannot be made
-_MUCH = 0.1  # of one that is left where something else must be full
+_NEARLY = 0.01  # a disk with a smaller share of free inodes counts as full
+_FEW_FILES = 32  # smallest number of files of a checkpoint, some of which a failed save deletes
+_MUCH = 0.1  # with a larger free share, something else than the disk must be full, such as a quota
 
 
 def no_room(error: BaseException) -> bool:
-    """Whether an error is that of a full disk, or of a quota that is used up."""
+    """Returns True if an error means that the disk is full or a quota is used up."""
     return getattr(error, "errno", None) in _FULL
 
 
 def storage_fails(error: BaseException) -> bool:
-    """Whether an error is of the storage, so that the same command will do when that is mended."""
+    """Returns True if the storage has failed and the command may succeed after a repair."""
     return getattr(error, "errno", None) in _FAILING
 
 
@@ -43,65 +43,66 @@ def storage_refuses(error: BaseException) -> bool:
 
 
 def remedy(error: BaseException) -> str:
-    """What to do about an error of the storage."""
+    """Returns what the user can do about an error of the storage."""
     return "make room there" if no_room(error) else "see to the disk"
 
 
 def shortage(directory: Path, error: BaseException) -> str:
-    """What is used up where an error says that there is no room: bytes, inodes, or a quota."""
+    """Returns which resource is used up, given a "no space" error: bytes, inodes or a quota."""
     if getattr(error, "errno", None) == errno.EDQUOT:
         return "the quota of the disk is used up"
     try:
-        found = os.statvfs(existing(directory))
+        status = os.statvfs(existing(directory))
     except OSError:
         return "the disk is full"
-    bytes_left = found.f_bavail / max(found.f_blocks, 1)
-    files_left = found.f_favail / found.f_files if found.f_files else 1.0
-    few = found.f_favail < max(_FEW_FILES, _NEARLY * found.f_files)
+    bytes_left = status.f_bavail / max(status.f_blocks, 1)
+    files_left = status.f_favail / status.f_files if status.f_files else 1.0
+    few = status.f_favail < max(_FEW_FILES, _NEARLY * status.f_files)
     if few and files_left < bytes_left:
         return "no inodes are left for more files on the disk"
     return "the disk is full"
 
 
 def room(directory: Path, error: BaseException) -> str:
-    """How much is free where an error says that there is no room, and what else may be used up."""
+    """Describes how much space is free, and whether a quota may be used up."""
     try:
-        found = os.statvfs(existing(directory))
+        status = os.statvfs(existing(directory))
     except OSError:
         return "nothing says how much is free"
-    free = f"{size(found.f_bavail * found.f_frsize)} were free"
-    much = found.f_bavail > _MUCH * found.f_blocks and found.f_favail > _MUCH * found.f_files
+    free = f"{size(status.f_bavail * status.f_frsize)} were free"
+    much = status.f_bavail > _MUCH * status.f_blocks and status.f_favail > _MUCH * status.f_files
     quota = getattr(error, "errno", None) == errno.EDQUOT
     return f"perhaps a quota is used up, for {free}" if much and not quota else free
 
 
 def existing(path: Path) -> Path:
-    """A path, or the nearest of its parents that is there."""
+    """Returns the path, or its nearest parent directory that exists."""
     return next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
 
 
 def write(path: Path, content: bytes, *, below: Path | None = None) -> None:
-    """Replaces a file in one moment; raises as `replacing` does."""
+    """Replaces a file atomically; raises the same errors as `replacing`."""
     with replacing(path, below=below) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, below: Path | None = None, synced: bool = True) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when the block ends well; else nothing is left.
+    """Opens a new file that replaces `path` if the block succeeds, and is deleted otherwise.
 
     Args:
-      path: a file, which keeps its mode, or a name for a new one.
-      below: a directory under which no part of `path` may be a link; None: that of `path`.
-      synced: whether the file and its name are on the disk when this returns.
+      path: the file; an existing file's permissions are kept.
+      below: a directory below which no part of `path` may be a symbolic link; None: the directory
+        of `path`.
+      synced: True waits until the file and its name are on the disk.
 
     Raises:
-      OSError: the file cannot be written; ELOOP where a part of `path` is a link.
+      OSError: the file cannot be written; ELOOP if a part of `path` is a symbolic link.
     """
     with directory(path.parent, below=below) as place:
         mode = 0o666
-        if found := _found(path, place):
-            mode = stat.S_IMODE(found.st_mode) & 0o777
+        if status := _found(path, place):
+            mode = stat.S_IMODE(status.st_mode) & 0o777
         name, descriptor = _new_file(place, mode)
         try:
             with open(descriptor, "wb") as file:
@@ -111,7 +112,7 @@ def replacing(path: Path, *, below: Path | None = None, synced: bool = True) -> 
                     os.fsync(descriptor)
             os.replace(name, path.name, src_dir_fd=place, dst_dir_fd=place)
         except BaseException:
-            with contextlib.suppress(OSError):  # the first error is the one to be raised
+            with contextlib.suppress(OSError):  # The first error is the one to report.
                 os.unlink(name, dir_fd=place)
             raise
         if synced:
@@ -120,10 +121,10 @@ def replacing(path: Path, *, below: Path | None = None, synced: bool = True) -> 
 
 @contextlib.contextmanager
 def named_by_user(path: Path) -> Iterator[BinaryIO]:
-    """A file that the user named, to be written; raises as `replacing` does.
+    """Opens a file that the user named for writing; raises the same errors as `replacing`.
 
-    A regular file is replaced as `replacing` does, and so is one that `path` is a link to. Into
-    anything else, as a FIFO, a device or what standard output is, the bytes are written.
+    A regular file, or the target of a link, is replaced as `replacing` does it. Anything else,
+    such as a FIFO, a device or standard output, is written directly.
     """
     descriptor = _stream(path)
     if descriptor is None:
@@ -135,41 +136,45 @@ def named_by_user(path: Path) -> Iterator[BinaryIO]:
 
 
 def is_regular_or_new(path: Path) -> bool:
-    """Whether `named_by_user` replaces a file, in place of writing into one."""
+    """Returns True if `named_by_user` would replace a file instead of writing to it directly."""
     return not path.exists() or path.is_file()
 
 
 def open_file(path: Path, mode: str, *, below: Path | None = None, buffering: int = -1) -> IO:
-    """Opens a regular file to change it, as `open` does; in UTF-8 where it is text.
+    """Opens a regular file for changes, like `open`; text is UTF-8.
 
     Args:
-      below: as `replacing` has it.
+      path: the file.
+      mode: see `open`.
+      below: see `replacing`.
+      buffering: see `open`.
 
     Raises:
-      OSError: it cannot be opened, a part of `path` is a link, or it is no regular file.
+      OSError: it cannot be opened, a part of `path` is a link, or it is not a regular file.
     """
     with directory(path.parent, below=below) as place:
 
         def opener(name: str, flags: int) -> int:
-            flags |= os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO would wait for its other end
+            flags |= os.O_NOFOLLOW | os.O_NONBLOCK  # Opening a FIFO would wait for a writer.
             return os.open(path.name, flags, 0o666, dir_fd=place)
 
-        found = _found(path, place)
-        if found and stat.S_ISDIR(found.st_mode):
+        status = _found(path, place)
+        if status and stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if found and not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        if status and not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         encoding = None if "b" in mode else "utf-8"
         return open(path, mode, buffering, encoding=encoding, opener=opener)
 
 
 @contextlib.contextmanager
 def directory(path: Path, *, below: Path | None = None, make: bool = False) -> Iterator[int]:
-    """A descriptor of a directory; raises as `replacing` does.
+    """Opens a directory and yields its file descriptor; raises the same errors as `replacing`.
 
     Args:
-      below: as `replacing` has it; it has to be there.
-      make: makes what is missing under `below`.
+      path: the directory.
+      below: see `replacing`; this directory must exist.
+      make: True creates directories that are missing below `below`.
     """
     at = below or path
     with contextlib.ExitStack() as stack:
@@ -186,33 +191,33 @@ def directory(path: Path, *, below: Path | None = None, make: bool = False) -> I
 
 
 def partial_name() -> str:
-    """A new name of a file that goes soon, which nobody can foresee."""
+    """Returns a random name for a temporary file, which nobody can predict."""
     return f".brt.{secrets.token_hex(8)}.partial"
 
 
 def partial_files(directory: Path) -> Iterator[Path]:
-    """Files with such names that a killed process left; nothing where there is no directory."""
+    """Yields the temporary files in a directory that killed processes have left."""
     return (path for path in directory.glob(".brt.*.partial") if _PARTIAL.fullmatch(path.name))
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Removes such files that nobody writes any more, where that can be done."""
+    """Deletes temporary files that no process is writing, as far as possible."""
     for path in partial_files(directory):
-        # Somebody is writing it, it is another user's, a link, or gone by now.
+        # The file may be in use, belong to another user, be a link, or no longer exist.
         with contextlib.suppress(OSError), open_file(path, "r+b") as file:
             if locks.acquire(file):
                 path.unlink()
 
 
 def links(directory: Path) -> Iterator[Path]:
-    """The links below a directory, none of which is followed."""
+    """Yields the symbolic links below a directory, without following any."""
     for place, directories, names in os.walk(directory):
         paths = (Path(place, name) for name in (*directories, *names))
         yield from (path for path in paths if path.is_symlink())
 
 
 def sync_tree(directory: Path) -> None:
-    """Makes all files below a directory durable, and their names."""
+    """Flushes all files below a directory and their names to the disk."""
     for place, _, names in os.walk(directory):
         for name in names:
             sync(Path(place, name))
@@ -220,7 +225,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Makes a file durable; of a directory, what was created, renamed or removed there."""
+    """Flushes a file to the disk; for a directory, the names that were added or removed."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -229,12 +234,12 @@ def sync(path: Path) -> None:
 
 
 def _new_file(place: int, mode: int) -> tuple[str, int]:
-    """A file in a directory that is locked as long as it is open: `remove_abandoned` leaves it."""
+    """Creates a temporary file that stays locked while it is open, so that nobody deletes it."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
         name = partial_name()
         descriptor = os.open(name, flags, mode, dir_fd=place)
-        with contextlib.suppress(BlockingIOError):  # who cleans up was faster, and removes it
+        with contextlib.suppress(BlockingIOError):  # `remove_abandoned` locked it to delete it.
             locks.acquire(descriptor)
             if os.fstat(descriptor).st_nlink:
                 return name, descriptor
@@ -242,37 +247,37 @@ def _new_file(place: int, mode: int) -> tuple[str, int]:
 
 
 def _found(path: Path, place: int) -> os.stat_result | None:
-    """What has the name of `path` in a directory; None where nothing has, OSError for a link."""
+    """Returns the status of `path` in a directory; None if it is missing; OSError for a link."""
     try:
-        found = os.stat(path.name, dir_fd=place, follow_symlinks=False)
+        status = os.stat(path.name, dir_fd=place, follow_symlinks=False)
     except FileNotFoundError:
         return None
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
-    return found
+    return status
 
 
 def _make(path: Path, place: int, *, last: bool) -> None:
-    """Makes a directory where there is none; FileExistsError where the last one is a file."""
+    """Creates a directory if it is missing; FileExistsError if the last one is a file."""
     try:
         os.mkdir(path.name, dir_fd=place)
     except FileExistsError:
-        found = _found(path, place)
-        if last and found and not stat.S_ISDIR(found.st_mode):
+        status = _found(path, place)
+        if last and status and not stat.S_ISDIR(status.st_mode):
             raise
 
 
 def _stream(path: Path) -> int | None:
-    """A descriptor of what is no regular file, or is a standard stream; None for other files."""
+    """Opens what is not a regular file, or is a standard stream; None for other files."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return None
     for standard in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # it is closed, or no file of the system
-            if os.path.samestat(found, os.fstat(standard.fileno())):
-                standard.flush()  # what was printed before comes first
+        with contextlib.suppress(OSError, ValueError):  # The stream is closed or has no file.
+            if os.path.samestat(status, os.fstat(standard.fileno())):
+                standard.flush()  # Text that was printed before must come first.
                 return os.dup(standard.fileno())
-    if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode):
+    if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
         return None
     return os.open(path, os.O_WRONLY | os.O_NOCTTY)

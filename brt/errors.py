@@ -1,6 +1,6 @@
 """Errors that end a command with one sentence and an exit code.
 
-Anything else that escapes is a bug in brt and keeps its traceback.
+Any other exception is a bug in brt and is shown with its traceback.
 """
 
 import contextlib
@@ -10,9 +10,9 @@ from brt.formatting import printable
 
 
 class BrtError(Exception):
-    """Base class; `exit_code` is what the command returns.
+    """Base class of errors for users; `exit_code` is the exit code of the command.
 
-    Its text is one line of printable characters, whatever lines a library has that it quotes.
+    The text is one line of printable characters, even if it quotes several lines of a library.
     """
 
     exit_code = 1
@@ -22,48 +22,48 @@ class BrtError(Exception):
 
 
 class ConfigError(BrtError, ValueError):
-    """A flag, binding or combination of settings that cannot work."""
+    """A flag, a setting, or a combination of settings that is not valid."""
 
     exit_code = 2
 
 
 class UnsupportedError(BrtError, NotImplementedError):
-    """An implementation that an operation does not have, or that refuses these inputs."""
+    """An implementation that an operation does not have, or that cannot handle these inputs."""
 
     exit_code = 2
 
 
 class DataError(BrtError, ValueError):
-    """A document, corpus or tokenizer that cannot be read as asked."""
+    """Data that cannot be read: a document, prepared data, or a tokenizer."""
 
     exit_code = 3
 
 
 class CheckpointError(BrtError):
-    """A checkpoint that is missing, damaged or of another run; or a save that failed."""
+    """A checkpoint that is missing, damaged or belongs to another run; or a save that failed."""
 
     exit_code = 4
 
 
 class NonFiniteError(BrtError):
-    """Loss or gradients became NaN or infinite, or the loss jumped."""
+    """The loss or a gradient became NaN or infinite, or the loss jumped."""
 
     exit_code = 5
 
 
 class Preempted(BrtError):
-    """SIGTERM or Ctrl-C: all finished work is saved, run the same command again."""
+    """SIGTERM or Ctrl-C: all finished work is saved, and the same command continues."""
 
     exit_code = 75
 
 
 class PeerError(Preempted):
-    """Another process of the run is gone; what was saved is whole, run the same again."""
+    """Another process of the run has ended; all saved work is complete, run the command again."""
 
 
 @contextlib.contextmanager
 def closing(close: Callable[[], object]) -> Iterator[None]:
-    """Calls `close` behind a block; where both fail the block's error is the one that is raised."""
+    """Calls `close` after a block; if both fail, the error of the block is raised."""
     try:
         yield
     except BaseException:

@@ -17,7 +17,7 @@ from brt.training import preemption
 
 def main(args: argparse.Namespace) -> None:
     if not args.workdir:
-        raise ConfigError("--workdir says which model to evaluate; name a run's directory")
+        raise ConfigError("--workdir names the model to evaluate; give the directory of a run")
     flags.start(args)
     if args.follow:
         with preemption.stop_at_once():
@@ -40,12 +40,12 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _follow(args: argparse.Namespace) -> None:
-    """Ends with 0 when training has ended; stopped before, with 75: the same command goes on."""
+    """Evaluates checkpoints until training ends; if stopped, the same command continues."""
     from brt.evaluation import follow
     from brt.training.workdir import Workdir
 
     if args.step is not None:
-        raise ConfigError("--follow evaluates every checkpoint; leave --step away")
+        raise ConfigError("--follow evaluates every checkpoint; leave out --step")
 
     def say(message: str) -> None:
         print(f"brt: {message}", file=sys.stderr, flush=True)
@@ -62,34 +62,34 @@ def _follow(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    own = command_line.parser(__doc__)
-    command_line.add_config_flags(own)
-    own.add_argument(
+    arguments = command_line.parser(__doc__)
+    command_line.add_config_flags(arguments)
+    arguments.add_argument(
         "--split", choices=["train", "validation", "test"], default="test", help="default test"
     )
-    own.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
-    own.add_argument(
+    arguments.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
+    arguments.add_argument(
         "--ablate", choices=["state", "cache", "memory", "both"],
-        help="read once more, forgetting this at every segment: what is the memory worth?",
+        help="evaluate again without this part of the memory, to measure what it is worth",
     )  # fmt: skip
-    own.add_argument(
+    arguments.add_argument(
         "--follow", action="store_true",
         help="evaluate every checkpoint of a running trainer, until training ends",
     )  # fmt: skip
-    own.add_argument(
+    arguments.add_argument(
         "--poll_seconds",
         type=float,
         default=30.0,
         metavar="S",
-        help="how often --follow looks; default 30",
+        help="seconds between looks of --follow for new checkpoints; default 30",
     )
-    own.add_argument(
+    arguments.add_argument(
         "--timeout_minutes", type=float, default=0.0, metavar="M",
-        help="--follow gives up where no checkpoint comes for so long; 0: never",
+        help="--follow gives up if no checkpoint appears for this long; 0: never",
     )  # fmt: skip
-    flags.add(own)
-    command_line.add_json_flag(own)
-    return own
+    flags.add(arguments)
+    command_line.add_json_flag(arguments)
+    return arguments
 
 
 if __name__ == "__main__":

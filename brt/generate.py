@@ -1,9 +1,9 @@
-"""Continues a text with a trained model, with a memory of constant size; a summariser's summary.
+"""Continues a text with a language model, or summarises it with a summariser.
 
 python -m brt.generate --workdir=runs/quickstart --prompt='It was late' --max_tokens=500
 python -m brt.generate --workdir=runs/a --prompt_file=chapter1.txt --save_state=s.npz
 python -m brt.generate --workdir=runs/a --load_state=s.npz --max_tokens=2000
-python -m brt.generate --workdir=runs/summaries --prompt_file=report.txt   # Decoding.* says how
+python -m brt.generate --workdir=runs/summaries --prompt_file=report.txt   # settings: Decoding.*
 python -m brt.generate --workdir=runs/a --prompt='It was' --beams=4
 """
 
@@ -20,12 +20,12 @@ from brt.data.walk import File
 from brt.errors import ConfigError, DataError
 from brt.untrusted import LARGEST
 
-HOW = ("max_tokens", "seed", "beams", "temperature", "top_k", "top_p")  # of Model.stream
+HOW = ("max_tokens", "seed", "beams", "temperature", "top_k", "top_p")  # arguments of Model.stream
 
 
 def main(args: argparse.Namespace) -> None:
     if not args.workdir:
-        raise ConfigError("--workdir says which model is to write; name a run's directory")
+        raise ConfigError("--workdir names the model to use; give the directory of a run")
     prompt = _prompt(args.prompt, args.prompt_file, bool(args.load_state))
     from brt import api
     from brt.training.start import saved_model
@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> None:
         if (args.load_state or args.save_state) and not model.continues:
             raise ConfigError(
                 "--load_state and --save_state are for language models; a summariser reads the "
-                "document anew for every summary"
+                "whole document for every summary"
             )
         memory = model.load_memory(args.load_state) if args.load_state else None
         text = model.stream(prompt, state=memory, **{name: getattr(args, name) for name in HOW})
@@ -52,23 +52,23 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _prompt(prompt: str | None, file: str | None, resumed: bool) -> str:
-    """The text to continue, read as a document is: see `brt.data.plain_text`.
+    """Returns the text to continue, read like a document; see `brt.data.plain_text`.
 
     Raises:
-      DataError: it is empty, or the file cannot be read; a loaded state needs no prompt.
+      DataError: the text is empty and no state is loaded, or the file cannot be read.
     """
     if file:
         name = "the standard input" if file == "-" else file
         data = _stdin() if file == "-" else contents.content(File(name, Path(file)))
         found = contents.without_containers(name, data)
         prompt = "".join(plain_text.read(name, contents.no_more_than(LARGEST, name, found)))
-    elif prompt and re.search("[\udc80-\udcff]", prompt):  # which the locale does not know
+    elif prompt and re.search("[\udc80-\udcff]", prompt):  # bytes that the locale cannot decode
         prompt = plain_text.whole("--prompt", os.fsencode(prompt))
     else:
         prompt = plain_text.checked("--prompt", prompt or "")
     if not prompt and not resumed:
         raise DataError(
-            "the prompt is empty; give some text with --prompt or --prompt_file, or go on from "
+            "the prompt is empty; give some text with --prompt or --prompt_file, or continue from "
             "--load_state"
         )
     return prompt
@@ -84,21 +84,27 @@ def _stdin() -> Iterator[bytes]:
 def parser() -> argparse.ArgumentParser:
     flags = command_line.parser(__doc__)
     command_line.add_config_flags(flags)
-    flags.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
+    flags.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     text = flags.add_mutually_exclusive_group()
     text.add_argument("--prompt", help="the text to continue")
     text.add_argument(
         "--prompt_file",
-        help="a UTF-8 file of any length (.gz, .xz, .zst, too), or - for standard input",
+        help="a UTF-8 file of any length (also .gz, .xz, .zst), or - for standard input",
     )
-    flags.add_argument("--max_tokens", type=int, help="default 500, or Decoding.max_length")
-    flags.add_argument("--beams", type=int, help="search for the likeliest text with so many beams")
+    flags.add_argument(
+        "--max_tokens", type=int, help="length of the text; default 500, or Decoding.max_length"
+    )
+    flags.add_argument(
+        "--beams", type=int, help="search for the most probable text with this number of beams"
+    )
     flags.add_argument("--temperature", type=float, help="0: greedy; default Sampling.temperature")
     flags.add_argument("--top_k", type=int, help="0: all; default Sampling.top_k")
-    flags.add_argument("--top_p", type=float, help="default Sampling.top_p")
-    flags.add_argument("--seed", type=int, default=0, help="another seed, another text; default 0")
-    flags.add_argument("--save_state", metavar="FILE", help="write the memory at the end (.npz)")
-    flags.add_argument("--load_state", metavar="FILE", help="go on from a saved memory")
+    flags.add_argument("--top_p", type=float, help="1: all; default Sampling.top_p")
+    flags.add_argument("--seed", type=int, default=0, help="seed of random sampling; default 0")
+    flags.add_argument(
+        "--save_state", metavar="FILE", help="write the memory after the text (.npz)"
+    )
+    flags.add_argument("--load_state", metavar="FILE", help="continue from a saved memory")
     return flags
 
 

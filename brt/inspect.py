@@ -1,11 +1,11 @@
-"""Shows a run: its checkpoints, verified; its config, where it came from, its last metrics.
+"""Shows a run: its verified checkpoints, its config, its origin and its last metrics.
 
 python -m brt.inspect --workdir=runs/quickstart
-python -m brt.inspect --workdir=runs/quickstart --state_hash   # equal hashes, equal runs
-python -m brt.inspect --workdir=runs/quickstart --data         # are the prepared data whole?
-python -m brt.inspect --workdir=runs/quickstart --probe        # what is its memory worth?
+python -m brt.inspect --workdir=runs/quickstart --state_hash   # equal hashes mean equal runs
+python -m brt.inspect --workdir=runs/quickstart --data         # verify the prepared data
+python -m brt.inspect --workdir=runs/quickstart --probe        # measure what the memory is worth
 python -m brt.inspect --workdir=runs/quickstart --probe \\
-    --gin.Evaluation.segment_length=64                         # taken away before every 64 tokens
+    --gin.Evaluation.segment_length=64                         # memory is removed every 64 tokens
 """
 
 import argparse
@@ -18,20 +18,20 @@ from brt.errors import ConfigError
 
 def main(args: argparse.Namespace) -> None:
     if not args.workdir:
-        raise ConfigError("--workdir says which run to show; name its directory")
-    asked = [flag for flag in ("probe", "state_hash", "data") if getattr(args, flag)]
-    if len(asked) > 1:
-        raise ConfigError(f"--{' and --'.join(asked)} are several questions; ask them one by one")
+        raise ConfigError("--workdir names the run to show; give its directory")
+    requested = [flag for flag in ("probe", "state_hash", "data") if getattr(args, flag)]
+    if len(requested) > 1:
+        raise ConfigError(f"--{' and --'.join(requested)} cannot be combined; use one at a time")
     if args.probe:
         _probe(args)
         return
     if args.split is not None or args.tokens is not None:
-        raise ConfigError("--split and --tokens say what --probe reads; add --probe")
+        raise ConfigError("--split and --tokens are for --probe; add --probe")
     if args.gin_file or args.gin_bindings or args.print_config:
-        raise ConfigError("settings say how --probe reads; add --probe")
+        raise ConfigError("settings are for --probe; add --probe")
     import jax
 
-    jax.config.update("jax_platforms", "cpu")  # a trainer may have the accelerator
+    jax.config.update("jax_platforms", "cpu")  # A trainer may be using the accelerator.
     from brt.formatting import printable
     from brt.training import inspection
     from brt.training.workdir import Workdir
@@ -71,24 +71,28 @@ def _probe(args: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     flags = command_line.parser(__doc__)
     command_line.add_config_flags(flags)
-    flags.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
+    flags.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     flags.add_argument(
         "--state_hash", action="store_true",
-        help="print only a sha256 of all that a resume restores",
+        help="print only a SHA-256 of everything that resuming restores",
     )  # fmt: skip
     flags.add_argument(
         "--data", action="store_true",
-        help="read only the prepared data, all of them, and compare them with their hashes",
+        help="only read all prepared data and compare them with their hashes",
     )  # fmt: skip
     flags.add_argument(
         "--probe", action="store_true",
-        help="measure what the model does with its memory; draws plots/probe_*.png",
+        help="measure what the model uses its memory for; draws plots/probe_*.png",
     )  # fmt: skip
     flags.add_argument(
-        "--split", choices=["train", "validation", "test"], help="to probe on; default validation"
-    )
+        "--split", choices=["train", "validation", "test"],
+        help="split to probe on; default validation",
+    )  # fmt: skip
     flags.add_argument(
-        "--tokens", type=int, metavar="N", help="to probe on; default 1000000; 0: all of the split"
+        "--tokens",
+        type=int,
+        metavar="N",
+        help="tokens to probe on; default 1000000; 0: the whole split",
     )
     command_line.add_json_flag(flags)
     return flags

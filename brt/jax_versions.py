@@ -1,6 +1,6 @@
-"""What brt knows of differences between the versions of jax and of its compilers that it runs with.
+"""Differences between the versions of jax and of its compilers that brt supports.
 
-A difference is written down here and nowhere else; to read this file imports no jax.
+All such differences are handled here and nowhere else. Importing this module does not import jax.
 """
 
 import contextlib
@@ -9,16 +9,16 @@ from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any
 
-# The options that let the compiler of TPUs take short cuts. libtpu of jax 0.12 has dropped both,
-# and refuses a program for an option that it does not know. The effort levels that it has now are
-# no substitute: at the lowest one it took as long, and a small model's peak grew by three quarters.
+# Options that let the TPU compiler take short cuts. The libtpu of jax 0.12 has dropped both, and
+# refuses unknown options. Its effort levels are no substitute: at the lowest level, compilation
+# took as long as before, and the peak memory of a small model grew by three quarters.
 LOW_EFFORT: Mapping[str, float] = MappingProxyType(
     {"exec_time_optimization_effort": -1.0, "memory_fitting_effort": -1.0}
 )
 
 
 def unknown_option(error: Exception, options: Mapping[str, object]) -> str | None:
-    """The one of `options` that a compiler refuses because it does not know it, if that is why."""
+    """Returns the option that a compiler refused as unknown; None if the error is another one."""
     text = str(error)
     if "No such compile option" not in text:
         return None
@@ -26,22 +26,22 @@ def unknown_option(error: Exception, options: Mapping[str, object]) -> str | Non
 
 
 def quick_compilation() -> Sequence[str]:
-    """XLA's flags for CPU programs that are compiled often and run seldom, as those of tests are.
+    """Returns XLA flags for CPU programs that are compiled often and run seldom, as in tests.
 
-    A version that does not know a flag ends the process.
+    A version of XLA that does not know a flag would end the process.
     """
     return ("--xla_cpu_use_fusion_emitters=false",) * version("jaxlib").startswith("0.10.")
 
 
 def dumps_of_kernels() -> Sequence[str]:
-    """XLA's flags, beside --xla_dump_to, with which GPU kernels are written down as PTX."""
+    """Returns the XLA flags that, together with --xla_dump_to, write GPU kernels as PTX."""
     return () if version("jaxlib").startswith("0.10.") else ("--xla_dump_emitter_re=.*",)
 
 
 def kernels_for(gpu: Any) -> contextlib.AbstractContextManager[object]:
-    """A context in which kernels of Triton are compiled for a GPU that is not here.
+    """Returns a context in which Triton kernels are compiled for a GPU that is not present.
 
-    Since jax 0.12 they are compiled for the device of the mesh that is set, or else for one of
+    Since jax 0.12, kernels are compiled for the device of the current mesh, or for a device of
     this machine; before, the compiler of the program decided.
     """
     if version("jaxlib").startswith("0.10."):

@@ -1,4 +1,4 @@
-"""Locks on open files; the system lets go of them however a process ends."""
+"""Locks on open files, which the system releases however a process ends."""
 
 import errno
 import fcntl
@@ -6,16 +6,17 @@ from typing import IO
 
 
 def acquire(file: IO | int, *, wait: bool = False) -> bool:
-    """Locks a file for this process and those that inherit it, until all have closed it.
+    """Locks a file for this process, and for child processes that inherit it, until all close it.
 
     Args:
-      wait: until nobody else has it.
+      file: an open file or its descriptor.
+      wait: True waits until no other process holds the lock.
 
     Returns:
-      Whether it is locked; False on a file system without locks.
+      True if the file is locked; False if the file system has no locks.
 
     Raises:
-      BlockingIOError: another process has it.
+      BlockingIOError: another process holds the lock.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -1,4 +1,4 @@
-"""Where a command's results go: standard streams, and the files that flags name."""
+"""Output of commands: the standard streams, and files that flags name."""
 
 import contextlib
 import errno
@@ -18,11 +18,14 @@ from brt import __version__, durable
 from brt.errors import ConfigError
 from brt.formatting import finite
 
-FLAGS = {"json", "save_state"}  # what they name is written when all is done
+FLAGS = {"json", "save_state"}  # flags that name a file that is written at the end
 
 
 def open_streams() -> None:
-    """Closed ones become /dev/null, lest a file of ours takes their number; all take any text."""
+    """Opens closed standard streams as /dev/null, and lets stdout print any text.
+
+    Otherwise the next file that brt opens would become a standard stream.
+    """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -30,36 +33,36 @@ def open_streams() -> None:
     sys.stdout = sys.stdout or open(1, "w")
     sys.stderr = sys.stderr or open(2, "w")
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know all letters
+        sys.stdout.reconfigure(errors="backslashreplace")  # The terminal may not be UTF-8.
 
 
 def tell_failures_once() -> None:
-    """Leaves out what Python says of errors after the first of several arrays.
+    """Silences tracebacks about further errors after the first of several parallel ones.
 
-    The error of the first array that cannot be saved or read is raised and told by whoever waits
-    for it. Those of the others come when nobody waits any more: from TensorStore's threads, or
-    from coroutines that are closed before they have ended. They would be tracebacks.
+    The first array that cannot be saved or read raises an error where brt waits for the result.
+    The errors of other arrays arrive later, in threads of TensorStore or in coroutines that are
+    closed early, and Python would print their tracebacks.
     """
     report = sys.unraisablehook
 
-    def hook(told: Any) -> None:
-        error, thread = told.exc_value, threading.current_thread()
+    def hook(unraisable: Any) -> None:
+        error, thread = unraisable.exc_value, threading.current_thread()
         late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
         closed = isinstance(error and error.__cause__, GeneratorExit)
         if not closed and (not late or thread is threading.main_thread()):
-            report(told)
+            report(unraisable)
 
     sys.unraisablehook = hook
     logging.getLogger("asyncio").addFilter(_is_not_late)
 
 
 def _is_not_late(record: logging.LogRecord) -> bool:
-    """Whether a line is no report of an error after the first, for which nobody waits any more."""
+    """Returns False for reports about errors of tasks for which nobody waits any more."""
     return "exception was never retrieved" not in record.getMessage()
 
 
 def reader_is_gone() -> bool:
-    """Whether `| head` has read enough; then nothing more is written, not even at exit."""
+    """Returns True if the reader of stdout (such as `| head`) is gone, and discards all output."""
     output = sys.stdout.fileno()
     poll = select.poll()
     poll.register(output, select.POLLERR)
@@ -70,11 +73,11 @@ def reader_is_gone() -> bool:
 
 
 def check_files(flags: Mapping[str, Any]) -> None:
-    """Checks, before a command works, that the files which its flags name can be written.
+    """Checks that the files which flags name can be written, before the command begins.
 
     Raises:
-      ConfigError: one cannot be written, for instance because access is denied.
-      OSError: the storage fails.
+      ConfigError: a file cannot be written, for instance because access is denied.
+      OSError: the storage has failed.
     """
     for flag in sorted(FLAGS & flags.keys()):
         if not (path := flags[flag] and Path(flags[flag])):
@@ -96,11 +99,14 @@ def check_files(flags: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def explained(flag: str, path: str | Path) -> Iterator[None]:
-    """A block that writes the file which a flag names, and which `check_files` has checked.
+    """Converts errors of a block that writes the file which a flag names.
+
+    `check_files` has found that the file can be written.
 
     Raises:
-      ConfigError: it cannot be written there.
-      OSError: the storage fails or denies access by now, or nobody reads any more.
+      ConfigError: the file cannot be written.
+      OSError: the storage has failed, access is denied meanwhile, or the reader of standard output
+        has ended.
     """
     try:
         yield
@@ -119,9 +125,10 @@ def _is_stdout_gone(path: str | Path, error: OSError) -> bool:
 
 
 def write_json(path: str | Path, content: Mapping[str, Any], workdir: str | None) -> None:
-    """Writes `content` for --json=FILE, whole or not at all, with the run's name and brt's version.
+    """Writes `content` with the run's name and brt's version for --json=FILE, atomically.
 
-    What is no regular file is written into (see `durable.named_by_user`); raises as `explained`.
+    Anything but a regular file is written directly (see `durable.named_by_user`). Raises the same
+    errors as `explained`.
     """
     run = Path(workdir).resolve().name if workdir else None
     text = json.dumps(finite({"run": run, "version": __version__, **content}), indent=2) + "\n"

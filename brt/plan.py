@@ -1,4 +1,4 @@
-"""Says whether a run fits a machine, and how fast it would be, before there is one.
+"""Estimates whether a run fits on a machine and how fast it would be, without the machine.
 
 python -m brt.plan --gin_file=configs/base/paper.gin --gin_file=configs/models/rec_fixed_skip.gin \\
   --gin_bindings='Model.vocab_size = 32000' --gin_bindings='Mesh.data = -1' --topology=v4:2x4x4
@@ -14,7 +14,7 @@ from brt.errors import ConfigError
 
 def main(args: argparse.Namespace) -> None:
     if args.topology and args.devices is not None:
-        raise ConfigError("--topology and --devices are two machines; name one")
+        raise ConfigError("--topology and --devices name two machines; use one of them")
     _choose_platform(args)
     from brt.planning import plan, report, topologies
     from brt.training import workdir
@@ -25,17 +25,17 @@ def main(args: argparse.Namespace) -> None:
     if args.sweep_mesh:
         tried = plan.sweep(config, machine, lambda line: print(f"brt: {line}", file=sys.stderr))
         print(report.best(tried))
-        found = {"best": [report.figures(one) for one in tried]}
+        content = {"best": [report.figures(one) for one in tried]}
     else:
         planned = plan.plan(config, machine, low_effort=args.effort == "low")
         print(report.text(planned, config))
-        found = report.figures(planned)
+        content = report.figures(planned)
     if args.json:
-        command_line.write_json(args.json, found, args.workdir)
+        command_line.write_json(args.json, content, args.workdir)
 
 
 def _choose_platform(args: argparse.Namespace) -> None:
-    """Compiling for machines elsewhere leaves this one's accelerators to others."""
+    """Selects the CPU if another machine is planned for, so accelerators stay free for others."""
     if args.devices is not None:
         if args.devices < 1:
             raise ConfigError(f"--devices={args.devices} must be above 0")
@@ -51,14 +51,14 @@ def parser() -> argparse.ArgumentParser:
         help="a TPU slice (v4:2x4x4, v5e:16x16, v5p:2x2x4, v6e:4x4) or GPUs (h100x8); "
         "default: the devices of this machine",
     )  # fmt: skip
-    flags.add_argument("--devices", type=int, metavar="N", help="so many fake CPU devices")
+    flags.add_argument("--devices", type=int, metavar="N", help="plan for N fake CPU devices")
     flags.add_argument(
         "--sweep_mesh", action="store_true",
-        help="try the meshes that divide the devices, print the best three",
+        help="try all meshes that divide the devices, and print the best three",
     )  # fmt: skip
     flags.add_argument(
         "--effort", choices=["full", "low"], default="full",
-        help="low: a fifth of the time; memory and collectives hold, cycles are left out",
+        help="low: a fifth of the time; memory and collectives are correct, cycles are left out",
     )  # fmt: skip
     command_line.add_json_flag(flags)
     return flags

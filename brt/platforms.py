@@ -1,4 +1,4 @@
-"""Which of jax's platforms a command uses."""
+"""Selection of the jax platform that a command uses."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ def use_cpus(count: int | None = None) -> None:
     Args:
       count: the number of devices that the CPU is divided into; None: what XLA_FLAGS says, or one.
     """
-    import jax  # here: commands that only parse their flags do without it
+    import jax  # Commands that only parse flags do not need this import.
 
     jax.config.update("jax_platforms", "cpu")
     if count is not None:

@@ -1,15 +1,15 @@
-"""Turns documents into token stores, and published summaries into TensorFlow datasets.
+"""Prepares documents as token stores, and published summaries as TensorFlow datasets.
 
 Documents, for language models:
   python -m brt.prepare --documents 'books/*.txt' --tokenizer train:32000 --output data/books
 
-Documents with summaries, from what their makers publish, read from this machine:
+Documents with summaries, from published files on this machine:
   python -m brt.prepare --pairs cnn_dailymail --raw downloads/cnn_dailymail
 
-One's own, from .jsonl, .csv or .parquet (which training also reads as they are):
+Pairs of your own, from .jsonl, .csv or .parquet (which training can also read directly):
   python -m brt.prepare --pairs files --name minutes --train a.jsonl b.csv --test c.parquet
 
-What --raw has to hold:
+The directory --raw must contain:
   cnn_dailymail  cnn/stories/ dailymail/stories/ all_train.txt all_val.txt all_test.txt
   xsum           XSum-TRAINING-DEV-TEST-SPLIT-90-5-5.json, and bbc-summary-data/ or
                  xsum-extracts-from-downloads/; or train.jsonl validation.jsonl test.jsonl
@@ -36,7 +36,7 @@ DOCUMENTS = COMMON | {
 }  # fmt: skip
 FILES = COMMON | {"pairs", "name", "train", "source_field", "target_field", "id_field"}
 RAW = {"pairs", "raw", "output", "errors"}
-# What stands for a setting; --documents for that of the training set.
+# The flag for each setting. Errors about the setting Data.train name --documents.
 FLAGS = {
     "Data.train": "--documents",
     **{f"Data.{flag}": f"--{flag}" for flag in DOCUMENTS - {"output", "documents"}},
@@ -45,20 +45,20 @@ FLAGS = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags; those that are not given are absent."""
+    """Returns the parser; flags that are not given are absent from its result."""
     defaults = config.Data()
     flags = command_line.parser(__doc__)
     flags.argument_default = argparse.SUPPRESS
     what = flags.add_mutually_exclusive_group(required=True)
     what.add_argument("--documents", nargs="+", metavar="SOURCE",
-                      help="file, directory, glob, corpus:NAME or tfds:NAME/SPLIT")  # fmt: skip
+                      help="file, directory, pattern, corpus:NAME or tfds:NAME/SPLIT")  # fmt: skip
     what.add_argument("--pairs", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
     both = flags.add_argument_group("both")
     both.add_argument("--validation", nargs="+", metavar="SOURCE",
                       help="default: a part of --documents; with --pairs: none")  # fmt: skip
-    both.add_argument("--test", nargs="+", metavar="SOURCE", help="the same")
+    both.add_argument("--test", nargs="+", metavar="SOURCE", help="like --validation")
     both.add_argument("--output", metavar="DIRECTORY",
-                      help="default with --pairs: $TFDS_DATA_DIR, else TFDS's own")  # fmt: skip
+                      help="default with --pairs: $TFDS_DATA_DIR or TFDS's default")  # fmt: skip
     both.add_argument("--errors", choices=["strict", "replace", "refuse", "skip"],
                       help="documents that are not UTF-8: strict (default) or replace; bad pairs: "
                       "refuse (default) or skip")  # fmt: skip
@@ -67,22 +67,22 @@ def parser() -> argparse.ArgumentParser:
                            "path/to/tokenizer.json or train:VOCAB_SIZE")  # fmt: skip
     documents.add_argument("--text_field", help=f"default: {defaults.text_field}")
     documents.add_argument("--max_bad_records", type=int, metavar="N",
-                           help="leave out up to N that cannot be read; default: 0")  # fmt: skip
+                           help="leave out up to N unreadable documents; default: 0")  # fmt: skip
     for split in ("validation", "test"):
         default = getattr(defaults, f"{split}_fraction")
         documents.add_argument(f"--{split}_fraction", type=float, help=f"default: {default}")
     pairs = flags.add_argument_group("with --pairs")
-    pairs.add_argument("--raw", metavar="DIRECTORY", help="what was downloaded, unpacked")
-    pairs.add_argument("--name", help="of the dataset that --pairs files makes")
+    pairs.add_argument("--raw", metavar="DIRECTORY", help="the unpacked download")
+    pairs.add_argument("--name", help="name of the dataset that --pairs files creates")
     pairs.add_argument("--train", nargs="+", metavar="SOURCE", help="for --pairs files")
     for field, what_for in (("source", "documents"), ("target", "summaries"), ("id", "ids")):
         pairs.add_argument(f"--{field}_field", metavar="COLUMN",
-                           help=f"of {what_for}; default: a usual name")  # fmt: skip
+                           help=f"column of {what_for}; default: a usual name")  # fmt: skip
     return flags
 
 
 def main(args: argparse.Namespace) -> None:
-    """Prepares what is asked for and prints what it is made of."""
+    """Prepares the data, and prints a summary of the result."""
     with command_line.errors_naming(FLAGS):
         _prepare(args)
 
@@ -100,7 +100,9 @@ def _prepare(args: argparse.Namespace) -> None:
         splits = dataset.read(untrusted.user_path(args.raw))
     else:
         if not re.fullmatch("[a-z][a-z0-9_]*", args.name):
-            raise ConfigError(f"--name {args.name} must be small letters, digits and underscores")
+            raise ConfigError(
+                f"--name {args.name} must consist of lower case letters, digits and underscores"
+            )
         dataset = RawDataset(args.name, "1.0.0")
         columns = Columns(*(getattr(args, f"{f}_field", "") for f in ("source", "target", "id")))
         splits = {
@@ -118,7 +120,7 @@ def _check(
     needed: tuple[str, ...],
     errors: tuple[str, ...],
 ) -> None:
-    """Refuses flags that this kind of preparation would not look at."""
+    """Refuses flags that do not apply to this kind of preparation."""
     for flag in vars(args):
         if flag not in known:
             raise ConfigError(f"--{flag} has no meaning with {mode} (--help lists the flags)")
@@ -130,12 +132,12 @@ def _check(
 
 
 def _documents(args: argparse.Namespace) -> None:
-    given = {
+    settings = {
         flag: value for flag, value in vars(args).items() if flag not in ("documents", "output")
     }
     for split in ("validation", "test"):
-        given[split] = tuple(given.get(split, ()))
-    dataset = preparation.prepare(config.Data(train=tuple(args.documents), **given), args.output)
+        settings[split] = tuple(settings.get(split, ()))
+    dataset = preparation.prepare(config.Data(train=tuple(args.documents), **settings), args.output)
     print(preparation.summary(dataset))
     print(
         f"\nTrain on it with\n  python -m brt.train --gin_file=FILE --workdir=DIRECTORY "

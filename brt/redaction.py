@@ -1,20 +1,20 @@
-"""Passwords and keys do not go into what a run writes down.
+"""Removes passwords and keys from everything that a run writes.
 
-A secret is known by its place (a password in a URL, the value of a flag whose name says so), by
-the prefix that its service gives it, or by its look: long, of letters and digits in no order, and
-no part of a path. Hashes, numbers and names that people write stay readable.
+A secret is recognised by its place (a password in a URL, the value of a flag with a telling name),
+by the prefix that a service gives its keys, or by its form: long, with letters and digits in
+random order, and not part of a path. Hashes, numbers and names that people choose stay readable.
 """
 
 import re
 from typing import TypeVar, cast
 
 HIDDEN = "***"
-# What a name ends in whose value is secret, whatever it is.
+# Ends of names whose values are always secret.
 _SECRET = (
     r"(?:token|secret|passw(?:or)?d|passphrase|api_?key|access_?key|secret_?key|private_?key|"
     r"signature|credentials?|authorization)"
 )
-# What a name ends in whose value is secret unless it is a number, a truth value or a path.
+# Ends of names whose values are secret unless they are numbers, truth values or paths.
 _PERHAPS = r"(?:key|auth|sig|pass|pwd|cookie)"
 _PLAIN = r"(?!(?:true|false|none|auto|[-+.\d]{1,12}|\.{0,2}/[^&;\s'\"]*)(?:[&;#\s'\")]|$))"
 _VALUE = r"[^&;#\s'\")]+"
@@ -27,13 +27,13 @@ _SERVICES = (
 )
 _PORT = r"(?![^/@\s'\"?#:]*:\d{1,5}(?:/|$))"
 _PATTERNS = [
-    # https://user:password@host: up to the last @ before what may be a host
+    # https://user:password@host: everything up to the last @ that a host may follow
     (rf"(?<=://){_PORT}[^/@\s'\"?#:]*:(?:(?!://)[^\s'\"])*(?=@[\w.\[-])", HIDDEN),
     (r"(?<=://)[^/@\s'\"]+(?=@)", HIDDEN),
     (rf"(?i)([?&;](?:[\w.-]*?){_SECRET}=){_VALUE}", rf"\1{HIDDEN}"),  # https://host/?token=...
     (rf"(?i)(://[^\s'\"]*?[?&;](?:[\w.-]*[_.-])?{_PERHAPS}=){_PLAIN}{_VALUE}", rf"\1{HIDDEN}"),
-    (rf"(?i)^(-*[\w.-]*{_SECRET}=).+", rf"\1{HIDDEN}"),  # an argument, a variable
-    (rf"(?i)(?<!\S)(--?[\w.-]*{_SECRET}[= ]){_VALUE}", rf"\1{HIDDEN}"),  # among others
+    (rf"(?i)^(-*[\w.-]*{_SECRET}=).+", rf"\1{HIDDEN}"),  # a single argument or variable
+    (rf"(?i)(?<!\S)(--?[\w.-]*{_SECRET}[= ]){_VALUE}", rf"\1{HIDDEN}"),  # an argument in a command
     (rf"(?i)(?<!\S)(--?(?:[\w.-]*[_.-])?{_PERHAPS}[= ]){_PLAIN}{_VALUE}", rf"\1{HIDDEN}"),
     (r"(?i)\b(bearer[ +:]+|authorization: *\w+ +)(?=\S*\d)[\w.~+/=-]{8,}", rf"\1{HIDDEN}"),
     (rf"(?<![A-Za-z0-9])(?=[\w.-]*\d)(?:{_SERVICES})", HIDDEN),
@@ -53,47 +53,47 @@ T = TypeVar("T")
 
 
 def redacted(value: T) -> T:
-    """The same JSON, or tuples of it, with *** for what looks like a secret in its texts.
+    """Returns JSON (or tuples of it) in which *** replaces everything that looks like a secret.
 
-    In a list or tuple the text after a flag whose name says that it is secret is hidden, too.
+    In a list or tuple, the text after a flag whose name says that it is secret is replaced, too.
     """
-    found: object = value
+    result: object = value
     if isinstance(value, str):
         for pattern, by in _COMPILED:
-            found = pattern.sub(by, cast(str, found))
-        found = _WORD.sub(_without_random, cast(str, found))
+            result = pattern.sub(by, cast(str, result))
+        result = _WORD.sub(_without_random, cast(str, result))
     elif isinstance(value, dict):
-        found = {key: redacted(item) for key, item in value.items()}
+        result = {key: redacted(item) for key, item in value.items()}
     elif isinstance(value, list | tuple):
         items = [redacted(item) for item in value]
-        for place, (flag, own) in enumerate(zip(value, value[1:], strict=False), start=1):
-            texts = isinstance(flag, str) and isinstance(own, str)
-            if texts and _FLAG.fullmatch(flag) and not own.startswith("-"):
+        for place, (flag, text) in enumerate(zip(value, value[1:], strict=False), start=1):
+            texts = isinstance(flag, str) and isinstance(text, str)
+            if texts and _FLAG.fullmatch(flag) and not text.startswith("-"):
                 items[place] = HIDDEN
-        found = type(value)(items)
-    return cast(T, found)
+        result = type(value)(items)
+    return cast(T, result)
 
 
 def lacks_secret(value: object) -> bool:
-    """Whether a text, or one of several, was redacted."""
+    """Returns True if secrets were removed from a text, or from one of several."""
     if isinstance(value, list | tuple):
         return any(map(lacks_secret, value))
     return isinstance(value, str) and bool(_REDACTED.search(value))
 
 
-def _without_random(found: re.Match) -> str:
-    """*** for a word that nobody writes; hashes that are said to be some stay."""
-    word, before = found[0], found.string[: found.start()]
+def _without_random(match: re.Match) -> str:
+    """Returns *** for a word of random characters, but keeps hashes that are named as such."""
+    word, before = match[0], match.string[: match.start()]
     if before.endswith("/") and not re.search(r"https?://[^\s'\"]*$", before):
-        return word  # of a path
+        return word  # The word is a part of a path.
     return HIDDEN if _random(word) and not _HASH.search(before) else word
 
 
 def _random(word: str) -> bool:
-    """Whether letters and digits change as in a key: in words and numbers they seldom do.
+    """Returns True if letters and digits alternate as often as in keys, unlike in words.
 
-    Of hexadecimal digits only the length of the keys of Weights & Biases counts, because other
-    lengths are hashes.
+    Hexadecimal words are keys only if they have the length of keys of Weights & Biases, because
+    other lengths are hashes.
     """
     text = re.sub(r"[^A-Za-z0-9]", "", word)
     kinds = ["0" if c.isdigit() else "a" if c.islower() else "A" for c in text]

@@ -1,4 +1,4 @@
-"""Trains a model; started again on the same workdir, it goes on where it stopped.
+"""Trains a model, or continues training in the directory of a run.
 
 python -m brt.train --gin_file=configs/runs/quickstart.gin --workdir=runs/quickstart
 """
@@ -34,7 +34,7 @@ def _train(args: argparse.Namespace) -> None:
     from brt.distributed import processes
     from brt.training import loop, run_summary
 
-    with processes.explained():  # to the others, too
+    with processes.explained():
         config = _config(args)
         if args.dry_run:
             _shape(config, args)
@@ -52,16 +52,16 @@ def _config(args: argparse.Namespace) -> Config:
     for name, value in config_values(config).items() if base else ():
         if lacks_secret(value):
             raise ConfigError(
-                f"{name} = {value!r} was saved without its secret; say it again with "
+                f"{name} = {value!r} was saved without its secret; set it again with "
                 f"{command_line.BINDINGS_FLAG}"
             )
     if not args.workdir and not args.dry_run:
-        raise ConfigError("--workdir says where the run lives; name a directory")
+        raise ConfigError("--workdir names the directory of the run; give one")
     return config
 
 
 def _shape(config: Config, args: argparse.Namespace) -> None:
-    """What training would hold and read, without training."""
+    """Prints the sizes of everything that training would use, without training."""
     from brt.training import run, run_summary
 
     built = run.without_data(config) or run.build(config)
@@ -70,7 +70,7 @@ def _shape(config: Config, args: argparse.Namespace) -> None:
 
 
 class _Command(types.ModuleType):
-    """This module, which Python calls, too: `brt.train(config, workdir)`."""
+    """The module, which can also be called: `brt.train(config, workdir)`."""
 
     def __call__(
         self, config: Config, workdir: str | Path, *, allow_config_change: Sequence[str] = ()
@@ -84,12 +84,12 @@ def parser() -> argparse.ArgumentParser:
     parser = command_line.parser(__doc__)
     command_line.add_config_flags(parser)
     parser.add_argument(
-        "--dry_run", action="store_true", help="shape everything, report sizes, train nothing"
+        "--dry_run", action="store_true", help="report all shapes and sizes without training"
     )
     parser.add_argument(
         "--allow_config_change", action="append", default=[], metavar="SECTION.FIELD",
-        help="go on with another value of it than the checkpoint's, which a run otherwise keeps; "
-        "repeatable",
+        help="continue with a value of this setting that differs from the checkpoint's, which is "
+        "otherwise refused; repeatable",
     )  # fmt: skip
     flags.add(parser)
     command_line.add_json_flag(parser)

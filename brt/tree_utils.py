@@ -1,7 +1,7 @@
-"""The arrays of a state by name: what a checkpoint stores, compares and hashes.
+"""Names for the arrays of a state, by which checkpoints store, compare and hash them.
 
-A name is the path from the root, as in `params/decoder/embedding`; dictionaries,
-tuples and NamedTuples may nest in any way. A state is a pytree of arrays.
+A name is the path from the root, such as `params/decoder/embedding`. A state is a pytree of
+dictionaries, tuples and NamedTuples of arrays.
 """
 
 import hashlib
@@ -15,14 +15,14 @@ import numpy as np
 
 Description = dict[str, dict[str, Any]]  # {name: {"dtype": "float32", "shape": [8, 8]}}
 
-# What NumPy itself can check; there are others, such as those of eight bits.
+# Floating-point dtypes that NumPy's isfinite supports; it does not support those of eight bits.
 _OF_NUMPY = {np.dtype(name) for name in ("float16", "float32", "float64", jnp.bfloat16)}
 
 HASHED_META = ("step", "data", "seed")
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their path, in the order of `jax.tree.leaves`."""
+    """Returns the leaves of a tree by their path, in the order of `jax.tree.leaves`."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
     leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in pairs}
     if len(leaves) != len(pairs):
@@ -31,7 +31,7 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def describe(leaves: Mapping[str, Any]) -> Description:
-    """Data type and shape of every leaf, as JSON; leaves may be abstract."""
+    """Returns the dtype and shape of every leaf as JSON; leaves may be abstract."""
     return {
         name: {"dtype": str(np.dtype(leaf.dtype)), "shape": list(leaf.shape)}
         for name, leaf in leaves.items()
@@ -39,7 +39,7 @@ def describe(leaves: Mapping[str, Any]) -> Description:
 
 
 def abstract(description: Description) -> dict[str, jax.ShapeDtypeStruct]:
-    """The inverse of `describe`: a flat target that restores to a dictionary by name."""
+    """Inverts `describe`: returns abstract leaves by name, as a target for restoring."""
     return {
         name: jax.ShapeDtypeStruct(entry["shape"], jnp.dtype(entry["dtype"]))
         for name, entry in description.items()
@@ -47,10 +47,12 @@ def abstract(description: Description) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def differences(saved: Description, wanted: Description, *, partial: bool = False) -> list[str]:
-    """How a checkpoint's leaves differ from a model's, one phrase per leaf.
+    """Returns a phrase for each difference between the leaves of a checkpoint and of a model.
 
     Args:
-      partial: leaves that only the checkpoint has are no difference.
+      saved: the leaves of the checkpoint.
+      wanted: the leaves of the model.
+      partial: True ignores leaves that only the checkpoint has.
     """
     phrases = [
         f"{name} is {_shape(saved[name])} in the checkpoint and {_shape(wanted[name])} here"
@@ -64,18 +66,18 @@ def differences(saved: Description, wanted: Description, *, partial: bool = Fals
 
 
 def not_finite(leaves: Mapping[str, Any]) -> list[str]:
-    """Names of the leaves that hold NaN or infinity."""
+    """Returns the names of leaves that contain NaN or infinity."""
     names = [name for name, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if not names:
         return []
     arrays = [leaves[name] for name in names]
-    # The host reads arrays in its own memory where they are, which needs no program to be compiled.
+    # NumPy reads arrays in host memory directly, without compiling a program.
     finite = _finite_on_host(arrays) if all(map(_on_host, arrays)) else _all_finite(arrays)
     return [name for name, good in zip(names, np.asarray(finite), strict=True) if not good]
 
 
 def _on_host(array: Any) -> bool:
-    """Whether this process can check the whole array without copying it from a device."""
+    """Returns True if this process can check the whole array without copying it from a device."""
     if np.dtype(array.dtype) not in _OF_NUMPY:
         return False
     if not isinstance(array, jax.Array):
@@ -93,15 +95,15 @@ def _all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def required_bytes(state: Any) -> int:
-    """Bytes of a state's arrays, abstract or not; about what a checkpoint takes on disk."""
+    """Returns the size of a state's arrays in bytes, about the size of a checkpoint on disk."""
     return sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(state))
 
 
 def state_hash(state: Any, meta: Mapping[str, Any]) -> str:
-    """One sha256 over all that a resume restores; equal hashes mean the same run.
+    """Returns a SHA-256 of everything that resuming restores; equal hashes mean equal runs.
 
-    It covers the name, type, shape and bytes of every leaf and `HASHED_META` of `meta`,
-    and depends neither on sharding nor on the kinds of containers in the tree.
+    It covers the name, dtype, shape and bytes of every leaf, and the entries `HASHED_META` of
+    `meta`. It does not depend on sharding or on the kinds of containers in the tree.
     """
     total = hashlib.sha256()
     selected = {key: meta[key] for key in HASHED_META}

@@ -1,25 +1,25 @@
-"""The axis glossary, and the array types that several modules share.
+"""Letters for the axes of arrays, and the array types that several modules share.
 
-    B  batch: lanes, each reading its own sequence of documents
+    B  batch: the number of lanes
     T  tokens of a segment            N  blocks of a segment (T = N * W)
     W  window: tokens of a block, and keys that a token attends to
     S  recurrent states               L  layers
     H  heads                          K  size of a head
     D  model width                    F  hidden width of the feed-forward layer
     V  vocabulary                     Z  the cached block and the segment (W + T)
-    X  tokens of a document that is summarised (its summary: T), or frames of an utterance (its
-       transcript: T)
+    X  tokens of a document that is summarised (its summary has T), or frames of an utterance (its
+       transcript has T)
 
-The same letters stand in jaxtyping annotations, in einsums and in docstrings.
+The same letters are used in jaxtyping annotations, einsums and docstrings.
 
     lane     a row of the batch, which reads document after document from step to step
-    segment  what a lane reads in a step; its gradient ends at the segment's start
-    block    of a segment: as many tokens as the window; recurrent states advance, and documents
-             start, at its border
-    window   the keys that a token sees exactly, its own included
+    segment  the tokens that a lane reads in a step; gradients end at the segment's start
+    block    a part of a segment with as many tokens as the window; recurrent states are updated,
+             and documents start, at borders of blocks
+    window   the keys that a token attends to exactly, including itself
     carry    what lanes take from a segment to the next: caches, recurrent states, memories
-    cache    keys and values of the block before (Transformer-XL)
-    mask     where something counts: True; `scored` are the targets that do
+    cache    keys and values of the previous block (Transformer-XL)
+    mask     True where something counts; `scored` is the mask of targets
 """
 
 from typing import NamedTuple
@@ -31,13 +31,13 @@ DocumentStart = Bool[Array, "B N"]
 
 
 class Batch(NamedTuple):
-    """One segment of every lane. NumPy on the host, jax arrays in a step.
+    """One segment of every lane, as NumPy arrays on the host and as jax arrays in a step.
 
     Attributes:
       inputs: int32 [B, T], the token before each target (BOS at a document's start).
-      targets: int32 [B, T], the token to predict; 0 where there is none.
+      targets: int32 [B, T], the token to predict; 0 on padding.
       scored: bool [B, T], False on padding.
-      document_start: bool [B, N], True on blocks that begin without a past.
+      document_start: bool [B, N], True on blocks that begin without state and cache.
     """
 
     inputs: Tokens
@@ -47,15 +47,15 @@ class Batch(NamedTuple):
 
 
 class PairBatch(NamedTuple):
-    """Documents with their summaries. NumPy on the host, jax arrays in a step.
+    """Documents with their summaries, as NumPy arrays on the host and as jax arrays in a step.
 
     Attributes:
-      source: int32 [B, X], the document, its end token included; the padding id behind.
-      source_mask: bool [B, X], False on padding; nowhere True in an empty row.
+      source: int32 [B, X], the document with its end token, followed by the padding id.
+      source_mask: bool [B, X], False on padding, and everywhere in an empty row.
       target_in: int32 [B, T], the decoder's inputs: the start token, then `target_out`.
-      target_out: int32 [B, T], the summary, its end token included; the padding id behind.
+      target_out: int32 [B, T], the summary with its end token, followed by the padding id.
       scored: bool [B, T], False on padding.
-      row: int32 [B], the pair's place in its store; -1 in an empty row.
+      row: int32 [B], the index of the pair in its store; -1 for an empty row.
     """
 
     source: Int[Array, "B X"]
@@ -67,14 +67,14 @@ class PairBatch(NamedTuple):
 
 
 class SpeechBatch(NamedTuple):
-    """Utterances with their transcripts. NumPy on the host, jax arrays in a step.
+    """Utterances with their transcripts, as NumPy arrays on the host and as jax arrays in a step.
 
     Attributes:
-      features: float32 [B, X, width], frames; 0 behind them.
-      valid: bool [B, X], False on padding; nowhere True in an empty row.
-      targets: int32 [B, T], tokens of the transcript; 0 behind them.
+      features: float32 [B, X, width], frames, followed by 0.
+      valid: bool [B, X], False on padding, and everywhere in an empty row.
+      targets: int32 [B, T], tokens of the transcript, followed by 0.
       scored: bool [B, T], False on padding.
-      row: int32 [B], the utterance's place in its store; -1 in an empty row.
+      row: int32 [B], the index of the utterance in its store; -1 for an empty row.
     """
 
     features: Float[Array, "B X width"]
@@ -85,15 +85,15 @@ class SpeechBatch(NamedTuple):
 
 
 class TextBatch(NamedTuple):
-    """Sentences with labels, or questions with answers. NumPy on the host, jax arrays in a step.
+    """Texts with labels or answers, as NumPy arrays on the host and as jax arrays in a step.
 
     Attributes:
-      tokens: int32 [B, T], special ids included; 0 behind them.
-      valid: bool [B, T], False on padding; nowhere True in an empty row.
-      targets: [B, targets]: the label, or where the answer starts and ends (its last token), in
-        int32; or a number, in float32.
+      tokens: int32 [B, T], ids including special ones, followed by 0.
+      valid: bool [B, T], False on padding, and everywhere in an empty row.
+      targets: [B, targets]: int32 labels; or int32 first and last token of the answer; or float32
+        numbers.
       scored: bool [B, targets], False in an empty row.
-      row: int32 [B], the row's place in its store; -1 in an empty row.
+      row: int32 [B], the index of the row in its store; -1 for an empty row.
     """
 
     tokens: Tokens

@@ -1,7 +1,8 @@
-"""Files that anybody may have written: what they claim is checked before memory is asked for.
+"""Reads files that anybody may have written, without trusting what they claim.
 
-Nothing in them is run or unpickled. What is damaged is a ValueError, what cannot be read an
-OSError; who knows what the file was for makes a sentence of it.
+Sizes are checked before memory is allocated, and nothing is executed or unpickled. Damaged files
+raise ValueError, unreadable ones OSError; the caller, who knows the purpose of the file, turns them
+into a sentence for the user.
 """
 
 import contextlib
@@ -23,12 +24,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-LARGEST = 1 << 30  # bytes held in memory whole, where nobody says otherwise
+LARGEST = 1 << 30  # default limit in bytes of files that are read into memory as a whole
 NUMBER = int | float  # see `check`
 _CHUNK = 1 << 20  # bytes of an array read at a time
-_DEEPEST = 100  # lists and objects of JSON within each other
-_RATIO = 1032  # deflate makes nothing smaller than that
-_UNUSUAL = 0x61  # flags of members that are encrypted or patches
+_DEEPEST = 100  # deepest nesting of lists and objects in JSON
+_RATIO = 1032  # largest compression ratio of deflate
+_UNUSUAL = 0x61  # flags of encrypted or patched members
 _DAMAGE = (
     zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, OverflowError, struct.error,
 )  # fmt: skip
@@ -39,30 +40,30 @@ _HEADER = re.compile(
 
 
 def user_path(name: Path | str) -> Path:
-    """A path in which ~ is the user's home; as it stands where there is no such user or home."""
-    with contextlib.suppress(ValueError):  # a NUL in the name of a user
+    """Expands ~ to the user's home directory; returns the path unchanged if there is none."""
+    with contextlib.suppress(ValueError):  # The name of the user may contain a NUL.
         return Path(os.path.expanduser(name))
     return Path(name)
 
 
 def open_file(path: Path | str) -> BufferedReader:
-    """Opens a regular file to read.
+    """Opens a regular file for reading.
 
     Raises:
-      OSError: it cannot be opened, or may have no end: a FIFO, a device.
+      OSError: it cannot be opened or is not a regular file; FIFOs and devices may never end.
     """
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    except ValueError as error:  # a NUL in its name
+    except ValueError as error:  # The name contains a NUL.
         raise OSError(errno.EINVAL, f"{error}", str(path)) from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return file
 
 
 def read_file(path: Path | str, largest: int = LARGEST) -> bytes:
-    """The content of a regular file; OSError also where it has more than `largest` bytes."""
+    """Returns the content of a regular file; raises OSError if it exceeds `largest` bytes."""
     with open_file(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > largest:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {largest:,}", str(path))
@@ -70,18 +71,20 @@ def read_file(path: Path | str, largest: int = LARGEST) -> bytes:
 
 
 class HalfSurrogate(json.JSONDecodeError):
-    """JSON with half a surrogate pair, which no text in UTF-8 can hold."""
+    """Error about JSON with a surrogate without its partner, which UTF-8 cannot represent."""
 
 
 def parse_json(
     text: str | bytes, decode: Callable[[Any], Any] = json.loads, halves: str = "strict"
 ) -> Any:
-    """A value; json.JSONDecodeError also for what nests too deep, and for endless numbers.
+    """Parses JSON; raises json.JSONDecodeError also for deep nesting and very long numbers.
 
     Args:
-      halves: what half a surrogate pair is, which no text in UTF-8 can hold: "strict": a
-        HalfSurrogate, which is a json.JSONDecodeError; "replace": U+FFFD; "keep": itself, for
-        readers that name the one row that has it.
+      text: the JSON text.
+      decode: the parser.
+      halves: what to do with surrogates without a partner, which UTF-8 cannot represent. "strict"
+        raises HalfSurrogate (a json.JSONDecodeError), "replace" converts them to U+FFFD, and
+        "keep" keeps them for callers that report the row that has one.
     """
     try:
         value = decode(text)
@@ -89,7 +92,7 @@ def parse_json(
         raise
     except RecursionError as error:
         raise json.JSONDecodeError("Brackets too deep", "", 0) from error
-    except ValueError as error:  # Python reads no integer of more than 4300 digits
+    except ValueError as error:  # Python refuses integers with more than 4300 digits.
         raise json.JSONDecodeError("Number with too many digits", "", 0) from error
     return value if halves == "keep" else _without_halves(value, text, halves)
 
@@ -101,9 +104,9 @@ _ESCAPES = re.compile(
 
 
 def _without_halves(value: Any, text: str | bytes, halves: str) -> Any:
-    """The value, whose source is looked at: pairs of backslashes and whole pairs are no halves."""
+    """Refuses or replaces single surrogates, which are searched in the source text."""
     source = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
-    place = next((found.start() for found in _ESCAPES.finditer(source) if found[2]), None)
+    place = next((match.start() for match in _ESCAPES.finditer(source) if match[2]), None)
     if place is None:
         return value
     if halves != "replace":
@@ -112,7 +115,7 @@ def _without_halves(value: Any, text: str | bytes, halves: str) -> Any:
 
 
 def _replaced(value: Any) -> Any:
-    """The same with U+FFFD for every half of a pair, also in the names of fields."""
+    """Replaces every surrogate in texts and names of fields by U+FFFD."""
     if isinstance(value, str):
         return re.sub("[\ud800-\udfff]", "\ufffd", value)
     if isinstance(value, list):
@@ -123,21 +126,22 @@ def _replaced(value: Any) -> Any:
 
 
 def read_json(path: Path, kind: Any, largest: int = LARGEST) -> Any:
-    """Reads JSON in UTF-8 whose shape is known.
+    """Reads a JSON file in UTF-8 whose structure is known.
 
     Args:
-      kind: the shape; see `check`.
-      largest: bytes.
+      path: the file.
+      kind: the structure; see `check`.
+      largest: the largest size in bytes.
 
     Raises:
-      OSError: the file cannot be read, or is no regular file, or is larger.
-      ValueError: it holds something else.
+      OSError: the file cannot be read, is not a regular file, or is too large.
+      ValueError: its content has another structure.
     """
     return checked_json(read_file(path, largest).decode("utf-8"), kind)
 
 
 def checked_json(text: str | bytes, kind: Any, decode: Callable[[Any], Any] = json.loads) -> Any:
-    """Parses JSON whose shape is known; raises ValueError where it is something else."""
+    """Parses JSON with a known structure; raises ValueError if the structure differs."""
     content = parse_json(text, decode)
     if _is_deeper(content, _DEEPEST):
         raise ValueError(f"it nests deeper than {_DEEPEST} levels")
@@ -146,20 +150,23 @@ def checked_json(text: str | bytes, kind: Any, decode: Callable[[Any], Any] = js
 
 
 def check(value: Any, kind: Any, name: str = "it") -> None:
-    """Raises ValueError where JSON is not as `kind` says.
+    """Raises ValueError if JSON does not have the structure that `kind` describes.
 
     Args:
-      kind: a type, a union of types, or a Literal; [kind] for a list of any length; {name: kind}
-        for an object, which may have more, and may lack `name?`; {str: kind} for one with any
-        names. A number is finite and has at most 64 bits; `object` is any JSON.
+      value: the JSON value.
+      kind: a type, a union of types, or a Literal; [kind] is a list of any length; {name: kind} is
+        an object, which may have further names, and may lack names written as `name?`; {str:
+        kind} is an object with any names. Numbers must be finite and fit into 64 bits. `object`
+        accepts any JSON.
+      name: the name of the value, for the error message.
     """
     if isinstance(kind, Mapping):
         check(value, dict, name)
         for key, inner in kind.items():
-            for found in value if key is str else [key.removesuffix("?")]:
-                if found in value:
-                    check(value[found], inner, found)
-                elif found == key:
+            for field in value if key is str else [key.removesuffix("?")]:
+                if field in value:
+                    check(value[field], inner, field)
+                elif field == key:
                     raise ValueError(f"{key} is missing")
     elif isinstance(kind, list):
         check(value, list, name)
@@ -184,7 +191,7 @@ def _is(value: Any, kind: Any) -> bool:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects nest deeper, so that a walk through them would not end well."""
+    """Returns True if lists and objects are nested too deeply for recursive functions."""
     level = [value]
     for _ in range(levels + 1):
         inner = (
@@ -198,7 +205,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 @contextlib.contextmanager
 def panics() -> Iterator[None]:
-    """Turns the panic of a library in Rust, which is no Exception, into a ValueError."""
+    """Converts the panic of a library written in Rust, which is no Exception, to a ValueError."""
     try:
         yield
     except BaseException as error:
@@ -208,10 +215,12 @@ def panics() -> Iterator[None]:
 
 
 class Stored(NamedTuple):
-    """An array of an .npz file that is not in memory yet.
+    """An array of an .npz file that is not read yet.
 
     Attributes:
-      read: gives the array; ValueError where it is damaged.
+      shape: the shape of the array.
+      dtype: the dtype of the array.
+      read: returns the array; raises ValueError if it is damaged.
     """
 
     shape: tuple[int, ...]
@@ -221,13 +230,13 @@ class Stored(NamedTuple):
 
 @contextlib.contextmanager
 def npz(path: Path) -> Iterator[dict[str, Stored]]:
-    """The arrays of an .npz file, by name; they can be read within the context.
+    """Opens an .npz file and yields its arrays by name; they can be read inside the context.
 
-    All of them together have no more bytes than the file can hold: its size, where they are
-    stored as they are, and 1032 times that where they are compressed.
+    The arrays cannot claim more bytes than the file can contain: its size if they are stored
+    without compression, and otherwise 1032 times its size.
 
     Raises:
-      ValueError: it is none, or damaged, or has arrays of objects.
+      ValueError: it is not an .npz file, is damaged, or contains arrays of objects.
       OSError: it cannot be read.
     """
     with open_file(path) as file:
@@ -236,14 +245,14 @@ def npz(path: Path) -> Iterator[dict[str, Stored]]:
             members = archive.infolist()
             if sum(m.compress_size for m in members) > os.fstat(file.fileno()).st_size:
                 raise ValueError("it claims more bytes than it has")
-            found = {m.filename.removesuffix(".npy"): _stored(archive, m) for m in members}
-        yield found
+            arrays = {m.filename.removesuffix(".npy"): _stored(archive, m) for m in members}
+        yield arrays
 
 
 def _stored(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Stored:
     ratio = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: _RATIO}.get(member.compress_type, 0)
     if not ratio or member.flag_bits & _UNUSUAL:
-        raise ValueError(f"{member.filename} is packed as NumPy does not")
+        raise ValueError(f"{member.filename} is not packed as NumPy packs arrays")
     with archive.open(member) as file:
         magic = file.read(8)
         size = int.from_bytes(file.read(2 if magic[6:7] == b"\1" else 4), "little")
@@ -251,11 +260,11 @@ def _stored(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Stored:
         begin = file.tell()
     header = _HEADER.fullmatch(text)
     if magic[:6] != b"\x93NUMPY" or not header:
-        raise ValueError(f"{member.filename} is no array of numbers or text")
+        raise ValueError(f"{member.filename} is not an array of numbers or text")
     dtype, shape = np.dtype(header[1]), tuple(map(int, re.findall(r"\d+", header[3])))
     count = math.prod(shape) * dtype.itemsize
     if begin + count != member.file_size or member.file_size > ratio * member.compress_size:
-        raise ValueError(f"{member.filename} has not the {count:,} bytes of {shape} {dtype}")
+        raise ValueError(f"{member.filename} does not have the {count:,} bytes of {shape} {dtype}")
 
     def read() -> np.ndarray:
         content = np.empty(count, np.uint8)
@@ -274,7 +283,7 @@ def _stored(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Stored:
 
 @contextlib.contextmanager
 def _said_of(name: str) -> Iterator[None]:
-    """What is wrong with an archive as ValueErrors."""
+    """Converts the errors of a damaged archive to ValueErrors."""
     try:
         yield
     except _DAMAGE as error:

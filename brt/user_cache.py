@@ -1,7 +1,7 @@
-"""The directory in which brt keeps what it can make again: the user's own, from the environment.
+"""The user's cache directory, for files that brt can create again.
 
-No config says where compiled programs are, because a config may come with a run that somebody else
-made, and programs are executed.
+The environment determines the directory of compiled programs, and no setting does: programs are
+executed, and a config may come with a run that somebody else made.
 """
 
 import errno
@@ -14,21 +14,21 @@ from pathlib import Path
 
 
 def directory() -> Path | None:
-    """$XDG_CACHE_HOME/brt or ~/.cache/brt; None where the user has no home directory.
+    """Returns $XDG_CACHE_HOME/brt or ~/.cache/brt; None if the user has no home directory.
 
-    A relative $XDG_CACHE_HOME does not count, as the XDG specification says. Nothing is created.
+    A relative $XDG_CACHE_HOME is ignored, as the XDG specification says. Nothing is created.
     """
     place = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(place):
-        place = os.path.expanduser("~/.cache")  # which stays as it is where there is no home
+        place = os.path.expanduser("~/.cache")  # This does not expand if there is no home.
     return Path(place, "brt") if os.path.isabs(place) else None
 
 
 def private(name: str) -> Path | None:
-    """The directory `name` in `directory`, made if need be, for programs that will be executed.
+    """Creates and returns a cache directory for programs that will be executed.
 
-    None where it cannot be written, belongs to another user, or could have been written by
-    others; stderr says so once.
+    Returns None if it cannot be written, belongs to another user, or is writable by others; stderr
+    reports this once.
     """
     try:
         place = _written() / name
@@ -42,10 +42,10 @@ def private(name: str) -> Path | None:
 
 
 def writable() -> Path:
-    """`directory`, made if need be, for data whose content is checked when they are read.
+    """Creates and returns the cache directory, for data that are verified when they are read.
 
-    Where it cannot be written it is a temporary directory, which is gone with this process;
-    stderr says so once.
+    If it cannot be written, a temporary directory is returned, which is deleted when the process
+    ends; stderr reports this once.
     """
     try:
         return _written()
@@ -55,10 +55,10 @@ def writable() -> Path:
 
 
 def make(place: Path) -> None:
-    """Makes a directory and those above it, where nobody but the user may list or write.
+    """Creates a directory and its parents with permissions for the user alone.
 
     Raises:
-      OSError: one cannot be made.
+      OSError: a directory cannot be created.
     """
     for path in (*reversed(place.parents), place):
         if not path.is_dir():
@@ -66,31 +66,34 @@ def make(place: Path) -> None:
 
 
 def _written() -> Path:
-    if not (found := directory()):
+    if not (place := directory()):
         raise FileNotFoundError(errno.ENOENT, "the user has no home directory")
-    make(found)
-    tempfile.TemporaryFile(dir=found).close()
-    return found
+    make(place)
+    tempfile.TemporaryFile(dir=place).close()
+    return place
 
 
 def _others(place: Path) -> str:
-    """What other users could have done to programs in a directory of `directory`, "" if nothing."""
+    """Returns why other users could have changed programs in a directory; "" if they could not."""
     for path in (place.parent, place):
         status = path.stat()
         if status.st_uid != os.geteuid():
-            return f"compiled programs are not kept, as {path} belongs to another user"
+            return f"compiled programs are not cached, because {path} belongs to another user"
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return f"compiled programs are not kept, as others write to {path}; chmod go-w {path}"
+            return (
+                f"compiled programs are not cached, because others can write to {path}; run "
+                f"chmod go-w {path}"
+            )
     for path in place.resolve().parents:
         mode = path.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            return f"compiled programs are not kept, as every user can write to {path}"
+            return f"compiled programs are not cached, because every user can write to {path}"
     return ""
 
 
 def _nothing_kept(error: OSError) -> str:
     return (
-        f"nothing is kept for later commands ({directory() or '~/.cache'}: {error.strerror}); "
+        f"nothing is cached for later commands ({directory() or '~/.cache'}: {error.strerror}); "
         "XDG_CACHE_HOME can name another directory"
     )
 
@@ -100,6 +103,6 @@ def _temporary() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="brt-")
 
 
-@functools.cache  # each sentence once
+@functools.cache  # prints each message once
 def _say(text: str) -> None:
     print(f"brt: {text}", file=sys.stderr, flush=True)

@@ -27,7 +27,7 @@ def test_a_summary_in_the_making_has_no_memory() -> None:
 
     summarizer = model("summarization")
     summarizer._writer = Summarizer()
-    with pytest.raises(ConfigError, match="trains a model without a memory that goes on"):
+    with pytest.raises(ConfigError, match="trains a model without a memory; use a language"):
         _ = summarizer.stream("a document").memory
 
 

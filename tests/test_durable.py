@@ -149,7 +149,7 @@ def test_a_link_that_comes_between_the_look_and_the_opening_is_not_followed(
 
 def test_what_is_no_regular_file_is_not_opened_as_one(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         durable.open_file(tmp_path / "fifo", "a")
     with pytest.raises(IsADirectoryError):
         durable.open_file(tmp_path, "a")

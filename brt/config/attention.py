@@ -59,12 +59,12 @@ class Attention:
             f"{self.mass_rule!r}",
         )
 
-    def check_length(self, length: int, said: str) -> None:
+    def check_length(self, length: int, phrase: str) -> None:
         """Refuses numbers that exceed the length of every sequence.
 
         Args:
           length: the length of the longest sequence.
-          said: a phrase that names this length and its origin, for the error message.
+          phrase: a phrase that names this length and its origin, for the error message.
         """
         if length < self.min_length:  # All sequences use exact attention.
             return
@@ -75,6 +75,6 @@ class Attention:
         ):  # fmt: skip
             check(
                 not read or number <= length,
-                f"Attention.{name} = {number} is above {said}, the most that a sequence has; set "
+                f"Attention.{name} = {number} is above {phrase}, the most that a sequence has; set "
                 f"it to {length} at most",
             )

@@ -61,9 +61,9 @@ class Data:
             check(0 <= value < 1, f"Data.{name} = {value} must be in [0, 1)")
 
     def _check_curriculum(self) -> None:
-        steps, own = self.curriculum, all(name.startswith(MEMORY) for name in self.train)
+        steps, memory_only = self.curriculum, all(name.startswith(MEMORY) for name in self.train)
         check(
-            not steps or (own and not self.store),
+            not steps or (memory_only and not self.store),
             f"Data.curriculum = {steps} is for memory tasks, and Data.train = {self.train} or "
             f"Data.store = {self.store!r} is not one",
         )

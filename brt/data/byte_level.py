@@ -67,8 +67,8 @@ class ByteLevelTokenizer(ChunkTokenizer):
                 encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         except Exception as error:  # the library raises nothing more specific
             raise DataError(f"the tokenizer {self.path} cannot read a text ({error})") from error
-        for found in encoded:
-            yield np.asarray(found.ids, np.int32)
+        for encoding in encoded:
+            yield np.asarray(encoding.ids, np.int32)
 
 
 def _opened(path: Path, content: bytes) -> Any:

@@ -112,21 +112,23 @@ def prepared_split(
     Raises:
       DataError: a source cannot be read.
     """
-    there = known if known and (known / MANIFEST).is_file() and (known / split).is_dir() else None
-    if there and part:
-        return there
+    reusable = (
+        known if known and (known / MANIFEST).is_file() and (known / split).is_dir() else None
+    )
+    if reusable and part:
+        return reusable
     try:
         if part or split == "train":  # These splits depend on the names of all sources.
-            own = {s: hashes(section.train) if s == "train" else [] for s in SPLITS}
+            split_hashes = {s: hashes(section.train) if s == "train" else [] for s in SPLITS}
         else:
-            own = {split: hashes(getattr(section, split))}
+            split_hashes = {split: hashes(getattr(section, split))}
     except DataError:
-        if not there:
+        if not reusable:
             raise
-        return there
-    if there and _sources(own)[split] == read_manifest(there)["sources"][split]:
-        return there
-    return prepared(section, own, build, only=split, **more)
+        return reusable
+    if reusable and _sources(split_hashes)[split] == read_manifest(reusable)["sources"][split]:
+        return reusable
+    return prepared(section, split_hashes, build, only=split, **more)
 
 
 def say_left_out(
@@ -156,11 +158,11 @@ def described(directory: Path, splits: Mapping[str, Any], unit: str) -> dict[str
       unit: what a store counts, for example "documents".
     """
     manifest = read_manifest(directory) if (directory / MANIFEST).is_file() else {"sources": {}}
-    found = {}
+    descriptions = {}
     for split, store in splits.items():
         files = manifest["sources"].get(split, [])
         size = getattr(store, "manifest", {}).get("bytes") or sum(file["bytes"] for file in files)
-        found[split] = {
+        descriptions[split] = {
             unit: len(store),
             **({"bytes": size} if size else {}),
             "names": list(getattr(store, "names", ())[:NAMED]),
@@ -168,7 +170,7 @@ def described(directory: Path, splits: Mapping[str, Any], unit: str) -> dict[str
             "held_out": manifest.get("held_out", {}).get(split, ""),
             "sources": files,
         }
-    return found
+    return descriptions
 
 
 def cache_directory(section: Section) -> Path:
@@ -184,16 +186,18 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     Raises:
       DataError: it is missing or damaged, or names files outside the directory.
     """
-    found = manifests.read(directory / MANIFEST, _KIND)
+    manifest = manifests.read(directory / MANIFEST, _KIND)
     with manifests.undamaged(directory, "corpus"):
-        if coverage := found.get("tokenizer", {}).get("coverage"):
+        if coverage := manifest.get("tokenizer", {}).get("coverage"):
             untrusted.check(coverage, {"fraction": float}, "coverage")
-        if not {*found["splits"]} <= {*SPLITS}:
-            raise ValueError(f"{MANIFEST} has the splits {', '.join(found['splits'])}")
-        for name in (found[kind]["file"] for kind in ("tokenizer", "vocabulary") if kind in found):
+        if not {*manifest["splits"]} <= {*SPLITS}:
+            raise ValueError(f"{MANIFEST} has the splits {', '.join(manifest['splits'])}")
+        for name in (
+            manifest[kind]["file"] for kind in ("tokenizer", "vocabulary") if kind in manifest
+        ):
             if Path(name).name != name or not (directory / name).is_file():
                 raise ValueError(f"{MANIFEST} names {name!r}, which is not there")
-    return found
+    return manifest
 
 
 def _sources(hashes: Hashes) -> dict[str, list[dict[str, Any]]]:

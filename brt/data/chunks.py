@@ -62,8 +62,8 @@ class ChunkTokenizer(abc.ABC):
         return np.concatenate([np.zeros(0, np.int32), *self.encode_chunks([text])])
 
     def encode_chunks(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
-        found = cut(chunks, CHUNK)
-        while batch := list(itertools.islice(found, BATCH)):
+        pieces = cut(chunks, CHUNK)
+        while batch := list(itertools.islice(pieces, BATCH)):
             yield from self._encode(batch)
 
     def decode_bytes(self, ids: Ids) -> bytes:

@@ -78,9 +78,9 @@ def refuse(name: str, head: bytes) -> None:
       name: the file's name, for the error message.
       head: the first `HEAD` bytes of the file, or all bytes of a shorter one.
     """
-    if (found := _sign(head) or _wide(head)) is None:
+    if (detected := _sign(head) or _wide(head)) is None:
         return
-    what, remedy = found
+    what, remedy = detected
     whole = name[: len(name) - len(endings.packing(name))]
     stem = whole.rpartition(".")[0] if "." in whole.rpartition("/")[2] else whole
     file, whole, stem = map(shlex.quote, (name, whole, stem))

@@ -97,12 +97,12 @@ def _text(file: File, kind: str, errors: str, max_bytes: int) -> Iterator[str]:
 
 def _records(file: File, pairs: Iterator[tuple], bad: Quarantine) -> Iterator[Document]:
     """Yields the documents of a file, up to the place where the file is damaged."""
-    found = False
+    has_text = False
     try:
         for document, text in pairs:
-            found = True
+            has_text = True
             yield Document(document, _pieces(text))
-        if not found and not bad.knows(file.name):
+        if not has_text and not bad.knows(file.name):
             raise plain_text.no_text(file.name)
     except BadRecord as error:
         bad.take(error, file.name)

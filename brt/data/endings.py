@@ -39,8 +39,8 @@ def kind(name: str) -> str:
 
     Shards of a dataset have a number after the suffix: `a.array_record-00000-of-00002`.
     """
-    whole = inner(name)
-    if ".array_record" in whole:
+    name_inside = inner(name)
+    if ".array_record" in name_inside:
         return "array_record"
-    found = (kind for kind, endings in KINDS.items() if whole.endswith(endings))
-    return next(found, "text")
+    matches = (kind for kind, endings in KINDS.items() if name_inside.endswith(endings))
+    return next(matches, "text")

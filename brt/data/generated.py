@@ -34,19 +34,19 @@ def parse(source: str) -> Name:
 
 def read(
     sources: Iterable[str],
-    made: Callable[[str], Iterable[Any]],
+    generate: Callable[[str], Iterable[Any]],
     files: Callable[[list[str]], Iterable[Any]],
 ) -> Iterator[Any]:
     """Yields the items of sources in order.
 
     Args:
       sources: names of generated sources and of files.
-      made: returns the items of a generated source.
+      generate: returns the items of a generated source.
       files: returns the items of several files.
     """
-    for own, names in itertools.groupby(sources, lambda name: name.startswith(PREFIX)):
-        if own:
-            yield from itertools.chain.from_iterable(map(made, names))
+    for is_generated, names in itertools.groupby(sources, lambda name: name.startswith(PREFIX)):
+        if is_generated:
+            yield from itertools.chain.from_iterable(map(generate, names))
         else:
             yield from files(list(names))
 
@@ -62,11 +62,11 @@ def draw(purpose: str) -> np.random.RandomState:
 
 def words(purpose: str, count: int) -> list[str]:
     """Returns different words of two or three syllables; no word is a prefix of another."""
-    random, found = draw(purpose), []
-    while len(found) < count:
+    random, result = draw(purpose), []
+    while len(result) < count:
         size = random.randint(2, 4)
         word = "".join("bdfgklmnprstvz"[random.randint(14)] + "aeiou"[random.randint(5)]
                        for _ in range(size))  # fmt: skip
-        if not any(word.startswith(other) or other.startswith(word) for other in found):
-            found.append(word)
-    return found
+        if not any(word.startswith(other) or other.startswith(word) for other in result):
+            result.append(word)
+    return result

@@ -65,8 +65,8 @@ def lines(file: File) -> Iterator[Record]:
 
 def _numbered(file: File, max_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Yields the number, counted from one, and the bytes of every line that is not empty."""
-    found = contents.lines(file.name, contents.text(file), max_bytes)
-    return ((i, line) for i, line in enumerate(found, 1) if line and not line.isspace())
+    all_lines = contents.lines(file.name, contents.text(file), max_bytes)
+    return ((i, line) for i, line in enumerate(all_lines, 1) if line and not line.isspace())
 
 
 def parse(name: str, number: int, data: bytes, errors: str = "strict") -> Record:
@@ -107,9 +107,9 @@ def _is_line(line: bytes) -> bool:
 
 def _members(file: File, lines: Iterator[bytes], errors: str, max_bytes: int) -> Iterator[Record]:
     data = b"\n".join(contents.no_more_than(max_bytes, file.name, lines))
-    whole = parse(file.name, 0, data, errors)
-    if whole.problem:
-        raise BadRecord(f"{file.name} {whole.problem}")
-    values = whole.value if isinstance(whole.value, list) else [whole.value]
+    record = parse(file.name, 0, data, errors)
+    if record.problem:
+        raise BadRecord(f"{file.name} {record.problem}")
+    values = record.value if isinstance(record.value, list) else [record.value]
     for place, value in enumerate(values):
         yield Record(f"{file.name}[{place}]", place, value)

@@ -66,14 +66,16 @@ class LaneReader(Reader):
         return np.where(real, order[index], -1), place - begins[index], in_lane == 0
 
     def described(self, step: int) -> list[dict[str, Any]]:
-        found = []
-        for lane, (documents, own) in enumerate(zip(*self._blocks(step, None)[:2], strict=True)):
+        rows = []
+        for lane, (documents, indices) in enumerate(
+            zip(*self._blocks(step, None)[:2], strict=True)
+        ):
             for d in dict.fromkeys(documents[documents >= 0].tolist()):
-                places = own[documents == d] * self.window
+                places = indices[documents == d] * self.window
                 end = min(places[-1] + self.window, self.store.lengths[d])
                 tokens = [int(places[0]), int(end)]
-                found.append({"lane": lane, "document": self.store.names[d], "tokens": tokens})
-        return found
+                rows.append({"lane": lane, "document": self.store.names[d], "tokens": tokens})
+        return rows
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:

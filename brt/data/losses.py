@@ -60,10 +60,10 @@ def unknown_id(tokenizer: Tokenizer) -> int:
 
 def of_text(tokenizer: Tokenizer, text: str) -> int:
     """Returns the number of bytes of a text that its tokens do not reproduce."""
-    found = Losses(tokenizer)
-    found.text(text.encode())
-    found.tokens(tokenizer.encode(text))
-    return found.lost
+    counter = Losses(tokenizer)
+    counter.text(text.encode())
+    counter.tokens(tokenizer.encode(text))
+    return counter.lost
 
 
 def recounted(tokenizer: Tokenizer, ids: np.ndarray, size: int) -> int:

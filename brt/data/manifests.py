@@ -33,13 +33,13 @@ def read(path: Path, kind: Mapping[Any, Any]) -> dict[str, Any]:
     """
     try:
         manifest = untrusted.read_json(path, {})
-        if (found := manifest.get("format")) == FORMAT:
+        if (file_format := manifest.get("format")) == FORMAT:
             untrusted.check(manifest, kind)
     except OSError as error:
-        whole = preparation(path.parent)
+        corpus = preparation(path.parent)
         remedy = "write it with python -m brt.prepare"
-        if whole != path.parent:
-            remedy = f"delete {whole} and prepare it again"
+        if corpus != path.parent:
+            remedy = f"delete {corpus} and prepare it again"
         raise DataError(
             f"{path.parent} holds no finished preparation ({path.name} is missing); {remedy}"
         ) from error
@@ -47,9 +47,9 @@ def read(path: Path, kind: Mapping[Any, Any]) -> dict[str, Any]:
         raise DataError(
             f"{path} is damaged ({error}); delete {preparation(path.parent)} and prepare it again"
         ) from error
-    if found != FORMAT:
+    if file_format != FORMAT:
         raise DataError(
-            f"{path} has format {found}, this brt reads {FORMAT}; prepare {path.parent} again"
+            f"{path} has format {file_format}, this brt reads {FORMAT}; prepare {path.parent} again"
         )
     return manifest
 
@@ -61,8 +61,8 @@ def write(path: Path, manifest: Mapping[str, Any]) -> None:
 
 def preparation(store: Path) -> Path:
     """Returns the directory to prepare again if a store is damaged: all splits of its corpus."""
-    whole = store.parent
-    return whole if (whole / CORPUS).is_file() else store
+    corpus = store.parent
+    return corpus if (corpus / CORPUS).is_file() else store
 
 
 @contextlib.contextmanager
@@ -71,8 +71,8 @@ def undamaged(directory: Path, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
-        whole = preparation(directory)
-        named = "it" if whole == directory else whole
+        corpus = preparation(directory)
+        named = "it" if corpus == directory else corpus
         raise DataError(
             f"the {what} {directory} is damaged ({error}); delete {named} and prepare it again"
         ) from error
@@ -157,14 +157,14 @@ def _held_directory(directory: Path, stack: contextlib.ExitStack) -> Path:
     """Creates a locked temporary directory next to `directory`; the stack deletes it at its end."""
     while True:
         place = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-        with contextlib.ExitStack() as own:
-            own.callback(_remove_or_warn, place)
+        with contextlib.ExitStack() as attempt:
+            attempt.callback(_remove_or_warn, place)
             # Until the lock is held, another process may delete the new directory.
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
-                held = own.enter_context(open(place / _HELD, "w"))
+                held = attempt.enter_context(open(place / _HELD, "w"))
                 locks.acquire(held)
                 if os.path.samestat(os.fstat(held.fileno()), os.stat(place / _HELD)):
-                    stack.enter_context(own.pop_all())
+                    stack.enter_context(attempt.pop_all())
                     return place
 
 

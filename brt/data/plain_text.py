@@ -35,8 +35,8 @@ def checked(name: str, text: str) -> str:
     Raises:
       BadRecord: the text contains a NUL or a surrogate without its partner.
     """
-    if found := problem(text):
-        raise BadRecord(f"{name} {found}, which no text has; remove it")
+    if reason := problem(text):
+        raise BadRecord(f"{name} {reason}, which no text has; remove it")
     return text.removeprefix(MARK)
 
 

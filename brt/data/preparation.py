@@ -155,18 +155,18 @@ def _write(
     seen: dict[str, tuple[str, str]] = {}
     splits = tuple(splits)
     for split in splits:
-        found = _unshared(plan.documents(split), split, seen)
+        unshared = _unshared(plan.documents(split), split, seen)
         origin = f" ({plan.held_out[split]})" if split in plan.held_out else ""
         size = sum(file["bytes"] for file in facts["sources"].get(split, ())) or None
         with cache.bar(split, progress, total=size, unit="B", unit_scale=True) as bar:
             store = token_store.write(
-                directory / split, found, tokenizer, settings=facts, progress=bar.update
+                directory / split, unshared, tokenizer, settings=facts, progress=bar.update
             )
         counts = store.manifest
         cache.say(
             f"prepared {split}{origin}: {counted(counts['documents'], 'document')}, "
             f"{counts['bytes']:,} bytes, {counts['tokens']:,} tokens"
-            + "".join(f"; {said}" for said in [_lost(store)] if said),
+            + "".join(f"; {clause}" for clause in [_lost(store)] if clause),
             progress and not sys.stderr.isatty(),
         )
     held_out = {split: plan.held_out[split] for split in splits if split in plan.held_out}
@@ -255,5 +255,5 @@ def summary(dataset: Dataset) -> str:
     line = f"tokenizer {described['name']}, {dataset.tokenizer.vocab_size:,} ids"
     if coverage := described.get("coverage"):
         line += f", trained on {coverage['fraction']:.1%} of the train text"
-    lost = [f"{split}: {said}" for split, s in dataset.splits.items() if (said := _lost(s))]
+    lost = [f"{split}: {clause}" for split, s in dataset.splits.items() if (clause := _lost(s))]
     return "\n".join([*lines, line, *lost])

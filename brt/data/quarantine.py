@@ -31,7 +31,7 @@ class Quarantine:
 
     def knows(self, file: str) -> bool:
         """Returns True if a record of the file was collected."""
-        return any(said["file"] == file for said in self._found.values())
+        return any(entry["file"] == file for entry in self._found.values())
 
     def take(self, error: BadRecord, file: str, **place: int) -> None:
         """Collects a record of a file; without `place`, everything from here to the file's end.
@@ -46,8 +46,8 @@ class Quarantine:
         """
         if not self.most:
             raise error
-        said = {"file": file, **place, "reason": str(error)}
-        self._found.setdefault(json.dumps([file, place]), said)
+        entry = {"file": file, **place, "reason": str(error)}
+        self._found.setdefault(json.dumps([file, place]), entry)
         if len(self) > self.most:
             raise DataError(
                 f"{len(self)} documents cannot be read, more than Data.max_bad_records = "
@@ -65,5 +65,5 @@ class Quarantine:
     def write(self, directory: Path) -> None:
         """Writes a line of JSON for each collected record, if there are any."""
         if self._found:
-            lines = (json.dumps(said) + "\n" for said in self._found.values())
+            lines = (json.dumps(entry) + "\n" for entry in self._found.values())
             (directory / NAME).write_text("".join(lines), encoding="utf-8")

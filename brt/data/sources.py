@@ -67,10 +67,10 @@ def files(source: str, endings: Sequence[str] = DOCUMENTS) -> list[File]:
     return _once([file for match in matches for file in _path_files(Path(match), endings)])
 
 
-def _once(found: list[File]) -> list[File]:
+def _once(candidates: list[File]) -> list[File]:
     """Removes files that appear a second time under another name, such as a link."""
-    once = {os.path.realpath(file.path): file for file in reversed(found)}
-    return [file for file in found if once[os.path.realpath(file.path)] is file]
+    last_names = {os.path.realpath(file.path): file for file in reversed(candidates)}
+    return [file for file in candidates if last_names[os.path.realpath(file.path)] is file]
 
 
 def _matches(pattern: str) -> Iterator[str]:
@@ -134,11 +134,11 @@ def left_out(source: str, endings: Sequence[str] = DOCUMENTS, read: Iterable[Pat
         return ""
     listed = walk(path)
     seen = {os.path.realpath(file) for file in [*_ending(listed.files, endings), *read]}
-    others = Counter(
+    unread = Counter(
         _unread(file) for file in listed.files if os.path.realpath(file) not in seen
     )  # fmt: skip
-    others.update(reason for _, reason in listed.missed)
-    counts = ", ".join(f"{count:,} {kind}" for kind, count in others.most_common())
+    unread.update(reason for _, reason in listed.missed)
+    counts = ", ".join(f"{count:,} {kind}" for kind, count in unread.most_common())
     return f"{path} contains files that are not read: {counts}" if counts else ""
 
 
@@ -218,15 +218,15 @@ def _ending(paths: Iterable[Path], endings: Sequence[str]) -> list[Path]:
     and is left out.
     """
     every = tuple(ending + packed for ending in endings for packed in ("", *kinds.COMPRESSED))
-    found = (p for p in paths if p.name.lower().endswith(every) and p.is_file())
-    found = (p for p in found if p.stat().st_size)
+    matching = (p for p in paths if p.name.lower().endswith(every) and p.is_file())
+    matching = (p for p in matching if p.stat().st_size)
     if ".jsonl" in endings:
-        found = (
+        matching = (
             p
-            for p in found
+            for p in matching
             if kinds.kind(p.name) != "json" or json_files.holds_records(File(str(p), p))
         )
-    return sorted(found)
+    return sorted(matching)
 
 
 def _of_corpora(paths: list[Path]) -> list[Path]:

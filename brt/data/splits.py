@@ -51,13 +51,13 @@ class Plan:
             names, contents, lengths = zip(*map(_described, self._read("train")), strict=True)
             distinct = dict(zip(reversed(contents), reversed(names), strict=True))
             if len(distinct) > len(self._fractions):
-                own = assign(list(distinct.values()), self._fractions)
-                of_content = dict(zip(distinct, own, strict=True))
+                assigned = assign(list(distinct.values()), self._fractions)
+                of_content = dict(zip(distinct, assigned, strict=True))
                 self._parts = [{of_content[content]: (0, None)} for content in contents]
             else:
                 what = "{:.0%} of each document of Data.train, at its end"
-                found = zip(self._read("train"), lengths, strict=True)
-                self._parts = [ends(d, length, self._fractions) for d, length in found]
+                pairs = zip(self._read("train"), lengths, strict=True)
+                self._parts = [ends(d, length, self._fractions) for d, length in pairs]
         self.held_out = {split: what.format(f) for split, f in self._fractions.items()}
 
     def documents(self, split: str) -> Iterator[Document]:
@@ -191,18 +191,18 @@ def _between(chunks: Iterable[str], start: int, stop: int | None) -> Iterator[st
 
 def _texts(chunks: Iterable[str], windows: Sequence[tuple[int, int]]) -> list[str]:
     """Returns the text between the start and stop of each window."""
-    begin, found = 0, [""] * len(windows)
+    begin, texts = 0, [""] * len(windows)
     for chunk in chunks:
         for i, (start, stop) in enumerate(windows):
-            found[i] += chunk[max(start - begin, 0) : max(stop - begin, 0)]
+            texts[i] += chunk[max(start - begin, 0) : max(stop - begin, 0)]
         begin += len(chunk)
-    return found
+    return texts
 
 
 def _border(text: str) -> int:
     """Returns where the first paragraph of a text ends, or else its first line or word."""
-    found: Iterator[Any] = (re.search(border, text) for border in BORDERS)
-    return next((match.end() for match in found if match), 0)
+    matches: Iterator[Any] = (re.search(border, text) for border in BORDERS)
+    return next((match.end() for match in matches if match), 0)
 
 
 def _hash(name: str) -> str:

@@ -60,10 +60,10 @@ class TokenStore:
         """
         with store.opened(
             directory, ["names"], facts=_FACTS, npz="documents.npz", what="token store"
-        ) as found:  # fmt: skip
-            manifest, columns = found.manifest, found.columns
+        ) as files:  # fmt: skip
+            manifest, columns = files.manifest, files.columns
             dtype, offsets = stored_dtype(manifest), columns["offsets"]
-            tokens = found.on_disk("tokens.bin", dtype, offsets, "documents").values
+            tokens = files.on_disk("tokens.bin", dtype, offsets, "documents").values
             if (
                 manifest["tokens"] != len(tokens)
                 or not 0 <= manifest["bos_id"] < manifest["vocab_size"]
@@ -71,9 +71,9 @@ class TokenStore:
                 raise ValueError("tokens.bin has another size than its manifest says")
             lost = columns.get("lost")  # Stores of earlier versions do not have this column.
             counted = (*_COLUMNS[1:], "names") if lost is None else (*_COLUMNS[1:], "names", "lost")
-            found.check("documents", *(columns[name] for name in counted))
+            files.check("documents", *(columns[name] for name in counted))
             columns = {name: columns[name] for name in ("offsets", *counted)}
-        return cls(directory=found.directory, manifest=manifest, tokens=tokens, **columns)
+        return cls(directory=files.directory, manifest=manifest, tokens=tokens, **columns)
 
     @property
     def fingerprint(self) -> str:

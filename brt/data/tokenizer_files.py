@@ -75,10 +75,10 @@ def json_model(path: Path, content: bytes) -> Any:
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # `</s>` inside a text is text, not a special token.
     try:
-        (kept,) = tokenizer.encode_batch_fast(["a text"], add_special_tokens=False)
+        (encoding,) = tokenizer.encode_batch_fast(["a text"], add_special_tokens=False)
     except Exception as error:  # the library raises nothing more specific
         raise DataError(f"the tokenizer {path} cannot encode a text ({error})") from error
-    if not kept.ids:
+    if not encoding.ids:
         raise DataError(
             f"the tokenizer {path} drops all of a text; remove the part that drops it, such as its "
             "post_processor"

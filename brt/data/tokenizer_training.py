@@ -99,20 +99,20 @@ def _sample(
     pieces: Iterable[bytes], max_bytes: int, rng: random.Random
 ) -> tuple[list[bytes], Coverage]:
     """Samples at most `max_bytes` of the pieces, with equal probability, in one pass."""
-    kept: list[tuple[float, bytes]] = []
+    sample: list[tuple[float, bytes]] = []
     seen = total = 0
     threshold = 1.0
     for piece in pieces:
         total += len(piece)
         draw = rng.random()
         if draw < threshold:
-            kept.append((draw, piece))
+            sample.append((draw, piece))
             seen += len(piece)
         while seen > max_bytes:
             threshold /= 2
-            kept = [(draw, piece) for draw, piece in kept if draw < threshold]
-            seen = sum(len(piece) for _, piece in kept)
-    return [piece for _, piece in kept], Coverage(seen, total)
+            sample = [(draw, piece) for draw, piece in sample if draw < threshold]
+            seen = sum(len(piece) for _, piece in sample)
+    return [piece for _, piece in sample], Coverage(seen, total)
 
 
 def _train(pieces: Iterator[bytes], vocab_size: int, special: Special) -> bytes:
@@ -137,18 +137,18 @@ def _train(pieces: Iterator[bytes], vocab_size: int, special: Special) -> bytes:
     return model.getvalue()
 
 
-def _too_many(asked: str, limit: int) -> DataError:
+def _too_many(binding: str, limit: int) -> DataError:
     return DataError(
-        f"{asked} asks for more pieces than this corpus yields; use train:{limit} or less"
+        f"{binding} asks for more pieces than this corpus yields; use train:{limit} or less"
     )
 
 
-def _explained(error: RuntimeError, asked: str) -> Exception:
+def _explained(error: RuntimeError, binding: str) -> Exception:
     if limit := re.search(r"value <= (\d+)", str(error)):
-        return _too_many(asked, int(limit[1]))
+        return _too_many(binding, int(limit[1]))
     if limit := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):
         return DataError(
-            f"{asked} is too small for the bytes and characters "
+            f"{binding} is too small for the bytes and characters "
             f"of this corpus; use at least train:{limit[1]}"
         )
     return error

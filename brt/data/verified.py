@@ -35,20 +35,20 @@ def check(directory: Path, hashes: Mapping[str, str], *, whole: bool = False) ->
         seal = _seal(expected, stat)
         if not whole and seal and os.path.exists(seal):
             continue
-        found = sources.sha256(path)
+        actual = sources.sha256(path)
         with contextlib.suppress(OSError):  # Without a cache, the file is read each time.
-            if seal and found != expected:
+            if seal and actual != expected:
                 seal.unlink(missing_ok=True)
             elif seal and time.time() - stat.st_ctime > SETTLED:
                 user_cache.make(seal.parent)
                 seal.touch()
-        if found != expected:
-            raise ValueError(f"{name} has the sha256 {found[:12]}, not {expected[:12]}")
+        if actual != expected:
+            raise ValueError(f"{name} has the sha256 {actual[:12]}, not {expected[:12]}")
 
 
 def _seal(expected: str, stat: os.stat_result) -> Path | None:
     """Returns the path that exists if a file in this state was verified; None without a cache."""
     if not (place := user_cache.directory()):
         return None
-    said = (expected, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-    return place / "verified" / hashlib.sha256(repr(said).encode()).hexdigest()
+    state = (expected, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+    return place / "verified" / hashlib.sha256(repr(state).encode()).hexdigest()

@@ -37,7 +37,7 @@ def walk(top: Path) -> Walk:
 
     Directories are visited before links to directories, so that files get their direct names.
     """
-    found = Walk([], [])
+    result = Walk([], [])
     places, links, seen = [top], [], set()
     while places or links:
         place = places.pop() if places else links.pop(0)
@@ -48,14 +48,14 @@ def walk(top: Path) -> Walk:
             with os.scandir(place) as entries:
                 names = sorted(entry.name for entry in entries if not entry.name.startswith("."))
         except OSError:
-            found.missed.append((place, CLOSED))
+            result.missed.append((place, CLOSED))
             continue
         for path in (place / name for name in names):
             if os.path.isdir(path):  # Path.is_dir may raise an error.
                 (links if os.path.islink(path) else places).append(path)
             elif os.path.isfile(path):
-                found.files.append(path)
+                result.files.append(path)
             else:
-                found.missed.append((path, DEAD if os.path.islink(path) else ODD))
-    found.files.sort()
-    return found
+                result.missed.append((path, DEAD if os.path.islink(path) else ODD))
+    result.files.sort()
+    return result

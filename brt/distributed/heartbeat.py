@@ -49,9 +49,9 @@ class Heartbeat:
     def last_words(self) -> list[str]:
         """Returns a phrase for each other process about its last known activity."""
         return [
-            f"{self._peer(index)} was {said}"
+            f"{self._peer(index)} was {activity}"
             for index, (beat, _) in self._seen.items()
-            if index != self._index and (said := _doing(beat))
+            if index != self._index and (activity := _doing(beat))
         ]
 
     def close(self) -> None:
@@ -68,8 +68,8 @@ class Heartbeat:
         while not self._over.wait(_BEAT_SECONDS):
             beats += 1
             try:
-                said = f"{beats} {self.doing()}"
-                self._client.key_value_set(f"brt/alive/{self._index}", said, True)
+                activity = f"{beats} {self.doing()}"
+                self._client.key_value_set(f"brt/alive/{self._index}", activity, True)
                 alive = self._read("brt/alive")
                 self._stopped = self._read("brt/stopped")
             except Exception:
@@ -90,14 +90,14 @@ class Heartbeat:
                     self._end(index, silent, reason)
 
     def _read(self, place: str) -> dict[int, str]:
-        found = self._client.key_value_dir_get(place)
-        return {int(key.rpartition("/")[2]): value for key, value in found}
+        entries = self._client.key_value_dir_get(place)
+        return {int(key.rpartition("/")[2]): value for key, value in entries}
 
     def _end(self, index: int, silent: float, reason: str | None) -> None:
         if self._over.is_set():
             return
-        said = _doing(self._seen[index][0])
-        last = f", last while {said}" * bool(said)
+        activity = _doing(self._seen[index][0])
+        last = f", last while {activity}" * bool(activity)
         why = f"has given no sign of life for {silent:.0f} s{last}"
         why = f"has stopped: {reason}" if reason else why
         print(

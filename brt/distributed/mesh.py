@@ -29,25 +29,25 @@ def shape_of(mesh: Mesh, devices: int) -> dict[str, int]:
     """
     shape = {axis: getattr(mesh, axis) for axis in AXES}
     named = {axis: size for axis, size in shape.items() if size > 1}
-    asked = " * ".join(f"Mesh.{axis} = {size}" for axis, size in named.items())
+    requested = " * ".join(f"Mesh.{axis} = {size}" for axis, size in named.items())
     wanted = math.prod(named.values())
-    there = f"there {'is' if devices == 1 else 'are'} {devices}"
+    available = f"there {'is' if devices == 1 else 'are'} {devices}"
     if wanted > devices:
-        raise ConfigError(f"{asked} needs {wanted} devices, but {there}; lower it")
+        raise ConfigError(f"{requested} needs {wanted} devices, but {available}; lower it")
     rest = [axis for axis, size in shape.items() if size == -1]
     if not rest:
         return shape
     if devices % wanted:
         raise ConfigError(
-            f"{asked} does not divide {devices} devices, so Mesh.{rest[0]} = -1 has "
+            f"{requested} does not divide {devices} devices, so Mesh.{rest[0]} = -1 has "
             f"none left; {nearest(wanted, devices)} would"
         )
     return shape | {rest[0]: devices // wanted}
 
 
-def nearest(wanted: int, whole: int) -> int:
-    """Returns the divisor of `whole` that is nearest to `wanted`, the smaller one of two."""
-    return min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - wanted))
+def nearest(wanted: int, number: int) -> int:
+    """Returns the divisor of `number` that is nearest to `wanted`, the smaller one of two."""
+    return min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: abs(n - wanted))
 
 
 def build(
@@ -81,9 +81,9 @@ def misfit(shape: Mapping[str, int], needs: Needs) -> str | None:
         over = {axis: shape[axis] for axis in RULES[name] if shape[axis] > 1}
         count = math.prod(over.values())
         if size % count:
-            asked = " * ".join(f"Mesh.{axis} = {n}" for axis, n in over.items())
+            requested = " * ".join(f"Mesh.{axis} = {n}" for axis, n in over.items())
             return (
-                f"{what} = {size} {name} cannot be shared equally by {asked} devices; "
+                f"{what} = {size} {name} cannot be shared equally by {requested} devices; "
                 f"{nearest(count, size)} would do"
             )
     return None

@@ -233,12 +233,12 @@ def of_first(value: Any, name: str = "decision") -> Any:
 def check_same(facts: Mapping[str, str]) -> None:
     """Raises ConfigError on all processes if a process has a different value of a fact."""
     everyone = [json.loads(text) for text in gather("facts", json.dumps(dict(facts)))]
-    for index, theirs in enumerate(everyone):
+    for index, others in enumerate(everyone):
         for name, value in everyone[0].items():
-            if theirs[name] != value:
+            if others[name] != value:
                 raise ConfigError(
                     f"{peer(index)} has a different {name} than process 0: "
-                    f"{_difference(value, theirs[name])}; start all processes in the same way"
+                    f"{_difference(value, others[name])}; start all processes in the same way"
                 )
 
 

@@ -85,19 +85,19 @@ class Agreed:
 
     def _heard(self, place: str) -> str | None:
         """Waits for a request to any process and returns its reason; None after `close`."""
-        texts, told = service(), False
+        texts, published = service(), False
         while not self._over:
-            if (asked := self._asked()) and not told:
-                told = True
+            if (request := self._asked()) and not published:
+                published = True
                 with contextlib.suppress(Exception):  # Another process may have published first.
-                    texts.key_value_set(place, f"{asked} to {peer(jax.process_index())}")
+                    texts.key_value_set(place, f"{request} to {peer(jax.process_index())}")
             try:
                 reason = texts.blocking_key_value_get(place, 200)
             except Exception as error:
                 if "DEADLINE_EXCEEDED" in str(error):
                     continue
                 return None
-            if not told:
+            if not published:
                 self._announce(reason)
             return reason
         return None

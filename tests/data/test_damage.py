@@ -94,7 +94,7 @@ def test_what_a_corpus_says_is_checked(change, said, dataset):
         ({"names": np.frombuffer(b"{}", np.uint8)}, "a part of names is {}, which is no str"),
         ({"names": np.frombuffer(b"[" * 9**5, np.uint8)}, "Brackets too deep"),
         ({"bytes": np.array(7)}, "bytes is no column"),
-        ({"names": np.array(["a"], object)}, r"names\.npy is no array of numbers or text"),
+        ({"names": np.array(["a"], object)}, r"names\.npy is not an array of numbers or text"),
     ],
     ids=lambda x: str(x)[:20],
 )

@@ -70,14 +70,14 @@ def test_bits_of_a_document_are_those_of_evaluation(model: brt.Model) -> None:
 def test_what_cannot_be_done_is_said_in_a_sentence(
     model: brt.Model, trained: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="there is no directory no/run; a run's workdir"):
+    with pytest.raises(ConfigError, match="there is no directory no/run; name the directory"):
         brt.load("no/run")
     with pytest.raises(CheckpointError, match="has no checkpoint of step 7"):
         brt.load(trained, step=7)
     with pytest.raises(ConfigError, match="no field 'Model.layer'; did you mean 'Model.layers'"):
         brt.config_from_gin((), {"Model.layer": 2})
     for given, message in (
-        ({"beams": 2, "top_p": 0.5}, "beams=2 searches for the likeliest text, top_p=0.5 draws"),
+        ({"beams": 2, "top_p": 0.5}, "beams=2 searches for the most probable text, top_p=0.5 sam"),
         ({"beams": 0}, "beams=0 must be above 0"),
         ({"max_tokens": -1}, "max_tokens=-1 must not be negative"),
         ({"temperature": -1.0}, "Sampling.temperature = -1.0 must not be negative"),
@@ -100,7 +100,7 @@ def test_two_texts_at_a_time_are_not_mixed_up(model: brt.Model) -> None:
     next(first)
     model.read("b")
     for late in (lambda: next(first), lambda: first.memory):
-        with pytest.raises(ConfigError, match="read or written something else meanwhile"):
+        with pytest.raises(ConfigError, match="read or generated another text meanwhile"):
             late()
 
 

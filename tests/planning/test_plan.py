@@ -205,7 +205,7 @@ def test_a_vocabulary_that_only_the_tokenizer_tells_is_planned_for() -> None:
 
 def test_flags_that_clash_are_refused() -> None:
     for flags, message in (
-        (["--topology=v5e:4x4", "--devices=8"], "are two machines; name one"),
+        (["--topology=v5e:4x4", "--devices=8"], "name two machines; use one"),
         (["--devices=0"], "--devices=0 must be above 0"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -227,7 +227,7 @@ def test_a_sweep_is_no_run(sweeps: Sweeps) -> None:
     args = sweep.parser().parse_args(["--gin_file=sweep.gin"])
     with pytest.raises(ConfigError, match="Sweep.grid describes a sweep; run it with python -m"):
         command_line.resolve(args)
-    with pytest.raises(ConfigError, match="--gin_file says what to sweep"):
+    with pytest.raises(ConfigError, match="--gin_file names the sweep"):
         sweep.main(sweep.parser().parse_args([]))
 
 

@@ -96,15 +96,15 @@ def _tell_facts(memory: Memory, random: RandomState, distance: int) -> Events:
     keys, spread = _KEYS[memory.task], memory.task == "needle"
     before = " " if spread else ""
     places = random.randint(memory.size - distance + 1, size=memory.facts if spread else 1)
-    told, asked = [], []
+    statements, questions = [], []
     for number, key in enumerate(random.permutation(memory.symbols)[: memory.facts]):
         place, name, value = int(places[number % len(places)]), keys[key], _value(memory, random)
-        told.append((place, f"{before}{name}={value};"))
-        own = len(f";{before}{name}>")  # bytes of the distance that are not filler
-        asked.append((place + max(distance - own, 0), f"{before}{name}>{value}<"))
+        statements.append((place, f"{before}{name}={value};"))
+        label_size = len(f";{before}{name}>")  # bytes of the distance that are not filler
+        questions.append((place + max(distance - label_size, 0), f"{before}{name}>{value}<"))
     if spread:
-        return told + asked
-    return told + [asked[i] for i in random.permutation(memory.facts)[: memory.queries]]
+        return statements + questions
+    return statements + [questions[i] for i in random.permutation(memory.facts)[: memory.queries]]
 
 
 def _value(memory: Memory, random: RandomState) -> str:
@@ -117,8 +117,8 @@ def _value(memory: Memory, random: RandomState) -> str:
 def _owned(memory: Memory, draw: Callable[[], T]) -> T:
     """Returns the first draw that belongs to the split."""
     for _ in range(_DRAWS):
-        if owned(str(found := draw()), memory.split):
-            return found
+        if owned(str(drawn := draw()), memory.split):
+            return drawn
     raise DataError(
         f"memory:{memory.task}/{memory.split} with facts={memory.facts}, "
         f"symbols={memory.symbols} and size={memory.size} has no documents that no other split "
@@ -127,13 +127,13 @@ def _owned(memory: Memory, draw: Callable[[], T]) -> T:
 
 
 def _solve_facts(memory: Memory, text: bytes) -> Iterator[Answer]:
-    told = {}
-    for found in _FACT.finditer(text):
-        key, value, asked, _ = found.groups()
+    facts = {}
+    for match in _FACT.finditer(text):
+        key, value, question, _ = match.groups()
         if value:
-            told[key] = found.end(2), value
+            facts[key] = match.end(2), value
         else:
-            yield Answer(*found.span(4), *told[asked])
+            yield Answer(*match.span(4), *facts[question])
 
 
 def _tell_moves(memory: Memory, random: RandomState, distance: int) -> Events:
@@ -145,8 +145,8 @@ def _tell_moves(memory: Memory, random: RandomState, distance: int) -> Events:
     things = [_THINGS[i] for i in random.permutation(memory.symbols)[: memory.queries]]
     at, has = _where("".join(sentences).encode())
     where = {thing: at[has[thing.encode()][0]][0].decode() for thing in things}
-    asked = [(memory.size, f" Where is the {thing}? >{where[thing]}<") for thing in things]
-    return list(zip(map(int, places), sentences, strict=True)) + asked
+    questions = [(memory.size, f" Where is the {thing}? >{where[thing]}<") for thing in things]
+    return list(zip(map(int, places), sentences, strict=True)) + questions
 
 
 def _sentence(number: int, symbols: int, random: RandomState) -> str:
@@ -164,22 +164,22 @@ def _where(text: bytes) -> tuple[Told, Told]:
     """Returns where each person is and who has each thing, with the byte after that sentence."""
     at: Told = {}
     has: Told = {}
-    for found in _SENTENCE.finditer(text):
-        who, verb, what, *_ = found.groups()
+    for match in _SENTENCE.finditer(text):
+        who, verb, what, *_ = match.groups()
         if verb == b"goes to":
-            at[who] = what, found.end()
+            at[who] = what, match.end()
         elif verb:
-            has[what] = who, found.end()
+            has[what] = who, match.end()
     return at, has
 
 
 def _solve_moves(memory: Memory, text: bytes) -> Iterator[Answer]:
     at, has = _where(text)  # No sentence follows the first question.
-    for found in _SENTENCE.finditer(text):
-        if asked := found[4]:
-            who, taken = has[asked]
+    for match in _SENTENCE.finditer(text):
+        if thing := match[4]:
+            who, taken = has[thing]
             place, gone = at[who]
-            yield Answer(*found.span(5), min(taken, gone), place)
+            yield Answer(*match.span(5), min(taken, gone), place)
 
 
 def _tell_events(memory: Memory, random: RandomState, distance: int) -> Events:
@@ -196,12 +196,12 @@ def _tell_events(memory: Memory, random: RandomState, distance: int) -> Events:
 
 def _solve_events(memory: Memory, text: bytes) -> Iterator[Answer]:
     events = []
-    for found in _EVENT.finditer(text):
-        if found[1] is None:
-            events.append(found.end())
+    for match in _EVENT.finditer(text):
+        if match[1] is None:
+            events.append(match.end())
         else:
-            told = events[0] if events else 0
-            yield Answer(*found.span(1), told, b"%d" % (len(events) % memory.symbols))
+            first = events[0] if events else 0
+            yield Answer(*match.span(1), first, b"%d" % (len(events) % memory.symbols))
 
 
 class _Kind(NamedTuple):

@@ -68,43 +68,43 @@ def parse(source: str) -> Memory:
       DataError: there is no such task, split or setting, or the settings contradict each other.
     """
     name = source.partition("#")[0]
-    found = re.fullmatch(rf"{MEMORY}(\w+)/(\w+)/([1-9]\d*)(?:\?(.*))?", name)
-    if not found or found[1] not in _USUAL or found[2] not in SHARES:
+    match = re.fullmatch(rf"{MEMORY}(\w+)/(\w+)/([1-9]\d*)(?:\?(.*))?", name)
+    if not match or match[1] not in _USUAL or match[2] not in SHARES:
         raise DataError(
             f"{name} must be {MEMORY}TASK/SPLIT/COUNT, such as {MEMORY}copy/train/1000?distance=96;"
             f" tasks are {', '.join(_USUAL)}, splits {', '.join(SHARES)}"
         )
     values: dict[str, tuple[int, ...]] = {
-        setting: (value,) for setting, value in (_USUAL[found[1]] | {"seed": 0}).items()
+        setting: (value,) for setting, value in (_USUAL[match[1]] | {"seed": 0}).items()
     }
     values.setdefault("size", (0,))
-    for pair in filter(None, (found[4] or "").split("&")):
+    for pair in filter(None, (match[4] or "").split("&")):
         setting, _, value = pair.partition("=")
         several = r"\d+(,\d+)*" if setting == "distance" else r"\d+"
         if setting not in values or not re.fullmatch(several, value):
             raise DataError(
-                f"{name}: {pair} must be SETTING=NUMBER; {found[1]} has {', '.join(values)}"
+                f"{name}: {pair} must be SETTING=NUMBER; {match[1]} has {', '.join(values)}"
             )
         values[setting] = tuple(map(int, value.split(",")))
     distance, longest = values.pop("distance"), max(values["size"])
     single = {setting: value for setting, (value,) in values.items()}
     single["size"] = longest or max(distance)
-    memory = Memory(found[1], found[2], int(found[3]), distance, **single)
+    memory = Memory(match[1], match[2], int(match[3]), distance, **single)
     if wrong := _wrong(memory):
         raise DataError(f"{name}: {wrong}")
     return memory
 
 
-def owned(told: str, split: str) -> bool:
+def owned(fact: str, split: str) -> bool:
     """Returns True if a fact or value belongs to a split."""
-    return hashlib.sha256(told.encode()).digest()[0] % 8 in SHARES[split]
+    return hashlib.sha256(fact.encode()).digest()[0] % 8 in SHARES[split]
 
 
 def _wrong(memory: Memory) -> str:
     """Returns a phrase about settings that contradict each other; "" if there are none."""
     task, facts, symbols, farthest = memory.task, memory.facts, memory.symbols, max(memory.distance)
     low, high = _SYMBOLS.get(task, (1, 1))
-    asked, of = (symbols, "symbols") if task == "tracking" else (facts, "facts")
+    most, limit = (symbols, "symbols") if task == "tracking" else (facts, "facts")
     if farthest > memory.size:
         return (
             f"distance={farthest} lies beyond its size={memory.size} bytes of filler; raise size, "
@@ -121,8 +121,8 @@ def _wrong(memory: Memory) -> str:
             f"facts={facts} must be at least {2 * symbols}, a sentence for each of the people and "
             f"things, symbols={symbols} each"
         )
-    if not 1 <= memory.queries <= asked:
-        return f"queries={memory.queries} must be from 1 to {of}={asked}"
+    if not 1 <= memory.queries <= most:
+        return f"queries={memory.queries} must be from 1 to {limit}={most}"
     if memory.length < _SHORTEST:
         return (
             f"length={memory.length} must be at least {_SHORTEST}, so that train and test share "

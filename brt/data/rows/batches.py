@@ -45,15 +45,15 @@ class RowReader(Reader):
     def __getitem__(self, step: int) -> Any:
         epoch, place = divmod(step, self.steps_per_epoch)
         rows, lengths = self._layout(epoch)
-        own = slice(None) if self.lanes is None else list(self.lanes)
-        return self.gather(rows[place, own], int(lengths[place]))
+        local = slice(None) if self.lanes is None else list(self.lanes)
+        return self.gather(rows[place, local], int(lengths[place]))
 
     def described(self, step: int) -> list[dict[str, Any]]:
         epoch, place = divmod(step, self.steps_per_epoch)
-        found, ids = self._layout(epoch)[0][place].tolist(), getattr(self.store, "ids", {})
+        rows, ids = self._layout(epoch)[0][place].tolist(), getattr(self.store, "ids", {})
         return [
             {"lane": lane, "row": row, **({"id": ids[row]} if ids else {})}
-            for lane, row in enumerate(found)
+            for lane, row in enumerate(rows)
             if row >= 0
         ]
 
@@ -115,9 +115,11 @@ class RowReader(Reader):
             batches.append(places[:full].reshape(-1, size))
             lengths += [self.lengths[i]] * len(batches[-1])
             left = places[full:]
-        found = np.concatenate(batches)
-        turn = np.argsort(found.max(axis=1), kind="stable")  # order by the last row of each batch
-        return np.append(order, -1)[found[turn]], np.array(lengths)[turn]
+        chosen = np.concatenate(batches)
+        by_last = np.argsort(
+            chosen.max(axis=1), kind="stable"
+        )  # order by the last row of each batch
+        return np.append(order, -1)[chosen[by_last]], np.array(lengths)[by_last]
 
 
 def padded(
@@ -140,8 +142,8 @@ def padded(
       fill: the value of padding.
     """
     array = np.full((len(rows), length, *width), fill, dtype)
-    there = np.zeros(array.shape[:2], bool)
+    mask = np.zeros(array.shape[:2], bool)
     for i in np.flatnonzero(rows >= 0):
-        found = read(rows[i])
-        array[i, : len(found)], there[i, : len(found)] = found, True
-    return array, there
+        values = read(rows[i])
+        array[i, : len(values)], mask[i, : len(values)] = values, True
+    return array, mask

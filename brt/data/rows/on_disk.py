@@ -43,9 +43,9 @@ class OnDisk:
         start, stop, step = part.indices(self.size)
         if step != 1:
             raise ValueError(f"numbers of a file are read one after another, not by {step}")
-        found = np.empty(max(stop - start, 0), self.dtype)
-        self._read(found, start)
-        return found
+        values = np.empty(max(stop - start, 0), self.dtype)
+        self._read(values, start)
+        return values
 
     def gather(self, places: np.ndarray) -> np.ndarray:
         """Returns values at indices that are close to each other along the last axis.
@@ -63,10 +63,10 @@ class OnDisk:
         rows = places.reshape(-1, places.shape[-1])
         first = rows.min(axis=1)
         widths = rows.max(axis=1) - first + 1
-        found = np.zeros((len(rows), widths.max(initial=0)), self.dtype)
-        for row, start, width in zip(found, first.tolist(), widths.tolist(), strict=True):
+        values = np.zeros((len(rows), widths.max(initial=0)), self.dtype)
+        for row, start, width in zip(values, first.tolist(), widths.tolist(), strict=True):
             self._read(row[:width], start)
-        return np.take_along_axis(found, rows - first[:, None], axis=1).reshape(places.shape)
+        return np.take_along_axis(values, rows - first[:, None], axis=1).reshape(places.shape)
 
     def _read(self, into: np.ndarray, start: int) -> None:
         """Fills an array with the values from index `start` on."""
@@ -77,10 +77,10 @@ class OnDisk:
             except OSError as error:
                 raise DataError(f"{self._path} cannot be read: {error.strerror}") from error
             if not count:
-                whole = manifests.preparation(self._path.parent)
+                store = manifests.preparation(self._path.parent)
                 raise DataError(
                     f"{self._path} was cut while it was being read: it ends before byte {at:,} of "
-                    f"{self.size * self.dtype.itemsize:,}; delete {whole} and prepare it again"
+                    f"{self.size * self.dtype.itemsize:,}; delete {store} and prepare it again"
                 )
             left, at = left[count:], at + count
 

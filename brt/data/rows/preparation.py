@@ -118,14 +118,14 @@ class Preparation(abc.ABC):
         return self._opened(directory, encoder, (split,))
 
     def _opened(self, directory: Path, encoder: Any, splits: Iterable[str]) -> Any:
-        found = {name: self.open_store(directory / name, encoder) for name in splits}
-        for name, store in found.items():
+        stores = {name: self.open_store(directory / name, encoder) for name in splits}
+        for name, store in stores.items():
             if store.written_with not in ("", encoder.fingerprint):
                 raise DataError(
                     f"{directory / name} was written with another {self.encoding} than "
                     f"{encoder.name}; delete {directory} and prepare it again"
                 )
-        return self.dataset(directory, encoder, found)
+        return self.dataset(directory, encoder, stores)
 
     def read(self, split: str) -> Iterator[Any]:
         """Yields the rows of a split; train is divided if other splits are a part of it."""

@@ -132,11 +132,11 @@ def verify(directory: Path) -> None:
 
 
 def _list(name: str, column: np.ndarray) -> tuple[Any, ...]:
-    found = untrusted.parse_json(column.tobytes().decode("utf-8"))
-    for item in found if isinstance(found, list) else [found]:
+    items = untrusted.parse_json(column.tobytes().decode("utf-8"))
+    for item in items if isinstance(items, list) else [items]:
         untrusted.check(item, [str] if isinstance(item, list) else str, f"a part of {name}")
-    untrusted.check(found, list, name)
-    return tuple(found)
+    untrusted.check(items, list, name)
+    return tuple(items)
 
 
 def within(name: str, places: np.ndarray, counts: int | np.ndarray) -> None:

@@ -69,14 +69,14 @@ def tables(
 
 
 def read(
-    found: Iterable[Table],
+    source_tables: Iterable[Table],
     choose: Callable[[str, Mapping[str, Any]], Any],
     item: Callable[[Row, Any, int], Any],
 ) -> Iterator[Any]:
     """Yields an item for each row of tables, in order, and a BadRow for each row with a problem.
 
     Args:
-      found: the tables.
+      source_tables: the tables.
       choose: returns the columns to read, given the name of a table and its first row.
       item: returns the item, given a row, the columns, and the number of the row in all tables.
 
@@ -84,7 +84,7 @@ def read(
       DataError: a table has no row or lacks a column.
     """
     number = 0
-    for table in found:
+    for table in source_tables:
         columns = row = None
         for row in table.rows:
             if row.problem:
@@ -115,8 +115,8 @@ def jsonl(file: File) -> Iterator[Row]:
     return _objects(json_files.lines(file))
 
 
-def _objects(found: Iterable[json_files.Record]) -> Iterator[Row]:
-    for record in found:
+def _objects(records: Iterable[json_files.Record]) -> Iterator[Row]:
+    for record in records:
         if record.problem or isinstance(record.value, dict):
             yield Row(record.name, record.value or {}, record.problem)
         else:
@@ -141,8 +141,8 @@ def text(value: Any, column: str = "") -> str:
         except UnicodeDecodeError as error:
             raise ValueError(f"{json_files.not_utf8(error)}{of}") from error
     if not isinstance(value, str):
-        found = type_name(value) + ("" if value is None else ", not text,")
-        raise ValueError(f"has {found}{inside}")
+        actual = type_name(value) + ("" if value is None else ", not text,")
+        raise ValueError(f"has {actual}{inside}")
     if problem := plain_text.problem(value):
         raise ValueError(f"{problem}{of}")
     return value.removeprefix(plain_text.MARK)
@@ -189,12 +189,12 @@ def _csv(file: File) -> Iterator[Row]:
         (line + b"\n").decode("utf-8", "surrogateescape")
         for line in contents.lines(file.name, contents.text(file))
     )
-    found = csv.reader(lines, strict=True)
+    records = csv.reader(lines, strict=True)
     number = 0
     try:
-        header = unique(file.name, [n.removeprefix(plain_text.MARK) for n in next(found, [])])
+        header = unique(file.name, [n.removeprefix(plain_text.MARK) for n in next(records, [])])
         number = 1
-        for number, fields in enumerate(found, 2):
+        for number, fields in enumerate(records, 2):
             name = f"{file.name}:{number}"
             if len(fields) == len(header):
                 yield Row(name, dict(zip(header, map(_unescaped, fields), strict=True)))

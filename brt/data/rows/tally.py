@@ -34,9 +34,9 @@ class Tally:
         self._split, self._skip, self._progress = split, skip, progress
         self._bad: list[str] = []  # the first bad rows
 
-    def usable(self, found: Iterable[Any]) -> Iterator[Any]:
+    def usable(self, items: Iterable[Any]) -> Iterator[Any]:
         """Yields the items that are not BadRows."""
-        for item in found:
+        for item in items:
             self.rows += 1
             self._progress()
             if not isinstance(item, BadRow):
@@ -46,12 +46,12 @@ class Tally:
             if len(self._bad) < KEPT:
                 self._bad.append(f"{item.name} {item.problem}")
 
-    def settled(self, found: Iterable[Any], errors: str) -> Iterator[Any]:
+    def settled(self, items: Iterable[Any], errors: str) -> Iterator[Any]:
         """Yields the items that are not BadRows, and raises DataError at the end if necessary.
 
         The error is raised if all rows were bad, or if any was and `errors` is "refuse".
         """
-        yield from self.usable(found)
+        yield from self.usable(items)
         if self.bad == self.rows:
             raise DataError(f"{self.described()}; repair them, or name other files or columns")
         if self.bad and errors == "refuse":

@@ -22,14 +22,14 @@ class TextPreparation(TokenizedPreparation):
     version: int
 
     def hashes(self, names: tuple[str, ...]) -> list[FileHash]:
-        found = []
+        result = []
         for name in names:
             if name.startswith(generated.PREFIX):
-                made = f"{self.name} {self.version} {generated.parse(name).name}"
-                found.append(FileHash(name, 0, hashlib.sha256(made.encode()).hexdigest()))
+                identity = f"{self.name} {self.version} {generated.parse(name).name}"
+                result.append(FileHash(name, 0, hashlib.sha256(identity.encode()).hexdigest()))
             else:
-                found += sources.hashes([name], self.endings)
-        return found
+                result += sources.hashes([name], self.endings)
+        return result
 
     def load(self, name: str) -> TextTokenizer:
         return tokenization.load(name, f"{self.name}.tokenizer")

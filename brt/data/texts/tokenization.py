@@ -66,11 +66,11 @@ class TextTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Encoding]:
         """Encodes texts without special ids, even if a text contains their names."""
         special = [*self.begin, *self.between, *self.end, self.pad_id]
-        found = []
+        encodings = []
         for ids, spans in self.encode_texts(list(texts)):
-            kept = ~np.isin(ids, special)
-            found.append(Encoding(ids[kept], spans[kept]))
-        return found
+            ordinary = ~np.isin(ids, special)
+            encodings.append(Encoding(ids[ordinary], spans[ordinary]))
+        return encodings
 
     def texts(self, ids: Int[np.ndarray, " T"]) -> list[str]:
         """Decodes ids that `wrap` returned into the separate texts."""
@@ -114,12 +114,12 @@ def load(name: str, setting: str) -> TextTokenizer:
 
 def _bytes() -> TextTokenizer:
     def encode_texts(texts: list[str]) -> list[Encoding]:
-        found = []
+        encodings = []
         for text in texts:
             ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
             places = np.repeat(np.arange(len(text)), [len(c.encode()) for c in text])
-            found.append(Encoding(ids, np.stack([places, places + 1], axis=1).astype(np.int32)))
-        return found
+            encodings.append(Encoding(ids, np.stack([places, places + 1], axis=1).astype(np.int32)))
+        return encodings
 
     def decode_ids(ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace")
@@ -134,8 +134,8 @@ def _sentencepiece(path: Path) -> TextTokenizer:
     processor = tokenizer_files.sentencepiece_model(path, content)
 
     def encode_texts(texts: list[str]) -> list[Encoding]:
-        found = processor.encode(texts, return_type="offset_mapping")
-        return [_spelt(row["ids"], row["offsets"]) for row in found]
+        rows = processor.encode(texts, return_type="offset_mapping")
+        return [_spelt(row["ids"], row["offsets"]) for row in rows]
 
     special = [processor.bos_id(), processor.eos_id(), processor.pad_id()]
     ids = [i if i >= 0 else None for i in special]
@@ -150,8 +150,8 @@ def _json(path: Path) -> TextTokenizer:
     tokenizer = tokenizer_files.json_model(path, content)
 
     def encode_texts(texts: list[str]) -> list[Encoding]:
-        found = tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [_spelt(row.ids, row.offsets) for row in found]
+        rows = tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [_spelt(row.ids, row.offsets) for row in rows]
 
     ids = [
         next((i for piece in pieces if (i := tokenizer.token_to_id(piece)) is not None), None)
@@ -160,14 +160,16 @@ def _json(path: Path) -> TextTokenizer:
     digest = hashlib.sha256(content).hexdigest()
     file = "tokenizer.json", content
     size = tokenizer.get_vocab_size()
-    made = _with_special(path.name, digest, file, size, encode_texts, tokenizer.decode, *ids)
-    return dataclasses.replace(made, **_template(tokenizer) or {})
+    tokenizer_with_defaults = _with_special(
+        path.name, digest, file, size, encode_texts, tokenizer.decode, *ids
+    )
+    return dataclasses.replace(tokenizer_with_defaults, **_template(tokenizer) or {})
 
 
 def _template(tokenizer: Any) -> dict[str, tuple[int, ...]] | None:
     """Returns the special ids that the file's own template puts around a pair; None for none."""
-    found = tokenizer.encode("a", "b")
-    special, kinds = np.array(found.special_tokens_mask, bool), np.array(found.ids)
+    encoding = tokenizer.encode("a", "b")
+    special, kinds = np.array(encoding.special_tokens_mask, bool), np.array(encoding.ids)
     if not special.any():
         return None
     text = np.flatnonzero(~special)

@@ -201,8 +201,12 @@ def test_a_target_that_holds_something_is_left_alone(source: Path) -> None:
     [
         (["--from=hf", "{t5}", "--to=brt", "{out}", "--verify"], 0, "wrote"),
         (["--from=hf", "{t5}", "--to=hf", "{out}"], 2, "--from and --to are both hf"),
-        (["--from=hf", "{t5}/none", "--to=brt", "{out}"], 2, "is no directory; download"),
-        (["--from=brt", "{t5}/none", "--to=hf", "{out}"], 2, "is no directory; name the workdir"),
+        (["--from=hf", "{t5}/none", "--to=brt", "{out}"], 2, "is not a directory; download"),
+        (
+            ["--from=brt", "{t5}/none", "--to=hf", "{out}"],
+            2,
+            "is not a directory; name the directory",
+        ),
         (["--from=hf", "{t5}", "--to=brt", "{out}", "--dtype=bfloat16"], 2, "--dtype is of what"),
         (["--from=brt", "{t5}", "--to=hf", "{out}"], 4, "has no model.json"),
     ],

@@ -65,7 +65,7 @@ def test_ones_own_files_by_a_process(tmp_path):
         ("--pairs xsum", "--pairs xsum needs --raw"),
         ("--pairs xsum --raw x --tokenizer bytes", "--tokenizer has no meaning with --pairs xsum"),
         ("--pairs files --name a", "--pairs files needs --train"),
-        ("--pairs files --train x --name A/b", "--name A/b must be small letters"),
+        ("--pairs files --train x --name A/b", "--name A/b must consist of lower case"),
         ("--pairs xsum --raw x --errors replace", "--errors with --pairs xsum is refuse or skip"),
         ("--documents x --output o --errors skip", "--errors with --documents is strict or rep"),
         ("--documents x", "--documents needs --output"),
