@@ -118,7 +118,7 @@ def test_what_may_have_no_end_is_no_source(tmp_path):
     with pytest.raises(DataError, match=r"f\.model cannot be read: it is not a regular file"):
         tokenizers.load(str(tmp_path / "f.model"))
     for path in ("f.txt", "a\0b"):
-        with pytest.raises(DataError, match=r"cannot be read: (it is no regular|embedded null)"):
+        with pytest.raises(DataError, match=r"cannot be read: (it is not a regular|embedded null)"):
             sources.hashed(sources.File(path, tmp_path / path))
 
 
