@@ -30,8 +30,8 @@ def _clustered_op(
 
 def _kernels(module: Any, function: Callable[..., Array]) -> list[Implementation]:
     return [
-        Implementation("pallas_tpu", function, ("tpu",), ("tpu",), module.refuses),
-        Implementation("pallas_interpret", module.interpreted, (), refusal=module.has_no_such),
+        Implementation("pallas_tpu", function, ("tpu",), ("tpu",), module.refusal),
+        Implementation("pallas_interpret", module.interpreted, (), refusal=module.feature_refusal),
     ]
 
 
