@@ -94,7 +94,13 @@ class CheckpointWriter:
                 "choose another --workdir"
             ) from error
         processes.wait_for_all("clean checkpoints")
-        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        self._failed = False
+        # Threads of orbax that wait for directories which it could not create in the background
+        # would keep the process alive for minutes.
+        self._orbax = ocp.AsyncCheckpointer(
+            ocp.PyTreeCheckpointHandler(),
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
     def __enter__(self) -> "CheckpointWriter":
@@ -179,7 +185,17 @@ class CheckpointWriter:
         finally:
             self._last_step = None
             self._thread.shutdown()
+            self._close_orbax()
+
+    def _close_orbax(self) -> None:
+        """Closes orbax; after a failed save, which was reported, its late errors are ignored."""
+        try:
             self._orbax.close()
+        except Exception as error:
+            if not self._failed:
+                raise CheckpointError(
+                    f"closing {self._directory} failed: {error}; see to the disk, then run again"
+                ) from error
 
     def _finish(self, step: int, meta: str) -> None:
         """Completes a save in the background thread, once orbax has written the arrays."""
@@ -203,7 +219,7 @@ class CheckpointWriter:
         shortage = durable.shortage(self._directory, error)  # measured before files are removed
         free = durable.room(self._directory, error)
         _discard(self._directory / f"{step}.partial")
-        self._last_step = None
+        self._last_step, self._failed = None, True
         cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if durable.no_room(error):
             cause = f"{shortage} ({free}); make room, then run again"

@@ -307,6 +307,40 @@ def test_a_checkpoint_is_synced_when_it_is_said_to_be_saved(
     assert behind[0] == "checkpoints" and behind[-1] == tmp_path.name, "last_checkpoint.txt"
 
 
+def test_a_save_that_cannot_make_its_directories_leaves_no_thread_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = os.mkdir
+
+    def refuse(path: Any, *args: Any, **named: Any) -> None:
+        if "orbax" in os.fspath(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
+        make(path, *args, **named)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    before = {*threading.enumerate()}
+    with pytest.raises(CheckpointError, match="saving step 1 .* failed: .*; make room"):
+        with CheckpointWriter(tmp_path) as writer:
+            writer.save(1, state(1), META)
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    assert not [thread for thread in left if "Signaling" in type(thread).__name__]
+
+
+def test_late_errors_of_a_failed_save_are_not_told_again(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise FileNotFoundError(errno.ENOENT, "of an array that was still being written")
+
+    (tmp_path / "1.partial").mkdir()
+    with pytest.raises(CheckpointError, match="saving step 1 .*File exists"):
+        with CheckpointWriter(tmp_path) as writer:
+            (tmp_path / "1.partial").mkdir()
+            writer._orbax.close = fail
+            writer.save(1, state(1), META)
+    with pytest.raises(CheckpointError, match="^closing .* failed: .*still being written"):
+        with CheckpointWriter(tmp_path) as writer:
+            writer._orbax.close = fail
+
+
 def test_a_full_disk_leaves_the_older_checkpoint_and_its_room(small_disk: Path) -> None:
     random = {  # 2.4 MB, 2.2 compressed
         f"w{i}": jax.random.normal(jax.random.key(i), (60, 1000)) for i in range(10)
