@@ -85,11 +85,11 @@ def test_parameters_per_layer_of_the_paper() -> None:
 
 
 def test_bounded_parameters_begin_where_raw_ones_do() -> None:
-    from brt.ops.segmented_recurrent_attention.recurrence import effective
+    from brt.ops.segmented_recurrent_attention.recurrence import leak_and_threshold
 
     config = CrossAttention(kind="srformer", raf_parameters="bounded", leak_init=0.3)
     raf = cross_attention.initial_parameters(jax.random.key(0), config, 2, 4).raf
-    np.testing.assert_allclose(effective(raf, config), (0.3, 0.1), rtol=1e-5)
+    np.testing.assert_allclose(leak_and_threshold(raf, config), (0.3, 0.1), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -17,19 +17,19 @@ from brt.layers.state import (
     new_window_state,
 )
 from brt.ops.causal_clustered_attention import (
+    CentroidMemory,
     Centroids,
-    Past,
     causal_clustered_attention,
     causal_clustered_attention_step,
-    past_after,
-    past_scan,
+    memory_after,
+    memory_scan,
 )
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import StateKV
 
 
 class ClusteredState(NamedTuple):
-    """The cache, and what every centroid has of all blocks before it: see `Past`.
+    """The cache, and what every centroid has of all blocks before it: see `CentroidMemory`.
 
     Attributes:
       window: as of a sliding-window layer.
@@ -48,8 +48,8 @@ class ClusteredState(NamedTuple):
     filled: Int[Array, " B"]
 
     @property
-    def past(self) -> Past:
-        return Past(*self[1:])
+    def past(self) -> CentroidMemory:
+        return CentroidMemory(*self[1:])
 
 
 _KEPT = ("lanes", "heads", None, None, None)
@@ -129,7 +129,7 @@ class ClusteredLayer(nn.Module):
         keys, values = cached.joined(projections)
         cache_mask = cached.cache_mask
         implementation = self.kernels.causal_clustered_attention
-        past, pasts = past_scan(
+        past, pasts = memory_scan(
             keys, values, cache_mask, state.past, centroids, implementation=implementation
         )
 
@@ -177,6 +177,6 @@ class ClusteredLayer(nn.Module):
         state, block = carried
         keys, values = (z.swapaxes(1, 2) for z in (state.window.keys, state.window.values))
         cache_mask = cache_is_readable(self.model, state.window)
-        past = past_after(state.past, keys, values, cache_mask, self._centroids())
+        past = memory_after(state.past, keys, values, cache_mask, self._centroids())
         window = WindowState(block.keys, block.values, jnp.ones_like(state.window.valid))
         return x, ClusteredState(window, *past)

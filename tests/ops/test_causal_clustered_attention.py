@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from brt.ops.causal_clustered_attention import (
+    CentroidMemory,
     Centroids,
-    Past,
     causal_clustered_attention,
     causal_clustered_attention_step,
-    past_after,
-    past_scan,
+    memory_after,
+    memory_scan,
 )
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import FLOOR
@@ -58,7 +58,7 @@ class State(NamedTuple):
     keys: jax.Array
     values: jax.Array
     valid: jax.Array
-    past: Past
+    past: CentroidMemory
 
 
 def new_state(kept: int = KEPT, dtype: str = "float32", fill: float = 0.0) -> State:
@@ -66,7 +66,7 @@ def new_state(kept: int = KEPT, dtype: str = "float32", fill: float = 0.0) -> St
     cache = jnp.full((LANES, WINDOW, HEADS, SIZE), fill, dtype)
     keys = jnp.full((LANES, HEADS, CLUSTERS, kept, SIZE), fill, dtype)
     rest = jnp.full((LANES, HEADS, CLUSTERS, SIZE), fill, jnp.float32)
-    past = Past(keys, keys, rest, rest[..., 0], jnp.zeros((LANES,), jnp.int32))
+    past = CentroidMemory(keys, keys, rest, rest[..., 0], jnp.zeros((LANES,), jnp.int32))
     return State(cache, cache, jnp.zeros((LANES,), bool), past)
 
 
@@ -82,7 +82,7 @@ def read(
         x.queries, (state.keys, state.values), x.keys, x.values, x.window_bias, cache_mask,
         attend_to_self=attend_to_self,
     )  # fmt: skip
-    past, pasts = past_scan(
+    past, pasts = memory_scan(
         keys, values, cache_mask, state.past, x.centroids, implementation=implementation
     )
     y = causal_clustered_attention(
@@ -186,7 +186,7 @@ def test_the_variance_makes_up_for_the_spread_of_queries() -> None:
     )
     past = new_state(kept=1).past
     keys = jnp.tile(jnp.asarray(key, jnp.float32), (LANES, HEADS, WINDOW, 1))
-    after = jax.jit(past_after)(past, keys, keys, jnp.ones((LANES,), bool), centroids)
+    after = jax.jit(memory_after)(past, keys, keys, jnp.ones((LANES,), bool), centroids)
     others = WINDOW - 1  # one key is kept
     np.testing.assert_allclose(after.lse - np.log(others), expected, atol=0.02)
     assert_close(after.rest, jnp.broadcast_to(keys[0, 0, 0], after.rest.shape))
@@ -303,7 +303,7 @@ def test_token_by_token_is_the_whole_segment(carried: State) -> None:
             y, ring = step(state, ring, jnp.int32(block * WINDOW + position), jnp.int32(position))
             outputs.append(y)
         by_head = (z.swapaxes(1, 2) for z in (state.keys, state.values))
-        past = jax.jit(past_after)(state.past, *by_head, state.valid, x.centroids)
+        past = jax.jit(memory_after)(state.past, *by_head, state.valid, x.centroids)
         state = State(*ring, state.valid, past)
     assert_close((jnp.concatenate(outputs, axis=1), state), (expected, after))
 

@@ -13,8 +13,8 @@ from brt.config import Mesh
 from brt.distributed.mesh import build
 from brt.ops import dispatch
 from brt.ops.causal_clustered_attention import (
+    CentroidMemory,
     Centroids,
-    Past,
     causal_clustered_attention,
     pallas_tpu,
     xla,
@@ -41,7 +41,7 @@ def inputs(
     q, k, v = (normal(LANES, n, HEADS, size, dtype=dtype) for n in (tokens, *[tokens + window] * 2))
     part = AttentionPart(normal(LANES, tokens, HEADS, size, dtype=dtype), normal(*q.shape[:3]))
     filled = jnp.asarray([[0, slots], [1, slots], [slots, 0]])
-    past = Past(
+    past = CentroidMemory(
         normal(*kept, slots, size, dtype=dtype), normal(*kept, slots, size, dtype=dtype),
         normal(*kept, size), normal(*kept), filled,
     )  # fmt: skip
@@ -102,6 +102,6 @@ def test_what_the_kernel_does_not_support_is_said(changes: dict[str, int], reaso
 
 def test_several_devices_leave_it_to_the_compiler() -> None:
     given = inputs(window=128, clusters=64, slots=16, size=64)
-    assert pallas_tpu.refuses(*given) is None
+    assert pallas_tpu.refusal(*given) is None
     with jax.set_mesh(build(Mesh(fsdp=2), {})):
-        assert "one device" in (pallas_tpu.refuses(*given) or "")
+        assert "one device" in (pallas_tpu.refusal(*given) or "")

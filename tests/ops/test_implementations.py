@@ -34,7 +34,7 @@ from brt.ops.normalization import l2_normalize
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import CellWeights, state_scan
 from brt.ops.routed_attention import Rings, Routed, rings_after, routed_attention
-from brt.ops.segmented_recurrent_attention import Windows
+from brt.ops.segmented_recurrent_attention import SegmentWindows
 from brt.ops.softmax_attention import attend, attend_to_blocks
 from brt.ops.weight_gradient import weight_gradient
 from brt.ops.window_attention import window_part
@@ -154,7 +154,7 @@ def routed() -> tuple[Run, list]:
 
 def causal_clustered() -> tuple[Run, list]:
     cached, clusters, slots = (LANES, 32, HEADS, SIZE), 3, 2
-    past = causal.Past(
+    past = causal.CentroidMemory(
         *normal(5, *[(LANES, HEADS, clusters, slots, SIZE)] * 2, (LANES, HEADS, clusters, SIZE)),
         *normal(6, (LANES, HEADS, clusters)), jnp.asarray([2, 0]),
     )  # fmt: skip
@@ -168,7 +168,7 @@ def causal_clustered() -> tuple[Run, list]:
         name: str, q: Any, output: Any, lse: Any, k: Any, v: Any, c: Any, s: Any, b: Any
     ) -> Any:
         centroids = causal.Centroids(c, s**2)
-        after, pasts = causal.past_scan(k, v, cache_mask, past, centroids, implementation=name)
+        after, pasts = causal.memory_scan(k, v, cache_mask, past, centroids, implementation=name)
         y = causal.causal_clustered_attention(
             q,
             AttentionPart(output, lse),
@@ -232,7 +232,7 @@ def segmented() -> tuple[Run, list]:
     q, k, v = normal(7, (LANES, 9, HEADS, SIZE), *[(4, LANES, HEADS, 6, SIZE)] * 2)
 
     def run(name: str, q: Any, k: Any, v: Any, parameters: Any) -> Any:
-        windows = Windows(k, v, jnp.ones((4, LANES, 6), bool), jnp.asarray([4, 2]))
+        windows = SegmentWindows(k, v, jnp.ones((4, LANES, 6), bool), jnp.asarray([4, 2]))
         return segmented_recurrent_attention.attend(
             q, windows, parameters, config, implementation=name
         )

@@ -13,7 +13,7 @@ from brt.ops.segmented_recurrent_attention import accumulate_fire as neurons
 from brt.ops.segmented_recurrent_attention import segments, xla
 from brt.ops.segmented_recurrent_attention.segments import Pace
 
-SPREAD, STRIDE = Pace(12, spread=True), Pace(3, spread=False)
+SPREAD, STRIDE = Pace(12, over_all=True), Pace(3, over_all=False)
 
 
 @pytest.mark.parametrize("target", [1, 7, 64, 128, 299])
@@ -25,7 +25,7 @@ def test_indices_are_those_of_exact_arithmetic(target: int) -> None:
 
 
 def test_indices_of_long_sources_fit_into_int32() -> None:
-    pace, counts = Pace(16384, spread=True), np.array([1, 3, 2047, 16384])
+    pace, counts = Pace(16384, over_all=True), np.array([1, 3, 2047, 16384])
     positions = np.array([0, 1, 8191, 16383, 2**31 - 1])
     found = jax.jit(lambda t, m: segments.segment_index(t, m, pace))(positions, counts)
     assert found.dtype == jnp.int32
@@ -35,7 +35,7 @@ def test_indices_of_long_sources_fit_into_int32() -> None:
 
 def test_more_segments_than_positions_skip_some() -> None:
     counts = jnp.array([16])
-    found = segments.segment_index(jnp.arange(10), counts, Pace(10, spread=True))
+    found = segments.segment_index(jnp.arange(10), counts, Pace(10, over_all=True))
     assert found[0].tolist() == [0, 1, 3, 4, 6, 8, 9, 11, 12, 14]
 
 
@@ -58,13 +58,13 @@ def test_counts_end_with_the_last_valid_position() -> None:
 
 
 @pytest.mark.slow_cases("20-*", "7-*", "6-4-*")
-@pytest.mark.parametrize("pace", [SPREAD, STRIDE, Pace(5, spread=True)])
+@pytest.mark.parametrize("pace", [SPREAD, STRIDE, Pace(5, over_all=True)])
 @pytest.mark.parametrize(("length", "t0"), [(12, 0), (7, 0), (6, 4), (20, 0), (1, 9)])
 def test_every_query_has_a_slot_of_its_own(pace: Pace, length: int, t0: int) -> None:
     """In a row that holds its segment, for all segment counts of a batch at once."""
     rows = 9
     counts = np.arange(1, rows + 1, dtype=np.int32)
-    plan = jax.jit(lambda m: xla.plan(m, rows, length, t0, pace))(counts)
+    plan = jax.jit(lambda m: xla.plan_slots(m, rows, length, t0, pace))(counts)
     plan = jax.tree.map(np.asarray, plan)
     size = xla.row_size(rows, length, t0, pace)
     index = np.asarray(
@@ -79,8 +79,8 @@ def test_every_query_has_a_slot_of_its_own(pace: Pace, length: int, t0: int) -> 
 
 def test_rows_are_as_short_as_they_can_be() -> None:
     """Never more than twice the slots that there are queries, in the paper's case."""
-    assert xla.row_size(16, 128, 0, Pace(128, spread=True)) == 15  # of 9 segments, 128 / 9
-    assert xla.row_size(1, 128, 0, Pace(128, spread=True)) == 128
+    assert xla.row_size(16, 128, 0, Pace(128, over_all=True)) == 15  # of 9 segments, 128 / 9
+    assert xla.row_size(1, 128, 0, Pace(128, over_all=True)) == 128
 
 
 def test_neurons_and_their_gradients_are_autodiffs() -> None:
@@ -161,6 +161,6 @@ def test_tpus_deal_segments_by_a_product_bit_for_bit(dtype: str) -> None:
     x = jnp.asarray(rng.normal(size=(5, 2, 3, 4)), dtype)
     segment = jnp.asarray([[0, 0, 4, 2, 1], [3, 1, 1, 0, 0]])
     expected = np.asarray(x)[np.asarray(segment).T, np.arange(2)]
-    np.testing.assert_array_equal(xla._repeated(x, segment), expected)
+    np.testing.assert_array_equal(xla._repeat_segments(x, segment), expected)
     with dispatch.use_backend("tpu"):
-        np.testing.assert_array_equal(xla._repeated(x, segment), expected)
+        np.testing.assert_array_equal(xla._repeat_segments(x, segment), expected)

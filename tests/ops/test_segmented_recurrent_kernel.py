@@ -17,7 +17,7 @@ from brt.distributed.mesh import build
 from brt.ops import cross_attention, dispatch
 from brt.ops import segmented_recurrent_attention as segmented
 from brt.ops.segmented_recurrent_attention import pallas_tpu
-from brt.ops.segmented_recurrent_attention.recurrence import Parameters, recurrence
+from brt.ops.segmented_recurrent_attention.recurrence import RecurrenceParameters, recurrence
 
 CONFIG = CrossAttention(kind="srformer", segment_size=8)
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}  # of the largest magnitude of an array
@@ -35,7 +35,7 @@ def inputs(dtype: str = "float32", lanes: int = LANES, **without: None) -> tuple
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
     shape = SEGMENTS, lanes, HEADS, CONFIG.segment_size, WIDTH
-    learned = Parameters(
+    learned = RecurrenceParameters(
         normal(WIDTH, WIDTH), jnp.float32(0.7), jnp.float32(4.0), normal(WIDTH)
     )._replace(**without)
     return normal(*shape).astype(dtype), normal(*shape).astype(dtype), learned
@@ -145,7 +145,7 @@ def test_what_the_kernel_does_not_support_is_said(changed: dict[str, Any], reaso
         CONFIG, **{name: x for name, x in changed.items() if name not in sizes}
     )
     with dispatch.use_backend("tpu", V4):
-        said = segmented.refuses(config, **sizes | {"dtype": jnp.dtype(sizes["dtype"])})
+        said = segmented.refusal(config, **sizes | {"dtype": jnp.dtype(sizes["dtype"])})
     assert said is not None and reason in said
 
 

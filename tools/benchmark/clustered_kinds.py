@@ -11,10 +11,10 @@ import numpy as np
 from brt.config import Attention
 from brt.ops.attention import attend
 from brt.ops.causal_clustered_attention import (
+    CentroidMemory,
     Centroids,
-    Past,
     causal_clustered_attention,
-    past_scan,
+    memory_scan,
 )
 from brt.ops.window_attention import window_part
 
@@ -66,8 +66,8 @@ def causal(q: jax.Array, k: jax.Array, v: jax.Array, clusters: int, top_k: int) 
     vectors = jax.random.normal(jax.random.key(1), (HEADS, clusters, WIDTH)) * WIDTH**-0.5
     centroids = Centroids(vectors, jnp.zeros((HEADS, clusters)))
     best = jnp.zeros((1, HEADS, clusters, top_k, WIDTH))
-    past = Past(best, best, best[..., 0, :], best[..., 0, 0], jnp.zeros((1,), jnp.int32))
-    _, pasts = past_scan(k, v, cache_mask, past, centroids)
+    past = CentroidMemory(best, best, best[..., 0, :], best[..., 0, 0], jnp.zeros((1,), jnp.int32))
+    _, pasts = memory_scan(k, v, cache_mask, past, centroids)
     window = window_part(q, cached, *window_keys, None, cache_mask)
     bias = jnp.zeros((HEADS,))
     return causal_clustered_attention(q, window, k, v, cache_mask, pasts, centroids, bias)

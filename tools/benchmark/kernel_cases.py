@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from brt.config import Attention, CrossAttention
 from brt.ops import clustered_attention, cross_attention
 from brt.ops.block_products import gathered, spread, summed
-from brt.ops.causal_clustered_attention import Centroids, Past, causal_clustered_attention
+from brt.ops.causal_clustered_attention import CentroidMemory, Centroids, causal_clustered_attention
 from brt.ops.cross_entropy import cross_entropy
 from brt.ops.dropout import DropoutMask
 from brt.ops.gates import GateWeights
@@ -174,12 +174,12 @@ def causal(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     shape, wide = (2, args.lanes, heads, clusters), partial(array, dtype="float32")
     kept = array(*shape, slots, args.head_dim)
     filled = array(2, args.lanes, dtype="int32")
-    pasts = Past(kept, kept, wide(*shape, args.head_dim), wide(*shape), filled)
+    pasts = CentroidMemory(kept, kept, wide(*shape, args.head_dim), wide(*shape), filled)
     centroids = Centroids(wide(heads, clusters, args.head_dim), wide(heads, clusters))
 
     def gradients(q, window, k, v, pasts, cache_mask, centroids, bias, weights):
         def loss(q, window, k, v, kept, rest, lse, bias):
-            past = Past(*kept, rest, lse, pasts.filled)
+            past = CentroidMemory(*kept, rest, lse, pasts.filled)
             y = causal_clustered_attention(
                 q, window, k, v, cache_mask, past, centroids, bias,
                 implementation=args.implementation,

@@ -1,4 +1,4 @@
-"""Causal attention to everything before the window, through clusters of queries."""
+"""Causal attention to all keys before the window, through clusters of queries."""
 
 from brt.ops.causal_clustered_attention.api import (
     causal_clustered_attention as causal_clustered_attention,
@@ -6,7 +6,7 @@ from brt.ops.causal_clustered_attention.api import (
 from brt.ops.causal_clustered_attention.api import (
     causal_clustered_attention_step as causal_clustered_attention_step,
 )
-from brt.ops.causal_clustered_attention.api import past_scan as past_scan
-from brt.ops.causal_clustered_attention.past import Centroids as Centroids
-from brt.ops.causal_clustered_attention.past import Past as Past
-from brt.ops.causal_clustered_attention.past import past_after as past_after
+from brt.ops.causal_clustered_attention.api import memory_scan as memory_scan
+from brt.ops.causal_clustered_attention.centroid_memory import CentroidMemory as CentroidMemory
+from brt.ops.causal_clustered_attention.centroid_memory import Centroids as Centroids
+from brt.ops.causal_clustered_attention.centroid_memory import memory_after as memory_after

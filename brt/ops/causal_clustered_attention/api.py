@@ -1,23 +1,25 @@
-"""Clustered attention that looks only back: a decoder's, with a past of constant size.
+"""Causal clustered attention for decoders, with a memory of constant size.
 
-The clusters of the paper (Fast Transformers with Clustered Attention, section 3) are those of
-a whole sequence, and so are its centroids and their best keys: masking its attention leaves it
-looking ahead. Here a token reads four parts, merged by the logarithms of their sums, as one
-softmax over all of its past:
+The clusters of the paper (Fast Transformers with Clustered Attention, section 3), their centroids
+and their best keys depend on the complete sequence, so a mask would not make that attention causal.
+Here a token reads four parts, which are merged by their log-sum-exps to one softmax over all
+earlier tokens:
 
   window   the W keys that a sliding-window layer reads, exactly
-  nearby   keys of the block before, once they have left the window, exactly
-  best     of all blocks before that, the R keys that the token's centroid fits best, exactly
-  rest     the others, with the centroid in the token's place, plus the second term of Jensen's
-           gap: the mean of exp(q.k) over queries around c is about exp(c.k + var |k|^2 / 2)
+  nearby   keys of the block before that have left the window, exactly
+  best     of all earlier blocks, the R keys with the largest logits for the token's centroid,
+  exactly
+  rest     the other keys, with the centroid instead of the token, plus the second term of Jensen's
+  gap: the mean of exp(q.k) over queries around c is about exp(c.k + var |k|^2 / 2)
 
-Centroids are parameters, which the loss trains through what they choose to keep and sum up.
-Means of earlier queries would move from block to block, and what was summed up for a centroid
-that moved has to be summed up again, for which every key must be kept. With fixed ones a past
-takes C (R + 1) vectors a head whatever its length, and each key is looked at once. A query
-finds its centroid by itself, so what a token reads depends on no later token.
+Centroids are parameters. The loss trains them through the keys that they keep and summarize. If
+centroids were means of earlier queries, they would move from block to block; a summary for a
+centroid that has moved must be computed again from all keys, which would have to be kept. With
+fixed centroids the memory has C (R + 1) vectors per head for any length, and each key is processed
+once. A query chooses its centroid by itself, so a token depends on no later token.
 
-Letters beside the glossary's: C centroids of a head, R keys that each keeps, Q queries.
+In shapes, C is the number of centroids of a head, R the number of keys that each keeps, and Q the
+number of queries.
 """
 
 import jax.numpy as jnp
@@ -25,7 +27,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import dispatch
 from brt.ops.causal_clustered_attention import pallas_tpu, reference, xla
-from brt.ops.causal_clustered_attention.past import Centroids, Past, kept
+from brt.ops.causal_clustered_attention.centroid_memory import (
+    CentroidMemory,
+    Centroids,
+    reset_unless,
+)
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.partial_attention import AttentionPart
 
@@ -37,50 +43,53 @@ OP = Op(
             pallas_tpu.causal_clustered_attention,
             ("tpu",),
             ("tpu",),
-            pallas_tpu.refuses,
+            pallas_tpu.refusal,
         ),
         Implementation("xla", xla.causal_clustered_attention),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
         Implementation("reference", reference.causal_clustered_attention, auto=()),
     ),
 )
-PAST_SCAN = Op(
+MEMORY_SCAN = Op(
     OP.name,
     (
-        Implementation("xla", xla.past_scan),
-        # What the kernel of the attention reads, it leaves to plain XLA.
-        Implementation("pallas_tpu", xla.past_scan, (), ("tpu",)),
-        Implementation("pallas_interpret", xla.past_scan, auto=()),
-        Implementation("reference", reference.past_scan, auto=()),
+        Implementation("xla", xla.memory_scan),
+        # Memory updates have no kernel, so all names of kernels stand for plain XLA here.
+        Implementation("pallas_tpu", xla.memory_scan, (), ("tpu",)),
+        Implementation("pallas_interpret", xla.memory_scan, auto=()),
+        Implementation("reference", reference.memory_scan, auto=()),
     ),
 )
 
 
-def past_scan(
+def memory_scan(
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
     cache_mask: Bool[Array, "B N"],
-    past: Past,
+    past: CentroidMemory,
     centroids: Centroids,
     *,
     implementation: str | None = None,
-) -> tuple[Past, Past]:
-    """Runs `past_after` over the blocks of a segment.
+) -> tuple[CentroidMemory, CentroidMemory]:
+    """Runs `memory_after` over the blocks of a segment.
 
     Args:
-      keys, values: those of the cached block, then those of the segment; not rotated.
-      cache_mask: whether block n may read the block before it; where not, its document has no
-        past.
-      past: of the first block.
-      implementation: a named one runs or raises; None takes the best that can.
+      keys, values: those of the cached block, then those of the segment; without rotary embedding.
+      cache_mask: True where block n may read the block before it; elsewhere its document has no
+        memory.
+      past: the memory of the first block.
+      centroids: the centroids of the layer.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
 
     Returns:
-      The past of the block after the segment, and those of its blocks, with a first axis N.
+      The memory of the block after the segment, and the memories of the segment's blocks, stacked
+        on a first axis N.
 
     Raises:
-      NotImplementedError: an implementation that does not exist, or not for these inputs.
+      NotImplementedError: the implementation does not exist or does not support the inputs.
     """
-    return dispatch.run(PAST_SCAN, implementation, keys, values, cache_mask, past, centroids)
+    return dispatch.run(MEMORY_SCAN, implementation, keys, values, cache_mask, past, centroids)
 
 
 def causal_clustered_attention(
@@ -89,29 +98,31 @@ def causal_clustered_attention(
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
     cache_mask: Bool[Array, "B N"],
-    pasts: Past,
+    pasts: CentroidMemory,
     centroids: Centroids,
     bias: Float[Array, " H"],
     *,
     attend_to_self: bool = True,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """What every token reads.
+    """Attends from every token to all earlier tokens.
 
     Args:
-      queries: with any scale folded in; not rotated.
-      window: what `window_part` gave, [B, T, H, K] and [B, T, H].
-      keys, values, cache_mask: as of `past_scan`.
-      pasts: of every block, from `past_scan`.
-      bias: float32, added to the logits of all keys that have left the window.
-      attend_to_self: whether the nearest key of a window is the token itself.
-      implementation: a named one runs or raises; None takes the best that can.
+      queries: already multiplied by any scale; without rotary embedding.
+      window: the result of `window_part`, [B, T, H, K] and [B, T, H].
+      keys, values, cache_mask: as for `memory_scan`.
+      pasts: the memories of all blocks, from `memory_scan`.
+      centroids: the centroids of the layer.
+      bias: float32, added to the logits of all keys outside the window.
+      attend_to_self: True if the nearest key of a window is the token itself.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
 
     Returns:
-      In the dtype of `values`; softmax in float32.
+      The outputs in the dtype of `values`, with the softmax in float32.
 
     Raises:
-      NotImplementedError: an implementation that does not exist, or not for these inputs.
+      NotImplementedError: the implementation does not exist or does not support the inputs.
     """
     return dispatch.run(
         OP, implementation, queries, window, keys, values, cache_mask, pasts, centroids, bias,
@@ -126,21 +137,21 @@ def causal_clustered_attention_step(
     values: Float[Array, "B W H K"],
     cache_mask: Bool[Array, " B"],
     position: Int[Array, ""],
-    past: Past,
+    past: CentroidMemory,
     centroids: Centroids,
     bias: Float[Array, " H"],
     *,
     attend_to_self: bool = True,
 ) -> Float[Array, "B 1 H K"]:
-    """Row `position` of a block: the same for one token.
+    """Computes `causal_clustered_attention` for one token, row `position` of a block.
 
     Args:
-      window: [B, 1, H, K] and [B, 1, H].
-      keys, values: of the block before, whole.
+      window: the result of window attention, [B, 1, H, K] and [B, 1, H].
+      keys, values: those of the complete block before.
     """
     left = jnp.arange(keys.shape[1]) < position + (1 if attend_to_self else 0)
     mask = (left[None] & cache_mask[:, None])[:, None]
     part = AttentionPart(*(x.swapaxes(1, 2) for x in window))
     q, k, v = (x.swapaxes(1, 2) for x in (queries, keys, values))
-    y = xla.read(q, part, k, v, mask, kept(past, cache_mask), centroids, bias)
+    y = xla.attend_block(q, part, k, v, mask, reset_unless(past, cache_mask), centroids, bias)
     return y.swapaxes(1, 2)

@@ -1,10 +1,15 @@
-"""Causal clustered attention on TPUs: all that lies before the window, without sorting queries.
+"""Causal clustered attention on TPUs: attention to all keys before the window, without sorting
+queries.
 
-Plain XLA sorts a block's queries by their centroids and gathers what each centroid keeps. Here a
-query's logits with all that any centroid keeps are one product, of which the mask leaves those of
-its own: of 64 centroids with 16 keys each as many as two windows of 512 have, and nothing is
-gathered, nor added up where queries scatter. As in window attention all is slots x rows: keys of
-the block before that have left the window, what centroids keep, and what they have summed up.
+Plain XLA sorts a block's queries by centroid and gathers the keys of each centroid. The kernel
+instead multiplies every query with the keys that all centroids keep, and masks those of other
+centroids. 64 centroids with 16 keys each are as many keys as two windows of 512 tokens. Nothing is
+gathered, and no gradient is scattered.
+
+The grid is (head, lane, block); a lane is a row of the batch. As in window attention, all matrices
+are transposed, slots x rows. The slots are the keys of the block before that have left the window,
+the keys that centroids keep, and the centroids' sums. The backward pass recomputes the weights from
+the log-sum-exp.
 """
 
 import functools
@@ -17,12 +22,16 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed import rules
-from brt.ops.causal_clustered_attention.past import Centroids, Past, nearest
+from brt.ops.causal_clustered_attention.centroid_memory import (
+    CentroidMemory,
+    Centroids,
+    nearest_centroids,
+)
 from brt.ops.causal_clustered_attention.tpu_kernels import (
     ROWS,
-    Gradients,
-    Inputs,
-    Static,
+    FarKernelGradients,
+    FarKernelInputs,
+    FarKernelSettings,
     backward_kernel,
     forward_kernel,
 )
@@ -31,11 +40,11 @@ from brt.ops.partial_attention import AttentionPart, merge_parts
 from brt.ops.tpu import LANES, head_refusal, parallel_heads, vmem_refusal
 
 
-def refuses(
+def refusal(
     queries: Array, window: AttentionPart, keys: Array, values: Array, cache_mask: Array,
-    pasts: Past, *_: Any, **__: Any,
+    pasts: CentroidMemory, *_: Any, **__: Any,
 ) -> str | None:  # fmt: skip
-    """Why these inputs cannot be; None: they can."""
+    """Returns why these inputs are not supported, or None if they are."""
     if rules.partitioned():
         return "reads what one device has"
     width, size = queries.shape[1] // cache_mask.shape[1], queries.shape[-1]
@@ -47,12 +56,15 @@ def refuses(
         )
     if reason := head_refusal(size, values.dtype):
         return reason
-    taken = _bytes(width, clusters, slots, max(size, LANES), values.dtype.itemsize)
+    taken = _backward_vmem_bytes(width, clusters, slots, max(size, LANES), values.dtype.itemsize)
     return vmem_refusal(taken)
 
 
-def _bytes(window: int, clusters: int, slots: int, width: int, itemsize: int) -> int:
-    """Of VMEM that the backward pass takes: two of each block, its sums, tiles of logits."""
+def _backward_vmem_bytes(window: int, clusters: int, slots: int, width: int, itemsize: int) -> int:
+    """Returns the bytes of VMEM that the backward pass needs.
+
+    These are two buffers for each block, the sums and tiles of logits.
+    """
     rows = window + clusters * slots
     blocks = 2 * width * (itemsize * (3 * window + 4 * rows) + 4 * 2 * clusters)
     return blocks + 2 * rows * width * 4 + 10 * (rows + clusters) * ROWS * 4
@@ -64,24 +76,32 @@ def causal_clustered_attention(
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
     cache_mask: Bool[Array, "B N"],
-    pasts: Past,
+    pasts: CentroidMemory,
     centroids: Centroids,
     bias: Float[Array, " H"],
     *,
     attend_to_self: bool,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B T H K"]:
-    """See `api.causal_clustered_attention`; `interpret` runs on any device, with any sizes."""
+    """Computes `api.causal_clustered_attention`; `interpret` runs on any device, with any sizes."""
     tokens, blocks = queries.shape[1], cache_mask.shape[1]
     q, k, v = (x.swapaxes(1, 2) for x in (queries, keys[:, :tokens], values[:, :tokens]))
     by_block = (*q.shape[:2], blocks, 1, tokens // blocks)
     kept_k, kept_v = (x.reshape(*x.shape[:3], -1, x.shape[-1]) for x in pasts[:2])
     arguments = _Arguments(
-        q, k, v, kept_k, kept_v, pasts.rest, pasts.lse[..., None, :],
-        nearest(q, centroids).reshape(by_block), cache_mask.astype(jnp.int32), pasts.filled,
-    )  # fmt: skip
-    y, lse = _attend(arguments, Static(attend_to_self, pasts.keys.shape[4], interpret))
-    # All of it has the bias of the window's farthest key.
+        q,
+        k,
+        v,
+        kept_k,
+        kept_v,
+        pasts.rest,
+        pasts.lse[..., None, :],
+        nearest_centroids(q, centroids).reshape(by_block),
+        cache_mask.astype(jnp.int32),
+        pasts.filled,
+    )
+    y, lse = _attend(arguments, FarKernelSettings(attend_to_self, pasts.keys.shape[4], interpret))
+    # All keys outside the window have the same bias.
     far = AttentionPart(y.swapaxes(1, 2), lse.swapaxes(1, 2) + bias[None, None])
     return merge_parts([window, far]).output.astype(values.dtype)
 
@@ -90,10 +110,20 @@ interpreted = functools.partial(causal_clustered_attention, interpret=True)
 
 
 class _Arguments(NamedTuple):
-    """What is read; M = C * R."""
+    """The arrays that attention is computed from; M = C * R.
+
+    Attributes:
+      q: queries.
+      k, v: keys and values of the block before each block.
+      kept_k, kept_v: keys and values that the centroids keep.
+      rest, rest_lse: the centroids' sums and their log-sum-exps.
+      labels: the centroid of each query.
+      cache_mask: not zero where a block may read the block before it.
+      filled: the number of keys that each centroid keeps.
+    """
 
     q: Float[Array, "B H T K"]
-    k: Float[Array, "B H T K"]  # of the block before each
+    k: Float[Array, "B H T K"]
     v: Float[Array, "B H T K"]
     kept_k: Float[Array, "N B H M K"]
     kept_v: Float[Array, "N B H M K"]
@@ -107,23 +137,25 @@ class _Arguments(NamedTuple):
     def grid(self) -> tuple[int, int, int]:
         return self.q.shape[1], self.q.shape[0], self.cache_mask.shape[1]
 
-    def inputs(self, **others: Array) -> Inputs:
-        return Inputs(*self[:-2], **others)
+    def inputs(self, **others: Array) -> FarKernelInputs:
+        return FarKernelInputs(*self[:-2], **others)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _attend(
-    arguments: _Arguments, settings: Static
+    arguments: _Arguments, settings: FarKernelSettings
 ) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T"]]:
-    """What queries read before their windows, and its log-sum-exp."""
+    """Returns the attention output over all keys before the window, and the log-sum-exp."""
     return _forward(arguments, settings)[0]
 
 
-def _forward(arguments: _Arguments, settings: Static) -> tuple[tuple[Array, Array], tuple]:
+def _forward(
+    arguments: _Arguments, settings: FarKernelSettings
+) -> tuple[tuple[Array, Array], tuple]:
     q, inputs = arguments.q, arguments.inputs()
-    at = _places(inputs)
+    specs = _specs(inputs)
     y, lse = _call(
-        forward_kernel, arguments, settings, [at], [at.q, at.labels],
+        forward_kernel, arguments, settings, [specs], [specs.q, specs.labels],
         [
             jax.ShapeDtypeStruct(q.shape, bits_dtype(arguments.v.dtype)),
             jax.ShapeDtypeStruct(arguments.labels.shape, jnp.float32),
@@ -134,27 +166,34 @@ def _forward(arguments: _Arguments, settings: Static) -> tuple[tuple[Array, Arra
 
 
 def _backward(
-    settings: Static, residuals: tuple, gradients: tuple[Array, Array]
+    settings: FarKernelSettings, residuals: tuple, gradients: tuple[Array, Array]
 ) -> tuple[_Arguments]:
     arguments, y, lse = residuals
     gradient, d_lse = gradients
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1) - d_lse
     lse, along = (x.reshape(arguments.labels.shape) for x in (lse, along))
     inputs = arguments.inputs(gradient=gradient, lse=lse, along=along)
-    at = _places(inputs)
+    specs = _specs(inputs)
     (results,) = _call(
-        backward_kernel, arguments, settings, [at], [Gradients(*at[:7])],
-        [Gradients(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments[:7]))], products=5,
-    )(arguments.cache_mask, arguments.filled, inputs)  # fmt: skip
+        backward_kernel,
+        arguments,
+        settings,
+        [specs],
+        [FarKernelGradients(*specs[:7])],
+        [FarKernelGradients(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments[:7]))],
+        products=5,
+    )(arguments.cache_mask, arguments.filled, inputs)
     return (arguments._replace(labels=None, cache_mask=None, filled=None, **results._asdict()),)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _places(inputs: Inputs) -> Inputs:
-    """Where a step of the grid finds each: of a lane's tokens its block, of what comes by block
-    the block's."""
+def _specs(inputs: FarKernelInputs) -> FarKernelInputs:
+    """Returns the block specs of the inputs.
+
+    Arrays of a lane's tokens have a block for each block of tokens, others have an axis of blocks.
+    """
     window = inputs.labels.shape[-1]
 
     def tokens(x: Array) -> pl.BlockSpec:
@@ -168,14 +207,17 @@ def _places(inputs: Inputs) -> Inputs:
 
     kinds = (tokens,) * 3 + (past,) * 4 + (numbers, tokens, numbers, numbers)
     pairs = zip(kinds, inputs, strict=True)
-    return Inputs(*(None if x is None else place(x) for place, x in pairs))
+    return FarKernelInputs(*(None if x is None else place(x) for place, x in pairs))
 
 
 def _call(
-    kernel: Any, arguments: _Arguments, settings: Static,
+    kernel: Any, arguments: _Arguments, settings: FarKernelSettings,
     inputs: list, outputs: list, shapes: list, *, products: int,
 ) -> Any:  # fmt: skip
-    """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
+    """Calls a kernel with one step per head, lane and block.
+
+    The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
+    """
     heads, batch, blocks = arguments.grid
     window, width = arguments.labels.shape[-1], arguments.q.shape[-1]
     clusters, slots = arguments.rest.shape[3], window + arguments.kept_k.shape[3]

@@ -1,6 +1,6 @@
-"""The meaning of causal clustered attention: every block looks at its whole past anew.
+"""Reference implementation of causal clustered attention: every block recomputes its memory.
 
-Of each query there exist the logits of all that its head's centroids keep; float32.
+Each query has float32 logits of all keys that its head's centroids keep.
 """
 
 import jax
@@ -8,22 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.causal_clustered_attention.past import Centroids, Past
+from brt.ops.causal_clustered_attention.centroid_memory import CentroidMemory, Centroids
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.softmax import FLOOR
 
 
-def past_scan(
+def memory_scan(
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
     cache_mask: Bool[Array, "B N"],
-    past: Past,
+    past: CentroidMemory,
     centroids: Centroids,
-) -> tuple[Past, Past]:
-    """See `api.past_scan`."""
+) -> tuple[CentroidMemory, CentroidMemory]:
+    """Computes `api.memory_scan`."""
     k, v = (x.astype(jnp.float32).swapaxes(1, 2) for x in (keys, values))
     results = [
-        _found(k, v, cache_mask, past, centroids, block) for block in range(cache_mask.shape[1] + 1)
+        _memory_of_block(k, v, cache_mask, past, centroids, block)
+        for block in range(cache_mask.shape[1] + 1)
     ]
     results = [
         past._replace(keys=past.keys.astype(keys.dtype), values=past.values.astype(values.dtype))
@@ -38,37 +39,39 @@ def causal_clustered_attention(
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
     cache_mask: Bool[Array, "B N"],
-    pasts: Past,
+    pasts: CentroidMemory,
     centroids: Centroids,
     bias: Float[Array, " H"],
     *,
     attend_to_self: bool,
 ) -> Float[Array, "B T H K"]:
-    """See `api.causal_clustered_attention`."""
+    """Computes `api.causal_clustered_attention`."""
     blocks = cache_mask.shape[1]
     width = queries.shape[1] // blocks
     left = np.tri(width, k=0 if attend_to_self else -1, dtype=bool)[None]
     outputs = []
     for n in range(blocks):
-        own = slice(n * width, (n + 1) * width)  # of the keys: the block before
+        # The same slice of the keys is the block before, because the keys begin with the cached
+        # block.
+        own = slice(n * width, (n + 1) * width)
         q, k, v = (x[:, own].astype(jnp.float32).swapaxes(1, 2) for x in (queries, keys, values))
         part = AttentionPart(*(x[:, own].astype(jnp.float32).swapaxes(1, 2) for x in window))
         mask = left & cache_mask[:, n, None, None]
         past = jax.tree.map(lambda leaf, n=n: leaf[n], pasts)
-        outputs.append(_read(q, part, k, v, mask, past, centroids, bias))
+        outputs.append(_attend(q, part, k, v, mask, past, centroids, bias))
     y = jnp.concatenate(outputs, axis=2)
     return y.swapaxes(1, 2).astype(values.dtype)
 
 
-def _found(
+def _memory_of_block(
     keys: Float[Array, "B H Z K"],
     values: Float[Array, "B H Z K"],
     cache_mask: Bool[Array, "B N"],
-    past: Past,
+    past: CentroidMemory,
     centroids: Centroids,
     block: int,
-) -> Past:
-    """What a block finds, of the past that the segment takes in and of all blocks since then."""
+) -> CentroidMemory:
+    """Returns the memory of a block from the segment's initial memory and all blocks since then."""
     blocks, slots = cache_mask.shape[1], past.keys.shape[3]
     width = keys.shape[2] // (blocks + 1)
     linked = cache_mask[:, : block + 1]
@@ -101,20 +104,24 @@ def _found(
     kept_keys, kept_values = (
         jnp.where(is_key, jnp.take_along_axis(x, best, axis=3), 0) for x in (all_keys, all_values)
     )
-    return Past(kept_keys, kept_values, rest, jax.nn.logsumexp(expected, axis=-1), filled)
+    return CentroidMemory(kept_keys, kept_values, rest, jax.nn.logsumexp(expected, axis=-1), filled)
 
 
-def _read(
+def _attend(
     queries: Float[Array, "B H W K"],
     window: AttentionPart,
     keys: Float[Array, "B H W K"],
     values: Float[Array, "B H W K"],
     mask: Bool[Array, "B W W"],
-    past: Past,
+    past: CentroidMemory,
     centroids: Centroids,
     bias: Float[Array, " H"],
 ) -> Float[Array, "B H W K"]:
-    """One softmax: the window's keys as one, those that left it, the centroid's, and the rest."""
+    """Computes one softmax over four kinds of columns.
+
+    These are the window as one column, keys that have left it, best keys, and the rest as one
+    column.
+    """
     away = queries[:, :, :, None] - centroids.vectors[None, :, None]
     label = jnp.argmin(jnp.sum(jax.lax.stop_gradient(away) ** 2, axis=-1), axis=-1)
 

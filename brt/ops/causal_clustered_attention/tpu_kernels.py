@@ -1,4 +1,7 @@
-"""What a TPU does for one head, lane and block of causal clustered attention: see `pallas_tpu`."""
+"""Bodies of the TPU kernels of causal clustered attention, for one head, lane and block.
+
+`pallas_tpu` describes the algorithm.
+"""
 
 import math
 from typing import Any, NamedTuple
@@ -13,29 +16,37 @@ from brt.ops.dispatch import to_bits
 from brt.ops.softmax import FLOOR, MASKED
 from brt.ops.tpu import LANES, NN, NT, TN, dot_float32
 
-ROWS = 128  # of a tile at most
+ROWS = 128  # Largest number of rows of a tile.
 
 
-class Static(NamedTuple):
-    """What is known when tracing; `slots`: keys that a centroid keeps."""
+class FarKernelSettings(NamedTuple):
+    """Static settings of the kernels.
+
+    Attributes:
+      attend_to_self: True if the nearest key of a window is the token itself.
+      slots: keys that a centroid keeps.
+      interpret: runs on any device, slowly.
+    """
 
     attend_to_self: bool
     slots: int
     interpret: bool | pltpu.InterpretParams
 
 
-class Inputs(NamedTuple):
-    """Of a step of the grid, or where they are; M = C * R.
+class FarKernelInputs(NamedTuple):
+    """Inputs of a step of the grid, or their block specs; M = C * R.
 
     Attributes:
-      q: [W, K] of this block.
-      k, v: [W, K] of the block before.
-      kept_k, kept_v: [M, K], of centroid 0, of centroid 1, ...
-      rest: float32 [C, K], what centroids have summed up.
-      rest_lse: [1, C], what that weighs.
+      q: [W, K], queries of the block.
+      k, v: [W, K], keys and values of the block before.
+      kept_k, kept_v: [M, K], keys and values of centroid 0, of centroid 1 ...
+      rest: float32 [C, K], the centroids' sums.
+      rest_lse: [1, C], the log-sum-exps of the sums.
       labels: [1, W], the centroid of every query.
-      gradient: [W, K] of the output; of it the rest, in the backward pass only.
-      lse, along: [1, W], the latter what the softmax's own gradient subtracts.
+      gradient: [W, K], gradient of the output, in the backward pass only, as all that follow.
+      lse: [1, W], the log-sum-exp.
+      along: [1, W], the sum of weights times their gradients, which the softmax's gradient
+        subtracts.
     """
 
     q: Any
@@ -51,8 +62,8 @@ class Inputs(NamedTuple):
     along: Any = None
 
 
-class Gradients(NamedTuple):
-    """Of a step of the grid; as of `Inputs`."""
+class FarKernelGradients(NamedTuple):
+    """Gradients of a step of the grid, shaped as in `FarKernelInputs`."""
 
     q: Any
     k: Any
@@ -63,13 +74,15 @@ class Gradients(NamedTuple):
     rest_lse: Any
 
 
-class _Tile(NamedTuple):
-    """Some rows of a block, and what they see of its three kinds of slots.
+class _RowTile(NamedTuple):
+    """Rows of a block, with masks of the three kinds of slots.
 
     Attributes:
-      left: of the block before, [S, R]; slots behind S have left no window of theirs.
-      kept: [M, R].
-      rest: [C, R].
+      rows: the rows.
+      left: [S, R], keys of the block before that have left the window; later slots are in all
+        windows.
+      kept: [M, R], keys of the rows' own centroids.
+      rest: [C, R], the rows' own centroids.
     """
 
     rows: slice
@@ -86,12 +99,14 @@ class _Tile(NamedTuple):
         return jnp.concatenate([jnp.where(seen, x, MASKED) for seen, x in pairs], axis=0)
 
     def cut(self, x: Float[Array, "X R"]) -> tuple[Array, Array, Array]:
-        """What of it is of which slots."""
+        """Splits x by the kind of slot."""
         near, kept = self.left.shape[0], self.kept.shape[0]
         return x[:near], x[near : near + kept], x[near + kept :]
 
 
-def _tiles(seen: Array, filled: Array, inputs: Inputs, settings: Static) -> list[_Tile]:
+def _row_tiles(
+    seen: Array, filled: Array, inputs: FarKernelInputs, settings: FarKernelSettings
+) -> list[_RowTile]:
     window, size = inputs.q.shape[0], math.gcd(inputs.q.shape[0], ROWS)
     clusters, kept = inputs.rest.shape[0], inputs.kept_k.shape[0]
     tiles = []
@@ -106,31 +121,37 @@ def _tiles(seen: Array, filled: Array, inputs: Inputs, settings: Static) -> list
         there = jax.lax.rem(slots, count) < filled
         own = (jax.lax.div(slots, count) == labels) & there
         centroids = jax.lax.broadcasted_iota(jnp.int32, (clusters, size), 0)
-        tiles.append(_Tile(slice(begin, end), left, own, centroids == labels))
+        tiles.append(_RowTile(slice(begin, end), left, own, centroids == labels))
     return tiles
 
 
-def _weight(inputs: Inputs) -> Float[Array, "C 1"]:
-    """What centroids have summed up weighs, a column."""
+def _rest_weight(inputs: FarKernelInputs) -> Float[Array, "C 1"]:
+    """Returns the log-sum-exps of the centroids' sums as a column."""
     row = inputs.rest_lse[...]
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
 
 
-def _logits(tile: _Tile, inputs: Inputs) -> Float[Array, "X R"]:
+def _logits(tile: _RowTile, inputs: FarKernelInputs) -> Float[Array, "X R"]:
     own = inputs.q[tile.rows]
     near, kept = inputs.k[tile.near], inputs.kept_k[...]
-    summed = jnp.broadcast_to(_weight(inputs), tile.rest.shape)
+    summed = jnp.broadcast_to(_rest_weight(inputs), tile.rest.shape)
     return tile.masked((dot_float32(near, own, NT), dot_float32(kept, own, NT), summed))
 
 
 def forward_kernel(
-    cache_mask: Any, filled: Any, inputs: Inputs, y: Any, lse: Any, *, settings: Static
+    cache_mask: Any,
+    filled: Any,
+    inputs: FarKernelInputs,
+    y: Any,
+    lse: Any,
+    *,
+    settings: FarKernelSettings,
 ) -> None:
     lane, n = pl.program_id(1), pl.program_id(2)
     dtype = inputs.v.dtype
     columns = inputs.v[...].T, inputs.kept_v[...].T
     summed = inputs.rest[...].T
-    for tile in _tiles(cache_mask[lane, n] > 0, filled[n, lane], inputs, settings):
+    for tile in _row_tiles(cache_mask[lane, n] > 0, filled[n, lane], inputs, settings):
         logits = _logits(tile, inputs)
         top = jnp.maximum(jnp.max(logits, axis=0, keepdims=True), FLOOR)
         weights = jnp.exp(logits - top)
@@ -143,16 +164,27 @@ def forward_kernel(
 
 
 def backward_kernel(
-    cache_mask: Any, filled: Any, inputs: Inputs, results: Gradients, keys_sum: Any,
-    values_sum: Any, *, settings: Static,
-) -> None:  # fmt: skip
-    """The sums are float32, of the block before and behind it of what centroids keep."""
+    cache_mask: Any,
+    filled: Any,
+    inputs: FarKernelInputs,
+    results: FarKernelGradients,
+    keys_sum: Any,
+    values_sum: Any,
+    *,
+    settings: FarKernelSettings,
+) -> None:
+    """Computes the gradients of one step.
+
+    Args:
+      keys_sum, values_sum: float32 scratch memory, gradients of the block before, then those of the
+        keys and values that centroids keep.
+    """
     lane, n = pl.program_id(1), pl.program_id(2)
     window, dtype = inputs.q.shape[0], inputs.q.dtype
     for total in (keys_sum, values_sum):
         total[:window] = jnp.zeros_like(total[:window])
     of_rest, of_weight = jnp.zeros(results.rest.shape, jnp.float32), jnp.zeros((), jnp.float32)
-    for tile in _tiles(cache_mask[lane, n] > 0, filled[n, lane], inputs, settings):
+    for tile in _row_tiles(cache_mask[lane, n] > 0, filled[n, lane], inputs, settings):
         own, theirs = inputs.q[tile.rows], inputs.gradient[tile.rows]
         weights = jnp.exp(_logits(tile, inputs) - inputs.lse[:, tile.rows])
         wide = theirs.astype(jnp.float32)

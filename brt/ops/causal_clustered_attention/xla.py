@@ -1,7 +1,7 @@
 """Causal clustered attention in plain XLA.
 
-The tokens of all blocks read at once, those of a block sorted by their centroids, so that what
-a centroid keeps is gathered once for several of its queries.
+The tokens of all blocks attend at once. The tokens of a block are sorted by centroid, so that a
+centroid's keys are gathered once for several of its queries.
 """
 
 import jax
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.causal_clustered_attention.past import (
+from brt.ops.causal_clustered_attention.centroid_memory import (
+    CentroidMemory,
     Centroids,
-    Past,
-    is_filled,
-    kept,
-    nearest,
-    past_after,
+    memory_after,
+    nearest_centroids,
+    reset_unless,
+    slot_mask,
 )
 from brt.ops.clustered_attention.members import (
     QueryTiles,
@@ -28,20 +28,22 @@ from brt.ops.partial_attention import AttentionPart, attend_to_part, merge_parts
 from brt.ops.softmax import MASKED
 
 
-def past_scan(
+def memory_scan(
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
     cache_mask: Bool[Array, "B N"],
-    past: Past,
+    past: CentroidMemory,
     centroids: Centroids,
-) -> tuple[Past, Past]:
-    """See `api.past_scan`."""
+) -> tuple[CentroidMemory, CentroidMemory]:
+    """Computes `api.memory_scan`."""
 
-    def body(past: Past, block: tuple[Array, Array, Bool[Array, " B"]]) -> tuple[Past, Past]:
-        past = kept(past, block[2])
-        return past_after(past, *block, centroids), past
+    def body(
+        past: CentroidMemory, block: tuple[Array, Array, Bool[Array, " B"]]
+    ) -> tuple[CentroidMemory, CentroidMemory]:
+        past = reset_unless(past, block[2])
+        return memory_after(past, *block, centroids), past
 
-    return jax.lax.scan(body, past, (*_before(keys, values, cache_mask), cache_mask.T))
+    return jax.lax.scan(body, past, (*_previous_blocks(keys, values, cache_mask), cache_mask.T))
 
 
 def causal_clustered_attention(
@@ -50,13 +52,13 @@ def causal_clustered_attention(
     keys: Float[Array, "B Z H K"],
     values: Float[Array, "B Z H K"],
     cache_mask: Bool[Array, "B N"],
-    pasts: Past,
+    pasts: CentroidMemory,
     centroids: Centroids,
     bias: Float[Array, " H"],
     *,
     attend_to_self: bool,
 ) -> Float[Array, "B T H K"]:
-    """See `api.causal_clustered_attention`."""
+    """Computes `api.causal_clustered_attention`."""
     blocks = cache_mask.shape[1]
     width = queries.shape[1] // blocks
     left = jnp.asarray(np.tri(width, k=0 if attend_to_self else -1, dtype=bool))
@@ -66,65 +68,72 @@ def causal_clustered_attention(
         window: AttentionPart,
         before: tuple[Array, Array],
         cache_mask: Bool[Array, " B"],
-        past: Past,
+        past: CentroidMemory,
     ) -> Float[Array, "B H W K"]:
         mask = left[None] & cache_mask[:, None, None]
-        return read(queries, window, *before, mask, past, centroids, bias)
+        return attend_block(queries, window, *before, mask, past, centroids, bias)
 
-    parts = AttentionPart(*(_blocks(x, blocks) for x in window))
-    before = _before(keys, values, cache_mask)
-    y = jax.vmap(of_block)(_blocks(queries, blocks), parts, before, cache_mask.T, pasts)
+    parts = AttentionPart(*(_split_blocks(x, blocks) for x in window))
+    before = _previous_blocks(keys, values, cache_mask)
+    y = jax.vmap(of_block)(_split_blocks(queries, blocks), parts, before, cache_mask.T, pasts)
     return y.transpose(1, 0, 3, 2, 4).reshape(queries.shape)
 
 
-def _before(
+def _previous_blocks(
     keys: Float[Array, "B Z H K"], values: Float[Array, "B Z H K"], cache_mask: Bool[Array, "B N"]
 ) -> tuple[Float[Array, "N B H W K"], Float[Array, "N B H W K"]]:
-    """Of every block of the segment, the block before it."""
+    """Returns the block before each block of the segment."""
     blocks = cache_mask.shape[1]
     tokens = keys.shape[1] // (blocks + 1) * blocks
-    return _blocks(keys[:, :tokens], blocks), _blocks(values[:, :tokens], blocks)
+    return _split_blocks(keys[:, :tokens], blocks), _split_blocks(values[:, :tokens], blocks)
 
 
-def _blocks(x: Float[Array, "B T H *K"], blocks: int) -> Float[Array, "N B H W *K"]:
+def _split_blocks(x: Float[Array, "B T H *K"], blocks: int) -> Float[Array, "N B H W *K"]:
     cut = x.reshape(x.shape[0], blocks, -1, *x.shape[2:])
     return jnp.moveaxis(cut, (1, 3), (0, 2))
 
 
-def read(
+def attend_block(
     queries: Float[Array, "B H Q K"],
     window: AttentionPart,
     keys: Float[Array, "B H W K"],
     values: Float[Array, "B H W K"],
     mask: Bool[Array, "B Q W"],
-    past: Past,
+    past: CentroidMemory,
     centroids: Centroids,
     bias: Float[Array, " H"],
 ) -> Float[Array, "B H Q K"]:
-    """What the queries of a block read, in the dtype of `values`.
+    """Attends from the queries of a block to all earlier tokens, in the dtype of `values`.
 
     Args:
-      window: what they read in their windows.
-      keys, values: of the block before theirs.
-      mask: which of these have left a query's window.
+      queries: queries of the block.
+      window: the result of attention to their windows.
+      keys, values: those of the block before.
+      mask: True for keys that have left a query's window.
+      past: the memory of the block.
+      centroids: the centroids of the layer.
+      bias: added to the logits of all keys outside the window.
     """
     logits = _product("bhqk,bhsk->bhqs", queries, keys) + bias[None, :, None, None]
     nearby = attend_to_part(jnp.where(mask[:, None], logits, MASKED), values)
-    y = merge_parts([window, nearby, _far(queries, past, centroids, bias)])
+    y = merge_parts([window, nearby, _attend_to_memory(queries, past, centroids, bias)])
     return y.output.astype(values.dtype)
 
 
-def _far(
-    queries: Float[Array, "B H Q K"], past: Past, centroids: Centroids, bias: Float[Array, " H"]
+def _attend_to_memory(
+    queries: Float[Array, "B H Q K"],
+    past: CentroidMemory,
+    centroids: Centroids,
+    bias: Float[Array, " H"],
 ) -> AttentionPart:
-    """The keys that a query's centroid keeps, and the rest as that reads them."""
+    """Attends to the keys that a query's centroid keeps and to the centroid's sum of the rest."""
     clusters, tokens = past.keys.shape[2], queries.shape[2]
     size = max(tokens // (2 * clusters), 1)
-    tiles = build_tiles(nearest(queries, centroids), clusters=clusters, size=size)
-    keys, values, rest, lse = (_of_tiles(x, tiles) for x in past[:-1])
+    tiles = build_tiles(nearest_centroids(queries, centroids), clusters=clusters, size=size)
+    keys, values, rest, lse = (_gather_by_tile(x, tiles) for x in past[:-1])
     of_head = bias[None, :, None, None]
     logits = _product("bhnmk,bhnrk->bhnmr", to_tiles(queries, tiles), keys) + of_head[..., None]
-    there = is_filled(past)[:, None, None, None]
+    there = slot_mask(past)[:, None, None, None]
     best = attend_to_part(jnp.where(there, logits, MASKED), values)
     far = merge_parts([best, AttentionPart(rest[:, :, :, None], lse[..., None] + of_head)])
     return AttentionPart(
@@ -132,8 +141,8 @@ def _far(
     )
 
 
-def _of_tiles(x: Float[Array, "B H C *R"], tiles: QueryTiles) -> Float[Array, "B H N *R"]:
-    """What belongs to the centroid of every tile."""
+def _gather_by_tile(x: Float[Array, "B H C *R"], tiles: QueryTiles) -> Float[Array, "B H N *R"]:
+    """Returns the row of x that belongs to the centroid of each tile."""
     flat = x.reshape(*x.shape[:3], -1)
     return gather_by_label(flat, tiles.clusters).reshape(*tiles.clusters.shape, *x.shape[3:])
 

@@ -1,7 +1,7 @@
 """How a decoder reads its source: five kinds behind one interface."""
 
-from brt.ops.cross_attention.api import Aux as Aux
 from brt.ops.cross_attention.api import CrossCache as CrossCache
+from brt.ops.cross_attention.api import NeuronMetrics as NeuronMetrics
 from brt.ops.cross_attention.api import advance as advance
 from brt.ops.cross_attention.api import attend as attend
 from brt.ops.cross_attention.api import prefill as prefill

@@ -20,8 +20,8 @@ from brt.ops.cross_attention.parameters import Parameters
 from brt.ops.cross_attention.xla import windows_of
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
-from brt.ops.segmented_recurrent_attention import Aux as Aux
-from brt.ops.segmented_recurrent_attention import Cache as CrossCache
+from brt.ops.segmented_recurrent_attention import DecodingCache as CrossCache
+from brt.ops.segmented_recurrent_attention import NeuronMetrics as NeuronMetrics
 
 
 def _kernel_refuses(
@@ -29,7 +29,7 @@ def _kernel_refuses(
     config: CrossAttention, **__: Any,
 ) -> str | None:  # fmt: skip
     _, length, heads, width = keys.shape
-    return segmented.refuses(config, heads, width, -(-length // config.segment_size), keys.dtype)
+    return segmented.refusal(config, heads, width, -(-length // config.segment_size), keys.dtype)
 
 
 OP = Op(
@@ -57,7 +57,7 @@ def attend(
     target_length: int | None = None,
     dropout: Dropout | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B T H K"], Aux]:
+) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
     """Target positions t0 to t0 + T of every source: the form for training.
 
     Args:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 from brt.ops import deferred
 from brt.ops.dense import dense
-from brt.ops.segmented_recurrent_attention import Shared
+from brt.ops.segmented_recurrent_attention import SharedKeys
 
 
 class Rnn(NamedTuple):
@@ -70,7 +70,7 @@ def segment_means(
     keys: Float[Array, "M B H S K"],
     values: Float[Array, "M B H S K"],
     counted: Bool[Array, "M B S"],
-) -> Shared:
+) -> SharedKeys:
     """The mean of every segment over its positions that count, if any does."""
     numbers = jnp.maximum(jnp.sum(counted, axis=2), 1)  # [M, B]
 
@@ -78,4 +78,4 @@ def segment_means(
         sums = jnp.einsum("mbs,mbhsk->mbhk", counted.astype(x.dtype), x)
         return jnp.moveaxis(sums / numbers[:, :, None, None].astype(x.dtype), 0, 2)
 
-    return Shared(mean(keys), mean(values), jnp.any(counted, axis=2).T)
+    return SharedKeys(mean(keys), mean(values), jnp.any(counted, axis=2).T)

@@ -22,7 +22,7 @@ class Parameters(NamedTuple):
       memory_keys, memory_values: of `xl_memory` with `memory = "rnn"`.
     """
 
-    raf: segmented.Parameters = segmented.Parameters()
+    raf: segmented.RecurrenceParameters = segmented.RecurrenceParameters()
     memory_keys: Rnn | None = None
     memory_values: Rnn | None = None
 
@@ -54,7 +54,7 @@ def specifications(
 
 def parameters_from(tree: Mapping[str, Mapping[str, Any]]) -> Parameters:
     """The arrays of a tree like `specifications`."""
-    kinds = {"raf": segmented.Parameters, "memory_keys": Rnn, "memory_values": Rnn}
+    kinds = {"raf": segmented.RecurrenceParameters, "memory_keys": Rnn, "memory_values": Rnn}
     return Parameters(**{name: kinds[name](**arrays) for name, arrays in tree.items()})
 
 

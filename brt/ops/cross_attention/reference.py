@@ -8,8 +8,8 @@ from brt.config import CrossAttention
 from brt.ops import segmented_recurrent_attention as segmented
 from brt.ops.cross_attention.baselines import Rnn
 from brt.ops.cross_attention.parameters import Parameters
-from brt.ops.segmented_recurrent_attention import Shared, Windows
-from brt.ops.segmented_recurrent_attention.segments import cut, segment_counts
+from brt.ops.segmented_recurrent_attention import SegmentWindows, SharedKeys
+from brt.ops.segmented_recurrent_attention.segments import segment_counts, split_segments
 
 
 def attend(
@@ -23,7 +23,7 @@ def attend(
     t0: int | Int[Array, ""] = 0,
     target_length: int | None = None,
     dropout: None = None,
-) -> tuple[Float[Array, "B T H K"], segmented.Aux]:
+) -> tuple[Float[Array, "B T H K"], segmented.NeuronMetrics]:
     """See `api.attend`."""
     windows = _windows(keys, values, valid, parameters, config)
     return segmented.attend(
@@ -38,26 +38,28 @@ def _windows(
     valid: Bool[Array, "B X"],
     parameters: Parameters,
     config: CrossAttention,
-) -> Windows:
+) -> SegmentWindows:
     if config.mask_kv:
         keys, values = (jnp.where(valid[:, :, None, None], x, 0) for x in (keys, values))
     size = keys.shape[1] if config.kind == "full" else config.segment_size
-    counts, mask = segment_counts(valid, config, size), cut(valid, size)
-    k, v = (cut(x, size).swapaxes(2, 3) for x in (keys, values))
+    counts, mask = segment_counts(valid, config, size), split_segments(valid, size)
+    k, v = (split_segments(x, size).swapaxes(2, 3) for x in (keys, values))
     if config.kind == "local_global":
         counted = mask if config.mask_kv else jnp.ones_like(mask)
         mean_k, mean_v = (
             jnp.stack([_mean(part, of) for part, of in zip(x, counted, strict=True)], axis=2)
             for x in (k, v)
         )
-        return Windows(k, v, mask, counts, Shared(mean_k, mean_v, jnp.any(counted, axis=2).T))
+        return SegmentWindows(
+            k, v, mask, counts, SharedKeys(mean_k, mean_v, jnp.any(counted, axis=2).T)
+        )
     if config.kind != "xl_memory":
-        return Windows(k, v, mask, counts)
+        return SegmentWindows(k, v, mask, counts)
     recurs = config.memory == "rnn"
     before = [jax.lax.stop_gradient(x) for x in (k, v)]
     if recurs:
         pairs = (keys, parameters.memory_keys), (values, parameters.memory_values)
-        before = [cut(_rnn(x, weights), size).swapaxes(2, 3) for x, weights in pairs]
+        before = [split_segments(_rnn(x, weights), size).swapaxes(2, 3) for x, weights in pairs]
     previous = [max(j - 1, 0) for j in range(len(mask))]
     before_mask = [mask[j] & (recurs or n > 0) for n, j in enumerate(previous)]
     mask = jnp.concatenate([jnp.stack(before_mask), mask], axis=2)
@@ -67,7 +69,7 @@ def _windows(
         )
         for x, y in zip(before, (k, v), strict=True)
     )
-    return Windows(k, v, mask, counts)
+    return SegmentWindows(k, v, mask, counts)
 
 
 def _mean(x: Float[Array, "B H S K"], counted: Bool[Array, "B S"]) -> Float[Array, "B H K"]:

@@ -10,7 +10,7 @@ from brt.ops import segmented_recurrent_attention as segmented
 from brt.ops.cross_attention import baselines
 from brt.ops.cross_attention.parameters import Parameters
 from brt.ops.dropout import Dropout
-from brt.ops.segmented_recurrent_attention.segments import cut, segment_counts
+from brt.ops.segmented_recurrent_attention.segments import segment_counts, split_segments
 
 
 def attend(
@@ -25,7 +25,7 @@ def attend(
     target_length: int | None = None,
     dropout: Dropout | None = None,
     implementation: str = "xla",
-) -> tuple[Float[Array, "B T H K"], segmented.Aux]:
+) -> tuple[Float[Array, "B T H K"], segmented.NeuronMetrics]:
     """See `api.attend`; `implementation` is that of segmented recurrent attention."""
     windows = windows_of(keys, values, valid, parameters, config)
     return segmented.attend(
@@ -40,14 +40,14 @@ def windows_of(
     valid: Bool[Array, "B X"],
     parameters: Parameters,
     config: CrossAttention,
-) -> segmented.Windows:
+) -> segmented.SegmentWindows:
     """What the targets of each segment read."""
     if config.mask_kv:
         keys, values = (jnp.where(valid[:, :, None, None], x, 0) for x in (keys, values))
     size = keys.shape[1] if config.kind == "full" else config.segment_size
-    own_keys, own_values = (cut(x, size).swapaxes(2, 3) for x in (keys, values))
+    own_keys, own_values = (split_segments(x, size).swapaxes(2, 3) for x in (keys, values))
     counts = segment_counts(valid, config, size)
-    windows = segmented.Windows(own_keys, own_values, cut(valid, size), counts)
+    windows = segmented.SegmentWindows(own_keys, own_values, split_segments(valid, size), counts)
     if config.kind == "local_global":
         counted = windows.mask if config.mask_kv else jnp.ones_like(windows.mask)
         return windows._replace(shared=baselines.segment_means(own_keys, own_values, counted))
@@ -57,20 +57,20 @@ def windows_of(
 
 
 def _with_memory(
-    windows: segmented.Windows,
+    windows: segmented.SegmentWindows,
     keys: Float[Array, "B X H K"],
     values: Float[Array, "B X H K"],
     parameters: Parameters,
     config: CrossAttention,
-) -> segmented.Windows:
+) -> segmented.SegmentWindows:
     recurs = config.memory == "rnn"
     memories: Iterable[Array | None] = (None, None)
     if recurs:
         weights = (parameters.memory_keys, parameters.memory_values)
         memories = (
-            cut(baselines.rnn(x, w), config.segment_size).swapaxes(2, 3)
+            split_segments(baselines.rnn(x, w), config.segment_size).swapaxes(2, 3)
             for x, w in zip((keys, values), weights, strict=True)
         )
     k, v = map(baselines.with_previous, (windows.keys, windows.values), memories)
     mask = baselines.previous_mask(windows.mask, first=recurs)
-    return segmented.Windows(k, v, mask, windows.counts)
+    return segmented.SegmentWindows(k, v, mask, windows.counts)

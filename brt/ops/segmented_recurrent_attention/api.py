@@ -1,9 +1,9 @@
 """Segmented recurrent attention (SRformer, section 3).
 
-A target position attends to one segment of the source by softmax, and to all other segments
-by linear attention, whose states pass through accumulate-and-fire neurons:
+A target position attends to one segment of the source by softmax, and to all other segments by
+linear attention, whose states pass through accumulate-and-fire neurons:
 
-    O[t] = softmax(Q[t] K_i^T) V_i + Q[t] R_i / norm(K),  i the segment of t
+    O[t] = softmax(Q[t] K_i^T) V_i + Q[t] R_i / norm(K), where i is the segment of t
 """
 
 from functools import partial
@@ -17,18 +17,24 @@ from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 from brt.ops.segmented_recurrent_attention import cache, pallas_tpu, reference, xla
-from brt.ops.segmented_recurrent_attention.cache import Cache as Cache
-from brt.ops.segmented_recurrent_attention.recurrence import Aux as Aux
-from brt.ops.segmented_recurrent_attention.recurrence import Parameters as Parameters
-from brt.ops.segmented_recurrent_attention.windows import Shared as Shared
-from brt.ops.segmented_recurrent_attention.windows import Windows as Windows
+from brt.ops.segmented_recurrent_attention.cache import DecodingCache as DecodingCache
+from brt.ops.segmented_recurrent_attention.recurrence import NeuronMetrics as NeuronMetrics
+from brt.ops.segmented_recurrent_attention.recurrence import (
+    RecurrenceParameters as RecurrenceParameters,
+)
+from brt.ops.segmented_recurrent_attention.windows import SegmentWindows as SegmentWindows
+from brt.ops.segmented_recurrent_attention.windows import SharedKeys as SharedKeys
 
 
-def _kernel_refuses(
-    queries: Array, windows: Windows, parameters: Parameters, config: CrossAttention, **__: Any
+def _kernel_refusal(
+    queries: Array,
+    windows: SegmentWindows,
+    parameters: RecurrenceParameters,
+    config: CrossAttention,
+    **__: Any,
 ) -> str | None:
     segments, _, heads, _, width = windows.keys.shape
-    return pallas_tpu.refuses(config, heads, width, segments, windows.keys.dtype)
+    return pallas_tpu.refusal(config, heads, width, segments, windows.keys.dtype)
 
 
 OP = Op(
@@ -36,12 +42,12 @@ OP = Op(
     (
         Implementation(
             "pallas_tpu", partial(xla.attend, recur=pallas_tpu.recurrence),
-            ("tpu",), ("tpu",), _kernel_refuses,
+            ("tpu",), ("tpu",), _kernel_refusal,
         ),
         Implementation("xla", xla.attend),
         Implementation(
             "pallas_interpret", partial(xla.attend, recur=pallas_tpu.interpreted), (),
-            refusal=lambda _, windows, parameters, config, **__: pallas_tpu.has_no_such(config),
+            refusal=lambda _, windows, parameters, config, **__: pallas_tpu.feature_refusal(config),
         ),
         Implementation("reference", reference.attend, auto=(), refusal=dispatch.dropout_refusal),
     ),
@@ -50,29 +56,34 @@ OP = Op(
 
 def attend(
     queries: Float[Array, "B T H K"],
-    windows: Windows,
-    parameters: Parameters,
+    windows: SegmentWindows,
+    parameters: RecurrenceParameters,
     config: CrossAttention,
     *,
     t0: int | Int[Array, ""] = 0,
     target_length: int | None = None,
     dropout: Dropout | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B T H K"], Aux]:
-    """Target positions t0 to t0 + T of every source.
+) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
+    """Attends from target positions t0 to t0 + T of every source.
 
     Args:
-      queries: with any scale folded in.
-      t0: an array computes the dense form, as then no slots can be planned.
-      target_length: that of the batch, for `index_mode = "batch"`; None: as in decoding.
-      dropout: of the softmax weights.
-      implementation: a named one runs or raises; None takes the best that can.
+      queries: already multiplied by any scale.
+      windows: the keys and values of each segment.
+      parameters: the learned parameters of the recurrence.
+      config: settings of cross-attention.
+      t0: an array selects the dense form, because slots cannot be planned for it.
+      target_length: the target length of the batch, for `index_mode = "batch"`; None as in
+        decoding.
+      dropout: dropout of the softmax weights.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
 
     Returns:
-      The output, in the dtype of the keys, and what to log.
+      The output in the dtype of the keys, and numbers to log.
 
     Raises:
-      NotImplementedError: an implementation that does not exist, or not for these inputs.
+      NotImplementedError: the implementation does not exist or does not support the inputs.
     """
     return dispatch.run(
         OP, implementation, queries, windows, parameters, config,
@@ -80,32 +91,37 @@ def attend(
     )  # fmt: skip
 
 
-def prefill(windows: Windows, parameters: Parameters, config: CrossAttention) -> Cache:
-    """What `step` reads, made once for each source.
+def prefill(
+    windows: SegmentWindows, parameters: RecurrenceParameters, config: CrossAttention
+) -> DecodingCache:
+    """Returns the cache that `step` reads, computed once for each source.
 
-    `config.cache` names the form; "auto" takes the table of all states where that is no
-    larger than keys and values (S >= K / 2), else carries the neurons.
+    `config.cache` names its form. "auto" selects the table of all states if it is not larger than
+    keys and values (S >= K / 2), and otherwise carried neurons.
     """
     return cache.prefill(windows, parameters, config)
 
 
-def advance(cache_: Cache, t: int | Int[Array, ""], config: CrossAttention) -> Cache:
-    """The cache, with carried neurons taken on to target position t, which never decreases.
+def advance(
+    cache_: DecodingCache, t: int | Int[Array, ""], config: CrossAttention
+) -> DecodingCache:
+    """Advances carried neurons to target position t, which must never decrease.
 
-    `step` does that by itself but keeps nothing of it: without `advance`, each step with
-    `carry` begins where the cache stands. A cache with a table comes back as it is.
+    `step` also advances them but does not return the result, so without `advance` every step starts
+    at the cache's position. A cache with a table is returned unchanged.
     """
     return cache.advance(cache_, jnp.asarray(t, jnp.int32), config)
 
 
 def step(
     queries: Float[Array, "B N T H K"],
-    cache_: Cache,
+    cache_: DecodingCache,
     t: int | Int[Array, ""],
     config: CrossAttention,
 ) -> Float[Array, "B N T H K"]:
-    """Target positions t to t + T of N beams, which share the cache of their source.
+    """Attends from target positions t to t + T of N beams, which share the cache of their source.
 
-    The same as `attend` at t0 = t (with `index_mode = "batch"`: without a target length).
+    The result equals that of `attend` with t0 = t (and no target length for `index_mode =
+    "batch"`).
     """
     return cache.step(queries, cache_, jnp.asarray(t, jnp.int32), config)

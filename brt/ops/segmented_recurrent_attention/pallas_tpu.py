@@ -1,9 +1,10 @@
-"""The recurrence over segments on TPUs: sums, neurons and membranes stay on the chip.
+"""The recurrence over segments on TPUs: sums, neurons and membranes stay in VMEM.
 
-A step of the grid has one source and as many heads as fill the lanes, two of 64. It reads keys
-and values once, multiplies values by W, sums up K_j^T V_j of every segment in VMEM, and lets the
-neurons pass over the segments. The backward pass does that again, keeping the membranes where the
-sums were, and goes back over them. As in `xla`, the comparison has no gradient.
+The grid is (group of heads, source); a group has as many heads as fill the 128 lanes of a register,
+two of 64. A step reads keys and values once, multiplies values by W, computes K_j^T V_j of every
+segment in VMEM, and runs the neurons over the segments. The backward step repeats this, storing the
+membranes in place of the sums, and then goes back over the segments. As in `xla`, the comparison
+has no gradient.
 """
 
 import functools
@@ -21,16 +22,16 @@ from brt.config import CrossAttention
 from brt.distributed import rules
 from brt.ops.dispatch import output_residual
 from brt.ops.segmented_recurrent_attention.recurrence import (
-    Parameters,
-    Recurrence,
-    effective,
+    RecurrenceParameters,
+    RecurrentStates,
+    leak_and_threshold,
     output_scale,
 )
 from brt.ops.segmented_recurrent_attention.tpu_kernels import (
-    Gradients,
-    Inputs,
-    Outputs,
-    Static,
+    NeuronKernelGradients,
+    NeuronKernelInputs,
+    NeuronKernelOutputs,
+    NeuronKernelSettings,
     backward_kernel,
     forward_kernel,
 )
@@ -39,8 +40,8 @@ from brt.ops.tpu import LANES, parallel_heads, vmem_refusal
 _HEAD_DIMS = (64, 128)
 
 
-def has_no_such(config: CrossAttention) -> str | None:
-    """Of any size."""
+def feature_refusal(config: CrossAttention) -> str | None:
+    """Returns why the kernel does not support the settings, for any sizes, or None if it does."""
     if config.kind != "srformer" or not config.use_raf:
         return "is of CrossAttention.kind = 'srformer' with its neurons (use_raf)"
     if config.clamp:
@@ -48,12 +49,12 @@ def has_no_such(config: CrossAttention) -> str | None:
     return None
 
 
-def refuses(
+def refusal(
     config: CrossAttention, heads: int, width: int, segments: int, dtype: jnp.dtype
 ) -> str | None:
-    """Why such a source cannot be; None: it can."""
-    if said := has_no_such(config):
-        return said
+    """Returns why the kernel does not support such a source, or None if it does."""
+    if reason := feature_refusal(config):
+        return reason
     if width not in _HEAD_DIMS:
         return f"has heads of 64 or 128, not of {width}"
     together, heads = LANES // width, heads // rules.count("heads", heads)
@@ -63,7 +64,8 @@ def refuses(
         return f"has segments of a multiple of 8 tokens, not of {config.segment_size}"
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"computes in float32 and bfloat16, not in {dtype}"
-    numbers = segments * LANES * (8 * config.segment_size + 2 * width)  # two of each block
+    # Two buffers for each block.
+    numbers = segments * LANES * (8 * config.segment_size + 2 * width)
     taken = numbers * dtype.itemsize + segments * width * LANES * 4
     return vmem_refusal(taken, "a source")
 
@@ -72,15 +74,15 @@ def recurrence(
     keys: Float[Array, "M B H S K"],
     values: Float[Array, "M B H S K"],
     counts: Int[Array, " B"],
-    parameters: Parameters,
+    parameters: RecurrenceParameters,
     config: CrossAttention,
     *,
     interpret: bool | pltpu.InterpretParams = False,
-) -> Recurrence:
-    """See `recurrence.recurrence`; `interpret` runs on any device, with heads of any size."""
-    learned = parameters.kernel, parameters.bias, jnp.stack(effective(parameters, config))
+) -> RecurrentStates:
+    """Computes `recurrence.recurrence`; `interpret` runs on any device, with heads of any size."""
+    learned = parameters.kernel, parameters.bias, jnp.stack(leak_and_threshold(parameters, config))
     width = keys.shape[-1]
-    settings = Static(width, width, config.kv_source != "segment", interpret)
+    settings = NeuronKernelSettings(width, width, config.kv_source != "segment", interpret)
     local = functools.partial(_local, settings=settings)
     if rules.partitioned():
         by_head = rules.partition_spec(None, "lanes", "heads", None, None, shape=keys.shape)
@@ -94,27 +96,32 @@ def recurrence(
     states, squares, fired = local(keys, values, counts, learned)
     numbers = counts * math.prod(states.shape[2:])
     rate = jnp.mean(jnp.sum(fired, axis=1) / numbers)
-    return Recurrence(states, output_scale(keys, parameters, config, squares[:, :, None]), rate)
+    return RecurrentStates(
+        states, output_scale(keys, parameters, config, squares[:, :, None]), rate
+    )
 
 
 interpreted = functools.partial(recurrence, interpret=True)
 
 
 class _Arguments(NamedTuple):
-    """What states are computed from, on one device; float32 but for keys and values."""
+    """The arrays of one device that states are computed from.
+
+    All but keys and values are float32; `neuron` is leak and threshold.
+    """
 
     keys: Float[Array, "B M S HK"]
     values: Float[Array, "B M S HK"]
     kernel: Float[Array, "K K"]
     bias: Float[Array, " K"] | None
-    neuron: Float[Array, " 2"]  # leak and threshold
+    neuron: Float[Array, " 2"]
     counts: Int[Array, " B"]
 
 
 def _local(
-    keys: Array, values: Array, counts: Array, learned: tuple, settings: Static
+    keys: Array, values: Array, counts: Array, learned: tuple, settings: NeuronKernelSettings
 ) -> tuple[Float[Array, "M B H K K"], Float[Array, "B H K"], Float[Array, "B H"]]:
-    """States, sums of squared keys, and how many states are above 0."""
+    """Returns the states, the sums of squared keys, and the number of states above 0."""
     segments, batch, heads, _, width = keys.shape
     settings = settings._replace(wide=width * math.gcd(heads, max(LANES // width, 1)))
     k, v = (
@@ -122,7 +129,7 @@ def _local(
         for x in (keys, values)
     )
     kernel, bias, neuron = learned
-    results = _fired(_Arguments(k, v, kernel, bias, neuron, counts), settings)
+    results = _run_neurons(_Arguments(k, v, kernel, bias, neuron, counts), settings)
     states = results.states.reshape(*results.states.shape[:-1], -1, width)
     states = states.transpose(2, 0, 1, 4, 3, 5).reshape(segments, batch, heads, width, width)
     squares, fired = (x.reshape(batch, heads, width) for x in results[1:])
@@ -130,39 +137,46 @@ def _local(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _fired(arguments: _Arguments, settings: Static) -> Outputs:
-    """States [B, H', M, K, P] of H' = H K / P steps, and sums [B, H', 1, P]."""
+def _run_neurons(arguments: _Arguments, settings: NeuronKernelSettings) -> NeuronKernelOutputs:
+    """Returns states [B, H', M, K, P] of H' = H K / P steps, and sums [B, H', 1, P]."""
     return _forward(arguments, settings)[0]
 
 
-def _forward(arguments: _Arguments, settings: Static) -> tuple[Outputs, _Arguments]:
+def _forward(
+    arguments: _Arguments, settings: NeuronKernelSettings
+) -> tuple[NeuronKernelOutputs, _Arguments]:
     batch, segments, _, heads = arguments.keys.shape
     steps = heads // settings.wide
     row = jax.ShapeDtypeStruct((batch, steps, 1, settings.wide), jnp.float32)
     shape = batch, steps, segments, settings.width, settings.wide
-    at = _places(arguments, settings)
+    specs = _specs(arguments, settings)
     (results,) = pl.pallas_call(
         functools.partial(forward_kernel, settings=settings),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2, grid=(steps, batch),
-            in_specs=[at._replace(states=None, squares=None)],
-            out_specs=[Outputs(at.states, at.squares, at.squares)],
+            num_scalar_prefetch=2,
+            grid=(steps, batch),
+            in_specs=[specs._replace(states=None, squares=None)],
+            out_specs=[NeuronKernelOutputs(specs.states, specs.squares, specs.squares)],
             scratch_shapes=[pltpu.VMEM(shape[2:], jnp.float32)],
         ),
-        out_shape=[Outputs(jax.ShapeDtypeStruct(shape, arguments.keys.dtype), row, row)],
+        out_shape=[
+            NeuronKernelOutputs(jax.ShapeDtypeStruct(shape, arguments.keys.dtype), row, row)
+        ],
         **_options(arguments, settings, "accumulate_fire", products=2),
-    )(arguments.counts, _neuron(arguments), _inputs(arguments, settings))  # fmt: skip
+    )(arguments.counts, _neuron(arguments), _inputs(arguments, settings))
     return jax.tree.map(output_residual, results), arguments
 
 
-def _backward(settings: Static, arguments: _Arguments, gradients: Outputs) -> tuple[_Arguments]:
+def _backward(
+    settings: NeuronKernelSettings, arguments: _Arguments, gradients: NeuronKernelOutputs
+) -> tuple[_Arguments]:
     batch, segments, _, heads = arguments.keys.shape
     steps, width = heads // settings.wide, settings.width
     inputs = _inputs(arguments, settings, states=gradients.states, squares=gradients.squares)
-    at = _places(arguments, settings)
+    specs = _specs(arguments, settings)
 
     def sums(rows: int) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
-        """Of what all lanes add to."""
+        """Returns the spec and shape of a sum over all sources."""
         spec = pl.BlockSpec((None, rows, settings.wide), lambda p, b, *_: (p, 0, 0))
         return spec, jax.ShapeDtypeStruct((steps, rows, settings.wide), jnp.float32)
 
@@ -171,13 +185,17 @@ def _backward(settings: Static, arguments: _Arguments, gradients: Outputs) -> tu
     (results,) = pl.pallas_call(
         functools.partial(backward_kernel, settings=settings),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1, grid=(steps, batch), in_specs=[at],
-            out_specs=[Gradients(at.keys, at.values, *(spec for spec, _ in added))],
+            num_scalar_prefetch=1,
+            grid=(steps, batch),
+            in_specs=[specs],
+            out_specs=[
+                NeuronKernelGradients(specs.keys, specs.values, *(spec for spec, _ in added))
+            ],
             scratch_shapes=[pltpu.VMEM((segments, width, settings.wide), jnp.float32)],
         ),
-        out_shape=[Gradients(like, like, *(shape for _, shape in added))],
+        out_shape=[NeuronKernelGradients(like, like, *(shape for _, shape in added))],
         **_options(arguments, settings, "accumulate_fire_backward", products=7),
-    )(_neuron(arguments), inputs)  # fmt: skip
+    )(_neuron(arguments), inputs)
     kernel, bias = (
         None if x is None else jnp.sum(x.reshape(steps, -1, settings.wide // width, width), (0, 2))
         for x in (results.kernel, results.bias)
@@ -190,26 +208,28 @@ def _backward(settings: Static, arguments: _Arguments, gradients: Outputs) -> tu
     )
 
 
-_fired.defvjp(_forward, _backward)
+_run_neurons.defvjp(_forward, _backward)
 
 
 def _neuron(arguments: _Arguments) -> Float[Array, " 3"]:
     return jnp.append(arguments.neuron, 1 / arguments.neuron[1])
 
 
-def _inputs(arguments: _Arguments, settings: Static, **others: Array) -> Inputs:
+def _inputs(
+    arguments: _Arguments, settings: NeuronKernelSettings, **others: Array
+) -> NeuronKernelInputs:
     together = settings.wide // settings.width
     kernel = jnp.kron(jnp.eye(together), arguments.kernel).astype(arguments.keys.dtype)
     bias = None if arguments.bias is None else jnp.tile(arguments.bias, together)[None]
-    return Inputs(arguments.keys, arguments.values, kernel, bias, **others)
+    return NeuronKernelInputs(arguments.keys, arguments.values, kernel, bias, **others)
 
 
-def _places(arguments: _Arguments, settings: Static) -> Inputs:
-    """Where a step finds its inputs."""
+def _specs(arguments: _Arguments, settings: NeuronKernelSettings) -> NeuronKernelInputs:
+    """Returns the block specs of a step's inputs."""
     (_, segments, size, _), wide = arguments.keys.shape, settings.wide
     tokens = pl.BlockSpec((None, segments, size, wide), lambda p, b, *_: (b, 0, 0, p))
     kernel, bias = (pl.BlockSpec((rows, wide), lambda p, b, *_: (0, 0)) for rows in (wide, 1))
-    return Inputs(
+    return NeuronKernelInputs(
         tokens, tokens, kernel, None if arguments.bias is None else bias,
         pl.BlockSpec(
             (None, None, segments, settings.width, wide), lambda p, b, *_: (b, p, 0, 0, 0)
@@ -218,8 +238,13 @@ def _places(arguments: _Arguments, settings: Static) -> Inputs:
     )  # fmt: skip
 
 
-def _options(arguments: _Arguments, settings: Static, name: str, products: int) -> dict[str, Any]:
-    """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
+def _options(
+    arguments: _Arguments, settings: NeuronKernelSettings, name: str, products: int
+) -> dict[str, Any]:
+    """Returns the options of the kernel's call.
+
+    The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
+    """
     keys = arguments.keys
     batch, segments, size, heads = keys.shape
     steps = batch * heads // settings.wide

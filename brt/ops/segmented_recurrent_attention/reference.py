@@ -1,6 +1,6 @@
-"""The meaning of segmented recurrent attention: every query reads every segment, and keeps its own.
+"""Reference implementation of segmented recurrent attention: every query reads every segment.
 
-In float64 where that is enabled.
+The result of the query's own segment is selected. Computes in float64 if JAX has enabled it.
 """
 
 import jax
@@ -8,21 +8,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brt.config import CrossAttention
-from brt.ops.segmented_recurrent_attention.recurrence import Aux, Parameters, effective
-from brt.ops.segmented_recurrent_attention.windows import Windows
+from brt.ops.segmented_recurrent_attention.recurrence import (
+    NeuronMetrics,
+    RecurrenceParameters,
+    leak_and_threshold,
+)
+from brt.ops.segmented_recurrent_attention.windows import SegmentWindows
 
 
 def attend(
     queries: Float[Array, "B T H K"],
-    windows: Windows,
-    parameters: Parameters,
+    windows: SegmentWindows,
+    parameters: RecurrenceParameters,
     config: CrossAttention,
     *,
     t0: int | Int[Array, ""] = 0,
     target_length: int | None = None,
     dropout: None = None,
-) -> tuple[Float[Array, "B T H K"], Aux]:
-    """See `api.attend`."""
+) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
+    """Computes `api.attend`."""
     states, aux = _states(windows, parameters, config)
     counts, t = windows.counts[:, None], t0 + jnp.arange(queries.shape[1])[None]
     if config.index_mode == "stride":
@@ -33,17 +37,17 @@ def attend(
     index = jnp.minimum(reached, counts - 1)
     y = jnp.zeros_like(queries)
     for i in range(windows.keys.shape[0]):
-        own = _read(queries, windows, i, states, parameters, config)
+        own = _attend_to_segment(queries, windows, i, states, parameters, config)
         y = jnp.where((index == i)[:, :, None, None], own, y)
     return y, aux
 
 
 def _states(
-    windows: Windows, p: Parameters, config: CrossAttention
-) -> tuple[list[Float[Array, "B H K K"]], Aux]:
-    """R of each segment, behind its normalisation."""
+    windows: SegmentWindows, p: RecurrenceParameters, config: CrossAttention
+) -> tuple[list[Float[Array, "B H K K"]], NeuronMetrics]:
+    """Returns the normalized states R of each segment."""
     if config.kind != "srformer":
-        return [], Aux()
+        return [], NeuronMetrics()
     wide = jnp.promote_types(windows.keys.dtype, jnp.float32)
     keys, values = (x.astype(wide) for x in (windows.keys, windows.values))
 
@@ -54,21 +58,24 @@ def _states(
     states = clipped(sums)
     if config.kv_source != "segment":
         states = clipped(jnp.sum(sums, axis=0))[None] - states
-    aux = Aux()
+    aux = NeuronMetrics()
     if config.use_raf:
-        states, aux = _fired(states, windows.counts, p, config)
+        states, aux = _run_neurons(states, windows.counts, p, config)
     if config.norm == "feature":
         norm = jnp.sqrt(jnp.sum(keys**2, axis=(0, 3)) + config.norm_epsilon**2)
         states = states / norm[None, :, :, None]
     return list(states), aux
 
 
-def _fired(
-    inputs: Float[Array, "M B H K K"], counts: Int[Array, " B"], p: Parameters, c: CrossAttention
-) -> tuple[Float[Array, "M B H K K"], Aux]:
-    """Section 3.3, segment by segment."""
-    assert p.kernel is not None  # of this kind of cross-attention
-    leak, threshold = effective(p, c)
+def _run_neurons(
+    inputs: Float[Array, "M B H K K"],
+    counts: Int[Array, " B"],
+    p: RecurrenceParameters,
+    c: CrossAttention,
+) -> tuple[Float[Array, "M B H K K"], NeuronMetrics]:
+    """Computes section 3.3 segment by segment."""
+    assert p.kernel is not None  # This kind of cross-attention always has the kernel.
+    leak, threshold = leak_and_threshold(p, c)
     membrane, outputs, rates = jnp.zeros_like(inputs[0]), [], []
     for j, x in enumerate(inputs):
         x = x @ p.kernel
@@ -79,18 +86,18 @@ def _fired(
         membrane = membrane - threshold * (y > 0)
         outputs.append(jax.nn.relu(y))
         rates.append(jnp.where(j < counts, jnp.mean(y > 0, axis=(1, 2, 3)), 0))
-    return jnp.stack(outputs), Aux(jnp.mean(sum(rates) / counts), leak, threshold)
+    return jnp.stack(outputs), NeuronMetrics(jnp.mean(sum(rates) / counts), leak, threshold)
 
 
-def _read(
+def _attend_to_segment(
     q: Float[Array, "B T H K"],
-    windows: Windows,
+    windows: SegmentWindows,
     i: int,
     states: list[Array],
-    p: Parameters,
+    p: RecurrenceParameters,
     config: CrossAttention,
 ) -> Float[Array, "B T H K"]:
-    """All queries, as if they were of segment i."""
+    """Attends from all queries to segment i."""
     recurrent = None
     if states:
         recurrent = jnp.einsum("bthc,bhce->bthe", q, states[i].astype(q.dtype))

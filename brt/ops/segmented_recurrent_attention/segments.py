@@ -1,10 +1,10 @@
-"""Which segment of its source a target position reads, in integers only (section 3.4).
+"""The segment of the source that a target position reads, computed with integers (section 3.4).
 
     B  sources        T  target positions     N  beams of a source
     H  heads          K  size of a head       X  source positions, padded
     M  segments       S  source positions of one segment (M * S >= X)
 
-t * (m / q) in float32 picks another segment than t * m / q in every fortieth case.
+In float32, t * (m / q) gives another segment than t * m / q in every fortieth case.
 """
 
 from typing import NamedTuple
@@ -16,41 +16,48 @@ from brt.config import CrossAttention
 
 
 class Pace(NamedTuple):
-    """How target positions pass the segments; known when tracing.
+    """How target positions advance through the segments; known at trace time.
 
     Attributes:
-      positions: target positions that pass all segments, or each one.
-      spread: whether it is all of them.
+      positions: the number of target positions for all segments, or for each segment.
+      over_all: True if `positions` is for all segments.
     """
 
     positions: int
-    spread: bool
+    over_all: bool
 
     def start(self, segment: Array | int, count: Array | int) -> Array | int:
-        """The first target position that reads a segment, or a later one, of so many."""
-        if self.spread:
+        """Returns the first target position that reads a segment of a source with `count`
+        segments.
+        """
+        if self.over_all:
             return -(-segment * self.positions // count)
         return segment * self.positions
 
     def longest_stay(self, count: int, end: int) -> int:
-        """No segment of so many is read by more of the target positions before `end`."""
-        usual = -(-self.positions // count) if self.spread else self.positions
+        """Returns an upper bound of the target positions before `end` that read one of `count`
+        segments.
+        """
+        usual = -(-self.positions // count) if self.over_all else self.positions
         return min(max(usual, end - int(self.start(count - 1, count))), end)
 
 
 def pace(config: CrossAttention, target_length: int | None) -> Pace:
-    """The pace of a batch of targets, or without their length that of decoding."""
+    """Returns the pace of a batch of targets, or the pace of decoding without a target length."""
     if config.index_mode == "stride":
-        return Pace(config.stride, spread=False)
+        return Pace(config.stride, over_all=False)
     if config.index_mode == "batch" and target_length is not None:
-        return Pace(target_length, spread=True)
-    return Pace(config.q_ref, spread=True)
+        return Pace(target_length, over_all=True)
+    return Pace(config.q_ref, over_all=True)
 
 
 def segment_counts(
     valid: Bool[Array, "B X"], config: CrossAttention, size: int
 ) -> Int[Array, " B"]:
-    """m_b of each source, at least 1: up to its last valid position, or to the padded end."""
+    """Returns the number of segments of each source, at least 1.
+
+    They extend to the last valid position, or to the padded end with `segment_count = "static"`.
+    """
     batch, length = valid.shape
     if config.segment_count == "static":
         return jnp.full((batch,), -(-length // size), jnp.int32)
@@ -61,15 +68,19 @@ def segment_counts(
 def segment_index(
     positions: Int[Array, " T"], counts: Int[Array, " B"], pace: Pace
 ) -> Int[Array, "B T"]:
-    """i_b(t) = min(floor(t m_b / q), m_b - 1), int32; positions count from the decoder's start."""
+    """Returns i_b(t) = min(floor(t m_b / q), m_b - 1) as int32.
+
+    Positions count from the start of the target.
+    """
     positions, counts = positions.astype(jnp.int32)[None], counts.astype(jnp.int32)[:, None]
-    if pace.spread:
-        positions = jnp.minimum(positions, pace.positions) * counts  # capped: else it overflows
+    if pace.over_all:
+        # The product would overflow without the limit.
+        positions = jnp.minimum(positions, pace.positions) * counts
     return jnp.minimum(positions // pace.positions, counts - 1)
 
 
-def cut(x: Shaped[Array, "B X *R"], size: int) -> Shaped[Array, "M B S *R"]:
-    """Segments of a padded source, the last one filled up with zeros."""
+def split_segments(x: Shaped[Array, "B X *R"], size: int) -> Shaped[Array, "M B S *R"]:
+    """Splits a padded source into segments; the last one is padded with zeros."""
     batch, length, *rest = x.shape
     count = -(-length // size)
     x = jnp.pad(x, ((0, 0), (0, count * size - length), *((0, 0) for _ in rest)))

@@ -1,6 +1,7 @@
-"""What a TPU does for a lane and as many heads as fill its lanes: see `pallas_tpu`.
+"""Bodies of the TPU kernels of the recurrence, for one source and a group of heads.
 
-P is the width of these heads together, 128: what there is of each, K x K, lies side by side, K x P.
+`pallas_tpu` describes the algorithm. P is the total width of the heads of a group, 128. Their
+matrices K x K lie side by side as K x P.
 """
 
 from typing import Any, NamedTuple
@@ -14,12 +15,13 @@ from jaxtyping import Array, Float
 from brt.ops.tpu import NN, NT, TN, dot_float32, unrolled_loop
 
 
-class Static(NamedTuple):
-    """What is known when tracing.
+class NeuronKernelSettings(NamedTuple):
+    """Static settings of the kernels.
 
     Attributes:
-      width, wide: of a head, and of all heads of a step.
-      remaining: whether neurons read the other segments, not their own.
+      width: the size of a head.
+      wide: the total size of the heads of a step, P.
+      remaining: True if neurons read all other segments, False if they read their own.
       interpret: runs on any device, slowly.
     """
 
@@ -29,15 +31,15 @@ class Static(NamedTuple):
     interpret: bool | pltpu.InterpretParams
 
 
-class Inputs(NamedTuple):
-    """Of a step of the grid, or where they are; None: there is none.
+class NeuronKernelInputs(NamedTuple):
+    """Inputs of a step of the grid, or their block specs; unused inputs are None.
 
     Attributes:
       keys, values: [M, S, P].
-      kernel: [P, P], W of each head.
+      kernel: [P, P], W of each head on the diagonal.
       bias: [1, P], or None.
-      states: [M, K, P], their gradient; of it the rest, in the backward pass only.
-      squares: [1, P], the gradient of the sums of squared keys.
+      states: [M, K, P], the gradient of the states, in the backward pass only.
+      squares: [1, P], the gradient of the sums of squared keys, in the backward pass only.
     """
 
     keys: Any
@@ -48,13 +50,13 @@ class Inputs(NamedTuple):
     squares: Any = None
 
 
-class Outputs(NamedTuple):
-    """Of a step.
+class NeuronKernelOutputs(NamedTuple):
+    """Outputs of a step.
 
     Attributes:
       states: [M, K, P].
-      squares: [1, P], float32, of the keys.
-      fired: [1, P], float32: states above 0 in the segments that count.
+      squares: [1, P], float32, sums of squared keys.
+      fired: [1, P], float32, the number of states above 0 in existing segments.
     """
 
     states: Any
@@ -62,11 +64,11 @@ class Outputs(NamedTuple):
     fired: Any
 
 
-class Gradients(NamedTuple):
-    """Of a step; but for those of keys and values float32, added up over all lanes.
+class NeuronKernelGradients(NamedTuple):
+    """Gradients of a step; all but those of keys and values are float32 sums over all sources.
 
     Attributes:
-      neuron: [2, P], of leak and threshold.
+      neuron: [2, P], gradients of leak and threshold.
     """
 
     keys: Any
@@ -77,15 +79,27 @@ class Gradients(NamedTuple):
 
 
 def forward_kernel(
-    counts: Any, neuron: Any, inputs: Inputs, outputs: Outputs, own: Any, *, settings: Static
+    counts: Any,
+    neuron: Any,
+    inputs: NeuronKernelInputs,
+    outputs: NeuronKernelOutputs,
+    own: Any,
+    *,
+    settings: NeuronKernelSettings,
 ) -> None:
-    """`own` [M, K, P] keeps the A_j; `neuron`: leak, threshold and its inverse."""
+    """Computes the states of all segments.
+
+    Args:
+      counts: the number of segments of each source.
+      neuron: leak, threshold and the inverse of the threshold.
+      own: [M, K, P], scratch memory for the A_j.
+    """
     count = counts[pl.program_id(1)]
-    total, outputs.squares[...] = _sums(inputs, own, settings)
+    total, outputs.squares[...] = _segment_sums(inputs, own, settings)
 
     def fire(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         membrane, fired = carry
-        membrane = neuron[0] * membrane + _input(own[j], total, inputs, settings)
+        membrane = neuron[0] * membrane + _neuron_input(own[j], total, inputs, settings)
         above = membrane * neuron[2] - 1
         outputs.states[j] = jnp.maximum(above, 0).astype(outputs.states.dtype)
         counted = jnp.where(j < count, 1.0, 0.0)
@@ -98,9 +112,18 @@ def forward_kernel(
 
 
 def backward_kernel(
-    neuron: Any, inputs: Inputs, results: Gradients, own: Any, *, settings: Static
+    neuron: Any,
+    inputs: NeuronKernelInputs,
+    results: NeuronKernelGradients,
+    own: Any,
+    *,
+    settings: NeuronKernelSettings,
 ) -> None:
-    """`own` holds A_j, then U_j before its reset, then the gradient of U_j."""
+    """Computes the gradients of a step.
+
+    Args:
+      own: scratch memory for A_j, then for U_j before its reset, then for the gradient of U_j.
+    """
     count, leak, inverse = own.shape[0], neuron[0], neuron[2]
 
     @pl.when(pl.program_id(1) == 0)
@@ -109,10 +132,10 @@ def backward_kernel(
             if sums is not None:
                 sums[...] = jnp.zeros_like(sums)
 
-    total = _sums(inputs, own, settings)[0]
+    total = _segment_sums(inputs, own, settings)[0]
 
     def charge(j: Any, membrane: Array) -> Array:
-        own[j] = leak * membrane + _input(own[j], total, inputs, settings)
+        own[j] = leak * membrane + _neuron_input(own[j], total, inputs, settings)
         return _reset(own[j], neuron)
 
     def back(i: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -136,8 +159,8 @@ def backward_kernel(
     def through_products(j: Any, d_kernel: Array) -> Array:
         keys, raw, kernel = inputs.keys[j], inputs.values[j], inputs.kernel[...]
         d_own = d_total - own[j] if settings.remaining else own[j]
-        d_own = _apart(d_own, settings).astype(keys.dtype)
-        d_keys = dot_float32(_weighted(inputs, j), d_own, NT)
+        d_own = _block_diagonal(d_own, settings).astype(keys.dtype)
+        d_keys = dot_float32(_projected_values(inputs, j), d_own, NT)
         d_keys += 2 * keys.astype(jnp.float32) * inputs.squares[...]
         d_values = dot_float32(keys, d_own, NN).astype(keys.dtype)
         results.keys[j] = d_keys.astype(keys.dtype)
@@ -145,15 +168,17 @@ def backward_kernel(
         return d_kernel + dot_float32(raw, d_values, TN)
 
     d_kernel = unrolled_loop(count, through_products, jnp.zeros(inputs.kernel.shape, jnp.float32))
-    results.kernel[...] += _side_by_side(d_kernel, settings)
+    results.kernel[...] += _diagonal_blocks(d_kernel, settings)
 
 
-def _sums(inputs: Inputs, own: Any, settings: Static) -> tuple[Array, Array]:
-    """A_j of each segment into `own`, their sum, and that of squared keys."""
+def _segment_sums(
+    inputs: NeuronKernelInputs, own: Any, settings: NeuronKernelSettings
+) -> tuple[Array, Array]:
+    """Writes A_j of each segment to `own`; returns their total and the sums of squared keys."""
 
     def add(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         keys = inputs.keys[j]
-        own[j] = _side_by_side(dot_float32(keys, _weighted(inputs, j), TN), settings)
+        own[j] = _diagonal_blocks(dot_float32(keys, _projected_values(inputs, j), TN), settings)
         squares = jnp.square(keys.astype(jnp.float32))
         return carry[0] + own[j], carry[1] + jnp.sum(squares, axis=0, keepdims=True)
 
@@ -161,13 +186,15 @@ def _sums(inputs: Inputs, own: Any, settings: Static) -> tuple[Array, Array]:
     return unrolled_loop(own.shape[0], add, tuple(zeros))
 
 
-def _weighted(inputs: Inputs, j: Any) -> Float[Array, "S P"]:
-    """V_j W."""
+def _projected_values(inputs: NeuronKernelInputs, j: Any) -> Float[Array, "S P"]:
+    """Returns V_j W."""
     values = inputs.values[j]
     return dot_float32(values, inputs.kernel[...], NN).astype(values.dtype)
 
 
-def _input(own: Array, total: Array, inputs: Inputs, settings: Static) -> Float[Array, "K P"]:
+def _neuron_input(
+    own: Array, total: Array, inputs: NeuronKernelInputs, settings: NeuronKernelSettings
+) -> Float[Array, "K P"]:
     x = total - own if settings.remaining else own
     return x if inputs.bias is None else x + inputs.bias[...]
 
@@ -176,22 +203,22 @@ def _reset(membrane: Array, neuron: Any) -> Array:
     return membrane - jnp.where(membrane * neuron[2] - 1 > 0, neuron[1], 0)
 
 
-def _head(width: int, wide: int) -> Array:
+def _head_index(width: int, wide: int) -> Array:
     return jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, (width, wide), 1), width)
 
 
-def _side_by_side(x: Float[Array, "P P"], settings: Static) -> Float[Array, "K P"]:
-    """Of products of all heads with all, those with themselves."""
+def _diagonal_blocks(x: Float[Array, "P P"], settings: NeuronKernelSettings) -> Float[Array, "K P"]:
+    """Returns the products of each head with itself from the products of all pairs of heads."""
     width, wide = settings.width, x.shape[1]
-    results, head = x[:width], _head(width, wide)
+    results, head = x[:width], _head_index(width, wide)
     for i in range(1, wide // width):
         results = jnp.where(head == i, x[i * width : (i + 1) * width], results)
     return results
 
 
-def _apart(x: Float[Array, "K P"], settings: Static) -> Float[Array, "P P"]:
-    """Zeros between one head and another."""
-    head = _head(*x.shape)
+def _block_diagonal(x: Float[Array, "K P"], settings: NeuronKernelSettings) -> Float[Array, "P P"]:
+    """Writes the heads' matrices as diagonal blocks, with zeros elsewhere."""
+    head = _head_index(*x.shape)
     return jnp.concatenate(
         [jnp.where(head == i, x, 0) for i in range(x.shape[1] // settings.width)], axis=0
     )

@@ -1,4 +1,4 @@
-"""What queries read, a window of keys for each segment, and how they read it."""
+"""The keys and values that the queries of each segment read, and attention to them."""
 
 from typing import NamedTuple
 
@@ -9,39 +9,39 @@ from brt.ops.dropout import Dropout
 from brt.ops.softmax_attention import attend_by_head
 
 
-class Shared(NamedTuple):
-    """Keys that the queries of every segment read beside their window."""
+class SharedKeys(NamedTuple):
+    """Keys and values that the queries of all segments read in addition to their window."""
 
     keys: Float[Array, "B H Y K"]
     values: Float[Array, "B H Y K"]
     mask: Bool[Array, "B Y"]
 
 
-class Windows(NamedTuple):
-    """Of each segment the keys that its queries attend to; S may be larger than a segment.
+class SegmentWindows(NamedTuple):
+    """Keys and values that the queries of each segment read; S may be larger than a segment.
 
     Attributes:
-      keys, values: segments first, so that the recurrence runs over them as they are.
-      mask: False on padding; a query without a usable key gets zeros.
-      counts: segments of each source, 1 to M.
-      shared: or None.
+      keys, values: segments are the first axis, as the recurrence needs.
+      mask: False for padding; a query without a usable key gets zeros.
+      counts: the number of segments of each source, 1 to M.
+      shared: further keys, or None.
     """
 
     keys: Float[Array, "M B H S K"]
     values: Float[Array, "M B H S K"]
     mask: Bool[Array, "M B S"]
     counts: Int[Array, " B"]
-    shared: Shared | None = None
+    shared: SharedKeys | None = None
 
 
 def with_shared(
     keys: Float[Array, "*B H S K"],
     values: Float[Array, "*B H S K"],
     mask: Bool[Array, "*B S"],
-    shared: Shared | None,
+    shared: SharedKeys | None,
     axis: int,
 ) -> tuple[Float[Array, "*B H Y K"], Float[Array, "*B H Y K"], Bool[Array, "*B Y"]]:
-    """The shared keys behind those of every window; `axis` is that of the windows."""
+    """Appends the shared keys to those of every window; `axis` is the axis of the windows."""
     if shared is None:
         return keys, values, mask
 
@@ -57,7 +57,7 @@ def with_shared(
     )
 
 
-def read_window(
+def attend_to_window(
     queries: Float[Array, "*B H Q K"],
     keys: Float[Array, "*B H S K"],
     values: Float[Array, "*B H S K"],
@@ -66,11 +66,14 @@ def read_window(
     *,
     lanes: int = 0,
 ) -> Float[Array, "*B H Q K"]:
-    """O_S: softmax attention, zeros where the mask has no True.
+    """Returns O_S, the softmax attention; queries without a True in the mask get zeros.
 
     Args:
-      dropout: of the softmax weights.
-      lanes: the axis of the queries that the lanes of the batch are on; dropout draws by lane.
+      queries: the queries.
+      keys, values: those of the windows.
+      mask: True for usable keys.
+      dropout: dropout of the softmax weights.
+      lanes: the axis of the batch's rows in the queries; dropout draws each row separately.
     """
     factors = None
     if dropout is not None:
@@ -83,10 +86,13 @@ def read_window(
     return jnp.where(some, y, 0)
 
 
-def mixed(
+def combine_outputs(
     attended: Float[Array, "*B"] | None, recurrent: Float[Array, "*B"] | None, sigma: Array | None
 ) -> Float[Array, "*B"]:
-    """O of O_S and O_R, of which one may be missing: their sum, or shares sigma and 1 - sigma."""
+    """Combines O_S and O_R, one of which may be missing.
+
+    They are added, or weighted by sigma and 1 - sigma.
+    """
     if attended is None or recurrent is None:
         return next(x for x in (attended, recurrent) if x is not None)
     if sigma is None:

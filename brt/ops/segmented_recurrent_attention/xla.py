@@ -1,9 +1,12 @@
-"""All target positions of a batch at once, in plain XLA.
+"""Segmented recurrent attention of all target positions of a batch, in plain XLA.
 
-dense  every query beside every window, all but its own masked: as much as full attention
-slots  only what counts. A source of m <= M segments has each of them M // m times, so that
-       all sources of a batch fill the same M rows; the queries of a segment are gathered into
-       the slots of its rows, G a row. Never keys or values for a query.
+There are two forms:
+
+dense  every query is multiplied with every window, and other windows are masked: as much work as
+full attention
+slots  every query is multiplied with its own window only. A source of m <= M segments repeats each
+of them M // m times, so that all sources of a batch fill M rows. The queries of a segment are
+gathered into the G slots of its rows. Keys and values are never gathered for a query.
 """
 
 from collections.abc import Callable
@@ -17,53 +20,53 @@ from brt.config import CrossAttention
 from brt.ops import dispatch
 from brt.ops.dropout import Dropout
 from brt.ops.segmented_recurrent_attention.recurrence import (
-    Aux,
-    Parameters,
-    Recurrence,
-    effective,
+    NeuronMetrics,
+    RecurrenceParameters,
+    RecurrentStates,
+    leak_and_threshold,
     recurrence,
 )
 from brt.ops.segmented_recurrent_attention.segments import Pace, pace, segment_index
 from brt.ops.segmented_recurrent_attention.windows import (
-    Windows,
-    mixed,
-    read_window,
+    SegmentWindows,
+    attend_to_window,
+    combine_outputs,
     with_shared,
 )
 
 
 def attend(
     queries: Float[Array, "B T H K"],
-    windows: Windows,
-    parameters: Parameters,
+    windows: SegmentWindows,
+    parameters: RecurrenceParameters,
     config: CrossAttention,
     *,
     t0: int | Int[Array, ""] = 0,
     target_length: int | None = None,
     dropout: Dropout | None = None,
-    recur: Callable[..., Recurrence] = recurrence,
-) -> tuple[Float[Array, "B T H K"], Aux]:
-    """See `api.attend`.
+    recur: Callable[..., RecurrentStates] = recurrence,
+) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
+    """Computes `api.attend`.
 
     Args:
-      recur: what computes the recurrence.
+      recur: the function that computes the recurrence.
     """
-    aux, recurrent = Aux(), None
+    aux, recurrent = NeuronMetrics(), None
     if config.kind == "srformer":
         recurrent = recur(windows.keys, windows.values, windows.counts, parameters, config)
         if config.use_raf:
-            aux = Aux(recurrent.firing_rate, *effective(parameters, config))
-    y = _read_own(
+            aux = NeuronMetrics(recurrent.firing_rate, *leak_and_threshold(parameters, config))
+    y = _attend_by_form(
         queries, windows, recurrent, parameters.sigma, config,
         t0=t0, pace=pace(config, target_length), dropout=dropout,
     )  # fmt: skip
     return y, aux
 
 
-def _read_own(
+def _attend_by_form(
     queries: Float[Array, "B T H K"],
-    windows: Windows,
-    recurrence: Recurrence | None,
+    windows: SegmentWindows,
+    recurrence: RecurrentStates | None,
     sigma: Float[Array, ""] | None,
     config: CrossAttention,
     *,
@@ -71,22 +74,24 @@ def _read_own(
     pace: Pace,
     dropout: Dropout | None,
 ) -> Float[Array, "B T H K"]:
-    """Every query its own segment, in the form that `config.training_form` names."""
+    """Attends from every query to its own segment, in the form that
+    `config.training_form` names.
+    """
     count, length = windows.keys.shape[0], queries.shape[1]
     form = config.training_form
     if not isinstance(t0, int):
-        form = "dense"  # how many queries share a segment is not known
+        form = "dense"  # The number of queries that share a segment is unknown.
     elif count == 1:
         form = "slots"
     elif form == "auto":
         form = "slots" if 2 * row_size(count, length, t0, pace) <= length else "dense"
     if form == "dense":
-        return _dense(queries, windows, recurrence, sigma, config, t0, pace, dropout)
-    return _slots(queries, windows, recurrence, sigma, config, t0, pace, dropout)
+        return _attend_densely(queries, windows, recurrence, sigma, config, t0, pace, dropout)
+    return _attend_by_slots(queries, windows, recurrence, sigma, config, t0, pace, dropout)
 
 
 def row_size(count: int, length: int, t0: int, pace: Pace) -> int:
-    """G: slots of a row that do for every source of at most `count` segments."""
+    """Returns G, the slots of a row that suffice for every source of at most `count` segments."""
 
     def needed(segments: int) -> int:
         stay = min(pace.longest_stay(segments, t0 + length), length)
@@ -95,13 +100,13 @@ def row_size(count: int, length: int, t0: int, pace: Pace) -> int:
     return max(needed(segments) for segments in range(1, count + 1))
 
 
-class Plan(NamedTuple):
-    """Where the queries of each source are read.
+class SlotPlan(NamedTuple):
+    """The assignment of queries to slots.
 
     Attributes:
-      segment: that a row holds.
-      held: the query in each of Y = M * G slots, some one where a slot is idle.
-      slot: of each query.
+      segment: the segment of each row.
+      held: the query in each of Y = M * G slots; any query for an idle slot.
+      slot: the slot of each query.
     """
 
     segment: Int[Array, "B M"]
@@ -109,25 +114,25 @@ class Plan(NamedTuple):
     slot: Int[Array, "B T"]
 
 
-def plan(counts: Int[Array, " B"], rows: int, length: int, t0: int, pace: Pace) -> Plan:
-    """Gives each segment of a source rows // count rows, and its queries slots in them."""
+def plan_slots(counts: Int[Array, " B"], rows: int, length: int, t0: int, pace: Pace) -> SlotPlan:
+    """Gives each segment of a source rows // count rows, and its queries slots in these rows."""
     size, each = row_size(rows, length, t0, pace), counts[:, None]
     repeats, row = rows // each, jnp.arange(rows, dtype=jnp.int32)[None]
     segment = jnp.minimum(row // repeats, each - 1)
-    # Positions count from t0; segments that were read before it have nothing left.
+    # Positions count from t0; segments that were read before t0 need no slots.
     first = jnp.maximum(pace.start(segment, each) - t0, 0) + (row - segment * repeats) * size
     held = first[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None]
     held = jnp.minimum(held, length - 1).reshape(first.shape[0], -1)
     position = jnp.arange(length, dtype=jnp.int32)
     own = segment_index(position + t0, counts, pace)
     since = position[None] - jnp.maximum(pace.start(own, each) - t0, 0)
-    return Plan(segment, held, own * repeats * size + since)
+    return SlotPlan(segment, held, own * repeats * size + since)
 
 
-def _slots(
+def _attend_by_slots(
     queries: Float[Array, "B T H K"],
-    windows: Windows,
-    recurrence: Recurrence | None,
+    windows: SegmentWindows,
+    recurrence: RecurrentStates | None,
     sigma: Float[Array, ""] | None,
     config: CrossAttention,
     t0: int,
@@ -137,28 +142,30 @@ def _slots(
     batch, length, heads, width = queries.shape
     count = windows.keys.shape[0]
     if count > 1:
-        segment, held, slot = plan(windows.counts, count, length, t0, pace)
-        queries = _moved(queries, held, slot)
-        if config.segment_count == "per_example":  # else every row holds its own segment
+        segment, held, slot = plan_slots(windows.counts, count, length, t0, pace)
+        queries = _gather_once(queries, held, slot)
+        if config.segment_count == "per_example":  # Otherwise row r already holds segment r.
             keys, values, mask = (
-                _repeated(x, segment) for x in (windows.keys, windows.values, windows.mask)
+                _repeat_segments(x, segment) for x in (windows.keys, windows.values, windows.mask)
             )
             windows = windows._replace(keys=keys, values=values, mask=mask)
             if recurrence is not None:
-                states = _repeated(recurrence.states, segment)
+                states = _repeat_segments(recurrence.states, segment)
                 recurrence = recurrence._replace(states=states)
     rows = queries.reshape(batch, count, -1, heads, width).transpose(1, 0, 3, 2, 4)
-    y = _read(rows, windows, recurrence, sigma, config, dropout)
+    y = _attend_rows(rows, windows, recurrence, sigma, config, dropout)
     y = y.transpose(1, 0, 3, 2, 4).reshape(batch, -1, heads, width)
-    return _moved(y, slot, held) if count > 1 else y
+    return _gather_once(y, slot, held) if count > 1 else y
 
 
-def _repeated(x: Shaped[Array, "M B *R"], segment: Int[Array, "B M"]) -> Shaped[Array, "M B *R"]:
-    """Row r of each source: that of its segment[r].
+def _repeat_segments(
+    x: Shaped[Array, "M B *R"], segment: Int[Array, "B M"]
+) -> Shaped[Array, "M B *R"]:
+    """Returns, for row r of each source, its segment[r].
 
-    Sources stay where they are, behind the rows and on their device; under `vmap` they would
-    be moved to the front and back. TPUs gather them one by one, in twenty times the time of a
-    product with zeros and ones, which is as exact.
+    Sources stay the second axis and on their device; `vmap` would move them to the front and back.
+    TPUs gather row by row, which takes twenty times as long as a product with zeros and ones, and
+    the product is as exact.
     """
     if dispatch.policy().gathers_by_product:
         ones = jax.nn.one_hot(segment, len(x), dtype=jnp.promote_types(x.dtype, jnp.bfloat16))
@@ -173,59 +180,64 @@ def _repeated(x: Shaped[Array, "M B *R"], segment: Int[Array, "B M"]) -> Shaped[
     )
 
 
-def _read(
+def _attend_rows(
     rows: Float[Array, "M B H G K"],
-    windows: Windows,
-    recurrence: Recurrence | None,
+    windows: SegmentWindows,
+    recurrence: RecurrentStates | None,
     sigma: Float[Array, ""] | None,
     config: CrossAttention,
     dropout: Dropout | None,
 ) -> Float[Array, "M B H G K"]:
-    """Row j reads window j."""
+    """Attends from row j to window j."""
     attended = recurrent = None
     if config.use_segment:
         window = with_shared(*windows[:3], windows.shared, axis=0)
-        attended = read_window(rows, *window, dropout, lanes=1)
+        attended = attend_to_window(rows, *window, dropout, lanes=1)
     if recurrence is not None:
         states, scale, _ = recurrence
         recurrent = jnp.einsum("mbhgc,mbhce->mbhge", rows, states)
         if scale is not None:
             recurrent = recurrent * scale[None].astype(rows.dtype)
-    return mixed(attended, recurrent, sigma)
+    return combine_outputs(attended, recurrent, sigma)
 
 
 @jax.custom_vjp
-def _moved(
+def _gather_once(
     x: Float[Array, "B I H K"], source: Int[Array, "B O"], target: Int[Array, "B I"]
 ) -> Float[Array, "B O H K"]:
-    """Row source[o] of x in row o. Only row target[i] is anyone's to read, of those that hold i.
+    """Returns row source[o] of x as row o.
 
-    So the gradient is a gather as well; scattering row by row is slow on CPUs.
+    Only row target[i] of the rows that hold row i is read, so the gradient is a gather, too; a
+    scatter of single rows is slow on CPUs.
     """
-    return _rows(x, source)
+    return _gather_rows(x, source)
 
 
-def _rows(x: Shaped[Array, "B I *R"], indices: Int[Array, "B O"]) -> Shaped[Array, "B O *R"]:
+def _gather_rows(x: Shaped[Array, "B I *R"], indices: Int[Array, "B O"]) -> Shaped[Array, "B O *R"]:
     return jax.vmap(lambda x, i: x.at[i].get(mode="promise_in_bounds"))(x, indices)
 
 
-def _moved_forward(x: Array, source: Array, target: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _rows(x, source), (source, target)
+def _gather_once_forward(
+    x: Array, source: Array, target: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    return _gather_rows(x, source), (source, target)
 
 
-def _moved_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
+def _gather_once_backward(
+    residuals: tuple[Array, Array], gradient: Array
+) -> tuple[Array, None, None]:
     source, target = residuals
-    used = _rows(source, target) == jnp.arange(target.shape[1])[None]
-    return jnp.where(used[:, :, None, None], _rows(gradient, target), 0), None, None
+    used = _gather_rows(source, target) == jnp.arange(target.shape[1])[None]
+    return jnp.where(used[:, :, None, None], _gather_rows(gradient, target), 0), None, None
 
 
-_moved.defvjp(_moved_forward, _moved_backward)
+_gather_once.defvjp(_gather_once_forward, _gather_once_backward)
 
 
-def _dense(
+def _attend_densely(
     queries: Float[Array, "B T H K"],
-    windows: Windows,
-    recurrence: Recurrence | None,
+    windows: SegmentWindows,
+    recurrence: RecurrentStates | None,
     sigma: Float[Array, ""] | None,
     config: CrossAttention,
     t0: int | Int[Array, ""],
@@ -251,12 +263,14 @@ def _dense(
             shared = windows.shared.mask[:, None]
             shared = jnp.broadcast_to(shared, (batch, length, shared.shape[-1]))
             mask = jnp.concatenate([mask, shared], axis=2)
-        attended = read_window(by_head, keys, values, mask, dropout)
+        attended = attend_to_window(by_head, keys, values, mask, dropout)
     if recurrence is not None:
         states, scale, _ = recurrence
-        spread = jnp.where(mine[:, None, :, :, None], by_head[:, :, :, None], 0)  # [B, H, T, M, K]
+        masked_queries = jnp.where(
+            mine[:, None, :, :, None], by_head[:, :, :, None], 0
+        )  # [B, H, T, M, K]
         states = jnp.moveaxis(states, 0, 2).reshape(batch, heads, count * width, width)
-        recurrent = jnp.matmul(spread.reshape(batch, heads, length, -1), states)
+        recurrent = jnp.matmul(masked_queries.reshape(batch, heads, length, -1), states)
         if scale is not None:
             recurrent = recurrent * scale.astype(queries.dtype)
-    return mixed(attended, recurrent, sigma).swapaxes(1, 2)
+    return combine_outputs(attended, recurrent, sigma).swapaxes(1, 2)

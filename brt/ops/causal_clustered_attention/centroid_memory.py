@@ -1,9 +1,9 @@
-"""What is kept of keys that no query reads by itself any more: a state of constant size.
+"""A memory of constant size for keys that queries no longer read individually.
 
-A block is taken in when the block after it ends. A centroid looks at its keys once: the few
-with the largest logits among these and the ones it has are kept, all others are summed up as
-the centroid reads them. Nothing is subtracted or looked at again, so no key is lost, and none
-counts twice.
+A block is added when the block after it ends. Each centroid compares the block's keys with those
+that it has kept: it keeps the keys with the largest logits and adds all others to a weighted sum,
+as the centroid attends to them. Nothing is ever removed from the sum, so every key counts exactly
+once.
 """
 
 from typing import NamedTuple
@@ -18,29 +18,29 @@ from brt.ops.top_k import top_k
 
 
 class Centroids(NamedTuple):
-    """What the queries of a head are shared out to, C of them; float32.
+    """The centroids that the queries of a head are assigned to, in float32.
 
     Attributes:
-      vectors: [H, C, K], in the space of the queries, with any scale folded in.
-      variances: [H, C], of a centroid's queries around it, averaged over the K numbers; of
-        zero where queries are taken for their centroid.
+      vectors: [H, C, K], in the space of the queries, including any scale.
+      variances: [H, C], the variance of a centroid's queries, averaged over the K numbers; zero if
+        the centroid stands exactly for its queries.
     """
 
     vectors: Float[Array, "H C K"]
     variances: Float[Array, "H C"]
 
 
-class Past(NamedTuple):
-    """What every centroid has of all blocks of a document before the last one.
+class CentroidMemory(NamedTuple):
+    """The memory of each centroid: all blocks of a document but the last one.
 
     Attributes:
-      keys: [B, H, C, R, K], those with the largest logits, largest first; zeros where there
-        were fewer.
+      keys: [B, H, C, R, K], the keys with the largest logits, the largest first; zeros where there
+        are fewer.
       values: [B, H, C, R, K].
-      rest: float32 [B, H, C, K], what the centroid reads from all other keys.
-      lse: float32 [B, H, C], the logarithm of the sum of their exp(logit).
-      filled: int32 [B], how many of the R keys there are; the other arrays of a lane mean
-        nothing where this is 0.
+      rest: float32 [B, H, C, K], the centroid's attention output over all other keys.
+      lse: float32 [B, H, C], the log-sum-exp of their logits.
+      filled: int32 [B], the number of keys that are present; the other arrays of a lane have no
+        meaning if this is 0.
     """
 
     keys: Float[Array, "B H C R K"]
@@ -50,16 +50,18 @@ class Past(NamedTuple):
     filled: Int[Array, " B"]
 
 
-def nearest(queries: Float[Array, "B H Q K"], centroids: Centroids) -> Int[Array, "B H Q"]:
-    """The centroid of every query: the one at the smallest distance; a constant."""
+def nearest_centroids(
+    queries: Float[Array, "B H Q K"], centroids: Centroids
+) -> Int[Array, "B H Q"]:
+    """Returns the centroid with the smallest distance to each query; it has no gradient."""
     queries, vectors = jax.lax.stop_gradient((queries, centroids.vectors))
     products = _product("bhqk,hck->bhqc", queries, vectors.astype(queries.dtype))
     squares = jnp.sum(vectors**2, axis=-1)[None, :, None]
     return jnp.argmax(products - squares / 2, axis=-1).astype(jnp.int32)
 
 
-def kept(past: Past, lanes: Bool[Array, " B"]) -> Past:
-    """The past of these lanes; the others, and those that have none, begin anew."""
+def reset_unless(past: CentroidMemory, lanes: Bool[Array, " B"]) -> CentroidMemory:
+    """Empties the memories of lanes where `lanes` is False, and of lanes that have no keys."""
     keep = lanes & (past.filled > 0)
 
     def emptied(x: Array) -> Array:
@@ -69,25 +71,27 @@ def kept(past: Past, lanes: Bool[Array, " B"]) -> Past:
     return past._replace(lse=jnp.where(keep[:, None, None], past.lse, FLOOR))
 
 
-def is_filled(past: Past) -> Bool[Array, "B R"]:
-    """Which of the R keys there are."""
+def slot_mask(past: CentroidMemory) -> Bool[Array, "B R"]:
+    """Returns True for slots that hold a key."""
     return jnp.arange(past.keys.shape[3])[None] < past.filled[:, None]
 
 
-def past_after(
-    past: Past,
+def memory_after(
+    past: CentroidMemory,
     keys: Float[Array, "B H W K"],
     values: Float[Array, "B H W K"],
     cache_mask: Bool[Array, " B"],
     centroids: Centroids,
-) -> Past:
-    """The past with one block more.
+) -> CentroidMemory:
+    """Returns the memory with one more block.
 
     Args:
-      keys, values: of the block before the one that ends.
-      cache_mask: whether the two are of one document; where not, the past begins anew.
+      past: the memory before.
+      keys, values: those of the block before the block that ends.
+      cache_mask: True if both blocks belong to one document; elsewhere the memory is emptied.
+      centroids: the centroids of the layer.
     """
-    past = kept(past, cache_mask)
+    past = reset_unless(past, cache_mask)
     slots, width = past.keys.shape[3], keys.shape[2]
     vectors = centroids.vectors.astype(keys.dtype)
     logits = jnp.concatenate(
@@ -98,35 +102,41 @@ def past_after(
         axis=-1,
     )
     taken = jnp.broadcast_to(cache_mask[:, None], (cache_mask.shape[0], width))
-    there = jnp.concatenate([is_filled(past), taken], axis=1)[:, None, None]
-    indices, best = _best(logits, there, slots)
-    spread = jnp.concatenate([_half_squares(past.keys), _new_half_squares(past, keys)], axis=-1)
-    expected = logits + centroids.variances[None, :, :, None] * spread
+    there = jnp.concatenate([slot_mask(past), taken], axis=1)[:, None, None]
+    indices, best = _find_best_keys(logits, there, slots)
+    half_squares = jnp.concatenate(
+        [_half_squares(past.keys), _new_half_squares(past, keys)], axis=-1
+    )
+    expected = logits + centroids.variances[None, :, :, None] * half_squares
     expected = jnp.where(there & ~best, expected, MASKED)
-    rest, lse = _summed(past, values, expected)
+    rest, lse = _add_to_rest(past, values, expected)
     filled = jnp.minimum(past.filled + width * cache_mask, slots)
     there = (jnp.arange(slots)[None] < filled[:, None])[:, None, None, :, None]
     keys, values = (
-        jnp.where(there, _chosen(old, new, indices), 0)
+        jnp.where(there, _take_old_or_new(old, new, indices), 0)
         for old, new in ((past.keys, keys), (past.values, values))
     )
-    return Past(keys, values, rest, lse, filled)
+    return CentroidMemory(keys, values, rest, lse, filled)
 
 
-def _best(
+def _find_best_keys(
     logits: Float[Array, "B H C M"], there: Bool[Array, "B 1 1 M"], count: int
 ) -> tuple[Int[Array, "B H C R"], Bool[Array, "B H C M"]]:
-    """The keys to keep, largest first, and where they are; of equal ones the first."""
+    """Returns the keys to keep, the largest first, as indices and as a mask; of equal keys the
+    first.
+    """
     ranked = jnp.where(there, jax.lax.stop_gradient(logits), -jnp.inf)
     values, indices = top_k(ranked, count)
     last, place = values[..., -1:], jnp.arange(logits.shape[-1])[None, None, None]
     return indices, (ranked > last) | ((ranked == last) & (place <= indices[..., -1:]))
 
 
-def _summed(
-    past: Past, values: Float[Array, "B H W K"], expected: Float[Array, "B H C M"]
+def _add_to_rest(
+    past: CentroidMemory, values: Float[Array, "B H W K"], expected: Float[Array, "B H C M"]
 ) -> tuple[Float[Array, "B H C K"], Float[Array, "B H C"]]:
-    """What was summed up already as one key more, with its total for a logit."""
+    """Adds keys to the weighted sum of the rest; the old sum counts as one key with its
+    log-sum-exp.
+    """
     slots, dtype = past.keys.shape[3], values.dtype
     logits = jnp.concatenate([expected, past.lse[..., None]], axis=-1)
     lse = jax.nn.logsumexp(logits, axis=-1)
@@ -137,12 +147,14 @@ def _summed(
     return rest + weights[..., -1:] * past.rest, lse
 
 
-def _chosen(
+def _take_old_or_new(
     old: Float[Array, "B H C R K"],
     new: Float[Array, "B H W K"],
     indices: Int[Array, "B H C R"],
 ) -> Float[Array, "B H C R K"]:
-    """Of R vectors that a centroid has and W that all share."""
+    """Returns the vectors at `indices` of R vectors of each centroid followed by W shared
+    vectors.
+    """
     slots = old.shape[3]
     of_old = jnp.take_along_axis(old, jnp.minimum(indices, slots - 1)[..., None], axis=3)
     of_new = take(new, jnp.maximum(indices - slots, 0))
@@ -153,7 +165,9 @@ def _half_squares(keys: Float[Array, "*B K"]) -> Float[Array, "*B"]:
     return jnp.sum(keys.astype(jnp.float32) ** 2, axis=-1) / 2
 
 
-def _new_half_squares(past: Past, keys: Float[Array, "B H W K"]) -> Float[Array, "B H C W"]:
+def _new_half_squares(
+    past: CentroidMemory, keys: Float[Array, "B H W K"]
+) -> Float[Array, "B H C W"]:
     squares = _half_squares(keys)[:, :, None]
     return jnp.broadcast_to(squares, (*past.lse.shape, keys.shape[2]))
 
