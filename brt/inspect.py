@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> None:
     try:
         inspection.check(found, args.step)
         if args.state_hash:
-            found["state_hash"] = inspection.state_hash(workdir, found["step"])
+            found = inspection.add_state_hash(workdir, found, args.step)
             print(found["state_hash"])
     finally:
         if args.json:

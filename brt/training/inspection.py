@@ -46,9 +46,7 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
     if not workdir.path.is_dir():
         raise ConfigError(f"--workdir={workdir.path} does not exist")
     directory = workdir.checkpoints
-    checkpoints = [_verified(directory, present) for present in reader.present(directory)]
-    remaining = reader.present(directory)  # a trainer may have removed some in the meantime
-    checkpoints = [entry for entry in checkpoints if entry["step"] in remaining]
+    checkpoints = _verified_checkpoints(directory)
     intact = [c["step"] for c in checkpoints if c["whole"] and step in (None, c["step"])]
     result: dict[str, Any] = {
         "workdir": str(workdir.path),
@@ -58,6 +56,19 @@ def survey(workdir: Workdir, step: int | None = None) -> dict[str, Any]:
         "damaged_metrics": damaged_lines(workdir.metrics),
     }
     return result | (_described(directory, intact[-1]) if intact else {})
+
+
+def _verified_checkpoints(directory: Path) -> list[dict[str, Any]]:
+    """Verifies all checkpoints that a trainer does not remove in the meantime.
+
+    If a trainer has replaced all of them, those that replaced them are verified.
+    """
+    while True:
+        checkpoints = [_verified(directory, step) for step in reader.present(directory)]
+        remaining = reader.present(directory)
+        checkpoints = [entry for entry in checkpoints if entry["step"] in remaining]
+        if checkpoints or not remaining:
+            return checkpoints
 
 
 def parameter_counts(meta: dict[str, Any]) -> tuple[int, int]:
@@ -82,6 +93,31 @@ def state_hash(workdir: Workdir, step: int) -> str:
     """
     restored = reader.restore(workdir.checkpoints, step=step)
     return tree_utils.state_hash(restored.state, restored.meta)
+
+
+def add_state_hash(
+    workdir: Workdir, result: dict[str, Any], step: int | None = None
+) -> dict[str, Any]:
+    """Returns the result of `survey` with the `state_hash` of the described checkpoint.
+
+    If a trainer has removed that checkpoint since, the newest one is described and hashed.
+
+    Args:
+      workdir: the run's.
+      result: the result of `survey`, in which `check` found nothing.
+      step: the step that was asked for, which is not replaced by another; None for the newest.
+
+    Raises:
+      CheckpointError: the checkpoint cannot be read, or `step` was removed.
+    """
+    while True:
+        try:
+            return result | {"state_hash": state_hash(workdir, result["step"])}
+        except CheckpointError:
+            if step is not None or result["step"] in reader.present(workdir.checkpoints):
+                raise
+        result = survey(workdir)
+        check(result)
 
 
 def verify_data(workdir: Workdir) -> dict[str, str]:
@@ -112,7 +148,11 @@ def check(result: dict[str, Any], step: int | None = None) -> None:
     """
     steps, directory = result["steps"], Workdir(Path(result["workdir"])).checkpoints
     if not steps or step not in (None, *steps):
-        reader.find(directory, step)  # raises an error that lists the existing checkpoints
+        found = reader.find(directory, step)  # raises an error that lists the checkpoints
+        raise CheckpointError(
+            f"checkpoint {found.step} of {directory} was saved while the others were verified; run "
+            "the same command again"
+        )
     entry = result["checkpoints"][-1 if step is None else steps.index(step)]
     if not entry["whole"]:
         raise CheckpointError(

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from brt.checkpointing import manifest
+from brt.checkpointing import manifest, reader
 from brt.checkpointing.writer import CheckpointWriter
 from brt.config import Config, Data
 from brt.config_io import config_json
@@ -77,3 +77,37 @@ def test_prepared_data_are_read_whole_on_demand(tmp_path: Path) -> None:
     (tmp_path / "prepared/test/tokens.bin").write_bytes(bytes(16))
     with pytest.raises(DataError, match=r"prepared/test is damaged \(tokens\.bin has the sha256"):
         inspection.verify_data(workdir)
+
+
+def save(run: Workdir, step: int) -> None:
+    """Saves a step as a trainer does that keeps only the newest checkpoint."""
+    meta = json.loads(next(run.checkpoints.glob("*/meta.json")).read_text())
+    with CheckpointWriter(run.checkpoints, keep=1) as writer:
+        writer.save(step, {"params": {"w": jnp.full((2, 3), step)}}, meta)
+
+
+def test_checkpoints_that_a_trainer_replaces_are_verified_again(
+    run: Workdir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = reader.verify
+
+    def replaced(directory: Path, step: int) -> list[str]:
+        if step < 9:
+            save(run, step + 1)
+        return verify(directory, step)
+
+    monkeypatch.setattr(reader, "verify", replaced)
+    found = inspection.survey(run)
+    assert (found["steps"], found["step"]) == ([9], 9)
+
+
+def test_the_state_of_a_checkpoint_that_a_trainer_replaced_is_that_of_the_newest(
+    run: Workdir,
+) -> None:
+    found = inspection.survey(run)
+    inspection.check(found)
+    save(run, 8)
+    newest = inspection.add_state_hash(run, found)
+    assert (newest["step"], newest["state_hash"]) == (8, inspection.state_hash(run, 8))
+    with pytest.raises(CheckpointError, match="7"):
+        inspection.add_state_hash(run, found, 7)
