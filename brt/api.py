@@ -277,7 +277,7 @@ class Model:
         """
         text = plain_text.checked("the text", text)
         bits, tokenizer = self.token_bits(text), self.tokenizer
-        if lost := losses.of_text(tokenizer, text):
+        if lost := losses.lost_bytes(tokenizer, text):
             raise DataError(losses.described(lost, len(text.encode()), 0))
         return float(np.sum(bits, dtype=np.float64)) / len(text.encode())
 

@@ -245,7 +245,7 @@ def main(
 
 def _of_storage(error: OSError) -> str:
     where = error.filename and os.fsdecode(error.filename)
-    if not durable.no_room(error):
+    if not durable.is_full(error):
         what = f"{where or 'a file'} cannot be read or written: {error.strerror}"
         return f"{what}; see to the disk, and run the same command again"
     full = durable.shortage(Path(where), error) if where else "the disk is full"

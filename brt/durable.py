@@ -27,7 +27,7 @@ _FEW_FILES = 32  # smallest number of files of a checkpoint, some of which a fai
 _MUCH = 0.1  # with a larger free share, something else than the disk must be full, such as a quota
 
 
-def no_room(error: BaseException) -> bool:
+def is_full(error: BaseException) -> bool:
     """Returns True if an error means that the disk is full or a quota is used up."""
     return getattr(error, "errno", None) in _FULL
 
@@ -44,7 +44,7 @@ def storage_refuses(error: BaseException) -> bool:
 
 def remedy(error: BaseException) -> str:
     """Returns what the user can do about an error of the storage."""
-    return "make room there" if no_room(error) else "see to the disk"
+    return "make room there" if is_full(error) else "see to the disk"
 
 
 def shortage(directory: Path, error: BaseException) -> str:
@@ -52,7 +52,7 @@ def shortage(directory: Path, error: BaseException) -> str:
     if getattr(error, "errno", None) == errno.EDQUOT:
         return "the quota of the disk is used up"
     try:
-        status = os.statvfs(existing(directory))
+        status = os.statvfs(nearest_existing(directory))
     except OSError:
         return "the disk is full"
     bytes_left = status.f_bavail / max(status.f_blocks, 1)
@@ -63,10 +63,10 @@ def shortage(directory: Path, error: BaseException) -> str:
     return "the disk is full"
 
 
-def room(directory: Path, error: BaseException) -> str:
+def free_space(directory: Path, error: BaseException) -> str:
     """Describes how much space is free, and whether a quota may be used up."""
     try:
-        status = os.statvfs(existing(directory))
+        status = os.statvfs(nearest_existing(directory))
     except OSError:
         return "nothing says how much is free"
     free = f"{size(status.f_bavail * status.f_frsize)} were free"
@@ -75,7 +75,7 @@ def room(directory: Path, error: BaseException) -> str:
     return f"perhaps a quota is used up, for {free}" if much and not quota else free
 
 
-def existing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """Returns the path, or its nearest parent directory that exists."""
     return next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
 

@@ -204,7 +204,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 @contextlib.contextmanager
-def panics() -> Iterator[None]:
+def catching_panics() -> Iterator[None]:
     """Converts the panic of a library written in Rust, which is no Exception, to a ValueError."""
     try:
         yield
@@ -214,7 +214,7 @@ def panics() -> Iterator[None]:
         raise ValueError(f"the library that reads it gave up: {error}") from error
 
 
-class Stored(NamedTuple):
+class LazyArray(NamedTuple):
     """An array of an .npz file that is not read yet.
 
     Attributes:
@@ -229,7 +229,7 @@ class Stored(NamedTuple):
 
 
 @contextlib.contextmanager
-def npz(path: Path) -> Iterator[dict[str, Stored]]:
+def npz(path: Path) -> Iterator[dict[str, LazyArray]]:
     """Opens an .npz file and yields its arrays by name; they can be read inside the context.
 
     The arrays cannot claim more bytes than the file can contain: its size if they are stored
@@ -249,7 +249,7 @@ def npz(path: Path) -> Iterator[dict[str, Stored]]:
         yield arrays
 
 
-def _stored(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Stored:
+def _stored(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> LazyArray:
     ratio = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: _RATIO}.get(member.compress_type, 0)
     if not ratio or member.flag_bits & _UNUSUAL:
         raise ValueError(f"{member.filename} is not packed as NumPy packs arrays")
@@ -278,7 +278,7 @@ def _stored(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Stored:
                 raise EOFError("it ends too early")
         return content.view(dtype).reshape(shape, order="F" if header[2] == "True" else "C")
 
-    return Stored(shape, dtype, read)
+    return LazyArray(shape, dtype, read)
 
 
 @contextlib.contextmanager

@@ -221,7 +221,7 @@ def test_bytes_inodes_and_quotas_are_told_apart(
     )  # fmt: skip
     monkeypatch.setattr(os, "statvfs", lambda path: found)
     assert durable.shortage(Path("/none/x"), OSError(code, "")) == said
-    assert re.fullmatch(free, durable.room(Path("/none/x"), OSError(code, "")))
+    assert re.fullmatch(free, durable.free_space(Path("/none/x"), OSError(code, "")))
 
 
 def test_the_first_error_wins_over_a_failing_end() -> None:

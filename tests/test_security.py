@@ -103,7 +103,7 @@ class PanicException(BaseException):  # noqa: N818 - the name that libraries in 
 
 
 def test_a_panic_of_a_library_is_an_error_and_no_other_exception_is() -> None:
-    with pytest.raises(ValueError, match="gave up: out of range"), untrusted.panics():
+    with pytest.raises(ValueError, match="gave up: out of range"), untrusted.catching_panics():
         raise PanicException("out of range")
-    with pytest.raises(KeyboardInterrupt), untrusted.panics():
+    with pytest.raises(KeyboardInterrupt), untrusted.catching_panics():
         raise KeyboardInterrupt

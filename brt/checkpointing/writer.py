@@ -217,11 +217,11 @@ class CheckpointWriter:
         """Removes what the failed save wrote; returns an error that says why the save failed."""
         error = _system_error(error)
         shortage = durable.shortage(self._directory, error)  # measured before files are removed
-        free = durable.room(self._directory, error)
+        free = durable.free_space(self._directory, error)
         _discard(self._directory / f"{step}.partial")
         self._last_step, self._failed = None, True
         cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        if durable.no_room(error):
+        if durable.is_full(error):
             cause = f"{shortage} ({free}); make room, then run again"
         elif isinstance(error, OSError) and durable.storage_fails(error):
             where = f" ({error.filename})" if error.filename else ""
@@ -302,4 +302,4 @@ def _note_newest(directory: Path) -> None:
 
 
 def _free_bytes(directory: Path) -> int:
-    return shutil.disk_usage(durable.existing(directory)).free
+    return shutil.disk_usage(durable.nearest_existing(directory)).free

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from brt.config.checks import check, check_finite, check_layers, check_not_negative, check_positive
-from brt.config.fields import Kept, fixed, free, inherited
+from brt.config.fields import RematPolicy, fixed, free, inherited
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Encoder:
     attention_dropout: float = free(-1.0)  # on attention weights; -1: the value of dropout
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")  # auto: bfloat16 except on CPUs
     remat: bool = free(False)  # recompute a layer's activations in the backward pass
-    remat_keep: Kept = free("nothing")  # results that remat stores instead of recomputing
+    remat_keep: RematPolicy = free("nothing")  # results that remat stores instead of recomputing
 
     def __post_init__(self) -> None:
         check_finite(self)

@@ -25,7 +25,7 @@ _SOURCES = "sources"  # prepared data depend on the content of these files
 _USUAL = "usual"
 _AUTO: Any = ("auto",)  # sources that the user did not name
 Path = Literal["", "read", "written"]
-MADE_UP = "generated:"  # prefix of sources that are generated instead of read from files
+GENERATED = "generated:"  # prefix of sources that are generated instead of read from files
 MEMORY = "memory:"  # prefix of generated documents that test memory (docs/memory.md)
 
 
@@ -73,7 +73,7 @@ def fill_held_out(section: Any, otherwise: tuple[str, ...]) -> None:
       otherwise: the held-out sources if `train` names data of the user, and not its default or
         generated data. Users want to be evaluated on data like their own.
     """
-    made_up = all(name.startswith(MADE_UP) for name in section.train)
+    made_up = all(name.startswith(GENERATED) for name in section.train)
     usual = section.train == type(section).train or made_up
     for field in dataclasses.fields(section):
         if _USUAL in field.metadata and getattr(section, field.name) == _AUTO:
@@ -122,4 +122,4 @@ def _field(default: T, setting: Setting) -> T:
 
 # Results that rematerialisation stores: none, those of all matrix products, or those of products
 # with weights (not of products between activations).
-Kept = Literal["nothing", "products", "products_with_weights"]
+RematPolicy = Literal["nothing", "products", "products_with_weights"]

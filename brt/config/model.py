@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from brt.config.checks import check, check_finite, check_layers, check_not_negative, check_positive
-from brt.config.fields import Kept, adaptable, fixed, free, inherited
+from brt.config.fields import RematPolicy, adaptable, fixed, free, inherited
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class Model:
     bias_before_scale: bool = inherited(False)  # True: (q.k + bias) * scale (original)
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")  # auto: bfloat16 except on CPUs
     remat: bool = free(False)  # recompute a layer's activations in the backward pass
-    remat_keep: Kept = free("nothing")  # what remat keeps of a layer nevertheless
+    remat_keep: RematPolicy = free("nothing")  # what remat keeps of a layer nevertheless
     # layers per iteration of the scan over equal neighbours; 0: one, but without remat all on TPUs
     # and, of up to six, on CPUs, which compile longer so
     layer_unroll: int = free(0)

@@ -63,7 +63,7 @@ class ByteLevelTokenizer(ChunkTokenizer):
 
     def _encode(self, batch: list[str]) -> Iterator[np.ndarray]:
         try:
-            with untrusted.panics():
+            with untrusted.catching_panics():
                 encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         except Exception as error:  # the library raises nothing more specific
             raise DataError(f"the tokenizer {self.path} cannot read a text ({error})") from error

@@ -187,7 +187,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
       DataError: it is missing or damaged, or names files outside the directory.
     """
     manifest = manifests.read(directory / MANIFEST, _KIND)
-    with manifests.undamaged(directory, "corpus"):
+    with manifests.explaining_damage(directory, "corpus"):
         if coverage := manifest.get("tokenizer", {}).get("coverage"):
             untrusted.check(coverage, {"fraction": float}, "coverage")
         if not {*manifest["splits"]} <= {*SPLITS}:

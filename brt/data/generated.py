@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from brt.config.fields import MADE_UP
+from brt.config.fields import GENERATED
 from brt.errors import DataError
 
-PREFIX = MADE_UP
+PREFIX = GENERATED
 
 
 class Name(NamedTuple):

@@ -58,7 +58,7 @@ def unknown_id(tokenizer: Tokenizer) -> int:
     return getattr(tokenizer, "unk_id", -1)
 
 
-def of_text(tokenizer: Tokenizer, text: str) -> int:
+def lost_bytes(tokenizer: Tokenizer, text: str) -> int:
     """Returns the number of bytes of a text that its tokens do not reproduce."""
     counter = Losses(tokenizer)
     counter.text(text.encode())
@@ -66,7 +66,7 @@ def of_text(tokenizer: Tokenizer, text: str) -> int:
     return counter.lost
 
 
-def recounted(tokenizer: Tokenizer, ids: np.ndarray, size: int) -> int:
+def estimated_loss(tokenizer: Tokenizer, ids: np.ndarray, size: int) -> int:
     """Estimates the lost bytes of a text of which only the tokens and the size are known.
 
     Args:

@@ -36,7 +36,7 @@ def read(path: Path, kind: Mapping[Any, Any]) -> dict[str, Any]:
         if (file_format := manifest.get("format")) == FORMAT:
             untrusted.check(manifest, kind)
     except OSError as error:
-        corpus = preparation(path.parent)
+        corpus = corpus_directory(path.parent)
         remedy = "write it with python -m brt.prepare"
         if corpus != path.parent:
             remedy = f"delete {corpus} and prepare it again"
@@ -45,7 +45,8 @@ def read(path: Path, kind: Mapping[Any, Any]) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise DataError(
-            f"{path} is damaged ({error}); delete {preparation(path.parent)} and prepare it again"
+            f"{path} is damaged ({error}); delete {corpus_directory(path.parent)} and prepare it "
+            "again"
         ) from error
     if file_format != FORMAT:
         raise DataError(
@@ -59,19 +60,19 @@ def write(path: Path, manifest: Mapping[str, Any]) -> None:
     path.write_text(json.dumps({"format": FORMAT, **manifest}, indent=1), encoding="utf-8")
 
 
-def preparation(store: Path) -> Path:
+def corpus_directory(store: Path) -> Path:
     """Returns the directory to prepare again if a store is damaged: all splits of its corpus."""
     corpus = store.parent
     return corpus if (corpus / CORPUS).is_file() else store
 
 
 @contextlib.contextmanager
-def undamaged(directory: Path, what: str) -> Iterator[None]:
+def explaining_damage(directory: Path, what: str) -> Iterator[None]:
     """Turns errors while reading a damaged directory into a DataError with a remedy."""
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
-        corpus = preparation(directory)
+        corpus = corpus_directory(directory)
         named = "it" if corpus == directory else corpus
         raise DataError(
             f"the {what} {directory} is damaged ({error}); delete {named} and prepare it again"

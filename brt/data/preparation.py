@@ -126,7 +126,7 @@ def open_corpus(directory: Path) -> Dataset:
       DataError: it is missing, unfinished or damaged.
     """
     manifest = read_manifest(directory)
-    with manifests.undamaged(directory, "corpus"):
+    with manifests.explaining_damage(directory, "corpus"):
         name, of_bytes = manifest["tokenizer"]["file"], manifest["tokenizer"]["name"] == "bytes"
     tokenizer = tokenizers.load("bytes" if of_bytes else str(directory / name))
     splits = {split: _opened(directory, split, tokenizer) for split in manifest["splits"]}

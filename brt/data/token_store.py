@@ -103,7 +103,7 @@ class TokenStore:
         if self.lost is not None:
             return self
         sizes = enumerate(self.bytes)
-        lost = [losses.recounted(tokenizer, self.document(i), int(size)) for i, size in sizes]
+        lost = [losses.estimated_loss(tokenizer, self.document(i), int(size)) for i, size in sizes]
         return dataclasses.replace(self, lost=np.array(lost, np.int64))
 
     def __len__(self) -> int:

@@ -64,7 +64,7 @@ def json_model(path: Path, content: bytes) -> Any:
     from tokenizers import Tokenizer
 
     try:
-        with untrusted.panics():
+        with untrusted.catching_panics():
             tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises nothing more specific
         raise DataError(f"the tokenizer {path} is not a tokenizer.json ({error})") from error

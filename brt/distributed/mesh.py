@@ -111,7 +111,7 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def beside(tree: PyTree[Array], params: PyTree[Array]) -> PyTree[Array]:
+def place_like(tree: PyTree[Array], params: PyTree[Array]) -> PyTree[Array]:
     """Moves new arrays to the device of the parameters, if these are on a single device.
 
     An initial state is not bound to a device, but the state that a program returns is. jax.jit
@@ -131,7 +131,7 @@ def by_lane(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(RULES["lanes"]))
 
 
-def own_lanes(mesh: jax.sharding.Mesh, lanes: int) -> tuple[int, ...]:
+def local_lanes(mesh: jax.sharding.Mesh, lanes: int) -> tuple[int, ...]:
     """Returns the lanes that are on this process's devices."""
     cuts = by_lane(mesh).addressable_devices_indices_map((lanes,)).values()
     return tuple(sorted({lane for cut in cuts if cut for lane in range(lanes)[cut[0]]}))
@@ -147,7 +147,7 @@ def global_array(mesh: jax.sharding.Mesh, x: np.ndarray, own: Sequence[int], lan
     return jax.make_array_from_callback((lanes, *x.shape[1:]), by_lane(mesh), part)
 
 
-def fitting(mesh: Mesh, needs: Needs) -> Mesh:
+def mesh_for_evaluation(mesh: Mesh, needs: Needs) -> Mesh:
     """Returns the mesh for evaluating a trained run on the devices that there are.
 
     It is the mesh of the run if possible, or otherwise one that shards the parameters in the same

@@ -202,20 +202,20 @@ def _refuse_if_stopped(client: Any) -> None:
             raise PeerError(f"{peer(index)} has stopped: {reason}")
 
 
-def say_goodbye(reason: str) -> None:
+def announce_end(reason: str) -> None:
     """Tells the other processes, which would wait for this one, that it ends early."""
     if several():
         with contextlib.suppress(Exception):  # The service may be gone, too.
             service().key_value_set(f"brt/stopped/{jax.process_index()}", reason[:500])
 
 
-def tell(doing: Callable[[], str]) -> None:
+def report_activity(doing: Callable[[], str]) -> None:
     """Publishes what this process does, which others report if its heartbeat stops."""
     if _heartbeat:
         _heartbeat.doing = doing
 
 
-def last_words() -> list[str]:
+def last_activities() -> list[str]:
     """Returns a phrase for each other process about its last known activity."""
     return _heartbeat.last_words() if _heartbeat else []
 
@@ -225,7 +225,7 @@ def wait_for_all(name: str) -> None:
     gather(name, "")
 
 
-def of_first(value: Any, name: str = "decision") -> Any:
+def from_first(value: Any, name: str = "decision") -> Any:
     """Returns process 0's value, which must be JSON, on all processes."""
     return json.loads(gather(name, json.dumps(value))[0])
 
@@ -251,7 +251,7 @@ def _difference(first: str, other: str) -> str:
 
 def check_shared(directory: Any) -> None:
     """Raises ConfigError if processes do not see each other's files in a directory."""
-    name = of_first(durable.partial_name(), "shared")
+    name = from_first(durable.partial_name(), "shared")
     if is_first():
         durable.open_file(directory / name, "x").close()
     wait_for_all("shared mark")
@@ -307,7 +307,7 @@ def explained() -> Iterator[None]:
         raise
     except BaseException as error:
         if several():
-            say_goodbye(f"{type(error).__name__}: {_first_line(error)}")
+            announce_end(f"{type(error).__name__}: {_first_line(error)}")
             if isinstance(error, jax.errors.JaxRuntimeError) and _LOST.search(str(error)):
                 with contextlib.suppress(Exception):
                     _refuse_if_stopped(service())

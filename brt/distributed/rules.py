@@ -70,10 +70,10 @@ def _cut(name: str | None, size: int, mesh: Mesh) -> tuple[str, ...]:
 
 def parameter_spec(names: Names, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """Returns the partition spec of a parameter; vectors are replicated."""
-    return spec(names, shape, mesh) if is_cut(names) else PartitionSpec()
+    return spec(names, shape, mesh) if is_matrix(names) else PartitionSpec()
 
 
-def is_cut(names: Names) -> bool:
+def is_matrix(names: Names) -> bool:
     """Returns True for matrices, False for vectors (also those of all layers of a stack)."""
     return sum(name != "layers" for name in names) > 1
 
@@ -89,7 +89,7 @@ def partitioned() -> bool:
     return any(_devices(axis, mesh) > 1 for axis in mesh.shape)
 
 
-def axes() -> frozenset[str]:
+def automatic_axes() -> frozenset[str]:
     """Returns the axes of the current mesh over which the traced code is still partitioned."""
     mesh = jax.sharding.get_abstract_mesh()
     return frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
@@ -100,31 +100,31 @@ def partition_spec(*names: str | None, shape: tuple[int, ...]) -> PartitionSpec:
     return spec(names, shape, jax.sharding.get_abstract_mesh())
 
 
-def count(name: str, size: int) -> int:
+def shard_count(name: str, size: int) -> int:
     """Returns the number of devices of the current mesh that shard an axis."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in _cut(name, size, mesh))
 
 
-def filled(name: str, size: int) -> int:
+def round_up(name: str, size: int) -> int:
     """Rounds a size up to a multiple of the devices of the current mesh that shard the axis."""
     mesh = jax.sharding.get_abstract_mesh()
     devices = 1 if mesh.empty else math.prod(_devices(axis, mesh) for axis in RULES[name])
     return -(-size // devices) * devices
 
 
-def cuts(name: str) -> bool:
+def is_sharded(name: str) -> bool:
     """Returns True if the current mesh shards axes of this name."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and any(_devices(axis, mesh) > 1 for axis in RULES[name])
 
 
-def rows_adjoin(axes: int) -> bool:
+def can_merge_axes(axes: int) -> bool:
     """Returns True if the first `axes` axes of an array can be merged without moving data.
 
     The first axis is the lanes. If other axes are sharded, too, the compiler decides.
     """
-    only_lanes = not any(map(cuts, ("tokens", "embed", "heads")))
+    only_lanes = not any(map(is_sharded, ("tokens", "embed", "heads")))
     return not partitioned() or (axes <= 2 and only_lanes)
 
 
@@ -133,15 +133,15 @@ def in_replica() -> bool:
     return REPLICAS in jax.sharding.get_abstract_mesh().manual_axes
 
 
-def rows(count: int) -> Int[Array, " count"]:
+def lane_indices(count: int) -> Int[Array, " count"]:
     """Returns the indices, in the whole batch, of the `count` lanes of the traced code."""
     here = jnp.arange(count)
     return here + count * jax.lax.axis_index(REPLICAS) if in_replica() else here
 
 
-def row_keys(key: Array, count: int) -> Array:
+def lane_keys(key: Array, count: int) -> Array:
     """Returns a random key per lane, which does not depend on the batch or on the devices."""
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, rows(count))
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, lane_indices(count))
 
 
 def constrain(x: Array, *names: str | None) -> Array:

@@ -327,7 +327,7 @@ def _check_identity(
         )
 
 
-def _leaf(stored: untrusted.Stored, old: Array) -> Array:
+def _leaf(stored: untrusted.LazyArray, old: Array) -> Array:
     """What was saved for an array of the memory; ValueError where it cannot have been."""
     array = stored.read()
     counts = array.dtype.kind == "i"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import Kernels, Model
-from brt.distributed.rules import constrain, count
+from brt.distributed.rules import constrain, shard_count
 from brt.layers.basic import (
     FROM_HEADS,
     INTO_HEADS,
@@ -318,7 +318,7 @@ class TransformerBlock(nn.Module):
 
     def _along(self, x: Float[Array, "B T D"]) -> str | None:
         """The name of the tokens' axis: whole blocks are shared, or none."""
-        return "tokens" if count("blocks", x.shape[1] // self.model.window) > 1 else None
+        return "tokens" if shard_count("blocks", x.shape[1] // self.model.window) > 1 else None
 
     def finish(
         self, x: Float[Array, "B T D"], attended: Sequence[Float[Array, "B T H K"]],

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from brt.config import Encoder, Model, Seq2Seq
-from brt.config.fields import Kept
+from brt.config.fields import RematPolicy
 from brt.ops import dispatch
 from brt.ops.dropout import Dropout
 
@@ -65,7 +65,7 @@ def _learned_backward(_: None, gradients: tuple[PyTree[Array], Array]) -> tuple:
 learned_at_once.defvjp(_learned_forward, _learned_backward)
 
 
-def remat_policy(keep: Kept) -> Callable[..., Any]:
+def remat_policy(keep: RematPolicy) -> Callable[..., Any]:
     """What `nn.remat` keeps of a layer."""
     policies = jax.checkpoint_policies
     if keep == "nothing":

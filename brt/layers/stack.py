@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from brt.config import Kernels, Model
 from brt.config.checks import check
-from brt.config.fields import Kept
+from brt.config.fields import RematPolicy
 from brt.distributed.rules import Names, constrain
 from brt.layers import kinds
 from brt.layers.basic import (
@@ -114,7 +114,7 @@ def replace_parts(
     )
 
 
-def _kept(model: Model, kind: str) -> Kept | None:
+def _kept(model: Model, kind: str) -> RematPolicy | None:
     """What layers keep for their gradients beside their inputs; None: all that these need.
 
     On accelerators it takes longer to move what is no product than to compute it again.

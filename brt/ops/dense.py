@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brt.distributed.rules import cuts, rows_adjoin
+from brt.distributed.rules import can_merge_axes, is_sharded
 from brt.ops import dispatch
 from brt.ops.layout import transposed
 
@@ -58,7 +58,7 @@ def input_gradient(kernel: Float[Array, "..."], dy: Float[Array, "..."], inputs:
       inputs: the number of input axes of the kernel.
     """
     outputs, kernel = kernel.ndim - inputs, kernel.astype(dy.dtype)
-    if cuts("heads") or not dispatch.policy().stores_transposes:
+    if is_sharded("heads") or not dispatch.policy().stores_transposes:
         axes = tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(inputs, kernel.ndim))
         return jnp.tensordot(dy, kernel, axes=axes)
     # XLA's CPU backend multiplies by a transposed factor 1.2 to 1.4 times as slowly for 512 rows.
@@ -83,7 +83,7 @@ def weight_gradient(
     """
     shape = (*x.shape[x.ndim - inputs :], *dy.shape[dy.ndim - outputs :])
     rows = tuple(range(x.ndim - inputs))
-    if not rows_adjoin(len(rows)) or cuts("heads"):
+    if not can_merge_axes(len(rows)) or is_sharded("heads"):
         return jnp.tensordot(x, dy, axes=(rows, rows), preferred_element_type=jnp.float32)
     if dispatch.policy().merges_rows:
         return _sum_over_rows(_flatten_last(x, inputs), _flatten_last(dy, outputs)).reshape(shape)
@@ -104,7 +104,7 @@ def _sum_over_rows(x: Float[Array, "*R M"], dy: Float[Array, "*R N"]) -> Float[A
 
 
 def _flattens_axes(kernel: Array) -> bool:
-    return kernel.ndim > 2 and dispatch.policy().merges_rows and not cuts("heads")
+    return kernel.ndim > 2 and dispatch.policy().merges_rows and not is_sharded("heads")
 
 
 def _flatten_last(x: Array, axes: int) -> Array:

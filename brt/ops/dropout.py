@@ -49,7 +49,7 @@ class Dropout:
         The first axis is the rows of the local batch. The draw for a row depends on its number in
         the global batch and not on the other rows.
         """
-        return self._drawn(rules.rows(shape[0]), shape[1:]).factors(dtype)
+        return self._drawn(rules.lane_indices(shape[0]), shape[1:]).factors(dtype)
 
     def shared_mask(self, heads: int, rows: int, columns: int) -> "DropoutMask":
         """Draws a mask [heads, rows, columns] that all rows of the batch share.

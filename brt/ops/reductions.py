@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brt.distributed.rules import rows_adjoin
+from brt.distributed.rules import can_merge_axes
 from brt.ops import dispatch
 
 _VECTOR_WIDTH = 32  # numbers that XLA's CPU backend sums in one pass
@@ -21,7 +21,7 @@ _MAX_PARTS = 32
 
 def sum_leading(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
     """Returns the sum over the first `axes` axes."""
-    if not rows_adjoin(axes):
+    if not can_merge_axes(axes):
         return jnp.sum(x, axis=tuple(range(axes)))
     rows = x.reshape(-1, *x.shape[axes:])
     flat = rows.reshape(rows.shape[0], -1)
@@ -47,7 +47,7 @@ def sequential_sum(x: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
     The loop is for rows so large that one row fills a cache. It makes XLA's CPU backend store x,
     which XLA would otherwise compute a second time for the sum.
     """
-    if not rows_adjoin(axes):
+    if not can_merge_axes(axes):
         return jnp.sum(x, axis=tuple(range(axes)))
     rows = x.reshape(-1, *x.shape[axes:])
     return jax.lax.scan(lambda total, row: (total + row, None), jnp.zeros_like(rows[0]), rows)[0]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.distributed.rules import row_keys
+from brt.distributed.rules import lane_keys
 
 
 def spec_augment(
@@ -31,7 +31,7 @@ def spec_augment(
       feature_masks: the number of bands of features.
       feature_mask_width: the largest width of a band of features.
     """
-    keys = row_keys(key, len(features))
+    keys = lane_keys(key, len(features))
     frames, width = features.shape[1:]
     lengths = valid.sum(axis=1)
 

@@ -89,7 +89,7 @@ def evaluate(session: Session) -> None:
         return
     task, dataset, step = session.run.task, session.run.dataset, session.completed
     tag = f"eval/{SPLIT}/{task.primary_metric(dataset).name}"
-    if session.resumed and processes.of_first(session.metrics.has(step, tag)):
+    if session.resumed and processes.from_first(session.metrics.has(step, tag)):
         return
     session.accumulator.flush()
     evaluator, last = session.evaluator, step >= session.steps
@@ -119,7 +119,7 @@ def sample(session: Session) -> None:
     if not session.is_time(session.run.config.training.sample_every):
         return
     path = session.workdir.samples / f"{session.completed:08d}.txt"
-    if session.resumed and processes.of_first(path.exists()):
+    if session.resumed and processes.from_first(path.exists()):
         return
     session.accumulator.flush()
     state, stop = session.state, session.requests.stop

@@ -66,7 +66,7 @@ def shard_spec(names: Names, shape: tuple[int, ...], replicas: int) -> Partition
       replicas: number of replicas.
     """
     for axis, name in enumerate(names):
-        if name in _SHARDED and rules.is_cut(names) and shape[axis] % replicas == 0:
+        if name in _SHARDED and rules.is_matrix(names) and shape[axis] % replicas == 0:
             return PartitionSpec(*(None,) * axis, _AXIS)
     return PartitionSpec()
 

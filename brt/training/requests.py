@@ -84,7 +84,7 @@ class Requests:
 
     def stop_after_evaluation(self) -> bool:
         """Returns True if the run has to stop after this evaluation; the same on all processes."""
-        return bool(processes.of_first(self._exists(STOP)))
+        return bool(processes.from_first(self._exists(STOP)))
 
     def stop_after_evaluation_done(self, step: int) -> None:
         """Removes the request of `stop_after_evaluation` after the step was saved."""

@@ -193,7 +193,7 @@ def own_reader(run: Run) -> Reader:
     """Returns the run's reader, restricted to the lanes of this process's devices."""
     if not processes.several():
         return run.reader
-    lanes = meshes.own_lanes(run.mesh, run.config.training.batch_size)
+    lanes = meshes.local_lanes(run.mesh, run.config.training.batch_size)
     return dataclasses.replace(run.reader, lanes=lanes)
 
 
@@ -202,7 +202,7 @@ def put(run: Run, batch: Any) -> Any:
     if not processes.several():
         return jax.device_put(batch, by_lane(run.mesh))
     lanes = run.config.training.batch_size
-    own_lanes = meshes.own_lanes(run.mesh, lanes)
+    own_lanes = meshes.local_lanes(run.mesh, lanes)
     return jax.tree.map(lambda x: meshes.global_array(run.mesh, x, own_lanes, lanes), batch)
 
 

@@ -92,7 +92,7 @@ def _moment_names(
     names = matrix_names(axes[parameter])
     size = matrix_shape(axes[parameter], shapes[parameter])
     if size == shape:
-        return names if rules.is_cut(names) else replicated
+        return names if rules.is_matrix(names) else replicated
     factored = [_DROPPED_AXIS[key] for key in keys if key in _DROPPED_AXIS]
     matrix = slice(int(names[:1] == ("layers",)), None)  # without the axis of stacked layers
     if not factored or len(size[matrix]) < 2:

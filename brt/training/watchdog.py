@@ -36,7 +36,7 @@ def attended(workdir: Workdir, phases: PhaseTracker, seconds: int) -> Iterator[N
       seconds: Training.watchdog_seconds; see `watching`.
     """
     index = str(jax.process_index())
-    processes.tell(lambda: _described(phases.now))
+    processes.report_activity(lambda: _described(phases.now))
     with (
         heartbeat.written(workdir.heartbeat / f"{index}.json", phases),
         watching(phases, float(seconds), workdir.heartbeat / f"{index}.stacks.txt"),
@@ -100,7 +100,7 @@ def watching(phases: PhaseTracker, seconds: float, stacks: Path) -> Iterator[Non
 def _end(now: RunStatus, idle: float, stacks: Path) -> None:
     """Reports where the process is stuck and ends it; nothing here may wait for long."""
     reason = f"no sign of life for {idle:.0f} s while {_described(now)}"
-    goodbye = threading.Thread(target=processes.say_goodbye, args=[reason], daemon=True)
+    goodbye = threading.Thread(target=processes.announce_end, args=[reason], daemon=True)
     goodbye.start()
     faulthandler.dump_traceback(_STDERR, all_threads=True)
     where = "the stacks are above"
@@ -108,7 +108,7 @@ def _end(now: RunStatus, idle: float, stacks: Path) -> None:
         with durable.open_file(stacks, "w", below=stacks.parent.parent) as file:
             faulthandler.dump_traceback(file, all_threads=True)
         where += f" and in {stacks}"
-    others = "".join(f"; {words}" for words in processes.last_words())
+    others = "".join(f"; {words}" for words in processes.last_activities())
     print(
         f"brt: {reason}{others}; {where}; run the same command again to go on from the newest "
         "checkpoint (Training.watchdog_seconds is the limit)", file=sys.stderr, flush=True,

@@ -348,7 +348,7 @@ def _unwritable(path: Path, error: OSError) -> BrtError:
             "in a run's directory (checkpoints, and those in it, may be links); remove the "
             "link, or replace it with its target"
         )
-    if durable.no_room(error):
+    if durable.is_full(error):
         why = f"{error.strerror} ({durable.shortage(path, error)})"
         return CheckpointError(f"cannot write to {path}: {why}; make room there")
     if durable.storage_fails(error):

@@ -61,8 +61,8 @@ def test_lost_bytes_and_unknown_tokens_are_counted(
 
 def test_a_normalizer_that_eats_newlines_loses_them(tmp_path: Path) -> None:
     eats = model(tmp_path / "a.model", "nmt_nfkc")
-    assert losses.of_text(eats, "the\nhouse") == 1
-    assert losses.of_text(eats, "the house") == 0
+    assert losses.lost_bytes(eats, "the\nhouse") == 1
+    assert losses.lost_bytes(eats, "the house") == 0
 
 
 @pytest.mark.parametrize("name", ["bytes", "train:300"])

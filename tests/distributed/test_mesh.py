@@ -2,7 +2,7 @@ import jax
 import pytest
 
 from brt.config import Mesh
-from brt.distributed.mesh import build, fitting, own_lanes, shape_of
+from brt.distributed.mesh import build, local_lanes, mesh_for_evaluation, shape_of
 from brt.errors import ConfigError
 
 LANES = {"lanes": ("Training.batch_size / Training.gradient_accumulation", 12)}
@@ -63,9 +63,9 @@ def test_sizes_below_one_are_refused() -> None:
     ],
 )
 def test_a_trained_model_is_read_by_what_devices_there_are(trained: Mesh, expected: Mesh) -> None:
-    assert fitting(trained, {"heads": ("Model.heads", 8)}) == expected
+    assert mesh_for_evaluation(trained, {"heads": ("Model.heads", 8)}) == expected
 
 
 def test_lanes_of_a_process_are_those_of_its_devices() -> None:
     mesh = build(Mesh(data=2, fsdp=2, tensor=2), {})
-    assert own_lanes(mesh, 8) == tuple(range(8))
+    assert local_lanes(mesh, 8) == tuple(range(8))

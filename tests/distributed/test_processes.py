@@ -44,7 +44,10 @@ def test_a_process_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     processes.start(Launch())
     assert not processes.several() and processes.is_first()
-    assert processes.gather("a", "text") == ["text"] and processes.of_first([1, None]) == [1, None]
+    assert processes.gather("a", "text") == ["text"] and processes.from_first([1, None]) == [
+        1,
+        None,
+    ]
     processes.wait_for_all("b")
     processes.check_same({"config": "x"})
     with pytest.raises(KeyError), processes.explained():

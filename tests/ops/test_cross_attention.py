@@ -450,7 +450,7 @@ def test_dropout_draws_for_a_lane_by_its_number_in_the_batch(
         dropout=Dropout(jax.random.key(1), 0.25),
     )  # fmt: skip
     expected, _ = attend(*whole)
-    monkeypatch.setattr(rules, "rows", lambda count: jnp.arange(count) + 2)
+    monkeypatch.setattr(rules, "lane_indices", lambda count: jnp.arange(count) + 2)
     found, _ = attend(*(x[2:] for x in whole))
     np.testing.assert_allclose(found, expected[2:], atol=1e-5)
 

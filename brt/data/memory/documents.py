@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from numpy.random import RandomState
 
 from brt.data import generated, sources
-from brt.data.memory.names import Memory, owned, parse
+from brt.data.memory.names import Memory, belongs_to, parse
 from brt.errors import DataError
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ def _value(memory: Memory, random: RandomState) -> str:
 def _owned(memory: Memory, draw: Callable[[], T]) -> T:
     """Returns the first draw that belongs to the split."""
     for _ in range(_DRAWS):
-        if owned(str(drawn := draw()), memory.split):
+        if belongs_to(str(drawn := draw()), memory.split):
             return drawn
     raise DataError(
         f"memory:{memory.task}/{memory.split} with facts={memory.facts}, "

@@ -95,7 +95,7 @@ def parse(source: str) -> Memory:
     return memory
 
 
-def owned(fact: str, split: str) -> bool:
+def belongs_to(fact: str, split: str) -> bool:
     """Returns True if a fact or value belongs to a split."""
     return hashlib.sha256(fact.encode()).digest()[0] % 8 in SHARES[split]
 

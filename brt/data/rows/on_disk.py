@@ -77,7 +77,7 @@ class OnDisk:
             except OSError as error:
                 raise DataError(f"{self._path} cannot be read: {error.strerror}") from error
             if not count:
-                store = manifests.preparation(self._path.parent)
+                store = manifests.corpus_directory(self._path.parent)
                 raise DataError(
                     f"{self._path} was cut while it was being read: it ends before byte {at:,} of "
                     f"{self.size * self.dtype.itemsize:,}; delete {store} and prepare it again"

@@ -108,7 +108,7 @@ def opened(
     directory = Path(directory)
     kind = {"fingerprint": str, "sha256": {str: str}, **({} if lists else {"texts": [str]})}
     manifest = manifests.read(directory / "manifest.json", {**kind, **facts})
-    with manifests.undamaged(directory, what):
+    with manifests.explaining_damage(directory, what):
         with untrusted.npz(directory / npz) as arrays:
             columns: dict[str, Any] = {name: array.read() for name, array in arrays.items()}
         for name, column in columns.items():
@@ -127,7 +127,7 @@ def verify(directory: Path) -> None:
       DataError: the store is missing, incomplete or has another format, or a file differs.
     """
     manifest = manifests.read(directory / "manifest.json", {"sha256": {str: str}})
-    with manifests.undamaged(directory, "store"):
+    with manifests.explaining_damage(directory, "store"):
         verified.check(directory, manifest["sha256"], whole=True)
 
 

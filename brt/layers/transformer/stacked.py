@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from brt.config.fields import Kept
+from brt.config.fields import RematPolicy
 from brt.layers.basic import remat_policy, unrolled
 
 
@@ -15,7 +15,7 @@ def stacked(
     count: int,
     *,
     remat: bool,
-    keep: Kept,
+    keep: RematPolicy,
     methods: Sequence[str] = ("__call__",),
 ) -> type[nn.Module]:
     """A module of `count` layers with the fields of one, whose parameters have layers on axis 0.

@@ -69,7 +69,7 @@ def kmeans(
         of_lanes = rules.partition_spec("lanes", None, shape=valid.shape)
         local = jax.shard_map(
             local, in_specs=(by_head, of_lanes, by_head, of_lanes), out_specs=(by_head, by_head),
-            axis_names=rules.axes(), check_vma=False,
+            axis_names=rules.automatic_axes(), check_vma=False,
         )  # fmt: skip
     labels, centroids = local(codes, valid, centroids, active)
     return labels[..., 0], centroids

@@ -46,7 +46,7 @@ def shard_by_head(
         of_lanes = rules.partition_spec("lanes", None, shape=valid.shape)
         local = jax.shard_map(
             local, in_specs=(by_head, by_head, by_head, of_lanes, jax.P(*by_head[:3])),
-            out_specs=by_head, axis_names=rules.axes(), check_vma=False,
+            out_specs=by_head, axis_names=rules.automatic_axes(), check_vma=False,
         )  # fmt: skip
     return local(queries, keys, values, valid, labels)
 

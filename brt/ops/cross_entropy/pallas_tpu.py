@@ -45,7 +45,7 @@ def refuses(
         )
     if hidden.dtype not in (jnp.float32, jnp.bfloat16):
         return f"computes in float32 and bfloat16, not in {hidden.dtype}"
-    if any(map(rules.cuts, ("vocab", "embed", "tokens"))):
+    if any(map(rules.is_sharded, ("vocab", "embed", "tokens"))):
         return "needs the whole vocabulary and whole segments on each device"
     if not _tiles(tokens, embedding, hidden.dtype):
         return f"keeps tiles on the chip, which vectors of {width} numbers are too long for"
@@ -111,7 +111,7 @@ def _of_lanes(
         lanes = rules.partition_spec("lanes", shape=hidden.shape[:1])
         local = jax.shard_map(
             local, in_specs=(lanes, jax.sharding.PartitionSpec(), lanes), out_specs=lanes,
-            axis_names=rules.axes(), check_vma=False,
+            axis_names=rules.automatic_axes(), check_vma=False,
         )  # fmt: skip
     return local(hidden, embedding, targets)
 

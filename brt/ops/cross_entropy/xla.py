@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.distributed.rules import constrain, count
+from brt.distributed.rules import constrain, shard_count
 from brt.ops import dispatch
 from brt.ops.cross_entropy.scored import Scored
 from brt.ops.dense import weight_gradient
@@ -23,17 +23,17 @@ from brt.ops.reductions import sum_leading
 
 def _chunk_length(tokens: int, limit: int) -> int:
     """The largest divisor of a device's share of `tokens` up to `limit`."""
-    own = tokens // count("tokens", tokens)
+    own = tokens // shard_count("tokens", tokens)
     return next(n for n in range(min(limit, own), 0, -1) if own % n == 0)
 
 
 def _chunked(x: Array, chunk: int) -> Array:
-    """[B, T, ...] -> [count, B, C, ...]: a chunk of each device that shares the tokens.
+    """[B, T, ...] -> [shard_count, B, C, ...]: a chunk of each device that shares the tokens.
 
     Lanes and tokens stay on their device.
     """
     batch, tokens = x.shape[:2]
-    devices = count("tokens", tokens)
+    devices = shard_count("tokens", tokens)
     cut = x.reshape(batch, devices, -1, chunk, *x.shape[2:])
     return jnp.moveaxis(cut, 2, 0).reshape(-1, batch, devices * chunk, *x.shape[2:])
 

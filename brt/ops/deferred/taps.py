@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from brt.distributed.rules import count
+from brt.distributed.rules import shard_count
 from brt.ops import dispatch
 from brt.ops.weight_gradient import weight_gradient
 
@@ -64,7 +64,7 @@ def layer_taps(
     _, lanes, *others = rows
     width = math.prod(kernels[0].shape[1 : 1 + inputs])
     size = sum(math.prod(kernel.shape[1:]) for kernel in kernels)
-    here = lanes // count("lanes", lanes) * math.prod(others)
+    here = lanes // shard_count("lanes", lanes) * math.prod(others)
     if 2 * here * (width + size // width) * jnp.dtype(dtype).itemsize > 4 * size * 4:
         return None
     parts = kernels[0].shape[1] if joins else 0

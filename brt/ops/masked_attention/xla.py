@@ -36,7 +36,7 @@ def attend(
     lead, (length, heads, width) = queries.shape[:-3], queries.shape[-3:]
     q, k, v = (x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2) for x in (queries, keys, values))
     mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-2:])).reshape(-1, *mask.shape[-2:])
-    shared = rules.count("lanes", lead[0]) * rules.count("heads", heads) if lead else 1
+    shared = rules.shard_count("lanes", lead[0]) * rules.shard_count("heads", heads) if lead else 1
     each = max(min(length, tile // max(q.shape[0] * heads * k.shape[2] // shared, 1)), 1)
     count = -(-length // each)
     each = -(-length // count)  # tiles of one size, with as few rows too many as can be

@@ -104,7 +104,7 @@ def state_attention(
         heads = rules.partition_spec("heads", None, shape=arguments.scales.shape)
         attend = jax.shard_map(
             attend, in_specs=(_Arguments(parts, heads, tokens, tokens, lanes),),
-            out_specs=(parts, StateKV(by_head, by_head)), axis_names=rules.axes(),
+            out_specs=(parts, StateKV(by_head, by_head)), axis_names=rules.automatic_axes(),
             check_vma=False,
         )  # fmt: skip
     y, memory = attend(arguments)

@@ -256,7 +256,7 @@ def _call(
         whole = jax.sharding.PartitionSpec()
         specs = own, own, *(whole if isinstance(x, CellKernelWeights) else own for x in arrays)
         run = jax.shard_map(
-            run, in_specs=specs, out_specs=own, axis_names=rules.axes(), check_vma=False
+            run, in_specs=specs, out_specs=own, axis_names=rules.automatic_axes(), check_vma=False
         )
     return run(arguments.flags, (arguments.keys, arguments.values), *arrays)
 

@@ -39,9 +39,9 @@ def refusal(
         )
     if width not in (128, 256) or keys.dtype not in (jnp.float32, jnp.bfloat16):
         return f"has heads of 128 or 256 in float32 or bfloat16, not of {width} in {keys.dtype}"
-    if (sharing := rules.count("heads", heads)) > 1:
+    if (sharing := rules.shard_count("heads", heads)) > 1:
         return f"has all heads on one device, not on {sharing} that share them (Mesh.tensor)"
-    here = lanes // rules.count("lanes", lanes)
+    here = lanes // rules.shard_count("lanes", lanes)
     if here % cores_per_chip():
         return f"has sequences for each of {cores_per_chip()} cores of a chip, not {here} of them"
     return vmem_refusal(

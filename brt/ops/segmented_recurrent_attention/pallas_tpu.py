@@ -57,7 +57,7 @@ def refusal(
         return reason
     if width not in _HEAD_DIMS:
         return f"has heads of 64 or 128, not of {width}"
-    together, heads = LANES // width, heads // rules.count("heads", heads)
+    together, heads = LANES // width, heads // rules.shard_count("heads", heads)
     if heads % together:
         return f"takes heads of {width} in pairs; a device has {heads}"
     if config.segment_size % 8:
@@ -91,7 +91,7 @@ def recurrence(
             local,
             in_specs=(by_head, by_head, of_lanes, P()),
             out_specs=(by_head, P(*by_head[1:3]), P(*by_head[1:3])),
-            axis_names=rules.axes(), check_vma=False,
+            axis_names=rules.automatic_axes(), check_vma=False,
         )  # fmt: skip
     states, squares, fired = local(keys, values, counts, learned)
     numbers = counts * math.prod(states.shape[2:])

@@ -105,5 +105,5 @@ def _attend(
     of_lanes = rules.partition_spec("lanes", shape=queries.shape[:1])
     return jax.shard_map(
         local, in_specs=(of_q, of_k, of_k, of_lanes, P(of_q[2])), out_specs=of_q,
-        axis_names=rules.axes(), check_vma=False,
+        axis_names=rules.automatic_axes(), check_vma=False,
     )(queries, k, v, cache_mask, scale)  # fmt: skip

@@ -33,7 +33,7 @@ def segment_part(
     implementation: str | None = None,
 ) -> AttentionPart:
     """Computes `window_part` for a segment that may be sharded over devices."""
-    by_block = rules.count("blocks", cache_mask.shape[1]) > 1
+    by_block = rules.shard_count("blocks", cache_mask.shape[1]) > 1
 
     def local(q, cached, k, v, bias, cache_mask, dropout, scale):
         if by_block:
@@ -57,7 +57,7 @@ def segment_part(
             rules.partition_spec("lanes", blocks, shape=cache_mask.shape), of_heads, of_heads,
         ),
         out_specs=AttentionPart(by_token, P(*by_token[:3])),
-        axis_names=rules.axes(), check_vma=False,
+        axis_names=rules.automatic_axes(), check_vma=False,
     )(*inputs)  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def _window_from_left(cached: Float[Array, "B W H K"], own: Float[Array, "B T H 
 
 def last_block(x: Float[Array, "B T H K"], window: int) -> Float[Array, "B W H K"]:
     """Returns the last `window` tokens of a segment on every device."""
-    if rules.count("blocks", x.shape[1] // window) == 1:
+    if rules.shard_count("blocks", x.shape[1] // window) == 1:
         return x[:, -window:]
 
     def local(own: Array) -> Array:

@@ -77,7 +77,7 @@ class AnswerEvaluator(HeadEvaluator):
     def batches(self, limit: int) -> Iterator[TextBatch]:
         """Yields the windows in batches; see the base class."""
         return QuestionReader.evaluation(
-            self.store, batch_size=rules.filled("lanes", self._size), limit=limit,
+            self.store, batch_size=rules.round_up("lanes", self._size), limit=limit,
             buckets=self._section.buckets, max_length=self._section.max_length,
         )  # fmt: skip
 

@@ -191,10 +191,10 @@ class DocumentEvaluator:
           tokens_per_document: number of tokens to read of each document; 0 reads all.
         """
         config, store = self._config, self._store
-        batch_size = rules.filled("lanes", min(config.evaluation.batch_size, len(store)))
+        batch_size = rules.round_up("lanes", min(config.evaluation.batch_size, len(store)))
         length = config.evaluation_segment_length
         nats = np.zeros(len(store))
-        carry = meshes.beside(new_state(config.model, batch_size), params)
+        carry = meshes.place_like(new_state(config.model, batch_size), params)
         scores, forgets = answers.AnswerScores(self._answers), np.bool_(ablate is not None)
         part = ablate or self._ablate
         begin, timed = None, 0

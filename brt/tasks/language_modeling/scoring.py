@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from brt.config import Config
-from brt.distributed.mesh import beside
+from brt.distributed.mesh import place_like
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.forward import segment_nats
 from brt.types import Batch
@@ -32,7 +32,7 @@ class TextScorer:
     ) -> Float[np.ndarray, " T"]:
         """Reads the text in segments of Evaluation.segment_length with carried state."""
         length, window = self._config.evaluation_segment_length, self._config.model.window
-        carry, nats = beside(new_state(self._config.model, 1), params), []
+        carry, nats = place_like(new_state(self._config.model, 1), params), []
         inputs = np.concatenate([[self._bos_id], tokens[:-1]])
         for start in range(0, len(tokens), length):
             part = slice(start, start + length)

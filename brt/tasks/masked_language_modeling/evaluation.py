@@ -212,7 +212,7 @@ class MaskedEvaluator:
         there."""
         length, store = self._config.evaluation_segment_length, self._store
         past: Counter[int] = Counter()
-        size = rules.filled("lanes", min(self._config.evaluation.batch_size, len(store)))
+        size = rules.round_up("lanes", min(self._config.evaluation.batch_size, len(store)))
         for batch, document in evaluation_batches(
             store, batch_size=size, segment_length=length, window=length,
             tokens_per_document=tokens_per_document,

@@ -9,7 +9,7 @@ from brt.config import Config
 from brt.data import curriculum, preparation, tokenizers
 from brt.data.lanes import LaneReader
 from brt.data.preparation import Dataset
-from brt.distributed.rules import row_keys
+from brt.distributed.rules import lane_keys
 from brt.ops.cross_entropy import cross_entropy
 from brt.tasks.encoders import EncoderTask, refuse_ablation
 from brt.tasks.interface import Aux, count_scored
@@ -79,7 +79,7 @@ class MaskedLanguageModeling(EncoderTask):
     ) -> tuple[Float[Array, ""], Aux]:
         """Returns the summed loss of the masked tokens."""
         keys = [jax.random.fold_in(key, purpose) for purpose in (_MASKS, _ATTENTION, _DROPOUT)]
-        tokens = mask_batch(config, batch, row_keys(keys[_MASKS], len(batch.targets)))
+        tokens = mask_batch(config, batch, lane_keys(keys[_MASKS], len(batch.targets)))
         network = self.network(config, training=True)
         hidden, out = predict(network, params, batch, tokens, keys[_ATTENTION], keys[_DROPOUT])
         total, nats = cross_entropy(

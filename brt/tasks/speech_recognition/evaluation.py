@@ -66,7 +66,7 @@ class TranscriptEvaluator(HeadEvaluator):
         """Yields the utterances in batches; see the base class."""
         return SpeechReader.evaluation(
             self.store,
-            batch_size=rules.filled("lanes", self._size),
+            batch_size=rules.round_up("lanes", self._size),
             buckets=self._speech.buckets,
             limit=limit,
         )

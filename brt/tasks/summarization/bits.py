@@ -73,7 +73,7 @@ class TeacherForcing:
         config = self._config
         for batch in evaluation_batches(
             store,
-            batch_size=rules.filled("lanes", config.evaluation.batch_size),
+            batch_size=rules.round_up("lanes", config.evaluation.batch_size),
             buckets=config.pairs.buckets,
         ):
             if stop():

@@ -101,7 +101,7 @@ class Summarizer:
         return best
 
     def _batches(self, store: PairStore, limit: int) -> Iterator[PairBatch]:
-        size = rules.filled("lanes", self._config.evaluation.batch_size)
+        size = rules.round_up("lanes", self._config.evaluation.batch_size)
         buckets = self._config.pairs.buckets
         if not 0 < limit < len(store):
             yield from evaluation_batches(store, batch_size=size, buckets=buckets)

@@ -90,7 +90,7 @@ class SentenceEvaluator(HeadEvaluator):
     def batches(self, limit: int) -> Iterator[TextBatch]:
         """Yields the sentences in batches; see the base class."""
         return SentenceReader.evaluation(
-            self.store, batch_size=rules.filled("lanes", self._size), limit=limit,
+            self.store, batch_size=rules.round_up("lanes", self._size), limit=limit,
             buckets=self._section.buckets, max_length=self._section.max_length,
         )  # fmt: skip
 

@@ -113,7 +113,7 @@ def load(workdir: Workdir, checkpoint: VerifiedCheckpoint, config: Config) -> Sa
 def _mesh(config: Config) -> jax.sharding.Mesh | None:
     """Returns the run's mesh fitted to this machine; None if that is a single device."""
     shared = tasks.from_config(config).sharded_sizes(config)
-    mesh = meshes.build(meshes.fitting(config.mesh, shared), {})
+    mesh = meshes.build(meshes.mesh_for_evaluation(config.mesh, shared), {})
     return mesh if mesh.size > 1 else None
 
 

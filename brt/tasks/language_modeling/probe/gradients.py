@@ -14,7 +14,7 @@ from brt import tree_utils
 from brt.config import Config
 from brt.data.lanes import evaluation_batches
 from brt.data.token_store import TokenStore
-from brt.distributed.mesh import beside
+from brt.distributed.mesh import place_like
 from brt.layers.stack import ModelState, StackState, runs
 from brt.models.decoder import new_state
 from brt.tasks.interface import Aux
@@ -47,7 +47,7 @@ def gradient_reach(
     backward = jax.jit(partial(_backward, config))
     first, batch = _segments(config, store)
     state = model_state or {}
-    _, carried = backward(params, beside(new_state(config.model, 2), params), state, first)
+    _, carried = backward(params, place_like(new_state(config.model, 2), params), state, first)
     gradients, _ = backward(params, carried, state, batch)
     named = jax.device_get(by_layer(config, gradients))
     starved = [name for name, gradient in named.items() if not np.any(gradient)]

@@ -25,7 +25,7 @@ from brt.data.lanes import evaluation_batches
 from brt.data.rows.on_disk import InMemory
 from brt.data.token_store import TokenStore
 from brt.data.tokenizers import Tokenizer
-from brt.distributed.mesh import beside
+from brt.distributed.mesh import place_like
 from brt.layers.stack import ModelState, StackState, parts, replace_parts
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.forward import block_nats
@@ -155,7 +155,7 @@ class _Streams:
     ):
         self._config, self._params, self._model_state = config, params, model_state
         self._metrics = jax.jit(self._layer_metrics)
-        start = beside(new_state(config.model, lanes), params)
+        start = place_like(new_state(config.model, lanes), params)
         self._carried: dict[Intervention | None, StackState] = {
             intervention: start for intervention in (None, *possible_interventions(config, lanes))
         }

@@ -19,7 +19,7 @@ from brt.config import Config, Model
 from brt.data.blocks import block_counts
 from brt.data.lanes import evaluation_batches
 from brt.data.token_store import TokenStore
-from brt.distributed.mesh import beside
+from brt.distributed.mesh import place_like
 from brt.layers.stack import ModelState, StackState
 from brt.models.decoder import new_state
 from brt.tasks.language_modeling.forward import block_nats
@@ -52,7 +52,7 @@ def retention(
     if not layers or before < 1:
         return {layer: [] for layer in layers}
     read = jax.jit(lambda *args: block_nats(config, *args)[1])
-    carried = beside(new_state(model, 1 + len(layers)), params)
+    carried = place_like(new_state(model, 1 + len(layers)), params)
     remaining: dict[int, list[float]] = {layer: [] for layer in layers}
     for index, block in enumerate(blocks):
         if index == before:
