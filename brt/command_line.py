@@ -1,6 +1,6 @@
 """Command line flags, .gin files and exit codes.
 
-This is the only module that imports gin, and it uses only gin's grammar. Gin files are data:
+This is the only module that imports gin, and only for gin's grammar. Gin files are data here:
 `Section.field = value`, `NAME = value` with `%NAME`, and `include 'path'`. Nothing in them is
 imported or called; brt/bindings.py gives them their meaning.
 """
@@ -115,7 +115,7 @@ def resolve(args: argparse.Namespace, base: Config | None = None) -> Resolved:
 
     Args:
       args: the parsed flags.
-      base: the saved config that the flags change; None changes the defaults.
+      base: the saved config that the flags change, or None for the defaults.
 
     Raises:
       ConfigError: a file or flag is not valid.
@@ -141,8 +141,8 @@ def variants(
 ) -> tuple[dict[str, Binding], Callable[[Sequence[Binding], Sequence[str]], Resolved]]:
     """Returns the bindings of an additional section, and a function that resolves variants.
 
-    The function resolves the same flags with further bindings, which override the files, and with
-    the paths of further files, which the files override as if they included them.
+    The function takes further bindings, which override the files, and paths of further files,
+    which the files override as if they included them.
 
     Args:
       args: the parsed flags.
@@ -189,15 +189,14 @@ def errors_naming(flags: Mapping[str, str]) -> Iterator[None]:
     """Makes errors name flags (`--text_field=body`) instead of settings or arguments.
 
     Args:
-      flags: the flag for each name in errors, such as "Data.text_field", or "beams=" of an
-        argument.
+      flags: the flag for each name in errors ("Data.text_field", or "beams=" of an argument).
     """
     names = "|".join(map(re.escape, sorted(flags, key=len, reverse=True)))
     pattern = re.compile(rf"(?<![\w.-])({names})(?![a-z_])(?: = (?:'([^']*)'|(\S+)))?")
 
-    def as_flag(found: re.Match) -> str:
-        value = found[2] or found[3]
-        return flags[found[1]] + (f"={value}" if value else "")
+    def as_flag(match: re.Match) -> str:
+        value = match[2] or match[3]
+        return flags[match[1]] + (f"={value}" if value else "")
 
     try:
         yield
@@ -235,22 +234,12 @@ def main(
         code = 128 + 13  # the exit code that shells report for SIGPIPE
     except Exception as error:
         if isinstance(error, OSError) and durable.storage_refuses(error):
-            code = _say(f"error: {_of_storage(error)}", CheckpointError.exit_code)
+            code = _say(f"error: {durable.sentence(error)}", CheckpointError.exit_code)
         elif allocator.exhausted(error):
             code = _say(f"error: {_OUT_OF_MEMORY}", ConfigError.exit_code)
         else:
             raise
     sys.exit(code)
-
-
-def _of_storage(error: OSError) -> str:
-    where = error.filename and os.fsdecode(error.filename)
-    if not durable.is_full(error):
-        what = f"{where or 'a file'} cannot be read or written: {error.strerror}"
-        return f"{what}; see to the disk, and run the same command again"
-    full = durable.shortage(Path(where), error) if where else "the disk is full"
-    at = f" at {where}" if where else ""
-    return f"{full}{at}; free some space and run the same command again"
 
 
 def print_figures(figures: Mapping[str, Any], path: str | None, workdir: str | None) -> None:

@@ -47,7 +47,7 @@ def annotated_text(config: Config, origins: Mapping[str, str]) -> str:
 
 
 def config_json(config: Config) -> dict[str, dict[str, Any]]:
-    """`{"Model": {"layers": 12, ...}, ...}` of what JSON has: tuples are lists."""
+    """Returns the settings as JSON, {"Model": {"layers": 12, ...}, ...}; tuples become lists."""
     result: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in config_values(config).items():
         section, _, field = name.partition(".")
@@ -56,15 +56,15 @@ def config_json(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def saved_json(config: Config) -> dict[str, dict[str, Any]]:
-    """The same for files that others may read: without passwords and keys."""
+    """Returns `config_json` without passwords and keys, for files that others may read."""
     return redacted(config_json(config))
 
 
 def config_from_json(saved: Mapping[str, Any]) -> Config:
-    """The config that `config_json` wrote; fields it lacks take their defaults.
+    """Returns the config that `config_json` wrote; fields that it lacks take their defaults.
 
     Raises:
-      ConfigError: a name that no section has, a wrong type, or settings that clash.
+      ConfigError: a name that no section has, a wrong type, or settings that contradict each other.
     """
     sections = {}
     for section, fields in without_removed(saved).items():
@@ -85,9 +85,9 @@ def config_from_json(saved: Mapping[str, Any]) -> Config:
 
 
 def to_read_with(config: Config) -> Config:
-    """The config of a run for who only reads the run, which may be a stranger's.
+    """Returns the config of a run for commands that only read the run, which may be a stranger's.
 
-    It has the defaults in the place of settings that say where to write.
+    Settings that say where to write have their defaults.
     """
     for attribute, section in ((name, getattr(config, name)) for name in SECTIONS.values()):
         declared = settings(type(section)).items()
@@ -103,7 +103,7 @@ def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
 
 
 def config_values(config: Config) -> dict[str, Any]:
-    """`{"Model.layers": 12, ...}`: every field, in the order of the sections."""
+    """Returns every setting, {"Model.layers": 12, ...}, in the order of the sections."""
     return {
         f"{section}.{field.name}": getattr(getattr(config, attribute), field.name)
         for section, attribute in SECTIONS.items()

@@ -38,7 +38,7 @@ def storage_fails(error: BaseException) -> bool:
 
 
 def storage_refuses(error: BaseException) -> bool:
-    """Whether the storage fails, or denies access that it granted before the work began."""
+    """Returns True if the storage failed, or denies access that it granted before."""
     return storage_fails(error) or isinstance(error, PermissionError)
 
 
@@ -73,6 +73,17 @@ def free_space(directory: Path, error: BaseException) -> str:
     much = status.f_bavail > _MUCH * status.f_blocks and status.f_favail > _MUCH * status.f_files
     quota = getattr(error, "errno", None) == errno.EDQUOT
     return f"perhaps a quota is used up, for {free}" if much and not quota else free
+
+
+def sentence(error: OSError) -> str:
+    """Returns what an error of the storage means, with the path and what the user can do."""
+    where = error.filename and os.fsdecode(error.filename)
+    if not is_full(error):
+        what = f"{where or 'a file'} cannot be read or written: {error.strerror}"
+        return f"{what}; see to the disk, and run the same command again"
+    full = shortage(Path(where), error) if where else "the disk is full"
+    at = f" at {where}" if where else ""
+    return f"{full}{at}; free some space and run the same command again"
 
 
 def nearest_existing(path: Path) -> Path:

@@ -16,7 +16,7 @@ from brt.data.documents import Document
 from brt.data.token_store import TokenStore
 from brt.errors import DataError
 from brt.interop.huggingface.decoder.tokenizer import of_bytes
-from brt.tasks.language_modeling.evaluation import figures, text, xz_bits_per_byte
+from brt.tasks.language_modeling.evaluation import text, text_metrics, xz_bits_per_byte
 from brt.tasks.language_modeling.task import LanguageModeling
 from brt.tasks.report import BITS_PER_BYTE, BITS_PER_TOKEN
 
@@ -104,7 +104,7 @@ def test_a_store_that_nobody_counted_is_counted_by_its_tokens(
 
 
 def test_figures_over_lost_text_are_absent() -> None:
-    good, lost = figures(10, 20, 20, 4, 7.0), figures(10, 20, 20, 4, 7.0, 1)
+    good, lost = text_metrics(10, 20, 20, 4, 7.0), text_metrics(10, 20, 20, 4, 7.0, 1)
     absent = {name for name in good if lost[name] is None}
     assert absent == {"bits_per_byte", "bits_per_character", "word_perplexity"}
     assert lost["bits_per_token"] == good["bits_per_token"] and lost["lost_bytes"] == 1
@@ -116,9 +116,9 @@ def test_figures_over_lost_text_are_absent() -> None:
 
 def test_there_are_no_words_without_white_space() -> None:
     for words in (0, 1, 40):
-        found = figures(3760, 3760, 1280, words, 9000.0)
+        found = text_metrics(3760, 3760, 1280, words, 9000.0)
         assert found["word_perplexity"] is None and math.isfinite(found["bits_per_byte"])
-    assert figures(100, 100, 100, 20, 90.0)["word_perplexity"] == pytest.approx(math.exp(4.5))
+    assert text_metrics(100, 100, 100, 20, 90.0)["word_perplexity"] == pytest.approx(math.exp(4.5))
 
 
 def test_a_tokenizer_that_drops_all_text_is_refused(tmp_path: Path) -> None:
