@@ -51,11 +51,11 @@ def _follow(args: argparse.Namespace) -> None:
         print(f"brt: {message}", file=sys.stderr, flush=True)
 
     workdir = Workdir(Path(args.workdir))
-    patience = follow.Patience(args.poll_seconds, args.timeout_minutes, say)
-    config = follow.wait_for_config(workdir.path, patience)
+    waiter = follow.Waiter(args.poll_seconds, args.timeout_minutes, say)
+    config = follow.wait_for_config(workdir.path, waiter)
     config = command_line.resolve(args, base=config).config
     follower = follow.Follower(workdir, config, args.split, args.ablate, say)
-    for found in follower.reports(patience):
+    for found in follower.reports(waiter):
         print(found.line, flush=True)
         if args.json:
             command_line.write_json(args.json, found.report, args.workdir)

@@ -1,8 +1,8 @@
-"""Evaluates the checkpoints of a run while it is being trained, each once.
+"""Evaluates each checkpoint of a run once while the run is being trained.
 
-A follower takes no lock and only reads checkpoints. Those whose report exists are done, so
-it may be stopped and started again at any time. It ends when the checkpoint of the run's
-last step is evaluated; a trainer that stopped earlier may go on, and is waited for.
+A follower takes no lock and only reads checkpoints. Checkpoints with a report are skipped, so a
+follower can be stopped and started again at any time. It ends after the checkpoint of the run's
+last step; if the trainer stops earlier, the follower waits until the trainer continues.
 """
 
 import math
@@ -27,16 +27,16 @@ from brt.training.workdir import Workdir
 Say = Callable[[str], object]
 
 
-class Patience:
-    """Waits between two looks, and not for ever.
+class Waiter:
+    """Waits between two checks, up to a timeout.
 
     Args:
-      poll_seconds: from look to look.
-      timeout_minutes: of waiting for one thing; 0: no limit.
-      say: told once what is waited for.
+      poll_seconds: time between checks.
+      timeout_minutes: maximum time of waiting for the same event; 0 for no limit.
+      say: called once with a line that names the event.
 
     Raises:
-      ConfigError: times that are none.
+      ConfigError: a time is out of range.
     """
 
     def __init__(self, poll_seconds: float, timeout_minutes: float, say: Say):
@@ -49,83 +49,85 @@ class Patience:
         self._since: float | None = None
 
     def wait(self, what: str) -> None:
-        """Sleeps; CheckpointError where this has taken too long."""
+        """Sleeps until the next check; raises CheckpointError after the timeout."""
         now = time.monotonic()
         if self._since is None:
             self._since = now
             self._say(f"waiting for {what}")
         if self._timeout and now - self._since >= self._timeout:
             raise CheckpointError(
-                f"waited {self._timeout / 60:g} minutes for {what}; look whether the trainer is "
-                "still at work, and run the same command again"
+                f"waited {self._timeout / 60:g} minutes for {what}; check whether the trainer is "
+                "still running, and run the same command again"
             )
         time.sleep(self._poll)
 
-    def rewarded(self) -> None:
-        """What was waited for has come."""
+    def reset(self) -> None:
+        """Restarts the timeout, because the event has happened."""
         self._since = None
 
 
-def wait_for_config(path: Path, patience: Patience) -> Config:
-    """The config to read a run in a workdir with, as soon as its trainer has written it."""
+def wait_for_config(path: Path, waiter: Waiter) -> Config:
+    """Waits until a trainer has written its config, and returns the config for reading the run."""
     while (config := workdirs.saved_config(path)) is None:
-        there = "" if path.is_dir() else ", which does not exist yet"
-        patience.wait(f"a trainer to start in {path}{there}")
-    patience.rewarded()
+        missing = "" if path.is_dir() else ", which does not exist yet"
+        waiter.wait(f"a trainer to start in {path}{missing}")
+    waiter.reset()
     return to_read_with(config)
 
 
 class Follower:
-    """Reads the checkpoints of a workdir as they come.
+    """Evaluates the checkpoints of a run directory as they appear.
 
     Args:
-      config: of the run, changed where that makes sense.
-      ablate: what to take away in a second reading.
-      say: told about every checkpoint that is passed over.
+      config: config of the run; some settings may be changed.
+      ablate: part of the memory that a second evaluation removes.
+      say: called with a line about every checkpoint that is skipped.
     """
 
     def __init__(self, workdir: Workdir, config: Config, split: str, ablate: str | None, say: Say):
         self._workdir, self._config = workdir, config
         self._split, self._ablate, self._say = split, ablate, say
-        self._read = job.SplitReader(config, split, ablate)
+        self._evaluator = job.SplitEvaluator(config, split, ablate)
         self._task = tasks.from_config(config)
-        self._passed: set[int] = set()
+        self._skipped: set[int] = set()
         self._due: set[int] = set()
 
-    def reports(self, patience: Patience) -> Iterator[Evaluated]:
-        """The report of every checkpoint, the oldest first, until training has ended."""
+    def reports(self, waiter: Waiter) -> Iterator[Evaluated]:
+        """Yields the report of every checkpoint, oldest first, until training has ended."""
         reports = self._workdir.evaluations.glob(f"*/{self._split}.json")
         done = [int(r.parent.name) for r in reports if r.parent.name.isdecimal()]
         workdirs.refuse_links(self._workdir)
-        directory = self._workdir.tensorboard / "evaluation"  # a run of its own beside training
+        # TensorBoard shows the directory as a separate run.
+        directory = self._workdir.tensorboard / "evaluation"
         tensorboard = TensorBoard(directory, max(done, default=0), self._say)
         try:
             while True:
-                over = self._is_over()  # asked first: what is found afterwards is all there is
+                # Checking first guarantees that no checkpoint can appear after the last one found.
+                over = self._is_over()
                 step = self._next()
                 if step is None and over:
                     return
                 if step is None:
-                    patience.wait(f"the next checkpoint in {self._workdir.checkpoints}")
-                elif found := self._evaluate(step):
-                    patience.rewarded()
-                    tensorboard.write(step, self._scalars(found.report))
-                    yield found
+                    waiter.wait(f"the next checkpoint in {self._workdir.checkpoints}")
+                elif evaluated := self._evaluate(step):
+                    waiter.reset()
+                    tensorboard.write(step, self._scalars(evaluated.report))
+                    yield evaluated
         finally:
             tensorboard.close()
 
     def _is_over(self) -> bool:
-        """Whether the checkpoint of the last step is there; config.json is the trainer's."""
+        """Returns True if the checkpoint of the trainer's last step exists."""
         steps = reader.steps(self._workdir.checkpoints)
         config = workdirs.saved_config(self._workdir.path) or self._config
         return bool(steps) and steps[-1] >= config.training.steps
 
     def _next(self) -> int | None:
-        """The oldest checkpoint that is left to evaluate: the trainer removes it first."""
-        there = set(reader.steps(self._workdir.checkpoints))
-        for step in sorted(self._due - there):
-            self._pass(step, f"checkpoint {step} was removed before its turn came")
-        self._due = {s for s in there - self._passed if not self._is_evaluated(s)}
+        """Returns the oldest checkpoint without a report, which the trainer would remove first."""
+        existing = set(reader.steps(self._workdir.checkpoints))
+        for step in sorted(self._due - existing):
+            self._skip(step, f"checkpoint {step} was removed before it could be evaluated")
+        self._due = {s for s in existing - self._skipped if not self._is_evaluated(s)}
         return min(self._due, default=None)
 
     def _is_evaluated(self, step: int) -> bool:
@@ -138,25 +140,25 @@ class Follower:
         return self._ablate in (None, ablation)
 
     def _evaluate(self, step: int) -> Evaluated | None:
-        """The report, or None where the checkpoint is damaged or was removed meanwhile."""
+        """Returns the report, or None if the checkpoint is damaged or has been removed."""
         directory = self._workdir.checkpoints
         try:
-            found = checkpoints.find(directory, step)
-            model = saved_model.load(self._workdir, found, self._config)
+            checkpoint = checkpoints.find(directory, step)
+            model = saved_model.load(self._workdir, checkpoint, self._config)
         except CheckpointError as error:
             removed = step not in reader.present(directory)
             reason = f"checkpoint {step} was removed while it was read" if removed else str(error)
-            self._pass(step, reason)
+            self._skip(step, reason)
             return None
         self._due.discard(step)
-        return self._read(model)
+        return self._evaluator(model)
 
-    def _pass(self, step: int, reason: str) -> None:
-        self._passed.add(step)
+    def _skip(self, step: int, reason: str) -> None:
+        self._skipped.add(step)
         self._due.discard(step)
-        self._say(f"{reason}; going on with the next")
+        self._say(f"{reason}; continuing with the next")
 
     def _scalars(self, report: dict[str, Any]) -> dict[str, float]:
         return evaluations.scalars(
-            self._task, self._read.evaluator, self._split, report, whole=True
+            self._task, self._evaluator.evaluator, self._split, report, whole=True
         )

@@ -1,4 +1,4 @@
-"""A trained model and a split, to a report in the workdir."""
+"""Evaluation and inspection of a trained model, with a report in the run directory."""
 
 import contextlib
 import math
@@ -21,61 +21,62 @@ from brt.training.start import saved_model
 from brt.training.start.saved_model import SavedModel
 from brt.training.workdir import Workdir
 
-Tell = Callable[[Evaluated], object]
+OnResult = Callable[[Evaluated], object]
 
 
-def _silent(found: Evaluated) -> None:
-    """Tells nobody."""
+def _ignore(evaluated: Evaluated) -> None:
+    """Does nothing with a result."""
 
 
-class SplitReader:
-    """Evaluates checkpoints of one run on one split; prepared and compiled once.
+class SplitEvaluator:
+    """Evaluates checkpoints of one run on one split; prepares and compiles only once.
 
     Args:
-      config: of the run, with what depends on data written out; changed where that makes sense.
-      ablate: what to take away in a second reading.
-      tell: told what was found, before it is written.
+      config: config of the run with all sizes filled in; some settings may be changed.
+      ablate: part of the memory that a second evaluation removes.
+      on_result: called with each result before it is written.
 
     Raises:
-      ConfigError: something is to be taken away that the model does not have.
-      DataError: the corpus has no such split.
+      ConfigError: `ablate` names a part that the model does not have.
+      DataError: the data have no such split.
 
     Attributes:
-      evaluator: what reads; None before the first checkpoint.
+      evaluator: evaluator of the split; None before the first checkpoint.
     """
 
-    def __init__(self, config: Config, split: str, ablate: str | None, tell: Tell = _silent):
+    def __init__(
+        self, config: Config, split: str, ablate: str | None, on_result: OnResult = _ignore
+    ):
         self._task, self._config, self._split = tasks.from_config(config), config, split
-        self._ablate, self._tell = ablate, tell
+        self._ablate, self._on_result = ablate, on_result
         self.evaluator: Evaluator | None = None
 
     def __call__(self, model: SavedModel) -> Evaluated:
-        """Reads the split and writes the report; see `brt.training.evaluations.write`.
+        """Evaluates the split and writes the report; see `brt.training.evaluations.write`.
 
         Raises:
           CheckpointError: the run lacks its tokenizer.
-          ConfigError: the workdir cannot be written.
-          NonFiniteError: the headline figure is no number.
+          ConfigError: the run directory cannot be written.
+          NonFiniteError: the primary metric is not finite.
         """
-        _check_place(model.workdir)
+        _check_writable(model.workdir)
         if self.evaluator is None:
             dataset = saved_model.open_split(model, self._split)
             self.evaluator = self._task.evaluator(
                 self._config, dataset, self._split, ablate=self._ablate,
                 trained=config_from_json(model.meta["config"]),
             )  # fmt: skip
-        read, name = self.evaluator, f"reading {self._split}"
-        scale = read.unit == "tok"
+        evaluator = self.evaluator
         with tqdm(
-            total=read.total, desc=name, unit=read.unit, unit_scale=scale, disable=None
-        ) as bar:
-            with model.on_devices():
-                reading = read(model.params, model_state=model.model_state, progress=bar.update)
-        self._check_finite(reading, model)
-        return evaluations.write(model.workdir, model.step, self._split, reading, self._tell)
+            total=evaluator.total, desc=f"reading {self._split}", unit=evaluator.unit,
+            unit_scale=evaluator.unit == "tok", disable=None,
+        ) as bar, model.on_devices():  # fmt: skip
+            result = evaluator(model.params, model_state=model.model_state, progress=bar.update)
+        self._check_finite(result, model)
+        return evaluations.write(model.workdir, model.step, self._split, result, self._on_result)
 
-    def _check_finite(self, reading: EvaluationResult, model: SavedModel) -> None:
-        name, value = next(iter(self._task.select_metrics(reading.metrics).items()))
+    def _check_finite(self, result: EvaluationResult, model: SavedModel) -> None:
+        name, value = next(iter(self._task.select_metrics(result.metrics).items()))
         if not math.isfinite(value):
             raise NonFiniteError(
                 f"{name} of {self._split} is {value} at step {model.step} of "
@@ -83,49 +84,52 @@ class SplitReader:
             )
 
 
-def evaluate(model: SavedModel, split: str, ablate: str | None, tell: Tell = _silent) -> Evaluated:
-    """The report of one checkpoint; see `SplitReader`."""
-    return SplitReader(model.config, split, ablate, tell)(model)
+def evaluate(
+    model: SavedModel, split: str, ablate: str | None, on_result: OnResult = _ignore
+) -> Evaluated:
+    """Evaluates one checkpoint and returns its report; see `SplitEvaluator`."""
+    return SplitEvaluator(model.config, split, ablate, on_result)(model)
 
 
 def inspect(
-    model: SavedModel, split: str, tokens: int | None, tell: Callable[[str], object]
+    model: SavedModel, split: str, tokens: int | None, on_text: Callable[[str], object]
 ) -> dict[str, Any]:
-    """All about a model's memory; writes evaluations/<step>/<split>_probe.json and plots/.
+    """Measures how a model uses its memory; writes evaluations/<step>/<split>_probe.json and plots.
 
     Args:
-      tokens: read about so many; None: as many as usual; 0: all.
-      tell: told the figures as people read them, before they are written.
+      tokens: approximate number of tokens to read; None selects the default, 0 reads all.
+      on_text: called with the report for people before it is written.
 
     Returns:
-      The figures, with `workdir` and `step`.
+      The metrics, with `workdir` and `step`.
 
     Raises:
-      ConfigError: the model has no memory, or the workdir cannot be written.
-      DataError: the corpus has no such split.
-      CheckpointError: the model knows another tokenizer.
+      ConfigError: the model has no memory, or the run directory cannot be written.
+      DataError: the data have no such split.
+      CheckpointError: the tokenizer differs from that of the run.
     """
     directory, task = model.workdir.evaluations / str(model.step), tasks.from_config(model.config)
-    _check_place(model.workdir)
+    _check_writable(model.workdir)
     where = {"workdir": str(model.workdir.path), "step": model.step}
     dataset = saved_model.open_split(model, split)
-    with contextlib.suppress(DataError):  # a split of one document borrows another
+    # The "shuffled" intervention on a split of one document uses a document of the training data.
+    with contextlib.suppress(DataError):
         dataset.splits.setdefault("train", saved_model.open_split(model, "train").split("train"))
     with model.on_devices():
-        found = task.inspect(
+        result = task.inspect(
             model.config, dataset, model.params, split, tokens, where, model.model_state
         )
-    tell(found.text)
+    on_text(result.text)
     workdirs.check_writable(directory, below=model.workdir.path)
     report = directory / f"{split}_probe.json"
-    workdirs.write_json(report, found.metrics, below=model.workdir.path)
-    for name, picture in found.draw().items():
+    workdirs.write_json(report, result.metrics, below=model.workdir.path)
+    for name, picture in result.draw().items():
         workdirs.write_bytes(model.workdir.plots / name, picture, below=model.workdir.path)
-    return found.metrics
+    return result.metrics
 
 
-def _check_place(workdir: Workdir) -> None:
-    """Raises ConfigError before work is done whose result could not be written there."""
+def _check_writable(workdir: Workdir) -> None:
+    """Raises ConfigError if results cannot be written, before time is spent on computing them."""
     if processes.is_first():
         workdirs.refuse_links(workdir)
         for directory in (workdir.evaluations, workdir.plots):

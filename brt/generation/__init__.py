@@ -1,1 +1,1 @@
-"""Text from a model."""
+"""Text generation: sampling, greedy search and beam search."""

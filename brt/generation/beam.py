@@ -1,9 +1,9 @@
 """Beam search with the semantics of Hugging Face's `generate` (transformers 5).
 
-At every step the 2N likeliest continuations of the N running texts are looked at. Those among
-the first N that end are finished texts, of which the best N are kept by score; the best N that
-do not end run on. A source is done when `Decoding.early_stopping` says so; nothing that other
-sources do changes its texts.
+At every step the 2N most likely continuations of the N running hypotheses are considered. A
+continuation that ends counts as finished if it is among the first N; the best N finished ones are
+kept by score. The best N continuations that do not end become the running hypotheses.
+`Decoding.early_stopping` decides when a source is done. Sources do not influence each other.
 """
 
 from typing import NamedTuple
@@ -22,15 +22,15 @@ from brt.ops.top_k import top_k
 
 
 class _Search(NamedTuple):
-    """The running and the finished texts of every source.
+    """Running and finished hypotheses of every source.
 
     Attributes:
-      length: int32, tokens of a running text.
-      state: the model's, as of `length - 1` tokens read.
+      length: int32, number of tokens of the running hypotheses.
+      state: state of the model after `length - 1` tokens.
       running: int32 [B, N, L], best first.
-      log_probs: float32 [B, N], sums; -inf where there is no such text.
-      finished: the best so far.
-      done: bool [B], the finished texts are final.
+      log_probs: float32 [B, N], summed log probabilities; -inf for missing hypotheses.
+      finished: best finished hypotheses so far.
+      done: bool [B], True if the finished hypotheses of the source are final.
     """
 
     length: Int[Array, ""]
@@ -42,13 +42,13 @@ class _Search(NamedTuple):
 
 
 class _Candidates(NamedTuple):
-    """Continuations of running texts by one token, likeliest first.
+    """Continuations of running hypotheses by one token, most likely first.
 
     Attributes:
-      beams: int32 [B, C], which text is continued.
+      beams: int32 [B, C], index of the hypothesis that is continued.
       sequences: int32 [B, C, L].
-      log_probs: float32 [B, C], sums.
-      ended: bool [B, C], by the end token or because no more fit.
+      log_probs: float32 [B, C], summed log probabilities.
+      ended: bool [B, C], True after the end token or at the maximum length.
     """
 
     beams: Int[Array, "B C"]
@@ -60,11 +60,11 @@ class _Candidates(NamedTuple):
 def beam_search(
     decoder: TextDecoder, state: PyTree[Array], *, batch: int, decoding: Decoding
 ) -> Hypotheses:
-    """The best `decoding.beams` texts for each source; see `brt.generation.search.search`."""
+    """Returns the best N texts of each source; see `brt.generation.search.search`."""
     penalties = length_penalties(decoding)
     step, reorder, ids = decoder
 
-    def going_on(search: _Search) -> Bool[Array, ""]:
+    def unfinished(search: _Search) -> Bool[Array, ""]:
         return (search.length < decoding.max_length) & ~jnp.all(search.done)
 
     def extend(search: _Search) -> _Search:
@@ -73,15 +73,17 @@ def beam_search(
         log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
         broken = jnp.isnan(log_probs[..., 0]).any(axis=-1)
         log_probs = constrain(log_probs, search.running, search.length, decoding, ids)
-        found = _continued(search, log_probs, decoding, ids)
-        finished = _finished(search, found, jnp.asarray(penalties)[search.length], broken)
-        # The ended ones come last: what is left of them when too few go on counts as no text.
-        goes_on = jnp.where(found.ended, -jnp.inf, found.log_probs)
-        log_probs, kept = top_k(goes_on, decoding.beams)
+        candidates = _continue(search, log_probs, decoding, ids)
+        penalty = jnp.asarray(penalties)[search.length]
+        finished = _update_finished(search, candidates, penalty, broken)
+        # Ended candidates get -inf. If top_k selects some because too few others are left, they
+        # count as missing hypotheses.
+        scores = jnp.where(candidates.ended, -jnp.inf, candidates.log_probs)
+        log_probs, chosen = top_k(scores, decoding.beams)
         return _Search(
             length=search.length + 1,
-            state=reorder(state, jnp.take_along_axis(found.beams, kept, axis=1)),
-            running=jnp.take_along_axis(found.sequences, kept[..., None], axis=1),
+            state=reorder(state, jnp.take_along_axis(candidates.beams, chosen, axis=1)),
+            running=jnp.take_along_axis(candidates.sequences, chosen[..., None], axis=1),
             log_probs=log_probs,
             finished=finished,
             done=search.done
@@ -89,12 +91,12 @@ def beam_search(
             | _is_final(finished.scores, log_probs[:, 0], search.length, decoding, penalties),
         )
 
-    search = jax.lax.while_loop(going_on, extend, _start(state, batch, decoding, ids))
+    search = jax.lax.while_loop(unfinished, extend, _start(state, batch, decoding, ids))
     return search.finished
 
 
 def _start(state: PyTree[Array], batch: int, decoding: Decoding, ids: SpecialTokens) -> _Search:
-    """N equal texts, of which one counts."""
+    """Returns N equal hypotheses per source, of which only the first has a finite probability."""
     shape = (batch, decoding.beams)
     sequences = jnp.full((*shape, decoding.max_length), ids.pad, jnp.int32)
     sequences = sequences.at[..., 0].set(ids.start)
@@ -109,10 +111,10 @@ def _start(state: PyTree[Array], batch: int, decoding: Decoding, ids: SpecialTok
     )
 
 
-def _continued(
+def _continue(
     search: _Search, log_probs: Float[Array, "B N V"], decoding: Decoding, ids: SpecialTokens
 ) -> _Candidates:
-    """The 2N likeliest continuations."""
+    """Returns the 2N most likely continuations of each source."""
     batch, beams, vocabulary = log_probs.shape
     sums = (search.log_probs[..., None] + log_probs).reshape(batch, beams * vocabulary)
     best, indices = top_k(sums, 2 * beams)
@@ -123,31 +125,36 @@ def _continued(
     return _Candidates(parents, sequences, best, ended)
 
 
-def _finished(
+def _update_finished(
     search: _Search,
-    found: _Candidates,
+    candidates: _Candidates,
     penalty: Float[Array, ""],
     broken: Bool[Array, " B"],
 ) -> Hypotheses:
-    """The finished texts with those that just ended; unchanged for sources that are done."""
+    """Merges candidates that ended into the finished hypotheses of sources that are not done.
+
+    Args:
+      penalty: length penalty of the candidates.
+      broken: True for sources whose logits are NaN; their scores become NaN.
+    """
     old, beams = search.finished, search.log_probs.shape[1]
-    counts = found.ended & (jnp.arange(2 * beams) < beams)[None]
+    counts = candidates.ended & (jnp.arange(2 * beams) < beams)[None]
     new = Hypotheses(
-        sequences=found.sequences,
+        sequences=candidates.sequences,
         lengths=jnp.full(counts.shape, search.length + 1, jnp.int32),
-        scores=jnp.where(counts, found.log_probs / penalty, -jnp.inf),
+        scores=jnp.where(counts, candidates.log_probs / penalty, -jnp.inf),
     )
     both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), old, new)
-    scores, kept = top_k(both.scores, beams)
+    scores, chosen = top_k(both.scores, beams)
     best = Hypotheses(
-        sequences=jnp.take_along_axis(both.sequences, kept[..., None], axis=1),
-        lengths=jnp.take_along_axis(both.lengths, kept, axis=1),
+        sequences=jnp.take_along_axis(both.sequences, chosen[..., None], axis=1),
+        lengths=jnp.take_along_axis(both.lengths, chosen, axis=1),
         scores=jnp.where(broken[:, None], jnp.nan, scores),
     )
-    keep = search.done[:, None]
+    done = search.done[:, None]
     return Hypotheses(
-        jnp.where(keep[..., None], old.sequences, best.sequences),
-        *(jnp.where(keep, a, b) for a, b in zip(old[1:], best[1:], strict=True)),
+        jnp.where(done[..., None], old.sequences, best.sequences),
+        *(jnp.where(done, a, b) for a, b in zip(old[1:], best[1:], strict=True)),
     )
 
 
@@ -158,19 +165,20 @@ def _is_final(
     decoding: Decoding,
     penalties: Float[np.ndarray, " L"],
 ) -> Bool[Array, " B"]:
-    """Whether no running text is to join the finished ones any more.
+    """Returns True for sources whose finished hypotheses cannot be improved by running ones.
 
     Args:
-      scores: of the finished texts, -inf where there is none yet.
-      best_running: the largest sum of log probabilities of a running text.
-      written: how many tokens it has without the start.
+      scores: scores of the finished hypotheses, -inf for missing ones.
+      best_running: largest summed log probability of a running hypothesis.
+      written: number of tokens of the running hypotheses without the start token.
     """
     full = jnp.all(scores > -jnp.inf, axis=-1)
-    nothing_runs = best_running == -jnp.inf
+    none_running = best_running == -jnp.inf
     if decoding.early_stopping == "yes":
-        return full | nothing_runs
-    # A penalty that falls with the length would favour stopping now: the present length is best.
+        return full | none_running
+    # "never" compares with the best score that is still possible. With a positive penalty exponent
+    # this is the score at the maximum length, otherwise the score at the present length.
     latest = decoding.early_stopping == "never" and decoding.length_penalty > 0
     length = jnp.array(decoding.max_length - 1) if latest else written
     best = best_running / jnp.asarray(penalties)[length]
-    return full & (best <= jnp.min(scores, axis=-1)) | nothing_runs
+    return full & (best <= jnp.min(scores, axis=-1)) | none_running

@@ -1,4 +1,4 @@
-"""Which tokens may come next: bans and forced tokens, as in Hugging Face's `generate`."""
+"""Constraints on the next token, as in Hugging Face's `generate`: banned and forced tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,14 @@ def constrain(
     decoding: Decoding,
     ids: SpecialTokens,
 ) -> Float[Array, "B N V"]:
-    """Log probabilities with -inf for what is banned; what is left is not renormalised.
+    """Sets the log probabilities of banned tokens to -inf without renormalising the others.
+
+    A forced token gets log probability 0 and excludes all others, even if it is banned itself.
 
     Args:
-      log_probs: of the next token.
-      sequences: what was written so far, the start token included.
-      length: how many of their tokens are there, at least 1.
-
-    Returns:
-      The same; a forced token costs nothing and leaves no other choice, not even a banned one.
+      log_probs: log probabilities of the next token.
+      sequences: tokens so far, including the start token.
+      length: number of tokens in `sequences`, at least 1.
     """
     vocabulary = jnp.arange(log_probs.shape[-1])[None, None]
     if decoding.no_repeat_ngram:
@@ -42,22 +41,23 @@ def constrain(
 def repeating(
     sequences: Int[Array, "B N L"], length: Int[Array, ""], size: int, vocabulary: int
 ) -> Bool[Array, "B N V"]:
-    """Tokens that would end an n-gram of `size` tokens which is there already.
+    """Returns True for tokens that would complete an n-gram which `sequences` already contains.
 
     Args:
-      sequences: compared are the first `length` tokens, the start token included.
-      size: at least 1; 1 bans every token that was used.
+      sequences: sequences of which the first `length` tokens count, including the start token.
+      size: n, at least 1; 1 bans every token that was used.
     """
     batch, beams, total = sequences.shape
     if size > total:
         return jnp.zeros((batch, beams, vocabulary), bool)
     windows = total - size + 1
-    # Windows reach no further than the last token; so the open n-gram is not one of them.
+    # Windows end at the last token at most, so the n-gram to be completed is not among them.
     same = jnp.broadcast_to(jnp.arange(windows) + size <= length, (batch, beams, windows))
     for i in range(size - 1):
         last = jax.lax.dynamic_index_in_dim(sequences, length - size + 1 + i, axis=-1)
         same &= sequences[..., i : i + windows] == last
-    ends = jnp.where(same, sequences[..., size - 1 :], vocabulary)  # beyond the last: dropped
+    # An id beyond the vocabulary marks windows that differ; the scatter drops it.
+    ends = jnp.where(same, sequences[..., size - 1 :], vocabulary)
     rows, columns = jnp.arange(batch)[:, None, None], jnp.arange(beams)[None, :, None]
     banned = jnp.zeros((batch, beams, vocabulary), bool)
     return banned.at[rows, columns, ends].set(True, mode="drop")

@@ -1,4 +1,4 @@
-"""Tokens from the frames of an encoder that learned by CTC. The last token is the blank."""
+"""CTC decoding: token sequences from the log probabilities of frames. The last id is the blank."""
 
 from typing import NamedTuple
 
@@ -10,30 +10,30 @@ LogProbs = Float[np.ndarray, "X C"]
 
 
 class Hypothesis(NamedTuple):
-    """A sequence of tokens, and the log of its probability."""
+    """A sequence of tokens and its log probability."""
 
     tokens: Tokens
     log_prob: float
 
 
 def greedy(log_probs: LogProbs) -> Hypothesis:
-    """What the likeliest alignment stands for; the probability is that alignment's."""
+    """Returns the tokens of the most likely alignment, with the probability of that alignment."""
     best = log_probs.argmax(axis=1)
-    return Hypothesis(collapsed(best, log_probs.shape[1] - 1), float(log_probs.max(axis=1).sum()))
+    return Hypothesis(collapse(best, log_probs.shape[1] - 1), float(log_probs.max(axis=1).sum()))
 
 
-def collapsed(alignment: Int[np.ndarray, " X"], blank: int) -> Tokens:
-    """Repetitions become one, then blanks go."""
+def collapse(alignment: Int[np.ndarray, " X"], blank: int) -> Tokens:
+    """Merges repeated tokens of an alignment, then removes blanks."""
     changes = np.flatnonzero(np.diff(alignment, prepend=-1))
     return tuple(int(i) for i in alignment[changes] if i != blank)
 
 
 class _Beam(NamedTuple):
-    """Prefixes, and how likely the frames so far stand for each.
+    """Prefixes with the probabilities of their alignments to the frames so far.
 
     Attributes:
       blank: float64 [N], log probability of the alignments that end with a blank.
-      token: of those that end with the prefix's last token.
+      token: float64 [N], log probability of those that end with the prefix's last token.
     """
 
     prefixes: list[Tokens]
@@ -42,14 +42,15 @@ class _Beam(NamedTuple):
 
 
 def prefix_beam_search(log_probs: LogProbs, beams: int) -> list[Hypothesis]:
-    """The likeliest sequences over all their alignments, best first (Graves, 2012; Hannun, 2014).
+    """Returns the most likely sequences, summed over alignments, best first.
 
-    Sums are exact, in float64, as long as no prefix is dropped: with as many beams as there are
-    sequences, these are all of them and their probabilities. Equal ones keep their order.
+    The algorithm is that of Graves (2012) and Hannun (2014), in float64. The result is exact if
+    `beams`
+    is at least the number of possible sequences. Sequences of equal probability keep their order.
 
     Args:
-      log_probs: of the tokens at each frame.
-      beams: prefixes that are kept from frame to frame.
+      log_probs: log probabilities of the tokens at each frame.
+      beams: number of prefixes that are kept from frame to frame.
     """
     beam = _Beam([()], np.zeros(1), np.full(1, -np.inf))
     for frame in log_probs.astype(np.float64):
@@ -64,22 +65,24 @@ def _step(beam: _Beam, frame: Float[np.ndarray, " C"], beams: int) -> _Beam:
     total = np.logaddexp(beam.blank, beam.token)
     last = np.array([prefix[-1] if prefix else -1 for prefix in prefixes])
     stays = np.where(last >= 0, beam.token + frame[last], -np.inf)
-    # A token again is a new one only behind a blank.
+    # After its last token, a prefix can only be extended by the same token if a blank separates
+    # them.
     longer = total[:, None] + frame[:-1]
     repeats = np.flatnonzero(last >= 0)
     longer[repeats, last[repeats]] = beam.blank[repeats] + frame[last[repeats]]
-    place = {prefix: i for i, prefix in enumerate(prefixes)}
-    for i, prefix in enumerate(prefixes):  # what grows into a prefix that is there already
-        if prefix and (shorter := place.get(prefix[:-1])) is not None:
+    index = {prefix: i for i, prefix in enumerate(prefixes)}
+    # Merge extensions that equal another prefix of the beam into that prefix.
+    for i, prefix in enumerate(prefixes):
+        if prefix and (shorter := index.get(prefix[:-1])) is not None:
             stays[i] = np.logaddexp(stays[i], longer[shorter, prefix[-1]])
             longer[shorter, prefix[-1]] = -np.inf
     blank = np.r_[total + frame[-1], np.full(longer.size, -np.inf)]
     token = np.r_[stays, longer.ravel()]
     score = np.logaddexp(blank, token)
-    kept = [int(i) for i in np.argsort(-score, kind="stable")[:beams] if score[i] > -np.inf]
+    best = [int(i) for i in np.argsort(-score, kind="stable")[:beams] if score[i] > -np.inf]
     width = longer.shape[1]
     names = [
         prefixes[i] if i < count else (*prefixes[(i - count) // width], (i - count) % width)
-        for i in kept
+        for i in best
     ]
-    return _Beam(names, blank[kept], token[kept])
+    return _Beam(names, blank[best], token[best])

@@ -1,4 +1,4 @@
-"""What a search or a sampler must know of a model that writes, whichever it is."""
+"""The interface of a model for search and sampling."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,15 +12,15 @@ Reorder = Callable[[Any, Array], Any]
 
 
 class TextDecoder(NamedTuple):
-    """Pure functions of a state, which is any tree of arrays.
+    """Pure functions of a decoding state, which is any tree of arrays.
 
     Attributes:
-      step: (tokens int32 [B, N], state) -> (logits of the next tokens [B, N, V], state). What
-        belongs to a source and not to a beam (the encoded source, a cross-attention cache) the
-        state holds once for each source; nothing here widens it.
-      reorder: (state, beams int32 [B, N]) -> state, where beam n of source b goes on from what
-        beam beams[b, n] has read. Not called with one beam.
-      ids: of the model's vocabulary.
+      step: (tokens int32 [B, N], state) -> (logits of the next tokens [B, N, V], state). Arrays
+          that belong to a source instead of a beam, such as the encoded source, exist once per
+          source in the state.
+      reorder: (state, beams int32 [B, N]) -> state, in which beam n of source b continues beam
+          beams[b, n]. Not called with one beam.
+      ids: special ids of the model's vocabulary.
     """
 
     step: Step

@@ -1,4 +1,4 @@
-"""The likeliest token at every step."""
+"""Decoding of one text per source; greedy search picks the most likely token at every step."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,11 +17,11 @@ class _Text(NamedTuple):
     """One text for each source.
 
     Attributes:
-      length: int32, tokens of the texts that are not done.
-      state: the model's, as of `length - 1` tokens read.
+      length: int32, number of tokens of the texts that are not done.
+      state: state of the model after `length - 1` tokens.
       sequences: int32 [B, 1, L].
       lengths: int32 [B, 1].
-      log_probs: float32 [B, 1], sums.
+      log_probs: float32 [B, 1], summed log probabilities.
       done: bool [B, 1].
     """
 
@@ -33,14 +33,15 @@ class _Text(NamedTuple):
     done: Bool[Array, "B 1"]
 
 
-# (log probabilities [B, 1, V] of the next tokens, how many there are) -> tokens [B, 1]
+# Function from log probabilities [B, 1, V] of the next tokens and the length so far to tokens [B,
+# 1].
 Choose = Callable[[Array, Array], Array]
 
 
 def greedy_search(
     decoder: TextDecoder, state: PyTree[Array], *, batch: int, decoding: Decoding
 ) -> Hypotheses:
-    """One text for each source, N = 1; see `brt.generation.search.search`."""
+    """Returns one text for each source (N = 1); see `brt.generation.search.search`."""
 
     def likeliest(log_probs: Float[Array, "B 1 V"], length: Int[Array, ""]) -> Int[Array, "B 1"]:
         return jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
@@ -51,10 +52,10 @@ def greedy_search(
 def one_text(
     decoder: TextDecoder, state: PyTree[Array], choose: Choose, *, batch: int, decoding: Decoding
 ) -> Hypotheses:
-    """One text for each source, whose tokens are chosen one by one."""
+    """Generates one text for each source; `choose` selects each token."""
     step, _, ids = decoder
 
-    def going_on(text: _Text) -> Bool[Array, ""]:
+    def unfinished(text: _Text) -> Bool[Array, ""]:
         return (text.length < decoding.max_length) & ~jnp.all(text.done)
 
     def extend(text: _Text) -> _Text:
@@ -66,8 +67,8 @@ def one_text(
         token = choose(log_probs, text.length)
         gain = jnp.take_along_axis(log_probs, token[..., None], axis=-1)[..., 0]
         gain = jnp.where(broken, jnp.nan, gain)
-        written = jnp.where(text.done, ids.pad, token)
-        sequences = jax.lax.dynamic_update_index_in_dim(text.sequences, written, text.length, -1)
+        next_token = jnp.where(text.done, ids.pad, token)
+        sequences = jax.lax.dynamic_update_index_in_dim(text.sequences, next_token, text.length, -1)
         return _Text(
             length=text.length + 1,
             state=state,
@@ -86,6 +87,6 @@ def one_text(
         log_probs=jnp.zeros((batch, 1), jnp.float32),
         done=jnp.zeros((batch, 1), bool),
     )
-    text = jax.lax.while_loop(going_on, extend, first)
+    text = jax.lax.while_loop(unfinished, extend, first)
     penalties = jnp.asarray(length_penalties(decoding))
     return Hypotheses(text.sequences, text.lengths, text.log_probs / penalties[text.lengths - 1])

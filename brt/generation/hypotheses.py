@@ -1,4 +1,4 @@
-"""What a search writes, and how texts of different lengths are compared."""
+"""Results of a search, and the length penalty that makes texts of different lengths comparable."""
 
 from typing import NamedTuple
 
@@ -13,9 +13,9 @@ class Hypotheses(NamedTuple):
 
     Attributes:
       sequences: int32 [B, N, L], from the start token to the end, then padding.
-      lengths: int32 [B, N], tokens before the padding; 1 where there is no such text.
-      scores: float32 [B, N], the sum of log probabilities over the length penalty; -inf where
-        there are fewer than N possible texts, NaN for all of a source whose logits were NaN.
+      lengths: int32 [B, N], number of tokens before the padding; 1 for missing texts.
+      scores: float32 [B, N], summed log probabilities divided by the length penalty; -inf for
+          missing texts, NaN for all texts of a source whose logits were NaN.
     """
 
     sequences: Int[Array, "B N L"]
@@ -24,9 +24,10 @@ class Hypotheses(NamedTuple):
 
 
 def length_penalties(decoding: Decoding) -> Float[np.ndarray, " L"]:
-    """What a sum of log probabilities is divided by, by the number of written tokens; float32.
+    """Returns the divisor of summed log probabilities for each number of written tokens, float32.
 
-    `hf`: n ** p; `t5x`: ((5 + n) / 6) ** p (Wu et al. 2016, equation 14). Entry 0 is unused.
+    The penalty of n tokens is n ** p for `hf`, and ((5 + n) / 6) ** p for `t5x` (Wu et al. 2016,
+    equation 14). Entry 0 is unused.
     """
     written = np.arange(decoding.max_length, dtype=np.float64)
     written[0] = 1

@@ -1,4 +1,4 @@
-"""Tokens drawn from a model."""
+"""Sampling of tokens with temperature, top-k and top-p."""
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +11,22 @@ from brt.generation.hypotheses import Hypotheses
 
 
 def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """Masks all but the `top_k` tokens, then all but the fewest that hold `top_p` of the mass.
+    """Masks all but the `top_k` tokens, then all but the smallest set with `top_p` of the mass.
 
-    Logits are divided by the temperature first; ties at a border stay in. The likeliest token is
-    at 0 then, so that however cold it is, nothing but what is unlikely is beyond float32.
+    Logits are divided by the temperature first. Tokens that tie with the last one remain. The
+    largest logit is shifted to 0 before, so that at low temperatures only unlikely tokens overflow
+    float32.
     """
-    colder = min(1 / sampling.temperature, float(jnp.finfo(jnp.float32).max))
-    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) * colder
+    inverse = min(1 / sampling.temperature, float(jnp.finfo(jnp.float32).max))
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) * inverse
     if sampling.top_k:
         best = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0]
         logits = jnp.where(logits < best[:, -1:], -jnp.inf, logits)
     if sampling.top_p < 1.0:
         ordered = jnp.sort(logits, axis=-1, descending=True)
         mass = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
-        # A token stays if those before it hold less than top_p: so the first always does.
+        # A token remains if the tokens before it hold less than top_p; the first one always
+        # remains.
         last = jnp.sum(mass < sampling.top_p, axis=-1, keepdims=True)
         last = jnp.minimum(last, logits.shape[-1] - 1)
         border = jnp.take_along_axis(ordered, last, axis=-1)
@@ -33,7 +35,7 @@ def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B
 
 
 def choose(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[Array, " B"]:
-    """The next token of every lane; greedy at temperature 0."""
+    """Returns the next token of every lane; greedy at temperature 0."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return jax.random.categorical(key, restrict(logits, sampling), axis=-1).astype(jnp.int32)
@@ -48,9 +50,9 @@ def sample(
     sampling: Sampling,
     key: Array,
 ) -> Hypotheses:
-    """One text for each source, drawn; see `brt.generation.search.search`."""
+    """Samples one text for each source; see `brt.generation.search.search`."""
 
-    def drawn(log_probs: Float[Array, "B 1 V"], length: Int[Array, ""]) -> Int[Array, "B 1"]:
+    def draw(log_probs: Float[Array, "B 1 V"], length: Int[Array, ""]) -> Int[Array, "B 1"]:
         return choose(log_probs[:, 0], jax.random.fold_in(key, length), sampling)[:, None]
 
-    return one_text(decoder, state, drawn, batch=batch, decoding=decoding)
+    return one_text(decoder, state, draw, batch=batch, decoding=decoding)

@@ -1,4 +1,4 @@
-"""One entrance to greedy and beam search."""
+"""Greedy search or beam search, depending on the number of beams."""
 
 from jaxtyping import Array, PyTree
 
@@ -12,15 +12,15 @@ from brt.generation.hypotheses import Hypotheses
 def search(
     decoder: TextDecoder, state: PyTree[Array], *, batch: int, decoding: Decoding
 ) -> Hypotheses:
-    """Writes texts with a model that reads one token of every beam at a time.
+    """Generates texts with a model that reads one token of every beam at a time.
 
-    Pure: to be compiled by the caller, together with what `step` closes over. Shapes depend on
-    `batch` and `decoding` only.
+    The function is pure and is compiled by the caller. Shapes depend on `batch` and `decoding`
+    only.
 
     Args:
-      state: before the start token was read.
-      batch: sources, B.
-      decoding: with one beam the search is greedy.
+      state: decoding state before the start token.
+      batch: number of sources, B.
+      decoding: settings; with one beam the search is greedy.
     """
     if decoding.beams == 1:
         return greedy_search(decoder, state, batch=batch, decoding=decoding)

@@ -1,7 +1,7 @@
-"""A reader and writer with a memory of constant size, which can be put on disk.
+"""Generation with a language model whose memory has a constant size and can be saved to a file.
 
-It reads text in segments and writes token by token. Caches and recurrent states advance at
-block borders, exactly as in training, so its logits are those of one long segment.
+A session reads text in segments and generates token by token. Caches and recurrent states advance
+at block boundaries as in training, so the logits equal those of one long segment.
 """
 
 import json
@@ -27,99 +27,100 @@ from brt.layers.stack import ModelState, StackBlock, StackState
 from brt.models.decoder import Decoder, logits, new_state
 from brt.models.targets import SpecialTokens
 
-CHUNK = 16  # tokens read or written by one call of the program that goes token by token
-_NEVER = -1  # an id that no token has
-_NO_KEY = partial(jax.random.key, 0)  # of reading, which draws nothing
+CHUNK = 16  # Number of tokens per call of the program that reads or writes token by token.
+_NEVER = -1  # An id that no token has.
+_NO_KEY = partial(jax.random.key, 0)  # Key for reading, which draws no random numbers.
 
 
 class Memory(NamedTuple):
-    """All that a session knows. Its size depends on neither what was read nor written.
+    """The complete state of a session. Its size does not depend on the length of the text.
 
     Attributes:
-      state: as training carries it, after the last full block.
-      block: the open block.
-      position: int32, tokens in the open block, below the window.
-      logits: float32 [B, V], of the next token.
-      count: int32, tokens read and written, BOS included; randomness is folded with it.
+      state: carried state after the last full block, as in training.
+      block: keys and values of the open block.
+      position: int32, number of tokens in the open block, less than the window.
+      logits: float32 [B, V], logits of the next token.
+      count: int32, number of tokens read and written including BOS; folded into random keys.
     """
 
     state: StackState
     block: StackBlock
     position: Int[Array, ""]
     logits: Float[Array, "B V"]
-    count: Int[Array, ""]  # type: ignore[assignment]  # hides tuple's
+    count: Int[Array, ""]  # type: ignore[assignment]  # hides a method of tuple
 
 
-class Learnt(NamedTuple):
-    """What training has made: parameters, and what layers learn without gradients."""
+class Variables(NamedTuple):
+    """Trained parameters, and the state that layers learn without gradients."""
 
     params: PyTree[Array]
     model_state: ModelState
 
 
-def _advance(decoder: Decoder, learnt: Learnt, memory: Memory, tokens: Int[Array, " B"]) -> Memory:
-    """Reads one token of every lane; ends the block where it is full."""
-    variables, model_state = {"params": learnt.params}, learnt.model_state
+def _advance(
+    decoder: Decoder, variables: Variables, memory: Memory, tokens: Int[Array, " B"]
+) -> Memory:
+    """Reads one token of every lane, and ends the block if it is full."""
+    params, model_state = {"params": variables.params}, variables.model_state
     next_logits, block = decoder.apply(
-        variables, tokens, memory.state, memory.block, memory.position, model_state,
+        params, tokens, memory.state, memory.block, memory.position, model_state,
         method="decode_step",
     )  # fmt: skip
 
-    def end(memory: Memory) -> Memory:
-        state = decoder.apply(
-            variables, memory.state, memory.block, model_state, method="end_block"
-        )
-        block = decoder.apply(variables, state, model_state, method="begin_block")
+    def end_block(memory: Memory) -> Memory:
+        state = decoder.apply(params, memory.state, memory.block, model_state, method="end_block")
+        block = decoder.apply(params, state, model_state, method="begin_block")
         return memory._replace(state=state, block=block, position=jnp.zeros_like(memory.position))
 
     memory = Memory(memory.state, block, memory.position + 1, next_logits, memory.count + 1)
-    return jax.lax.cond(memory.position == decoder.model.window, end, lambda memory: memory, memory)
+    is_full = memory.position == decoder.model.window
+    return jax.lax.cond(is_full, end_block, lambda memory: memory, memory)
 
 
 def _read_segment(
-    decoder: Decoder, learnt: Learnt, memory: Memory, tokens: Int[Array, "B T"]
+    decoder: Decoder, variables: Variables, memory: Memory, tokens: Int[Array, "B T"]
 ) -> Memory:
-    """Reads whole blocks at once; only at a block border."""
-    variables, model_state = {"params": learnt.params}, learnt.model_state
+    """Reads whole blocks at once; the memory must be at a block boundary."""
+    params, model_state = {"params": variables.params}, variables.model_state
     start = jnp.zeros((tokens.shape[0], tokens.shape[1] // decoder.model.window), bool)
-    hidden, state, *_ = decoder.apply(variables, tokens, memory.state, start, model_state)
+    hidden, state, *_ = decoder.apply(params, tokens, memory.state, start, model_state)
     return memory._replace(
         state=state,
-        block=decoder.apply(variables, state, model_state, method="begin_block"),
-        logits=logits(decoder.model, learnt.params["embedding"], hidden[:, -1:])[:, 0],
+        block=decoder.apply(params, state, model_state, method="begin_block"),
+        logits=logits(decoder.model, variables.params["embedding"], hidden[:, -1:])[:, 0],
         count=memory.count + tokens.shape[1],
     )
 
 
-def _new_memory(decoder: Decoder, lanes: int, learnt: Learnt) -> Memory:
-    state, variables = new_state(decoder.model, lanes), {"params": learnt.params}
+def _new_memory(decoder: Decoder, lanes: int, variables: Variables) -> Memory:
+    state, params = new_state(decoder.model, lanes), {"params": variables.params}
     return Memory(
         state=state,
-        block=decoder.apply(variables, state, learnt.model_state, method="begin_block"),
+        block=decoder.apply(params, state, variables.model_state, method="begin_block"),
         position=jnp.zeros((), jnp.int32),
         logits=jnp.zeros((lanes, decoder.model.vocab_size), jnp.float32),
         count=jnp.zeros((), jnp.int32),
     )
 
 
-def _walk(
+def _read_and_write(
     decoder: Decoder,
-    learnt: Learnt,
+    variables: Variables,
     memory: Memory,
     tokens: Int[Array, "B C"],
-    given: Int[Array, ""],
+    prompt_length: Int[Array, ""],
     count: Int[Array, ""],
     key: Array,
     *,
     sampling: Sampling,
 ) -> tuple[Memory, Int[Array, "B C"]]:
-    """Reads the first `given` of `tokens`, then chooses and reads others, `count` of them in all.
+    """Reads the first `prompt_length` of `tokens`, then samples more until there are `count`.
 
-    Both numbers are arguments of the program, so that reading a prompt and writing any number of
-    tokens take one program, compiled once.
+    Both numbers are arguments of the program, so that one compiled program reads prompts and writes
+    any number of tokens.
 
     Returns:
-      The memory, and the `count` tokens that were read; behind them the array is undefined.
+      The memory, and an array whose first `count` tokens were read; the rest is undefined.
     """
 
     def body(i: Int[Array, ""], so_far: tuple) -> tuple[Memory, Int[Array, "B C"]]:
@@ -131,43 +132,45 @@ def _walk(
         def write() -> Int[Array, " B"]:
             return choose(memory.logits, jax.random.fold_in(key, memory.count), sampling)
 
-        next_tokens = jax.lax.cond(i < given, read, write)
+        next_tokens = jax.lax.cond(i < prompt_length, read, write)
         tokens = jax.lax.dynamic_update_index_in_dim(tokens, next_tokens, i, axis=1)
-        return _advance(decoder, learnt, memory, next_tokens), tokens
+        return _advance(decoder, variables, memory, next_tokens), tokens
 
     return jax.lax.fori_loop(0, count, body, (memory, tokens))
 
 
 class _Beams(NamedTuple):
-    """Beams that go on from one memory.
+    """Beams that continue one memory.
 
     Attributes:
-      begun: bool, False before the first token, whose logits the memory has already.
+      begun: bool, False before the first token, whose logits are already in the memory.
     """
 
     memory: Memory
     begun: Bool[Array, ""]
 
 
-def _search(decoder: Decoder, learnt: Learnt, memory: Memory, *, decoding: Decoding) -> Hypotheses:
-    """The texts that beams of one lane come to; a language model ends none by itself."""
+def _search(
+    decoder: Decoder, variables: Variables, memory: Memory, *, decoding: Decoding
+) -> Hypotheses:
+    """Runs a beam search for one lane; hypotheses have the maximum length, as there is no EOS."""
 
-    def lanes(memory: Memory, take: Callable[[Array], Array]) -> Memory:
-        after = jax.tree.map(take, (memory.state, memory.block, memory.logits))
-        return memory._replace(state=after[0], block=after[1], logits=after[2])
+    def map_lanes(memory: Memory, function: Callable[[Array], Array]) -> Memory:
+        arrays = jax.tree.map(function, (memory.state, memory.block, memory.logits))
+        return memory._replace(state=arrays[0], block=arrays[1], logits=arrays[2])
 
     def step(tokens: Int[Array, "1 N"], beams: _Beams) -> tuple[Float[Array, "1 N V"], _Beams]:
         def advance() -> Memory:
-            return _advance(decoder, learnt, beams.memory, tokens[0])
+            return _advance(decoder, variables, beams.memory, tokens[0])
 
         memory = jax.lax.cond(beams.begun, advance, lambda: beams.memory)
         return memory.logits[None], _Beams(memory, jnp.ones((), bool))
 
     def reorder(beams: _Beams, chosen: Int[Array, "1 N"]) -> _Beams:
-        taken = lanes(beams.memory, lambda x: jnp.take(x, chosen[0], axis=0))
-        return beams._replace(memory=taken)
+        memory = map_lanes(beams.memory, lambda x: jnp.take(x, chosen[0], axis=0))
+        return beams._replace(memory=memory)
 
-    wide = lanes(memory, lambda x: jnp.repeat(x, decoding.beams, axis=0))
+    wide = map_lanes(memory, lambda x: jnp.repeat(x, decoding.beams, axis=0))
     ids = SpecialTokens(pad=0, start=0, eos=_NEVER)
     return search(
         TextDecoder(step, reorder, ids), _Beams(wide, jnp.zeros((), bool)), batch=1,
@@ -176,13 +179,13 @@ def _search(decoder: Decoder, learnt: Learnt, memory: Memory, *, decoding: Decod
 
 
 class Session:
-    """Reads and writes with one set of parameters.
+    """Reads and generates text with one set of parameters.
 
     Args:
-      config: with the vocabulary size set.
-      params, model_state: as trained.
-      bos_id: read before anything else.
-      lanes: texts written side by side, all after what was read.
+      config: config with the vocabulary size set.
+      params, model_state: trained parameters and model state.
+      bos_id: id that is read before anything else.
+      lanes: number of texts that are generated in parallel after the same prompt.
     """
 
     def __init__(
@@ -197,45 +200,46 @@ class Session:
         decoder = Decoder(config.model, kernels=config.kernels)
         self._config, self._bos_id, self._lanes = config, bos_id, lanes
         self._read_segment = rules.jit(partial(_read_segment, decoder), donate_argnums=1)
-        self._walk = rules.jit(
-            partial(_walk, decoder), static_argnames="sampling", donate_argnums=1
+        self._read_and_write = rules.jit(
+            partial(_read_and_write, decoder), static_argnames="sampling", donate_argnums=1
         )
         self._search = rules.jit(partial(_search, decoder), static_argnames="decoding")
         self._new_memory = rules.jit(partial(_new_memory, decoder, lanes))
         self.restart(params, model_state)
 
     def restart(self, params: PyTree[Array], model_state: ModelState | None = None) -> None:
-        """Forgets everything; goes on with these parameters."""
-        self._learnt = Learnt(params, model_state or {})
+        """Clears the memory and continues with these parameters."""
+        self._variables = Variables(params, model_state or {})
         self.forget()
 
     def forget(self) -> None:
-        """Forgets everything that was read and written."""
-        self.memory: Memory = self._new_memory(self._learnt)
+        """Clears the memory."""
+        self.memory: Memory = self._new_memory(self._variables)
 
     def read(self, tokens: Sequence[int] | Integer[np.ndarray, " T"]) -> None:
-        """Reads a text, the same in all lanes: in segments where it can, else by tokens."""
+        """Reads a text in all lanes, in whole segments where possible, otherwise token by token."""
         window, length = self._config.model.window, self._config.evaluation_segment_length
         tokens = np.asarray(tokens, np.int32)
         if self.memory.count == 0:
             tokens = np.concatenate([np.array([self._bos_id], np.int32), tokens])
-        place, position = 0, int(self.memory.position)
-        while place < len(tokens):
-            left = len(tokens) - place
+        start, position = 0, int(self.memory.position)
+        while start < len(tokens):
+            left = len(tokens) - start
             if position == 0 and left >= window:
                 size = length if left >= length else window
-                piece = np.tile(tokens[place : place + size], (self._lanes, 1))
-                self.memory = self._read_segment(self._learnt, self.memory, piece)
+                piece = np.tile(tokens[start : start + size], (self._lanes, 1))
+                self.memory = self._read_segment(self._variables, self.memory, piece)
             else:
                 size = min(left, window - position, CHUNK)
-                self._step(tokens[place : place + size], size, self._config.sampling, _NO_KEY())
+                self._step(tokens[start : start + size], size, self._config.sampling, _NO_KEY())
                 position = (position + size) % window
-            place += size
+            start += size
 
     def write(self, count: int, sampling: Sampling, key: Array) -> Iterator[Int[np.ndarray, "B T"]]:
-        """Yields `count` new tokens of every lane, a few at a time, int32 [B, T].
+        """Yields `count` new tokens of every lane in several pieces, int32 [B, T].
 
-        What is written depends on the key and on the place, not on how it was cut into calls.
+        The tokens depend on the key and the position in the text, not on how the text is split into
+        calls.
         """
         if self.memory.count == 0:
             self.read([])
@@ -245,63 +249,63 @@ class Session:
             count -= size
 
     def _step(
-        self, given: Int[np.ndarray, " T"], count: int, sampling: Sampling, key: Array
+        self, prompt: Int[np.ndarray, " T"], count: int, sampling: Sampling, key: Array
     ) -> Int[np.ndarray, "B count"]:
-        """Reads the given tokens in all lanes and chooses as many more as make `count`."""
+        """Reads the prompt in all lanes and samples until there are `count` tokens."""
         tokens = np.zeros((self._lanes, CHUNK), np.int32)
-        tokens[:, : len(given)] = given
-        self.memory, read = self._walk(
-            self._learnt, self.memory, tokens, np.int32(len(given)), np.int32(count), key,
+        tokens[:, : len(prompt)] = prompt
+        self.memory, read = self._read_and_write(
+            self._variables, self.memory, tokens, np.int32(len(prompt)), np.int32(count), key,
             sampling=sampling,
         )  # fmt: skip
         return np.asarray(read)[:, :count]
 
     def search(self, decoding: Decoding) -> Int[np.ndarray, " T"]:
-        """Writes the text that a search finds, `decoding.max_length` - 1 tokens, and reads it."""
+        """Generates `decoding.max_length` - 1 tokens by beam search, and reads them."""
         if self.memory.count == 0:
             self.read([])
-        best = self._search(self._learnt, self.memory, decoding=decoding)
+        best = self._search(self._variables, self.memory, decoding=decoding)
         tokens = np.asarray(best.sequences[0, 0, 1:])
         self.read(tokens)
         return tokens
 
     def snapshot(self) -> Memory:
-        """A copy of the memory, in NumPy arrays, which nothing that follows changes."""
+        """Returns a copy of the memory as NumPy arrays."""
         return jax.tree.map(np.array, self.memory)
 
     def resume(self, memory: Memory) -> None:
-        """Goes on from a snapshot, of which it takes a copy."""
+        """Continues from a copy of a snapshot."""
         self.memory = jax.tree.map(jnp.array, memory)
 
     def save(self, path: Path, identity: Mapping[str, object]) -> None:
-        """Writes the memory as .npz; `identity` says what model it belongs to, as JSON.
+        """Writes the memory as .npz; `identity` describes the model that the memory belongs to.
 
         Raises:
-          OSError: it cannot be written; see `durable.named_by_user`.
+          OSError: the file cannot be written; see `durable.named_by_user`.
         """
         save(self.memory, path, identity)
 
     def load(self, path: Path, identity: Mapping[str, object]) -> None:
-        """Takes up a saved memory.
+        """Continues from a saved memory.
 
         Raises:
-          DataError: the file is missing, damaged, or of another model.
+          DataError: the file is missing, damaged, or belongs to another model.
         """
         old, structure = jax.tree.flatten(self.memory)
         try:
             with untrusted.npz(path) as arrays:
-                found = untrusted.parse_json(str(arrays["identity"].read()))
-                untrusted.check(found, {str: object})
-                _check_identity(path, found, identity)
+                saved_identity = untrusted.parse_json(str(arrays["identity"].read()))
+                untrusted.check(saved_identity, {str: object})
+                _check_identity(path, saved_identity, identity)
                 stored = [arrays[f"leaf{i}"] for i in range(len(old))]
                 if [array.shape for array in stored] != [leaf.shape for leaf in old]:
                     raise DataError(
                         f"{path} holds arrays of other shapes; load it with as many lanes"
                     )
-                leaves = [_leaf(*both) for both in zip(stored, old, strict=True)]
+                leaves = [_leaf(*pair) for pair in zip(stored, old, strict=True)]
             memory = jax.tree.unflatten(structure, leaves)
             if memory.count < 0 or not 0 <= memory.position < self._config.model.window:
-                raise ValueError("its place is none")
+                raise ValueError("its position or count is out of range")
         except FileNotFoundError as error:
             raise DataError(f"there is no state file {path}") from error
         except OSError as error:
@@ -317,38 +321,38 @@ class Session:
 
 
 def _check_identity(
-    path: Path, found: Mapping[str, object], identity: Mapping[str, object]
+    path: Path, saved: Mapping[str, object], identity: Mapping[str, object]
 ) -> None:
-    different = [k for k in identity if found.get(k) != identity[k]]
+    different = [k for k in identity if saved.get(k) != identity[k]]
     if different:
         raise DataError(
             f"{path} belongs to another model: "
-            + ", ".join(f"{k} was {found.get(k)} and is {identity[k]}" for k in different)
+            + ", ".join(f"{k} was {saved.get(k)} and is {identity[k]}" for k in different)
         )
 
 
 def _leaf(stored: untrusted.LazyArray, old: Array) -> Array:
-    """What was saved for an array of the memory; ValueError where it cannot have been."""
+    """Returns a saved array of the memory; raises ValueError if its dtype or values are invalid."""
     array = stored.read()
     counts = array.dtype.kind == "i"
     if (
-        array.dtype != _stored(old.dtype)
+        array.dtype != _file_dtype(old.dtype)
         or not (array >= 0 if counts else np.isfinite(array)).all()
     ):
-        raise ValueError(f"it has {array.dtype} for {old.dtype}, or what is no finite number")
+        raise ValueError(f"it has {array.dtype} for {old.dtype}, or numbers that are not finite")
     return jnp.asarray(array, old.dtype)
 
 
 def save(memory: Memory, path: Path, identity: Mapping[str, object]) -> None:
-    """See `Session.save`."""
+    """Writes a memory to a file; see `Session.save`."""
     arrays = {
-        f"leaf{i}": np.asarray(leaf, _stored(leaf.dtype))
+        f"leaf{i}": np.asarray(leaf, _file_dtype(leaf.dtype))
         for i, leaf in enumerate(jax.tree.leaves(memory))
     }
     with durable.named_by_user(path) as file:
         np.savez_compressed(file, identity=np.array(json.dumps(identity)), **arrays)
 
 
-def _stored(dtype: np.dtype) -> np.dtype:
-    """NumPy's own file format has no bfloat16; float32 holds it exactly."""
+def _file_dtype(dtype: np.dtype) -> np.dtype:
+    """Returns the dtype in the file: float32 for bfloat16, which NumPy's file format lacks."""
     return np.dtype("float32") if dtype == jnp.bfloat16 else dtype

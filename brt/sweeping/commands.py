@@ -1,4 +1,4 @@
-"""The processes of a point: brt.train, then brt.evaluate, and what their ends mean."""
+"""Subprocesses of a sweep: brt.train and brt.evaluate for a point, and why they fail."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from typing import IO, NamedTuple
 
 from brt import durable
 from brt.errors import Preempted
-from brt.sweeping.directory import Directory
+from brt.sweeping.directory import PointDirectory
 from brt.training.workdir import explained
 
 _KINDS = {2: "config", 3: "data", 4: "checkpoint", 5: "diverged", 70: "hung"}
@@ -22,7 +22,12 @@ _TAIL_BYTES = 20_000
 
 
 class Command(NamedTuple):
-    """A running command; `offset` is where its part of the point's output begins."""
+    """A running subprocess.
+
+    Attributes:
+      output: file with the output of all subprocesses of the point.
+      offset: position in the file where the output of this subprocess begins.
+    """
 
     process: subprocess.Popen
     output: Path
@@ -30,9 +35,9 @@ class Command(NamedTuple):
 
 
 def start(
-    arguments: list[str], directory: Directory, slot: int, jobs: int, lock: IO[bytes]
+    arguments: list[str], directory: PointDirectory, slot: int, jobs: int, lock: IO[bytes]
 ) -> Command:
-    """Starts `python -m` with these arguments; its output goes to the point's file."""
+    """Starts `python -m` with these arguments; the output is appended to the point's file."""
     with (
         explained(directory.output),
         durable.open_file(directory.output, "ab", below=directory.path.parent) as output,
@@ -45,28 +50,28 @@ def start(
             [sys.executable, "-m", *arguments],
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             env=environment(os.environ, slot, jobs),
-            process_group=0,  # Ctrl-C reaches the sweep only, which passes it on once
-            pass_fds=(lock.fileno(),),  # so that the point stays taken if the sweep is killed
+            process_group=0,  # Ctrl-C reaches only the sweep, which forwards it once.
+            pass_fds=(lock.fileno(),),  # The point stays locked if the sweep is killed.
         )  # fmt: skip
     return Command(process, directory.output, offset)
 
 
 def threads(jobs: int) -> int:
-    """Threads for each of so many jobs; 0: no limit."""
+    """Returns the number of threads for each of `jobs` parallel jobs; 0 means no limit."""
     return 0 if jobs == 1 else max(1, cores() // jobs)
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Returns the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def environment(base: Mapping[str, str], slot: int, jobs: int) -> dict[str, str]:
-    """The variables of the job in a slot: its share of the cores, and of GPUs that are listed.
+    """Returns the environment of the job in a slot, with its share of the cores and GPUs.
 
-    What the user has set for XLA's threads stays. GPUs are shared out where
+    Settings of the user for XLA's threads are kept. GPUs are only distributed if
     CUDA_VISIBLE_DEVICES lists them.
     """
     result = dict(base)
@@ -79,12 +84,12 @@ def environment(base: Mapping[str, str], slot: int, jobs: int) -> dict[str, str]
 
 
 def preempted(command: Command) -> bool:
-    """Whether the command ended because it was asked to, and can go on later."""
+    """Returns True if the command was asked to stop, saved its state, and can be continued."""
     return command.process.returncode in (Preempted.exit_code, -signal.SIGTERM)
 
 
-def reason(command: Command) -> str:
-    """Why a command failed, in one line, from its exit code and its last words."""
+def failure_reason(command: Command) -> str:
+    """Returns one line that says why a command failed, from its exit code and its last output."""
     with command.output.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(command.offset, size - _TAIL_BYTES))
@@ -93,10 +98,12 @@ def reason(command: Command) -> str:
 
 
 def explain(code: int, text: str) -> str:
-    """Why a command failed that ended with `code` and printed `text`."""
+    """Returns one line that says why a command with this exit code and output failed."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = [line.removeprefix("brt: error: ") for line in lines if line.startswith("brt: error: ")]
-    last = (said or lines or ["it printed nothing"])[-1]
+    errors = [
+        line.removeprefix("brt: error: ") for line in lines if line.startswith("brt: error: ")
+    ]
+    last = (errors or lines or ["it printed nothing"])[-1]
     if code in _KINDS:
         return f"{_KINDS[code]}: {last}"
     if code in _KILLED:

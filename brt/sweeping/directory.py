@@ -1,8 +1,8 @@
-"""What a sweep keeps in a point's run directory, beside what the run keeps there.
+"""Files that a sweep writes into the run directory of a point, in addition to the run's files.
 
-point.gin    the whole config, for brt.train
-point.json   the same, with the point's name, bindings and how far it is
-output.txt   what the commands printed, start after start
+point.gin    the complete config, for brt.train
+point.json   the config as JSON, with the name, the bindings and the progress of the point
+output.txt   output of all commands
 """
 
 import contextlib
@@ -23,13 +23,14 @@ Status = Literal["waiting", "unfinished", "trained", "finished", "failed"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How far a point is.
+class PointProgress:
+    """Progress of a point.
 
     Attributes:
-      reason: why it failed, or was stopped.
-      seconds: that its commands took, over all starts.
-      threads: that each of them had at most; 0: all of the machine's.
+      status: state of the point.
+      reason: why the point failed or was stopped.
+      seconds: total run time of its commands.
+      threads: maximum number of threads per command; 0 for no limit.
     """
 
     status: Status = "waiting"
@@ -47,8 +48,8 @@ _POINT = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Directory:
-    """Paths of a point; nothing is created here."""
+class PointDirectory:
+    """Paths of a point; creates nothing."""
 
     path: Path
 
@@ -69,30 +70,31 @@ class Directory:
         return Workdir(self.path)
 
     def evaluation(self, split: str) -> Path | None:
-        """What brt.evaluate wrote of the last checkpoint; None where it has not.
+        """Returns the report of the last checkpoint, or None if there is no report.
 
-        Its step is not in the config of a run that is measured in epochs.
+        The step is taken from the checkpoints, because the config does not contain the last step if
+        the length of training is given in epochs.
         """
         steps = reader.steps(self.run.checkpoints)
         file = self.run.evaluations / str(steps[-1]) / f"{split}.json" if steps else None
         return file if file and file.exists() else None
 
-    def progress(self) -> Progress:
-        """How far the point is; `waiting` where it was never started."""
+    def progress(self) -> PointProgress:
+        """Returns the saved progress; `waiting` for a point that has never been started."""
         saved = self._saved()
-        known = {field.name for field in dataclasses.fields(Progress)}
-        found = saved["progress"] if saved else {}
-        return Progress(**{name: value for name, value in found.items() if name in known})
+        known = {field.name for field in dataclasses.fields(PointProgress)}
+        values = saved["progress"] if saved else {}
+        return PointProgress(**{name: value for name, value in values.items() if name in known})
 
     def config(self) -> Config | None:
-        """The config that the directory was made for, None for a new one."""
+        """Returns the config that the directory was created for, or None for a new directory."""
         saved = self._saved()
         return config_from_json(saved["config"]) if saved else None
 
-    def write(self, point: Point, progress: Progress) -> None:
-        """Notes what the point is, and how far."""
+    def write(self, point: Point, progress: PointProgress) -> None:
+        """Writes the point's config and its progress."""
         check_writable(self.path, below=self.path.parent)
-        write_text(self.gin, config_text(point.config), below=self.path.parent)  # not a stranger's
+        write_text(self.gin, config_text(point.config), below=self.path.parent)
         content = {
             "name": point.name,
             "bindings": {
@@ -105,21 +107,21 @@ class Directory:
         write_json(self.json, content, below=self.path.parent)
 
     def lock(self) -> IO[bytes] | None:
-        """Takes the point for this process and for those that inherit the file.
+        """Locks the point for this process and for subprocesses that inherit the file.
 
         Returns:
-          An open file that holds the lock until every process has closed it; None while
-          another start of the sweep, or a command that outlived one, has it.
+          An open file that holds the lock until all processes have closed it; None if another
+          process of this sweep holds the lock.
 
         Raises:
-          ConfigError, CheckpointError: it cannot be written.
+          ConfigError, CheckpointError: the lock file cannot be written.
         """
         check_writable(self.path, below=self.path.parent)
         path = self.path / ".sweep.lock"
         with explained(path), contextlib.ExitStack() as stack:
             file = stack.enter_context(durable.open_file(path, "ab", below=self.path.parent))
             try:
-                locks.acquire(file)  # brt.train warns of a file system without locks
+                locks.acquire(file)  # brt.train warns if the file system does not support locks.
             except BlockingIOError:
                 return None
             stack.pop_all()
@@ -137,9 +139,9 @@ class Directory:
 
 
 def check_unchanged(workdir: Path, points: Sequence[Point]) -> None:
-    """Refuses a workdir in which a point's directory was made for another config."""
+    """Raises ConfigError if the directory of a point was created for another config."""
     for point in points:
-        directory = Directory(workdir / point.directory)
+        directory = PointDirectory(workdir / point.directory)
         saved = directory.config()
         if saved is None:
             continue

@@ -1,4 +1,4 @@
-"""A sweep from its points to its report."""
+"""Runs a sweep from its points to its report."""
 
 import contextlib
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 from brt import durable, locks, tasks
 from brt.errors import BrtError, ConfigError, Preempted
 from brt.sweeping import commands, report
-from brt.sweeping.directory import Directory, check_unchanged
+from brt.sweeping.directory import PointDirectory, check_unchanged
 from brt.sweeping.points import Point
 from brt.sweeping.runner import Runner
 from brt.sweeping.settings import Sweep
@@ -18,17 +18,17 @@ from brt.training import workdir as workdirs
 def run(
     workdir: Path, points: Sequence[Point], chosen: Sequence[Point], sweep: Sweep, *, jobs: int
 ) -> str:
-    """Runs what is not finished and writes the report; returns its table and where it is.
+    """Runs all unfinished points and writes the report; returns the table and the report's path.
 
     Args:
-      points: all, for the report.
-      chosen: those to run.
-      jobs: points side by side.
+      points: all points, for the report.
+      chosen: points to run.
+      jobs: number of points that run in parallel.
 
     Raises:
-      ConfigError: the workdir holds another sweep, or the flags make no sense.
-      DataError: documents cannot be read; nothing has run then.
-      Preempted: a signal came, and what ran is saved.
+      ConfigError: the workdir contains another sweep, or the flags are invalid.
+      DataError: documents cannot be read; no point has been run.
+      Preempted: a signal arrived; the progress of all points is saved.
       BrtError: some points failed; the others are finished.
     """
     _check_jobs(jobs)
@@ -39,7 +39,7 @@ def run(
         _say(f"{len(chosen) - len(todo)} of {len(chosen)} points are finished already")
     if todo:
         _prepare(todo, sweep.split)
-        _make(workdir)
+        _create(workdir)
         runner.run(todo)
     text = write_report(workdir, points, sweep)
     _conclude(workdir, chosen, runner)
@@ -47,10 +47,10 @@ def run(
 
 
 def write_report(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
-    """Writes the report of what there is; returns its table and where it is.
+    """Writes the report of the results so far; returns the table and the report's path.
 
     Raises:
-      ConfigError: the workdir does not exist, or holds another sweep.
+      ConfigError: the workdir does not exist, or contains another sweep.
     """
     if not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir} does not exist, so there is nothing to report")
@@ -66,32 +66,34 @@ def _check_jobs(jobs: int) -> None:
     if jobs > commands.cores():
         _say(
             f"warning: --jobs={jobs} is more than the {commands.cores()} cores of this machine; "
-            "the points will wait for each other, and their step times mean little"
+            "the points will slow each other down, and their step times are not meaningful"
         )
 
 
 def _prepare(points: Sequence[Point], split: str) -> None:
-    """Makes every corpus once, before points would do so side by side."""
-    found = {}
+    """Prepares each dataset once, so that parallel points do not do the same work."""
+    datasets = {}
     for config in (point.config for point in points):
         task = tasks.from_config(config)
-        found[task.name, getattr(config, task.data)] = task, config
-    for task, config in found.values():
+        datasets[task.name, getattr(config, task.data)] = task, config
+    for task, config in datasets.values():
         task.open(config).split(split)
 
 
-def _make(workdir: Path) -> None:
+def _create(workdir: Path) -> None:
     workdirs.check_writable(workdir)
     workdirs.refuse_links(workdirs.Workdir(workdir))
 
 
 def _conclude(workdir: Path, points: Sequence[Point], runner: Runner) -> None:
-    """Raises what says that not all points are finished."""
+    """Raises Preempted or BrtError unless all points are finished."""
     left = [point for point in points if not runner.finished(point)]
-    failed = [p for p in left if Directory(workdir / p.directory).progress().status == "failed"]
+    failed = [
+        p for p in left if PointDirectory(workdir / p.directory).progress().status == "failed"
+    ]
     if len(left) > len(failed):
         done = f"{len(points) - len(left)} of {len(points)} points are finished"
-        raise Preempted(f"{done}; run the same command again to go on")
+        raise Preempted(f"{done}; run the same command again to continue")
     if failed:
         names = ", ".join(point.name for point in failed)
         raise BrtError(
@@ -102,7 +104,7 @@ def _conclude(workdir: Path, points: Sequence[Point], runner: Runner) -> None:
 
 @contextlib.contextmanager
 def _report_lock(workdir: Path) -> Iterator[None]:
-    """One writer at a time; the tasks of an array end when they like."""
+    """Serialises writers of the report, because the jobs of a SLURM array end at the same time."""
     path = workdir / ".report.lock"
     with contextlib.ExitStack() as stack:
         with workdirs.explained(path):

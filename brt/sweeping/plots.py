@@ -1,6 +1,6 @@
-"""A sweep as pictures: what points come to, against time and as bars, and training curves.
+"""Plots of a sweep: results against step time, results as bars, and training curves.
 
-That is their error rate or score where they have one, else their bits per byte.
+The plotted metric is the error rate or score of the task if it has one, otherwise bits per byte.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, ScalarFormatter
 
 from brt.drawing import curve, distance_plot, new_figure, png, smoothed
-from brt.sweeping.results import Group, Row, columns, reference, same_step
+from brt.sweeping.results import Group, Row, reference, same_step, table_metrics
 from brt.tasks.report import BITS_PER_BYTE, EXACT_ANSWERS, Metric
 from brt.training.workdir import check_writable, write_bytes
 
@@ -22,41 +22,40 @@ _CONVERGENCE, _DISTANCES = "convergence.png", "answers_against_distance.png"
 _LEARNED = "answers_learned.png"
 _BAR, _SEED = "#4c78a8", "#222222"
 _LEGEND_LINES = 24
-_PANELS = 4  # side by side
+_PANELS = 4  # Maximum number of panels side by side.
 
 
-def compared(groups: Sequence[Group]) -> Metric:
-    """What these groups are compared by: the first column that any of them has."""
-    found = columns([row for g in groups for row in g.rows])
-    return found[0] if found else BITS_PER_BYTE
+def primary_metric(groups: Sequence[Group]) -> Metric:
+    """Returns the first metric of the table that any of the groups has."""
+    metrics = table_metrics([row for g in groups for row in g.rows])
+    return metrics[0] if metrics else BITS_PER_BYTE
 
 
-def _seeds(measure: Metric, group: Group) -> list[float]:
-    """Of every finished point of a group."""
-    return [row.figures[measure.name] for row in group.rows if measure.name in row.figures]
+def _seeds(metric: Metric, group: Group) -> list[float]:
+    return [row.metrics[metric.name] for row in group.rows if metric.name in row.metrics]
 
 
 def draw(groups: Sequence[Group], directory: Path, baseline: str = "") -> list[str]:
-    """Draws what there is something to draw of; returns the names of the files.
+    """Draws all plots for which there are results; returns the names of the files.
 
     Raises:
       ConfigError, CheckpointError: the directory cannot be written.
     """
-    measure = compared(groups)
-    done = [g for g in groups if measure.name in g.figures]
+    metric = primary_metric(groups)
+    done = [g for g in groups if metric.name in g.metrics]
     figures = {}
     if any(g.step_seconds for g in done):
-        figures[_TRADE_OFF] = trade_off([g for g in done if g.step_seconds], measure)
+        figures[_TRADE_OFF] = trade_off([g for g in done if g.step_seconds], metric)
     if done:
-        figures[_BARS] = bars(done, measure)
+        figures[_BARS] = bars(done, metric)
     begun = [g for g in groups if any(row.records for row in g.rows)]
     if begun:
         figures[_CURVES] = training_curves(begun)
     if any(g.answers for g in done):
         lines = {g.name: g.answers for g in done if g.answers}
         figures[_DISTANCES] = distance_plot(lines, EXACT_ANSWERS.title)
-    if measure != BITS_PER_BYTE and any(_validated(row, measure) for g in begun for row in g.rows):
-        figures[_CONVERGENCE] = convergence(begun, measure)
+    if metric != BITS_PER_BYTE and any(_validated(row, metric) for g in begun for row in g.rows):
+        figures[_CONVERGENCE] = convergence(begun, metric)
     if any(_validated(row, EXACT_ANSWERS) for g in begun for row in g.rows):
         figures[_LEARNED] = answers_learned(begun, reference(begun, baseline))
     check_writable(directory, below=directory.parent)
@@ -65,14 +64,14 @@ def draw(groups: Sequence[Group], directory: Path, baseline: str = "") -> list[s
     return list(figures)
 
 
-def trade_off(groups: Sequence[Group], measure: Metric = BITS_PER_BYTE) -> Figure:
-    """The quantity against the time of a step, or of a thousand tokens where steps differ."""
+def trade_off(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
+    """Plots the metric against the step time, or the time per 1,000 tokens if step sizes differ."""
     figure, (axes,) = new_figure(1, height=5.5)
     steps = same_step(groups)
     for color, g in zip(_colors(len(groups)), groups, strict=True):
         seeds, mean, milliseconds = (
-            _seeds(measure, g),
-            g.figures[measure.name],
+            _seeds(metric, g),
+            g.metrics[metric.name],
             1000 * (g.step_seconds or nan) * (1 if steps else 1000 / (g.tokens_per_step or nan)),
         )
         axes.errorbar(
@@ -87,35 +86,35 @@ def trade_off(groups: Sequence[Group], measure: Metric = BITS_PER_BYTE) -> Figur
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set(
         xlabel=f"milliseconds of {'a training step' if steps else 'training on 1,000 tokens'}",
-        ylabel=f"{measure.title}, held-out",
+        ylabel=f"{metric.title}, held-out",
         title="What it costs (bars: seeds)",
     )
     return figure
 
 
-def bars(groups: Sequence[Group], measure: Metric = BITS_PER_BYTE) -> Figure:
-    """The quantity of every group, with its seeds as dots."""
+def bars(groups: Sequence[Group], metric: Metric = BITS_PER_BYTE) -> Figure:
+    """Plots the metric of every group as a bar, with its seeds as dots."""
     figure, (axes,) = new_figure(1, height=1.6 + 0.35 * len(groups))
     places = range(len(groups))
-    axes.barh(places, [g.figures[measure.name] for g in groups], color=_BAR, alpha=0.6, height=0.65)
+    axes.barh(places, [g.metrics[metric.name] for g in groups], color=_BAR, alpha=0.6, height=0.65)
     for place, g in zip(places, groups, strict=True):
-        seeds = _seeds(measure, g)
+        seeds = _seeds(metric, g)
         axes.plot(seeds, [place] * len(seeds), "o", color=_SEED, markersize=4)
-    every = [value for g in groups for value in _seeds(measure, g)]
+    every = [value for g in groups for value in _seeds(metric, g)]
     low, high = min(every), max(every)
     margin = 0.15 * (high - low) or 0.1
     axes.set_yticks(places, [g.name for g in groups])
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(ScalarFormatter(useOffset=False))
     axes.set(
-        xlabel=f"{measure.title}, held-out (dots: seeds; the axis does not begin at 0)",
+        xlabel=f"{metric.title}, held-out (dots: seeds; the axis does not begin at 0)",
         xlim=(max(low - 3 * margin, 0), high + margin),
     )
     return figure
 
 
 def training_curves(groups: Sequence[Group]) -> Figure:
-    """Bits per token of every point in training, smoothed; a colour for each group."""
+    """Plots the smoothed bits per token of every point in training, in one color per group."""
     figure, (axes,) = new_figure(1, height=5.5)
     tails = []
     for color, g in zip(_colors(len(groups)), groups, strict=True):
@@ -126,7 +125,7 @@ def training_curves(groups: Sequence[Group]) -> Figure:
                 continue
             smooth = smoothed(bits)
             axes.plot(tokens, smooth, color=color, linewidth=1.2, alpha=0.8, label=label)
-            tails.append(smooth[len(smooth) // 10 :])  # the first steps would squash the rest
+            tails.append(smooth[len(smooth) // 10 :])  # Large early values would hide the rest.
             label = None
     if tails:
         low, high = min(t.min() for t in tails), max(t.max() for t in tails)
@@ -137,27 +136,29 @@ def training_curves(groups: Sequence[Group]) -> Figure:
     return figure
 
 
-def convergence(groups: Sequence[Group], measure: Metric) -> Figure:
-    """The quantity of the validation split against the time that training took."""
+def convergence(groups: Sequence[Group], metric: Metric) -> Figure:
+    """Plots the metric on the validation split against the training time."""
     figure, (axes,) = new_figure(1, height=5.5)
     for color, g in zip(_colors(len(groups)), groups, strict=True):
         label: str | None = g.name
         for row in g.rows:
-            found = _validated(row, measure)
-            minutes = [step * (row.step_seconds or 0) / 60 for step in found]
-            axes.plot(minutes, list(found.values()), color=color, linewidth=1.2, label=label)
+            values = _validated(row, metric)
+            minutes = [step * (row.step_seconds or 0) / 60 for step in values]
+            axes.plot(minutes, list(values.values()), color=color, linewidth=1.2, label=label)
             label = None
     _legend(axes, len(groups))
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set(
-        xlabel="minutes of training, without compilation", ylabel=f"{measure.title}, validation"
+        xlabel="minutes of training, without compilation", ylabel=f"{metric.title}, validation"
     )
     return figure
 
 
 def answers_learned(groups: Sequence[Group], baseline: Group) -> Figure:
-    """Exact answers of the validation split while training: a panel for each group, every seed a
-    line, with the baseline's in grey behind them."""
+    """Plots exact answers on the validation split during training, with a panel for each group.
+
+    A line is a seed. The baseline is drawn in grey in every panel.
+    """
     others = [g for g in groups if g is not baseline] or [baseline]
     across = min(_PANELS, len(others))
     down = -(-len(others) // across)
@@ -166,7 +167,7 @@ def answers_learned(groups: Sequence[Group], baseline: Group) -> Figure:
     for axes in panels[len(others) :]:
         axes.set_axis_off()
     for number, (axes, g) in enumerate(zip(panels, others, strict=False)):
-        axes.tick_params(labelbottom=number + across >= len(others))  # of a column's last
+        axes.tick_params(labelbottom=number + across >= len(others))  # Lowest panel of a column.
         for one, color in ((baseline, "#aaaaaa"), (g, _BAR)):
             for row in one.rows:
                 axes.plot(*curve(row.records, f"eval/validation/{EXACT_ANSWERS.name}"), color=color)
@@ -178,9 +179,9 @@ def answers_learned(groups: Sequence[Group], baseline: Group) -> Figure:
     return figure
 
 
-def _validated(row: Row, measure: Metric) -> dict[int, float]:
-    """{step: the quantity of the validation split}."""
-    tag = f"eval/validation/{measure.name}"
+def _validated(row: Row, metric: Metric) -> dict[int, float]:
+    """Returns the metric on the validation split by step."""
+    tag = f"eval/validation/{metric.name}"
     return {record["step"]: record[tag] for record in row.records if tag in record}
 
 

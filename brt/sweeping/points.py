@@ -1,4 +1,4 @@
-"""The points of a sweep: their names, directories and configs, all known before one runs."""
+"""The points of a sweep: names, directories and configs, all determined before the first run."""
 
 import hashlib
 import itertools
@@ -14,9 +14,9 @@ from brt.errors import ConfigError
 from brt.formatting import printable
 from brt.sweeping.settings import SEED, NamedPoint, Sweep
 
-RESERVED = ("plots", "slurm")  # what a sweep has in its workdir besides points
-MOST = 10_000  # points
-_LONGEST = 96  # characters of a directory's name
+RESERVED = ("plots", "slurm")  # Names of other directories in a sweep's workdir.
+MOST = 10_000  # Maximum number of points.
+_LONGEST = 96  # Maximum length of a directory's name.
 _HASH = 8
 
 Resolve = Callable[[Sequence[Binding], Sequence[str]], Resolved]
@@ -26,10 +26,12 @@ class Point(NamedTuple):
     """One run of a sweep.
 
     Attributes:
-      name: for people; the values that set it apart.
-      directory: the name, as every file system takes it.
+      number: index of the point.
+      name: name for people; contains the values that distinguish the point.
+      directory: the name with only characters that every file system accepts.
       group: the name without the seed.
-      bindings: `Section.field` to value, of all that is not the same in every point.
+      bindings: `Section.field` to value, for all settings that differ between points.
+      resolved: config with the origin of each value.
     """
 
     number: int
@@ -45,14 +47,14 @@ class Point(NamedTuple):
 
 
 def expand(sweep: Sweep, resolve: Resolve) -> list[Point]:
-    """Every point of a sweep: named ones outermost, then samples, then the grid in its order.
+    """Returns every point of a sweep: named points outermost, then samples, then the grid.
 
     Args:
-      resolve: a config of more bindings, which beat all others, and of files to include.
+      resolve: function from bindings, which override all others, and files to include, to a config.
 
     Raises:
-      ConfigError: a point's config cannot work, two are the same or would share a directory,
-        or the baseline is none of them.
+      ConfigError: the config of a point is invalid, two points are equal or share a directory, or
+          the baseline is not a point.
     """
     named = sweep.points or (NamedPoint("", (), {}),)
     cells = sum(math.prod(map(len, point.grid(sweep.grid).values())) for point in named)
@@ -62,7 +64,7 @@ def expand(sweep: Sweep, resolve: Resolve) -> list[Point]:
     short = _short_names(dict.fromkeys([*sweep.random, *sweep.grid, SEED]))
     points = []
     for point, sample, cell in _cells(named, samples, sweep.grid):
-        name, include, own, _ = point
+        name, include, point_bindings, _ = point
         if not name.isprintable():
             raise ConfigError(f"point {name!r} has characters that cannot be printed; rename it")
         parts = {
@@ -71,10 +73,10 @@ def expand(sweep: Sweep, resolve: Resolve) -> list[Point]:
         full = ",".join(filter(None, [name, *parts.values()]))
         group = ",".join(filter(None, [name, *(p for f, p in parts.items() if f != SEED)]))
         sources = dict.fromkeys(cell, "grid") | dict.fromkeys(sample, "random")
-        sources |= dict.fromkeys([*own, *([SEED] if point.seeds else [])], "points")
+        sources |= dict.fromkeys([*point_bindings, *([SEED] if point.seeds else [])], "points")
         more = [
             Binding(field, value, sweep.origins[sources[field]])
-            for field, value in {**own, **sample, **cell}.items()
+            for field, value in {**point_bindings, **sample, **cell}.items()
         ]
         try:
             resolved = resolve(more, [*sweep.base, *include])
@@ -91,15 +93,15 @@ def _cells(
     samples: Iterable[dict[str, Any]],
     grid: Mapping[str, tuple[Any, ...]],
 ) -> Iterator[tuple[NamedPoint, dict[str, Any], dict[str, Any]]]:
-    """(point, sample, values of the grid) in order."""
+    """Yields (point, sample, values of the grid) in order."""
     for point, sample in itertools.product(named, samples):
-        own = point.grid(grid)
-        for values in itertools.product(*own.values()):
-            yield point, sample, dict(zip(own, values, strict=True))
+        point_grid = point.grid(grid)
+        for values in itertools.product(*point_grid.values()):
+            yield point, sample, dict(zip(point_grid, values, strict=True))
 
 
 def choose(points: Sequence[Point], index: int | None) -> list[Point]:
-    """All points, or that of --array_index; ConfigError where there is no such point."""
+    """Returns all points, or the point of --array_index; ConfigError if it does not exist."""
     if index is None:
         return list(points)
     if not 0 <= index < len(points):
@@ -110,7 +112,7 @@ def choose(points: Sequence[Point], index: int | None) -> list[Point]:
 
 
 def listing(points: Iterable[Point]) -> str:
-    """A line per point: its index, its directory and its bindings."""
+    """Returns a line per point with its index, its directory and its bindings."""
     points = list(points)
     width = max(len(point.directory) for point in points)
     return "\n".join(
@@ -121,17 +123,17 @@ def listing(points: Iterable[Point]) -> str:
 
 
 def _with_bindings(points: Sequence[Point]) -> list[Point]:
-    """The points, told what is not the same in all of them."""
+    """Fills in the bindings of each point: the settings that differ between points."""
     values = [config_values(point.config) for point in points]
     varied = [name for name in values[0] if any(v[name] != values[0][name] for v in values)]
     return [
-        point._replace(bindings={name: own[name] for name in varied})
-        for point, own in zip(points, values, strict=True)
+        point._replace(bindings={name: point_values[name] for name in varied})
+        for point, point_values in zip(points, values, strict=True)
     ]
 
 
 def _short_names(fields: Iterable[str]) -> dict[str, str]:
-    """Field names without their section, where that says which is meant."""
+    """Returns field names without their section, unless two sections have such a field."""
     fields = list(fields)
     tails = [field.partition(".")[2] for field in fields]
     return {f: t if tails.count(t) == 1 else f for f, t in zip(fields, tails, strict=True)}
@@ -146,7 +148,7 @@ def _text(value: Any) -> str:
 
 
 def _directory(name: str) -> str:
-    """A name that is also fit for shells; a hash stands for what is too long."""
+    """Returns a name that is safe in file systems and shells; a hash ends long names."""
     safe = re.sub(r"[^A-Za-z0-9._=,+-]+", "-", name).strip("-.") or "point"
     if len(safe) <= _LONGEST:
         return safe
@@ -171,7 +173,7 @@ def _check_distinct(points: Iterable[Point]) -> None:
         other = configs.setdefault(point.config, point)
         if other is not point:
             raise ConfigError(
-                f"the points {other.name!r} and {point.name!r} are the same run; leave one out"
+                f"the points {other.name!r} and {point.name!r} are the same run; remove one"
             )
 
 

@@ -1,4 +1,4 @@
-"""report.md, report.csv and plots/ of a sweep, whole or under way."""
+"""The report of a sweep: report.md, report.csv and plots/, also while the sweep is running."""
 
 import csv
 import io
@@ -29,14 +29,14 @@ def write(workdir: Path, points: Sequence[Point], sweep: Sweep) -> str:
 def text(
     workdir: Path, rows: Sequence[Row], groups: Sequence[Group], pictures: list[str], sweep: Sweep
 ) -> str:
-    """The report, in Markdown."""
+    """Returns the report in Markdown."""
     counts = Counter(row.status for row in rows)
     states = ", ".join(f"{count} {status}" for status, count in counts.items())
     baseline = results.reference(groups, sweep.baseline).name
     lines = [
         f"# {workdir.name}",
         "",
-        f"{len(rows)} points: {states}. Figures are those of all {sweep.split} data, from their "
+        f"{len(rows)} points: {states}. Metrics are those of all {sweep.split} data, from their "
         "first token to their last. Step times are medians of training, relative to "
         f"{_cell(baseline)} where a step reads as many tokens{_sharing(rows)}.",
         "",
@@ -51,19 +51,19 @@ def text(
     ]
     reasons = [row for row in rows if row.reason]
     if reasons:
-        lines += ["", "## Not finished, because", ""]
+        lines += ["", "## Unfinished points", ""]
         lines += [f"- {row.point.name}: {row.reason} ({_output(row)})" for row in reasons]
     return "\n".join(lines) + "\n"
 
 
 def group_table(groups: Sequence[Group]) -> list[str]:
-    """A line per group: the means over its finished points."""
+    """Returns the lines of a table with the means of each group over its finished points."""
     return _table(
         {
             "": [_cell(g.name) for g in groups],
             "runs": [f"{g.runs}" if g.runs == g.planned else f"{g.runs} of {g.planned}"
                      for g in groups],
-            **_measures(groups, [row for g in groups for row in g.rows]),
+            **_metric_columns(groups, [row for g in groups for row in g.rows]),
             "step ms": [_milliseconds(g.step_seconds) for g in groups],
             "relative": [_number(g.relative_step_time, ".2f") for g in groups],
             "tokens/step": [_number(g.tokens_per_step, ",.0f") for g in groups],
@@ -75,12 +75,12 @@ def group_table(groups: Sequence[Group]) -> list[str]:
 
 
 def point_table(rows: Sequence[Row]) -> list[str]:
-    """A line per point."""
+    """Returns the lines of a table with the results of each point."""
     return _table(
         {
             "": [_cell(row.point.name) for row in rows],
             "status": [row.status for row in rows],
-            **_measures(rows, rows),
+            **_metric_columns(rows, rows),
             "step ms": [_milliseconds(row.step_seconds) for row in rows],
             "tokens/step": [_number(row.tokens_per_step, ",.0f") for row in rows],
             "tokens/s": [_number(row.tokens_per_second, ",.0f") for row in rows],
@@ -90,7 +90,7 @@ def point_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _distances(groups: Sequence[Group]) -> list[str]:
-    """Exact answers of memory tasks, a column for each distance; nothing of others."""
+    """Returns the table of exact answers by distance; empty unless the task is a memory task."""
     windows = sorted({distance for g in groups for distance in g.answers})
     if not windows:
         return []
@@ -98,48 +98,52 @@ def _distances(groups: Sequence[Group]) -> list[str]:
         f"{far}": [_number(g.answers.get(far), EXACT_ANSWERS.form) for g in groups]
         for far in windows
     }
-    title = f"{EXACT_ANSWERS.title}, up to so many windows behind what they follow from:"
+    title = f"{EXACT_ANSWERS.title}, by the distance in windows to the fact that they repeat:"
     return [title, "", *_table({"": [_cell(g.name) for g in groups], **cells}), ""]
 
 
 def table_csv(rows: Sequence[Row], groups: Sequence[Group]) -> str:
-    """Every point with all its figures and bindings; what it lacks is empty."""
+    """Returns every point with all its metrics and bindings as CSV; missing values are empty."""
     relative = {g.name: (g.step_seconds, g.relative_step_time) for g in groups}
     fields = list(dict.fromkeys(name for row in rows for name in row.point.bindings))
-    metrics = [column.name for column in results.columns(rows)]
-    figures = (
+    metrics = [metric.name for metric in results.table_metrics(rows)]
+    fields_of_rows = (
         "step_seconds", "tokens_per_second", "tokens_per_step", "parameters",
         "parameters_non_embedding", "steps", "seconds", "threads", "reason",
     )  # fmt: skip
     file = io.StringIO()
     out = csv.writer(file, lineterminator="\n")
-    names = [*metrics, *figures]
+    names = [*metrics, *fields_of_rows]
     out.writerow(["point", "group", "status", *names, "relative_step_time", *fields])
     for row in rows:
         group_seconds, times = relative[row.point.group]
-        own = None
+        relative_time = None
         if row.step_seconds and times and group_seconds:
-            own = row.step_seconds * times / group_seconds
+            relative_time = row.step_seconds * times / group_seconds
         bindings = [row.point.bindings.get(name, "") for name in fields]
-        values = [row.figures.get(name) for name in metrics]
-        values += [getattr(row, name) for name in figures]
-        out.writerow([row.point.name, row.point.group, row.status, *values, own, *bindings])
+        values = [row.metrics.get(name) for name in metrics]
+        values += [getattr(row, name) for name in fields_of_rows]
+        columns = [row.point.name, row.point.group, row.status, *values, relative_time, *bindings]
+        out.writerow(columns)
     return file.getvalue()
 
 
-def _measures(found: Sequence[Row] | Sequence[Group], rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Columns of what the tasks of these rows compare runs by."""
+def _metric_columns(
+    entries: Sequence[Row] | Sequence[Group], rows: Sequence[Row]
+) -> dict[str, list[str]]:
+    """Returns the columns of the metrics by which the tasks of these rows compare runs."""
     cells = {}
-    for column in results.columns(rows):
-        values = [one.figures.get(column.name) for one in found]
-        cells[column.title] = [_number(value, column.form) for value in values]
-        if column == BITS_PER_BYTE and any(getattr(one, "spread", None) for one in found):
-            cells["max - min"] = [_number(getattr(one, "spread", None), ".4f") for one in found]
+    for metric in results.table_metrics(rows):
+        values = [entry.metrics.get(metric.name) for entry in entries]
+        cells[metric.title] = [_number(value, metric.form) for value in values]
+        if metric == BITS_PER_BYTE and any(getattr(entry, "spread", None) for entry in entries):
+            spreads = [getattr(entry, "spread", None) for entry in entries]
+            cells["max - min"] = [_number(spread, ".4f") for spread in spreads]
     return cells
 
 
 def _table(columns: Mapping[str, Sequence[str]]) -> list[str]:
-    """A Markdown table that is also readable as it is: first column left, the others right."""
+    """Returns the lines of a Markdown table with aligned columns, the first one to the left."""
     widths = [max(3, len(title), *map(len, cells)) for title, cells in columns.items()]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     lines = [list(columns), rule, *zip(*columns.values(), strict=True)]
@@ -155,7 +159,7 @@ def _table(columns: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _sharing(rows: Sequence[Row]) -> str:
-    """What a reader must know where points had to share the machine."""
+    """Returns a note about parallel points, whose step times depend on each other."""
     threads = {row.threads for row in rows if row.status != "waiting"}
     if threads <= {0}:
         return ""

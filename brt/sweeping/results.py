@@ -1,4 +1,4 @@
-"""What the points of a sweep came to, read from their directories; groups over seeds."""
+"""Results of the points of a sweep, read from their directories, and their means over seeds."""
 
 import math
 import statistics
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from brt import tasks, untrusted
 from brt.checkpointing import reader
 from brt.errors import CheckpointError
-from brt.sweeping.directory import Directory
+from brt.sweeping.directory import PointDirectory
 from brt.sweeping.points import Point
 from brt.tasks.interface import Task
 from brt.tasks.report import EXACT_ANSWERS, Metric
@@ -21,22 +21,21 @@ _REPORT = {"answers?": [{"windows": int, EXACT_ANSWERS.name: untrusted.NUMBER}]}
 
 
 class Row(NamedTuple):
-    """A point. What it has not come to is None.
+    """Results of a point; None for results that do not exist yet.
 
     Attributes:
-      figures: that its task compares runs by, by name.
-      answers: of memory tasks, exact ones in per cent by windows of distance.
-      step_seconds: median over the intervals of training.
-      tokens_per_second: of training, the same.
-      tokens_per_step: the same.
-      steps: in the newest checkpoint.
-      records: metrics.jsonl.
+      metrics: metrics by which the task compares runs, by name.
+      answers: for memory tasks, percentage of exact answers by distance in windows.
+      step_seconds: median over the logging intervals of training.
+      tokens_per_second, tokens_per_step: medians over the same intervals.
+      steps: step of the newest checkpoint.
+      records: content of metrics.jsonl.
     """
 
     point: Point
     status: str
     reason: str
-    figures: dict[str, float]
+    metrics: dict[str, float]
     answers: dict[int, float]
     step_seconds: float | None
     tokens_per_second: float | None
@@ -50,19 +49,21 @@ class Row(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Points that differ in their seed only: means over those that are finished.
+    """Points that differ only in their seed, with means over those that are finished.
 
     Attributes:
-      runs: how many are finished.
-      figures: that any of them has, by name; answers: those that any has, by distance.
-      spread: of their bits per byte: highest less lowest; None for fewer than two.
-      relative_step_time: to the baseline's; None where its steps are of other size.
+      runs: number of finished points.
+      planned: number of points.
+      metrics: metrics that any point has, by name.
+      answers: percentage of exact answers by distance, where any point has answers.
+      spread: largest minus smallest bits per byte; None for fewer than two points.
+      relative_step_time: step time divided by that of the baseline; None if step sizes differ.
     """
 
     name: str
     runs: int
     planned: int
-    figures: dict[str, float]
+    metrics: dict[str, float]
     answers: dict[int, float]
     spread: float | None
     step_seconds: float | None
@@ -75,12 +76,12 @@ class Group(NamedTuple):
 
 
 def read(workdir: Path, points: Sequence[Point], split: str) -> list[Row]:
-    """A row for every point, also for those that have not begun."""
-    return [_row(point, Directory(workdir / point.directory), split) for point in points]
+    """Returns a row for every point, including those that have not started."""
+    return [_row(point, PointDirectory(workdir / point.directory), split) for point in points]
 
 
 def group(rows: Sequence[Row], baseline: str) -> list[Group]:
-    """Groups in the order of their first points.
+    """Groups rows by everything but the seed, in the order of their first points.
 
     Args:
       baseline: see `reference`.
@@ -88,7 +89,7 @@ def group(rows: Sequence[Row], baseline: str) -> list[Group]:
     members: dict[str, list[Row]] = {}
     for row in rows:
         members.setdefault(row.point.group, []).append(row)
-    groups = [_group(name, own) for name, own in members.items()]
+    groups = [_group(name, group_rows) for name, group_rows in members.items()]
     base = reference(groups, baseline)
     return [
         g._replace(relative_step_time=g.step_seconds / base.step_seconds)
@@ -99,16 +100,16 @@ def group(rows: Sequence[Row], baseline: str) -> list[Group]:
 
 
 def same_step(groups: Sequence[Group]) -> bool:
-    """Whether a step of each reads as many tokens, so that their times can be compared.
+    """Returns True if steps of all groups read about as many tokens, so that times are comparable.
 
-    Batches of padded rows differ a little from step to step.
+    A tolerance of 2 % allows for batches of padded rows, which differ from step to step.
     """
     sizes = [g.tokens_per_step or 0.0 for g in groups]
     return not sizes or max(sizes) <= 1.02 * min(sizes)
 
 
 def reference(groups: Sequence[Group], baseline: str) -> Group:
-    """The first group of that name, with a point of it, or of that named point; else the first."""
+    """Returns the group whose name, or whose point's name, is `baseline`; else the first."""
     for g in groups:
         names = {g.name, *(row.point.name for row in g.rows)}
         if baseline in names or g.name.startswith(f"{baseline},"):
@@ -116,10 +117,10 @@ def reference(groups: Sequence[Group], baseline: str) -> Group:
     return groups[0]
 
 
-def _row(point: Point, directory: Directory, split: str) -> Row:
+def _row(point: Point, directory: PointDirectory, split: str) -> Row:
     progress, run = directory.progress(), directory.run
     evaluation = directory.evaluation(split) if progress.status == "finished" else None
-    found = report(evaluation, tasks.from_config(point.config)) if evaluation else {}
+    content = report(evaluation, tasks.from_config(point.config)) if evaluation else {}
     records = read_metrics(run.metrics)
     steps = reader.steps(run.checkpoints)
     total = rest = None
@@ -130,8 +131,8 @@ def _row(point: Point, directory: Directory, split: str) -> Row:
         point=point,
         status="trained" if status == "finished" and not evaluation else status,
         reason=progress.reason,
-        figures=_compared(point, found),
-        answers={row["windows"]: row[EXACT_ANSWERS.name] for row in found.get("answers", [])},
+        metrics=_point_metrics(point, content),
+        answers={row["windows"]: row[EXACT_ANSWERS.name] for row in content.get("answers", [])},
         step_seconds=median(records, "perf/step_seconds"),
         tokens_per_second=median(records, "perf/tokens_per_second"),
         tokens_per_step=median(records, "perf/tokens_per_second", "perf/step_seconds"),
@@ -144,40 +145,40 @@ def _row(point: Point, directory: Directory, split: str) -> Row:
     )
 
 
-def _compared(point: Point, report: dict[str, Any]) -> dict[str, float]:
+def _point_metrics(point: Point, report: dict[str, Any]) -> dict[str, float]:
     task = tasks.from_config(point.config)
-    found = {**report, **task.select_metrics(report)} if report else {}
-    values = {column.name: found.get(column.name) for column in task.table_metrics}
+    known = {**report, **task.select_metrics(report)} if report else {}
+    values = {metric.name: known.get(metric.name) for metric in task.table_metrics}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def report(path: Path, task: Task) -> dict[str, Any]:
-    """The report of a point as JSON; raises CheckpointError where it is none of its task."""
+    """Reads the report of a point; raises CheckpointError if it is not a report of its task."""
     try:
-        found = evaluations.read(path)
-        untrusted.check(found, _REPORT)
-        untrusted.check(task.select_metrics(found), {str: untrusted.NUMBER})
-        return found
+        content = evaluations.read(path)
+        untrusted.check(content, _REPORT)
+        untrusted.check(task.select_metrics(content), {str: untrusted.NUMBER})
+        return content
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is no report that brt wrote ({error}); delete it, and run the same again"
+            f"{path} is no report that brt wrote ({error}); delete it, and run the command again"
         ) from error
 
 
-def columns(rows: Sequence[Row]) -> list[Metric]:
-    """What the tasks of these rows compare runs by, as far as any row has it."""
+def table_metrics(rows: Sequence[Row]) -> list[Metric]:
+    """Returns the metrics by which the tasks of these rows compare runs, if any row has them."""
     known = {
-        column.name: column
+        metric.name: metric
         for row in rows
-        for column in tasks.from_config(row.point.config).table_metrics
+        for metric in tasks.from_config(row.point.config).table_metrics
     }
-    return [column for name, column in known.items() if any(name in row.figures for row in rows)]
+    return [metric for name, metric in known.items() if any(name in row.metrics for row in rows)]
 
 
 def median(records: Sequence[dict[str, Any]], *tags: str) -> float | None:
-    """The median over the records of the product of what stands under the tags."""
-    found = [[record.get(tag) for tag in tags] for record in records]
-    values = [math.prod(factors) for factors in found if None not in factors]
+    """Returns the median over records of the product of the values of the tags."""
+    factors = [[record.get(tag) for tag in tags] for record in records]
+    values = [math.prod(row) for row in factors if None not in row]
     return statistics.median(values) if values else None
 
 
@@ -188,20 +189,20 @@ def _group(name: str, rows: list[Row]) -> Group:
         values = [v for v in map(value, finished) if v is not None]
         return statistics.fmean(values) if values else None
 
-    def means(of: Callable[[Row], Mapping[T, float]]) -> dict[T, float]:
-        found: dict[T, list[float]] = {}
+    def means(field: Callable[[Row], Mapping[T, float]]) -> dict[T, float]:
+        collected: dict[T, list[float]] = {}
         for row in finished:
-            for name, value in of(row).items():
-                found.setdefault(name, []).append(value)
-        return {name: statistics.fmean(values) for name, values in found.items()}
+            for name, value in field(row).items():
+                collected.setdefault(name, []).append(value)
+        return {name: statistics.fmean(values) for name, values in collected.items()}
 
-    bits = [b for row in finished if (b := row.figures.get("bits_per_byte")) is not None]
+    bits = [b for row in finished if (b := row.metrics.get("bits_per_byte")) is not None]
     first = finished[0] if finished else None
     return Group(
         name=name,
         runs=len(finished),
         planned=len(rows),
-        figures=means(lambda row: row.figures),
+        metrics=means(lambda row: row.metrics),
         answers=means(lambda row: row.answers),
         spread=max(bits) - min(bits) if len(bits) > 1 else None,
         step_seconds=mean(lambda row: row.step_seconds),

@@ -1,22 +1,22 @@
-"""A sweep file is an ordinary .gin file that also binds `Sweep`. Every field of a run can vary:
+"""Settings of a sweep. A sweep file is a .gin file that also binds `Sweep`; every setting can vary:
 
   Sweep.base = 'configs/base/tiny.gin'    # the run that varies, as if included here
   Sweep.points = (
       {'name': 'Slide'},
       {'name': 'Rec', 'include': 'configs/models/rec_fixed_skip.gin', 'Model.states': 16,
-       'seeds': (0, 1, 2)},               # in place of the grid's
+       'seeds': (0, 1, 2)},               # replaces the seeds of the grid
   )
   Sweep.grid = {'Model.window': (32, 64), 'Training.seed': (0, 1)}
   Sweep.random = {'Optimizer.learning_rate': ('log_uniform', 1e-4, 1e-2)}
   Sweep.samples = 8
   Sweep.seed = 0                          # the samples depend on nothing else
-  Sweep.split = 'validation'              # documents on which points are compared
-  Sweep.baseline = 'Slide'                # whose step time is 1; else the first point's
+  Sweep.split = 'validation'              # split on which points are compared
+  Sweep.baseline = 'Slide'                # reference of step times; default: the first point
 
-There is a run for every named point, with every sample, with every combination of the grid;
-any of the three may be missing. Bindings of a point beat the file, and the file beats what a
-point includes. Random values are ('uniform' | 'log_uniform' | 'integer', low, high) or
-('choice', value, ...). Points that differ in Training.seed only are compared as one.
+The sweep contains a run for every combination of a named point, a sample and a point of the grid;
+any of the three may be missing. Bindings of a point override the file, and the file overrides what
+a point includes. Random values are ('uniform' | 'log_uniform' | 'integer', low, high) or
+('choice', value, ...). Points that differ only in Training.seed are averaged.
 """
 
 import dataclasses
@@ -28,14 +28,14 @@ from brt.bindings import Binding
 from brt.config_io import FIELDS, checked_value, nearest, suggestion, unknown_name
 from brt.errors import ConfigError
 
-SEED = "Training.seed"  # points that differ in it only are one group
-_SAMPLED_DIGITS = 4  # significant ones of a random number, so that names stay readable
+SEED = "Training.seed"  # Points that differ only in this setting form a group.
+_SAMPLED_DIGITS = 4  # Significant digits of a random number; few digits keep names readable.
 _SPLITS = ("train", "validation", "test")
 _DISTRIBUTIONS = ("uniform", "log_uniform", "integer", "choice")
 
 
 class NamedPoint(NamedTuple):
-    """`{'name': 'T5', 'include': ('base/t5.gin', 'data/xsum.gin'), 'Training.epochs': 2.0}`."""
+    """A point such as `{'name': 'T5', 'include': 'base/t5.gin', 'Training.epochs': 2.0}`."""
 
     name: str
     include: tuple[str, ...]
@@ -43,22 +43,22 @@ class NamedPoint(NamedTuple):
     seeds: tuple[int, ...] = ()
 
     def grid(self, common: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-        """The sweep's grid, with the point's own seeds where it has them."""
+        """Returns the sweep's grid with the seeds of the point, if it has any."""
         return {**common, SEED: self.seeds} if self.seeds else dict(common)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Points: every named one, with every random sample, with every point of the grid."""
+    """A sweep: every combination of a named point, a random sample and a point of the grid."""
 
-    base: tuple[str, ...] = ()  # .gin files of the run that is varied, as if included
-    points: tuple[NamedPoint, ...] = ()  # by name
+    base: tuple[str, ...] = ()  # .gin files that all points include
+    points: tuple[NamedPoint, ...] = ()  # named points
     grid: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     random: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    samples: int = 0  # of all fields in `random` together
-    seed: int = 0  # of the samples; a run's is Training.seed
-    split: str = "validation"  # of the documents that points are compared on
-    baseline: str = ""  # whose step time is 1; "": the first point's
+    samples: int = 0  # number of samples of all settings in `random` together
+    seed: int = 0  # seed of the samples, independent of Training.seed
+    split: str = "validation"  # split on which points are compared
+    baseline: str = ""  # point whose step time is the reference; "" for the first point
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)  # where each is bound
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class Sweep:
                     )
 
     def sample(self, index: int) -> dict[str, Any]:
-        """Random values that depend on Sweep.seed, the field and the index only."""
+        """Returns random values, which depend only on Sweep.seed, the setting and the index."""
         return {
             name: checked_value(name, _draw(rule, random.Random(f"{self.seed}/{name}/{index}")))
             for name, rule in self.random.items()
@@ -93,11 +93,14 @@ class Sweep:
 
 
 def from_bindings(bound: Mapping[str, Binding]) -> Sweep:
-    """The sweep that the bindings of its section, by field, describe.
+    """Returns the sweep that the bindings of its section describe.
+
+    Args:
+      bound: bindings by field.
 
     Raises:
-      ConfigError: a field, name or value that is not understood. The sentence begins with
-        file and line where it is about a single binding.
+      ConfigError: a field, name or value is invalid. The message begins with file and line if it is
+          about a single binding.
     """
     values = {}
     for field, binding in bound.items():
@@ -142,7 +145,7 @@ def _sequence(where: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
         raise ConfigError(f"{where} = {value!r} must be a tuple; write ({value!r},)")
     if not value:
-        raise ConfigError(f"{where} = {value!r} is empty; give it values or leave it out")
+        raise ConfigError(f"{where} = {value!r} is empty; give it values or remove it")
     return tuple(value)
 
 
@@ -183,13 +186,13 @@ def _random(where: str, value: Any) -> dict[str, tuple[Any, ...]]:
     rules = {}
     for name, rule in _mapping(where, value).items():
         inside = f"{where}: {_known(where, name)}"
-        kind, *given = _sequence(inside, rule)
+        kind, *values = _sequence(inside, rule)
         if kind not in _DISTRIBUTIONS:
             guess = suggestion(str(kind), _DISTRIBUTIONS)
             raise ConfigError(
                 f"{inside} = {rule!r} must begin with one of {', '.join(_DISTRIBUTIONS)}{guess}"
             )
-        arguments = tuple(_value(where, name, argument) for argument in given)
+        arguments = tuple(_value(where, name, value) for value in values)
         if kind == "choice":
             _sequence(f"{inside}: choice", arguments)
         else:

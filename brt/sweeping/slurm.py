@@ -1,4 +1,4 @@
-"""A sweep as one SLURM job array, a task for each point."""
+"""A sweep as one SLURM job array with a task for each point."""
 
 import os
 import shlex
@@ -10,7 +10,7 @@ from pathlib import Path
 from brt.errors import ConfigError
 from brt.training.workdir import check_writable
 
-# launch/slurm/sweep.sh ends in the same lines.
+# launch/slurm/sweep.sh ends with the same lines.
 BODY = """\
 # A task gets SIGTERM two minutes before its time is over, saves, ends with exit code 75 and is
 # queued again; it goes on from its checkpoint.
@@ -35,16 +35,16 @@ exit "$code"
 def script(
     points: int, workdir: Path, files: Sequence[str], bindings: Sequence[str], options: str
 ) -> str:
-    """A script for sbatch that runs every point.
+    """Returns a script for sbatch that runs every point.
 
     Args:
-      points: how many there are.
-      files: of --gin_file.
-      bindings: of --gin_bindings.
-      options: more for sbatch, as on its command line.
+      points: number of points.
+      files: values of --gin_file.
+      bindings: values of --gin_bindings.
+      options: further options of sbatch, as on its command line.
 
     Raises:
-      ConfigError: `options` are no options, or a directive would end its line.
+      ConfigError: `options` cannot be parsed, or a directive contains a line break.
     """
     flags = [f"--gin_file={file}" for file in files]
     flags += [f"--gin_bindings={binding}" for binding in bindings]
@@ -87,12 +87,12 @@ def script(
 
 
 def submit(text: str, workdir: Path) -> str:
-    """Hands a script to sbatch and returns what that says.
+    """Submits a script with sbatch and returns the output of sbatch.
 
     Raises:
-      ConfigError: there is no sbatch, or it refuses.
+      ConfigError: sbatch is not installed or refuses the job.
     """
-    check_writable(workdir / "slurm", below=workdir)  # sbatch does not make it
+    check_writable(workdir / "slurm", below=workdir)  # sbatch does not create the directory.
     try:
         done = subprocess.run(["sbatch"], input=text, capture_output=True, text=True)
     except FileNotFoundError as error:

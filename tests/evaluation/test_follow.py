@@ -76,10 +76,10 @@ class Followed:
 
     def reports(self, ablate: Any = None) -> list[int]:
         """Steps of the reports of a follower, run to its end."""
-        patience = follow.Patience(1.0, 0.0, self.said.append)
-        config = follow.wait_for_config(self.workdir.path, patience)
+        waiter = follow.Waiter(1.0, 0.0, self.said.append)
+        config = follow.wait_for_config(self.workdir.path, waiter)
         follower = follow.Follower(self.workdir, config, "test", ablate, self.said.append)
-        return [found.report["step"] for found in follower.reports(patience)]
+        return [found.report["step"] for found in follower.reports(waiter)]
 
 
 @pytest.fixture
@@ -126,8 +126,8 @@ def test_checkpoints_that_vanish_or_are_damaged_are_passed_over(
     finally:
         shutil.rmtree(followed.run.checkpoints / "40")
     assert followed.said[:2] == [
-        "checkpoint 10 was removed while it was read; going on with the next",
-        "checkpoint 30 was removed before its turn came; going on with the next",
+        "checkpoint 10 was removed while it was read; continuing with the next",
+        "checkpoint 30 was removed before it could be evaluated; continuing with the next",
     ]
     assert "checkpoint 40 is damaged: meta.json is of step 20" in followed.said[2]
 
@@ -144,9 +144,9 @@ def test_a_follower_waits_for_a_trainer_but_not_for_ever(
     now = [0.0]
     monkeypatch.setattr(follow.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(follow.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
-    patience = follow.Patience(20.0, 1.0, followed.said.append)
+    waiter = follow.Waiter(20.0, 1.0, followed.said.append)
     with pytest.raises(CheckpointError, match="waited 1 minutes for a trainer to start in "):
-        follow.wait_for_config(tmp_path, patience)
+        follow.wait_for_config(tmp_path, waiter)
     assert now == [60]
 
 

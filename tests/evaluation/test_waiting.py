@@ -21,12 +21,12 @@ def test_a_directory_that_does_not_exist_yet_is_waited_for(
 
     events = [lambda: None, path.mkdir, write_config]
     monkeypatch.setattr(follow.time, "sleep", lambda seconds: events.pop(0)())
-    assert follow.wait_for_config(path, follow.Patience(1.0, 0.0, said.append)) == Config()
+    assert follow.wait_for_config(path, follow.Waiter(1.0, 0.0, said.append)) == Config()
     assert not events
     assert said == [f"waiting for a trainer to start in {path}, which does not exist yet"]
 
 
 def test_nobody_waits_for_ever_who_does_not_want_to(tmp_path: Path) -> None:
-    patience = follow.Patience(1e-3, 1e-3, lambda line: None)
+    waiter = follow.Waiter(1e-3, 1e-3, lambda line: None)
     with pytest.raises(CheckpointError, match=r"minutes for a trainer to start in .*/run, which"):
-        follow.wait_for_config(tmp_path / "run", patience)
+        follow.wait_for_config(tmp_path / "run", waiter)

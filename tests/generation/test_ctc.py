@@ -70,7 +70,7 @@ def test_greedy_is_the_likeliest_alignment():
             itertools.product(range(3), repeat=6),
             key=lambda a: sum(found[i, t] for i, t in enumerate(a)),
         )
-        assert ctc.greedy(found).tokens == ctc.collapsed(np.array(alignment), 2)
+        assert ctc.greedy(found).tokens == ctc.collapse(np.array(alignment), 2)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_greedy_is_the_likeliest_alignment():
     ],
 )  # fmt: skip
 def test_repetitions_collapse_and_blanks_go(alignment, tokens):
-    assert ctc.collapsed(np.array(alignment, int), 2) == tokens
+    assert ctc.collapse(np.array(alignment, int), 2) == tokens
 
 
 def test_impossible_tokens_are_never_written():

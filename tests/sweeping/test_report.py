@@ -13,7 +13,7 @@ from brt.bindings import Resolved
 from brt.config import Config, Training
 from brt.errors import ConfigError
 from brt.sweeping import commands, job, plots, report, results
-from brt.sweeping.directory import Directory, Progress
+from brt.sweeping.directory import PointDirectory, PointProgress
 from brt.sweeping.points import Point
 from brt.sweeping.settings import Sweep
 from brt.training.metrics import MetricsWriter
@@ -34,8 +34,8 @@ def point(index: int, group: str, seed: int, task: str = "language_modeling") ->
 
 def leave(workdir: Path, point: Point, bits: float, seconds: list[float], **progress: str) -> None:
     """A point's directory after 300 steps."""
-    directory = Directory(workdir / point.directory)
-    directory.write(point, Progress(**{"status": "finished", "seconds": 60.0, **progress}))
+    directory = PointDirectory(workdir / point.directory)
+    directory.write(point, PointProgress(**{"status": "finished", "seconds": 60.0, **progress}))
     writer = MetricsWriter(create(directory.path), 0, print)
     for i, step in enumerate((100, 200, 300)):
         values = {
@@ -84,13 +84,13 @@ def test_groups_are_exact_means_over_finished_seeds(points: list[Point], tmp_pat
     assert [row.step_seconds for row in rows] == [0.25, 0.5, 0.75, 1.0, None]
     slide, rec, xl = results.group(rows, "")
     assert (slide.runs, slide.planned, rec.runs, rec.planned) == (2, 2, 1, 2)
-    assert slide.figures == {"bits_per_byte": 2.375, "bits_per_token": 9.5}
+    assert slide.metrics == {"bits_per_byte": 2.375, "bits_per_token": 9.5}
     assert (slide.spread, rec.spread) == (0.25, None)
-    assert rec.figures["bits_per_byte"] == 2.125, "a failed run has no figure"
+    assert rec.metrics["bits_per_byte"] == 2.125, "a failed run has no metric"
     assert (slide.step_seconds, slide.relative_step_time) == (0.375, 1.0)
     assert (rec.step_seconds, rec.relative_step_time) == (0.75, 2.0)
     assert (rec.parameters, rec.parameters_non_embedding) == (1024 + 15, 15)
-    assert (xl.runs, xl.figures, xl.relative_step_time) == (0, {}, None)
+    assert (xl.runs, xl.metrics, xl.relative_step_time) == (0, {}, None)
 
 
 @pytest.mark.parametrize("baseline", ["Rec|skip", "Rec|skip,seed=1"])
@@ -115,7 +115,7 @@ def test_the_report_has_a_line_per_group_and_per_point(points: list[Point], tmp_
     text = (tmp_path / "report.md").read_text()
     assert table in text
     assert "5 points: 3 finished, 1 failed, 1 waiting." in text
-    assert "Figures are those of all validation data" in text
+    assert "Metrics are those of all validation data" in text
     cells = [[c.strip() for c in line.split(" | ")] for line in table.splitlines()]
     assert cells[2] == [
         "| Slide", "2", "2.3750", "0.2500", "9.5000", "375.0", "1.00", "10", "30", "1,039", "15 |",
@@ -156,7 +156,7 @@ def test_what_a_task_compares_runs_by_has_a_column(
     points = begun(tmp_path, task)
     assert title not in report.write(tmp_path, points, sweep())
     for i, rate in enumerate((10.0, 15.0)):
-        evaluation = Directory(tmp_path / points[i].directory).evaluation("validation")
+        evaluation = PointDirectory(tmp_path / points[i].directory).evaluation("validation")
         own = {"rouge": {"rougeL": {"f1": rate}}} if name == "rougeL" else {name: rate}
         figures = json.loads(evaluation.read_text()) | own
         evaluation.write_text(json.dumps(figures))
@@ -191,7 +191,7 @@ def test_nothing_begun_is_a_report_too(tmp_path: Path) -> None:
 def test_points_measured_with_different_jobs_are_marked(
     points: list[Point], tmp_path: Path
 ) -> None:
-    directory = Directory(tmp_path / points[0].directory)
+    directory = PointDirectory(tmp_path / points[0].directory)
     assert "jobs" not in report.text(tmp_path, *_read(tmp_path, points), [], sweep())
     directory.write(points[0], dataclasses.replace(directory.progress(), threads=1))
     assert "measured with different --jobs" in report.text(
@@ -202,7 +202,7 @@ def test_points_measured_with_different_jobs_are_marked(
 @pytest.mark.parametrize("what", ["", ".sweep.lock", "point.json", "output.txt"])
 def test_a_link_in_a_sweep_is_not_followed(tmp_path: Path, what: str) -> None:
     other = point(0, "a", 0)
-    directory = Directory(tmp_path / "sweep" / other.directory)
+    directory = PointDirectory(tmp_path / "sweep" / other.directory)
     home = tmp_path / "home"
     home.mkdir()
     (home / "precious").write_text("precious")
@@ -211,7 +211,7 @@ def test_a_link_in_a_sweep_is_not_followed(tmp_path: Path, what: str) -> None:
     place.symlink_to(home / "precious" if what else home)
     with pytest.raises(ConfigError, match=f"{place} is a symbolic link, which is not followed"):
         with directory.lock() as lock:
-            directory.write(other, Progress())
+            directory.write(other, PointProgress())
             commands.start(["brt", "--help"], directory, 0, 1, lock)
     assert (home / "precious").read_text() == "precious" and len(list(home.iterdir())) == 1
 
@@ -235,18 +235,18 @@ def _read(workdir: Path, points: list[Point]) -> tuple[list[results.Row], list[r
 def test_plots_show_error_rates_where_there_are_any(tmp_path: Path) -> None:
     points = begun(tmp_path, "speech_recognition")
     for i, rate in enumerate((10.0, 15.0)):
-        evaluation = Directory(tmp_path / points[i].directory).evaluation("validation")
+        evaluation = PointDirectory(tmp_path / points[i].directory).evaluation("validation")
         figures = json.loads(evaluation.read_text()) | {"token_error_rate": rate}
         evaluation.write_text(json.dumps(figures))
-        metrics = Directory(tmp_path / points[i].directory).run.metrics
+        metrics = PointDirectory(tmp_path / points[i].directory).run.metrics
         records = [{"step": s, "eval/validation/token_error_rate": 100.0 - s} for s in (20, 60)]
         with metrics.open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
     groups = results.group(results.read(tmp_path, points, "validation"), "")
-    measure = plots.compared(groups)
-    (axes,) = plots.bars(groups[:1], measure).axes
+    metric = plots.primary_metric(groups)
+    (axes,) = plots.bars(groups[:1], metric).axes
     assert [bar.get_width() for bar in axes.patches] == [12.5]
-    lines = plots.convergence(groups[:1], measure).axes[0].get_lines()
+    lines = plots.convergence(groups[:1], metric).axes[0].get_lines()
     assert [list(line.get_ydata()) for line in lines] == [[80, 40]] * 2
     assert [line.get_xdata()[1] for line in lines] == [0.25, 0.5], "the second trains half as fast"
     report.write(tmp_path, points, sweep())
@@ -257,14 +257,16 @@ def test_answers_of_memory_tasks_are_shown_by_distance(tmp_path: Path) -> None:
     points = begun(tmp_path)
     assert "windows" not in report.text(tmp_path, *_read(tmp_path, points), [], sweep())
     for i, exact in enumerate((40.0, 60.0)):
-        evaluation = Directory(tmp_path / points[i].directory).evaluation("validation")
+        evaluation = PointDirectory(tmp_path / points[i].directory).evaluation("validation")
         rows = [{"windows": 1, "answers_exact": 100.0}, {"windows": 8, "answers_exact": exact}]
         evaluation.write_text(json.dumps({"bits_per_byte": 2.0, "answers": rows}))
     groups = results.group(results.read(tmp_path, points, "validation"), "")
     assert [g.answers for g in groups] == [{1: 100.0, 8: 50.0}, {}, {}]
     report.write(tmp_path, points, sweep())
     text = (tmp_path / "report.md").read_text()
-    lines = [line.replace(" ", "") for line in text.split("up to so many windows")[1].splitlines()]
+    lines = [
+        line.replace(" ", "") for line in text.split("by the distance in windows")[1].splitlines()
+    ]
     assert lines[2] == "||1|8|" and lines[4] == "|Slide|100.00|50.00|"
     assert (tmp_path / "plots" / "answers_against_distance.png").exists()
 
@@ -275,7 +277,7 @@ def test_answers_are_drawn_while_they_are_learned_beside_those_of_the_baseline(
     points = begun(tmp_path)
     tag = "eval/validation/answers_exact"
     for i in range(4):
-        with Directory(tmp_path / points[i].directory).run.metrics.open("a") as file:
+        with PointDirectory(tmp_path / points[i].directory).run.metrics.open("a") as file:
             file.writelines(json.dumps({"step": s, tag: float(s + i)}) + "\n" for s in (100, 300))
     groups = results.group(results.read(tmp_path, points, "validation"), "")[:2]
     (panel,) = plots.answers_learned(groups, groups[1]).axes

@@ -188,7 +188,7 @@ def test_a_signal_stops_what_runs_and_the_next_start_goes_on(
     Path("go_on").touch()
     quick()
     assert quick.starts() == ALL[2:]
-    assert "seed=1  training goes on" in capsys.readouterr().err
+    assert "seed=1  training continues" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # test_interruptions.py::test_kills_lose_nothing sends one kill.
@@ -220,7 +220,7 @@ def test_a_killed_sweep_leaves_nothing_that_confuses_the_next(
     )
     said = capsys.readouterr().err
     assert said.count("seed=0  is still run by another process") == 1
-    assert "seed=0  training goes on" in said
+    assert "seed=0  training continues" in said
 
 
 def test_the_task_of_an_array_runs_its_point_only(quick: Sweeps) -> None:

@@ -12,7 +12,7 @@ from brt.sweeping.results import Group, Row
 def row(name: str, seconds: float, tokens: float) -> Row:
     return Row(
         point=Point(0, name, name, name, {}, Resolved(Config(), {}, {})), status="finished",
-        reason="", figures={"bits_per_byte": 2.0}, step_seconds=seconds,
+        reason="", metrics={"bits_per_byte": 2.0}, step_seconds=seconds,
         tokens_per_second=tokens / seconds, tokens_per_step=tokens, parameters=None,
         parameters_non_embedding=None, steps=1, seconds=1.0, threads=0, records=[], answers={},
     )  # fmt: skip

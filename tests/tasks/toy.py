@@ -35,8 +35,8 @@ class Evaluator(NamedTuple):
 
     def __call__(self, params, *, stop=lambda: None, **given):
         _, aux = self.task.loss(self.config, params, (), (), self.batch, None)
-        found = {"bits_per_row": float(aux.nats / aux.count / np.log(2))}
-        return None if stop() else EvaluationResult(found, f"{found}", {}, "parity")
+        metrics = {"bits_per_row": float(aux.nats / aux.count / np.log(2))}
+        return None if stop() else EvaluationResult(metrics, f"{metrics}", {}, "parity")
 
     def sample(self, params, step, *more, **given):
         return str(np.argmax(self.task.predict(self.config, params, self.batch), axis=-1))
@@ -55,8 +55,8 @@ class Parity(Task):
         return Reader(store=dataset.split(split), batch_size=config.training.batch_size)
 
     def initial_params(self, config, key):
-        first = jax.random.normal(key, (config.training.segment_length, 32))
-        return {"in": first, "out": jax.numpy.zeros((32, 2))}
+        kernel = jax.random.normal(key, (config.training.segment_length, 32))
+        return {"in": kernel, "out": jax.numpy.zeros((32, 2))}
 
     def predict(self, config, params, batch):
         return jax.numpy.cos(batch.tokens @ params["in"]) @ params["out"]

@@ -19,7 +19,7 @@ from brt.interop import pretrained
 from brt.interop.huggingface import config as huggingface
 from brt.interop.huggingface import files
 from brt.sweeping import results
-from brt.sweeping.directory import Directory
+from brt.sweeping.directory import PointDirectory
 from brt.training import bad_steps, inspection, metrics, run_summary, trackers
 from brt.training import workdir as workdirs
 from brt.training.start import checkpoints, config_changes, data_manifest, saved_model
@@ -199,8 +199,8 @@ def _zarr(run: workdirs.Workdir, add: Callable[..., None]) -> None:
 
 
 def _point(path: Path) -> None:
-    Directory(path).progress()
-    Directory(path).config()
+    PointDirectory(path).progress()
+    PointDirectory(path).config()
 
 
 _T5 = {
