@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from brt.config.checks import check, check_finite, check_layers, check_not_negative, check_positive
-from brt.config.fields import RematPolicy, fixed, free, inherited
+from brt.config.fields import fixed, free, inherited
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,6 @@ class Encoder:
     classes: int = fixed(2)  # of the classifier; text_classification takes them from its data
     positions: Literal["learned", "sinusoidal", "convolution", "none"] = inherited("learned")
     max_positions: int = inherited(4096)  # number of learned positions
-    # width of the kernel of convolutional positions, which is centred on the token
-    convolution_width: int = inherited(15)
     # True: pre-norm; False: post-norm, as in RoBERTa
     norm_first: bool = inherited(True)
     norm_epsilon: float = inherited(1e-5)
@@ -37,14 +35,13 @@ class Encoder:
     attention_dropout: float = free(-1.0)  # on attention weights; -1: the value of dropout
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")  # auto: bfloat16 except on CPUs
     remat: bool = free(False)  # recompute a layer's activations in the backward pass
-    remat_keep: RematPolicy = free("nothing")  # results that remat stores instead of recomputing
 
     def __post_init__(self) -> None:
         check_finite(self)
         check_layers(self, "layers")
         check_positive(
             self, "model_dim", "heads", "mlp_dim", "classes", "max_positions",
-            "norm_epsilon", "convolution_width",
+            "norm_epsilon",
         )  # fmt: skip
         check_not_negative(self, "features", "vocab_size", "token_types")
         check(
@@ -56,10 +53,6 @@ class Encoder:
             self.positions != "sinusoidal" or self.model_dim % 2 == 0,
             f"Encoder.model_dim = {self.model_dim} must be even where Encoder.positions = "
             "'sinusoidal'",
-        )
-        check(
-            self.convolution_width % 2 == 1,
-            f"Encoder.convolution_width = {self.convolution_width} must be odd, to be centred",
         )
         check(0 <= self.dropout < 1, f"Encoder.dropout = {self.dropout} must be in [0, 1)")
         check(

@@ -33,6 +33,9 @@ REMOVED = {
     "Attention.bits": Removed(63, "hashes have 63 bits"),
     "Attention.hash_offsets": Removed(True, "the planes of a hash have random offsets"),
     "Attention.tile": Removed(0, "brt chooses the size of tiles"),
+    "Seq2Seq.remat_keep": Removed("nothing", "Seq2Seq.remat = True stores the inputs of layers"),
+    "Encoder.remat_keep": Removed("nothing", "Encoder.remat = True stores the inputs of layers"),
+    "Encoder.convolution_width": Removed(15, "convolutional positions see 15 inputs"),
     "Decoding.batch_size": Removed(None, "Evaluation.batch_size also counts summaries"),
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ from brt.config.checks import (
     check_positive,
     fill_held_out_rows,
 )
-from brt.config.fields import RematPolicy, fixed, free, held_out, inherited, sources
+from brt.config.fields import fixed, free, held_out, inherited, sources
 from brt.errors import ConfigError
 
 SMALLEST_THRESHOLD = 1e-3  # smallest threshold if CrossAttention.raf_parameters = 'bounded'
@@ -49,7 +49,6 @@ class Seq2Seq:
     activation_dropout: float = free(-1.0)  # inside the MLP; -1: the value of dropout
     dtype: Literal["auto", "float32", "bfloat16"] = fixed("auto")  # auto: bfloat16 except on CPUs
     remat: bool = free(False)  # recompute a layer's activations in the backward pass
-    remat_keep: RematPolicy = free("nothing")  # results that remat stores instead of recomputing
 
     def __post_init__(self) -> None:
         check_finite(self)

@@ -49,7 +49,7 @@ class Encoder(nn.Module):
         m = self.model
         self.inputs = Inputs(m, self.training)
         block = of_encoder(m, self.kernels)
-        self.layers = stacked(EncoderLayer, m.layers, remat=m.remat, keep=m.remat_keep)(
+        self.layers = stacked(EncoderLayer, m.layers, remat=m.remat)(
             block, self.training, self.attention, shared_queries_keys=m.shared_queries_keys
         )
         if m.norm_first:

@@ -140,7 +140,7 @@ def test_convolutional_positions_tell_neighbours_at_whatever_place() -> None:
     """Without any, the order of tokens means nothing to attention; padding is no neighbour."""
     outputs = {}
     for positions in ("none", "convolution"):
-        model = dataclasses.replace(TOKENS, positions=positions, convolution_width=3)
+        model = dataclasses.replace(TOKENS, positions=positions)
         network = encoder.Encoder(model)
         params, x, there = random_params(network), inputs(TOKENS, 1), valid()
         arrays = [x, np.where(there, x, 7), np.roll(x, 5, axis=1), x[:, ::-1]]
@@ -273,7 +273,6 @@ def test_inputs_that_do_not_fit_are_refused(
         ({"dropout": 1.0}, r"Encoder.dropout = 1.0 must be in \[0, 1\)"),
         ({"attention_dropout": -2.0}, "or -1 for the value of Encoder.dropout"),
         ({"features": 4, "token_types": 1}, "Encoder.token_types = 1 needs tokens"),
-        ({"convolution_width": 4}, "Encoder.convolution_width = 4 must be odd, to be centred"),
         ({"layers": 0}, "Encoder.layers = 0 must be above 0"),
     ],
 )

@@ -11,6 +11,8 @@ from brt.layers.basic import compute_dtype, dropout, parameter
 from brt.layers.transformer.linear import DEVIATION, POSITION_OFFSET, Embedding, Linear, Norm
 from brt.ops.depthwise_convolution import depthwise_convolution
 
+CONVOLUTION_WIDTH = 15  # inputs that a convolutional position sees, centred on its own
+
 
 class Inputs(nn.Module):
     """`token_embed` or `feature_proj`, `type_embed`; `pos_embed` or `pos_conv`; `embed_norm`.
@@ -37,8 +39,8 @@ class Inputs(nn.Module):
             )  # fmt: skip
         if m.positions == "convolution":
             self.pos_conv = parameter(
-                self, "pos_conv", (m.convolution_width, m.model_dim), (None, "embed"),
-                nn.initializers.normal(m.convolution_width**-0.5),
+                self, "pos_conv", (CONVOLUTION_WIDTH, m.model_dim), (None, "embed"),
+                nn.initializers.normal(CONVOLUTION_WIDTH**-0.5),
             )  # fmt: skip
         self.embed_norm = Norm("layer", m.norm_epsilon)
 

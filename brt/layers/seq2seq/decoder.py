@@ -99,9 +99,7 @@ class Decoder(Ends):
     def setup(self) -> None:
         super().setup()
         m, methods = self.model, ("__call__", "prefill", "step")
-        layers = stacked(
-            DecoderLayer, m.decoder_layers, remat=m.remat, keep=m.remat_keep, methods=methods
-        )
+        layers = stacked(DecoderLayer, m.decoder_layers, remat=m.remat, methods=methods)
         self.layers = layers(self.block, self.training, self.cross)
 
     def __call__(

@@ -28,7 +28,7 @@ class Encoder(Ends):
         m, has_globals = self.model, self.model.encoder_attention == "transient_global"
         if has_globals:
             self.global_rel_bias = relative_bias(m)
-        self.layers = stacked(EncoderLayer, m.encoder_layers, remat=m.remat, keep=m.remat_keep)(
+        self.layers = stacked(EncoderLayer, m.encoder_layers, remat=m.remat)(
             self.block, self.training, self.attention,
             radius=0 if m.encoder_attention == "full" else m.encoder_radius,
             has_globals=has_globals,

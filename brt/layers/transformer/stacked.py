@@ -6,8 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from brt.config.fields import RematPolicy
-from brt.layers.basic import remat_policy, unrolled
+from brt.layers.basic import unrolled
 
 
 def stacked(
@@ -15,7 +14,6 @@ def stacked(
     count: int,
     *,
     remat: bool,
-    keep: RematPolicy,
     methods: Sequence[str] = ("__call__",),
 ) -> type[nn.Module]:
     """A module of `count` layers with the fields of one, whose parameters have layers on axis 0.
@@ -25,10 +23,10 @@ def stacked(
     stacks for its backward pass takes longer to move than to keep.
 
     Args:
-      remat: compute what is in `__call__` again in the backward pass, but for what it is to keep.
+      remat: recomputes the activations of `__call__` in the backward pass.
     """
     if remat:
-        layer = nn.remat(layer, methods=["__call__"], prevent_cse=False, policy=remat_policy(keep))
+        layer = nn.remat(layer, methods=["__call__"], prevent_cse=False)
     return nn.scan(
         layer,
         variable_axes={"params": 0},
