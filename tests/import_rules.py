@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "config_io": {"config"},
     "bindings": {"config", "config_io"},
     "distributed": {"config"},
-    "ops": {"config", "distributed"},
+    "ops": {"distributed"},
     "data": {"config"},
     "layers": {"config", "distributed", "ops"},
     "memories": {"config", "distributed", "ops", "layers"},

@@ -10,6 +10,7 @@ import pytest
 from brt import command_line
 from brt.config import CrossAttention
 from brt.errors import ConfigError
+from brt.layers.seq2seq.cross_attention import cross_config
 from brt.ops import cross_attention
 
 PRESETS = Path(__file__).resolve().parent.parent / "configs/cross_attention"
@@ -43,7 +44,9 @@ def test_first_values_of_the_presets() -> None:
         ("paper_t5", 0.1, (0.065, 0.08)),  # U(-1/8, 1/8): 0.072
         ("paper_bart", 0.5, (0.018, 0.022)),
     ):
-        raf = cross_attention.initial_parameters(jax.random.key(0), preset(name), 2, 64).raf
+        raf = cross_attention.initial_parameters(
+            jax.random.key(0), cross_config(preset(name)), 2, 64
+        ).raf
         assert raf.kernel.shape == (64, 64) and raf.bias is None and raf.sigma is None
         assert low < np.std(raf.kernel) < high
         np.testing.assert_allclose((raf.leak, raf.threshold), (leak, 0.1), rtol=1e-6)
@@ -69,9 +72,9 @@ def test_first_values_of_the_presets() -> None:
 )
 def test_each_kind_learns_what_it_uses(changes: dict, names: dict) -> None:
     config = dataclasses.replace(CrossAttention(kind="srformer"), **changes)
-    found = cross_attention.specifications(config, heads=2, head_dim=4)
+    found = cross_attention.specifications(cross_config(config), heads=2, head_dim=4)
     assert {part: list(entries) for part, entries in found.items()} == names
-    initial = cross_attention.initial_parameters(jax.random.key(0), config, 2, 4)
+    initial = cross_attention.initial_parameters(jax.random.key(0), cross_config(config), 2, 4)
     shapes = sorted(spec.shape for entries in found.values() for spec in entries.values())
     assert sorted(leaf.shape for leaf in jax.tree.leaves(initial)) == shapes
     assert all(len(s.axes) == len(s.shape) for part in found.values() for s in part.values())
@@ -79,7 +82,7 @@ def test_each_kind_learns_what_it_uses(changes: dict, names: dict) -> None:
 
 def test_parameters_per_layer_of_the_paper() -> None:
     initial = cross_attention.initial_parameters(
-        jax.random.key(0), CrossAttention(kind="srformer"), 8, 64
+        jax.random.key(0), cross_config(CrossAttention(kind="srformer")), 8, 64
     )
     assert sum(leaf.size for leaf in jax.tree.leaves(initial)) == 4098
 
@@ -88,8 +91,8 @@ def test_bounded_parameters_begin_where_raw_ones_do() -> None:
     from brt.ops.segmented_recurrent_attention.recurrence import leak_and_threshold
 
     config = CrossAttention(kind="srformer", raf_parameters="bounded", leak_init=0.3)
-    raf = cross_attention.initial_parameters(jax.random.key(0), config, 2, 4).raf
-    np.testing.assert_allclose(leak_and_threshold(raf, config), (0.3, 0.1), rtol=1e-5)
+    raf = cross_attention.initial_parameters(jax.random.key(0), cross_config(config), 2, 4).raf
+    np.testing.assert_allclose(leak_and_threshold(raf, cross_config(config)), (0.3, 0.1), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

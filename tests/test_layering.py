@@ -80,6 +80,7 @@ PLANTED = [
     ("brt.sweeping.plots", "from brt.tasks.language_modeling.answers import EXACT"),
     ("brt.sweeping.plots", "NAME = 'summarization'"),
     ("brt.ops.gates", "from brt.data import lanes"),
+    ("brt.ops.gates", "from brt.config import Attention"),
     ("brt.layers.window", "def f():\n  from brt.data.token_store import TokenStore"),
     ("brt.layers.window", "import brt.data.token_store"),
     ("brt.models.decoder", "from brt.data import preparation"),

@@ -19,7 +19,7 @@ from typing import Any, get_args
 from brt.config import Attention, Config
 from brt.errors import BrtError
 from brt.evaluation import job
-from brt.ops.attention import KEYS_ARE_QUERIES
+from brt.layers.attention_kinds import KEYS_ARE_QUERIES
 from brt.training.start import saved_model
 
 KINDS = get_args(Attention.__annotations__["kind"])

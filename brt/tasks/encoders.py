@@ -18,9 +18,9 @@ from brt.interop.exporting import Exported
 from brt.interop.huggingface.roberta import convert as roberta
 from brt.interop.huggingface.roberta.config import Described
 from brt.interop.pretrained_encoder import PretrainedEncoder
+from brt.layers.attention_kinds import KEYS_ARE_QUERIES
 from brt.models import encoder
 from brt.models.transformer_flops import encoder_flops
-from brt.ops.attention import KEYS_ARE_QUERIES
 from brt.tasks import resolving
 from brt.tasks.interface import Dataset, Task
 from brt.tasks.weights import Tokenizer, WarmStart, Weights, check_tokenizer, merge_weights

@@ -11,12 +11,12 @@ import pytest
 
 from brt.config import Attention, Encoder, Kernels
 from brt.errors import ConfigError
+from brt.layers.attention_kinds import KEYS_ARE_QUERIES, kind_of_length
 from brt.layers.encoder.inputs import Inputs
 from brt.layers.transformer.attention import Source
 from brt.layers.transformer.block import of_encoder
 from brt.layers.transformer.encoder_layer import EncoderLayer
 from brt.models import encoder, seq2seq
-from brt.ops.attention import KEYS_ARE_QUERIES, kind_of_length
 
 KINDS = typing.get_args(typing.get_type_hints(Attention)["kind"])
 TOKENS = Encoder(

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from brt.config import Attention
-from brt.ops.clustered_attention import attend_by_label
+from brt.ops.clustered_attention import ClusteredConfig, attend_by_label
 
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}  # of the largest magnitude of an array
 KERNEL = "pallas_interpret"
@@ -26,7 +25,7 @@ def arrays(tokens: int, keys: int, clusters: int, dtype: str = "float32", lanes:
     return (q, k, v), jnp.asarray(valid), jnp.asarray(labels, jnp.int32)
 
 
-def run(given: Any, config: Attention, attend: Any) -> Any:
+def run(given: Any, config: ClusteredConfig, attend: Any) -> Any:
     """The gradients of a sum of the output with random weights, and it; the same twice."""
     qkv, *others = given
     weights = jnp.asarray(np.random.default_rng(0).normal(size=qkv[0].shape), jnp.float32)

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from brt.config import Attention
-from brt.ops.clustered_attention import attend, attend_by_label
+from brt.layers.attention_kinds import clustered_config
+from brt.ops.clustered_attention import ClusteredConfig, attend, attend_by_label
 from brt.ops.clustered_attention.members import build_tiles
 from brt.ops.dropout import Dropout
 
@@ -21,9 +22,11 @@ LENGTHS = np.array([24, 17, 0])
 VALID = np.arange(TOKENS)[None] < LENGTHS[:, None]
 COMMON: dict[str, Any] = {"clusters": 5, "top_k": 6}
 CONFIGS = {
-    "clustered": Attention(kind="clustered", **COMMON),
-    "paper": Attention(kind="improved_clustered", **COMMON),
-    "lse_jensen": Attention(kind="improved_clustered", mass_rule="lse_jensen", **COMMON),
+    "clustered": clustered_config(Attention(kind="clustered", **COMMON)),
+    "paper": clustered_config(Attention(kind="improved_clustered", **COMMON)),
+    "lse_jensen": clustered_config(
+        Attention(kind="improved_clustered", mass_rule="lse_jensen", **COMMON)
+    ),
 }
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
 
@@ -84,7 +87,7 @@ def full(q: Any, k: Any, v: Any, valid: np.ndarray) -> np.ndarray:
 @pytest.mark.slow_cases("30-4-*", "*-clustered")
 @each_config
 @pytest.mark.parametrize(("tokens", "keys"), [(4, 30), (30, 4)])
-def test_equals_the_reference_in_float64(config: Attention, tokens: int, keys: int) -> None:
+def test_equals_the_reference_in_float64(config: ClusteredConfig, tokens: int, keys: int) -> None:
     """Queries and keys differ in number and may be fewer than the clusters or the best keys.
 
     Four keys each are equal, so that the best end among equals.
@@ -110,7 +113,7 @@ def test_equals_the_reference_in_float64(config: Attention, tokens: int, keys: i
 
 @pytest.mark.slow_cases("clustered")
 @each_config
-def test_a_bias_of_distances_equals_the_reference_in_float64(config: Attention) -> None:
+def test_a_bias_of_distances_equals_the_reference_in_float64(config: ClusteredConfig) -> None:
     x, labels, rng = arrays(), random_labels(), np.random.default_rng(2)
     row = rng.normal(size=(HEADS, 2 * TOKENS - 1))
     weights = rng.normal(size=(BATCH, TOKENS, HEADS, TOKENS))
@@ -136,7 +139,9 @@ def test_a_bias_of_distances_equals_the_reference_in_float64(config: Attention) 
 
 @pytest.mark.slow_cases("clustered")
 @each_config
-def test_a_bias_of_distances_is_exact_where_every_query_is_a_cluster(config: Attention) -> None:
+def test_a_bias_of_distances_is_exact_where_every_query_is_a_cluster(
+    config: ClusteredConfig,
+) -> None:
     (q, k, v), rng = arrays(), np.random.default_rng(2)
     row = rng.normal(size=(HEADS, 2 * TOKENS - 1)).astype(np.float32)
     alone = dataclasses.replace(config, clusters=TOKENS)
@@ -151,7 +156,7 @@ def test_a_bias_of_distances_is_exact_where_every_query_is_a_cluster(config: Att
 
 @pytest.mark.slow_cases("clustered")
 @each_config
-def test_gradients_are_those_of_finite_differences(config: Attention) -> None:
+def test_gradients_are_those_of_finite_differences(config: ClusteredConfig) -> None:
     """Along random directions, the reference in float64 without differentiation."""
     x, labels = arrays(), random_labels()
     rng = np.random.default_rng(2)
@@ -174,7 +179,7 @@ def test_gradients_are_those_of_finite_differences(config: Attention) -> None:
 
 
 @each_improved
-def test_equals_full_attention_where_all_keys_are_best(config: Attention) -> None:
+def test_equals_full_attention_where_all_keys_are_best(config: ClusteredConfig) -> None:
     """At every length up to the number of best keys, down to none."""
     q, k, v = arrays()
     for lengths in np.arange(9).reshape(3, 3):
@@ -186,7 +191,7 @@ def test_equals_full_attention_where_all_keys_are_best(config: Attention) -> Non
 
 
 @each_config
-def test_equals_full_attention_of_equal_queries(config: Attention) -> None:
+def test_equals_full_attention_of_equal_queries(config: ClusteredConfig) -> None:
     """Clusters of copies of one query: nothing is approximate."""
     q, k, v = arrays()
     labels = random_labels()
@@ -197,7 +202,7 @@ def test_equals_full_attention_of_equal_queries(config: Attention) -> None:
 
 
 @each_config
-def test_weights_are_shares_of_the_valid_keys(config: Attention) -> None:
+def test_weights_are_shares_of_the_valid_keys(config: ClusteredConfig) -> None:
     """So every output lies in the hull of the values; zeros for padding and without keys."""
     q, k, _ = arrays()
     weights = np.asarray(run(q, k, identity(), VALID, config, jax.random.key(0)))
@@ -223,7 +228,7 @@ def test_best_keys_bring_weights_closer_to_full_attention() -> None:
 
 
 @each_config
-def test_padding_changes_nothing(config: Attention) -> None:
+def test_padding_changes_nothing(config: ClusteredConfig) -> None:
     x, key = arrays(), jax.random.key(0)
     spoilt = (np.where(VALID[..., None, None], a, np.float32(np.nan)) for a in x)
     y = run(*x, VALID, config, key)
@@ -245,7 +250,7 @@ def test_an_example_does_not_depend_on_its_batch() -> None:
 
 
 @each_config
-def test_the_key_alone_decides(config: Attention) -> None:
+def test_the_key_alone_decides(config: ClusteredConfig) -> None:
     x = arrays()
     y = run(*x, VALID, config, jax.random.key(0))
     np.testing.assert_array_equal(run(*x, VALID, config, jax.random.key(0)), y)
@@ -265,14 +270,14 @@ def test_recomputed_activations_give_the_same_gradients() -> None:
 
 
 @each_improved
-def test_one_token_sees_itself(config: Attention) -> None:
+def test_one_token_sees_itself(config: ClusteredConfig) -> None:
     q, k, v = (a[:, :1] for a in arrays())
     y = run(q, k, v, np.array([[True], [True], [False]]), config, jax.random.key(0))
     np.testing.assert_allclose(y, v * np.array([1, 1, 0])[:, None, None, None], atol=1e-6)
 
 
 @each_config
-def test_gradients_are_finite_on_rows_of_padding(config: Attention) -> None:
+def test_gradients_are_finite_on_rows_of_padding(config: ClusteredConfig) -> None:
     x, weights = arrays(), np.ones((BATCH, TOKENS, HEADS, TOKENS), np.float32)
     gradients, _ = with_gradients(*x, weights, VALID, random_labels(), config=config)
     for gradient in gradients:
@@ -281,7 +286,7 @@ def test_gradients_are_finite_on_rows_of_padding(config: Attention) -> None:
 
 
 @each_config
-def test_order_of_tokens_does_not_matter_to_known_clusters(config: Attention) -> None:
+def test_order_of_tokens_does_not_matter_to_known_clusters(config: ClusteredConfig) -> None:
     q, k, v = arrays()
     labels, rng = random_labels(), np.random.default_rng(0)
     y = run_by_label(q, k, v, VALID, labels, config)
@@ -294,7 +299,7 @@ def test_order_of_tokens_does_not_matter_to_known_clusters(config: Attention) ->
 
 
 @each_config
-def test_bfloat16_is_close(config: Attention) -> None:
+def test_bfloat16_is_close(config: ClusteredConfig) -> None:
     x, labels = arrays(), random_labels()
     narrow = [a.astype(jnp.bfloat16) for a in x]
     y = run_by_label(*(a.astype(np.float32) for a in narrow), VALID, labels, config)
@@ -317,7 +322,7 @@ def test_shards_make_no_difference() -> None:
 
 
 @each_config
-def test_dropout_reaches_all_weights(config: Attention) -> None:
+def test_dropout_reaches_all_weights(config: ClusteredConfig) -> None:
     """Each is gone or twice as large, half of them each."""
     (q, k, _), v, labels = arrays(), identity(), random_labels()
     dropout = Dropout(jax.random.key(0), 0.5)
@@ -332,7 +337,9 @@ def test_dropout_reaches_all_weights(config: Attention) -> None:
 def test_a_constant_mass_changes_only_gradients() -> None:
     x, labels, weights = arrays(), random_labels(), arrays(seed=1)[2]
     exact = CONFIGS["paper"]
-    constant = Attention(kind="improved_clustered", mass_stop_gradient=True, **COMMON)
+    constant = clustered_config(
+        Attention(kind="improved_clustered", mass_stop_gradient=True, **COMMON)
+    )
     (a, y), (b, z) = (
         with_gradients(*x, weights, VALID, labels, config=c) for c in (exact, constant)
     )
@@ -366,7 +373,7 @@ def test_many_queries_are_sorted_as_few_are() -> None:
 
 
 def test_best_keys_are_never_copied_for_every_query() -> None:
-    tokens, width, config = 8192, 64, Attention(kind="improved_clustered")
+    tokens, width, config = 8192, 64, clustered_config(Attention(kind="improved_clustered"))
     x = jax.ShapeDtypeStruct((1, tokens, 1, width), jnp.float32)
     valid, labels = jax.ShapeDtypeStruct((1, tokens), bool), jnp.zeros((1, 1, tokens), jnp.int32)
 
@@ -390,7 +397,7 @@ def modes(sharpness: float, noise: float) -> tuple[np.ndarray, ...]:
 def error(x: tuple[np.ndarray, ...], **settings: Any) -> float:
     q, k, v = x
     q, valid = q / (8 * SCALE), np.ones((1, 512), bool)
-    y = run(q, k, v, valid, Attention(**settings), jax.random.key(0))
+    y = run(q, k, v, valid, clustered_config(Attention(**settings)), jax.random.key(0))
     exact = full(q, k, v, valid)
     return float(np.linalg.norm(y - exact) / np.linalg.norm(exact))
 
@@ -412,7 +419,7 @@ def test_bad_arguments_are_refused() -> None:
         jax.eval_shape(lambda: function(*arguments, scale=SCALE, **options))
 
     with pytest.raises(NotImplementedError, match="kind = 'full' is no clustered attention"):
-        trace(attend, *x, valid, Attention(), key)
+        trace(attend, *x, valid, clustered_config(Attention()), key)
     with pytest.raises(ValueError, match="4 queries of 24 keys need queries_valid"):
         trace(attend, x[0][:, :4], *x[1:], valid, CONFIGS["clustered"], key)
     unchecked = inspect.unwrap(attend_by_label)  # the suite's type checks would come first

@@ -12,8 +12,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from brt.config import Attention, Mesh
 from brt.distributed.mesh import build
+from brt.layers.attention_kinds import clustered_config
 from brt.ops import dispatch
 from brt.ops.clustered_attention import (
+    ClusteredConfig,
     attend_by_label,
     clustered_tpu,
     kmeans,
@@ -22,8 +24,8 @@ from brt.ops.clustered_attention import (
 from brt.ops.dropout import Dropout
 
 
-def clustered(clusters: int) -> Attention:
-    return Attention(kind="clustered", clusters=clusters)
+def clustered(clusters: int) -> ClusteredConfig:
+    return clustered_config(Attention(kind="clustered", clusters=clusters))
 
 
 def codes(tokens: int, bits: int, clusters: int, lanes: int = 2) -> tuple[jax.Array, ...]:
@@ -79,7 +81,9 @@ def test_nothing_is_read_that_was_not_written_and_nothing_races(
     expected = kmeans(*given, iterations=3, implementation="xla")
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
-    def attend(q: Any, k: Any, v: Any, valid: Any, labels: Any, config: Attention) -> jax.Array:
+    def attend(
+        q: Any, k: Any, v: Any, valid: Any, labels: Any, config: ClusteredConfig
+    ) -> jax.Array:
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
         y = clustered_tpu.clustered(q, k, v, valid, labels, config, None, None, interpret=watched)
         return y.swapaxes(1, 2)
@@ -125,7 +129,7 @@ def test_devices_that_share_lanes_and_heads_equal_one(mesh: Mesh) -> None:
 def test_what_attention_does_not_support_is_said(changed: dict[str, Any], reason: str) -> None:
     given = {"width": 64, "clusters": 4, "dtype": "bfloat16", "tokens": 128} | changed
     x = jnp.zeros((1, 1, given["tokens"], given["width"]), given["dtype"])
-    config = Attention(kind="clustered", clusters=given["clusters"])
+    config = clustered_config(Attention(kind="clustered", clusters=given["clusters"]))
     others = given.get("dropout"), given.get("bias")
     with dispatch.use_backend("tpu", V4):
         assert reason in str(clustered_tpu.refusal(x, x, x, None, None, config, *others))
@@ -153,7 +157,7 @@ def test_tpus_take_the_kernels_where_they_can_run_and_cpus_refuse_them() -> None
         x, labels = jnp.zeros((1, 16, 2, width)), jnp.zeros((1, 2, 16), jnp.int32)
         attend = partial(
             attend_by_label, x, x, x, jnp.ones((1, 16), bool), labels,
-            Attention(kind="clustered", clusters=4), scale=1.0, implementation=name,
+            clustered(4), scale=1.0, implementation=name,
         )  # fmt: skip
         with dispatch.use_backend(backend):
             return str(jax.make_jaxpr(attend)())

@@ -12,13 +12,14 @@ import pytest
 
 from brt.config import CrossAttention
 from brt.distributed import rules
+from brt.layers.seq2seq.cross_attention import cross_config
 from brt.ops import cross_attention
-from brt.ops.cross_attention import Parameters
+from brt.ops.cross_attention import CrossConfig, Parameters
 from brt.ops.dropout import Dropout
 
 BATCH, HEADS, WIDTH, SOURCE, TARGET, SEGMENT = 4, 2, 4, 21, 12, 4
 LENGTHS = (21, 9, 1, 16)  # segments: 6, 3, 1, 4
-SRFORMER = CrossAttention(kind="srformer", segment_size=SEGMENT, q_ref=TARGET)
+SRFORMER = cross_config(CrossAttention(kind="srformer", segment_size=SEGMENT, q_ref=TARGET))
 VARIANTS = {
     "full": {"kind": "full"},
     "segmented": {"kind": "segmented"},
@@ -43,11 +44,11 @@ KINDS = ("full", "segmented", "srformer", "rnn memory", "previous segment", "mea
 each_kind = pytest.mark.parametrize("name", KINDS)
 
 
-def config_of(name: str, **changes: Any) -> CrossAttention:
+def config_of(name: str, **changes: Any) -> CrossConfig:
     return dataclasses.replace(SRFORMER, **VARIANTS[name] | changes)
 
 
-def parameters_of(config: CrossAttention) -> Parameters:
+def parameters_of(config: CrossConfig) -> Parameters:
     """First values, the constants among them moved to where they mean something."""
     initial = cross_attention.initial_parameters(jax.random.key(0), config, HEADS, WIDTH)
     rng = np.random.default_rng(1)
@@ -67,7 +68,7 @@ def arrays() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
 
 
 def oracle(
-    q: Any, k: Any, v: Any, valid: Any, parameters: Parameters, config: CrossAttention,
+    q: Any, k: Any, v: Any, valid: Any, parameters: Parameters, config: CrossConfig,
     target_length: int | None = None, t0: int = 0,
 ) -> np.ndarray:  # fmt: skip
     """Position by position in float64 NumPy."""
@@ -101,7 +102,7 @@ def oracle(
 
 
 def raf_states(
-    k: np.ndarray, v: np.ndarray, count: int, p: Any, config: CrossAttention
+    k: np.ndarray, v: np.ndarray, count: int, p: Any, config: CrossConfig
 ) -> tuple[list, float]:
     """R / norm(K) of every segment [H, K, K], and the firing rate."""
     if config.kind != "srformer":
@@ -137,7 +138,7 @@ def seen(
     i: int,
     size: int,
     memories: list[np.ndarray],
-    config: CrossAttention,
+    config: CrossConfig,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values that a query of segment i attends to."""
     segments = [np.arange(len(k))[j : j + size] for j in range(0, len(k), size)]
@@ -175,12 +176,12 @@ def close(actual: Any, expected: Any, tolerance: float = 1e-5, what: str = "") -
 
 
 @cache
-def attended(config: CrossAttention, **options: Any) -> Any:
+def attended(config: CrossConfig, **options: Any) -> Any:
     """(q, k, v, valid, parameters) -> output; compiled once for all tests."""
     return jax.jit(lambda *inputs: cross_attention.attend(*inputs, config, **options)[0])
 
 
-def stepwise(config: CrossAttention, *inputs: Any, kept: bool = True) -> jax.Array:
+def stepwise(config: CrossConfig, *inputs: Any, kept: bool = True) -> jax.Array:
     """One position at a time from a cache, which is advanced or left as it was filled."""
     q, *source = inputs
 
@@ -509,7 +510,7 @@ def test_slots_hold_no_more_than_the_keys() -> None:
     batch, heads, width, source, target = 2, 2, 64, 1024, 128
     q, k = (jnp.zeros((batch, n, heads, width)) for n in (target, source))
     valid = jnp.ones((batch, source), bool)
-    config = CrossAttention(kind="srformer")
+    config = cross_config(CrossAttention(kind="srformer"))
     parameters = cross_attention.initial_parameters(jax.random.key(0), config, heads, width)
 
     def loss(q: jax.Array, k: jax.Array) -> jax.Array:

@@ -14,6 +14,8 @@ import pytest
 
 import brt.ops
 from brt.config import Attention, CrossAttention, Kernels
+from brt.layers.attention_kinds import clustered_config
+from brt.layers.seq2seq.cross_attention import cross_config
 from brt.ops import (
     attention_baselines,
     clustered_attention,
@@ -214,7 +216,7 @@ def local(with_side: bool) -> tuple[Run, list]:
 
 
 def cross(**changes: Any) -> tuple[Run, list]:
-    config = CrossAttention(segment_size=5, q_ref=9, **changes)
+    config = cross_config(CrossAttention(segment_size=5, q_ref=9, **changes))
     parameters = cross_attention.initial_parameters(jax.random.key(0), config, HEADS, SIZE)
     q = normal(7, (LANES, 9, HEADS, SIZE))[0]
 
@@ -227,7 +229,9 @@ def cross(**changes: Any) -> tuple[Run, list]:
 
 
 def segmented() -> tuple[Run, list]:
-    config = CrossAttention(kind="srformer", segment_size=6, index_mode="stride", stride=2)
+    config = cross_config(
+        CrossAttention(kind="srformer", segment_size=6, index_mode="stride", stride=2)
+    )
     parameters = cross_attention.initial_parameters(jax.random.key(0), config, HEADS, SIZE).raf
     q, k, v = normal(7, (LANES, 9, HEADS, SIZE), *[(4, LANES, HEADS, 6, SIZE)] * 2)
 
@@ -241,7 +245,7 @@ def segmented() -> tuple[Run, list]:
 
 
 def clustered(kind: str, **changes: Any) -> tuple[Run, list]:
-    config = Attention(kind=kind, clusters=4, top_k=3, **changes)
+    config = clustered_config(Attention(kind=kind, clusters=4, top_k=3, **changes))
     labels = np.random.default_rng(3).integers(0, 4, (LANES, HEADS, TOKENS))
     labels = jnp.asarray(np.where(VALID[:, None], labels, 4), jnp.int32)
 

@@ -13,13 +13,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from brt.config import Attention, Mesh
 from brt.distributed.mesh import build
+from brt.layers.attention_kinds import clustered_config
 from brt.ops import dispatch
-from brt.ops.clustered_attention import attend_by_label, best_tpu, improved_tpu
+from brt.ops.clustered_attention import ClusteredConfig, attend_by_label, best_tpu, improved_tpu
 from brt.ops.dropout import Dropout
 
 
-def improved(clusters: int, top_k: int, **changes: Any) -> Attention:
-    return Attention(kind="improved_clustered", clusters=clusters, top_k=top_k, **changes)
+def improved(clusters: int, top_k: int, **changes: Any) -> ClusteredConfig:
+    return clustered_config(
+        Attention(kind="improved_clustered", clusters=clusters, top_k=top_k, **changes)
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,9 @@ def test_nothing_is_read_that_was_not_written_and_nothing_races(
     """Memory begins as NaN."""
     watched = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
 
-    def attend(q: Any, k: Any, v: Any, valid: Any, labels: Any, config: Attention) -> jax.Array:
+    def attend(
+        q: Any, k: Any, v: Any, valid: Any, labels: Any, config: ClusteredConfig
+    ) -> jax.Array:
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
         y = improved_tpu.improved_clustered(
             q, k, v, valid, labels, config, None, None, interpret=watched

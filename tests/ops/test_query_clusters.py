@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from brt.config import Attention
+from brt.layers.attention_kinds import clustered_config
 from brt.ops.clustered_attention import (
     cluster_queries,
     hash_codes,
@@ -14,7 +15,7 @@ from brt.ops.clustered_attention import (
 )
 
 BATCH, HEADS, TOKENS, WIDTH, CLUSTERS = 2, 2, 40, 8, 6
-CONFIG = Attention(kind="clustered", clusters=CLUSTERS)
+CONFIG = clustered_config(Attention(kind="clustered", clusters=CLUSTERS))
 LENGTHS = np.array([40, 23])
 VALID = np.arange(TOKENS)[None] < LENGTHS[:, None]
 find = jax.jit(kmeans, static_argnames=("iterations", "implementation"))
@@ -75,7 +76,7 @@ def test_queries_of_the_same_direction_share_a_cluster() -> None:
     rng = np.random.default_rng(0)
     centers, own = rng.normal(size=(3, WIDTH)), rng.integers(3, size=TOKENS)
     q = centers[own] + 1e-3 * rng.normal(size=(BATCH, HEADS, TOKENS, WIDTH))
-    config = Attention(kind="clustered", clusters=12)
+    config = clustered_config(Attention(kind="clustered", clusters=12))
     labels = np.asarray(cluster(q.astype(np.float32), VALID, config, jax.random.key(0)))
     for b, h in np.ndindex(BATCH, HEADS):
         found = labels[b, h, : LENGTHS[b]]
@@ -106,8 +107,8 @@ def test_no_more_clusters_than_queries() -> None:
 
 
 def test_learning_from_as_many_queries_as_there_are_is_learning_from_all() -> None:
-    sample = Attention(kind="clustered", clusters=CLUSTERS, fit_queries=TOKENS)
-    fewer = Attention(kind="clustered", clusters=CLUSTERS, fit_queries=8)
+    sample = clustered_config(Attention(kind="clustered", clusters=CLUSTERS, fit_queries=TOKENS))
+    fewer = clustered_config(Attention(kind="clustered", clusters=CLUSTERS, fit_queries=8))
     labels, same, other = (
         cluster(queries(), VALID, config, jax.random.key(0)) for config in (CONFIG, sample, fewer)
     )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from brt.config import CrossAttention
+from brt.layers.seq2seq.cross_attention import cross_config
 from brt.ops import cross_attention, dispatch
 from brt.ops.segmented_recurrent_attention import accumulate_fire as neurons
 from brt.ops.segmented_recurrent_attention import segments, xla
@@ -51,7 +52,7 @@ def test_a_segment_starts_where_its_index_is_reached(pace: Pace) -> None:
 def test_counts_end_with_the_last_valid_position() -> None:
     valid = np.zeros((4, 10), bool)
     valid[1, 0] = valid[2, :4] = valid[3, 8] = True
-    config = CrossAttention(kind="segmented")
+    config = cross_config(CrossAttention(kind="segmented"))
     assert segments.segment_counts(jnp.asarray(valid), config, 4).tolist() == [1, 1, 1, 3]
     static = dataclasses.replace(config, segment_count="static")
     assert segments.segment_counts(jnp.asarray(valid), static, 4).tolist() == [3, 3, 3, 3]
@@ -134,7 +135,7 @@ def test_neurons_and_their_gradients_are_autodiffs() -> None:
 )
 def test_the_reference_means_the_same(changes: dict) -> None:
     config = dataclasses.replace(
-        CrossAttention(kind="srformer", segment_size=3, q_ref=6), **changes
+        cross_config(CrossAttention(kind="srformer", segment_size=3, q_ref=6)), **changes
     )
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(2, length, 2, 4)).astype(np.float32) for length in (5, 10, 10))

@@ -14,12 +14,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from brt.config import CrossAttention, Mesh
 from brt.distributed.mesh import build
+from brt.layers.seq2seq.cross_attention import cross_config
 from brt.ops import cross_attention, dispatch
 from brt.ops import segmented_recurrent_attention as segmented
+from brt.ops.cross_attention import CrossConfig
 from brt.ops.segmented_recurrent_attention import pallas_tpu
 from brt.ops.segmented_recurrent_attention.recurrence import RecurrenceParameters, recurrence
 
-CONFIG = CrossAttention(kind="srformer", segment_size=8)
+CONFIG = cross_config(CrossAttention(kind="srformer", segment_size=8))
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}  # of the largest magnitude of an array
 SEGMENTS, LANES, HEADS, WIDTH = 3, 2, 2, 8
 
@@ -41,7 +43,7 @@ def inputs(dtype: str = "float32", lanes: int = LANES, **without: None) -> tuple
     return normal(*shape).astype(dtype), normal(*shape).astype(dtype), learned
 
 
-def run(recur: Callable, given: tuple[Any, ...], config: CrossAttention = CONFIG) -> Any:
+def run(recur: Callable, given: tuple[Any, ...], config: CrossConfig = CONFIG) -> Any:
     """States, scale and firing rate; gradients of a sum of the first two with random weights.
 
     The same twice.

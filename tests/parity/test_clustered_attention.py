@@ -9,6 +9,7 @@ import pytest
 from recordings import arrays
 
 from brt.config import Attention
+from brt.layers.attention_kinds import clustered_config
 from brt.ops.clustered_attention import Planes, attend_by_label, hash_codes, kmeans, reference
 
 TOLERANCE = 1e-5  # absolute, float32; what is compared is of magnitude 1
@@ -75,10 +76,10 @@ def test_attention(clustered_file: Path) -> None:
     improved = clustered_file.name.startswith("i")
 
     def results(constant: bool) -> tuple:
-        config = Attention(
+        config = clustered_config(Attention(
             kind="improved_clustered" if improved else "clustered", clusters=clusters,
             top_k=int(golden["topk"]) if improved else 1, mass_stop_gradient=constant, tile=4,
-        )  # fmt: skip
+        ))  # fmt: skip
 
         def loss(*x: jax.Array) -> tuple[jax.Array, jax.Array]:
             y = attend_by_label(*x, valid, labels, config, scale=float(golden["softmax_temp"]))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from brt.config import Attention
-from brt.ops.attention import attend
+from brt.layers.attention_kinds import attend
 from brt.ops.causal_clustered_attention import (
     CentroidMemory,
     Centroids,

@@ -28,6 +28,7 @@ from timing import interleaved, ratio, show
 
 from brt import allocator, tasks
 from brt.config import Config, CrossAttention, Pairs, Seq2Seq, Training
+from brt.layers.seq2seq.cross_attention import cross_config
 from brt.ops import cross_attention
 from brt.ops.cross_attention import costs
 from brt.types import PairBatch
@@ -100,7 +101,8 @@ def decode_steps(sources: int, segment: int, beams: int, rounds: int) -> list[di
     segments = -(-sources // segment)
     functions, kept = {}, {}
     for kind in KINDS:
-        config = CrossAttention(kind=kind, segment_size=segment, q_ref=max(TARGETS, segments))
+        section = CrossAttention(kind=kind, segment_size=segment, q_ref=max(TARGETS, segments))
+        config = cross_config(section)
         parameters = cross_attention.initial_parameters(keys[0], config, HEADS, HEAD_DIM)
         prefill = jax.jit(partial(cross_attention.prefill, config=config))
         cache = jax.block_until_ready(prefill(k, v, valid, parameters))

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from brt.config import Attention, CrossAttention
+from brt.layers.attention_kinds import clustered_config
+from brt.layers.seq2seq.cross_attention import cross_config
 from brt.ops import clustered_attention, cross_attention
 from brt.ops.block_products import gathered, spread, summed
 from brt.ops.causal_clustered_attention import CentroidMemory, Centroids, causal_clustered_attention
@@ -124,7 +126,7 @@ def loss(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 
 def segmented(array: Callable[..., Any], args: argparse.Namespace) -> Case:
     """SRformer's cross-attention."""
-    config = CrossAttention(kind="srformer", segment_size=SEGMENT, q_ref=TARGETS)
+    config = cross_config(CrossAttention(kind="srformer", segment_size=SEGMENT, q_ref=TARGETS))
     shapes = jax.eval_shape(
         lambda: cross_attention.initial_parameters(jax.random.key(0), config, HEADS, WIDTH)
     )
@@ -146,7 +148,7 @@ def segmented(array: Callable[..., Any], args: argparse.Namespace) -> Case:
 
 def clustered(array: Callable[..., Any], args: argparse.Namespace, kind: str = "clustered") -> Case:
     """Clustered attention, and the k-means before it."""
-    config = Attention(kind=kind, clusters=CLUSTERS)
+    config = clustered_config(Attention(kind=kind, clusters=CLUSTERS))
     name = args.implementation
     size = jnp.dtype(args.dtype).itemsize // 2
     tokens = TOKENS // (2 * size**2 if kind != "clustered" else size)  # as many as a v4 takes

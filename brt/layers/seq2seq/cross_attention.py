@@ -1,16 +1,26 @@
 """The decoder's attention to the source; how it reads it is data (`CrossAttention.kind`)."""
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.config import CrossAttention
+from brt.config.seq2seq import SMALLEST_THRESHOLD
 from brt.layers.basic import parameter
 from brt.layers.transformer.attention import Projections
 from brt.layers.transformer.block import Block
 from brt.ops import cross_attention
-from brt.ops.cross_attention import CrossCache
+from brt.ops.cross_attention import CrossCache, CrossConfig
+
+
+def cross_config(config: CrossAttention) -> CrossConfig:
+    """Returns the settings of the section `CrossAttention` that the op reads."""
+    names = {field.name for field in dataclasses.fields(CrossConfig)} - {"smallest_threshold"}
+    return CrossConfig(
+        smallest_threshold=SMALLEST_THRESHOLD, **{name: getattr(config, name) for name in names}
+    )
 
 
 class Learned(nn.Module):
@@ -21,7 +31,9 @@ class Learned(nn.Module):
 
     @nn.compact
     def __call__(self) -> dict[str, Array]:
-        parts = cross_attention.specifications(self.cross, self.block.heads, self.block.head_dim)
+        parts = cross_attention.specifications(
+            cross_config(self.cross), self.block.heads, self.block.head_dim
+        )
         return {
             name: parameter(self, name, spec.shape, spec.axes, spec.initializer)
             for name, spec in parts[str(self.name)].items()
@@ -39,7 +51,9 @@ class SourceAttention(Projections):
             setattr(self, part, Learned(self.block, self.cross))
 
     def _parts(self) -> dict[str, Any]:
-        return cross_attention.specifications(self.cross, self.block.heads, self.block.head_dim)
+        return cross_attention.specifications(
+            cross_config(self.cross), self.block.heads, self.block.head_dim
+        )
 
     def _learned(self) -> cross_attention.Parameters:
         return cross_attention.parameters_from(
@@ -54,7 +68,8 @@ class SourceAttention(Projections):
     ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, ""]]]:
         """Whole targets, and what there is to log."""
         y, aux = cross_attention.attend(
-            self.queries(x), self.k(encoded), self.v(encoded), mask, self._learned(), self.cross,
+            self.queries(x), self.k(encoded), self.v(encoded), mask, self._learned(),
+            cross_config(self.cross),
             target_length=x.shape[1] if self.training else None, dropout=self.drop(),
             implementation=self.block.kernels.cross_attention,
         )  # fmt: skip
@@ -64,12 +79,15 @@ class SourceAttention(Projections):
     def prefill(self, encoded: Float[Array, "B S D"], mask: Bool[Array, "B S"]) -> CrossCache:
         """What steps read: once per source, whatever the beams."""
         keys, values = self.k(encoded), self.v(encoded)
-        return cross_attention.prefill(keys, values, mask, self._learned(), self.cross)
+        return cross_attention.prefill(
+            keys, values, mask, self._learned(), cross_config(self.cross)
+        )
 
     def step(
         self, x: Float[Array, "B N D"], cache: CrossCache, position: Int[Array, ""]
     ) -> tuple[Float[Array, "B N D"], CrossCache]:
         """One token of every beam, at `position` of the targets."""
-        cache = cross_attention.advance(cache, position, self.cross)
-        y = cross_attention.step(self.queries(x)[:, :, None], cache, position, self.cross)
+        config = cross_config(self.cross)
+        cache = cross_attention.advance(cache, position, config)
+        y = cross_attention.step(self.queries(x)[:, :, None], cache, position, config)
         return self.o(y[:, :, 0]), cache

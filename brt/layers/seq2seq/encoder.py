@@ -5,11 +5,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from brt.config import Attention
+from brt.layers.attention_kinds import kind_of_length
 from brt.layers.seq2seq.ends import Ends, check_length, relative_bias
 from brt.layers.transformer.attention import Source
 from brt.layers.transformer.encoder_layer import EncoderLayer
 from brt.layers.transformer.stacked import layer_keys, stacked
-from brt.ops.attention import kind_of_length
 from brt.ops.encoder_attention import global_blocks, side_bias
 from brt.ops.relative_bias import bias_tile, offset_bias
 

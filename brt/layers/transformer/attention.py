@@ -7,8 +7,9 @@ import jax
 from jaxtyping import Array, Bool, Float
 
 from brt.config import Attention
+from brt.layers import attention_kinds
 from brt.layers.transformer.block import Block
-from brt.ops import attention, masked_attention
+from brt.ops import masked_attention
 from brt.ops.dropout import Dropout
 from brt.ops.encoder_attention import GlobalBlocks, Side, block_sums, local_attention
 
@@ -101,7 +102,7 @@ class SelfAttention(Projections):
             seen = source.valid[:, None]
             y = self.attend(queries * scale, keys, values, source.bias, seen, drop)
         else:
-            y = attention.attend(
+            y = attention_kinds.attend(
                 queries, keys, values, source.valid, self.attention, key, drop,
                 scale=scale, bias=source.distance_bias, kernels=kernels,
             )  # fmt: skip

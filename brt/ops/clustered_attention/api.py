@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Attention
 from brt.ops import dispatch
 from brt.ops.clustered_attention import clustered_tpu, improved_tpu, reference, xla
 from brt.ops.clustered_attention.clustering import cluster_queries
+from brt.ops.clustered_attention.config import ClusteredConfig
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 
@@ -52,7 +52,7 @@ def attend(
     keys: Float[Array, "B X H K"],
     values: Float[Array, "B X H E"],
     valid: Bool[Array, "B X"],
-    config: Attention,
+    config: ClusteredConfig,
     key: jax.Array,
     dropout: Dropout | None = None,
     *,
@@ -115,7 +115,7 @@ def attend_by_label(
     values: Float[Array, "B X H E"],
     valid: Bool[Array, "B X"],
     labels: Int[Array, "B H T"],
-    config: Attention,
+    config: ClusteredConfig,
     dropout: Dropout | None = None,
     *,
     scale: float,

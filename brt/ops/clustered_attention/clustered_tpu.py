@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Attention
 from brt.ops.clustered_attention.clustered_kernels import (
     ClusteredKernelInputs,
     ClusteredKernelOutputs,
@@ -24,6 +23,7 @@ from brt.ops.clustered_attention.clustered_kernels import (
     backward_kernel,
     forward_kernel,
 )
+from brt.ops.clustered_attention.config import ClusteredConfig
 from brt.ops.clustered_attention.shared_tpu import (
     block_specs,
     call_options,
@@ -47,7 +47,7 @@ def refusal(
     values: Float[Array, "B H X E"],
     valid: Any,
     labels: Any,
-    config: Attention,
+    config: ClusteredConfig,
     dropout: Any,
     bias: Any,
 ) -> str | None:
@@ -72,7 +72,7 @@ def clustered(
     values: Float[Array, "B H X E"],
     valid: Bool[Array, "B X"],
     labels: Int[Array, "B H T"],
-    config: Attention,
+    config: ClusteredConfig,
     dropout: None,
     bias: None,
     *,

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from brt.config import Attention
 from brt.ops import dispatch
 from brt.ops.clustered_attention import kmeans_tpu, reference
+from brt.ops.clustered_attention.config import ClusteredConfig
 from brt.ops.clustered_attention.hashing import hash_codes, random_planes, unit_scale
 from brt.ops.clustered_attention.members import cluster_sums, member_counts
 from brt.ops.dispatch import Implementation, Op
@@ -22,7 +22,7 @@ HASH_BITS = 63  # The authors' code stores a hash in one 64-bit integer.
 def cluster_queries(
     queries: Float[Array, "B H T K"],
     valid: Bool[Array, "B T"],
-    config: Attention,
+    config: ClusteredConfig,
     key: jax.Array,
     *,
     implementation: str | None = None,

@@ -18,9 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Attention
 from brt.ops.clustered_attention import shared_tpu
 from brt.ops.clustered_attention.best_tpu import LIST_LENGTH, STEP_KEYS, SUBLANES
+from brt.ops.clustered_attention.config import ClusteredConfig
 from brt.ops.clustered_attention.improved_backward import backward_kernel
 from brt.ops.clustered_attention.improved_forward import forward_kernel
 from brt.ops.clustered_attention.improved_tile import (
@@ -48,7 +48,7 @@ def feature_refusal(*inputs: Any, dropout: Any, bias: Any) -> str | None:
     """
     if reason := shared_tpu.feature_refusal(dropout=dropout, bias=bias):
         return reason
-    config: Attention = inputs[-1]
+    config: ClusteredConfig = inputs[-1]
     if config.mass_rule != "paper":
         return f"weighs best keys by the rule 'paper', not by {config.mass_rule!r}"
     if config.clusters > CLUSTERS or config.top_k > LIST_LENGTH:
@@ -65,7 +65,7 @@ def refusal(
     values: Float[Array, "B H X E"],
     valid: Any,
     labels: Any,
-    config: Attention,
+    config: ClusteredConfig,
     dropout: Any,
     bias: Any,
 ) -> str | None:
@@ -98,7 +98,7 @@ def improved_clustered(
     values: Float[Array, "B H X E"],
     valid: Bool[Array, "B X"],
     labels: Int[Array, "B H T"],
-    config: Attention,
+    config: ClusteredConfig,
     dropout: None,
     bias: None,
     *,

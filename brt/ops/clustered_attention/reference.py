@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Attention
+from brt.ops.clustered_attention.config import ClusteredConfig
 
 
 def clustered(
@@ -18,7 +18,7 @@ def clustered(
     values: Float[Array, "B H X E"],
     valid: Bool[Array, "B X"],
     labels: Int[Array, "B H T"],
-    config: Attention,
+    config: ClusteredConfig,
     dropout: None = None,
     bias: Float[Array, "H O"] | None = None,
 ) -> Float[Array, "B H T E"]:
@@ -37,7 +37,7 @@ def improved_clustered(
     values: Float[Array, "B H X E"],
     valid: Bool[Array, "B X"],
     labels: Int[Array, "B H T"],
-    config: Attention,
+    config: ClusteredConfig,
     dropout: None = None,
     bias: Float[Array, "H O"] | None = None,
 ) -> Float[Array, "B H T E"]:
@@ -106,7 +106,7 @@ def _kmeans(
 
 
 def _same_cluster(
-    labels: Int[Array, "B H T"], config: Attention
+    labels: Int[Array, "B H T"], config: ClusteredConfig
 ) -> tuple[Bool[Array, "B H T T"], Bool[Array, "B H T 1"]]:
     """Returns which pairs of queries share a cluster, and which queries are no padding."""
     real = labels < min(config.clusters, labels.shape[-1])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import Attention
+from brt.ops.clustered_attention.config import ClusteredConfig
 from brt.ops.clustered_attention.members import (
     build_tiles,
     cluster_sums,
@@ -46,7 +46,7 @@ def clustered(
     values: Float[Array, "B H X E"],
     valid: Bool[Array, "B X"],
     labels: Int[Array, "B H T"],
-    config: Attention,
+    config: ClusteredConfig,
     dropout: Dropout | None,
     bias: Float[Array, "H O"] | None,
 ) -> Float[Array, "B H T E"]:
@@ -66,7 +66,7 @@ def improved_clustered(
     values: Float[Array, "B H X E"],
     valid: Bool[Array, "B X"],
     labels: Int[Array, "B H T"],
-    config: Attention,
+    config: ClusteredConfig,
     dropout: Dropout | None,
     bias: Float[Array, "H O"] | None,
 ) -> Float[Array, "B H T E"]:
@@ -135,7 +135,7 @@ def _find_best_keys(
 
 
 def _centroids(
-    queries: Float[Array, "B H T K"], labels: Int[Array, "B H T"], config: Attention
+    queries: Float[Array, "B H T K"], labels: Int[Array, "B H T"], config: ClusteredConfig
 ) -> Float[Array, "B H C K"]:
     """Returns the means of the clusters' members (equation 3) in the queries' dtype.
 
@@ -162,7 +162,7 @@ def _half_squares(keys: Float[Array, "B H X K"]) -> Float[Array, "B H X"]:
     return jnp.sum(keys.astype(jnp.float32) ** 2, axis=-1) / 2
 
 
-def _cluster_count(labels: Int[Array, "B H T"], config: Attention) -> int:
+def _cluster_count(labels: Int[Array, "B H T"], config: ClusteredConfig) -> int:
     return min(config.clusters, labels.shape[-1])
 
 

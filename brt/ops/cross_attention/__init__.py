@@ -11,3 +11,4 @@ from brt.ops.cross_attention.parameters import Specification as Specification
 from brt.ops.cross_attention.parameters import initial_parameters as initial_parameters
 from brt.ops.cross_attention.parameters import parameters_from as parameters_from
 from brt.ops.cross_attention.parameters import specifications as specifications
+from brt.ops.segmented_recurrent_attention.config import CrossConfig as CrossConfig

@@ -12,7 +12,6 @@ from typing import Any
 
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import CrossAttention
 from brt.ops import dispatch
 from brt.ops import segmented_recurrent_attention as segmented
 from brt.ops.cross_attention import reference, xla
@@ -22,11 +21,12 @@ from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 from brt.ops.segmented_recurrent_attention import DecodingCache as CrossCache
 from brt.ops.segmented_recurrent_attention import NeuronMetrics as NeuronMetrics
+from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
 def _kernel_refuses(
     queries: Array, keys: Array, values: Array, valid: Array, parameters: Parameters,
-    config: CrossAttention, **__: Any,
+    config: CrossConfig, **__: Any,
 ) -> str | None:  # fmt: skip
     _, length, heads, width = keys.shape
     return segmented.refusal(config, heads, width, -(-length // config.segment_size), keys.dtype)
@@ -51,7 +51,7 @@ def attend(
     values: Float[Array, "B X H K"],
     valid: Bool[Array, "B X"],
     parameters: Parameters,
-    config: CrossAttention,
+    config: CrossConfig,
     *,
     t0: int | Int[Array, ""] = 0,
     target_length: int | None = None,
@@ -88,14 +88,14 @@ def prefill(
     values: Float[Array, "B X H K"],
     valid: Bool[Array, "B X"],
     parameters: Parameters,
-    config: CrossAttention,
+    config: CrossConfig,
 ) -> CrossCache:
     """All that `step` reads, made once for each source, whatever the number of its beams."""
     windows = windows_of(keys, values, valid, parameters, config)
     return segmented.prefill(windows, parameters.raf, config)
 
 
-def advance(cache: CrossCache, t: int | Int[Array, ""], config: CrossAttention) -> CrossCache:
+def advance(cache: CrossCache, t: int | Int[Array, ""], config: CrossConfig) -> CrossCache:
     """The cache for steps at t and later, see `segmented_recurrent_attention.advance`.
 
     Only `srformer` with `cache = "carry"` has anything to do; `t` must not decrease.
@@ -107,7 +107,7 @@ def step(
     queries: Float[Array, "B N T H K"],
     cache: CrossCache,
     t: int | Int[Array, ""],
-    config: CrossAttention,
+    config: CrossConfig,
 ) -> Float[Array, "B N T H K"]:
     """Target positions t to t + T of the N beams of every source; the same as `attend`.
 

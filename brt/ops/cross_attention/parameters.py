@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from brt.config import CrossAttention
-from brt.config.seq2seq import SMALLEST_THRESHOLD
 from brt.ops import segmented_recurrent_attention as segmented
 from brt.ops.cross_attention.baselines import Rnn
+from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
 class Parameters(NamedTuple):
@@ -41,7 +40,7 @@ class Specification(NamedTuple):
 
 
 def specifications(
-    config: CrossAttention, heads: int, head_dim: int
+    config: CrossConfig, heads: int, head_dim: int
 ) -> dict[str, dict[str, Specification]]:
     """All that a layer learns: {"raf": {"kernel": ..., ...}} and so on, {} for most kinds."""
     if config.kind == "srformer":
@@ -58,7 +57,7 @@ def parameters_from(tree: Mapping[str, Mapping[str, Any]]) -> Parameters:
     return Parameters(**{name: kinds[name](**arrays) for name, arrays in tree.items()})
 
 
-def initial_parameters(rng: Array, config: CrossAttention, heads: int, head_dim: int) -> Parameters:
+def initial_parameters(rng: Array, config: CrossConfig, heads: int, head_dim: int) -> Parameters:
     """Float32 arrays by `specifications`."""
     tree = specifications(config, heads, head_dim)
     names = [(part, name) for part, entries in tree.items() for name in entries]
@@ -81,7 +80,7 @@ def _uniform(bound: float) -> Callable[..., Array]:
     return initialize
 
 
-def _raf(config: CrossAttention, head_dim: int) -> dict[str, Specification]:
+def _raf(config: CrossConfig, head_dim: int) -> dict[str, Specification]:
     constant, results = jax.nn.initializers.constant, {}
     kernel = {
         "uniform": _uniform(head_dim**-0.5),  # PyTorch's, which T5 of Hugging Face leaves alone
@@ -91,7 +90,7 @@ def _raf(config: CrossAttention, head_dim: int) -> dict[str, Specification]:
         leak, threshold = config.leak_init, config.threshold_init
         if config.raf_parameters == "bounded":  # what `effective` turns into these
             leak = float(np.log(leak / (1 - leak)))
-            threshold = float(np.log(np.expm1(threshold - SMALLEST_THRESHOLD)))
+            threshold = float(np.log(np.expm1(threshold - config.smallest_threshold)))
         results["kernel"] = Specification((head_dim, head_dim), (None, None), kernel)
         results["leak"] = Specification((), (), constant(leak))
         results["threshold"] = Specification((), (), constant(threshold))

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import CrossAttention
 from brt.ops import segmented_recurrent_attention as segmented
 from brt.ops.cross_attention.baselines import Rnn
 from brt.ops.cross_attention.parameters import Parameters
 from brt.ops.segmented_recurrent_attention import SegmentWindows, SharedKeys
+from brt.ops.segmented_recurrent_attention.config import CrossConfig
 from brt.ops.segmented_recurrent_attention.segments import segment_counts, split_segments
 
 
@@ -18,7 +18,7 @@ def attend(
     values: Float[Array, "B X H K"],
     valid: Bool[Array, "B X"],
     parameters: Parameters,
-    config: CrossAttention,
+    config: CrossConfig,
     *,
     t0: int | Int[Array, ""] = 0,
     target_length: int | None = None,
@@ -37,7 +37,7 @@ def _windows(
     values: Float[Array, "B X H K"],
     valid: Bool[Array, "B X"],
     parameters: Parameters,
-    config: CrossAttention,
+    config: CrossConfig,
 ) -> SegmentWindows:
     if config.mask_kv:
         keys, values = (jnp.where(valid[:, :, None, None], x, 0) for x in (keys, values))

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.config import CrossAttention
 from brt.ops import segmented_recurrent_attention as segmented
 from brt.ops.cross_attention import baselines
 from brt.ops.cross_attention.parameters import Parameters
 from brt.ops.dropout import Dropout
+from brt.ops.segmented_recurrent_attention.config import CrossConfig
 from brt.ops.segmented_recurrent_attention.segments import segment_counts, split_segments
 
 
@@ -19,7 +19,7 @@ def attend(
     values: Float[Array, "B X H K"],
     valid: Bool[Array, "B X"],
     parameters: Parameters,
-    config: CrossAttention,
+    config: CrossConfig,
     *,
     t0: int | Int[Array, ""] = 0,
     target_length: int | None = None,
@@ -39,7 +39,7 @@ def windows_of(
     values: Float[Array, "B X H K"],
     valid: Bool[Array, "B X"],
     parameters: Parameters,
-    config: CrossAttention,
+    config: CrossConfig,
 ) -> segmented.SegmentWindows:
     """What the targets of each segment read."""
     if config.mask_kv:
@@ -61,7 +61,7 @@ def _with_memory(
     keys: Float[Array, "B X H K"],
     values: Float[Array, "B X H K"],
     parameters: Parameters,
-    config: CrossAttention,
+    config: CrossConfig,
 ) -> segmented.SegmentWindows:
     recurs = config.memory == "rnn"
     memories: Iterable[Array | None] = (None, None)

@@ -12,12 +12,12 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brt.config import CrossAttention
 from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 from brt.ops.segmented_recurrent_attention import cache, pallas_tpu, reference, xla
 from brt.ops.segmented_recurrent_attention.cache import DecodingCache as DecodingCache
+from brt.ops.segmented_recurrent_attention.config import CrossConfig
 from brt.ops.segmented_recurrent_attention.recurrence import NeuronMetrics as NeuronMetrics
 from brt.ops.segmented_recurrent_attention.recurrence import (
     RecurrenceParameters as RecurrenceParameters,
@@ -30,7 +30,7 @@ def _kernel_refusal(
     queries: Array,
     windows: SegmentWindows,
     parameters: RecurrenceParameters,
-    config: CrossAttention,
+    config: CrossConfig,
     **__: Any,
 ) -> str | None:
     segments, _, heads, _, width = windows.keys.shape
@@ -58,7 +58,7 @@ def attend(
     queries: Float[Array, "B T H K"],
     windows: SegmentWindows,
     parameters: RecurrenceParameters,
-    config: CrossAttention,
+    config: CrossConfig,
     *,
     t0: int | Int[Array, ""] = 0,
     target_length: int | None = None,
@@ -92,7 +92,7 @@ def attend(
 
 
 def prefill(
-    windows: SegmentWindows, parameters: RecurrenceParameters, config: CrossAttention
+    windows: SegmentWindows, parameters: RecurrenceParameters, config: CrossConfig
 ) -> DecodingCache:
     """Returns the cache that `step` reads, computed once for each source.
 
@@ -102,9 +102,7 @@ def prefill(
     return cache.prefill(windows, parameters, config)
 
 
-def advance(
-    cache_: DecodingCache, t: int | Int[Array, ""], config: CrossAttention
-) -> DecodingCache:
+def advance(cache_: DecodingCache, t: int | Int[Array, ""], config: CrossConfig) -> DecodingCache:
     """Advances carried neurons to target position t, which must never decrease.
 
     `step` also advances them but does not return the result, so without `advance` every step starts
@@ -117,7 +115,7 @@ def step(
     queries: Float[Array, "B N T H K"],
     cache_: DecodingCache,
     t: int | Int[Array, ""],
-    config: CrossAttention,
+    config: CrossConfig,
 ) -> Float[Array, "B N T H K"]:
     """Attends from target positions t to t + T of N beams, which share the cache of their source.
 

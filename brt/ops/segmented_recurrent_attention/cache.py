@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from brt.config import CrossAttention
 from brt.ops.segmented_recurrent_attention.accumulate_fire import accumulate, fire
+from brt.ops.segmented_recurrent_attention.config import CrossConfig
 from brt.ops.segmented_recurrent_attention.recurrence import (
     RecurrenceParameters,
     key_value_sums,
@@ -70,7 +70,7 @@ class DecodingCache(NamedTuple):
 
 
 def prefill(
-    windows: SegmentWindows, parameters: RecurrenceParameters, config: CrossAttention
+    windows: SegmentWindows, parameters: RecurrenceParameters, config: CrossConfig
 ) -> DecodingCache:
     """Returns the cache of each source in the form that `config.cache` names."""
     keys, values, mask = (
@@ -94,14 +94,14 @@ def prefill(
     return cache._replace(carry=carry, scale=output_scale(windows.keys, parameters, config))
 
 
-def _cache_form(config: CrossAttention, width: int) -> str:
+def _cache_form(config: CrossConfig, width: int) -> str:
     if config.cache != "auto":
         return config.cache
     # With this condition the table is not larger than the keys and values.
     return "table" if 2 * config.segment_size >= width else "carry"
 
 
-def advance(cache: DecodingCache, t: Int[Array, ""], config: CrossAttention) -> DecodingCache:
+def advance(cache: DecodingCache, t: Int[Array, ""], config: CrossConfig) -> DecodingCache:
     """Advances carried neurons to target position t; returns other caches unchanged.
 
     `step` also advances them but does not return the result, so without `advance` every step starts
@@ -113,7 +113,7 @@ def advance(cache: DecodingCache, t: Int[Array, ""], config: CrossAttention) -> 
 
 
 def _advance(
-    cache: DecodingCache, carry: NeuronCarry, t: Int[Array, ""], config: CrossAttention
+    cache: DecodingCache, carry: NeuronCarry, t: Int[Array, ""], config: CrossConfig
 ) -> NeuronCarry:
     target = segment_index(t[None], cache.counts, pace(config, None))[:, 0]
     return jax.lax.while_loop(
@@ -124,7 +124,7 @@ def _advance(
 
 
 def _advance_one(
-    cache: DecodingCache, carry: NeuronCarry, moves: Bool[Array, " B"], config: CrossAttention
+    cache: DecodingCache, carry: NeuronCarry, moves: Bool[Array, " B"], config: CrossConfig
 ) -> NeuronCarry:
     """Advances the neurons of sources where `moves` is True by one segment."""
     segment = carry.segment + moves
@@ -156,7 +156,7 @@ def step(
     queries: Float[Array, "B N T H K"],
     cache: DecodingCache,
     t: Int[Array, ""],
-    config: CrossAttention,
+    config: CrossConfig,
 ) -> Float[Array, "B N T H K"]:
     """Computes `api.step`."""
     batch, beams, length, heads, width = queries.shape
@@ -193,7 +193,7 @@ def _states_at(
     cache: DecodingCache,
     index: Int[Array, "B P"],
     positions: Int[Array, " P"],
-    config: CrossAttention,
+    config: CrossConfig,
 ) -> Float[Array, "B P H K K"]:
     """Returns R for each position."""
     if cache.table is not None:

@@ -18,9 +18,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from brt.config import CrossAttention
 from brt.distributed import rules
 from brt.ops.dispatch import output_residual
+from brt.ops.segmented_recurrent_attention.config import CrossConfig
 from brt.ops.segmented_recurrent_attention.recurrence import (
     RecurrenceParameters,
     RecurrentStates,
@@ -40,7 +40,7 @@ from brt.ops.tpu import LANES, parallel_heads, vmem_refusal
 _HEAD_DIMS = (64, 128)
 
 
-def feature_refusal(config: CrossAttention) -> str | None:
+def feature_refusal(config: CrossConfig) -> str | None:
     """Returns why the kernel does not support the settings, for any sizes, or None if it does."""
     if config.kind != "srformer" or not config.use_raf:
         return "is of CrossAttention.kind = 'srformer' with its neurons (use_raf)"
@@ -50,7 +50,7 @@ def feature_refusal(config: CrossAttention) -> str | None:
 
 
 def refusal(
-    config: CrossAttention, heads: int, width: int, segments: int, dtype: jnp.dtype
+    config: CrossConfig, heads: int, width: int, segments: int, dtype: jnp.dtype
 ) -> str | None:
     """Returns why the kernel does not support such a source, or None if it does."""
     if reason := feature_refusal(config):
@@ -75,7 +75,7 @@ def recurrence(
     values: Float[Array, "M B H S K"],
     counts: Int[Array, " B"],
     parameters: RecurrenceParameters,
-    config: CrossAttention,
+    config: CrossConfig,
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> RecurrentStates:

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brt.config import CrossAttention
-from brt.config.seq2seq import SMALLEST_THRESHOLD
 from brt.ops.segmented_recurrent_attention.accumulate_fire import accumulate_fire
+from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
 class RecurrenceParameters(NamedTuple):
@@ -58,13 +57,13 @@ class NeuronMetrics(NamedTuple):
 
 
 def leak_and_threshold(
-    parameters: RecurrenceParameters, config: CrossAttention
+    parameters: RecurrenceParameters, config: CrossConfig
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns leak and threshold as the neurons use them."""
     leak, threshold = (x for x in (parameters.leak, parameters.threshold) if x is not None)
     if config.raf_parameters == "raw":
         return leak, threshold
-    return jax.nn.sigmoid(leak), jax.nn.softplus(threshold) + SMALLEST_THRESHOLD
+    return jax.nn.sigmoid(leak), jax.nn.softplus(threshold) + config.smallest_threshold
 
 
 def recurrence(
@@ -72,7 +71,7 @@ def recurrence(
     values: Float[Array, "M B H S K"],
     counts: Int[Array, " B"],
     parameters: RecurrenceParameters,
-    config: CrossAttention,
+    config: CrossConfig,
 ) -> RecurrentStates:
     """Computes equations 13 and 16 for all segments at once; sums and neurons are float32.
 
@@ -94,7 +93,7 @@ def key_value_sums(
     keys: Float[Array, "*B S K"],
     values: Float[Array, "*B S K"],
     parameters: RecurrenceParameters,
-    config: CrossAttention,
+    config: CrossConfig,
 ) -> Float[Array, "*B K K"]:
     """A_j = K_j^T V_j, float32; behind W already, unless a clamp comes between.
 
@@ -109,7 +108,7 @@ def neuron_inputs(
     own: Float[Array, "M *B K K"],
     total: Float[Array, "*B K K"],
     parameters: RecurrenceParameters,
-    config: CrossAttention,
+    config: CrossConfig,
 ) -> Float[Array, "M *B K K"]:
     """Returns X_j = P_j W from the sums A_j and their total, or P_j itself without neurons."""
     if config.clamp:
@@ -125,7 +124,7 @@ def neuron_inputs(
 def output_scale(
     keys: Float[Array, "M B H S K"],
     parameters: RecurrenceParameters,
-    config: CrossAttention,
+    config: CrossConfig,
     squares: Float[Array, "B H 1 K"] | None = None,
 ) -> Float[Array, "B H 1 K"] | None:
     """Returns the factor of O_R: the gate times the inverse norm of the keys, or None for neither.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brt.config import CrossAttention
+from brt.ops.segmented_recurrent_attention.config import CrossConfig
 from brt.ops.segmented_recurrent_attention.recurrence import (
     NeuronMetrics,
     RecurrenceParameters,
@@ -20,7 +20,7 @@ def attend(
     queries: Float[Array, "B T H K"],
     windows: SegmentWindows,
     parameters: RecurrenceParameters,
-    config: CrossAttention,
+    config: CrossConfig,
     *,
     t0: int | Int[Array, ""] = 0,
     target_length: int | None = None,
@@ -43,7 +43,7 @@ def attend(
 
 
 def _states(
-    windows: SegmentWindows, p: RecurrenceParameters, config: CrossAttention
+    windows: SegmentWindows, p: RecurrenceParameters, config: CrossConfig
 ) -> tuple[list[Float[Array, "B H K K"]], NeuronMetrics]:
     """Returns the normalized states R of each segment."""
     if config.kind != "srformer":
@@ -71,7 +71,7 @@ def _run_neurons(
     inputs: Float[Array, "M B H K K"],
     counts: Int[Array, " B"],
     p: RecurrenceParameters,
-    c: CrossAttention,
+    c: CrossConfig,
 ) -> tuple[Float[Array, "M B H K K"], NeuronMetrics]:
     """Computes section 3.3 segment by segment."""
     assert p.kernel is not None  # This kind of cross-attention always has the kernel.
@@ -95,7 +95,7 @@ def _attend_to_segment(
     i: int,
     states: list[Array],
     p: RecurrenceParameters,
-    config: CrossAttention,
+    config: CrossConfig,
 ) -> Float[Array, "B T H K"]:
     """Attends from all queries to segment i."""
     recurrent = None

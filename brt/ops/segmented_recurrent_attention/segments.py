@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-from brt.config import CrossAttention
+from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
 class Pace(NamedTuple):
@@ -42,7 +42,7 @@ class Pace(NamedTuple):
         return min(max(usual, end - int(self.start(count - 1, count))), end)
 
 
-def pace(config: CrossAttention, target_length: int | None) -> Pace:
+def pace(config: CrossConfig, target_length: int | None) -> Pace:
     """Returns the pace of a batch of targets, or the pace of decoding without a target length."""
     if config.index_mode == "stride":
         return Pace(config.stride, over_all=False)
@@ -51,9 +51,7 @@ def pace(config: CrossAttention, target_length: int | None) -> Pace:
     return Pace(config.q_ref, over_all=True)
 
 
-def segment_counts(
-    valid: Bool[Array, "B X"], config: CrossAttention, size: int
-) -> Int[Array, " B"]:
+def segment_counts(valid: Bool[Array, "B X"], config: CrossConfig, size: int) -> Int[Array, " B"]:
     """Returns the number of segments of each source, at least 1.
 
     They extend to the last valid position, or to the padded end with `segment_count = "static"`.

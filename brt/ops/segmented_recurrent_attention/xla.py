@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from brt.config import CrossAttention
 from brt.ops import dispatch
 from brt.ops.dropout import Dropout
+from brt.ops.segmented_recurrent_attention.config import CrossConfig
 from brt.ops.segmented_recurrent_attention.recurrence import (
     NeuronMetrics,
     RecurrenceParameters,
@@ -39,7 +39,7 @@ def attend(
     queries: Float[Array, "B T H K"],
     windows: SegmentWindows,
     parameters: RecurrenceParameters,
-    config: CrossAttention,
+    config: CrossConfig,
     *,
     t0: int | Int[Array, ""] = 0,
     target_length: int | None = None,
@@ -68,7 +68,7 @@ def _attend_by_form(
     windows: SegmentWindows,
     recurrence: RecurrentStates | None,
     sigma: Float[Array, ""] | None,
-    config: CrossAttention,
+    config: CrossConfig,
     *,
     t0: int | Int[Array, ""],
     pace: Pace,
@@ -134,7 +134,7 @@ def _attend_by_slots(
     windows: SegmentWindows,
     recurrence: RecurrentStates | None,
     sigma: Float[Array, ""] | None,
-    config: CrossAttention,
+    config: CrossConfig,
     t0: int,
     pace: Pace,
     dropout: Dropout | None,
@@ -185,7 +185,7 @@ def _attend_rows(
     windows: SegmentWindows,
     recurrence: RecurrentStates | None,
     sigma: Float[Array, ""] | None,
-    config: CrossAttention,
+    config: CrossConfig,
     dropout: Dropout | None,
 ) -> Float[Array, "M B H G K"]:
     """Attends from row j to window j."""
@@ -239,7 +239,7 @@ def _attend_densely(
     windows: SegmentWindows,
     recurrence: RecurrentStates | None,
     sigma: Float[Array, ""] | None,
-    config: CrossAttention,
+    config: CrossConfig,
     t0: int | Int[Array, ""],
     pace: Pace,
     dropout: Dropout | None,

@@ -9,13 +9,14 @@ import pytest
 
 from brt.config import Attention
 from brt.errors import ConfigError
-from brt.ops import attention, attention_baselines
+from brt.layers import attention_kinds
+from brt.ops import attention_baselines
 
 pytestmark = pytest.mark.slow_cases("shared_full", "oracle_top_k")
 
 KINDS = typing.get_args(typing.get_type_hints(Attention)["kind"])
 TOKENS, LENGTHS = 14, (14, 9, 0)
-OWN_KEYS = [kind for kind in KINDS if kind not in attention.KEYS_ARE_QUERIES]
+OWN_KEYS = [kind for kind in KINDS if kind not in attention_kinds.KEYS_ARE_QUERIES]
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -38,7 +39,7 @@ def attend(config: Attention, x: dict[str, jax.Array], seed: int = 0, **options:
 
 @partial(jax.jit, static_argnames=("config", "scale", "causal"))
 def _compiled(x: dict[str, jax.Array], key: jax.Array, **options: Any) -> jax.Array:
-    return attention.attend(**x, key=key, **options)
+    return attention_kinds.attend(**x, key=key, **options)
 
 
 @pytest.mark.slow_cases("reformer", "clustered")
@@ -82,7 +83,9 @@ def test_empty_and_single_token_examples_leave_finite_gradients(kind: str) -> No
         valid = x.pop("valid")
 
         def loss(x: dict, valid: jax.Array = valid) -> jax.Array:
-            y = attention.attend(**x, valid=valid, config=section(kind), key=jax.random.key(0))
+            y = attention_kinds.attend(
+                **x, valid=valid, config=section(kind), key=jax.random.key(0)
+            )
             return jnp.sum(y**2)
 
         gradients = jax.jit(jax.grad(loss))(x)
@@ -108,7 +111,7 @@ def test_another_sequence_can_be_read(kind: str) -> None:
 @each_kind
 def test_causal_kinds_see_no_later_token_and_others_are_refused(kind: str) -> None:
     x = arrays((TOKENS,))
-    if kind not in attention.CAUSAL:
+    if kind not in attention_kinds.CAUSAL:
         with pytest.raises(ConfigError, match=f"'{kind}' lets later tokens.*needs one of 'full'"):
             attend(section(kind), x, causal=True)
         return
@@ -120,7 +123,7 @@ def test_causal_kinds_see_no_later_token_and_others_are_refused(kind: str) -> No
     np.testing.assert_allclose(y[:, 0], x["values"][:, 0], atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", attention.KEYS_ARE_QUERIES)
+@pytest.mark.parametrize("kind", attention_kinds.KEYS_ARE_QUERIES)
 def test_keys_are_the_queries_or_the_kind_is_refused(kind: str) -> None:
     x = arrays()
     np.testing.assert_array_equal(

@@ -1,5 +1,7 @@
 """Attention by the method that `Attention.kind` names; the weights do not depend on the kind."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -72,7 +74,7 @@ def attend(
     scale = queries.shape[-1] ** -0.5 if scale is None else scale
     if kind in ("clustered", "improved_clustered"):
         return clustered_attention.attend(
-            queries, keys, values, valid, config, key, dropout,
+            queries, keys, values, valid, clustered_config(config), key, dropout,
             scale=scale, queries_valid=queries_valid, bias=bias,
             implementation=kernels.clustered_attention, kmeans_implementation=kernels.kmeans,
         )  # fmt: skip
@@ -98,6 +100,12 @@ def attend(
             scale=scale, causal=causal, implementation=kernels.masked_attention,
         )  # fmt: skip
     return jnp.where(queries_valid[..., None, None], y, 0)
+
+
+def clustered_config(config: Attention) -> clustered_attention.ClusteredConfig:
+    """Returns the settings of the section `Attention` that clustered attention reads."""
+    names = [field.name for field in dataclasses.fields(clustered_attention.ClusteredConfig)]
+    return clustered_attention.ClusteredConfig(**{name: getattr(config, name) for name in names})
 
 
 def kind_of_length(config: Attention, length: int) -> str:
