@@ -17,17 +17,17 @@ from brt.ops.dense import dense
 from brt.ops.normalization import l2_normalize, scaled_unit
 from brt.ops.positions import relative_bias
 from brt.ops.routed_attention import (
+    ClusterStatistics,
     Rings,
-    Routed,
-    Statistics,
+    RoutedTokens,
+    add_tokens,
     commitment,
-    counted,
-    nearest,
+    nearest_clusters,
     new_statistics,
     rings_after,
     routed_attention,
     routed_attention_step,
-    settled,
+    update_averages,
 )
 
 
@@ -55,7 +55,7 @@ class RoutedBlock(NamedTuple):
     """An open block: that of a sliding-window layer, and [B, W, G, K] of the routed heads."""
 
     tokens: OpenBlock
-    routed: Routed
+    routed: RoutedTokens
 
 
 _RINGS = ("lanes", "heads", None, None, None)
@@ -76,14 +76,14 @@ def new_routed_state(model: Model, batch: int, dtype: jnp.dtype) -> RoutedState:
     return RoutedState(window, keys, values, jnp.zeros(shape[:3], jnp.int32))
 
 
-def new_routing(model: Model) -> Statistics:
+def new_routing(model: Model) -> ClusterStatistics:
     """Its model state: what the clusters are."""
     return new_statistics(model.routing_heads, model.routing_clusters, model.head_dim)
 
 
-def settled_routing(model: Model, statistics: Statistics) -> Statistics:
+def settled_routing(model: Model, statistics: ClusterStatistics) -> ClusterStatistics:
     """The next step's."""
-    return settled(statistics, model.routing_decay)
+    return update_averages(statistics, model.routing_decay)
 
 
 def routing_flops(model: Model) -> int:
@@ -135,14 +135,14 @@ class RoutingLayer(nn.Module):
         return bias * jnp.abs(self.scale)[:, None] if m.bias_before_scale else bias
 
     def _routed(
-        self, x: Float[Array, "B T D"], statistics: Statistics
-    ) -> tuple[Float[Array, "B T G K"], Routed]:
+        self, x: Float[Array, "B T D"], statistics: ClusterStatistics
+    ) -> tuple[Float[Array, "B T G K"], RoutedTokens]:
         """Queries with their scale, and the tokens as others read them."""
         h = self.tokens.normed(x)
         products = dense(h, self.queries)
         keys, values = l2_normalize(products), dense(h, self.values)
         queries = scaled_unit(products, jnp.abs(self.scale))
-        return queries, Routed(keys, values, nearest(keys, statistics))
+        return queries, RoutedTokens(keys, values, nearest_clusters(keys, statistics))
 
     def __call__(
         self,
@@ -150,7 +150,7 @@ class RoutingLayer(nn.Module):
         state: RoutedState,
         document_start: Bool[Array, "B N"],
         _: None,
-        statistics: Statistics,
+        statistics: ClusterStatistics,
     ) -> tuple[Float[Array, "B T D"], RoutedState, LayerAux]:
         """A segment."""
         m = self.model
@@ -159,7 +159,7 @@ class RoutingLayer(nn.Module):
         queries, routed = self._routed(x, statistics)
         heads = ("lanes", None, "heads", None)  # of the whole segment, which is sorted
         queries = constrain(queries, *heads)
-        routed = Routed(
+        routed = RoutedTokens(
             constrain(routed.keys, *heads), constrain(routed.values, *heads),
             constrain(routed.clusters, *heads[:3]),
         )  # fmt: skip
@@ -173,8 +173,8 @@ class RoutingLayer(nn.Module):
         rings = rings_after(routed, state.rings, start)
         return y, RoutedState(window, *rings), self._aux(routed, statistics)
 
-    def _aux(self, routed: Routed, statistics: Statistics) -> LayerAux:
-        after = counted(statistics, routed.keys, routed.clusters)
+    def _aux(self, routed: RoutedTokens, statistics: ClusterStatistics) -> LayerAux:
+        after = add_tokens(statistics, routed.keys, routed.clusters)
         found = after.new_counts - statistics.new_counts
         largest = jnp.max(found / routed.clusters[..., 0].size, axis=-1)
         metrics = {"largest_cluster": jnp.mean(largest)}
@@ -189,7 +189,7 @@ class RoutingLayer(nn.Module):
         window, m = state.window, self.model
         shape = (len(state.keys), m.window, m.routing_heads, m.head_dim)
         keys = jnp.zeros(shape, state.keys.dtype)
-        routed = Routed(keys, keys, jnp.zeros(keys.shape[:3], jnp.int32))
+        routed = RoutedTokens(keys, keys, jnp.zeros(keys.shape[:3], jnp.int32))
         return x, RoutedBlock(OpenBlock(window.keys, window.values, None), routed)
 
     def decode_step(
@@ -198,12 +198,12 @@ class RoutingLayer(nn.Module):
         carried: tuple[RoutedState, RoutedBlock],
         position: Int[Array, ""],
         _: None,
-        statistics: Statistics,
+        statistics: ClusterStatistics,
     ) -> tuple[Float[Array, "B 1 D"], RoutedBlock]:
         """One token of the open block; the rings stand still."""
         state, block = carried
         queries, routed = self._routed(x, statistics)
-        whole = Routed(
+        whole = RoutedTokens(
             *(
                 jax.lax.dynamic_update_slice_in_dim(old, new, position, axis=1)
                 for old, new in zip(block.routed, routed, strict=True)

@@ -13,7 +13,7 @@ from brt.errors import ConfigError
 from brt.layers.kinds import KINDS, replace_parts
 from brt.layers.routing import RoutedState, RoutingLayer, new_routed_state, new_routing
 from brt.models.flops import forward_flops_per_token
-from brt.ops.routed_attention import Statistics
+from brt.ops.routed_attention import ClusterStatistics
 from brt.tasks.language_modeling.warm_start import start_model_state
 from brt.tasks.weights import Weights
 
@@ -49,7 +49,7 @@ def compiled(model: Model) -> Callable:
 
 def read(
     params: Any, x: jax.Array, state: RoutedState, start: np.ndarray = NOWHERE,
-    learnt: Statistics = LEARNT, model: Model = MODEL,
+    learnt: ClusterStatistics = LEARNT, model: Model = MODEL,
 ) -> tuple:  # fmt: skip
     return compiled(model)({"params": params}, x, state, jnp.asarray(start), None, learnt)
 
@@ -83,7 +83,7 @@ def test_every_parameter_learns_from_the_task_and_queries_from_the_commitment(
 ) -> None:
     @functools.partial(jax.jit, static_argnums=2)
     def gradients(params: Any, state: RoutedState, own: bool) -> tuple:
-        def loss(params: Any, state: RoutedState, learnt: Statistics) -> jax.Array:
+        def loss(params: Any, state: RoutedState, learnt: ClusterStatistics) -> jax.Array:
             start = jnp.asarray(NOWHERE)
             variables = {"params": params}
             y, _, aux = RoutingLayer(MODEL).apply(variables, inputs(), state, start, None, learnt)

@@ -14,7 +14,7 @@ from brt.config import CrossAttention
 from brt.distributed import rules
 from brt.layers.seq2seq.cross_attention import cross_config
 from brt.ops import cross_attention
-from brt.ops.cross_attention import CrossConfig, Parameters
+from brt.ops.cross_attention import CrossConfig, CrossParameters
 from brt.ops.dropout import Dropout
 
 BATCH, HEADS, WIDTH, SOURCE, TARGET, SEGMENT = 4, 2, 4, 21, 12, 4
@@ -48,7 +48,7 @@ def config_of(name: str, **changes: Any) -> CrossConfig:
     return dataclasses.replace(SRFORMER, **VARIANTS[name] | changes)
 
 
-def parameters_of(config: CrossConfig) -> Parameters:
+def parameters_of(config: CrossConfig) -> CrossParameters:
     """First values, the constants among them moved to where they mean something."""
     initial = cross_attention.initial_parameters(jax.random.key(0), config, HEADS, WIDTH)
     rng = np.random.default_rng(1)
@@ -68,7 +68,7 @@ def arrays() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
 
 
 def oracle(
-    q: Any, k: Any, v: Any, valid: Any, parameters: Parameters, config: CrossConfig,
+    q: Any, k: Any, v: Any, valid: Any, parameters: CrossParameters, config: CrossConfig,
     target_length: int | None = None, t0: int = 0,
 ) -> np.ndarray:  # fmt: skip
     """Position by position in float64 NumPy."""
@@ -357,7 +357,7 @@ def test_one_segment_is_full_attention() -> None:
     q, *source = arrays()
     whole = config_of("srformer", segment_size=SOURCE)
     y = attended(whole)(q, *source, parameters_of(whole))
-    np.testing.assert_array_equal(y, attended(config_of("full"))(q, *source, Parameters()))
+    np.testing.assert_array_equal(y, attended(config_of("full"))(q, *source, CrossParameters()))
 
 
 def test_positions_behind_the_reference_length_read_the_last_segment() -> None:
@@ -392,7 +392,7 @@ def test_what_is_logged() -> None:
     np.testing.assert_allclose(aux.leak, 1 / (1 + np.exp(-raf.leak)), rtol=1e-6)
     np.testing.assert_allclose(aux.threshold, np.log1p(np.exp(raf.threshold)) + 1e-3, rtol=1e-6)
     segmented = partial(cross_attention.attend, config=config_of("segmented"))
-    assert jax.eval_shape(segmented, *arrays(), Parameters())[1].firing_rate is None
+    assert jax.eval_shape(segmented, *arrays(), CrossParameters())[1].firing_rate is None
 
 
 def test_the_first_position_learns_from_every_segment() -> None:
@@ -538,5 +538,5 @@ def test_behind_a_new_gate_is_the_segment_alone() -> None:
     assert initial.raf.gate == 0
     q, k, v, valid = arrays()
     y = attended(gated)(q, k, v, valid, initial)
-    expected = attended(segmented)(q, k, v, valid, Parameters())
+    expected = attended(segmented)(q, k, v, valid, CrossParameters())
     np.testing.assert_array_equal(y, expected)

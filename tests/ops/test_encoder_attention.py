@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from brt.ops import encoder_attention
-from brt.ops.encoder_attention import Side, block_sums, global_blocks, reference, side_bias
+from brt.ops.encoder_attention import SideKeys, block_sums, global_blocks, reference, side_bias
 from brt.ops.relative_bias import bias_tile, relative_buckets
 
 HEADS, SIZE, GLOBALS = 2, 4, 3
@@ -42,12 +42,12 @@ def toeplitz(x: dict[str, np.ndarray], radius: int) -> dict[str, np.ndarray]:
     return {**x, "bias": np.asarray(tile)}
 
 
-def sides(tokens: int) -> Side:
+def sides(tokens: int) -> SideKeys:
     rng = np.random.default_rng(1)
     keys, values = (rng.normal(size=(2, GLOBALS, HEADS, SIZE)).astype(np.float32) for _ in "kv")
     bias = rng.normal(size=(2, HEADS, tokens, GLOBALS)).astype(np.float32)
     exist = np.array([[True, True, False], [True, False, False]])
-    return Side(*map(jnp.asarray, (keys, values, bias, exist)))
+    return SideKeys(*map(jnp.asarray, (keys, values, bias, exist)))
 
 
 @pytest.mark.slow_cases("3-5-*", "8-1-False", "17-5-True", "17-*")

@@ -29,13 +29,13 @@ from brt.ops.block_products import gathered, spread, summed
 from brt.ops.cross_entropy import cross_entropy, token_scores
 from brt.ops.dispatch import Op
 from brt.ops.dropout import DropoutMask
-from brt.ops.encoder_attention import Side
+from brt.ops.encoder_attention import SideKeys
 from brt.ops.gates import GateWeights
 from brt.ops.memory_attention import memory_attention
 from brt.ops.normalization import l2_normalize
 from brt.ops.partial_attention import AttentionPart
 from brt.ops.recurrent_attention import CellWeights, state_scan
-from brt.ops.routed_attention import Rings, Routed, rings_after, routed_attention
+from brt.ops.routed_attention import Rings, RoutedTokens, rings_after, routed_attention
 from brt.ops.segmented_recurrent_attention import SegmentWindows
 from brt.ops.softmax_attention import attend, attend_to_blocks
 from brt.ops.weight_gradient import weight_gradient
@@ -147,7 +147,7 @@ def routed() -> tuple[Run, list]:
 
     def run(name: str, q: Any, k: Any, v: Any, old_k: Any, old_v: Any, bias: Any) -> Any:
         before = Rings(old_k, old_v, filled)
-        tokens = Routed(k, v, jnp.asarray(drawn))
+        tokens = RoutedTokens(k, v, jnp.asarray(drawn))
         y = routed_attention(q, tokens, before, start, bias, implementation=name)
         return y, rings_after(tokens, before, start)
 
@@ -207,7 +207,7 @@ def local(with_side: bool) -> tuple[Run, list]:
 
     def run(name: str, q: Any, k: Any, v: Any, table: Any, *side: Any) -> jax.Array:
         bias = jnp.take(table, np.clip(offsets, -radius, radius) + radius, axis=1)
-        side = Side(*side, exist) if side else None
+        side = SideKeys(*side, exist) if side else None
         return encoder_attention.local_attention(
             q, k, v, bias, jnp.asarray(VALID), side, radius=radius, implementation=name
         )

@@ -71,7 +71,7 @@ def test_huge_and_unseen_logits_leave_finite_gradients(dtype: str) -> None:
 
 
 @pytest.mark.slow_cases("4194304")
-@pytest.mark.parametrize("tile", [xla.TILE, 25])
+@pytest.mark.parametrize("tile", [xla.TILE_LOGITS, 25])
 def test_dropout_acts_on_the_weights_alike_in_both_passes(tile: int) -> None:
     """Values of one key each make the output the weights; then the values' gradient is known."""
     x, seen = arrays(keys=4), jnp.ones((2, 1, 4), bool)
@@ -100,7 +100,7 @@ def test_dropout_draws_the_same_however_the_queries_are_tiled() -> None:
     x, seen = jax.tree.map(jnp.asarray, arrays()), jnp.ones((2, 1, 5), bool)
     drawn = [
         xla.attend(**x, mask=seen, dropout=Dropout(KEY, 0.5), tile=tile)
-        for tile in (xla.TILE, 40, 20)  # all three queries at once, two, one
+        for tile in (xla.TILE_LOGITS, 40, 20)  # all three queries at once, two, one
     ]
     plain = xla.attend(**x, mask=seen)
     assert np.max(np.abs(drawn[0] - plain)) > 0.1
@@ -135,7 +135,7 @@ def test_tiles_of_queries_change_nothing(biased: bool, own_masks: bool) -> None:
         return jax.jit(jax.grad(loss, argnums=(0, 1) if biased else 0, has_aux=True))(x, bias)
 
     expected = both(plain)
-    for tile in (40, xla.TILE):  # 2 x 2 x 5 logits of a query
+    for tile in (40, xla.TILE_LOGITS):  # 2 x 2 x 5 logits of a query
         found = both(lambda x, b: xla.attend(**x, bias=b, mask=seen, tile=tile))  # noqa: B023
         jax.tree.map(partial(np.testing.assert_allclose, atol=2e-6), found, expected)
 

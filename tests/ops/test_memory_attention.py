@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from brt.ops.memory_attention import memory_attention, xla
-from brt.ops.memory_attention.retrieval import find
+from brt.ops.memory_attention.retrieval import find_neighbors
 
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
 LANES, HEADS, SIZE, WIDTH, WINDOW, BLOCKS, NEIGHBORS = 2, 2, 24, 4, 6, 3, 4
@@ -84,7 +84,9 @@ def test_exact_search_finds_the_largest_products() -> None:
     rng = np.random.default_rng(0)
     q = rng.normal(size=(LANES, HEADS, 5, WIDTH)).astype(np.float32)
     k = rng.normal(size=(LANES, HEADS, 100, WIDTH)).astype(np.float32)
-    found = find(jnp.asarray(q), jnp.asarray(k), jnp.array([100, 40]), neighbors=10, search="exact")
+    found = find_neighbors(
+        jnp.asarray(q), jnp.asarray(k), jnp.array([100, 40]), neighbors=10, search="exact"
+    )
     for lane, oldest in enumerate((0, 60)):
         scores = np.einsum("hqk,hmk->hqm", q[lane], k[lane, :, oldest:])
         best = np.argsort(-scores, axis=-1)[..., :10] + oldest

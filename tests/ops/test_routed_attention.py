@@ -11,16 +11,16 @@ import pytest
 
 from brt.ops.normalization import l2_normalize
 from brt.ops.routed_attention import (
+    ClusterStatistics,
     Rings,
-    Routed,
-    Statistics,
-    counted,
-    nearest,
+    RoutedTokens,
+    add_tokens,
+    nearest_clusters,
     new_statistics,
     rings_after,
     routed_attention,
     routed_attention_step,
-    settled,
+    update_averages,
 )
 
 TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
@@ -36,8 +36,10 @@ def queries(seed: int = 0) -> jax.Array:
     return l2_normalize(jnp.asarray(drawn, jnp.float32))
 
 
-def routed(q: jax.Array, values: jax.Array | None = None) -> Routed:
-    return Routed(q, queries(100) if values is None else values, nearest(q, STATISTICS))
+def routed(q: jax.Array, values: jax.Array | None = None) -> RoutedTokens:
+    return RoutedTokens(
+        q, queries(100) if values is None else values, nearest_clusters(q, STATISTICS)
+    )
 
 
 def new_rings(clusters: int = CLUSTERS, kept: int = KEPT) -> Rings:
@@ -55,7 +57,7 @@ def compiled(name: str | None) -> Callable:
 
 
 def read(
-    tokens: Routed, rings: Rings | None = None, start: np.ndarray = NOWHERE,
+    tokens: RoutedTokens, rings: Rings | None = None, start: np.ndarray = NOWHERE,
     bias: jax.Array = BIAS, name: str | None = None,
 ) -> tuple[np.ndarray, Rings]:  # fmt: skip
     rings = new_rings() if rings is None else rings
@@ -188,7 +190,7 @@ def test_segments_and_tokens_one_by_one_read_the_same(itself: bool) -> None:
 
 def test_one_cluster_that_keeps_all_is_full_causal_attention() -> None:
     q = queries()
-    tokens = Routed(q, queries(100), jnp.zeros(q.shape[:3], jnp.int32))
+    tokens = RoutedTokens(q, queries(100), jnp.zeros(q.shape[:3], jnp.int32))
     bias = jnp.zeros((HEADS, TOKENS))
     y, _ = read(tokens, new_rings(1, TOKENS), bias=bias)
     logits = 2 * np.einsum("bthk,bshk->bhts", q, q)
@@ -203,10 +205,12 @@ def test_centres_are_moving_averages_and_one_without_tokens_stays() -> None:
     counts, sums = (np.array(x, np.float64) for x in statistics[:2])
     for seed in range(3):
         q = queries(seed)
-        clusters = jnp.minimum(nearest(q, statistics), CLUSTERS - 2)  # of the last no tokens
+        clusters = jnp.minimum(
+            nearest_clusters(q, statistics), CLUSTERS - 2
+        )  # of the last no tokens
         for half in (slice(0, 1), slice(1, None)):  # in two parts, which is one step
-            statistics = counted(statistics, q[half], clusters[half])
-        statistics = settled(statistics, decay)
+            statistics = add_tokens(statistics, q[half], clusters[half])
+        statistics = update_averages(statistics, decay)
         for head in range(HEADS):
             for c in range(CLUSTERS - 1):
                 mine = np.asarray(q)[:, :, head][np.asarray(clusters)[:, :, head] == c]
@@ -220,5 +224,7 @@ def test_centres_are_moving_averages_and_one_without_tokens_stays() -> None:
 
 def test_clusters_are_found_by_direction_whatever_a_centres_length() -> None:
     longer = STATISTICS._replace(sums=STATISTICS.sums * jnp.asarray([[[1.0], [50.0], [3.0]]]))
-    np.testing.assert_array_equal(nearest(queries(), longer), nearest(queries(), STATISTICS))
-    assert isinstance(longer, Statistics)
+    np.testing.assert_array_equal(
+        nearest_clusters(queries(), longer), nearest_clusters(queries(), STATISTICS)
+    )
+    assert isinstance(longer, ClusterStatistics)

@@ -8,7 +8,7 @@ from recordings import arrays
 
 from brt.config import Model
 from brt.layers.memorizing import MemoryState, extended, new_memory_state, remembered
-from brt.ops.memory_attention.retrieval import attend_to_found, find, take
+from brt.ops.memory_attention.retrieval import attend_to_neighbors, find_neighbors, take
 
 TOLERANCE = 1e-5  # absolute, float32; what is compared is of magnitude 1
 
@@ -38,7 +38,9 @@ def test_bucketed_search(knn_file: Path) -> None:
 
     def check(state: MemoryState, keys: np.ndarray, values: np.ndarray) -> None:
         queries = jnp.asarray(golden["q"]).swapaxes(1, 2)
-        found = find(queries, state.keys, state.length, neighbors=neighbors, search="bucketed")
+        found = find_neighbors(
+            queries, state.keys, state.length, neighbors=neighbors, search="bucketed"
+        )
         pairs = zip((state.keys, state.values), (keys, values), strict=True)
         for ours, theirs in pairs:
             vectors = np.where(found.there[..., None], take(ours, found.indices), 0)
@@ -55,5 +57,5 @@ def test_attention_to_what_was_found(external_file: Path) -> None:
     queries = jnp.asarray(golden["q"] * golden["scale"][:, None]).swapaxes(1, 2)
     keys, values = (jnp.asarray(golden[name]).swapaxes(1, 2) for name in ("ek", "ev"))
     there = jnp.ones(keys.shape[:-1], bool)
-    y = attend_to_found(queries, keys, values, there, null_keys=False)
+    y = attend_to_neighbors(queries, keys, values, there, null_keys=False)
     np.testing.assert_allclose(y.swapaxes(1, 2), golden["y"], atol=TOLERANCE)

@@ -55,7 +55,7 @@ class SourceAttention(Projections):
             cross_config(self.cross), self.block.heads, self.block.head_dim
         )
 
-    def _learned(self) -> cross_attention.Parameters:
+    def _learned(self) -> cross_attention.CrossParameters:
         return cross_attention.parameters_from(
             {part: getattr(self, part)() for part in self._parts()}
         )

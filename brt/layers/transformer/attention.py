@@ -11,7 +11,7 @@ from brt.layers import attention_kinds
 from brt.layers.transformer.block import Block
 from brt.ops import masked_attention
 from brt.ops.dropout import Dropout
-from brt.ops.encoder_attention import GlobalBlocks, Side, block_sums, local_attention
+from brt.ops.encoder_attention import GlobalBlocks, SideKeys, block_sums, local_attention
 
 
 class Projections(nn.Module):
@@ -110,6 +110,6 @@ class SelfAttention(Projections):
 
     def _side(
         self, x: Float[Array, "B T D"], blocks: GlobalBlocks, bias: Float[Array, "B H T G"]
-    ) -> Side:
+    ) -> SideKeys:
         sums = self.global_norm(block_sums(x, blocks))
-        return Side(self.k(sums), self.v(sums), bias, blocks.exist)
+        return SideKeys(self.k(sums), self.v(sums), bias, blocks.exist)

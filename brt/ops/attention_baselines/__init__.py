@@ -1,4 +1,4 @@
-"""What clustered attention is compared with: oracle and hashed attention."""
+"""Baselines of clustered attention: oracle and hashed attention."""
 
 from brt.ops.attention_baselines.api import attend_in_chunks as attend_in_chunks
 from brt.ops.attention_baselines.api import bucket_ids as bucket_ids

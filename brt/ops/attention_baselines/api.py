@@ -1,16 +1,17 @@
-"""What clustered attention is compared with.
+"""Baselines of clustered attention.
 
-oracle_top_k  every query's best keys
+oracle_top_k  the best keys of every query
 reformer      locality-sensitive hashing (Kitaev et al. 2020, section 2)
 
-Reformer's keys are the normalised queries. A round sorts tokens by the bucket that random planes
-hash them to, and cuts them into chunks; a token sees its chunk and the one before. As in the
-clustered attention paper's code, and unlike Kitaev's: nothing is before the first chunk,
-buckets only sort (a chunk may span several), and rounds weigh the same. Which tokens share a
-chunk depends on the whole sequence, so a causal mask alone does not make it causal.
+Reformer's keys are the normalized queries. A round sorts tokens by the bucket that random planes
+hash them to, and splits them into chunks; a token sees its chunk and the one before. As in the
+clustered attention paper's code, and unlike Kitaev's, nothing is before the first chunk, buckets
+only determine the order (a chunk may span several), and all rounds have equal weight. Which tokens
+share a chunk depends on the complete sequence, so a causal mask alone does not make the attention
+causal.
 
-Letters beside the glossary's: R rounds, P planes of a round (half its buckets), N chunks of
-C tokens.
+In shapes, R is the number of rounds, P the number of planes of a round (half its buckets), and N
+the number of chunks of C tokens.
 """
 
 import jax
@@ -54,11 +55,11 @@ def oracle_top_k(
     causal: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Softmax attention of every query to its own `count` best keys (section 4.1, "oracle-top").
+    """Attends from every query to its own `count` best keys (section 4.1, "oracle-top").
 
-    Keys that tie with the last of them are kept, so the keys' order does not matter. A row with
-    no more than `count` keys in sight is read as by `masked_attention.attend_to_valid`, whose
-    other arguments it shares.
+    Keys that tie with the last of them are included, so the order of the keys does not matter. A
+    query that sees at most `count` keys gets the result of `masked_attention.attend_to_valid`,
+    which has the same other arguments.
     """
     return dispatch.run(
         ORACLE_TOP_K, implementation, queries, keys, values, valid,
@@ -69,12 +70,14 @@ def oracle_top_k(
 def random_planes(
     key: jax.Array, *, rounds: int, buckets: int, width: int
 ) -> Float[Array, "R P K"]:
-    """Planes through the origin, of every round; all heads and examples share them."""
+    """Returns planes through the origin for every round; all heads and examples share them."""
     return jax.random.normal(key, (rounds, buckets // 2, width))
 
 
 def bucket_ids(x: Float[Array, "B T H K"], planes: Float[Array, "R P K"]) -> Int[Array, "R B H T"]:
-    """int32 in [0, 2P): the plane x is farthest from, P added where it is on the far side."""
+    """Returns int32 in [0, 2P): the plane that x is farthest from, plus P if x is on its
+    far side.
+    """
     projected = jnp.einsum(
         "bthk,rpk->rbhtp", x.astype(jnp.float32), planes, precision=jax.lax.Precision.HIGHEST
     )
@@ -94,9 +97,9 @@ def reformer(
     attend_to_self: bool = True,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """The mean of all rounds; padding comes behind all buckets, so it moves no token.
+    """Returns the mean result of all rounds; see `attend_in_chunks`.
 
-    See `attend_in_chunks`.
+    Padding is sorted after all buckets, so it moves no token.
     """
     ids = bucket_ids(jax.lax.stop_gradient(queries), planes)
     ids = jnp.where(valid[None, :, None], ids, 2 * planes.shape[1])
@@ -120,19 +123,24 @@ def attend_in_chunks(
     causal: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Attention within chunks of the tokens sorted by bucket, of equal ones by place.
+    """Attends within chunks of the tokens sorted by bucket and then by position.
 
     Args:
-      valid: False on padding, which nothing sees. A query that sees nothing gives zeros.
+      queries: unscaled queries, which are also the keys after normalization.
+      values: the values.
+      valid: False for padding, which no query sees. A query that sees no key gets zeros.
       ids: int32, the bucket of every token; the results of all rounds are averaged.
-      dropout: of each round's weights [B, H, N, C, 2C].
-      chunk: C; any number of tokens will do.
-      scale: of the logits q.k, with k = q / |q|.
-      attend_to_self: False: only where a token sees nothing else (Kitaev, section 2).
-      causal: later tokens are masked; chunks depend on them all the same.
+      dropout: dropout of each round's weights [B, H, N, C, 2C].
+      chunk: C; the number of tokens need not be a multiple.
+      scale: factor of the logits q.k, with k = q / |q|.
+      attend_to_self: False lets a token see itself only if it sees nothing else (Kitaev, section
+        2).
+      causal: True masks later tokens; the chunks still depend on them.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
 
     Returns:
-      In the dtype of `values`; softmax in float32.
+      The outputs in the dtype of `values`, with the softmax in float32.
     """
     return dispatch.run(
         REFORMER, implementation, queries, values, valid, ids,

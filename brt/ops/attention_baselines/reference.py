@@ -1,4 +1,4 @@
-"""The meaning of the baselines: all T x X logits, most of them masked."""
+"""Reference implementation of the baselines: all T x X logits, most of them masked."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -18,7 +18,7 @@ def oracle_top_k(
     scale: float,
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """See `api.oracle_top_k`: a key is kept if fewer than `count` are better."""
+    """Computes `api.oracle_top_k`: a key is included if fewer than `count` keys are better."""
     mask = valid_mask(valid, queries.shape[1], causal)[:, None]
     logits = scale * _logits(queries, keys)
     better = (logits[..., None, :] > logits[..., :, None]) & mask[..., None, :]
@@ -37,7 +37,9 @@ def attend_in_chunks(
     attend_to_self: bool = True,
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """See `api.attend_in_chunks`: a token's chunk follows from how many come before it."""
+    """Computes `api.attend_in_chunks`: a token's chunk follows from the number of tokens
+    before it.
+    """
     place = jnp.arange(queries.shape[1])
     own = (place[:, None] == place[None])[None, None]
     earlier = (place[None] < place[:, None])[None, None]

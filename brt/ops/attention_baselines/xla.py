@@ -1,6 +1,6 @@
-"""The baselines in plain XLA: oracle top-k with all logits, Reformer by sorted chunks.
+"""The baselines in plain XLA: oracle top-k with all logits, Reformer with sorted chunks.
 
-Letters beside the glossary's: R rounds, N chunks of C tokens.
+In shapes, R is the number of rounds, and N the number of chunks of C tokens.
 """
 
 import jax
@@ -13,7 +13,8 @@ from brt.ops.normalization import l2_normalize
 from brt.ops.softmax import masked_softmax
 from brt.ops.top_k import top_k
 
-SELF = -1e9  # a token's logit for itself where it attends to itself only for want of others
+# The logit of a token for itself if it may attend to itself only when it sees nothing else.
+SELF = -1e9
 
 
 def oracle_top_k(
@@ -27,7 +28,7 @@ def oracle_top_k(
     scale: float,
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """See `api.oracle_top_k`; all [B, H, T, X] logits exist at once."""
+    """Computes `api.oracle_top_k`; all [B, H, T, X] logits exist at once."""
     mask = valid_mask(valid, queries.shape[1], causal)[:, None]
     logits = jnp.einsum(
         "bqhk,bshk->bhqs", queries * scale, keys, preferred_element_type=jnp.float32
@@ -52,7 +53,7 @@ def attend_in_chunks(
     attend_to_self: bool = True,
     causal: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """See `api.attend_in_chunks`."""
+    """Computes `api.attend_in_chunks`."""
     tokens = queries.shape[1]
     more = -tokens % chunk
     x = (queries * scale, l2_normalize(queries), values)
@@ -81,14 +82,15 @@ def _round(
 ) -> Float[Array, "B H T K"]:
     order = jnp.argsort(ids, axis=-1, stable=True)
     inverse = jnp.argsort(order, axis=-1)
-    q, k, v = (_chunks(_permuted(x, order, inverse), chunk) for x in (q, k, v))
+    q, k, v = (_chunks(_permute(x, order, inverse), chunk) for x in (q, k, v))
     logits = jnp.einsum(
         "bhnqk,bhnsk->bhnqs", q, _with_previous(k), preferred_element_type=jnp.float32
     )
     there = jnp.take_along_axis(valid[:, None], order, axis=-1)
     mask = _with_previous(_chunks(there, chunk))[..., None, :]
     place = _chunks(order, chunk)
-    offset = _with_previous(place)[..., None, :] - place[..., None]  # of the key from the query
+    # Position of the key minus position of the query.
+    offset = _with_previous(place)[..., None, :] - place[..., None]
     if causal:
         mask &= offset <= 0
     if not attend_to_self:
@@ -97,35 +99,37 @@ def _round(
     if dropout is not None:
         weights = dropout(weights)
     y = jnp.einsum("bhnqs,bhnsk->bhnqk", weights, _with_previous(v))
-    return _permuted(y.reshape(*y.shape[:2], -1, y.shape[-1]), inverse, order)
+    return _permute(y.reshape(*y.shape[:2], -1, y.shape[-1]), inverse, order)
 
 
 def _chunks(x: Array, chunk: int) -> Array:
-    """[B, H, T, ...] -> [B, H, N, C, ...]"""
+    """Splits [B, H, T, ...] into chunks [B, H, N, C, ...]."""
     return x.reshape(*x.shape[:2], -1, chunk, *x.shape[3:])
 
 
 def _with_previous(x: Array) -> Array:
-    """[B, H, N, C, ...] -> [B, H, N, 2C, ...]: each chunk behind the one before, first zeros."""
+    """Returns [B, H, N, 2C, ...], each chunk after the chunk before it; the first one
+    after zeros.
+    """
     previous = jnp.concatenate([jnp.zeros_like(x[:, :, :1]), x[:, :, :-1]], axis=2)
     return jnp.concatenate([previous, x], axis=3)
 
 
 @jax.custom_vjp
-def _permuted(
+def _permute(
     x: Float[Array, "B H T K"], order: Int[Array, "B H T"], inverse: Int[Array, "B H T"]
 ) -> Float[Array, "B H T K"]:
-    """x[order]; its gradient is taken in the inverse order, where autodiff would scatter."""
+    """Returns x[order]; the gradient uses the inverse order, where autodiff would scatter."""
     return jnp.take_along_axis(x, order[..., None], axis=2, mode="promise_in_bounds")
 
 
-def _permuted_forward(x: Array, order: Array, inverse: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _permuted(x, order, inverse), (order, inverse)
+def _permute_forward(x: Array, order: Array, inverse: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _permute(x, order, inverse), (order, inverse)
 
 
-def _permuted_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
+def _permute_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
     order, inverse = residuals
-    return _permuted(gradient, inverse, order), None, None
+    return _permute(gradient, inverse, order), None, None
 
 
-_permuted.defvjp(_permuted_forward, _permuted_backward)
+_permute.defvjp(_permute_forward, _permute_backward)

@@ -1,4 +1,4 @@
-"""How a decoder reads its source: five kinds behind one interface."""
+"""Cross-attention of a decoder to its source: five kinds with one interface."""
 
 from brt.ops.cross_attention.api import CrossCache as CrossCache
 from brt.ops.cross_attention.api import NeuronMetrics as NeuronMetrics
@@ -6,8 +6,8 @@ from brt.ops.cross_attention.api import advance as advance
 from brt.ops.cross_attention.api import attend as attend
 from brt.ops.cross_attention.api import prefill as prefill
 from brt.ops.cross_attention.api import step as step
-from brt.ops.cross_attention.parameters import Parameters as Parameters
-from brt.ops.cross_attention.parameters import Specification as Specification
+from brt.ops.cross_attention.parameters import CrossParameters as CrossParameters
+from brt.ops.cross_attention.parameters import ParameterSpec as ParameterSpec
 from brt.ops.cross_attention.parameters import initial_parameters as initial_parameters
 from brt.ops.cross_attention.parameters import parameters_from as parameters_from
 from brt.ops.cross_attention.parameters import specifications as specifications

@@ -1,9 +1,9 @@
-"""Cross-attention of every kind; `CrossAttention.kind` chooses.
+"""Cross-attention of the kind that `CrossAttention.kind` names.
 
-full          softmax over the whole source: the case of one window of all keys
+full          softmax over the complete source, as a single window of all keys
 segmented     softmax over one segment of the source
-srformer      the same beside a recurrence over the other segments
-xl_memory     softmax over one segment and a memory of the one before
+srformer      as segmented, plus a recurrence over the other segments
+xl_memory     softmax over one segment and a memory of the segment before it
 local_global  softmax over one segment and the means of all segments
 """
 
@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.ops import dispatch
 from brt.ops import segmented_recurrent_attention as segmented
 from brt.ops.cross_attention import reference, xla
-from brt.ops.cross_attention.parameters import Parameters
-from brt.ops.cross_attention.xla import windows_of
+from brt.ops.cross_attention.parameters import CrossParameters
+from brt.ops.cross_attention.xla import build_windows
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 from brt.ops.segmented_recurrent_attention import DecodingCache as CrossCache
@@ -24,8 +24,8 @@ from brt.ops.segmented_recurrent_attention import NeuronMetrics as NeuronMetrics
 from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
-def _kernel_refuses(
-    queries: Array, keys: Array, values: Array, valid: Array, parameters: Parameters,
+def _kernel_refusal(
+    queries: Array, keys: Array, values: Array, valid: Array, parameters: CrossParameters,
     config: CrossConfig, **__: Any,
 ) -> str | None:  # fmt: skip
     _, length, heads, width = keys.shape
@@ -37,7 +37,7 @@ OP = Op(
     (
         Implementation(
             "pallas_tpu", partial(xla.attend, implementation="pallas_tpu"),
-            ("tpu",), ("tpu",), _kernel_refuses,
+            ("tpu",), ("tpu",), _kernel_refusal,
         ),
         Implementation("xla", xla.attend),
         Implementation("reference", reference.attend, auto=(), refusal=dispatch.dropout_refusal),
@@ -50,7 +50,7 @@ def attend(
     keys: Float[Array, "B X H K"],
     values: Float[Array, "B X H K"],
     valid: Bool[Array, "B X"],
-    parameters: Parameters,
+    parameters: CrossParameters,
     config: CrossConfig,
     *,
     t0: int | Int[Array, ""] = 0,
@@ -58,24 +58,28 @@ def attend(
     dropout: Dropout | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H K"], NeuronMetrics]:
-    """Target positions t0 to t0 + T of every source: the form for training.
+    """Attends from target positions t0 to t0 + T of every source, as training does.
 
     Args:
-      queries: with any scale folded in.
-      keys, values: of the encoder's output, projected; what is not valid is never read
-        (`mask_kv = False`: only the softmax leaves it out, as the original's T5).
-      valid: False on padding; a source without valid positions gives zeros.
-      t0: 0 in training. An array takes the form that costs as much as full attention.
-      target_length: that of the padded batch, which `index_mode = "batch"` needs in
-        training; None: as in decoding.
-      dropout: of the softmax weights; None: none.
-      implementation: a named one runs or raises; None takes the best that can.
+      queries: already multiplied by any scale.
+      keys, values: projections of the encoder's output; invalid ones are never read (with `mask_kv
+        = False` only the softmax excludes them, as the original code's T5 does).
+      valid: False for padding; a source without valid positions gives zeros.
+      parameters: learned parameters of the kind.
+      config: settings of cross-attention.
+      t0: 0 in training. An array selects the form that costs as much as full attention.
+      target_length: the length of the padded batch, which `index_mode = "batch"` needs in training;
+        None as in decoding.
+      dropout: dropout of the softmax weights; None for none.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
 
     Returns:
-      In the dtype of the keys, with softmax and recurrence in float32; and what to log.
+      The outputs in the dtype of the keys, with softmax and recurrence in float32, and numbers to
+        log.
 
     Raises:
-      NotImplementedError: an implementation that does not exist, or not for these inputs.
+      NotImplementedError: the implementation does not exist or does not support the inputs.
     """
     return dispatch.run(
         OP, implementation, queries, keys, values, valid, parameters, config,
@@ -87,18 +91,20 @@ def prefill(
     keys: Float[Array, "B X H K"],
     values: Float[Array, "B X H K"],
     valid: Bool[Array, "B X"],
-    parameters: Parameters,
+    parameters: CrossParameters,
     config: CrossConfig,
 ) -> CrossCache:
-    """All that `step` reads, made once for each source, whatever the number of its beams."""
-    windows = windows_of(keys, values, valid, parameters, config)
+    """Returns the cache that `step` reads, computed once for each source and any number
+    of beams.
+    """
+    windows = build_windows(keys, values, valid, parameters, config)
     return segmented.prefill(windows, parameters.raf, config)
 
 
 def advance(cache: CrossCache, t: int | Int[Array, ""], config: CrossConfig) -> CrossCache:
-    """The cache for steps at t and later, see `segmented_recurrent_attention.advance`.
+    """Returns the cache for steps at t and later; see `segmented_recurrent_attention.advance`.
 
-    Only `srformer` with `cache = "carry"` has anything to do; `t` must not decrease.
+    Only `srformer` with `cache = "carry"` changes its cache; `t` must not decrease.
     """
     return segmented.advance(cache, t, config)
 
@@ -109,8 +115,9 @@ def step(
     t: int | Int[Array, ""],
     config: CrossConfig,
 ) -> Float[Array, "B N T H K"]:
-    """Target positions t to t + T of the N beams of every source; the same as `attend`.
+    """Attends from target positions t to t + T of the N beams of every source, with `attend`'s
+    result.
 
-    The cache does not know of beams, so none of it moves when beams are reordered.
+    The cache is independent of beams, so a reordering of beams does not change it.
     """
     return segmented.step(queries, cache, t, config)

@@ -1,8 +1,8 @@
-"""What the paper compares with: segments that also read a memory, or the means of segments.
+"""Baselines of the paper: segments that also read a memory, or the means of all segments.
 
-xl_memory     the segment before (Transformer-XL): as an RNN over the source left it (the
-              original's code), or as it is, without a gradient
-local_global  the mean of every segment's keys and values (the original's LongT5)
+xl_memory     the segment before (as in Transformer-XL), either as an RNN over the source leaves it
+(the original code), or unchanged and without a gradient
+local_global  the mean of every segment's keys and values (the original code's LongT5)
 """
 
 from typing import NamedTuple
@@ -16,19 +16,16 @@ from brt.ops.dense import dense
 from brt.ops.segmented_recurrent_attention import SharedKeys
 
 
-class Rnn(NamedTuple):
-    """h_z = tanh(x_z input_kernel + h_{z-1} kernel + bias), over all heads side by side.
-
-    A = H * K.
-    """
+class RnnWeights(NamedTuple):
+    """Weights of h_z = tanh(x_z input_kernel + h_{z-1} kernel + bias); A = H * K."""
 
     input_kernel: Float[Array, "A A"]
     kernel: Float[Array, "A A"]
     bias: Float[Array, " A"]
 
 
-def rnn(x: Float[Array, "B X H K"], weights: Rnn) -> Float[Array, "B X H K"]:
-    """h at every position, from zeros."""
+def rnn(x: Float[Array, "B X H K"], weights: RnnWeights) -> Float[Array, "B X H K"]:
+    """Returns h at every position; h begins as zeros."""
     batch, length, heads, width = x.shape
     inputs = dense(x.reshape(batch, length, heads * width), weights.input_kernel)
     inputs = inputs + weights.bias.astype(x.dtype)[None, None]
@@ -47,10 +44,11 @@ def rnn(x: Float[Array, "B X H K"], weights: Rnn) -> Float[Array, "B X H K"]:
 def with_previous(
     own: Float[Array, "M B H S K"], memory: Float[Array, "M B H S K"] | None
 ) -> Float[Array, "M B H Y K"]:
-    """Each segment behind the memory of the one before it; Y = 2S.
+    """Returns each segment after the memory of the segment before it; Y = 2S.
 
-    The first segment is behind its own memory (the original). Without a memory it is the
-    segment before as it is, and in front of the first one, which `previous_mask` masks, zeros.
+    The first segment comes after its own memory, as in the original code. Without a memory the
+    segment before is used unchanged, and zeros before the first segment, which `previous_mask`
+    masks.
     """
     if memory is None:
         memory = jax.lax.stop_gradient(own)
@@ -61,7 +59,9 @@ def with_previous(
 
 
 def previous_mask(mask: Bool[Array, "M B S"], *, first: bool) -> Bool[Array, "M B Y"]:
-    """Which keys of `with_previous` hold something; `first`: whether the first one's memory may."""
+    """Returns the mask of `with_previous`; `first` is True if the first segment may read its
+    memory.
+    """
     front = mask[:1] & first
     return jnp.concatenate([jnp.concatenate([front, mask[:-1]]), mask], axis=2)
 
@@ -71,7 +71,7 @@ def segment_means(
     values: Float[Array, "M B H S K"],
     counted: Bool[Array, "M B S"],
 ) -> SharedKeys:
-    """The mean of every segment over its positions that count, if any does."""
+    """Returns the mean of every segment over its counted positions, if there are any."""
     numbers = jnp.maximum(jnp.sum(counted, axis=2), 1)  # [M, B]
 
     def mean(x: Float[Array, "M B H S K"]) -> Float[Array, "B H M K"]:

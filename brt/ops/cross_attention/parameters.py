@@ -1,4 +1,4 @@
-"""What a layer of cross-attention learns beside its projections, as data: shapes, first values."""
+"""Learned parameters of cross-attention apart from its projections: shapes and initial values."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -9,28 +9,29 @@ import numpy as np
 from jaxtyping import Array
 
 from brt.ops import segmented_recurrent_attention as segmented
-from brt.ops.cross_attention.baselines import Rnn
+from brt.ops.cross_attention.baselines import RnnWeights
 from brt.ops.segmented_recurrent_attention.config import CrossConfig
 
 
-class Parameters(NamedTuple):
-    """What a kind does not use is None.
+class CrossParameters(NamedTuple):
+    """Parameters of a layer; None for those that the kind does not use.
 
     Attributes:
-      raf: of `srformer`.
-      memory_keys, memory_values: of `xl_memory` with `memory = "rnn"`.
+      raf: the recurrence of `srformer`.
+      memory_keys, memory_values: the RNNs of `xl_memory` with `memory = "rnn"`.
     """
 
     raf: segmented.RecurrenceParameters = segmented.RecurrenceParameters()
-    memory_keys: Rnn | None = None
-    memory_values: Rnn | None = None
+    memory_keys: RnnWeights | None = None
+    memory_values: RnnWeights | None = None
 
 
-class Specification(NamedTuple):
-    """One float32 array: what a module needs to own it.
+class ParameterSpec(NamedTuple):
+    """The specification of a float32 parameter.
 
     Attributes:
-      axes: logical names, for sharding; None: not shared out.
+      shape: the shape.
+      axes: logical names for sharding; None for unsharded axes.
       initializer: (rng, shape, dtype) -> array.
     """
 
@@ -41,8 +42,10 @@ class Specification(NamedTuple):
 
 def specifications(
     config: CrossConfig, heads: int, head_dim: int
-) -> dict[str, dict[str, Specification]]:
-    """All that a layer learns: {"raf": {"kernel": ..., ...}} and so on, {} for most kinds."""
+) -> dict[str, dict[str, ParameterSpec]]:
+    """Returns the parameters of a layer as {"raf": {"kernel": ..., ...}, ...}, {} for
+    most kinds.
+    """
     if config.kind == "srformer":
         results = _raf(config, head_dim)
         return {"raf": results} if results else {}
@@ -51,14 +54,20 @@ def specifications(
     return {}
 
 
-def parameters_from(tree: Mapping[str, Mapping[str, Any]]) -> Parameters:
-    """The arrays of a tree like `specifications`."""
-    kinds = {"raf": segmented.RecurrenceParameters, "memory_keys": Rnn, "memory_values": Rnn}
-    return Parameters(**{name: kinds[name](**arrays) for name, arrays in tree.items()})
+def parameters_from(tree: Mapping[str, Mapping[str, Any]]) -> CrossParameters:
+    """Returns the parameters from a tree of arrays shaped like `specifications`."""
+    kinds = {
+        "raf": segmented.RecurrenceParameters,
+        "memory_keys": RnnWeights,
+        "memory_values": RnnWeights,
+    }
+    return CrossParameters(**{name: kinds[name](**arrays) for name, arrays in tree.items()})
 
 
-def initial_parameters(rng: Array, config: CrossConfig, heads: int, head_dim: int) -> Parameters:
-    """Float32 arrays by `specifications`."""
+def initial_parameters(
+    rng: Array, config: CrossConfig, heads: int, head_dim: int
+) -> CrossParameters:
+    """Returns initial float32 parameters."""
     tree = specifications(config, heads, head_dim)
     names = [(part, name) for part, entries in tree.items() for name in entries]
     keys = dict(zip(names, jax.random.split(rng, max(len(names), 1)), strict=False))
@@ -80,34 +89,35 @@ def _uniform(bound: float) -> Callable[..., Array]:
     return initialize
 
 
-def _raf(config: CrossConfig, head_dim: int) -> dict[str, Specification]:
+def _raf(config: CrossConfig, head_dim: int) -> dict[str, ParameterSpec]:
     constant, results = jax.nn.initializers.constant, {}
     kernel = {
-        "uniform": _uniform(head_dim**-0.5),  # PyTorch's, which T5 of Hugging Face leaves alone
-        "normal": jax.nn.initializers.normal(0.02),  # BART's
+        # PyTorch's default, which the T5 of Hugging Face keeps.
+        "uniform": _uniform(head_dim**-0.5),
+        "normal": jax.nn.initializers.normal(0.02),  # The initializer of BART.
     }[config.kernel_init]
     if config.use_raf:
         leak, threshold = config.leak_init, config.threshold_init
-        if config.raf_parameters == "bounded":  # what `effective` turns into these
+        if config.raf_parameters == "bounded":  # The inverse of `recurrence.leak_and_threshold`.
             leak = float(np.log(leak / (1 - leak)))
             threshold = float(np.log(np.expm1(threshold - config.smallest_threshold)))
-        results["kernel"] = Specification((head_dim, head_dim), (None, None), kernel)
-        results["leak"] = Specification((), (), constant(leak))
-        results["threshold"] = Specification((), (), constant(threshold))
+        results["kernel"] = ParameterSpec((head_dim, head_dim), (None, None), kernel)
+        results["leak"] = ParameterSpec((), (), constant(leak))
+        results["threshold"] = ParameterSpec((), (), constant(threshold))
         if config.raf_bias:
             zeros = jax.nn.initializers.zeros
-            results["bias"] = Specification((head_dim,), (None,), zeros)
+            results["bias"] = ParameterSpec((head_dim,), (None,), zeros)
     if config.mix == "sigma":
-        results["sigma"] = Specification((), (), constant(0.5))
+        results["sigma"] = ParameterSpec((), (), constant(0.5))
     if config.mix == "gated":
-        results["gate"] = Specification((), (), constant(0.0))
+        results["gate"] = ParameterSpec((), (), constant(0.0))
     return results
 
 
-def _rnn(width: int) -> dict[str, Specification]:
-    initialize = _uniform(width**-0.5)  # PyTorch's
+def _rnn(width: int) -> dict[str, ParameterSpec]:
+    initialize = _uniform(width**-0.5)  # PyTorch's default.
     return {
-        "input_kernel": Specification((width, width), ("heads", None), initialize),
-        "kernel": Specification((width, width), (None, None), initialize),
-        "bias": Specification((width,), (None,), initialize),
+        "input_kernel": ParameterSpec((width, width), ("heads", None), initialize),
+        "kernel": ParameterSpec((width, width), (None, None), initialize),
+        "bias": ParameterSpec((width,), (None,), initialize),
     }

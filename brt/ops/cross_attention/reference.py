@@ -1,12 +1,15 @@
-"""The meaning of cross-attention: windows made position by position, see also its segments'."""
+"""Reference implementation of cross-attention: builds the windows position by position.
+
+It uses the reference implementation of segmented recurrent attention.
+"""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import segmented_recurrent_attention as segmented
-from brt.ops.cross_attention.baselines import Rnn
-from brt.ops.cross_attention.parameters import Parameters
+from brt.ops.cross_attention.baselines import RnnWeights
+from brt.ops.cross_attention.parameters import CrossParameters
 from brt.ops.segmented_recurrent_attention import SegmentWindows, SharedKeys
 from brt.ops.segmented_recurrent_attention.config import CrossConfig
 from brt.ops.segmented_recurrent_attention.segments import segment_counts, split_segments
@@ -17,14 +20,14 @@ def attend(
     keys: Float[Array, "B X H K"],
     values: Float[Array, "B X H K"],
     valid: Bool[Array, "B X"],
-    parameters: Parameters,
+    parameters: CrossParameters,
     config: CrossConfig,
     *,
     t0: int | Int[Array, ""] = 0,
     target_length: int | None = None,
     dropout: None = None,
 ) -> tuple[Float[Array, "B T H K"], segmented.NeuronMetrics]:
-    """See `api.attend`."""
+    """Computes `api.attend`."""
     windows = _windows(keys, values, valid, parameters, config)
     return segmented.attend(
         queries, windows, parameters.raf, config,
@@ -36,7 +39,7 @@ def _windows(
     keys: Float[Array, "B X H K"],
     values: Float[Array, "B X H K"],
     valid: Bool[Array, "B X"],
-    parameters: Parameters,
+    parameters: CrossParameters,
     config: CrossConfig,
 ) -> SegmentWindows:
     if config.mask_kv:
@@ -77,7 +80,7 @@ def _mean(x: Float[Array, "B H S K"], counted: Bool[Array, "B S"]) -> Float[Arra
     return total / jnp.maximum(jnp.sum(counted, axis=1), 1)[:, None, None].astype(x.dtype)
 
 
-def _rnn(x: Float[Array, "B X H K"], weights: Rnn) -> Float[Array, "B X H K"]:
+def _rnn(x: Float[Array, "B X H K"], weights: RnnWeights) -> Float[Array, "B X H K"]:
     flat, states = x.reshape(*x.shape[:2], -1), []
     h = jnp.zeros_like(flat[:, 0])
     for t in range(x.shape[1]):

@@ -1,4 +1,6 @@
-"""Cross-attention in plain XLA: what each segment's targets read, and the reading of it."""
+"""Cross-attention in plain XLA: builds the windows that each segment's targets read, and
+attends.
+"""
 
 from collections.abc import Iterable
 
@@ -7,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import segmented_recurrent_attention as segmented
 from brt.ops.cross_attention import baselines
-from brt.ops.cross_attention.parameters import Parameters
+from brt.ops.cross_attention.parameters import CrossParameters
 from brt.ops.dropout import Dropout
 from brt.ops.segmented_recurrent_attention.config import CrossConfig
 from brt.ops.segmented_recurrent_attention.segments import segment_counts, split_segments
@@ -18,7 +20,7 @@ def attend(
     keys: Float[Array, "B X H K"],
     values: Float[Array, "B X H K"],
     valid: Bool[Array, "B X"],
-    parameters: Parameters,
+    parameters: CrossParameters,
     config: CrossConfig,
     *,
     t0: int | Int[Array, ""] = 0,
@@ -26,22 +28,22 @@ def attend(
     dropout: Dropout | None = None,
     implementation: str = "xla",
 ) -> tuple[Float[Array, "B T H K"], segmented.NeuronMetrics]:
-    """See `api.attend`; `implementation` is that of segmented recurrent attention."""
-    windows = windows_of(keys, values, valid, parameters, config)
+    """Computes `api.attend`; `implementation` is that of segmented recurrent attention."""
+    windows = build_windows(keys, values, valid, parameters, config)
     return segmented.attend(
         queries, windows, parameters.raf, config, t0=t0, target_length=target_length,
         dropout=dropout, implementation=implementation,
     )  # fmt: skip
 
 
-def windows_of(
+def build_windows(
     keys: Float[Array, "B X H K"],
     values: Float[Array, "B X H K"],
     valid: Bool[Array, "B X"],
-    parameters: Parameters,
+    parameters: CrossParameters,
     config: CrossConfig,
 ) -> segmented.SegmentWindows:
-    """What the targets of each segment read."""
+    """Returns the keys and values that the targets of each segment read."""
     if config.mask_kv:
         keys, values = (jnp.where(valid[:, :, None, None], x, 0) for x in (keys, values))
     size = keys.shape[1] if config.kind == "full" else config.segment_size
@@ -60,7 +62,7 @@ def _with_memory(
     windows: segmented.SegmentWindows,
     keys: Float[Array, "B X H K"],
     values: Float[Array, "B X H K"],
-    parameters: Parameters,
+    parameters: CrossParameters,
     config: CrossConfig,
 ) -> segmented.SegmentWindows:
     recurs = config.memory == "rnn"

@@ -1,5 +1,5 @@
-"""Losses over a vocabulary, without ever holding all logits."""
+"""Losses over a vocabulary that never hold all logits at once."""
 
-from brt.ops.cross_entropy.api import Scored as Scored
+from brt.ops.cross_entropy.api import TokenScores as TokenScores
 from brt.ops.cross_entropy.api import cross_entropy as cross_entropy
 from brt.ops.cross_entropy.api import token_scores as token_scores

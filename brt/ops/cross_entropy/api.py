@@ -1,20 +1,20 @@
-"""Which implementation scores tokens against a vocabulary, and which makes a loss of them."""
+"""The implementations of token scores and of the cross-entropy loss."""
 
 from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops import dispatch
 from brt.ops.cross_entropy import pallas_tpu, reference, xla
-from brt.ops.cross_entropy.scored import Scored
+from brt.ops.cross_entropy.scored import TokenScores
 from brt.ops.dispatch import Implementation, Op
 
 SCORES = Op(
     "token_scores",
     (
         Implementation("pallas_tpu", pallas_tpu.token_scores, ("tpu",), ("tpu",),
-                       pallas_tpu.refuses),
+                       pallas_tpu.refusal),
         Implementation("xla", xla.token_scores),
         Implementation("pallas_interpret", pallas_tpu.interpreted_scores, (),
-                       refusal=pallas_tpu.refuses_bias),
+                       refusal=pallas_tpu.bias_refusal),
         Implementation("reference", reference.token_scores, auto=()),
     ),
 )  # fmt: skip
@@ -22,10 +22,10 @@ LOSS = Op(
     "cross_entropy",
     (
         Implementation("pallas_tpu", pallas_tpu.cross_entropy, ("tpu",), ("tpu",),
-                       pallas_tpu.refuses),
+                       pallas_tpu.refusal),
         Implementation("xla", xla.cross_entropy),
         Implementation("pallas_interpret", pallas_tpu.interpreted, (),
-                       refusal=pallas_tpu.refuses_bias),
+                       refusal=pallas_tpu.bias_refusal),
         Implementation("reference", reference.cross_entropy, auto=()),
     ),
 )  # fmt: skip
@@ -40,16 +40,22 @@ def token_scores(
     scale: float,
     chunk: int,
     implementation: str | None = None,
-) -> Scored:
-    """How probable each target is, of logits scale * hidden @ embedding.T + bias. For evaluation:
-    not made for gradients.
+) -> TokenScores:
+    """Returns how probable each target is; for evaluation only, without gradients.
 
     Args:
-      chunk: at most so many tokens of a lane have logits at a time; a kernel chooses itself.
-      implementation: a named one runs or raises; None takes the best that can.
+      hidden: logits are scale * hidden @ embedding.T + bias.
+      embedding: the embeddings of the vocabulary.
+      targets: the token to score at each position.
+      bias: a bias of the logits, or None.
+      scale: factor of the logits.
+      chunk: the largest number of tokens of a lane whose logits exist at once; kernels choose their
+        own.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
 
     Raises:
-      NotImplementedError: an implementation that does not exist, or not for these inputs.
+      NotImplementedError: the implementation does not exist or does not support the inputs.
     """
     return dispatch.run(
         SCORES, implementation, hidden, embedding, targets, bias, scale=scale, chunk=chunk
@@ -68,21 +74,27 @@ def cross_entropy(
     smoothing: float = 0.0,
     implementation: str | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The cross-entropy of tokens, with smoothed labels (Szegedy et al. 2016, section 7).
+    """Returns the summed cross-entropy with label smoothing (Szegedy et al. 2016, section 7).
 
     Args:
       hidden: logits are scale * hidden @ embedding.T + bias.
+      embedding: the embeddings of the vocabulary.
+      targets: the target of each position.
       mask: False where a target does not count.
-      bias: float32; None: none.
-      chunk: at most so many tokens of a lane have logits at a time; a kernel chooses itself.
-      smoothing: the share of each target's probability that all tokens divide equally.
-      implementation: a named one runs or raises; None takes the best that can.
+      bias: float32, a bias of the logits, or None.
+      scale: factor of the logits.
+      chunk: the largest number of tokens of a lane whose logits exist at once; kernels choose their
+        own.
+      smoothing: the share of each target's probability that is distributed evenly over all tokens.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
 
     Returns:
-      The summed loss, and the summed nats of the targets alone, which have no gradient; float32.
+      The summed loss, and the summed nats of the targets alone, which have no gradient; both
+        float32.
 
     Raises:
-      NotImplementedError: an implementation that does not exist, or not for these inputs.
+      NotImplementedError: the implementation does not exist or does not support the inputs.
     """
     return dispatch.run(
         LOSS, implementation, hidden, embedding, targets, mask, bias,

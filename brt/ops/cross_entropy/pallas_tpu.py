@@ -1,9 +1,10 @@
-"""Scores and loss on TPUs: logits are never in the large memory.
+"""Token scores and loss on TPUs; logits are never written to main memory.
 
-Forward sums up a tile of them while it is on the chip, and with it what the gradient of the
-tokens' vectors needs (as attention does whose keys and values are the embedding); backward makes
-it again for the embedding's. Plain XLA reads and writes all logits four times, which takes it
-longer than the product that this takes more.
+The forward kernel computes a tile of logits in VMEM and accumulates all sums that it contributes
+to, including what the gradient of the tokens' vectors needs, as attention does with the embedding
+as keys and values. The backward kernel recomputes each tile for the gradient of the embedding.
+Plain XLA reads and writes all logits four times, which takes longer than the additional product of
+the kernels.
 """
 
 import functools
@@ -19,24 +20,24 @@ from jaxtyping import Array, Bool, Float, Int
 from brt.distributed import rules
 from brt.ops import tpu
 from brt.ops.cross_entropy import tpu_kernels
-from brt.ops.cross_entropy.scored import Scored
+from brt.ops.cross_entropy.scored import TokenScores
 
-_ROWS, _COLUMNS = (512, 256, 128), (640, 512, 256)  # of a tile at most
+_ROWS, _COLUMNS = (512, 256, 128), (640, 512, 256)  # Largest numbers of rows and columns of a tile.
 
 Interpret = bool | pltpu.InterpretParams
 
 
-def refuses_bias(*inputs: Array | None, **_: Any) -> str | None:
-    """Of the inputs of an operation the last is a bias, or None."""
+def bias_refusal(*inputs: Array | None, **_: Any) -> str | None:
+    """Refuses inputs with a bias, the last input of both operations."""
     return None if inputs[-1] is None else "adds no bias to logits"
 
 
-def refuses(
+def refusal(
     hidden: Float[Array, "B T D"], embedding: Float[Array, "V D"], *others: Array | None, **_: Any
 ) -> str | None:
-    """Why these inputs cannot be; None: they can."""
+    """Returns why these inputs are not supported, or None if they are."""
     (tokens, width), vocabulary = hidden.shape[1:], embedding.shape[0]
-    if reason := refuses_bias(*others):
+    if reason := bias_refusal(*others):
         return reason
     if tokens % tpu.LANES or vocabulary % tpu.LANES or width % tpu.LANES:
         return (
@@ -52,9 +53,14 @@ def refuses(
     return None
 
 
-class _Rows(NamedTuple):
-    """Of each token, float32: -log p of its target, the log-sum-exp of its logits, and how far
-    its target is above the likeliest other."""
+class _TokenResults(NamedTuple):
+    """Float32 results for each token.
+
+    Attributes:
+      nats: -log p of the target.
+      lse: log-sum-exp of the logits.
+      lead: the target's logit minus the largest other one.
+    """
 
     nats: Float[Array, "B T"]
     lse: Float[Array, "B T"]
@@ -70,10 +76,10 @@ def token_scores(
     scale: float,
     chunk: int,
     interpret: Interpret = False,
-) -> Scored:
-    """See `api.token_scores`; `interpret` runs on any device, with any sizes."""
-    results = _of_lanes(scale, interpret, hidden, embedding, targets)
-    return Scored(results.nats, results.lead > 0)
+) -> TokenScores:
+    """Computes `api.token_scores`; `interpret` runs on any device and with any sizes."""
+    results = _shard_by_lane(scale, interpret, hidden, embedding, targets)
+    return TokenScores(results.nats, results.lead > 0)
 
 
 def cross_entropy(
@@ -88,8 +94,8 @@ def cross_entropy(
     smoothing: float,
     interpret: Interpret = False,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """See `api.cross_entropy`; `interpret` runs on any device, with any sizes."""
-    results = _of_lanes(scale, interpret, hidden, embedding, targets)
+    """Computes `api.cross_entropy`; `interpret` runs on any device and with any sizes."""
+    results = _shard_by_lane(scale, interpret, hidden, embedding, targets)
     loss = results.nats
     if smoothing:
         mean = jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), jnp.mean(embedding, axis=0))
@@ -102,11 +108,11 @@ interpreted_scores = functools.partial(token_scores, interpret=True)
 interpreted = functools.partial(cross_entropy, interpret=True)
 
 
-def _of_lanes(
+def _shard_by_lane(
     scale: float, interpret: Interpret, hidden: Array, embedding: Array, targets: Array
-) -> _Rows:
-    """Each device of its own."""
-    local = functools.partial(_rows, scale, interpret)
+) -> _TokenResults:
+    """Computes the results of tokens, on each device for its own lanes."""
+    local = functools.partial(_token_results, scale, interpret)
     if rules.partitioned():
         lanes = rules.partition_spec("lanes", shape=hidden.shape[:1])
         local = jax.shard_map(
@@ -117,22 +123,22 @@ def _of_lanes(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rows(
+def _token_results(
     scale: float, interpret: Interpret, hidden: Array, embedding: Array, targets: Array
-) -> _Rows:
-    return _scored(scale, interpret, hidden, embedding, targets, learns=False)[0]
+) -> _TokenResults:
+    return _run_forward(scale, interpret, hidden, embedding, targets, learns=False)[0]
 
 
 def _forward(
     scale: float, interpret: Interpret, hidden: Array, embedding: Array, targets: Array
-) -> tuple[_Rows, tuple]:
-    results, more = _scored(scale, interpret, hidden, embedding, targets, learns=True)
+) -> tuple[_TokenResults, tuple]:
+    results, more = _run_forward(scale, interpret, hidden, embedding, targets, learns=True)
     return results, (hidden, embedding, targets, results.lse, *more)
 
 
 @jax.named_scope("cross_entropy")
 def _backward(
-    scale: float, interpret: Interpret, residuals: tuple, gradient: _Rows
+    scale: float, interpret: Interpret, residuals: tuple, gradient: _TokenResults
 ) -> tuple[Array, Array, None]:
     hidden, embedding, targets, lse, rest, mean = residuals
     every = scale * (gradient.nats + gradient.lse)
@@ -145,15 +151,19 @@ def _backward(
     return d_hidden.astype(hidden.dtype), d_embedding.astype(embedding.dtype), None
 
 
-_rows.defvjp(_forward, _backward)
+_token_results.defvjp(_forward, _backward)
 
 
-def _scored(
+def _run_forward(
     scale: float, interpret: Interpret, hidden: Array, embedding: Array, targets: Array, *,
     learns: bool,
-) -> tuple[_Rows, tuple[Array, ...]]:  # fmt: skip
-    """And what gradients need of tokens besides: as `tpu_kernels.forward` has it, the share of
-    others, and their mean."""
+) -> tuple[_TokenResults, tuple[Array, ...]]:  # fmt: skip
+    """Runs the forward kernel.
+
+    Returns:
+      The results of tokens, and what gradients need in addition: the probability of all other
+        tokens, and with `learns` their mean embedding (see `tpu_kernels.forward`).
+    """
     rows, columns, width = size = _tile(targets.size, embedding, hidden.dtype)
     grid = targets.size // rows, len(embedding) // columns
     of_row = pl.BlockSpec((rows, 1), lambda i, j: (i, 0))
@@ -176,15 +186,18 @@ def _scored(
     )(hidden.reshape(-1, width), embedding.astype(hidden.dtype), targets.reshape(-1, 1))
     lse, chosen, top, rest = (x.reshape(targets.shape) for x in results[:4])
     more = (rest, *(x.reshape(hidden.shape) for x in results[4:]))
-    nats = jnp.where(rest < 0.5, -jnp.log1p(-rest), lse - chosen)  # of the sure ones, too
-    return _Rows(nats, lse, chosen - top), more
+    # This form is also exact if p is close to 1.
+    nats = jnp.where(rest < 0.5, -jnp.log1p(-rest), lse - chosen)
+    return _TokenResults(nats, lse, chosen - top), more
 
 
 def _embedding_gradient(
     scale: float, interpret: Interpret, hidden: Array, embedding: Array, targets: Array,
     *of_tokens: Float[Array, "B T"],
 ) -> Float[Array, "V D"]:  # fmt: skip
-    """Float32; `of_tokens` as `tpu_kernels.backward` takes them."""
+    """Returns the float32 gradient of the embedding; `of_tokens` are passed to
+    `tpu_kernels.backward`.
+    """
     rows, columns, width = size = _tile(targets.size, embedding, hidden.dtype)
     grid = len(embedding) // columns, targets.size // rows
     table = pl.BlockSpec((columns, width), lambda j, i: (j, 0))
@@ -205,7 +218,7 @@ def _embedding_gradient(
 def _options(
     name: str, size: tuple[int, int, int], grid: tuple[int, int], like: Array, interpret: Interpret
 ) -> dict[str, Any]:
-    """Of a call: its name says the size of a tile, and how many there are."""
+    """Returns the options of a kernel's call; the name has the size of a tile and their number."""
     tiles, products = grid[0] * grid[1], 1 if name == "token_scores" else 2
     rows, columns, width = size
     return {
@@ -223,27 +236,33 @@ def _options(
 
 
 def _tile(tokens: int, embedding: Array, dtype: jnp.dtype) -> tuple[int, int, int]:
-    """Tokens, columns of the vocabulary and numbers of a vector, as many as there is room for."""
+    """Returns the tokens, columns of the vocabulary and width of the largest tile that fits into
+    VMEM.
+    """
     return *max(_tiles(tokens, embedding, dtype), key=math.prod), embedding.shape[1]
 
 
 def _tiles(tokens: int, embedding: Array, dtype: jnp.dtype) -> list[tuple[int, int]]:
-    """What the chip has room for of the kernel that takes more."""
+    """Returns all tiles that fit into VMEM in both kernels."""
     vocabulary, width = embedding.shape
     sizes = ((_largest(tokens, r), _largest(vocabulary, c)) for c in _COLUMNS for r in _ROWS)
-    room = tpu.vmem_limit() - 2**20  # that margin is what the compiler took beyond the count
-    return [(r, c) for r, c in sizes if _taken(r, c, width, dtype.itemsize) <= room]
+    room = tpu.vmem_limit() - 2**20  # The compiler used up to this much more than the count.
+    return [(r, c) for r, c in sizes if _vmem_bytes(r, c, width, dtype.itemsize) <= room]
 
 
-def _taken(rows: int, columns: int, width: int, itemsize: int) -> int:
-    """Bytes; of each block there are two, and what has one number a row takes all lanes."""
-    parts = 1 if itemsize == 2 else 2  # float32 is taken apart for products at full precision
+def _vmem_bytes(rows: int, columns: int, width: int, itemsize: int) -> int:
+    """Returns the bytes of VMEM of a tile.
+
+    There are two buffers for each block, and an array with one number per row takes all 128 lanes.
+    """
+    # Products at full precision split float32 numbers into parts.
+    parts = 1 if itemsize == 2 else 2
     both = parts * 2 * (rows + columns) * width * itemsize + 2 * rows * columns * 4
     forward = 2 * rows * width * itemsize + rows * width * 4 + 13 * rows * tpu.LANES * 4
     return both + max(forward, 2 * columns * width * 4)
 
 
 def _largest(size: int, limit: int) -> int:
-    """The largest divisor up to a limit, of whole registers where there is one."""
+    """Returns the largest divisor up to a limit, a multiple of 128 if possible."""
     unit = tpu.LANES if size % tpu.LANES == 0 else 1
     return next(n for n in range(limit - limit % unit, 0, -unit) if size % n == 0)

@@ -1,10 +1,10 @@
-"""The meaning of scores and of the loss."""
+"""Reference implementation of token scores and the cross-entropy loss."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brt.ops.cross_entropy.scored import Scored
+from brt.ops.cross_entropy.scored import TokenScores
 
 
 def _log_p(
@@ -25,11 +25,11 @@ def token_scores(
     *,
     scale: float,
     chunk: int,
-) -> Scored:
-    """See `api.token_scores`."""
+) -> TokenScores:
+    """Computes `api.token_scores`."""
     log_p = _log_p(hidden, embedding, bias, scale)
     of_target = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
-    return Scored(-of_target, of_target == jnp.max(log_p, axis=-1))
+    return TokenScores(-of_target, of_target == jnp.max(log_p, axis=-1))
 
 
 def cross_entropy(
@@ -43,7 +43,7 @@ def cross_entropy(
     chunk: int,
     smoothing: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """See `api.cross_entropy`."""
+    """Computes `api.cross_entropy`."""
     log_p = _log_p(hidden, embedding, bias, scale)
     nats = -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
     loss = (1 - smoothing) * nats - smoothing * jnp.mean(log_p, axis=-1)

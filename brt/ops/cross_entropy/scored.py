@@ -1,16 +1,16 @@
-"""What tokens are scored as."""
+"""Scores of tokens."""
 
 from typing import NamedTuple
 
 from jaxtyping import Array, Bool, Float
 
 
-class Scored(NamedTuple):
-    """Of every token.
+class TokenScores(NamedTuple):
+    """Scores of every token.
 
     Attributes:
       nats: -log p of its target, float32.
-      right: whether no token is likelier than its target.
+      right: True if no other token is more probable than the target.
     """
 
     nats: Float[Array, "B T"]

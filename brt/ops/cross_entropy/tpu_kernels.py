@@ -1,10 +1,10 @@
-"""A tile of logits on a TPU: what becomes of it while it is on the chip.
+"""Bodies of the TPU kernels of token scores and cross-entropy, for one tile of logits.
 
-Forward, a step of the grid has rows of tokens and columns of the vocabulary, the latter in turn:
-of a row there are a running maximum, in all lanes alike, and sums relative to it. What is summed
-up is over all tokens of the vocabulary but the target, so that neither 1 - p nor the gradient is
-a difference of two numbers that are nearly the same. Backward, a step has the same tile the other
-way round, columns x rows, rows in turn, so that what there is one of per token is a row vector.
+The forward grid is (rows of tokens, columns of the vocabulary), columns in sequence. Each row has a
+running maximum, equal in all lanes, and sums relative to it. The sums are over all tokens of the
+vocabulary but the target, so that neither 1 - p nor the gradient is a difference of two nearly
+equal numbers. The backward grid has the same tiles transposed, columns x rows, rows in sequence, so
+that numbers per token are row vectors.
 """
 
 import functools
@@ -22,9 +22,13 @@ def forward(
     hidden: Any, embedding: Any, targets: Any, lse: Any, chosen: Any, top: Any, rest: Any,
     *places: Any, scale: float,
 ) -> None:  # fmt: skip
-    """Of each token the log-sum-exp of all logits, that of its target, the highest other, and the
-    share of all others in the sum of probabilities; and where there is a place for it (the first
-    and the last of `places`), the mean embedding of others as they are probable."""
+    """Computes the results of the tokens of a tile.
+
+    For each token these are the log-sum-exp of all logits (`lse`), the target's logit (`chosen`),
+    the largest other logit (`top`), and the probability of all others (`rest`). If `places` has
+    five elements, the first is an output for the probability-weighted mean embedding of the other
+    tokens, and the last is scratch memory for it.
+    """
     mean, highest, others, results, sums = places if len(places) == 5 else (None, *places, None)
     column, lanes = pl.program_id(1), highest.shape[1]
     columns = len(embedding)
@@ -70,8 +74,11 @@ def backward(
     hidden: Any, embedding: Any, targets: Any, lse: Any, every: Any, of_target: Any,
     d_embedding: Any, *, scale: float,
 ) -> None:  # fmt: skip
-    """The gradient of the embedding, given those of each token's logits: `every` times their
-    probabilities, but of its target `of_target`."""
+    """Computes the gradient of the embedding.
+
+    The gradient of a token's logits is `every` times their probabilities, and `of_target` for the
+    target.
+    """
     columns = len(embedding)
 
     @pl.when(pl.program_id(1) == 0)

@@ -1,7 +1,7 @@
-"""Scores and loss in plain XLA, a chunk of tokens at a time.
+"""Token scores and loss in plain XLA, one chunk of tokens at a time.
 
-[B, T, V] float32 logits of a long segment would be the largest array of a training step.
-Under differentiation each chunk's gradients are computed while its logits exist, so nothing is
+The float32 logits [B, T, V] of a long segment would be the largest array of a train step. Under
+differentiation the gradients of each chunk are computed while its logits exist, so nothing is
 computed twice.
 """
 
@@ -15,22 +15,22 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.distributed.rules import constrain, shard_count
 from brt.ops import dispatch
-from brt.ops.cross_entropy.scored import Scored
+from brt.ops.cross_entropy.scored import TokenScores
 from brt.ops.dense import weight_gradient
 from brt.ops.layout import transposed
 from brt.ops.reductions import sum_leading
 
 
 def _chunk_length(tokens: int, limit: int) -> int:
-    """The largest divisor of a device's share of `tokens` up to `limit`."""
+    """Returns the largest divisor, up to `limit`, of a device's share of the tokens."""
     own = tokens // shard_count("tokens", tokens)
     return next(n for n in range(min(limit, own), 0, -1) if own % n == 0)
 
 
-def _chunked(x: Array, chunk: int) -> Array:
-    """[B, T, ...] -> [shard_count, B, C, ...]: a chunk of each device that shares the tokens.
+def _split_chunks(x: Array, chunk: int) -> Array:
+    """Splits [B, T, ...] into [count, B, C, ...]; a chunk has tokens of each device.
 
-    Lanes and tokens stay on their device.
+    Rows of the batch and tokens stay on their device.
     """
     batch, tokens = x.shape[:2]
     devices = shard_count("tokens", tokens)
@@ -38,14 +38,14 @@ def _chunked(x: Array, chunk: int) -> Array:
     return jnp.moveaxis(cut, 2, 0).reshape(-1, batch, devices * chunk, *x.shape[2:])
 
 
-def _joined(x: Array, chunk: int) -> Array:
-    """The inverse of `_chunked`."""
+def _join_chunks(x: Array, chunk: int) -> Array:
+    """Inverts `_split_chunks`."""
     cut = x.reshape(*x.shape[:2], -1, chunk, *x.shape[3:])
     return jnp.moveaxis(cut, 0, 2).reshape(x.shape[1], -1, *x.shape[3:])
 
 
-class _Logits(NamedTuple):
-    """Of a chunk, float32: all of them, their log-sum-exp and that of the targets."""
+class _ChunkLogits(NamedTuple):
+    """Float32 logits of a chunk, their log-sum-exp, and the logits of the targets."""
 
     all: Float[Array, "B C V"]
     lse: Float[Array, "B C"]
@@ -56,13 +56,18 @@ class _Logits(NamedTuple):
         return self.lse - self.chosen
 
     def are(self, targets: Int[Array, "B C"]) -> Bool[Array, "B C V"]:
-        """Which of them are the targets'."""
+        """Returns True for the logits of the targets."""
         return jnp.arange(self.all.shape[-1])[None, None] == targets[..., None]
 
 
-def _product(embedding: Float[Array, "V D"], dtype: jnp.dtype) -> Callable[[Array], Array]:
-    """[B, C, D] -> [B, C, V]. CPUs read the embedding turned, once for all chunks: for 1,024 tokens
-    a product with the transpose takes them 1.2 times as long."""
+def _embedding_product(
+    embedding: Float[Array, "V D"], dtype: jnp.dtype
+) -> Callable[[Array], Array]:
+    """Returns a function that multiplies [B, C, D] by the embedding to [B, C, V].
+
+    On CPUs the embedding is transposed once for all chunks; a product with the transpose takes 1.2
+    times as long for 1,024 tokens.
+    """
     table, sizes = embedding.astype(dtype), "bcd,vd->bcv"
     if dispatch.policy().stores_transposes:
         table, sizes = transposed(table), "bcd,dv->bcv"
@@ -74,14 +79,14 @@ def _logits(
     targets: Int[Array, "B C"],
     bias: Float[Array, " V"] | None,
     scale: float,
-) -> _Logits:
+) -> _ChunkLogits:
     logits = scale * products
     if bias is not None:
         logits += bias[None, None]
     logits = constrain(logits, "lanes", "tokens", "vocab")
     lse = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return _Logits(logits, lse, chosen)
+    return _ChunkLogits(logits, lse, chosen)
 
 
 def token_scores(
@@ -92,17 +97,20 @@ def token_scores(
     *,
     scale: float,
     chunk: int,
-) -> Scored:
-    """See `api.token_scores`."""
-    chunk, product = _chunk_length(hidden.shape[1], chunk), _product(embedding, hidden.dtype)
+) -> TokenScores:
+    """Computes `api.token_scores`."""
+    chunk, product = (
+        _chunk_length(hidden.shape[1], chunk),
+        _embedding_product(embedding, hidden.dtype),
+    )
 
-    def scores(piece: tuple[Array, Array]) -> Scored:
+    def scores(piece: tuple[Array, Array]) -> TokenScores:
         results = _logits(product(piece[0]), piece[1], bias, scale)
         others = jnp.where(results.are(piece[1]), -jnp.inf, results.all)
-        return Scored(results.nats, results.chosen > jnp.max(others, axis=-1))
+        return TokenScores(results.nats, results.chosen > jnp.max(others, axis=-1))
 
-    pieces = _chunked(hidden, chunk), _chunked(targets, chunk)
-    return Scored(*(_joined(x, chunk) for x in jax.lax.map(scores, pieces)))
+    pieces = _split_chunks(hidden, chunk), _split_chunks(targets, chunk)
+    return TokenScores(*(_join_chunks(x, chunk) for x in jax.lax.map(scores, pieces)))
 
 
 def cross_entropy(
@@ -116,7 +124,7 @@ def cross_entropy(
     chunk: int,
     smoothing: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """See `api.cross_entropy`."""
+    """Computes `api.cross_entropy`."""
     return _cross_entropy(hidden, embedding, targets, mask, bias, scale, chunk, smoothing)
 
 
@@ -131,20 +139,23 @@ def _cross_entropy(
     chunk: int,
     smoothing: float,
 ) -> tuple[Array, Array]:
-    chunk, product = _chunk_length(hidden.shape[1], chunk), _product(embedding, hidden.dtype)
+    chunk, product = (
+        _chunk_length(hidden.shape[1], chunk),
+        _embedding_product(embedding, hidden.dtype),
+    )
 
     def body(total: Array, piece: tuple[Array, ...]) -> tuple[Array, None]:
         h, target, counts = piece
         results = _logits(product(h), target, bias, scale)
         return total + _sums(results, counts, smoothing), None
 
-    pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, mask))
+    pieces = tuple(_split_chunks(x, chunk) for x in (hidden, targets, mask))
     total, _ = jax.lax.scan(body, jnp.zeros((2,), jnp.float32), pieces)
     return total[0], total[1]
 
 
-def _sums(results: _Logits, counts: Array, smoothing: float) -> Float[Array, "2"]:
-    """Summed loss and nats of a chunk."""
+def _sums(results: _ChunkLogits, counts: Array, smoothing: float) -> Float[Array, "2"]:
+    """Returns the summed loss and the summed nats of a chunk."""
     loss = nats = results.nats
     if smoothing:
         loss = (1 - smoothing) * nats + smoothing * (results.lse - jnp.mean(results.all, axis=-1))
@@ -161,7 +172,10 @@ def _forward(
     chunk: int,
     smoothing: float,
 ) -> tuple[tuple[Array, Array], tuple[Array, Array, Array | None]]:
-    chunk, product = _chunk_length(hidden.shape[1], chunk), _product(embedding, hidden.dtype)
+    chunk, product = (
+        _chunk_length(hidden.shape[1], chunk),
+        _embedding_product(embedding, hidden.dtype),
+    )
 
     def body(carry: tuple, piece: tuple[Array, ...]) -> tuple[tuple, Array]:
         total, d_embedding, d_bias = carry
@@ -177,11 +191,11 @@ def _forward(
         total += _sums(results, counts, smoothing)
         return (total, d_embedding, d_bias), d_hidden
 
-    pieces = tuple(_chunked(x, chunk) for x in (hidden, targets, mask))
+    pieces = tuple(_split_chunks(x, chunk) for x in (hidden, targets, mask))
     none = None if bias is None else jnp.zeros_like(bias)
     start = (jnp.zeros((2,), jnp.float32), jnp.zeros_like(embedding), none)
     (total, d_embedding, d_bias), d_hidden = jax.lax.scan(body, start, pieces)
-    return (total[0], total[1]), (_joined(d_hidden, chunk), d_embedding, d_bias)
+    return (total[0], total[1]), (_join_chunks(d_hidden, chunk), d_embedding, d_bias)
 
 
 @jax.named_scope("cross_entropy")

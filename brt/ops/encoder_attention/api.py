@@ -1,7 +1,7 @@
-"""Local attention: every token sees those within a radius to both sides (LongT5, 3.1.1).
+"""Local attention: every token sees those within a radius on both sides (LongT5, section 3.1.1).
 
-Blocks are one longer than the radius, so that a token sees parts of three blocks and no
-others. Letters beside the glossary's: W tokens of a block (the radius and one), X = 3 W.
+Blocks are one token longer than the radius, so a token sees parts of three blocks and no others. In
+shapes, W is the number of tokens of a block, the radius plus one, and X = 3 W.
 """
 
 from jaxtyping import Array, Bool, Float
@@ -10,7 +10,7 @@ from brt.ops import dispatch
 from brt.ops.dispatch import Implementation, Op
 from brt.ops.dropout import Dropout
 from brt.ops.encoder_attention import reference, xla
-from brt.ops.encoder_attention.globals import Side
+from brt.ops.encoder_attention.globals import SideKeys
 
 OP = Op(
     "encoder_attention",
@@ -29,26 +29,32 @@ def local_attention(
     values: Float[Array, "B T H K"],
     bias: Float[Array, "H W X"] | None,
     mask: Bool[Array, "B T"],
-    side: Side | None = None,
+    side: SideKeys | None = None,
     dropout: Dropout | None = None,
     *,
     radius: int,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Attention to all keys at most `radius` away; logits are q.k + bias, unscaled.
+    """Attends to all keys at most `radius` away; the logits are q.k + bias, without a scale.
 
     Args:
-      bias: float32, of a block and the 3 W keys from the block before it on; None: none.
-      mask: False on padding, which nothing sees.
-      side: keys seen by all tokens, in the same softmax.
-      dropout: applied to the weights.
-      implementation: a named one runs or raises; None takes the best that can.
+      queries: already multiplied by any scale.
+      keys: the keys.
+      values: the values.
+      bias: float32, between a block and the 3 W keys from the block before it on; None for no bias.
+      mask: False for padding, which no token sees.
+      side: keys that all tokens see, in the same softmax.
+      dropout: dropout of the weights.
+      radius: the largest distance of a visible key.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
 
     Returns:
-      In the dtype of `values`; softmax in float32. A token that sees no key gives zeros.
+      The outputs in the dtype of `values`, with the softmax in float32. A token that sees no key
+        gets zeros.
 
     Raises:
-      NotImplementedError: an implementation that does not exist, or not for these inputs.
+      NotImplementedError: the implementation does not exist or does not support the inputs.
     """
     return dispatch.run(
         OP, implementation, queries, keys, values, bias, mask, side,

@@ -1,7 +1,7 @@
 """Transient global tokens (LongT5, Guo et al. 2022, section 3.1.2): sums of short blocks.
 
-The tail that fills no block joins the last full one; a source shorter than a block has no
-global token. Letters beside the glossary's: G global tokens.
+The last tokens, if they do not fill a block, join the last full block. A source shorter than a
+block has no global token. In shapes, G is the number of global tokens.
 """
 
 from typing import NamedTuple
@@ -14,24 +14,24 @@ from brt.ops.relative_bias import relative_buckets
 
 
 class GlobalBlocks(NamedTuple):
-    """Which block a token belongs to.
+    """The block that each token belongs to.
 
     Attributes:
-      ids: int32 [B, T]; -1 for padding and in a source without global tokens.
-      exist: bool [B, G], False for blocks that no source token fills.
+      ids: int32 [B, T]; -1 for padding, and for all tokens of a source without global tokens.
+      exist: bool [B, G], False for blocks that no token of the source fills.
     """
 
     ids: Int[Array, "B T"]
     exist: Bool[Array, "B G"]
 
 
-class Side(NamedTuple):
-    """Keys that every token sees besides its neighbours.
+class SideKeys(NamedTuple):
+    """Keys that every token sees in addition to its neighbours.
 
     Attributes:
       keys, values: [B, G, H, K].
-      bias: float32.
-      exist: False: no key.
+      bias: float32, or None.
+      exist: False where there is no key.
     """
 
     keys: Float[Array, "B G H K"]
@@ -41,7 +41,7 @@ class Side(NamedTuple):
 
 
 def global_blocks(mask: Bool[Array, "B T"], size: int) -> GlobalBlocks:
-    """Blocks of `size` tokens. Padding is at the end of a row."""
+    """Assigns tokens to blocks of `size` tokens; padding must be at the end of a row."""
     tokens = mask.shape[1]
     full = jnp.sum(mask, axis=1, dtype=jnp.int32)[:, None] // size
     place = jnp.asarray(np.arange(tokens, dtype=np.int32) // size)[None]
@@ -50,7 +50,7 @@ def global_blocks(mask: Bool[Array, "B T"], size: int) -> GlobalBlocks:
 
 
 def block_sums(x: Float[Array, "B T D"], blocks: GlobalBlocks) -> Float[Array, "B G D"]:
-    """The sum (not the mean) of each block's tokens, in x's dtype."""
+    """Returns the sum (not the mean) of each block's tokens in x's dtype."""
     members = blocks.ids[:, :, None] == jnp.arange(blocks.exist.shape[1])[None, None]
     sums = jnp.einsum(
         "btg,btd->bgd", members.astype(x.dtype), x, preferred_element_type=jnp.float32
@@ -61,14 +61,14 @@ def block_sums(x: Float[Array, "B T D"], blocks: GlobalBlocks) -> Float[Array, "
 def side_bias(
     table: Float[Array, "R H"], blocks: GlobalBlocks, *, max_distance: int
 ) -> Float[Array, "B H T G"]:
-    """The bias of each token and global token: by how many blocks they are apart."""
+    """Returns the bias of each token and global token by the distance of their blocks."""
     count = blocks.exist.shape[1]
-    if not count:  # nothing to take rows of
+    if not count:  # There are no rows to take.
         return jnp.zeros((blocks.ids.shape[0], table.shape[1], blocks.ids.shape[1], 0))
     offsets = np.arange(count)[None, :] - np.arange(count)[:, None]
     rows = relative_buckets(
         offsets, buckets=table.shape[0], max_distance=max_distance, both_ways=True
     )
-    by_block = jnp.take(table, rows, axis=0)  # [block of the token, G, H]
+    by_block = jnp.take(table, rows, axis=0)  # Shape [block of the token, G, H].
     own = jnp.take(by_block, jnp.maximum(blocks.ids, 0), axis=0, mode="clip")
     return own.transpose(0, 3, 1, 2)

@@ -1,10 +1,10 @@
-"""The meaning of local attention: all T x T logits, most of them masked."""
+"""Reference implementation of local attention: all T x T logits, most of them masked."""
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from brt.ops.encoder_attention.globals import Side
+from brt.ops.encoder_attention.globals import SideKeys
 from brt.ops.softmax import masked_softmax
 
 
@@ -14,18 +14,19 @@ def local_attention(
     values: Float[Array, "B T H K"],
     bias: Float[Array, "H W X"] | None,
     mask: Bool[Array, "B T"],
-    side: Side | None = None,
+    side: SideKeys | None = None,
     dropout: None = None,
     *,
     radius: int,
 ) -> Float[Array, "B T H K"]:
-    """See `api.local_attention`."""
+    """Computes `api.local_attention`."""
     place = np.arange(queries.shape[1])
     offset = place[None, :] - place[:, None]
     near = np.abs(offset) <= radius
     logits = jnp.einsum("bqhk,bshk->bhqs", queries, keys, preferred_element_type=jnp.float32)
     if bias is not None:
-        # A tile's last row sees radius keys before the block, and its first radius after it.
+        # The last row of a tile sees `radius` keys before the block; the first row sees `radius`
+        # keys after it.
         within = np.clip(offset, -radius, radius)
         row = np.where(within < 0, radius, 0)
         logits += bias[:, row, within + row + radius + 1][None]

@@ -1,6 +1,6 @@
-"""Local attention in plain XLA: blocks beside the windows of three that they see.
+"""Local attention in plain XLA: each block attends to a window of three blocks.
 
-Letters beside the glossary's: W tokens of a block (the radius and one), X = 3 W.
+In shapes, W is the number of tokens of a block, the radius plus one, and X = 3 W.
 """
 
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from brt.ops.dropout import Dropout
-from brt.ops.encoder_attention.globals import Side
+from brt.ops.encoder_attention.globals import SideKeys
 from brt.ops.reductions import add_shared
 from brt.ops.softmax import masked_softmax
 
@@ -19,23 +19,24 @@ def local_attention(
     values: Float[Array, "B T H K"],
     bias: Float[Array, "H W X"] | None,
     mask: Bool[Array, "B T"],
-    side: Side | None = None,
+    side: SideKeys | None = None,
     dropout: Dropout | None = None,
     *,
     radius: int,
 ) -> Float[Array, "B T H K"]:
-    """See `api.local_attention`."""
+    """Computes `api.local_attention`."""
     block, tokens = radius + 1, queries.shape[1]
     q, near_k, near_v = _blocks(queries, block), _windows(keys, block), _windows(values, block)
     logits = jnp.einsum("bnqhk,bnshk->bnhqs", q, near_k, preferred_element_type=jnp.float32)
     if bias is not None:
         logits = add_shared(logits, bias)
-    # |key - query| <= radius, with keys counted from the block before the query's.
+    # True where |key - query| <= radius; keys are counted from the start of the block before the
+    # query's.
     offsets = np.arange(3 * block)[None, :] - block - np.arange(block)[:, None]
     near = np.abs(offsets) <= radius
     seen = _windows(mask, block)[:, :, None, None, :] & near[None, None, None]
     if side is not None:
-        logits, seen = _with_side(logits, seen, q, side)
+        logits, seen = _append_side_keys(logits, seen, q, side)
     weights = masked_softmax(logits, seen).astype(values.dtype)
     if dropout is not None:
         weights = dropout(weights)
@@ -45,13 +46,13 @@ def local_attention(
     return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :tokens]
 
 
-def _with_side(
+def _append_side_keys(
     logits: Float[Array, "B N H W X"],
     seen: Bool[Array, "B N 1 W X"],
     q: Float[Array, "B N W H K"],
-    side: Side,
+    side: SideKeys,
 ) -> tuple[Float[Array, "B N H W Y"], Bool[Array, "B N 1 W Y"]]:
-    """Logits and mask with the columns of the side keys."""
+    """Appends the columns of the side keys to logits and mask."""
     batch, count, block = q.shape[:3]
     more = jnp.einsum("bnqhk,bghk->bnhqg", q, side.keys, preferred_element_type=jnp.float32)
     if side.bias is not None:
@@ -62,14 +63,14 @@ def _with_side(
 
 
 def _blocks(x: Array, block: int) -> Array:
-    """[B, T, ...] -> [B, N, W, ...], padded with zeros."""
+    """Splits [B, T, ...] into blocks [B, N, W, ...], padded with zeros."""
     count = -(-x.shape[1] // block)
     x = jnp.pad(x, ((0, 0), (0, count * block - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
     return x.reshape(x.shape[0], count, block, *x.shape[2:])
 
 
 def _windows(x: Array, block: int) -> Array:
-    """[B, T, ...] -> [B, N, 3 W, ...]: each block between its neighbours."""
+    """Returns [B, N, 3 W, ...], each block of [B, T, ...] with its two neighbours."""
     cut = _blocks(x, block)
     count = cut.shape[1]
     padded = jnp.pad(cut, ((0, 0), (1, 1)) + ((0, 0),) * (cut.ndim - 2))

@@ -1,4 +1,4 @@
-"""Softmax attention to the keys that a mask leaves."""
+"""Softmax attention to the keys where a mask is True."""
 
 import numpy as np
 from jaxtyping import Array, Bool, Float
@@ -29,19 +29,24 @@ def attend(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "*B Q H K"]:
-    """Attention of every query to the keys it sees; logits are q.k + bias, unscaled.
+    """Attends from every query to the keys that it sees; the logits are q.k + bias, without a
+    scale.
 
     Args:
+      queries: already multiplied by any scale.
+      keys: the keys.
+      values: the values.
       bias: float32, shared by all leading axes.
-      mask: True where a query sees a key; one that sees nothing gives zeros.
-      dropout: of the weights.
-      implementation: a named one runs or raises; None takes the best that can.
+      mask: True where a query sees a key; a query that sees no key gets zeros.
+      dropout: dropout of the weights.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
 
     Returns:
-      In the dtype of `values`; softmax in float32.
+      The outputs in the dtype of `values`, with the softmax in float32.
 
     Raises:
-      NotImplementedError: an implementation that does not exist, or not for these inputs.
+      NotImplementedError: the implementation does not exist or does not support the inputs.
     """
     return dispatch.run(
         OP, implementation, queries, keys, values, bias, mask, dropout=dropout
@@ -59,18 +64,24 @@ def attend_to_valid(
     causal: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """`attend` to all valid keys; logits are scale * q.k.
+    """Attends to all valid keys; the logits are scale * q.k.
 
     Args:
-      valid: False on padding, which nothing sees.
-      causal: a token sees no later one; T = X.
+      queries: unscaled queries.
+      keys: the keys.
+      values: the values.
+      valid: False for padding, which no query sees.
+      dropout: dropout of the weights.
+      scale: factor of the logits.
+      causal: True hides later tokens; T must equal X.
+      implementation: as for `attend`.
     """
     mask = valid_mask(valid, queries.shape[1], causal)
     return attend(queries * scale, keys, values, None, mask, dropout, implementation=implementation)
 
 
 def valid_mask(valid: Bool[Array, "B X"], tokens: int, causal: bool) -> Bool[Array, "B #T X"]:
-    """What the tokens see of valid keys; a causal token sees no later one."""
+    """Returns True where a token sees a valid key; a causal token sees no later key."""
     if not causal:
         return valid[:, None]
     return valid[:, None] & np.tri(tokens, valid.shape[1], dtype=bool)[None]

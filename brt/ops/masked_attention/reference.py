@@ -1,4 +1,4 @@
-"""The meaning of masked attention: all logits at once."""
+"""Reference implementation of masked attention, with all logits at once."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -14,7 +14,7 @@ def attend(
     mask: Bool[Array, "*#B #Q S"],
     dropout: None = None,
 ) -> Float[Array, "*B Q H K"]:
-    """See `api.attend`."""
+    """Computes `api.attend`."""
     mask = jnp.broadcast_to(mask, (*queries.shape[:-3], *mask.shape[-2:]))
     logits = jnp.einsum("...qhk,...shk->...hqs", queries, keys, preferred_element_type=jnp.float32)
     if bias is not None:

@@ -1,7 +1,7 @@
 """Masked attention in plain XLA, in tiles of queries.
 
-The backward pass is written out and computes the weights anew, so that no array of Q x S
-is kept; where that of all queries is large, tiles of queries follow one another.
+The hand-written backward pass recomputes the weights, so that no array of Q x S is saved. If the
+logits of all queries would be large, tiles of queries are processed one after the other.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from brt.distributed import rules
 from brt.ops.dropout import Dropout
 from brt.ops.reductions import sum_leading
 
-TILE = 1 << 22  # logits that exist at a time
+TILE_LOGITS = 1 << 22  # Number of logits that exist at once.
 
 
 def attend(
@@ -25,13 +25,13 @@ def attend(
     mask: Bool[Array, "*#B #Q S"],
     dropout: Dropout | None = None,
     *,
-    tile: int = TILE,
+    tile: int = TILE_LOGITS,
 ) -> Float[Array, "*B Q H K"]:
-    """See `api.attend`.
+    """Computes `api.attend`.
 
     Args:
-      tile: logits that may exist at a time on a device (those of one query for all of its heads
-        and leading axes do in any case).
+      tile: the number of logits that may exist at once on a device. The logits of one query, for
+        all of its heads and leading axes, exist in any case.
     """
     lead, (length, heads, width) = queries.shape[:-3], queries.shape[-3:]
     q, k, v = (x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2) for x in (queries, keys, values))
@@ -39,11 +39,12 @@ def attend(
     shared = rules.shard_count("lanes", lead[0]) * rules.shard_count("heads", heads) if lead else 1
     each = max(min(length, tile // max(q.shape[0] * heads * k.shape[2] // shared, 1)), 1)
     count = -(-length // each)
-    each = -(-length // count)  # tiles of one size, with as few rows too many as can be
-    tiles = Tiles(
-        _cut(q, 2, count, each),
-        None if bias is None else _cut(bias, 1, count, each),
-        _cut(mask, 1, count, each) if mask.shape[1] > 1 else None,
+    # Tiles have equal sizes, so that as few rows as possible are padding.
+    each = -(-length // count)
+    tiles = QueryTiles(
+        _split_tiles(q, 2, count, each),
+        None if bias is None else _split_tiles(bias, 1, count, each),
+        _split_tiles(mask, 1, count, each) if mask.shape[1] > 1 else None,
     )
     replicated = None if tiles.mask is not None else mask
     y = _attend(tiles, k, v, replicated, dropout)
@@ -51,23 +52,30 @@ def attend(
     return y.swapaxes(1, 2).reshape(queries.shape)
 
 
-class Tiles(NamedTuple):
-    """N tiles of queries, with what is theirs; None: no bias, or a mask that all queries share."""
+class QueryTiles(NamedTuple):
+    """N tiles of queries with their biases and masks.
+
+    None stands for no bias, or for a mask that all queries share.
+    """
 
     queries: Float[Array, "N B H Q K"]
     bias: Float[Array, "N H Q S"] | None
     mask: Bool[Array, "N B Q S"] | None
 
 
-def _cut(x: Array, axis: int, count: int, each: int) -> Array:
-    """Tiles of an axis in front, the last one filled up with zeros."""
+def _split_tiles(x: Array, axis: int, count: int, each: int) -> Array:
+    """Splits an axis into tiles, stacked on a new first axis; the last tile is padded
+    with zeros.
+    """
     short = count * each - x.shape[axis]
     x = jnp.pad(x, [(0, short if i == axis else 0) for i in range(x.ndim)]) if short else x
     return jnp.moveaxis(x.reshape(*x.shape[:axis], count, each, *x.shape[axis + 1 :]), axis, 0)
 
 
 @jax.custom_vjp
-def _attend(tiles: Tiles, k: Array, v: Array, mask: Array | None, dropout: Dropout | None) -> Array:
+def _attend(
+    tiles: QueryTiles, k: Array, v: Array, mask: Array | None, dropout: Dropout | None
+) -> Array:
     return _forward(tiles, k, v, mask, dropout)[0]
 
 
@@ -75,7 +83,7 @@ def _product(spec: str, a: Array, b: Array) -> Array:
     return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
 
 
-def _logits(tile: Tiles, k: Array, mask: Array | None) -> Array:
+def _logits(tile: QueryTiles, k: Array, mask: Array | None) -> Array:
     logits = _product("bhqk,bhsk->bhqs", tile.queries, k)
     if tile.bias is not None:
         logits += tile.bias[None]
@@ -86,10 +94,10 @@ def _logits(tile: Tiles, k: Array, mask: Array | None) -> Array:
 def _factors(
     dropout: Dropout | None, index: Array, like: Float[Array, "B H Q S"]
 ) -> Float[Array, "B H Q S"] | None:
-    """Returns what dropout multiplies the weights of tile `index` with.
+    """Returns dropout's factors for the weights of tile `index`.
 
-    Every query draws by its own place in the sequence. How many queries a tile has depends on how
-    many lanes a device has, and a run must not depend on how many devices share it.
+    Every query draws by its position in the sequence. The number of queries of a tile depends on
+    the number of lanes of a device, and the result must not depend on the number of devices.
     """
     if dropout is None:
         return None
@@ -102,11 +110,11 @@ def _factors(
 
 
 def _forward(
-    tiles: Tiles, k: Array, v: Array, mask: Array | None, dropout: Dropout | None
+    tiles: QueryTiles, k: Array, v: Array, mask: Array | None, dropout: Dropout | None
 ) -> tuple[Array, tuple]:
     lowest = jnp.finfo(jnp.float32).min
 
-    def of_tile(xs: tuple[Tiles, Array]) -> tuple[Array, Array]:
+    def of_tile(xs: tuple[QueryTiles, Array]) -> tuple[Array, Array]:
         logits = _logits(xs[0], k, mask)
         top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), lowest)
         weights = jnp.exp(logits - top)
@@ -116,7 +124,7 @@ def _forward(
         y = _product("bhqs,bhsk->bhqk", kept.astype(v.dtype), v)
         some = total > 0
         y = y / jnp.where(some, total, 1)
-        # Where nothing is seen any finite number will do: exp(-inf - it) = 0.
+        # Without visible keys any finite number gives weights of zero, as exp(-inf - x) = 0.
         return y.astype(v.dtype), jnp.where(some, top + jnp.log(jnp.where(some, total, 1)), 0)
 
     y, normalizer = jax.lax.map(of_tile, (tiles, jnp.arange(tiles.queries.shape[0])))
@@ -146,7 +154,7 @@ def _backward(residuals: tuple, gradient: Array) -> tuple:
     (d_k, d_v), (d_q, d_bias) = jax.lax.scan(
         of_tile, zeros, (tiles, numbers, gradient, along, normalizer)
     )
-    return Tiles(d_q, d_bias, None), d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
+    return QueryTiles(d_q, d_bias, None), d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
 
 
 _attend.defvjp(_forward, _backward)

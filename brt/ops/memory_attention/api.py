@@ -1,10 +1,10 @@
-"""Attention over a memory of past tokens (Memorizing Transformers, section 3).
+"""Attention to a memory of past tokens (Memorizing Transformers, section 3).
 
-A query finds the few remembered keys that it fits best, head by head, and attends to these
-alone. The memory is a constant: gradients reach the queries only.
+Each head of a query searches for the few remembered keys with the largest products and attends to
+these alone. The memory is a constant: gradients reach the queries only.
 
-Letters beside the glossary's: M tokens of memory, R neighbours that a query finds, Q queries.
-Heads come before tokens, because every head is searched by itself.
+In shapes, M is the number of tokens of the memory, R the number of neighbours of a query, and Q the
+number of queries. Heads come before tokens, because every head is searched separately.
 """
 
 import jax
@@ -36,32 +36,35 @@ def memory_attention(
     null_keys: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Attention of the tokens of every block to what they find in the past.
+    """Attends from the tokens of every block to their neighbours in the past.
 
-    The queries are those of N blocks of W = T / N tokens. Block n sees the M tokens before
-    it, which begin at n * W of `keys`: first comes the memory, then the segment, as far as
-    later blocks read it. With one block, `keys` may be the memory alone.
+    The queries are those of N blocks of W = T / N tokens. Block n sees the M tokens before it,
+    which begin at n * W of `keys`: the memory comes first, then the segment, as far as later blocks
+    read it. With one block, `keys` may be the memory alone.
 
-    Besides the arguments there exist at once, for each lane, `xla.AT_ONCE` float32 scores
-    (or those of one query in all heads, if these are more), as many retrieved numbers, and
-    the [H, T, R] found indices; backward as well.
+    Apart from the arguments, each lane holds at once `xla.AT_ONCE` float32 scores (or those of one
+    query in all heads, if these are more), as many retrieved numbers, and the indices [H, T, R] of
+    neighbours. The same holds for the backward pass.
 
     Args:
-      queries: with any scale folded in; a positive one does not change what is found.
-      keys, values: oldest first.
-      counts: how many of the M tokens before a block may be found: the last so many.
+      queries: already multiplied by any scale; a positive scale does not change the neighbours.
+      keys, values: the oldest first.
+      counts: the number of the M tokens before a block, counted from the end, that may be
+        neighbours.
       size: M.
       neighbors: R.
       search: see `retrieval`; "bucketed" needs M to be a multiple of R.
-      null_keys: neighbours that are not there count as zero keys with zero values, instead
-        of not at all (the original's behaviour).
-      implementation: a named one runs or raises; None takes the best that can.
+      null_keys: True makes missing neighbours count as zero keys with zero values instead of being
+        ignored, as the original code does.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
 
     Returns:
-      In the dtype of `values`; softmax in float32. Zeros where a query finds nothing.
+      The outputs in the dtype of `values`, with the softmax in float32. Zeros where a query has no
+        neighbours.
 
     Raises:
-      NotImplementedError: an implementation that does not exist, or not for these inputs.
+      NotImplementedError: the implementation does not exist or does not support the inputs.
     """
     keys, values = jax.lax.stop_gradient((keys, values))
     return dispatch.run(

@@ -1,10 +1,10 @@
-"""The meaning of memory attention: block by block, all scores at once."""
+"""Reference implementation of memory attention: block by block, with all scores at once."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brt.ops.memory_attention.retrieval import Search, attend_to_found, find, take
+from brt.ops.memory_attention.retrieval import Search, attend_to_neighbors, find_neighbors, take
 
 
 def memory_attention(
@@ -18,17 +18,17 @@ def memory_attention(
     search: Search,
     null_keys: bool,
 ) -> Float[Array, "B T H K"]:
-    """See `api.memory_attention`."""
+    """Computes `api.memory_attention`."""
     blocks = counts.shape[1]
     width = queries.shape[1] // blocks
     outputs = []
     for n in range(blocks):
         q = queries[:, n * width : (n + 1) * width].swapaxes(1, 2)
         seen = slice(n * width, n * width + size)
-        results = find(
+        results = find_neighbors(
             jax.lax.stop_gradient(q), keys[:, :, seen], counts[:, n],
             neighbors=neighbors, search=search,
         )  # fmt: skip
         k, v = (take(x[:, :, seen], results.indices) for x in (keys, values))
-        outputs.append(attend_to_found(q, k, v, results.there, null_keys=null_keys))
+        outputs.append(attend_to_neighbors(q, k, v, results.there, null_keys=null_keys))
     return jnp.concatenate(outputs, axis=2).swapaxes(1, 2)

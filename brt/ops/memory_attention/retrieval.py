@@ -1,8 +1,8 @@
-"""What a query finds, and attention to it.
+"""Search for the neighbours of a query, and attention to them.
 
 exact     the keys with the largest products with the query
-bucketed  the best key of each bucket; tokens take turns in joining one of as many buckets
-          as there are neighbours (the original's approximate search)
+bucketed  the best key of each bucket; tokens are distributed in turn to as many buckets as there
+are neighbours (the original code's approximate search)
 """
 
 from typing import Literal, NamedTuple
@@ -17,33 +17,33 @@ from brt.ops.top_k import top_k
 Search = Literal["exact", "bucketed"]
 
 
-class Found(NamedTuple):
+class Neighbors(NamedTuple):
     """The neighbours of every query, in no particular order.
 
     Attributes:
-      indices: of keys, int32 [B, H, Q, R].
-      there: bool [B, H, Q, R], False where there were too few keys, or a bucket was empty.
+      indices: int32 [B, H, Q, R], indices of keys.
+      there: bool [B, H, Q, R], False if there were too few keys or a bucket was empty.
     """
 
     indices: Int[Array, "B H Q R"]
     there: Bool[Array, "B H Q R"]
 
 
-def find(
+def find_neighbors(
     queries: Float[Array, "B H Q K"],
     keys: Float[Array, "B H M K"],
     count: Int[Array, " B"],
     *,
     neighbors: int,
     search: Search,
-) -> Found:
+) -> Neighbors:
     """Searches the last `count` keys of every lane; all [B, H, Q, M] scores exist at once."""
     scores = jnp.einsum("bhqk,bhmk->bhqm", queries, keys, preferred_element_type=jnp.float32)
     size = keys.shape[2]
     mask = jnp.arange(size)[None] >= size - count[:, None]
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     best, indices = (top_k if search == "exact" else _top_of_buckets)(scores, neighbors)
-    return Found(indices, best > -jnp.inf)
+    return Neighbors(indices, best > -jnp.inf)
 
 
 def _top_of_buckets(scores: Float[Array, "B H Q M"], buckets: int) -> tuple[Array, Array]:
@@ -53,7 +53,7 @@ def _top_of_buckets(scores: Float[Array, "B H Q M"], buckets: int) -> tuple[Arra
 
 
 def take(x: Float[Array, "B H Z K"], indices: Int[Array, "B H Q R"]) -> Float[Array, "B H Q R K"]:
-    """The vectors of every head that its indices name."""
+    """Returns the vectors with the given indices, separately for every head."""
 
     def of_head(x: Array, indices: Array) -> Array:
         return x.at[indices].get(mode="promise_in_bounds")
@@ -61,7 +61,7 @@ def take(x: Float[Array, "B H Z K"], indices: Int[Array, "B H Q R"]) -> Float[Ar
     return jax.vmap(jax.vmap(of_head))(x, indices)
 
 
-def attend_to_found(
+def attend_to_neighbors(
     queries: Float[Array, "B H Q K"],
     keys: Float[Array, "B H Q R K"],
     values: Float[Array, "B H Q R K"],
@@ -69,7 +69,7 @@ def attend_to_found(
     *,
     null_keys: bool,
 ) -> Float[Array, "B H Q K"]:
-    """Attention of every query to keys of its own; see `api.memory_attention`."""
+    """Attends from every query to its own keys; see `api.memory_attention`."""
     logits = jnp.einsum("bhqk,bhqrk->bhqr", queries, keys, preferred_element_type=jnp.float32)
     weights = safe_softmax(jnp.where(there, logits, 0.0 if null_keys else MASKED))
     weights = jnp.where(there, weights, 0).astype(values.dtype)

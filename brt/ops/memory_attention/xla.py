@@ -1,7 +1,7 @@
-"""Memory attention in plain XLA: a few queries at a time, so that scores never pile up.
+"""Memory attention in plain XLA, for a few queries at a time to limit the number of scores.
 
-Two passes. The first only searches, and keeps indices. The second gathers what was found;
-its backward pass gathers again, since the gathered vectors take R times the queries' room.
+There are two passes. The first searches and keeps only indices. The second gathers the neighbours.
+Its backward pass gathers them again, because they take R times the memory of the queries.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brt.ops.memory_attention.retrieval import Found, Search, attend_to_found, find, take
+from brt.ops.memory_attention.retrieval import (
+    Neighbors,
+    Search,
+    attend_to_neighbors,
+    find_neighbors,
+    take,
+)
 
-AT_ONCE = 2**23  # scores or retrieved numbers of a lane: 32 MiB in float32
+AT_ONCE = 2**23  # Number of scores or retrieved numbers of a lane: 32 MiB in float32.
 
 
 def memory_attention(
@@ -27,16 +33,16 @@ def memory_attention(
     search: Search,
     null_keys: bool,
 ) -> Float[Array, "B T H K"]:
-    """See `api.memory_attention`."""
+    """Computes `api.memory_attention`."""
     by_head = queries.swapaxes(1, 2)
     results = _find_in_blocks(
         jax.lax.stop_gradient(by_head), keys, counts, size=size, neighbors=neighbors, search=search
     )
 
     @jax.checkpoint
-    def attend(q: Float[Array, "B H Q K"], results: Found) -> Float[Array, "B H Q K"]:
+    def attend(q: Float[Array, "B H Q K"], results: Neighbors) -> Float[Array, "B H Q K"]:
         k, v = take(keys, results.indices), take(values, results.indices)
-        return attend_to_found(q, k, v, results.there, null_keys=null_keys)
+        return attend_to_neighbors(q, k, v, results.there, null_keys=null_keys)
 
     _, heads, tokens, width = by_head.shape
     rows = _rows(tokens, heads * neighbors * width)
@@ -51,18 +57,18 @@ def _find_in_blocks(
     size: int,
     neighbors: int,
     search: Search,
-) -> Found:
-    """`retrieval.find` for every block; its indices are those of `keys`."""
+) -> Neighbors:
+    """Computes `retrieval.find_neighbors` for every block; the indices are those of `keys`."""
     batch, heads, tokens, width = queries.shape
     blocks = counts.shape[1]
     window = tokens // blocks
     rows = _rows(window, heads * size)
 
-    def of_block(n: Array, q: Float[Array, "B H W K"], count: Int[Array, " B"]) -> Found:
+    def of_block(n: Array, q: Float[Array, "B H W K"], count: Int[Array, " B"]) -> Neighbors:
         seen = jax.lax.dynamic_slice_in_dim(keys, n * window, size, axis=2)
 
-        def some(q: Float[Array, "B H Q K"]) -> Found:
-            return find(q, seen, count, neighbors=neighbors, search=search)
+        def some(q: Float[Array, "B H Q K"]) -> Neighbors:
+            return find_neighbors(q, seen, count, neighbors=neighbors, search=search)
 
         results = _by_rows(some, rows, q)
         return results._replace(indices=results.indices + n * window)
@@ -75,13 +81,13 @@ def _find_in_blocks(
 
 
 def _rows(queries: int, each: int) -> int:
-    """How many queries to take at once, of which each needs so many numbers: a divisor."""
+    """Returns the number of queries to process at once, a divisor, if each needs `each` numbers."""
     most = min(queries, max(AT_ONCE // each, 1))
     return next(rows for rows in range(most, 0, -1) if queries % rows == 0)
 
 
 def _by_rows(function: Callable[..., Any], rows: int, *arrays: Any) -> Any:
-    """The function's arrays [B, H, Q, ...], from so many queries (axis 2) at a time."""
+    """Applies the function to arrays [B, H, Q, ...], `rows` queries (axis 2) at a time."""
 
     def cut(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(*x.shape[:2], -1, rows, *x.shape[3:]), 2, 0)

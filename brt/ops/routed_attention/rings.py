@@ -1,7 +1,7 @@
-"""The last tokens of every cluster: what is carried on, and what a segment adds to it.
+"""The last tokens of every cluster, which are carried from segment to segment.
 
-Letters beside the glossary's: C clusters of a head, R tokens of each that are kept, M = C R + T
-places, of which the first are those of the rings.
+In shapes, C is the number of clusters of a head, R the number of tokens that each keeps, and M = C
+R + T the number of positions, the first of which are those of the rings.
 """
 
 from typing import NamedTuple
@@ -11,16 +11,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brt.ops.memory_attention.retrieval import take
 
-NOWHERE = -1  # the group of a place where nothing is
+NO_TOKEN = -1  # The group of a position without a token.
 
 
 class Rings(NamedTuple):
     """The last R tokens of every cluster.
 
     Attributes:
-      keys: [B, H, C, R, K], oldest first; zeros before the first.
+      keys: [B, H, C, R, K], the oldest first; zeros before the first token.
       values: [B, H, C, R, K].
-      filled: int32 [B, H, C], how many there are: the last so many.
+      filled: int32 [B, H, C], the number of tokens, which are at the end.
     """
 
     keys: Float[Array, "B H C R K"]
@@ -28,8 +28,8 @@ class Rings(NamedTuple):
     filled: Int[Array, "B H C"]
 
 
-class Routed(NamedTuple):
-    """Tokens, and the clusters that they are of."""
+class RoutedTokens(NamedTuple):
+    """Keys and values of tokens, and their clusters."""
 
     keys: Float[Array, "B T H K"]
     values: Float[Array, "B T H K"]
@@ -37,10 +37,10 @@ class Routed(NamedTuple):
 
 
 class Places(NamedTuple):
-    """All that a segment can read, in the order in which it was read.
+    """All tokens that a segment can read, in the order in which they were read.
 
     Attributes:
-      groups: int32, the same for tokens of one cluster and one document; NOWHERE: none.
+      groups: int32, equal for tokens of one cluster and one document; NO_TOKEN for none.
     """
 
     keys: Float[Array, "B H M K"]
@@ -48,20 +48,22 @@ class Places(NamedTuple):
     groups: Int[Array, "B H M"]
 
 
-def is_filled(rings: Rings) -> Bool[Array, "B H C R"]:
-    """Which places of the rings have a token."""
+def ring_mask(rings: Rings) -> Bool[Array, "B H C R"]:
+    """Returns True for positions of the rings that have a token."""
     size = rings.keys.shape[3]
     return jnp.arange(size)[None, None, None] >= size - rings.filled[..., None]
 
 
-def places(tokens: Routed, rings: Rings, document_start: Bool[Array, "B N"]) -> Places:
-    """Rings, then the segment. Rings are of the document before its first start."""
+def places(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"]) -> Places:
+    """Returns the rings' tokens, then the segment's; the rings belong to the document before its
+    first start.
+    """
     clusters, width = rings.keys.shape[2], tokens.keys.shape[1] // document_start.shape[1]
     documents = jnp.repeat(jnp.cumsum(document_start, axis=1, dtype=jnp.int32), width, axis=1)
     of_tokens = documents[:, None] * clusters + tokens.clusters.swapaxes(1, 2)
     own = jnp.arange(clusters, dtype=jnp.int32)[None, None, :, None]
-    there = is_filled(rings) & ~document_start[:, :1, None, None]
-    of_rings = jnp.where(there, own, NOWHERE)
+    there = ring_mask(rings) & ~document_start[:, :1, None, None]
+    of_rings = jnp.where(there, own, NO_TOKEN)
     of_rings = of_rings.reshape(*of_rings.shape[:2], -1)
     pairs = (rings.keys, tokens.keys), (rings.values, tokens.values)
     keys, values = (
@@ -71,21 +73,21 @@ def places(tokens: Routed, rings: Rings, document_start: Bool[Array, "B N"]) -> 
     return Places(keys, values, jnp.concatenate([of_rings, of_tokens], axis=2))
 
 
-def rings_after(tokens: Routed, rings: Rings, document_start: Bool[Array, "B N"]) -> Rings:
-    """The rings behind a segment: the last tokens of its last document."""
+def rings_after(tokens: RoutedTokens, rings: Rings, document_start: Bool[Array, "B N"]) -> Rings:
+    """Returns the rings after a segment: the last tokens of its last document."""
     clusters, size = rings.keys.shape[2:4]
-    here = places(tokens, rings, document_start)
+    visible = places(tokens, rings, document_start)
     last = jnp.sum(document_start, axis=1, dtype=jnp.int32)
     wanted = last[:, None] * clusters + jnp.arange(clusters, dtype=jnp.int32)[None]
     wanted = wanted[:, None, :, None]
-    there = here.groups[:, :, None]
+    there = visible.groups[:, :, None]
     counts = jnp.sum(there == wanted, axis=-1, dtype=jnp.int32)
-    ends = jnp.sum(there <= wanted, axis=-1, dtype=jnp.int32)  # in the order of groups
-    order = jnp.argsort(here.groups, axis=-1, stable=True)
+    ends = jnp.sum(there <= wanted, axis=-1, dtype=jnp.int32)  # Ends of the groups in sorted order.
+    order = jnp.argsort(visible.groups, axis=-1, stable=True)
     places_in_order = jnp.maximum(ends[..., None] - size + jnp.arange(size)[None, None, None], 0)
     flat = places_in_order.reshape(*ends.shape[:2], -1)
     chosen = jnp.take_along_axis(order, flat, axis=-1).reshape(places_in_order.shape)
-    keys, values = (take(x, chosen) for x in here[:2])
+    keys, values = (take(x, chosen) for x in visible[:2])
     after = Rings(keys, values, jnp.minimum(counts, size))
-    kept = is_filled(after)[..., None]
+    kept = ring_mask(after)[..., None]
     return after._replace(keys=jnp.where(kept, keys, 0), values=jnp.where(kept, values, 0))

@@ -1,4 +1,4 @@
-"""Softmax attention over all keys, without positions: of states and tokens to each other."""
+"""Softmax attention over all keys without positions, between states and tokens."""
 
 from brt.ops.softmax_attention.api import attend as attend
 from brt.ops.softmax_attention.api import attend_to_blocks as attend_to_blocks

@@ -1,4 +1,6 @@
-"""Which implementation attends; each device does so for its own lanes, blocks and heads."""
+"""The implementations of softmax attention over all keys; each device attends for its own lanes,
+blocks and heads.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +17,13 @@ from brt.ops.normalization import scaled_unit
 from brt.ops.softmax_attention import pallas_tpu, reference, xla, xla_cpu
 
 
-def _plain(
+def _by_head_and_block(
     function: Callable[..., Any], swapaxes_copy: Callable[[Array, int, int], Array] = jnp.swapaxes
 ) -> Callable[..., Any]:
-    """An implementation that reads heads and blocks apart, and queries normalised where they are
-    to be."""
+    """Wraps an implementation that has separate axes for heads and blocks.
+
+    The wrapper also normalizes queries if a scale is passed.
+    """
 
     def prepared(
         queries: Array, k: Array, *others: Any, scale: Array | None, **options: bool
@@ -36,11 +40,13 @@ def _plain(
 OP = Op(
     "softmax_attention",
     (
-        Implementation("pallas_tpu", pallas_tpu.attention, ("tpu",), ("tpu",), pallas_tpu.refuses),
-        Implementation("xla_cpu", _plain(xla_cpu.attention, layout.swapaxes_copy), auto=("cpu",)),
-        Implementation("xla", _plain(xla.attention)),
+        Implementation("pallas_tpu", pallas_tpu.attention, ("tpu",), ("tpu",), pallas_tpu.refusal),
+        Implementation(
+            "xla_cpu", _by_head_and_block(xla_cpu.attention, layout.swapaxes_copy), auto=("cpu",)
+        ),
+        Implementation("xla", _by_head_and_block(xla.attention)),
         Implementation("pallas_interpret", pallas_tpu.interpreted, auto=()),
-        Implementation("reference", _plain(reference.attention), auto=()),
+        Implementation("reference", _by_head_and_block(reference.attention), auto=()),
     ),
 )
 
@@ -53,15 +59,19 @@ def attend(
     scale: Float[Array, " H"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Attention to every key; of N blocks those of each read the keys of their own.
+    """Attends to every key; with N blocks, the queries of each block read the keys of their own
+    block.
 
     Args:
-      queries: with any scale folded in.
-      scale: if given, queries are normalised first, to this length.
-      implementation: a named one runs or raises; None takes the best that can.
+      queries: already multiplied by any scale.
+      keys: the keys.
+      values: the values.
+      scale: if not None, queries are normalized to this length first.
+      implementation: the name of an implementation; None selects the best one that supports the
+        inputs.
 
     Raises:
-      NotImplementedError: an implementation that does not exist, or not for these inputs.
+      NotImplementedError: the implementation does not exist or does not support the inputs.
     """
     k, v = (x.swapaxes(-3, -2) for x in (keys, values))
     return _attend(queries, k, v, None, scale, False, implementation)
@@ -76,11 +86,14 @@ def attend_to_blocks(
     null_keys: bool,
     implementation: str | None = None,
 ) -> Float[Array, "B Q H K"]:
-    """Attention to the X = 2W tokens of two blocks, of which the first is readable or not.
+    """Attends to the X = 2W tokens of two blocks, the first of which may be unreadable.
 
     Args:
-      null_keys: unreadable keys count as zero keys with zero values.
-      implementation: as of `attend`.
+      queries: already multiplied by any scale.
+      keys, values: those of both blocks.
+      cache_mask: False if the first block is unreadable.
+      null_keys: True makes unreadable keys count as zero keys with zero values.
+      implementation: as for `attend`.
     """
     return _attend(queries, keys, values, cache_mask, None, null_keys, implementation)
 
@@ -89,7 +102,7 @@ def _attend(
     queries: Array, k: Array, v: Array, cache_mask: Array | None, scale: Array | None,
     null_keys: bool, implementation: str | None,
 ) -> Array:  # fmt: skip
-    """Of keys and values by head."""
+    """Dispatches attention to keys and values by head, on each device for its own part."""
 
     def local(queries: Array, k: Array, v: Array, cache_mask: Any, scale: Any) -> Array:
         return dispatch.run(

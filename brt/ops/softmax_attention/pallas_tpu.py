@@ -1,7 +1,8 @@
-"""Softmax attention on TPUs: logits and weights stay on the chip.
+"""Softmax attention over all keys on TPUs: logits and weights stay in VMEM.
 
-As in window attention all is transposed, slots x rows, and the backward pass makes the weights
-again from the log-sum-exp. A step of the grid has one head of one lane or block.
+The grid is (head, lane, block); a lane is a row of the batch. A step has the queries and keys of
+one block. As in window attention, all matrices are transposed, slots x rows, and the backward pass
+recomputes the weights from the log-sum-exp.
 """
 
 import functools
@@ -31,34 +32,38 @@ from brt.ops.tpu import (
     vmem_refusal,
 )
 
-_MOST = 2048  # slots, of which a tile of rows has the logits on the chip
-_ROWS = 256  # of a tile at most, by the compiler's schedules
-_TILE = 1024 * _ROWS  # logits of a tile at most: five such arrays of float32 are there at once
+_MAX_SLOTS = 2048  # Largest number of keys; the logits of a tile of rows and all keys are in VMEM.
+_ROWS = 256  # Largest number of rows of a tile, chosen by the length of the compiler's schedules.
+# Largest number of logits of a tile; five float32 arrays of this size exist at once.
+_TILE = 1024 * _ROWS
 
 
-def refuses(q: Array, k: Array, v: Array, cache_mask: Array | None = None, **_: Any) -> str | None:
-    """Why these inputs cannot be; None: they can."""
+def refusal(q: Array, k: Array, v: Array, cache_mask: Array | None = None, **_: Any) -> str | None:
+    """Returns why these inputs are not supported, or None if they are."""
     blocks = 1 if k.ndim == q.ndim else k.shape[1]
     queries, keys, width = q.shape[1] // blocks, k.shape[-2], q.shape[3]
-    key_multiple = 128 if cache_mask is None else 256  # two blocks of them
-    if queries % 128 or keys % key_multiple or max(queries, keys) > _MOST:
+    key_multiple = 128 if cache_mask is None else 256  # The keys are those of two blocks.
+    if queries % 128 or keys % key_multiple or max(queries, keys) > _MAX_SLOTS:
         return (
-            f"takes a multiple of 128 queries and of {key_multiple} keys, at most {_MOST}, "
+            f"takes a multiple of 128 queries and of {key_multiple} keys, at most {_MAX_SLOTS}, "
             f"not {queries} and {keys}"
         )
     if reason := head_refusal(width, q.dtype):
         return reason
-    return vmem_refusal(_bytes(queries, keys, max(width, LANES), q.dtype.itemsize))
+    return vmem_refusal(_backward_vmem_bytes(queries, keys, max(width, LANES), q.dtype.itemsize))
 
 
-def _bytes(queries: int, keys: int, width: int, itemsize: int) -> int:
-    """Of VMEM that the backward pass takes: two of each block, its sums, a tile of logits."""
+def _backward_vmem_bytes(queries: int, keys: int, width: int, itemsize: int) -> int:
+    """Returns the bytes of VMEM that the backward pass needs.
+
+    These are two buffers for each block, the sums and a tile of logits.
+    """
     blocks = 2 * width * itemsize * (3 * queries + 4 * keys)
-    return blocks + 2 * keys * width * 4 + 5 * keys * _rows(queries, keys) * 4
+    return blocks + 2 * keys * width * 4 + 5 * keys * _tile_rows(queries, keys) * 4
 
 
-def _rows(queries: int, keys: int) -> int:
-    """Of a tile."""
+def _tile_rows(queries: int, keys: int) -> int:
+    """Returns the number of rows of a tile."""
     return math.gcd(queries, max(LANES, min(_ROWS, _TILE // keys)))
 
 
@@ -72,7 +77,7 @@ def attention(
     scale: Float[Array, " H"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B T H K"]:
-    """See `api`; `interpret` runs on any device, with any sizes."""
+    """Computes the attention of `api`; `interpret` runs on any device and with any sizes."""
     settings = _Settings(cache_mask is not None, null_keys, interpret)
     if cache_mask is None:
         cache_mask = jnp.ones(queries.shape[:1], bool)
@@ -85,7 +90,13 @@ interpreted = functools.partial(attention, interpret=True)
 
 
 class _Settings(NamedTuple):
-    """What is known when tracing; `masks`: whether the first half of keys may be unreadable."""
+    """Static settings.
+
+    Attributes:
+      masks: True if the first half of the keys may be unreadable.
+      null_keys: True if unreadable keys count as zero keys with zero values.
+      interpret: runs on any device, slowly.
+    """
 
     masks: bool
     null_keys: bool
@@ -93,26 +104,26 @@ class _Settings(NamedTuple):
 
 
 class _Arguments(NamedTuple):
-    """What attention is computed from."""
+    """The arrays that attention is computed from."""
 
     q: Float[Array, "B H T K"]
-    k: Float[Array, "X H S K"]  # of all lanes and their blocks
+    k: Float[Array, "X H S K"]  # The first axis is the blocks of all lanes.
     v: Float[Array, "X H S K"]
     cache_mask: Int[Array, " B"]
-    scale: Float[Array, " H"] | None  # the length that queries get, where they are normalised here
+    scale: Float[Array, " H"] | None  # The length of the queries, if the kernel normalizes them.
 
     @property
     def blocks(self) -> int:
-        """Of a lane."""
+        """Number of blocks of a lane."""
         return len(self.k) // len(self.q)
 
     @property
     def queries(self) -> int:
-        """Of a block."""
+        """Number of queries of a block."""
         return self.q.shape[2] // self.blocks
 
     def lse_shape(self) -> tuple[int, ...]:
-        """The shape of what there is one of per query, rows of blocks."""
+        """Returns the shape of arrays with one number per query, as row vectors of blocks."""
         return *self.q.shape[:2], self.blocks, 1, self.queries
 
     def lengths(self) -> Float[Array, "H 1 L"] | None:
@@ -129,7 +140,7 @@ def _attend(arguments: _Arguments, settings: _Settings) -> Float[Array, "B T H K
 
 def _forward(arguments: _Arguments, settings: _Settings) -> tuple[Array, tuple]:
     q = arguments.q
-    of_q, of_k, lse_spec, length = _places(arguments)
+    of_q, of_k, lse_spec, length = _specs(arguments)
     y, lse = _call(
         _forward_kernel, arguments, settings, [of_q, of_k, of_k, length], [of_q, lse_spec],
         [
@@ -139,7 +150,7 @@ def _forward(arguments: _Arguments, settings: _Settings) -> tuple[Array, tuple]:
         products=2,
     )(arguments.cache_mask, *arguments[:3], arguments.lengths())  # fmt: skip
     y, lse = output_residual(y, q.dtype), output_residual(lse, lse.dtype)
-    if arguments.scale is not None:  # as a product made them
+    if arguments.scale is not None:  # Save the queries as the projection produced them.
         arguments = arguments._replace(q=input_residual(q))
     return tokens_first(y), (arguments, y, lse)
 
@@ -148,7 +159,7 @@ def _backward(settings: _Settings, residuals: tuple, gradient: Array) -> tuple[_
     (arguments, y, lse), gradient = residuals, gradient.swapaxes(1, 2)
     along = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
     along = along.reshape(arguments.lse_shape())
-    of_q, of_k, lse_spec, length = _places(arguments)
+    of_q, of_k, lse_spec, length = _specs(arguments)
     lengths = arguments.lengths()
     d_q, d_k, d_v, d_scale = _call(
         _backward_kernel, arguments, settings, [of_q, of_k, of_k, length, of_q, lse_spec, lse_spec],
@@ -162,8 +173,8 @@ def _backward(settings: _Settings, residuals: tuple, gradient: Array) -> tuple[_
 _attend.defvjp(_forward, _backward)
 
 
-def _places(arguments: _Arguments) -> tuple[pl.BlockSpec | None, ...]:
-    """Where a step finds queries, keys, what there is one number of per query, and of a head."""
+def _specs(arguments: _Arguments) -> tuple[pl.BlockSpec | None, ...]:
+    """Returns the block specs of queries, keys, numbers per query, and numbers per head."""
     blocks, queries, width = arguments.blocks, arguments.queries, arguments.q.shape[3]
     of_rows = pl.BlockSpec((None, None, queries, width), lambda h, b, n, _: (b, h, n, 0))
     of_keys = pl.BlockSpec(
@@ -180,7 +191,10 @@ def _call(
     kernel: Any, arguments: _Arguments, settings: _Settings, inputs: list, outputs: list,
     shapes: Sequence[Any], *, products: int,
 ) -> Any:  # fmt: skip
-    """The name is what `brt.planning.schedules` knows a kernel by, and how often its grid runs."""
+    """Prepares the call of a kernel with one step per head, lane and block.
+
+    The name tells `brt.planning.schedules` which kernel it is and how many steps its grid has.
+    """
     (batch, heads, _, width), slots = arguments.q.shape, arguments.k.shape[2]
     blocks, queries = arguments.blocks, arguments.queries
     backward = "_backward" if products > 2 else ""
@@ -205,13 +219,15 @@ def _call(
     )  # fmt: skip
 
 
-def _tiles(queries: int, keys: int) -> list[slice]:
-    rows = _rows(queries, keys)
+def _row_tiles(queries: int, keys: int) -> list[slice]:
+    rows = _tile_rows(queries, keys)
     return [slice(i, i + rows) for i in range(0, queries, rows)]
 
 
-def _loaded(seen: Array, keys: Any, values: Any, settings: _Settings) -> tuple[Array, Array]:
-    """Keys and values; null where they are and may not be read."""
+def _load_keys_values(
+    seen: Array, keys: Any, values: Any, settings: _Settings
+) -> tuple[Array, Array]:
+    """Returns keys and values, with zeros for unreadable ones if null keys are used."""
     if not (settings.masks and settings.null_keys):
         return keys[...], values[...]
     half = keys.shape[0] // 2
@@ -231,7 +247,7 @@ def _logits(seen: Array, keys: Array, own: Array, settings: _Settings) -> Float[
     return jnp.concatenate([results[:half] + jnp.where(seen, 0.0, MASKED), results[half:]], axis=0)
 
 
-def _queries(q: Any, rows: slice, length: Any) -> Float[Array, "R K"]:
+def _load_queries(q: Any, rows: slice, length: Any) -> Float[Array, "R K"]:
     own = q[rows]
     return own if length is None else (l2_normalize_rows(own)[0] * length[:, :1]).astype(own.dtype)
 
@@ -240,10 +256,10 @@ def _forward_kernel(
     cache_mask: Any, q: Any, k: Any, v: Any, length: Any, y: Any, lse: Any, *, settings: _Settings
 ) -> None:
     seen = cache_mask[pl.program_id(1)] > 0
-    keys, values = _loaded(seen, k, v, settings)
+    keys, values = _load_keys_values(seen, k, v, settings)
     columns = values.T
-    for rows in _tiles(q.shape[0], k.shape[0]):
-        logits = _logits(seen, keys, _queries(q, rows, length), settings)
+    for rows in _row_tiles(q.shape[0], k.shape[0]):
+        logits = _logits(seen, keys, _load_queries(q, rows, length), settings)
         top = jnp.max(logits, axis=0, keepdims=True)
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=0, keepdims=True)
@@ -259,15 +275,15 @@ def _backward_kernel(
 ) -> None:  # fmt: skip
     lane, n = pl.program_id(1), pl.program_id(2)
     seen = cache_mask[lane] > 0
-    keys, values = _loaded(seen, k, v, settings)
+    keys, values = _load_keys_values(seen, k, v, settings)
     if length is not None:
 
         @pl.when((lane == 0) & (n == 0))
         def _() -> None:
             d_length[...] = jnp.zeros_like(d_length)
 
-    for rows in _tiles(q.shape[0], k.shape[0]):
-        own, theirs = _queries(q, rows, length), gradient[rows]
+    for rows in _row_tiles(q.shape[0], k.shape[0]):
+        own, theirs = _load_queries(q, rows, length), gradient[rows]
         weights = jnp.exp(_logits(seen, keys, own, settings) - from_bits(lse[:, rows], jnp.float32))
         d_logits = weights * (dot_float32(values, theirs, NT) - along[:, rows])
         d_logits, weights = d_logits.astype(own.dtype), weights.astype(own.dtype)

@@ -1,4 +1,4 @@
-"""The meaning of attention over all keys, for autodiff."""
+"""Reference implementation of softmax attention over all keys, differentiated by autodiff."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ def attention(
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
-    """See `api.attend_to_blocks`; without `cache_mask` every key counts."""
+    """Computes `api.attend_to_blocks`; without `cache_mask` every key is readable."""
     logits = jnp.einsum("...qk,...sk->...qs", q, k, preferred_element_type=jnp.float32)
     if cache_mask is None:
         return jax.nn.softmax(logits).astype(v.dtype) @ v

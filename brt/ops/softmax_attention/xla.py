@@ -1,7 +1,8 @@
-"""Softmax attention over all keys, without positions; its backward pass is written out.
+"""Softmax attention over all keys in plain XLA, with a hand-written backward pass.
 
-Autodiff keeps three arrays of Q x S, of which a scan stacks each; this keeps one, and takes
-the softmax's own gradient term from the output, which is K wide instead of S.
+Autodiff would save three arrays of Q x S, and a scan would stack each of them. The hand-written
+pass saves one. It computes the sum that the softmax's gradient subtracts from the output, which is
+K wide instead of S.
 """
 
 from functools import partial
@@ -21,7 +22,7 @@ def attention(
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
-    """See `api.attend_to_blocks`; without `cache_mask` every key counts."""
+    """Computes `api.attend_to_blocks`; without `cache_mask` every key is readable."""
     mask = None
     if cache_mask is not None:
         size = k.shape[-2]
@@ -38,12 +39,15 @@ def attend_by_head(
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
-    """Attention to the keys that the mask leaves.
+    """Attends to the keys where the mask is True.
 
     Args:
-      mask: None stands for all; a row must have at least one.
-      dropout: multiplied into the softmax.
-      null_keys: masked keys count as zero keys with zero values.
+      queries: already multiplied by any scale.
+      keys: the keys.
+      values: the values.
+      mask: None stands for all keys; a row must have at least one True.
+      dropout: factors of the softmax weights.
+      null_keys: True makes masked keys count as zero keys with zero values.
     """
     return _attend(queries, keys, values, mask, dropout, null_keys)
 

@@ -1,9 +1,10 @@
-"""Softmax attention as CPUs like it: keys down and queries along.
+"""Softmax attention over all keys for XLA's CPU backend, with logits as [keys, queries].
 
-So maxima go down columns, many side by side, and all six products are [M, K] by [K, N] as they lie;
-XLA's CPU backend takes up to twice as long for others. What is transposed for that is as wide as a
-head. The sums come from the product with the values, which have a one beside them. The backward
-pass keeps exp(logits - their maximum): to divide what is as tall as a head takes less.
+Maxima then go down columns, many of them side by side, and all six products multiply [M, K] by [K,
+N] in memory order; XLA's CPU backend takes up to twice as long for other orders. Only arrays as
+wide as a head are transposed for this. The product with the values also computes the sums of the
+weights, by a column of ones. The backward pass saves exp(logits - maximum) instead of the softmax,
+because dividing arrays as tall as a head is cheaper.
 """
 
 import jax
@@ -23,7 +24,7 @@ def attention(
     *,
     null_keys: bool,
 ) -> Float[Array, "*B H Q K"]:
-    """See `api.attend_to_blocks`; without `cache_mask` every key counts."""
+    """Computes `api.attend_to_blocks`; without `cache_mask` every key is readable."""
     if cache_mask is None:
         return _attend(q, k, v, None)
     size = k.shape[-2]
