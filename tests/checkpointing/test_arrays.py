@@ -1,4 +1,4 @@
-"""Stored arrays that claim other sizes than metadata say are refused before they are unpacked."""
+"""Tests that stored arrays whose sizes contradict the metadata are refused before unpacking."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def store_of(state: Path) -> tensorstore.KvStore:
-    """A copy in memory of what is stored."""
+    """Returns an in-memory copy of the stored key-value entries."""
     base = {"driver": "file", "path": f"{state}/"}
     found = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
     copy = tensorstore.KvStore.open("memory://").result()

@@ -199,10 +199,10 @@ def test_a_step_that_was_saved_but_not_named_as_the_last_is_named(tmp_path: Path
     with CheckpointWriter(directory) as writer:
         writer.save(1, state(1), META)
         writer.save(2, state(2), META)
-    (tmp_path / reader.LAST).write_text("1\n")  # as where a disk was full at that moment
+    (tmp_path / reader.LAST).write_text("1\n")  # as if the disk had been full at that moment
     CheckpointWriter(directory).close()
     assert reader.last_saved(directory) == 2
-    (tmp_path / reader.LAST).write_text("7\n")  # of which nothing is left
+    (tmp_path / reader.LAST).write_text("7\n")  # the failed save leaves nothing behind
     CheckpointWriter(directory).close()
     assert reader.last_saved(directory) == 7
 
@@ -342,7 +342,7 @@ def test_late_errors_of_a_failed_save_are_not_told_again(tmp_path: Path) -> None
 
 
 def test_a_full_disk_leaves_the_older_checkpoint_and_its_room(small_disk: Path) -> None:
-    random = {  # 2.4 MB, 2.2 compressed
+    random = {  # 2.4 MB, or 2.2 MB compressed
         f"w{i}": jax.random.normal(jax.random.key(i), (60, 1000)) for i in range(10)
     }
     with CheckpointWriter(small_disk) as writer:
@@ -415,7 +415,7 @@ def test_sigkill_never_loses_a_saved_step(tmp_path: Path) -> None:
             print("run", file=process.stdin, flush=True)
             child = int(process.stdout.readline())
             assert int(process.stdout.readline().split()[1]) >= last, "a saved step is lost"
-            last = int(process.stdout.readline().split()[1])  # every run saves once at least
+            last = int(process.stdout.readline().split()[1])  # every run saves at least once
             threading.Timer(random.uniform(0, 0.3), os.kill, (child, signal.SIGKILL)).start()
             while (line := process.stdout.readline()) != "dead\n":
                 last = int(line.split()[1])

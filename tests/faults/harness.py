@@ -1,4 +1,4 @@
-"""Runs that faults strike, and what must hold when they have been started again until done."""
+"""Runs the command with injected faults, and checks a run that was restarted until it was done."""
 
 import dataclasses
 import json
@@ -36,25 +36,25 @@ TASKS: dict[str, Callable[[Path], Config]] = {
     "questions": CASES["questions"],
     "speech": CASES["speech"],
 }
-# In an order in which one life after the other reaches them: how often it was entered before.
+# Phases in the order in which successive starts reach them, and at which entry the fault strikes.
 PHASES = {
     "starting": 1, "compiling": 1, "stepping": 1, "saving": 1, "committing": 1, "restoring": 1,
     "seeking": 1, "evaluating": 1, "ending": 1,
 }  # fmt: skip
-# What a life that is struck may end with: a phase may be the last in which something is done; 134
-# is that of processes whose first one has ended, which JAX ends itself.
+# Exit codes that a start with this fault may have. 0 is possible if the phase is the last one that
+# does anything. JAX aborts with 134 if the first process of a run has ended.
 CODES = {
     "kill": {-9, 137}, "terminate": {0, 75}, "interrupt": {0, 75}, "hang": {70, 75, 134},
     "sleep": {70, 75, 134}, "full": {0, 4}, "stop": {75, 137},
 }  # fmt: skip
-LONGEST_LIFE = 1800  # seconds; many may share a machine
+LONGEST_LIFE = 1800  # seconds; generous, because tests may share the machine
 
 
 class Life(NamedTuple):
-    """One start of the command, to its end."""
+    """One start of the command, from its beginning to its end."""
 
     code: int
-    lines: list[tuple[float, str]]  # and when they came
+    lines: list[tuple[float, str]]  # with the time of each
     ended: float
 
     @property
@@ -66,18 +66,19 @@ class Life(NamedTuple):
         return "struck: " in self.said
 
     def seconds_from_strike(self, until: str | None = None) -> float:
-        """To the first line that has the text `until`, or to the end."""
+        """Returns the seconds from the fault to the first line with `until`, or to the end."""
         struck = next(at for at, line in self.lines if "struck: " in line)
         said = (at for at, line in self.lines if until and until in line)
         return next(said, self.ended) - struck
 
 
 class Runs:
-    """Runs of one task, as one process or as several, that share what they prepare and compile.
+    """Runs of one task that share prepared data and compiled programs.
 
     Args:
       place: a directory of its own.
       task: one of TASKS.
+      processes: number of processes of each run.
     """
 
     def __init__(self, place: Path, task: str, processes: int = 1):
@@ -101,7 +102,7 @@ class Runs:
         self, workdir: Path, *bindings: str, strike: tuple[str, int, str] | None = None,
         process: int = 0,
     ) -> subprocess.Popen:  # fmt: skip
-        """The command, which `strike` (phase, count, fault) hits in one of its processes."""
+        """Starts the command, with a fault (phase, count, fault) in one of its processes."""
         workdir.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "brt.train"]
         if strike:
@@ -131,7 +132,7 @@ class Runs:
         self, workdir: Path, phase: str, fault: str, count: int = 1, *bindings: str,
         process: int = 0,
     ) -> Life:  # fmt: skip
-        """A life that is struck in a phase; it ends as it may, and leaves whole checkpoints."""
+        """Runs the command with a fault in a phase; checks its exit code and its checkpoints."""
         life = self.live(workdir, *bindings, strike=(phase, count, fault), process=process)
         place = f"{fault} while {phase}: {life.said}"
         if life.struck:
@@ -144,7 +145,7 @@ class Runs:
         return life
 
     def finish(self, workdir: Path, lives: int = 3) -> Life:
-        """Starts it again until it is done."""
+        """Starts the command again until the run is done."""
         for _ in range(lives):
             life = self.live(workdir)
             if life.code == 0:
@@ -154,7 +155,7 @@ class Runs:
 
     @property
     def whole(self) -> Path:
-        """The workdir of a run to which nothing happened."""
+        """The workdir of an undisturbed run."""
         if self._whole is None:
             path = self.place / "whole"
             self.finish(path, 1)
@@ -162,7 +163,7 @@ class Runs:
         return self._whole
 
     def assert_as_if_nothing_had_been(self, workdir: Path) -> None:
-        """The same bits, every line of metrics once, no litter."""
+        """Checks for the same state, the same metrics, and no leftover files."""
         assert state_hash(workdir) == state_hash(self.whole), "another state"
         assert metrics(workdir) == metrics(self.whole), "other metrics"
         assert not (left := litter(workdir)), f"left lying about: {left}"
@@ -173,7 +174,7 @@ def _flags() -> str:
 
 
 def _config(config: Config, processes: int) -> Config:
-    """A short one, which saves and evaluates on the way."""
+    """Shortens a config so that the run saves and evaluates a few times within seconds."""
     training = dataclasses.replace(
         config.training, steps=STEPS, log_every=1, evaluate_every=4, sample_every=0, plots=False,
         probe_every=0,
@@ -194,7 +195,7 @@ def _config(config: Config, processes: int) -> Config:
 
 
 def _last_quarter(rows: Path) -> str:
-    """Goes from a file of training rows to one of its own."""
+    """Moves the last quarter of a file of training rows to a file of its own, which is held out."""
     other = rows.with_stem("held_out")
     if rows.suffix == ".npz":
         with np.load(rows) as stored:
@@ -229,7 +230,7 @@ def state_hash(workdir: Path) -> str:
 
 
 def metrics(workdir: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl without what depends on the clock."""
+    """Returns the lines of metrics.jsonl without metrics that depend on the clock."""
     lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines]
 
@@ -244,19 +245,19 @@ def litter(workdir: Path) -> list[str]:
 
 
 class Flip(NamedTuple):
-    """A bit of a file that is another now."""
+    """A bit of a file that is inverted."""
 
     kind: str  # of the file
     file: Path
     bit: int
 
 
-# Whose lines have no checksum: a digit that is another is not noticed.
+# Lines of metrics.jsonl have no checksum, so a changed digit is not noticed.
 UNCHECKED = "workdir/metrics.jsonl"
 
 
 def file_classes(workdir: Path, cache: Path) -> dict[str, list[Path]]:
-    """Every file that a resumed run could read, by what it is."""
+    """Returns all files that a resumed run could read, by the kind of file."""
     found: dict[str, list[Path]] = {}
     for base, name in ((workdir, "workdir"), (cache, "cache")):
         for path in sorted(p for p in base.rglob("*") if p.is_file() and p.stat().st_size):
@@ -270,7 +271,7 @@ def file_classes(workdir: Path, cache: Path) -> dict[str, list[Path]]:
 
 
 def flips(workdir: Path, cache: Path, count: int, draw: random.Random) -> Iterator[Flip]:
-    """So many, of one class after the other."""
+    """Yields a number of flips, taking the classes of files in turn."""
     classes = file_classes(workdir, cache)
     for number in range(count):
         kind = sorted(classes)[number % len(classes)]
@@ -285,7 +286,7 @@ def flip(file: Path, bit: int) -> None:
 
 
 def small_disk(path: Path, size: str = "16m") -> Callable[[], None] | None:
-    """Mounts one; returns what takes it away, None where this machine does not allow that."""
+    """Mounts a small file system; returns a function that unmounts it, or None if not permitted."""
     path.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
     if os.geteuid() or not shutil.which("mount") or subprocess.run(mount).returncode:

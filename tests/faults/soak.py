@@ -1,11 +1,11 @@
-"""Strikes runs for hours and counts what came of it; anything lost or silent ends it with 1.
+"""Injects faults into runs for hours and counts the outcomes; exits with 1 if anything is lost.
 
 python tests/faults/soak.py --kills 1000 --flips 200 [--seed 0] [--tasks language,speech]
 
-Kills at random moments of every task, of one process and of two; a bit flipped in every class of
-file; a full disk in every phase; a hung peer and a dead one; SIGTERM in every phase; every call of
-the file system in a short life of each command, which fails (calls.py). Each run is started again
-until it is done and compared with one to which nothing happened.
+The faults are: kills at random moments of every task, with one process and with two; a flipped bit
+in every class of file; a full disk in every phase; a hung and a dead process; SIGTERM in every
+phase; and every failing call of the file system in a short run of each command (calls.py). Each
+run is started again until it is done and compared with an undisturbed run.
 """
 
 import argparse
@@ -46,7 +46,7 @@ _STEP = re.compile(r'{"step": (\d+)')
 
 
 class Soak:
-    """One task's counts, by what they are of."""
+    """Injects faults into the runs of one task and counts the outcomes."""
 
     def __init__(self, place: Path, seed: str):
         self.place, self.draw = place, random.Random(seed)
@@ -67,7 +67,7 @@ class Soak:
         self.most[name] = round(max(value, self.most.get(name, 0.0)), 2)
 
     def fail(self, what: str) -> None:
-        """Told at once too: the counts come hours later."""
+        """Records a failure and prints it at once, as the counts come hours later."""
         self.failures.append(what)
         print(f"FAILED {what}", flush=True)
 
@@ -118,7 +118,7 @@ def _newest(workdir: Path) -> int:
 
 
 def _step(workdir: Path) -> int:
-    """That a run has completed, as its metrics say, of every step one line."""
+    """Returns the last step in metrics.jsonl, which has a line for every step."""
     try:
         lines = (workdir / "metrics.jsonl").read_text().splitlines()
     except OSError:
@@ -127,7 +127,7 @@ def _step(workdir: Path) -> int:
 
 
 def corruptions(soak: Soak, task: str, count: int) -> None:
-    """Each in a copy of a run that is half done, which then goes on."""
+    """Flips a bit in a copy of a half-finished run, which is then resumed, a number of times."""
     own = soak.runs(task, 1)
     half = own.place / "half"
     if not (half / "run").exists():
@@ -210,7 +210,7 @@ def signals(soak: Soak, task: str, processes: int) -> None:
 
 
 def peers(soak: Soak, task: str, count: int) -> None:
-    """One of two processes is killed, or stands still; the other ends by itself and says so."""
+    """Kills or suspends one of two processes; checks that the other one ends and reports it."""
     own = soak.runs(task, 2)
     for fault, process in [("kill", 1), ("stop", 1), ("kill", 0), ("stop", 0)] * count:
         workdir = soak.workdir(own)

@@ -1,4 +1,4 @@
-"""Tries the preloaded library: calls of each kind below a directory, of which some fail.
+"""Makes calls of each kind below a directory, to test the library that lets some of them fail.
 
 python strike_calls.py DIRECTORY
 """
@@ -60,7 +60,7 @@ def main(place: Path) -> None:
             (own / "linked").unlink(missing_ok=True)
             wanted = [0, errno.EDQUOT, errno.EDQUOT if sticky else 0]
             if kind == "unlink":
-                wanted[-1] = errno.EEXIST  # what was not removed is there
+                wanted[-1] = errno.EEXIST  # files whose removal failed still exist
             assert (found, outside) == (wanted, [0, 0, 0]), (kind, sticky, found, outside)
             assert calls.hit and calls.count >= 2, kind
     with calls.armed(own, "short", 2, SHORT):

@@ -1,9 +1,9 @@
-"""`python -m brt.train`, to which something happens when it enters a phase.
+"""Runs `python -m brt.train` and injects a fault when it enters a phase.
 
 python struck.py PHASE COUNT FAULT PROCESS flags of brt.train
 
-The fault strikes where the process of this number enters the phase for the COUNT-th time, in the
-thread that enters it, before anything is done there.
+The fault strikes when the process of this number enters the phase for the COUNT-th time, in the
+thread that enters it, before anything is done in the phase.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from brt.training.phases import PhaseTracker, RunStatus
 
 def send(number: int) -> None:
     os.kill(os.getpid(), number)
-    time.sleep(0.3)  # the thread that answers signals has its turn
+    time.sleep(0.3)  # lets the thread that answers signals run
 
 
 def fill() -> None:
-    """Leaves no room in the file system of the workdir."""
+    """Fills the file system of the workdir."""
     workdir = next(flag for flag in sys.argv if flag.startswith("--workdir=")).partition("=")[2]
     with Path(workdir).parent.joinpath("filler").open("ab", buffering=0) as file:
         size = 1 << 16
@@ -39,7 +39,7 @@ _watched: list[tuple[PhaseTracker, Path]] = []
 
 
 def hang() -> None:
-    """With a watchdog that has little patience from now on: before, the machine may be slow."""
+    """Hangs. The watchdog gets a short limit only now, as a busy machine may be slow before."""
     with contextlib.ExitStack() as stack:
         for phases, stacks in _watched:
             stack.enter_context(_watching(phases, 0.2, stacks))
@@ -77,7 +77,7 @@ def strike(phase: str, count: int, fault: object) -> None:
     make, seen = PhaseTracker.__init__, []
 
     def heard(now: RunStatus) -> None:
-        unwatched = fault is hang and not _watched  # for good: nobody would ever end it
+        unwatched = fault is hang and not _watched  # without a watchdog it would hang forever
         if phase in (now.phase, now.background) and not unwatched:
             seen.append(now)
             if len(seen) == count:

@@ -1,6 +1,6 @@
-"""Calls of the file system fail: nothing is lost, exit code 4 and one sentence (see calls.py).
+"""Tests that failing calls of the file system lose nothing and end with a clear error.
 
-These are drawn from all cases; `make soak` tries all of them.
+A few cases are drawn at random; `make soak` tries all of them (see calls.py).
 """
 
 import os
@@ -22,7 +22,7 @@ def library(tmp_path_factory):
 
 
 def test_the_nth_call_below_a_directory_fails_and_no_other(library, tmp_path):
-    """Each kind of call, once and from then on, with its error; and a write takes half."""
+    """Each kind of call fails once, or from then on, with its error; a short write writes half."""
     (tmp_path / "own").mkdir()
     script = Path(__file__).with_name("strike_calls.py")
     environment = os.environ | {"LD_PRELOAD": str(library), calls.LIBRARY: str(library)}

@@ -1,4 +1,4 @@
-"""A bit of a file is another one: that is said, or changes nothing."""
+"""Tests that a flipped bit in a file is reported or has no effect."""
 
 import random
 import shutil

@@ -1,4 +1,4 @@
-"""One of two processes dies or stands still: the other ends by itself and says whom it missed."""
+"""Tests that a process whose peer dies or hangs ends by itself and names the peer."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def test_a_peer_is_missed_and_nothing_is_lost(
     fault: str, process: int, two: Runs, tmp_path: Path
 ) -> None:
-    """Process 0 keeps the service that the others hear each other by: killed, JAX ends them."""
+    """Process 0 runs the coordination service. If it is killed, JAX ends the other processes."""
     life = two.strike(tmp_path / "run", "stepping", fault, 2, process=process)
     assert life.struck
     assert "start all processes again" in life.said or (process, fault) == (0, "kill")

@@ -1,6 +1,6 @@
-"""Whatever strikes in whichever phase: started again until done, a run is as if nothing had been.
+"""Tests that a run equals an undisturbed one after any fault in any phase, once it is done.
 
-The product phase x fault x task x topology. `make soak` has more of each.
+The cases are the product of phases, faults, tasks and numbers of processes.
 """
 
 import re
@@ -25,7 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, i
 def test_a_kill_and_a_hang_change_nothing(
     runs: dict[tuple[str, int], Runs], tmp_path: Path
 ) -> None:
-    """The quick one: it is killed with a checkpoint half there, and hangs."""
+    """The quick case: the run is killed while it commits a checkpoint, and later hangs."""
     one, workdir = runs["language", 1], tmp_path / "run"
     assert one.strike(workdir, "committing", "kill").struck
     hung = one.strike(workdir, "stepping", "hang")
@@ -43,10 +43,10 @@ def test_a_kill_and_a_hang_change_nothing(
 def test_a_fault_in_every_phase_changes_nothing(
     fault: str, task: str, processes: int, runs: dict[tuple[str, int], Runs], tmp_path: Path
 ) -> None:
-    """One life after the other, each struck in the next phase, of two processes the second."""
+    """Each start is struck in the next phase; with two processes, the second one is struck."""
     own, workdir = runs[task, processes], tmp_path / "run"
     for phase, count in PHASES.items():
-        # The first process alone commits; all are stopped alike.
+        # Only the first process commits.
         own.strike(workdir, phase, fault, count, process=(phase != "committing") * (processes - 1))
     own.finish(workdir)
     own.assert_as_if_nothing_had_been(workdir)

@@ -1,4 +1,4 @@
-"""Files in the workdir ask a run for things, which all of its processes do at the same step."""
+"""Tests that all processes of a run answer requests by files at the same step."""
 
 import re
 from pathlib import Path

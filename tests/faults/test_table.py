@@ -1,4 +1,4 @@
-"""docs/reliability.md names a test for every fault, and each is there."""
+"""Tests that docs/reliability.md names an existing test for every fault."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A second trainer in a workdir is refused and harms nothing; a dead one's lock is taken over."""
+"""Tests that a second trainer in a workdir is refused, and that a dead trainer's lock is not."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A bad step stops a run, changes nothing, or is gone around; a killed run does the same."""
+"""Tests that a bad step stops a run, is skipped, or is rolled back, also if the run is killed."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ from brt.training.bad_steps import FEWEST, RECENT, BadSteps, RecentLosses
 from brt.training.workdir import Workdir
 
 TOY = Path(__file__).parents[1] / "tasks/toy.py"
-STEPS = 24  # of 32 in an epoch
+STEPS = 24  # an epoch has 32
 CONFIG = Config(
     training=Training(
         task="poisoned", steps=STEPS, batch_size=8, segment_length=4, log_every=5,
@@ -38,7 +38,7 @@ SOME = ["nan", *(pytest.param(name, marks=pytest.mark.slow) for name in [*POISON
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """(poison, step, ...): what the batches of these steps (from 1) do to the loss."""
+    """Returns a function (poison, step, ...) that spoils the loss of the batches of these steps."""
     monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
     toy: dict[str, Any] = {"__name__": "toy"}
     exec(TOY.read_text(), toy)
@@ -53,7 +53,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 there = jnp.array([rows[step - 1].row[0] for step in steps])
                 bad = jnp.isin(batch.row, there).any()
                 nats = nats * jnp.where(bad, POISONS[poison], 1.0)
-                if poison == "gradient":  # of a root at 0
+                if poison == "gradient":  # the derivative of the square root at 0
                     weight = params["out"][0, 0]
                     nothing = weight - jax.lax.stop_gradient(weight)
                     nats = nats + jnp.sqrt(jnp.where(bad, nothing, 1.0))
@@ -69,7 +69,7 @@ def with_training(**changes: object) -> Config:
 
 
 def results(path: Path) -> tuple[str, list[dict[str, Any]], str]:
-    """The state, the numbers without the clock's, and bad_batches.jsonl."""
+    """Returns the state, the metrics that do not depend on the clock, and bad_batches.jsonl."""
     workdir = Workdir(path)
     lines = map(json.loads, workdir.metrics.read_text().splitlines())
     numbers = [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines]
@@ -87,7 +87,7 @@ class Killed(Exception):
 
 
 def train_killed_at(call: int, config: Config, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends without saving before the batch of this call is read, and begins again."""
+    """Trains until a given batch, ends without saving, and then trains to the end."""
     calls, put = [], runs.put
 
     def killing(*given: object) -> object:
@@ -149,7 +149,7 @@ def test_a_step_that_is_skipped_changes_nothing_but_its_number(
 
 
 @pytest.mark.parametrize(
-    ("policy", "calls"),  # around the first bad step, which is seen one later
+    ("policy", "calls"),  # near the first bad step, which is noticed one step later
     [
         ("rollback", [12]),
         pytest.param("rollback", [10, 11, 13, 20, 21], marks=pytest.mark.slow),
@@ -188,7 +188,7 @@ def test_a_killed_run_leaves_the_same_batches_out(
 def test_a_run_that_rewinds_while_it_is_profiled_ends_one_trace(
     poisoned: Callable, tmp_path: Path
 ) -> None:
-    """The first traced step is the one in which the bad step before it is noticed."""
+    """The bad step is noticed in the first traced step."""
     poisoned("nan", 11)
     loop.train(with_training(on_bad_step="rollback", profile_at=(12, 13)), tmp_path)
     assert [(r["step"], r["from"]) for r in records(tmp_path)] == [(11, 8)]
@@ -201,7 +201,7 @@ def test_a_run_that_rewinds_while_it_is_profiled_ends_one_trace(
 def test_a_batch_that_is_skipped_is_as_if_it_had_not_been(
     poisoned: Callable, tmp_path: Path
 ) -> None:
-    """Whatever is in it: the run is the same with another poison."""
+    """The result does not depend on the content of the skipped batch."""
     found = []
     for poison in ("nan", "infinity"):
         poisoned(poison, 18)
@@ -217,7 +217,7 @@ def test_a_batch_that_is_skipped_is_as_if_it_had_not_been(
 def test_a_run_goes_back_to_what_there_is(
     bad: tuple[int, ...], since: list[int], poisoned: Callable, tmp_path: Path
 ) -> None:
-    """Before the first checkpoint, at the last step, and over several bad batches in a row."""
+    """Bad steps come before the first checkpoint, at the last step, and several in a row."""
     poisoned("nan", *bad)
     config = with_training(on_bad_step="rollback")
     loop.train(config, tmp_path)
@@ -231,7 +231,7 @@ def test_a_run_goes_back_to_what_there_is(
 def test_a_run_that_begins_before_where_it_went_back_goes_on_alike(
     poisoned: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint is gone from which it went on."""
+    """The checkpoint that the run rolled back to is removed before the next start."""
     poisoned("nan", 10)
     config = with_training(on_bad_step="rollback")
     loop.train(config, tmp_path / "whole")
@@ -251,7 +251,7 @@ def test_too_many_bad_steps_stop_a_run(poisoned: Callable, tmp_path: Path) -> No
         poisoned("nan", 10, 14, 19)
         config = with_training(on_bad_step=policy, max_bad_steps=2)
         path = tmp_path / policy
-        for _ in range(2):  # and when it is started again
+        for _ in range(2):  # the second time, the run is started again
             with pytest.raises(
                 NonFiniteError,
                 match=r"step 19: .*; Training.max_bad_steps = 2 allows no more Tr",
@@ -267,7 +267,7 @@ def test_too_many_bad_steps_stop_a_run(poisoned: Callable, tmp_path: Path) -> No
 def test_a_row_that_overflows_in_every_epoch_is_left_out_of_each(
     policy: str, poisoned: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And once it comes more often than is allowed, the run says so however often it is begun."""
+    """A run with more bad steps than allowed ends with an error, also when it is started again."""
     poisoned("nan", 10)
     config = with_training(on_bad_step=policy, max_bad_steps=3, steps=90)
     loop.train(config, tmp_path / "run")

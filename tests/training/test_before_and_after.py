@@ -17,7 +17,7 @@ DOCUMENTS, LENGTH = 4, 64
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two lanes of two segments each an epoch; validation, but no test data."""
+    """Builds a run of two lanes with two segments per epoch, and without test data."""
     texts = tmp_path_factory.mktemp("texts")
     for number in range(DOCUMENTS + 1):
         (texts / f"{number}.txt").write_text(str(number) * LENGTH)

@@ -1,4 +1,4 @@
-"""A run goes on with other settings where that is asked for and possible, and remembers it."""
+"""Tests that a run resumes with other settings only if allowed, and records the changes."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The content of a run directory is described, or reported as damaged."""
+"""Tests the description of a run directory, and of damage in it."""
 
 import json
 from pathlib import Path

@@ -27,14 +27,14 @@ def test_the_loss_is_a_mean_over_tokens_and_the_norm_over_steps() -> None:
         "train/bits_per_token": pytest.approx(2 / math.log(2)),
         "train/gradient_norm": 3.0,
         "data/tokens": 12,
-        "train/probe/used": 4.0,  # of what a task logs besides, a mean over steps
+        "train/probe/used": 4.0,  # a further metric of the task, averaged over steps
     }
     accumulator.add(3, STEPS[1])
     accumulator.flush()
     assert accumulator.report()["train/loss"] == 5.0 and accumulator.tokens_seen == 14
 
 
-def test_a_meter_goes_on_from_its_saved_state() -> None:
+def test_an_accumulator_continues_from_its_saved_state() -> None:
     accumulator = MetricAccumulator()
     accumulator.add(0, STEPS[0])
     accumulator.flush()
@@ -54,7 +54,7 @@ def test_metrics_count_one_step_late() -> None:
 
 
 @pytest.mark.parametrize("bad", [metrics(math.nan, 4.0, 1.0), metrics(8.0, 4.0, math.inf)])
-def test_what_is_not_finite_is_named_with_its_step(bad: StepMetrics) -> None:
+def test_a_step_that_is_not_finite_is_named(bad: StepMetrics) -> None:
     accumulator = MetricAccumulator()
     accumulator.add(7, bad)
     with pytest.raises(NonFiniteError, match=r"^step 7: .*is not finite; lower Optimizer") as error:

@@ -1,4 +1,4 @@
-"""Muon: what is a matrix of a layer gets orthogonal steps, all else Adam's."""
+"""Tests that Muon gives matrices of layers orthogonal updates, and other parameters Adam's."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def test_steps_of_matrices_are_equally_long_in_all_directions() -> None:
         for matrix in matrices:
             lengths = np.linalg.svd(np.asarray(matrix), compute_uv=False)
             expected = 0.1 * 0.2 * max(matrix.shape) ** 0.5
-            # The iteration ends near one, not at it; a gradient's own lengths differ 20 times.
+            # The iteration brings singular values near 1; before, they differ by a factor of 20.
             assert np.all((lengths > 0.5 * expected) & (lengths < 1.5 * expected))
 
 

@@ -19,7 +19,7 @@ TOLERANCE = 1e-5  # float32, relative to the largest magnitude of an array
 
 
 def params(seed: int) -> dict:
-    """Two stacks of three layers, an embedding large enough to be factored, and a scale."""
+    """Returns two stacks of three layers, an embedding large enough to be factored, and a scale."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> jax.Array:
@@ -51,9 +51,9 @@ def assert_close(actual: dict, expected: dict) -> None:
 
 
 def adafactor(x: np.ndarray, gradients: list[np.ndarray], rates: list[float]) -> np.ndarray:
-    """Shazeer & Stern 2018 with the original's constants and momentum, float64."""
+    """Implements Adafactor (Shazeer & Stern 2018) in float64, with the original's constants."""
     shape = x.shape
-    if x.ndim == 3:  # a kernel by head is a matrix
+    if x.ndim == 3:  # a kernel with heads is taken as a matrix
         x, gradients = x.reshape(len(x), -1), [g.reshape(len(x), -1) for g in gradients]
     x, momentum = x.astype(np.float64), np.zeros(x.shape)
     factored = x.ndim == 2 and min(x.shape) >= 128
@@ -126,7 +126,9 @@ def test_clip_norm_scales_the_gradients_of_all_parameters_together() -> None:
     plain = optimizers.build(Optimizer(**settings), 2, AXES)
     expected = updated(plain, params(0), scaled)
     assert_close(updated(clipping, params(0), gradients), expected)
-    within = [optax.tree.scale(0.9, tree) for tree in scaled]  # below it: untouched
+    within = [
+        optax.tree.scale(0.9, tree) for tree in scaled
+    ]  # gradients with a smaller norm are not clipped
     assert_close(updated(clipping, params(0), within), updated(plain, params(0), within))
 
 

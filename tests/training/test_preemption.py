@@ -8,7 +8,7 @@ import pytest
 
 from brt.training.preemption import QUIT_AT_ONCE, StopSignal
 
-# The main thread is deaf for a while, as in a compilation: sleep in C, retried after signals.
+# The main thread sleeps in C, which ignores signals as a compilation does.
 WAIT = """
 import sys, time
 from brt.training.preemption import StopSignal
@@ -52,7 +52,7 @@ def test_a_ctrl_c_after_it_quits_even_where_python_does_not_listen(first: signal
         begin = time.monotonic()
         process.send_signal(first)
         process.stderr.readline(), process.stderr.readline()
-        process.send_signal(signal.SIGTERM)  # schedulers repeat themselves
+        process.send_signal(signal.SIGTERM)  # schedulers send signals repeatedly
         process.send_signal(signal.SIGINT)
         assert process.wait() == QUIT_AT_ONCE
         assert time.monotonic() - begin < 5

@@ -14,7 +14,7 @@ from brt.training.workdir import Workdir
 
 
 class Asked:
-    """Requests of a run in a directory, and what it says of them."""
+    """The requests of a run in a directory, and the messages about them."""
 
     def __init__(self, place: Path, stack: contextlib.ExitStack, evaluates: bool = True):
         self.place, self.said, self.phases = place, [], PhaseTracker()

@@ -21,7 +21,7 @@ META = {
 
 @pytest.fixture
 def run(tmp_path: Path) -> Workdir:
-    """Saved at steps 5 and 10."""
+    """Returns the workdir of a run that was saved at steps 5 and 10."""
     workdir = Workdir(tmp_path / "run")
     with CheckpointWriter(workdir.checkpoints) as writer:
         for step in (5, 10):

@@ -19,7 +19,7 @@ from brt.training.run import Run
 from brt.training.start.config_changes import check_resumable
 from brt.training.state import TrainState
 
-TOLERANCE = 1e-5  # float32, absolute; what is compared is of magnitude 1
+TOLERANCE = 1e-5  # absolute, float32; the compared numbers have magnitude 1
 STEPS = 3
 CONFIG = Config(
     model=Model(
@@ -32,7 +32,7 @@ CONFIG = Config(
 
 
 class Trained(NamedTuple):
-    """A run, its compiled step, and what it started from, on the host."""
+    """A run, its compiled step, and its initial state on the host."""
 
     run: Run
     step: Callable
@@ -43,7 +43,7 @@ class Trained(NamedTuple):
         return jax.device_put(self.start._replace(**changes), shardings)
 
     def results(self) -> tuple:
-        """The state after some steps, and the metrics of each."""
+        """Returns the state after some steps, and the metrics of each step."""
         state, metrics = self.state(), []
         for batch in (self.run.reader[step] for step in range(STEPS)):
             state, values = self.step(state, runs.put(self.run, batch))
@@ -55,7 +55,7 @@ class Trained(NamedTuple):
 def trained(
     tmp_path_factory: pytest.TempPathFactory, random_params: Callable
 ) -> Callable[..., Trained]:
-    """(optimizer, devices) -> a window model with Adafactor, a recurrent one with AdamW."""
+    """Returns a function that builds a window model (Adafactor) or a recurrent one (AdamW)."""
     documents = tmp_path_factory.mktemp("documents")
     text = np.random.default_rng(0).integers(97, 123, 2000).astype(np.uint8).tobytes().decode()
     for i, place in enumerate(range(0, 2000, 250)):
@@ -82,7 +82,7 @@ def trained(
         run = runs.build(config, progress=False)
         if optimizer == "adafactor":
             start = runs.new_state(run)
-        else:  # not as new, which spares a compilation
+        else:  # random parameters, which need no compilation
             params = random_params(run.config.model)
             carried = new_state(run.config.model, CONFIG.training.batch_size)
             start = TrainState(np.int32(0), params, run.optimizer.init(params), carried, {})

@@ -1,4 +1,4 @@
-"""A run is a directory: what was trained goes on without the data it was trained on."""
+"""Tests that a run directory can be used without the data that the run was trained on."""
 
 import dataclasses
 import json
@@ -89,7 +89,7 @@ def written(workdir: Path) -> str:
 
 
 class Trained:
-    """A run, its config, what it writes and what it makes of its test split."""
+    """A run, its config, a text that it generates, and its evaluation of the test split."""
 
     def __init__(self, config: Config, place: Path):
         self.config, self.place, self.workdir = config, place, place / "run"
@@ -100,7 +100,7 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable], Trained]:
-    """make -> a run of its config; never changed."""
+    """Returns a function that trains a config once; tests must not change the run."""
     found: dict[Callable, Trained] = {}
 
     def get(make: Callable[[Path], Config]) -> Trained:
@@ -114,7 +114,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable], Train
 
 @pytest.fixture
 def trained(once: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """The same in a place of its own: the run, its data and its cache may be changed."""
+    """Returns a function like `once`, whose run, data and cache may be changed."""
 
     def copied(make: Callable[[Path], Config]) -> Trained:
         original = once(make)
@@ -129,7 +129,7 @@ def trained(once: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def moved(once: Callable) -> Callable:
-    """(make, *names): hides parts of where a run was made until the end of a test."""
+    """Returns a function that hides files of a run's origin until the end of a test."""
     hidden: list[Path] = []
 
     def hide(make: Callable[[Path], Config], *names: str) -> None:
@@ -145,7 +145,7 @@ def moved(once: Callable) -> Callable:
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache of whoever reads a run, empty at first."""
+    """Returns the cache of a user who reads a run; it is empty at first."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
     return tmp_path / "own"
 
@@ -274,7 +274,7 @@ def test_another_tokenizer_is_refused(trained: Callable, tmp_path: Path) -> None
 
 
 def test_the_last_point_of_a_curve_is_read_as_the_others(once: Callable) -> None:
-    """24 tokens of a document while training, and the whole beside that at the end."""
+    """Training evaluates 24 tokens of a document, and the whole document at the end."""
     run = once(language_model)
     records = read_metrics(Workdir(run.workdir).metrics)
     parts = [r for r in records if "eval/validation/bits_per_byte" in r]

@@ -46,7 +46,7 @@ def test_the_papers_models_have_the_papers_sizes(model: Model, expected: int) ->
 
 
 def test_parameters_have_their_names_shapes_and_axes() -> None:
-    """UPDATE_GOLDEN=1 writes what is there now: names are part of every checkpoint."""
+    """Compares the names in checkpoints with a golden file; UPDATE_GOLDEN=1 rewrites it."""
     model = Model(
         layers=4, recurrent_layers=(1,), model_dim=16, heads=2, head_dim=4, mlp_dim=24, window=4,
         states=6, vocab_size=32, gate="lstm", gate_layout="dual",

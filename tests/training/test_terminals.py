@@ -1,4 +1,4 @@
-"""Every kind of terminal sees progress, from the first step on."""
+"""Tests that every kind of terminal shows progress from the first step on."""
 
 import fcntl
 import io

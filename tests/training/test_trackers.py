@@ -1,4 +1,4 @@
-"""W&B and MLflow are told what metrics.jsonl has, go on after a restart, and stop nothing."""
+"""Tests that W&B and MLflow get all metrics, also after a restart, and never stop a run."""
 
 import dataclasses
 import json
@@ -147,7 +147,7 @@ def test_mlflow_that_could_record_nothing_is_refused_before_training(
 def test_the_real_mlflow_records_with_its_own_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a process of its own, as it changes the whole process's logging."""
+    """MLflow changes the logging of its process, so the test starts a new one."""
     pytest.importorskip("mlflow", reason="needs brt[mlflow]")
     for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
         monkeypatch.delenv(name)

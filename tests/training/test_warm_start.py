@@ -43,7 +43,7 @@ def config(objective: str, where: Path | str = "", **encoder: Any) -> Config:
 
 
 def ready(asked: Config) -> Config:
-    """The config with the model of the weights."""
+    """Returns the config with the model of the weights."""
     return warm_start.with_model(asked, warm_start.find_weights(asked))
 
 
@@ -52,12 +52,12 @@ def started(asked: Config, initial: Any) -> WarmStart:
 
 
 def known(asked: Config, tokenizer: Any) -> Config:
-    """The config with room for the ids of a tokenizer."""
+    """Returns the config with a vocabulary for a tokenizer."""
     return tasks.from_config(asked).with_weights(asked, warm_start.find_weights(asked), tokenizer)
 
 
 def drawn(model: Encoder, task: Any, seed: int = 0) -> dict[str, Any]:
-    """Parameters, without compiling what draws real ones."""
+    """Returns random parameters without compiling their initialization."""
     rng = np.random.default_rng(seed)
     network = encoder.EncoderWithHead(model, task=tasks.by_name(task).head)
     shapes = jax.eval_shape(lambda: nn.meta.unbox(encoder.init(network, jax.random.key(0))))
@@ -73,7 +73,7 @@ def body(params: Any) -> dict[str, np.ndarray]:
 
 
 def write(path: Path, objective: Any, fingerprint: str, **encoder: Any) -> Path:
-    """A workdir with one checkpoint."""
+    """Writes a workdir with one checkpoint."""
     model = dataclasses.replace(SIZES, **encoder)
     saved = config(objective, **dataclasses.asdict(model))
     with CheckpointWriter(Workdir(path).checkpoints) as writer:
@@ -84,7 +84,7 @@ def write(path: Path, objective: Any, fingerprint: str, **encoder: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def roberta(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A masked language model as brt.convert writes it."""
+    """Writes a masked language model as brt.convert does."""
     path = tmp_path_factory.mktemp("weights") / "roberta"
     list(convert.from_hf(DATA / "roberta", path, verified=False))
     return path
@@ -92,14 +92,14 @@ def roberta(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def masked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The workdir of a masked language model of bytes."""
+    """Writes the workdir of a masked language model of bytes."""
     path = tmp_path_factory.mktemp("masked")
     return write(path, MASKED, ByteTokenizer.fingerprint, vocab_size=257, remat=True)
 
 
 @pytest.fixture(scope="module")
 def speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The workdir of a model that reads speech."""
+    """Writes the workdir of a speech recognition model."""
     return write(tmp_path_factory.mktemp("speech"), SPEECH, LETTERS.fingerprint,
                  vocab_size=4, features=5, positions="sinusoidal")  # fmt: skip
 
@@ -128,7 +128,7 @@ def test_so_do_runs(masked: Path, speech: Path) -> None:
 
 @pytest.mark.parametrize("task", ["text_classification", "extractive_qa"])
 def test_the_head_of_another_task_is_new_and_named(masked: Path, task: Any) -> None:
-    """Also where the old head has an array of the same name and shape; new ids are new rows."""
+    """The old head may have an array of the same name and shape; new ids are new rows."""
     model = dataclasses.replace(SIZES, vocab_size=259)
     new = drawn(model, task)
     params, missing, _ = started(config(task, masked), new)
@@ -227,7 +227,7 @@ def test_known_tokenizers_pass_and_special_ids_are_added(
     roberta: Path, masked: Path, speech: Path
 ) -> None:
     asked = ready(config(MASKED, roberta))
-    theirs = Vocabulary("characters", map(chr, range(65, 65 + 62)))  # and the mask
+    theirs = Vocabulary("characters", map(chr, range(65, 65 + 62)))  # one more for the mask
     assert known(asked, theirs) == asked
     asked = ready(config(MASKED, masked))
     assert known(asked, ByteTokenizer()) == asked

@@ -1,4 +1,4 @@
-"""A process that is stuck ends and says where; one that is alive does not."""
+"""Tests that a stuck process ends and says where it is stuck, and that an active one does not."""
 
 import json
 import subprocess
@@ -54,7 +54,7 @@ def test_signs_of_life_and_silent_phases_keep_it_quiet(tmp_path: Path) -> None:
     stacks.write_text("of a run before")
     with watching(phases, 0.4, stacks):
         phases.enter("compiling")
-        time.sleep(0.8)  # would end this process, and all tests with it
+        time.sleep(0.8)  # would otherwise end this process and all its tests
         phases.enter("stepping", 0)
         for step in range(8):
             time.sleep(0.1)
